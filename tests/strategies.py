@@ -28,7 +28,6 @@ from zeroplan.spec.pipeline import PIPELINED, SPLIT
 from zeroplan.spec.profile import model_of
 from zeroplan.spec.recipe import ADAM, DeepSpeedOptions, MegatronOptions
 from zeroplan.spec.split import SHARED_BESIDE_EXPERTS, SPLIT_FAMILIES
-from zeroplan.transformer.families import halves
 
 T = TypeVar("T")
 
@@ -461,14 +460,12 @@ def _splittable(draw: Random, ways: Sequence[str], tp: int) -> ModelSpec:
 def _scheduled(draw: Random, told: RecipeSpec, ways: Sequence[str], one: ModelSpec) -> RecipeSpec:
     """Any schedule that is told of these jobs, and several stages on each rank where it has such."""
     there: list[Any] = [None, "gpipe", "1f1b", "interleaved-1f1b"]
-    halved = len(ways) == 1 and one.family in halves.TOLD and one.hidden_act is None and told.precision != "fp32"
+    halved = len(ways) == 1 and one.moe is None
     schedule = draw.choice([*there, *SPLIT, *SPLIT] if halved else there)
     if schedule in SPLIT:
         kept = None if told.fsdp2.reshard_after_forward else told.fsdp2.reshard_after_forward
         options = replace(told.fsdp2, reshard_after_forward=kept)
-        told = replace(
-            told, recompute="none", attention="sdpa", fsdp2=options, zero_stage=told.zero_stage if kept is False else 2
-        )
+        told = replace(told, recompute="none", fsdp2=options, zero_stage=told.zero_stage if kept is False else 2)
     each = {"interleaved-1f1b": (2, 2, 3), "interleaved-zero-bubble": (None, 2, 3), "zbv": (None, 2)}.get(schedule, (None, 1))
     return replace(told, pipeline_schedule=schedule, pipeline_stages_per_rank=draw.choice(each))
 

@@ -176,7 +176,6 @@ def test_what_is_not_modelled_is_refused(change: dict[str, object], message: str
             {"recompute": "full"},
             "recompute 'full' .which would run for each weight. is not modelled; use recompute none, or",
         ),
-        ({"precision": "fp32"}, "with precision 'fp32' is not modelled"),
         ({"fsdp2": Fsdp2Options(reshard_after_forward=True)}, "loses gradients of weights that are sharded again"),
         (
             {"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 4},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
@@ -24,6 +25,9 @@ from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.release import installed
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 pytestmark = pytest.mark.torch
 runs = pytest.mark.skipif(installed() == "2.15", reason="torch 2.15 has other schedules, which are refused")
 
@@ -40,6 +44,8 @@ class Case(NamedTuple):
     seq_len: int = 32
     """With a short one gradients outweigh activations, and the peak is where they are reduced."""
     family: Family = "llama"
+    model: Mapping[str, object] = MappingProxyType({})
+    """What else is otherwise than in ``_MODEL``."""
 
 
 _CASES = [
@@ -55,6 +61,17 @@ _CASES = [
     Case(1, {"zero_stage": 2, "pipeline_schedule": "interleaved-zero-bubble", "precision": "bf16"}, micro_batches=4, seq_len=2),
     Case(1, {"zero_stage": 2, "pipeline_schedule": "zbv"}, family="qwen3"),
     Case(0, {"zero_stage": 2, "pipeline_schedule": "zbv"}, micro_batches=1, seq_len=2),
+    Case(1, {"zero_stage": 2, "pipeline_schedule": "zbv", "precision": "fp32"}),
+    Case(0, {"zero_stage": 2, "pipeline_schedule": "interleaved-zero-bubble", "attention": "eager"}),
+    Case(
+        1,
+        {"zero_stage": 2, "pipeline_schedule": "interleaved-zero-bubble"},
+        seq_len=2,
+        family="gpt_neox",
+        model={"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True},
+    ),
+    Case(1, {"zero_stage": 2, "pipeline_schedule": "zbv"}, family="phi3", model={"hidden_act": "gelu"}),
+    Case(1, {"zero_stage": 2, "pipeline_schedule": "zbv"}, family="mistral", model={"sliding_window": 16}),
 ]
 
 
@@ -67,14 +84,15 @@ _SPLIT = [
 
 def _job(case: Case, model: ModelSpec = _MODEL, **split: int) -> JobSpec:
     return JobSpec(
-        model=replace(model, family=case.family), mesh=MeshSpec(**{"pp": 2, "dp_shard": 2, **split}),
+        model=replace(model, family=case.family, **case.model), mesh=MeshSpec(**{"pp": 2, "dp_shard": 2, **split}),
         recipe=RecipeSpec(**case.recipe),  # type: ignore[arg-type]
         batch=BatchSpec(micro_batch_size=2, seq_len=case.seq_len, grad_accum_steps=case.micro_batches),
     )  # fmt: skip
 
 
 def _names(case: Case) -> str:
-    return f"rank {case.rank}, {', '.join(map(str, case.recipe.values()))}, {case.seq_len} tokens"
+    family = [] if case.family == "llama" else [case.family]
+    return f"rank {case.rank}, {', '.join(map(str, (*family, *case.recipe.values())))}, {case.seq_len} tokens"
 
 
 @runs

@@ -50,7 +50,7 @@ def accounts_of(
 ) -> tuple[Account, ...]:  # fmt: skip
     """The same of some ranks alone. [bytes]"""
     if recipe.pipeline_schedule in SPLIT:
-        _check_split(model, recipe, mesh, batch)
+        _check_split(model, recipe, mesh)
     recipe = replace(recipe, sync_every_micro_batch=False)  # a schedule reduces once
     if mesh.cp != 1:
         from zeroplan.transformer.context import local_batch  # noqa: PLC0415  the others' answers need not wait for it
@@ -79,7 +79,7 @@ def accounts_of(
     )
 
 
-def _check_split(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> None:
+def _check_split(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> None:
     """Refuse what of a schedule that splits backwards is not modelled."""
     resharding = recipe.fsdp2.reshard_after_forward
     if recipe.zero_stage == 3 if resharding is None else resharding:
@@ -88,7 +88,7 @@ def _check_split(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch)
             "their forward, as stage 3 does; use stage 2, or interleaved-1f1b, 1f1b or gpipe"
         )
     compute = compute_of(recipe, tp=int(mesh.tp), ep=int(mesh.ep), cp=int(mesh.cp))
-    untold = why_not(model, compute, batch)
+    untold = why_not(model, compute)
     if untold is not None:
         raise SpecError(
             f"the memory of schedule {recipe.pipeline_schedule!r} with {untold[0]} is not modelled; use {untold[1]}, or "

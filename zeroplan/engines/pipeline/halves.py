@@ -13,19 +13,19 @@ from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.pipeline.backward import root_names, sizes_of_block, taken_up
 from zeroplan.engines.pipeline.forward import earlier_gradients
 from zeroplan.engines.pipeline.lines import accumulated, as_made, in_elements, kept_of_all, unsharded_parameters
-from zeroplan.engines.pipeline.stage import StagePlan
+from zeroplan.engines.pipeline.stage import Split, StagePlan
 from zeroplan.engines.pipeline.waiting import Rank
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
-from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.ledger import Kind, Line, Moment, OffGpu, Phase, total_bytes
 from zeroplan.numeric import Int
-from zeroplan.transformer.families.halves import SPLIT_BACKWARD, Halves, Weights
+from zeroplan.transformer.families.halves import SPLIT_BACKWARD, Halves, Point, Weights
 
 T = TypeVar("T")
 WAITING = "gradients that wait for the second half, of the blocks above"
 
 
-def _halves(stage: StagePlan) -> tuple[Halves, Halves]:
+def _split(stage: StagePlan) -> Split:
     assert stage.halves is not None  # noqa: S101  made for every stage of such a schedule
     return stage.halves
 
@@ -36,22 +36,23 @@ def _halves(stage: StagePlan) -> tuple[Halves, Halves]:
 def first_half(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Moment]:
     """Head and loss where they are, then block after block from the last to the first."""
     stage = rank.stages[state.chunk]
-    plan, (block, head) = stage.plan, _halves(stage)
+    plan, split = stage.plan, _split(stage)
     kept = (*kept_of_all(stage), *((*plan.head.saved, *plan.head.loss) if stage.stage.is_last else ()))
     unsharded = unsharded_parameters(plan, plan.every_layer, "this stage's parameters, unsharded")
     common = (*common, unsharded, *kept)
     behind: Int = 0
-    if stage.stage.is_last:
-        behind = head.held
+    if split.head is not None:
+        behind = split.head.held
         alive = (*common, *earlier_gradients(plan, state))
-        for point in head.points:
-            yield Moment(f"backward of the {point.name}, inputs", Phase.BACKWARD, (*alive, _gradients(point.n_bytes)))
+        for point in split.head.points:
+            yield Moment(f"backward of the {point.name}, inputs", Phase.BACKWARD, (*alive, *point.lines))
     for position in reversed(stage.positions):
-        alive = (*common, _waits(behind + sum(position.after) * block.held))
+        block = split.blocks[position.run]
+        alive = (*common, _waits(behind + split.held(position.after)))
         yield from _through(block, position, (*alive, *_gradients_left(plan, position, state, itself=True)))
         yield from _taking_up(plan, position, state, (*alive, _gradients(block.held)))
     if stage.stage.is_last and state.fresh[state.chunk]:
-        yield from _taking_up_root(plan, state, (*common, _waits(behind + stage.stage.layers * block.held)))
+        yield from _taking_up_root(plan, state, (*common, _waits(behind + split.held(plan.every_layer))))
 
 
 def _waits(n_bytes: Int) -> Line:
@@ -59,15 +60,22 @@ def _waits(n_bytes: Int) -> Line:
 
 
 def _gradients(n_bytes: Int) -> Line:
-    reason = "gradients of this part, waiting for the second half or by the way"
+    reason = "gradients of this block, waiting for the second half"
     return Line(Kind.ACTIVATION_GRADIENTS, n_bytes, reason, product(1, n_bytes), SPLIT_BACKWARD)
 
 
 def _through(block: Halves, position: Position, alive: tuple[Line, ...]) -> Iterator[Moment]:
-    by_torch = _highest([point for point in block.points if not point.scratch], lambda point: point.n_bytes)
-    for point in (*by_torch, *(point for point in block.points if point.scratch)):
-        lines = (*alive, _gradients(point.n_bytes), *point.scratch)
-        yield Moment(f"backward of {position.name}, inputs: {point.name}", Phase.BACKWARD, lines)
+    """The highest moment of a block, and the highest without what CUDA's kernels take inside themselves."""
+    plain = [point for point in block.points if not _has_scratch(point)]
+    for point in (
+        *_highest(plain, lambda point: total_bytes(point.lines)),
+        *(one for one in block.points if _has_scratch(one)),
+    ):
+        yield Moment(f"backward of {position.name}, inputs: {point.name}", Phase.BACKWARD, (*alive, *point.lines))
+
+
+def _has_scratch(point: Point) -> bool:
+    return any(line.tag.off_gpu is OffGpu.NO_TENSOR for line in point.lines)
 
 
 def _gradients_left(plan: Plan, position: Position, state: State, *, itself: bool) -> Iterator[Line]:
@@ -106,11 +114,11 @@ def second_half(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[
     Where earlier gradients are there in the same dtype, each new one is added and goes; else they stay.
     """
     stage = rank.stages[state.chunk]
-    plan, (block, head) = stage.plan, _halves(stage)
+    plan, split = stage.plan, _split(stage)
     unsharded = unsharded_parameters(plan, plan.every_layer, "this stage's parameters, unsharded")
     alive = (*common, *earlier_gradients(plan, state), unsharded)
     added = bool(state.fresh[state.chunk] or (plan.reduce_bytes == plan.width.compute and state.earlier[state.chunk]))
-    every = list(_one_by_one(stage, block, head))
+    every = list(_one_by_one(stage, split))
     for name, one in _highest(every, lambda found: found[1].bytes_beyond(plan.width.compute, added=added)):
         yield Moment(name, Phase.BACKWARD, (*alive, *_making(stage, plan, one, added=added)))
 
@@ -140,20 +148,21 @@ class _Making(NamedTuple):
 
     def bytes_beyond(self, width: int, *, added: bool) -> Int:
         """What is alive beyond what the half begins with. [bytes]"""
-        return width * self.gradients(added=added) + self.weights.beside - self.freed
+        return width * self.gradients(added=added) + total_bytes(self.weights.beside) - self.freed
 
 
-def _one_by_one(stage: StagePlan, block: Halves, head: Halves) -> Iterator[tuple[str, _Making]]:
+def _one_by_one(stage: StagePlan, split: Split) -> Iterator[tuple[str, _Making]]:
     """The weights of the blocks at which a maximum can lie, and of what is behind the blocks."""
-    numel, freed = _sums(block.weights)
-    last = block.weights[-1].numel
+    ways = [_sums(block.weights) for block in split.blocks]
     for position in stage.positions:
-        below = sum(position.before)
-        for one in _through_weights(block.weights, last if below else 0, below * numel, below * freed):
+        made, freed = _of_blocks(ways, position.before)
+        last = 0 if position.previous_run is None else split.blocks[position.previous_run].weights[-1].numel
+        for one in _through_weights(split.blocks[position.run].weights, last, made, freed):
             yield f"backward of {position.name}, weights: {one.weights.name}", one
-    if stage.stage.is_last:
-        layers = stage.stage.layers
-        for one in _through_weights(head.weights, last, layers * numel, layers * freed):
+    if split.head is not None:
+        made, freed = _of_blocks(ways, stage.plan.every_layer)
+        last = split.blocks[stage.positions[-1].run].weights[-1].numel
+        for one in _through_weights(split.head.weights, last, made, freed):
             yield f"backward of the {one.weights.name}, weights", one
 
 
@@ -170,15 +179,22 @@ def _sums(weights: tuple[Weights, ...]) -> tuple[int, Int]:
     return sum(one.numel for one in weights), freed
 
 
+def _of_blocks(ways: list[tuple[int, Int]], layers: tuple[int, ...]) -> tuple[int, Int]:
+    """What so many blocks of each run come to: elements of weights, and bytes that go."""
+    freed: Int = 0
+    for count, (_, n_bytes) in zip(layers, ways, strict=True):
+        freed = freed + count * n_bytes
+    return sum(count * numel for count, (numel, _) in zip(layers, ways, strict=True)), freed
+
+
 def _making(stage: StagePlan, plan: Plan, now: _Making, *, added: bool) -> tuple[Line, ...]:
     """What is left of the micro-batch, and gradients of weights."""
     left, width = stage.between_bytes - now.freed, plan.width.compute
     made = width * now.gradients(added=added)
-    beside = now.weights.beside
     return (
         Line(Kind.ACTIVATIONS, left, "kept between the halves, of weights still to come", product(1, left), SPLIT_BACKWARD),
         in_elements(
             Line(Kind.UNSHARDED_GRADIENTS, made, "gradients of weights, made in this half", source=SPLIT_BACKWARD), width
         ),
-        Line(Kind.TEMPORARY, beside, "gradient of a norm's weight, not yet summed", product(1, beside), SPLIT_BACKWARD),
+        *now.weights.beside,
     )

@@ -29,6 +29,20 @@ CHECKPOINT = "torch 2.13, torch/utils/checkpoint.py, _checkpoint_without_reentra
 FORWARD = "torchtitan, experiments/transformers_modeling_backend/model.py, HFTransformerModel.forward"
 
 
+class Split(NamedTuple):
+    """A stage's backward in two halves: of a block of each run, and of final norm and head."""
+
+    blocks: tuple[Halves, ...]
+    head: Halves | None
+
+    def held(self, layers: tuple[int, ...]) -> Int:
+        """What so many blocks of each run hold from the first half to the second. [bytes]"""
+        n_bytes: Int = 0
+        for count, one in zip(layers, self.blocks, strict=True):
+            n_bytes = n_bytes + count * one.held
+        return n_bytes
+
+
 class StagePlan(NamedTuple):
     """A stage: the plan of its layers, and the sizes that only a stage has. [bytes]"""
 
@@ -46,8 +60,8 @@ class StagePlan(NamedTuple):
     """Ranks split its blocks or share its sequences."""
     by_rank: Line | None
     """Under tensor parallelism: what is gathered along the sequence, before it is put in order."""
-    halves: tuple[Halves, Halves] | None = None
-    """Of a block, and of final norm and head, where a schedule takes backwards in two halves."""
+    halves: "Split | None" = None
+    """Where a schedule takes backwards in two halves."""
 
     @property
     def kept_bytes(self) -> Int:
@@ -66,9 +80,8 @@ class StagePlan(NamedTuple):
         """
         if self.halves is None or self.stage.number == 0:
             return 0
-        block, head = self.halves
-        n_bytes = self.kept_bytes + self.stage.layers * block.held - self.hidden_bytes
-        return n_bytes + (head.held - total_bytes(self.plan.head.loss) if self.stage.is_last else 0)
+        n_bytes = self.kept_bytes + self.halves.held(self.plan.every_layer) - self.hidden_bytes
+        return n_bytes + (self.halves.head.held - total_bytes(self.plan.head.loss) if self.halves.head is not None else 0)
 
     @property
     def takes_from_buffer(self) -> bool:
@@ -135,8 +148,9 @@ def _stage_plan(
     by_rank = None if at_embedding is None else at_embedding.by_rank
     halves = None
     if recipe.pipeline_schedule in SPLIT:
-        compute = compute_of(recipe)
-        halves = block_halves(fewer, compute, batch), head_halves(fewer, compute, batch)
+        compute = compute_of(recipe, tp=int(mesh.tp), ep=int(mesh.ep), cp=int(mesh.cp))
+        blocks = tuple([block_halves(fewer, run, compute, batch) for run in part.runs])
+        halves = Split(blocks, head_halves(fewer, part.tail, compute, batch) if stage.is_last else None)
     split = mesh.tp != 1 or mesh.cp != 1
     return StagePlan(stage, plan, plan.corners, head.hidden_bytes, logits, kept, split, by_rank, halves)
 

@@ -25,7 +25,7 @@ from zeroplan.transformer.families.norms import AT_FINAL_NORM, LAYER_FINAL, LAYE
 from zeroplan.transformer.families.parts import GRADIENT, HEAD_INPUT, HELD_NORM, SAVED, TEMPORARY
 from zeroplan.transformer.families.program import Training
 from zeroplan.transformer.families.sharded import SHARED_OUT, gathered, norm
-from zeroplan.transformer.families.tape import Alive, Arriving, Backward, Handed, Manner, Site, Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import Alive, Arriving, Backward, Half, Handed, Manner, Site, Store, Tape, Value, Width
 from zeroplan.transformer.families.traced import Index, Places, Plan, Sizes, of_a_rank, top
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.params import is_frozen
@@ -108,9 +108,7 @@ class _Planned(NamedTuple):
 
 def ending_pass(model: ModelSpec, compute: Compute, x: Widths, values: Values, loss: Loss) -> EndingPass:
     """What follows the blocks, for one batch; ``values`` are those of all symbols."""
-    frozen_norm, frozen_head = is_frozen(model, "norm"), is_frozen(model, "head")
-    is_wide, keeps = x.element == 4, frozen_head and compute.keeps_inputs
-    ending = Ending(model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1)
+    ending = ending_of(model, compute, x, loss)
     plan, kept_places, output = _plan_of(ending)
     sizes = Sizes(plan, values)
     saved = tuple([place for place in plan.saved if place not in kept_places])
@@ -118,6 +116,13 @@ def ending_pass(model: ModelSpec, compute: Compute, x: Widths, values: Values, l
     forward = (*kept, *(line for line in beyond if not any(line is one for one in kept)))
     points = _handed_on(sizes) if plan.handed else sizes.points("none")
     return EndingPass(sizes.lines(saved), kept, forward, points, sizes.lines(output))
+
+
+def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: Loss) -> Ending:
+    """The structure of what follows a model's blocks."""
+    frozen_norm, frozen_head = is_frozen(model, "norm"), is_frozen(model, "head")
+    is_wide, keeps = x.element == 4, frozen_head and compute.keeps_inputs
+    return Ending(model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1)
 
 
 def _handed_on(sizes: Sizes) -> tuple[BackwardPoint, ...]:
@@ -135,22 +140,39 @@ def _handed_on(sizes: Sizes) -> tuple[BackwardPoint, ...]:
 def _plan_of(ending: Ending) -> _Planned:
     """Run the program of a structure forward and backward."""
     tape, index, dtypes = _tape_of(ending), Index(), {"wide": ending.wide, "autocast": ending.wide_residual}
-    shape, source = T_p * h if ending.sharded else T * h, definition_of(ending.family).program.source
-    given = Value(tape.make(SAVED, "final norm: its input", r * shape, source), r, shape)
+    ran, names = _run(tape, ending)
+    forward, casts = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts)
+    kept, output = index.of(ran.kept), index.of(ran.output)
+    tape.drop(*names)
+    tape.run_backward(ran.loss, ran.loss.store)
+    points = index.moments(_with_the_loss([*ran.earlier, *tape.moments], dtypes))
+    handed, source = index.handed(ran.handed), _source(ending)
+    plan = Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), source, {}, handed)
+    return _Planned(of_a_rank(plan) if ending.sharded else plan, kept, output)
+
+
+def ran_forward(ending: Ending) -> tuple[Tape, Value]:
+    """Run the program of a structure forward: the tape, and the loss."""
+    tape = _tape_of(ending)
+    ran, names = _run(tape, ending)
+    tape.drop(*names)
+    return tape, ran.loss
+
+
+def _run(tape: Tape, ending: Ending) -> tuple[_Ran, tuple[Store, ...]]:
+    """Run it forward, all names still there: the loss, and what the names stand for."""
+    shape = T_p * h if ending.sharded else T * h
+    given = Value(tape.make(SAVED, "final norm: its input", r * shape, _source(ending)), r, shape)
     normal = _final_norm(tape, given, ending.family)
     tape.release(given)
     read = gathered(tape, normal, "input of the head")
     ran = _LOSSES[ending.loss](tape, read, ending)
     _name(tape, normal)
-    forward, casts = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts)
-    kept, output = index.of(ran.kept), index.of(ran.output)
-    tape.release(read, normal)
-    tape.drop(*ran.names)
-    tape.run_backward(ran.loss, ran.loss.store)
-    points = index.moments(_with_the_loss([*ran.earlier, *tape.moments], dtypes))
-    handed = index.handed(ran.handed)
-    plan = Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), source, {}, handed)
-    return _Planned(of_a_rank(plan) if ending.sharded else plan, kept, output)
+    return ran, (read.store, normal.store, *ran.names)
+
+
+def _source(ending: Ending) -> str:
+    return definition_of(ending.family).program.source
 
 
 def _with_the_loss(moments: list[Alive], dtypes: dict[str, bool]) -> tuple[Alive, ...]:
@@ -271,7 +293,7 @@ def _cross_entropy(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tupl
         tape.saved[tape.hold(label)] = None
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.drop(*labels)
+        tape.drop(*(labels if tape.half is Half.WHOLE else ()))
         tape.scratch.append(tape.make(LOGITS, "gradient of log-softmax, fp32", 4 * softmax.shape, FULL))
         return [(wide, tape.make(LOGITS, "gradient of the fp32 logits", 4 * wide.shape, FULL))]
 

@@ -1,40 +1,42 @@
-"""A backward in two halves, gradients of inputs first and those of weights later, through blocks of the Llama kind and the head.
+"""A backward in two halves, gradients of inputs first and those of weights later: of a block, and of what follows the blocks.
 
 ``torch.distributed.pipelining`` splits it so under zero-bubble schedules (torch 2.13, ``_backward.py``). The first half frees
-nothing, since the graph is still needed, and every gradient that meets a weight stays for the second half: those of the outputs of
-matrix products and of norms. The second half goes through the weights in the order of the module, from the first block to the
-last, and lets go of a gradient, and of what its operator saved, when the weight's own gradient is made; what else the graph saved
-goes when the last weight is done.
+nothing, since the graph is still needed, and the gradients that meet an operator with a weight stay for the second half. That
+goes through the weights in the order of ``parameters()``, from the first block to the last, and lets go of the gradients, and
+of what the operator saved, when the weight's own gradient is made; what else the graph saved goes when the last weight is done.
 
-Sizes are those of the eager operators of torch 2.13 in 16 bits, on the flash kernel; the attention's backward is the module's own
-(``attend.py``). Left out: other families, 32 bits, attention that is written out or has a mask, recomputation.
+The programs are those of a backward in one go (``tape.py``). Left out: weights that operators of their own lead to (routers
+and experts under autocast, sinks), recomputation.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
+from zeroplan.expr import Values
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, maximum
+from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.family import HEAD_NORMS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.attend import flash_scratch, head_size
-from zeroplan.transformer.families.attention import FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
-from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities, widths
+from zeroplan.transformer.families.definition import definition_of
+from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
+from zeroplan.transformer.families.highest import highest
+from zeroplan.transformer.families.parts import INCOMING
+from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.tape import Store, Tape, Value
+from zeroplan.transformer.families.traced import Index, Places, Plan, Sizes, of_a_rank, program_of, run_forward, structure_of
+from zeroplan.transformer.families.widths import beyond_the_window, values_of, widths
+from zeroplan.transformer.parameters import BlockRun, Parameter
+from zeroplan.transformer.symbols import r
 
 SPLIT_BACKWARD = "torch 2.13, torch/distributed/pipelining/_backward.py, stage_backward_input and stage_backward_weight"
 
-#: Families whose blocks' halves are told.
-TOLD = ("llama", "mistral", "qwen2", "qwen3")
-
 
 class Point(NamedTuple):
-    """A moment of the first half where memory can be highest: what is alive that the forward has not left. [bytes]"""
+    """A moment of the first half where memory can be highest: what is alive that the forward has not left."""
 
     name: str
-    n_bytes: Int
-    scratch: tuple[Line, ...] = ()
-    """What only CUDA's kernel takes."""
+    lines: tuple[Line, ...]
 
 
 class Weights(NamedTuple):
@@ -42,8 +44,8 @@ class Weights(NamedTuple):
 
     name: str
     numel: int
-    beside: Int
-    """What making them takes beside them. [bytes]"""
+    beside: tuple[Line, ...]
+    """What making them takes beside them."""
     freed: Int
     """What goes when they are made: gradients that waited, and what their operator saved. [bytes]"""
 
@@ -59,126 +61,97 @@ class Halves(NamedTuple):
     """Of the second, in its order."""
 
 
-class _Sizes(NamedTuple):
-    """Tensors in the compute dtype, and the hidden states in fp32. [bytes]"""
+class _Planned(NamedTuple):
+    """What a structure came to. ``weights``: for each operator with weights its name, what is there beside, and what goes."""
 
-    hidden: Int
-    query: Int
-    key: Int
-    inner: Int
-    wide: Int
-    """Five of these, or of what a norm over heads reads, are alive where the backward of a norm is highest."""
+    plan: Plan
+    is_sharded: bool
+    held: Places
+    weights: tuple[tuple[str, Places, Places], ...]
 
 
-def why_not(model: ModelSpec, compute: Compute, batch: Batch) -> tuple[str, str] | None:
+def why_not(model: ModelSpec, compute: Compute) -> tuple[str, str] | None:
     """What of a job is not told here, and what to use instead; ``None`` where everything is."""
-    x = widths(model, compute, batch)
     for untold, instead in (
-        (model.family not in TOLD and f"family {model.family!r}", f"one of {', '.join(TOLD)}"),
         (model.moe is not None and "experts", "a dense model"),
-        (model.hidden_act is not None and f"activation function {model.hidden_act!r}", "the family's own"),
-        (x.element != 2 and "precision 'fp32'", "bf16-mixed or bf16"),
         (
             compute.recompute != "none" and f"recompute {compute.recompute!r} (which would run for each weight)",
             "recompute none",
         ),
-        (compute.attention != "sdpa" and f"attention {compute.attention!r}", "attention sdpa"),
-        (compute.tp > 1 and "tensor parallelism", "tp=1"),
-        (compute.cp > 1 and "context parallelism", "cp=1"),
-        (compute.expert_ranks > 1 and "expert parallelism", "ep=1"),
-        (_anywhere(beyond_the_window(model, x)) and "a mask of a sliding window", "a shorter sequence"),
     ):
         if untold:
-            return str(untold), instead
+            return untold, instead
     return None
 
 
-def _anywhere(found: object) -> bool:
-    return bool(found.any()) if hasattr(found, "any") else bool(found)
-
-
-def block_halves(model: ModelSpec, compute: Compute, batch: Batch) -> Halves:
-    """One dense block of the Llama kind."""
+def block_halves(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> Halves:
+    """One block of a run of dense ones."""
     x = widths(model, compute, batch)
-    e, tokens = x.element, x.tokens
-    one = _Sizes(e * tokens * x.hidden, e * tokens * x.query, e * tokens * x.key, e * tokens * model.intermediate_size,
-                 4 * tokens * x.hidden)  # fmt: skip
-    norms = model.family in HEAD_NORMS
-    heads = one.query + one.key if norms else 0
-    held = 2 * one.inner + 4 * one.hidden + one.query + 2 * one.key + heads
-    return Halves(held, _points(x, one, norms=norms), _weights_of_block(model, x, one, norms=norms))
+    is_masked = run.kind != "global" and _always(beyond_the_window(model, x))
+    structure = structure_of(model, run.kind, compute, x, "none", masked=is_masked)
+    modules = _modules(run.parameters)
+    as_run = [name for name in definition_of(structure.family).modules if name in modules]
+    planned = _plan_of(structure, tuple([as_run.index(name) for name in modules]))
+    return _halves(planned, values_of(model, x, compute.tp if planned.is_sharded else 1), tuple(modules.values()))
 
 
-def _points(x: Widths, one: _Sizes, *, norms: bool) -> tuple[Point, ...]:
-    """The gated MLP, its norm, attention, its norm, each beside the gradients that the ones before it have left."""
-    after_mlp: Int = 2 * one.inner + one.hidden
-    middle: Int = after_mlp + one.hidden
-    three: Int = one.query + 2 * one.key
-    in_fp32: Int = 5 * one.wide
-    at_keys: Int = middle + three + one.hidden  # gradients of queries, keys and values, and through the value projection
-    points = (
-        Point("gated product", 3 * one.inner + one.hidden),
-        Point("gate projection", 2 * one.inner + 3 * one.hidden),
-        Point("norm before the MLP", after_mlp + in_fp32),
-        Point("attention", middle + x.element * x.tokens * x.context + three, (_flash_scratch(x),)),
-        Point("rotary positions", middle + maximum(4 * one.query + 2 * one.key, one.query + 5 * one.key)),
-    )
-    if not norms:
-        return (*points, Point("k projection", at_keys + 2 * one.hidden), Point("norm before attention", at_keys + in_fp32))
-    wide_keys: Int = 20 * x.tokens * x.key
-    wide_queries: Int = 20 * x.tokens * x.query
-    at_queries: Int = at_keys + one.key
-    last: Int = at_queries + one.query
-    return (
-        *points,
-        Point("norm of the keys", at_keys + wide_keys),
-        Point("k projection", at_queries + 2 * one.hidden),
-        Point("norm of the queries", at_queries + wide_queries),
-        Point("norm before attention", last + in_fp32),
-    )
-
-
-def _flash_scratch(x: Widths) -> Line:
-    size = flash_scratch(head_size(x.head_dim), grouped=x.key != x.query)
-    return Line(Kind.TEMPORARY, size.value(quantities(x, 0)), FLASH_SCRATCH, size.text, FLASH_BACKWARD, SCRATCH)
-
-
-def _weights_of_block(model: ModelSpec, x: Widths, one: _Sizes, *, norms: bool) -> tuple[Weights, ...]:
-    """In the order of the module: attention, MLP, norms. A bias is made with its matrix."""
-    h, f, hidden, inner = x.hidden, model.intermediate_size, one.hidden, one.inner
-    bias, output_bias = model.attention_bias, model.attention_bias and model.family != "qwen2"
-    head_norms = (
-        _norm("norm of the queries", x.head_dim, one.query),
-        _norm("norm of the keys", x.head_dim, one.key),
-    ) if norms else ()  # fmt: skip
-    return (
-        Weights("q projection", x.query * (h + bias), 0, one.query),
-        Weights("k projection", x.key * (h + bias), 0, one.key),
-        Weights("v projection", x.key * (h + bias), 0, one.key + hidden),
-        Weights("output projection", h * (x.context + output_bias), 0, hidden),
-        *head_norms,
-        Weights("gate projection", f * (h + model.mlp_bias), 0, inner),
-        Weights("up projection", f * (h + model.mlp_bias), 0, inner + hidden),
-        Weights("down projection", h * (f + model.mlp_bias), 0, inner + hidden),
-        _norm("norm before attention", h, hidden),
-        _norm("norm before the MLP", h, hidden),
-    )
-
-
-def _norm(name: str, numel: int, size: Int) -> Weights:
-    """The product of its output's gradient and the normalised input, before it is summed; both go then."""
-    return Weights(name, numel, size, 2 * size)
-
-
-def head_halves(model: ModelSpec, compute: Compute, batch: Batch) -> Halves:
-    """Final norm, head and loss. The loss's own gradients are fp32."""
+def head_halves(model: ModelSpec, tail: tuple[Parameter, ...], compute: Compute, batch: Batch) -> Halves:
+    """Final norm, head and loss, with the parameters of the first two."""
     x = widths(model, compute, batch)
-    hidden, wide = x.element * x.tokens * x.hidden, 4 * x.tokens * x.hidden
-    logits = x.element * x.tokens * model.vocab_size
-    points = (
-        Point("loss", 8 * x.tokens * model.vocab_size),
-        Point("head", 4 * x.tokens * model.vocab_size + logits),
-        Point("final norm", logits + hidden + 5 * wide),
+    modules = _modules(tail)
+    planned = _plan_of(ending_of(model, compute, x, "full"), tuple(range(len(modules))))
+    return _halves(planned, values_of(model, x, compute.tp if planned.is_sharded else 1), tuple(modules.values()))
+
+
+def _modules(parameters: tuple[Parameter, ...]) -> dict[str, int]:
+    """The elements of every module, in the order of ``parameters()``; a weight and its bias get their gradients together."""
+    numel: dict[str, int] = {}
+    for one in parameters:
+        name = one.name.rpartition(".")[0]
+        numel[name] = numel.get(name, 0) + one.numel
+    return numel
+
+
+def _always(found: object) -> bool:
+    """Whether something holds for all batches; no search has columns of lengths of which it holds for some."""
+    return bool(found.all()) if hasattr(found, "all") else bool(found)
+
+
+def _halves(planned: _Planned, values: Values, numel: tuple[int, ...]) -> Halves:
+    sizes = Sizes(planned.plan, values)
+    points = tuple([Point(one.name, sizes.lines(one.stores)) for one in planned.plan.points])
+    weights = tuple(
+        [
+            Weights(name, elements, sizes.lines(beside), sizes.total(freed))
+            for elements, (name, beside, freed) in zip(numel, planned.weights, strict=True)
+        ]
     )
-    weights = (_norm("final norm", x.hidden, hidden), Weights("head", x.hidden * model.vocab_size, 0, logits + hidden))
-    return Halves(logits + 2 * hidden, points, weights)
+    return Halves(sizes.total(planned.held), points, weights)
+
+
+@lru_cache(maxsize=256)
+def _plan_of(structure: Block | Ending, order: tuple[int, ...]) -> _Planned:
+    """Run the program of a structure forward, backward to its input, and through its weights, the ``order`` of which is given."""
+    tape, output, incoming = _forward(structure)
+    index, kept = Index(), {*tape.saved, incoming}
+    tape.run_to_inputs(output, incoming)
+    moments = [one._replace(stores=tuple([store for store in one.stores if store not in kept])) for one in tape.moments]
+    wide = structure.wide
+    points = index.moments(highest(moments, wide=wide, autocast=False, scratch_apart=True))
+    held = index.of([store for store in tape.alive if store not in kept])
+    left = tape.left[::-1]
+    made = [(left[at].operator.name, tape.run_weights(left[at])) for at in order]
+    weights = tuple([(name, index.of(beside), index.of(freed)) for name, (beside, freed) in made])
+    plan = Plan(tuple(index.stores), (), {}, points, (), (), (), SPLIT_BACKWARD, {})
+    return _Planned(of_a_rank(plan) if structure.sharded else plan, structure.sharded, held, weights)
+
+
+def _forward(structure: Block | Ending) -> tuple[Tape, Value, Store]:
+    """A program that has run: its tape, what it returns, and the gradient of that."""
+    if isinstance(structure, Ending):
+        tape, loss = ran_forward(structure)
+        return tape, loss, loss.store
+    tape, given, output = run_forward(structure, saving=True)
+    tape.release(output, given)
+    source = program_of(structure.family).source
+    return tape, output, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)

@@ -248,8 +248,8 @@ def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: Size, 
         followed, reason = tape.follows(value), "gradient of the normalised input"
         passed = tape.make(GRADIENT, reason, made.dtype * made.shape, site.source) if followed else None
         if not frozen:
-            tape.temporary("gradient of the norm's weight, not yet summed", made.dtype * made.shape, site.source)
-            tape.weight_gradient(weight)
+            unsummed = ("gradient of the norm's weight, not yet summed", made.dtype * made.shape, site.source)
+            tape.weight_gradient(weight, unsummed=unsummed)
         return [] if passed is None else [(value, as_narrow(tape, value, passed, made, site.source))]
 
     of = (value,) if frozen else None
@@ -266,7 +266,7 @@ def layer_norm(tape: Tape, value: Value, names: NormNames, source: str) -> Value
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.weight_gradient(h)
         tape.weight_gradient(h)
-        return [(value, gradient(tape, value, f"gradient through the {name}", source))]
+        return [(value, gradient(tape, value, f"gradient through the {name}", source))] if tape.follows(value) else []
 
     tape.add(name, (made,), (value.store, kept), backward, of=None, place=names.place)
     tape.drop(kept)

@@ -9,6 +9,7 @@ batch.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
 
 from zeroplan.expr import Size, at_least, at_most, symbols
@@ -92,6 +93,23 @@ class Operator(NamedTuple):
     place: Place
     module: Module
     """Whose forward ran, where an engine has to know."""
+    has_weight: bool
+    """It makes the gradient of a weight."""
+
+
+class Half(Enum):
+    """What a backward makes in one go: all gradients, those of inputs alone, which frees nothing, or those of weights alone."""
+
+    WHOLE = 1
+    INPUTS = 2
+    WEIGHTS = 3
+
+
+class Waiting(NamedTuple):
+    """An operator whose weights' gradients are left for the second half of a backward, and the gradients that they are made of."""
+
+    operator: Operator
+    taken: tuple[Store, ...]
 
 
 class Alive(NamedTuple):
@@ -135,6 +153,9 @@ class Tape:
         """Tensors that autograd does not follow."""
         self.summed_anew: set[Value] = set()
         """Tensors whose gradients autograd never adds in place: DTensors, as all subclasses."""
+        self.half = Half.WHOLE
+        self.left: list[Waiting] = []
+        """Operators whose weights the first half of a backward has left, as it came to them."""
         self.module = Module.NONE
         """Whose forward runs, where an engine has to know."""
         self._last_saving: tuple[int, Alive, tuple[Value, ...]] = 0, Alive("", (), (), (), ()), ()
@@ -239,8 +260,8 @@ class Tape:
         self._last_saving = before, _with_twin(last, store), outputs
 
     def follows(self, *values: Value) -> bool:
-        """Whether autograd follows one of these."""
-        return not self.constants.issuperset(values)
+        """Whether autograd follows one of these, and is asked for gradients of inputs."""
+        return self.half is not Half.WEIGHTS and not self.constants.issuperset(values)
 
     def add(
         self, name: str, outputs: tuple[Value, ...], saved: tuple[Store, ...], backward: Backward, *,
@@ -262,7 +283,9 @@ class Tape:
         if kept or (saves_weight and self.saving):
             apart = () if late else tuple(value for value in outputs if value.store not in kept)
             self._last_saving = len(self.moments) - 1, self.moments[-1], apart
-        self.operators.append(Operator(name, outputs, kept, backward, cast, saves_weight, place or Place(), self.module))
+        self.operators.append(
+            Operator(name, outputs, kept, backward, cast, saves_weight, place or Place(), self.module, of is None)
+        )
 
     @contextmanager
     def inside(self, module: Module) -> Iterator[None]:
@@ -301,11 +324,16 @@ class Tape:
         self.scratch.append(store)
         return store
 
-    def weight_gradient(self, size: Size, *, waits: bool = False) -> None:
+    def weight_gradient(self, size: Size, *, waits: bool = False, unsummed: tuple[str, Size, str] | None = None) -> None:
         """Make a weight's gradient, which stays for the engine.
 
         ``waits``: it comes to the weight through an operator that ran before others, and so after their backward.
+        ``unsummed``: what it is added up from: reason, size and source.
         """
+        if self.half is Half.INPUTS:
+            return
+        if unsummed is not None:
+            self.temporary(*unsummed)
         self.gradients.append(size)
         self.current.append(size)
         if waits:
@@ -331,7 +359,7 @@ class Tape:
         arriving = operator.backward(self, taken)
         self.note()
         made = len(self.current) > len(self.waiting)
-        self.drop(*self.scratch, *taken, *operator.saved)
+        self.drop(*self.scratch, *self._done_with(operator, taken))
         self.scratch.clear()
         self.fell = self.fell or bool(self.current) or operator.place.at is At.LOSS  # whose moment engines ask for
         self.current[:] = self.waiting
@@ -342,6 +370,31 @@ class Tape:
             self._deliver(value, gradient, waiting)
         if made:
             self.handed.append(Handed(tuple(self.gradients), tuple(self.alive)))
+
+    def _done_with(self, operator: Operator, taken: list[Store]) -> tuple[Store, ...]:
+        """What goes with an operator: the gradients that it took, and what it saved, unless a second half needs them."""
+        if self.half is Half.WHOLE:
+            return (*taken, *operator.saved)
+        if not operator.has_weight:
+            return tuple(taken)
+        self.left.append(Waiting(operator, tuple(taken)))
+        return ()
+
+    def run_to_inputs(self, output: Value, incoming: Store) -> None:
+        """Go through the operators for the gradients of inputs alone; what has a weight is left for :meth:`run_weights`."""
+        self.half = Half.INPUTS
+        self.run_backward(output, incoming)
+
+    def run_weights(self, waiting: Waiting) -> tuple[tuple[Store, ...], tuple[Store, ...]]:
+        """Make the gradients of an operator's weights that were left: what that takes beside them, and what goes then."""
+        self.half = Half.WEIGHTS
+        waiting.operator.backward(self, list(waiting.taken))
+        beside = tuple(self.scratch)
+        self.drop(*self.scratch)
+        self.scratch.clear()
+        before = tuple(self.alive)
+        self.drop(*waiting.taken, *waiting.operator.saved)
+        return beside, tuple([store for store in before if store not in self.alive])
 
     def _begin(self, operator: Operator) -> None:
         self.name, self.place = operator.name, operator.place

@@ -180,7 +180,7 @@ def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute) -> Block
 
 def saves_its_input(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> bool:
     """Whether a block that is not recomputed saves the very tensor that it is given."""
-    return not _plan(_structure(model, kind, compute._replace(recompute="none"), x, "none", masked=False)).input_apart
+    return not _plan(structure_of(model, kind, compute._replace(recompute="none"), x, "none", masked=False)).input_apart
 
 
 #: Whose block the dense layers of a family with experts are.
@@ -188,15 +188,16 @@ _DENSE_LAYERS = {"qwen3_moe": "qwen3"}
 
 
 def _of(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute, *, masked: bool) -> BlockPass:
-    structure = _structure(model, kind, compute, x, recompute, masked=masked)
+    structure = structure_of(model, kind, compute, x, recompute, masked=masked)
     values = values_of(model, x, compute.tp if structure.sharded else 1)
     again = recompute if structure.recompute == "none" else structure.recompute
     return pass_of(Sizes(_plan(structure), values), autocast=structure.autocast, recompute=again)
 
 
-def _structure(
+def structure_of(
     model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute, *, masked: bool
 ) -> Block:  # fmt: skip
+    """The structure of a model's block."""
     dense, training = kind != "moe", _training(model, kind, compute)
     sharded = compute.tp > 1 and dense
     apart = training is not None or (dense and (compute.tp > 1 or compute.cp > 1))
@@ -294,7 +295,7 @@ def _with_lines(point: BackwardPoint, made_of: Callable[[tuple[Line, ...]], tupl
 def _plan(structure: Block) -> Plan:
     index, source = Index(), program_of(structure.family).source
     dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family == "deepseek_v3"}
-    tape, given, output = _run(structure, saving=True)
+    tape, given, output = run_forward(structure, saving=True)
     forward, casts = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts)
     tape.release(output, given)
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
@@ -312,7 +313,7 @@ def _plan(structure: Block) -> Plan:
         index,
         forward,
         given.store,
-        lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0],
+        lambda keeping: run_forward(structure, saving=False, given=given.store, keeping=keeping)[0],
         dtypes,
     )
     places, handed = index.of((given.store, *tape.copied)), index.handed(tape.handed)
@@ -380,7 +381,7 @@ def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[A
     ]
 
 
-def _run(
+def run_forward(
     structure: Block, *, saving: bool, given: Store | None = None, keeping: bool = False
 ) -> tuple[Tape, Value, Value]:  # fmt: skip
     """Run the program forward, over an input that another run has had, or over one of its own: input and output."""
