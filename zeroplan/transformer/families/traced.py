@@ -34,11 +34,6 @@ def program_of(family: str) -> Program:
     return definition_of(family).program
 
 
-#: Families whose forward can be higher than any moment of the backward: their experts hold biases for every pair, or
-#: pairs that were sent and came back; Qwen3 holds queries and keys before and after their norms; Granite ends with a product
-#: beside the sum that takes it.
-RECOMPUTED_HIGHER = frozenset({"gpt_oss", "mixtral", "qwen3_moe", "qwen3", "deepseek_v3", "granite"})
-
 #: The reasons of lines that say how far an earlier moment of a forward is above its last one, and how much of that is because
 #: CUDA's autocast makes fp32 of tensors.
 EXCESS = "attention, beyond the later peak"
@@ -174,13 +169,16 @@ def _refuse_a_window(model: ModelSpec, compute: Compute, x: Widths) -> None:
 def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute) -> BlockPass:
     """One block of torchtitan's Llama 3."""
     attention, grouped, one_key = x.attention, x.key != x.query, x.key == x.head_dim
-    plan = _plan(Block("torchtitan", x.element == 4, False, attention, False, grouped, one_key, False, x.kernels))
+    structure = Block("torchtitan", x.element == 4, False, attention, False, grouped, one_key, False, x.kernels)
+    plan = _plan(structure, run_again=recompute != "none")
     return pass_of(Sizes(plan, quantities(x, model.intermediate_size)), autocast=False, recompute=recompute)
 
 
 def saves_its_input(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> bool:
     """Whether a block that is not recomputed saves the very tensor that it is given."""
-    return not _plan(structure_of(model, kind, compute._replace(recompute="none"), x, "none", masked=False)).input_apart
+    return not _plan(
+        structure_of(model, kind, compute._replace(recompute="none"), x, "none", masked=False), run_again=False
+    ).input_apart
 
 
 #: Whose block the dense layers of a family with experts are.
@@ -191,7 +189,7 @@ def _of(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Rec
     structure = structure_of(model, kind, compute, x, recompute, masked=masked)
     values = values_of(model, x, compute.tp if structure.sharded else 1)
     again = recompute if structure.recompute == "none" else structure.recompute
-    return pass_of(Sizes(_plan(structure), values), autocast=structure.autocast, recompute=again)
+    return pass_of(Sizes(_plan(structure, run_again=again != "none"), values), autocast=structure.autocast, recompute=again)
 
 
 def structure_of(
@@ -292,7 +290,8 @@ def _with_lines(point: BackwardPoint, made_of: Callable[[tuple[Line, ...]], tupl
 
 
 @lru_cache(maxsize=256)
-def _plan(structure: Block) -> Plan:
+def _plan(structure: Block, *, run_again: bool) -> Plan:
+    """Run a structure's program; ``run_again``: also as the backward of a checkpoint does, whose moments may be the highest."""
     index, source = Index(), program_of(structure.family).source
     dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family == "deepseek_v3"}
     tape, given, output = run_forward(structure, saving=True)
@@ -305,7 +304,7 @@ def _plan(structure: Block) -> Plan:
         tape.moments[: tape.unsaved] = _not_run_again_yet(tape, given.store, structure.recompute)
     points = index.moments(highest(tape.moments, **dtypes, scratch_apart=structure.ring > 1))
     reruns: dict[Recompute, tuple[Placed, ...]] = {}
-    if structure.family in RECOMPUTED_HIGHER or structure.recompute != "none":
+    if run_again:
         reruns["full"] = index.moments(_above_the_backward(tape, _run_again(until_saved), given.store, dtypes))
         reruns["selective"] = index.moments(_above_the_backward(tape, _with_kept(_run_again(whole), tape), given.store, dtypes))
     selective = index.of(tape.kept())
