@@ -184,7 +184,7 @@ def _mask(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
     if x.attention == "sdpa":
         return _window_mask(model, x, square)
     n_bytes = x.residual * x.micro_batch * square
-    if model.family in GLOBAL_LAYERS or model.family == "gpt_oss":
+    if (model.family in GLOBAL_LAYERS and model.linear is None) or model.family == "gpt_oss":
         return (Line(TEMPORARY, 2 * n_bytes, "masks of eager attention, local and global", "2·r·b·s²", MASK),)
     return (Line(TEMPORARY, n_bytes, "attention mask of eager attention", "r·b·s²", MASK),)
 

@@ -5,6 +5,7 @@ from zeroplan.expr import symbols
 b, s, T, h, a, d, q, k, v, c, f = symbols("b s T h a d q k v c f")
 m, E, n, t, x, y, z = symbols("m E n t x y z")
 u, w, o = symbols("u w o")
+H, J, D, I, l = symbols("H J D I l")  # noqa: E741  as the legend has them
 e, r = symbols("e r")
 
 #: Half of a rank's tokens, and a tensor-parallel rank's share of them; key/value heads; a quarter of each head, query and key; half

@@ -20,10 +20,10 @@ from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.norms import AT_FINAL_NORM, LAYER_FINAL, LAYER_NORM, FinalNorm
 from zeroplan.transformer.families.parts import BLOCK_INPUT, INCOMING
-from zeroplan.transformer.families.program import Block, Program, Training
+from zeroplan.transformer.families.program import Block, Chunks, Program, Training
 from zeroplan.transformer.families.sharded import SHARED_OUT, SHARES, local_quantities, norm
 from zeroplan.transformer.families.tape import Alive, Handed, Manner, Store, Tape, Value
-from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities
+from zeroplan.transformer.families.widths import Widths, beyond_the_window, grouped_heads, in_one_chunk, quantities
 from zeroplan.transformer.symbols import T, T_p, h, r
 
 
@@ -39,7 +39,7 @@ def program_of(family: str) -> Program:
 #: Families whose forward can be higher than any moment of the backward: their experts hold biases for every pair, or
 #: pairs that were sent and came back; Qwen3 holds queries and keys before and after their norms; Granite ends with a product
 #: beside the sum that takes it.
-RECOMPUTED_HIGHER = frozenset({"gpt_oss", "mixtral", "qwen3_moe", "qwen3", "deepseek_v3", "granite"})
+RECOMPUTED_HIGHER = frozenset({"gpt_oss", "mixtral", "qwen3_moe", "qwen3", "qwen3_next", "deepseek_v3", "granite"})
 
 #: The reasons of lines that say how far an earlier moment of a forward is above its last one, and how much of that is because
 #: CUDA's autocast makes fp32 of tensors.
@@ -156,10 +156,11 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
     backward and keeps nothing, unless blocks are recomputed: then autograd follows the embedding's output.
 
     A window shorter than the sequence, or as long, is a mask (transformers 5.23, masking_utils.py, _ignore_causal_mask_sdpa).
+    Linear attention over a single chunk has no turns, and so another graph.
     """
     if (compute.tp > 1 or compute.cp > 1) and kind != "moe":
         _refuse_a_window(model, compute, x)
-    is_masked = kind != "global" and beyond_the_window(model, x)
+    is_masked = in_one_chunk(x) if kind == "linear" else kind != "global" and beyond_the_window(model, x)
     made = by_mask(is_masked, lambda masked: _of(model, kind, compute, x, recompute, masked=masked))
     if kind == "frozen" and compute.recompute == "none":
         return BlockPass((), (), (), made.forward, made.forward, (), 0)
@@ -189,7 +190,7 @@ def _of(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Rec
     if structure.sharded:
         values = local_quantities(model, x, compute.tp)
     else:
-        values = quantities(x, model.intermediate_size, model.moe, model.mla)
+        values = quantities(x, model.intermediate_size, model.moe, model.mla, model.linear)
     again = recompute if structure.recompute == "none" else structure.recompute
     return pass_of(Sizes(_plan(structure), values), autocast=structure.autocast, recompute=again)
 
@@ -197,7 +198,7 @@ def _of(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Rec
 def _structure(
     model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute, *, masked: bool
 ) -> Block:  # fmt: skip
-    dense, training = kind != "moe", _training(model, kind, compute)
+    dense, training = model.moe is None or kind == "dense", _training(model, kind, compute)
     sharded = compute.tp > 1 and dense
     apart = training is not None or (dense and (compute.tp > 1 or compute.cp > 1))
     return Block(
@@ -205,8 +206,8 @@ def _structure(
         x.element == 4,
         x.autocast if training is None else compute.autocast,
         x.attention,
-        masked,
-        x.key != x.query,
+        masked and kind != "linear",
+        grouped_heads(model, x, kind),
         x.key == x.head_dim * (compute.tp if sharded else 1),
         model.attention_bias,
         x.kernels,
@@ -226,7 +227,14 @@ def _structure(
         training,
         sharded,
         compute.recompute if apart else "none",
+        _chunks(kind, one=masked),
     )
+
+
+def _chunks(kind: str, *, one: bool) -> Chunks:
+    if kind != "linear":
+        return "none"
+    return "one" if one else "several"
 
 
 def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
