@@ -25,6 +25,9 @@ PAIRS, STATE = FILLED * CHUNK * H, b * H * D * I
 #: Of one chunk: rows as wide as a key and as a value, and pairs.
 KEY_ROWS, VALUE_ROWS, CHUNK_PAIRS = CHUNK * b * H * D, CHUNK * b * H * I, CHUNK * CHUNK * b * H
 
+#: One where there is a chunk between the first and the last, else nothing.
+BETWEEN = at_most(1, CHUNKS - 2)
+
 #: What is there in so many turns: a number, or 0 and 1 where a sequence may have too few of them.
 Times: TypeAlias = Size | int
 
@@ -47,10 +50,10 @@ def gated_delta_rule(tape: Tape, given: Given, block: Block) -> Value:
     state = _zeros(tape, "first state of linear attention", STATE)
     core = _zeros(tape, "output of linear attention, filled in chunk by chunk", FILLED * H * I)
     scan = _decayed(tape, ready, inside, state, several=several)
-    core = _all_turns(tape, scan, core, several=several)
-    made = _cut(tape, core)
+    done = _all_turns(tape, scan, core, several=several)
+    made = _cut(tape, done.core)
     tape.drop(ready.mask)
-    tape.release(*ready.held, *inside, *scan.own)
+    tape.release(*ready.held, *inside, *scan.own, *done.new, *done.before)
     return made
 
 
@@ -177,7 +180,6 @@ class _Inside(NamedTuple):
     """Within each chunk."""
     keys: Value
     """Keys times beta, decayed."""
-    growth: Value
     values: Value
     """Those that a chunk adds to the state."""
     reading: Value
@@ -190,9 +192,10 @@ def _inside_chunks(tape: Tape, ready: _Ready) -> _Inside:
     attention = _scores(tape, ready.query, ready.key, decays, "attention within a chunk")
     growth = _exponential(tape, ready.decay, "decay since a chunk's beginning")
     keys = _times(tape, ready.learning, growth, "keys times beta, decayed")
+    tape.release(growth)
     values = _solved(tape, system, ready.value, "new values")
     reading = _solved(tape, system, keys, "keys that read the state")
-    return _Inside(decays, system, attention, keys, growth, values, reading)
+    return _Inside(decays, system, attention, keys, values, reading)
 
 
 def _pairwise(tape: Tape, ready: _Ready) -> Value:
@@ -287,51 +290,74 @@ def _unfollowed(tape: Tape, value: Value) -> Value:
     return made
 
 
-def _all_turns(tape: Tape, scan: _Scan, core: Value, *, several: bool) -> Value:
+class _Turn(NamedTuple):
+    """What a turn of the loop leaves by name."""
+
+    core: Value
+    state: Value
+    new: tuple[Value, ...] = ()
+    """New values, which the next turn's take the name of."""
+    before: tuple[Value, ...] = ()
+    """Attention to chunks before, of which the same holds."""
+
+
+def _all_turns(tape: Tape, scan: _Scan, core: Value, *, several: bool) -> _Turn:
     """The loop; where there are two chunks, the turn between the first and the last is counted as nothing."""
-    if not several:
-        return _turn(tape, scan, scan.state, core, times=1, last=True)[1]
-    state, core = _turn(tape, scan, scan.state, core, times=1)
-    state = _other_turns(tape, state)
-    between, core = _turn(tape, scan, state, core, times=at_most(1, CHUNKS - 2))
-    if not tape.autocast:
-        tape.summed_anew.add(between)  # gradients of products come as views
-    return _turn(tape, scan, between, core, times=1, last=True)[1]
+    done = _Turn(core, scan.state)
+    if several:
+        done = _turn(tape, scan, done, times=1, after=BETWEEN)
+        done = _turn(tape, scan, done._replace(state=_other_turns(tape, done.state)), times=BETWEEN)
+        if not tape.autocast:
+            tape.summed_anew.add(done.state)  # gradients of products come as views
+    return _turn(tape, scan, done, times=1, last=True)
 
 
-def _turn(
-    tape: Tape, scan: _Scan, state: Value, core: Value, *, times: Times, last: bool = False
-) -> tuple[Value, Value]:  # fmt: skip
-    """One chunk: what it reads of the state, its own attention, and the state after it, which nobody needs after the last."""
-    values = _part(tape, scan.values, VALUE_ROWS, times)
-    reading = _part(tape, scan.reading, KEY_ROWS, times)
-    known = op.matmul(tape, reading, state, ("values that the state knows", _so_often(VALUE_ROWS, times)), _site("values known"))
+def _turn(tape: Tape, scan: _Scan, done: _Turn, *, times: Times, after: Times = 1, last: bool = False) -> _Turn:
+    """One chunk: what it reads of the state, its own attention, and the state after it, which nobody needs after the last.
+
+    ``after``: how often that is there beside the last turn's.
+    """
+    values, reading, state = _part(tape, scan.values, VALUE_ROWS, times), _part(tape, scan.reading, KEY_ROWS, times), done.state
+    known = op.matmul(tape, reading, state, _rows("values that the state knows", times), _site("values known"))
     new = _less(tape, values, known)
     if not tape.autocast:
         tape.summed_anew.add(new)
+    tape.release(values, reading, known, *done.new)
     query = _part(tape, scan.query, KEY_ROWS, times)
-    before = op.matmul(tape, query, state, ("attention to chunks before", _so_often(VALUE_ROWS, times)), _site("attention to the state"))
+    before = op.matmul(tape, query, state, _rows("attention to chunks before", times), _site("attention to the state"))
+    tape.release(query, *done.before)
     within = _part(tape, scan.attention, CHUNK_PAIRS, times)
-    inside = op.matmul(tape, within, new, ("attention within a chunk", _so_often(VALUE_ROWS, times)), _site("attention within a chunk"))
+    inside = op.matmul(tape, within, new, _rows("attention within a chunk", times), _site("attention within a chunk"))
     both = op.add(tape, before, inside, "output of a chunk", _site("sum of a chunk's output"))
-    core = _written(tape, core, both, _so_often(VALUE_ROWS, times))
-    tape.release(values, reading, known, query, before, within, inside, both)
-    after = state
+    tape.release(within, inside)
+    core = _written(tape, done.core, both, _so_often(VALUE_ROWS, times))
+    tape.release(both)
+    following = state
     if last:
         tape.drop(tape.make(op.TEMPORARY, "the last state, which nobody reads", 12 * STATE, RULE))
     else:
-        after = _next_state(tape, scan, state, new, times)
-    tape.release(new, state)
-    return after, core
+        following = _next_state(tape, scan, state, new, (times, after))
+    tape.release(state)
+    return _Turn(core, following, (new,), (before,))
 
 
-def _next_state(tape: Tape, scan: _Scan, state: Value, new: Value, times: Times) -> Value:
+def _rows(reason: str, times: Times) -> tuple[str, Size]:
+    return reason, _so_often(VALUE_ROWS, times)
+
+
+def _next_state(tape: Tape, scan: _Scan, state: Value, new: Value, often: tuple[Times, Times]) -> Value:
+    """``state * decay + key.T @ new``; how often the turn is there, and how often what it makes."""
+    times, after = often
     decay, key = _part(tape, scan.decay, b * H, times), _part(tape, scan.key, KEY_ROWS, times)
     decayed = _times(tape, state, decay, "state, decayed")
-    added = op.matmul(tape, key, new, ("what a chunk adds to the state", STATE), _site("addition to the state"))
-    made = op.add(tape, decayed, added, "state after a chunk", _site("state after a chunk"))
+    added = op.matmul(tape, key, new, ("what a chunk adds to the state", _so_often(STATE, times)), _site("addition to the state"))
+    made = Value(tape.make(op.TENSOR, "state after a chunk", _so_often(4 * STATE, after), RULE), 4, STATE)
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        return [op.narrowed(tape, one, taken[0], made, _site("state after a chunk")) for one in (decayed, added)]
+
+    tape.add("chunk: state", (made,), (), backward, of=(decayed, added))
     tape.release(decay, key, decayed, added)
-    made.store.size = _so_often(made.store.size, times)
     return made
 
 
@@ -340,8 +366,8 @@ def _other_turns(tape: Tape, state: Value) -> Value:
     others = at_least(0, CHUNKS - 3)
     size = 4 * STATE + (e * (2 * STATE + 3 * KEY_ROWS + 2 * VALUE_ROWS + CHUNK_PAIRS) if tape.autocast else 4 * VALUE_ROWS)
     kept = tape.make(op.TENSOR, "states and new values of the chunks between", size * others, RULE)
-    made = Value(tape.hold(state.store), 4, STATE)
-    tape.add("chunks between", (made,), (kept,), op.passes(state), of=(state,))
+    made = Value(tape.hold(state.store), 4, STATE * BETWEEN)
+    tape.add("chunks between", (made,), (kept,), op.makes("gradient of a state", RULE, state), of=(state,))
     tape.drop(kept)
     tape.release(state)
     return made

@@ -47,12 +47,14 @@ def _linear_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     heads, keys = T * H * I, T * J * D
     query, key, value, gate = op.chunk(tape, joint, (keys, keys, heads, heads), Site("parts q, k, v and z", LINEAR))
     beta, decay = op.chunk(tape, rates, (T * H, T * H), Site("parts beta and decay", LINEAR))
-    parts = (value, "values"), (gate, "z"), (beta, "beta"), (decay, "decay"), (query, "queries"), (key, "keys")
-    copies = [_in_order(tape, one, name) for one, name in parts]
-    tape.release(query, key, value, gate, beta, decay)
-    value, gate, beta, decay, query, key = copies
-    mixed = _mixed(tape, (query, key, value))
+    if block.grouped:  # heads of values that share a key head lie apart
+        together = (gate, "z"), (beta, "beta"), (decay, "decay")
+        apart, (gate, beta, decay) = (gate, beta, decay), [_in_order(tape, one, name) for one, name in together]
+        tape.release(*apart)
+    flat = [_in_order(tape, one, name) for one, name in ((value, "values"), (query, "queries"), (key, "keys"))]
     tape.release(query, key, value)
+    mixed = _mixed(tape, (flat[1], flat[2], flat[0]))
+    tape.release(*flat)
     learnt = op.pointwise(tape, beta, "beta", Site("beta: sigmoid", LINEAR), saves_result=True)
     logarithm = _decay(tape, decay)
     query, key, value = op.chunk(tape, mixed, (keys, keys, heads), Site("parts q, k and v", LINEAR))
