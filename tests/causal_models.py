@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 #: Families whose config is the one that a measurement runs.
-MOE = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+MOE = ("qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss")
 
 
 #: Longer than any sequence here; a class that always has a window takes no None.

@@ -19,11 +19,20 @@ from zeroplan.engines.optimizers import IMPLEMENTATIONS, RAISES_ON_DTENSORS
 from zeroplan.errors import SpecError
 from zeroplan.spec import megatron
 from zeroplan.spec.adapter import ADAPTED_FAMILIES, GROUPS, AdapterSpec
-from zeroplan.spec.family import DISPATCHED_FAMILIES, FAMILIES, FREE_ACTIVATION, MOE_FAMILIES, WINDOWED_FAMILIES, Activation
+from zeroplan.spec.family import (
+    DISPATCHED_FAMILIES,
+    FAMILIES,
+    FREE_ACTIVATION,
+    LINEAR_FAMILIES,
+    MOE_FAMILIES,
+    SHARED_EXPERTS,
+    WINDOWED_FAMILIES,
+    Activation,
+)
 from zeroplan.spec.frozen import PARTS, FrozenSpec
 from zeroplan.spec.hardware import GpuSpec, SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES
-from zeroplan.spec.model import MlaSpec
+from zeroplan.spec.model import LinearSpec, MlaSpec
 from zeroplan.spec.pipeline import PIPELINED, SPLIT
 from zeroplan.spec.profile import model_of
 from zeroplan.spec.recipe import ADAM, DeepSpeedOptions, MegatronOptions
@@ -90,13 +99,14 @@ def model(
         parallel_residual=family != "gpt_neox" or _mostly(draw, True, False),
         moe=_experts(draw, family, ffn, n_layers if dense else 0) if family in MOE_FAMILIES else None,
         mla=mla,
+        linear=_linear(draw) if family in LINEAR_FAMILIES else None,
     )  # fmt: skip
 
 
 def _heads(draw: Random, family: str, ranks: int) -> tuple[int, int, int]:
     kv_heads = ranks * _about(draw, 1, max(1, 32 // ranks))
     groups = 1 if family in (*_PLAIN_HEADS, "deepseek_v3") else draw.randint(1, 8)
-    return groups * kv_heads, kv_heads, (8 if family == "gpt_neox" else 2) * _about(draw, 2, 32)
+    return groups * kv_heads, kv_heads, (8 if family in ("gpt_neox", "qwen3_next") else 2) * _about(draw, 2, 32)
 
 
 def _biases(draw: Random, family: str) -> tuple[bool, bool]:
@@ -113,7 +123,7 @@ def _experts(draw: Random, family: str, ffn: int, layers: int) -> MoeSpec:
         num_experts=experts,
         num_experts_per_tok=draw.randint(1, min(8, experts)),
         moe_intermediate_size=ffn if family in ("mixtral", "gpt_oss") else 8 * _about(draw, 1, 512),
-        num_shared_experts=draw.randint(0, 2) if family == "deepseek_v3" else 0,
+        num_shared_experts=draw.randint(family in LINEAR_FAMILIES, 2) if family in SHARED_EXPERTS else 0,
         num_dense_layers=_mostly(draw, 0, draw.randint(0, layers)) if family in ("deepseek_v3", "qwen3_moe") else 0,
     )
 
@@ -122,6 +132,14 @@ def _latent(draw: Random) -> MlaSpec:
     return MlaSpec(
         q_lora_rank=draw.choice((None, 8 * _about(draw, 1, 200))), kv_lora_rank=8 * _about(draw, 1, 64),
         qk_nope_head_dim=2 * _about(draw, 4, 64), qk_rope_head_dim=2 * _about(draw, 2, 32), v_head_dim=2 * _about(draw, 4, 64),
+    )  # fmt: skip
+
+
+def _linear(draw: Random) -> LinearSpec:
+    keys = _about(draw, 1, 16)
+    return LinearSpec(
+        num_key_heads=keys, num_value_heads=keys * draw.randint(1, 4), key_head_dim=2 * _about(draw, 2, 64),
+        value_head_dim=2 * _about(draw, 2, 64), conv_kernel_dim=_mostly(draw, 4, draw.randint(1, 8)),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zeroplan.spec.hardware import ClusterSpec, GpuSpec
     from zeroplan.spec.job import JobSpec
     from zeroplan.spec.mesh import MeshSpec
-    from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
+    from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
     from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options, MegatronOptions, RecipeSpec
 
 __version__ = "0.1.0"
@@ -34,6 +34,7 @@ __all__ = [
     "JobSpec",
     "Kind",
     "Line",
+    "LinearSpec",
     "MeasurementError",
     "MegatronOptions",
     "MeshSpec",
@@ -61,7 +62,7 @@ _HOMES = {
     "spec.hardware": ("ClusterSpec", "GpuSpec"),
     "spec.job": ("JobSpec",),
     "spec.mesh": ("MeshSpec",),
-    "spec.model": ("MlaSpec", "ModelSpec", "MoeSpec"),
+    "spec.model": ("LinearSpec", "MlaSpec", "ModelSpec", "MoeSpec"),
     "spec.recipe": ("DdpOptions", "DeepSpeedOptions", "Fsdp2Options", "MegatronOptions", "RecipeSpec"),
 }
 

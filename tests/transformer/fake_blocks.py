@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class BlockRun(NamedTuple):
-    """Bytes of the middle one of three blocks, without weights: what it keeps, and its highest moments beyond that."""
+    """Bytes of a block in the middle, without weights: what it keeps, and its highest moments beyond that."""
 
     kept: int
     """From the end of its forward on."""
@@ -49,12 +49,12 @@ class _Passage(torch.autograd.Function):
         return gradient, None
 
 
-def block_run(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, recompute: bool = False) -> BlockRun:
-    """Run forward and backward once and look at block 1. In 16 or 32 bits, no autocast."""
-    return on_the_fake_gpu(_block_run, spec, compute, batch, recompute=recompute)
+def block_run(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, recompute: bool = False, block: int = 1) -> BlockRun:
+    """Run forward and backward once and look at a block that is neither the first nor the last. In 16 or 32 bits, no autocast."""
+    return on_the_fake_gpu(_block_run, spec, compute, batch, recompute=recompute, number=block)
 
 
-def _block_run(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, recompute: bool) -> BlockRun:
+def _block_run(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, recompute: bool, number: int) -> BlockRun:
     install_node()
     tracker, at = Tracker(device=CUDA), dict[str, int]()
 
@@ -62,7 +62,7 @@ def _block_run(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, recompute
         return lambda: at.__setitem__(name, tracker.now)
 
     with fake_tensors(tracker, CUDA), torch.device(CUDA), tracker:
-        model = causal_model(spec, compute, layers=3).to(CUDA)
+        model = causal_model(spec, compute, layers=number + 2).to(CUDA)
         model = model if spec.adapter is None else model.get_base_model()
         if recompute:
             model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
@@ -75,9 +75,10 @@ def _block_run(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, recompute
         loss.backward()
         recording = tracker.recording
         live = Timeline(recording).live
-    kept = live[at["forward 2 end"]] - live[at["forward 1 end"]]
-    forward = max(live[at["forward 1"] : at["forward 1 end"] + 1]) - live[at["forward 1"]]
-    backward = max(live[at["backward 1"] : at["backward 1 end"] + 1]) - live[at["backward 1"]]
+    begun, backward_begun = live[at[f"forward {number}"]], live[at[f"backward {number}"]]
+    kept = live[at[f"forward {number + 1}"]] - begun
+    forward = max(live[at[f"forward {number}"] : at[f"forward {number} end"] + 1]) - begun
+    backward = max(live[at[f"backward {number}"] : at[f"backward {number} end"] + 1]) - backward_begun
     return BlockRun(kept, forward, backward)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
+from zeroplan.spec.family import LINEAR_FAMILIES, SHARED_EXPERTS
+from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 
 #: Width of an expert's MLP.
 WIDTH = 56
+LINEAR = LinearSpec(num_key_heads=3, num_value_heads=6, key_head_dim=10, value_head_dim=14)
 
 
 def moe_spec(family: str, shape: tuple[int, ...], *, latent_queries: bool = True) -> ModelSpec:
@@ -34,7 +36,8 @@ def moe_spec(family: str, shape: tuple[int, ...], *, latent_queries: bool = True
             num_experts=4,
             num_experts_per_tok=2,
             moe_intermediate_size=ffn if family in ("mixtral", "gpt_oss") else WIDTH,
-            num_shared_experts=2 if deepseek else 0,
+            num_shared_experts=2 if family in SHARED_EXPERTS else 0,
         ),
         mla=mla if deepseek else None,
+        linear=LINEAR if family in LINEAR_FAMILIES else None,
     )

@@ -10,12 +10,14 @@ import pytest
 from tests.formulas import WITHOUT_FORMULA, evaluate
 from zeroplan.ledger import Line, total_bytes
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.family import FAMILIES, PLAIN_HEADS
-from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
+from zeroplan.spec.family import FAMILIES, LINEAR_FAMILIES, MOE_FAMILIES, PLAIN_HEADS, SHARED_EXPERTS
+from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BlockPass, Compute, HeadPass
+from zeroplan.transformer.families.widths import CHUNK
 from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.legend import SYMBOLS, legend
+from zeroplan.transformer.parameters import KINDS_IN_TURN
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,7 +37,7 @@ class Column(NamedTuple):
 
 def spec(family: str) -> ModelSpec:
     gpt2 = family in PLAIN_HEADS
-    moe = family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+    moe = family in MOE_FAMILIES
     return ModelSpec(
         family=family,
         hidden_size=96,
@@ -52,17 +54,22 @@ def spec(family: str) -> ModelSpec:
             num_experts_per_tok=3,
             moe_intermediate_size=160 if family in ("mixtral", "gpt_oss") else 56,
             num_dense_layers=1 if family in ("deepseek_v3", "qwen3_moe") else 0,
-            num_shared_experts=2 if family == "deepseek_v3" else 0,
+            num_shared_experts=2 if family in SHARED_EXPERTS else 0,
         )
         if moe
         else None,
         mla=MlaSpec(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12)
         if family == "deepseek_v3"
         else None,
+        linear=LinearSpec(num_key_heads=2, num_value_heads=6, key_head_dim=10, value_head_dim=14)
+        if family in LINEAR_FAMILIES
+        else None,
     )
 
 
 def kinds(model: ModelSpec) -> tuple[str, ...]:
+    if model.linear is not None:
+        return KINDS_IN_TURN[1]
     return ("dense",) if model.moe is None else ("dense", "moe")
 
 
@@ -104,7 +111,7 @@ def test_formulas_give_their_numbers(family: str, compute: Compute, batch: tuple
 @pytest.mark.parametrize("compute", COMPUTES)
 def test_a_column_is_its_points(family: str, compute: Compute) -> None:
     model = spec(family)
-    sizes = [(1, 24), (3, 200)]
+    sizes = [(1, 24 if model.linear is None else CHUNK + 1), (3, 200)]
     column = Column(*(np.array(values, dtype=np.int64) for values in (*zip(*sizes, strict=True), (1, 1))))
     points = [BatchSpec(micro_batch_size=b, seq_len=s) for b, s in sizes]
     for kind in kinds(model):
@@ -112,6 +119,18 @@ def test_a_column_is_its_points(family: str, compute: Compute) -> None:
         parts = [block_lines(block_pass(model, kind, compute, point)) for point in points]
         assert_columns(whole, parts)
     assert_columns(head_lines(head_pass(model, compute, column)), [head_lines(head_pass(model, compute, p)) for p in points])
+
+
+def test_a_column_of_which_some_sequences_are_one_chunk_is_as_high_as_its_points() -> None:
+    """A block of linear attention has other moments there, of which the column has both kinds."""
+    model, sizes = spec("qwen3_next"), [(1, CHUNK), (3, CHUNK + 1)]
+    column = Column(*(np.array(values, dtype=np.int64) for values in (*zip(*sizes, strict=True), (1, 1))))
+    whole = block_pass(model, "linear", COMPUTES[0], column)
+    for at, (b, s) in enumerate(sizes):
+        point = block_pass(model, "linear", COMPUTES[0], BatchSpec(micro_batch_size=b, seq_len=s))
+        assert np.asarray(total_bytes(whole.saved))[at] == total_bytes(point.saved)
+        highest = max(np.broadcast_to(total_bytes(one.lines), (2,))[at] for one in whole.points)
+        assert highest == max(total_bytes(one.lines) for one in point.points)
 
 
 def assert_columns(whole: list[tuple[Line, ...]], parts: list[list[tuple[Line, ...]]]) -> None:

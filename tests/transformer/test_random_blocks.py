@@ -19,7 +19,7 @@ from tests.transformer.test_blocks_on_a_gpu import predicted
 from zeroplan.spec.adapter import ADAPTED_FAMILIES, AdapterSpec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import FREE_ACTIVATION, MOE_FAMILIES, PLAIN_HEADS, Activation
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import LinearSpec, ModelSpec
 from zeroplan.transformer.blocks import Compute
 
 pytestmark = pytest.mark.torch
@@ -46,9 +46,11 @@ def drawn(draw: Random, family: str) -> tuple[ModelSpec, BatchSpec]:
     ), size
 
 
-def assert_runs_as_is_said(spec: ModelSpec, compute: Compute, size: BatchSpec, *, recompute: bool) -> None:
-    said = predicted(spec, "dense" if spec.moe is None else "moe", compute, size, recompute=recompute)
-    run = block_run(spec, compute, size, recompute=recompute)
+def assert_runs_as_is_said(
+    spec: ModelSpec, compute: Compute, size: BatchSpec, *, recompute: bool, kind: str = "", block: int = 1
+) -> None:
+    said = predicted(spec, kind or ("dense" if spec.moe is None else "moe"), compute, size, recompute=recompute)
+    run = block_run(spec, compute, size, recompute=recompute, block=block)
     case = (spec, compute, size, recompute, said, run)
     biases = LATE_BIASES * compute.element_bytes * spec.hidden_size if recompute and spec.attention_bias else 0
     means = 0 if spec.family in PLAIN_HEADS else MEAN * size.micro_batch_size * size.seq_len
@@ -74,6 +76,27 @@ def test_experts_behind_attention_with_a_window(family: str, *, recompute: bool)
     spec, size = drawn(draw, family)
     compute = Compute(draw.choice((2, 4)), autocast=False, attention="sdpa")
     assert_runs_as_is_said(replace(spec, sliding_window=31), compute, size, recompute=recompute)
+
+
+@pytest.mark.parametrize(("kind", "block"), [("linear", 1), ("full", 3)])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("number", range(16 if every_case() else 4))
+def test_linear_attention_and_full_attention_with_a_gate(kind: str, block: int, number: int, *, recompute: bool) -> None:
+    """Of one chunk, of two and of more, whole ones or not."""
+    draw = Random(f"{kind} {number} {recompute}")  # noqa: S311  draws tests
+    spec, size = drawn(draw, "qwen3_next")
+    keys = draw.choice((2, 3))
+    linear = LinearSpec(
+        num_key_heads=keys,
+        num_value_heads=keys * draw.choice((1, 2)),
+        key_head_dim=draw.choice((8, 10, 24)),
+        value_head_dim=draw.choice((8, 14, 32)),
+        conv_kernel_dim=draw.choice((2, 4)),
+    )
+    spec = replace(spec, linear=linear, num_hidden_layers=block + 2)
+    compute = Compute(draw.choice((2, 4)), autocast=False, attention=draw.choice(("sdpa", "eager")))
+    longer = replace(size, seq_len=draw.choice((40, 64, 100, 128, 150, 200, 256, 321)))
+    assert_runs_as_is_said(spec, compute, longer, recompute=recompute, kind=kind, block=block)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -13,6 +13,12 @@ _DEEPSEEK = _LLAMA | {
     "qk_rope_head_dim": 4, "v_head_dim": 12, "n_group": 2, "topk_group": 1,
 }  # fmt: skip
 
+_NEXT = _LLAMA | {
+    "num_hidden_layers": 5, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16,
+    "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+}  # fmt: skip
+
 TINY: dict[str, dict[str, object]] = {
     "llama": _LLAMA,
     "llama, biases": _LLAMA | {"attention_bias": True, "mlp_bias": True},
@@ -58,6 +64,8 @@ TINY: dict[str, dict[str, object]] = {
     "qwen3_moe, biases, no dense layer": _LLAMA | {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "attention_bias": True,
     },
+    "qwen3_next": _NEXT,
+    "qwen3_next, biases, one key head for each": _NEXT | {"attention_bias": True, "linear_num_value_heads": 2},
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v3, whole queries, biases": _DEEPSEEK | {"q_lora_rank": None, "attention_bias": True},
     "deepseek_v3, biases, no dense layer": _DEEPSEEK | {"attention_bias": True, "first_k_dense_replace": 0},

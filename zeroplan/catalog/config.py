@@ -11,11 +11,11 @@ from typing import NamedTuple, TypeAlias
 
 from zeroplan.catalog.config_keys import OTHER_KINDS, SAME_AS
 from zeroplan.catalog.config_parts import text_part
-from zeroplan.catalog.config_rest import activation_of, config_keys, listed, quantised, the_rest, unknown_keys
+from zeroplan.catalog.config_rest import LINEAR_FIELDS, activation_of, config_keys, listed, quantised, the_rest, unknown_keys
 from zeroplan.catalog.text import one_line, read_text, shown, strict_json
 from zeroplan.errors import NoFormulasError, SpecError, unknown_name
-from zeroplan.spec.family import FAMILIES, MOE_FAMILIES, ONE_WIDTH_FAMILIES, PLAIN_HEADS
-from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
+from zeroplan.spec.family import FAMILIES, LINEAR_FAMILIES, MOE_FAMILIES, ONE_WIDTH_FAMILIES, PLAIN_HEADS
+from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 
 Config: TypeAlias = Mapping[str, object]
 _LARGEST = 10**7
@@ -259,6 +259,7 @@ def _shape(source: _Source) -> dict[str, object]:
         **_of_neox(source),
         "moe": _moe(source),
         "mla": _mla(source),
+        "linear": _linear(source),
     }
 
 
@@ -340,9 +341,28 @@ def _moe(source: _Source) -> MoeSpec | None:
         num_experts=source.integer("num_experts"),
         num_experts_per_tok=source.integer("num_experts_per_tok"),
         moe_intermediate_size=source.integer(width),
-        num_shared_experts=source.integer("num_shared_experts", 0),
+        num_shared_experts=_shared_experts(source),
         num_dense_layers=_dense_layers(source),
     )
+
+
+def _shared_experts(source: _Source) -> int:
+    """How many experts every token visits; of a family that has one of any width, as many as are as wide together."""
+    if source.family not in LINEAR_FAMILIES:
+        return source.integer("num_shared_experts", 0)
+    shared, width = source.integer("shared_expert_intermediate_size"), source.integer("moe_intermediate_size")
+    if shared % width:
+        raise NoFormulasError(
+            f"shared_expert_intermediate_size={shared} in config.json has no formula: it must be a multiple of "
+            f"moe_intermediate_size={width}"
+        )
+    return shared // width
+
+
+def _linear(source: _Source) -> LinearSpec | None:
+    if source.family not in LINEAR_FAMILIES:
+        return None
+    return LinearSpec(**{field: source.integer(f"linear_{field}") for field in LINEAR_FIELDS})
 
 
 def _dense_layers(source: _Source) -> int:

@@ -10,7 +10,15 @@ from typing import get_args
 from zeroplan.catalog.config_rest_keys import HARMLESS, ONLY
 from zeroplan.catalog.text import shown
 from zeroplan.errors import NoFormulasError, SpecError
-from zeroplan.spec.family import FREE_ACTIVATION, GLOBAL_LAYERS, MOE_FAMILIES, SAVES_ITS_INPUT, USUAL_ACTIVATION, Activation
+from zeroplan.spec.family import (
+    FREE_ACTIVATION,
+    GLOBAL_LAYERS,
+    LINEAR_FAMILIES,
+    MOE_FAMILIES,
+    SAVES_ITS_INPUT,
+    USUAL_ACTIVATION,
+    Activation,
+)
 from zeroplan.transformer.families.definition import ConfigKeys, definition_of
 
 Config = Mapping[str, object]
@@ -20,6 +28,8 @@ _FIELDS = (
 )  # fmt: skip
 _EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts", "num_dense_layers")
 _LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+#: Behind ``linear_``.
+LINEAR_FIELDS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 #: Keys that every family's reader looks at to refuse another architecture.
 _LOOKED_AT = (
     "num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "word_embed_proj_dim", "text_config", "layer_types",
@@ -72,6 +82,7 @@ def known_keys(family: str) -> frozenset[str]:
         *_FIELDS,
         *(_EXPERT_FIELDS if family in MOE_FAMILIES else ()),
         *(_LATENT_FIELDS if family == "deepseek_v3" else ()),
+        *((f"linear_{field}" for field in LINEAR_FIELDS) if family in LINEAR_FAMILIES else ()),
     )
     own = config_keys(family)
     read = (key for field in fields for key in own.keys.get(field, (field,)))
@@ -134,7 +145,8 @@ def _refuse_layer_types(config: Config, family: str) -> None:
     every = GLOBAL_LAYERS.get(family, config_keys(family).window_every)
     for layer, kind in enumerate(said, start=1):
         local = every is not None and layer % every
-        if kind != ("sliding_attention" if local else "full_attention") and not _windowed(config, family, layer):
+        often = "linear_attention" if family in LINEAR_FAMILIES else "sliding_attention"
+        if kind != (often if local else "full_attention") and not _windowed(config, family, layer):
             raise NoFormulasError(
                 f"layer_types in config.json makes layer {layer} {shown(kind)}, which has no formula in a {family}; {_WAY_OUT}"
             )

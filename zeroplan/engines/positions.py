@@ -47,10 +47,8 @@ def corners(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Posi
 def _ends(order: tuple[int, ...]) -> set[int]:
     stretches = _stretches(order)
     ends = {0, 1, len(order) - 2, len(order) - 1}
-    for start, stop in (stretches[0], stretches[-1]):
-        ends |= {start, start + 1, stop - 2, stop - 1}
     for start, stop in (*stretches[:_ONE_TURN], *stretches[-_ONE_TURN:]):
-        ends |= {start, stop - 1}
+        ends |= {start, start + 1, stop - 2, stop - 1}  # second from an end, both neighbours are of its own kind
     return {index for index in ends if 0 <= index < len(order)}
 
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3",
     "olmo2", "granite", "gpt2", "gpt_neox", "opt", "bloom",
-    "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss",
+    "mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP of which it is known what they keep, as transformers calls them (``activations.py``, ``ACT2CLS``).
 Activation = Literal[
@@ -35,9 +35,13 @@ class Traits(NamedTuple):
     window: bool = False
     """It may have a sliding window."""
     global_every: int | None = None
-    """Every so many layers one sees the whole sequence, the others a window."""
+    """Every so many layers one sees the whole sequence, the others a window, or they are of linear attention."""
+    linear: bool = False
+    """Those others are of linear attention."""
     experts: Literal["none", "on this rank", "dispatched"] = "none"
     """Its blocks have experts; where these may be on several ranks it is known what blocks then keep."""
+    shared_experts: bool = False
+    """It may have experts that every token visits."""
     one_width: bool = False
     """Its experts are as wide as ``intermediate_size``."""
     learned_positions: bool = False
@@ -68,9 +72,12 @@ TRAITS: Mapping[str, Traits] = {
     "bloom": Traits("bloom", "gelu_new", other_activations=False, plain_heads=True, sdpa=False),
     "mixtral": Traits("routed", other_activations=False, window=True, experts="dispatched", one_width=True),
     "qwen3_moe": Traits("routed", other_activations=False, window=True, experts="dispatched", head_norms=True),
-    "deepseek_v3": Traits("deepseek", other_activations=False, experts="on this rank"),
+    "qwen3_next": Traits(
+        "qwen3_next", other_activations=False, global_every=4, linear=True, experts="on this rank", shared_experts=True,
+    ),
+    "deepseek_v3": Traits("deepseek", other_activations=False, experts="on this rank", shared_experts=True),
     "gpt_oss": Traits("gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False),
-}
+}  # fmt: skip
 FAMILIES: tuple[str, ...] = get_args(Family)
 
 
@@ -87,6 +94,8 @@ USUAL_ACTIVATION: Mapping[str, Activation] = {name: one.activation for name, one
 FREE_ACTIVATION = families(lambda one: one.other_activations)
 WINDOWED_FAMILIES = families(lambda one: one.window)
 LEARNED_POSITIONS = families(lambda one: one.learned_positions)
+LINEAR_FAMILIES = families(lambda one: one.linear)
+SHARED_EXPERTS = families(lambda one: one.shared_experts)
 ONE_WIDTH_FAMILIES = families(lambda one: one.one_width)
 MOE_FAMILIES = families(lambda one: one.experts != "none")
 DISPATCHED_FAMILIES = families(lambda one: one.experts == "dispatched")

@@ -9,8 +9,10 @@ from zeroplan.spec.base import Count, Dimension, Range, Spec
 from zeroplan.spec.family import (
     FREE_ACTIVATION,
     LEARNED_POSITIONS,
+    LINEAR_FAMILIES,
     MOE_FAMILIES,
     ONE_WIDTH_FAMILIES,
+    SHARED_EXPERTS,
     USUAL_ACTIVATION,
     WINDOWED_FAMILIES,
     Activation,
@@ -57,6 +59,30 @@ class MlaSpec(Spec):
     """Width of its rotary part."""
     v_head_dim: Dimension
     """Width of a value head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearSpec(Spec):
+    """Linear attention, a gated delta rule behind a short convolution (Qwen3-Next)."""
+
+    num_key_heads: Annotated[int, Range(1, 10**5)]
+    """Heads of its queries and keys."""
+    num_value_heads: Annotated[int, Range(1, 10**5)]
+    """Heads of its values, each of which has a state."""
+    key_head_dim: Dimension
+    """Width of one head of queries or keys."""
+    value_head_dim: Dimension
+    """Width of one head of values."""
+    conv_kernel_dim: Annotated[int, Range(1, 10**3)] = 4
+    """Tokens that the convolution sees."""
+
+    def check_rules(self) -> None:
+        """Refuse what contradicts itself."""
+        if self.num_value_heads % self.num_key_heads:
+            raise SpecError(
+                f"num_key_heads={self.num_key_heads} does not divide num_value_heads={self.num_value_heads}; each key head serves "
+                "a whole number of value heads"
+            )
 
 
 class Profiled(Spec):
@@ -122,6 +148,8 @@ class ModelSpec(Spec):
     """Experts, where the family has some."""
     mla: MlaSpec | None = None
     """Latent attention, where the family has it."""
+    linear: LinearSpec | None = None
+    """Linear attention, where most of the family's layers have it."""
     unplaced_parameters: Annotated[int, Range(0, 10**15)] = 0
     """Parameters that a shape inferred from a bare count leaves over, held as one vector beside the embeddings."""
     profile: Profiled | None = None
@@ -172,17 +200,19 @@ class ModelSpec(Spec):
             raise SpecError("this model's head is its embedding: freeze both (embedding,head) or neither")
 
     def _check_family(self) -> None:
-        for part, families in (("moe", MOE_FAMILIES), ("mla", ("deepseek_v3",)), ("profile", ("profile",))):
+        for part, families in (
+            ("moe", MOE_FAMILIES), ("mla", ("deepseek_v3",)), ("linear", LINEAR_FAMILIES), ("profile", ("profile",)),
+        ):  # fmt: skip
             if (getattr(self, part) is not None) != (self.family in families):
                 word = "needs" if self.family in families else "has no"
                 raise SpecError(f"family={self.family!r} {word} `{part}`, the part of {', '.join(families)}")
         self._check_activation()
         if self.family != "gpt_neox" and not self.parallel_residual:
             raise SpecError(f"family={self.family!r} has no parallel_residual of its own; only gpt_neox has")
-        if self.family == "gpt_neox" and self.head_dim % 8:
+        if self.family in ("gpt_neox", "qwen3_next") and self.head_dim % 8:
             raise SpecError(
-                f"head_dim={self.head_dim} of a gpt_neox model has no formula: a quarter of each head is turned, in pairs; use a "
-                "multiple of 8"
+                f"head_dim={self.head_dim} of a {self.family} model has no formula: a quarter of each head is turned, in pairs; "
+                "use a multiple of 8"
             )
         if self.family in LEARNED_POSITIONS and not self.positions:
             raise SpecError(
@@ -201,8 +231,10 @@ class ModelSpec(Spec):
             raise SpecError(f"hidden_act={self.hidden_act!r} of a {self.family} model has no formula: it always has {usual}")
 
     def _check_experts(self) -> None:
-        if self.moe is not None and self.moe.num_shared_experts and self.family != "deepseek_v3":
-            raise SpecError(f"family={self.family!r} has no shared experts; only deepseek_v3 has")
+        if self.moe is not None and self.linear is not None and not self.moe.num_shared_experts:
+            raise SpecError(f"num_shared_experts=0: a {self.family} model has an expert that every token visits; write 1")
+        if self.moe is not None and self.moe.num_shared_experts and self.family not in SHARED_EXPERTS:
+            raise SpecError(f"family={self.family!r} has no shared experts; only {' and '.join(SHARED_EXPERTS)} have")
         if self.moe is not None and self.moe.num_dense_layers and self.family not in ("deepseek_v3", "qwen3_moe"):
             raise SpecError(f"family={self.family!r} has no dense layers; only deepseek_v3 and qwen3_moe have")
         if (

@@ -10,7 +10,13 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.activations import block_pass
-from zeroplan.transformer.flops import attention_widths, block_matrices, matmul_parameters
+from zeroplan.transformer.flops import (
+    attention_layers,
+    attention_widths,
+    block_matrices,
+    linear_attention_flops,
+    matmul_parameters,
+)
 from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.params import layout
 
@@ -59,7 +65,7 @@ def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp:
     in_blocks = block_matrices(whole)
     outside = matmul_parameters(model, whole) - in_blocks
     keys = batch.seq_len * 1.0 if recipe.attention == "eager" else (batch.seq_len + 1) / 2.0
-    scores = 2.0 * model.num_hidden_layers * attention_widths(model)
+    scores = 2.0 * attention_layers(model) * attention_widths(model)
     if cp > 1:
         from zeroplan.transformer.context import local_batch  # noqa: PLC0415  the others' answers need not wait for it
 
@@ -67,7 +73,7 @@ def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp:
     saved = together(1.0 * run.layers * total_bytes(block_pass(model, run.kind, compute, batch).saved) for run in whole.runs)
     head = head_pass(model, compute, batch, loss=recipe.loss)
     return Work(
-        blocks_flops=2.0 * in_blocks * tokens / tp,
+        blocks_flops=(2.0 * in_blocks + linear_attention_flops(model)) * tokens / tp,
         head_flops=2.0 * outside * tokens / tp,
         attention_flops=scores * keys * tokens / tp,
         blocks_bytes=saved,

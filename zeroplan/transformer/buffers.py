@@ -13,7 +13,7 @@ from zeroplan.transformer.params import layout
 _FP32 = 4
 _FREQUENCIES_TWICE = 2 * _FP32
 """``inv_freq`` and ``original_inv_freq``, in fp32 whatever the model's dtype."""
-_SHARE_ROTATED = {"gpt_neox": 4}
+_SHARE_ROTATED = {"gpt_neox": 4, "qwen3_next": 4}
 """Which part of a head is rotated, one in so many; ``rotary_pct`` 0.25 unless a config says otherwise."""
 
 

@@ -1,6 +1,8 @@
 """With which matrices is a token multiplied, and how wide is its attention: what operations are counted by."""
 
+from zeroplan.spec.family import GLOBAL_LAYERS
 from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.families.widths import CHUNK
 from zeroplan.transformer.parameters import Layout, Parameter
 
 
@@ -26,3 +28,22 @@ def attention_widths(model: ModelSpec) -> int:
     """Width of the queries plus width of the attention output; twice a·d except under latent attention."""
     values = model.head_dim if model.mla is None else model.mla.v_head_dim
     return model.num_attention_heads * (model.head_dim + values)
+
+
+def attention_layers(model: ModelSpec) -> int:
+    """Layers that score every token against those before it: all of them, but for those of linear attention."""
+    return model.num_hidden_layers // GLOBAL_LAYERS[model.family] if model.linear is not None else model.num_hidden_layers
+
+
+def linear_attention_flops(model: ModelSpec) -> int:
+    """Multiplications and additions of all linear attention for one token, forward, beside the projections. [FLOPs]
+
+    Of each head and chunk of C tokens: two products of keys and queries, 4·C²·D; two triangular systems, C²·(D+I); attention within
+    the chunk, 2·C²·I; the state read twice and written once, 6·C·D·I. Source: transformers 5.23,
+    ``models/qwen3_next/modeling_qwen3_next.py``, ``torch_chunk_gated_delta_rule``; that of ``fla`` multiplies as much.
+    """
+    if model.linear is None:
+        return 0
+    heads, key, value = model.linear.num_value_heads, model.linear.key_head_dim, model.linear.value_head_dim
+    of_a_head = CHUNK * (5 * key + 3 * value) + 6 * key * value
+    return (model.num_hidden_layers - attention_layers(model)) * heads * of_a_head

@@ -4,7 +4,7 @@ from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.widths import ranks, symbols, widths
+from zeroplan.transformer.families.widths import of_linear_attention, ranks, symbols, widths
 
 #: Symbol to meaning, in the order a report prints them.
 SYMBOLS: dict[str, str] = {
@@ -21,6 +21,11 @@ SYMBOLS: dict[str, str] = {
     "u": "rank of compressed queries",
     "w": "rank of the latent that keys and values come from",
     "o": "width of the rotary part of a head, where it has one apart",
+    "H": "heads of linear attention's values",
+    "J": "heads of its queries and keys",
+    "D": "width of one of its queries or keys",
+    "I": "width of one of its values",
+    "l": "tokens that its convolution sees",
     "f": "width of a dense MLP",
     "m": "width of an expert's MLP",
     "E": "experts",
@@ -43,6 +48,7 @@ def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> 
     return {
         **symbols(x, model.intermediate_size, model.moe),
         **({"u": 0, "w": 0, "o": 0} if model.mla is None else ranks(model.mla)),
+        **of_linear_attention(model.linear),
         "V": model.vocab_size,
         "p": tp,
     }

@@ -47,11 +47,16 @@ def operator_of(name: str) -> str:
     return module if own in ("weight", "bias") else name
 
 
+#: Kinds of layers that take turns, the last of each turn second: of a window, and of linear attention.
+KINDS_IN_TURN = (("local", "global"), ("linear", "full"))
+
+
 class BlockRun(NamedTuple):
     """Consecutive layers of one kind: ``layers`` of them with the same parameters."""
 
     kind: str
-    """``dense`` or ``moe``; ``local`` or ``global``; with adapters ``first``, whose input has no gradient, and ``dense``."""
+    """``dense`` or ``moe``; ``local`` or ``global`` attention, ``linear`` or ``full``; with adapters ``first``, whose input has no
+    gradient, and ``dense``."""
     layers: int
     parameters: tuple[Parameter, ...]
     plain: bool = False

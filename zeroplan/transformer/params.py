@@ -8,10 +8,10 @@ and neither are modules that transformers leaves out of the causal-LM class (mul
 from collections.abc import Callable
 from functools import lru_cache
 
-from zeroplan.spec.family import GLOBAL_LAYERS
+from zeroplan.spec.family import GLOBAL_LAYERS, LINEAR_FAMILIES
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.definition import definition_of
-from zeroplan.transformer.parameters import Layout, Parameter
+from zeroplan.transformer.parameters import KINDS_IN_TURN, Layout, Parameter
 from zeroplan.transformer.params_adapted import adapted_layout, only_trained, partly_frozen_layout
 
 
@@ -69,7 +69,7 @@ def trained_count(model: ModelSpec) -> int:
 
 
 def runs_in_order(model: ModelSpec) -> tuple[int, ...]:
-    """Return the run of every layer, first to last; where kinds of attention take turns, the last layer of each turn is global.
+    """Return the run of every layer, first to last; of kinds of attention that take turns the last one sees the whole sequence.
 
     >>> runs_in_order(ModelSpec(family="gemma2", hidden_size=8, intermediate_size=16, num_hidden_layers=5, num_attention_heads=2,
     ...     num_key_value_heads=1, head_dim=4, vocab_size=10, sliding_window=8))
@@ -77,10 +77,11 @@ def runs_in_order(model: ModelSpec) -> tuple[int, ...]:
     """
     runs = layout(model).runs
     at = {run.kind: index for index, run in enumerate(runs)}
-    if not at.keys() >= {"local", "global"}:
+    often, rare = KINDS_IN_TURN[model.family in LINEAR_FAMILIES]
+    if not at.keys() >= {often, rare}:
         return tuple(index for index, run in enumerate(runs) for _ in range(run.layers))
     every = GLOBAL_LAYERS[model.family]
-    kinds = ["local" if (layer + 1) % every else "global" for layer in range(model.num_hidden_layers)]
+    kinds = [often if (layer + 1) % every else rare for layer in range(model.num_hidden_layers)]
     return tuple(at["first" if layer == 0 and "first" in at else kind] for layer, kind in enumerate(kinds))
 
 

@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 from zeroplan.spec.family import GLOBAL_LAYERS
 from zeroplan.spec.model import ModelSpec, MoeSpec
-from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
+from zeroplan.transformer.parameters import KINDS_IN_TURN, BlockRun, Layout, Parameter
 from zeroplan.transformer.params_modules import Parameters, embedding, linear, rms_norm, whole
 
 
 def alike(model: ModelSpec, block: Parameters) -> Layout:
     """A model whose blocks have the same parameters, though some may see a window and others everything."""
     if model.sliding_window is not None and model.family in GLOBAL_LAYERS:
-        return _around(model, _local_and_global(model, block, GLOBAL_LAYERS[model.family]))
+        return in_turns(model, KINDS_IN_TURN[0], block, block)
     return _around(model, (BlockRun("dense", model.num_hidden_layers, block),))
 
 
@@ -38,15 +38,16 @@ def _around(model: ModelSpec, runs: tuple[BlockRun, ...]) -> Layout:
     )
 
 
-def _local_and_global(model: ModelSpec, block: Parameters, every: int) -> tuple[BlockRun, ...]:
-    """Layers that see a window and layers that see everything, as if each kind stood together, that of the last layer last.
+def in_turns(model: ModelSpec, kinds: tuple[str, str], often: Parameters, rare: Parameters) -> Layout:
+    """A model of two kinds of layers that take turns, as if each kind stood together, that of the last layer last.
 
-    They take turns and have the same parameters, so that sums over all layers are exact whatever the order.
+    Sums over all layers are exact whatever the order.
     """
-    n_global = model.num_hidden_layers // every
-    both = BlockRun("local", model.num_hidden_layers - n_global, block), BlockRun("global", n_global, block)
+    (many, few), every = kinds, GLOBAL_LAYERS[model.family]
+    n_rare = model.num_hidden_layers // every
+    both = BlockRun(many, model.num_hidden_layers - n_rare, often), BlockRun(few, n_rare, rare)
     ordered = both if model.num_hidden_layers % every == 0 else both[::-1]
-    return tuple(run for run in ordered if run.layers)
+    return _around(model, tuple(run for run in ordered if run.layers))
 
 
 def attention_of(model: ModelSpec, *, bias: bool = False, output_bias: bool | None = None) -> Parameters:

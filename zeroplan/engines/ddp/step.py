@@ -18,6 +18,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec, Recompute
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
+from zeroplan.transformer.parameters import KINDS_IN_TURN
 from zeroplan.transformer.recomputed import first_recomputed
 
 Lines = tuple[Line, ...]
@@ -155,7 +156,7 @@ def pass_moments(step: Step, model: ModelSpec, batch: Batch, blocks: tuple[Block
 def _places(model: ModelSpec, weights: Weights, first: int | None) -> tuple[_Place, ...]:
     """First to last: of each run both ends, or the corners where runs take turns."""
     layers = weights.layers
-    if {"local", "global"} <= set(weights.kinds):
+    if any(set(kinds) <= set(weights.kinds) for kinds in KINDS_IN_TURN):
         return tuple(
             _Place(f"forward of {at.name}", f"backward of {at.name}", at.run, at.before, at.after)
             for at in corners(model, first)

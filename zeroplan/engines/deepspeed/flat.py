@@ -13,7 +13,7 @@ from zeroplan.engines.deepspeed.modules import executed_modules
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import Layout, Parameter
-from zeroplan.transformer.params import layout, trained_layout
+from zeroplan.transformer.params import layout, runs_in_order, trained_layout
 
 #: NCCL's alignment of an all-gather's input, in elements (DeepSpeed 0.19.8, ``nccl_start_alignment_factor``).
 _ALIGNMENT = 2
@@ -100,7 +100,7 @@ def frozen_elements(model: ModelSpec) -> int:
 
 
 def _row(model: ModelSpec, parts: Layout) -> Row:
-    blocks = [run.parameters for run in parts.runs for _ in range(run.layers)]
+    blocks = [parts.runs[run].parameters for run in runs_in_order(model)]
     groups = ((-1, parts.embeddings), *enumerate(blocks), (len(blocks), parts.tail))
     flat = _as_registered(model, [(block, parameter) for block, parameters in groups for parameter in parameters])
     ends = tuple(accumulate(parameter.numel for _, parameter in flat))

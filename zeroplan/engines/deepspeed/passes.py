@@ -101,6 +101,8 @@ _FIRST, _LAST = 2, 3
 def stretches(model: ModelSpec, recomputed: int | None = None) -> tuple[tuple[str, int], ...]:
     """Return consecutive blocks of one kind, with how many there are; where kinds take turns, those in the middle as if sorted.
 
+    But not where kinds have other parameters, whose places count too.
+
     What blocks keep and what gradients they make grow by the same amount from turn to turn, so that a peak lies in the first turn
     or in the last one.
 
@@ -108,15 +110,16 @@ def stretches(model: ModelSpec, recomputed: int | None = None) -> tuple[tuple[st
     ...     num_key_value_heads=1, head_dim=4, vocab_size=10, sliding_window=8))
     (('local', 1), ('global', 1), ('local', 4), ('global', 4), ('local', 1), ('global', 1), ('local', 1))
     """
-    kinds = [run.name for run in layout_by_recomputation(model, recomputed).runs]
+    runs = layout_by_recomputation(model, recomputed).runs
+    kinds, alike = [run.name for run in runs], len({run.parameters for run in runs}) == 1
     order = order_by_recomputation(model, recomputed)
     cut = recomputed or len(order)
-    return (*_in_stretches(kinds, order[:cut]), *_in_stretches(kinds, order[cut:]))
+    return tuple([one for part in (order[:cut], order[cut:]) for one in _in_stretches(kinds, part, alike=alike)])
 
 
-def _in_stretches(kinds: list[str], order: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+def _in_stretches(kinds: list[str], order: tuple[int, ...], *, alike: bool) -> tuple[tuple[str, int], ...]:
     found = [(kinds[run], len(list(same))) for run, same in groupby(order)]
-    if len(found) <= _FIRST + _LAST:
+    if len(found) <= _FIRST + _LAST or not alike:
         return tuple(found)
     middle: dict[str, int] = {}
     for kind, layers in found[_FIRST:-_LAST]:

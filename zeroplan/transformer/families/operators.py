@@ -10,7 +10,7 @@ from zeroplan.ledger import PLAIN, Kind, Role, Tag
 from zeroplan.transformer.blocks import Place
 from zeroplan.transformer.families.norms import NORMALISED, STATISTICS, NormNames
 from zeroplan.transformer.families.tape import Arriving, Backward, Site, Store, Tape, Value, Width
-from zeroplan.transformer.symbols import T, e, h, r
+from zeroplan.transformer.symbols import T, b, e, h, r
 
 TENSOR, GRADIENT, TEMPORARY = Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS, Kind.TEMPORARY
 
@@ -158,6 +158,33 @@ def _weight(tape: Tape, elements: Size, site: Site, *, tracked: bool, of: str) -
 
     tape.add(f"{site.name}: cast of the {of} gradient", (made,), (), backward, of=None)
     return made
+
+
+def convolution(tape: Tape, value: Value, width: Size, taps: Size, site: Site) -> Value:
+    """``F.conv1d`` of each of ``width`` channels alone over so many tokens, filled up at both ends and cut to the sequence.
+
+    Its input comes in the weight's dtype, of which autocast makes its own.
+    """
+    elements = width * taps
+    wide = cast(tape, value, r, Site(f"input of the {site.name}, in its weight's dtype", site.source))
+    weight = _weight(tape, elements, site, tracked=True, of="weight") if tape.autocast else None
+    given = cast(tape, wide, e, Site(f"input of the {site.name}", site.source))
+    made = tensor(tape, f"output of the {site.name}", e, (T + b * (taps - 1)) * width, site.source)
+    tape.release(wide)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        arriving = [(given, gradient(tape, given, f"gradient through the {site.name}", site.source))]
+        if weight is None:
+            tape.weight_gradient(elements)
+            return arriving
+        reason = f"gradient of the {site.name}'s weight, not yet cast"
+        return [*arriving, (weight, tape.make(TEMPORARY, reason, e * elements, site.source))]
+
+    cast_of = None if weight is None else elements
+    tape.add(site.name, (made,), (given.store,), backward, of=None, cast=cast_of, place=site.place)
+    (cut,) = slices(tape, made, (T * width,), Site(f"sequence in the {site.name}'s output", site.source))
+    tape.release(given, made)
+    return cut
 
 
 class NormAs(NamedTuple):
@@ -330,6 +357,35 @@ def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) ->
     saved = factors(tape, (first, (first.store,)), (second, (second.store,)))
     backward = makes(f"gradient of a factor of the {site.name}", site.source, first, second)
     tape.add(site.name, (made,), saved, backward, of=(first, second), place=site.place)
+    return made
+
+
+def mixed_product(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
+    """``first * second`` in fp32; each is saved for the other, and a gradient is cast for a factor that is narrower."""
+    made = tensor(tape, reason, 4, first.shape, site.source)
+    saved = factors(tape, (first, (first.store,)), (second, (second.store,)))
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        followed = [one for one in (second, first) if tape.follows(one)]
+        name = f"gradient of a factor of the {site.name}"
+        bare = [tape.make(GRADIENT, name, 4 * made.shape, site.source) for _ in followed]
+        return [(one, as_narrow(tape, one, wide, made, site.source)) for one, wide in zip(followed, bare, strict=True)]
+
+    tape.add(site.name, (made,), saved, backward, of=(first, second), place=site.place)
+    return made
+
+
+def matmul(tape: Tape, first: Value, second: Value, made_as: tuple[str, Size], site: Site) -> Value:
+    """``first @ second`` of operands of one dtype, or of autocast's copies of them; what is made is its name and elements."""
+    reason, shape = made_as
+    dtype = e if tape.autocast else first.dtype
+    right = cast(tape, second, dtype, Site(f"second factor of the {site.name}", site.source))
+    left = cast(tape, first, dtype, Site(f"first factor of the {site.name}", site.source))
+    made = tensor(tape, reason, dtype, shape, site.source)
+    backward = makes(f"gradient of a factor of the {site.name}", site.source, right, left)
+    saved = factors(tape, (left, (left.store,)), (right, (right.store,)))
+    tape.add(site.name, (made,), saved, backward, of=(left, right), place=site.place)
+    tape.release(left, right)
     return made
 
 

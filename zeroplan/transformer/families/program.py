@@ -23,6 +23,9 @@ from zeroplan.transformer.families.attend import (
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.tape import Tape, Value
 
+Chunks = Literal["none", "one", "several"]
+"""In how many chunks linear attention goes through a sequence; none where attention is another."""
+
 
 class Program(NamedTuple):
     """A family's block, and the source of what it is."""
@@ -103,6 +106,7 @@ class Block(NamedTuple):
     """Matrices, and between them the sequence, are split over ranks."""
     recompute: Recompute = "none"
     """Where it shares matrices or sequences with other ranks, or is not trained as a whole."""
+    chunks: Chunks = "none"
 
     @property
     def head_norms(self) -> bool:

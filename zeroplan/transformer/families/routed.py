@@ -50,7 +50,7 @@ def _narrowly_routed(tape: Tape, normal: Value, block: Block) -> Value:
 
 def _mlp(tape: Tape, normal: Value, *, narrowed: bool, dispatch: bool) -> Value:
     """Router and experts; ``narrowed``: the router returns its weights in the dtype of its logits."""
-    routing = _router(tape, normal, narrowed=narrowed)
+    routing = router(tape, normal, narrowed=narrowed)
     with tape.inside(Module.EXPERTS):
         made = (
             dispatched(tape, normal, routing.weights, own_experts) if dispatch else experts_here(tape, normal, routing.weights)
@@ -71,7 +71,7 @@ class Routing(NamedTuple):
     indices: Store
 
 
-def _router(tape: Tape, normal: Value, *, narrowed: bool) -> Routing:
+def router(tape: Tape, normal: Value, *, narrowed: bool) -> Routing:
     """Router over the tokens in one row: that view comes before the product, so that its weight has its gradient first."""
     flat = op.view(tape, normal, Site("router: its input", ROUTER))
     logits = op.linear(tape, flat, E, Site("router", ROUTER))

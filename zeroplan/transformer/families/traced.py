@@ -18,10 +18,10 @@ from zeroplan.transformer.families.attention import CUDA_ALONE
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.parts import BLOCK_INPUT, INCOMING
-from zeroplan.transformer.families.program import Block, Program, Training
+from zeroplan.transformer.families.program import Block, Chunks, Program, Training
 from zeroplan.transformer.families.sharded import SHARED_OUT, SHARES
 from zeroplan.transformer.families.tape import Alive, Handed, Store, Tape, Value
-from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities, values_of
+from zeroplan.transformer.families.widths import Widths, beyond_the_window, grouped_heads, in_one_chunk, quantities, values_of
 from zeroplan.transformer.symbols import T, T_p, h, r
 
 
@@ -149,10 +149,11 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
     backward and keeps nothing, unless blocks are recomputed: then autograd follows the embedding's output.
 
     A window shorter than the sequence, or as long, is a mask (transformers 5.23, masking_utils.py, _ignore_causal_mask_sdpa).
+    Linear attention over a single chunk has no turns, and so another graph.
     """
     if (compute.tp > 1 or compute.cp > 1) and kind != "moe":
         _refuse_a_window(model, compute, x)
-    is_masked = kind != "global" and beyond_the_window(model, x)
+    is_masked = in_one_chunk(x) if kind == "linear" else kind != "global" and beyond_the_window(model, x)
     made = by_mask(is_masked, lambda masked: _of(model, kind, compute, x, recompute, masked=masked))
     if kind == "frozen" and compute.recompute == "none":
         return BlockPass((), (), (), made.forward, made.forward, (), 0)
@@ -196,7 +197,7 @@ def structure_of(
     model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute, *, masked: bool
 ) -> Block:  # fmt: skip
     """The structure of a model's block."""
-    dense, training = kind != "moe", _training(model, kind, compute)
+    dense, training = model.moe is None or kind == "dense", _training(model, kind, compute)
     sharded = compute.tp > 1 and dense
     apart = training is not None or (dense and (compute.tp > 1 or compute.cp > 1))
     return Block(
@@ -204,8 +205,8 @@ def structure_of(
         x.element == 4,
         x.autocast if training is None else compute.autocast,
         x.attention,
-        masked,
-        x.key != x.query,
+        masked and kind != "linear",
+        grouped_heads(model, x, kind),
         x.key == x.head_dim * (compute.tp if sharded else 1),
         model.attention_bias,
         x.kernels,
@@ -225,7 +226,14 @@ def structure_of(
         training,
         sharded,
         compute.recompute if apart else "none",
+        _chunks(kind, one=masked),
     )
+
+
+def _chunks(kind: str, *, one: bool) -> Chunks:
+    if kind != "linear":
+        return "none"
+    return "one" if one else "several"
 
 
 def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:

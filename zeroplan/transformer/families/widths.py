@@ -5,13 +5,17 @@ from typing import NamedTuple
 from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import GLOBAL_LAYERS, WITHOUT_SDPA
-from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
+from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import Attention, Kernels
 from zeroplan.transformer.blocks import Compute
 
 #: Widths that tensor-parallel ranks split, by their symbols.
 SPLIT = ("a", "q", "k", "v", "c", "f", "V")
 _KEYS, _LARGEST_SPLIT, _ENOUGH_BLOCKS = 64, 200, 256
+
+
+#: Tokens of a chunk of linear attention. Source: transformers 5.23, models/qwen3_next/modeling_qwen3_next.py.
+CHUNK = 64
 
 
 class Widths(NamedTuple):
@@ -80,10 +84,10 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
 
 
 def kinds_of_layers(model: ModelSpec) -> int:
-    """How many kinds of attention take turns: 2 where some layers see a window and others everything.
+    """How many kinds of attention take turns: 2 where some layers see a window, or are linear, and others see everything.
 
-    Gemma 3: every sixth layer is global, Gemma 2: every second. Source: transformers 5.23, ``configuration_gemma3.py`` and
-    ``configuration_gemma2.py``, ``layer_types``.
+    Gemma 3: every sixth layer is global, Gemma 2: every second, Qwen3-Next: every fourth. Source: transformers 5.23,
+    ``configuration_<family>.py``, ``layer_types``.
     """
     every = GLOBAL_LAYERS.get(model.family)
     return 1 if every is None or model.num_hidden_layers < every else 2
@@ -98,6 +102,19 @@ def beyond_the_window(model: ModelSpec, x: Widths) -> Bool:
         return False
     beyond = x.seq_len >= model.sliding_window
     return beyond if isinstance(beyond, bool) or (beyond.any() and not beyond.all()) else bool(beyond.all())
+
+
+def in_one_chunk(x: Widths) -> Bool:
+    """Whether linear attention takes the sequence as one chunk; of a column of sequences where all of them agree, one answer."""
+    short = x.seq_len <= CHUNK
+    return short if isinstance(short, bool) or (short.any() and not short.all()) else bool(short.all())
+
+
+def grouped_heads(model: ModelSpec, x: Widths, kind: str) -> bool:
+    """Whether several heads share what another has: keys and values, or in linear attention queries and keys."""
+    if kind == "linear" and model.linear is not None:
+        return model.linear.num_key_heads != model.linear.num_value_heads
+    return x.key != x.query
 
 
 def symbols(x: Widths, intermediate_size: int, moe: MoeSpec | None) -> dict[str, Int]:
@@ -130,6 +147,14 @@ def ranks(mla: MlaSpec) -> dict[str, int]:
     return {"u": mla.q_lora_rank or 0, "w": mla.kv_lora_rank, "o": mla.qk_rope_head_dim}
 
 
+def of_linear_attention(linear: LinearSpec | None) -> dict[str, int]:
+    """Return the value of every symbol of linear attention, 0 where there is none."""
+    if linear is None:
+        return dict.fromkeys("HJDIl", 0)
+    values = linear.num_value_heads, linear.num_key_heads, linear.key_head_dim, linear.value_head_dim, linear.conv_kernel_dim
+    return dict(zip("HJDIl", values, strict=True))
+
+
 def key_parts(x: Widths) -> Int:
     """In how many parts the memory-efficient kernel's backward splits the keys of a sequence, with heads beyond 128.
 
@@ -141,7 +166,7 @@ def key_parts(x: Widths) -> Int:
 
 
 def quantities(
-    x: Widths, intermediate_size: int, moe: MoeSpec | None = None, mla: MlaSpec | None = None
+    x: Widths, intermediate_size: int, moe: MoeSpec | None = None, mla: MlaSpec | None = None, linear: LinearSpec | None = None
 ) -> dict[str, Int]:  # fmt: skip
     """Return the value of every symbol of a block's sizes, shares of others among them."""
     latent = {} if mla is None else {**ranks(mla), "o/2": mla.qk_rope_head_dim // 2}
@@ -155,12 +180,13 @@ def quantities(
         "k/d": x.key // x.head_dim,
         "c/a": x.context // x.heads,
         **latent,
+        **({} if linear is None else of_linear_attention(linear)),
     }
 
 
 def values_of(model: ModelSpec, x: Widths, ranks: int = 1) -> dict[str, Int]:
     """Return the value of every symbol of a model's sizes, on one of ``ranks`` that split its matrices."""
-    values = {**quantities(x, model.intermediate_size, model.moe, model.mla), "V": model.vocab_size}
+    values = {**quantities(x, model.intermediate_size, model.moe, model.mla, model.linear), "V": model.vocab_size}
     if ranks == 1:
         return values
     shares = {f"{name}/p": values[name] // ranks for name in ("T", *SPLIT)}

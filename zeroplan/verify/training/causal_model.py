@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from zeroplan.catalog.config_rest import config_keys
+from zeroplan.catalog.config_rest import LINEAR_FIELDS, config_keys
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.family import FREE_ACTIVATION, PLAIN_HEADS, WINDOWED_FAMILIES
 from zeroplan.spec.frozen import FrozenSpec
@@ -62,7 +62,7 @@ def _peculiar(spec: ModelSpec) -> dict[str, object]:
         made["sliding_window"] = spec.sliding_window
     if config_keys(spec.family).optional_window:
         made["use_sliding_window"] = spec.sliding_window is not None
-    if spec.moe is not None and spec.family in ("qwen3_moe", "deepseek_v3"):
+    if spec.moe is not None and spec.family in ("qwen3_moe", "qwen3_next", "deepseek_v3"):
         made["moe_intermediate_size"] = spec.moe.moe_intermediate_size
     if spec.moe is not None and spec.family == "qwen3_moe":
         made["mlp_only_layers"] = list(range(spec.moe.num_dense_layers))
@@ -73,7 +73,16 @@ def _peculiar(spec: ModelSpec) -> dict[str, object]:
         made[config_keys(spec.family).activation] = spec.activation
     if spec.family == "opt":
         made["word_embed_proj_dim"] = spec.hidden_size
-    return made | _latent(spec)
+    return made | _latent(spec) | _linear(spec)
+
+
+def _linear(spec: ModelSpec) -> dict[str, object]:
+    """Linear attention, and the expert beside it that every token visits."""
+    if spec.linear is None or spec.moe is None:
+        return {}
+    shared = spec.moe.num_shared_experts * spec.moe.moe_intermediate_size
+    own = {f"linear_{field}": getattr(spec.linear, field) for field in LINEAR_FIELDS}
+    return {**own, "shared_expert_intermediate_size": shared}
 
 
 def _latent(spec: ModelSpec) -> dict[str, object]:

@@ -1,0 +1,443 @@
+"""Linear attention by the gated delta rule, chunk by chunk: torch's operators, which transformers runs without ``fla``'s kernels.
+
+Everything is in fp32, but for products under autocast. A sequence is filled up to whole chunks. What a turn of the loop over chunks
+keeps stays until the backward comes to it. The tape runs the first turn, the last and the one before that; of the others, which
+allocate what that one does, it counts what they keep.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+from zeroplan.expr import Size, at_least, at_most, ceil
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
+from zeroplan.transformer.families.widths import CHUNK
+from zeroplan.transformer.symbols import D, H, I, T, b, e, s
+
+RULE = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, torch_chunk_gated_delta_rule"
+L2_NORM = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, l2norm"
+
+#: Chunks of a sequence, and tokens of all sequences once these are filled up.
+CHUNKS = ceil(s, CHUNK)
+FILLED = CHUNK * b * CHUNKS
+#: One number for every pair of tokens of a chunk, in every head; the states of all heads.
+PAIRS, STATE = FILLED * CHUNK * H, b * H * D * I
+#: Of one chunk: rows as wide as a key and as a value, and pairs.
+KEY_ROWS, VALUE_ROWS, CHUNK_PAIRS = CHUNK * b * H * D, CHUNK * b * H * I, CHUNK * CHUNK * b * H
+
+#: One where there is a chunk between the first and the last, else nothing.
+BETWEEN = at_most(1, CHUNKS - 2)
+
+#: What is there in so many turns: a number, or 0 and 1 where a sequence may have too few of them.
+Times: TypeAlias = Size | int
+
+
+class Given(NamedTuple):
+    """What the rule is applied to: queries, keys and values, how fast a state learns, and the logarithm of how fast it decays."""
+
+    query: Value
+    key: Value
+    value: Value
+    beta: Value
+    decay: Value
+
+
+def gated_delta_rule(tape: Tape, given: Given, block: Block) -> Value:
+    """``torch_chunk_gated_delta_rule``, which holds most of what it makes by name to its end."""
+    ready = _filled_up(tape, given, block)
+    inside = _inside_chunks(tape, ready)
+    several = block.chunks == "several"
+    state = _zeros(tape, "first state of linear attention", STATE)
+    core = _zeros(tape, "output of linear attention, filled in chunk by chunk", FILLED * H * I)
+    scan = _decayed(tape, ready, inside, state, several=several)
+    done = _all_turns(tape, scan, core, several=several)
+    made = _cut(tape, done.core)
+    tape.drop(ready.mask)
+    tape.release(*ready.held, *inside, *scan.own, *done.new, *done.before)
+    return made
+
+
+# --- before the chunks -----------------------------------------------------------------------------------------------------
+
+
+class _Ready(NamedTuple):
+    """Filled-up tensors; queries and keys are of unit length."""
+
+    query: Value
+    key: Value
+    value: Value
+    """Times beta."""
+    learning: Value
+    """Keys times beta."""
+    decay: Value
+    """Summed up within each chunk."""
+    mask: Store
+    held: tuple[Value, ...]
+    """What is held by name to the end; queries and keys are not."""
+
+
+def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
+    bare = [
+        _for_each_head(tape, one, name, repeated=block.grouped) for one, name in ((given.query, "queries"), (given.key, "keys"))
+    ]
+    wide = [
+        op.cast(tape, one, 4, Site(f"{name} of linear attention", RULE))
+        for one, name in zip((*bare, given.value, given.beta), ("queries", "keys", "values", "beta"), strict=True)
+    ]
+    tape.release(*bare)
+    units = [_unit_length(tape, one, name) for one, name in zip(wide, ("queries", "keys"), strict=False)]
+    scaled = op.multiplied(tape, units[0], Site("queries, scaled", RULE))
+    tape.release(units[0], *wide[:2])
+    rows = (scaled, "queries", H * D), (units[1], "keys", H * D), (wide[2], "values", H * I)
+    query, key, value = (_longer(tape, one, name, FILLED * width) for one, name, width in rows)
+    tape.release(scaled, units[1], wide[2])
+    beta, decay = _longer(tape, wide[3], "beta", FILLED * H), _longer(tape, given.decay, "decay", FILLED * H)
+    tape.release(wide[3])
+    learnt = _times(tape, value, beta, "values times beta")
+    learning = _times(tape, key, beta, "keys times beta")
+    tape.drop(tape.make(op.TEMPORARY, "ones of a chunk's mask", Size(((CHUNK * CHUNK,),)), RULE))
+    mask = tape.make(op.TENSOR, "mask of a chunk, booleans", Size(((CHUNK * CHUNK,),)), RULE)
+    summed = op.tensor(tape, "decay, summed up within chunks", 4, FILLED * H, RULE)
+    beside = ("decay's gradient, turned round and summed up", 8 * FILLED * H)
+    tape.add("decay, summed up", (summed,), (), op.makes("gradient of the decay", RULE, decay, beside=beside), of=(decay,))
+    in_chunks = op.view(tape, query, Site("queries in chunks", RULE)), op.view(tape, key, Site("keys in chunks", RULE))
+    tape.summed_anew.add(key)  # the gradient of its chunks comes as a view
+    held = value, beta, decay, learnt, learning, summed
+    tape.release(query, key)
+    chunks = _in_chunks(tape, learnt, "values"), _in_chunks(tape, learning, "keys")
+    return _Ready(*in_chunks, *chunks, summed, mask, (*held, *chunks))
+
+
+def _for_each_head(tape: Tape, value: Value, name: str, *, repeated: bool) -> Value:
+    """Queries or keys of every head of values: copies, or a view whose gradient is copied."""
+    if not repeated:
+        return _in_chunks(tape, value, name)
+    made = op.tensor(tape, f"{name}, repeated for each head of values", value.dtype, T * H * D, RULE)
+    tape.add(f"{name}, repeated", (made,), (), op.makes(f"gradient of the {name}", RULE, value), of=(value,))
+    return made
+
+
+def _in_chunks(tape: Tape, value: Value, name: str) -> Value:
+    """A view, whose gradient comes in another order and is copied."""
+    return op.slices(tape, value, (value.shape,), Site(f"{name}, in another order", RULE))[0]
+
+
+def _unit_length(tape: Tape, value: Value, name: str) -> Value:
+    """``x * rsqrt((x * x).sum() + eps)``."""
+    square = op.tensor(tape, f"{name} squared", 4, value.shape, L2_NORM)
+    both = op.makes(f"gradients of both factors of the {name} squared", L2_NORM, value, value)
+    tape.add(f"square of the {name}", (square,), (value.store,), both, of=(value,))
+    total = tape.make(op.TEMPORARY, f"sums of the {name} squared", 4 * T * H, L2_NORM)
+    tape.release(square)
+    root = op.tensor(tape, f"reciprocal length of the {name}", 4, T * H, L2_NORM)
+    tape.drop(total)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("powers of the reciprocal length", 8 * T * H, L2_NORM)
+        return [(square, tape.make(op.GRADIENT, "gradient of the squares, one for each row", 4 * T * H, L2_NORM))]
+
+    tape.add(f"reciprocal length of the {name}", (root,), (root.store,), backward, of=(square,))
+    made = _times(tape, value, root, f"{name} of unit length")
+    tape.release(root)
+    return made
+
+
+def _longer(tape: Tape, value: Value, name: str, shape: Size) -> Value:
+    """``F.pad`` to whole chunks, a copy even of whole ones."""
+    made = op.tensor(tape, f"{name}, filled up to whole chunks", 4, shape, RULE)
+    tape.add(f"{name}, filled up", (made,), (), op.makes(f"gradient of the {name}", RULE, value), of=(value,))
+    return made
+
+
+def _times(tape: Tape, value: Value, factor: Value, reason: str) -> Value:
+    """``value * factor``, which has one number for a row of the value's: its gradient is summed over rows."""
+    made = op.tensor(tape, reason, 4, value.shape, RULE)
+    saved = op.factors(tape, (value, (value.store,)), (factor, (factor.store,)))
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary(f"gradient of a factor of {reason}, not yet summed", 4 * value.shape, RULE)
+        return [
+            (one, op.gradient(tape, one, f"gradient of a factor of {reason}", RULE))
+            for one in (value, factor)
+            if tape.follows(one)
+        ]
+
+    tape.add(reason, (made,), saved, backward, of=(value, factor))
+    return made
+
+
+# --- inside every chunk ------------------------------------------------------------------------------------------------------
+
+
+class _Inside(NamedTuple):
+    """What chunks are made of alone, without the state."""
+
+    decays: Value
+    """Of every pair."""
+    system: Value
+    """Triangular, for each chunk."""
+    attention: Value
+    """Within each chunk."""
+    keys: Value
+    """Keys times beta, decayed."""
+    values: Value
+    """Those that a chunk adds to the state."""
+    reading: Value
+    """Keys that read the state."""
+
+
+def _inside_chunks(tape: Tape, ready: _Ready) -> _Inside:
+    decays = _pairwise(tape, ready)
+    system = _scores(tape, ready.learning, ready.key, decays, "triangular system of a chunk")
+    attention = _scores(tape, ready.query, ready.key, decays, "attention within a chunk")
+    growth = _exponential(tape, ready.decay, "decay since a chunk's beginning")
+    keys = _times(tape, ready.learning, growth, "keys times beta, decayed")
+    tape.release(growth)
+    values = _solved(tape, system, ready.value, "new values")
+    reading = _solved(tape, system, keys, "keys that read the state")
+    return _Inside(decays, system, attention, keys, values, reading)
+
+
+def _pairwise(tape: Tape, ready: _Ready) -> Value:
+    """``(c_i - c_j)`` for each pair, masked, then its exponential."""
+    pairs = op.tensor(tape, "logarithms of decay between tokens", 4, PAIRS, RULE)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("gradient of the differences, negative", 4 * PAIRS, RULE)
+        return [(ready.decay, op.gradient(tape, ready.decay, "gradient of the decay, summed", RULE)) for _ in range(2)]
+
+    tape.add("decay between tokens", (pairs,), (), backward, of=(ready.decay,))
+    masked = op.tensor(tape, "logarithms of decay, masked", 4, PAIRS, RULE)
+    gradient = op.makes("gradient of the decay between tokens, masked", RULE, pairs)
+    tape.add("decay between tokens: mask", (masked,), (ready.mask,), gradient, of=(pairs,))
+    tape.release(pairs)
+    made = _exponential(tape, masked, "decay between tokens")
+    tape.release(masked)
+    return made
+
+
+def _exponential(tape: Tape, value: Value, reason: str) -> Value:
+    return op.pointwise(tape, value, reason, Site(f"exponential: {reason}", RULE), saves_result=True)
+
+
+def _scores(tape: Tape, first: Value, second: Value, decays: Value, reason: str) -> Value:
+    bare = op.matmul(tape, first, second, (f"{reason}, not decayed", PAIRS), Site(f"product of the {reason}", RULE))
+    made = op.mixed_product(tape, bare, decays, reason, Site(f"decay of the {reason}", RULE))
+    tape.release(bare)
+    return made
+
+
+def _solved(tape: Tape, system: Value, right: Value, reason: str) -> Value:
+    """``torch.linalg.solve_triangular``, which saves its matrix and its result."""
+    made = op.tensor(tape, reason, 4, right.shape, RULE)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        arriving = [(right, op.gradient(tape, right, f"gradient of what the {reason} were solved from", RULE))]
+        tape.temporary("gradient of the triangular system, not yet cut", 4 * PAIRS, RULE)
+        return [*arriving, (system, op.gradient(tape, system, "gradient of the triangular system", RULE))]
+
+    tape.add(f"solving for the {reason}", (made,), (system.store, made.store), backward, of=(system, right))
+    return made
+
+
+# --- from chunk to chunk -----------------------------------------------------------------------------------------------------
+
+
+class _Scan(NamedTuple):
+    """What the loop takes its turns' parts from."""
+
+    values: Value
+    reading: Value
+    query: Value
+    key: Value
+    attention: Value
+    decay: Value
+    """Of a whole chunk."""
+    state: Value
+    """The first, zeros."""
+    own: tuple[Value, ...]
+    """What is held by name to the end."""
+
+
+def _zeros(tape: Tape, reason: str, shape: Size) -> Value:
+    made = Value(tape.make(op.TENSOR, reason, 4 * shape, RULE), 4, shape)
+    tape.constants.add(made)
+    return made
+
+
+def _decayed(tape: Tape, ready: _Ready, inside: _Inside, state: Value, *, several: bool) -> _Scan:
+    """Queries as they read the state, keys as they are added to it; of a single chunk that state is read by nobody."""
+    growth = _exponential(tape, ready.decay, "decay since a chunk's beginning, for queries")
+    query = _times(tape, ready.query, growth, "queries, decayed")
+    tape.release(ready.query, growth)
+    keys, decays = (ready.key, ready.decay) if several else (_unfollowed(tape, ready.key), _unfollowed(tape, ready.decay))
+    rest = op.tensor(tape, "logarithms of decay to a chunk's end", 4, FILLED * H, RULE)
+    tape.add("decay to a chunk's end", (rest,), (), op.makes("gradient of the decay", RULE, decays), of=(decays,))
+    shrinking = _exponential(tape, rest, "decay to a chunk's end")
+    tape.release(rest)
+    key = _times(tape, keys, shrinking, "keys, decayed")
+    tape.release(ready.key, shrinking)
+    (last,) = op.slices(tape, decays, (b * H * CHUNKS,), Site("decay of whole chunks", RULE))
+    decay = _exponential(tape, last, "decay of whole chunks")
+    tape.release(last)
+    return _Scan(inside.values, inside.reading, query, key, inside.attention, decay, state, (query, key, decay))
+
+
+def _unfollowed(tape: Tape, value: Value) -> Value:
+    """The same tensor, to which no gradient comes this way."""
+    made = Value(value.store, value.dtype, value.shape)
+    tape.constants.add(made)
+    return made
+
+
+class _Turn(NamedTuple):
+    """What a turn of the loop leaves by name."""
+
+    core: Value
+    state: Value
+    new: tuple[Value, ...] = ()
+    """New values, which the next turn's take the name of."""
+    before: tuple[Value, ...] = ()
+    """Attention to chunks before, of which the same holds."""
+
+
+def _all_turns(tape: Tape, scan: _Scan, core: Value, *, several: bool) -> _Turn:
+    """The loop; where there are two chunks, the turn between the first and the last is counted as nothing."""
+    done = _Turn(core, scan.state)
+    if several:
+        done = _turn(tape, scan, done, times=1, after=BETWEEN)
+        done = _turn(tape, scan, done._replace(state=_other_turns(tape, done.state)), times=BETWEEN)
+        if not tape.autocast:
+            tape.summed_anew.add(done.state)  # gradients of products come as views
+    return _turn(tape, scan, done, times=1, last=True)
+
+
+def _turn(tape: Tape, scan: _Scan, done: _Turn, *, times: Times, after: Times = 1, last: bool = False) -> _Turn:
+    """One chunk: what it reads of the state, its own attention, and the state after it, which nobody needs after the last.
+
+    ``after``: how often that is there beside the last turn's.
+    """
+    values, reading, state = _part(tape, scan.values, VALUE_ROWS, times), _part(tape, scan.reading, KEY_ROWS, times), done.state
+    known = op.matmul(tape, reading, state, _rows("values that the state knows", times), _site("values known"))
+    new = _less(tape, values, known)
+    if not tape.autocast:
+        tape.summed_anew.add(new)
+    tape.release(values, reading, known, *done.new)
+    query = _part(tape, scan.query, KEY_ROWS, times)
+    before = op.matmul(tape, query, state, _rows("attention to chunks before", times), _site("attention to the state"))
+    tape.release(query, *done.before)
+    within = _part(tape, scan.attention, CHUNK_PAIRS, times)
+    inside = op.matmul(tape, within, new, _rows("attention within a chunk", times), _site("attention within a chunk"))
+    both = op.add(tape, before, inside, "output of a chunk", _site("sum of a chunk's output"))
+    tape.release(within, inside)
+    core = _written(tape, done.core, both, _so_often(VALUE_ROWS, times))
+    tape.release(both)
+    following = state
+    if last:
+        tape.drop(tape.make(op.TEMPORARY, "the last state, which nobody reads", 12 * STATE, RULE))
+    else:
+        following = _next_state(tape, scan, state, new, (times, after))
+    tape.release(state)
+    return _Turn(core, following, (new,), (before,))
+
+
+def _rows(reason: str, times: Times) -> tuple[str, Size]:
+    return reason, _so_often(VALUE_ROWS, times)
+
+
+def _next_state(tape: Tape, scan: _Scan, state: Value, new: Value, often: tuple[Times, Times]) -> Value:
+    """``state * decay + key.T @ new``; how often the turn is there, and how often what it makes."""
+    times, after = often
+    decay, key = _part(tape, scan.decay, b * H, times), _part(tape, scan.key, KEY_ROWS, times)
+    decayed = _times(tape, state, decay, "state, decayed")
+    added = op.matmul(
+        tape, key, new, ("what a chunk adds to the state", _so_often(STATE, times)), _site("addition to the state")
+    )
+    made = Value(tape.make(op.TENSOR, "state after a chunk", _so_often(4 * STATE, after), RULE), 4, STATE)
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        return [op.narrowed(tape, one, taken[0], made, _site("state after a chunk")) for one in (decayed, added)]
+
+    tape.add("chunk: state", (made,), (), backward, of=(decayed, added))
+    tape.release(decay, key, decayed, added)
+    return made
+
+
+def _other_turns(tape: Tape, state: Value) -> Value:
+    """What the turns keep that are neither the first nor one of the last two."""
+    others = at_least(0, CHUNKS - 3)
+    size = 4 * STATE + (e * (2 * STATE + 3 * KEY_ROWS + 2 * VALUE_ROWS + CHUNK_PAIRS) if tape.autocast else 4 * VALUE_ROWS)
+    kept = tape.make(op.TENSOR, "states and new values of the chunks between", size * others, RULE)
+    made = Value(tape.hold(state.store), 4, STATE * BETWEEN)
+    tape.add("chunks between", (made,), (kept,), op.makes("gradient of a state", RULE, state), of=(state,))
+    tape.drop(kept)
+    tape.release(state)
+    return made
+
+
+def _so_often(size: Size, times: Times) -> Size:
+    return size if isinstance(times, int) else size * times
+
+
+def _site(name: str) -> Site:
+    return Site(f"chunk: {name}", RULE)
+
+
+def _part(tape: Tape, whole: Value, shape: Size, times: Times) -> Value:
+    """One chunk of a tensor, a view, whose gradient is put into zeros of the whole's size."""
+    made = Value(tape.hold(whole.store), whole.dtype, _so_often(shape, times))
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        size = _so_often(whole.dtype * whole.shape, times)
+        return [(whole, tape.make(op.GRADIENT, "gradient of a chunk, among zeros", size, RULE))]
+
+    tape.add("part of a chunk", (made,), (), backward, of=(whole,))
+    return made
+
+
+def _less(tape: Tape, value: Value, known: Value) -> Value:
+    """``value - known`` in fp32."""
+    made = op.tensor(tape, "new values of a chunk", 4, value.shape, RULE)
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        negative = tape.make(op.GRADIENT, "gradient of what is known, negative", 4 * made.shape, RULE)
+        return [op.through(value, taken[0]), (known, op.as_narrow(tape, known, negative, made, RULE))]
+
+    tape.add("chunk: new values", (made,), (), backward, of=(value, known))
+    return made
+
+
+def _written(tape: Tape, core: Value, part: Value, rows: Size) -> Value:
+    """``core[:, :, i] = part``, in place; the backward copies the whole gradient. The name for ``core`` goes over."""
+    made = Value(tape.hold(core.store), 4, core.shape)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        rest = op.gradient(tape, core, "gradient of the output, without a chunk", RULE)
+        own = tape.make(op.GRADIENT, "gradient of a chunk's output", 4 * rows, RULE)
+        if tape.follows(core):
+            tape.temporary("zeros in its place", 4 * rows, RULE)
+        else:
+            tape.scratch.append(rest)
+        arriving = [(core, rest)] if tape.follows(core) else []
+        return [*arriving, (part, op.as_narrow(tape, part, own, made, RULE))]
+
+    tape.add("chunk: its output, written", (made,), (), backward, of=(core, part))
+    tape.release(core)
+    return made
+
+
+def _cut(tape: Tape, core: Value) -> Value:
+    """The output in the order of tokens, cut to the sequence and cast; the name goes over."""
+    whole = op.tensor(tape, "output of linear attention, in order", 4, core.shape, RULE)
+    tape.add("output in order", (whole,), (), op.passes(core), of=(core,))
+    tape.release(core)
+    made = op.tensor(tape, "output of linear attention", e, T * H * I, RULE)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        if not tape.wide:
+            tape.temporary("gradient of the output, cast", 4 * T * H * I, RULE)
+        return [(whole, op.gradient(tape, whole, "gradient of the output, filled up", RULE))]
+
+    tape.add("output, cut", (made,), (), backward, of=(whole,))
+    tape.release(whole)
+    return made

@@ -1,0 +1,271 @@
+"""Blocks of Qwen3-Next: three of linear attention to each of full attention with a gate; routed experts and a gated shared one."""
+
+from zeroplan.expr import NOTHING
+from zeroplan.ledger import Module
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.blocks import At, Place
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.attend import Attended, Heads
+from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition, Tables
+from zeroplan.transformer.families.delta_rule import Given, gated_delta_rule
+from zeroplan.transformer.families.gated import Branches, gated_mlp, two_branches
+from zeroplan.transformer.families.operators import NormAs
+from zeroplan.transformer.families.parts import gated_modules
+from zeroplan.transformer.families.program import Block, Program
+from zeroplan.transformer.families.routed import experts_here, router
+from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
+from zeroplan.transformer.parameters import KINDS_IN_TURN, Layout, Parameter
+from zeroplan.transformer.params_gated import fused_experts, gated, head_norms, in_turns, key_width, query_width, two_norms
+from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
+from zeroplan.transformer.symbols import D, H, I, J, T, a, c, d, d_4, e, h, k, k_4, k_d, l, m, n, q, q_4, r, s, v
+
+LAYER = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, Qwen3NextDecoderLayer.forward"
+LINEAR = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, Qwen3NextGatedDeltaNet.forward"
+ATTENTION = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, Qwen3NextAttention.forward"
+MOE = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, Qwen3NextSparseMoeBlock.forward"
+ROTARY = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, Qwen3NextRotaryEmbedding.forward"
+NORM = NormAs(one_plus=True, source="transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, Qwen3NextRMSNorm.forward")
+GATED_NORM = NormAs(
+    one_plus=False, source="transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, Qwen3NextRMSNormGated.forward"
+)
+_ONE = NOTHING + 1
+
+
+def qwen3_next(tape: Tape, given: Value, block: Block) -> Value:
+    """One decoder layer."""
+    return two_branches(tape, given, block, _LINEAR if block.chunks != "none" else _FULL)
+
+
+# --- linear attention --------------------------------------------------------------------------------------------------------
+
+
+def _linear_attention(tape: Tape, normal: Value, block: Block) -> Attended:
+    """``Qwen3NextGatedDeltaNet``, which holds its projections by name to its end."""
+    wide = 2 * J * D + 2 * H * I
+    joint = op.linear(tape, normal, wide, Site("joint projection of q, k, v and z", LINEAR))
+    rates = op.linear(tape, normal, 2 * H, Site("joint projection of beta and decay", LINEAR))
+    heads, keys = T * H * I, T * J * D
+    query, key, value, gate = op.chunk(tape, joint, (keys, keys, heads, heads), Site("parts q, k, v and z", LINEAR))
+    beta, decay = op.chunk(tape, rates, (T * H, T * H), Site("parts beta and decay", LINEAR))
+    if block.grouped:  # heads of values that share a key head lie apart
+        together = (gate, "z"), (beta, "beta"), (decay, "decay")
+        apart, (gate, beta, decay) = (gate, beta, decay), [_in_order(tape, one, name) for one, name in together]
+        tape.release(*apart)
+    flat = [_in_order(tape, one, name) for one, name in ((value, "values"), (query, "queries"), (key, "keys"))]
+    tape.release(query, key, value)
+    mixed = _mixed(tape, (flat[1], flat[2], flat[0]))
+    tape.release(*flat)
+    learnt = op.pointwise(tape, beta, "beta", Site("beta: sigmoid", LINEAR), saves_result=True)
+    logarithm = _decay(tape, decay)
+    query, key, value = op.chunk(tape, mixed, (keys, keys, heads), Site("parts q, k and v", LINEAR))
+    made = gated_delta_rule(tape, Given(query, key, value, learnt, logarithm), block)
+    normed = _gated_norm(tape, made, gate)
+    tape.release(made, learnt)
+    out = op.linear(tape, normed, h, Site("output projection", LINEAR), reads=H * I)
+    tape.release(normed, joint, rates, gate, beta, decay, mixed, query, key, value, logarithm)
+    return Attended(out)
+
+
+def _in_order(tape: Tape, value: Value, name: str) -> Value:
+    """A contiguous copy, whose gradient passes as a view."""
+    made = op.tensor(tape, f"{name} of linear attention", e, value.shape, LINEAR)
+    tape.add(f"{name}, in order", (made,), (), op.passes(value), of=(value,))
+    return made
+
+
+def _mixed(tape: Tape, parts: tuple[Value, ...]) -> Value:
+    """Queries, keys and values joined, and put through the convolution and SiLU."""
+    wide = 2 * J * D + H * I
+    joined = op.tensor(tape, "queries, keys and values, joined", e, T * wide, LINEAR)
+    tape.add("joined queries, keys and values", (joined,), (), op.passes(*parts), of=parts)
+    bare = op.convolution(tape, joined, wide, l, Site("convolution", LINEAR))
+    made = op.pointwise(tape, bare, "silu of the convolution", Site("convolution: silu", LINEAR))
+    tape.release(bare, joined)
+    return made
+
+
+def _decay(tape: Tape, given: Value) -> Value:
+    """``-exp(A) * softplus(a + bias)`` in fp32: logarithms of how fast states decay."""
+    wide = op.cast(tape, given, 4, Site("decay", LINEAR))
+    raised = op.tensor(tape, "decay and its bias", 4, T * H, LINEAR)
+
+    def biased(tape: Tape, taken: list[Store]) -> Arriving:
+        tape.weight_gradient(H)
+        return [op.through(wide, taken[0])]
+
+    tape.add("decay: bias", (raised,), (), biased, of=None)
+    tape.release(wide)
+    rates = tape.make(op.TENSOR, "rates of decay, and the negative", 8 * H, LINEAR)
+    soft = op.pointwise(tape, raised, "softplus of the decay", Site("decay: softplus", LINEAR))
+    tape.release(raised)
+    made = op.tensor(tape, "logarithm of the decay", 4, T * H, LINEAR)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("gradient of the rates of decay, not yet summed", 4 * T * H, LINEAR)
+        tape.weight_gradient(H)
+        return [(soft, op.gradient(tape, soft, "gradient of the softplus", LINEAR))]
+
+    tape.add("decay: rates", (made,), (soft.store, rates), backward, of=None)
+    tape.drop(rates)
+    tape.release(soft)
+    return made
+
+
+def _gated_norm(tape: Tape, value: Value, gate: Value) -> Value:
+    """The norm of each head, times SiLU of the gate in fp32."""
+    normal = op.rms_norm(tape, value, "norm of linear attention", GATED_NORM, weight=I, rows=T * H)
+    wide = op.cast(tape, gate, 4, Site("z of linear attention", LINEAR))
+    active = op.pointwise(tape, wide, "silu of z", Site("z: silu", LINEAR))
+    made = op.mixed_product(tape, normal, active, "norm of linear attention times its gate", Site("gating of the norm", LINEAR))
+    tape.release(normal, wide, active)
+    narrow = op.cast(tape, made, e, Site("gated output of linear attention", LINEAR))
+    tape.release(made)
+    return narrow
+
+
+# --- full attention ----------------------------------------------------------------------------------------------------------
+
+
+def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
+    bias = block.attention_bias
+    joint = op.linear(tape, normal, 2 * q, Site("joint projection of queries and gate", ATTENTION, Module.Q), bias=bias)
+    bare, behind = op.chunk(tape, joint, (T * q, T * q), Site("queries and gate", ATTENTION))
+    gate = _in_order(tape, behind, "gate")
+    query = op.rms_norm(tape, bare, "norm of the queries", NORM, weight=d, rows=T * a, place=Place(At.NORM, Module.Q_NORM))
+    tape.release(joint, bare, behind)
+    bare = op.linear(tape, normal, k, Site("k projection", ATTENTION, Module.K), bias=bias)
+    key = op.rms_norm(tape, bare, "norm of the keys", NORM, weight=d, rows=T * k_d, place=Place(At.NORM, Module.K_NORM))
+    tape.release(bare)
+    value = op.linear(tape, normal, v, Site("v projection", ATTENTION, Module.V), bias=bias)
+    turned = (
+        op.rotary(tape, query, Site("queries", ATTENTION), part=T * q_4),
+        op.rotary(tape, key, Site("keys", ATTENTION), part=T * k_4),
+    )
+    tape.release(query, key)
+    context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, joined=True))
+    opened = op.pointwise(tape, gate, "sigmoid of the gate", Site("gate: sigmoid", ATTENTION), saves_result=True)
+    gated_context = op.product(
+        tape, context, opened, "gated attention, input of the output projection", Site("gating of attention", ATTENTION)
+    )
+    tape.release(context, opened)
+    site = Site("output projection", ATTENTION, Module.O)
+    made = op.linear(tape, gated_context, h, site, reads=c, bias=block.output_bias)
+    tape.release(gated_context, gate, value, *turned)
+    return Attended(made, weights)
+
+
+# --- experts -----------------------------------------------------------------------------------------------------------------
+
+
+def _moe(tape: Tape, normal: Value, block: Block) -> Value:
+    """A shared expert with a gate, and routed ones; the module holds the routing by name to its end."""
+    flat = op.view(tape, normal, Site("experts: their input", MOE))
+    shared = gated_mlp(tape, flat, block, MOE, width=n * m, of="shared expert: ")
+    routing = router(tape, flat, narrowed=True)
+    with tape.inside(Module.EXPERTS):
+        routed = experts_here(tape, flat, routing.weights)
+    bare = op.linear(tape, flat, _ONE, Site("gate of the shared expert", MOE))
+    gate = op.pointwise(tape, bare, "gate of the shared expert", Site("shared expert: sigmoid", MOE), saves_result=True)
+    tape.release(bare, flat)
+    weighted = _weighted(tape, shared, gate)
+    tape.release(shared, gate)
+    made = op.add(tape, routed, weighted, "output of routed and shared experts", Site("sum of routed and shared experts", MOE))
+    tape.drop(routing.indices)
+    tape.release(routed, weighted, routing.weights, routing.logits)
+    return made
+
+
+def _weighted(tape: Tape, shared: Value, gate: Value) -> Value:
+    """The shared expert's output times its gate, one number for each token."""
+    made = op.tensor(tape, "output of the shared expert, gated", e, T * h, MOE)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        arriving = [(shared, op.gradient(tape, shared, "gradient of the shared expert's output", MOE))]
+        tape.temporary("gradient of the shared expert's gate, not yet summed", e * T * h, MOE)
+        return [*arriving, (gate, op.gradient(tape, gate, "gradient of the shared expert's gate", MOE))]
+
+    tape.add("gating of the shared expert", (made,), (shared.store, gate.store), backward, of=(shared, gate))
+    return made
+
+
+_LINEAR = Branches(NORM, _linear_attention, _moe, LAYER)
+_FULL = Branches(NORM, _attention, _moe, LAYER)
+
+# --- tensors, and the keys of config.json ------------------------------------------------------------------------------------
+
+
+def _tensors(model: ModelSpec) -> Layout:
+    assert model.moe is not None  # noqa: S101  the family always has it
+    hidden, moe = model.hidden_size, model.moe
+    shared = moe.num_shared_experts * moe.moe_intermediate_size
+    after = (
+        *linear("mlp.gate", hidden, moe.num_experts),
+        *fused_experts(model, moe),
+        *gated("mlp.shared_expert", model, shared),
+        *linear("mlp.shared_expert_gate", hidden, 1),
+        *two_norms(model),
+    )
+    return in_turns(model, KINDS_IN_TURN[1], (*_of_linear(model), *after), (*_of_full(model), *after))
+
+
+def _of_linear(model: ModelSpec) -> Parameters:
+    assert model.linear is not None  # noqa: S101  the family always has it
+    own, hidden = model.linear, model.hidden_size
+    keys, values = own.num_key_heads * own.key_head_dim, own.num_value_heads * own.value_head_dim
+    return (
+        Parameter("linear_attn.dt_bias", (own.num_value_heads,)),
+        Parameter("linear_attn.A_log", (own.num_value_heads,)),
+        Parameter("linear_attn.conv1d.weight", (2 * keys + values, 1, own.conv_kernel_dim), autocast=True),
+        *linear("linear_attn.in_proj_qkvz", hidden, 2 * keys + 2 * values),
+        *linear("linear_attn.in_proj_ba", hidden, 2 * own.num_value_heads),
+        *rms_norm("linear_attn.norm", own.value_head_dim),
+        *linear("linear_attn.out_proj", values, hidden),
+    )
+
+
+def _of_full(model: ModelSpec) -> Parameters:
+    """Three projections, of which that of the queries makes a gate as well, that of the output, and norms of heads."""
+    hidden, query, key, bias = model.hidden_size, query_width(model), key_width(model), model.attention_bias
+    return (
+        *linear("self_attn.q_proj", hidden, 2 * query, bias=bias),
+        *linear("self_attn.k_proj", hidden, key, bias=bias),
+        *linear("self_attn.v_proj", hidden, key, bias=bias),
+        *linear("self_attn.o_proj", query, hidden, bias=bias),
+        *head_norms(model),
+    )
+
+
+def _tables(_model: ModelSpec) -> Tables:
+    """A quarter of each head is turned."""
+    return Tables(2 * r * s * d_4, "rotary cos and sin, of a quarter of each head", ROTARY)
+
+
+_LINEAR_SIZES = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+_CONFIG = ConfigKeys(
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 256, "linear_conv_kernel_dim": 4},
+    fixed={"decoder_sparse_step": 1, "mlp_bias": False},
+    required=(
+        *SIZES, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", *_LINEAR_SIZES,
+    ),
+    keys={"num_experts": ("num_experts", "num_local_experts")},
+    only={"mlp_only_layers": ([],), "full_attention_interval": (4,), "partial_rotary_factor": (0.25,)},
+    counted_as={
+        "norm_topk_prob": (True, "without the division the router takes some bytes per token less"),
+        "output_router_logits": (False, "the loss of the router and its logits take some bytes per token and expert more"),
+    },
+    read=("shared_expert_intermediate_size",),
+    harmless={"the loss of the router, which output_router_logits switches on": ("router_aux_loss_coef",)},
+)  # fmt: skip
+_MODULES = (
+    "linear_attn", "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.norm", "linear_attn.out_proj", "self_attn",
+    "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj", "self_attn.o_proj",
+)  # fmt: skip
+_EXPERTS = (
+    "mlp", *gated_modules("mlp.shared_expert"), "mlp.gate", "mlp.experts", "mlp.experts.act_fn", "mlp.shared_expert_gate",
+)  # fmt: skip
+FAMILIES = {
+    "qwen3_next": Definition(
+        Program(qwen3_next, LAYER, NORM), _tensors, _CONFIG,
+        expert_modules=("input_layernorm", *_MODULES, "post_attention_layernorm", *_EXPERTS), tables=_tables,
+    )
+}  # fmt: skip
