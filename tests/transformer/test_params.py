@@ -17,7 +17,7 @@ from zeroplan.spec.family import FAMILIES
 from zeroplan.spec.hardware import Figure
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params import active_parameter_count, layout, parameter_count
+from zeroplan.transformer.params import active_parameter_count, layout, parameter_count, runs_in_order
 
 BLOCKS = {"gpt2": "transformer.h", "bloom": "transformer.h", "gpt_neox": "gpt_neox.layers", "opt": "model.decoder.layers"}
 
@@ -25,7 +25,7 @@ BLOCKS = {"gpt2": "transformer.h", "bloom": "transformer.h", "gpt_neox": "gpt_ne
 def named_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
     """Spell the layout out layer by layer, under the names transformers gives."""
     built, stem = layout(spec), BLOCKS.get(spec.family, "model.layers")
-    kinds = [run.parameters for run in built.runs for _ in range(run.layers)]
+    kinds = [built.runs[at].parameters for at in runs_in_order(spec)]
     blocks = [(f"{stem}.{i}.{p.name}", p.shape) for i, parameters in enumerate(kinds) for p in parameters]
     return [(p.name, p.shape) for p in built.embeddings] + blocks + [(p.name, p.shape) for p in built.tail]
 
@@ -91,7 +91,7 @@ def test_autocast_casts_exactly_the_parameters_that_say_so(case: str):
     pytest.importorskip("transformers")
     spec = model_from_config(tiny_config(case))
     built = layout(spec)
-    stem, kinds = BLOCKS.get(spec.family, "model.layers"), [run.parameters for run in built.runs for _ in range(run.layers)]
+    stem, kinds = BLOCKS.get(spec.family, "model.layers"), [built.runs[at].parameters for at in runs_in_order(spec)]
     said = {p.name for p in (*built.embeddings, *built.tail) if p.autocast}
     said |= {f"{stem}.{i}.{p.name}" for i, parameters in enumerate(kinds) for p in parameters if p.autocast}
     said |= {built.tied_head.name} if built.tied_head is not None and built.tied_head.autocast else set()
