@@ -272,7 +272,7 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None) -> Estimate:
         traffic=_traffic(job, account, trained_count(job.model) if has_frozen(job.model) else parameters),
         symbols=tuple(dict.fromkeys(account.symbols)),  # runs of one kind of block have the same ones
         approximate=approximation(job.model, compute_of(job.recipe)),
-        notes=(*account.notes, *_partly_recomputed(job), *_held_logits(job, highest)),
+        notes=(*account.notes, *_partly_recomputed(job), *_linear_attention(job), *_held_logits(job, highest)),
         kept=account.kept,
         pipeline=account.pipeline,
     )
@@ -419,6 +419,13 @@ def _partly_recomputed(job: JobSpec) -> tuple[str, ...]:
     return (
         f"blocks 1 to {first} of {of} are recomputed; those after them, which keep all that autograd saves, are called plain",
     )
+
+
+def _linear_attention(job: JobSpec) -> tuple[str, ...]:
+    if job.model.linear is None:
+        return ()
+    kernels = "flash-linear-attention and causal-conv1d"
+    return (f"linear attention is counted as transformers' own PyTorch code runs it; with {kernels} installed it keeps less",)
 
 
 def _traffic(job: JobSpec, account: Account, parameters: int) -> Traffic:

@@ -32,7 +32,7 @@ def block_modules(model: ModelSpec, owners: Sequence[str]) -> Names:
     """
     sparse = any(name.endswith("experts") for name in owners)
     listed = _listed(model, sparse=sparse)
-    missing = _OPTIONAL - {*owners, *map(_parent, owners)}
+    missing = {name for name in _OPTIONAL if not any(owner == name or owner.startswith(f"{name}.") for owner in owners)}
     names = [name for name in listed if name not in missing and _parent(name) not in missing]
     if model.adapter is not None:
         names = [inner for name in names for inner in _wrapped(name, owners)]
