@@ -214,19 +214,12 @@ class JobSpec(Spec):
         deepspeed, quantised = recipe.engine == "deepspeed", self.model.is_quantised
         for asked, instead in (
             (recipe.engine == "paper" and "engine 'paper'", "engine 'ddp', 'fsdp2' or 'deepspeed'"),
-            (deepspeed and recipe.zero_stage == 0 and "DeepSpeed stage 0", "engine 'ddp', or a higher stage"),
             (deepspeed and recipe.deepspeed.offloads_to_nvme and "offload to NVMe", "offload to 'cpu'"),
             (deepspeed and recipe.deepspeed.zero_hpz_partition_size > 1 and "zero_hpz_partition_size", "1 for it"),
             (deepspeed and recipe.deepspeed.zero_quantized_weights and "zero_quantized_weights", "false for it"),
             (deepspeed and recipe.deepspeed.zero_quantized_gradients and "zero_quantized_gradients", "false for it"),
-            (
-                recipe.zero_stage == 1
-                and recipe.deepspeed.grad_accum_dtype == "fp32"
-                and "stage 1 and grad_accum_dtype 'fp32'",
-                "'param', or stage 2",
-            ),
             (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
-            (quantised and deepspeed and "quantised weights (QLoRA) and engine 'deepspeed'", "engine 'ddp' or 'fsdp2'"),
+
             (quantised and recipe.offloads_states and "quantised weights (QLoRA) and offload to host memory", "no offload"),
         ):
             if asked:
@@ -235,7 +228,7 @@ class JobSpec(Spec):
     def _check_frozen(self) -> None:
         """Refuse what is not modelled with frozen parameters."""
         recipe = self.recipe
-        if recipe.engine not in ("ddp", "fsdp2"):
+        if recipe.engine not in ("ddp", "fsdp2", "deepspeed"):
             raise SpecError(
                 f"frozen parameters with engine {recipe.engine!r} are not modelled yet; use engine 'ddp' or 'fsdp2'"
             )

@@ -13,7 +13,7 @@ from zeroplan.engines.deepspeed.modules import executed_modules
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import Layout, Parameter
-from zeroplan.transformer.params import layout, runs_in_order, trained_layout
+from zeroplan.transformer.params import has_frozen, is_frozen, layout, runs_in_order, trained_layout
 
 #: NCCL's alignment of an all-gather's input, in elements (DeepSpeed 0.19.8, ``nccl_start_alignment_factor``).
 _ALIGNMENT = 2
@@ -66,14 +66,14 @@ def row(model: ModelSpec) -> Row:
 @lru_cache(maxsize=256)
 def trained_row(model: ModelSpec) -> Row:
     """Lay out the parameters that get gradients: all of them, or those of the adapters."""
-    return row(model) if model.adapter is None else _row(model, trained_layout(model))
+    return _row(model, trained_layout(model)) if has_frozen(model) else row(model)
 
 
 def embedding_elements(whole: Row) -> int:
     """Elements of the token embedding's gradient; none where it is frozen. Of a profile, the tied one or the largest."""
     if whole.model.profile is not None:
         return max(_of_embeddings(whole))
-    return whole.model.vocab_size * whole.model.hidden_size if whole.model.adapter is None else 0
+    return 0 if is_frozen(whole.model, "embedding") else whole.model.vocab_size * whole.model.hidden_size
 
 
 def embedding_symbol(whole: Row) -> str:
@@ -91,12 +91,12 @@ def has_tied_head(whole: Row) -> bool:
     """Whether the embedding gets two gradients, since it is the head too."""
     if whole.model.profile is not None:
         return layout(whole.model).tied_head is not None
-    return whole.model.tie_word_embeddings and whole.model.adapter is None
+    return whole.model.tie_word_embeddings and not is_frozen(whole.model, "embedding")
 
 
 def frozen_elements(model: ModelSpec) -> int:
     """Elements of the parameters that get no gradient."""
-    return 0 if model.adapter is None else row(model).n_elements - trained_row(model).n_elements
+    return row(model).n_elements - trained_row(model).n_elements if has_frozen(model) else 0
 
 
 def _row(model: ModelSpec, parts: Layout) -> Row:

@@ -136,6 +136,8 @@ def _kinds(gradients: tuple[int, ...]) -> tuple[range, ...]:
 
     Their points follow each other, and where a batch is of one kind the lines of the other are nothing.
     """
+    if not gradients:  # of frozen blocks that nothing goes backward through
+        return ()
     starts = [at for at in range(len(gradients)) if not at or gradients[at] < gradients[at - 1]]
     return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], len(gradients)], strict=True))
 

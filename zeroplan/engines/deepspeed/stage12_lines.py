@@ -30,6 +30,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.params import has_frozen
 
 _KEEP = f"{STAGE12}, copy_grads_in_partition"
 _BUCKETS = f"{STAGE12}, setup_buckets"
@@ -89,7 +90,7 @@ def symbols(job: Job, these: Passes) -> tuple[Symbol, ...]:
 
 
 def _of_frozen(job: Job) -> tuple[Symbol, ...]:
-    if job.whole.model.adapter is None:
+    if not has_frozen(job.whole.model):
         return ()
     return (
         Symbol("Ψ", job.whole.n_elements, "parameters that are trained"),
@@ -99,7 +100,7 @@ def _of_frozen(job: Job) -> tuple[Symbol, ...]:
 
 def frozen_weights(job: Job) -> tuple[Line, ...]:
     """Weights that get no gradient: in no group of the optimizer's, whole on every rank."""
-    if job.whole.model.adapter is None:
+    if not has_frozen(job.whole.model):
         return ()
     n_bytes, formula = job.element * frozen_elements(job.whole.model), times(job.element, "Ψ_frozen")
     return (Line(Kind.PARAMETERS, n_bytes, "frozen weights, whole on every rank", formula, STAGE12),)

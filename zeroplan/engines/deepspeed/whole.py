@@ -12,7 +12,7 @@ from zeroplan.engines.deepspeed.numbers import numbers_unpartitioned
 from zeroplan.engines.deepspeed.passes import Passes, kept_in_a_block, passes
 from zeroplan.engines.deepspeed.sources import SHARE
 from zeroplan.engines.deepspeed.stage12_backward import training_moments
-from zeroplan.engines.deepspeed.stage12_lines import Job, job_of, symbols
+from zeroplan.engines.deepspeed.stage12_lines import Job, frozen_weights, job_of, symbols
 from zeroplan.engines.formulas import times
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines, whole_tensors
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
@@ -21,7 +21,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ADAM, OptimizerImpl, RecipeSpec
-from zeroplan.transformer.params import layout
+from zeroplan.transformer.params import layout, trained_layout
 
 _FUSED = "DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py, FP16_Optimizer"
 _UNFUSED = "DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py, FP16_UnfusedOptimizer"
@@ -36,11 +36,12 @@ def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     """Answer for stage 0."""
     job = job_of(model, recipe, mesh, batch)
     mixed, psi, element = job.element == 2, job.whole.n_elements, job.element
-    wrapped = mixed and _takes_flat_wrapper(recipe, impl)
+    wrapped, frozen = mixed and _takes_flat_wrapper(recipe, impl), frozen_weights(job)
     tensors = (LocalTensor((psi,), in_block=False),) if wrapped else _tensors(model)
     state = state_lines(recipe.optimizer, impl, tensors, 4, symbol="Ψ")
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol="Ψ")
-    weights = [_all(job, Kind.PARAMETERS, element, "all weights", _ENGINE)]
+    there = (_all(job, Kind.PARAMETERS, element, "all weights that are trained" if frozen else "all weights", _ENGINE), *frozen)
+    weights = [*there]
     if mixed:
         weights.append(_all(job, Kind.OPTIMIZER_STATE, 4, "all weights in fp32", _FUSED if wrapped else _UNFUSED))
     gradients = _all(job, Kind.GRADIENTS, element, "all gradients", _ENGINE)
@@ -53,7 +54,7 @@ def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     moments = tuple(moment.beside(persistent) for moment in training)
     return Account(
         (*persistent, gradients),
-        (*_init(job, persistent, temporary, mixed=mixed, wrapped=wrapped), *moments),
+        (*(_init(job, persistent, temporary, wrapped=wrapped) if mixed else _arrived(there)), *moments),
         _collectives(job),
         symbols=(*_symbols(job, these), *counted(*state, *temporary)),
         kept=kept_in_a_block(these),
@@ -71,14 +72,14 @@ def _symbols(job: Job, these: Passes) -> tuple[Symbol, ...]:
 def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
     """Answer for stage 1 with bf16 weights and fp32 gradient accumulation."""
     job, these = job_of(model, recipe, mesh, batch), passes(model, recipe, batch)
-    weights, tensors = _flat_in_fp32(job), (LocalTensor((job.partition,), in_block=False),)
+    weights, tensors = (*_flat_in_fp32(job), *frozen_weights(job)), (LocalTensor((job.partition,), in_block=False),)
     state = state_lines(recipe.optimizer, impl, tensors, 4, symbol=SHARE)
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol=SHARE)
     left = abandoned_states(recipe, job.whole.n_elements, job.element)
     persistent = (*weights, *state, *left, *layout(model).buffers)
     arrived = _all(job, Kind.PARAMETERS, 2, "the model as it arrived on the GPU", _BF16)
     init = (
-        Moment("initialisation: weights laid flat", Phase.INIT, (weights[0], arrived)),
+        Moment("initialisation: weights laid flat", Phase.INIT, (weights[0], arrived, *frozen_weights(job))),
         Moment("initialisation: optimizer", Phase.INIT, weights),
     )
     training = _accumulating_in_fp32(job, these, temporary)
@@ -119,7 +120,7 @@ def _accumulating_in_fp32(job: Job, these: Passes, temporary: tuple[Line, ...]) 
 
 @lru_cache(maxsize=256)
 def _tensors(model: ModelSpec) -> tuple[LocalTensor, ...]:
-    return whole_tensors(layout(model))
+    return whole_tensors(trained_layout(model))
 
 
 def _takes_flat_wrapper(recipe: RecipeSpec, impl: OptimizerImpl) -> bool:
@@ -173,12 +174,12 @@ def _all_reduced(job: Job, these: Passes, gradients: Line) -> tuple[Moment, ...]
     return (Moment("end of backward: gradients all-reduced", Phase.BACKWARD, (*_still_there(these), gradients, copy)),)
 
 
-def _init(
-    job: Job, persistent: tuple[Line, ...], temporary: tuple[Line, ...], *, mixed: bool, wrapped: bool
-) -> tuple[Moment, ...]:
+def _arrived(weights: tuple[Line, ...]) -> tuple[Moment, ...]:
+    return (Moment("initialisation: model", Phase.INIT, weights),)
+
+
+def _init(job: Job, persistent: tuple[Line, ...], temporary: tuple[Line, ...], *, wrapped: bool) -> tuple[Moment, ...]:
     """Under mixed precision the optimizer takes one step on zero gradients to make its state."""
-    if not mixed:
-        return (Moment("initialisation: model", Phase.INIT, persistent[:1]),)
     zeros = _all(job, Kind.GRADIENTS, 4, "zero gradients of the first, empty step", f"{_FUSED}.initialize_optimizer_states")
     both = (zeros,) if wrapped else (zeros, _all(job, Kind.GRADIENTS, 2, "zero gradients in 16 bits", _UNFUSED))
     return (Moment("initialisation: optimizer state", Phase.INIT, (*persistent, *both, *temporary)),)
