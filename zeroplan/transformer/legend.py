@@ -21,7 +21,7 @@ SYMBOLS: dict[str, str] = {
     "u": "rank of compressed queries",
     "w": "rank of the latent that keys and values come from",
     "o": "width of the rotary part of a head, where it has one apart",
-    "H": "heads of linear attention's values",
+    "A": "heads of linear attention's values",
     "J": "heads of its queries and keys",
     "D": "width of one of its queries or keys",
     "I": "width of one of its values",

@@ -5,7 +5,7 @@ from zeroplan.expr import symbols
 b, s, T, h, a, d, q, k, v, c, f = symbols("b s T h a d q k v c f")
 m, E, n, t, x, y, z = symbols("m E n t x y z")
 u, w, o, V = symbols("u w o V")
-H, J, D, I, l = symbols("H J D I l")  # noqa: E741  as the legend has them
+A, J, D, I, l = symbols("A J D I l")  # noqa: E741  as the legend has them
 e, r = symbols("e r")
 
 #: Half of a rank's tokens, a tensor-parallel rank's share of them and of the vocabulary; key/value heads; a quarter of each head,

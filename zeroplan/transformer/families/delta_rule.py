@@ -12,7 +12,7 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.families.widths import CHUNK
-from zeroplan.transformer.symbols import D, H, I, T, b, e, s
+from zeroplan.transformer.symbols import A, D, I, T, b, e, s
 
 RULE = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, torch_chunk_gated_delta_rule"
 L2_NORM = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, l2norm"
@@ -21,9 +21,9 @@ L2_NORM = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, l2norm"
 CHUNKS = ceil(s, CHUNK)
 FILLED = CHUNK * b * CHUNKS
 #: One number for every pair of tokens of a chunk, in every head; the states of all heads.
-PAIRS, STATE = FILLED * CHUNK * H, b * H * D * I
+PAIRS, STATE = FILLED * CHUNK * A, b * A * D * I
 #: Of one chunk: rows as wide as a key and as a value, and pairs.
-KEY_ROWS, VALUE_ROWS, CHUNK_PAIRS = CHUNK * b * H * D, CHUNK * b * H * I, CHUNK * CHUNK * b * H
+KEY_ROWS, VALUE_ROWS, CHUNK_PAIRS = CHUNK * b * A * D, CHUNK * b * A * I, CHUNK * CHUNK * b * A
 
 #: One where there is a chunk between the first and the last, else nothing.
 BETWEEN = at_most(1, CHUNKS - 2)
@@ -48,7 +48,7 @@ def gated_delta_rule(tape: Tape, given: Given, block: Block) -> Value:
     inside = _inside_chunks(tape, ready)
     several = block.chunks == "several"
     state = _zeros(tape, "first state of linear attention", STATE)
-    core = _zeros(tape, "output of linear attention, filled in chunk by chunk", FILLED * H * I)
+    core = _zeros(tape, "output of linear attention, filled in chunk by chunk", FILLED * A * I)
     scan = _decayed(tape, ready, inside, state, several=several)
     done = _all_turns(tape, scan, core, several=several)
     made = _cut(tape, done.core)
@@ -88,17 +88,17 @@ def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
     units = [_unit_length(tape, one, name) for one, name in zip(wide, ("queries", "keys"), strict=False)]
     scaled = op.multiplied(tape, units[0], Site("queries, scaled", RULE))
     tape.release(units[0], *wide[:2])
-    rows = (scaled, "queries", H * D), (units[1], "keys", H * D), (wide[2], "values", H * I)
+    rows = (scaled, "queries", A * D), (units[1], "keys", A * D), (wide[2], "values", A * I)
     query, key, value = (_longer(tape, one, name, FILLED * width) for one, name, width in rows)
     tape.release(scaled, units[1], wide[2])
-    beta, decay = _longer(tape, wide[3], "beta", FILLED * H), _longer(tape, given.decay, "decay", FILLED * H)
+    beta, decay = _longer(tape, wide[3], "beta", FILLED * A), _longer(tape, given.decay, "decay", FILLED * A)
     tape.release(wide[3])
     learnt = _times(tape, value, beta, "values times beta")
     learning = _times(tape, key, beta, "keys times beta")
     tape.drop(tape.make(op.TEMPORARY, "ones of a chunk's mask", Size(((CHUNK * CHUNK,),)), RULE))
     mask = tape.make(op.TENSOR, "mask of a chunk, booleans", Size(((CHUNK * CHUNK,),)), RULE)
-    summed = op.tensor(tape, "decay, summed up within chunks", 4, FILLED * H, RULE)
-    beside = ("decay's gradient, turned round and summed up", 8 * FILLED * H)
+    summed = op.tensor(tape, "decay, summed up within chunks", 4, FILLED * A, RULE)
+    beside = ("decay's gradient, turned round and summed up", 8 * FILLED * A)
     tape.add("decay, summed up", (summed,), (), op.makes("gradient of the decay", RULE, decay, beside=beside), of=(decay,))
     in_chunks = op.view(tape, query, Site("queries in chunks", RULE)), op.view(tape, key, Site("keys in chunks", RULE))
     tape.summed_anew.add(key)  # the gradient of its chunks comes as a view
@@ -112,7 +112,7 @@ def _for_each_head(tape: Tape, value: Value, name: str, *, repeated: bool) -> Va
     """Queries or keys of every head of values: copies, or a view whose gradient is copied."""
     if not repeated:
         return _in_chunks(tape, value, name)
-    made = op.tensor(tape, f"{name}, repeated for each head of values", value.dtype, T * H * D, RULE)
+    made = op.tensor(tape, f"{name}, repeated for each head of values", value.dtype, T * A * D, RULE)
     tape.add(f"{name}, repeated", (made,), (), op.makes(f"gradient of the {name}", RULE, value), of=(value,))
     return made
 
@@ -127,14 +127,14 @@ def _unit_length(tape: Tape, value: Value, name: str) -> Value:
     square = op.tensor(tape, f"{name} squared", 4, value.shape, L2_NORM)
     both = op.makes(f"gradients of both factors of the {name} squared", L2_NORM, value, value)
     tape.add(f"square of the {name}", (square,), (value.store,), both, of=(value,))
-    total = tape.make(op.TEMPORARY, f"sums of the {name} squared", 4 * T * H, L2_NORM)
+    total = tape.make(op.TEMPORARY, f"sums of the {name} squared", 4 * T * A, L2_NORM)
     tape.release(square)
-    root = op.tensor(tape, f"reciprocal length of the {name}", 4, T * H, L2_NORM)
+    root = op.tensor(tape, f"reciprocal length of the {name}", 4, T * A, L2_NORM)
     tape.drop(total)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("powers of the reciprocal length", 8 * T * H, L2_NORM)
-        return [(square, tape.make(op.GRADIENT, "gradient of the squares, one for each row", 4 * T * H, L2_NORM))]
+        tape.temporary("powers of the reciprocal length", 8 * T * A, L2_NORM)
+        return [(square, tape.make(op.GRADIENT, "gradient of the squares, one for each row", 4 * T * A, L2_NORM))]
 
     tape.add(f"reciprocal length of the {name}", (root,), (root.store,), backward, of=(square,))
     made = _times(tape, value, root, f"{name} of unit length")
@@ -271,13 +271,13 @@ def _decayed(tape: Tape, ready: _Ready, inside: _Inside, state: Value, *, severa
     query = _times(tape, ready.query, growth, "queries, decayed")
     tape.release(ready.query, growth)
     keys, decays = (ready.key, ready.decay) if several else (_unfollowed(tape, ready.key), _unfollowed(tape, ready.decay))
-    rest = op.tensor(tape, "logarithms of decay to a chunk's end", 4, FILLED * H, RULE)
+    rest = op.tensor(tape, "logarithms of decay to a chunk's end", 4, FILLED * A, RULE)
     tape.add("decay to a chunk's end", (rest,), (), op.makes("gradient of the decay", RULE, decays), of=(decays,))
     shrinking = _exponential(tape, rest, "decay to a chunk's end")
     tape.release(rest)
     key = _times(tape, keys, shrinking, "keys, decayed")
     tape.release(ready.key, shrinking)
-    (last,) = op.slices(tape, decays, (b * H * CHUNKS,), Site("decay of whole chunks", RULE))
+    (last,) = op.slices(tape, decays, (b * A * CHUNKS,), Site("decay of whole chunks", RULE))
     decay = _exponential(tape, last, "decay of whole chunks")
     tape.release(last)
     return _Scan(inside.values, inside.reading, query, key, inside.attention, decay, state, (query, key, decay))
@@ -348,7 +348,7 @@ def _rows(reason: str, times: Times) -> tuple[str, Size]:
 def _next_state(tape: Tape, scan: _Scan, state: Value, new: Value, often: tuple[Times, Times]) -> Value:
     """``state * decay + key.T @ new``; how often the turn is there, and how often what it makes."""
     times, after = often
-    decay, key = _part(tape, scan.decay, b * H, times), _part(tape, scan.key, KEY_ROWS, times)
+    decay, key = _part(tape, scan.decay, b * A, times), _part(tape, scan.key, KEY_ROWS, times)
     decayed = _times(tape, state, decay, "state, decayed")
     added = op.matmul(
         tape, key, new, ("what a chunk adds to the state", _so_often(STATE, times)), _site("addition to the state")
@@ -431,11 +431,11 @@ def _cut(tape: Tape, core: Value) -> Value:
     whole = op.tensor(tape, "output of linear attention, in order", 4, core.shape, RULE)
     tape.add("output in order", (whole,), (), op.passes(core), of=(core,))
     tape.release(core)
-    made = op.tensor(tape, "output of linear attention", e, T * H * I, RULE)
+    made = op.tensor(tape, "output of linear attention", e, T * A * I, RULE)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         if not tape.wide:
-            tape.temporary("gradient of the output, cast", 4 * T * H * I, RULE)
+            tape.temporary("gradient of the output, cast", 4 * T * A * I, RULE)
         return [(whole, op.gradient(tape, whole, "gradient of the output, filled up", RULE))]
 
     tape.add("output, cut", (made,), (), backward, of=(whole,))

@@ -17,7 +17,7 @@ from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Valu
 from zeroplan.transformer.parameters import KINDS_IN_TURN, Layout, Parameter
 from zeroplan.transformer.params_gated import fused_experts, gated, head_norms, in_turns, key_width, query_width, two_norms
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
-from zeroplan.transformer.symbols import D, H, I, J, T, a, c, d, d_4, e, h, k, k_4, k_d, l, m, n, q, q_4, r, s, v
+from zeroplan.transformer.symbols import A, D, I, J, T, a, c, d, d_4, e, h, k, k_4, k_d, l, m, n, q, q_4, r, s, v
 
 LAYER = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, Qwen3NextDecoderLayer.forward"
 LINEAR = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, Qwen3NextGatedDeltaNet.forward"
@@ -41,12 +41,12 @@ def qwen3_next(tape: Tape, given: Value, block: Block) -> Value:
 
 def _linear_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     """``Qwen3NextGatedDeltaNet``, which holds its projections by name to its end."""
-    wide = 2 * J * D + 2 * H * I
+    wide = 2 * J * D + 2 * A * I
     joint = op.linear(tape, normal, wide, Site("joint projection of q, k, v and z", LINEAR))
-    rates = op.linear(tape, normal, 2 * H, Site("joint projection of beta and decay", LINEAR))
-    heads, keys = T * H * I, T * J * D
+    rates = op.linear(tape, normal, 2 * A, Site("joint projection of beta and decay", LINEAR))
+    heads, keys = T * A * I, T * J * D
     query, key, value, gate = op.chunk(tape, joint, (keys, keys, heads, heads), Site("parts q, k, v and z", LINEAR))
-    beta, decay = op.chunk(tape, rates, (T * H, T * H), Site("parts beta and decay", LINEAR))
+    beta, decay = op.chunk(tape, rates, (T * A, T * A), Site("parts beta and decay", LINEAR))
     if block.grouped:  # heads of values that share a key head lie apart
         together = (gate, "z"), (beta, "beta"), (decay, "decay")
         apart, (gate, beta, decay) = (gate, beta, decay), [_in_order(tape, one, name) for one, name in together]
@@ -61,7 +61,7 @@ def _linear_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     made = gated_delta_rule(tape, Given(query, key, value, learnt, logarithm), block)
     normed = _gated_norm(tape, made, gate)
     tape.release(made, learnt)
-    out = op.linear(tape, normed, h, Site("output projection", LINEAR), reads=H * I)
+    out = op.linear(tape, normed, h, Site("output projection", LINEAR), reads=A * I)
     tape.release(normed, joint, rates, gate, beta, decay, mixed, query, key, value, logarithm)
     return Attended(out)
 
@@ -75,7 +75,7 @@ def _in_order(tape: Tape, value: Value, name: str) -> Value:
 
 def _mixed(tape: Tape, parts: tuple[Value, ...]) -> Value:
     """Queries, keys and values joined, and put through the convolution and SiLU."""
-    wide = 2 * J * D + H * I
+    wide = 2 * J * D + A * I
     joined = op.tensor(tape, "queries, keys and values, joined", e, T * wide, LINEAR)
     tape.add("joined queries, keys and values", (joined,), (), op.passes(*parts), of=parts)
     bare = op.convolution(tape, joined, wide, l, Site("convolution", LINEAR))
@@ -87,22 +87,22 @@ def _mixed(tape: Tape, parts: tuple[Value, ...]) -> Value:
 def _decay(tape: Tape, given: Value) -> Value:
     """``-exp(A) * softplus(a + bias)`` in fp32: logarithms of how fast states decay."""
     wide = op.cast(tape, given, 4, Site("decay", LINEAR))
-    raised = op.tensor(tape, "decay and its bias", 4, T * H, LINEAR)
+    raised = op.tensor(tape, "decay and its bias", 4, T * A, LINEAR)
 
     def biased(tape: Tape, taken: list[Store]) -> Arriving:
-        tape.weight_gradient(H)
+        tape.weight_gradient(A)
         return [op.through(wide, taken[0])]
 
     tape.add("decay: bias", (raised,), (), biased, of=None)
     tape.release(wide)
-    rates = tape.make(op.TENSOR, "rates of decay, and the negative", 8 * H, LINEAR)
+    rates = tape.make(op.TENSOR, "rates of decay, and the negative", 8 * A, LINEAR)
     soft = op.pointwise(tape, raised, "softplus of the decay", Site("decay: softplus", LINEAR))
     tape.release(raised)
-    made = op.tensor(tape, "logarithm of the decay", 4, T * H, LINEAR)
+    made = op.tensor(tape, "logarithm of the decay", 4, T * A, LINEAR)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("gradient of the rates of decay, not yet summed", 4 * T * H, LINEAR)
-        tape.weight_gradient(H)
+        tape.temporary("gradient of the rates of decay, not yet summed", 4 * T * A, LINEAR)
+        tape.weight_gradient(A)
         return [(soft, op.gradient(tape, soft, "gradient of the softplus", LINEAR))]
 
     tape.add("decay: rates", (made,), (soft.store, rates), backward, of=None)
@@ -113,7 +113,7 @@ def _decay(tape: Tape, given: Value) -> Value:
 
 def _gated_norm(tape: Tape, value: Value, gate: Value) -> Value:
     """The norm of each head, times SiLU of the gate in fp32."""
-    normal = op.rms_norm(tape, value, "norm of linear attention", GATED_NORM, weight=I, rows=T * H)
+    normal = op.rms_norm(tape, value, "norm of linear attention", GATED_NORM, weight=I, rows=T * A)
     wide = op.cast(tape, gate, 4, Site("z of linear attention", LINEAR))
     active = op.pointwise(tape, wide, "silu of z", Site("z: silu", LINEAR))
     made = op.mixed_product(tape, normal, active, "norm of linear attention times its gate", Site("gating of the norm", LINEAR))

@@ -150,9 +150,9 @@ def ranks(mla: MlaSpec) -> dict[str, int]:
 def of_linear_attention(linear: LinearSpec | None) -> dict[str, int]:
     """Return the value of every symbol of linear attention, 0 where there is none."""
     if linear is None:
-        return dict.fromkeys("HJDIl", 0)
+        return dict.fromkeys("AJDIl", 0)
     values = linear.num_value_heads, linear.num_key_heads, linear.key_head_dim, linear.value_head_dim, linear.conv_kernel_dim
-    return dict(zip("HJDIl", values, strict=True))
+    return dict(zip("AJDIl", values, strict=True))
 
 
 def key_parts(x: Widths) -> Int:
