@@ -221,7 +221,7 @@ class JobSpec(Spec):
             (deepspeed and recipe.deepspeed.zero_quantized_weights and "zero_quantized_weights", "false for it"),
             (deepspeed and recipe.deepspeed.zero_quantized_gradients and "zero_quantized_gradients", "false for it"),
             (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
-
+            (quantised and deepspeed and recipe.zero_stage == 3 and "quantised weights (QLoRA) and DeepSpeed stage 3", "stage 2"),
             (quantised and recipe.offloads_states and "quantised weights (QLoRA) and offload to host memory", "no offload"),
         ):
             if asked:
@@ -232,8 +232,10 @@ class JobSpec(Spec):
         recipe = self.recipe
         if recipe.engine not in ("ddp", "fsdp2", "deepspeed"):
             raise SpecError(
-                f"frozen parameters with engine {recipe.engine!r} are not modelled yet; use engine 'ddp' or 'fsdp2'"
+                f"frozen parameters with engine {recipe.engine!r} are not modelled yet; use engine 'ddp', 'fsdp2' or 'deepspeed'"
             )
+        if recipe.engine == "deepspeed" and recipe.zero_stage == 3:
+            raise SpecError("frozen parameters at stage 3 of DeepSpeed are not modelled yet; use stage 2, or engine 'fsdp2'")
 
     def _check_offloaded_activations(self) -> None:
         """Refuse what is not modelled with them: GPT-2 hands its mask to a block in a place where it is saved like the input."""

@@ -92,17 +92,24 @@ def symbols(job: Job, these: Passes) -> tuple[Symbol, ...]:
 def _of_frozen(job: Job) -> tuple[Symbol, ...]:
     if not has_frozen(job.whole.model):
         return ()
-    return (
-        Symbol("Ψ", job.whole.n_elements, "parameters that are trained"),
-        Symbol("Ψ_frozen", frozen_elements(job.whole.model), "parameters that are frozen"),
-    )
+    trained = Symbol("Ψ", job.whole.n_elements, "parameters that are trained")
+    if job.whole.model.is_quantised:
+        from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  the others' answers need not wait for it
+
+        return (trained, *quantised_symbols(job.whole.model))
+    return (trained, Symbol("Ψ_frozen", frozen_elements(job.whole.model), "parameters that are frozen"))
 
 
 def frozen_weights(job: Job) -> tuple[Line, ...]:
     """Weights that get no gradient: in no group of the optimizer's, whole on every rank."""
-    if not has_frozen(job.whole.model):
+    model = job.whole.model
+    if not has_frozen(model):
         return ()
-    n_bytes, formula = job.element * frozen_elements(job.whole.model), times(job.element, "Ψ_frozen")
+    if model.adapter is not None and model.is_quantised:
+        from zeroplan.engines.quantised import quantised_lines  # noqa: PLC0415  the others' answers need not wait for it
+
+        return quantised_lines(model, model.adapter.quantize, element_bytes=job.element, other_bytes=job.element)
+    n_bytes, formula = job.element * frozen_elements(model), times(job.element, "Ψ_frozen")
     return (Line(Kind.PARAMETERS, n_bytes, "frozen weights, whole on every rank", formula, STAGE12),)
 
 
