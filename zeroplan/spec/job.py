@@ -95,8 +95,7 @@ class JobSpec(Spec):
             self._check_adapter()
         if self.model.frozen is not None:
             self._check_frozen()
-        if self.model.linear is not None:
-            self._check_linear_attention()
+        self._check_linear_attention()
         if self.recipe.offload_activations:
             self._check_offloaded_activations()
         if self.recipe.recompute_layers is not None:
@@ -246,7 +245,7 @@ class JobSpec(Spec):
 
     def _check_linear_attention(self) -> None:
         """Refuse autocast, under which its loop over chunks casts more than is told."""
-        if self.recipe.engine == "ddp" and self.recipe.precision.endswith("mixed"):
+        if self.model.linear is not None and self.recipe.engine == "ddp" and self.recipe.precision.endswith("mixed"):
             raise SpecError(
                 f"linear attention under DDP's autocast (precision {self.recipe.precision!r}) is not modelled; use engine 'fsdp2', "
                 "or precision 'fp32'"
