@@ -14,6 +14,7 @@ from zeroplan.measurement import Measurement
 from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.base import read
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -53,6 +54,12 @@ def with_words(few: JobSpec) -> JobSpec:
     return replace(few, model=replace(few.model, vocab_size=2048))
 
 
+def partly(frozen: FrozenSpec, stage: int, **fields: Any) -> JobSpec:
+    """Under DeepSpeed, without adapters."""
+    asked = job(ALL, "deepspeed", stage, **fields)
+    return replace(asked, model=replace(asked.model, adapter=None, frozen=frozen))
+
+
 TORCH = {
     "fsdp2 3, recomputed": job(TWO, "fsdp2", 3, recompute="full"),
     "fsdp2 2, bf16, accumulation without reduction": job(
@@ -86,6 +93,18 @@ DEEPSPEED = {
         ALL, "deepspeed", 2, accum=2, deepspeed=replace(BUCKET, grad_accum_dtype="fp32")
     ),
     "stage 3, streaming, recomputed, attention alone": job(TWO, "deepspeed", 3, recompute="full", deepspeed=STREAM),
+    "stage 0": job(ALL, "deepspeed", 0),
+    "stage 1, gradients added up in fp32": job(
+        TWO, "deepspeed", 1, accum=2, deepspeed=replace(BUCKET, grad_accum_dtype="fp32")
+    ),
+    "stage 2, four bits": job(replace(ALL, quantize="nf4"), "deepspeed", 2, recompute="full", deepspeed=BUCKET),
+    "stage 0, four bits": job(replace(TWO, quantize="nf4-double"), "deepspeed", 0),
+    "stage 2, the last blocks alone": partly(FrozenSpec(parts="embedding", layers=3), 2, deepspeed=BUCKET),
+    "stage 1, a frozen norm and head, accumulation": partly(FrozenSpec(parts="norm,head"), 1, accum=2, deepspeed=BUCKET),
+    "stage 0, the last blocks alone, recomputed": partly(FrozenSpec(parts="embedding", layers=3), 0, recompute="full"),
+    "stage 1, fp32 gradients of the last blocks": partly(
+        FrozenSpec(layers=3), 1, accum=2, deepspeed=replace(BUCKET, grad_accum_dtype="fp32")
+    ),
 }
 
 
