@@ -99,7 +99,7 @@ DEEPSPEED = {
     ),
     "stage 2, four bits": job(replace(ALL, quantize="nf4"), "deepspeed", 2, recompute="full", deepspeed=BUCKET),
     "stage 0, four bits": job(replace(TWO, quantize="nf4-double"), "deepspeed", 0),
-    "stage 2, the last blocks alone": partly(FrozenSpec(parts="embedding", layers=3), 2, deepspeed=BUCKET),
+    "stage 2, the last blocks alone": with_words(partly(FrozenSpec(parts="embedding", layers=3), 2, deepspeed=BUCKET)),
     "stage 1, a frozen norm and head, accumulation": partly(FrozenSpec(parts="norm,head"), 1, accum=2, deepspeed=BUCKET),
     "stage 0, the last blocks alone, recomputed": partly(FrozenSpec(parts="embedding", layers=3), 0, recompute="full"),
     "stage 1, fp32 gradients of the last blocks": partly(
