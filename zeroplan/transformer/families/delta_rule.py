@@ -7,7 +7,7 @@ allocate what that one does, it counts what they keep.
 
 from typing import NamedTuple, TypeAlias
 
-from zeroplan.expr import Size, at_least, at_most, ceil
+from zeroplan.expr import NOTHING, Size, at_least, at_most, ceil
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
@@ -28,6 +28,9 @@ KEY_ROWS, VALUE_ROWS, CHUNK_PAIRS = CHUNK * b * A * D, CHUNK * b * A * I, CHUNK 
 #: One where there is a chunk between the first and the last, else nothing.
 BETWEEN = at_most(1, CHUNKS - 2)
 
+#: One where a sequence is whole chunks, and where there are several sequences, else nothing.
+WHOLE, SEQUENCES = 1 - at_most(1, CHUNK * CHUNKS - s), at_most(1, b - 1)
+
 #: What is there in so many turns: a number, or 0 and 1 where a sequence may have too few of them.
 Times: TypeAlias = Size | int
 
@@ -45,7 +48,7 @@ class Given(NamedTuple):
 def gated_delta_rule(tape: Tape, given: Given, block: Block) -> Value:
     """``torch_chunk_gated_delta_rule``, which holds most of what it makes by name to its end."""
     ready = _filled_up(tape, given, block)
-    inside = _inside_chunks(tape, ready)
+    inside = _inside_chunks(tape, ready, block)
     several = block.chunks == "several"
     state = _zeros(tape, "first state of linear attention", STATE)
     core = _zeros(tape, "output of linear attention, filled in chunk by chunk", FILLED * A * I)
@@ -186,10 +189,10 @@ class _Inside(NamedTuple):
     """Keys that read the state."""
 
 
-def _inside_chunks(tape: Tape, ready: _Ready) -> _Inside:
-    decays = _pairwise(tape, ready)
-    system = _scores(tape, ready.learning, ready.key, decays, "triangular system of a chunk")
-    attention = _scores(tape, ready.query, ready.key, decays, "attention within a chunk")
+def _inside_chunks(tape: Tape, ready: _Ready, block: Block) -> _Inside:
+    decays, (of_system, of_attention) = _pairwise(tape, ready), _copied(tape, block)
+    system = _scores(tape, ready.learning, ready.key, decays, "triangular system of a chunk", of_system)
+    attention = _scores(tape, ready.query, ready.key, decays, "attention within a chunk", of_attention)
     growth = _exponential(tape, ready.decay, "decay since a chunk's beginning")
     keys = _times(tape, ready.learning, growth, "keys times beta, decayed")
     tape.release(growth)
@@ -220,8 +223,27 @@ def _exponential(tape: Tape, value: Value, reason: str) -> Value:
     return op.pointwise(tape, value, reason, Site(f"exponential: {reason}", RULE), saves_result=True)
 
 
-def _scores(tape: Tape, first: Value, second: Value, decays: Value, reason: str) -> Value:
-    bare = op.matmul(tape, first, second, (f"{reason}, not decayed", PAIRS), Site(f"product of the {reason}", RULE))
+def _copied(tape: Tape, block: Block) -> tuple[Size, Size]:
+    """Elements of the copies that the product of the system and that of attention make of both their operands.
+
+    In fp32 ``Tensor.to`` copies nothing, and padding by nothing keeps the order in memory: there tokens do not lie next to those
+    of their chunk. Where heads share keys and there are several sequences, the loop copies its parts of queries and keys as well.
+    They stand in for the whole queries and keys, which nobody keeps then; of each there is one chunk less, which is taken off here.
+    """
+    rows = 2 * FILLED * A * D * WHOLE
+    if not tape.wide:
+        return NOTHING, NOTHING
+    if block.chunks == "one":
+        return (rows * SEQUENCES, rows * SEQUENCES) if block.grouped else (NOTHING, NOTHING)
+    return rows, (rows - 2 * KEY_ROWS * WHOLE * SEQUENCES if block.grouped else rows)
+
+
+def _scores(tape: Tape, first: Value, second: Value, decays: Value, reason: str, copied: Size) -> Value:
+    copy = tape.make(op.TENSOR, f"operands of the {reason}, in order", 4 * copied, RULE) if copied != NOTHING else None
+    site, copies = Site(f"product of the {reason}", RULE), () if copy is None else (copy,)
+    bare = op.matmul(tape, first, second, (f"{reason}, not decayed", PAIRS), site, copies)
+    for one in copies:
+        tape.drop(one)
     made = op.mixed_product(tape, bare, decays, reason, Site(f"decay of the {reason}", RULE))
     tape.release(bare)
     return made

@@ -375,8 +375,13 @@ def mixed_product(tape: Tape, first: Value, second: Value, reason: str, site: Si
     return made
 
 
-def matmul(tape: Tape, first: Value, second: Value, made_as: tuple[str, Size], site: Site) -> Value:
-    """``first @ second`` of operands of one dtype, or of autocast's copies of them; what is made is its name and elements."""
+def matmul(
+    tape: Tape, first: Value, second: Value, made_as: tuple[str, Size], site: Site, copies: tuple[Store, ...] = ()
+) -> Value:  # fmt: skip
+    """``first @ second`` of operands of one dtype, or of autocast's copies of them; what is made is its name and elements.
+
+    ``copies``: what the kernel reads in place of operands whose rows do not lie in order, and saves.
+    """
     reason, shape = made_as
     dtype = e if tape.autocast else first.dtype
     right = cast(tape, second, dtype, Site(f"second factor of the {site.name}", site.source))
@@ -384,7 +389,7 @@ def matmul(tape: Tape, first: Value, second: Value, made_as: tuple[str, Size], s
     made = tensor(tape, reason, dtype, shape, site.source)
     backward = makes(f"gradient of a factor of the {site.name}", site.source, right, left)
     saved = factors(tape, (left, (left.store,)), (right, (right.store,)))
-    tape.add(site.name, (made,), saved, backward, of=(left, right), place=site.place)
+    tape.add(site.name, (made,), (*saved, *copies), backward, of=(left, right), place=site.place)
     tape.release(left, right)
     return made
 
