@@ -178,7 +178,7 @@ def profiled(draw: Random) -> ModelSpec:
 #: Which engines train a model in which manner: in words, all of which a recipe keeps to.
 _MANNERS = {
     "whole": ("ddp", "fsdp2", "deepspeed", "paper", "megatron"), "lora": ("ddp", "fsdp2", "deepspeed"),
-    "frozen": ("ddp", "fsdp2"), "profile": ("ddp", "fsdp2", "deepspeed"), "divided": ("paper",),
+    "frozen": ("ddp", "fsdp2", "deepspeed"), "profile": ("ddp", "fsdp2", "deepspeed"), "divided": ("paper",),
     **dict.fromkeys(("tp", "cp", "tp cp", "ep", "cp ep", "pp", "pp tp", "pp cp", "pp tp cp", "pp ep", "pp cp ep"), ("fsdp2",)),
 }  # fmt: skip
 
@@ -186,7 +186,7 @@ _MANNERS = {
 def recipe(draw: Random, engines: Sequence[str] = ENGINES, *, manner: str = "whole") -> RecipeSpec:
     """Any combination that some engine offers where the model is trained in this manner."""
     engine = draw.choice([name for name in _MANNERS[manner] if name in engines])
-    stages = [stage for stage in sorted(ENGINE_STAGES[engine]) if (manner, engine, stage) != ("lora", "deepspeed", 0)]  # type: ignore[index]
+    stages = [stage for stage in sorted(ENGINE_STAGES[engine]) if (manner, engine, stage) != ("frozen", "deepspeed", 3)]  # type: ignore[index]
     said = {
         "engine": engine,
         "zero_stage": draw.choice((*stages, stages[-1])),  # the last one has most options
@@ -262,10 +262,8 @@ def _optimizer(draw: Random, engine: str, manner: str) -> dict[str, Any]:
 def _only_what_goes(said: dict[str, Any], manner: set[str]) -> None:
     """Take back what is refused beside something else that was drawn."""
     engine = said["engine"]
-    if manner & {"lora", "frozen", "tp", "cp", "pp", "profile"}:
+    if manner & {"tp", "cp", "pp", "profile"}:
         said |= {"loss": "full"}
-    if manner & {"lora", "frozen"} and said["attention"] == "eager":
-        said["attention"] = "sdpa"
     if manner & {"tp", "cp"}:
         said["attention"] = "sdpa"
     if "whole" not in manner or engine in ("paper", "megatron") or said["recompute"] == "none":
@@ -431,7 +429,7 @@ def _of_some_layers(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpe
 
 def _tuned(draw: Random, engines: Sequence[str]) -> JobSpec:
     told = recipe(draw, engines, manner="lora")
-    return _data_parallel(draw, adapted(draw, quantised=told.engine != "deepspeed"), told)
+    return _data_parallel(draw, adapted(draw, quantised=(told.engine, told.zero_stage) != ("deepspeed", 3)), told)
 
 
 def _frozen(draw: Random, engines: Sequence[str]) -> JobSpec:

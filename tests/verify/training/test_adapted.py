@@ -14,7 +14,6 @@ from zeroplan.measurement import Measurement
 from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.base import read
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -36,6 +35,7 @@ STREAM = replace(
     BUCKET, stage3_max_live_parameters=1_500_000, stage3_max_reuse_distance=1_500_000, stage3_prefetch_bucket_size=250_000,
     stage3_param_persistence_threshold=5_000,
 )  # fmt: skip
+IN_FP32 = replace(BUCKET, grad_accum_dtype="fp32")
 #: Of a step whose states are in host memory next to nothing is on the GPU: small tensors, each rounded up by the allocator. [bytes]
 SMALL = 32 * 1024
 
@@ -52,12 +52,6 @@ def job(adapter: AdapterSpec, engine: str, stage: int, *, accum: int = 1, **fiel
 def with_words(few: JobSpec) -> JobSpec:
     """The same with more words: the loss, and not the final norm, ends the forward."""
     return replace(few, model=replace(few.model, vocab_size=2048))
-
-
-def partly(frozen: FrozenSpec, stage: int, **fields: Any) -> JobSpec:
-    """Under DeepSpeed, without adapters."""
-    asked = job(ALL, "deepspeed", stage, **fields)
-    return replace(asked, model=replace(asked.model, adapter=None, frozen=frozen))
 
 
 TORCH = {
@@ -89,22 +83,12 @@ DEEPSPEED = {
     "stage 3, streaming, gradients added up in fp32": job(
         ALL, "deepspeed", 3, accum=2, deepspeed=replace(STREAM, grad_accum_dtype="fp32")
     ),
-    "stage 2, gradients added up in fp32": job(
-        ALL, "deepspeed", 2, accum=2, deepspeed=replace(BUCKET, grad_accum_dtype="fp32")
-    ),
+    "stage 2, gradients added up in fp32": job(ALL, "deepspeed", 2, accum=2, deepspeed=IN_FP32),
     "stage 3, streaming, recomputed, attention alone": job(TWO, "deepspeed", 3, recompute="full", deepspeed=STREAM),
     "stage 0": job(ALL, "deepspeed", 0),
-    "stage 1, gradients added up in fp32": job(
-        TWO, "deepspeed", 1, accum=2, deepspeed=replace(BUCKET, grad_accum_dtype="fp32")
-    ),
+    "stage 1, gradients added up in fp32": job(TWO, "deepspeed", 1, accum=2, deepspeed=IN_FP32),
     "stage 2, four bits": job(replace(ALL, quantize="nf4"), "deepspeed", 2, recompute="full", deepspeed=BUCKET),
     "stage 0, four bits": job(replace(TWO, quantize="nf4-double"), "deepspeed", 0),
-    "stage 2, the last blocks alone": with_words(partly(FrozenSpec(parts="embedding", layers=3), 2, deepspeed=BUCKET)),
-    "stage 1, a frozen norm and head, accumulation": partly(FrozenSpec(parts="norm,head"), 1, accum=2, deepspeed=BUCKET),
-    "stage 0, the last blocks alone, recomputed": partly(FrozenSpec(parts="embedding", layers=3), 0, recompute="full"),
-    "stage 1, fp32 gradients of the last blocks": partly(
-        FrozenSpec(layers=3), 1, accum=2, deepspeed=replace(BUCKET, grad_accum_dtype="fp32")
-    ),
 }
 
 

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.verify.training.test_adapted import SHAPE, SMALL
-from zeroplan.comparison import compare_with_estimate
+from tests.combined import of_the_day
+from tests.verify.training.test_adapted import BUCKET, IN_FP32, SHAPE, SMALL
+from tests.verify.training.test_deepspeed_simulated import Run, answers
+from zeroplan.comparison import Comparison, compare_with_estimate
+from zeroplan.measurement import Measurement
+from zeroplan.spec.base import read
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.job import JobSpec
@@ -42,6 +46,31 @@ CASES = {
     "fsdp2, recomputed": job("embedding,head", 2, "fsdp2", 3, recompute="full"),
     "fsdp2, a loss in chunks, a frozen head": job("norm,head", 1, "fsdp2", 3, loss="chunked"),
 }
+#: In a process of their own: DeepSpeed patches torch for good.
+DEEPSPEED = {
+    "stage 0, nothing before the third block": job("embedding,norm,head", 2, "deepspeed", 0),
+    "stage 0, a gradient through frozen blocks": job("head", 2, "deepspeed", 0, accum=2),
+    "stage 0, fp32, recomputed, tied": job("embedding,head", 1, "deepspeed", 0, precision="fp32", recompute="full", tied=True),
+    "stage 0, fp16": job("norm", 0, "deepspeed", 0, precision="fp16-mixed"),
+    "stage 1": job("embedding", 2, "deepspeed", 1, deepspeed=BUCKET),
+    "stage 1, gradients added up in fp32": job("", 2, "deepspeed", 1, accum=2, deepspeed=IN_FP32),
+    "stage 1, bf16": job("embedding,norm", 1, "deepspeed", 1, precision="bf16", deepspeed=BUCKET),
+    "stage 2": job("embedding", 3, "deepspeed", 2, deepspeed=BUCKET),
+    "stage 2, recomputed, accumulation": job(
+        "embedding,norm,head", 2, "deepspeed", 2, recompute="full", accum=2, deepspeed=BUCKET
+    ),
+    "stage 2, a gradient through frozen blocks, tied": job("", 2, "deepspeed", 2, tied=True, deepspeed=BUCKET),
+    "stage 2, gradients added up in fp32, overlap": job(
+        "head", 2, "deepspeed", 2, accum=2, deepspeed=replace(IN_FP32, overlap_comm=True)
+    ),
+    "stage 2, attention written out, no contiguous bucket": job(
+        "embedding,head", 1, "deepspeed", 2, attention="eager", deepspeed=replace(BUCKET, contiguous_gradients=False)
+    ),
+    "stage 2, fp32, recomputed selectively": job(
+        "embedding", 1, "deepspeed", 2, precision="fp32", recompute="selective", deepspeed=BUCKET
+    ),
+    "stage 2, states in host memory": job("embedding", 2, "deepspeed", 2, deepspeed=replace(BUCKET, offload_optimizer="cpu")),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -49,7 +78,24 @@ def test_a_partly_frozen_model_takes_what_is_estimated(name: str):
     from tests.simulated import simulate
 
     asked = CASES[name]
-    compared = compare_with_estimate(simulate(asked, steps=2 if asked.recipe.engine == "fsdp2" else 3))
+    _agrees(compare_with_estimate(simulate(asked, steps=2 if asked.recipe.engine == "fsdp2" else 3)))
+
+
+TODAY = of_the_day(__file__, DEEPSPEED)
+
+
+@pytest.fixture(scope="module")
+def under_deepspeed() -> dict[str, dict[str, Any]]:
+    return answers({name: Run(one) for name, one in TODAY.items()})
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("name", TODAY)
+def test_a_partly_frozen_model_under_deepspeed_takes_what_is_estimated(name: str, under_deepspeed: dict[str, dict[str, Any]]):
+    _agrees(compare_with_estimate(read(Measurement, under_deepspeed[name], where="record")))
+
+
+def _agrees(compared: Comparison) -> None:
     assert abs(compared.peak.error) < 0.001, compared.peak
     assert all(abs(phase.error) < 0.02 or abs(phase.difference) < SMALL for phase in compared.phases), compared.phases
     assert all(row.difference == 0 for row in compared.collectives), compared.collectives
