@@ -76,6 +76,13 @@ def embedding_elements(whole: Row) -> int:
     return 0 if is_frozen(whole.model, "embedding") else whole.model.vocab_size * whole.model.hidden_size
 
 
+def head_elements(whole: Row) -> int:
+    """Elements of the head's gradient; none where it is frozen. Of a profile as :func:`embedding_elements`."""
+    if whole.model.profile is not None:
+        return embedding_elements(whole)
+    return 0 if is_frozen(whole.model, "head") else whole.model.vocab_size * whole.model.hidden_size
+
+
 def embedding_symbol(whole: Row) -> str:
     """How formulas write :func:`embedding_elements`."""
     return "h·V" if whole.model.profile is None else str(embedding_elements(whole))

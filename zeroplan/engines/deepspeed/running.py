@@ -164,7 +164,7 @@ def _beyond_blocks(these: Passes, block: Int, made: Int) -> Running:
 
 def _running_anywhere(these: Passes, block: Int, made: Int) -> Running:
     found = _beyond_blocks(these, block, made)
-    for run in these.runs:
+    for run in (one for one in these.runs if one.block.handed):
         here = (block >= run.first) & (block < run.first + run.n_blocks)
         found = _either(here, _handed_when(run.block.handed, made), found)
     return found

@@ -7,7 +7,7 @@ place the moment is chosen at which both together are highest.
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
-from zeroplan.engines.deepspeed.flat import embedding_elements, embedding_symbol, has_tied_head
+from zeroplan.engines.deepspeed.flat import embedding_elements, embedding_symbol, has_tied_head, head_elements
 from zeroplan.engines.deepspeed.gradients import (
     Course,
     Event,
@@ -158,7 +158,7 @@ def _of_head(job: Job, point: BackwardPoint) -> BackwardPoint:
 
     A loss in chunks adds the head's gradient up by itself, and a fused one makes it in the forward: both hand it on at the end.
     """
-    vocabulary = embedding_elements(job.whole)
+    vocabulary = head_elements(job.whole)
     tied = vocabulary if has_tied_head(job.whole) else 0
     if _sums_by_itself(job, point):
         received = vocabulary - tied if job.recipe.loss == "fused" or point.place.at is At.HEAD else 0
