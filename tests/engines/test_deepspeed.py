@@ -21,6 +21,7 @@ from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import Activation
+from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
@@ -207,6 +208,31 @@ def test_a_grid_is_its_points(model: ModelSpec, chosen: RecipeSpec, pairs: tuple
     for index, (mesh, batch) in enumerate(points):
         point = account(model, chosen, mesh, batch)
         assert _numbers(whole, index) == _numbers(point, 0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("frozen", [FrozenSpec(parts="embedding", layers=1), FrozenSpec(parts="head", layers=1)])
+def test_a_grid_is_its_points_where_blocks_are_frozen(frozen: FrozenSpec, stage: Any) -> None:
+    chosen = recipe(stage, options={"reduce_bucket_size": 300})
+    points = [(MeshSpec(dp_shard=4), BatchSpec(micro_batch_size=rows, seq_len=40)) for rows in (1, 3)]
+    columns, model = Columns(points), replace(TINY, frozen=frozen)
+    whole = account(model, chosen, columns, columns)
+    for index, (mesh, batch) in enumerate(points):
+        assert _numbers(whole, index) == _numbers(account(model, chosen, mesh, batch), 0)
+
+
+#: The point at which each loss hands on the gradient of a head that is trained.
+LAST = {"chunked": "head", "fused": "loss"}
+
+
+@pytest.mark.parametrize("loss", LAST)
+def test_a_frozen_head_hands_on_no_gradient(loss: Any) -> None:
+    """The reduce bucket is there once DeepSpeed has received a gradient."""
+    model, chosen = replace(TINY, frozen=FrozenSpec(parts="head")), recipe(2, loss=loss)
+    moments = account(model, chosen, MeshSpec(dp_shard=4), BATCH).moments
+    lines = [line for moment in moments if moment.name == f"backward of the {LAST[loss]}" for line in moment.lines]
+    assert lines
+    assert not any(line.kind is Kind.REDUCE and line.n_bytes for line in lines)
 
 
 def _numbers(answer: Any, index: int) -> list[Any]:

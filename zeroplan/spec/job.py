@@ -95,7 +95,6 @@ class JobSpec(Spec):
             self._check_adapter()
         if self.model.frozen is not None:
             self._check_frozen()
-        self._check_linear_attention()
         if self.recipe.offload_activations:
             self._check_offloaded_activations()
         if self.recipe.recompute_layers is not None:
@@ -245,14 +244,6 @@ class JobSpec(Spec):
             raise SpecError("offload_activations with a profile is not modelled; leave it out")
         if self.model.family == "gpt2" and self.recipe.attention == "eager":
             raise SpecError("offload_activations with gpt2 and attention 'eager' is not modelled; use attention 'sdpa'")
-
-    def _check_linear_attention(self) -> None:
-        """Refuse autocast, under which its loop over chunks casts more than is told."""
-        if self.model.linear is not None and self.recipe.engine == "ddp" and self.recipe.precision.endswith("mixed"):
-            raise SpecError(
-                f"linear attention under DDP's autocast (precision {self.recipe.precision!r}) is not modelled; use engine 'fsdp2', "
-                "or precision 'fp32'"
-            )
 
     def _check_recompute_layers(self, layers: int) -> None:
         """Refuse more blocks than there are, and what is not modelled where not all are treated alike."""

@@ -53,7 +53,7 @@ def gated_delta_rule(tape: Tape, given: Given, block: Block) -> Value:
     state = _zeros(tape, "first state of linear attention", STATE)
     core = _zeros(tape, "output of linear attention, filled in chunk by chunk", FILLED * A * I)
     scan = _decayed(tape, ready, inside, state, several=several)
-    done = _all_turns(tape, scan, core, several=several)
+    done = _all_turns(tape, scan._replace(copied=_copied_in_turns(tape, block)), core, several=several)
     made = _cut(tape, done.core)
     tape.drop(ready.mask)
     tape.release(*ready.held, *inside, *scan.own, *done.new, *done.before)
@@ -107,8 +107,8 @@ def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
     tape.summed_anew.add(key)  # the gradient of its chunks comes as a view
     held = value, beta, decay, learnt, learning, summed
     tape.release(query, key)
-    chunks = _in_chunks(tape, learnt, "values"), _in_chunks(tape, learning, "keys")
-    return _Ready(*in_chunks, *chunks, summed, mask, (*held, *chunks))
+    values, keys = _in_chunks(tape, learnt, "values"), _in_chunks(tape, learning, "keys")
+    return _Ready(*in_chunks, values, keys, summed, mask, (*held, values, keys))
 
 
 def _for_each_head(tape: Tape, value: Value, name: str, *, repeated: bool) -> Value:
@@ -238,6 +238,14 @@ def _copied(tape: Tape, block: Block) -> tuple[Size, Size]:
     return rows, (rows - 2 * KEY_ROWS * WHOLE * SEQUENCES if block.grouped else rows)
 
 
+def _copied_in_turns(tape: Tape, block: Block) -> Size:
+    """What the loop's last products hold of such copies, beside the whole tensors; those taken off above are there as well."""
+    if not (tape.wide and block.grouped):
+        return NOTHING
+    kept = 2 * CHUNKS if tape.saving and block.chunks == "several" else NOTHING
+    return 4 * KEY_ROWS * WHOLE * SEQUENCES * (kept + 1)
+
+
 def _scores(tape: Tape, first: Value, second: Value, decays: Value, reason: str, copied: Size) -> Value:
     copy = tape.make(op.TENSOR, f"operands of the {reason}, in order", 4 * copied, RULE) if copied != NOTHING else None
     site, copies = Site(f"product of the {reason}", RULE), () if copy is None else (copy,)
@@ -279,6 +287,8 @@ class _Scan(NamedTuple):
     """The first, zeros."""
     own: tuple[Value, ...]
     """What is held by name to the end."""
+    copied: Size = NOTHING
+    """Bytes of copies that the last turn's product of queries or keys finds or makes."""
 
 
 def _zeros(tape: Tape, reason: str, shape: Size) -> Value:
@@ -298,11 +308,13 @@ def _decayed(tape: Tape, ready: _Ready, inside: _Inside, state: Value, *, severa
     shrinking = _exponential(tape, rest, "decay to a chunk's end")
     tape.release(rest)
     key = _times(tape, keys, shrinking, "keys, decayed")
-    tape.release(ready.key, shrinking)
+    saved = not several and tape.saving  # by the decayed keys' own graph, which nobody reads
+    tape.release(ready.key, *(() if saved else (shrinking,)))
     (last,) = op.slices(tape, decays, (b * A * CHUNKS,), Site("decay of whole chunks", RULE))
     decay = _exponential(tape, last, "decay of whole chunks")
     tape.release(last)
-    return _Scan(inside.values, inside.reading, query, key, inside.attention, decay, state, (query, key, decay))
+    held = (query, key, decay, *((shrinking,) if saved else ()))
+    return _Scan(inside.values, inside.reading, query, key, inside.attention, decay, state, held)
 
 
 def _unfollowed(tape: Tape, value: Value) -> Value:
@@ -346,7 +358,9 @@ def _turn(tape: Tape, scan: _Scan, done: _Turn, *, times: Times, after: Times = 
         tape.summed_anew.add(new)
     tape.release(values, reading, known, *done.new)
     query = _part(tape, scan.query, KEY_ROWS, times)
+    copied = tape.make(op.TEMPORARY, "queries of a chunk, in order", scan.copied if last else NOTHING, RULE)
     before = op.matmul(tape, query, state, _rows("attention to chunks before", times), _site("attention to the state"))
+    tape.drop(copied)
     tape.release(query, *done.before)
     within = _part(tape, scan.attention, CHUNK_PAIRS, times)
     inside = op.matmul(tape, within, new, _rows("attention within a chunk", times), _site("attention within a chunk"))
@@ -356,7 +370,8 @@ def _turn(tape: Tape, scan: _Scan, done: _Turn, *, times: Times, after: Times = 
     tape.release(both)
     following = state
     if last:
-        tape.drop(tape.make(op.TEMPORARY, "the last state, which nobody reads", 12 * STATE, RULE))
+        size = 12 * STATE + scan.copied  # not all of it at once where keys are copied: an upper bound
+        tape.drop(tape.make(op.TEMPORARY, "the last state, which nobody reads, and keys in order", size, RULE))
     else:
         following = _next_state(tape, scan, state, new, (times, after))
     tape.release(state)
