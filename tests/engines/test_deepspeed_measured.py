@@ -8,16 +8,17 @@ no temporaries either, stands in its place. Everything else is compared as it is
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
 
+from tests import stale_lock
 from tests.causal_models import tiny_spec
 from tests.combined import of_the_day
 from zeroplan.comparison import cpu_bytes
@@ -192,14 +193,15 @@ def measured() -> dict[str, dict[str, Any]]:
 def _measure(names: list[str]) -> list[dict[str, Any]]:
     questions = "".join(json.dumps(_question(CASES[name])) + "\n" for name in names)
     worker = Path(__file__).with_name("deepspeed_worker.py")
-    done = subprocess.run(
-        [sys.executable, worker],
-        input=questions,
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    with TemporaryDirectory() as extensions:
+        done = subprocess.run(
+            [sys.executable, worker],
+            input=questions,
+            capture_output=True,
+            text=True,
+            check=True,
+            env=stale_lock.environment(Path(extensions)),
+        )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Literal
 
 import pytest
 
+from tests import stale_lock
 from zeroplan.ledger import Phase
 from zeroplan.units import GIB, KIB, MB, MIB
 
@@ -108,7 +108,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int
     pytest.importorskip("deepspeed")
     answer = tmp_path_factory.mktemp("published") / "shown.json"
     command = [sys.executable, Path(__file__).with_name("published_deepspeed.py"), answer]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, check=False)
+    done = subprocess.run(command, env=stale_lock.environment(answer.parent), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     return json.loads(answer.read_text())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -13,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
+from tests import stale_lock
 from tests.combined import of_the_day
 from tests.engines.test_deepspeed_measured import CASES
 from tests.measured.errors import different_kinds
@@ -105,16 +105,13 @@ def answers(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
 
 def _asked(runs: list[Run], *, extensions: Path) -> list[dict[str, Any]]:
     questions = "".join(json.dumps({"ask": run.ask, "rank": run.rank, "job": asdict(run.job)}) + "\n" for run in runs)
-    lock = extensions / "deepspeed_shm_comm" / "lock"  # as a build that was killed leaves it: who builds would wait for ever
-    lock.parent.mkdir()
-    lock.touch()
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("deepspeed_runs.py")],
         input=questions,
         capture_output=True,
         text=True,
         check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(extensions)},
+        env=stale_lock.environment(extensions),
     )
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert all(told), done.stderr
