@@ -67,9 +67,11 @@ def head_pass(
     from zeroplan.transformer.families.ending import ending_pass  # noqa: PLC0415  a profile's answers need not wait for it
 
     asked = _asked(model, compute, batch)
-    ending = ending_pass(model, compute, asked.x, asked.values, loss)
+    around = (_whole if compute.tp == 1 else _of_a_rank)(asked, recomputed=recomputed)
+    beside = sum(line.n_bytes for line in (*around.forward, *around.first_input))
+    ending = ending_pass(model, compute, asked.x, asked.values, loss, beside=beside)
     wide = _WIDE if compute.tp == 1 else _WIDE_SHARE
-    return (_whole if compute.tp == 1 else _of_a_rank)(asked, recomputed=recomputed)._replace(
+    return around._replace(
         saved=ending.saved,
         loss_forward=ending.forward,
         output=(wide.line(Kind.LOGITS, asked.values),) if fp32_output and ending.output else ending.output,

@@ -26,7 +26,7 @@ from zeroplan.transformer.families.parts import GRADIENT, HEAD_INPUT, HELD_NORM,
 from zeroplan.transformer.families.program import Training
 from zeroplan.transformer.families.sharded import SHARED_OUT, gathered, norm
 from zeroplan.transformer.families.tape import Alive, Arriving, Backward, Half, Handed, Manner, Site, Store, Tape, Value, Width
-from zeroplan.transformer.families.traced import Index, Places, Plan, Sizes, of_a_rank, top
+from zeroplan.transformer.families.traced import Index, Placed, Places, Plan, Sizes, Within, of_a_rank, top
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.params import is_frozen
 from zeroplan.transformer.symbols import T, T_p, V, b, e, h, r
@@ -104,15 +104,21 @@ class _Planned(NamedTuple):
     plan: Plan
     kept: Places
     output: Places
+    in_the_model: tuple[Placed, ...]
+    """The forward's moments while the model that has the blocks has not returned: those of the final norm."""
 
 
-def ending_pass(model: ModelSpec, compute: Compute, x: Widths, values: Values, loss: Loss) -> EndingPass:
-    """What follows the blocks, for one batch; ``values`` are those of all symbols."""
+def ending_pass(model: ModelSpec, compute: Compute, x: Widths, values: Values, loss: Loss, *, beside: Int = 0) -> EndingPass:
+    """What follows the blocks, for one batch; ``values`` are those of all symbols.
+
+    ``beside`` are the bytes that the model's forward holds by name until it returns, after the final norm.
+    """
     ending = ending_of(model, compute, x, loss)
-    plan, kept_places, output = _plan_of(ending)
+    plan, kept_places, output, in_the_model = _plan_of(ending)
     sizes = Sizes(plan, values)
     saved = tuple([place for place in plan.saved if place not in kept_places])
-    kept, beyond = sizes.lines(kept_places), top(sizes, "none", autocast=ending.wide_residual, above=BEFORE_LOSS)
+    kept = sizes.lines(kept_places)
+    beyond = top(sizes, "none", autocast=ending.wide_residual, above=BEFORE_LOSS, within=Within(in_the_model, beside))
     forward = (*kept, *(line for line in beyond if not any(line is one for one in kept)))
     points = _handed_on(sizes) if plan.handed else sizes.points("none")
     return EndingPass(sizes.lines(saved), kept, forward, points, sizes.lines(output))
@@ -140,7 +146,8 @@ def _handed_on(sizes: Sizes) -> tuple[BackwardPoint, ...]:
 def _plan_of(ending: Ending) -> _Planned:
     """Run the program of a structure forward and backward."""
     tape, index, dtypes = _tape_of(ending), Index(), {"wide": ending.wide, "autocast": ending.wide_residual}
-    ran, names = _run(tape, ending)
+    ran, names, in_the_model = _run(tape, ending)
+    within = index.moments(highest(in_the_model, **dtypes))
     forward, casts = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts)
     kept, output = index.of(ran.kept), index.of(ran.output)
     tape.drop(*names)
@@ -148,27 +155,28 @@ def _plan_of(ending: Ending) -> _Planned:
     points = index.moments(_with_the_loss([*ran.earlier, *tape.moments], dtypes))
     handed, source = index.handed(ran.handed), _source(ending)
     plan = Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), source, {}, handed)
-    return _Planned(of_a_rank(plan) if ending.sharded else plan, kept, output)
+    return _Planned(of_a_rank(plan) if ending.sharded else plan, kept, output, within)
 
 
 def ran_forward(ending: Ending) -> tuple[Tape, Value]:
     """Run the program of a structure forward: the tape, and the loss."""
     tape = _tape_of(ending)
-    ran, names = _run(tape, ending)
+    ran, names, _ = _run(tape, ending)
     tape.drop(*names)
     return tape, ran.loss
 
 
-def _run(tape: Tape, ending: Ending) -> tuple[_Ran, tuple[Store, ...]]:
-    """Run it forward, all names still there: the loss, and what the names stand for."""
+def _run(tape: Tape, ending: Ending) -> tuple[_Ran, tuple[Store, ...], list[Alive]]:
+    """Run it forward, all names still there: the loss, what the names stand for, and the moments of the final norm."""
     shape = T_p * h if ending.sharded else T * h
     given = Value(tape.make(SAVED, "final norm: its input", r * shape, _source(ending)), r, shape)
     normal = _final_norm(tape, given, ending.family)
+    in_the_model = tape.moments.copy()
     tape.release(given)
     read = gathered(tape, normal, "input of the head")
     ran = _LOSSES[ending.loss](tape, read, ending)
     _name(tape, normal)
-    return ran, (read.store, normal.store, *ran.names)
+    return ran, (read.store, normal.store, *ran.names), in_the_model
 
 
 def _source(ending: Ending) -> str:

@@ -218,9 +218,8 @@ def rms_norm(
     if kind.one_plus or kind.wide:
         return _scaled_in_32_bits(tape, normal, value.dtype, kind, weight, site)
     narrow = cast(tape, normal, value.dtype, site._replace(name=f"{name}: normalised input"), NORMALISED)
-    tape.release(normal)
     made = _weighted(tape, narrow, () if tape.manner.norms_frozen else (narrow.store,), weight, site)
-    tape.release(narrow)
+    tape.release(narrow, normal)  # the fp32 one has a name until the norm returns
     return made
 
 
@@ -230,9 +229,12 @@ def _scaled_in_32_bits(tape: Tape, normal: Value, dtype: Width, kind: NormAs, we
     plus = (tape.make(TENSOR, f"{name}: one plus its weight, fp32", 4 * weight, kind.source),) if kind.one_plus else ()
     scaled = _weighted(tape, normal, plus if tape.manner.norms_frozen else (normal.store, *plus), weight, site)
     tape.drop(*plus)
-    tape.release(normal)
+    if kind.one_plus:
+        tape.release(normal)  # its name stands for the product from here on
     made = cast(tape, scaled, dtype, site._replace(name=f"output of the {name}"))
     tape.release(scaled)
+    if not kind.one_plus:
+        tape.release(normal)
     return made
 
 

@@ -549,19 +549,37 @@ def _top_of(plan: Plan, recompute: Recompute) -> Top:
     return Top(last, (*last, *kept), tuple(earlier), narrow)
 
 
-def top(sizes: Sizes, recompute: Recompute, *, autocast: bool, above: str = EXCESS) -> tuple[Line, ...]:
+class Within(NamedTuple):
+    """Moments of a forward at which so many bytes are there beside what the plan makes."""
+
+    moments: tuple[Placed, ...]
+    n_bytes: Int
+
+
+NOTHING_BESIDE = Within((), 0)
+
+
+def top(
+    sizes: Sizes, recompute: Recompute, *, autocast: bool, above: str = EXCESS, within: Within = NOTHING_BESIDE
+) -> tuple[Line, ...]:
     """List the last moment's tensors beyond those kept, and by how much an earlier moment is above it.
 
-    Autocast has made fewer casts by an earlier moment, while an engine counts them all. ``above`` is the reason of that last line.
+    Autocast has made fewer casts by an earlier moment, while an engine counts them all. ``above`` is the reason of that last
+    line. ``within`` are earlier moments with more beside them.
     """
     plan, top = sizes.plan, _top_of(sizes.plan, recompute)
     at_end, every = sizes.total(top.end), sizes.elements(plan.casts) if autocast else 0
 
+    def beyond_end(moment: Placed) -> Int:
+        casts = every - sizes.elements(moment.casts) if autocast else 0
+        return sizes.total(moment.stores) - sizes.element * casts - at_end
+
     def excess_of(some: tuple[Placed, ...]) -> Int:
         most: Int = 0
         for moment in some:
-            casts = every - sizes.elements(moment.casts) if autocast else 0
-            most = maximum(most, sizes.total(moment.stores) - sizes.element * casts - at_end)
+            most = maximum(most, beyond_end(moment))
+        for moment in within.moments:
+            most = maximum(most, beyond_end(moment) + within.n_bytes)
         return most
 
     highest = excess_of(top.earlier)
