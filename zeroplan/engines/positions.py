@@ -25,6 +25,28 @@ class Position(NamedTuple):
     """Run of the layer below; None for the first layer."""
     next_run: int | None
     """Run of the layer above; None for the last layer."""
+    is_corner: bool = True
+    """Whether a maximum can lie here; False for a neighbour of a corner in :func:`walk`."""
+
+
+@lru_cache(maxsize=256)
+def walk(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Position, ...]:
+    """Return the corners and their neighbours, first to last: what a program runs through in place of all layers.
+
+    A layer meets what the layer before it left, so a program runs the neighbours too, without looking for a maximum there.
+
+    >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=9, num_attention_heads=2,
+    ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
+    >>> [(position.layer, position.is_corner) for position in walk(tiny)]
+    [(0, True), (1, True), (2, False), (6, False), (7, True), (8, True)]
+    """
+    order = order_by_recomputation(model, first_recomputed)
+    found = {position.layer: position for position in corners(model, first_recomputed)}
+    near = {layer + step for layer in found for step in (-1, 0, 1)}
+    return tuple(
+        found.get(layer) or _position(layer, order)._replace(is_corner=False)
+        for layer in sorted(near & set(range(len(order))))
+    )
 
 
 @lru_cache(maxsize=256)

@@ -13,15 +13,14 @@ from collections.abc import Iterator
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.activations_away import NOTE, NOTHING, Away, away
-from zeroplan.engines.fsdp2.backward import after_the_loss, backward, end_of_backward
+from zeroplan.engines.fsdp2 import step
 from zeroplan.engines.fsdp2.buffers import smaller_shard
-from zeroplan.engines.fsdp2.forward import forward, loss_forward
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.fsdp2.traffic import collectives
 from zeroplan.engines.optimizers import counted, step_temporary_lines
 from zeroplan.engines.pinned import beyond, beyond_symbol, rounding
-from zeroplan.ledger import Line, Moment, Phase
+from zeroplan.ledger import Line
 from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -52,14 +51,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     )
     here, there = ((), temporaries) if plan.offloaded else (temporaries, ())
     activations = _activations_away(plan)
-    moments = (
-        *forward(plan),
-        loss_forward(plan),
-        *after_the_loss(plan),
-        *backward(plan),
-        *end_of_backward(plan),
-        Moment("optimizer step", Phase.STEP, (*states, *here)),
-    )
+    moments = step.moments(plan, (*states, *here))
     return Account(
         states=states,
         moments=moments,

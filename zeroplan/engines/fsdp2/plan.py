@@ -8,7 +8,7 @@ from zeroplan.engines.formulas import blocks_sum, product
 from zeroplan.engines.fsdp2.groups import Group, cut_of, local_tensors, on_host, parameter_lines
 from zeroplan.engines.optimizers import LocalTensor, implementation_of, state_lines
 from zeroplan.engines.outside import outside
-from zeroplan.engines.positions import Position, corners
+from zeroplan.engines.positions import Position, corners, walk
 from zeroplan.engines.precisions import Widths, compute_of, widths
 from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Int, maximum, where
@@ -53,6 +53,8 @@ class Plan(NamedTuple):
     kinds: tuple[str, ...]
     """Kind of each run, as symbols have it."""
     corners: tuple[Position, ...]
+    walk: tuple[Position, ...]
+    """The corners and their neighbours."""
     parameters: tuple[Parameter, ...]
     local_tensors: tuple[LocalTensor, ...]
     root: Group
@@ -110,6 +112,11 @@ class Plan(NamedTuple):
     def waiting_elements(self) -> int:
         """Of a tied head's gradient, which waits for the embedding's; not where the loss goes backward by itself, in chunks."""
         return 0 if self.recipe.loss == "chunked" else self.tied_head_elements
+
+    @property
+    def sums_tied(self) -> bool:
+        """Whether a tied head's gradient and the embedding's are summed out of place: Liger's loss gives one that is added to."""
+        return bool(self.waiting_elements) and self.recipe.loss == "full"
 
     @property
     def adds_up(self) -> bool:
@@ -234,6 +241,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         every_layer=tuple(run.layers for run in tree.runs),
         kinds=tuple(run.name for run in tree.runs),
         corners=corners(model, first),
+        walk=walk(model, first),
         parameters=_every_parameter(tree),
         local_tensors=tensors,
         root=cut.root,

@@ -1,0 +1,225 @@
+"""What an FSDP2 step takes outside the blocks, and the gradients of all of them: lines, and the end of the backward."""
+
+from functools import lru_cache
+
+from zeroplan.engines.formulas import product
+from zeroplan.engines.fsdp2 import buffers, lines
+from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan, shards_formula
+from zeroplan.engines.fsdp2.runtime import Runtime
+from zeroplan.engines.positions import Position
+from zeroplan.engines.sources import ACCUMULATE, INPUT_BUFFER
+from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.numeric import where
+from zeroplan.trace import Trace
+from zeroplan.transformer.blocks import At, AtEmbedding, BackwardPoint
+
+_REPLICAS = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup._all_reduce_state"
+_SUM = "sum of the embedding's and the tied head's"
+
+
+# --- gradients of blocks ----------------------------------------------------------------------------------------------
+
+
+def earlier_shards(plan: Plan) -> tuple[Line, ...]:
+    """Chunks of gradients that earlier micro-batches left, where each is reduced. [bytes]"""
+    if not plan.recipe.sync_every_micro_batch:
+        return ()
+    return (plan.gradient_shards(tuple(0 for _ in plan.blocks), "of earlier micro-batches"),)
+
+
+def reduced(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
+    """What the reduction of these layers has left: shards, and with replicas what their all-reduce still holds. [bytes]
+
+    The all-reduce's own buffer stays until the end of backward. It is the shard of the gradients itself, and costs nothing, in
+    the first micro-batch, in the shards' dtype, on the GPU. Elsewhere the shards are a copy of it, or it was added to them.
+    """
+    shards = plan.gradient_shards(layers, "of the blocks above")
+    is_the_shard = plan.reduce_bytes == plan.width.stored and not plan.offloaded
+    if is_the_shard and not plan.recipe.sync_every_micro_batch:
+        return (shards,)
+    apart = plan.replicated * (plan.several if is_the_shard else 1)
+    formula = _replicas_formula("R·M" if is_the_shard else "R", plan.reduce_bytes, layers, plan.trained_kinds)
+    held = apart * plan.reduce_bytes * plan.trained_shards(layers)
+    return (shards, Line(Kind.REDUCE, held, "all-reduces over replicas, held until backward ends", formula, _REPLICAS))
+
+
+@lru_cache(maxsize=4096)
+def _replicas_formula(where_apart: str, width: int, layers: tuple[int, ...], kinds: tuple[str, ...]) -> str:
+    return f"{where_apart}·{shards_formula(width, layers, kinds, root='')}"
+
+
+def made_in_a_block(plan: Plan, point: BackwardPoint) -> Line:
+    """The block's whole gradients at a point of its backward. [bytes]"""
+    n_bytes, formula = plan.fresh(point.gradients, point.current_gradient)
+    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "this block's, made so far", formula, ACCUMULATE)
+
+
+@lru_cache(maxsize=4096)
+def point_of(block: str, point: str) -> str:
+    """The name of a moment of a block's backward."""
+    return f"backward of {block}: {point}"
+
+
+def resharding(plan: Plan, position: Position) -> tuple[Line, ...]:
+    """Torch 2.15 cuts a block that has run to its smaller shard, beside its input and its output. [bytes]
+
+    Its first norm may have saved the input. As many ways as ranks are ``True`` to ``fully_shard``.
+    """
+    one, again = plan.passes[position.run], plan.recomputes[position.run]
+    inside = (*one.checkpoint_in_backward, *one.saved) if again == "none" else one.kept(again)
+    made = buffers.flowing(plan, "this block's output")._replace(kind=Kind.TEMPORARY)
+    every = (*inside, made, lines.cut_to_smaller_shards(plan, position.run))
+    there = where(plan.n == plan.reshard, 0, 1)
+    return every if isinstance(there, int) else tuple(line._replace(n_bytes=line.n_bytes * there) for line in every)
+
+
+# --- the ending's gradients -------------------------------------------------------------------------------------------
+
+
+def at_the_ending(plan: Plan, point: BackwardPoint) -> Line:
+    """The root group's gradients while loss, head and final norm go backward. [bytes]
+
+    Liger's loss makes the head's in its forward. It reaches the parameter when the loss's backward is over.
+    """
+    waiting = plan.waiting_elements if point.gradients else 0
+    if plan.recipe.loss == "fused" and point.place.at is At.LOSS:
+        waiting = point.gradients
+    current = 0 if waiting else point.current_gradient
+    return buffers.root_gradients(plan, point.gradients - waiting, current, waiting=waiting)
+
+
+def cast_of(plan: Plan, point: BackwardPoint) -> Line:
+    """The head's gradient from one chunk of the loss, cast as it comes. [bytes]"""
+    n_bytes, formula = plan.reduce_bytes * point.current_gradient, product(plan.reduce_bytes, point.current_gradient)
+    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "the head's gradient from a chunk, cast", formula, buffers.CAST)
+
+
+def made_before_blocks(plan: Plan) -> Line:
+    """The root group's gradients when the blocks' backward begins. [bytes]"""
+    made = plan.tail_elements + plan.tied_head_elements - plan.waiting_elements
+    return buffers.root_gradients(plan, made, waiting=plan.waiting_elements)
+
+
+# --- the embedding ----------------------------------------------------------------------------------------------------
+
+
+def shared_at_embedding(plan: Plan) -> tuple[Line, ...]:
+    """What of the tables for all blocks is alive when the embedding goes backward."""
+    if plan.at_embedding is not None or plan.shared_sequences:
+        return plan.head.at_embedding
+    return plan.head.shared if plan.head.below_blocks else ()
+
+
+def backward_of_the_embedding(plan: Plan, trace: Trace) -> None:
+    """The embedding's gradient and, where its table is the head too, the sum of both.
+
+    Autograd adds in place only to a tensor that nothing else refers to. The head's gradient is a transposed view, which refers to
+    what it is a view of. Liger's is none.
+    """
+    flow = buffers.flowing(plan, "gradient that flows into the embedding")
+    if plan.at_embedding is not None:
+        _of_a_split_embedding(plan, plan.at_embedding, trace, flow)
+        return
+    made = plan.trained_root.numel + plan.tied_head_elements - plan.waiting_elements
+    trace.at("backward of the embedding", Phase.BACKWARD)
+    trace.put("below", *plan.head.below_blocks)
+    parts = buffers.root_gradients(plan, made, plan.embedding_elements, waiting=plan.waiting_elements)
+    trace.put("root gradients", parts, *buffers.cast_early(plan))
+    trace.put("inside", flow)
+    trace.drop("inside")
+    if plan.sums_tied:
+        trace.at("sum of the embedding's and the tied head's gradient", Phase.BACKWARD)
+        trace.put("inside", _sum(plan))
+        trace.drop("inside")
+    trace.drop("below")
+
+
+def _sum(plan: Plan) -> Line:
+    n_bytes, formula = plan.width.compute * plan.waiting_elements, product(plan.width.compute, plan.waiting_elements)
+    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, _SUM, formula, INPUT_BUFFER)
+
+
+def _of_a_split_embedding(plan: Plan, at: AtEmbedding, trace: Trace, flow: Line) -> None:
+    """The gradient of the embedding's output is gathered, makes that of the whole embedding, of which the rank takes its share."""
+    waiting = plan.waiting_elements
+    whole = at.whole._replace(kind=Kind.TEMPORARY) if waiting else at.whole  # untied, it is what the parameter is given
+    made = plan.trained_root.numel + plan.tied_head_elements - waiting - plan.embedding_elements
+    trace.put("root gradients", buffers.root_gradients(plan, made, waiting=waiting), *buffers.cast_early(plan))
+    trace.at("backward of the embedding: gathering", Phase.BACKWARD)
+    trace.put("gathered gradient", at.gathered)
+    trace.put("inside", at.by_rank, flow)
+    trace.drop("inside")
+    trace.at("backward of the embedding", Phase.BACKWARD)
+    trace.put("whole gradient", whole)
+    trace.drop("gathered gradient")
+    width, own = plan.width.compute, plan.embedding_elements
+    share = Line(Kind.UNSHARDED_GRADIENTS, width * own, "this rank's share of it", product(width, own), REDUCE)
+    trace.at("backward of the embedding: this rank's share", Phase.BACKWARD)
+    if waiting:
+        trace.put("inside", share)
+        trace.at("sum of the embedding's and the tied head's gradient", Phase.BACKWARD)
+        trace.put("sum", share._replace(reason=_SUM, source=INPUT_BUFFER))
+    else:
+        trace.put("inside", share)
+    trace.drop("inside", "sum", "whole gradient")
+
+
+def not_reduced(plan: Plan) -> tuple[Moment, ...]:
+    """The embedding's backward in a micro-batch under ``no_sync``: the second or a later one, which is not the step's last."""
+    if plan.recipe.sync_every_micro_batch or plan.at_embedding is not None:
+        return ()
+    last = _sum(plan) if plan.sums_tied else buffers.flowing(plan, "gradient that flows into the embedding")
+    name = "backward of the embedding, gradients not to be reduced yet"
+    (blocks,) = plan.left_behind(plan.every_layer, root=False)
+    alive = (*plan.persistent, buffers.root_unsharded(plan), blocks, _root_not_reduced(plan), last)
+    return (Moment(name, Phase.BACKWARD, alive),)
+
+
+def _root_not_reduced(plan: Plan) -> Line:
+    """The root group's gradients there: those of earlier micro-batches and this one's. [bytes]"""
+    width, root, tied = plan.width.compute, plan.trained_root.numel, plan.tied_head_elements
+    if plan.cast_on_arrival:
+        return _cast_not_reduced(plan, root)
+    earlier = plan.embedding_elements - tied + plan.waiting_elements if plan.adds_up else root
+    each = width if plan.adds_up else plan.reduce_bytes
+    formula = f"{product(each, earlier)}·M_2 + {product(width, root + tied)}"
+    n_bytes = plan.twice * each * earlier + width * (root + tied)
+    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "root group's, of this micro-batch and of earlier ones", formula, ACCUMULATE)
+
+
+def _cast_not_reduced(plan: Plan, root: int) -> Line:
+    """The same in the reduction's dtype, with the embedding's that just came and what waits of a tied head's."""
+    width, wide, new = plan.width.compute, plan.reduce_bytes, plan.embedding_elements - plan.waiting_elements
+    again = 2 * width * plan.waiting_elements
+    formula = f"{product(wide, root)} + {product(width, new)} + {again}·M_2"
+    n_bytes = wide * root + width * new + plan.twice * again
+    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "root group's, with the one that is being added", formula, buffers.CAST)
+
+
+# --- the root group ---------------------------------------------------------------------------------------------------
+
+
+def reduce_root(plan: Plan, trace: Trace, run: Runtime) -> None:
+    """The root group is reduced last; a local of ``foreach_reduce`` names its last gradient until that returns."""
+    trace.at("backward: reducing the root group", Phase.BACKWARD)
+    run.drop_reduce_inputs()
+    width, formula = lines.copied_width(plan)
+    root, symbol = plan.trained_root, plan.trained_root.symbol
+    reason = "root group's while copied in"
+    copied = Line(Kind.UNSHARDED_GRADIENTS, width * root.numel, reason, f"{formula}·G_{symbol}", REDUCE)
+    trace.put("made", copied, *buffers.cast_early(plan))
+    trace.put("reduce input", buffers.reduce_input(plan, root, "reduce-scatter input of the root group"))
+    trace.drop("made")
+    trace.at("backward: root group reduced", Phase.BACKWARD)
+    out = f"{buffers.reduce_output_width(plan)}·P_{symbol}/N"
+    reason = "reduce-scatter output of the root group"
+    trace.put("output of the root", Line(Kind.REDUCE, buffers.reduce_output_bytes(plan, root), reason, out, REDUCE))
+    trace.put("still named", *(() if plan.of_torch_2_15 else (_still_named(plan),)))
+
+
+def _still_named(plan: Plan) -> Line:
+    """Only a loop over several ranks' chunks sets that local."""
+    named, width = plan.last_root_elements, plan.width.compute
+    formula = f"{product(width, named)}·min(1, N-1)"
+    reason = "root group's last one, still named"
+    return Line(Kind.UNSHARDED_GRADIENTS, plan.gathers * width * named, reason, formula, REDUCE)
