@@ -12,11 +12,11 @@ import json
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests import strategies
 from tests.answers.figures import moved
@@ -74,7 +74,8 @@ def _drawn(case: int) -> Iterator[Question]:
 
 def answers(checkout: Path, asked: Sequence[Question]) -> dict[str, Figures]:
     """What a checkout answers, by the name of the question; its own code runs, in a process of its own."""
-    lines = "".join(f"{json.dumps({'name': name, 'jobs': [asdict(job) for job in jobs]})}\n" for name, jobs in asked)
+    said = ({"name": name, "jobs": jobs} for name, jobs in asked)
+    lines = "".join(f"{json.dumps(one, default=_without_defaults)}\n" for one in said)
     done = subprocess.run(
         [sys.executable, "-m", "tests.answers.figures"], input=lines, cwd=checkout, capture_output=True, text=True, check=False
     )
@@ -82,6 +83,16 @@ def answers(checkout: Path, asked: Sequence[Question]) -> dict[str, Figures]:
         raise SystemExit(f"{checkout} did not answer: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     found = (json.loads(line) for line in done.stdout.splitlines())
     return {one["name"]: one["figures"] for one in found}
+
+
+def _without_defaults(spec: Any) -> dict[str, object]:
+    """The fields of a description that are not at their default: an older checkout does not know every newer one."""
+    every = {field.name: (field, getattr(spec, field.name)) for field in fields(spec)}
+    return {name: value for name, (field, value) in every.items() if not _is_default(field, value)}
+
+
+def _is_default(field: Field[Any], value: object) -> bool:
+    return value == (field.default if field.default_factory is MISSING else field.default_factory())
 
 
 def differences(before: dict[str, Figures], now: dict[str, Figures]) -> list[Difference]:

@@ -44,8 +44,7 @@ def walk(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Positio
     found = {position.layer: position for position in corners(model, first_recomputed)}
     near = {layer + step for layer in found for step in (-1, 0, 1)}
     return tuple(
-        found.get(layer) or _position(layer, order)._replace(is_corner=False)
-        for layer in sorted(near & set(range(len(order))))
+        found.get(layer) or _position(layer, order)._replace(is_corner=False) for layer in sorted(near & set(range(len(order))))
     )
 
 

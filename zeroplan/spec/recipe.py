@@ -61,6 +61,15 @@ class Fsdp2Options(Spec):
     """Whose program trains: transformers' modules, with all that is outside the blocks in one unit, or torchtitan's own Llama 3
     (0.2.2), whose embedding, and whose last norm and head, are units of their own."""
 
+    ends_apart: bool = False
+    """The embedding is a ``fully_shard`` unit of its own, and so are the last norm and the head together, which stay gathered until
+    their backward: as accelerate 1.15 and torchtitan have it. A tied head leaves all of it in one unit."""
+
+    @property
+    def shards_ends(self) -> bool:
+        """Whether embedding and head are units of their own."""
+        return self.ends_apart or self.modules == "torchtitan"
+
     @property
     def of_torch_2_15(self) -> bool:
         """Whether it is the code of torch 2.15."""

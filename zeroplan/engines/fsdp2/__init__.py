@@ -36,22 +36,19 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
     Source: the files named in each line; verified against real runs on CPU tensors with a fake process group.
     """
-    if recipe.fsdp2.modules == "torchtitan":
-        from zeroplan.engines.fsdp2.torchtitan import account as of_torchtitan  # noqa: PLC0415  only its jobs pay for it
-
-        return of_torchtitan(model, recipe, mesh, batch)
     if mesh.cp != 1:
         from zeroplan.transformer.context import local_batch  # noqa: PLC0415  the others' answers need not wait for it
 
         batch = local_batch(batch, int(mesh.cp))
     plan = make_plan(model, recipe, mesh, batch)
-    states = (*plan.persistent, plan.gradient_shards(plan.every_layer, "after backward", root=True))
+    states = (*plan.persistent, plan.gradient_shards(plan.every_layer, "after backward", plan.trained_outside))
     temporaries = step_temporary_lines(
         recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol=f"{plan.trained_symbol}/N"
     )
     here, there = ((), temporaries) if plan.offloaded else (temporaries, ())
     activations = _activations_away(plan)
-    moments = step.moments(plan, (*states, *here))
+    held = plan.head.shared if plan.loss_in_loop else ()
+    moments = step.moments(plan, (*states, *held, *here))
     return Account(
         states=states,
         moments=moments,
@@ -76,7 +73,7 @@ def _in_host_memory(plan: Plan, activations: Away) -> tuple[Line, ...]:
     pinned = beyond(_beyond_pinned(plan) + activations.beyond_bytes)
     if not plan.offloaded:
         return (*activations.lines, pinned)
-    gradients = plan.reduced_gradients(plan.every_layer, "after backward", root=True)
+    gradients = plan.reduced_gradients(plan.every_layer, "after backward", plan.trained_outside)
     return (*plan.in_host_memory, gradients, *activations.lines, pinned)
 
 
@@ -100,8 +97,7 @@ def _symbols(plan: Plan, model: ModelSpec, activations: Away) -> tuple[Symbol, .
         Symbol("M_2", plan.twice, "1 where at least two did, else 0"),
         Symbol("R", plan.replicated, "1 with replicas, whose gradients are all-reduced on top, else 0"),
         Symbol("P", plan.padded, "parameters, each one's dim 0 padded to a multiple of N"),
-        Symbol("P_root", plan.root.padded, "of them in the root group (embedding, final norm, head)"),
-        Symbol("G_root", plan.root.numel, "parameters of the root group without padding"),
+        *_of_outside(plan),
         *(
             symbol
             for group, kept in zip(plan.blocks, plan.kept, strict=True)
@@ -113,10 +109,17 @@ def _symbols(plan: Plan, model: ModelSpec, activations: Away) -> tuple[Symbol, .
         ),
         *_smaller_shards(plan),
         *((beyond_symbol(_beyond_pinned(plan) + activations.beyond_bytes),) if plan.recipe.offloads else ()),
-        *(_of_trained(plan) if plan.trained_root is not plan.root else ()),
+        *(_of_trained(plan) if plan.is_partly_frozen else ()),
         *_of_quantised(model),
         *(_of_experts(plan, model) if plan.has_experts_apart else ()),
     )
+
+
+def _of_outside(plan: Plan) -> Iterator[Symbol]:
+    words = ("the root group (embedding, final norm, head)",) if plan.ends is None else ("the embedding", "final norm and head")
+    for group, what in zip(plan.outside, words, strict=True):
+        yield Symbol(f"P_{group.symbol}", group.padded, f"of them in {what}")
+        yield Symbol(f"G_{group.symbol}", group.numel, f"parameters of {what} without padding")
 
 
 def _padded(plan: Plan, group: Group) -> Symbol:
@@ -142,11 +145,12 @@ def _of_quantised(model: ModelSpec) -> tuple[Symbol, ...]:
 
 
 def _of_trained(plan: Plan) -> Iterator[Symbol]:
-    padded = plan.n * plan.trained_shards(plan.every_layer, root=True)
+    padded = plan.n * plan.trained_shards(plan.every_layer, plan.trained_outside)
     yield Symbol("P_trained", padded, "of the padded parameters those that are trained")
-    if plan.trained_root.numel:
-        yield Symbol("P_trained_root", plan.trained_root.padded, "padded parameters that are trained in the root group")
-        yield Symbol("G_trained_root", plan.trained_root.numel, "parameters that are trained in the root group")
+    for group in plan.trained_outside:
+        if group.numel:
+            yield Symbol(f"P_{group.symbol}", group.padded, "padded parameters that are trained outside the blocks")
+            yield Symbol(f"G_{group.symbol}", group.numel, "parameters that are trained outside the blocks")
     for group, run in zip(plan.trained_blocks, plan.runs, strict=True):
         yield Symbol(f"P_{group.symbol}", group.padded, f"padded parameters that are trained in one {run.kind} block")
         yield Symbol(f"G_{group.symbol}", group.numel, f"parameters that are trained in one {run.kind} block")
@@ -155,7 +159,7 @@ def _of_trained(plan: Plan) -> Iterator[Symbol]:
 def _smaller_shards(plan: Plan) -> Iterator[Symbol]:
     if isinstance(plan.reshard, bool):
         return
-    apart = () if plan.trained_root is plan.root else plan.trained_blocks
+    apart = plan.trained_blocks if plan.is_partly_frozen else ()
     for group in (*plan.blocks, *apart):
         meaning = f"elements of the smaller shard of one {group.symbol} block between its forward and its backward"
         yield Symbol(f"Q_{group.symbol}", smaller_shard(plan, group), meaning)
@@ -163,6 +167,8 @@ def _smaller_shards(plan: Plan) -> Iterator[Symbol]:
 
 def _notes(plan: Plan) -> Iterator[str]:
     """Say whose FSDP2 it is, what is on the host, and where sharding by dim 0 leaves rank 0 with clearly more than its share."""
+    if plan.recipe.fsdp2.modules == "torchtitan":
+        yield "the modules, units and loss are those of torchtitan 0.2.2"
     if plan.of_torch_2_15:
         yield "FSDP2 is that of torch 2.15"
     if plan.recipe.offload_activations:

@@ -5,7 +5,6 @@ from functools import lru_cache
 from zeroplan.engines.formulas import blocks_sum, kept_by, product
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan
-from zeroplan.engines.positions import Position
 from zeroplan.engines.sources import FLOWING, KEPT
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, where
@@ -30,68 +29,13 @@ _KEPT = {
 _KEPT_BY_BOTH = ("kept by the blocks before this one, recomputed or not", "kept by all blocks, recomputed or not")
 
 
-def unsharded(plan: Plan, group: Group) -> Line:
-    """A block's parameters, copied out of the all-gather buffer for use."""
-    width = plan.width.compute
-    formula = f"{width}·{group.whole}"
-    return Line(Kind.UNSHARDED_PARAMETERS, width * group.padded, "this block's, copied out for use", formula, COPY_OUT)
-
-
-def root_unsharded(plan: Plan) -> Line:
-    """The root group is not resharded between forward and backward."""
-    width = plan.width.compute
-    reason = "embedding, final norm and head, from forward to the end of backward"
-    return Line(Kind.UNSHARDED_PARAMETERS, width * plan.root.padded, reason, f"{width}·P_root", COPY_OUT)
-
-
-def gathered(plan: Plan, group: Group, reason: str, source: str = GATHER) -> Line:
-    """An all-gather buffer: the whole group, on a stream of its own; none with a single rank."""
-    if group.experts is not None:
-        from zeroplan.engines.fsdp2 import experts  # noqa: PLC0415  the others' answers need not wait for it
-
-        return experts.gathered(plan, group, group.experts, reason, source)
-    width = plan.width.compute
-    formula = f"{width}·P_{group.symbol}·min(1, N-1)"
-    return Line(Kind.GATHER, plan.gathers * width * group.padded, reason, formula, source)
-
-
-def cast_alone(plan: Plan, group: Group) -> tuple[Line, ...]:
-    """What a single rank takes on the way to a group's unsharded parameters, which it casts one after the other or fetches.
-
-    Beside adapters, what is frozen is neither, and the rest is small.
-    """
-    copies = plan.cast_too and (plan.width.mixed or plan.offloaded)
-    if not copies or (isinstance(plan.gathers, int) and plan.gathers):
-        return ()
-    elements = group.alone_from_host if plan.width.mixed and plan.offloaded else group.alone
-    formula, reason = f"(1 - min(1, N-1))·{product(plan.width.compute, elements)}", "its parameters, one after the other"
-    return (Line(Kind.GATHER, (1 - plan.gathers) * plan.width.compute * elements, reason, formula, ALONE),)
-
-
-def being_gathered(plan: Plan, run: int) -> tuple[Line, Line]:
-    """An all-gather buffer, and what goes into it: cast, or from host memory."""
-    group, width = plan.blocks[run], plan.width.compute
-    copied = group if plan.cast_too else plan.trained_blocks[run]
-    to_gather = plan.gathers if plan.width.mixed or plan.offloaded else 0
-    formula = f"{width}·P_{copied.symbol}/N·min(1, N-1)" if plan.width.mixed or plan.offloaded else "0"
-    cast = Line(Kind.GATHER, to_gather * width * copied.shard, "this block's chunk as it is gathered", formula, GATHER)
-    return gathered(plan, group, "this block's", GATHER), cast
-
-
-def last_gathered(plan: Plan, group: Group, reason: str, source: str = GATHER) -> Line:
-    """Of a block with experts on several ranks the experts' buffer, which is the last; else the block's."""
-    if group.experts is None:
-        return gathered(plan, group, reason, source)
-    from zeroplan.engines.fsdp2 import experts  # noqa: PLC0415  the others' answers need not wait for it
-
-    return experts.last_gathered(plan, group, group.experts, reason, source)
-
-
-def gathered_below(plan: Plan, position: Position) -> tuple[Line, ...]:
-    """The all-gather of the block below, issued ahead while this one goes backward."""
-    if position.previous_run is None or plan.reshard is False:
-        return ()
-    return (gathered(plan, plan.blocks[position.previous_run], "the block below, gathered ahead of its backward"),)
+def outside_unsharded(plan: Plan) -> tuple[Line, ...]:
+    """All units outside the blocks, while they are unsharded. [bytes]"""
+    width, reason = plan.width.compute, "embedding, final norm and head, from forward to the end of backward"
+    return tuple(
+        Line(Kind.UNSHARDED_PARAMETERS, width * group.padded, reason, f"{width}·P_{group.symbol}", COPY_OUT)
+        for group in plan.outside
+    )
 
 
 def still_unsharded(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:

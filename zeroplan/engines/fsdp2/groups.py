@@ -72,6 +72,15 @@ class Group(NamedTuple):
         return Group(self.shard - one.shard, self.padded - one.padded, self.numel - one.numel, self.symbol)
 
 
+class Ends(NamedTuple):
+    """The embedding, and the final norm with the head, as units of their own; what of them is trained."""
+
+    embedding: Group
+    head: Group
+    trained_embedding: Group
+    trained_head: Group
+
+
 class Cut(NamedTuple):
     """A model's parameters as a rank has them, and the groups that they are put into."""
 
@@ -85,16 +94,45 @@ class Cut(NamedTuple):
     trained_root: Group
     trained_blocks: tuple[Group, ...]
     """What of the groups gets gradients: all of them, unless weights are frozen."""
+    ends: Ends | None
+    """Embedding and head as units of their own."""
+
+    @property
+    def is_partly_frozen(self) -> bool:
+        """Whether some parameters get no gradients."""
+        return self.learning is not self.tree
 
 
-def cut_of(model: ModelSpec, width: Widths, n: Int, *, part: Layout | None, first: int | None, tp: int, ep: int) -> Cut:
-    """Put the parameters of a model, or of a ``part`` of it, into groups and cut these into ``n`` ranks' chunks."""
+def cut_of(
+    model: ModelSpec, width: Widths, n: Int, *, part: Layout | None, first: int | None, tp: int, ep: int, ends_apart: bool
+) -> Cut:  # fmt: skip
+    """Put the parameters of a model, or of a ``part`` of it, into groups and cut these into ``n`` ranks' chunks.
+
+    ``ends_apart`` makes units of the embedding, and of the final norm with the head. A head that is the embedding too stays with
+    the embedding in the root group.
+    """
     tree, beside = (part, ()) if part is not None else _parameters(model, width, first=first, tp=tp, ep=ep)
     learning = trained_layout(model) if part is None and has_frozen(model) else tree
-    root, blocks = group_of((*tree.embeddings, *tree.tail), n, "root"), _block_groups(tree, n, ep)
+    is_apart = ends_apart and tree.tied_head is None
+    root, blocks = _root(tree, n, "root", is_empty=is_apart), _block_groups(tree, n, ep)
+    trained_root, trained_blocks = root, blocks
+    if learning is not tree:
+        trained_root = _root(learning, n, "trained_root", is_empty=is_apart)
+        trained_blocks = tuple(group_of(run.parameters, n, f"trained_{run.kind}") for run in learning.runs)
+    ends = _ends(tree, learning, n) if is_apart else None
+    return Cut(tree, learning, beside, root, blocks, trained_root, trained_blocks, ends)
+
+
+def _root(tree: Layout, n: Int, symbol: str, *, is_empty: bool) -> Group:
+    return group_of(() if is_empty else (*tree.embeddings, *tree.tail), n, symbol)
+
+
+def _ends(tree: Layout, learning: Layout, n: Int) -> Ends:
+    embedding, head = group_of(tree.embeddings, n, "embedding"), group_of(tree.tail, n, "head")
     if learning is tree:
-        return Cut(tree, learning, beside, root, blocks, root, blocks)
-    return Cut(tree, learning, beside, root, blocks, *_trained_groups(learning, n))
+        return Ends(embedding, head, embedding, head)
+    trained = group_of(learning.embeddings, n, "trained_embedding"), group_of(learning.tail, n, "trained_head")
+    return Ends(embedding, head, *trained)
 
 
 def _parameters(
@@ -122,12 +160,6 @@ def _local_layout(model: ModelSpec, ep: int) -> Layout:
     from zeroplan.engines.fsdp2.experts import local_layout  # noqa: PLC0415  as above
 
     return local_layout(model, ep)
-
-
-def _trained_groups(learning: Layout, n: Int) -> tuple[Group, tuple[Group, ...]]:
-    """What is trained of the root group and of each kind of block, where weights are frozen."""
-    root = group_of((*learning.embeddings, *learning.tail), n, "trained_root")
-    return root, tuple(group_of(run.parameters, n, f"trained_{run.kind}") for run in learning.runs)
 
 
 def group_of(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
@@ -187,28 +219,29 @@ def _chunk(parameter: Parameter, repeat: int, *, n: Int, in_block: bool) -> Loca
 
 def parameter_lines(cut: Cut, width: Widths, *, frozen: int) -> tuple[tuple[Line, ...], str]:
     """This rank's chunks, and the symbol of those that are trained; ``frozen`` is the width of what is not. [bytes]"""
-    if cut.trained_root is cut.root:  # nothing is frozen
-        return (_parameter_line(cut.tree, cut.root, cut.blocks, width.stored),), "P/N"
+    every, trained = _shards(cut, trained=False), _shards(cut, trained=True)
+    if not cut.is_partly_frozen:
+        return (_parameter_line(every, width.stored, "every parameter", "P/N"),), "P/N"
     symbol = "P_trained/N"
-    learning = _parameter_line(cut.tree, cut.trained_root, cut.trained_blocks, width.stored, what="trained", symbol=symbol)
-    return (_frozen_line(cut, frozen), learning), symbol
+    learning = _parameter_line(trained, width.stored, "every trained parameter", symbol)
+    return (_parameter_line(every - trained, frozen, "every frozen parameter", "(P - P_trained)/N"), learning), symbol
 
 
-def _parameter_line(
-    tree: Layout, root: Group, blocks: tuple[Group, ...], stored: int, *, what: str = "", symbol: str = "P/N"
-) -> Line:  # fmt: skip
-    elements: Int = root.shard
-    for run, group in zip(tree.runs, blocks, strict=True):
+def _shards(cut: Cut, *, trained: bool) -> Int:
+    """This rank's chunks of all units. [elements]"""
+    outside, blocks = [cut.trained_root if trained else cut.root], cut.trained_blocks if trained else cut.blocks
+    if cut.ends is not None:
+        outside += cut.ends[2:] if trained else cut.ends[:2]
+    elements: Int = 0
+    for group in outside:
+        elements = elements + group.shard
+    for run, group in zip(cut.tree.runs, blocks, strict=True):
         elements = elements + run.layers * group.shard
-    every = f"every {what} parameter" if what else "every parameter"
-    return Line(Kind.PARAMETERS, stored * elements, f"this rank's chunk of {every}", f"{stored}·{symbol}", SHARD)
+    return elements
 
 
-def _frozen_line(cut: Cut, width: int) -> Line:
-    """What is not trained of the root group and of each kind of block."""
-    groups, trained = (cut.root, *cut.blocks), (cut.trained_root, *cut.trained_blocks)
-    root, *blocks = (group._replace(shard=group.shard - one.shard) for group, one in zip(groups, trained, strict=True))
-    return _parameter_line(cut.tree, root, tuple(blocks), width, what="frozen", symbol="(P - P_trained)/N")
+def _parameter_line(elements: Int, width: int, which: str, symbol: str) -> Line:
+    return Line(Kind.PARAMETERS, width * elements, f"this rank's chunk of {which}", f"{width}·{symbol}", SHARD)
 
 
 def on_host(line: Line) -> Line:

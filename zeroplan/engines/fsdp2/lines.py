@@ -10,24 +10,22 @@ from zeroplan.engines.fsdp2.plan import REDUCE, Plan
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, maximum, where
 
-OUTSIDE = "embedding, final norm and head, from forward to the end of backward"
-
-
 # --- parameters -------------------------------------------------------------------------------------------------------
 
 
 def gather_buffer(plan: Plan, group: ParamGroup, words: str = "gathered") -> Line:
     """The all-gather buffer of a group, on a stream of its own. [bytes]"""
     width = plan.width.compute
-    formula = _formula(width, group.whole, group.gate)
-    return Line(Kind.GATHER, group.gathers * width * group.padded, f"{group.words}, {words}", formula, GATHER)
+    n_bytes = group.gathers * width * group.padded
+    formula = group.said(n_bytes, _formula(width, group.whole, group.gate))
+    return Line(Kind.GATHER, n_bytes, f"{group.words}, {words}", formula, GATHER)
 
 
 def unsharded(plan: Plan, group: ParamGroup) -> Line:
     """A group's parameters, copied out of the buffer. [bytes]"""
-    width = plan.width.compute
-    reason = OUTSIDE if group.is_root else f"{group.words}, copied out for use"
-    return Line(Kind.UNSHARDED_PARAMETERS, width * group.padded, reason, _formula(width, group.whole), COPY_OUT)
+    n_bytes = plan.width.compute * group.padded
+    formula = group.said(n_bytes, _formula(plan.width.compute, group.whole))
+    return Line(Kind.UNSHARDED_PARAMETERS, n_bytes, f"{group.words}, copied out for use", formula, COPY_OUT)
 
 
 def chunk_to_gather(plan: Plan, group: ParamGroup, copied: ParamGroup) -> tuple[Line, ...]:
@@ -37,9 +35,9 @@ def chunk_to_gather(plan: Plan, group: ParamGroup, copied: ParamGroup) -> tuple[
     """
     if not (plan.width.mixed or plan.offloaded):
         return ()
-    width = plan.width.compute
-    formula = _formula(width, copied.share, group.gate)
-    return (Line(Kind.GATHER, group.gathers * width * copied.shard, f"{group.words}, this rank's chunk, cast", formula, GATHER),)
+    n_bytes = group.gathers * plan.width.compute * copied.shard
+    formula = group.said(n_bytes, _formula(plan.width.compute, copied.share, group.gate))
+    return (Line(Kind.GATHER, n_bytes, f"{group.words}, this rank's chunk, cast", formula, GATHER),)
 
 
 def smaller_chunk_to_gather(plan: Plan, unit: Group, copied: Group) -> tuple[Line, ...]:
@@ -61,16 +59,16 @@ def copying_out(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
     Experts that are sharded along dim 1 are copied once more. A single rank casts its parameters one after the other.
     """
     if not group.are_experts:
-        return _cast_alone(plan, unit)
+        return _cast_alone(plan, unit, group)
     width = plan.width.compute
     alone = width * group.by_the_way if plan.width.mixed else 0
     n_bytes = group.narrow * width * group.padded + (1 - group.gathers) * alone
     again = f"{group.narrow}·{width}·{group.whole}" if isinstance(group.narrow, int) else ""
-    formula = f"{again} + (1 - min(1, F-1))·{alone}" if again else ""
+    formula = group.said(n_bytes, f"{again} + (1 - min(1, F-1))·{alone}" if again else "")
     return (Line(Kind.GATHER, n_bytes, "experts, cast or copied once more on their way out", formula, COPY_OUT),)
 
 
-def _cast_alone(plan: Plan, unit: Group) -> tuple[Line, ...]:
+def _cast_alone(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
     """A single rank gathers nothing: what it casts, or fetches, beside the unsharded parameters. [bytes]
 
     Beside adapters, frozen weights are neither cast nor fetched, and the rest is small.
@@ -80,8 +78,9 @@ def _cast_alone(plan: Plan, unit: Group) -> tuple[Line, ...]:
         return ()
     width = plan.width.compute
     elements = unit.alone_from_host if plan.width.mixed and plan.offloaded else unit.alone
-    formula, reason = f"(1 - min(1, N-1))·{product(width, elements)}", "its parameters, one after the other"
-    return (Line(Kind.GATHER, (1 - plan.gathers) * width * elements, reason, formula, ALONE),)
+    n_bytes: Int = (1 - plan.gathers) * width * elements
+    formula = group.said(n_bytes, f"(1 - min(1, N-1))·{product(width, elements)}")
+    return (Line(Kind.GATHER, n_bytes, "its parameters, one after the other", formula, ALONE),)
 
 
 def cut_to_smaller_shards(plan: Plan, run: int) -> Line:
@@ -102,7 +101,9 @@ def own_smaller_shard(plan: Plan, unit: Group) -> tuple[Line, ...]:
         return ()
     width = plan.width.compute
     reason = "this block's smaller shard, until it is copied out"
-    return (Line(Kind.UNSHARDED_PARAMETERS, width * smaller_shard(plan, unit), reason, f"{width}·Q_{unit.symbol}", POST_FORWARD),)
+    return (
+        Line(Kind.UNSHARDED_PARAMETERS, width * smaller_shard(plan, unit), reason, f"{width}·Q_{unit.symbol}", POST_FORWARD),
+    )
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -110,8 +111,8 @@ def own_smaller_shard(plan: Plan, unit: Group) -> tuple[Line, ...]:
 
 def reduce_input(plan: Plan, group: ParamGroup) -> Line:
     """The input of a reduce-scatter: the whole group in the reduction's dtype. [bytes]"""
-    width, words = plan.reduce_bytes, "the root group" if group.is_root else group.words
-    return Line(Kind.REDUCE, width * group.padded, f"{words}, reduce-scatter input", _formula(width, group.whole), REDUCE)
+    width = plan.reduce_bytes
+    return Line(Kind.REDUCE, width * group.padded, f"{group.words}, reduce-scatter input", _formula(width, group.whole), REDUCE)
 
 
 def copied_width(plan: Plan) -> tuple[Int, str]:
@@ -132,39 +133,44 @@ def _widths(reduced: int, compute: int) -> str:
 
 def copied_or_reduced(plan: Plan, group: ParamGroup) -> Line:
     """Gradients while they are copied into the input, then the output beside it, with its cast. [bytes]"""
-    if group.are_experts:
-        return _experts_copied_or_reduced(plan, group)
     copied, formula = copied_width(plan)
+    if group.are_experts:
+        n_bytes = experts_copied_or_reduced(plan, group, copied)
+        formula = _of_experts(plan, group, formula)
+        return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, _EXPERTS_REDUCED, formula, REDUCE)
     out = reduce_output_width(plan)
     made = maximum(copied * group.numel, out * group.shard)
-    reason = "this block's while copied in, or the reduce-scatter output"
-    return Line(
-        Kind.UNSHARDED_GRADIENTS, made, reason, _larger(f"{formula}·{group.plain}", f"{out}·{group.share}"), REDUCE
-    )
+    reason = f"{group.words}, while copied in, or the reduce-scatter output"
+    return Line(Kind.UNSHARDED_GRADIENTS, made, reason, _larger(f"{formula}·{group.plain}", f"{out}·{group.share}"), REDUCE)
 
 
-def _experts_copied_or_reduced(plan: Plan, group: ParamGroup) -> Line:
-    """The same of experts. [bytes]
+def experts_copied_or_reduced(plan: Plan, group: ParamGroup, copied: Int) -> Int:
+    """The same of experts, whose gradients are ``copied`` bytes wide. [bytes]
 
     Gradients of weights that are chunked along dim 1 are joined anew first, and the last original stays. Where no other rank has
-    the same experts, torch 2.13 divides the sum out of place, by one. Torch 2.15 does neither (``_default_reduce_scatter_input_fn``).
+    the same experts, torch 2.13 divides the sum out of place, by one. Torch 2.15 does neither
+    (``_default_reduce_scatter_input_fn``).
     """
-    copied, formula = copied_width(plan)
-    out, reason = reduce_output_width(plan), "the experts' while copied in, or the reduce-scatter output"
+    out = reduce_output_width(plan)
     if plan.of_torch_2_15:
-        made = maximum(copied * group.numel, out * group.shard)
-        return Line(
-            Kind.UNSHARDED_GRADIENTS, made, reason, _larger(f"{formula}·{group.plain}", f"{out}·{group.share}"), REDUCE
-        )
+        return maximum(copied * group.numel, out * group.shard)
     narrow = group.narrow * copied * group.last
     divided = (1 - group.gathers) * plan.reduce_bytes * group.padded
-    made = maximum(copied * group.numel + narrow, out * group.shard + narrow, plan.reduce_bytes * group.shard + divided)
+    return maximum(copied * group.numel + narrow, out * group.shard + narrow, plan.reduce_bytes * group.shard + divided)
+
+
+_EXPERTS_REDUCED = "the experts' while copied in, or the reduce-scatter output"
+
+
+def _of_experts(plan: Plan, group: ParamGroup, copied: str) -> str:
+    out = reduce_output_width(plan)
+    if plan.of_torch_2_15:
+        return _larger(f"{copied}·{group.plain}", f"{out}·{group.share}")
     if not isinstance(group.narrow, int):
-        return Line(Kind.UNSHARDED_GRADIENTS, made, reason, "", REDUCE)
-    last = f"{group.narrow}·{formula}·{group.last}"
+        return ""
+    last = f"{group.narrow}·{copied}·{group.last}"
     alone = f"{plan.reduce_bytes}·{group.share} + (1 - min(1, F-1))·{plan.reduce_bytes}·{group.whole}"
-    formula = f"max({formula}·{group.plain} + {last}, {out}·{group.share} + {last}, {alone})"
-    return Line(Kind.UNSHARDED_GRADIENTS, made, reason, formula, REDUCE)
+    return f"max({copied}·{group.plain} + {last}, {out}·{group.share} + {last}, {alone})"
 
 
 def waiting_gradients(plan: Plan, group: ParamGroup) -> Line:
@@ -180,7 +186,10 @@ def waiting_gradients(plan: Plan, group: ParamGroup) -> Line:
 
 
 def fresh_shard(plan: Plan, group: ParamGroup) -> Line:
-    """A group's chunk of the reduced gradients, until the whole block is reduced; none where it is added to an earlier one. [bytes]"""
+    """A group's chunk of the reduced gradients, until the whole block is reduced. [bytes]
+
+    None where it is added to an earlier micro-batch's.
+    """
     once, first = (1 - plan.several, "(1-M)·") if plan.recipe.sync_every_micro_batch else (1, "")
     stored = plan.width.stored
     reason = f"{group.words}, this rank's chunk of the gradients"

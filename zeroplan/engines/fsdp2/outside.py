@@ -4,7 +4,8 @@ from functools import lru_cache
 
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2 import buffers, lines
-from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan, shards_formula
+from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.plan import REDUCE, Plan, shards_formula, sum_of
 from zeroplan.engines.fsdp2.runtime import Runtime
 from zeroplan.engines.positions import Position
 from zeroplan.engines.sources import ACCUMULATE, INPUT_BUFFER
@@ -27,25 +28,26 @@ def earlier_shards(plan: Plan) -> tuple[Line, ...]:
     return (plan.gradient_shards(tuple(0 for _ in plan.blocks), "of earlier micro-batches"),)
 
 
-def reduced(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
+def reduced(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...] = ()) -> tuple[Line, ...]:
     """What the reduction of these layers has left: shards, and with replicas what their all-reduce still holds. [bytes]
 
     The all-reduce's own buffer stays until the end of backward. It is the shard of the gradients itself, and costs nothing, in
     the first micro-batch, in the shards' dtype, on the GPU. Elsewhere the shards are a copy of it, or it was added to them.
     """
-    shards = plan.gradient_shards(layers, "of the blocks above")
+    shards = plan.gradient_shards(layers, "reduced so far", outside)
     is_the_shard = plan.reduce_bytes == plan.width.stored and not plan.offloaded
     if is_the_shard and not plan.recipe.sync_every_micro_batch:
         return (shards,)
     apart = plan.replicated * (plan.several if is_the_shard else 1)
-    formula = _replicas_formula("R·M" if is_the_shard else "R", plan.reduce_bytes, layers, plan.trained_kinds)
-    held = apart * plan.reduce_bytes * plan.trained_shards(layers)
+    words = "R·M" if is_the_shard else "R"
+    formula = _replicas_formula(words, plan.reduce_bytes, layers, plan.trained_kinds, sum_of("P", outside))
+    held = apart * plan.reduce_bytes * plan.trained_shards(layers, outside)
     return (shards, Line(Kind.REDUCE, held, "all-reduces over replicas, held until backward ends", formula, _REPLICAS))
 
 
 @lru_cache(maxsize=4096)
-def _replicas_formula(where_apart: str, width: int, layers: tuple[int, ...], kinds: tuple[str, ...]) -> str:
-    return f"{where_apart}·{shards_formula(width, layers, kinds, root='')}"
+def _replicas_formula(where_apart: str, width: int, layers: tuple[int, ...], kinds: tuple[str, ...], outside: str) -> str:
+    return f"{where_apart}·{shards_formula(width, layers, kinds, outside=outside)}"
 
 
 def made_in_a_block(plan: Plan, point: BackwardPoint) -> Line:
@@ -107,7 +109,7 @@ def shared_at_embedding(plan: Plan) -> tuple[Line, ...]:
     """What of the tables for all blocks is alive when the embedding goes backward."""
     if plan.at_embedding is not None or plan.shared_sequences:
         return plan.head.at_embedding
-    return plan.head.shared if plan.head.below_blocks else ()
+    return plan.head.shared if plan.head.below_blocks or plan.loss_in_loop else ()
 
 
 def backward_of_the_embedding(plan: Plan, trace: Trace) -> None:
@@ -170,14 +172,15 @@ def not_reduced(plan: Plan) -> tuple[Moment, ...]:
         return ()
     last = _sum(plan) if plan.sums_tied else buffers.flowing(plan, "gradient that flows into the embedding")
     name = "backward of the embedding, gradients not to be reduced yet"
-    (blocks,) = plan.left_behind(plan.every_layer, root=False)
-    alive = (*plan.persistent, buffers.root_unsharded(plan), blocks, _root_not_reduced(plan), last)
+    (blocks,) = plan.left_behind(plan.every_layer)
+    alive = (*plan.persistent, *buffers.outside_unsharded(plan), blocks, _root_not_reduced(plan), last)
     return (Moment(name, Phase.BACKWARD, alive),)
 
 
 def _root_not_reduced(plan: Plan) -> Line:
     """The root group's gradients there: those of earlier micro-batches and this one's. [bytes]"""
-    width, root, tied = plan.width.compute, plan.trained_root.numel, plan.tied_head_elements
+    width, tied = plan.width.compute, plan.tied_head_elements
+    root = sum(group.numel for group in plan.trained_outside)
     if plan.cast_on_arrival:
         return _cast_not_reduced(plan, root)
     earlier = plan.embedding_elements - tied + plan.waiting_elements if plan.adds_up else root

@@ -6,6 +6,7 @@ _fsdp_param_group.py, FSDPParamGroup).
 
 from typing import NamedTuple
 
+from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.numeric import Int
 
@@ -30,7 +31,7 @@ class ParamGroup(NamedTuple):
     gate: str
     """What formulas call ``gathers``, as a last factor."""
     words: str
-    """What a line says of it: whose parameters they are."""
+    """Whose parameters a line says they are."""
     narrow: Int = 0
     """1 where the parameters are sharded along dim 1, else 0."""
     by_the_way: int = 0
@@ -38,22 +39,28 @@ class ParamGroup(NamedTuple):
     last: int = 0
     """Of the last parameter."""
     are_experts: bool = False
-    is_root: bool = False
+    in_numbers: bool = False
+    """Formulas write bytes, since stages of a pipeline are of several sizes and have no symbols."""
+
+    def said(self, n_bytes: Int, formula: str) -> str:
+        """The formula of so many bytes."""
+        return product(1, n_bytes) if self.in_numbers else formula
 
 
-def param_groups(group: Group, gathers: Int, *, is_root: bool = False) -> tuple[ParamGroup, ...]:
+def param_groups(group: Group, gathers: Int, words: str, *, in_numbers: bool = False) -> tuple[ParamGroup, ...]:
     """A unit's parameter groups, in the order in which they are gathered in forward."""
     symbol = group.symbol
     if group.experts is None:
         names = f"P_{symbol}", f"P_{symbol}/N", f"G_{symbol}"
-        words = "the root group's" if is_root else "this block's"
         sizes = group.shard, group.padded, group.numel
-        return (ParamGroup(*sizes, *names, gathers, "·min(1, N-1)", words, is_root=is_root),)
+        return (ParamGroup(*sizes, *names, gathers, "·min(1, N-1)", words, in_numbers=in_numbers),)
     one, rest = group.experts, group.beside_experts
     names = f"D_{symbol}", f"D_{symbol}/N", f"(G_{symbol} - Y_{symbol})"
-    beside = ParamGroup(rest.shard, rest.padded, rest.numel, *names, 1, "", "this block's beside its experts")
+    beside = ParamGroup(
+        rest.shard, rest.padded, rest.numel, *names, 1, "", "this block's beside its experts", in_numbers=in_numbers
+    )
     experts = ParamGroup(
         one.shard, one.padded, one.numel, f"X_{symbol}", f"X_{symbol}/F", f"Y_{symbol}", one.gathers, "·min(1, F-1)",
-        "this block's experts", one.narrow, one.by_the_way, one.last, are_experts=True,
+        "this block's experts", one.narrow, one.by_the_way, one.last, are_experts=True, in_numbers=in_numbers,
     )  # fmt: skip
     return beside, experts

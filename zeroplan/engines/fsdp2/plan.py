@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.block_runs import recompute_of, run_pass
 from zeroplan.engines.formulas import blocks_sum, product
-from zeroplan.engines.fsdp2.groups import Group, cut_of, local_tensors, on_host, parameter_lines
+from zeroplan.engines.fsdp2.groups import Ends, Group, cut_of, local_tensors, on_host, parameter_lines
 from zeroplan.engines.optimizers import LocalTensor, implementation_of, state_lines
 from zeroplan.engines.outside import outside
 from zeroplan.engines.positions import Position, corners, walk
@@ -62,6 +62,8 @@ class Plan(NamedTuple):
     trained_root: Group
     trained_blocks: tuple[Group, ...]
     """What of the groups gets gradients: all of them, unless weights are frozen."""
+    ends: Ends | None
+    """Units of their own outside the blocks. The root group is then empty."""
     cast_too: bool
     """What is frozen is cast before it is gathered, as wide as what is trained; beside adapters it is in the compute dtype."""
     trained_kinds: tuple[str, ...]
@@ -77,6 +79,8 @@ class Plan(NamedTuple):
     head: HeadPass
     at_embedding: AtEmbedding | None
     """What a split embedding's backward takes."""
+    is_a_stage: bool
+    """It is of a pipeline's stage, not of a whole model."""
     shared_sequences: bool
     """Context-parallel ranks share every sequence."""
     recomputes: tuple[Recompute, ...]
@@ -114,6 +118,11 @@ class Plan(NamedTuple):
         return 0 if self.recipe.loss == "chunked" else self.tied_head_elements
 
     @property
+    def loss_in_loop(self) -> bool:
+        """Whether the training loop works the loss out, after the model's forward, as torchtitan's does."""
+        return self.recipe.fsdp2.modules == "torchtitan"
+
+    @property
     def sums_tied(self) -> bool:
         """Whether a tied head's gradient and the embedding's are summed out of place: Liger's loss gives one that is added to."""
         return bool(self.waiting_elements) and self.recipe.loss == "full"
@@ -132,48 +141,65 @@ class Plan(NamedTuple):
         return self.of_torch_2_15 and self.reduce_bytes != self.width.compute
 
     @property
+    def outside(self) -> tuple[Group, ...]:
+        """The units outside the blocks."""
+        return (self.root,) if self.ends is None else (self.ends.embedding, self.ends.head)
+
+    @property
+    def trained_outside(self) -> tuple[Group, ...]:
+        """What of them gets gradients."""
+        return (self.trained_root,) if self.ends is None else (self.ends.trained_embedding, self.ends.trained_head)
+
+    @property
     def padded(self) -> Int:
         """All parameters with their padding. [elements]"""
-        return self.n * self.shards(self.every_layer, root=True)
+        return self.n * _shards(self.outside, self.blocks, self.every_layer)
 
     @property
     def numel(self) -> int:
         """All parameters without padding. [elements]"""
-        return self.root.numel + sum(run.layers * group.numel for run, group in zip(self.runs, self.blocks, strict=True))
+        in_blocks = sum(run.layers * group.numel for run, group in zip(self.runs, self.blocks, strict=True))
+        return in_blocks + sum(group.numel for group in self.outside)
 
-    def shards(self, layers: tuple[int, ...], *, root: bool = False) -> Int:
-        """This rank's chunks of so many layers of each run, and of the root group. [elements]"""
-        return _shards(self.root, self.blocks, layers, root=root)
+    @property
+    def is_partly_frozen(self) -> bool:
+        """Whether some parameters get no gradients."""
+        return self.trained_blocks is not self.blocks
 
     @property
     def trained_symbol(self) -> str:
         """What formulas call the padded parameters that get gradients."""
-        return "P" if self.trained_root is self.root else "P_trained"
+        return "P_trained" if self.is_partly_frozen else "P"
 
-    @property
-    def trained_root_symbol(self) -> str:
-        """Kind of what is trained in the root group; nothing where it is frozen."""
-        return self.trained_root.symbol if self.trained_root.numel else ""
+    def trained_shards(self, layers: tuple[int, ...], outside: tuple[Group, ...] = ()) -> Int:
+        """This rank's chunks of what gets gradients in so many layers of each run, and in units outside them. [elements]"""
+        return _shards(outside, self.trained_blocks, layers)
 
-    def trained_shards(self, layers: tuple[int, ...], *, root: bool = False) -> Int:
-        """This rank's chunks of what gets gradients. [elements]"""
-        return _shards(self.trained_root, self.trained_blocks, layers, root=root)
-
-    def gradient_shards(self, layers: tuple[int, ...], when: str, *, root: bool = False) -> Line:
+    def gradient_shards(self, layers: tuple[int, ...], when: str, outside: tuple[Group, ...] = ()) -> Line:
         """This rank's chunk of the gradients of these layers; of all, where earlier micro-batches have left theirs."""
-        line = self.reduced_gradients(layers, when, root=root)
+        line = self.reduced_gradients(layers, when, outside)
         return on_host(line) if self.offloaded else line
 
-    def reduced_gradients(self, layers: tuple[int, ...], when: str, *, root: bool = False) -> Line:
+    def reduced_gradients(self, layers: tuple[int, ...], when: str, outside: tuple[Group, ...] = ()) -> Line:
         """The same, wherever its memory is."""
         stored, earlier_too = self.width.stored, self.recipe.sync_every_micro_batch
-        now = self.trained_shards(layers, root=root)
+        now = self.trained_shards(layers, outside)
         if earlier_too and not (isinstance(self.several, int) and not self.several):
-            now = maximum(now, self.several * self.trained_shards(self.every_layer, root=True))
-        symbol = self.trained_root_symbol if root else ""
+            now = maximum(now, self.several * self.trained_shards(self.every_layer, self.trained_outside))
         earlier = f"{stored}·M·{self.trained_symbol}/N" if earlier_too else ""
-        reason, formula = _reduced_in_words(stored, layers, self.trained_kinds, when, symbol, earlier)
+        reason, formula = _reduced_in_words(stored, layers, self.trained_kinds, when, sum_of("P", outside), earlier)
         return Line(Kind.GRADIENTS, stored * now, reason, formula, REDUCE)
+
+    def left_behind(self, layers: tuple[int, ...], outside: tuple[Group, ...] = ()) -> tuple[Line, ...]:
+        """Whole gradients that earlier micro-batches left (``no_sync``) of units that are not reduced yet. [bytes]"""
+        if self.recipe.sync_every_micro_batch:
+            return ()
+        elements = sum(group.numel for group in outside)
+        for count, group in zip(layers, self.trained_blocks, strict=True):
+            elements += count * group.numel
+        formula = left_formula(self.reduce_bytes, layers, self.trained_kinds, outside=sum_of("G", outside))
+        reason = "whole gradients accumulated by earlier micro-batches"
+        return (Line(Kind.UNSHARDED_GRADIENTS, self.several * self.reduce_bytes * elements, reason, formula, ACCUMULATE),)
 
     def fresh(self, made: int, current: int = 0, *, waiting: int = 0) -> tuple[Int, str]:
         """Gradients of this micro-batch that stand beside those of earlier ones, and their formula. [bytes]
@@ -187,24 +213,19 @@ class Plan(NamedTuple):
         beside = (1 - self.several) * made + self.several * current + waiting
         return width * beside, _fresh_formula(width, made, current, waiting)
 
-    def left_behind(self, layers: tuple[int, ...], *, root: bool = True) -> tuple[Line, ...]:
-        """Whole gradients that earlier micro-batches left (``no_sync``) of layers that are not reduced yet. [bytes]"""
-        if self.recipe.sync_every_micro_batch:
-            return ()
-        elements = self.trained_root.numel if root else 0
-        for count, group in zip(layers, self.trained_blocks, strict=True):
-            elements += count * group.numel
-        symbol = self.trained_root_symbol if root else ""
-        formula = left_formula(self.reduce_bytes, layers, self.trained_kinds, root=symbol)
-        reason = "whole gradients accumulated by earlier micro-batches"
-        return (Line(Kind.UNSHARDED_GRADIENTS, self.several * self.reduce_bytes * elements, reason, formula, ACCUMULATE),)
 
-
-def _shards(outside: Group, blocks: tuple[Group, ...], layers: tuple[int, ...], *, root: bool) -> Int:
-    elements: Int = outside.shard if root else 0
+def _shards(outside: tuple[Group, ...], blocks: tuple[Group, ...], layers: tuple[int, ...]) -> Int:
+    elements: Int = 0
+    for group in outside:
+        elements = elements + group.shard
     for count, group in zip(layers, blocks, strict=True):
         elements = elements + count * group.shard
     return elements
+
+
+def sum_of(letter: str, outside: tuple[Group, ...]) -> str:
+    """What formulas call the parameters of units outside the blocks; nothing where none is there or all are frozen."""
+    return " + ".join([f"{letter}_{group.symbol}" for group in outside if group.numel])
 
 
 def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, part: Layout | None = None) -> Plan:
@@ -215,15 +236,24 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
     tp, ep, cp = int(mesh.tp), int(mesh.ep), int(mesh.cp)  # one number in a grid too
     width, n = widths(recipe.precision), mesh.dp_shard * cp
     first = first_recomputed(model, recipe)
-    cut, compute = cut_of(model, width, n, part=part, first=first, tp=tp, ep=ep), compute_of(recipe, tp=tp, ep=ep, cp=cp)
+    cut, compute = (
+        cut_of(model, width, n, part=part, first=first, tp=tp, ep=ep, ends_apart=recipe.fsdp2.shards_ends),
+        compute_of(recipe, tp=tp, ep=ep, cp=cp),
+    )
     tree, learning = cut.tree, cut.learning
     passes = tuple(run_pass(model, run, compute, batch) for run in tree.runs)
+    head = outside(model, recipe, batch, tp=tp, cp=cp)
     recomputes = tuple(recompute_of(run, compute) for run in tree.runs)
     impl = implementation_of(recipe)
     tensors = local_tensors(learning, n, ep)
     parameters, symbol = parameter_lines(cut, width, frozen=width.stored if model.frozen else width.compute)
     optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=symbol)
     persistent = (*parameters, *cut.beside, *optimizer, *tree.buffers)
+    if recipe.fsdp2.modules == "torchtitan":
+        from zeroplan.engines.fsdp2.torchtitan import passes_of  # noqa: PLC0415  only its jobs pay for it
+
+        block, head, rotations = passes_of(model, recipe, batch)
+        passes, persistent = (block,), (*persistent, rotations)
     in_the_loop = () if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
     return Plan(
         recipe=recipe,
@@ -248,6 +278,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         blocks=cut.blocks,
         trained_root=cut.trained_root,
         trained_blocks=cut.trained_blocks,
+        ends=cut.ends,
         cast_too=model.adapter is None,
         trained_kinds=tuple(group.symbol for group in cut.trained_blocks),
         tail_elements=sum(parameter.numel for parameter in learning.tail),
@@ -255,11 +286,12 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         embedding_elements=max((parameter.numel for parameter in learning.embeddings if len(parameter.shape) > 1), default=0),
         last_root_elements=next((one.numel for one in (*tree.tail[::-1], *tree.embeddings[::-1])), 0),
         passes=passes,
-        head=outside(model, recipe, batch, tp=tp, cp=cp),
+        head=head,
         at_embedding=None if tp == 1 else _at_embedding(model, compute, batch),
         recomputes=recomputes,
         kept=tuple(total_bytes(one.kept(again)) for one, again in zip(passes, recomputes, strict=True)),
         persistent=(*(tuple(map(on_host, persistent)) if recipe.fsdp2.cpu_offload else persistent), *in_the_loop),
+        is_a_stage=part is not None,
         shared_sequences=cp > 1,
         in_host_memory=persistent if recipe.fsdp2.cpu_offload else (),
     )
@@ -292,20 +324,20 @@ def _every_parameter(tree: Layout) -> tuple[Parameter, ...]:
 
 
 @lru_cache(maxsize=4096)
-def shards_formula(width: int, layers: tuple[int, ...], symbols: tuple[str, ...], *, root: str) -> str:
+def shards_formula(width: int, layers: tuple[int, ...], symbols: tuple[str, ...], *, outside: str) -> str:
     """The chunks of so many layers of each run, in symbols.
 
-    >>> shards_formula(4, (31,), ("dense",), root="root")
+    >>> shards_formula(4, (31,), ("dense",), outside="P_root")
     '4·(31·P_dense + P_root)/N'
     """
-    return f"{width}·({blocks_sum('P', layers, symbols, f'P_{root}' if root else '')})/N"
+    return f"{width}·({blocks_sum('P', layers, symbols, outside)})/N"
 
 
 @lru_cache(maxsize=4096)
 def _reduced_in_words(
-    width: int, layers: tuple[int, ...], kinds: tuple[str, ...], when: str, root: str, earlier: str
+    width: int, layers: tuple[int, ...], kinds: tuple[str, ...], when: str, outside: str, earlier: str
 ) -> tuple[str, str]:  # fmt: skip
-    formula = shards_formula(width, layers, kinds, root=root)
+    formula = shards_formula(width, layers, kinds, outside=outside)
     return f"this rank's chunk of the gradients, {when}", f"max({formula}, {earlier})" if earlier else formula
 
 
@@ -315,10 +347,10 @@ def _fresh_formula(width: int, made: int, current: int, waiting: int) -> str:
 
 
 @lru_cache(maxsize=4096)
-def left_formula(width: int, layers: tuple[int, ...], symbols: tuple[str, ...], *, root: str) -> str:
+def left_formula(width: int, layers: tuple[int, ...], symbols: tuple[str, ...], *, outside: str) -> str:
     """Whole gradients that earlier micro-batches left, in symbols.
 
-    >>> left_formula(4, (31,), ("dense",), root="root")
+    >>> left_formula(4, (31,), ("dense",), outside="G_root")
     '4·M·(31·G_dense + G_root)'
     """
-    return f"{width}·M·({blocks_sum('G', layers, symbols, f'G_{root}' if root else '')})"
+    return f"{width}·M·({blocks_sum('G', layers, symbols, outside)})"

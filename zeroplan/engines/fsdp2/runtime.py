@@ -7,6 +7,7 @@ Each method is named after what it stands for in torch 2.13, torch/distributed/f
 from collections.abc import Hashable
 
 from zeroplan.engines.fsdp2 import lines
+from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.param_groups import ParamGroup, param_groups
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.ledger import Line, Phase
@@ -16,15 +17,18 @@ from zeroplan.trace import Trace
 class Unit:
     """What one ``fully_shard`` call wraps: a block, or what no other unit has."""
 
-    def __init__(self, plan: Plan, run: int | None, name: str) -> None:
-        """Take the groups of a run's blocks, or of the root where there is no run."""
-        self.name, is_root = name, run is None
-        self.group = plan.root if run is None else plan.blocks[run]
-        trained = plan.trained_root if run is None else plan.trained_blocks[run]
-        self.copied = self.group if plan.cast_too else trained
-        self.groups = param_groups(self.group, plan.gathers, is_root=is_root)
-        self.trained = param_groups(trained, plan.gathers, is_root=is_root)
+    def __init__(self, plan: Plan, name: str, group: Group, trained: Group, words: str = "this block's") -> None:
+        """Take what it gathers, and what of it is trained."""
+        self.name, self.group, in_numbers = name, group, plan.is_a_stage
+        self.copied = group if plan.cast_too else trained
+        self.groups = param_groups(group, plan.gathers, words, in_numbers=in_numbers)
+        self.trained = param_groups(trained, plan.gathers, words, in_numbers=in_numbers)
         self.copied_groups = self.groups if plan.cast_too else self.trained
+
+    @classmethod
+    def of_block(cls, plan: Plan, run: int, name: str) -> "Unit":
+        """A block of a run."""
+        return cls(plan, name, plan.blocks[run], plan.trained_blocks[run])
 
     def gathered(self, index: int) -> Hashable:
         """The key of a group's all-gather buffer."""
@@ -62,6 +66,11 @@ class Runtime:
         """``FSDPCommContext.all_gather_state``: a buffer stays until the next copy-out, so that the two overlap."""
         self.trace.drop("parked")
 
+    def hold_unsharded(self, unit: Unit) -> None:
+        """A unit is unsharded from before."""
+        for index, group in enumerate(unit.groups):
+            self.trace.hold(unit.unsharded(index), lines.unsharded(self.plan, group))
+
     def reshard(self, unit: Unit) -> None:
         """``FSDPParamGroup.reshard``."""
         self.trace.drop(*map(unit.unsharded, range(len(unit.groups))))
@@ -75,16 +84,16 @@ class Runtime:
             self.trace.drop(unit.gathered(index))
         self.trace.drop("own smaller shard")
         if below is not None and self.plan.reshard is not False:
-            self._prefetch(below)
+            self.prefetch(below)
 
     def gather_ahead(self, unit: Unit) -> None:
-        """Gather the group that ran last, before any backward, as the root's hook does (``_backward_prefetch``)."""
+        """Gather the group that ran last, as the root's hook does before the backward (``_backward_prefetch``)."""
         index = len(unit.groups) - 1
         if self.plan.reshard is not False and not self.trace.has(unit.gathered(index)):
             buffer = lines.gather_buffer(self.plan, unit.groups[index], "gathered ahead of its backward")
             self.trace.put(unit.gathered(index), buffer)
 
-    def _prefetch(self, unit: Unit) -> None:
+    def prefetch(self, unit: Unit) -> None:
         """``FSDPParamGroup._backward_prefetch``: a block's experts first."""
         for index, group in reversed(list(enumerate(unit.groups))):
             buffer = lines.gather_buffer(self.plan, group, "gathered ahead of its backward")
@@ -122,7 +131,8 @@ class Runtime:
             self.trace.drop(unit.unsharded(index))
             if index == len(unit.trained) - 1:
                 self.drop_reduce_inputs()
-            self._reduce(unit, index, group)
+            if group.numel:
+                self._reduce(unit, index, group)
         self.trace.drop("shard of the experts")
 
     def drop_reduce_inputs(self) -> None:

@@ -1,44 +1,14 @@
-"""FSDP2 over tensor-parallel ranks: what it does otherwise where parameters are DTensors already, and what those ranks send."""
+"""What tensor-parallel ranks send among themselves in a step under FSDP2."""
 
-from collections.abc import Iterator
-
-from zeroplan.engines.formulas import product
-from zeroplan.engines.fsdp2.buffers import cast_early, reduce_input, root_gradients, root_unsharded
 from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan
-from zeroplan.engines.sources import INPUT_BUFFER
-from zeroplan.ledger import Among, Collective, Kind, Line, Moment, Phase
+from zeroplan.ledger import Among, Collective, Phase
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
-from zeroplan.transformer.blocks import AtEmbedding
 from zeroplan.transformer.families.ending import PARALLEL
 from zeroplan.transformer.families.sharded import GATHER, SCATTER
 
-SUM_OF_TIED = "sum of the embedding's and the tied head's gradient"
 #: What the collectives of tensor-parallel ranks are said to carry.
 ACTIVATIONS, ROWS, NORMS = "activations", "sums over the vocabulary", "gradients of norms"
-
-
-def at_the_split_embedding(plan: Plan, at: AtEmbedding, common: tuple[Line, ...], flow: Line) -> Iterator[Moment]:
-    """The gradient of the embedding's output is gathered, makes that of the whole embedding, of which the rank takes its share."""
-    waiting = plan.waiting_elements
-    whole = at.whole._replace(kind=Kind.TEMPORARY) if waiting else at.whole  # untied, it is what the parameter is given
-    made = plan.trained_root.numel + plan.tied_head_elements - waiting
-    alive = (
-        *common,
-        *(() if plan.shared_sequences else plan.head.at_embedding),  # there until the pass ends, and in what is common
-        root_unsharded(plan),
-        *cast_early(plan),
-        reduce_input(plan, plan.trained_blocks[0], "reduce-scatter input of the first block"),
-        root_gradients(plan, made - plan.embedding_elements, waiting=waiting),
-    )
-    yield Moment("backward of the embedding: gathering", Phase.BACKWARD, (*alive, at.gathered, at.by_rank, flow))
-    yield Moment("backward of the embedding", Phase.BACKWARD, (*alive, at.gathered, whole))
-    width, own = plan.width.compute, plan.embedding_elements
-    share = Line(Kind.UNSHARDED_GRADIENTS, width * own, "this rank's share of it", product(width, own), REDUCE)
-    yield Moment("backward of the embedding: this rank's share", Phase.BACKWARD, (*alive, whole, share))
-    if waiting:
-        total = share._replace(reason="sum of the embedding's and the tied head's", source=INPUT_BUFFER)
-        yield Moment(SUM_OF_TIED, Phase.BACKWARD, (*alive, whole, share, total))
 
 
 def split_collectives(

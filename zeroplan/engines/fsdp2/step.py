@@ -3,86 +3,146 @@
 It runs the last micro-batch of a step, with what earlier ones have left. Layers at which memory cannot be highest are left out.
 """
 
+from collections.abc import Iterable
+
 from zeroplan.engines.fsdp2 import buffers, lines, outside
+from zeroplan.engines.fsdp2.groups import Ends, Group
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Runtime, Unit
 from zeroplan.engines.positions import Position
-from zeroplan.ledger import Line, Moment, Phase
+from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.trace import Trace
-from zeroplan.transformer.blocks import At, BackwardPoint
+from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass
 
 
 def moments(plan: Plan, step: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Every moment at which memory can be highest; ``step`` is what is alive in the optimizer's step. [bytes]"""
     trace = Trace()
-    one = _MicroBatch(plan, trace)
+    one = MicroBatch(plan, trace)
     one.forward()
     one.loss()
     one.backward_of_the_ending()
-    one.backward_of_the_blocks()
+    one.blocks_backward()
     one.end_of_backward()
     return (*trace.finished(), *outside.not_reduced(plan), Moment("optimizer step", Phase.STEP, step))
 
 
-class _MicroBatch:
+class _Ends:
+    """Embedding and head as units of their own."""
+
+    def __init__(self, plan: Plan, groups: Ends) -> None:
+        self.embedding = Unit(plan, "the embedding", groups.embedding, groups.trained_embedding, "the embedding's")
+        self.head = Unit(plan, "the last norm and the head", groups.head, groups.trained_head, "the last norm's and the head's")
+        self.reduced = (groups.trained_head,)
+        self.left = (groups.trained_embedding,)
+
+
+class MicroBatch:
     """A micro-batch on its way through the model and back."""
 
     def __init__(self, plan: Plan, trace: Trace) -> None:
         self.plan, self.trace, self.run = plan, trace, Runtime(plan, trace)
-        self.root = Unit(plan, None, "the root group")
-        self.layers = tuple((position, Unit(plan, position.run, position.name)) for position in plan.walk)
+        self.root = Unit(plan, "the root group", plan.root, plan.trained_root, "the root group's")
+        self.ends = None if plan.ends is None else _Ends(plan, plan.ends)
+        self.layers = tuple((position, Unit.of_block(plan, position.run, position.name)) for position in plan.walk)
+
+    @property
+    def left(self) -> tuple[Group, ...]:
+        """Units outside the blocks that are reduced after them."""
+        return self.plan.trained_outside if self.ends is None else self.ends.left
 
     # --- forward --------------------------------------------------------------------------------------------------------
 
     def forward(self) -> None:
+        """The embedding and all blocks."""
         plan, trace = self.plan, self.trace
         trace.put("states", *plan.persistent)
         trace.put("shards", *outside.earlier_shards(plan))
-        trace.put("left", *plan.left_behind(plan.every_layer))
-        self.run.pre_forward(self.root)
+        trace.put("left", *plan.left_behind(plan.every_layer, plan.trained_outside))
+        if self.ends is None:
+            self.run.pre_forward(self.root)
         trace.put("shared", *plan.head.shared)
+        if self.ends is not None:
+            self._embedding_forward(self.ends.embedding)
         trace.put("by name", *plan.head.forward)
+        self.blocks_forward()
+
+    def blocks_forward(self) -> None:
+        """Every block from the first to the last."""
         for position, unit in self.layers:
-            trace.recording = position.is_corner
+            self.trace.recording = position.is_corner
             self._block_forward(position, unit)
             if not position.layer:
-                trace.put("first input", *plan.head.first_input)
-        trace.recording = True
+                self.trace.put("first input", *self.plan.head.first_input)
+        self.trace.recording = True
+
+    def _embedding_forward(self, unit: Unit) -> None:
+        self.run.pre_forward(unit)
+        self.trace.at("forward of the embedding", Phase.FORWARD)
+        self.for_a_while(buffers.flowing(self.plan, "token embeddings")._replace(kind=Kind.ACTIVATIONS))
+        if self.plan.reshard is not False:
+            self.run.reshard(unit)
 
     def _block_forward(self, position: Position, unit: Unit) -> None:
-        plan, trace, one = self.plan, self.trace, self.plan.passes[position.run]
-        self._keep(position.before)
-        trace.put("input", *one.checkpoint)
-        self.run.pre_forward(unit)
+        trace = self.trace
+        self.keep(position.before)
+        trace.shrink("still unsharded", *self.unsharded_beside(position, backward=False))
+        trace.put("input", *self.pass_of(position).checkpoint)
+        self.enter(unit)
         trace.drop("input")
         trace.at(f"forward of {position.name}", Phase.FORWARD)
-        again = plan.recomputes[position.run]
-        inside = (*one.saved, *one.forward) if again == "none" else (*one.kept(again), *one.forward_recompute)
-        self._for_a_while(*one.entered, *inside)
+        self.for_a_while(*self.inside_forward(position))
+        self.leave(position, unit)
+
+    def pass_of(self, position: Position) -> BlockPass:
+        """What a block costs."""
+        return self.plan.passes[position.run]
+
+    def inside_forward(self, position: Position) -> tuple[Line, ...]:
+        """What a block's forward holds at its highest."""
+        one, again = self.pass_of(position), self.plan.recomputes[position.run]
+        return (*one.entered, *one.kept(again), *(one.forward if again == "none" else one.forward_recompute))
+
+    def enter(self, unit: Unit) -> None:
+        """A block is gathered for its forward."""
+        self.run.pre_forward(unit)
+
+    def leave(self, position: Position, unit: Unit) -> None:
+        """A block has run forward. What of it stays unsharded counts in :meth:`unsharded_beside`."""
+        plan, trace = self.plan, self.trace
         if plan.of_torch_2_15 and not isinstance(plan.reshard, bool):
             trace.at(f"forward: resharding {position.name}", Phase.FORWARD)
-            self._for_a_while(*outside.resharding(plan, position))
+            self.for_a_while(*outside.resharding(plan, position))
         self.run.reshard(unit)
 
-    def _keep(self, layers: tuple[int, ...], *, every: bool = False) -> None:
-        """So many layers of each run have run forward and not backward yet: their activations, and parameters not resharded."""
+    def keep(self, layers: tuple[int, ...], *, every: bool = False) -> None:
+        """Hold the activations of so many layers of each run, which have run forward and not backward yet."""
         kept, *_ = buffers.kept(self.plan, layers, every=every)
         self.trace.shrink("kept", kept)
-        self.trace.shrink("still unsharded", *buffers.still_unsharded(self.plan, layers))
 
-    def _for_a_while(self, *some: Line) -> None:
+    def unsharded_beside(self, position: Position, *, backward: bool) -> tuple[Line, ...]:  # noqa: ARG002  a stage needs it
+        """Parameters of other blocks that are unsharded while this one runs, or their smaller shards."""
+        return buffers.still_unsharded(self.plan, position.before)
+
+    def for_a_while(self, *some: Line) -> None:
+        """Allocate lines and free them."""
         self.trace.put("inside", *some)
         self.trace.drop("inside")
 
     def loss(self) -> None:
-        """The root's forward ends after the loss, or before one that comes in chunks."""
+        """The root's forward ends after the loss, or before one that comes in chunks or that the training loop works out."""
         plan, trace = self.plan, self.trace
         trace.drop("by name", "first input")
-        self._keep(plan.every_layer, every=True)
-        if plan.recipe.loss == "chunked":
+        self.keep(plan.every_layer, every=True)
+        trace.shrink("still unsharded", *buffers.still_unsharded(plan, plan.every_layer))
+        if self.ends is not None:
+            self.run.pre_forward(self.ends.head)
+            trace.at(f"forward of {self.ends.head.name}", Phase.FORWARD)
+            self.for_a_while(*plan.head.saved, *plan.head.output)
+        if plan.recipe.loss == "chunked" or plan.loss_in_loop:
             self.run.release_parked()
         trace.at("loss, forward", Phase.LOSS, of_forward=True)
-        self._for_a_while(*plan.head.saved, *plan.head.loss_forward)
+        self.for_a_while(*plan.head.saved, *plan.head.loss_forward)
         self.run.release_parked()
 
     # --- backward -------------------------------------------------------------------------------------------------------
@@ -92,58 +152,104 @@ class _MicroBatch:
         plan, trace = self.plan, self.trace
         trace.put("output", *buffers.output(plan))
         for point in plan.head.points:
-            by_itself = plan.recipe.loss == "chunked" and point.place.at is not At.FINAL_NORM
+            gathers = self._gathers_ahead(point.place.at)
+            if gathers:
+                self._gather_last_block(point)
             trace.at(f"backward of the {point.name}", Phase.LOSS if point.place.at is At.LOSS else Phase.BACKWARD)
-            if not by_itself:
-                self.run.gather_ahead(self.layers[-1][1])
             early = buffers.cast_early(plan, normed=point.place.at is At.FINAL_NORM)
             trace.shrink("root gradients", outside.at_the_ending(plan, point), *early)
-            self._for_a_while(*point.lines)
-            if by_itself and point.current_gradient and plan.cast_on_arrival:
+            self.for_a_while(*point.lines)
+            if not gathers and point.current_gradient and plan.cast_on_arrival:
                 self._cast_from_a_chunk(point)
+        if self.ends is not None:
+            trace.drop("root gradients")
+            trace.hold("leaving", buffers.flowing(plan, "gradient that flows into the last block"))
+            self.run.post_backward(self.ends.head)
+            trace.drop("leaving")
+
+    def _gathers_ahead(self, at: At) -> bool:
+        """Whether the backward of the unit with the head has begun: of the root with the loss, unless that comes in chunks."""
+        if self.ends is not None:
+            return at is not At.LOSS
+        return self.plan.recipe.loss != "chunked" or at is At.FINAL_NORM
+
+    def _gather_last_block(self, point: BackwardPoint) -> None:
+        """The pre-backward hook of the root, or of the unit with the head, gathers what ran before it."""
+        _, last = self.layers[-1]
+        if self.ends is None:
+            self.run.gather_ahead(last)
+        elif self.plan.reshard is not False and not self.trace.has(last.gathered(0)):
+            self.trace.at(f"backward: gathering {last.name}", Phase.BACKWARD)
+            self.trace.hold("entering", *point.before)
+            self.run.prefetch(last)
+            self.trace.drop("entering")
 
     def _cast_from_a_chunk(self, point: BackwardPoint) -> None:
         self.trace.at(f"backward of the {point.name}: cast of its gradient", Phase.BACKWARD)
-        self._for_a_while(outside.cast_of(self.plan, point), *point.handed_on)
+        self.for_a_while(outside.cast_of(self.plan, point), *point.handed_on)
 
-    def backward_of_the_blocks(self) -> None:
+    def blocks_backward(self) -> None:
         """Each block from the last to the first that a gradient reaches."""
-        plan, trace = self.plan, self.trace
-        trace.shrink("root gradients", outside.made_before_blocks(plan), *buffers.cast_early(plan))
+        if self.ends is None:
+            made = outside.made_before_blocks(self.plan), *buffers.cast_early(self.plan)
+            self.trace.shrink("root gradients", *made)
         for at in reversed(range(len(self.layers))):
             position, unit = self.layers[at]
-            if not plan.passes[position.run].points:
+            if not self.plan.passes[position.run].points:
                 break
-            trace.recording = position.is_corner
-            self._block_backward(position, unit, self.layers[at - 1][1] if at else None)
-        trace.recording = True
+            below = self.layers[at - 1][1] if at else None if self.ends is None else self.ends.embedding
+            self.trace.recording = position.is_corner
+            self._block_backward(position, unit, below)
+        self.trace.recording = True
 
     def _block_backward(self, position: Position, unit: Unit, below: Unit | None) -> None:
-        plan, trace, one = self.plan, self.trace, self.plan.passes[position.run]
-        again = plan.recomputes[position.run]
-        own = tuple(count + (run == position.run) for run, count in enumerate(position.before))
-        trace.shrink("shards", *outside.reduced(plan, position.after))
-        trace.shrink("left", *plan.left_behind(own))
-        self._keep(position.before)
+        trace, one, again = self.trace, self.pass_of(position), self.plan.recomputes[position.run]
+        self.gradients_so_far(position)
+        self.keep(position.before)
+        trace.shrink("still unsharded", *self.unsharded_beside(position, backward=True))
         trace.at(f"backward: unsharding {position.name}", Phase.BACKWARD)
-        trace.hold("own smaller shard", *lines.own_smaller_shard(plan, unit.group))
-        trace.put("entering", *one.kept(again), buffers.flowing(plan, "gradient that flows into this block"))
-        self.run.pre_backward(unit, below)
+        trace.hold("own smaller shard", *lines.own_smaller_shard(self.plan, unit.group))
+        trace.put("entering", *one.kept(again), *self.flows_in(position))
+        self.enter_backward(unit, below)
         trace.drop("entering")
-        trace.put("checkpoint", *(() if again == "none" else one.checkpoint_in_backward))
-        for point in one.points:
+        trace.hold("checkpoint", *(() if again == "none" else one.checkpoint_in_backward))
+        for point in self.points(position):
             trace.at(outside.point_of(position.name, point.name), Phase.BACKWARD)
-            self._for_a_while(*point.lines, outside.made_in_a_block(plan, point))
+            self.for_a_while(*point.lines, self.made(point))
         trace.drop("checkpoint")
-        self._reduce_block(position, unit)
+        self.end_block(position, unit)
 
-    def _reduce_block(self, position: Position, unit: Unit) -> None:
+    def points(self, position: Position) -> Iterable[BackwardPoint]:
+        """The moments of a block's backward."""
+        return self.plan.passes[position.run].points
+
+    def made(self, point: BackwardPoint) -> Line:
+        """A block's gradients at one of its moments."""
+        return outside.made_in_a_block(self.plan, point)
+
+    def flows_in(self, position: Position) -> tuple[Line, ...]:  # noqa: ARG002  a stage needs it
+        """The gradient that comes in at a block's end."""
+        return (buffers.flowing(self.plan, "gradient that flows into this block"),)
+
+    def enter_backward(self, unit: Unit, below: Unit | None) -> None:
+        """A block is gathered for its backward, and the one below ahead of its own."""
+        self.run.pre_backward(unit, below)
+
+    def gradients_so_far(self, position: Position) -> None:
+        """Hold what the blocks above have left, and what earlier micro-batches left of the others."""
+        own = tuple(count + (run == position.run) for run, count in enumerate(position.before))
+        shards = outside.reduced(self.plan, position.after, () if self.ends is None else self.ends.reduced)
+        self.trace.shrink("shards", *shards)
+        self.trace.shrink("left", *self.plan.left_behind(own, self.left))
+
+    def end_block(self, position: Position, unit: Unit) -> None:
+        """A block has gone backward: its gradients are reduced."""
         plan, trace, one = self.plan, self.trace, self.plan.passes[position.run]
-        is_last = not position.layer and plan.trained_root is plan.root
+        is_last = not position.layer and not plan.is_partly_frozen and self.ends is None
         if is_last:  # what blocks alone need has gone with the last of them
             trace.shrink("shared", *plan.head.at_embedding)
         keeps_input = not is_last and plan.recomputes[position.run] != "none" and not plan.recipe.offload_activations
-        trace.shrink("left", *plan.left_behind(position.before))
+        trace.shrink("left", *plan.left_behind(position.before, self.left))
         trace.hold(
             "leaving",
             buffers.flowing(plan, "gradient that flows out of this block"),
@@ -153,15 +259,30 @@ class _MicroBatch:
         trace.drop("leaving")
 
     def end_of_backward(self) -> None:
-        """The embedding's gradient, then the reduction of the root group."""
+        """The embedding's gradient, then the last reduction."""
         plan, trace = self.plan, self.trace
         trace.drop("kept", "still unsharded")
-        trace.shrink("shards", *outside.reduced(plan, plan.every_layer))
-        trace.shrink("left", *plan.left_behind(tuple(0 for _ in plan.blocks)))
+        trace.shrink("shards", *outside.reduced(plan, plan.every_layer, () if self.ends is None else self.ends.reduced))
+        trace.shrink("left", *plan.left_behind(tuple(0 for _ in plan.blocks), self.left))
         trace.shrink("shared", *outside.shared_at_embedding(plan))
+        if self.ends is not None:
+            self._embedding_backward(self.ends.embedding)
+            return
         outside.backward_of_the_embedding(plan, trace)
         trace.shrink("shared", *(plan.head.at_embedding if plan.shared_sequences else ()))
         trace.drop("left", "root gradients")
         self.run.reshard(self.root)
         if plan.trained_root.numel:
             outside.reduce_root(plan, trace, self.run)
+
+    def _embedding_backward(self, unit: Unit) -> None:
+        """A unit of its own is gathered again, and reduced when the backward is over."""
+        plan, trace = self.plan, self.trace
+        trace.at(f"backward: unsharding {unit.name}", Phase.BACKWARD)
+        trace.put("entering", buffers.flowing(plan, "gradient that flows into the embedding"))
+        self.run.pre_backward(unit, None)
+        trace.at("backward of the embedding", Phase.BACKWARD)
+        made = sum(group.numel for group in unit.trained)
+        trace.put("made", buffers.root_gradients(plan, made, made))
+        trace.drop("made", "entering", "left")
+        self.run.post_backward(unit)

@@ -24,7 +24,7 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
     3Ψ of the ZeRO paper (arXiv:1910.02054, section 7).
     """
     reductions: Int = batch.grad_accum_steps if plan.recipe.sync_every_micro_batch else 1
-    calls = list(_of_group(plan, (plan.root, plan.trained_root), 1, ROOT, mesh, batch.grad_accum_steps, reductions))
+    calls = list(_outside(plan, mesh, batch.grad_accum_steps, reductions))
     for *groups, run, one in zip(plan.blocks, plan.trained_blocks, plan.runs, plan.passes, strict=True):
         name, backward = f"{run.words} blocks", run.layers if one.points else 1  # the uppermost that no gradient reaches
         if groups[0].experts is not None:
@@ -48,15 +48,23 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
     return tuple(calls)
 
 
+def _outside(plan: Plan, mesh: Mesh, passes: Int, reductions: Int) -> Iterator[Collective]:
+    """The root group, or embedding and head as units of their own, of which the embedding is gathered again for its backward."""
+    for group, trained in zip(plan.outside, plan.trained_outside, strict=True):
+        again = plan.ends is not None and group is plan.ends.embedding
+        name = ROOT if plan.ends is None else "the embedding" if again else "final norm and head"
+        yield from _of_group(plan, (group, trained), 1, name, mesh, passes, reductions, backward=int(again), is_root=True)
+
+
 def _of_group(
     plan: Plan, groups: tuple[Group, Group], layers: int, name: str, mesh: Mesh, passes: Int, reductions: Int,
-    *, backward: int = 0, ranks: Int | None = None,
+    *, backward: int = 0, ranks: Int | None = None, is_root: bool = False,
 ) -> Iterator[Collective]:  # fmt: skip
     (group, trained), what = groups, f"parameters of {name}"
-    sharing, is_root = plan.n if ranks is None else ranks, group is plan.root
+    sharing = plan.n if ranks is None else ranks
     among = Among.SHARDS if ranks is None else Among.SHARDS_OF_EXPERTS
     calls = [gather(plan, group, passes * layers, what, Phase.FORWARD, ranks=sharing)]
-    if plan.reshard is not False and not is_root:
+    if plan.reshard is not False and backward:
         again = sharing if plan.reshard is True else plan.reshard
         calls.append(gather(plan, group, passes * backward, what, Phase.BACKWARD, ranks=again))
     calls.append(reduce_scatter(plan, trained, reductions * layers, f"gradients of {name}", ranks=sharing))

@@ -131,7 +131,9 @@ def _account(
     """Memory and traffic of one rank."""
     standing = _joined(line for stage in stages for line in stage.plan.persistent)
     here = Rank(place.rank, stages, (*standing, *_received(stages, mesh, batch)), _cut(stages, mesh, batch))
-    gradients = _joined(stage.plan.gradient_shards(stage.plan.every_layer, "after backward", root=True) for stage in stages)
+    gradients = _joined(
+        stage.plan.gradient_shards(stage.plan.every_layer, "after backward", stage.plan.trained_outside) for stage in stages
+    )
     until_next = _until_next(place, stages[0].hidden_bytes)
     step = Moment("optimizer step", Phase.STEP, (*here.standing, *until_next, *gradients, *_temporaries(recipe, stages)))
     resharded = bool(stages[0].plan.reshard)

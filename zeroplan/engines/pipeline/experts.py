@@ -8,46 +8,13 @@ gives back the inputs of reductions before it (torch 2.13, ``torch/distributed/f
 from collections.abc import Iterator
 
 from zeroplan.engines.formulas import product
-from zeroplan.engines.fsdp2 import experts
-from zeroplan.engines.fsdp2.buffers import last_gathered, reduce_input, reduce_output_bytes, reduce_output_width
+from zeroplan.engines.fsdp2.buffers import reduce_input, reduce_output_bytes
 from zeroplan.engines.fsdp2.groups import Apart, Group
+from zeroplan.engines.fsdp2.lines import experts_copied_or_reduced
+from zeroplan.engines.fsdp2.param_groups import param_groups
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
-from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum
-
-
-def entering(
-    plan: Plan, position: Position, alive: tuple[Line, ...], before: tuple[Line, ...], beside: tuple[Line, ...]
-) -> Iterator[Moment]:
-    """A block is copied out in two goes, while the block ``before`` has its buffer and then while its own has."""
-    parked = before[0] if before else Line(Kind.GATHER, 0, "nothing before it")
-    for moment in experts.entering(plan, position, alive, parked, beside):
-        there, made = moment.lines[: len(alive)], moment.lines[len(alive) :]
-        yield moment._replace(lines=(*there, *map(plain, made)))
-
-
-def while_all_are_copied_out(plan: Plan) -> Int:
-    """What there is at the most beside all of a stage, gathered or copied out: the buffer of a group, or a second copy. [bytes]
-
-    Experts that no other rank has are not there before they are copied themselves, the last block's at the end.
-    """
-    width, most = plan.width.compute, plan.width.compute * plan.gathers * plan.root.padded
-    for group in plan.blocks:
-        if group.experts is None:
-            most = maximum(most, width * plan.gathers * group.padded)
-            continue
-        one = group.experts
-        by_the_way, _ = experts.copying(plan, group, one)
-        beside = width * (group.padded - one.padded - (1 - one.gathers) * one.padded)
-        most = maximum(most, beside, width * one.gathers * one.padded + by_the_way)
-    return most
-
-
-def gathered_ahead(plan: Plan, position: Position) -> Line:
-    """In the backward: a block's own buffers until they are copied out, then those of the block below."""
-    (line,) = experts.own_buffers_then_the_next(plan, position)
-    return plain(line)
 
 
 def reducing(
@@ -86,20 +53,16 @@ def reducing(
 
 def _experts_made(plan: Plan, group: Group, apart: Apart, width: int) -> Line:
     """As outside pipelines, but that the last gradient has a name until the reduction is over."""
-    copied = plain(experts.copied_in(plan, apart, group.symbol, (reduce_output_width(plan), width, "")))
+    _, theirs = param_groups(group, plan.gathers, "")
+    copied = experts_copied_or_reduced(plan, theirs, width)
     named = apart.gathers * width * apart.last + reduce_output_bytes(plan, group.of_experts)
-    return copied._replace(n_bytes=maximum(copied.n_bytes, named), formula=product(1, maximum(copied.n_bytes, named)))
+    return _of(Kind.UNSHARDED_GRADIENTS, maximum(copied, named), "the experts' while copied in, or the reduce-scatter output")
 
 
 def waiting(plan: Plan, run: int, *, is_first: bool) -> tuple[Line, ...]:
     """The input of the reduction before a block's, of the same kind unless it is the first: it stays until the experts' begins."""
     before = plan.root if is_first and not run else plan.blocks[run - is_first]
     return (plain(reduce_input(plan, before.of_experts, "reduce-scatter input of what was reduced before")),)
-
-
-def parked(plan: Plan, group: Group, reason: str) -> Line:
-    """The buffer that stays until the next copy-out."""
-    return plain(last_gathered(plan, group, reason))
 
 
 def plain(line: Line) -> Line:

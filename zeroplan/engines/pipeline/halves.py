@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeVar
 
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.plan import Plan
-from zeroplan.engines.pipeline.backward import root_names, sizes_of_block, taken_up
-from zeroplan.engines.pipeline.forward import earlier_gradients
-from zeroplan.engines.pipeline.lines import accumulated, as_made, in_elements, kept_of_all, unsharded_parameters
+from zeroplan.engines.pipeline.gradients import accumulated, as_made, in_elements, sizes_of_block, taken_up
+from zeroplan.engines.pipeline.lines import kept_of_all, root_sizes, unsharded_parameters
+from zeroplan.engines.pipeline.passes import earlier_gradients
 from zeroplan.engines.pipeline.stage import Split, StagePlan
 from zeroplan.engines.pipeline.waiting import Rank
 from zeroplan.engines.pipeline.walk import State
@@ -43,7 +43,7 @@ def first_half(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[M
     behind: Int = 0
     if split.head is not None:
         behind = split.head.held
-        alive = (*common, *earlier_gradients(plan, state))
+        alive = (*common, *earlier_gradients(rank, state))
         for point in split.head.points:
             yield Moment(f"backward of the {point.name}, inputs", Phase.BACKWARD, (*alive, *point.lines))
     for position in reversed(stage.positions):
@@ -98,9 +98,8 @@ def _taking_up(plan: Plan, position: Position, state: State, alive: tuple[Line, 
 
 
 def _taking_up_root(plan: Plan, state: State, alive: tuple[Line, ...]) -> Iterator[Moment]:
-    sizes = tuple(one.numel for one in plan.parameters if one.name in root_names(plan))
     done = state.earlier[state.chunk]
-    made = taken_up(plan, sizes, first=not done)
+    made = taken_up(plan, root_sizes(plan), first=not done)
     lines = (*alive, accumulated(plan, plan.every_layer, root=bool(done)), made)
     yield Moment("backward: gradients of the root group, taken up", Phase.BACKWARD, lines)
 
@@ -116,7 +115,7 @@ def second_half(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[
     stage = rank.stages[state.chunk]
     plan, split = stage.plan, _split(stage)
     unsharded = unsharded_parameters(plan, plan.every_layer, "this stage's parameters, unsharded")
-    alive = (*common, *earlier_gradients(plan, state), unsharded)
+    alive = (*common, *earlier_gradients(rank, state), unsharded)
     added = bool(state.fresh[state.chunk] or (plan.reduce_bytes == plan.width.compute and state.earlier[state.chunk]))
     every = list(_one_by_one(stage, split))
     for name, one in _highest(every, lambda found: found[1].bytes_beyond(plan.width.compute, added=added)):

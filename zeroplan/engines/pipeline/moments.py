@@ -5,16 +5,15 @@ backward stays unsharded (torch 2.13, ``torch/distributed/pipelining/stage.py``,
 ``perform_reduce_grad``).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from zeroplan.engines.pipeline.backward import backward
-from zeroplan.engines.pipeline.forward import forward
+from zeroplan.engines.pipeline.passes import backward, forward
 from zeroplan.engines.pipeline.reducing import reducing
 from zeroplan.engines.pipeline.waiting import Rank, most_waits
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Line, Moment
 
-Maker = Callable[[Rank, State, tuple[Line, ...]], Iterator[Moment]]
+Maker = Callable[[Rank, State, tuple[Line, ...]], Iterable[Moment]]
 
 
 def moments_of(rank: Rank, states: tuple[State, ...]) -> Iterator[Moment]:

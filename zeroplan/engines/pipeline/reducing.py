@@ -6,8 +6,8 @@ from zeroplan.engines.fsdp2 import buffers
 from zeroplan.engines.fsdp2.buffers import reduce_output_bytes
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
-from zeroplan.engines.pipeline.backward import sizes_of_block
-from zeroplan.engines.pipeline.lines import accumulated, as_made, in_elements, unsharded_parameters
+from zeroplan.engines.pipeline.gradients import accumulated, as_made, in_elements, sizes_of_block
+from zeroplan.engines.pipeline.lines import unsharded_parameters
 from zeroplan.engines.pipeline.tensor import taking_its_share
 from zeroplan.engines.pipeline.waiting import Rank
 from zeroplan.engines.pipeline.walk import State
@@ -63,7 +63,7 @@ def _unsharded_blocks(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
 
 def _done(plan: Plan, layers: tuple[int, ...]) -> Iterator[Line]:
     """Shards, and what the all-reduce over replicas still holds of them where they are a copy of it."""
-    shards = plan.shards(layers, root=True)
+    shards = plan.trained_shards(layers, plan.trained_outside)
     done = Line(Kind.GRADIENTS, plan.width.stored * shards, "this rank's chunk of the gradients, reduced so far", source=REDUCE)
     yield in_elements(done, plan.width.stored)
     if plan.reduce_bytes != plan.width.stored:

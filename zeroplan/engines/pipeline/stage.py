@@ -50,6 +50,8 @@ class StagePlan(NamedTuple):
     plan: Plan
     positions: tuple[Position, ...]
     """Layers at which a maximum can lie, counted within the stage and named within the model."""
+    walk: tuple[Position, ...]
+    """The same layers and their neighbours."""
     hidden_bytes: Int
     """What it sends for each micro-batch, and what it is sent."""
     output_bytes: Int
@@ -122,7 +124,8 @@ def stage_plans(
         if alike not in made:
             made[alike] = _stage_plan(fewer, part, recipe, mesh, batch, stage)
         one = made[alike]
-        plans.append(one._replace(stage=stage, positions=_named(one.plan.corners, stage, model.num_hidden_layers)))
+        positions, walk = (_named(which, stage, model.num_hidden_layers) for which in (one.plan.corners, one.plan.walk))
+        plans.append(one._replace(stage=stage, positions=positions, walk=walk))
     return tuple(plans)
 
 
@@ -152,7 +155,7 @@ def _stage_plan(
         blocks = tuple([block_halves(fewer, run, compute, batch) for run in part.runs])
         halves = Split(blocks, head_halves(fewer, part.tail, compute, batch) if stage.is_last else None)
     split = mesh.tp != 1 or mesh.cp != 1
-    return StagePlan(stage, plan, plan.corners, head.hidden_bytes, logits, kept, split, by_rank, halves)
+    return StagePlan(stage, plan, plan.corners, plan.walk, head.hidden_bytes, logits, kept, split, by_rank, halves)
 
 
 @lru_cache(maxsize=4096)

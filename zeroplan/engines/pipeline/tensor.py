@@ -5,11 +5,10 @@ share (torchtitan: stages take and return local tensors). A split embedding's gr
 reduced (torch 2.13, ``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``, ``_get_grad_inner_tensor``).
 """
 
-from collections.abc import Iterator
-
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.plan import ACCUMULATE, REDUCE, Plan
 from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.trace import Trace
 from zeroplan.transformer.blocks import AtEmbedding
 from zeroplan.transformer.families.parts import HELD_NORM
 
@@ -26,10 +25,15 @@ def root_elements(plan: Plan) -> int:
     return plan.root.numel + whole_embedding(plan)
 
 
-def at_the_split_embedding(at: AtEmbedding, alive: tuple[Line, ...], flow: Line) -> Iterator[Moment]:
+def embedding_backward(at: AtEmbedding, trace: Trace, flow: Line) -> None:
     """The gradient of the embedding's output is gathered and makes that of the whole embedding."""
-    yield Moment("backward of the embedding: gathering", Phase.BACKWARD, (*alive, at.gathered, at.by_rank, flow))
-    yield Moment("backward of the embedding", Phase.BACKWARD, (*alive, at.gathered, at.whole))
+    trace.at("backward of the embedding: gathering", Phase.BACKWARD)
+    trace.put("gathered gradient", at.gathered)
+    trace.put("inside", at.by_rank, flow)
+    trace.drop("inside")
+    trace.at("backward of the embedding", Phase.BACKWARD)
+    trace.put("inside", at.whole)
+    trace.drop("inside", "gathered gradient")
 
 
 def taking_its_share(plan: Plan, alive: tuple[Line, ...]) -> Moment:
@@ -45,11 +49,15 @@ def taking_its_share(plan: Plan, alive: tuple[Line, ...]) -> Moment:
     return Moment("reducing the root group: this rank's share", Phase.BACKWARD, (*alive, *lines))
 
 
-def at_the_split_head(plan: Plan, by_rank: Line, alive: tuple[Line, ...]) -> Iterator[Moment]:
+def head_forward(plan: Plan, by_rank: Line, trace: Trace) -> None:
     """The final norm's output is gathered along the sequence, then makes this rank's logits; its share of it has a name."""
     named = tuple(line for line in plan.head.loss_forward if line.tag == HELD_NORM)
-    yield Moment("head, forward: gathering", Phase.FORWARD, (*alive, *named, by_rank))
-    yield Moment("head, forward", Phase.FORWARD, (*alive, *named, *plan.head.output))
+    trace.at("head, forward: gathering", Phase.FORWARD)
+    trace.put("inside", *named, by_rank)
+    trace.drop("inside")
+    trace.at("head, forward", Phase.FORWARD)
+    trace.put("inside", *named, *plan.head.output)
+    trace.drop("inside")
 
 
 def after_the_forward(lines: tuple[Line, ...]) -> tuple[Line, ...]:
