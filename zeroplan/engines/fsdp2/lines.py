@@ -13,19 +13,28 @@ from zeroplan.numeric import Int, ceil_div, maximum, where
 # --- parameters -------------------------------------------------------------------------------------------------------
 
 
-def gather_buffer(plan: Plan, group: ParamGroup, words: str = "gathered") -> Line:
+def gather_buffer(plan: Plan, group: ParamGroup) -> tuple[Line]:
     """The all-gather buffer of a group, on a stream of its own. [bytes]"""
+    return _buffer(plan, group, "gathered")
+
+
+def gathered_ahead(plan: Plan, group: ParamGroup) -> tuple[Line]:
+    """The same, of a group that is gathered ahead of its backward. [bytes]"""
+    return _buffer(plan, group, "gathered ahead of its backward")
+
+
+def _buffer(plan: Plan, group: ParamGroup, words: str) -> tuple[Line]:
     width = plan.width.compute
     n_bytes = group.gathers * width * group.padded
     formula = group.said(n_bytes, _formula(width, group.whole, group.gate))
-    return Line(Kind.GATHER, n_bytes, f"{group.words}, {words}", formula, GATHER)
+    return (Line(Kind.GATHER, n_bytes, f"{group.words}, {words}", formula, GATHER),)
 
 
-def unsharded(plan: Plan, group: ParamGroup) -> Line:
+def unsharded(plan: Plan, group: ParamGroup) -> tuple[Line]:
     """A group's parameters, copied out of the buffer. [bytes]"""
     n_bytes = plan.width.compute * group.padded
     formula = group.said(n_bytes, _formula(plan.width.compute, group.whole))
-    return Line(Kind.UNSHARDED_PARAMETERS, n_bytes, f"{group.words}, copied out for use", formula, COPY_OUT)
+    return (Line(Kind.UNSHARDED_PARAMETERS, n_bytes, f"{group.words}, copied out for use", formula, COPY_OUT),)
 
 
 def chunk_to_gather(plan: Plan, group: ParamGroup, copied: ParamGroup) -> tuple[Line, ...]:
@@ -109,10 +118,12 @@ def own_smaller_shard(plan: Plan, unit: Group) -> tuple[Line, ...]:
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def reduce_input(plan: Plan, group: ParamGroup) -> Line:
+def reduce_input(plan: Plan, group: ParamGroup) -> tuple[Line]:
     """The input of a reduce-scatter: the whole group in the reduction's dtype. [bytes]"""
     width = plan.reduce_bytes
-    return Line(Kind.REDUCE, width * group.padded, f"{group.words}, reduce-scatter input", _formula(width, group.whole), REDUCE)
+    return (
+        Line(Kind.REDUCE, width * group.padded, f"{group.words}, reduce-scatter input", _formula(width, group.whole), REDUCE),
+    )
 
 
 def copied_width(plan: Plan) -> tuple[Int, str]:
@@ -131,17 +142,17 @@ def _widths(reduced: int, compute: int) -> str:
     return f"({reduced}·M + {compute}·(1-M))"
 
 
-def copied_or_reduced(plan: Plan, group: ParamGroup) -> Line:
+def copied_or_reduced(plan: Plan, group: ParamGroup) -> tuple[Line]:
     """Gradients while they are copied into the input, then the output beside it, with its cast. [bytes]"""
     copied, formula = copied_width(plan)
     if group.are_experts:
         n_bytes = experts_copied_or_reduced(plan, group, copied)
         formula = _of_experts(plan, group, formula)
-        return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, _EXPERTS_REDUCED, formula, REDUCE)
+        return (Line(Kind.UNSHARDED_GRADIENTS, n_bytes, _EXPERTS_REDUCED, formula, REDUCE),)
     out = reduce_output_width(plan)
     made = maximum(copied * group.numel, out * group.shard)
     reason = f"{group.words}, while copied in, or the reduce-scatter output"
-    return Line(Kind.UNSHARDED_GRADIENTS, made, reason, _larger(f"{formula}·{group.plain}", f"{out}·{group.share}"), REDUCE)
+    return (Line(Kind.UNSHARDED_GRADIENTS, made, reason, _larger(f"{formula}·{group.plain}", f"{out}·{group.share}"), REDUCE),)
 
 
 def experts_copied_or_reduced(plan: Plan, group: ParamGroup, copied: Int) -> Int:
@@ -173,7 +184,7 @@ def _of_experts(plan: Plan, group: ParamGroup, copied: str) -> str:
     return f"max({copied}·{group.plain} + {last}, {out}·{group.share} + {last}, {alone})"
 
 
-def waiting_gradients(plan: Plan, group: ParamGroup) -> Line:
+def waiting_gradients(plan: Plan, group: ParamGroup) -> tuple[Line]:
     """Gradients of a block's other group, while its experts' are reduced. [bytes]
 
     Where earlier micro-batches have left gradients in a wider dtype, these have not been added to them yet.
@@ -182,10 +193,10 @@ def waiting_gradients(plan: Plan, group: ParamGroup) -> Line:
     if not plan.recipe.sync_every_micro_batch and not plan.adds_up:
         copied, formula = copied + plan.several * plan.width.compute, f"{formula} + {plan.width.compute}·M"
     reason = f"{group.words}, made"
-    return Line(Kind.UNSHARDED_GRADIENTS, copied * group.numel, reason, f"({formula})·{group.plain}", REDUCE)
+    return (Line(Kind.UNSHARDED_GRADIENTS, copied * group.numel, reason, f"({formula})·{group.plain}", REDUCE),)
 
 
-def fresh_shard(plan: Plan, group: ParamGroup) -> Line:
+def fresh_shard(plan: Plan, group: ParamGroup) -> tuple[Line]:
     """A group's chunk of the reduced gradients, until the whole block is reduced. [bytes]
 
     None where it is added to an earlier micro-batch's.
@@ -193,7 +204,7 @@ def fresh_shard(plan: Plan, group: ParamGroup) -> Line:
     once, first = (1 - plan.several, "(1-M)·") if plan.recipe.sync_every_micro_batch else (1, "")
     stored = plan.width.stored
     reason = f"{group.words}, this rank's chunk of the gradients"
-    return Line(Kind.GRADIENTS, once * stored * group.shard, reason, f"{first}{stored}·{group.share}", REDUCE)
+    return (Line(Kind.GRADIENTS, once * stored * group.shard, reason, f"{first}{stored}·{group.share}", REDUCE),)
 
 
 @lru_cache(maxsize=1024)

@@ -4,7 +4,8 @@ Each method is named after what it stands for in torch 2.13, torch/distributed/f
 ``FSDPState`` hold buffers by reference, and a buffer goes when the last reference does. What 2.15 does otherwise is marked.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 from zeroplan.engines.fsdp2 import lines
 from zeroplan.engines.fsdp2.groups import Group
@@ -14,21 +15,25 @@ from zeroplan.ledger import Line, Phase
 from zeroplan.trace import Trace
 
 
-class Unit:
-    """What one ``fully_shard`` call wraps: a block, or what no other unit has."""
+class Parts:
+    """The parameter groups that units of one kind have, such as all blocks of a run."""
 
-    def __init__(self, plan: Plan, name: str, group: Group, trained: Group, words: str = "this block's") -> None:
-        """Take what it gathers, and what of it is trained."""
-        self.name, self.group, in_numbers = name, group, plan.is_a_stage
+    def __init__(self, plan: Plan, group: Group, trained: Group, words: str = "this block's") -> None:
+        """Take what such a unit gathers, and what of it is trained."""
+        self.group = group
         self.copied = group if plan.cast_too else trained
-        self.groups = param_groups(group, plan.gathers, words, in_numbers=in_numbers)
-        self.trained = param_groups(trained, plan.gathers, words, in_numbers=in_numbers)
+        self.groups = param_groups(group, plan.gathers, words, in_numbers=plan.is_a_stage)
+        self.trained = self.groups
+        if trained is not group:
+            self.trained = param_groups(trained, plan.gathers, words, in_numbers=plan.is_a_stage)
         self.copied_groups = self.groups if plan.cast_too else self.trained
 
-    @classmethod
-    def of_block(cls, plan: Plan, run: int, name: str) -> "Unit":
-        """A block of a run."""
-        return cls(plan, name, plan.blocks[run], plan.trained_blocks[run])
+
+class Unit(NamedTuple):
+    """What one ``fully_shard`` call wraps: a block, or what no other unit has."""
+
+    name: str
+    parts: Parts
 
     def gathered(self, index: int) -> Hashable:
         """The key of a group's all-gather buffer."""
@@ -46,13 +51,21 @@ class Runtime:
         """Begin with nothing gathered."""
         self.plan, self.trace = plan, trace
         self._reduce_inputs: list[Hashable] = []
+        self._made: dict[object, tuple[Line, ...]] = {}
+
+    def _lines(self, make: Callable[..., tuple[Line, ...]], *of: object) -> tuple[Line, ...]:
+        """What a function of :mod:`lines` makes of some parts; made once, since blocks of a run are alike."""
+        key = make, *map(id, of)
+        if key not in self._made:
+            self._made[key] = make(self.plan, *of)
+        return self._made[key]
 
     # --- parameters -----------------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> None:
         """``FSDPState._pre_forward``: gather and copy out one group after the other."""
-        for index, group in enumerate(unit.groups):
-            more = "" if index + 1 == len(unit.groups) else ", experts not yet"
+        for index, group in enumerate(unit.parts.groups):
+            more = "" if index + 1 == len(unit.parts.groups) else ", experts not yet"
             self.trace.at(f"forward: gathering {unit.name}{more}", Phase.FORWARD)
             self._all_gather(unit, index)
             self.trace.at(f"forward: unsharding {unit.name}{more}", Phase.FORWARD)
@@ -68,16 +81,16 @@ class Runtime:
 
     def hold_unsharded(self, unit: Unit) -> None:
         """A unit is unsharded from before."""
-        for index, group in enumerate(unit.groups):
-            self.trace.hold(unit.unsharded(index), lines.unsharded(self.plan, group))
+        for index, group in enumerate(unit.parts.groups):
+            self.trace.hold(unit.unsharded(index), *self._lines(lines.unsharded, group))
 
     def reshard(self, unit: Unit) -> None:
         """``FSDPParamGroup.reshard``."""
-        self.trace.drop(*map(unit.unsharded, range(len(unit.groups))))
+        self.trace.drop(*map(unit.unsharded, range(len(unit.parts.groups))))
 
     def pre_backward(self, unit: Unit, below: Unit | None) -> None:
         """``FSDPState._pre_backward``: copy out what has been gathered ahead or is now, then gather the unit below."""
-        for index, group in enumerate(unit.groups):
+        for index, group in enumerate(unit.parts.groups):
             if self.plan.reshard is not False:
                 self._all_gather(unit, index)
             self._copy_out(unit, index, group)
@@ -88,48 +101,42 @@ class Runtime:
 
     def gather_ahead(self, unit: Unit) -> None:
         """Gather the group that ran last, as the root's hook does before the backward (``_backward_prefetch``)."""
-        index = len(unit.groups) - 1
+        index = len(unit.parts.groups) - 1
         if self.plan.reshard is not False and not self.trace.has(unit.gathered(index)):
-            buffer = lines.gather_buffer(self.plan, unit.groups[index], "gathered ahead of its backward")
-            self.trace.put(unit.gathered(index), buffer)
+            self.trace.put(unit.gathered(index), *self._lines(lines.gathered_ahead, unit.parts.groups[index]))
 
     def prefetch(self, unit: Unit) -> None:
         """``FSDPParamGroup._backward_prefetch``: a block's experts first."""
-        for index, group in reversed(list(enumerate(unit.groups))):
-            buffer = lines.gather_buffer(self.plan, group, "gathered ahead of its backward")
-            self.trace.put(unit.gathered(index), buffer)
+        for index, group in reversed(list(enumerate(unit.parts.groups))):
+            self.trace.put(unit.gathered(index), *self._lines(lines.gathered_ahead, group))
             if isinstance(self.plan.reshard, bool):
-                copy = lines.chunk_to_gather(self.plan, group, unit.copied_groups[index])
+                copy = self._lines(lines.chunk_to_gather, group, unit.parts.copied_groups[index])
             else:
-                copy = lines.smaller_chunk_to_gather(self.plan, unit.group, unit.copied)
-            self._in_passing(*copy)
+                copy = self._lines(lines.smaller_chunk_to_gather, unit.parts.group, unit.parts.copied)
+            self.trace.pass_by(*copy)
 
     def _all_gather(self, unit: Unit, index: int) -> None:
         """``foreach_all_gather``: a buffer for all chunks, and this rank's chunk, cast."""
         if self.trace.has(unit.gathered(index)):
             return  # gathered ahead
-        group = unit.groups[index]
-        self.trace.put(unit.gathered(index), lines.gather_buffer(self.plan, group))
-        self._in_passing(*lines.chunk_to_gather(self.plan, group, unit.copied_groups[index]))
+        group = unit.parts.groups[index]
+        self.trace.put(unit.gathered(index), *self._lines(lines.gather_buffer, group))
+        self.trace.pass_by(*self._lines(lines.chunk_to_gather, group, unit.parts.copied_groups[index]))
 
     def _copy_out(self, unit: Unit, index: int, group: ParamGroup) -> None:
         """``foreach_all_gather_copy_out``."""
-        self.trace.put(unit.unsharded(index), lines.unsharded(self.plan, group))
-        self._in_passing(*lines.copying_out(self.plan, unit.group, group))
-
-    def _in_passing(self, *some: Line) -> None:
-        self.trace.put("in passing", *some)
-        self.trace.drop("in passing")
+        self.trace.put(unit.unsharded(index), *self._lines(lines.unsharded, group))
+        self.trace.pass_by(*self._lines(lines.copying_out, unit.parts.group, group))
 
     # --- gradients ------------------------------------------------------------------------------------------------------
 
     def post_backward(self, unit: Unit) -> None:
         """``FSDPParamGroup.post_backward``: shard a group again and reduce its gradients; of a block its experts first."""
-        for index, group in reversed(list(enumerate(unit.trained))):
+        for index, group in reversed(list(enumerate(unit.parts.trained))):
             experts = " the experts of" if group.are_experts else ""
             self.trace.at(f"backward: reducing{experts} {unit.name}", Phase.BACKWARD)
             self.trace.drop(unit.unsharded(index))
-            if index == len(unit.trained) - 1:
+            if index == len(unit.parts.trained) - 1:
                 self.drop_reduce_inputs()
             if group.numel:
                 self._reduce(unit, index, group)
@@ -145,9 +152,9 @@ class Runtime:
         key = "reduce input", unit.name, index
         self._reduce_inputs.append(key)
         if group.are_experts:
-            self.trace.put("waiting gradients", *(lines.waiting_gradients(self.plan, one) for one in unit.trained[:index]))
-        self.trace.put("copied or reduced", lines.copied_or_reduced(self.plan, group))
-        self.trace.put(key, lines.reduce_input(self.plan, group))
+            self.trace.put("waiting gradients", *self._lines(lines.waiting_gradients, *unit.parts.trained[:index]))
+        self.trace.put("copied or reduced", *self._lines(lines.copied_or_reduced, group))
+        self.trace.put(key, *self._lines(lines.reduce_input, group))
         self.trace.drop("copied or reduced", "waiting gradients")
         if group.are_experts:
-            self.trace.put("shard of the experts", lines.fresh_shard(self.plan, group))
+            self.trace.put("shard of the experts", *self._lines(lines.fresh_shard, group))

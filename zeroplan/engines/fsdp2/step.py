@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from zeroplan.engines.fsdp2 import buffers, lines, outside
 from zeroplan.engines.fsdp2.groups import Ends, Group
 from zeroplan.engines.fsdp2.plan import Plan
-from zeroplan.engines.fsdp2.runtime import Runtime, Unit
+from zeroplan.engines.fsdp2.runtime import Parts, Runtime, Unit
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.trace import Trace
@@ -31,8 +31,9 @@ class _Ends:
     """Embedding and head as units of their own."""
 
     def __init__(self, plan: Plan, groups: Ends) -> None:
-        self.embedding = Unit(plan, "the embedding", groups.embedding, groups.trained_embedding, "the embedding's")
-        self.head = Unit(plan, "the last norm and the head", groups.head, groups.trained_head, "the last norm's and the head's")
+        self.embedding = Unit("the embedding", Parts(plan, groups.embedding, groups.trained_embedding, "the embedding's"))
+        head = Parts(plan, groups.head, groups.trained_head, "the last norm's and the head's")
+        self.head = Unit("the last norm and the head", head)
         self.reduced = (groups.trained_head,)
         self.left = (groups.trained_embedding,)
 
@@ -42,9 +43,11 @@ class MicroBatch:
 
     def __init__(self, plan: Plan, trace: Trace) -> None:
         self.plan, self.trace, self.run = plan, trace, Runtime(plan, trace)
-        self.root = Unit(plan, "the root group", plan.root, plan.trained_root, "the root group's")
+        self.root = Unit("the root group", Parts(plan, plan.root, plan.trained_root, "the root group's"))
         self.ends = None if plan.ends is None else _Ends(plan, plan.ends)
-        self.layers = tuple((position, Unit.of_block(plan, position.run, position.name)) for position in plan.walk)
+        self._inside: dict[int, list[tuple[str, tuple[Line, ...]]]] = {}
+        blocks = [Parts(plan, *groups) for groups in zip(plan.blocks, plan.trained_blocks, strict=True)]
+        self.layers = tuple((position, Unit(position.name, blocks[position.run])) for position in plan.walk)
 
     @property
     def left(self) -> tuple[Group, ...]:
@@ -79,7 +82,7 @@ class MicroBatch:
     def _embedding_forward(self, unit: Unit) -> None:
         self.run.pre_forward(unit)
         self.trace.at("forward of the embedding", Phase.FORWARD)
-        self.for_a_while(buffers.flowing(self.plan, "token embeddings")._replace(kind=Kind.ACTIVATIONS))
+        self.trace.pass_by(buffers.flowing(self.plan, "token embeddings")._replace(kind=Kind.ACTIVATIONS))
         if self.plan.reshard is not False:
             self.run.reshard(unit)
 
@@ -90,8 +93,9 @@ class MicroBatch:
         trace.put("input", *self.pass_of(position).checkpoint)
         self.enter(unit)
         trace.drop("input")
-        trace.at(f"forward of {position.name}", Phase.FORWARD)
-        self.for_a_while(*self.inside_forward(position))
+        if position.is_corner:
+            trace.at(f"forward of {position.name}", Phase.FORWARD)
+            trace.pass_by(*self.inside_forward(position))
         self.leave(position, unit)
 
     def pass_of(self, position: Position) -> BlockPass:
@@ -112,7 +116,7 @@ class MicroBatch:
         plan, trace = self.plan, self.trace
         if plan.of_torch_2_15 and not isinstance(plan.reshard, bool):
             trace.at(f"forward: resharding {position.name}", Phase.FORWARD)
-            self.for_a_while(*outside.resharding(plan, position))
+            self.trace.pass_by(*outside.resharding(plan, position))
         self.run.reshard(unit)
 
     def keep(self, layers: tuple[int, ...], *, every: bool = False) -> None:
@@ -124,11 +128,6 @@ class MicroBatch:
         """Parameters of other blocks that are unsharded while this one runs, or their smaller shards."""
         return buffers.still_unsharded(self.plan, position.before)
 
-    def for_a_while(self, *some: Line) -> None:
-        """Allocate lines and free them."""
-        self.trace.put("inside", *some)
-        self.trace.drop("inside")
-
     def loss(self) -> None:
         """The root's forward ends after the loss, or before one that comes in chunks or that the training loop works out."""
         plan, trace = self.plan, self.trace
@@ -138,11 +137,11 @@ class MicroBatch:
         if self.ends is not None:
             self.run.pre_forward(self.ends.head)
             trace.at(f"forward of {self.ends.head.name}", Phase.FORWARD)
-            self.for_a_while(*plan.head.saved, *plan.head.output)
+            self.trace.pass_by(*plan.head.saved, *plan.head.output)
         if plan.recipe.loss == "chunked" or plan.loss_in_loop:
             self.run.release_parked()
         trace.at("loss, forward", Phase.LOSS, of_forward=True)
-        self.for_a_while(*plan.head.saved, *plan.head.loss_forward)
+        self.trace.pass_by(*plan.head.saved, *plan.head.loss_forward)
         self.run.release_parked()
 
     # --- backward -------------------------------------------------------------------------------------------------------
@@ -158,7 +157,7 @@ class MicroBatch:
             trace.at(f"backward of the {point.name}", Phase.LOSS if point.place.at is At.LOSS else Phase.BACKWARD)
             early = buffers.cast_early(plan, normed=point.place.at is At.FINAL_NORM)
             trace.shrink("root gradients", outside.at_the_ending(plan, point), *early)
-            self.for_a_while(*point.lines)
+            self.trace.pass_by(*point.lines)
             if not gathers and point.current_gradient and plan.cast_on_arrival:
                 self._cast_from_a_chunk(point)
         if self.ends is not None:
@@ -186,7 +185,7 @@ class MicroBatch:
 
     def _cast_from_a_chunk(self, point: BackwardPoint) -> None:
         self.trace.at(f"backward of the {point.name}: cast of its gradient", Phase.BACKWARD)
-        self.for_a_while(outside.cast_of(self.plan, point), *point.handed_on)
+        self.trace.pass_by(outside.cast_of(self.plan, point), *point.handed_on)
 
     def blocks_backward(self) -> None:
         """Each block from the last to the first that a gradient reaches."""
@@ -208,24 +207,24 @@ class MicroBatch:
         self.keep(position.before)
         trace.shrink("still unsharded", *self.unsharded_beside(position, backward=True))
         trace.at(f"backward: unsharding {position.name}", Phase.BACKWARD)
-        trace.hold("own smaller shard", *lines.own_smaller_shard(self.plan, unit.group))
+        trace.hold("own smaller shard", *lines.own_smaller_shard(self.plan, unit.parts.group))
         trace.put("entering", *one.kept(again), *self.flows_in(position))
         self.enter_backward(unit, below)
         trace.drop("entering")
         trace.hold("checkpoint", *(() if again == "none" else one.checkpoint_in_backward))
-        for point in self.points(position):
-            trace.at(outside.point_of(position.name, point.name), Phase.BACKWARD)
-            self.for_a_while(*point.lines, self.made(point))
+        if position.is_corner:
+            for name, inside in self.inside_backward(position):
+                trace.at(outside.point_of(position.name, name), Phase.BACKWARD)
+                trace.pass_by(*inside)
         trace.drop("checkpoint")
         self.end_block(position, unit)
 
-    def points(self, position: Position) -> Iterable[BackwardPoint]:
-        """The moments of a block's backward."""
-        return self.plan.passes[position.run].points
-
-    def made(self, point: BackwardPoint) -> Line:
-        """A block's gradients at one of its moments."""
-        return outside.made_in_a_block(self.plan, point)
+    def inside_backward(self, position: Position) -> Iterable[tuple[str, tuple[Line, ...]]]:
+        """The moments of a block's backward, and what is alive of it then: the same for all blocks of a run."""
+        if position.run not in self._inside:
+            points = self.plan.passes[position.run].points
+            self._inside[position.run] = [(one.name, (*one.lines, outside.made_in_a_block(self.plan, one))) for one in points]
+        return self._inside[position.run]
 
     def flows_in(self, position: Position) -> tuple[Line, ...]:  # noqa: ARG002  a stage needs it
         """The gradient that comes in at a block's end."""
@@ -282,7 +281,7 @@ class MicroBatch:
         trace.put("entering", buffers.flowing(plan, "gradient that flows into the embedding"))
         self.run.pre_backward(unit, None)
         trace.at("backward of the embedding", Phase.BACKWARD)
-        made = sum(group.numel for group in unit.trained)
+        made = sum(group.numel for group in unit.parts.trained)
         trace.put("made", buffers.root_gradients(plan, made, made))
         trace.drop("made", "entering", "left")
         self.run.post_backward(unit)

@@ -25,7 +25,7 @@ from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Line, Module, Moment, Phase, Role, Tag
 from zeroplan.trace import Trace
-from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass
+from zeroplan.transformer.blocks import At, BlockPass
 from zeroplan.transformer.families.norms import AT_MLP_NORM
 
 #: What is not there yet at the highest point of a forward.
@@ -84,8 +84,8 @@ class StagePass(MicroBatch):
         trace, root = self.trace, self.root
         trace.at("forward: unsharding the stage", Phase.FORWARD)
         if self.state.begins and self.whole:
-            self.for_a_while(*gathered_at_once(self.plan))
-        if self.state.begins and not self.whole and root.group.numel:
+            self.trace.pass_by(*gathered_at_once(self.plan))
+        if self.state.begins and not self.whole and root.parts.group.numel:
             self.run.pre_forward(root)
         else:
             self.run.hold_unsharded(root)
@@ -144,10 +144,10 @@ class StagePass(MicroBatch):
         if self.stage.by_rank is not None:
             tensor.head_forward(plan, self.stage.by_rank, trace)
         elif not self.whole:
-            self.for_a_while(*plan.head.output)
+            self.trace.pass_by(*plan.head.output)
         trace.drop("by name", "parked")
         trace.at("loss, forward", Phase.LOSS, of_forward=True)
-        self.for_a_while(*tensor.after_the_forward(plan.head.loss_forward))
+        self.trace.pass_by(*tensor.after_the_forward(plan.head.loss_forward))
 
     def _after_all(self) -> tuple[int, ...]:
         """Blocks that are unsharded once all have run forward."""
@@ -178,7 +178,7 @@ class StagePass(MicroBatch):
             name = "backward of the loss" if is_loss else f"backward of the {point.name}"
             trace.at(name, Phase.LOSS if is_loss else Phase.BACKWARD)
             trace.shrink("root gradients", root_gradients(plan, point.gradients, point.current_gradient))
-            self.for_a_while(*point.lines)
+            self.trace.pass_by(*point.lines)
 
     def gradients_so_far(self, position: Position) -> None:
         """Whole gradients: of all micro-batches before, or of the blocks above in this first one; the head's come at the end."""
@@ -199,25 +199,22 @@ class StagePass(MicroBatch):
         else:
             super().enter_backward(unit, below)
 
-    def points(self, position: Position) -> Iterator[BackwardPoint]:
+    def inside_backward(self, position: Position) -> Iterator[tuple[str, tuple[Line, ...]]]:
         """The moments of a block's backward, without what stands in receive buffers."""
-        stage, adding, coming_in = self.stage, False, position.next_run is None
-        for point in super().points(position):
+        stage, plan, adding, coming_in = self.stage, self.plan, False, position.next_run is None
+        for point in plan.passes[position.run].points:
             coming_in = coming_in and (point.place == AT_MLP_NORM or not adding)
             adding = adding or point.place == AT_MLP_NORM
             lines = stage.at_its_end(point.lines) if coming_in else point.lines
-            yield point._replace(lines=lines if position.layer else stage.at_its_beginning(lines))
-
-    def made(self, point: BackwardPoint) -> Line:
-        """A block's gradients at one of its moments."""
-        fresh, _ = self.plan.fresh(point.gradients, point.current_gradient)
-        return made_line(self.plan, fresh, "this block's, made so far")
+            fresh, _ = plan.fresh(point.gradients, point.current_gradient)
+            made = made_line(plan, fresh, "this block's, made so far")
+            yield point.name, (*(lines if position.layer else stage.at_its_beginning(lines)), made)
 
     def end_block(self, position: Position, unit: Unit) -> None:
         """A block's gradients come to those of earlier micro-batches, or become the first in the reduction's dtype."""
         plan, trace, one = self.plan, self.trace, self.pass_of(position)
         trace.at(f"backward: gradients of {position.name}", Phase.BACKWARD)
-        self.for_a_while(
+        self.trace.pass_by(
             taken_up(plan, sizes_of_block(plan, position.run), first=not self.earlier),
             flowing_line(self.stage, "gradient that flows out of this block"),
             *(one.checkpoint if plan.recomputed else ()),
@@ -237,10 +234,12 @@ class StagePass(MicroBatch):
             tensor.embedding_backward(plan.at_embedding, trace, flow)
         elif stage.stage.is_first:
             trace.at("backward of the embedding", Phase.BACKWARD)
-            self.for_a_while(made_line(plan, plan.width.compute * plan.root.numel, "the embedding's of this micro-batch"), flow)
+            self.trace.pass_by(
+                made_line(plan, plan.width.compute * plan.root.numel, "the embedding's of this micro-batch"), flow
+            )
         trace.at("backward: gradients of the root group", Phase.BACKWARD)
         flows_on = () if plan.at_embedding is not None or stage.stage.is_first else (flow,)
-        self.for_a_while(taken_up(plan, root_sizes(plan), first=not self.earlier), *flows_on)
+        self.trace.pass_by(taken_up(plan, root_sizes(plan), first=not self.earlier), *flows_on)
 
 
 def _unsharded(plan: Plan, layers: tuple[int, ...]) -> Line:

@@ -29,8 +29,7 @@ def embedding_backward(at: AtEmbedding, trace: Trace, flow: Line) -> None:
     """The gradient of the embedding's output is gathered and makes that of the whole embedding."""
     trace.at("backward of the embedding: gathering", Phase.BACKWARD)
     trace.put("gathered gradient", at.gathered)
-    trace.put("inside", at.by_rank, flow)
-    trace.drop("inside")
+    trace.pass_by(at.by_rank, flow)
     trace.at("backward of the embedding", Phase.BACKWARD)
     trace.put("inside", at.whole)
     trace.drop("inside", "gathered gradient")
@@ -53,11 +52,9 @@ def head_forward(plan: Plan, by_rank: Line, trace: Trace) -> None:
     """The final norm's output is gathered along the sequence, then makes this rank's logits; its share of it has a name."""
     named = tuple(line for line in plan.head.loss_forward if line.tag == HELD_NORM)
     trace.at("head, forward: gathering", Phase.FORWARD)
-    trace.put("inside", *named, by_rank)
-    trace.drop("inside")
+    trace.pass_by(*named, by_rank)
     trace.at("head, forward", Phase.FORWARD)
-    trace.put("inside", *named, *plan.head.output)
-    trace.drop("inside")
+    trace.pass_by(*named, *plan.head.output)
 
 
 def after_the_forward(lines: tuple[Line, ...]) -> tuple[Line, ...]:
