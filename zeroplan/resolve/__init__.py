@@ -109,12 +109,12 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         mesh=mesh_of(request, gpus),
         batch=BatchSpec(micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1),
     )
-    complete, modules_notes = _by_its_own_modules(read, complete, chosen)
+    complete, program_notes = _as_its_program(read, complete, chosen)
     notes = (
         *model_notes,
         seq_note,
         *read.notes,
-        *modules_notes,
+        *program_notes,
         *config_notes,
         beyond_positions(complete),
         *_unheeded(complete.recipe),
@@ -136,12 +136,15 @@ def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
     return read_beside(request, Path(request.from_file), chosen)
 
 
-def _by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
-    if read.own is None:
+def _as_its_program(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
+    """The job with the modules and units of a set-up's own program, where they are modelled, and notes."""
+    if read.own is None and not read.own_units:
         return complete, ()
-    from zeroplan.resolve.set_up import by_its_own_modules  # noqa: PLC0415  only a set-up pays for it
+    from zeroplan.resolve.set_up import by_its_own_modules, by_its_own_units  # noqa: PLC0415  only a set-up pays for it
 
-    return by_its_own_modules(read, complete, chosen)
+    complete, modules_notes = by_its_own_modules(read, complete, chosen)
+    complete, units_notes = by_its_own_units(read, complete, chosen)
+    return complete, (*modules_notes, *units_notes)
 
 
 def _with_deepspeed_config(found: SetupRead, model: ModelSpec, chosen: Sequence[str]) -> tuple[Request, tuple[str, ...]]:

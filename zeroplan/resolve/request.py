@@ -156,6 +156,8 @@ class SetupRead(NamedTuple):
     """Under which key the file has a flag's value."""
     own: "OwnModules | None" = None
     """Whose modules the file's program trains, where they are modelled."""
+    own_units: str = ""
+    """The program that shards embedding and head as FSDP2 units of their own, if the file's does."""
 
     @property
     def complete(self) -> Request:

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import name_of, read_setup
-from zeroplan.catalog.setups.told import Setup, option_taken, taken
+from zeroplan.catalog.setups.told import Setup, ends_counted_apart, ends_counted_as_one, option_taken, taken
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.resolve.request import Request, SetupRead
@@ -27,7 +27,7 @@ def read_beside(request: Request, path: Path, chosen: Sequence[str]) -> SetupRea
     notes = tuple(f"{shown(path.name)}: {note}" for note in found.notes)
     keys = {name: told.key for name, told in setup.flags.items()}
     own = setup.own and setup.own._replace(instead=tuple(f"{shown(path.name)}: {note}" for note in setup.own.instead))
-    return SetupRead(request, found.filled, notes, setup.deepspeed, setup.kind, keys, own)
+    return SetupRead(request, found.filled, notes, setup.deepspeed, setup.kind, keys, own, setup.own_units)
 
 
 def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
@@ -42,6 +42,22 @@ def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]
         return complete, (*own.instead, f"{own.name}'s own modules are not modelled with {asked}")
     said = f"{own.name}'s own modules are counted, since its file was read; --modules transformers counts transformers'"
     return replace(complete, recipe=its_own), (said,)
+
+
+def by_its_own_units(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
+    """The job with the FSDP2 units that the file's program makes, unless others are asked for or these not modelled, and a note.
+
+    A tied head is in one unit with the embedding anyway.
+    """
+    recipe = complete.recipe
+    is_asked = recipe.engine != "fsdp2" or recipe.fsdp2.shards_ends or "fsdp2.ends_apart" in chosen
+    if not read.own_units or is_asked or complete.model.tie_word_embeddings:
+        return complete, ()
+    try:
+        apart = replace(complete, recipe=replace(recipe, fsdp2=replace(recipe.fsdp2, ends_apart=True)))
+    except SpecError:
+        return complete, (ends_counted_as_one(read.own_units),)
+    return apart, (ends_counted_apart(read.own_units),)
 
 
 def _engine_options(request: Request, setup: Setup, where: str, chosen: Sequence[str]) -> dict[str, object]:

@@ -91,6 +91,7 @@ class JobSpec(Spec):
         if self.model.profile is not None:
             self._check_what_a_profile_tells()
         check_torchtitan(self.model, self.recipe, self.mesh)
+        self._check_ends_apart()
         if self.model.adapter is not None:
             self._check_adapter()
         if self.model.frozen is not None:
@@ -100,6 +101,27 @@ class JobSpec(Spec):
         if self.recipe.recompute_layers is not None:
             self._check_recompute_layers(self.recipe.recompute_layers)
         self._check_model_ranks()
+
+    @property
+    def _has_more_before_blocks(self) -> bool:
+        """Whether the model has parameters before its blocks beside the table of tokens."""
+        return bool(self.model.positions) or self.model.family == "bloom"
+
+    def _check_ends_apart(self) -> None:
+        """Refuse what is not modelled where embedding and head are units of their own."""
+        recipe, mesh = self.recipe, self.mesh
+        if not recipe.fsdp2.ends_apart:
+            return
+        for asked, instead in (
+            (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
+            (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "true or false"),
+            (mesh.tp > 1 and f"tp={mesh.tp}", "tp=1"),
+            (mesh.pp > 1 and f"pp={mesh.pp}", "pp=1"),
+            (self.model.profile is not None and "a profile", "a model of a known family"),
+            (self._has_more_before_blocks and f"a {self.model.family} model (its root unit keeps parameters)", "false"),
+        ):
+            if asked:
+                raise SpecError(f"fsdp2.ends_apart with {asked} is not modelled; use {instead}, or leave ends_apart out")
 
     def _check_fused_loss(self) -> None:
         """Refuse Liger's loss where Liger does: liger_kernel, transformers/monkey_patch.py, ``apply_liger_kernel_to_granite``."""

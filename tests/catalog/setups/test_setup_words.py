@@ -171,8 +171,8 @@ def test_the_trainers_notes():
         "auto_find_batch_size makes batches smaller until they fit; the one that is asked for is counted",
         "accelerator_config is a file of its own, 'mine.json', which is left out",
     )
-    (units,) = trainer({"torch_dtype": "bfloat16", "bf16": True, "fsdp": True, "fsdp_config": {"version": 2}}).notes
-    assert units.startswith("accelerate, which the Trainer runs on, makes units of their own of the embedding")
+    sharded = trainer({"torch_dtype": "bfloat16", "bf16": True, "fsdp": True, "fsdp_config": {"version": 2}})
+    assert (sharded.notes, sharded.own_units) == ((), "accelerate, which the Trainer runs on,")
 
 
 def test_the_trainers_degrees_and_adapters():

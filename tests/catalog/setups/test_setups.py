@@ -271,11 +271,25 @@ def test_what_an_accelerate_loop_holds(read: Callable[..., Resolved]):
     assert read(TRAINER, gpus=4).job.recipe.keep_logits is False  # transformers' Trainer lets go of it
 
 
-def test_units_that_are_counted_as_one_are_named(read: Callable[..., Resolved]):
+def test_embedding_and_head_are_the_units_that_the_program_makes(read: Callable[..., Resolved]):
     """All three programs shard the embedding, and the last norm with the head, as units of their own."""
-    for text, said in ((FSDP, {}), (TRAINER | {"fsdp": True}, {"gpus": 4}), (TITAN, {"gpus": 16, "model": None})):
-        assert any("units of their own" in note for note in read(text, **said).notes), text
-    assert not any("units of their own" in note for note in read(TRAINER, gpus=4).notes)  # DDP has no units
+    for text, said in ((FSDP, {}), (TRAINER | {"fsdp": True}, {"gpus": 4})):
+        found = read(text, model="llama-3.1-8b", **said)
+        assert found.job.recipe.fsdp2.ends_apart, text
+        assert any("units of their own" in note for note in found.notes), text
+    tied = read(FSDP, model="llama-3.2-1b")
+    assert not tied.job.recipe.fsdp2.ends_apart  # one unit has both
+    plain = read(TRAINER, gpus=4)  # DDP has no units
+    assert not plain.job.recipe.fsdp2.ends_apart
+    assert not any("units of their own" in note for note in plain.notes)
+
+
+def test_units_that_are_counted_as_one_are_named(read: Callable[..., Resolved]):
+    """Beside a chunked loss they are not modelled."""
+    for text, said in ((FSDP, {"loss": "chunked"}), (TRAINER | {"fsdp": True}, {"gpus": 4, "loss": "chunked"})):
+        found = read(text, model="llama-3.1-8b", **said)
+        assert not found.job.recipe.fsdp2.ends_apart, text
+        assert any("counted as one unit" in note for note in found.notes), text
 
 
 def test_torchtitans_selection_by_operator_is_selective(read: Callable[..., Resolved]):

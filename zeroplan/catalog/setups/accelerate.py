@@ -7,7 +7,7 @@ optimizer and model are the training script's. FSDP1 is not modelled.
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import deepspeed_beside
-from zeroplan.catalog.setups.told import DeepSpeedPart, Reading, Setup, Table, Told, ends_apart, own_tensor_parallelism
+from zeroplan.catalog.setups.told import DeepSpeedPart, Reading, Setup, Table, Told, own_tensor_parallelism
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
@@ -103,7 +103,7 @@ def _fsdp(reading: Reading) -> None:
         reading.tell("engine", "distributed_type and fsdp_version", "fsdp2")
         keeps = table.switch("fsdp_reshard_after_forward") is False
         reading.tell("stage", "fsdp_config.fsdp_reshard_after_forward", 2 if keeps else 3)
-        reading.notes.append(ends_apart("accelerate"))
+        reading.own_units = "accelerate"
     if word == "bf16":  # set_mixed_precision reduces in the dtype it computes in
         reading.options["fsdp2.reduce_dtype"] = Told("mixed_precision", "param")
     reading.tell("sync_every_micro_batch", "accumulate()", value=False, filled=True)

@@ -51,6 +51,8 @@ class Setup(NamedTuple):
     notes: tuple[str, ...] = ()
     deepspeed: DeepSpeedPart | None = None
     own: OwnModules | None = None
+    own_units: str = ""
+    """The program that shards embedding and head as FSDP2 units of their own, if the file's does."""
 
 
 class Taken(NamedTuple):
@@ -202,11 +204,19 @@ class Table:
             yield f"{shown(self.name(str(key)))} is not known here and left out"
 
 
-def ends_apart(program: str) -> str:
-    """What is said of FSDP2 as programs set it up that shard more than blocks and the whole."""
+def ends_counted_as_one(program: str) -> str:
+    """The note on a job that does not follow its program's FSDP2 units."""
     return (
-        f"{program} makes units of their own of the embedding and of the last norm with the head; they are counted as one, "
+        f"{program} shards the embedding, and the last norm with the head, as units of their own; they are counted as one unit, "
         "gathered from the forward to the end of the backward, which is the most they can take"
+    )
+
+
+def ends_counted_apart(program: str) -> str:
+    """The note on a job that follows its program's FSDP2 units."""
+    return (
+        f"the embedding, and the last norm with the head, are FSDP2 units of their own, as {program} shards them; "
+        "--set fsdp2.ends_apart=false counts one unit"
     )
 
 
@@ -220,6 +230,7 @@ class Reading:
         self.asks: dict[str, str] = {}
         self.notes: list[str] = []
         self.deepspeed: DeepSpeedPart | None = None
+        self.own_units = ""
 
     def tell(
         self, flag: str, key: str, value: object, *, filled: bool = False, also: tuple[object, ...] = (), note: str = ""
@@ -234,4 +245,5 @@ class Reading:
 
     def setup(self, kind: Kind) -> Setup:
         """All that was told, and a note on every key that nobody has read."""
-        return Setup(kind, self.flags, self.options, self.asks, (*self.notes, *self.table.unknown()), self.deepspeed)
+        notes = (*self.notes, *self.table.unknown())
+        return Setup(kind, self.flags, self.options, self.asks, notes, self.deepspeed, own_units=self.own_units)

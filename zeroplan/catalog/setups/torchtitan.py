@@ -6,7 +6,7 @@ read, with torchtitan's defaults where a key is left out. Its modules are its ow
 counted as transformers' are.
 """
 
-from zeroplan.catalog.setups.told import OwnModules, Reading, Setup, Table, ends_apart
+from zeroplan.catalog.setups.told import OwnModules, Reading, Setup, Table
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
@@ -168,7 +168,7 @@ def _engine(reading: _Reading, replicas: int, *, sharded: bool, pipelined: bool)
         reading.tell("stage", key, 0)
         return
     reading.tell("engine", key, "fsdp2")
-    reading.instead.append(ends_apart("torchtitan"))
+    reading.own_units = "torchtitan"
     keeps = word == "never" or (word == "default" and pipelined)
     reading.tell("stage", "parallelism.fsdp_reshard_after_forward", 2 if keeps else 3)
     if replicas > 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.parsing import parsed
 from zeroplan.catalog.setups.reading import deepspeed_beside, named_file
-from zeroplan.catalog.setups.told import DeepSpeedPart, Reading, Setup, Table, Told, ends_apart, own_tensor_parallelism
+from zeroplan.catalog.setups.told import DeepSpeedPart, Reading, Setup, Table, Told, own_tensor_parallelism
 from zeroplan.catalog.text import read_text, shown
 from zeroplan.errors import SpecError
 
@@ -131,7 +131,7 @@ def _fsdp(reading: Reading, config: Table, items: list[str]) -> None:
         )
     else:
         reading.tell("engine", "fsdp", "fsdp2")
-        reading.notes.append(ends_apart("accelerate, which the Trainer runs on,"))
+        reading.own_units = "accelerate, which the Trainer runs on,"
     if version is None:
         reading.notes.append("fsdp_config has no version: FSDP2 is taken, as transformers 5 does; earlier ones take FSDP1")
     _fsdp_stage(reading, config, words)

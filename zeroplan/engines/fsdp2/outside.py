@@ -4,7 +4,7 @@ from functools import lru_cache
 
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2 import buffers, lines
-from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.groups import Ends, Group
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan, shards_formula, sum_of
 from zeroplan.engines.fsdp2.runtime import Runtime
 from zeroplan.engines.positions import Position
@@ -170,7 +170,11 @@ def not_reduced(plan: Plan) -> tuple[Moment, ...]:
     last = _sum(plan) if plan.sums_tied else buffers.flowing(plan, "gradient that flows into the embedding")
     name = "backward of the embedding, gradients not to be reduced yet"
     (blocks,) = plan.left_behind(plan.every_layer)
-    alive = (*plan.persistent, *buffers.outside_unsharded(plan), blocks, _root_not_reduced(plan), last)
+    unsharded = buffers.outside_unsharded(plan)
+    if plan.ends is None:
+        alive = (*plan.persistent, *unsharded, blocks, _root_not_reduced(plan), last)
+    else:
+        alive = (*plan.persistent, unsharded[0], blocks, _ends_not_reduced(plan, plan.ends), last)
     return (Moment(name, Phase.BACKWARD, alive),)
 
 
@@ -185,6 +189,15 @@ def _root_not_reduced(plan: Plan) -> Line:
     formula = f"{product(each, earlier)}·M_2 + {product(width, root + tied)}"
     n_bytes = plan.twice * each * earlier + width * (root + tied)
     return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "root group's, of this micro-batch and of earlier ones", formula, ACCUMULATE)
+
+
+def _ends_not_reduced(plan: Plan, ends: Ends) -> Line:
+    """Gradients of embedding and head as units of their own: all micro-batches' of the head, and the embedding's with its new one."""
+    wide, width, new = plan.reduce_bytes, plan.width.compute, ends.trained_embedding.numel
+    formula = f"{product(wide, ends.trained_head.numel)} + {product(wide, new)}·M_2 + {product(width, new)}"
+    n_bytes = wide * ends.trained_head.numel + plan.twice * wide * new + width * new
+    reason = "embedding's and head's, of this micro-batch and of earlier ones"
+    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, formula, ACCUMULATE)
 
 
 def _cast_not_reduced(plan: Plan, root: int) -> Line:

@@ -162,6 +162,7 @@ class MicroBatch:
                 self._cast_from_a_chunk(point)
         if self.ends is not None:
             trace.drop("root gradients")
+            trace.shrink("left", *plan.left_behind(plan.every_layer, self.left))
             trace.hold("leaving", buffers.flowing(plan, "gradient that flows into the last block"))
             self.run.post_backward(self.ends.head)
             trace.drop("leaving")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.engine import COMPUTE, Asking, all_labelled
 from zeroplan.verify.training.experts import ExpertMeshes, divide_by_nothing, placement
+from zeroplan.verify.training.modules import last_norm
 from zeroplan.verify.training.optimizers import make_optimizer, trained
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
@@ -65,10 +67,25 @@ def shard(
             block, mesh=mesh, mp_policy=policy, reshard_after_forward=resharding(recipe), offload_policy=offload,
             shard_placement_fn=None if experts is None else placement(block, mesh, experts),
         )  # fmt: skip
+    if recipe.fsdp2.ends_apart:
+        sharded = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        _shard_ends(module, sharded, again=resharding(recipe))
     whole: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False, offload_policy=offload)
     if experts is not None:
         divide_by_nothing(module)
     return whole
+
+
+def _shard_ends(module: nn.Module, sharded: Callable[..., object], *, again: bool | int) -> None:
+    """Units of their own for the embedding, and for the last norm with the head, which stays gathered until its backward.
+
+    accelerate 1.15, accelerate/utils/fsdp_utils.py, ``fsdp2_prepare_model``. A tied head leaves all of it to the whole.
+    """
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
+    if embedding.weight is head.weight:
+        return
+    sharded(embedding, reshard_after_forward=again)
+    sharded([last_norm(module), head], reshard_after_forward=False)
 
 
 def give_memory(module: nn.Module, device: str) -> None:

@@ -20,3 +20,9 @@ def prefixes_of(module: nn.Module, blocks: Sequence[nn.Module]) -> tuple[str, ..
     """What the names of all parts of a block begin with, block by block."""
     names = {id(part): name for name, part in module.named_modules()}
     return tuple(f"{names[id(block)]}." for block in blocks)
+
+
+def last_norm(model: nn.Module) -> nn.Module:
+    """Find the norm before the head: the last child of the model's body whose class is a norm's."""
+    body = getattr(model, str(getattr(model, "base_model_prefix", "")), model)
+    return [part for part in body.children() if "Norm" in type(part).__name__][-1]

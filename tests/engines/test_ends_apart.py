@@ -1,0 +1,89 @@
+"""Embedding and head as FSDP2 units of their own, as accelerate and torchtitan make them: held against FSDP2 itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.causal_models import tiny_spec
+from tests.simulated import simulate
+from zeroplan import estimate
+from zeroplan.comparison import compare_with_estimate
+from zeroplan.engines.fsdp2 import account
+from zeroplan.errors import SpecError
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
+
+NARROW = {"heads": 4, "kv_heads": 2, "head_dim": 16, "layers": 5}
+TOKENS = BatchSpec(micro_batch_size=2, seq_len=64)
+WEIGHTS = BatchSpec(micro_batch_size=1, seq_len=32)
+THRICE = replace(WEIGHTS, grad_accum_steps=3)
+#: The random state of attention, and the loss.
+SCALARS_BYTES = 1200
+
+
+def job(family: str = "llama", *, vocab: int = 250, ffn: int = 176, batch: BatchSpec = TOKENS, n: int = 4, r: int = 1,
+        options: dict[str, object] | None = None, **recipe: object) -> JobSpec:  # fmt: skip
+    model = replace(tiny_spec(family, ffn=ffn, vocab=vocab, **NARROW), tie_word_embeddings=False)
+    fsdp2 = Fsdp2Options(ends_apart=True, **(options or {}))
+    said = {"engine": "fsdp2", "zero_stage": 3, **recipe}
+    return JobSpec(model=model, recipe=RecipeSpec(fsdp2=fsdp2, **said), mesh=MeshSpec(dp_shard=n, dp_replicate=r), batch=batch)
+
+
+CASES = {
+    "plain": job(),
+    "weights dominate": job(ffn=512, batch=WEIGHTS),
+    "the vocabulary dominates": job(vocab=3000, batch=WEIGHTS),
+    "recomputed": job(recompute="full"),
+    "recomputed by operation": job(recompute="selective"),
+    "fp32": job(precision="fp32", vocab=2000, batch=WEIGHTS),
+    "stage 2": job(zero_stage=2, vocab=2000, batch=WEIGHTS),
+    "several micro-batches": job(batch=THRICE, vocab=2000),
+    "several micro-batches, one reduction": job(batch=THRICE, vocab=2000, sync_every_micro_batch=False),
+    "reduced in bf16, one reduction": job(
+        batch=THRICE, vocab=2000, sync_every_micro_batch=False, options={"reduce_dtype": "param"}
+    ),
+    "replicas": job(r=2, vocab=2000, batch=WEIGHTS),
+    "one rank": job(n=1, vocab=2000, batch=WEIGHTS),
+    "mixtral": job("mixtral"),
+    "on the host": job(options={"cpu_offload": True}, vocab=2000, batch=WEIGHTS),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_of_every_phase_is_that_of_fsdp2(name: str) -> None:
+    pytest.importorskip("transformers")
+    asked = CASES[name]
+    found = compare_with_estimate(simulate(asked, steps=max(3, asked.batch.grad_accum_steps)))
+    for row in (found.peak, *found.phases, found.held):
+        assert abs(row.difference) <= SCALARS_BYTES, row
+    for row in found.collectives:
+        assert row.difference == 0, row
+
+
+def test_the_embedding_is_gathered_twice_and_the_head_once() -> None:
+    asked = job()
+    found = account(asked.model, asked.recipe, asked.mesh, asked.batch).collectives
+    assert not [one.what for one in found if "root group" in one.what]
+    assert [one.calls for one in found if one.what == "parameters of the embedding"] == [1, 1]
+    assert [one.calls for one in found if one.what == "parameters of final norm and head"] == [1]
+
+
+def test_a_tied_head_leaves_one_unit() -> None:
+    asked = job()
+    tied = replace(asked, model=replace(asked.model, tie_word_embeddings=True))
+    plain = replace(tied, recipe=replace(tied.recipe, fsdp2=Fsdp2Options()))
+    assert estimate(tied).peak_bytes == estimate(plain).peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"loss": "chunked"}, "loss 'chunked'"), ({"options": {"reshard_after_forward": 2}}, "reshard_after_forward as a number")],
+)
+def test_what_is_not_modelled_is_refused(change: dict[str, object], said: str) -> None:
+    with pytest.raises(SpecError, match=f"ends_apart with {said}"):
+        job(**change)  # type: ignore[arg-type]
