@@ -269,7 +269,7 @@ class JobSpec(Spec):
 
     def _check_recompute_layers(self, layers: int) -> None:
         """Refuse more blocks than there are, and what is not modelled where not all are treated alike."""
-        model, mesh = self.model, self.mesh
+        model = self.model
         if layers > model.num_hidden_layers:
             raise SpecError(
                 f"recompute_layers={layers} is more than the {model.num_hidden_layers} layers of the model; use fewer"
@@ -279,11 +279,7 @@ class JobSpec(Spec):
                 self.recipe.engine == "deepspeed" and self.recipe.zero_stage == 3 and "stage 3 of DeepSpeed",
                 "stage 2, or engine 'fsdp2'",
             ),
-            (mesh.model_ranks > 1 and "ranks that split the model (tp, cp, pp)", "data parallelism alone"),
-            (mesh.ep > 1 and f"ep={mesh.ep}", "ep=1"),
             (model.profile is not None and "a profile", "a model of a known family"),
-            (model.adapter is not None and "LoRA", "no adapter"),
-            (model.frozen is not None and "frozen parameters", "none"),
         ):
             if asked:
                 raise SpecError(f"recompute_layers={layers} with {asked} is not modelled; use {instead}, or leave it out")

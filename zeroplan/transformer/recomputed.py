@@ -27,14 +27,19 @@ def layout_by_recomputation(model: ModelSpec, first: int | None) -> Layout:
 
 @lru_cache(maxsize=256)
 def _in_two(model: ModelSpec, first: int) -> Layout:
-    whole, order = layout(model), runs_in_order(model)
+    return in_two(layout(model), model, first)
+
+
+def in_two(tree: Layout, model: ModelSpec, first: int) -> Layout:
+    """A layout of the model's tensors, whatever a rank holds of them, with the blocks after the ``first`` in runs of their own."""
+    order = runs_in_order(model)
     runs = [
         BlockRun(run.kind, layers, run.parameters, plain)
         for plain, part in ((False, order[:first]), (True, order[first:]))
-        for at, run in enumerate(whole.runs)
+        for at, run in enumerate(tree.runs)
         if (layers := part.count(at))
     ]
-    return whole._replace(runs=tuple(runs))
+    return tree._replace(runs=tuple(runs))
 
 
 def order_by_recomputation(model: ModelSpec, first: int | None) -> tuple[int, ...]:

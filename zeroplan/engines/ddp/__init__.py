@@ -28,7 +28,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
 from zeroplan.transformer.buffers import buffer_bytes
 from zeroplan.transformer.params import has_frozen, layout, parameter_count, trained_count, trained_layout
-from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation
+from zeroplan.transformer.recomputed import first_recomputed, in_two, layout_by_recomputation
 from zeroplan.units import GIB, MIB
 
 _REDUCER = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::initialize_buckets"
@@ -217,7 +217,9 @@ def _all_updated(model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, el
 
 @lru_cache(maxsize=256)
 def _weights(model: ModelSpec, first: int | None) -> Weights:
-    whole = trained_layout(model) if first is None else layout_by_recomputation(model, first)
+    whole = trained_layout(model)
+    if first is not None:
+        whole = in_two(whole, model, first)
     tied = whole.tied_head
     head = whole.tail if tied is None else (*whole.tail, tied)
     return Weights(

@@ -19,7 +19,8 @@ def exchanged(plan: Plan, batch: Batch, model: ModelSpec, mesh: Split) -> tuple[
     ranks, heads = int(mesh.cp), model.num_key_value_heads // int(mesh.tp)
     calls: Int = batch.grad_accum_steps * sum(plan.every_layer)
     elements = 2 * batch.micro_batch_size * batch.seq_len * heads * model.head_dim
-    again = 2 if plan.recipe.recompute == "full" else 1
+    twice = sum(run.layers for run in plan.runs if not run.plain) if plan.recipe.recompute == "full" else 0
+    again: Int = calls + batch.grad_accum_steps * twice
     payload: Int = plan.width.compute * ranks * elements
     each: Int = payload // ranks * (ranks - 1)
     round_trip: Int = 4 * elements
@@ -29,8 +30,8 @@ def exchanged(plan: Plan, batch: Batch, model: ModelSpec, mesh: Split) -> tuple[
             phase=Phase.FORWARD, among=Among.SEQUENCE,
         ),
         Collective(
-            "all_gather", KEYS, "backward", ranks, again * calls, payload, again * calls * each,
-            again * calls * ranks * elements, BACKWARD, near=True, among=Among.SEQUENCE,
+            "all_gather", KEYS, "backward", ranks, again, payload, again * each,
+            again * ranks * elements, BACKWARD, near=True, among=Among.SEQUENCE,
         ),
         Collective(
             "all_to_all", f"gradients of {KEYS}", "backward", ranks, ranks * calls, round_trip, ranks * calls * round_trip,

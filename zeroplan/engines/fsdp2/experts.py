@@ -78,7 +78,7 @@ def block_group(run: BlockRun, n: Int, ep: int) -> Group:
         shard = shard + chunk(parameter, 1, n=n, ep=ep, in_block=True).numel
     numel = sum(parameter.numel for parameter in run.parameters)
     if not theirs:
-        return Group(shard, shard * n, numel, run.kind)
+        return Group(shard, shard * n, numel, run.name)
     apart: Int = 0
     for parameter in theirs:
         apart = apart + chunk(parameter, 1, n=n, ep=ep, in_block=True).numel
@@ -88,7 +88,7 @@ def block_group(run: BlockRun, n: Int, ep: int) -> Group:
         cast_one_by_one(tuple(parameter.numel for parameter in theirs)), theirs[-1].numel,
         where(_is_narrow(theirs[0].shape[0], n, ep), 1, 0), where(ranks > 1, 1, 0),
     )  # fmt: skip
-    return Group(shard, (shard - apart) * n + experts.padded, numel, run.kind, experts=experts)
+    return Group(shard, (shard - apart) * n + experts.padded, numel, run.name, experts=experts)
 
 
 def symbols(plan: Plan) -> Iterator[Symbol]:
@@ -120,8 +120,8 @@ def exchanges(plan: Plan, run: BlockRun, mesh: Mesh, batch: Batch, model: ModelS
     """
     assert model.moe is not None  # noqa: S101  asked of blocks with experts only
     pairs = batch.micro_batch_size * batch.seq_len * model.moe.num_experts_per_tok
-    calls, again = batch.grad_accum_steps * run.layers, plan.recipe.recompute
-    width, name = plan.width.compute, f"{run.kind} blocks"
+    calls, again = batch.grad_accum_steps * run.layers, "none" if run.plain else plan.recipe.recompute
+    width, name = plan.width.compute, f"{run.words} blocks"
     elements, ranks = pairs * model.hidden_size, mesh.ep
     yield _exchange(f"tokens of {name}", Phase.FORWARD, ranks, 2 * calls, width, elements)
     yield _exchange(f"tokens of {name}", Phase.BACKWARD, ranks, (4 if again == "full" else 2) * calls, width, elements)

@@ -9,9 +9,9 @@ from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import Layout, Parameter
-from zeroplan.transformer.params import has_frozen, trained_layout
+from zeroplan.transformer.params import has_frozen, layout, trained_layout
 from zeroplan.transformer.params_split import split_layout
-from zeroplan.transformer.recomputed import layout_by_recomputation
+from zeroplan.transformer.recomputed import in_two
 
 SHARD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam._init_sharded_param"
 OFFLOAD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_api.py, CPUOffloadPolicy"
@@ -111,14 +111,18 @@ def cut_of(
     ``ends_apart`` makes units of the embedding, and of the final norm with the head. A head that is the embedding too stays with
     the embedding in the root group.
     """
-    tree, beside = (part, ()) if part is not None else _parameters(model, width, first=first, tp=tp, ep=ep)
+    tree, beside = (part, ()) if part is not None else _parameters(model, width, tp=tp, ep=ep)
     learning = trained_layout(model) if part is None and has_frozen(model) else tree
+    if first is not None:
+        trained = None if learning is tree else in_two(learning, model, first)
+        tree = in_two(tree, model, first)
+        learning = trained or tree
     is_apart = ends_apart and tree.tied_head is None
     root, blocks = _root(tree, n, "root", is_empty=is_apart), _block_groups(tree, n, ep)
     trained_root, trained_blocks = root, blocks
     if learning is not tree:
         trained_root = _root(learning, n, "trained_root", is_empty=is_apart)
-        trained_blocks = tuple(group_of(run.parameters, n, f"trained_{run.kind}") for run in learning.runs)
+        trained_blocks = tuple(group_of(run.parameters, n, f"trained_{run.name}") for run in learning.runs)
     ends = _ends(tree, learning, n) if is_apart else None
     return Cut(tree, learning, beside, root, blocks, trained_root, trained_blocks, ends)
 
@@ -135,9 +139,7 @@ def _ends(tree: Layout, learning: Layout, n: Int) -> Ends:
     return Ends(embedding, head, *trained)
 
 
-def _parameters(
-    model: ModelSpec, width: Widths, *, first: int | None, tp: int, ep: int
-) -> tuple[Layout, tuple[Line, ...]]:  # fmt: skip
+def _parameters(model: ModelSpec, width: Widths, *, tp: int, ep: int) -> tuple[Layout, tuple[Line, ...]]:
     """What a rank's groups are made of: tensors as they are split, packed or shared out; and what lies beside packed ones."""
     if model.is_quantised:
         from zeroplan.engines.quantised import packed_layout, scales_of  # noqa: PLC0415  the others' answers need not wait for it
@@ -145,7 +147,7 @@ def _parameters(
         return packed_layout(model, width.compute), scales_of(model)
     if ep != 1:
         return _local_layout(model, ep), ()
-    return (layout_by_recomputation(model, first) if tp == 1 else split_layout(model, tp)), ()
+    return (layout(model) if tp == 1 else split_layout(model, tp)), ()
 
 
 def _block_groups(tree: Layout, n: Int, ep: int) -> tuple[Group, ...]:

@@ -192,7 +192,7 @@ def _root_not_reduced(plan: Plan) -> Line:
 
 
 def _ends_not_reduced(plan: Plan, ends: Ends) -> Line:
-    """Gradients of embedding and head as units of their own: all micro-batches' of the head, and the embedding's with its new one."""
+    """The same of embedding and head as units of their own: the head's added up, and the embedding's with its new one. [bytes]"""
     wide, width, new = plan.reduce_bytes, plan.width.compute, ends.trained_embedding.numel
     formula = f"{product(wide, ends.trained_head.numel)} + {product(wide, new)}·M_2 + {product(width, new)}"
     n_bytes = wide * ends.trained_head.numel + plan.twice * wide * new + width * new

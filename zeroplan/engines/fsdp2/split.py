@@ -24,7 +24,8 @@ def split_collectives(
     layers, passes = sum(plan.every_layer), batch.grad_accum_steps
     tokens = batch.micro_batch_size * batch.seq_len
     whole, e = tokens * plan.parameters[0].shape[1], plan.width.compute
-    again = {"none": (0, 0), "full": (2 * layers, layers), "selective": (2 * layers, 2 * layers)}[plan.recipe.recompute]
+    twice = sum(run.layers for run in plan.runs if not run.plain)
+    again = {"none": (0, 0), "full": (2 * twice, twice), "selective": (2 * twice, 2 * twice)}[plan.recipe.recompute]
     before, after = 2 * layers + embeds, 2 * layers + ends
     norms, elements = _norms(plan)
     reduced = plan.reduce_bytes if accumulated or plan.cast_on_arrival else e

@@ -105,7 +105,7 @@ class StagePass(MicroBatch):
     def inside_forward(self, position: Position) -> tuple[Line, ...]:
         """What a block's forward holds at its highest."""
         lines = super().inside_forward(position)
-        if self.plan.recipe.recompute == "selective" and not self.stage.split:
+        if self.plan.recomputes[position.run] == "selective" and not self.stage.split:
             lines = tuple(line for line in lines if line.tag != _MADE_LATER)
         return lines
 
@@ -217,7 +217,7 @@ class StagePass(MicroBatch):
         self.trace.pass_by(
             taken_up(plan, sizes_of_block(plan, position.run), first=not self.earlier),
             flowing_line(self.stage, "gradient that flows out of this block"),
-            *(one.checkpoint if plan.recomputed else ()),
+            *(() if plan.recomputes[position.run] == "none" else one.checkpoint),
         )
         self.run.reshard(unit)  # it stays unsharded, and counts among the others from here on
 

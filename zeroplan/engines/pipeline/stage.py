@@ -120,13 +120,24 @@ def stage_plans(
     plans = []
     for stage in stages:
         fewer, part = layers_of(model, stage, tp=int(mesh.tp), ep=int(mesh.ep))
-        alike = (fewer, stage.is_first, stage.is_last)
+        own = recipe_of(recipe, stage)
+        alike = (fewer, own, stage.is_first, stage.is_last)
         if alike not in made:
-            made[alike] = _stage_plan(fewer, part, recipe, mesh, batch, stage)
+            made[alike] = _stage_plan(fewer, part, own, mesh, batch, stage)
         one = made[alike]
         positions, walk = (_named(which, stage, model.num_hidden_layers) for which in (one.plan.corners, one.plan.walk))
         plans.append(one._replace(stage=stage, positions=positions, walk=walk))
     return tuple(plans)
+
+
+def recipe_of(recipe: RecipeSpec, stage: Stage) -> RecipeSpec:
+    """A stage's own recipe: how many of its layers are recomputed, where the model's first so many are."""
+    if recipe.recompute_layers is None:
+        return recipe
+    layers = min(stage.layers, max(0, recipe.recompute_layers - stage.start))
+    if not layers:
+        return replace(recipe, recompute="none", recompute_layers=None)
+    return replace(recipe, recompute_layers=None if layers == stage.layers else layers)
 
 
 def _stage_plan(
@@ -147,7 +158,8 @@ def _stage_plan(
         at_embedding=at_embedding if stage.is_first else None,
     )  # fmt: skip
     logits = total_bytes(head.output) if stage.is_last else head.hidden_bytes
-    kept = recipe.recompute != "none" or not plan.passes[0].checkpoint_in_backward
+    lowest = plan.corners[0].run
+    kept = plan.recomputes[lowest] != "none" or not plan.passes[lowest].checkpoint_in_backward
     by_rank = None if at_embedding is None else at_embedding.by_rank
     halves = None
     if recipe.pipeline_schedule in SPLIT:

@@ -60,10 +60,10 @@ def _of_stage(stage: StagePlan, gathers: Gathers, mesh: Mesh) -> Iterator[Collec
         yield over_replicas(plan, plan.root, 1, f"{REPLICAS} of {ROOT}", mesh.dp_replicate)._replace(is_root=True)
     for group, run in zip(plan.blocks, plan.runs, strict=True):
         if group.experts is not None:
-            name, ranks = f"{EXPERTS} {run.kind} blocks", group.experts.ranks
+            name, ranks = f"{EXPERTS} {run.words} blocks", group.experts.ranks
             for call in _of_blocks(plan, group.of_experts, run, name, gathers, mesh, ranks):
                 yield call._replace(among=Among.SHARDS_OF_EXPERTS) if call.among is Among.SHARDS else call
-        yield from _of_blocks(plan, group.beside_experts, run, f"{run.kind} blocks", gathers, mesh, plan.n)
+        yield from _of_blocks(plan, group.beside_experts, run, f"{run.words} blocks", gathers, mesh, plan.n)
 
 
 def _of_blocks(
