@@ -7,6 +7,7 @@ together is not drawn together, as far as the rules of :mod:`zeroplan.spec` say 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from math import lcm
 from random import Random
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -405,7 +406,7 @@ def _whole(draw: Random, engines: Sequence[str]) -> JobSpec:
     one = model(draw, families)
     return JobSpec(
         model=one,
-        recipe=_of_some_layers(draw, told, one),
+        recipe=_with_ends(draw, _of_some_layers(draw, told, one), one),
         mesh=mesh(draw, told),
         batch=batch(draw, one),
         cluster=_of_nodes(cluster(draw), told),
@@ -427,9 +428,20 @@ def _of_some_layers(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpe
     return replace(told, recompute_layers=draw.randint(1, one.num_hidden_layers))
 
 
+def _with_ends(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
+    """Make FSDP2 units of embedding and head, where that is modelled."""
+    options = told.fsdp2
+    resharded = options.reshard_after_forward is None or isinstance(options.reshard_after_forward, bool)
+    modelled = told.engine == "fsdp2" and told.loss == "full" and resharded and not one.positions and one.family != "bloom"
+    if not modelled or options.modules == "torchtitan" or draw.randint(0, 3) < 3:
+        return told
+    return replace(told, fsdp2=replace(options, ends_apart=True))
+
+
 def _tuned(draw: Random, engines: Sequence[str]) -> JobSpec:
     told = recipe(draw, engines, manner="lora")
-    return _data_parallel(draw, adapted(draw, quantised=(told.engine, told.zero_stage) != ("deepspeed", 3)), told)
+    one = adapted(draw, quantised=(told.engine, told.zero_stage) != ("deepspeed", 3))
+    return _data_parallel(draw, one, _of_some_layers(draw, told, one))
 
 
 def _frozen(draw: Random, engines: Sequence[str]) -> JobSpec:
@@ -455,7 +467,10 @@ def _split(draw: Random, engines: Sequence[str]) -> JobSpec:
     one = replace(_splittable(draw, ways, tp), name=manner)
     if pp > 1:
         told = _scheduled(draw, told, ways, one)
-        one = _in_stages(one, pp * (told.pipeline_stages_per_rank or (2 if told.pipeline_schedule in SPLIT else 1)))
+        stages = pp * (told.pipeline_stages_per_rank or (2 if told.pipeline_schedule in SPLIT else 1))
+        one = _in_stages(one, stages)
+        told = replace(told, pipeline_layers=_cut_by_hand(draw, stages, one.num_hidden_layers))
+    told = _of_some_layers(draw, told, one)
     fed = batch(draw, one, multiple=tp * (2 * cp if cp > 1 else 1), steps=pp)
     if one.sliding_window is not None and (tp > 1 or cp > 1 or told.pipeline_schedule in SPLIT):
         one = replace(one, sliding_window=fed.seq_len + one.sliding_window)
@@ -486,10 +501,18 @@ def _scheduled(draw: Random, told: RecipeSpec, ways: Sequence[str], one: ModelSp
     return replace(told, pipeline_schedule=schedule, pipeline_stages_per_rank=draw.choice(each))
 
 
+def _cut_by_hand(draw: Random, stages: int, layers: int) -> str | None:
+    """Layers of each stage, at least one; now and then as torchtitan cuts them."""
+    if draw.random() < 0.6:
+        return None
+    borders = sorted(draw.sample(range(1, layers), stages - 1))
+    return ",".join(str(stop - start) for start, stop in pairwise((0, *borders, layers)))
+
+
 def _in_stages(one: ModelSpec, stages: int) -> ModelSpec:
     """With a layer for each of them, where embedding and head count as layers, and nothing that more than one stage needs."""
     experts = None if one.moe is None else replace(one.moe, num_dense_layers=0)
-    return replace(one, tie_word_embeddings=False, num_hidden_layers=max(one.num_hidden_layers, 2 * stages - 2), moe=experts)
+    return replace(one, num_hidden_layers=max(one.num_hidden_layers, 2 * stages - 2), moe=experts)
 
 
 def _with_experts(draw: Random, one: ModelSpec, split: MeshSpec) -> MeshSpec:

@@ -206,13 +206,39 @@ def test_rounds_of_an_interleaved_schedule_must_divide_the_micro_batches() -> No
         _job(pp=2, micro_batches=9, pipeline_schedule="interleaved-1f1b")
 
 
-def test_a_schedule_needs_a_pipeline_and_an_untied_head() -> None:
-    with pytest.raises(SpecError, match="pp=1 has nothing to do"):
-        _job(pp=1, pipeline_schedule="1f1b")
-    with pytest.raises(SpecError, match="tied to the embedding"):
-        replace(_job(), model=replace(_MODEL, tie_word_embeddings=True))
+def test_a_schedule_needs_a_pipeline_and_a_known_family() -> None:
+    for said in ({"pipeline_schedule": "1f1b"}, {"pipeline_layers": "8"}):
+        with pytest.raises(SpecError, match="pp=1 has nothing to do"):
+            _job(pp=1, **said)
     with pytest.raises(SpecError, match="family 'gemma2' is not modelled"):
         replace(_job(), model=replace(_MODEL, family="gemma2"))
+
+
+def test_a_tied_head_has_a_copy_on_the_last_stage() -> None:
+    untied = _job()
+    tied = replace(untied, model=replace(_MODEL, tie_word_embeddings=True))
+    assert estimate(tied).peak_bytes == estimate(untied).peak_bytes
+    assert any("has a copy of its own" in note for note in estimate(tied).notes)
+
+
+def test_stages_may_be_cut_by_hand() -> None:
+    asked = _job(pipeline_layers="1,3,3,1")
+    every = accounts(asked.model, asked.recipe, asked.mesh, asked.batch)
+    assert [one.pipeline[0].stages for one in every] == [
+        "embedding, block 1", "blocks 2 to 4", "blocks 5 to 7", "block 8, norm and head",
+    ]  # fmt: skip
+    even = estimate(_job(pipeline_layers="2,3,2,1"))
+    assert even.peak_bytes == estimate(_job()).peak_bytes  # as torchtitan cuts eight layers
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [("4,4", "8 layers to 2 stages, and there are 8 layers and 4 stages"), ("2,2,2,1", "7 layers to 4 stages"),
+     ("0,4,2,2", "leave one without a layer"), ("2,x,2,2", "is no list of layers; write 7,9,9,7")],
+)  # fmt: skip
+def test_stages_cut_by_hand_are_those_of_the_model(layers: str, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        _job(pipeline_layers=layers)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b"])

@@ -65,6 +65,7 @@ FLAGS = (
     _Flag("pipeline_schedule", "NAME", "gpipe, 1f1b, interleaved-1f1b, interleaved-zero-bubble or zbv. (default: 1f1b)", _RECIPE),
     _Flag("pipeline_stages_per_rank", "N", "Stages on each pipeline rank. (default: 1, or 2 where the schedule takes several)",
           _RECIPE, number=True),
+    _Flag("pipeline_layers", "LIST", "Layers of each pipeline stage, as 7,9,9,7. (default: as torchtitan cuts them)", _RECIPE),
     _Flag("stage", "0..3", "ZeRO stage. (default: 3; 0 on one GPU and with ddp; 1 with megatron)", _RECIPE),
     _Flag("engine", "NAME", "paper, ddp, fsdp2, deepspeed or megatron. (default: ddp for stages 0 and 1, fsdp2 for 2 and 3)",
           _RECIPE),

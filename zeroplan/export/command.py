@@ -82,7 +82,7 @@ def _cluster(job: JobSpec) -> Iterator[str]:
 
 _NAMED = (
     "precision", "optimizer", "optimizer_impl", "recompute", "recompute_layers", "attention", "loss", "pipeline_schedule",
-    "pipeline_stages_per_rank",
+    "pipeline_stages_per_rank", "pipeline_layers",
 )  # fmt: skip
 
 

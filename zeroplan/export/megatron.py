@@ -52,6 +52,7 @@ def missing(recipe: RecipeSpec) -> str:
         ),
         (recipe.loss != "full", "its loss is not Megatron's own"),
         (recipe.precision == "bf16", "Megatron keeps fp32 weights beside 16-bit ones"),
+        (recipe.pipeline_layers is not None, "stages cut by hand are not written"),
         (recipe.optimizer not in ADAM, "only Adam is written"),
         (recipe.offloads, "what is offloaded is not written"),
         (sharded and ways_of_resharding(recipe.fsdp2) is not None, "Megatron reshards over all ranks or none"),

@@ -67,6 +67,7 @@ def missing(recipe: RecipeSpec) -> str:
         (bool(recipe.keep_logits), "torchtitan lets go of its logits"),
         (recipe.offload_activations, "torchtitan keeps activations on the GPU"),
         (recipe.pipeline_stages_per_rank is not None, "how many stages a rank has is left to torchtitan"),
+        (recipe.pipeline_layers is not None, "which layers a stage has is left to torchtitan"),
     ):
         if unsaid:
             return said

@@ -28,8 +28,8 @@ from zeroplan.transformer.params import parameter_count
 
 #: Fields of a request that the search decides where they are not given.
 SEARCHED = ("engine", "stage", "replicas", "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel",
-             "pipeline_schedule", "pipeline_stages_per_rank", "micro_batch", "grad_accum", "optimizer_impl", "recompute",
-             "recompute_layers", "loss", "offload_optimizer", "offload_param")  # fmt: skip
+             "pipeline_schedule", "pipeline_stages_per_rank", "pipeline_layers", "micro_batch", "grad_accum", "optimizer_impl",
+             "recompute", "recompute_layers", "loss", "offload_optimizer", "offload_param")  # fmt: skip
 
 #: Options of one engine, which stay with it whatever else is tried.
 _OPTIONS = ("ddp", "fsdp2", "deepspeed", "megatron")
@@ -71,6 +71,8 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, unsa
     if question.max_params:
         request = _with_the_largest_model(request, fixed, extra, unsaid)
     base, notes = _base(replace(request, seq_len=SEQUENCE_STEP) if question.max_seq else request, extra)
+    if request.pipeline_layers is not None:
+        raise SpecError("--pipeline-layers has nothing to do in a search, which cuts stages evenly; leave it out")
     if (request.recompute_layers or 0) > base.model.num_hidden_layers:
         layers = base.model.num_hidden_layers
         raise SpecError(

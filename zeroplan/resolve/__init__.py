@@ -337,6 +337,7 @@ def _recipe(request: Request, stage: Stage) -> RecipeSpec:
         "keep_logits": request.keep_logits,
         "pipeline_schedule": request.pipeline_schedule,
         "pipeline_stages_per_rank": request.pipeline_stages_per_rank,
+        "pipeline_layers": request.pipeline_layers,
         "sync_every_micro_batch": request.sync_every_micro_batch,
         "ddp": request.ddp,
         "fsdp2": request.fsdp2,

@@ -58,6 +58,7 @@ class Request(Spec):
     expert_parallel: Degree | None = None
     pipeline_schedule: PipelineSchedule | None = None
     pipeline_stages_per_rank: Degree | None = None
+    pipeline_layers: str | None = None
     stage: Stage | None = None
     engine: Engine | None = None
     precision: Precision | None = None
@@ -115,6 +116,7 @@ def request_of(complete: JobSpec) -> Request:
         expert_parallel=mesh.ep,
         pipeline_schedule=recipe.pipeline_schedule,
         pipeline_stages_per_rank=recipe.pipeline_stages_per_rank,
+        pipeline_layers=recipe.pipeline_layers,
         stage=recipe.zero_stage,
         engine=recipe.engine,
         precision=recipe.precision,

@@ -152,9 +152,10 @@ class JobSpec(Spec):
             check_context_parallel(self.model, self.recipe, self.batch, mesh)
         if mesh.pp > 1:
             self._check_pipeline()
-        elif self.recipe.pipeline_schedule is not None or self.recipe.pipeline_stages_per_rank is not None:
+        elif self.recipe.cuts_pipelines:
             raise SpecError(
-                "a pipeline schedule with pp=1 has nothing to do; give the number of pipeline ranks, or leave it out"
+                "a pipeline schedule, or layers of its stages, with pp=1 has nothing to do; give the number of pipeline ranks, "
+                "or leave it out"
             )
 
     def _check_expert_ranks(self) -> None:
@@ -192,7 +193,6 @@ class JobSpec(Spec):
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
             (model.family not in PIPELINED and f"family {model.family!r}", f"one of {', '.join(PIPELINED)}"),
             (model.profile is not None and "a profile", "a model of a known family"),
-            (model.tie_word_embeddings and "a head tied to the embedding (they are on different ranks)", "an untied head"),
             (model.adapter is not None and "LoRA", "no adapter"),
             (model.frozen is not None and "frozen parameters", "none"),
             (recipe.fsdp2.of_torch_2_15 and "the FSDP2 of torch 2.15", "fsdp2.torch=2.13, or leave it out"),
@@ -211,7 +211,7 @@ class JobSpec(Spec):
                 raise SpecError(f"pipeline parallelism with {asked} is not modelled; use {instead}")
         check_schedule(
             recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank, pp=self.mesh.pp,
-            layers=model.num_hidden_layers, micro_batches=self.batch.grad_accum_steps,
+            layers=model.num_hidden_layers, micro_batches=self.batch.grad_accum_steps, by_hand=recipe.layers_by_hand,
         )  # fmt: skip
 
     def _check_what_a_profile_tells(self) -> None:

@@ -55,6 +55,7 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     yield recipe.precision not in PRECISIONS and f"precision {recipe.precision!r}", f"one of {', '.join(PRECISIONS)}"
     yield recipe.optimizer not in ADAM and f"optimizer {recipe.optimizer!r}", "adamw or adam"
     yield recipe.optimizer_impl not in (None, "fused") and f"optimizer_impl {recipe.optimizer_impl!r}", "fused, its own"
+    yield recipe.pipeline_layers is not None and "pipeline_layers", "an even split"
     yield recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"
     yield bool(recipe.keep_logits) and "keep_logits", "no keep_logits"
     yield recipe.offload_activations and "offload_activations", "recompute 'full'"

@@ -5,6 +5,7 @@ the embedding counts as one layer, the final norm and head as one, and earlier s
 """
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from zeroplan.errors import SpecError
@@ -46,23 +47,33 @@ def stages_per_rank(schedule: PipelineSchedule, asked: int | None) -> int:
 
 
 @lru_cache(maxsize=1024)
-def cut(layers: int, stages: int) -> tuple[Stage, ...]:
-    """Cut so many layers into stages, first to last. Raises SpecError where a stage would have none.
+def cut(layers: int, stages: int, by_hand: tuple[int, ...] | None = None) -> tuple[Stage, ...]:
+    """Cut so many layers into stages, first to last; ``by_hand`` gives the layers of each.
 
-    >>> [stage.layers for stage in cut(32, 4)]
-    [8, 9, 8, 7]
+    Raises SpecError where a stage would have no layer, or where the layers by hand are not those of the model.
+
+    >>> [stage.layers for stage in cut(32, 4)], [stage.start for stage in cut(32, 4, (6, 9, 9, 8))]
+    ([8, 9, 8, 7], [0, 6, 15, 24])
     """
-    each, more = divmod(layers + 2, stages)
-    made: list[Stage] = []
-    start = 0
-    for index in range(stages):
-        is_first, is_last = index == 0, index == stages - 1
-        stop = start + each + (index < more) - is_first - is_last
-        made.append(Stage(index, start, stop, is_first, is_last))
-        start = stop
-    if any(stage.layers < 1 for stage in made):
+    each = _evenly(layers, stages) if by_hand is None else by_hand
+    if len(each) != stages or sum(each) != layers:
+        raise SpecError(
+            f"pipeline_layers={','.join(map(str, each))} gives {sum(each)} layers to {len(each)} stages, and there are {layers} "
+            f"layers and {stages} stages"
+        )
+    if min(each) < 1:
         raise SpecError(f"{layers} layers cut into {stages} pipeline stages leave one without a layer; use fewer stages")
-    return tuple(made)
+    ends = tuple(accumulate(each))
+    return tuple(
+        Stage(index, stop - count, stop, index == 0, index == stages - 1)
+        for index, (count, stop) in enumerate(zip(each, ends, strict=True))
+    )
+
+
+def _evenly(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage as torchtitan has them."""
+    each, more = divmod(layers + 2, stages)
+    return tuple(each + (index < more) - (index == 0) - (index == stages - 1) for index in range(stages))
 
 
 def indices_of_rank(schedule: PipelineSchedule, *, rank: int, pp: int, stages: int) -> tuple[int, ...]:
@@ -76,7 +87,10 @@ def indices_of_rank(schedule: PipelineSchedule, *, rank: int, pp: int, stages: i
     return tuple(range(rank, stages, pp))
 
 
-def check_schedule(schedule: PipelineSchedule, asked: int | None, *, pp: int, layers: int, micro_batches: int) -> None:
+def check_schedule(
+    schedule: PipelineSchedule, asked: int | None, *, pp: int, layers: int, micro_batches: int,
+    by_hand: tuple[int, ...] | None = None,
+) -> None:  # fmt: skip
     """Refuse what torch's schedules refuse, and stages without a layer.
 
     Source: torch 2.13, torch/distributed/pipelining/schedules.py, ``__init__`` of each schedule.
@@ -97,4 +111,4 @@ def check_schedule(schedule: PipelineSchedule, asked: int | None, *, pp: int, la
                 f"schedule {schedule!r} takes {micro_batches} micro-batches on {pp} ranks in {rounds} rounds, which do not divide "
                 "them; use a multiple of the ranks"
             )
-    cut(layers, pp * each)
+    cut(layers, pp * each, by_hand)

@@ -248,6 +248,8 @@ class RecipeSpec(Spec):
     """In which order pipeline ranks take their micro-batches (torch.distributed.pipelining); ``None``: 1f1b."""
     pipeline_stages_per_rank: Annotated[int, Range(1, 1000)] | None = None
     """``None``: 1 with gpipe and 1f1b, else 2."""
+    pipeline_layers: str | None = None
+    """Layers of each pipeline stage, first to last, separated by commas; ``None``: as torchtitan cuts them."""
     ddp: DdpOptions = DdpOptions()
     """DDP's own options."""
     fsdp2: Fsdp2Options = Fsdp2Options()
@@ -278,6 +280,25 @@ class RecipeSpec(Spec):
     def offloads_states(self) -> bool:
         """Whether the engine keeps parameters, gradients or optimizer states in host memory."""
         return self.deepspeed.offloads if self.engine == "deepspeed" else self.engine == "fsdp2" and self.fsdp2.cpu_offload
+
+    @property
+    def layers_by_hand(self) -> tuple[int, ...] | None:
+        """Layers of each pipeline stage, where they are given.
+
+        >>> RecipeSpec(pipeline_layers="7,9,9,7").layers_by_hand
+        (7, 9, 9, 7)
+        """
+        if self.pipeline_layers is None:
+            return None
+        words = [word.strip() for word in self.pipeline_layers.split(",")]
+        if not all(word.isdecimal() for word in words):
+            raise SpecError(f"pipeline_layers={self.pipeline_layers!r} is no list of layers; write 7,9,9,7")
+        return tuple(map(int, words))
+
+    @property
+    def cuts_pipelines(self) -> bool:
+        """Whether anything is said of a pipeline's schedule or stages."""
+        return any(one is not None for one in (self.pipeline_schedule, self.pipeline_stages_per_rank, self.pipeline_layers))
 
     def check_rules(self) -> None:
         """Refuse what would be ignored: an answer must not look as if it had been heeded."""

@@ -66,7 +66,7 @@ def pipeline_parts(
     """The parts of a step but for the optimizer's: those of the slowest rank, the bubble, collectives and sends. [s]"""
     schedule, pp = recipe.pipeline_schedule or "1f1b", int(mesh.pp)
     chunks = stages_per_rank(schedule, recipe.pipeline_stages_per_rank)
-    stages = cut(model.num_hidden_layers, pp * chunks)
+    stages = cut(model.num_hidden_layers, pp * chunks, recipe.layers_by_hand)
     alike: dict[object, Computing] = {}
     ranks = []
     for rank in range(pp):

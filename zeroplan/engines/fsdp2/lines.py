@@ -42,7 +42,7 @@ def chunk_to_gather(plan: Plan, group: ParamGroup, copied: ParamGroup) -> tuple[
 
     ``copied`` is the part of the group that is copied: beside adapters, frozen weights lie there in the compute dtype.
     """
-    if not (plan.width.mixed or plan.offloaded):
+    if not (plan.width.mixed or plan.offloaded) or not copied.numel:
         return ()
     n_bytes = group.gathers * plan.width.compute * copied.shard
     formula = group.said(n_bytes, _formula(plan.width.compute, copied.share, group.gate))

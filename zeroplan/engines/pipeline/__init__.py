@@ -33,6 +33,10 @@ from zeroplan.transformer.families.halves import SPLIT_BACKWARD, why_not
 
 RECEIVED = "torch 2.13, torch/distributed/pipelining/stage.py, PipelineStage._setup_forward_recv_info"
 TOKENS = "torch 2.13, torch/distributed/pipelining/schedules.py, _PipelineSchedule.step"
+TIED = (
+    "the head is tied to the embedding, and the last stage has a copy of its own; what your script sends to keep the two equal is "
+    "not counted"
+)
 _STAGES_AT_ONCE = 3
 """With more on each rank torch shards some again between their passes (``_add_unshard_reshard``, ``max_active_stages``)."""
 
@@ -52,6 +56,7 @@ def accounts_of(
     if recipe.pipeline_schedule in SPLIT:
         _check_split(model, recipe, mesh)
     recipe = replace(recipe, sync_every_micro_batch=False)  # a schedule reduces once
+    model = replace(model, tie_word_embeddings=False)  # the last stage has a copy of its own
     if mesh.cp != 1:
         from zeroplan.transformer.context import local_batch  # noqa: PLC0415  the others' answers need not wait for it
 
@@ -63,7 +68,7 @@ def accounts_of(
             f"schedule {schedule!r} with {chunks} stages on each rank is not modelled, of which torch holds {_STAGES_AT_ONCE} "
             f"unsharded at once; use {_STAGES_AT_ONCE} at most"
         )
-    stages = cut(model.num_hidden_layers, pp * chunks)
+    stages = cut(model.num_hidden_layers, pp * chunks, recipe.layers_by_hand)
     indices = [indices_of_rank(schedule, rank=rank, pp=pp, stages=len(stages)) for rank in ranks]
     plans = iter(stage_plans(model, recipe, mesh, batch, tuple(stages[at] for mine in indices for at in mine)))
     return tuple(
@@ -102,9 +107,10 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     worst = highest_of(every)
     others = tuple(one.pipeline[0] for one in every if one is not worst)
     rank = worst.pipeline[0].rank
+    tied = (TIED,) if model.tie_word_embeddings else ()
     note = f"figures are of pipeline rank {rank}, whose peak is the highest of {len(every)}; verify it as rank"
     first = rank * int(mesh.dp_replicate) * int(mesh.dp_shard) * int(mesh.cp) * int(mesh.tp)
-    return worst._replace(pipeline=(*worst.pipeline, *others), notes=(*worst.notes, f"{note} {first}"))
+    return worst._replace(pipeline=(*worst.pipeline, *others), notes=(*worst.notes, f"{note} {first}", *tied))
 
 
 def highest_of(every: Iterable[Account]) -> Account:
@@ -120,7 +126,7 @@ def ranks_in_question(recipe: RecipeSpec, pp: int) -> tuple[int, ...]:
     >>> ranks_in_question(RecipeSpec(), 8), ranks_in_question(RecipeSpec(), 2)
     ((0, 1, 7), (0, 1))
     """
-    if recipe.pipeline_schedule in SPLIT:
+    if recipe.pipeline_schedule in SPLIT or recipe.pipeline_layers is not None:
         return tuple(range(pp))
     return tuple(sorted({0, min(1, pp - 1), pp - 1}))
 

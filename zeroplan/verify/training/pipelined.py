@@ -146,7 +146,7 @@ class Pipelined:
 def _stages_of(job: JobSpec, rank: int) -> tuple[Stage, ...]:
     schedule = job.recipe.pipeline_schedule or "1f1b"
     each = stages_per_rank(schedule, job.recipe.pipeline_stages_per_rank)
-    stages = cut(job.model.num_hidden_layers, job.mesh.pp * each)
+    stages = cut(job.model.num_hidden_layers, job.mesh.pp * each, job.recipe.layers_by_hand)
     return tuple(stages[at] for at in indices_of_rank(schedule, rank=rank, pp=job.mesh.pp, stages=len(stages)))
 
 
