@@ -572,6 +572,7 @@ def _comparable(job: JobSpec) -> JobSpec:
         )
     fsdp2 = replace(fsdp2, reshard_after_forward=kept, torch=None)  # whose FSDP2 it is stands in no file
     fsdp2 = replace(fsdp2, modules="transformers")  # and torchtitan's file is read as of transformers' modules
+    fsdp2 = replace(fsdp2, ends_apart=False)  # accelerate and torchtitan shard as they do, whatever the job says
     schedule = recipe.pipeline_schedule or ("1f1b" if job.mesh.pp > 1 else None)
     each = recipe.pipeline_stages_per_rank or (stages_per_rank(schedule, None) if schedule else None)
     recipe = replace(recipe, pipeline_schedule=schedule, pipeline_stages_per_rank=each)

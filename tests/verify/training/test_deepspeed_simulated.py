@@ -21,8 +21,10 @@ from zeroplan.comparison import compare_with_estimate
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate
 from zeroplan.measurement import Measurement
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.base import read
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -67,10 +69,12 @@ EXACT = {
 SEVEN_B, FEW_TOKENS = model("llama-2-7b"), BatchSpec(seq_len=512)
 
 
-def seven_b(stage: int, *, layers: int = 6, **fields: Any) -> Run:
+def seven_b(
+    stage: int, *, layers: int = 6, adapter: AdapterSpec | None = None, frozen: FrozenSpec | None = None, **fields: Any
+) -> Run:  # fmt: skip
     return Run(
         JobSpec(
-            model=replace(SEVEN_B, num_hidden_layers=layers),
+            model=replace(SEVEN_B, num_hidden_layers=layers, adapter=adapter, frozen=frozen),
             recipe=RecipeSpec(engine="deepspeed", zero_stage=stage, **fields),
             mesh=MeshSpec(dp_shard=8),
             batch=FEW_TOKENS,
@@ -83,6 +87,12 @@ LARGE = {
     "7B wide, stage 1, fp16": seven_b(1, precision="fp16-mixed"),
     "7B wide, stage 2, recomputed": seven_b(2, recompute="full"),
     "7B wide, stage 2, 2 blocks of 6 recomputed": seven_b(2, recompute="full", recompute_layers=2),
+    "7B wide, stage 2, lora, 2 blocks recomputed": seven_b(
+        2, adapter=AdapterSpec(rank=8), recompute="full", recompute_layers=2
+    ),
+    "7B wide, stage 1, 2 blocks frozen, 4 recomputed": seven_b(
+        1, frozen=FrozenSpec(layers=2), recompute="full", recompute_layers=4
+    ),
     "7B wide, 8 layers, stage 2, recomputed": seven_b(2, layers=8, recompute="full"),
     "7B wide, stage 3": seven_b(3),
 }

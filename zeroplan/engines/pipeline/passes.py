@@ -23,13 +23,10 @@ from zeroplan.engines.pipeline.lines import (
 from zeroplan.engines.pipeline.waiting import Rank, waiting_lines
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
-from zeroplan.ledger import Line, Module, Moment, Phase, Role, Tag
+from zeroplan.ledger import Line, Moment, Phase, Role
 from zeroplan.trace import Trace
 from zeroplan.transformer.blocks import At, BlockPass
 from zeroplan.transformer.families.norms import AT_MLP_NORM
-
-#: What is not there yet at the highest point of a forward.
-_MADE_LATER = Tag(Role.OUTPUT, Module.DOWN)
 
 
 def forward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Moment, ...]:
@@ -101,13 +98,6 @@ class StagePass(MicroBatch):
             saved=stage.at_its_beginning(one.saved),
             selective=stage.at_its_beginning(one.selective),
         )
-
-    def inside_forward(self, position: Position) -> tuple[Line, ...]:
-        """What a block's forward holds at its highest."""
-        lines = super().inside_forward(position)
-        if self.plan.recomputes[position.run] == "selective" and not self.stage.split:
-            lines = tuple(line for line in lines if line.tag != _MADE_LATER)
-        return lines
 
     def enter(self, unit: Unit) -> None:
         """A stage that a backward has left unsharded gathers nothing."""
