@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from tests.combined import BY_NIGHT
 from tests.dryrun.running import SCRIPTS
+from tests.dryrun.sparse import around_blocks, llama_block, sparse_file
 
 pytestmark = [pytest.mark.torch, BY_NIGHT]
 pytest.importorskip("transformers")
@@ -74,17 +74,13 @@ def sparse_checkpoint(folder: Path, *, layers: int) -> int:
     """A checkpoint of a large Llama in fp32, a file per layer, that takes no room on the disk; its size in bytes."""
     folder.mkdir()
     hidden, mlp, keys, vocab = 16384, 53248, 1024, 128256
-    block = {
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden),
-        "mlp.down_proj": (hidden, mlp), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-    }  # fmt: skip
-    files = [{f"model.layers.{n}.{name}.weight": shape for name, shape in block.items()} for n in range(layers)]
-    files.append(
-        {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
-    )
+    files = [
+        {f"model.layers.{n}.{name}.weight": shape for name, shape in llama_block(hidden, mlp, keys).items()}
+        for n in range(layers)
+    ]
+    files.append(around_blocks(hidden, vocab))
     names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
-    total = sum(_sparse_file(folder / name, tensors) for name, tensors in zip(names, files, strict=True))
+    total = sum(sparse_file(folder / name, tensors) for name, tensors in zip(names, files, strict=True))
     places = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -95,17 +91,3 @@ def sparse_checkpoint(folder: Path, *, layers: int) -> int:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return total
-
-
-def _sparse_file(path: Path, tensors: dict[str, tuple[int, ...]]) -> int:
-    """A safetensors file with its header alone; the tensors' bytes are a hole."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in tensors.items():
-        begin, end = end, end + 4 * shape[0] * (shape[1] if len(shape) > 1 else 1)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
-    return end

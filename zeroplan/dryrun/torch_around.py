@@ -29,6 +29,7 @@ def change_torch(stand_ins: StandIns) -> None:
     _let_tensors_move()
     _give_addresses()
     _let_kinds_be_fake()
+    _let_parameters_be_made_again()
     _let_optimizers_take_lists()
     _let_values_be_read(stand_ins)
     _load_in_this_process()
@@ -114,6 +115,22 @@ def _let_kinds_be_fake() -> None:
         return made.requires_grad_(bool(args[0] if args else kwargs.get("require_grad", False)))
 
     put(torch.Tensor, _make_subclass=staticmethod(make_subclass))
+
+
+def _let_parameters_be_made_again() -> None:
+    """``type(parameter)(data, requires_grad=...)`` is how accelerate puts a parameter on another device, or loads it.
+
+    (1.15, ``init_on_device`` and ``set_module_tensor_to_device``.) The type of a fake parameter is that of all fake tensors, which
+    torch makes in another way.
+    """
+    make: Callable[..., FakeTensor] = FakeTensor.__new__
+
+    def new(kind: type[FakeTensor], *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
+        if "requires_grad" in kwargs and args and isinstance(args[0], FakeTensor):
+            return nn.Parameter(args[0].detach(), kwargs["requires_grad"])
+        return make(kind, *args, **kwargs)
+
+    put(FakeTensor, __new__=staticmethod(new))
 
 
 def _let_optimizers_take_lists() -> None:
