@@ -162,9 +162,14 @@ def _fake_kind(kind: type[torch.Tensor]) -> type[torch.Tensor]:
 
 
 def _beside(tensor: torch.Tensor) -> dict[str, object]:
-    """What a tensor of a library's own kind has beside its numbers: scales, for example."""
-    fakes_own = vars(torch.Tensor.detach(tensor))
-    return {} if type(tensor) is FakeTensor else {name: value for name, value in vars(tensor).items() if name not in fakes_own}
+    """What a tensor of a library's own kind has beside its numbers: scales, for example.
+
+    accelerate writes ``requires_grad`` there, which every tensor has anyway (``init_on_device``, 1.15).
+    """
+    if type(tensor) is FakeTensor:
+        return {}
+    fakes_own = vars(torch.Tensor.detach(tensor)).keys() | {"requires_grad"}
+    return {name: value for name, value in vars(tensor).items() if name not in fakes_own}
 
 
 def _let_values_be_read(stand_ins: StandIns) -> None:
