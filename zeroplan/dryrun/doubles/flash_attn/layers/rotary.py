@@ -16,7 +16,7 @@ class ApplyRotaryEmb(torch.autograd.Function):
     """The kernel, launched on nothing."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inplace: bool, *beside: object  # noqa: ANN401, FBT001
     ) -> torch.Tensor:  # fmt: skip
         """The rotated tensor; in place the tensor itself."""
@@ -25,7 +25,7 @@ class ApplyRotaryEmb(torch.autograd.Function):
         return x if inplace else torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         """Its gradient, in place if the forward was."""
         dx = dout if ctx.inplace else torch.empty_like(dout)
         return dx, *(None for _ in ctx.needs_input_grad[1:])
