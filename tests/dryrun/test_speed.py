@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,21 +29,27 @@ GIB = 2**30
 
 
 class Took(NamedTuple):
-    """Processor seconds, and the most memory of one process [bytes]."""
+    """Processor seconds, the most memory of one process [bytes], and seconds by the clock."""
 
     seconds: float
     bytes: int
+    clock: float
 
 
 def took(folder: Path, *typed: str) -> Took:
     """Run `zeroplan dryrun`; what it and every process that it waits for took."""
-    command = [sys.executable, "-m", "zeroplan", "dryrun", "-q", "--json", "--timeout", "900", *typed]
+    return measured(folder, "-m", "zeroplan", "dryrun", "-q", "--json", "--timeout", "900", *typed)
+
+
+def measured(folder: Path, *typed: str) -> Took:
+    """Run Python with arguments; what it and every process that it waits for took."""
+    command, begin = [sys.executable, *typed], time.monotonic()
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         assert process.stderr is not None
         assert process.returncode == 0, process.stderr.read()[-2000:]
-    found = Took(used.ru_utime + used.ru_stime, 1024 * used.ru_maxrss)
+    found = Took(used.ru_utime + used.ru_stime, 1024 * used.ru_maxrss, time.monotonic() - begin)
     print(found)  # noqa: T201  for a night's log
     return found
 
@@ -68,6 +75,24 @@ def test_a_checkpoint_of_a_terabyte_costs_its_headers(tmp_path: Path):
     found = took(tmp_path, "--gpus", "512", "--", str(SCRIPTS / "fsdp2_large.py"), "checkpoint")
     assert found.seconds < LOADED * 120
     assert found.bytes < 1 * GIB
+
+
+STARTS = """
+import torch
+layer = torch.nn.Linear(8, 8, device="cuda")
+optimizer = torch.optim.SGD(layer.parameters())
+for _ in range(3):
+    layer(torch.ones(8, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+IMPORTS = "import torch, torch._subclasses.fake_tensor, torch.distributed.tensor, torch._dynamo"
+"""What every dry run imports of torch."""
+
+
+def test_a_small_script_takes_two_seconds_beside_imports(tmp_path: Path):
+    (tmp_path / "script.py").write_text(STARTS)
+    whole, imports = took(tmp_path, "--", "script.py"), measured(tmp_path, "-c", IMPORTS)
+    assert whole.seconds - imports.seconds < LOADED * 2
 
 
 def sparse_checkpoint(folder: Path, *, layers: int) -> int:
