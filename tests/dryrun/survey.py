@@ -48,8 +48,11 @@ class Figure(NamedTuple):
 
     def of(self, found: Run) -> float:
         """The same counter in a dry run, in its unit."""
+        allocator = found.answer["allocator"][0] if self.reads in {"allocated", "asked for"} else {}
         if self.reads == "allocated":
-            return found.answer["allocator"][0]["allocated_bytes"] / self.unit
+            return allocator["allocated_bytes"] / self.unit
+        if self.reads == "asked for":
+            return (found.peak_bytes + allocator["workspace_bytes"]) / self.unit
         printed = re.search(self.reads, found.errors)
         assert printed, found.errors
         return float(printed[1]) / self.unit
