@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from tests.dryrun.kept_rows import rows, run_again
 from tests.dryrun.running import SCRIPTS, Run, dry_run
+from tests.dryrun.sparse import checkpoint, llama_block
 
 PROGRAMS = Path(__file__).parent / "programs.toml"
 KEPT = Path(__file__).parent / "survey.jsonl"
@@ -47,8 +48,11 @@ class Figure(NamedTuple):
 
     def of(self, found: Run) -> float:
         """The same counter in a dry run, in its unit."""
+        allocator = found.answer["allocator"][0] if self.reads in {"allocated", "asked for"} else {}
         if self.reads == "allocated":
-            return found.answer["allocator"][0]["allocated_bytes"] / self.unit
+            return allocator["allocated_bytes"] / self.unit
+        if self.reads == "asked for":
+            return (found.peak_bytes + allocator["workspace_bytes"]) / self.unit
         printed = re.search(self.reads, found.errors)
         assert printed, found.errors
         return float(printed[1]) / self.unit
@@ -196,7 +200,23 @@ def _small(folder: Path) -> None:
     (folder / "dataset_info.json").write_text(json.dumps({"pairs": {"file_name": "pairs.json"}}))
 
 
-ASSETS = {"wikitext-2": _wikitext, "alpaca": _alpaca, "small": _small}
+def _instructions(folder: Path) -> None:
+    """Texts to be packed, of words that the tokenizers of :mod:`tests.dryrun.sparse` have."""
+    text = " ".join(f"w{number:05d}" for number in range(3, 400))
+    (folder / "instructions.json").write_text("\n".join([json.dumps({"output": text})] * 2000))
+
+
+def _mistral(folder: Path) -> None:
+    """Mistral 7B as its repository has it."""
+    config: dict[str, object] = {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "intermediate_size": 14336, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 32768, "sliding_window": 4096, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    checkpoint(folder / "mistral-7b", config, llama_block(4096, 14336, 1024), 32_000, 32)
+
+
+ASSETS = {"wikitext-2": _wikitext, "alpaca": _alpaca, "small": _small, "instructions": _instructions, "mistral-7b": _mistral}
 
 
 def summary(program: Program, found: Run) -> dict[str, Any]:

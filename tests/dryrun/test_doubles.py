@@ -6,7 +6,6 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -25,6 +24,26 @@ from transformers import LlamaConfig, LlamaForCausalLM
 LlamaForCausalLM(LlamaConfig(**{SIZES!r})).to(torch.bfloat16).save_pretrained("tiny")
 """
 
+ASKS = """
+from importlib.metadata import packages_distributions, version
+import flash_attn, torch
+assert version("flash_attn") == version("flash-attn") == flash_attn.__version__
+assert packages_distributions()["flash_attn"] == ["flash-attn"]
+from flash_attn.layers.rotary import apply_rotary_emb
+queries = torch.ones(2, 64, 4, 32, device="cuda", requires_grad=True)
+table = torch.ones(64, 16, device="cuda")
+begin = torch.cuda.memory_allocated()
+rotated = apply_rotary_emb(queries, table, table)
+assert torch.cuda.memory_allocated() - begin == queries.nbytes
+rotated.sum().backward()
+assert queries.grad.shape == apply_rotary_emb(queries, table, table, inplace=True).shape == queries.shape
+layer = torch.nn.Linear(8, 8, device="cuda")
+optimizer = torch.optim.SGD(layer.parameters())
+for _ in range(3):
+    layer(torch.ones(8, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed, and needs no double")
 def test_flash_attn_takes_what_torchs_own_takes(tmp_path: Path):
@@ -37,14 +56,11 @@ def test_flash_attn_takes_what_torchs_own_takes(tmp_path: Path):
     assert own.answer["stood_in"] == []
 
 
-def test_earlier_releases_of_transformers_take_flash_attn_for_installed():
-    """5.6 looks for the package's distribution in a dict, and raised KeyError."""
-    from zeroplan.dryrun.libraries.transformers import PATCHES
-
-    looks = ModuleType("import_utils")
-    looks.PACKAGE_DISTRIBUTION_MAPPING = {}
-    PATCHES["transformers.utils.import_utils"](looks)
-    assert looks.PACKAGE_DISTRIBUTION_MAPPING == {"flash_attn": ["flash-attn"]}
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed, and needs no double")
+def test_libraries_find_the_distribution_of_flash_attn_and_its_rotation(tmp_path: Path):
+    """Releases of transformers ask for its version (4.48), import its rotation (4.53), or ask for its distribution (5.6)."""
+    (tmp_path / "script.py").write_text(ASKS)
+    assert dry_run("--", "script.py", folder=tmp_path).answer["ended"] == "steps taken"
 
 
 def test_qlora_takes_what_verify_says_of_the_same_job(tmp_path: Path):

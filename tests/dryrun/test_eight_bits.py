@@ -97,3 +97,30 @@ def test_a_model_loaded_in_eight_bits_trains_adapters(tmp_path: Path):
         assert "bitsandbytes' kernels" in replaced
         peaks.append(run.peak_bytes)
     assert peaks[0] < peaks[1]
+
+
+FOUR = """
+import torch, bitsandbytes as bnb
+from accelerate import init_empty_weights
+with init_empty_weights():
+    layer = bnb.nn.Linear4bit(64, 32, bias=False)
+kept = vars(layer.weight)
+weight = bnb.nn.Params4bit(torch.randn(32, 64), requires_grad=False, **kept).to("cuda")
+state, out = weight.quant_state, torch.empty(32, 64, device="cuda", dtype=torch.bfloat16)
+bnb.functional.lib.cdequantize_blockwise_bf16_nf4(
+    None, bnb.functional.get_ptr(weight), bnb.functional.get_ptr(state.absmax), bnb.functional.get_ptr(out), 64, out.numel()
+)
+parameter = torch.nn.Parameter(torch.ones(64, 8, device="cuda", dtype=torch.bfloat16))
+optimizer = torch.optim.SGD([parameter])
+for _ in range(3):
+    (out @ parameter).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_layers_that_call_the_library_for_cuda_themselves_run(tmp_path: Path):
+    """As Unsloth's do; transformers 4.45 makes the four-bit weight of an empty one's attributes."""
+    pytest.importorskip("accelerate")
+    (tmp_path / "script.py").write_text(FOUR)
+    answer = dry_run("--", "script.py", folder=tmp_path).answer
+    assert "bitsandbytes' library for CUDA" in {one["what"] for one in answer["stood_in"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -68,3 +69,29 @@ def test_what_torch_loads_onto_the_gpu_counts_until_it_is_dropped(run: Run):
 def test_a_checkpoint_on_the_gpu_is_part_of_the_peak_of_loading(run: Run):
     loading = run.answer["initialisation"]["peak_bytes"]
     assert loading == pytest.approx(2 * 4 * (512 * 1024 + 512), abs=4096 + 8)
+
+
+EMPTY = """
+import torch
+from accelerate import init_empty_weights
+from accelerate.utils import set_module_tensor_to_device
+with init_empty_weights():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+model[0].requires_grad_(False)
+assert [(one.device.type, one.requires_grad) for one in model.parameters()] == [("meta", False)] * 2 + [("meta", True)] * 2
+for name, parameter in list(model.named_parameters()):
+    set_module_tensor_to_device(model, name, "cuda", torch.zeros(parameter.shape))
+assert [(one.device.type, one.requires_grad) for one in model.parameters()] == [("cuda", False)] * 2 + [("cuda", True)] * 2
+assert all(isinstance(one, torch.nn.Parameter) for one in model.parameters())
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(3):
+    model(torch.ones(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_accelerate_builds_models_without_weights_and_fills_them(tmp_path: Path):
+    """It makes a parameter anew by calling its class."""
+    pytest.importorskip("accelerate")
+    (tmp_path / "script.py").write_text(EMPTY)
+    assert dry_run("--", "script.py", folder=tmp_path).answer["ended"] == "steps taken"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ import pytest
 
 from tests.combined import BY_NIGHT
 from tests.dryrun.running import SCRIPTS
+from tests.dryrun.sparse import around_blocks, llama_block, sparse_file
 
 pytestmark = [pytest.mark.torch, BY_NIGHT]
 pytest.importorskip("transformers")
@@ -28,21 +29,27 @@ GIB = 2**30
 
 
 class Took(NamedTuple):
-    """Processor seconds, and the most memory of one process [bytes]."""
+    """Processor seconds, the most memory of one process [bytes], and seconds by the clock."""
 
     seconds: float
     bytes: int
+    clock: float
 
 
 def took(folder: Path, *typed: str) -> Took:
     """Run `zeroplan dryrun`; what it and every process that it waits for took."""
-    command = [sys.executable, "-m", "zeroplan", "dryrun", "-q", "--json", "--timeout", "900", *typed]
+    return measured(folder, "-m", "zeroplan", "dryrun", "-q", "--json", "--timeout", "900", *typed)
+
+
+def measured(folder: Path, *typed: str) -> Took:
+    """Run Python with arguments; what it and every process that it waits for took."""
+    command, begin = [sys.executable, *typed], time.monotonic()
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         assert process.stderr is not None
         assert process.returncode == 0, process.stderr.read()[-2000:]
-    found = Took(used.ru_utime + used.ru_stime, 1024 * used.ru_maxrss)
+    found = Took(used.ru_utime + used.ru_stime, 1024 * used.ru_maxrss, time.monotonic() - begin)
     print(found)  # noqa: T201  for a night's log
     return found
 
@@ -70,21 +77,35 @@ def test_a_checkpoint_of_a_terabyte_costs_its_headers(tmp_path: Path):
     assert found.bytes < 1 * GIB
 
 
+STARTS = """
+import torch
+layer = torch.nn.Linear(8, 8, device="cuda")
+optimizer = torch.optim.SGD(layer.parameters())
+for _ in range(3):
+    layer(torch.ones(8, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+IMPORTS = "import torch, torch._subclasses.fake_tensor, torch.distributed.tensor, torch._dynamo"
+"""What every dry run imports of torch."""
+
+
+def test_a_small_script_takes_two_seconds_beside_imports(tmp_path: Path):
+    (tmp_path / "script.py").write_text(STARTS)
+    whole, imports = took(tmp_path, "--", "script.py"), measured(tmp_path, "-c", IMPORTS)
+    assert whole.seconds - imports.seconds < LOADED * 2
+
+
 def sparse_checkpoint(folder: Path, *, layers: int) -> int:
     """A checkpoint of a large Llama in fp32, a file per layer, that takes no room on the disk; its size in bytes."""
     folder.mkdir()
     hidden, mlp, keys, vocab = 16384, 53248, 1024, 128256
-    block = {
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden),
-        "mlp.down_proj": (hidden, mlp), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-    }  # fmt: skip
-    files = [{f"model.layers.{n}.{name}.weight": shape for name, shape in block.items()} for n in range(layers)]
-    files.append(
-        {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
-    )
+    files = [
+        {f"model.layers.{n}.{name}.weight": shape for name, shape in llama_block(hidden, mlp, keys).items()}
+        for n in range(layers)
+    ]
+    files.append(around_blocks(hidden, vocab))
     names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
-    total = sum(_sparse_file(folder / name, tensors) for name, tensors in zip(names, files, strict=True))
+    total = sum(sparse_file(folder / name, tensors) for name, tensors in zip(names, files, strict=True))
     places = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -95,17 +116,3 @@ def sparse_checkpoint(folder: Path, *, layers: int) -> int:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return total
-
-
-def _sparse_file(path: Path, tensors: dict[str, tuple[int, ...]]) -> int:
-    """A safetensors file with its header alone; the tensors' bytes are a hole."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in tensors.items():
-        begin, end = end, end + 4 * shape[0] * (shape[1] if len(shape) > 1 else 1)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
-    return end

@@ -14,6 +14,8 @@ from types import FrameType, ModuleType
 
 FOLDER = Path(__file__).parent / "doubles_on_request"
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {str(Path(__file__).parent)})
+_CHECKED_OUT = ("megatron",)
+"""Packages that are libraries wherever they lie: Megatron-LM runs from a checkout."""
 _IMPORTING = ("<frozen importlib", importlib.__file__ or "<frozen importlib")
 
 
@@ -35,6 +37,8 @@ def _is_a_library(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_IMPORTING):
         frame = frame.f_back
     if frame is None:
+        return True
+    if str(frame.f_globals.get("__name__")).partition(".")[0] in _CHECKED_OUT:
         return True
     file = frame.f_code.co_filename
     return file.startswith(_LIBRARIES) or "site-packages" in file or "dist-packages" in file

@@ -29,6 +29,7 @@ def change_torch(stand_ins: StandIns) -> None:
     _let_tensors_move()
     _give_addresses()
     _let_kinds_be_fake()
+    _let_parameters_be_made_again()
     _let_optimizers_take_lists()
     _let_values_be_read(stand_ins)
     _load_in_this_process()
@@ -116,6 +117,22 @@ def _let_kinds_be_fake() -> None:
     put(torch.Tensor, _make_subclass=staticmethod(make_subclass))
 
 
+def _let_parameters_be_made_again() -> None:
+    """``type(parameter)(data, requires_grad=...)`` is how accelerate puts a parameter on another device, or loads it.
+
+    (1.15, ``init_on_device`` and ``set_module_tensor_to_device``.) The type of a fake parameter is that of all fake tensors, which
+    torch makes in another way.
+    """
+    make: Callable[..., FakeTensor] = FakeTensor.__new__
+
+    def new(kind: type[FakeTensor], *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
+        if "requires_grad" in kwargs and args and isinstance(args[0], FakeTensor):
+            return nn.Parameter(args[0].detach(), kwargs["requires_grad"])
+        return make(kind, *args, **kwargs)
+
+    put(FakeTensor, __new__=staticmethod(new))
+
+
 def _let_optimizers_take_lists() -> None:
     """Let optimizers take a fake parameter for a parameter; they would update one parameter after the other otherwise.
 
@@ -145,9 +162,14 @@ def _fake_kind(kind: type[torch.Tensor]) -> type[torch.Tensor]:
 
 
 def _beside(tensor: torch.Tensor) -> dict[str, object]:
-    """What a tensor of a library's own kind has beside its numbers: scales, for example."""
-    fakes_own = vars(torch.Tensor.detach(tensor))
-    return {} if type(tensor) is FakeTensor else {name: value for name, value in vars(tensor).items() if name not in fakes_own}
+    """What a tensor of a library's own kind has beside its numbers: scales, for example.
+
+    accelerate writes ``requires_grad`` there, which every tensor has anyway (``init_on_device``, 1.15).
+    """
+    if type(tensor) is FakeTensor:
+        return {}
+    fakes_own = vars(torch.Tensor.detach(tensor)).keys() | {"requires_grad"}
+    return {name: value for name, value in vars(tensor).items() if name not in fakes_own}
 
 
 def _let_values_be_read(stand_ins: StandIns) -> None:

@@ -1,17 +1,19 @@
 """Runs a script of others' with data made here in place of what it would fetch: ``with_data.py SCRIPT [ARGUMENT ...]``.
 
-CIFAR-10, GLUE's sentence pairs, lines of text, a tokenizer of words, and BERT as its configuration has it.
+CIFAR-10, folders of pictures, GLUE's sentence pairs, lines of text, a tokenizer of words, and BERT and Stable Diffusion's
+autoencoder as their configurations have them.
 """
 
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
 def main() -> None:
-    for patch in (_pictures, _texts, _models):
+    for patch in (_pictures, _texts, _models, _autoencoder):
         try:
             patch()
         except ImportError:
@@ -29,6 +31,32 @@ def _pictures() -> None:
             super().__init__(size=4096, image_size=(3, 32, 32), num_classes=10, transform=transform)
 
     datasets.CIFAR10 = Cifar
+    datasets.ImageFolder = Pictures
+
+
+class Pictures:
+    """Black pictures of 1,000 classes."""
+
+    def __init__(self, _: str, transform: Callable[[object], object]) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, at: int) -> tuple[object, int]:
+        from PIL import Image
+
+        return self.transform(Image.new("RGB", (256, 256))), at % 1000
+
+
+def _autoencoder() -> None:
+    from diffusers.models import AutoencoderKL
+
+    def model(*_: object, **__: object) -> object:
+        kinds = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+        return AutoencoderKL(block_out_channels=(128, 256, 512, 512), layers_per_block=2, sample_size=256, **kinds)
+
+    AutoencoderKL.from_pretrained = model
 
 
 def _texts() -> None:

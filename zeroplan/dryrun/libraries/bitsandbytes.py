@@ -20,6 +20,18 @@ def _no_cuda_library(module: ModuleType) -> None:
     put(module, get_cuda_specs=always(None))
 
 
+def _library(module: ModuleType) -> None:
+    """Unsloth's layers call functions of the library for CUDA by themselves: they write to tensors that are there."""
+    find: Callable[[object, str], Callable[..., object]] = module.BNBNativeLibrary.__getattr__
+    nothing = noting("bitsandbytes' library for CUDA", "its functions are called on nothing", always(None))
+
+    def function(library: Any, name: str) -> Callable[..., object]:  # noqa: ANN401
+        written = name.startswith(("cdequantize_", "cquantize_", "cgemm_")) and not hasattr(library._lib, name)
+        return nothing if written else find(library, name)
+
+    put(module.BNBNativeLibrary, __getattr__=function)
+
+
 def _functional(module: ModuleType) -> None:
     put(module, **{name: _for_real(getattr(module, name)) for name in _TABLES if hasattr(module, name)})
     put(module, get_paged=_paged, fill=always(None), prefetch_tensor=always(None))
@@ -64,6 +76,7 @@ def _kernels(module: ModuleType) -> None:
 
 PATCHES: dict[str, Patch] = {
     "bitsandbytes.cuda_specs": _no_cuda_library,
+    "bitsandbytes.cextension": _library,
     "bitsandbytes.functional": _functional,
     "bitsandbytes": _kernels,
 }

@@ -1,0 +1,1 @@
+"""Layers of flash-attn that libraries import."""
