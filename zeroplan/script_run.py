@@ -99,7 +99,8 @@ class DryRun(Spec):
     as it is.
     ``steps`` are as a record of ``zeroplan verify`` has them; the first makes the optimizer's state. ``allocator`` is a model of
     CUDA's caching allocator, which followed every request from the start of the script. ``stood_in`` names the
-    library code that something else replaced. ``imbalance`` is how many times the even share of tokens the rank's
+    library code that something else replaced. ``companions`` are further ranks that ran beside this one for what they send it.
+    ``imbalance`` is how many times the even share of tokens the rank's
     experts are assumed to receive, where sizes may depend on choices among scores; otherwise None. [bytes]
     """
 
@@ -119,6 +120,7 @@ class DryRun(Spec):
     made_up: tuple[MadeUp, ...]
     stood_in: tuple[StoodIn, ...]
     remarks: tuple[str, ...] = ()
+    companions: tuple[CountOrZero, ...] = ()
     savings: tuple[Saving, ...] = ()
     phases: tuple[PhaseOfRun, ...] = ()
     operators: OperatorsOfStep | None = None

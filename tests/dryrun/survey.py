@@ -73,6 +73,7 @@ class Program(NamedTuple):
     name: str
     command: str
     gpus: int
+    rank: int = 0
     needs: tuple[str, ...] = ()
     large: bool = False
     repository: str = ""
@@ -127,7 +128,8 @@ def run(program: Program, folder: Path, *, on_card: tuple[str, ...] = ()) -> Run
     environment = {name: text.format(**places) for name, text in program.environment.items()}
     said = ("--json",) if program.figure else ("--json", "-q")
     kind = () if on_card else ("--gpu", program.gpu)
-    asked = ("--gpus", str(program.gpus), *kind, "--", *words)
+    rank = ("--as-rank", str(program.rank)) if program.rank else ()
+    asked = ("--gpus", str(program.gpus), *rank, *kind, "--", *words)
     return dry_run(*asked, folder=folder, environment=environment, flags=on_card or said)
 
 

@@ -1,4 +1,4 @@
-"""What cannot run on one rank without a GPU: flash-attn, bitsandbytes, generation of text, stages of a pipeline."""
+"""What cannot run on one rank without a GPU: flash-attn, bitsandbytes, generation of text."""
 
 from __future__ import annotations
 
@@ -123,16 +123,3 @@ def test_generation_is_as_long_as_it_may_be_and_its_cache_is_counted(tmp_path: P
     layer = 2 * 2 * 1007 * 4 * 32 * 4
     assert int(length) == 1008
     assert int(took) == pytest.approx((2 + 1 + 2) * layer, rel=0.02)
-
-
-def test_a_pipelines_first_stage_runs_and_a_later_one_ends_in_one_line(tmp_path: Path):
-    """At the peak the first stage keeps each micro-batch's input, hidden numbers before and after GELU, and its output."""
-    first = dry_run("--gpus", "2", "--", str(SCRIPTS / "pipelined.py"), folder=tmp_path)
-    parameters = 4 * (512 * 2048 * 2 + 2048 + 512)
-    kept = 64 * 4 * (512 + 2 * 2048 + 512)
-    assert first.answer["steps"][-1]["held_bytes"] == pytest.approx(3 * parameters, rel=0.02)
-    forward = next(phase for phase in first.answer["steps"][-1]["phases"] if phase["phase"] == "forward")
-    assert forward["peak_bytes"] == pytest.approx(3 * parameters + kept, rel=0.02)
-    later = dry_run("--gpus", "2", "--as-rank", "1", "--", str(SCRIPTS / "pipelined.py"), folder=tmp_path)
-    assert later.code == 4
-    assert "stage 1 of a pipeline" in later.last_line

@@ -161,6 +161,27 @@ def test_wrong_flags_are_refused_in_one_line(tmp_path: Path, flags: tuple[str, .
     assert says in run.last_line
 
 
+OWN_GPU = """
+import torch
+torch.cuda.set_device(3)
+model, numbers = torch.nn.Linear(8, 8).cuda(), torch.ones(4, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+given = numbers.cuda(), numbers.to("cuda"), torch.tensor([[1.0] * 8], device="cuda"), torch.randn(2, 8, device="cuda")
+print("on", *{str(one.device) for one in (*given, *model.parameters(), torch.ones(2, dtype=torch.int64).cuda())})
+for _ in range(4):
+    sum(model(one).sum() for one in given).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_gpu_without_a_number_is_the_one_that_the_script_has_chosen(tmp_path: Path):
+    (tmp_path / "script.py").write_text(OWN_GPU)
+    run = dry_run("--gpus", "8", "--as-rank", "3", "--", "script.py", folder=tmp_path, flags=("--json",))
+    assert run.answer["ended"] == "steps taken"
+    assert "on cuda:3" in run.errors.splitlines()
+
+
 def test_an_earlier_deepspeed_is_imported_where_cudas_compiler_is_not_installed():
     """Up to 0.18 it asks for the compiler's release while it is imported, to list the kernels that it could build."""
     code = (

@@ -5,11 +5,13 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeroplan.catalog.gpu import gpu as gpu_named
 from zeroplan.dryrun import stood_in
 from zeroplan.dryrun.loop import Loop
+from zeroplan.dryrun.mail import wanted
 from zeroplan.dryrun.operators import Operator
 from zeroplan.dryrun.task import DryRunTask
 from zeroplan.dryrun.torch_around import COMPILER
@@ -103,7 +105,7 @@ def _assumed(task: DryRunTask, stand_ins: StandIns) -> dict[str, Any]:
     return {
         "made_up": tuple(MadeUp(read=one.read, said=one.said, line=one.line, count=count) for one, count in made_up),
         "stood_in": tuple(StoodIn(what=what, by=by, count=count) for (what, by), count in stood_in.counts.items()),
-        "remarks": _REMARKS,
+        "remarks": _REMARKS, "companions": tuple(rank for rank in wanted(Path(task.mail)) if rank != task.rank),
         "compiler_left_out": any(what == COMPILER for what, _ in stood_in.counts),
         "imbalance": task.imbalance if stand_ins.sizes_of_choices else None,
     }  # fmt: skip

@@ -14,8 +14,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from zeroplan.dryrun.mail import Mail
 from zeroplan.dryrun.script import run_script
-from zeroplan.dryrun.task import DryRunTask
+from zeroplan.dryrun.task import DryRunTask, Over
 from zeroplan.errors import ZeroplanError
 from zeroplan.script_trace import SavedRun, as_data
 from zeroplan.spec.base import Spec, read
@@ -47,6 +48,11 @@ def _end(task: DryRunTask, answered: Callable[[], Spec]) -> None:
 def _answer(task: DryRunTask, began: float) -> Spec:
     run, target = _prepared(task, began), str(Path(task.target).absolute())
     from zeroplan.dryrun.answer import answer  # noqa: PLC0415  it imports torch, which has its order
+
+    if task.companion:
+        run.loop.end_now = lambda: _end(task, Over)
+        run(lambda: _run_script(task))
+        return Over()
 
     def found() -> SavedRun:
         run.tracker.close()
@@ -92,13 +98,14 @@ class _Run:
         self.gpu = gpu_named(task.gpu)
         memory = Memory(int(self.gpu.memory_bytes.value))
         self.stand_ins = StandIns()
+        self._mail = Mail(Path(task.mail), task.rank)
         self._install(task, memory)
         self.tracker = ScriptTracker(
             memory, expandable_segments=_expandable(), workspace_bytes=workspace_asked_for(os.environ, self.gpu)
         )
         self.observer = Observer() if task.profiled else None
         self.loop = Loop(self.tracker, task.steps, self.observer, ends_at=began + task.until_end if task.until_end else None)
-        self._fakes = HalfFakes(self.stand_ins, imbalance=task.imbalance)
+        self._fakes = HalfFakes(self.stand_ins, imbalance=task.imbalance, mail=self._mail)
         self._patch(task)
 
     def _install(self, task: DryRunTask, memory: "object") -> None:
@@ -122,13 +129,14 @@ class _Run:
         )
         from zeroplan.dryrun.patches import AfterImport  # noqa: PLC0415
 
-        process_group.make_groups_fake()
+        process_group.make_groups_fake(self._mail)
         launchers.run_ranks_here(task)
         torch_around.change_torch(self.stand_ins)
         checkpoints.watch_loading(self.tracker.see_loaded)
         self._compile(task)
         AfterImport(
-            checkpoints.PATCHES | bitsandbytes.PATCHES | generation.PATCHES | megatron.patches(self.loop) | pipelining.PATCHES
+            checkpoints.PATCHES | bitsandbytes.PATCHES | generation.PATCHES | megatron.patches(self.loop)
+            | pipelining.patches(self._mail, self.loop)
             | transformers.PATCHES | triton.PATCHES | ddp.patches(self.tracker) | fsdp1.patches(self.tracker)
             | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop),
             saving.watch(self.loop, Path(task.answer).with_name("aside")),

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from zeroplan.dryrun.mail import CompanionError
 from zeroplan.dryrun.task import Failed
 from zeroplan.errors import ZeroplanError
 from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
@@ -22,6 +23,8 @@ _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 def failure(error: BaseException) -> Failed:
     """Whose fault it is, and what is said of it."""
+    if isinstance(error, CompanionError):
+        return error.failed
     if isinstance(error, ZeroplanError):
         return Failed(whose="here", text=str(error))
     line = _line(error)

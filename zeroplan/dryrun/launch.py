@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from zeroplan.dryrun.companions import Companions
 from zeroplan.dryrun.task import DryRunTask, Failed, environment
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.script_trace import SavedRun
@@ -20,6 +22,7 @@ from zeroplan.verify.processes.launch import end_session, how_ended
 from zeroplan.verify.processes.scratch import ORDER, scratch
 
 _TAIL_LINES = 15
+_LOOK_S = 0.05
 _TO_ANSWER_S = 60
 """A script that may run to its end is stopped in its process when its time is over, and the answer takes its own time. [s]"""
 MARK = "ZEROPLAN_DRY_RUN"
@@ -41,26 +44,42 @@ def dry_run(task: DryRunTask, *, timeout_s: float, quiet: bool = False) -> Saved
     SpecError where the script itself fails, MeasurementError where it cannot be run without a GPU or takes no step in time.
     """
     with scratch() as folder:
-        task = replace(task, answer=str(folder / "answer.json"))
-        order = folder / ORDER
-        order.write_text(json.dumps(asdict(task)), encoding="utf-8")
-        child = Process((sys.executable, "-m", "zeroplan.dryrun.child", str(order)), environment(task), task.answer)
+        task = replace(task, answer=str(folder / "answer.json"), mail=str(folder / "mail"))
+        Path(task.mail).mkdir()
+        companions = Companions(task, lambda one, output: _started(_child(one, folder, mark=task.answer), output))
         with shown(folder / "printed", quiet=quiet, worked=lambda: _worked(task)) as output:
             longest = timeout_s + (_TO_ANSWER_S if task.until_end else 0)
-            code = ended(child, output, timeout_s=longest, late=_late(task, timeout_s))
+            child = _child(task, folder, mark=task.answer)
+            code = ended(child, output, timeout_s=longest, late=_late(task, timeout_s), companions=companions)
+        if not _worked(task):
+            companions.show(_TAIL_LINES)
         return _answer(task, code)
 
 
-def ended(child: Process, output: int, *, timeout_s: float, late: str) -> int:
-    """Run a process to its end and return its exit code; nothing that it started is left. Raises FailedError where it is late."""
-    process = _started(child, output)
-    try:
-        return process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        raise FailedError(late) from None
-    finally:
-        end_session(process)
-        _end_marked(child.mark)
+def _child(task: DryRunTask, folder: Path, *, mark: str) -> Process:
+    order = folder / (f"rank{task.rank}-{ORDER}" if task.companion else ORDER)
+    order.write_text(json.dumps(asdict(task)), encoding="utf-8")
+    return Process((sys.executable, "-m", "zeroplan.dryrun.child", str(order)), environment(task), mark)
+
+
+def ended(child: Process, output: int, *, timeout_s: float, late: str, companions: Companions | None = None) -> int:
+    """Run a process to its end and return its exit code; nothing that it started is left, and no companion.
+
+    Raises FailedError where it is late.
+    """
+    with ExitStack() as ends:
+        ends.callback(_end_marked, child.mark)
+        if companions is not None:
+            ends.callback(companions.end)
+        process = _started(child, output)
+        ends.callback(end_session, process)
+        until = time.monotonic() + timeout_s
+        while (left := until - time.monotonic()) > 0:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(min(left, _LOOK_S) if companions is not None else left)
+            if companions is not None:
+                companions.look()
+        raise FailedError(late if companions is None else late + companions.waiting)
 
 
 @contextmanager

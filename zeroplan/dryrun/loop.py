@@ -203,11 +203,19 @@ class Loop:
         elif torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
             self._trains(module)
 
-    def _trains(self, module: nn.Module) -> None:
-        """The forward of a training step begins."""
+    def passes_begin(self) -> None:
+        """Hear that a training step's passes begin, which may take memory before the first of them."""
+        if torch.is_grad_enabled() and not self._is_busy:
+            self._goes_forward()
+
+    def _goes_forward(self) -> None:
         if self._phase is not Phase.FORWARD:
             self._next_step()
             self._enter(Phase.FORWARD)
+
+    def _trains(self, module: nn.Module) -> None:
+        """The forward of a training step begins."""
+        self._goes_forward()
         if id(module) not in self._roots:
             self._meet(module)
         self._beside.trains(module)

@@ -1,7 +1,8 @@
 """The process group of a script: torch's fake one, said to be NCCL, whatever the script asks for.
 
 A fake group moves nothing: every collective returns at once, with the shapes it would have. What ranks tell each other in Python
-objects is what this rank says, since all run the same program.
+objects is what this rank says, since all run the same program; what one rank sends to one other is what that rank sends, which then
+runs, too.
 """
 
 import os
@@ -15,19 +16,27 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from zeroplan.dryrun.mail import Mail
+from zeroplan.dryrun.parcels import object_functions
 from zeroplan.dryrun.stood_in import noting
 from zeroplan.errors import SpecError
 from zeroplan.verify.fake_cuda.exchanged import knowing_the_sum
+from zeroplan.verify.fake_cuda.letters import fill_when_waited_for
 from zeroplan.verify.fake_cuda.torch_cuda import always
+from zeroplan.verify.pretended.held_sends import hold_what_is_sent
 from zeroplan.verify.replaced import put
 from zeroplan.verify.training.ddp import reduced_at_once
 
 _WHERE = (dist, c10d, device_mesh)
 
 
-def make_groups_fake() -> None:
+def make_groups_fake(mail: Mail) -> None:
     """Have every group be a fake one that calls itself NCCL."""
     say_nccl("fake")
+    for owner in _WHERE:
+        put(owner, **object_functions(mail))
+    fill_when_waited_for()
+    hold_what_is_sent()
     _reduce_buckets_at_once()
     _coalesce()
 

@@ -13,8 +13,9 @@ class DryRunTask(Spec):
 
     ``target`` is a path, or with ``module`` a module's name; ``arguments`` are those of the script. ``gpu`` is a name in the
     catalogue, ``answer`` the file that the result is written to, with every block of memory where ``traced``, and with a profile of
-    the script's model where ``profiled`` says of which ways of executing it. ``eager`` leaves ``torch.compile`` out. With
-    ``until_end`` the script runs to its own end, or until so many seconds have passed.
+    the script's model where ``profiled`` says of which ways of executing it. ``mail`` is the folder through which ranks send each
+    other what they alone know; a ``companion`` runs for what it sends, and has no answer of its own. ``eager`` leaves
+    ``torch.compile`` out. With ``until_end`` the script runs to its own end, or until so many seconds have passed.
     The rank's experts receive ``imbalance`` times the even share of tokens. ``launcher`` has the words of the launcher, as far as
     the script.
     """
@@ -28,6 +29,8 @@ class DryRunTask(Spec):
     steps: Count = 2
     gpu: str
     answer: str
+    mail: str = ""
+    companion: bool = False
     traced: bool = False
     profiled: Literal["own", "all"] | None = None
     eager: bool = False
@@ -49,6 +52,11 @@ class DryRunTask(Spec):
     def local_world_size(self) -> int:
         """How many ranks the node has."""
         return min(self.gpus, self.gpus_per_node)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Over(Spec):
+    """In place of an answer: a rank has run for what it sends, and it is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

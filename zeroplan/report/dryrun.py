@@ -102,7 +102,16 @@ def _filled(text: str) -> list[str]:
 def _what(found: DryRun) -> str:
     steps = plural(len(found.steps), "optimizer step")
     host = "" if found.host_bytes is None else f" and {found.host_bytes / 2**30:.1f} GiB of this machine's memory"
-    return f"{found.command[0]} ran as rank {found.rank} of {found.gpus:,} without a GPU: {steps}, {found.seconds:.0f} s{host}."
+    ran = f"{found.command[0]} ran as rank {found.rank} of {found.gpus:,} without a GPU: {steps}, {found.seconds:.0f} s{host}."
+    return f"{ran}{_companions(found)}"
+
+
+def _companions(found: DryRun) -> str:
+    """A sentence about the ranks that ran beside the one that was asked for; empty where none did."""
+    if not found.companions:
+        return ""
+    ranks, sends = ", ".join(map(str, found.companions)), "it sends" if len(found.companions) == 1 else "they send"
+    return f" {plural(len(found.companions), 'further rank')} ran beside it for what {sends}: {ranks}."
 
 
 def _peak(found: DryRun, unit: Unit) -> str:

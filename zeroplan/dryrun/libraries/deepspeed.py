@@ -14,7 +14,7 @@ from zeroplan.dryrun.stood_in import note
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind
 from zeroplan.spec.recipe import DeepSpeedOptions
-from zeroplan.verify.replaced import put
+from zeroplan.verify.replaced import put, replaced
 from zeroplan.verify.watching.collectives import COLLECTIVES
 from zeroplan.verify.watching.tracker import Tracker
 
@@ -38,7 +38,7 @@ def patches(tracker: Tracker, loop: Loop) -> dict[str, Patch]:
         "deepspeed": patch,
         "deepspeed.ops.op_builder.builder": _toolkit,
         "deepspeed.sequence.layer": _exchanges,
-        "deepspeed.runtime.pipe.engine": _later_stages,
+        "deepspeed.runtime.pipe.engine": _know_what_is_sent,
     }
 
 
@@ -105,6 +105,22 @@ def _adams(deepspeed: ModuleType) -> None:
     utils.ZERO_SUPPORTED_OPTIMIZERS += [FusedAdam, DeepSpeedCPUAdam]
     for owner in (adam, deepspeed.runtime.engine, stage3, stage_1_and_2):
         put(owner, **{one.__name__: one for one in (FusedAdam, DeepSpeedCPUAdam) if hasattr(owner, one.__name__)})
+
+
+def _know_what_is_sent(module: ModuleType) -> None:
+    """A stage sends shapes as numbers in a buffer that it does not fill; the next reads those that are there (0.19)."""
+    original: Callable[..., None] = module.PipelineEngine._send_tensor_meta
+    empty: Callable[..., torch.Tensor] = torch.empty
+
+    def zeros(*args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
+        with replaced(torch, "empty", empty):  # torch makes zeros of it
+            return torch.zeros(*args, **kwargs)
+
+    def sent(engine: object, *args: object) -> None:
+        with replaced(torch, "empty", zeros):
+            original(engine, *args)
+
+    put(module.PipelineEngine, _send_tensor_meta=sent)
 
 
 def _later_stages(module: ModuleType) -> None:

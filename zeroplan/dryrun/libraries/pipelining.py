@@ -1,37 +1,123 @@
-"""torch's pipelines: stages tell each other the shapes of what they will send, and here there is one stage.
+"""torch's pipelines: stages tell each other the shapes of what they will send.
 
-Gradients have the shapes of a stage's own outputs, so the first stage knows all. What a later one receives, only the one before it
-knows (torch 2.13, ``torch/distributed/pipelining/stage.py``, ``_recv_meta``).
+Gradients have the shapes of a stage's own outputs, so that the first stage knows all, and runs alone. What a later one receives,
+only the one before it knows (torch 2.13, ``torch/distributed/pipelining/stage.py``, ``_recv_meta``): then both run.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from zeroplan.dryrun.loop import Loop
+from zeroplan.dryrun.mail import Mail
+from zeroplan.dryrun.parcels import pass_over
 from zeroplan.dryrun.patches import Patch
 from zeroplan.errors import SpecError
 from zeroplan.verify.replaced import put
 
+Answer = Callable[[Any, int], object]
 
-def _know_own_shapes(module: ModuleType) -> None:
+
+def patches(mail: Mail, loop: Loop) -> dict[str, Patch]:
+    """What is put in place once torch's pipelines are imported, where other stages may run in other processes."""
+
+    def patch(module: ModuleType) -> None:
+        _tell_backward(loop, module._PipelineStageBase)
+        stage_class: Any = module.PipelineStage
+        if hasattr(stage_class, "_recv_meta"):
+            put(stage_class, _recv_meta=_received(mail, module))
+        if hasattr(stage_class, "_warmup_backward_result"):
+            put(stage_class, **_agreed(mail, stage_class))
+
+    return {
+        "torch.distributed.pipelining.stage": patch,
+        "torch.distributed.pipelining.schedules": lambda module: _tell_steps(loop, module),
+    }
+
+
+def _received(mail: Mail, module: Any) -> Answer:  # noqa: ANN401
+    """A first stage that runs alone knows what the next would tell it."""
+    ask: Answer = module.PipelineStage._recv_meta
+
     def received(stage: Any, source: int) -> object:  # noqa: ANN401  torch's own, without types
-        if source < stage.stage_index:
-            raise SpecError(
-                f"stage {stage.stage_index} of a pipeline is sent its inputs' shapes by stage {source}, which does not run here; "
-                f"name a rank of the first stage (--as-rank 0)"
-            )
-        return module._StageBackwardMeta(backward_metas=stage._stage_meta.outputs)
+        if source < stage.stage_index or mail.companions:
+            return ask(stage, source)
+        pass_over(mail, stage._resolve_peer_global_rank(source), stage.group)
+        return _own_shapes(module, stage)
 
-    if hasattr(module.PipelineStage, "_recv_meta"):
-        put(module.PipelineStage, _recv_meta=received)
-    if hasattr(module.PipelineStage, "_warmup_backward_result"):
-        put(module.PipelineStage, **_of_one_mind(module))
+    return received
+
+
+def _tell_steps(loop: Loop, module: Any) -> None:  # noqa: ANN401
+    """A schedule of several stages gathers parameters before its first forward."""
+
+    def told(step: Callable[..., object]) -> Callable[..., object]:
+        @wraps(step)
+        def stepped(schedule: Any, *args: object, **kwargs: object) -> object:  # noqa: ANN401
+            if schedule._has_backward:
+                loop.passes_begin()
+            return step(schedule, *args, **kwargs)
+
+        return stepped
+
+    for schedule in (module.PipelineScheduleSingle, module.PipelineScheduleMulti):
+        put(schedule, step=told(schedule.step))
+
+
+def _tell_backward(loop: Loop, stage_class: Any) -> None:  # noqa: ANN401
+    """Schedules with backwards in two halves call ``torch.autograd.grad``."""
+    names = ("backward_one_chunk", "backward_weight_one_chunk")
+    put(stage_class, **{name: loop.in_backward(getattr(stage_class, name)) for name in names})
+
+
+def _agreed(mail: Mail, stage_class: Any) -> dict[str, object]:  # noqa: ANN401
+    """A first stage that runs alone takes the later ones to vote as it does (``_warmup_forward_vote``)."""
+    vote, ask = stage_class._warmup_forward_vote, stage_class._warmup_backward_result
+
+    def voted(stage: Any, *args: object, **given: object) -> object:  # noqa: ANN401
+        found = vote(stage, *args, **given)
+        if not mail.companions:
+            stage.voted = int(found.item())
+        return found
+
+    def result(stage: Any, *args: object, **given: object) -> object:  # noqa: ANN401
+        found = ask(stage, *args, **given)
+        is_here = stage.is_last or stage._is_same_rank(stage.stage_index + 1)
+        return found if is_here or mail.companions else torch.tensor([stage.voted], dtype=torch.int32, device=stage.device)
+
+    return {"_warmup_forward_vote": voted, "_warmup_backward_result": result}
+
+
+def _alone(module: ModuleType) -> None:
+    def received(stage: Any, source: int) -> object:  # noqa: ANN401
+        return _refused(stage, source) if source < stage.stage_index else _own_shapes(module, stage)
+
+    put(module.PipelineStage, _recv_meta=received)
+    put(module.PipelineStage, **_of_one_mind(module))
+
+
+ON_A_CARD: dict[str, Patch] = {"torch.distributed.pipelining.stage": _alone}
+"""The same where one stage runs on a real GPU, and no other does."""
+
+
+def _own_shapes(module: Any, stage: Any) -> object:  # noqa: ANN401
+    metas = (one if one is None or one.requires_grad else None for one in stage._stage_meta.outputs)
+    return module._StageBackwardMeta(backward_metas=tuple(metas))
+
+
+def _refused(stage: Any, source: int) -> NoReturn:  # noqa: ANN401
+    raise SpecError(
+        f"stage {stage.stage_index} of a pipeline is sent its inputs' shapes by stage {source}, which does not run here; name a "
+        f"rank of the first stage (--as-rank 0)"
+    )
 
 
 def _of_one_mind(module: Any) -> dict[str, object]:  # noqa: ANN401
     """All stages vote as this one on whether shapes are to be found out (``_warmup_forward_vote``, ``_warmup_backward_result``)."""
-    vote = module.PipelineStage._warmup_forward_vote
+    vote: Any = getattr(module.PipelineStage, "_warmup_forward_vote", None)
 
     def voted(stage: Any, has_backward: bool, **given: object) -> object:  # noqa: ANN401, FBT001  torch's signature
         sent = vote(stage, has_backward, **given)
@@ -39,6 +125,3 @@ def _of_one_mind(module: Any) -> dict[str, object]:  # noqa: ANN401
         return stage.voted
 
     return {"_warmup_forward_vote": voted, "_warmup_backward_result": lambda stage, *_, **__: stage.voted}
-
-
-PATCHES: dict[str, Patch] = {"torch.distributed.pipelining.stage": _know_own_shapes}

@@ -104,7 +104,7 @@ class _Run:
         if task.alone:
             make_groups_alone()
             launchers.run_ranks_here(task.run)
-            patches = patches | pipelining.PATCHES
+            patches = patches | pipelining.ON_A_CARD
         AfterImport(patches).install()
         peaks.answer_the_script()
         self.loop.watch()

@@ -23,6 +23,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -47,17 +48,30 @@ _FIRST_FUNCTIONS = {
     "ATen/detail/AcceleratorHooksInterface.h": ["isBuilt", "isAvailable", "hasPrimaryContext"],
     "c10/core/impl/DeviceGuardImplInterface.h": _GUARDS_FUNCTIONS,
 }
-_ONE_AND_ZERO = {
-    "x86_64": "b80100000031d2c3",  # mov eax, 1; xor edx, edx; ret
-    "aarch64": "200080d2010080d2c0035fd6",  # mov x0, 1; mov x1, 0; ret
+_NAME_THE_CURRENT = tuple(map(_GUARDS_FUNCTIONS.index, ("exchangeDevice", "getDevice")))
+"""Streams stay those of cuda:0: autograd has a list of them, one for each device that the guard counts."""
+_MACHINE: dict[str, Callable[[int], bytes]] = {
+    "x86_64": lambda number: (
+        b"\xb8" + number.to_bytes(4, "little") + bytes.fromhex("31d2c3")
+    ),  # mov eax, number; xor edx, edx; ret
+    "aarch64": lambda number: (0xD2800000 | number << 5).to_bytes(4, "little") + bytes.fromhex("010080d2c0035fd6"),
+    # mov x0, number; mov x1, 0; ret
 }
-"""A function that returns 1, and 0 in the second register: true, ``DeviceType`` CUDA, ``Device`` cuda:0, and its ``Stream`` 0."""
+"""A function that returns a number of 16 bits, and 0 in the second register.
+
+1 is true, ``DeviceType`` CUDA, and with 0 in the second byte ``Device`` cuda:0, and its ``Stream`` 0; 2 in that byte is cuda:2.
+"""
+_SECOND_BYTE = 8
+_MOST_DEVICES = 128
+"""``c10::DeviceIndex`` has a sign and seven bits."""
 _ENTRIES = 96
 """As many entries of a table are copied; both have fewer."""
 _BEFORE_TABLE = 2
 """Entries in front of the table that belong to it: the offset to the top, and the type's information."""
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
+_GUARDS: list[ctypes.Array[ctypes.c_void_p]] = []
+"""The table of CUDA's guard, once it is put."""
 _KEPT: list[object] = []
 """What C++ holds addresses of: it stays for as long as the process."""
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_KEPT))  # Python clears modules as it ends, and C++ goes on after it
@@ -80,7 +94,7 @@ def make_cuda_known() -> None:
 def require_platform() -> None:
     """Raise NotHereError, in one line, where torch's C++ is laid out in a way that is not known here."""
     here = f"{sys.platform} on {platform.machine()}"
-    if not sys.platform.startswith("linux") or platform.machine() not in _ONE_AND_ZERO:
+    if not sys.platform.startswith("linux") or platform.machine() not in _MACHINE:
         raise NotHereError(f"a fake GPU needs Linux on x86-64 or ARM, and this is {here}; use a container or a virtual machine")
 
 
@@ -116,7 +130,14 @@ def _put_guard(c10: ctypes.CDLL) -> None:
         raise _unknown("keeps its device guards elsewhere")
     registry[_CUDA], registry[_PRIVATE_USE_1] = registry[_PRIVATE_USE_1], before
     _KEPT.append(guard)
-    _answer_one(registry[_CUDA] or 0, _NAME_A_DEVICE)
+    _GUARDS.append(_answer_one(registry[_CUDA] or 0, _NAME_A_DEVICE))
+
+
+def be_on(index: int) -> None:
+    """Have a device of C++ that names no index be this one: what ``tensor.cuda()`` and ``tensor.to("cuda")`` mean."""
+    for entries in _GUARDS if 0 <= index < _MOST_DEVICES else ():
+        for entry in _NAME_THE_CURRENT:
+            entries[_BEFORE_TABLE + entry] = _returns(1 | index << _SECOND_BYTE)
 
 
 def _say_available(aten: ctypes.CDLL) -> None:
@@ -129,22 +150,23 @@ def _say_available(aten: ctypes.CDLL) -> None:
     _answer_one(hooks_of(), (_IS_BUILT, _IS_AVAILABLE, _HAS_PRIMARY_CONTEXT))
 
 
-def _answer_one(instance: int, functions: tuple[int, ...]) -> None:
-    """Have virtual functions of an object of C++ return 1, and 0 behind it."""
+def _answer_one(instance: int, functions: tuple[int, ...]) -> "ctypes.Array[ctypes.c_void_p]":
+    """Have virtual functions of an object of C++ return 1, and 0 behind it. Returns its table."""
     table = ctypes.c_void_p.from_address(instance).value or 0
     start = table - _BEFORE_TABLE * _POINTER
     entries = (ctypes.c_void_p * _ENTRIES)(*(ctypes.c_void_p * _ENTRIES).from_address(start))
     for entry in functions:
-        entries[_BEFORE_TABLE + entry] = _one_and_zero()
+        entries[_BEFORE_TABLE + entry] = _returns(1)
     ctypes.c_void_p.from_address(instance).value = ctypes.addressof(entries) + _BEFORE_TABLE * _POINTER
     _KEPT.append(entries)
+    return entries
 
 
 @cache
-def _one_and_zero() -> int:
-    """Return the address of the function, in a page of its own: written first, and executable from then on."""
+def _returns(number: int) -> int:
+    """Return the address of a function, in a page of its own: written first, and executable from then on."""
     page = mmap.mmap(-1, mmap.PAGESIZE)
-    page.write(bytes.fromhex(_ONE_AND_ZERO[platform.machine()]))
+    page.write(_MACHINE[platform.machine()](number))
     start = ctypes.c_char.from_buffer(page)
     _KEPT.append(start)
     address = ctypes.addressof(start)

@@ -12,7 +12,7 @@ an even one (:mod:`zeroplan.verify.fake_cuda.choices`), and what ranks send each
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._ops import OpOverload
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zeroplan.verify.fake_cuda.choices import BY_VALUES, ON_THE_HOST, choice, counts
 from zeroplan.verify.fake_cuda.exchanged import NAMESPACES, exchange
 from zeroplan.verify.fake_cuda.known_values import Sure, forget, how_sure, keep, known
+from zeroplan.verify.fake_cuda.letters import Mail, carry
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
 from zeroplan.verify.pretended.fake_mode import QuickFakes
 
@@ -80,9 +81,9 @@ class _Values(NamedTuple):
 class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
     """The mode of a script's process: fake on the GPU, half fake on the host."""
 
-    def __init__(self, stand_ins: StandIns, *, imbalance: float = 1.0) -> None:
+    def __init__(self, stand_ins: StandIns, *, imbalance: float = 1.0, mail: Mail[Any] | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._stand_ins, self._imbalance = stand_ins, imbalance
+        self._stand_ins, self._imbalance, self._mail = stand_ins, imbalance, mail
 
     @property
     def avoid_device_init(self) -> bool:
@@ -105,6 +106,8 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         if (read := _READ.get(func)) is not None:
             return read(self, *args[:2])
         if not fake and _is_host(device) and _runs_for_real(func, args, options, tensors):
+            if self._mail is not None:
+                carry(self._mail, func, args)
             return func(*args, **options)
         if not tensors and device is not None and device.type == "cuda" and _is_whole(func, args, options):
             return self._made_on_the_gpu(func, types, args, options)
@@ -177,6 +180,8 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
     def _exchanged(self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options) -> object:
         """Run a collective on shapes, and set the whole numbers that it fills."""
         result = self._plain(func, types, args, options)
+        if self._mail is not None and carry(self._mail, func, args):
+            return result
         if exchange(func, args, result, self._imbalance):
             self._stand_ins.note_choice(Sure.EXCHANGED, sized=True)
         return result

@@ -1,8 +1,10 @@
 """A process that believes in CUDA: everything that is put in place once, for good."""
 
+from contextlib import suppress
 from functools import cache
 
-import torch._dynamo  # noqa: F401  it looks at what was built, so it goes before CUDA is there
+import torch
+import torch._dynamo  # it looks at what was built, so it goes before CUDA is there
 
 from zeroplan.catalog.gpu import gpu as gpu_named
 from zeroplan.spec.hardware import ClusterSpec, GpuSpec, node_size
@@ -19,6 +21,14 @@ def install(gpu: GpuSpec, memory: Memory, *, ranks: int = 1, local_rank: int = 0
     """Make torch believe in so many GPUs; called again, in others. Raises NotHereError where that cannot be done."""
     _make_known()
     torch_cuda.answer_for(torch_cuda.Gpus(gpu, ranks, local_rank, memory))
+    _begin()
+
+
+@cache
+def _begin() -> None:
+    """Have C++ note that CUDA has begun, which it does before it asks for memory: until then ``torch.tensor`` means cuda:0."""
+    with suppress(RuntimeError):  # there is no kernel that would give any
+        torch.empty(0, device="cuda")
 
 
 def install_node(cluster: ClusterSpec | None = None) -> None:

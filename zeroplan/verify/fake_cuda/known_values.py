@@ -5,6 +5,7 @@ Values are exact where all that they are computed from is. Where a script choose
 too.
 """
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import cast
 
@@ -26,6 +27,8 @@ _STALE: set[int] = set()
 """Addresses of values into which something unknown was written."""
 _NOT_EXACT: dict[int, Sure] = {}
 """How sure values are that are not exact, by their address: views of the same memory are as sure."""
+_AWAITED: dict[int, list[Callable[[], None]]] = {}
+"""What fetches values that another rank sends, by the address where they will be: they are waited for when they are read."""
 
 
 def known(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -33,7 +36,11 @@ def known(tensor: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(tensor, FakeTensor):
         return tensor
     values = cast("torch.Tensor | None", getattr(tensor, "known", None))
-    return None if values is None or _address(values) in _STALE else values
+    if values is None:
+        return None
+    for fetch in _AWAITED.pop(_address(values), ()):
+        fetch()
+    return None if _address(values) in _STALE else values
 
 
 def how_sure(tensor: torch.Tensor) -> Sure:
@@ -54,6 +61,7 @@ def keep(tensor: FakeTensor, values: torch.Tensor | None, sure: Sure | None = No
     address = _address(values)
     if values._base is None:
         _STALE.discard(address)
+        _AWAITED.pop(address, None)
     if sure is Sure.EXACT:
         _NOT_EXACT.pop(address, None)
     else:
@@ -65,8 +73,28 @@ def forget(tensor: torch.Tensor) -> None:
     values = getattr(tensor, "known", None)
     if values is not None:
         _STALE.add(_address(values))
+        _AWAITED.pop(_address(values), None)
         tensor.known = None  # type: ignore[attr-defined]
     vars(tensor).pop("healthy", None)
+
+
+def await_values(tensor: FakeTensor, read: Callable[[], tuple[torch.Tensor, Sure] | None]) -> None:
+    """Have a tensor's values be those that ``read`` returns, which is called when they are first read; None of unknown ones."""
+    values = getattr(tensor, "known", None)
+    if values is None or _address(values) in _STALE:
+        keep(tensor, torch.zeros(tensor.shape, dtype=tensor.dtype), Sure.EXACT)
+        values = tensor.known  # type: ignore[attr-defined]
+    there = cast("torch.Tensor", values)
+
+    def fetch() -> None:
+        if (found := read()) is None:
+            _STALE.add(_address(there))
+            return
+        there.copy_(found[0])
+        if found[1] is not Sure.EXACT:
+            _NOT_EXACT[_address(there)] = found[1]
+
+    _AWAITED.setdefault(_address(there), []).append(fetch)
 
 
 def _address(values: torch.Tensor) -> int:

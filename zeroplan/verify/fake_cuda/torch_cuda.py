@@ -15,6 +15,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zeroplan.spec.hardware import GpuSpec
+from zeroplan.verify.fake_cuda import cpp
 from zeroplan.verify.fake_cuda.memory import Memory
 from zeroplan.verify.fake_cuda.streams import Captured, Event, Graph, Stream
 from zeroplan.verify.replaced import put
@@ -95,10 +96,12 @@ def _capability(gpu: GpuSpec) -> tuple[int, int]:
 
 def _device(gpus: Gpus) -> dict[str, Callable[..., object]]:
     current = [gpus.local_rank]
+    cpp.be_on(gpus.local_rank)
 
     def set_device(device: torch.device | int | str) -> None:
         index = device if isinstance(device, int) else cast("int | None", torch.device(device).index)
         current[0] = current[0] if index is None or index < 0 else index
+        cpp.be_on(current[0])
 
     return {"current_device": lambda: current[0], "set_device": set_device}
 

@@ -24,6 +24,7 @@ from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.pipeline import Stage, cut, indices_of_rank, stages_per_rank
+from zeroplan.verify.pretended.held_sends import Held
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.causal_model import causal_module
 from zeroplan.verify.training.engine import COMPUTE, labelled, stored_dtype
@@ -268,23 +269,6 @@ def _in_phase(run: Callable[..., object], enter: Callable[[Phase], None], phase:
 # --- where there is no other rank ------------------------------------------------------------------------------------------
 
 
-class _Held:
-    """A send or receive that is over at once, and holds its tensor as NCCL's does.
-
-    In a batch until it is waited for, else as long as it is referred to. Source: torch 2.13, ``pointToPoint`` in
-    torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (``work->outputs_``).
-    """
-
-    def __init__(self, tensors: list[torch.Tensor], *, batched: bool) -> None:
-        self._tensors, self._batched = tensors, batched
-
-    def wait(self) -> bool:
-        """End a batch; it lets go of its tensors."""
-        if self._batched:
-            self._tensors = []
-        return True
-
-
 def _unanswered() -> Iterator[AbstractContextManager[None]]:
     """Let stages agree that shapes are given, and let sends hold what they send, where no other rank answers."""
     if not hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
@@ -293,10 +277,10 @@ def _unanswered() -> Iterator[AbstractContextManager[None]]:
         )
     original: Callable[..., object] = schedules._batch_p2p
 
-    def held(operations: list[dist.P2POp], desc: str | None = None) -> list[_Held]:
+    def held(operations: list[dist.P2POp], desc: str | None = None) -> list[Held]:
         original(operations, desc)
         batched = len({one.op for one in operations}) > 1
-        return [_Held([one.tensor for one in operations], batched=batched)] if operations else []
+        return [Held(None, [one.tensor for one in operations], batched=batched)] if operations else []
 
     def agreed(_schedule: Schedule, stages: list[PipelineStage], *_: object) -> None:
         for stage in stages:

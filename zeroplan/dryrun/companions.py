@@ -1,0 +1,106 @@
+"""Further ranks of a script that run beside the one asked for, each in a process of its own. Needs no torch.
+
+A rank of a later pipeline stage has to know what the stage before sends, and with several stages on each rank that goes round in a
+circle. So a rank is started as soon as another waits for a letter of it, and all run at the same time.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from zeroplan.dryrun.mail import leave_word, waited_for, wanted
+from zeroplan.dryrun.task import DryRunTask, Failed
+from zeroplan.spec.base import read
+from zeroplan.verify.processes.launch import how_ended
+
+MOST = 31
+"""So many further ranks run at most: each takes about half a gigabyte of this machine's memory."""
+_STEPS_AHEAD = 1
+"""The rank asked for is stopped as its next step begins, by when it may have received what that step begins with."""
+
+
+class Companions:
+    """The further ranks of a run; ``start`` starts one with a folder of its own."""
+
+    def __init__(self, task: DryRunTask, start: "Callable[[DryRunTask, int], subprocess.Popen[str]]") -> None:
+        self._task, self._start = task, start
+        self._mail = Path(task.mail)
+        self._running: dict[int, subprocess.Popen[str]] = {}
+        self._met = {task.rank}
+        self._failed: dict[int, str] = {}
+
+    def look(self) -> None:
+        """Start the ranks that are asked for, and leave word of those that have ended."""
+        for rank in wanted(self._mail):
+            if rank not in self._met:
+                self._met.add(rank)
+                self._begin(rank)
+        for rank, process in list(self._running.items()):
+            if (code := process.poll()) is not None:
+                del self._running[rank]
+                leave_word(self._mail, rank, self._why(rank, code))
+
+    def _begin(self, rank: int) -> None:
+        if rank >= self._task.gpus or len(self._met) > MOST + 1:
+            leave_word(self._mail, rank, Failed(whose="here", text=self._too_many(rank)))
+            return
+        folder = self._folder(rank)
+        folder.mkdir()
+        task = replace(
+            self._task, rank=rank, companion=True, steps=self._task.steps + _STEPS_AHEAD, answer=str(folder / "answer.json"),
+            traced=False, profiled=None,
+        )  # fmt: skip
+        with (folder / "printed").open("wb") as sink:
+            self._running[rank] = self._start(task, sink.fileno())
+
+    def _too_many(self, rank: int) -> str:
+        if rank >= self._task.gpus:
+            return f"the script receives from rank {rank}, and there are {self._task.gpus} ranks"
+        return (
+            f"rank {self._task.rank} depends on what more than {MOST} other ranks send, and each would run beside it; name a rank "
+            f"of an earlier pipeline stage (--as-rank), or take fewer stages"
+        )
+
+    def _folder(self, rank: int) -> Path:
+        return self._mail.with_name(f"rank{rank}")
+
+    def _why(self, rank: int, code: int) -> Failed | None:
+        """Why a rank failed; a failure that it was told of is said once."""
+        path = self._folder(rank) / "answer.json"
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if found is not None and "whose" not in found:
+            return None
+        failed = Failed(whose="here", text=f"its process ended: {how_ended(code)}") if found is None else read(
+            Failed, found, where="answer"
+        )  # fmt: skip
+        if failed.text in self._failed.values():
+            return failed
+        said = replace(failed, text=f"rank {rank}, which ran beside rank {self._task.rank}, failed: {failed.text}")
+        self._failed[rank] = said.text
+        return said
+
+    @property
+    def waiting(self) -> str:
+        """What the rank asked for waits for, as the end of a sentence; empty where it waits for no other."""
+        other = waited_for(self._mail, self._task.rank)
+        return other and f"; it was waiting for what rank {other} sends"
+
+    def show(self, lines: int) -> None:
+        """Show how what the ranks printed ends that failed."""
+        for rank in self._failed:
+            printed = (self._folder(rank) / "printed").read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+            sys.stderr.write("\n".join((f"--- rank {rank} printed ---", *printed, "--- end ---", "")))
+
+    def end(self) -> None:
+        """End those that still run, with all that they have started."""
+        for process in self._running.values():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self._running.values():
+            process.wait()

@@ -1,0 +1,118 @@
+"""What the processes of one dry run send each other: files in a folder of the run. Needs no torch.
+
+A rank that waits for a letter asks for its sender by a file of its own. Whoever started the run (:mod:`zeroplan.dryrun.companions`)
+starts that rank, and leaves word of a rank that has ended. Sending never waits, and what nobody reads stays where it is.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from zeroplan.dryrun.task import Failed
+from zeroplan.errors import MeasurementError, ZeroplanError
+from zeroplan.spec.base import read
+
+_WANTED, _ENDED, _WAITS = "wanted-", "ended-", "waits-"
+_FIRST_S, _LONGEST_S = 0.001, 0.05
+"""How long a process sleeps between two looks for a letter."""
+
+
+class CompanionError(ZeroplanError):
+    """A rank that ran beside this one has failed, so that what it would have sent does not come."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.text)
+        self.failed = failed
+
+
+class Letter(NamedTuple):
+    """One message that is expected: from which rank, and in which file."""
+
+    sender: int
+    file: str
+
+
+class Mail:
+    """The letters of one rank. The n-th of a kind that a rank sends within a group is the n-th that the other expects."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self._count: Counter[str] = Counter()
+
+    def send(self, to: int, group: Sequence[int], kind: str, content: bytes | None) -> None:
+        """Send a letter. One that nobody will read has no content, but is counted."""
+        file = self._next(kind, self._rank, to, group)
+        if content is not None:
+            _write(self._folder / file, content)
+
+    def expect(self, sender: int, group: Sequence[int], kind: str) -> Letter:
+        """The next letter of a rank, which need not be there yet."""
+        return Letter(sender, self._next(kind, sender, self._rank, group))
+
+    def _next(self, kind: str, sender: int, to: int, group: Sequence[int]) -> str:
+        name = f"{kind}-{sender}-{to}-{sha256(str(tuple(group)).encode()).hexdigest()[:12]}"
+        self._count[name] += 1
+        return f"{name}-{self._count[name]}"
+
+    def read(self, letter: Letter) -> bytes:
+        """The content of a letter; its sender is started if it does not run yet.
+
+        Raises CompanionError where that rank failed, MeasurementError where it ended without sending this.
+        """
+        path = self._folder / letter.file
+        if not path.exists():
+            (self._folder / f"{_WANTED}{letter.sender}").touch()
+            waits = self._folder / f"{_WAITS}{self._rank}"
+            _write(waits, str(letter.sender).encode())
+            self._wait(letter, path)
+            waits.unlink()
+        return path.read_bytes()
+
+    def _wait(self, letter: Letter, path: Path) -> None:
+        ended, pause = self._folder / f"{_ENDED}{letter.sender}", _FIRST_S
+        while not path.exists():
+            if ended.exists() and not path.exists():
+                raise self._never(letter, ended)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_S)
+
+    def _never(self, letter: Letter, ended: Path) -> ZeroplanError:
+        if text := ended.read_text(encoding="utf-8"):
+            return CompanionError(read(Failed, json.loads(text), where="answer"))
+        return MeasurementError(
+            f"rank {self._rank} waits for what rank {letter.sender} sends, and that rank ended without sending it; each receive "
+            f"needs a send of the other rank"
+        )
+
+    @property
+    def companions(self) -> tuple[int, ...]:
+        """The ranks that were asked for, beside the one that the run is of."""
+        return wanted(self._folder)
+
+
+def wanted(folder: Path) -> tuple[int, ...]:
+    """The ranks whose letters are waited for, in order."""
+    return tuple(sorted(int(path.name.removeprefix(_WANTED)) for path in folder.glob(f"{_WANTED}*")))
+
+
+def waited_for(folder: Path, rank: int) -> str:
+    """The rank whose letter a rank waits for now; empty where it waits for none."""
+    waits = folder / f"{_WAITS}{rank}"
+    return waits.read_text(encoding="utf-8") if waits.exists() else ""
+
+
+def leave_word(folder: Path, rank: int, failed: Failed | None) -> None:
+    """Leave word that a rank has ended, and why it failed."""
+    _write(folder / f"{_ENDED}{rank}", b"" if failed is None else json.dumps(asdict(failed)).encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that is whole as soon as it is there."""
+    beside = path.with_name(f"part-{path.name}")
+    beside.write_bytes(content)
+    beside.rename(path)

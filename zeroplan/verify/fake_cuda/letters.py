@@ -1,0 +1,102 @@
+"""Whole numbers and truths that one rank sends to one other: what the other reads is what was sent, where both of them run.
+
+A receive waits for nothing. Its values are asked for when something reads them, as a program does once its receive is over.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zeroplan.verify.fake_cuda.known_values import Sure, await_values, how_sure, known
+from zeroplan.verify.replaced import put
+
+LetterT = TypeVar("LetterT")
+_MOST_ELEMENTS = 1 << 18
+"""Larger tensors are sent without their values: they are no shapes, and seldom ids or masks of one micro-batch."""
+_KIND = "values"
+_SEND, _RECEIVE = torch.ops.c10d.send.default, torch.ops.c10d.recv_.default
+_ON_THE_HOST: list[Callable[[], object]] = []
+"""What reads the letters for tensors of the host, which are real and have to be filled once they are waited for."""
+
+
+class Mail(Protocol[LetterT]):
+    """Carries letters between the ranks that run."""
+
+    def send(self, to: int, group: Sequence[int], kind: str, content: bytes | None) -> None:
+        """Send a letter, or count one that has no content."""
+        ...
+
+    def expect(self, sender: int, group: Sequence[int], kind: str) -> LetterT:
+        """The next letter from a rank."""
+        ...
+
+    def read(self, letter: LetterT) -> bytes:
+        """Wait for a letter and return its content."""
+        ...
+
+
+def carry(mail: Mail[LetterT], func: OpOverload, args: Sequence[object]) -> bool:
+    """Send or expect the values of what one rank sends to another; whether this operator does either."""
+    if func not in (_SEND, _RECEIVE):
+        return False
+    group = dist.get_process_group_ranks(dist.ProcessGroup.unbox(cast("torch.ScriptObject", args[1])))
+    place = cast("int", args[2])
+    if place not in range(len(group)):
+        return False
+    peer = group[place]
+    for tensor in cast("Sequence[torch.Tensor]", args[0]):
+        has_letter = not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MOST_ELEMENTS
+        if func is _SEND:
+            mail.send(peer, group, _KIND, _content(tensor) if has_letter else None)
+            continue
+        letter = mail.expect(peer, group, _KIND)
+        if has_letter:
+            _await(tensor, partial(_values, mail, letter, tensor.dtype, tensor.shape))
+    return True
+
+
+def _content(tensor: torch.Tensor) -> bytes:
+    values = known(tensor)
+    return json.dumps(None if values is None else (int(how_sure(tensor)), values.flatten().tolist())).encode()
+
+
+def _values(
+    mail: Mail[LetterT], letter: LetterT, dtype: torch.dtype, shape: torch.Size
+) -> tuple[torch.Tensor, Sure] | None:  # fmt: skip
+    """What was sent; None where the sender did not know it either."""
+    sent = json.loads(mail.read(letter))
+    if sent is None:
+        return None
+    sure, numbers = sent
+    return torch.tensor(numbers, dtype=dtype).reshape(shape), Sure.EXCHANGED if sure else Sure.EXACT
+
+
+def _await(tensor: torch.Tensor, read: Callable[[], tuple[torch.Tensor, Sure] | None]) -> None:
+    if isinstance(tensor, FakeTensor):
+        await_values(tensor, read)
+    else:
+        _ON_THE_HOST.append(lambda: _fill(tensor, read()))
+
+
+def _fill(tensor: torch.Tensor, found: tuple[torch.Tensor, Sure] | None) -> None:
+    if found is not None:
+        tensor.copy_(found[0])
+
+
+def fill_when_waited_for() -> None:
+    """Have real tensors of the host filled when the script waits for what they receive."""
+    original: Callable[..., bool] = FakeWork.wait
+
+    def wait(work: FakeWork, *args: object, **kwargs: object) -> bool:
+        while _ON_THE_HOST:
+            _ON_THE_HOST.pop(0)()
+        return original(work, *args, **kwargs)
+
+    put(FakeWork, wait=wait)
