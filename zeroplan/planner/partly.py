@@ -83,9 +83,9 @@ def _with(recipe: RecipeSpec, layers: int) -> RecipeSpec:
 
 def _chances(base: JobSpec, found: Sequence[Found], need: _Need, room: int) -> Iterator[_Chance]:
     layers = base.model.num_hidden_layers
-    none = {(one.recipe, one.grid.degrees): one for one in found if one.recipe.recompute == "none"}
+    none = {(one.recipe, _layouts(one.grid)): one for one in found if one.recipe.recompute == "none"}
     for every in found:
-        other = none.get((replace(every.recipe, recompute="none"), every.grid.degrees))
+        other = none.get((replace(every.recipe, recompute="none"), _layouts(every.grid)))
         if every is other or other is None or not _is_modelled(base, every):
             continue
         much, little = need(other), need(every)
@@ -95,6 +95,11 @@ def _chances(base: JobSpec, found: Sequence[Found], need: _Need, room: int) -> I
             enough = min(layers, int(share * layers) + 1)
             seconds = (1 - enough / layers) / rates[at] + enough / layers / slower[at]
             yield _Chance(every.recipe, _only(every.grid, int(at)), enough, float(1 / seconds))
+
+
+def _layouts(grid: Grid) -> tuple[object, ...]:
+    """The layouts of a grid as a key: a pipeline has a grid for each number of micro-batches."""
+    return grid.degrees, *(np.asarray(numbers).tobytes() for numbers in grid[:5])
 
 
 def _is_modelled(base: JobSpec, every: Found) -> bool:

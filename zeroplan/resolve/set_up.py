@@ -47,17 +47,18 @@ def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]
 def by_its_own_units(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
     """The job with the FSDP2 units that the file's program makes, unless others are asked for or these not modelled, and a note.
 
-    A tied head is in one unit with the embedding anyway.
+    A tied head is in one unit with the embedding anyway. A job of DDP has the units that it would have under FSDP2.
     """
     recipe = complete.recipe
-    is_asked = recipe.engine != "fsdp2" or recipe.fsdp2.shards_ends or "fsdp2.ends_apart" in chosen
-    if not read.own_units or is_asked or complete.model.tie_word_embeddings:
+    is_asked = recipe.fsdp2.shards_ends or "fsdp2.ends_apart" in chosen
+    if not read.own_units or is_asked or recipe.engine == "deepspeed" or complete.model.tie_word_embeddings:
         return complete, ()
+    is_noted = recipe.engine == "fsdp2"
     try:
         apart = replace(complete, recipe=replace(recipe, fsdp2=replace(recipe.fsdp2, ends_apart=True)))
     except SpecError:
-        return complete, (ends_counted_as_one(read.own_units),)
-    return apart, (ends_counted_apart(read.own_units),)
+        return complete, (ends_counted_as_one(read.own_units),) * is_noted
+    return apart, (ends_counted_apart(read.own_units),) * is_noted
 
 
 def _engine_options(request: Request, setup: Setup, where: str, chosen: Sequence[str]) -> dict[str, object]:

@@ -37,6 +37,7 @@ _PARALLEL_KNOWN = (
 def accelerate_setup(table: Table, folder: Path) -> Setup:
     """Read the file's keys; raises SpecError where it is not for GPUs of one's own, or says what is not modelled."""
     reading = Reading(table, folder)
+    reading.own_units = "accelerate"
     if table.text("compute_environment") not in (None, "LOCAL_MACHINE"):
         raise SpecError(f"{table.where}: compute_environment={shown(table.data['compute_environment'])} is not modelled")
     if table.switch("use_cpu"):
@@ -103,7 +104,6 @@ def _fsdp(reading: Reading) -> None:
         reading.tell("engine", "distributed_type and fsdp_version", "fsdp2")
         keeps = table.switch("fsdp_reshard_after_forward") is False
         reading.tell("stage", "fsdp_config.fsdp_reshard_after_forward", 2 if keeps else 3)
-        reading.own_units = "accelerate"
     if word == "bf16":  # set_mixed_precision reduces in the dtype it computes in
         reading.options["fsdp2.reduce_dtype"] = Told("mixed_precision", "param")
     reading.tell("sync_every_micro_batch", "accumulate()", value=False, filled=True)

@@ -70,6 +70,7 @@ _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_
 def trainer_setup(table: Table, folder: Path) -> Setup:
     """Read the file's keys; raises SpecError where it says what is not modelled."""
     reading = Reading(table, folder)
+    reading.own_units = "accelerate, which the Trainer runs on,"
     table.refuse(_REFUSED)
     for read in (_deepspeed, _engine, _precision, _batch, _recomputation, _ddp, _optimizer, _model, _adapter, _accelerators):
         read(reading)
@@ -131,7 +132,6 @@ def _fsdp(reading: Reading, config: Table, items: list[str]) -> None:
         )
     else:
         reading.tell("engine", "fsdp", "fsdp2")
-        reading.own_units = "accelerate, which the Trainer runs on,"
     if version is None:
         reading.notes.append("fsdp_config has no version: FSDP2 is taken, as transformers 5 does; earlier ones take FSDP1")
     _fsdp_stage(reading, config, words)
