@@ -95,11 +95,10 @@ def course(*blocks: int) -> CourseMeasured:
 
 @pytest.mark.parametrize(("asked", "levels"), [
     ({"model": "gpt2", "gpus": 4, "stage": 3},
-     [("forward: gathering the root group", "forward: gathering the root group", 7, ()),
-      ("forward: gathering block 1 of 12", "forward of block 1 of 12", 0, ()),
-      ("forward: gathering block 2 of 12", "forward of block 2 of 12", 1, ()),
-      ("forward: gathering block 11 of 12", "forward of block 11 of 12", 10, tuple(range(2, 10))),
-      ("forward: gathering block 12 of 12", "forward of block 12 of 12", 11, ()), ("loss, forward", "loss, forward", 9, ()),
+     [("forward: unsharding block 1 of 12", "forward of block 1 of 12", 0, ()),
+      ("forward: unsharding block 2 of 12", "forward of block 2 of 12", 1, ()),
+      ("forward: unsharding block 11 of 12", "forward of block 11 of 12", 10, tuple(range(2, 10))),
+      ("forward: unsharding block 12 of 12", "forward of block 12 of 12", 11, ()), ("loss, forward", "loss, forward", 9, ()),
       ("backward of the loss", "backward of the final norm", 7, ()),
       ("backward: unsharding block 12 of 12", "backward: reducing block 12 of 12", 111, ()),
       ("backward: unsharding block 11 of 12", "backward: reducing block 11 of 12", 110, ()),
@@ -131,7 +130,7 @@ def test_a_run_lies_over_the_moments_of_its_blocks(
 
 def test_a_block_that_the_run_has_not_got_has_no_level():
     record = with_courses(twin(model="gpt2", gpus=4, stage=3), forward=course(1, 2), backward=course())
-    assert [one.n_bytes for one in timeline(record.job, record).levels] == [7, 1, 2, 9]
+    assert [one.n_bytes for one in timeline(record.job, record).levels] == [1, 2, 9]
 
 
 def test_a_record_of_another_job_is_refused_with_what_differs():

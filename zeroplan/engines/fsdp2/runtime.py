@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from zeroplan.engines.fsdp2 import lines
-from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.groups import Ends, Group
 from zeroplan.engines.fsdp2.param_groups import ParamGroup, param_groups
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.ledger import Line, Phase
@@ -44,14 +44,41 @@ class Unit(NamedTuple):
         return "unsharded", self.name, index
 
 
+class EndUnits:
+    """Embedding and head as units of their own."""
+
+    def __init__(self, plan: Plan, groups: Ends) -> None:
+        """Take the parameters of both."""
+        self.embedding = Unit("the embedding", Parts(plan, groups.embedding, groups.trained_embedding, "the embedding's"))
+        head = Parts(plan, groups.head, groups.trained_head, "the last norm's and the head's")
+        self.head = Unit("the last norm and the head", head)
+        self.reduced = (groups.trained_head,)
+        """Reduced before the blocks."""
+        self.left = (groups.trained_embedding,)
+        """Reduced after them."""
+
+
+class Units:
+    """All units of a plan, and the lines that they have in common from one pass to the next."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Make the units of the layers in the plan's walk, and of what is outside them."""
+        self.root = Unit("the root group", Parts(plan, plan.root, plan.trained_root, "the root group's"))
+        self.ends = None if plan.ends is None else EndUnits(plan, plan.ends)
+        blocks = [Parts(plan, *groups) for groups in zip(plan.blocks, plan.trained_blocks, strict=True)]
+        self.layers = tuple((position, Unit(position.name, blocks[position.run])) for position in plan.walk)
+        self.made: dict[object, tuple[Line, ...]] = {}
+        self.inside: dict[object, tuple[tuple[str, tuple[Line, ...]], ...]] = {}
+
+
 class Runtime:
     """The collectives' buffers of one rank, and who holds them."""
 
-    def __init__(self, plan: Plan, trace: Trace) -> None:
-        """Begin with nothing gathered."""
+    def __init__(self, plan: Plan, trace: Trace, made: dict[object, tuple[Line, ...]]) -> None:
+        """Begin with nothing gathered; ``made`` keeps lines for the next pass of the same units."""
         self.plan, self.trace = plan, trace
         self._reduce_inputs: list[Hashable] = []
-        self._made: dict[object, tuple[Line, ...]] = {}
+        self._made = made
 
     def _lines(self, make: Callable[..., tuple[Line, ...]], *of: object) -> tuple[Line, ...]:
         """What a function of :mod:`lines` makes of some parts; made once, since blocks of a run are alike."""
@@ -116,12 +143,16 @@ class Runtime:
             self.trace.pass_by(*copy)
 
     def _all_gather(self, unit: Unit, index: int) -> None:
-        """``foreach_all_gather``: a buffer for all chunks, and this rank's chunk, cast."""
+        """``foreach_all_gather``: a buffer for all chunks, and this rank's chunk, cast.
+
+        What is copied out right after is larger than that chunk. In 2.15 the buffer of the unit before has gone by then.
+        """
         if self.trace.has(unit.gathered(index)):
             return  # gathered ahead
         group = unit.parts.groups[index]
         self.trace.put(unit.gathered(index), *self._lines(lines.gather_buffer, group))
-        self.trace.pass_by(*self._lines(lines.chunk_to_gather, group, unit.parts.copied_groups[index]))
+        if self.plan.of_torch_2_15:
+            self.trace.pass_by(*self._lines(lines.chunk_to_gather, group, unit.parts.copied_groups[index]))
 
     def _copy_out(self, unit: Unit, index: int, group: ParamGroup) -> None:
         """``foreach_all_gather_copy_out``."""

@@ -3,12 +3,12 @@
 It runs the last micro-batch of a step, with what earlier ones have left. Layers at which memory cannot be highest are left out.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from zeroplan.engines.fsdp2 import buffers, lines, outside
-from zeroplan.engines.fsdp2.groups import Ends, Group
+from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan
-from zeroplan.engines.fsdp2.runtime import Parts, Runtime, Unit
+from zeroplan.engines.fsdp2.runtime import Runtime, Unit, Units
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.trace import Trace
@@ -18,7 +18,7 @@ from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass
 def moments(plan: Plan, step: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Every moment at which memory can be highest; ``step`` is what is alive in the optimizer's step. [bytes]"""
     trace = Trace()
-    one = MicroBatch(plan, trace)
+    one = MicroBatch(plan, trace, Units(plan))
     one.forward()
     one.loss()
     one.backward_of_the_ending()
@@ -27,27 +27,18 @@ def moments(plan: Plan, step: tuple[Line, ...]) -> tuple[Moment, ...]:
     return (*trace.finished(), *outside.not_reduced(plan), Moment("optimizer step", Phase.STEP, step))
 
 
-class _Ends:
-    """Embedding and head as units of their own."""
-
-    def __init__(self, plan: Plan, groups: Ends) -> None:
-        self.embedding = Unit("the embedding", Parts(plan, groups.embedding, groups.trained_embedding, "the embedding's"))
-        head = Parts(plan, groups.head, groups.trained_head, "the last norm's and the head's")
-        self.head = Unit("the last norm and the head", head)
-        self.reduced = (groups.trained_head,)
-        self.left = (groups.trained_embedding,)
-
-
 class MicroBatch:
     """A micro-batch on its way through the model and back."""
 
-    def __init__(self, plan: Plan, trace: Trace) -> None:
-        self.plan, self.trace, self.run = plan, trace, Runtime(plan, trace)
-        self.root = Unit("the root group", Parts(plan, plan.root, plan.trained_root, "the root group's"))
-        self.ends = None if plan.ends is None else _Ends(plan, plan.ends)
-        self._inside: dict[int, list[tuple[str, tuple[Line, ...]]]] = {}
-        blocks = [Parts(plan, *groups) for groups in zip(plan.blocks, plan.trained_blocks, strict=True)]
-        self.layers = tuple((position, Unit(position.name, blocks[position.run])) for position in plan.walk)
+    def __init__(self, plan: Plan, trace: Trace, units: Units) -> None:
+        """Take the units of the plan."""
+        self.plan, self.trace, self.run = plan, trace, Runtime(plan, trace, units.made)
+        self.root, self.ends, self.layers, self._inside = units.root, units.ends, units.layers, units.inside
+
+    @property
+    def several(self) -> bool:
+        """Whether earlier micro-batches have left gradients, where one number says so for all."""
+        return isinstance(self.plan.several, int) and bool(self.plan.several)
 
     @property
     def left(self) -> tuple[Group, ...]:
@@ -221,11 +212,16 @@ class MicroBatch:
         self.end_block(position, unit)
 
     def inside_backward(self, position: Position) -> Iterable[tuple[str, tuple[Line, ...]]]:
-        """The moments of a block's backward, and what is alive of it then: the same for all blocks of a run."""
-        if position.run not in self._inside:
-            points = self.plan.passes[position.run].points
-            self._inside[position.run] = [(one.name, (*one.lines, outside.made_in_a_block(self.plan, one))) for one in points]
-        return self._inside[position.run]
+        """The moments of a block's backward, and what is alive of it then: the same for all blocks of a run between its ends."""
+        kind = position.run, position.layer == 0, position.next_run is None, self.several
+        if kind not in self._inside:
+            self._inside[kind] = tuple(self.made_inside(position))
+        return self._inside[kind]
+
+    def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[Line, ...]]]:
+        """The same, made anew."""
+        for point in self.plan.passes[position.run].points:
+            yield point.name, (*point.lines, outside.made_in_a_block(self.plan, point))
 
     def flows_in(self, position: Position) -> tuple[Line, ...]:  # noqa: ARG002  a stage needs it
         """The gradient that comes in at a block's end."""

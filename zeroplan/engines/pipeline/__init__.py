@@ -13,6 +13,7 @@ from dataclasses import replace
 from zeroplan.engines.account import Account, PipelineRank, Symbol
 from zeroplan.engines.formulas import product, several
 from zeroplan.engines.fsdp2.plan import Plan
+from zeroplan.engines.fsdp2.runtime import Units
 from zeroplan.engines.optimizers import step_temporary_lines
 from zeroplan.engines.pipeline.halves_walk import left_over, split_states
 from zeroplan.engines.pipeline.moments import moments_of
@@ -136,7 +137,8 @@ def _account(
 ) -> Account:  # fmt: skip
     """Memory and traffic of one rank."""
     standing = _joined(line for stage in stages for line in stage.plan.persistent)
-    here = Rank(place.rank, stages, (*standing, *_received(stages, mesh, batch)), _cut(stages, mesh, batch))
+    units = tuple(Units(stage.plan._replace(walk=stage.walk)) for stage in stages)
+    here = Rank(place.rank, stages, (*standing, *_received(stages, mesh, batch)), _cut(stages, mesh, batch), units)
     gradients = _joined(
         stage.plan.gradient_shards(stage.plan.every_layer, "after backward", stage.plan.trained_outside) for stage in stages
     )

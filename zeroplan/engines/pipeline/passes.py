@@ -60,7 +60,7 @@ class StagePass(MicroBatch):
         """Take the rank's stage whose pass it is."""
         self.rank, self.state, self.stage = rank, state, rank.stages[state.chunk]
         self.whole, self.earlier = state.whole[state.chunk], bool(state.earlier[state.chunk])
-        super().__init__(self.stage.plan._replace(several=state.earlier[state.chunk], walk=self.stage.walk), Trace())
+        super().__init__(self.stage.plan._replace(several=state.earlier[state.chunk]), Trace(), rank.units[state.chunk])
         self.trace.hold("waiting", *waiting)
 
     # --- forward --------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class StagePass(MicroBatch):
         else:
             super().enter_backward(unit, below)
 
-    def inside_backward(self, position: Position) -> Iterator[tuple[str, tuple[Line, ...]]]:
+    def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[Line, ...]]]:
         """The moments of a block's backward, without what stands in receive buffers."""
         stage, plan, adding, coming_in = self.stage, self.plan, False, position.next_run is None
         for point in plan.passes[position.run].points:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.formulas import several
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
+from zeroplan.engines.fsdp2.runtime import Units
 from zeroplan.engines.pipeline.gradients import HALVES, accumulated, as_made, in_elements
 from zeroplan.engines.pipeline.lines import AT_ONCE, unsharded_parameters
 from zeroplan.engines.pipeline.stage import StagePlan
@@ -20,8 +21,10 @@ class Rank(NamedTuple):
     stages: tuple[StagePlan, ...]
     standing: tuple[Line, ...]
     """Shards, optimizer state, the step's token ids or labels, receive buffers."""
-    passing: tuple[Line, ...] = ()
+    passing: tuple[Line, ...]
     """What is there as long as passes are taken, and not when the optimizer steps."""
+    units: tuple[Units, ...]
+    """The FSDP2 units of every stage."""
 
 
 def most_waits(rank: Rank, states: tuple[State, ...]) -> list[tuple[State, tuple[Line, ...]]]:
