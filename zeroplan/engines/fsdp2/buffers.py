@@ -12,9 +12,6 @@ from zeroplan.numeric import Int, where
 GATHER = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather"
 COPY_OUT = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather_copy_out"
 ALONE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.wait_for_unshard"
-PARKED = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.wait_for_unshard"
-_CONTEXT = "torch 2.15, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPCommContext"
-RELEASED = f"{_CONTEXT}.release_all_gather_state_for_comm_reuse"
 CAST = "torch 2.15, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup._set_unsharded_grad_dtypes"
 POST_FORWARD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.to_sharded_post_forward"
 

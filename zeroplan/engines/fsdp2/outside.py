@@ -15,6 +15,7 @@ from zeroplan.trace import Trace
 from zeroplan.transformer.blocks import At, AtEmbedding, BackwardPoint
 
 _REPLICAS = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup._all_reduce_state"
+SUM_OF_TIED = "sum of the embedding's and the tied head's gradient"
 _SUM = "sum of the embedding's and the tied head's"
 
 
@@ -129,7 +130,7 @@ def backward_of_the_embedding(plan: Plan, trace: Trace) -> None:
     trace.put("root gradients", parts, *buffers.cast_early(plan))
     trace.pass_by(flow)
     if plan.sums_tied:
-        trace.at("sum of the embedding's and the tied head's gradient", Phase.BACKWARD)
+        trace.at(SUM_OF_TIED, Phase.BACKWARD)
         trace.pass_by(_sum(plan))
     trace.drop("below")
 
@@ -154,13 +155,11 @@ def _of_a_split_embedding(plan: Plan, at: AtEmbedding, trace: Trace, flow: Line)
     width, own = plan.width.compute, plan.embedding_elements
     share = Line(Kind.UNSHARDED_GRADIENTS, width * own, "this rank's share of it", product(width, own), REDUCE)
     trace.at("backward of the embedding: this rank's share", Phase.BACKWARD)
+    trace.put("share", share)
     if waiting:
-        trace.put("inside", share)
-        trace.at("sum of the embedding's and the tied head's gradient", Phase.BACKWARD)
+        trace.at(SUM_OF_TIED, Phase.BACKWARD)
         trace.put("sum", share._replace(reason=_SUM, source=INPUT_BUFFER))
-    else:
-        trace.put("inside", share)
-    trace.drop("inside", "sum", "whole gradient")
+    trace.drop("share", "sum", "whole gradient")
 
 
 def not_reduced(plan: Plan) -> tuple[Moment, ...]:

@@ -31,8 +31,8 @@ def embedding_backward(at: AtEmbedding, trace: Trace, flow: Line) -> None:
     trace.put("gathered gradient", at.gathered)
     trace.pass_by(at.by_rank, flow)
     trace.at("backward of the embedding", Phase.BACKWARD)
-    trace.put("inside", at.whole)
-    trace.drop("inside", "gathered gradient")
+    trace.pass_by(at.whole)
+    trace.drop("gathered gradient")
 
 
 def taking_its_share(plan: Plan, alive: tuple[Line, ...]) -> Moment:
