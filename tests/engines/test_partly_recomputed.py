@@ -82,9 +82,6 @@ def test_time_counts_what_is_recomputed():
         ({"engine": "megatron", "stage": 1}, "engine 'megatron'"),
         ({"engine": "deepspeed"}, "stage 3 of DeepSpeed"),
         ({"offload_activations": True}, "offload_activations"),
-        ({"tensor_parallel": 2}, "split the model"),
-        ({"lora_rank": 8}, "LoRA"),
-        ({"freeze_layers": 4}, "frozen"),
     ],
 )
 def test_what_is_not_modelled_is_refused(said: dict[str, object], why: str):

@@ -23,8 +23,6 @@ from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params import layout
 
 SPLIT = "torchtitan, distributed/fsdp.py, apply_fsdp_to_decoder (shard_placement_fn)"
-GATHER = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.wait_for_unshard"
-COPY_OUT = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather_copy_out"
 EXCHANGE = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP"
 NOTE = (
     "experts are taken to be evenly visited, each rank's as often as any other's; a rank whose experts are visited more often "

@@ -143,11 +143,11 @@ class MicroBatch:
         trace.put("output", *buffers.output(plan))
         for point in plan.head.points:
             gathers = self._gathers_ahead(point.place.at)
+            early = buffers.cast_early(plan, normed=point.place.at is At.FINAL_NORM)
+            trace.shrink("root gradients", outside.at_the_ending(plan, point), *early)
             if gathers:
                 self._gather_last_block(point)
             trace.at(f"backward of the {point.name}", Phase.LOSS if point.place.at is At.LOSS else Phase.BACKWARD)
-            early = buffers.cast_early(plan, normed=point.place.at is At.FINAL_NORM)
-            trace.shrink("root gradients", outside.at_the_ending(plan, point), *early)
             self.trace.pass_by(*point.lines)
             if not gathers and point.current_gradient and plan.cast_on_arrival:
                 self._cast_from_a_chunk(point)
