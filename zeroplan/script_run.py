@@ -101,7 +101,8 @@ class DryRun(Spec):
     CUDA's caching allocator, which followed every request from the start of the script. ``stood_in`` names the
     library code that something else replaced. ``companions`` are further ranks that ran beside this one for what they send it.
     ``imbalance`` is how many times the even share of tokens the rank's
-    experts are assumed to receive, where sizes may depend on choices among scores; otherwise None. [bytes]
+    experts are assumed to receive, where sizes may depend on choices among scores; otherwise None. ``kept_by_graphs_bytes`` is
+    how much higher the peak is with what CUDA graphs keep free in their pools, which nothing else can have. [bytes]
     """
 
     schema_version: Annotated[int, Range(1, SCHEMA_VERSION)] = SCHEMA_VERSION
@@ -126,6 +127,7 @@ class DryRun(Spec):
     operators: OperatorsOfStep | None = None
     compiler_left_out: bool = False
     imbalance: Annotated[float, Range(1, 1e6)] | None = None
+    kept_by_graphs_bytes: CountOrZero = 0
     host_bytes: CountOrZero | None = None
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
 

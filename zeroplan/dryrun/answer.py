@@ -96,7 +96,8 @@ def _by_kind_and_place(seen: _Seen, tracker: ScriptTracker) -> dict[str, Any]:
 def _of_the_allocator(seen: _Seen, task: DryRunTask) -> dict[str, Any]:
     room = allocator_room(MeshSpec(dp_shard=task.gpus), gpu_named(task.gpu))
     measured = seen.replays.measured(seen.timeline.recording, workspace_bytes=seen.workspace_bytes, room_bytes=room)
-    return {"allocator": measured}
+    shown = seen.replays.default
+    return {"allocator": measured, "kept_by_graphs_bytes": max(shown.taken) - max(shown.allocated)}
 
 
 def _assumed(task: DryRunTask, stand_ins: StandIns) -> dict[str, Any]:

@@ -49,8 +49,8 @@ def small_unit(found: DryRun, unit: Unit) -> Unit:
 
 
 def needed_bytes(found: DryRun) -> int:
-    """What the card must have: the peak as the allocator counts it, and what lies outside the allocator. [bytes]"""
-    return _counted(found) + int(total_band(outside(found)).expected_bytes)
+    """What the card must have: the peak as the allocator counts it, what CUDA graphs keep, what lies outside. [bytes]"""
+    return _counted(found) + found.kept_by_graphs_bytes + int(total_band(outside(found)).expected_bytes)
 
 
 def outside(found: DryRun) -> tuple[Outside, ...]:
@@ -154,6 +154,8 @@ def _alive(found: DryRun, table: Table, most: int | None) -> Iterator[str]:
     kinds = sorted(found.steps[-1].peak.kinds.items(), key=lambda one: -one[1])
     yield from _rows(kinds, table, most)
     yield table.total("peak allocated", found.steps[-1].peak.peak_bytes)
+    if found.kept_by_graphs_bytes:
+        yield table.row("free in pools of CUDA graphs", found.kept_by_graphs_bytes, "nothing else can have it")
     for part in outside(found):
         yield table.band_row(part.what, part.band)
     yield table.row("reserved by the allocator", found.allocator[0].reserved_bytes, "default settings")
