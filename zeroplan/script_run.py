@@ -83,6 +83,17 @@ class StoodIn(Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutsideBuffer(Spec):
+    """What a library takes from the card beside torch's allocator: at least, as expected, and at most. [bytes]"""
+
+    what: str
+    low_bytes: CountOrZero
+    expected_bytes: CountOrZero
+    high_bytes: CountOrZero
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Saving(Spec):
     """A change that would make the last step's peak lower, by so much at most; ``of`` names modules or lines with most of it."""
 
@@ -102,7 +113,8 @@ class DryRun(Spec):
     library code that something else replaced. ``companions`` are further ranks that ran beside this one for what they send it.
     ``imbalance`` is how many times the even share of tokens the rank's
     experts are assumed to receive, where sizes may depend on choices among scores; otherwise None. ``kept_by_graphs_bytes`` is
-    how much higher the peak is with what CUDA graphs keep free in their pools, which nothing else can have. [bytes]
+    how much higher the peak is with what CUDA graphs keep free in their pools, which nothing else can have.
+    ``outside_buffers`` is what libraries held beside the allocator, when it was the most. [bytes]
     """
 
     schema_version: Annotated[int, Range(1, SCHEMA_VERSION)] = SCHEMA_VERSION
@@ -128,6 +140,7 @@ class DryRun(Spec):
     compiler_left_out: bool = False
     imbalance: Annotated[float, Range(1, 1e6)] | None = None
     kept_by_graphs_bytes: CountOrZero = 0
+    outside_buffers: tuple[OutsideBuffer, ...] = ()
     host_bytes: CountOrZero | None = None
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeroplan.catalog.gpu import gpu as gpu_named
-from zeroplan.dryrun import stood_in
+from zeroplan.dryrun import outside_buffers, stood_in
 from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.mail import wanted
 from zeroplan.dryrun.operators import Operator
@@ -94,10 +94,13 @@ def _by_kind_and_place(seen: _Seen, tracker: ScriptTracker) -> dict[str, Any]:
 
 
 def _of_the_allocator(seen: _Seen, task: DryRunTask) -> dict[str, Any]:
-    room = allocator_room(MeshSpec(dp_shard=task.gpus), gpu_named(task.gpu))
+    buffers, room = outside_buffers.most(), allocator_room(MeshSpec(dp_shard=task.gpus), gpu_named(task.gpu))
+    if room is not None:
+        room = max(0, room - sum(one.expected_bytes for one in buffers))
     measured = seen.replays.measured(seen.timeline.recording, workspace_bytes=seen.workspace_bytes, room_bytes=room)
     shown = seen.replays.default
-    return {"allocator": measured, "kept_by_graphs_bytes": max(shown.taken) - max(shown.allocated)}
+    kept = max(shown.taken) - max(shown.allocated)
+    return {"allocator": measured, "kept_by_graphs_bytes": kept, "outside_buffers": buffers}
 
 
 def _assumed(task: DryRunTask, stand_ins: StandIns) -> dict[str, Any]:

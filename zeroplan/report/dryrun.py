@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from zeroplan.catalog.gpu import gpu as gpu_named
 from zeroplan.engines.device import Outside, outside_beside, total_band
+from zeroplan.ledger import Band
 from zeroplan.report.tables import Table
 from zeroplan.report.words import plural
 from zeroplan.script_run import DryRun, Part, PhaseOfRun
@@ -54,9 +55,15 @@ def needed_bytes(found: DryRun) -> int:
 
 
 def outside(found: DryRun) -> tuple[Outside, ...]:
-    """The context, and a communicator for each size of group that the last step sent in; groups of one size count once. [bytes]"""
+    """The context, a communicator for each size of group that the last step sent in, and libraries' own buffers. [bytes]
+
+    Groups of one size count once.
+    """
     sizes = {one.group for one in found.collectives if one.group > 1}
-    return outside_beside(max(len(sizes), int(found.gpus > 1)), gpu_named(found.gpu).name)
+    own = (
+        Outside(one.what, Band(one.low_bytes, one.expected_bytes, one.high_bytes), one.source) for one in found.outside_buffers
+    )
+    return (*outside_beside(max(len(sizes), int(found.gpus > 1)), gpu_named(found.gpu).name), *own)
 
 
 def _counted(found: DryRun) -> int:

@@ -18,7 +18,7 @@ class Block:
     """One request for memory and, in time, its release. Moments are counted in requests and releases so far.
 
     ``stream`` is 0 for the default stream; others are numbered as they are first used. ``layer`` is the number of the layer that
-    asked, where the module's name does not have it any more. ``pool`` is the private pool of a CUDA graph that gave the memory, else 0.
+    asked, where the module's name does not have it any more. ``pool`` is that of a CUDA graph, else 0.
     """
 
     __slots__ = ("born", "died", "kind", "layer", "module", "n_bytes", "operation", "pool", "recomputed", "span", "stream")
