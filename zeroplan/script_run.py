@@ -107,7 +107,7 @@ class DryRun(Spec):
     """One script as one rank of N: every step, what is alive at the highest moment of the last, and what was made up.
 
     ``phases`` are what the script did beside its steps. With ``compiler_left_out`` it calls ``torch.compile``, and its code ran
-    as it is.
+    as it is. With ``before_capture`` the run was stopped in what looks like the warm-up of a CUDA graph.
     ``steps`` are as a record of ``zeroplan verify`` has them; the first makes the optimizer's state. ``allocator`` is a model of
     CUDA's caching allocator, which followed every request from the start of the script. ``stood_in`` names the
     library code that something else replaced. ``companions`` are further ranks that ran beside this one for what they send it.
@@ -138,6 +138,7 @@ class DryRun(Spec):
     phases: tuple[PhaseOfRun, ...] = ()
     operators: OperatorsOfStep | None = None
     compiler_left_out: bool = False
+    before_capture: bool = False
     imbalance: Annotated[float, Range(1, 1e6)] | None = None
     kept_by_graphs_bytes: CountOrZero = 0
     outside_buffers: tuple[OutsideBuffer, ...] = ()

@@ -113,6 +113,13 @@ def test_the_answer_counts_what_the_graph_keeps_and_names_what_it_did(whole_step
     assert len(answer["steps"]) == 4  # three of the warm-up, and the captured one
 
 
+def test_a_run_that_stops_in_the_warm_up_says_how_to_come_to_the_capture(tmp_path: Path, whole_step: Run):
+    (tmp_path / "script.py").write_text(SHOW + WHOLE_STEP)
+    run = dry_run("--", "script.py", folder=tmp_path, flags=("-q",))
+    assert "--until-end, so that the run comes to the capture." in " ".join(run.output.split())
+    assert not whole_step.answer["before_capture"]
+
+
 CALLABLES = """
 layer = torch.nn.Linear(2048, 2048, bias=False).cuda()
 x = torch.randn(4096, 2048, device="cuda", requires_grad=True)

@@ -47,6 +47,7 @@ def answer(
         **_by_kind_and_place(seen, tracker),
         **_of_the_allocator(seen, task),
         **_assumed(task, stand_ins),
+        before_capture=loop.ended == "steps taken" and _warms_up(seen.timeline),
         savings=savings(seen.trace),
         operators=operators_summed(seen.rows),
         host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
@@ -113,6 +114,13 @@ def _assumed(task: DryRunTask, stand_ins: StandIns) -> dict[str, Any]:
         "compiler_left_out": any(what == COMPILER for what, _ in stood_in.counts),
         "imbalance": task.imbalance if stand_ins.sizes_of_choices else None,
     }  # fmt: skip
+
+
+def _warms_up(timeline: Timeline) -> bool:
+    """Whether the last step's forward ran on other streams alone, and nothing was captured: as torch's manual warms up a graph."""
+    blocks, spans, last = timeline.recording.blocks, timeline.recording.spans, _last_step(timeline)
+    streams = {block.stream for block in blocks if spans[block.span].step == last and spans[block.span].phase is Phase.FORWARD}
+    return bool(streams) and 0 not in streams and not any(block.pool for block in blocks)
 
 
 def _beside_steps(timeline: Timeline, tracker: ScriptTracker) -> Iterator[PhaseOfRun]:

@@ -272,6 +272,11 @@ def _remarks(found: DryRun, *, verbose: bool) -> Iterator[str]:
         yield from (line for one in found.remarks for line in _filled(f"Note: {one}."))
     if found.compiler_left_out:
         yield from _filled("Note: torch.compile was left out; every figure is of the script without it, which keeps more.")
+    if found.before_capture:
+        yield from _filled(
+            "Note: the last step ran on a stream beside the default one. If it warms up a CUDA graph, ask for more --steps, or "
+            "--until-end, so that the run comes to the capture."
+        )
     if found.ended == "time over":
         yield from _filled("Note: the script was stopped when its time was over; what would have come later is not known.")
     elif found.ended == "script ended" and not verbose:
