@@ -120,6 +120,32 @@ def test_a_run_that_stops_in_the_warm_up_says_how_to_come_to_the_capture(tmp_pat
     assert not whole_step.answer["before_capture"]
 
 
+ADAM = """
+layer = torch.nn.Linear(2048, 2048, bias=False).cuda()
+optimizer = torch.optim.AdamW(layer.parameters(), capturable=CAPTURABLE)
+x = torch.randn(4096, 2048, device="cuda")
+def step():
+    layer(x).sum().backward()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    print("measured", "step", torch.cuda.memory_allocated() - before, 0)
+    optimizer.zero_grad()
+step()
+with torch.cuda.graph(torch.cuda.CUDAGraph()):
+    step()
+"""
+
+
+def test_adam_is_captured_where_it_is_capturable_and_refused_by_torch_where_not(tmp_path: Path):
+    (tmp_path / "script.py").write_text(SHOW + ADAM.replace("CAPTURABLE", "True"))
+    run = dry_run("--until-end", "--", "script.py", folder=tmp_path, flags=("--json",))
+    assert _measured(run)["step"] == [(2 * 16 * MIB + 512, 0), (0, 0)]  # two states, and the number of steps on the GPU
+    (tmp_path / "script.py").write_text(SHOW + ADAM.replace("CAPTURABLE", "False"))
+    run = dry_run("--until-end", "--", "script.py", folder=tmp_path)
+    assert run.code == 2
+    assert "capturable is False" in run.last_line
+
+
 CALLABLES = """
 layer = torch.nn.Linear(2048, 2048, bias=False).cuda()
 x = torch.randn(4096, 2048, device="cuda", requires_grad=True)
