@@ -149,6 +149,43 @@ def test_between_nodes_there_is_a_buffer_for_rdma_and_tokens_go_once_to_each_ran
     assert buffer["expected_bytes"] == -(-rdma // (512 * MIB)) * 512 * MIB
 
 
+KNOWN = """
+buffer = Buffer(group, 2**28)
+experts = (torch.arange(TOKENS * CHOICES, **on) % EXPERTS).view(TOKENS, CHOICES)
+experts[:, 3] = -1
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weights):
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(experts, EXPERTS)
+        arrived, chosen, its_weights, counts, ctx.handle, _ = buffer.dispatch(
+            x, topk_idx=experts, topk_weights=weights, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert, expert_alignment=100)
+        print("arrived", tuple(arrived.shape), counts, chosen[0].tolist())
+        return arrived, its_weights
+
+    @staticmethod
+    def backward(ctx, gradient, of_weights):
+        return buffer.combine(gradient.contiguous(), ctx.handle, topk_weights=of_weights)[:2]
+
+for _ in range(3):
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, **on)
+    weights = router(x.float()).softmax(-1)[:, :CHOICES].contiguous()
+    arrived, its_weights = Exchange.apply(layer(x), weights)
+    ((arrived * its_weights.sum(1, keepdim=True).bfloat16()).sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_experts_that_a_script_has_chosen_for_certain_are_taken_as_they_are(tmp_path: Path):
+    """A token's experts lie on one rank: 128 of 1,024 tokens go there from each rank. The imbalance is one of assumed choices."""
+    run = _run(tmp_path, 8, "--imbalance", "1.5", script=KNOWN)
+    assert _printed(run)["arrived"] == ["(1024, 2048) [1100, 1100, 1100, 0] [0, 1, 2, -1]"] * 2
+    assert run.answer["ended"] == "steps taken"
+    assert run.answer["imbalance"] is None
+
+
 LOW_LATENCY = """
 hint = Buffer.get_low_latency_rdma_size_hint(128, WIDTH, group.size(), EXPERTS)
 print("hint", hint)
