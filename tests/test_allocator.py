@@ -326,3 +326,33 @@ def test_a_segment_that_stands_gives_its_free_pieces_first():
     assert card.reserved_bytes == 20 * MIB
     card.request(2 * MIB)
     assert card.reserved_bytes == 40 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_private_pool_is_used_within_itself_and_kept_until_it_is_let_go(*, expandable: bool):
+    page = 20 * MIB
+    card = CachingAllocator(expandable_segments=expandable)
+    card.release(card.request(page))
+    one = card.request(page, private=1)  # none of the general pool's
+    card.release(one)
+    assert (card.reserved_bytes, card.kept_bytes) == (2 * page, page)
+    card.release(card.request(page, private=1))
+    card.release(card.request(page))
+    assert card.reserved_bytes == 2 * page
+    card.request(page, private=2)
+    card.release_cached()
+    assert (card.allocated_bytes, card.reserved_bytes) == (page, 2 * page)
+    card.let_go(1)
+    assert (card.reserved_bytes, card.kept_bytes) == (2 * page, 0)
+    card.release_cached()
+    assert card.reserved_bytes == page
+
+
+def test_within_a_capture_a_full_card_gives_nothing_back():
+    card = CachingAllocator(room_bytes=40 * MIB)
+    card.release(card.request(30 * MIB))
+    with pytest.raises(CardFullError):
+        card.request(20 * MIB, private=1)
+    assert card.reserved_bytes == 30 * MIB
+    card.request(36 * MIB)
+    assert (card.reserved_bytes, card.retries) == (36 * MIB, 1)

@@ -9,11 +9,14 @@ Where the card is full, the allocator gives back to the driver every segment wit
 every page without one) and tries again: a retry, in torch's words. Where that does not help either, the process runs out of
 memory.
 
+What is asked for while a CUDA graph is captured comes from a private pool. Its blocks are used again within the pool alone, and
+its segments stay reserved until no graph keeps the pool any more. While a capture runs, nothing is given back to the driver.
+
 Source: ``c10/cuda/CUDACachingAllocator.cpp`` (``malloc``, ``get_free_block``, ``should_split``, ``alloc_block``,
 ``find_expandable_block``, ``try_allocate_expandable_block``, ``map_block``, ``unmap_block``, ``free_block``,
-``release_cached_blocks``, ``release_blocks``) and ``c10/core/AllocatorConfig.h``, torch 2.13. Left out: ``record_stream``, and
-the settings that change sizes (``max_split_size_mb``, ``roundup_power2_divisions``, ``garbage_collection_threshold``), which are
-off by default.
+``release_cached_blocks``, ``release_blocks``, ``PrivatePool``, ``releasePool``) and ``c10/core/AllocatorConfig.h``, torch 2.13.
+Left out: ``record_stream``, and the settings that change sizes (``max_split_size_mb``, ``roundup_power2_divisions``,
+``garbage_collection_threshold``), which are off by default.
 """
 
 from bisect import bisect_left, insort
@@ -77,13 +80,14 @@ class Chunk:
 
 
 class _Pool:
-    """The free chunks of one size class on one stream, with addresses of their own.
+    """The free chunks of one size class on one stream, with addresses of their own; ``private`` is the pool of CUDA graphs, if any.
 
     ``holes`` are, in the order of their addresses, the chunks of an expandable segment without pages behind them.
     """
 
-    def __init__(self, *, small: bool, expandable: bool) -> None:
+    def __init__(self, *, small: bool, expandable: bool, private: int = 0) -> None:
         self.small = small
+        self.private = private
         self.free: list[Chunk] = []
         self.holes = [Chunk(self, 0, _ENDLESS, mapped=False)] if expandable else []
         self.end_address = 0
@@ -153,12 +157,19 @@ class CachingAllocator:
         self.retries = 0
         self._room = room_bytes
         self._expandable = expandable_segments
-        self._pools: dict[tuple[bool, int], _Pool] = {}
+        self._pools: dict[tuple[bool, int, int], _Pool] = {}
+        self._kept: set[int] = set()
+        """Private pools that a graph keeps."""
 
-    def request(self, n_bytes: int, stream: int = 0) -> Chunk:
-        """Hand out memory for a request on a stream. Raises :class:`CardFullError` where the card has none to give."""
+    def request(self, n_bytes: int, stream: int = 0, private: int = 0) -> Chunk:
+        """Hand out memory for a request on a stream, within a capture of a private pool.
+
+        Raises :class:`CardFullError` where the card has none to give.
+        """
         size = counted_bytes(n_bytes)
-        pool = self._pool(size, stream)
+        if private:
+            self._kept.add(private)
+        pool = self._pool(size, stream, private)
         chunk = pool.best_fit(size) or self._more(pool, size)
         if self._splits(pool, chunk.size - size):
             pool.add(self._cut(chunk, size))
@@ -196,6 +207,15 @@ class CachingAllocator:
         self.allocated_bytes -= chunk.size
         self._freed(chunk)
 
+    def let_go(self, private: int) -> None:
+        """Note that no graph keeps a private pool any more: what is free in it may go back to the driver."""
+        self._kept.discard(private)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is free in private pools that a graph keeps: nothing else can have it. [bytes]"""
+        return sum(chunk.size for pool in self._pools.values() if pool.private in self._kept for chunk in pool.free)
+
     def chunks(self, in_use: Iterable[Chunk]) -> Iterator[Chunk]:
         """All chunks of the card: those in use, which nobody but their owners knows, and those that are free."""
         yield from in_use
@@ -209,7 +229,7 @@ class CachingAllocator:
         """
         gone = []
         for pool in self._pools.values():
-            for chunk in tuple(pool.free):
+            for chunk in () if pool.private in self._kept else tuple(pool.free):
                 if self._expandable:
                     self._unmapped(chunk)
                 elif chunk.before is None and chunk.after is None:
@@ -218,10 +238,10 @@ class CachingAllocator:
                     gone.append(chunk)
         return gone
 
-    def _pool(self, size: int, stream: int) -> _Pool:
-        key = size <= _LARGEST_SMALL, stream
+    def _pool(self, size: int, stream: int, private: int = 0) -> _Pool:
+        key = size <= _LARGEST_SMALL, stream, private
         if key not in self._pools:
-            self._pools[key] = _Pool(small=key[0], expandable=self._expandable)
+            self._pools[key] = _Pool(small=key[0], expandable=self._expandable, private=private)
         return self._pools[key]
 
     def _splits(self, pool: _Pool, rest: int) -> bool:
@@ -233,6 +253,8 @@ class CachingAllocator:
         try:
             return take(pool, size)
         except CardFullError:
+            if pool.private:  # within a capture
+                raise
             self.retries += 1
             self.release_cached()
             return take(pool, size)

@@ -83,6 +83,17 @@ class StoodIn(Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutsideBuffer(Spec):
+    """What a library takes from the card beside torch's allocator: at least, as expected, and at most. [bytes]"""
+
+    what: str
+    low_bytes: CountOrZero
+    expected_bytes: CountOrZero
+    high_bytes: CountOrZero
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Saving(Spec):
     """A change that would make the last step's peak lower, by so much at most; ``of`` names modules or lines with most of it."""
 
@@ -96,12 +107,14 @@ class DryRun(Spec):
     """One script as one rank of N: every step, what is alive at the highest moment of the last, and what was made up.
 
     ``phases`` are what the script did beside its steps. With ``compiler_left_out`` it calls ``torch.compile``, and its code ran
-    as it is.
+    as it is. With ``before_capture`` the run was stopped in what looks like the warm-up of a CUDA graph.
     ``steps`` are as a record of ``zeroplan verify`` has them; the first makes the optimizer's state. ``allocator`` is a model of
     CUDA's caching allocator, which followed every request from the start of the script. ``stood_in`` names the
     library code that something else replaced. ``companions`` are further ranks that ran beside this one for what they send it.
     ``imbalance`` is how many times the even share of tokens the rank's
-    experts are assumed to receive, where sizes may depend on choices among scores; otherwise None. [bytes]
+    experts are assumed to receive, where sizes may depend on choices among scores; otherwise None. ``kept_by_graphs_bytes`` is
+    how much higher the peak is with what CUDA graphs keep free in their pools, which nothing else can have.
+    ``outside_buffers`` is what libraries held beside the allocator, when it was the most. [bytes]
     """
 
     schema_version: Annotated[int, Range(1, SCHEMA_VERSION)] = SCHEMA_VERSION
@@ -125,7 +138,10 @@ class DryRun(Spec):
     phases: tuple[PhaseOfRun, ...] = ()
     operators: OperatorsOfStep | None = None
     compiler_left_out: bool = False
+    before_capture: bool = False
     imbalance: Annotated[float, Range(1, 1e6)] | None = None
+    kept_by_graphs_bytes: CountOrZero = 0
+    outside_buffers: tuple[OutsideBuffer, ...] = ()
     host_bytes: CountOrZero | None = None
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
 

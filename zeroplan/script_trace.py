@@ -106,10 +106,30 @@ _TABLES = ("names", "modules", "lines", "groups")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolsRecorded(Spec):
+    """Private pools of CUDA graphs, numbered from 1: the pool of every block (0 outside of captures), in the order of the blocks.
+
+    No graph kept the pool ``let_go[i]`` any more after the moment ``let_go_at[i]``.
+    """
+
+    of_block: tuple[int, ...]
+    let_go: tuple[int, ...] = ()
+    let_go_at: tuple[int, ...] = ()
+
+    def check_rules(self) -> None:
+        """Refuse columns that do not fit together, and figures out of range."""
+        _demand(len(self.let_go) == len(self.let_go_at), "the columns of pools differ in length")
+        _demand(
+            all(_within(column, _MOST) for column in (self.of_block, self.let_go, self.let_go_at)), "a pool is out of range"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace(Spec):
     """What was asked for and given back, in order. ``sources`` is the text of each of ``lines``, empty where it is not known.
 
     ``emptied`` has the moments at which the script had the allocator give back what was not in use (``torch.cuda.empty_cache``).
+    ``pools`` is there where the script captured CUDA graphs.
     """
 
     moments: CountOrZero
@@ -123,6 +143,7 @@ class Trace(Spec):
     blocks: Blocks
     operators: OperatorsRecorded | None = None
     emptied: tuple[int, ...] = ()
+    pools: PoolsRecorded | None = None
 
     def check_rules(self) -> None:
         """Refuse a trace whose parts do not fit together."""
@@ -139,6 +160,7 @@ class Trace(Spec):
         starts = [span.start for span in self.spans]
         _demand(starts == sorted(starts) and _within(starts, self.moments), "the parts of the run are not in order")
         _demand(_within([one.moment for one in self.collectives], self.moments), "a collective is at no moment of the run")
+        _demand(self.pools is None or len(self.pools.of_block) == len(blocks.born), "the pools are not as many as the blocks")
         _demand(_within(self.emptied, self.moments), "the cache was emptied at no moment of the run")
 
     @property

@@ -15,5 +15,5 @@ from zeroplan.report.dryrun import outside
 )
 def test_groups_of_each_size_have_a_communicator(gpus: int, sizes: tuple[int, ...], groups: int):
     sent = [SimpleNamespace(group=size) for size in sizes]
-    found = SimpleNamespace(gpus=gpus, gpu="h100-sxm-80gb", collectives=sent)
+    found = SimpleNamespace(gpus=gpus, gpu="h100-sxm-80gb", collectives=sent, outside_buffers=())
     assert outside(found) == outside_beside(groups, "h100-sxm-80gb")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeroplan.catalog.gpu import gpu as gpu_named
-from zeroplan.dryrun import stood_in
+from zeroplan.dryrun import outside_buffers, stood_in
 from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.mail import wanted
 from zeroplan.dryrun.operators import Operator
@@ -47,6 +47,7 @@ def answer(
         **_by_kind_and_place(seen, tracker),
         **_of_the_allocator(seen, task),
         **_assumed(task, stand_ins),
+        before_capture=loop.ended == "steps taken" and _warms_up(seen.timeline),
         savings=savings(seen.trace),
         operators=operators_summed(seen.rows),
         host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
@@ -94,9 +95,13 @@ def _by_kind_and_place(seen: _Seen, tracker: ScriptTracker) -> dict[str, Any]:
 
 
 def _of_the_allocator(seen: _Seen, task: DryRunTask) -> dict[str, Any]:
-    room = allocator_room(MeshSpec(dp_shard=task.gpus), gpu_named(task.gpu))
+    buffers, room = outside_buffers.most(), allocator_room(MeshSpec(dp_shard=task.gpus), gpu_named(task.gpu))
+    if room is not None:
+        room = max(0, room - sum(one.expected_bytes for one in buffers))
     measured = seen.replays.measured(seen.timeline.recording, workspace_bytes=seen.workspace_bytes, room_bytes=room)
-    return {"allocator": measured}
+    shown = seen.replays.default
+    kept = max(shown.taken) - max(shown.allocated)
+    return {"allocator": measured, "kept_by_graphs_bytes": kept, "outside_buffers": buffers}
 
 
 def _assumed(task: DryRunTask, stand_ins: StandIns) -> dict[str, Any]:
@@ -109,6 +114,13 @@ def _assumed(task: DryRunTask, stand_ins: StandIns) -> dict[str, Any]:
         "compiler_left_out": any(what == COMPILER for what, _ in stood_in.counts),
         "imbalance": task.imbalance if stand_ins.sizes_of_choices else None,
     }  # fmt: skip
+
+
+def _warms_up(timeline: Timeline) -> bool:
+    """Whether the last step's forward ran on other streams alone, and nothing was captured: as torch's manual warms up a graph."""
+    blocks, spans, last = timeline.recording.blocks, timeline.recording.spans, _last_step(timeline)
+    streams = {block.stream for block in blocks if spans[block.span].step == last and spans[block.span].phase is Phase.FORWARD}
+    return bool(streams) and 0 not in streams and not any(block.pool for block in blocks)
 
 
 def _beside_steps(timeline: Timeline, tracker: ScriptTracker) -> Iterator[PhaseOfRun]:

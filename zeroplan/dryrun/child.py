@@ -114,7 +114,7 @@ class _Run:
         install(self.gpu, memory, ranks=task.local_world_size, local_rank=task.local_rank)  # type: ignore[arg-type]
 
     def _patch(self, task: DryRunTask) -> None:
-        from zeroplan.dryrun import checkpoints, launchers, process_group, saving, torch_around  # noqa: PLC0415
+        from zeroplan.dryrun import checkpoints, launchers, process_group, routing, saving, torch_around  # noqa: PLC0415
         from zeroplan.dryrun.libraries import (  # noqa: PLC0415
             bitsandbytes,
             ddp,
@@ -131,6 +131,7 @@ class _Run:
 
         process_group.make_groups_fake(self._mail)
         launchers.run_ranks_here(task)
+        routing.assume(task.imbalance, self.stand_ins)
         torch_around.change_torch(self.stand_ins)
         checkpoints.watch_loading(self.tracker.see_loaded)
         self._compile(task)

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from zeroplan.dryrun.stood_in import note, noting
+from zeroplan.verify.fake_cuda.graphs import Graph
 from zeroplan.verify.fake_cuda.known_values import how_sure, keep, known
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
-from zeroplan.verify.fake_cuda.streams import Captured
 from zeroplan.verify.fake_cuda.torch_cuda import always
 from zeroplan.verify.replaced import put
 
@@ -39,8 +39,8 @@ def change_torch(stand_ins: StandIns) -> None:
         torch.amp.GradScaler,
         _maybe_opt_step=noting("the gradient scaler's overflow check", "every step is taken", _take_the_step),
     )
-    put(Captured, __enter__=noting("CUDA graphs", "captured code runs once, and replaying does nothing", Captured.__enter__))
-    put(torch.cuda, make_graphed_callables=noting("CUDA graphs", "the functions run as they are", _as_they_are))
+    captured = "captured code runs once, in a pool of memory of its own, and replaying does nothing"
+    put(Graph, capture_begin=noting("CUDA graphs", captured, Graph.capture_begin))
     put(torch.Tensor, is_pinned=always(False), pin_memory=lambda tensor, *_: tensor)
     put(flex, flex_attention=_flex_attention)
 
@@ -263,10 +263,6 @@ def leave_out_compilation(why: str) -> None:
 
     put(torch, compile=compiled)
     put(nn.Module, compile=noting(*left_out, always(None)))
-
-
-def _as_they_are(callables: object, *_: object, **__: object) -> object:
-    return callables
 
 
 def _take_the_step(_: object, optimizer: Any, _state: object, *args: object, **kwargs: object) -> object:  # noqa: ANN401

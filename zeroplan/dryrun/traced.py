@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zeroplan.dryrun.operators import Operator
 from zeroplan.script_run import OperatorsOfStep
-from zeroplan.script_trace import Blocks, CollectiveRecorded, OperatorsRecorded, SpanRecorded, Trace
+from zeroplan.script_trace import Blocks, CollectiveRecorded, OperatorsRecorded, PoolsRecorded, SpanRecorded, Trace
 from zeroplan.verify.fake_cuda.stand_ins import shown_file
 from zeroplan.verify.watching.recording import Block, Recording
 from zeroplan.verify.watching.timeline import Timeline
@@ -45,6 +45,19 @@ def trace_of(
         blocks=blocks,
         operators=operators,
         emptied=recording.emptied,
+        pools=_pools(recording),
+    )
+
+
+def _pools(recording: Recording) -> PoolsRecorded | None:
+    """The pools of CUDA graphs, where there are any."""
+    of_block = tuple(block.pool for block in recording.blocks)
+    if not any(of_block):
+        return None
+    return PoolsRecorded(
+        of_block=of_block,
+        let_go=tuple(pool for _, pool in recording.let_go),
+        let_go_at=tuple(moment for moment, _ in recording.let_go),
     )
 
 

@@ -17,6 +17,7 @@ from zeroplan.dryrun.compiling.origins import Origins, within
 from zeroplan.dryrun.operators import WAIT, Operator, Operators, flops, known, moved
 from zeroplan.dryrun.scratch import SCRATCH
 from zeroplan.ledger import OF_A_STEP, Kind, Phase
+from zeroplan.verify.fake_cuda import graphs
 from zeroplan.verify.fake_cuda.memory import Memory
 from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
 from zeroplan.verify.watching.host import HostMemory
@@ -41,7 +42,7 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
 
     ``lines`` has the line of the user's code behind every block; in backward that which made the autograd node in forward. The
     allocator behind the counters that a script reads also gives cuBLAS a workspace of ``workspace_bytes`` for the script's thread
-    and one for autograd's, each at its first matrix product.
+    and one for autograd's, each at its first matrix product on a stream.
     """
 
     def __init__(self, memory: Memory, *, expandable_segments: bool, workspace_bytes: int = 0) -> None:
@@ -51,8 +52,8 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         self._memory = memory
         self._allocator = memory.allocator = CachingAllocator(expandable_segments=expandable_segments)
         self._workspace_bytes = workspace_bytes
-        self._multiplied: set[bool] = set()
-        """Whether autograd's thread has multiplied (True), and the script's (False)."""
+        self._multiplied: dict[tuple[bool, int], int] = {}
+        """When autograd's thread (True) and the script's (False) have first multiplied, on each stream."""
         self._chunks: dict[Block, Chunk] = {}
         self._with_gradients: set[Block] = set()
         """Blocks of tensors to which autograd has given a gradient."""
@@ -63,12 +64,21 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         self.operators = Operators()
         self.operators.listen(self._hear)
         self._emptied: list[int] = []
+        self._let_go: list[tuple[int, int]] = []
+        graphs.listeners.append(self._note_let_go)
         memory.counted = self
 
     @property
     def recording(self) -> Recording:
         """What was seen so far; what the script had while it was loading counts, and when it emptied the allocator's cache."""
-        return replace(super().recording, emptied=tuple(self._emptied), from_the_start=True)
+        elsewhere = frozenset(moment for (_, stream), moment in self._multiplied.items() if stream)
+        return replace(
+            super().recording,
+            emptied=tuple(self._emptied),
+            let_go=tuple(self._let_go),
+            workspaces=elsewhere,
+            from_the_start=True,
+        )
 
     def see_loaded(self, tensor: torch.Tensor) -> None:
         """Note the memory of a tensor that torch read from a file, which takes no operator."""
@@ -80,6 +90,12 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         """Note that the script has the allocator give back what is not in use."""
         if not self._closed:
             self._emptied.append(self.now)
+
+    def _note_let_go(self, pool: int) -> None:
+        """Note that no CUDA graph keeps a private pool any more; after the next request where the cache was emptied just before."""
+        if not self._closed:
+            self._let_go.append((self.now + (self._emptied[-1:] == [self.now]), pool))
+            self._allocator.let_go(pool)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -131,10 +147,10 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
             return
         about = 0
         if isinstance(other, torch.cpu.Stream):
-            about = self._streams.setdefault(id(other), len(self._streams))
+            about = self._number(other)
         elif other is not None:
             about = self.operators.event(other, recorded=word.startswith("record"))
-        mine = self._stream() if stream is None else self._streams.setdefault(id(stream), len(self._streams))
+        mine = self._stream() if stream is None else self._number(stream)
         self.operators.note(span.step, Operator(
             word, self._modules.current(), self._line(), self.now, len(self.spans) - 1, mine, 0, 0, 0, False, about,
         ))  # fmt: skip
@@ -174,22 +190,24 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
 
     def _request(self, watch: Holder, n_bytes: int, func: Callable[..., object]) -> Block:
         block = super()._request(watch, n_bytes, func)
+        block.pool = graphs.pool_in_use()
         origin = self._origins.behind(sys._getframe(1))
         self.lines[block] = (origin.line if origin is not None else "") or self._line()
         if origin is not None:
             block.module, block.operation = within(block.module, origin), origin.operation
         if block.operation.startswith(MULTIPLICATIONS):
-            self._take_workspace()
+            self._take_workspace(block)
         if block.operation != LIFTED:
-            self._chunks[block] = self._allocator.request(n_bytes, block.stream)
+            self._chunks[block] = self._allocator.request(n_bytes, block.stream, block.pool)
             self._memory.note()
         return block
 
-    def _take_workspace(self) -> None:
-        in_autograd = torch._C._current_autograd_node() is not None
-        if self._workspace_bytes and in_autograd not in self._multiplied:
-            self._multiplied.add(in_autograd)
-            self._allocator.request(self._workspace_bytes)
+    def _take_workspace(self, block: Block) -> None:
+        """Give cuBLAS a workspace at the first product of a thread on a stream, in the pool of a capture if one runs."""
+        key = torch._C._current_autograd_node() is not None, block.stream
+        if self._workspace_bytes and key not in self._multiplied:
+            self._multiplied[key] = block.born
+            self._allocator.request(self._workspace_bytes, block.stream, block.pool)
 
     def close(self) -> None:
         """Record nothing more: what is released after the script is no part of its run. Other threads wait from here on."""

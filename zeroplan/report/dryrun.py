@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from zeroplan.catalog.gpu import gpu as gpu_named
 from zeroplan.engines.device import Outside, outside_beside, total_band
+from zeroplan.ledger import Band
 from zeroplan.report.tables import Table
 from zeroplan.report.words import plural
 from zeroplan.script_run import DryRun, Part, PhaseOfRun
@@ -49,14 +50,20 @@ def small_unit(found: DryRun, unit: Unit) -> Unit:
 
 
 def needed_bytes(found: DryRun) -> int:
-    """What the card must have: the peak as the allocator counts it, and what lies outside the allocator. [bytes]"""
-    return _counted(found) + int(total_band(outside(found)).expected_bytes)
+    """What the card must have: the peak as the allocator counts it, what CUDA graphs keep, what lies outside. [bytes]"""
+    return _counted(found) + found.kept_by_graphs_bytes + int(total_band(outside(found)).expected_bytes)
 
 
 def outside(found: DryRun) -> tuple[Outside, ...]:
-    """The context, and a communicator for each size of group that the last step sent in; groups of one size count once. [bytes]"""
+    """The context, a communicator for each size of group that the last step sent in, and libraries' own buffers. [bytes]
+
+    Groups of one size count once.
+    """
     sizes = {one.group for one in found.collectives if one.group > 1}
-    return outside_beside(max(len(sizes), int(found.gpus > 1)), gpu_named(found.gpu).name)
+    own = (
+        Outside(one.what, Band(one.low_bytes, one.expected_bytes, one.high_bytes), one.source) for one in found.outside_buffers
+    )
+    return (*outside_beside(max(len(sizes), int(found.gpus > 1)), gpu_named(found.gpu).name), *own)
 
 
 def _counted(found: DryRun) -> int:
@@ -154,6 +161,8 @@ def _alive(found: DryRun, table: Table, most: int | None) -> Iterator[str]:
     kinds = sorted(found.steps[-1].peak.kinds.items(), key=lambda one: -one[1])
     yield from _rows(kinds, table, most)
     yield table.total("peak allocated", found.steps[-1].peak.peak_bytes)
+    if found.kept_by_graphs_bytes:
+        yield table.row("free in pools of CUDA graphs", found.kept_by_graphs_bytes, "nothing else can have it")
     for part in outside(found):
         yield table.band_row(part.what, part.band)
     yield table.row("reserved by the allocator", found.allocator[0].reserved_bytes, "default settings")
@@ -263,6 +272,11 @@ def _remarks(found: DryRun, *, verbose: bool) -> Iterator[str]:
         yield from (line for one in found.remarks for line in _filled(f"Note: {one}."))
     if found.compiler_left_out:
         yield from _filled("Note: torch.compile was left out; every figure is of the script without it, which keeps more.")
+    if found.before_capture:
+        yield from _filled(
+            "Note: the last step ran on a stream beside the default one. If it warms up a CUDA graph, ask for more --steps, or "
+            "--until-end, so that the run comes to the capture."
+        )
     if found.ended == "time over":
         yield from _filled("Note: the script was stopped when its time was over; what would have come later is not known.")
     elif found.ended == "script ended" and not verbose:

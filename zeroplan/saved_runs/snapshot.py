@@ -51,9 +51,11 @@ class _Replay:
     def snapshot(self) -> _Entry:
         emptied = frozenset(self._trace.emptied)
         for moment, (block, asked) in enumerate(self._events(), 1):
+            self._let_go(moment - 1)
             if moment - 1 in emptied:
                 self._empty(moment - 1)
             (self._ask if asked else self._release)(block, moment)
+        self._let_go(self._trace.moments)
         if self._trace.moments in emptied:
             self._empty(self._trace.moments)
         return {
@@ -62,6 +64,16 @@ class _Replay:
             "allocator_settings": {},
             "external_annotations": list(self._annotations()),
         }
+
+    def _let_go(self, moment: int) -> None:
+        """Note which private pools no CUDA graph keeps any more after a moment."""
+        pools = self._trace.pools
+        for pool, at in () if pools is None else zip(pools.let_go, pools.let_go_at, strict=True):
+            if at == moment:
+                self._card.let_go(pool)
+
+    def _pool(self, block: int) -> int:
+        return 0 if self._trace.pools is None else self._trace.pools.of_block[block]
 
     def _events(self) -> Iterator[tuple[int, bool]]:
         """Every block that is asked for (True) or released, one per moment."""
@@ -75,7 +87,7 @@ class _Replay:
 
     def _ask(self, block: int, moment: int) -> None:
         blocks, before = self._trace.blocks, self._card.reserved_bytes
-        chunk = self._chunks[block] = self._card.request(blocks.n_bytes[block], blocks.stream[block])
+        chunk = self._chunks[block] = self._card.request(blocks.n_bytes[block], blocks.stream[block], self._pool(block))
         self._pools.setdefault(id(chunk.pool), (len(self._pools) + 1, blocks.stream[block]))
         if taken := self._card.reserved_bytes - before:
             self._note("segment_alloc", self._address(_first(chunk)), taken, block, moment)
@@ -131,8 +143,8 @@ class _Replay:
             yield {
                 "device": 0, "address": self._address(first), "total_size": sum(chunk.size for chunk in _row(first)),
                 "allocated_size": used, "active_size": used, "requested_size": asked, "stream": self._pools[id(first.pool)][1],
-                "segment_type": "small" if first.pool.small else "large", "segment_pool_id": (0, 0), "is_expandable": False,
-                "frames": [], "blocks": parts,
+                "segment_type": "small" if first.pool.small else "large", "segment_pool_id": (0, first.pool.private),
+                "is_expandable": False, "frames": [], "blocks": parts,
             }  # fmt: skip
 
     def _part(self, chunk: Chunk, block: int | None) -> _Entry:

@@ -1,12 +1,18 @@
-"""Streams, events and graphs of a GPU that is not there: they have names and order, and nothing waits.
+"""Streams and events of a GPU that is not there: they have names and order, and nothing waits.
 
 The CPU module of torch remembers which stream was chosen, which is how a watcher tells streams apart.
 """
 
 from collections.abc import Callable
+from itertools import count
 from typing import Self
 
 import torch
+
+from zeroplan.verify.fake_cuda import graphs
+
+_STREAMS = 32
+_made = count()
 
 listeners: list[Callable[[str, object, object], None]] = []
 """Called with every word between streams: what it is, the stream that hears it (None for the current one), and what it is about."""
@@ -30,6 +36,8 @@ class Stream(torch.cpu.Stream):
 
     def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
+        self.place = next(_made) % _STREAMS
+        """Which of the device's streams it is: torch hands them out in turn, for ever (``c10/cuda/CUDAStream.cpp``)."""
 
     def record_event(self, event: "Event | None" = None) -> "Event":  # type: ignore[override]
         """Return the event, which has passed already."""
@@ -53,8 +61,15 @@ class Stream(torch.cpu.Stream):
         return True
 
     def is_capturing(self) -> bool:
-        """Whether a graph is recorded: never."""
-        return False
+        """Whether a graph is recorded."""
+        return graphs.is_capturing()
+
+
+def default_stream() -> Stream:
+    """Return the stream that is none of those torch hands out."""
+    stream = Stream()
+    stream.place = -1
+    return stream
 
 
 class Event(torch.cpu.Event):
@@ -85,28 +100,3 @@ class Event(torch.cpu.Event):
     def elapsed_time(self, _: object) -> float:
         """A millisecond, whatever lies between: time is not simulated."""
         return 1.0
-
-
-class Graph:
-    """A CUDA graph. Capturing runs the code once, so its memory is what the capture leaves; replaying does nothing."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        """Take what a real one is made of, and use none of it."""
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *_, **__: None
-
-
-class Captured:
-    """``torch.cuda.graph``: the code inside runs as it is."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        """Take the graph and its pool, and use neither."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to end."""

@@ -15,9 +15,9 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zeroplan.spec.hardware import GpuSpec
-from zeroplan.verify.fake_cuda import cpp
+from zeroplan.verify.fake_cuda import cpp, graphs
 from zeroplan.verify.fake_cuda.memory import Memory
-from zeroplan.verify.fake_cuda.streams import Captured, Event, Graph, Stream
+from zeroplan.verify.fake_cuda.streams import Event, Stream, default_stream
 from zeroplan.verify.replaced import put
 
 _REALLY_BUILT = torch.version.cuda is not None
@@ -43,7 +43,7 @@ def always(answer: object) -> Callable[..., object]:
 
 def answer_for(gpus: Gpus) -> None:
     """Have ``torch.cuda`` and ``torch.accelerator`` answer for these GPUs."""
-    torch.cpu._default_cpu_stream = torch.cpu._current_stream = Stream()
+    torch.cpu._default_cpu_stream = torch.cpu._current_stream = default_stream()
     answers = _constants(gpus) | _device(gpus) | _streams() | _memory(gpus.memory) | _random(gpus.ranks)
     for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random):
         for name, answer in answers.items():
@@ -71,7 +71,7 @@ def _constants(gpus: Gpus) -> dict[str, Callable[..., object]]:
         "get_device_capability": capability, "get_device_properties": properties, "_get_device_properties": properties,
         "is_bf16_supported": capability >= (8, 0),
         "is_tf32_supported": capability >= (8, 0), "get_arch_list": [f"sm_{capability[0]}{capability[1]}"],
-        "can_device_access_peer": True, "synchronize": None, "ipc_collect": None, "is_current_stream_capturing": False,
+        "can_device_access_peer": True, "synchronize": None, "ipc_collect": None,
         "set_per_process_memory_fraction": None, "utilization": 0, "temperature": 0, "power_draw": 0, "clock_rate": 0,
         "memory_snapshot": [], "get_sync_debug_mode": 0, "set_sync_debug_mode": None,
         "reset_accumulated_memory_stats": None, "reset_accumulated_host_memory_stats": None, "_sleep": None,
@@ -110,9 +110,14 @@ def _streams() -> dict[str, Callable[..., object]]:
     return {
         "Stream": Stream, "ExternalStream": Stream, "Event": Event, "stream": torch.cpu.stream,
         "StreamContext": torch.cpu.StreamContext, "current_stream": torch.cpu.current_stream, "set_stream": _set_stream,
-        "default_stream": lambda *_: torch.cpu._default_cpu_stream, "graph_pool_handle": always((0, 1)),
-        "CUDAGraph": Graph, "graph": Captured,
+        "default_stream": lambda *_: torch.cpu._default_cpu_stream, **_GRAPHS,
     }  # fmt: skip
+
+
+_GRAPHS: dict[str, Callable[..., object]] = {
+    "CUDAGraph": graphs.Graph, "graph_pool_handle": graphs.graph_pool_handle, "is_current_stream_capturing": graphs.is_capturing,
+}  # fmt: skip
+"""What ``torch.cuda.graph`` and ``make_graphed_callables``, which are torch's own, are made of."""
 
 
 def _set_stream(stream: Stream) -> None:
@@ -175,11 +180,11 @@ def _accelerator(answers: dict[str, Callable[..., object]]) -> None:
 
 def _elsewhere() -> None:
     """What is asked under other names than ``torch.cuda``'s."""
-    cuda, graph = torch.cuda, {"graph_pool_handle": always((0, 1)), "CUDAGraph": Graph, "graph": Captured}
+    cuda = torch.cuda
     put(cuda.amp.common, amp_definitely_not_available=always(False))
     put(cuda.nccl, version=always(_NCCL_VERSION))
     put(cuda.nvtx, **dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), always(None)))
-    put(cuda.graphs, **graph)
+    put(cuda.graphs, **_GRAPHS)
     put(cuda.device, __init__=_choose, __enter__=always(None), __exit__=always(False))
     put(dist.Logger, set_runtime_stats_and_log=always(None))  # type: ignore[attr-defined]  # DDP's timer is CUDA's, in C++
     if _REALLY_BUILT:
@@ -188,7 +193,11 @@ def _elsewhere() -> None:
     put(torch.version, cuda=_CUDA_VERSION)
     put(torch.backends.cuda, is_built=always(True))
     torch._C._cuda_getCurrentRawStream = always(0)  # type: ignore[assignment]  # libraries import it where CUDA is there, and a CPU build has none
-    for name in ("_cuda_CUDAAllocator_AllocatorState", "_set_cached_tensors_enabled"):  # likewise, for CUDA graphs
+    for name in (
+        "_cuda_CUDAAllocator_AllocatorState",
+        "_set_cached_tensors_enabled",
+        "_host_emptyCache",
+    ):  # likewise, for CUDA graphs
         if not hasattr(torch._C, name):
             setattr(torch._C, name, always(None))
 

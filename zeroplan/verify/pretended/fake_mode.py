@@ -38,6 +38,11 @@ _GIVEN_A_STORAGE = frozenset({_aten.set_.source_Storage, _aten.set_.source_Stora
 _AS_IT_IS = nullcontext()
 
 
+def _first_list(args: Sequence[object]) -> Sequence[FakeTensor]:
+    """The list that an operator on lists computes on; a number may go before it (``_foreach_pow`` of Adam with ``capturable``)."""
+    return cast("Sequence[FakeTensor]", next(one for one in args if isinstance(one, list | tuple)))
+
+
 class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
     """torch's mode looks up what it answered before, by a key that costs more than the answer does."""
 
@@ -60,7 +65,11 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
             func is _WAIT or func.namespace == "profiler"
         ):  # torch's answer for fake tensors is another tensor, the real one the same
             return args[0] if func is _WAIT else func(*args, **options)
-        if func.namespace == "aten" and func._opname.startswith("_foreach_") and self._device_of_all(args[0]) is not None:
+        if (
+            func.namespace == "aten"
+            and func._opname.startswith("_foreach_")
+            and self._device_of_all(_first_list(args)) is not None
+        ):
             return self._foreach(func, args, options)
         with disable_fake_tensor_cache(self) if func in _GIVEN_A_STORAGE else _AS_IT_IS:
             return super().dispatch(func, types, args, options)
@@ -104,7 +113,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
             return None
         with in_kernel_invocation_manager(self):
             made = func(*args, **kwargs)
-        return [FakeTensor(self, one, like.fake_device) for one, like in zip(made, args[0], strict=True)]  # type: ignore[call-overload]
+        return [FakeTensor(self, one, like.fake_device) for one, like in zip(made, _first_list(args), strict=True)]
 
     def _device_of_all(self, tensors: object) -> torch.device | None:
         """Where they are, if all are tensors of this mode, on one device, and none a number that torch follows."""

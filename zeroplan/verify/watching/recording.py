@@ -18,10 +18,10 @@ class Block:
     """One request for memory and, in time, its release. Moments are counted in requests and releases so far.
 
     ``stream`` is 0 for the default stream; others are numbered as they are first used. ``layer`` is the number of the layer that
-    asked, where the module's name does not have it any more.
+    asked, where the module's name does not have it any more. ``pool`` is that of a CUDA graph, else 0.
     """
 
-    __slots__ = ("born", "died", "kind", "layer", "module", "n_bytes", "operation", "recomputed", "span", "stream")
+    __slots__ = ("born", "died", "kind", "layer", "module", "n_bytes", "operation", "pool", "recomputed", "span", "stream")
 
     def __init__(self, n_bytes: int, born: int, operation: str, module: str, span: int, stream: int = 0) -> None:
         self.n_bytes = n_bytes
@@ -34,11 +34,12 @@ class Block:
         self.kind: Kind | None = None
         self.recomputed = False
         self.layer: int | None = None
+        self.pool = 0
 
     def again(self, *, born: int, module: str) -> "Block":
         """Return a block like this one, asked for at another moment by another module."""
         other = Block(self.n_bytes, born, self.operation, module, self.span, self.stream)
-        other.kind, other.recomputed, other.layer = self.kind, self.recomputed, self.layer
+        other.kind, other.recomputed, other.layer, other.pool = self.kind, self.recomputed, self.layer, self.pool
         return other
 
 
@@ -98,7 +99,10 @@ class Recording:
     """A run: its blocks in the order of their requests, its parts, its collectives, and the last moment.
 
     ``host`` is host memory beside the GPU's, where that was watched. ``emptied`` has the moments at which the program gave the
-    allocator's free memory back. ``from_the_start``: what is gone when the first step begins was on the card as well.
+    allocator's free memory back. ``let_go`` has the private pools that no CUDA graph kept any more, after which moment.
+    ``workspaces`` has the moments of matrix products on streams beside the default one, the first of each thread and stream:
+    cuBLAS takes a workspace there. None where a watcher did not look at streams.
+    ``from_the_start``: what is gone when the first step begins was on the card as well.
     """
 
     blocks: list[Block]
@@ -107,4 +111,6 @@ class Recording:
     now: int
     host: HostSeen | None = None
     emptied: tuple[int, ...] = ()
+    let_go: tuple[tuple[int, int], ...] = ()
+    workspaces: frozenset[int] | None = None
     from_the_start: bool = False

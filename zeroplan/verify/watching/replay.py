@@ -5,10 +5,11 @@ card, on the host, on the meta device) is the user's choice, and what it takes f
 has made that choice: its recording counts from the start.
 
 To the tensors come cuBLAS's workspaces, which torch takes from the same allocator and keeps: one when the forward pass first
-multiplies matrices, one when autograd's thread does. Python numbers that became tensors stay in host memory.
+multiplies matrices, one when autograd's thread does, and as many for each further stream. Python
+numbers that became tensors stay in host memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from zeroplan.allocator import CachingAllocator, CardFullError, Chunk
@@ -25,10 +26,14 @@ _NEAR = 1 / 250
 
 
 class Replay(NamedTuple):
-    """What the allocator would show after every request and release. [bytes]"""
+    """What the allocator would show after every request and release.
+
+    ``taken`` is what is allocated and what CUDA graphs keep beside it in their pools. [bytes]
+    """
 
     allocated: list[int]
     reserved: list[int]
+    taken: list[int]
 
 
 class Replays(NamedTuple):
@@ -70,10 +75,11 @@ class Replays(NamedTuple):
 def replay(recording: Recording, *, workspace_bytes: int, expandable_segments: bool = False) -> Replay:
     """Replay a recording; the thread of the forward pass and autograd's take a workspace of ``workspace_bytes`` each."""
     card = CachingAllocator(expandable_segments=expandable_segments)
-    shown = Replay([0], [0])
+    shown = Replay([0], [0], [0])
     for _ in _Requests(recording, workspace_bytes, expandable=expandable_segments).played(card):
         shown.allocated.append(card.allocated_bytes)
         shown.reserved.append(card.reserved_bytes)
+        shown.taken.append(card.allocated_bytes + card.kept_bytes)
     return shown
 
 
@@ -86,19 +92,25 @@ class _Requests:
         self._expandable = expandable
         self._events = _events(recording)
         self._multiply = _first_multiplications(recording)
+        self._elsewhere = recording.workspaces or frozenset()
         self._counted_from = 0 if recording.from_the_start else next(span.start for span in recording.spans if span.step >= 0)
         self._emptied = frozenset(recording.emptied)
+        self._let_go = pools_by_moment(recording.let_go)
 
     def played(self, card: CachingAllocator) -> Iterator[Block]:
         """Make every request of a card and give back what is released; yields after each, in order."""
         chunks: dict[Block, Chunk] = {}
         for moment, (block, asked) in enumerate(self._events):
+            for pool in self._let_go.get(moment, ()):
+                card.let_go(pool)
             if moment in self._emptied:
                 card.release_cached()
             if block.born in self._multiply and asked:
                 card.request(self._workspace_bytes)
+            if block.born in self._elsewhere and asked:
+                card.request(self._workspace_bytes, block.stream, block.pool)
             if asked and block.operation != LIFTED and block.died > self._counted_from:
-                chunks[block] = card.request(block.n_bytes, block.stream)
+                chunks[block] = card.request(block.n_bytes, block.stream, block.pool)
             elif block in chunks:
                 card.release(chunks.pop(block))
             yield block
@@ -131,6 +143,18 @@ class _Requests:
         return enough
 
 
+def pools_by_moment(let_go: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """Private pools that were let go of, by the moment after which.
+
+    >>> pools_by_moment([(5, 1), (5, 2)])
+    {5: [1, 2]}
+    """
+    found: dict[int, list[int]] = {}
+    for moment, pool in let_go:
+        found.setdefault(moment, []).append(pool)
+    return found
+
+
 def _last_step(recording: Recording) -> int:
     """When the last step begins, in requests and releases."""
     last = max(span.step for span in recording.spans if span.phase is Phase.STEP)
@@ -151,9 +175,10 @@ def _events(recording: Recording) -> list[tuple[Block, bool]]:
 
 
 def _first_multiplications(recording: Recording) -> set[int]:
-    """When the forward pass and autograd first multiply matrices."""
+    """When the forward pass and autograd first multiply matrices; on the default stream alone where the others are known."""
+    anywhere = recording.workspaces is None
     first: dict[Phase | Beside, int] = {}
     for block in recording.blocks:
-        if block.operation.startswith(MULTIPLICATIONS):
+        if block.operation.startswith(MULTIPLICATIONS) and (anywhere or not block.stream):
             first.setdefault(recording.spans[block.span].phase, block.born)
     return {moment for phase, moment in first.items() if phase in (Phase.FORWARD, Phase.BACKWARD)}

@@ -76,7 +76,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._looking_away = False
         self._modules = ModulesAtWork()
         self._hooks = ExitStack()
-        self._streams = {id(torch.cpu.current_stream()): 0}
+        self._streams = {_place(torch.cpu.current_stream()): 0}
 
     @property
     def recording(self) -> Recording:
@@ -271,7 +271,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     def _stream(self) -> int:
         """Which stream the engine has chosen: torch's CPU module keeps it, though it has no streams."""
-        return self._streams.setdefault(id(torch.cpu.current_stream()), len(self._streams))
+        return self._number(torch.cpu.current_stream())
+
+    def _number(self, stream: object) -> int:
+        return self._streams.setdefault(_place(stream), len(self._streams))
 
     def _release(self, block: Block) -> None:
         self.now += 1
@@ -379,3 +382,8 @@ _AT_A_PARAMETER = frozenset({
 _ZEROS = ("aten.zeros.default", "aten.new_zeros.default", "aten.zeros_like.default")
 _STORAGE_AND_PYTHON = 2
 _BUFFER_STACK_AND_PYTHON = 4
+
+
+def _place(stream: object) -> int:
+    """What tells a stream from others. An object's identity does not: another may have it once that is gone."""
+    return int(getattr(stream, "place", id(stream)))

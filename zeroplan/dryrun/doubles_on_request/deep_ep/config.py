@@ -1,0 +1,79 @@
+"""How large DeepEP's buffers are to be: its own arithmetic (``csrc/legacy/config.hpp``)."""
+
+from typing import NamedTuple
+
+from zeroplan.numeric import round_up
+
+PEERS = 8
+"""Ranks of one node, which NVLink connects."""
+ALIGNMENT = 128
+_INT, _FLOAT, _INDEX, _INT4, _SOURCE = 4, 4, 8, 16, 8
+"""Bytes of numbers, of a copy of four at once, and of where a token comes from."""
+_MOST_CHOICES = _MOST_SCALES = 128
+
+#: By ranks: tokens that dispatch and combine send at once over NVLink; that they receive there; the same two over RDMA, of both.
+_TUNED = {
+    2: (24, 10, 256, (6, 128), (6, 128)), 4: (6, 9, 256, (6, 128), (6, 128)), 8: (6, 4, 256, (6, 128), (6, 128)),
+    16: (36, 4, 288, (20, 128), (12, 128)), 24: (32, 1, 288, (8, 128), (8, 128)), 32: (32, 1, 288, (8, 128), (8, 128)),
+    48: (32, 1, 288, (8, 128), (8, 128)), 64: (32, 1, 288, (8, 128), (8, 128)), 96: (20, 1, 480, (12, 128), (8, 128)),
+    128: (20, 1, 560, (12, 128), (8, 128)), 144: (32, 2, 720, (12, 128), (8, 128)), 160: (28, 2, 720, (12, 128), (8, 128)),
+}  # fmt: skip
+
+
+class Config(NamedTuple):
+    """``deep_ep.Config``: multiprocessors, and how many tokens are sent and received at once."""
+
+    num_sms: int
+    num_max_nvl_chunked_send_tokens: int
+    num_max_nvl_chunked_recv_tokens: int
+    num_max_rdma_chunked_send_tokens: int
+    num_max_rdma_chunked_recv_tokens: int
+
+    @property
+    def channels(self) -> int:
+        """How many of them there are: two multiprocessors serve one."""
+        return self.num_sms // 2
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """What the buffer for NVLink should have, for tokens of so many bytes. [bytes]"""
+        nodes, peers = max(num_ranks // PEERS, 1), min(num_ranks, PEERS)
+        tokens = self.num_max_nvl_chunked_recv_tokens
+        each = (2 * nodes + 3) * _INT + tokens * (hidden_bytes + _beside_token())
+        return int(round_up(self.channels * peers * each, ALIGNMENT))
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """What the buffer for RDMA should have; nothing within a node. [bytes]"""
+        if num_ranks <= PEERS:
+            return 0
+        sent = self.num_max_rdma_chunked_send_tokens
+        tokens = int(round_up(self.num_max_rdma_chunked_recv_tokens, sent))
+        each = (2 * PEERS + 2) * _INT + tokens * (hidden_bytes + _beside_token() + _INT4)
+        return int(round_up(2 * self.channels * (num_ranks // PEERS) * each, ALIGNMENT))
+
+
+def _beside_token() -> int:
+    """What a token may have beside its numbers. [bytes]"""
+    return _SOURCE + _MOST_CHOICES * (_INDEX + _FLOAT) + _MOST_SCALES * _FLOAT
+
+
+def tuned(num_ranks: int, num_sms: int, *, combines: bool) -> Config:
+    """What DeepEP recommends for so many ranks."""
+    if num_ranks not in _TUNED:
+        raise AssertionError(f"Unsupported number of EP ranks: {num_ranks}")
+    dispatched, combined, received, *over_rdma = _TUNED[num_ranks]
+    return Config(num_sms, combined if combines else dispatched, received, *over_rdma[combines])
+
+
+def low_latency_bytes(tokens: int, hidden: int, experts: int) -> int:
+    """What the buffer for low-latency kernels must have, of two turns that overlap. [bytes]"""
+    scales = hidden // 128
+    dispatched = _INT4 + max(2 * hidden, hidden + scales * _FLOAT)
+    combined = scales * 4 + 2 * hidden
+    sent = max(tokens * dispatched, experts * tokens * combined)
+    received = experts * tokens * max(dispatched, combined)
+    return 2 * (sent + received + int(round_up(experts * _INT, ALIGNMENT)))
+
+
+def low_latency_hint(tokens: int, hidden: int, experts: int) -> int:
+    """The same in whole units, one more than they need. [bytes]"""
+    return (low_latency_bytes(tokens, hidden, experts) + ALIGNMENT) // ALIGNMENT * ALIGNMENT

@@ -1,0 +1,35 @@
+"""What a buffer of DeepEP takes from the card, beside torch's allocator (``csrc/legacy/buffer.hpp``)."""
+
+from collections.abc import Iterator
+
+from zeroplan.numeric import round_up
+from zeroplan.script_run import OutsideBuffer
+from zeroplan.units import MIB
+
+from .config import PEERS
+
+_WORKSPACE = 32 * MIB
+_PAGE = 2 * MIB
+"""What CUDA gives memory in."""
+_HEAP_GROWS_BY = 512 * MIB
+"""What DeepEP sets as ``NVSHMEM_CUMEM_GRANULARITY``."""
+_SIGNALS = PEERS * (4 + 8 + 8)
+"""Barrier signals, and pointers to all ranks' buffers and signals. [bytes]"""
+_SOURCE = "DeepEP, csrc/legacy/buffer.hpp"
+
+
+def taken(num_nvl_bytes: int, num_rdma_bytes: int) -> Iterator[OutsideBuffer]:
+    """What a buffer takes: for NVLink by cudaMalloc, a workspace, and of NVSHMEM's heap, which grows by large pieces."""
+    yield _exactly("DeepEP's workspace", _WORKSPACE)
+    if num_nvl_bytes:
+        yield _exactly("DeepEP's buffer for NVLink", int(round_up(num_nvl_bytes + _SIGNALS, _PAGE)))
+    if num_rdma_bytes:
+        heap = int(round_up(num_rdma_bytes, _HEAP_GROWS_BY))
+        yield OutsideBuffer(
+            what="DeepEP's buffer for RDMA", low_bytes=num_rdma_bytes, expected_bytes=heap, high_bytes=heap + _HEAP_GROWS_BY,
+            source=f"{_SOURCE}, and NVSHMEM's heap in pieces of 512 MiB (deep_ep/buffers/legacy.py); not measured",
+        )  # fmt: skip
+
+
+def _exactly(what: str, n_bytes: int) -> OutsideBuffer:
+    return OutsideBuffer(what=what, low_bytes=n_bytes, expected_bytes=n_bytes, high_bytes=n_bytes, source=_SOURCE)
