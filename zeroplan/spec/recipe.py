@@ -297,7 +297,7 @@ class RecipeSpec(Spec):
 
     @property
     def cuts_pipelines(self) -> bool:
-        """Whether anything is said of a pipeline's schedule or stages."""
+        """Whether a pipeline's schedule or stages are given."""
         return any(one is not None for one in (self.pipeline_schedule, self.pipeline_stages_per_rank, self.pipeline_layers))
 
     def check_rules(self) -> None:

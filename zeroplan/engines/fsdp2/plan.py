@@ -236,24 +236,16 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
     tp, ep, cp = int(mesh.tp), int(mesh.ep), int(mesh.cp)  # one number in a grid too
     width, n = widths(recipe.precision), mesh.dp_shard * cp
     first = first_recomputed(model, recipe)
-    cut, compute = (
-        cut_of(model, width, n, part=part, first=first, tp=tp, ep=ep, ends_apart=recipe.fsdp2.shards_ends),
-        compute_of(recipe, tp=tp, ep=ep, cp=cp),
-    )
+    cut = cut_of(model, width, n, part=part, first=first, tp=tp, ep=ep, ends_apart=recipe.fsdp2.shards_ends)
+    compute = compute_of(recipe, tp=tp, ep=ep, cp=cp)
     tree, learning = cut.tree, cut.learning
-    passes = tuple(run_pass(model, run, compute, batch) for run in tree.runs)
-    head = outside(model, recipe, batch, tp=tp, cp=cp)
+    passes, head, tables = _program(model, recipe, batch, tree, compute)
     recomputes = tuple(recompute_of(run, compute) for run in tree.runs)
     impl = implementation_of(recipe)
     tensors = local_tensors(learning, n, ep)
     parameters, symbol = parameter_lines(cut, width, frozen=width.stored if model.frozen else width.compute)
     optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=symbol)
-    persistent = (*parameters, *cut.beside, *optimizer, *tree.buffers)
-    if recipe.fsdp2.modules == "torchtitan":
-        from zeroplan.engines.fsdp2.torchtitan import passes_of  # noqa: PLC0415  only its jobs pay for it
-
-        block, head, rotations = passes_of(model, recipe, batch)
-        passes, persistent = (block,), (*persistent, rotations)
+    persistent = (*parameters, *cut.beside, *optimizer, *tree.buffers, *tables)
     in_the_loop = () if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
     return Plan(
         recipe=recipe,
@@ -295,6 +287,19 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         shared_sequences=cp > 1,
         in_host_memory=persistent if recipe.fsdp2.cpu_offload else (),
     )
+
+
+def _program(
+    model: ModelSpec, recipe: RecipeSpec, batch: Batch, tree: Layout, compute: Compute
+) -> tuple[tuple[BlockPass, ...], HeadPass, tuple[Line, ...]]:
+    """What a block of each run, and what is outside the blocks, costs in a pass; and tables that the program holds throughout."""
+    if recipe.fsdp2.modules == "torchtitan":
+        from zeroplan.engines.fsdp2.torchtitan import passes_of  # noqa: PLC0415  only its jobs pay for it
+
+        block, head, rotations = passes_of(model, recipe, batch)
+        return (block,), head, (rotations,)
+    passes = tuple(run_pass(model, run, compute, batch) for run in tree.runs)
+    return passes, outside(model, recipe, batch, tp=compute.tp, cp=compute.cp), ()
 
 
 def _whole_sequences(batch: Batch, ranks: int) -> Line:

@@ -1,7 +1,7 @@
 """What FSDP2 does with a unit's parameters and gradients, as torch's code does it, written into a trace.
 
-Each method is named after what it stands for in torch 2.13, torch/distributed/fsdp/_fully_shard: ``FSDPParamGroup`` and
-``FSDPState`` hold buffers by reference, and a buffer goes when the last reference does. What 2.15 does otherwise is marked.
+Each method does what the function of torch 2.13 does that it names (torch/distributed/fsdp/_fully_shard). ``FSDPParamGroup`` and
+``FSDPState`` hold buffers by reference, and a buffer is freed with its last reference. Differences of 2.15 are marked.
 """
 
 from collections.abc import Callable, Hashable

@@ -37,7 +37,7 @@ class MicroBatch:
 
     @property
     def several(self) -> bool:
-        """Whether earlier micro-batches have left gradients, where one number says so for all."""
+        """Whether earlier micro-batches have left gradients; False where a column has both."""
         return isinstance(self.plan.several, int) and bool(self.plan.several)
 
     @property
