@@ -36,7 +36,7 @@ class Companions:
         self._failed: dict[int, str] = {}
 
     def look(self) -> None:
-        """Start the ranks that are asked for, and leave word of those that have ended."""
+        """Start the ranks that others wait for, and write down which have ended."""
         for rank in wanted(self._mail):
             if rank not in self._met:
                 self._met.add(rank)
@@ -71,7 +71,7 @@ class Companions:
         return self._mail.with_name(f"rank{rank}")
 
     def _why(self, rank: int, code: int) -> Failed | None:
-        """Why a rank failed; a failure that it was told of is said once."""
+        """Why a rank failed. A failure of another rank that it repeats keeps the words of that rank."""
         path = self._folder(rank) / "answer.json"
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         if found is not None and "whose" not in found:

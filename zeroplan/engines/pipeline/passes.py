@@ -88,7 +88,7 @@ class StagePass(MicroBatch):
             self.run.hold_unsharded(root)
 
     def pass_of(self, position: Position) -> BlockPass:
-        """What a block costs; the first one's input stands in a receive buffer."""
+        """What a block costs; the first one's input lies in a receive buffer."""
         one, stage = super().pass_of(position), self.stage
         if position.layer or stage.stage.is_first:
             return one
@@ -107,7 +107,7 @@ class StagePass(MicroBatch):
             super().enter(unit)
 
     def keep(self, layers: tuple[int, ...], *, every: bool = False) -> None:
-        """Hold what this micro-batch has left in so many layers; the lowest one's input stands in a receive buffer."""
+        """Hold what this micro-batch has left in so many layers; the lowest one's input lies in a receive buffer."""
         kept, *_ = kept_of_all(self.stage) if every else kept_before(self.stage, layers)
         self.trace.shrink("kept", kept)
 
@@ -178,7 +178,7 @@ class StagePass(MicroBatch):
         self.trace.shrink("root gradients", root_gradients(plan, plan.tail_elements))
 
     def flows_in(self, position: Position) -> tuple[Line, ...]:
-        """The gradient that comes in; the last block's stands in a receive buffer, unless the head makes it."""
+        """The gradient that comes in; the last block's lies in a receive buffer, unless the head makes it."""
         count = int(position.next_run is not None or self.stage.stage.is_last)
         return (flowing_line(self.stage, "gradient that flows into this block", count),)
 
@@ -190,7 +190,7 @@ class StagePass(MicroBatch):
             super().enter_backward(unit, below)
 
     def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[Line, ...]]]:
-        """The moments of a block's backward, without what stands in receive buffers."""
+        """The moments of a block's backward, without what lies in receive buffers."""
         stage, plan, adding, coming_in = self.stage, self.plan, False, position.next_run is None
         for point in plan.passes[position.run].points:
             coming_in = coming_in and (point.place == AT_MLP_NORM or not adding)

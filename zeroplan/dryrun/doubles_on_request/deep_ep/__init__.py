@@ -1,4 +1,4 @@
-"""What scripts import of ``deep_ep``: its buffer for experts' tokens, and what goes with it.
+"""What scripts import of ``deep_ep``: its buffer for experts' tokens, and the types around it.
 
 Source: DeepEP of July 2026, ``deep_ep/buffers/legacy.py`` and ``csrc/legacy/buffer.hpp``: the interface of versions 1 and, beside a
 new one, 2.
