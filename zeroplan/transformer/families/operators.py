@@ -9,7 +9,7 @@ from zeroplan.expr import NOTHING, Size
 from zeroplan.ledger import PLAIN, Kind, Role, Tag
 from zeroplan.transformer.blocks import Place
 from zeroplan.transformer.families.norms import NORMALISED, STATISTICS, NormNames
-from zeroplan.transformer.families.tape import Arriving, Backward, Site, Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import Arriving, Backward, Do, Site, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import T, b, e, h, r
 
 TENSOR, GRADIENT, TEMPORARY = Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS, Kind.TEMPORARY
@@ -150,6 +150,7 @@ def _weight(tape: Tape, elements: Size, site: Site, *, tracked: bool, of: str) -
     """
     if tracked:
         tape.casts.append(elements)
+        tape.deeds.append((Do.CAST, elements))
     made = Value(Store(TEMPORARY, "", NOTHING, ""), e, elements)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
