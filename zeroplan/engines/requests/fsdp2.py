@@ -190,6 +190,7 @@ def requests(job: JobSpec, steps: int = 3) -> Log:
     for elements in shards:
         log.request("shards", plan.width.stored * elements // one.n, Kind.PARAMETERS, "this rank's chunk of a parameter")
     tensors = one.chunks()
+    update.begin(log, tensors)
     for step in range(steps):
         one.step = step
         for micro in range(job.batch.grad_accum_steps):

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterable
 
 from zeroplan.engines.block_runs import recompute_of
 from zeroplan.engines.outside import outside
-from zeroplan.engines.precisions import compute_of
+from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.requests.log import Log
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.batch import Batch
@@ -25,7 +25,8 @@ class ModelPass:
         """``tree`` are the parameters as blocks have them, ``learning`` what of them is trained."""
         self.log, self.recipe, self.tree, self.learning = log, recipe, tree, learning
         compute = compute_of(recipe)
-        self.width, self.gradient_width = compute.element_bytes, compute.element_bytes
+        self.width, self.autocast = compute.element_bytes, compute.autocast
+        self.gradient_width = widths(recipe.precision).stored if compute.autocast else self.width
         self.order = order_by_recomputation(model, first_recomputed(model, recipe))
         self.head = outside(model, recipe, batch)
         self.recomputes = tuple(recompute_of(run, compute) for run in tree.runs)
@@ -34,6 +35,8 @@ class ModelPass:
         self.flow: Hashable = None
         """The key of the gradient that flows."""
         self.arriving: list[Hashable] = []
+        self.casts: dict[tuple[int, int], list[Hashable]] = {}
+        """Autocast's copies of a layer's weights of one size, the latest last."""
         self.step, self.last = 0, True
 
     def _sized(self, model: ModelSpec, run: BlockRun, batch: Batch) -> Sized:
@@ -90,6 +93,7 @@ class ModelPass:
         self._play(ENDING, self.ending, forward=True)
         if self.recipe.keep_logits:
             self._lines("output", self.head.output)
+        log.release(("cached",))
 
     @property
     def _hidden_bytes(self) -> int:
@@ -118,15 +122,26 @@ class ModelPass:
             elif do is Do.REQUEST:
                 if sized.multiplies(place):
                     log.multiplies("forward" if forward else "backward")
-                log.request(ends.get(place, (layer, place)), sized.sizes[place], sized.kind(place), sized.reason(place))
+                key, pieces = ends.get(place, (layer, place)), sized.pieces(place)
+                for _ in range(pieces):
+                    log.request(key, sized.sizes[place] // pieces, sized.kind(place), sized.reason(place))
             elif do is Do.RELEASE:
                 log.release(ends.get(place, (layer, place)))
             elif do is Do.GRADIENT:
                 self._gradient(sized.sizes[place])
             elif do is Do.CAST:
-                log.request((layer, "cast", place), self.width * sized.sizes[place], Kind.WEIGHT_CASTS, "16-bit copy of a weight")
-            elif do is Do.UNCAST:
-                log.release((layer, "cast", place))
+                self._cast(layer, place, sized.sizes[place], forward=forward)
+            elif do is Do.UNCAST and self.casts.get((layer, place)):
+                log.release(self.casts[layer, place].pop())
+
+    def _cast(self, layer: int, place: int, elements: int, *, forward: bool) -> None:
+        """Autocast's copy of a weight. Autograd saves it, unless a checkpoint runs the block again: then autocast's cache has it."""
+        key = "cast", layer, len(self.log.requests)
+        if forward and layer != ENDING and self.recomputes[self.order[layer]] != "none":
+            key = ("cached",)
+        else:
+            self.casts.setdefault((layer, place), []).append(key)
+        self.log.request(key, self.width * elements, Kind.WEIGHT_CASTS, "16-bit copy of a weight")
 
     def _ends(self, layer: int, sized: Sized) -> dict[int, Hashable]:
         """The keys of what a block is given and returns."""
@@ -183,11 +198,18 @@ class ModelPass:
         for parameter in reversed(self.learning.embeddings):
             self._gradient(parameter.numel)
         if self.log.has("tied"):
-            whole = self.arriving.pop()
-            if self.recipe.loss == "full":  # Liger's gradient is no view: autograd adds to it in place
-                self._gradient(self.learning.embeddings[0].numel)
-            self.log.release("tied", whole)
+            self._sum_of_tied(self.arriving.pop())
         if self.flow is not None:
             self.log.release(self.flow)
         self.arrived(self.arriving)
         self.arriving = []
+
+    def _sum_of_tied(self, embedding: Hashable) -> None:
+        """Autograd adds the embedding's gradient and the head's: in place, unless the head's is a view (:attr:`autocast`)."""
+        if self.recipe.loss == "full" and not self.autocast:
+            self._gradient(self.learning.embeddings[0].numel)
+            self.log.release("tied", embedding)
+        else:
+            self.log.release(embedding)
+            self.log.rename("tied", embedding)
+            self.arriving.append(embedding)

@@ -244,7 +244,7 @@ def _scale(tape: Tape, wide: Value, rows: Size, site: Site) -> Value:
     square = tensor(tape, f"{site.name}: square of its input", 4, wide.shape, site.source)
 
     def power(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("derivative of pow, fp32", 8 * wide.shape, site.source)
+        tape.temporary("derivative of pow, fp32", 8 * wide.shape, site.source, pieces=2)
         return [(wide, gradient(tape, wide, "gradient of the norm's input, fp32", site.source))]
 
     tape.add(site.name, (square,), (wide.store,), power, of=(wide,), place=site.place)
@@ -321,7 +321,7 @@ def rotary(
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         given = gradient(tape, value, f"gradient of the {site.name}", site.source)
-        tape.temporary("gradients of the exchanged halves", (dtype + value.dtype) * turned_part, site.source)
+        tape.temporary("gradients of the exchanged halves", (dtype + value.dtype) * turned_part, site.source, pieces=2)
         return [(value, given)]
 
     tape.add(f"rotary positions of the {site.name}", (made,), saved, backward, of=(value,))

@@ -63,6 +63,11 @@ class Sized(NamedTuple):
         thing = self.requested.things[place]
         return thing.reason if isinstance(thing, Store) else "gradient of a weight"
 
+    def pieces(self, place: int) -> int:
+        """How many tensors of one size it is."""
+        thing = self.requested.things[place]
+        return thing.pieces if isinstance(thing, Store) else 1
+
     def multiplies(self, place: int) -> bool:
         """Whether a product of matrices makes a tensor: the output of a linear layer, or the gradient through one."""
         thing = self.requested.things[place]

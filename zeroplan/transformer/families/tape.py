@@ -37,12 +37,14 @@ class Manner(NamedTuple):
 class Store:
     """One piece of memory and who needs it: names, operators that saved it, buffers of gradients."""
 
-    __slots__ = ("holds", "kind", "reason", "size", "source", "tag", "twin")
+    __slots__ = ("holds", "kind", "pieces", "reason", "size", "source", "tag", "twin")
 
     def __init__(self, kind: Kind, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> None:
         """Begin with one who holds it: its maker."""
         self.kind, self.reason, self.size, self.source, self.tag, self.holds = kind, reason, size, source, tag, 1
         self.twin: Store | None = None
+        self.pieces = 1
+        """How many tensors of one size it sums up."""
 
 
 class Value:
@@ -350,9 +352,10 @@ class Tape:
         stores = (*self.products[::2], *self.kernel_outputs)
         return tuple([one for store in stores for one in (store, store.twin) if one is not None])
 
-    def temporary(self, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> Store:
+    def temporary(self, reason: str, size: Size, source: str, tag: Tag = PLAIN, *, pieces: int = 1) -> Store:
         """Allocate what is gone when the operator is done."""
         store = self.make(Kind.TEMPORARY, reason, size, source, tag)
+        store.pieces = pieces
         self.scratch.append(store)
         return store
 
