@@ -1,1 +1,83 @@
-"""A training step as an engine carries it out, request by request: what each asks CUDA's allocator for, and gives back, in order."""
+"""A training step as an engine carries it out, request by request: what it asks CUDA's allocator for and gives back, in order.
+
+``accounts`` of an engine say what is alive at the moments that can be the highest. This says every request, so that the model of
+the allocator (:mod:`zeroplan.allocator`) can do them: what is reserved follows. The blocks' requests are those of the programs
+that give their moments, too.
+
+Left out: what is gone before the first step begins (the model as it was built, zero gradients), numbers of a few bytes, buffers
+of the process group.
+"""
+
+from importlib import import_module
+from typing import Protocol, cast
+
+from zeroplan.engines.requests.log import Log
+from zeroplan.errors import SpecError
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import ON_PAPER, ways_of_resharding
+
+STEPS = {"fsdp2": 2, "ddp": 3, "deepspeed": 3}
+"""Steps until an engine does the same in every further one: DDP makes its buckets in the second, DeepSpeed settles in the third."""
+
+
+class _Engine(Protocol):
+    """What every module of this package that is named after an engine offers."""
+
+    def requests(self, job: JobSpec, steps: int) -> Log:
+        """What a rank requests and releases."""
+        ...
+
+
+def requests_of(job: JobSpec, steps: int | None = None) -> Log:
+    """What a rank requests and releases in its first steps, from before the first on.
+
+    Raises SpecError where this is not known (:func:`not_written`).
+    """
+    if reason := not_written(job):
+        raise SpecError(f"the requests of {reason} cannot be written out yet; leave --replay, --trace and --snapshot out")
+    engine = cast("_Engine", import_module(f"zeroplan.engines.requests.{job.recipe.engine}"))
+    return engine.requests(job, STEPS[job.recipe.engine] if steps is None else steps)
+
+
+def not_written(job: JobSpec) -> str:
+    """What of a job its requests are not known with; empty where they are."""
+    model, recipe, mesh = job.model, job.recipe, job.mesh
+    options = recipe.fsdp2
+    of_engine = {
+        "fsdp2": (
+            (options.cpu_offload, "FSDP2's offload to host memory"),
+            (options.modules != "transformers", f"{options.modules}'s modules"),
+            (options.ends_apart, "FSDP2 with units of embedding and head"),
+            (ways_of_resharding(options) is not None, "reshard_after_forward as a number"),
+            (options.of_torch_2_15, "FSDP2 of torch 2.15"),
+        ),
+        "ddp": (
+            (recipe.ddp.find_unused_parameters or recipe.ddp.static_graph, "DDP that looks for unused parameters"),
+        ),
+        "deepspeed": (
+            (recipe.zero_stage == 3, "DeepSpeed stage 3"),
+            (recipe.deepspeed.offloads, "DeepSpeed's offload"),
+            (
+                recipe.zero_stage == 1 and recipe.deepspeed.grad_accum_dtype == "fp32" and recipe.precision != "fp32",
+                "DeepSpeed's BF16_Optimizer",
+            ),
+        ),
+    }.get(recipe.engine, ((True, f"engine {recipe.engine!r}"),))
+    for is_so, what in (
+        (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
+        (model.profile is not None, "a profile"),
+        (mesh.tp * mesh.cp * mesh.ep * mesh.pp > 1, "a model that ranks split (tp, cp, ep, pp)"),
+        (model.adapter is not None, "LoRA"),
+        (model.frozen is not None, "frozen parts"),
+        (bool(model.unplaced_parameters), "parameters that no tensor is known for"),
+        (recipe.offload_activations, "offload of activations"),
+        (recipe.optimizer in _WHOLE_STEP, f"optimizer {recipe.optimizer!r}"),
+        *of_engine,
+    ):
+        if is_so:
+            return what
+    return ""
+
+
+_WHOLE_STEP = ("muon", "adamw-8bit")
+"""Optimizers whose states and temporaries are known in all, and not tensor by tensor."""

@@ -12,7 +12,6 @@ from zeroplan.engines.requests.optimizer import Update
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import OptimizerImpl
-from zeroplan.transformer.params import trained_layout
 
 
 class Step(ModelPass):
@@ -20,8 +19,7 @@ class Step(ModelPass):
 
     def __init__(self, job: JobSpec, log: Log) -> None:
         """Take the job."""
-        tree = trained_layout(job.model)
-        super().__init__(job.model, job.recipe, job.batch, tree, tree, log)
+        super().__init__(job.model, job.recipe, job.batch, log)
         self.job, self.stored = job, widths(job.recipe.precision).stored
         self.wrapped = job.recipe.wraps_one_rank or job.mesh.dp_shard > 1
         self.views = job.recipe.ddp.gradient_as_bucket_view and self.wrapped
@@ -31,19 +29,14 @@ class Step(ModelPass):
         """How many of them the backward that runs has added to."""
         self.forwards = 0
 
-    @property
-    def parameters(self) -> list[int]:
-        """The elements of every parameter, in order."""
-        blocks = [one for run in self.order for one in self.learning.runs[run].parameters]
-        return [one.numel for one in (*self.learning.embeddings, *blocks, *self.learning.tail)]
-
     def begin(self) -> None:
         """Parameters, and the reducer's first bucket, which is one for all gradients."""
-        for elements in self.parameters:
-            self.log.request("parameters", self.stored * elements, Kind.PARAMETERS, "a parameter")
+        for one in self.parameters:
+            self.log.request("parameters", self.stored * one.numel, Kind.PARAMETERS, "a parameter")
         if self.wrapped:
             kind = Kind.GRADIENTS if self.views else Kind.REDUCE
-            self.log.request("first bucket", self.stored * sum(self.parameters), kind, "the reducer's first bucket")
+            n_bytes = self.stored * sum(one.numel for one in self.parameters)
+            self.log.request("first bucket", n_bytes, kind, "the reducer's first bucket")
 
     def before_forward(self) -> None:
         """``Reducer::rebuild_buckets``, in the second forward."""
@@ -85,7 +78,7 @@ def _updated(job: JobSpec, impl: OptimizerImpl, stored: int) -> tuple[LocalTenso
     return tensors_of_fullest(job.model, job.recipe.optimizer, impl, stored, int(job.mesh.dp_shard))
 
 
-def requests(job: JobSpec, steps: int = 3) -> Log:
+def requests(job: JobSpec, steps: int) -> Log:
     """What the fullest rank requests and releases from before the first step on."""
     log = Log()
     one, impl = Step(job, log), implementation_of(job.recipe)

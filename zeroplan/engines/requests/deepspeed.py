@@ -20,7 +20,6 @@ from zeroplan.engines.requests.model import ENDING, ModelPass
 from zeroplan.engines.requests.optimizer import Update
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
-from zeroplan.transformer.params import trained_layout
 
 _REDUCES = 1
 """The number of the stream on which buckets are reduced where ``overlap_comm`` is on."""
@@ -32,8 +31,7 @@ class Step(ModelPass):
 
     def __init__(self, job: JobSpec, log: Log) -> None:
         """Take the job."""
-        tree = trained_layout(job.model)
-        super().__init__(job.model, job.recipe, job.batch, tree, tree, log)
+        super().__init__(job.model, job.recipe, job.batch, log)
         self.whole = trained_row(job.model)
         width = widths(job.recipe.precision)
         self.element, self.master, self.stage = width.compute, width.stored, job.recipe.zero_stage
@@ -262,7 +260,7 @@ class Partitioned(Step):
         update.step(log, [(share,)])
 
 
-def requests(job: JobSpec, steps: int = 3) -> Log:
+def requests(job: JobSpec, steps: int) -> Log:
     """What rank 0 requests and releases from before the first step on."""
     log = Log()
     log.begin(-1, Phase.INIT)

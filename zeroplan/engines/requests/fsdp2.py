@@ -10,8 +10,7 @@ from zeroplan.engines.requests.optimizer import Update
 from zeroplan.ledger import Kind, Phase
 from zeroplan.numeric import ceil_div
 from zeroplan.spec.job import JobSpec
-from zeroplan.transformer.parameters import Layout, Parameter
-from zeroplan.transformer.params import layout, trained_layout
+from zeroplan.transformer.parameters import Parameter
 
 GATHERS, REDUCES = 1, 2
 """The numbers of the streams on which all-gathers are filled and reduce-scatters come out."""
@@ -33,8 +32,7 @@ class Step(ModelPass):
 
     def __init__(self, job: JobSpec, plan: Plan, log: Log) -> None:
         """Take the job's plan."""
-        model = job.model
-        super().__init__(model, job.recipe, job.batch, plan_tree(plan, job), plan_tree(plan, job, trained=True), log)
+        super().__init__(job.model, job.recipe, job.batch, log)
         self.plan, self.n = plan, int(plan.n)
         self.root = self._unit("root", -1, (*self.tree.embeddings, *self.tree.tail))
         self.units = tuple(
@@ -51,10 +49,8 @@ class Step(ModelPass):
         return Unit(name, layer, tuple([self.n * count * width for count, width in rows]), shard, sum(one.numel for one in parameters))
 
     def chunks(self) -> list[tuple[int, ...]]:
-        """The shapes of this rank's chunks of what is trained, in the optimizer's order."""
-        blocks = [one for run in self.order for one in self.learning.runs[run].parameters]
-        every = (*self.learning.embeddings, *blocks, *self.learning.tail)
-        return [(ceil_div(one.shape[0], self.n), *one.shape[1:]) for one in every if one.numel]
+        """The shapes of this rank's chunks, in the optimizer's order."""
+        return [(ceil_div(one.shape[0], self.n), *one.shape[1:]) for one in self.parameters]
 
     # --- parameters ---------------------------------------------------------------------------------------------------------
 
@@ -174,13 +170,7 @@ class Step(ModelPass):
                 log.release(one)
 
 
-def plan_tree(plan: Plan, job: JobSpec, *, trained: bool = False) -> Layout:
-    """The parameters, whole or those that are trained."""
-    tree = trained_layout(job.model) if trained else layout(job.model)
-    return tree if len(tree.runs) == len(plan.runs) or trained else tree._replace(runs=plan.runs)
-
-
-def requests(job: JobSpec, steps: int = 3) -> Log:
+def requests(job: JobSpec, steps: int) -> Log:
     """What a rank requests and releases from before the first step on."""
     log = Log()
     plan = make_plan(job.model, job.recipe, job.mesh, job.batch)

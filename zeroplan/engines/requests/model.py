@@ -11,8 +11,8 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.families.requested import Do, Sized, block_requests, ending_requests
-from zeroplan.transformer.parameters import BlockRun, Layout
-from zeroplan.transformer.recomputed import first_recomputed, order_by_recomputation
+from zeroplan.transformer.parameters import BlockRun, Parameter
+from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
 
 ENDING = -2
 """The layer number of what follows the blocks."""
@@ -21,13 +21,14 @@ ENDING = -2
 class ModelPass:
     """One micro-batch on its way through the model and back. An engine overrides what happens between the blocks."""
 
-    def __init__(self, model: ModelSpec, recipe: RecipeSpec, batch: Batch, tree: Layout, learning: Layout, log: Log) -> None:
-        """``tree`` are the parameters as blocks have them, ``learning`` what of them is trained."""
-        self.log, self.recipe, self.tree, self.learning = log, recipe, tree, learning
-        compute = compute_of(recipe)
+    def __init__(self, model: ModelSpec, recipe: RecipeSpec, batch: Batch, log: Log) -> None:
+        """Take the model's programs, and the sizes of all that they request."""
+        self.log, self.recipe = log, recipe
+        compute, first = compute_of(recipe), first_recomputed(model, recipe)
+        self.tree = tree = layout_by_recomputation(model, first)
         self.width, self.autocast = compute.element_bytes, compute.autocast
         self.gradient_width = widths(recipe.precision).stored if compute.autocast else self.width
-        self.order = order_by_recomputation(model, first_recomputed(model, recipe))
+        self.order = order_by_recomputation(model, first)
         self.head = outside(model, recipe, batch)
         self.recomputes = tuple(recompute_of(run, compute) for run in tree.runs)
         self.blocks = tuple(self._sized(model, run, batch) for run in tree.runs)
@@ -44,6 +45,12 @@ class ModelPass:
         if run.plain:
             compute = compute._replace(recompute="none")
         return block_requests(model, run.kind, compute, batch, recompute_of(run, compute))
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Every parameter, in the order of ``model.parameters()``."""
+        blocks = [one for run in self.order for one in self.tree.runs[run].parameters]
+        return [*self.tree.embeddings, *blocks, *self.tree.tail]
 
     # --- what an engine does ------------------------------------------------------------------------------------------------
 
@@ -114,24 +121,23 @@ class ModelPass:
             self.log.release(("hidden", layer - 1))
 
     def _play(self, layer: int, sized: Sized, *, forward: bool) -> None:
-        log, requested, ends = self.log, sized.requested, self._ends(layer, sized)
-        for do, place in requested.forward if forward else requested.backward:
-            if do is Do.ARRIVE:
-                self.arrived(self.arriving)
-                self.arriving = []
-            elif do is Do.REQUEST:
-                if sized.multiplies(place):
-                    log.multiplies("forward" if forward else "backward")
-                key, pieces = ends.get(place, (layer, place)), sized.pieces(place)
+        log, ends, phase = self.log, self._ends(layer, sized), "forward" if forward else "backward"
+        for do, place, size, pieces, kind, reason, multiplies in sized.forward if forward else sized.backward:
+            if do is Do.REQUEST:
+                if multiplies and phase not in log.products:
+                    log.multiplies(phase)
                 for _ in range(pieces):
-                    log.request(key, sized.sizes[place] // pieces, sized.kind(place), sized.reason(place))
+                    log.request(ends.get(place, (layer, place)), size, kind, reason)
             elif do is Do.RELEASE:
                 log.release(ends.get(place, (layer, place)))
             elif do is Do.GRADIENT:
-                self._gradient(sized.sizes[place])
+                self._gradient(size)
+            elif do is Do.ARRIVE:
+                self.arrived(self.arriving)
+                self.arriving = []
             elif do is Do.CAST:
-                self._cast(layer, place, sized.sizes[place], forward=forward)
-            elif do is Do.UNCAST and self.casts.get((layer, place)):
+                self._cast(layer, place, size, forward=forward)
+            elif self.casts.get((layer, place)):
                 log.release(self.casts[layer, place].pop())
 
     def _cast(self, layer: int, place: int, elements: int, *, forward: bool) -> None:
@@ -162,7 +168,7 @@ class ModelPass:
 
     def waits_for_the_embedding(self, elements: int) -> bool:
         """Whether this is the gradient of a head that is the embedding too: autograd waits for the embedding's."""
-        tied = self.learning.tied_head
+        tied = self.tree.tied_head
         return tied is not None and self.log.layer == ENDING and elements == tied.numel and self.recipe.loss != "chunked"
 
     # --- backward -----------------------------------------------------------------------------------------------------------
@@ -195,7 +201,7 @@ class ModelPass:
         self.flow = self._ends(layer, sized).get(outgoing, (layer, outgoing)) if outgoing >= 0 else None
 
     def _embedding_backward(self) -> None:
-        for parameter in reversed(self.learning.embeddings):
+        for parameter in reversed(self.tree.embeddings):
             self._gradient(parameter.numel)
         if self.log.has("tied"):
             self._sum_of_tied(self.arriving.pop())
@@ -207,7 +213,7 @@ class ModelPass:
     def _sum_of_tied(self, embedding: Hashable) -> None:
         """Autograd adds the embedding's gradient and the head's: in place, unless the head's is a view (:attr:`autocast`)."""
         if self.recipe.loss == "full" and not self.autocast:
-            self._gradient(self.learning.embeddings[0].numel)
+            self._gradient(self.tree.embeddings[0].numel)
             self.log.release("tied", embedding)
         else:
             self.log.release(embedding)

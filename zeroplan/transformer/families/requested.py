@@ -52,31 +52,27 @@ class Requested(NamedTuple):
     """It saves what it is given, and releases it in its backward."""
 
 
+class Instruction(NamedTuple):
+    """One deed of one batch."""
+
+    do: Do
+    place: int
+    size: int = 0
+    """Of a tensor in bytes, of a weight in elements."""
+    pieces: int = 1
+    """How many tensors of that size."""
+    kind: Kind = Kind.UNSHARDED_GRADIENTS
+    reason: str = "gradient of a weight"
+    multiplies: bool = False
+    """A product of matrices makes it: the output of a linear layer, or the gradient through one."""
+
+
 class Sized(NamedTuple):
-    """The same for one batch: the size of every tensor in bytes, of every weight in elements."""
+    """A program's deeds for one batch, and the places of what it shares with its neighbours (:class:`Requested`)."""
 
+    forward: tuple[Instruction, ...]
+    backward: tuple[Instruction, ...]
     requested: Requested
-    sizes: tuple[int, ...]
-
-    def reason(self, place: int) -> str:
-        """What a tensor is, in words."""
-        thing = self.requested.things[place]
-        return thing.reason if isinstance(thing, Store) else "gradient of a weight"
-
-    def pieces(self, place: int) -> int:
-        """How many tensors of one size it is."""
-        thing = self.requested.things[place]
-        return thing.pieces if isinstance(thing, Store) else 1
-
-    def multiplies(self, place: int) -> bool:
-        """Whether a product of matrices makes a tensor: the output of a linear layer, or the gradient through one."""
-        thing = self.requested.things[place]
-        return isinstance(thing, Store) and (thing.tag.role is Role.OUTPUT or thing.kind is Kind.ACTIVATION_GRADIENTS)
-
-    def kind(self, place: int) -> Kind:
-        """What a tensor is for."""
-        thing = self.requested.things[place]
-        return thing.kind if isinstance(thing, Store) else Kind.UNSHARDED_GRADIENTS
 
 
 def block_requests(model: ModelSpec, kind: str, compute: Compute, batch: Batch, recompute: Recompute) -> Sized:
@@ -99,7 +95,19 @@ def _one(answer: object) -> bool:
 
 
 def _sized(requested: Requested, values: Values) -> Sized:
-    return Sized(requested, tuple([_int((one.size if isinstance(one, Store) else one).value(values)) for one in requested.things]))
+    sizes = [_int((one.size if isinstance(one, Store) else one).value(values)) for one in requested.things]
+    done = (tuple([_instruction(requested, sizes, *one) for one in deeds]) for deeds in (requested.forward, requested.backward))
+    return Sized(*done, requested)
+
+
+def _instruction(requested: Requested, sizes: list[int], do: Do, place: int) -> Instruction:
+    if place < 0:
+        return Instruction(do, place)
+    thing = requested.things[place]
+    if not isinstance(thing, Store):
+        return Instruction(do, place, sizes[place])
+    multiplies = thing.tag.role is Role.OUTPUT or thing.kind is Kind.ACTIVATION_GRADIENTS
+    return Instruction(do, place, sizes[place] // thing.pieces, thing.pieces, thing.kind, thing.reason, multiplies)
 
 
 def _int(value: Int) -> int:

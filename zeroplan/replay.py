@@ -1,0 +1,103 @@
+"""A step that nobody ran, replayed through the model of CUDA's caching allocator: what it reserves, and what of that is no use.
+
+The engines' programs say every request in order (:mod:`zeroplan.engines.requests`). cuBLAS takes a workspace at the first product
+of matrices of the forward's thread and of autograd's.
+"""
+
+from functools import cached_property
+from typing import NamedTuple
+
+from zeroplan.allocator import CachingAllocator, CardFullError, Chunk
+from zeroplan.engines.device import workspace_line
+from zeroplan.engines.replayed_shares import off_by
+from zeroplan.engines.requests import requests_of
+from zeroplan.engines.requests.log import Log
+from zeroplan.ledger import Band, Phase
+from zeroplan.measurement import AllocatorSettings
+from zeroplan.spec.job import JobSpec
+
+
+_THREADS = 2
+"""The forward pass runs in one thread, autograd in another, and each has a handle of cuBLAS with a workspace."""
+
+
+class Replayed(NamedTuple):
+    """What the allocator shows after the steps, with some settings, on a card that never runs out. [bytes]"""
+
+    allocated_bytes: int
+    """``max_memory_allocated`` of the last step."""
+    reserved_bytes: int
+    """``max_memory_reserved`` of all."""
+    unusable_bytes: int
+    """What was free when the card was asked for more last, in blocks too small for the request or of another stream."""
+
+
+class OnCard(NamedTuple):
+    """What comes of the steps on a card that has so much for the allocator."""
+
+    fits: bool
+    retries: int
+    """How often cached blocks went back to the driver to make room (``num_alloc_retries``)."""
+    phase: Phase | None
+    """Where it ran out of memory, if it did."""
+    free_bytes: int
+    """What was reserved and in nobody's use then, which the request could not have."""
+
+
+class StepReplay:
+    """The first steps of a job, and what the allocator makes of them."""
+
+    def __init__(self, job: JobSpec) -> None:
+        """Write the steps out. Raises SpecError where they are not known."""
+        self.job = job
+        self.log = requests_of(job)
+        self._workspace_bytes = int(workspace_line(job.cluster.gpu).n_bytes) // _THREADS
+        self._done: dict[AllocatorSettings, Replayed] = {}
+
+    def replayed(self, settings: AllocatorSettings = "default") -> Replayed:
+        """What the allocator shows in the end.
+
+        >>> from zeroplan import job
+        >>> shown = StepReplay(job(model="gpt2", gpus=8, stage=3, seq_len=128)).replayed()
+        >>> shown.allocated_bytes <= shown.reserved_bytes
+        True
+        """
+        if settings not in self._done:
+            self._done[settings] = self._play(CachingAllocator(expandable_segments=settings == "expandable_segments"))
+        return self._done[settings]
+
+    def band(self, settings: AllocatorSettings = "default") -> Band:
+        """What is reserved, with how far off replays of an engine's steps were where its code ran. [bytes]"""
+        reserved, (low, high) = self.replayed(settings).reserved_bytes, off_by(self.job.recipe, settings)
+        least = max(reserved * low // 1000, self.replayed(settings).allocated_bytes)
+        return Band(min(least, reserved), reserved, reserved * high // 1000)
+
+    def on_card(self, room_bytes: int, settings: AllocatorSettings = "default") -> OnCard:
+        """What comes of it where the allocator may take so much."""
+        card = CachingAllocator(expandable_segments=settings == "expandable_segments", room_bytes=room_bytes)
+        try:
+            self._play(card)
+        except CardFullError:
+            phase = next(span.phase for span in reversed(self.log.spans) if span.start <= self._at)
+            return OnCard(fits=False, retries=card.retries, phase=phase, free_bytes=card.reserved_bytes - card.allocated_bytes)
+        return OnCard(fits=True, retries=card.retries, phase=None, free_bytes=0)
+
+    @cached_property
+    def _products(self) -> frozenset[int]:
+        return frozenset(self.log.products.values())
+
+    def _play(self, card: CachingAllocator) -> Replayed:
+        requests, chunks = self.log.requests, dict[int, Chunk]()
+        last = next(span.start for span in self.log.spans if span.step == self.log.spans[-1].step)
+        highest = unusable = 0
+        for self._at, deed in enumerate(self.log.deeds):
+            if self._at in self._products:
+                card.request(self._workspace_bytes)
+            if deed < 0:
+                card.release(chunks.pop(-1 - deed))
+                continue
+            before, free = card.reserved_bytes, card.reserved_bytes - card.allocated_bytes
+            chunks[deed] = card.request(requests[deed].n_bytes, requests[deed].stream)
+            unusable = free if card.reserved_bytes > before else unusable
+            highest = max(highest, card.allocated_bytes) if self._at >= last else 0
+        return Replayed(highest, card.highest_bytes, unusable)
