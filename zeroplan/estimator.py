@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
 
 from zeroplan.engines.account import Account, PipelineRank, Symbol
 from zeroplan.engines.device import Outside, allocator_room, outside, reserved_as_seen, total_band, workspace_lines
@@ -27,6 +27,9 @@ from zeroplan.transformer.legend import legend
 from zeroplan.transformer.params import active_parameter_count, has_frozen, parameter_count, trained_count
 from zeroplan.transformer.recomputed import first_recomputed
 from zeroplan.units import format_size
+
+if TYPE_CHECKING:
+    from zeroplan.replay import StepReplay
 
 
 class EngineModule(Protocol):
@@ -93,6 +96,8 @@ class Estimate:
     """The kind of each block and what one of it keeps for its backward, where the moments give it as one line."""
     pipeline: tuple[PipelineRank, ...] = ()
     """Every rank of a pipeline, the one that this estimate is of first."""
+    replay: "StepReplay | None" = None
+    """The first steps request by request, where they were asked for; what is reserved then follows from them."""
 
     def __repr__(self) -> str:
         """Return the answer in a line: all fields with every line of every moment would fill a hundred screens."""
@@ -139,7 +144,12 @@ class Estimate:
         return self.reserved_with("default")
 
     def reserved_with(self, settings: AllocatorSettings) -> Band:
-        """What it takes with its default settings, or with expandable segments. [bytes]"""
+        """What it takes with its default settings, or with expandable segments. [bytes]
+
+        A replay of the step's requests where there is one (:mod:`zeroplan.replay`), else what recorded jobs of the engine say.
+        """
+        if self.replay is not None:
+            return self.replay.band(settings)
         return _reserved(self.moments, self.job, settings)
 
     def under_pressure(self, settings: AllocatorSettings = "default") -> Band:
@@ -239,11 +249,13 @@ class Estimate:
         return None if capacity is None else capacity - self.least_bytes
 
 
-def estimate(job: JobSpec, *, pipeline_rank: int | None = None) -> Estimate:
+def estimate(job: JobSpec, *, pipeline_rank: int | None = None, replay: bool = False) -> Estimate:
     """Account for the memory and traffic of one GPU under this job: of a pipeline, of the rank whose peak is the highest.
 
-    ``pipeline_rank`` asks for another one of a pipeline. Raises :class:`~zeroplan.errors.SpecError` for a combination that no
-    engine offers (an optimizer without the asked implementation, say).
+    ``pipeline_rank`` asks for another one of a pipeline. ``replay`` writes the first steps out request by request and replays them
+    as CUDA's allocator does them, which takes some hundredths of a second: what is reserved is a figure then. Raises
+    :class:`~zeroplan.errors.SpecError` for a combination that no engine offers (an optimizer without the asked implementation,
+    say), and where ``replay`` asks for requests that are not known.
 
     >>> from zeroplan import BatchSpec, MeshSpec, ModelSpec, RecipeSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -275,7 +287,14 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None) -> Estimate:
         notes=(*account.notes, *_partly_recomputed(job), *_linear_attention(job), *_held_logits(job, highest)),
         kept=account.kept,
         pipeline=account.pipeline,
+        replay=_replay(job) if replay else None,
     )
+
+
+def _replay(job: JobSpec) -> "StepReplay":
+    from zeroplan.replay import StepReplay  # noqa: PLC0415  the others' answers need not wait for it
+
+    return StepReplay(job)
 
 
 def verdict(least_bytes: int, comfortable_bytes: int, capacity_bytes: int | None) -> Verdict:

@@ -4,6 +4,7 @@ The engines' programs say every request in order (:mod:`zeroplan.engines.request
 of matrices of the forward's thread and of autograd's.
 """
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -11,11 +12,12 @@ from zeroplan.allocator import CachingAllocator, CardFullError, Chunk
 from zeroplan.engines.device import workspace_line
 from zeroplan.engines.replayed_shares import off_by
 from zeroplan.engines.requests import requests_of
-from zeroplan.engines.requests.log import Log
+from zeroplan.engines.requests.log import Call, Log, Request
+from zeroplan.engines.requests.model import ENDING
 from zeroplan.ledger import Band, Phase
 from zeroplan.measurement import AllocatorSettings
+from zeroplan.script_trace import Blocks, CollectiveRecorded, SpanRecorded, Trace
 from zeroplan.spec.job import JobSpec
-
 
 _THREADS = 2
 """The forward pass runs in one thread, autograd in another, and each has a handle of cuBLAS with a workspace."""
@@ -53,6 +55,8 @@ class StepReplay:
         self.log = requests_of(job)
         self._workspace_bytes = int(workspace_line(job.cluster.gpu).n_bytes) // _THREADS
         self._done: dict[AllocatorSettings, Replayed] = {}
+        self._at = 0
+        """How many deeds have been replayed."""
 
     def replayed(self, settings: AllocatorSettings = "default") -> Replayed:
         """What the allocator shows in the end.
@@ -90,8 +94,9 @@ class StepReplay:
         requests, chunks = self.log.requests, dict[int, Chunk]()
         last = next(span.start for span in self.log.spans if span.step == self.log.spans[-1].step)
         highest = unusable = 0
-        for self._at, deed in enumerate(self.log.deeds):
-            if self._at in self._products:
+        for at, deed in enumerate(self.log.deeds):
+            self._at = at
+            if at in self._products:
                 card.request(self._workspace_bytes)
             if deed < 0:
                 card.release(chunks.pop(-1 - deed))
@@ -99,5 +104,59 @@ class StepReplay:
             before, free = card.reserved_bytes, card.reserved_bytes - card.allocated_bytes
             chunks[deed] = card.request(requests[deed].n_bytes, requests[deed].stream)
             unusable = free if card.reserved_bytes > before else unusable
-            highest = max(highest, card.allocated_bytes) if self._at >= last else 0
+            highest = max(highest, card.allocated_bytes) if at >= last else 0
         return Replayed(highest, card.highest_bytes, unusable)
+
+
+_MODULES = {-1: "embedding", ENDING: "final norm, head and loss"}
+
+
+def trace_of(log: Log) -> Trace:
+    """The requests as a dry run records them, for everything that reads those. One deed is one moment."""
+    born, died, span_of = [0] * len(log.requests), [len(log.deeds) + 1] * len(log.requests), [0] * len(log.requests)
+    span = -1
+    for moment, deed in enumerate(log.deeds, 1):
+        while span + 1 < len(log.spans) and log.spans[span + 1].start < moment:
+            span += 1
+        if deed < 0:
+            died[-1 - deed] = moment
+        else:
+            born[deed], span_of[deed] = moment, span
+    reasons, kinds, modules = (_table(column) for column in zip(*map(_named, log.requests), strict=True))
+    return Trace(
+        moments=len(log.deeds),
+        operations=tuple(reasons),
+        modules=tuple(modules),
+        kinds=tuple(kinds),
+        lines=("",),
+        sources=("",),
+        spans=tuple([SpanRecorded(step=one.step, phase=one.phase.value, start=one.start) for one in log.spans]),
+        collectives=tuple([_call(one) for one in log.calls]),
+        blocks=Blocks(
+            n_bytes=tuple([one.n_bytes for one in log.requests]),
+            born=tuple(born),
+            died=tuple(died),
+            operation=tuple([reasons[one.reason] for one in log.requests]),
+            module=tuple([modules[_module(one.layer)] for one in log.requests]),
+            kind=tuple([kinds[one.kind.value] for one in log.requests]),
+            line=(0,) * len(log.requests),
+            span=tuple(span_of),
+            stream=tuple([one.stream for one in log.requests]),
+        ),
+    )
+
+
+def _named(one: Request) -> tuple[str, str, str]:
+    return one.reason, one.kind.value, _module(one.layer)
+
+
+def _module(layer: int) -> str:
+    return _MODULES.get(layer) or f"layers.{layer}"
+
+
+def _table(names: Iterable[str]) -> dict[str, int]:
+    return {name: place for place, name in enumerate(dict.fromkeys(names))}
+
+
+def _call(one: Call) -> CollectiveRecorded:
+    return CollectiveRecorded(operation=one.operation, dtype="", group=one.ranks, n_bytes=one.n_bytes, moment=one.start)

@@ -7,6 +7,7 @@ from typing import TypedDict
 from zeroplan.engines.account import PipelineRank
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Band, Collective, Kind, Line, Moment
+from zeroplan.measurement import SETTINGS
 from zeroplan.remedies import Remedy
 from zeroplan.traffic import Traffic
 
@@ -53,6 +54,7 @@ def estimate_payload(answer: Estimate, notes: Sequence[str] = (), changes: Seque
         "reserved": _band(answer.reserved),
         "reserved_with_expandable_segments": _band(answer.reserved_with("expandable_segments")),
         "under_pressure": _band(answer.under_pressure()),
+        "replay": _replay(answer),
         "allocator_room_bytes": answer.allocator_room_bytes,
         "outside_allocator": {
             **_band(answer.outside_band),
@@ -73,6 +75,20 @@ def estimate_payload(answer: Estimate, notes: Sequence[str] = (), changes: Seque
         "communication": _communication(answer.traffic),
         "approximate": answer.approximate,
         "notes": list(notes),
+    }
+
+
+def _replay(answer: Estimate) -> dict[str, object] | None:
+    """What a replay of the step's requests shows with each of the allocator's settings; None where there is none."""
+    step, room = answer.replay, answer.allocator_room_bytes
+    if step is None:
+        return None
+    return {
+        settings: {
+            **step.replayed(settings)._asdict(),
+            "on_card": None if room is None else step.on_card(room, settings)._asdict(),
+        }
+        for settings in SETTINGS
     }
 
 

@@ -11,7 +11,16 @@ from zeroplan.ledger import Line
 from zeroplan.remedies import Remedy
 from zeroplan.report.card import card_rows
 from zeroplan.report.tables import Table
-from zeroplan.report.words import NO_CHANGE, every_note, headline, job_lines, kinds_by_size, plural, verdict_sentence
+from zeroplan.report.words import (
+    NO_CHANGE,
+    every_note,
+    headline,
+    job_lines,
+    kinds_by_size,
+    plural,
+    replay_sentence,
+    verdict_sentence,
+)
 from zeroplan.units import Unit
 
 LINES, COLUMNS = 26, 80
@@ -61,6 +70,7 @@ def _summary(answer: Estimate, unit: Unit) -> Iterator[str]:
     states, together = answer.states_by_kind, sum(answer.states_by_kind.values())
     parts = ", ".join(f"{kind.value} {unit.part(n_bytes, together)}" for kind, n_bytes in states.items())
     yield from _filled(f"Model states: {unit.size(together)} ({parts})")
+    yield from _filled(replay_sentence(answer, unit))
     if answer.pipeline:
         ranks = sorted(answer.pipeline, key=lambda one: int(one.peak_bytes))
         lowest = f"the lowest, rank {ranks[0].rank}, {unit.size(int(ranks[0].peak_bytes))}"

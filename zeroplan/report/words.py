@@ -4,10 +4,11 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from zeroplan.estimator import Estimate, estimate, step_implementation
 from zeroplan.ledger import Kind, Line, bytes_by_kind
+from zeroplan.measurement import SETTINGS
 from zeroplan.remedies import MOST_GPUS
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
@@ -15,6 +16,9 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.units import Unit, format_size
+
+if TYPE_CHECKING:
+    from zeroplan.replay import OnCard
 
 T = TypeVar("T")
 WIDTH = 100
@@ -253,18 +257,42 @@ def verdict_sentence(answer: Estimate, unit: Unit | None = None, *, name_a_gpu: 
     return f"It fits {name} ({capacity}){tightly}, with {room} of room beside the peak.{pressed and ' ' + pressed}{way_out}"
 
 
+def replay_sentence(answer: Estimate, unit: Unit) -> str:
+    """What the allocator reserves in a replay of the step's requests; empty where there is none."""
+    if answer.replay is None:
+        return ""
+    default, expandable = (answer.replay.replayed(settings) for settings in SETTINGS)
+    return (
+        f"Replayed: the allocator reserves {unit.size(default.reserved_bytes)}, of which {unit.size(default.unusable_bytes)} were "
+        f"free and unusable when it last took more; with expandable segments {unit.size(expandable.reserved_bytes)}"
+    )
+
+
 def allocator_sentence(answer: Estimate, unit: Unit | None = None) -> str:
     """What happens where the allocator would reserve more than the GPU has for it; empty where it would not, or none is named."""
     room, band = answer.allocator_room_bytes, answer.reserved
     if room is None or answer.verdict == "does not fit" or int(band.high_bytes) <= room:
         return ""
     size = format_size if unit is None else unit.size
+    if answer.replay is not None:
+        return _on_the_card(answer.replay.on_card(room), room, size)
     may = "would" if int(band.low_bytes) > room else "may"
     span = f"{size(int(band.low_bytes))} to {size(int(band.high_bytes))}"
     return (
         f"The allocator {may} reserve {span} where it has {size(room)}; it then frees cached blocks and tries again, which costs "
         f"time. {_with_fragmentation(answer, room, size)}"
     )
+
+
+def _on_the_card(shown: "OnCard", room: int, size: Callable[[int], str]) -> str:
+    """What became of a replay on a card with so much room for the allocator."""
+    has = f"Replayed with the {size(room)} that the allocator has"
+    if not shown.fits:
+        where = "" if shown.phase is None else f" in the {shown.phase.value}"
+        return f"{has}, it runs out of memory{where}, with {size(shown.free_bytes)} reserved, free and of no use."
+    if shown.retries:
+        return f"{has}, the step goes through, after {shown.retries:,} times of giving cached blocks back, which costs time."
+    return f"{has}, the step goes through."
 
 
 def _with_fragmentation(answer: Estimate, room: int, size: Callable[[int], str]) -> str:

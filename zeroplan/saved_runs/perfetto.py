@@ -23,14 +23,19 @@ def save_trace(saved: SavedRun, path: Path, *, force: bool) -> None:
     """Write a run as a trace, compressed where the name ends in ``.gz``. Raises SpecError where it cannot be written."""
     if saved.trace is None:
         raise SpecError("the run was kept without its blocks")
-    events = [*_names(saved), *_counters(saved.trace), *_slices(saved.trace), *_calls(saved.trace)]
+    run = saved.run
+    save_events(saved.trace, f"{run.command[0]}, rank {run.rank} of {run.gpus}", path, force=force)
+
+
+def save_events(trace: Trace, name: str, path: Path, *, force: bool) -> None:
+    """Write the requests of a run, or of a step that nobody ran, under a name."""
+    events = [*_names(name), *_counters(trace), *_slices(trace), *_calls(trace)]
     write(path, json.dumps({"traceEvents": events}, separators=(",", ":")).encode(), force=force)
 
 
-def _names(saved: SavedRun) -> Iterator[_Event]:
-    run = saved.run
-    name = f"{run.command[0]}, rank {run.rank} of {run.gpus}; 1 us is one request or release of memory, no time"
-    yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}
+def _names(name: str) -> Iterator[_Event]:
+    title = f"{name}; 1 us is one request or release of memory, no time"
+    yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}
     for track, title in _TRACKS.items():
         yield {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": title}}
 

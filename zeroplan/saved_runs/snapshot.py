@@ -29,7 +29,12 @@ def save_snapshot(saved: SavedRun, path: Path, *, force: bool) -> None:
     """Write a run as a snapshot. Raises SpecError where it cannot be written."""
     if saved.trace is None:
         raise SpecError("the run was kept without its blocks")
-    write(path, pickle.dumps(snapshot(saved.trace), protocol=4), force=force)
+    save_requests(saved.trace, path, force=force)
+
+
+def save_requests(trace: Trace, path: Path, *, force: bool) -> None:
+    """Write the requests of a run, or of a step that nobody ran."""
+    write(path, pickle.dumps(snapshot(trace), protocol=4), force=force)
 
 
 def snapshot(trace: Trace) -> _Entry:

@@ -297,7 +297,7 @@ def bucket_sizes(model: ModelSpec, element_bytes: int, cap_mb: int | None = None
 
 @lru_cache(maxsize=256)
 def rebuilt_buckets(model: ModelSpec, element_bytes: int, cap_mb: int | None = None) -> tuple[int, ...]:
-    """The size of each bucket once the reducer knows in which order gradients become ready (``Reducer::rebuild_buckets``). [bytes]"""
+    """The size of each bucket once the reducer knows in which order gradients come (``Reducer::rebuild_buckets``). [bytes]"""
     return _filled([element_bytes * (each.end - each.start) for each in reversed(trained_row(model).executed)], cap_mb)
 
 

@@ -51,9 +51,7 @@ def not_written(job: JobSpec) -> str:
             (ways_of_resharding(options) is not None, "reshard_after_forward as a number"),
             (options.of_torch_2_15, "FSDP2 of torch 2.15"),
         ),
-        "ddp": (
-            (recipe.ddp.find_unused_parameters or recipe.ddp.static_graph, "DDP that looks for unused parameters"),
-        ),
+        "ddp": ((recipe.ddp.find_unused_parameters or recipe.ddp.static_graph, "DDP that looks for unused parameters"),),
         "deepspeed": (
             (recipe.zero_stage == 3, "DeepSpeed stage 3"),
             (recipe.deepspeed.offloads, "DeepSpeed's offload"),
@@ -69,7 +67,6 @@ def not_written(job: JobSpec) -> str:
         (mesh.tp * mesh.cp * mesh.ep * mesh.pp > 1, "a model that ranks split (tp, cp, ep, pp)"),
         (model.adapter is not None, "LoRA"),
         (model.frozen is not None, "frozen parts"),
-        (bool(model.unplaced_parameters), "parameters that no tensor is known for"),
         (recipe.offload_activations, "offload of activations"),
         (recipe.optimizer in _WHOLE_STEP, f"optimizer {recipe.optimizer!r}"),
         *of_engine,

@@ -1,4 +1,4 @@
-"""DeepSpeed's training step at stages 0 to 2, request by request. Methods are named after DeepSpeed's (0.19.8, stage_1_and_2.py)."""
+"""DeepSpeed's training step at stages 0 to 2, request by request. Methods have the names of 0.19.8's (stage_1_and_2.py)."""
 
 from collections import defaultdict
 from collections.abc import Hashable
@@ -53,6 +53,7 @@ class Step(ModelPass):
                 self.log.request("abandoned", self.element * numel(each), line.kind, line.reason)
 
     def before_forward(self) -> None:
+        """No gradient has come yet."""
         self.waiting = {block: list(placed) for block, placed in self.of_block.items()}
 
     def arrived(self, gradients: list[Hashable]) -> None:
@@ -258,6 +259,7 @@ class Partitioned(Step):
             log.rename("flat", "taken")
             log.rename("averaged", "taken") if one and self.element == self.master else log.release("averaged")
         update.step(log, [(share,)])
+        log.release("sums")
 
 
 def requests(job: JobSpec, steps: int) -> Log:

@@ -1,4 +1,4 @@
-"""FSDP2's training step, request by request. Functions are named after torch's (torch 2.13, torch/distributed/fsdp/_fully_shard)."""
+"""FSDP2's training step, request by request. Methods have the names of torch 2.13's (torch/distributed/fsdp/_fully_shard)."""
 
 from collections.abc import Hashable
 from typing import NamedTuple
@@ -33,11 +33,9 @@ class Step(ModelPass):
     def __init__(self, job: JobSpec, plan: Plan, log: Log) -> None:
         """Take the job's plan."""
         super().__init__(job.model, job.recipe, job.batch, log)
-        self.plan, self.n = plan, int(plan.n)
+        self.plan, self.n, self.replicas = plan, int(plan.n), job.mesh.dp_replicate
         self.root = self._unit("root", -1, (*self.tree.embeddings, *self.tree.tail))
-        self.units = tuple(
-            self._unit(layer, layer, self.tree.runs[run].parameters) for layer, run in enumerate(self.order)
-        )
+        self.units = tuple(self._unit(layer, layer, self.tree.runs[run].parameters) for layer, run in enumerate(self.order))
         self.mixed, self.gathers = plan.width.mixed, self.n > 1
         self.reduce_inputs: list[Hashable] = []
         self.made: dict[Hashable, list[Hashable]] = {}
@@ -46,7 +44,9 @@ class Step(ModelPass):
     def _unit(self, name: Hashable, layer: int, parameters: tuple[Parameter, ...]) -> Unit:
         rows = [(ceil_div(one.shape[0], self.n), one.numel // one.shape[0]) for one in parameters]
         shard = sum(count * width for count, width in rows)
-        return Unit(name, layer, tuple([self.n * count * width for count, width in rows]), shard, sum(one.numel for one in parameters))
+        return Unit(
+            name, layer, tuple([self.n * count * width for count, width in rows]), shard, sum(one.numel for one in parameters)
+        )
 
     def chunks(self) -> list[tuple[int, ...]]:
         """The shapes of this rank's chunks, in the optimizer's order."""
@@ -63,13 +63,16 @@ class Step(ModelPass):
         if self.mixed:
             self.log.request("chunk", width * unit.shard, Kind.GATHER, "this rank's chunk, cast")
         self.log.request(("gathered", unit.name), width * self.n * unit.shard, Kind.GATHER, "all-gather output")
+        self.log.call("all_gather", width * self.n * unit.shard, self.n)
         self.log.release("chunk")
         self.log.stream = 0
 
     def copy_out(self, unit: Unit) -> None:
         """``foreach_all_gather_copy_out``: every parameter in memory of its own."""
         for elements in unit.whole:
-            self.log.request(("unsharded", unit.name), self.plan.width.compute * elements, Kind.UNSHARDED_PARAMETERS, "unsharded parameter")
+            self.log.request(
+                ("unsharded", unit.name), self.plan.width.compute * elements, Kind.UNSHARDED_PARAMETERS, "unsharded parameter"
+            )
 
     def unshard(self, unit: Unit) -> None:
         """Before a unit's forward."""
@@ -85,21 +88,26 @@ class Step(ModelPass):
         self.log.release(("unsharded", unit.name))
 
     def before_forward(self) -> None:
+        """The root unit is gathered."""
         self.unshard(self.root)
 
     def before_block(self, layer: int) -> None:
+        """The block is gathered."""
         self.unshard(self.units[layer])
 
     def after_block(self, layer: int) -> None:
+        """It lets go of its parameters, unless it keeps them."""
         if self.plan.reshard is not False:
             self.reshard(self.units[layer])
 
     def before_ending_backward(self) -> None:
+        """The root's hook gathers the last block ahead."""
         self.log.release("parked")
         if self.plan.reshard is not False:
             self.all_gather(self.units[-1])
 
     def before_block_backward(self, layer: int) -> None:
+        """The block is copied out, and the one below gathered."""
         unit = self.units[layer]
         if not self.log.has(("unsharded", unit.name)):
             self.all_gather(unit)
@@ -111,6 +119,7 @@ class Step(ModelPass):
     # --- gradients ----------------------------------------------------------------------------------------------------------
 
     def arrived(self, gradients: list[Hashable]) -> None:
+        """Gradients stay whole until their unit is reduced."""
         of = self.log.layer if self.log.layer >= 0 else "root"
         if self.plan.adds_up and self.log.has(("whole", of)):
             self.log.release(*gradients)
@@ -118,9 +127,11 @@ class Step(ModelPass):
             self.made.setdefault(of, []).extend(gradients)
 
     def after_block_backward(self, layer: int) -> None:
+        """The block is reduced."""
         self.post_backward(self.units[layer])
 
     def after_backward(self) -> None:
+        """The root unit is reduced, and ``finalize_backward`` lets go of what reductions read."""
         self.post_backward(self.root)
         self.log.release(*self.reduce_inputs, "all-reduced")
         self.reduce_inputs = []
@@ -147,8 +158,12 @@ class Step(ModelPass):
         log.stream = REDUCES
         there, held = log.has(shard), "all-reduced" if plan.replicated else "reduced"
         log.request("reduced", plan.reduce_bytes * unit.shard, Kind.GRADIENTS, "reduce-scatter output")
+        log.call("reduce_scatter", plan.reduce_bytes * self.n * unit.shard, self.n)
+        log.call("all_reduce", plan.reduce_bytes * unit.shard, self.replicas)
         if plan.reduce_bytes != plan.width.stored:
-            log.request(shard if not there else "cast", plan.width.stored * unit.shard, Kind.GRADIENTS, "reduce-scatter output, cast")
+            log.request(
+                shard if not there else "cast", plan.width.stored * unit.shard, Kind.GRADIENTS, "reduce-scatter output, cast"
+            )
         elif not there:
             log.rename("reduced", shard)
         log.rename("reduced", held)

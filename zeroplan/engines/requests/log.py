@@ -16,6 +16,15 @@ class Request(NamedTuple):
     stream: int
 
 
+class Call(NamedTuple):
+    """One collective: its payload in the sense of its largest buffer, its ranks, and how many deeds there were before it."""
+
+    operation: str
+    n_bytes: int
+    ranks: int
+    start: int
+
+
 class Span(NamedTuple):
     """A part of the run: which step (the first is 0; -1 before it), which phase, and how many deeds there were before it."""
 
@@ -41,6 +50,7 @@ class Log:
         self.deeds: list[int] = []
         """In order: the place of a request, or ``-1 - place`` of one that is released."""
         self.spans: list[Span] = []
+        self.calls: list[Call] = []
         self.layer, self.stream = -1, 0
         self.products: dict[str, int] = {}
         """When the forward and the backward first multiply matrices, where cuBLAS takes a workspace; in deeds."""
@@ -49,6 +59,11 @@ class Log:
     def begin(self, step: int, phase: Phase) -> None:
         """Begin a part of the run."""
         self.spans.append(Span(step, phase, len(self.deeds)))
+
+    def call(self, operation: str, n_bytes: int, ranks: int) -> None:
+        """Begin a collective, if it is one of several ranks and something is sent."""
+        if ranks > 1 and n_bytes:
+            self.calls.append(Call(operation, n_bytes, ranks, len(self.deeds)))
 
     def request(self, key: Hashable, n_bytes: int, kind: Kind, reason: str) -> None:
         """Request memory, if any, and hold it under a key."""

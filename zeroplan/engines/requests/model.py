@@ -10,7 +10,8 @@ from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.transformer.families.requested import Do, Sized, block_requests, ending_requests
+from zeroplan.transformer.families.requested import Sized, block_requests, ending_requests
+from zeroplan.transformer.families.tape import Do
 from zeroplan.transformer.parameters import BlockRun, Parameter
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
 
@@ -141,8 +142,8 @@ class ModelPass:
                 log.release(self.casts[layer, place].pop())
 
     def _cast(self, layer: int, place: int, elements: int, *, forward: bool) -> None:
-        """Autocast's copy of a weight. Autograd saves it, unless a checkpoint runs the block again: then autocast's cache has it."""
-        key = "cast", layer, len(self.log.requests)
+        """Autocast's copy of a weight, which autograd saves; where a checkpoint runs the block again, autocast's cache has it."""
+        key: Hashable = ("cast", layer, len(self.log.requests))
         if forward and layer != ENDING and self.recomputes[self.order[layer]] != "none":
             key = ("cached",)
         else:

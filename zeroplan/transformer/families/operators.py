@@ -150,7 +150,7 @@ def _weight(tape: Tape, elements: Size, site: Site, *, tracked: bool, of: str) -
     """
     if tracked:
         tape.casts.append(elements)
-        tape.deeds.append((Do.CAST, elements))
+        tape.course.deeds.append((Do.CAST, elements))
     made = Value(Store(TEMPORARY, "", NOTHING, ""), e, elements)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:

@@ -19,8 +19,8 @@ from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
 from zeroplan.transformer.families.parts import INCOMING
 from zeroplan.transformer.families.program import Block
-from zeroplan.transformer.families.tape import Deed, Do, Store, Tape, Value
 from zeroplan.transformer.families.sharded import SHARES
+from zeroplan.transformer.families.tape import Deed, Do, Store, Tape, Value
 from zeroplan.transformer.families.traced import run_forward, structure_of
 from zeroplan.transformer.families.widths import beyond_the_window, in_one_chunk, values_of, widths
 from zeroplan.transformer.symbols import r
@@ -96,8 +96,10 @@ def _one(answer: object) -> bool:
 
 def _sized(requested: Requested, values: Values) -> Sized:
     sizes = [_int((one.size if isinstance(one, Store) else one).value(values)) for one in requested.things]
-    done = (tuple([_instruction(requested, sizes, *one) for one in deeds]) for deeds in (requested.forward, requested.backward))
-    return Sized(*done, requested)
+    forward, backward = (
+        tuple([_instruction(requested, sizes, *one) for one in deeds]) for deeds in (requested.forward, requested.backward)
+    )
+    return Sized(forward, backward, requested)
 
 
 def _instruction(requested: Requested, sizes: list[int], do: Do, place: int) -> Instruction:
@@ -159,12 +161,12 @@ def _of_a_rank(whole: Requested) -> Requested:
 
 def _plain(structure: Block) -> Requested:
     tape, given, made = run_forward(structure, saving=True)
-    forward, incoming = _without(tape.deeds, given.store), _incoming(made)
+    forward, incoming = _without(tape.course.deeds, given.store), _incoming(made)
     tape.release(made, given)
-    saves_given, before = given.store in tape.alive, len(tape.deeds)
+    saves_given, before = given.store in tape.alive, len(tape.course.deeds)
     tape.run_backward(made, incoming)
     return _Places().requested(
-        forward, tape.deeds[before:], given=given.store, made=made.store, incoming=incoming, outgoing=tape.outgoing,
+        forward, tape.course.deeds[before:], given=given.store, made=made.store, incoming=incoming, outgoing=tape.course.outgoing,
         saves_given=saves_given,
     )  # fmt: skip
 
@@ -181,25 +183,25 @@ def _incoming(made: Value) -> Store:
 def _recomputed(structure: Block, *, keeps: bool) -> Requested:
     """A checkpoint: the forward keeps its input and, selectively, what is dear; the backward runs it again first."""
     tape, given, made = run_forward(structure, saving=False, keeping=keeps)
-    forward, kept = _without(tape.deeds, given.store), tape.kept() if keeps else ()
+    forward, kept = _without(tape.course.deeds, given.store), tape.kept() if keeps else ()
     again, _, output = run_forward(structure._replace(again=True), saving=True, given=given.store)
     places = _Places()
     places.same = dict(zip(again.kept() if keeps else (), kept, strict=True))
     incoming, rerun = _incoming(output), [] if keeps else _until_last_saved(again)
     again.release(given, output)
-    before = 0 if keeps else len(again.deeds)
+    before = 0 if keeps else len(again.course.deeds)
     again.run_backward(output, incoming)
     gone = {thing for do, thing in rerun if do is Do.RELEASE} | {given.store}  # the checkpoint's own until the block is done
-    back = [(do, thing) for do, thing in again.deeds[before:] if do is not Do.RELEASE or thing not in gone]
+    back = [(do, thing) for do, thing in again.course.deeds[before:] if do is not Do.RELEASE or thing not in gone]
     return places.requested(
         forward, _without([*rerun, *back], *places.same), given=given.store, made=made.store, incoming=incoming,
-        outgoing=again.outgoing, saves_given=True,
+        outgoing=again.course.outgoing, saves_given=True,
     )  # fmt: skip
 
 
 def _until_last_saved(tape: Tape) -> list[Deed]:
     """Run again up to the last operator that saves something; names go there, and what nothing has saved."""
-    deeds = _without(tape.deeds[: tape.saved_at], *tape.made_after)
+    deeds = _without(tape.course.deeds[: tape.course.saved_at], *tape.course.made_after)
     there: dict[Store, None] = {}
     for do, thing in deeds:
         if isinstance(thing, Store) and do is Do.REQUEST:
@@ -212,11 +214,17 @@ def _until_last_saved(tape: Tape) -> list[Deed]:
 @lru_cache(maxsize=64)
 def _of_an_ending(ending: Ending) -> Requested:
     tape, loss = ran_forward(ending)
-    (_, given), *forward = tape.deeds
+    (_, given), *forward = tape.course.deeds
     assert isinstance(given, Store)  # noqa: S101  the input is requested first
-    then = len(tape.deeds)
+    then = len(tape.course.deeds)
     tape.run_backward(loss, loss.store)
     made = _Places().requested(
-        forward, tape.deeds[then:], given=given, made=loss.store, incoming=loss.store, outgoing=tape.outgoing, saves_given=False
+        forward,
+        tape.course.deeds[then:],
+        given=given,
+        made=loss.store,
+        incoming=loss.store,
+        outgoing=tape.course.outgoing,
+        saves_given=False,
     )
     return _of_a_rank(made) if ending.sharded else made

@@ -9,6 +9,7 @@ batch.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -133,6 +134,20 @@ Deed: TypeAlias = tuple[Do, "Store | Size | None"]
 """What is done, and to what: a tensor, the elements of a weight, or nothing."""
 
 
+@dataclass(slots=True)
+class Course:
+    """What a program has done to memory so far."""
+
+    deeds: "list[Deed]" = field(default_factory=list)
+    """Every request and release, in order."""
+    saved_at: int = 0
+    """How many there were when an operator last saved something."""
+    made_after: "tuple[Store, ...]" = ()
+    """What that had made by then, though torch makes it after."""
+    outgoing: "Store | None" = None
+    """The gradient of what the program was given, once it has gone backward."""
+
+
 class Alive(NamedTuple):
     """A moment: what is alive, and of the weights the gradients made so far, those being made, and the casts that are there."""
 
@@ -182,13 +197,7 @@ class Tape:
         self._last_saving: tuple[int, Alive, tuple[Value, ...]] = 0, Alive("", (), (), (), ()), ()
         """Of the last operator that saved something: the moments before it, itself, and outputs it did not save."""
         self.alive: dict[Store, None] = {}
-        self.deeds: list[Deed] = []
-        """Every request and release, in order."""
-        self.saved_at = 0
-        """How many there were when an operator last saved something, and what it had made by then though torch makes it after."""
-        self.made_after: tuple[Store, ...] = ()
-        self.outgoing: Store | None = None
-        """The gradient of what the program was given, once it has gone backward."""
+        self.course = Course()
         self.operators: list[Operator] = []
         self.moments: list[Alive] = []
         self.saved: dict[Store, None] = {}
@@ -236,7 +245,7 @@ class Tape:
             tag = tag._replace(module=self.module)
         store = Store(kind, reason, size, source, tag)
         self.alive[store] = None
-        self.deeds.append((Do.REQUEST, store))
+        self.course.deeds.append((Do.REQUEST, store))
         self.note()
         return store
 
@@ -263,7 +272,7 @@ class Tape:
 
     def _release(self, store: Store) -> None:
         del self.alive[store]
-        self.deeds.append((Do.RELEASE, store))
+        self.course.deeds.append((Do.RELEASE, store))
         self.fell = True
 
     def release(self, *values: Value) -> None:
@@ -287,7 +296,7 @@ class Tape:
         store.twin = Store(store.kind, store.reason, whole * at_most(1, b - 1), store.source, store.tag)
         store.twin.holds = names
         self.alive[store.twin] = None
-        self.deeds.insert(self.deeds.index((Do.REQUEST, store)), (Do.REQUEST, store.twin))
+        self.course.deeds.insert(self.course.deeds.index((Do.REQUEST, store)), (Do.REQUEST, store.twin))
         self.moments = [_with_twin(moment, store) for moment in self.moments]
         before, last, outputs = self._last_saving
         self._last_saving = before, _with_twin(last, store), outputs
@@ -316,7 +325,7 @@ class Tape:
         if kept or (saves_weight and self.saving):
             apart = () if late else tuple(value for value in outputs if value.store not in kept)
             self._last_saving = len(self.moments) - 1, self.moments[-1], apart
-            self.saved_at, self.made_after = len(self.deeds), tuple([value.store for value in apart])
+            self.course.saved_at, self.course.made_after = len(self.course.deeds), tuple([value.store for value in apart])
         self.operators.append(
             Operator(name, outputs, kept, backward, cast, saves_weight, place or Place(), self.module, of is None)
         )
@@ -371,7 +380,7 @@ class Tape:
             self.temporary(*unsummed)
         self.gradients.append(size)
         self.current.append(size)
-        self.deeds.append((Do.GRADIENT, size))
+        self.course.deeds.append((Do.GRADIENT, size))
         if waits:
             self.waiting.append(size)
 
@@ -388,7 +397,7 @@ class Tape:
                     self.before_saved = tuple(dict.fromkeys(waiting.values()))
                     self.unsaved = len(self.moments) - (not self.fell)  # the next moment takes the place of the last
                 self._step(operator, waiting)
-        self.outgoing = next(iter(waiting.values()), None)
+        self.course.outgoing = next(iter(waiting.values()), None)
 
     def _step(self, operator: Operator, waiting: dict[Value, Store]) -> None:
         self._begin(operator)
@@ -403,11 +412,11 @@ class Tape:
         if operator.cast is not None:
             self.fell = True
             self.casts.remove(operator.cast)
-            self.deeds.append((Do.UNCAST, operator.cast))
+            self.course.deeds.append((Do.UNCAST, operator.cast))
         for value, gradient in arriving:
             self._deliver(value, gradient, waiting)
         if made:
-            self.deeds.append((Do.ARRIVE, None))
+            self.course.deeds.append((Do.ARRIVE, None))
             self.handed.append(Handed(tuple(self.gradients), tuple(self.alive)))
 
     def _done_with(self, operator: Operator, taken: list[Store]) -> tuple[Store, ...]:
