@@ -30,6 +30,8 @@ class Unit(NamedTuple):
 class Step(ModelPass):
     """A rank's micro-batches and steps."""
 
+    holds_batch = False
+
     def __init__(self, job: JobSpec, plan: Plan, log: Log) -> None:
         """Take the job's plan."""
         super().__init__(job.model, job.recipe, job.batch, log)

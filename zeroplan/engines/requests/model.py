@@ -22,6 +22,9 @@ ENDING = -2
 class ModelPass:
     """One micro-batch on its way through the model and back. An engine overrides what happens between the blocks."""
 
+    holds_batch = True
+    """Whether the engine has the token ids until the backward is over; else they go with the embedding's backward."""
+
     def __init__(self, model: ModelSpec, recipe: RecipeSpec, batch: Batch, log: Log) -> None:
         """Take the model's programs, and the sizes of all that they request."""
         self.log, self.recipe = log, recipe
@@ -87,7 +90,8 @@ class ModelPass:
         log.begin(self.step, Phase.FORWARD)
         self.before_forward()
         log.layer = -1
-        self._lines("shared", self.head.shared, again=False)
+        self._lines("batch", self.head.at_embedding)
+        self._lines("tables", self.head.with_blocks)
         log.request(("hidden", -1), self._hidden_bytes, Kind.ACTIVATIONS, "token embeddings")
         self._lines("by name", self.head.forward)
         for layer, run in enumerate(self.order):
@@ -109,11 +113,10 @@ class ModelPass:
         assert isinstance(n_bytes, int)  # noqa: S101  of one batch
         return n_bytes
 
-    def _lines(self, key: Hashable, lines: Iterable[Line], *, again: bool = True) -> None:
-        if again or not self.log.has(key):
-            for line in lines:
-                assert isinstance(line.n_bytes, int)  # noqa: S101  of one batch
-                self.log.request(key, line.n_bytes, line.kind, line.reason)
+    def _lines(self, key: Hashable, lines: Iterable[Line]) -> None:
+        for line in lines:
+            assert isinstance(line.n_bytes, int)  # noqa: S101  of one batch
+            self.log.request(key, line.n_bytes, line.kind, line.reason)
 
     def _name_goes(self, layer: int, run: int) -> None:
         """The model's forward has a new hidden state; the old one goes unless somebody else has it."""
@@ -191,10 +194,10 @@ class ModelPass:
                 log.release(("hidden", layer - 1))
             self.after_block_backward(layer)
         log.layer = -1
-        log.release("shared")
+        log.release("tables")
         self._embedding_backward()
         self.after_backward()
-        log.release("output")
+        log.release("output", "batch")
 
     def _backward_of(self, layer: int, sized: Sized) -> None:
         self._play(layer, sized, forward=False)
@@ -204,10 +207,12 @@ class ModelPass:
     def _embedding_backward(self) -> None:
         for parameter in reversed(self.tree.embeddings):
             self._gradient(parameter.numel)
-        if self.log.has("tied"):
-            self._sum_of_tied(self.arriving.pop())
         if self.flow is not None:
             self.log.release(self.flow)
+        if not self.holds_batch:
+            self.log.release("batch")
+        if self.log.has("tied"):
+            self._sum_of_tied(self.arriving.pop())
         self.arrived(self.arriving)
         self.arriving = []
 

@@ -1,0 +1,141 @@
+"""A step that nobody ran: its requests, what the allocator makes of them, and the files that they are written to."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import pytest
+
+from zeroplan import SpecError, estimate
+from zeroplan.engines.requests import STEPS, requests_of
+from zeroplan.ledger import Kind, Phase, total_bytes
+from zeroplan.replay import StepReplay, trace_of
+from zeroplan.resolve import job
+from zeroplan.saved_runs.perfetto import save_events
+from zeroplan.saved_runs.snapshot import save_requests
+from zeroplan.snapshots.reading import read_snapshot
+from zeroplan.units import MIB
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from zeroplan.engines.requests.log import Log
+    from zeroplan.spec.job import JobSpec
+
+_JOBS = (
+    {"engine": "fsdp2", "stage": 3},
+    {"engine": "fsdp2", "stage": 2, "recompute": "full", "grad_accum": 3},
+    {"engine": "ddp", "stage": 0},
+    {"engine": "deepspeed", "stage": 0},
+    {"engine": "deepspeed", "stage": 1, "grad_accum": 2},
+    {"engine": "deepspeed", "stage": 2, "recompute": "selective"},
+)
+
+
+def _job(**more: object) -> JobSpec:
+    return job(model="gpt2", gpus=4, seq_len=256, **more)  # type: ignore[arg-type]
+
+
+def _live(log: Log) -> list[int]:
+    """Bytes alive after each deed."""
+    return list(accumulate(log.requests[one].n_bytes if one >= 0 else -log.requests[-1 - one].n_bytes for one in log.deeds))
+
+
+@pytest.mark.parametrize("choices", _JOBS, ids=lambda one: "-".join(map(str, one.values())))
+class TestOfAStep:
+    """What is true of every engine's requests."""
+
+    def test_its_peak_is_the_estimates(self, choices: dict[str, object]):
+        """The same tensors, told one by one, beside cuBLAS's workspaces; to the byte."""
+        one = _job(**choices)
+        answer, log = estimate(one), StepReplay(one).log
+        in_steps = max(int(moment.total_bytes) for moment in answer.moments if moment.phase is not Phase.INIT)
+        last = next(span.start for span in log.spans if span.step == log.spans[-1].step)
+        assert max(_live(log)[last:]) + total_bytes(answer.workspaces) == in_steps
+
+    def test_a_further_step_is_like_the_last(self, choices: dict[str, object]):
+        """It ends with as much as the one before, and nothing is released that was not requested."""
+        one = _job(**choices)
+        steps = STEPS[one.recipe.engine]
+        ends = [_live(requests_of(one, number)) for number in (steps, steps + 1)]
+        assert ends[0][-1] == ends[1][-1]
+        assert min(ends[1]) > 0
+        trace_of(requests_of(one))  # checks itself
+
+    def test_what_is_kept_is_the_estimates_states(self, choices: dict[str, object]):
+        """Weights and optimizer state, to the byte."""
+        one = _job(**choices)
+        answer, log = estimate(one), StepReplay(one).log
+        held = set(range(len(log.requests))) - {-1 - deed for deed in log.deeds if deed < 0}
+        for kind in (Kind.PARAMETERS, Kind.OPTIMIZER_STATE):
+            n_bytes = sum(log.requests[place].n_bytes for place in held if log.requests[place].kind is kind)
+            assert n_bytes == answer.states_by_kind[kind]
+
+
+def test_on_a_card_that_is_too_small_it_says_where_and_on_a_smaller_one_it_tries_again():
+    """Between the peak and what is reserved the allocator gives blocks back."""
+    step = StepReplay(_job(stage=3))
+    shown = step.replayed()
+    ample = step.on_card(shown.reserved_bytes)
+    assert ample.fits
+    assert not ample.retries
+    less = step.on_card(shown.reserved_bytes - 2 * MIB)
+    assert less.retries or not less.fits
+    none = step.on_card(shown.allocated_bytes // 2)
+    assert not none.fits
+    assert none.phase is not None
+
+
+def test_an_estimate_with_a_replay_has_a_figure_where_it_had_a_band():
+    """Its own reserve, within a few percent."""
+    one = _job(stage=3)
+    without, there = estimate(one).reserved, estimate(one, replay=True).reserved
+    assert there.high_bytes - there.low_bytes < without.high_bytes - without.low_bytes
+    assert there.expected_bytes == StepReplay(one).replayed().reserved_bytes
+
+
+@pytest.mark.parametrize(
+    ("choices", "what"),
+    [
+        ({"engine": "paper"}, "engine 'paper'"),
+        ({"engine": "deepspeed", "stage": 3}, "DeepSpeed stage 3"),
+        ({"lora_rank": 8}, "LoRA"),
+        ({"optimizer": "muon"}, "optimizer 'muon'"),
+    ],
+)
+def test_what_is_not_known_is_refused_in_one_line(choices: dict[str, object], what: str):
+    """It names the part."""
+    with pytest.raises(SpecError, match=f"^the requests of {what} cannot be written out yet"):
+        job_of = {"model": "llama-3.2-1b", "gpus": 4, "seq_len": 128, **choices}
+        estimate(job(**job_of), replay=True)  # type: ignore[arg-type]
+
+
+class TestFiles:
+    """Files of a step that nobody ran."""
+
+    def test_perfettos_has_counters_phases_and_collectives(self, tmp_path: Path):
+        """The highest of the counter is the peak."""
+        one = _job(stage=3)
+        save_events(trace_of(StepReplay(one).log), "a step", tmp_path / "step.json", force=False)
+        events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+        allocated = max(one["args"]["bytes"] for one in events if one["ph"] == "C" and one["name"] == "allocated")
+        assert allocated == pytest.approx(estimate(one).peak_bytes, rel=0.2)  # workspaces are not requests of the step
+        assert {"forward, step 1", "backward, step 2", "all_gather", "reduce_scatter"} <= {one["name"] for one in events}
+
+    def test_torchs_viewer_reads_the_snapshot(self, tmp_path: Path):
+        """As zeroplan does itself: what is in use is what the log says is alive."""
+        log = StepReplay(_job(stage=3)).log
+        save_requests(trace_of(log), tmp_path / "step.pickle", force=False)
+        assert read_snapshot(tmp_path / "step.pickle")
+
+    def test_a_file_that_is_there_stays(self, tmp_path: Path):
+        """Unless the user says otherwise."""
+        trace, path = trace_of(StepReplay(_job(stage=3)).log), tmp_path / "step.json"
+        path.write_text("mine")
+        with pytest.raises(SpecError):
+            save_events(trace, "a step", path, force=False)
+        assert path.read_text() == "mine"
+        save_events(trace, "a step", path, force=True)
+        assert path.read_text() != "mine"
