@@ -69,6 +69,7 @@ def _wide_product(tape: Tape, narrow: Value, wide: Value, reason: str) -> Value:
         if tape.is_wide(narrow.dtype) == tape.is_wide(wide.dtype):
             return [*arriving, (narrow, op.gradient(tape, narrow, "gradient of a factor of gelu", ACTIVATIONS))]
         tape.temporary("gradient of a factor of gelu, not yet cast", wide.dtype * wide.shape, ACTIVATIONS)
+        tape.used(narrow.store, wide.store)
         reason = "gradient of a factor of gelu, cast, on CUDA"
         return [*arriving, (narrow, op.gradient(tape, narrow, reason, ACTIVATIONS, CUDA_ALONE))]
 

@@ -142,7 +142,7 @@ def _plan_of(structure: Block | Ending, order: tuple[int, ...]) -> _Planned:
     left = tape.left[::-1]
     made = [(left[at].operator.name, tape.run_weights(left[at])) for at in order]
     weights = tuple([(name, index.of(beside), index.of(freed)) for name, (beside, freed) in made])
-    plan = Plan(tuple(index.stores), (), {}, points, (), (), (), SPLIT_BACKWARD, {})
+    plan = Plan(tuple(index.stores), (), {}, points, (), (), (), (), SPLIT_BACKWARD, {})
     return _Planned(of_a_rank(plan) if structure.sharded else plan, structure.sharded, held, weights)
 
 

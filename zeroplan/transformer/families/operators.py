@@ -133,10 +133,16 @@ def trained_linear(
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         reason = f"gradient through the {site.name}"
         arriving = [(given, gradient(tape, given, reason, site.source))] if tape.follows(given) else []
-        for elements in () if casts else weights:
-            tape.weight_gradient(elements)
         reason = f"gradient of the {site.name}'s weights, not yet cast"
-        return [*arriving, *((one, tape.make(TEMPORARY, reason, e * one.shape, site.source)) for one in casts)]
+        for elements in (matrix, width) if bias else (matrix,):  # autograd sums a bias's gradient up when the operator is done
+            if elements is width:
+                tape.used(given.store)
+            copy = next((one for one in casts if one.shape is elements), None)
+            if copy is None:
+                tape.weight_gradient(elements)
+            else:
+                arriving.append((copy, tape.make(TEMPORARY, reason, e * elements, site.source)))
+        return arriving
 
     tape.add(site.name, (made,), (given.store,), backward, of=None, cast=kept if casts else None, place=site.place)
     tape.release(given)
@@ -146,10 +152,9 @@ def trained_linear(
 def _weight(tape: Tape, elements: Size, site: Site, *, tracked: bool, of: str) -> Value:
     """Autocast's copy of a weight or bias: its gradient is made in 16 bits and then cast.
 
-    The engine counts the bytes of a weight's copy, which is kept for the backward; that of a bias is not.
+    The engine counts the bytes of a weight's copy, which is kept for the backward; that of a bias goes with the forward.
     """
-    if tracked:
-        tape.casts.append(elements)
+    (tape.casts if tracked else tape.cached).append(elements)
     made = Value(Store(TEMPORARY, "", NOTHING, ""), e, elements)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -212,14 +217,16 @@ def rms_norm(
     at, module = place or Place()
     site = Site(name, kind.source, module, at)
     wide = cast(tape, value, 4, site._replace(name=f"{name}: its input"))
-    scale = _scale(tape, wide, rows, site)
+    scale, named = _scale(tape, wide, rows, site, names_mean=not kind.one_plus)
     normal = _times(tape, wide, scale, site)
     tape.release(wide, scale)
     if kind.one_plus or kind.wide:
-        return _scaled_in_32_bits(tape, normal, value.dtype, kind, weight, site)
-    narrow = cast(tape, normal, value.dtype, site._replace(name=f"{name}: normalised input"), NORMALISED)
-    made = _weighted(tape, narrow, () if tape.manner.norms_frozen else (narrow.store,), weight, site)
-    tape.release(narrow, normal)  # the fp32 one has a name until the norm returns
+        made = _scaled_in_32_bits(tape, normal, value.dtype, kind, weight, site)
+    else:
+        narrow = cast(tape, normal, value.dtype, site._replace(name=f"{name}: normalised input"), NORMALISED)
+        made = _weighted(tape, narrow, () if tape.manner.norms_frozen else (narrow.store,), weight, site)
+        tape.release(narrow, normal)  # the fp32 one has a name until the norm returns
+    tape.drop(*named)
     return made
 
 
@@ -238,8 +245,8 @@ def _scaled_in_32_bits(tape: Tape, normal: Value, dtype: Width, kind: NormAs, we
     return made
 
 
-def _scale(tape: Tape, wide: Value, rows: Size, site: Site) -> Value:
-    """``rsqrt(mean(x²) + eps)``, of which the root is saved and pow saves its base."""
+def _scale(tape: Tape, wide: Value, rows: Size, site: Site, *, names_mean: bool) -> tuple[Value, tuple[Store, ...]]:
+    """``rsqrt(mean(x²) + eps)``, of which the root is saved and pow saves its base; and the mean, where it has a name."""
     square = tensor(tape, f"{site.name}: square of its input", 4, wide.shape, site.source)
 
     def power(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -247,12 +254,16 @@ def _scale(tape: Tape, wide: Value, rows: Size, site: Site) -> Value:
         return [(wide, gradient(tape, wide, "gradient of the norm's input, fp32", site.source))]
 
     tape.add(site.name, (square,), (wide.store,), power, of=(wide,), place=site.place)
+    mean = tape.make(TEMPORARY, f"{site.name}: mean of its input's squares", 4 * rows, site.source)
+    tape.release(square)
     root = tensor(tape, f"{site.name}: reciprocal root mean square", 4, rows, site.source)
 
     backward = makes("gradient of the squared input", site.source, square)
     tape.add(f"{site.name}: reciprocal root", (root,), (root.store,), backward, of=(square,), place=site.place)
-    tape.release(square)
-    return root
+    if names_mean:
+        return root, (mean,)
+    tape.drop(mean)
+    return root, ()
 
 
 def _times(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
@@ -278,7 +289,7 @@ def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: Size, 
         passed = tape.make(GRADIENT, reason, made.dtype * made.shape, site.source) if followed else None
         if not frozen:
             unsummed = ("gradient of the norm's weight, not yet summed", made.dtype * made.shape, site.source)
-            tape.weight_gradient(weight, unsummed=unsummed)
+            tape.weight_gradient(weight, unsummed=unsummed, read=saved)
         return [] if passed is None else [(value, as_narrow(tape, value, passed, made, site.source))]
 
     of = (value,) if frozen else None
@@ -371,6 +382,7 @@ def mixed_product(tape: Tape, first: Value, second: Value, reason: str, site: Si
         followed = [one for one in (second, first) if tape.follows(one)]
         name = f"gradient of a factor of the {site.name}"
         bare = [tape.make(GRADIENT, name, 4 * made.shape, site.source) for _ in followed]
+        tape.used(*saved)
         return [(one, as_narrow(tape, one, wide, made, site.source)) for one, wide in zip(followed, bare, strict=True)]
 
     tape.add(site.name, (made,), saved, backward, of=(first, second), place=site.place)

@@ -67,7 +67,7 @@ def weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) ->
     made = op.tensor(tape, "experts: weighted outputs", wide, T * t * h, source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("gradient of the routing weights, not yet summed", made.dtype * T * t * h, source)
+        unsummed = tape.make(op.TEMPORARY, "gradient of the routing weights, not yet summed", made.dtype * T * t * h, source)
         if tape.is_wide(made.dtype) == tape.is_wide(outputs.dtype):
             passed = op.gradient(tape, outputs, "gradient of the experts' outputs", source)
             tape.used(outputs.store, weights.store)
@@ -76,7 +76,9 @@ def weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) ->
             tape.used(outputs.store, weights.store)
             passed = op.gradient(tape, outputs, "gradient of the experts' outputs", source)
             tape.drop(uncast)
-        return [(outputs, passed), (weights, op.gradient(tape, weights, "gradient of the routing weights", source))]
+        total = tape.make(op.GRADIENT, "gradient of the routing weights", made.dtype * T * t, source)
+        tape.drop(unsummed)
+        return [(outputs, passed), (weights, op.as_narrow(tape, weights, total, made, source))]
 
     place, saved = Place(At.WEIGHTING, Module.EXPERTS), (outputs.store, weights.store)
     tape.add("weighting of the expert outputs", (made,), saved, backward, of=(outputs, weights), place=place)

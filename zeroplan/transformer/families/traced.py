@@ -80,6 +80,9 @@ class Plan:
     """Without a checkpoint, and in a full and in a selective one."""
     points: tuple[Placed, ...]
     casts: Places
+    """Weights whose autocast copies are kept for the backward."""
+    cached: Places
+    """Those whose copies go with the forward."""
     selective: Places
     """What per-operation recomputation keeps: every second plain matrix product, and the outputs of attention's kernel."""
     given: Places
@@ -214,7 +217,6 @@ def structure_of(
         model.activation,
         model.attention_bias and model.family != "qwen2",
         model.mlp_bias,
-        recompute != "none" and model.moe is not None,
         x.expert_ranks > 1,
         compute.cp,
         head_size(max(x.head_dim, x.context // x.heads)),
@@ -302,8 +304,8 @@ def _plan(structure: Block, *, run_again: bool) -> Plan:
     """Run a structure's program; ``run_again``: also as the backward of a checkpoint does, whose moments may be the highest."""
     index, source = Index(), program_of(structure.family).source
     dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family == "deepseek_v3"}
-    tape, given, output = run_forward(structure, saving=True)
-    forward, casts = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts)
+    tape, given, output = run_forward(structure, saving=True, again=run_again)
+    forward, casts, cached = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts), index.elements(tape.cached)
     tape.release(output, given)
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
     whole, until_saved = tape.moments.copy(), tape.until_last_saved()
@@ -325,7 +327,7 @@ def _plan(structure: Block, *, run_again: bool) -> Plan:
     )
     places, handed = index.of((given.store, *tape.copied)), index.handed(tape.handed)
     stores, weights = tuple(index.stores), tuple(index.weights)
-    plan = Plan(stores, weights, made, points, casts, selective, places, source, reruns, handed)
+    plan = Plan(stores, weights, made, points, casts, cached, selective, places, source, reruns, handed)
     return of_a_rank(plan) if structure.sharded else plan
 
 
@@ -389,7 +391,7 @@ def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[A
 
 
 def run_forward(
-    structure: Block, *, saving: bool, given: Store | None = None, keeping: bool = False
+    structure: Block, *, saving: bool, given: Store | None = None, keeping: bool = False, again: bool = False
 ) -> tuple[Tape, Value, Value]:  # fmt: skip
     """Run the program forward, over an input that another run has had, or over one of its own: input and output."""
     program, training = program_of(structure.family), structure.training
@@ -399,7 +401,7 @@ def run_forward(
         saving=saving,
         narrow=training is not None and not training.wide_residual,
         keeping=keeping,
-        again=structure.again,
+        again=again,
     )
     value = _block_input(tape, given, T_p * h if structure.sharded else T * h, program.source)
     if training is not None:
@@ -568,7 +570,7 @@ def top(
     line. ``within`` are earlier moments with more beside them.
     """
     plan, top = sizes.plan, _top_of(sizes.plan, recompute)
-    at_end, every = sizes.total(top.end), sizes.elements(plan.casts) if autocast else 0
+    at_end, every = sizes.total(top.end), sizes.elements((*plan.casts, *plan.cached)) if autocast else 0
 
     def beyond_end(moment: Placed) -> Int:
         casts = every - sizes.elements(moment.casts) if autocast else 0
