@@ -29,6 +29,10 @@ class Branches(NamedTuple):
     source: str
     multiplied: bool = False
     """What a branch makes is multiplied by a number before it is added."""
+    before_mlp: Place = AT_MLP_NORM
+    """Of the norm before the MLP."""
+    after: tuple[Place, Place] | None = None
+    """Of norms after attention and after the MLP, where there are any."""
 
 
 def two_branches(tape: Tape, given: Value, block: Block, parts: Branches) -> Value:
@@ -37,15 +41,26 @@ def two_branches(tape: Tape, given: Value, block: Block, parts: Branches) -> Val
     whole = gathered(tape, normal, "input of attention")
     attended, weights = parts.attention(tape, whole, block)
     tape.release(whole, normal)
+    attended = _normed(tape, attended, "norm after attention", parts, 0)
     middle = _added(tape, given, attended, "residual stream between attention and MLP", parts)
-    normal = norm(tape, middle, "norm before the MLP", parts.norm, AT_MLP_NORM)
+    normal = norm(tape, middle, "norm before the MLP", parts.norm, parts.before_mlp)
     whole = gathered(tape, normal, "input of the MLP")
     branch = parts.mlp(tape, whole, block)
     tape.release(whole, normal)
+    branch = _normed(tape, branch, "norm after the MLP", parts, 1)
     made = _added(tape, middle, branch, "block output", parts)
     tape.release(middle)
     if weights is not None:
         tape.release(weights)
+    return made
+
+
+def _normed(tape: Tape, branch: Value, name: str, parts: Branches, number: int) -> Value:
+    """What a branch has made, put through a norm of its own where the family has one; the name goes over."""
+    if parts.after is None:
+        return branch
+    made = op.rms_norm(tape, branch, name, parts.norm, place=parts.after[number])
+    tape.release(branch)
     return made
 
 

@@ -8,8 +8,9 @@ from typing import NamedTuple
 from zeroplan.expr import NOTHING, Size
 from zeroplan.ledger import PLAIN, Kind, Role, Tag
 from zeroplan.transformer.blocks import Place
+from zeroplan.transformer.families.attention import CUDA_ALONE
 from zeroplan.transformer.families.norms import NORMALISED, STATISTICS, NormNames
-from zeroplan.transformer.families.tape import Arriving, Backward, Site, Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Backward, Site, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import T, b, e, h, r
 
 TENSOR, GRADIENT, TEMPORARY = Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS, Kind.TEMPORARY
@@ -88,7 +89,7 @@ def as_narrow(tape: Tape, value: Value, passed: Store, made: Value, source: str)
     if tape.is_wide(value.dtype) == tape.is_wide(made.dtype):
         return passed
     tape.scratch.append(passed)
-    return gradient(tape, value, f"{passed.reason}, cast", source)
+    return gradient(tape, value, f"{passed.reason}, cast", source, CUDA_ALONE if made.dtype == CAST_BY_CUDA else PLAIN)
 
 
 def narrowed(tape: Tape, value: Value, taken: Store, made: Value, site: Site) -> tuple[Value, Store]:
@@ -365,24 +366,19 @@ def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result
 
 
 def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
-    """``first * second``; each is saved for the gradient of the other, where autograd follows that."""
-    made = tensor(tape, reason, first.dtype, first.shape, site.source)
-    saved = factors(tape, (first, (first.store,)), (second, (second.store,)))
-    backward = makes(f"gradient of a factor of the {site.name}", site.source, first, second)
-    tape.add(site.name, (made,), saved, backward, of=(first, second), place=site.place)
-    return made
+    """``first * second`` in the wider dtype; each is saved for the gradient of the other, where autograd follows that.
 
-
-def mixed_product(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
-    """``first * second`` in fp32; each is saved for the other, and a gradient is cast for a factor that is narrower."""
-    made = tensor(tape, reason, 4, first.shape, site.source)
+    The gradient of a factor that is narrower is made in the wider dtype, and cast when the operator is done.
+    """
+    made = tensor(tape, reason, wider(tape, first.dtype, second.dtype), first.shape, site.source)
     saved = factors(tape, (first, (first.store,)), (second, (second.store,)))
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        followed = [one for one in (second, first) if tape.follows(one)]
+        followed = [one for one in (first, second) if tape.follows(one)]
         name = f"gradient of a factor of the {site.name}"
-        bare = [tape.make(GRADIENT, name, 4 * made.shape, site.source) for _ in followed]
-        tape.used(*saved)
+        bare = [tape.make(GRADIENT, name, wider(tape, one.dtype, made.dtype) * one.shape, site.source) for one in followed]
+        if any(tape.is_wide(one.dtype) != tape.is_wide(made.dtype) for one in followed):
+            tape.used(*saved)
         return [(one, as_narrow(tape, one, wide, made, site.source)) for one, wide in zip(followed, bare, strict=True)]
 
     tape.add(site.name, (made,), saved, backward, of=(first, second), place=site.place)

@@ -38,13 +38,18 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    both = op.linear(tape, normal, (f + f), Site("joint gate and up projection", MLP))
-    gate, up = op.chunk(tape, both, (T * f, T * f), Site("gate and up", MLP))
+    return joint_mlp(tape, normal, block, MLP)
+
+
+def joint_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
+    """A gated MLP whose gate and up projections are one matrix."""
+    both = op.linear(tape, normal, (f + f), Site("joint gate and up projection", source))
+    gate, up = op.chunk(tape, both, (T * f, T * f), Site("gate and up", source))
     tape.release(both)
-    active = activated(tape, gate, block.activation, f"{block.activation} of the gate", MLP)
-    inner = op.product(tape, up, active, "gated product, input of the down projection", Site("gated product", MLP))
+    active = activated(tape, gate, block.activation, f"{block.activation} of the gate", source)
+    inner = op.product(tape, up, active, "gated product, input of the down projection", Site("gated product", source))
     tape.release(active, up)
-    made = op.linear(tape, inner, h, Site("down projection", MLP, Module.DOWN), reads=f)
+    made = op.linear(tape, inner, h, Site("down projection", source, Module.DOWN), reads=f)
     tape.release(inner, gate)
     return made
 

@@ -116,7 +116,7 @@ def _gated_norm(tape: Tape, value: Value, gate: Value) -> Value:
     normal = op.rms_norm(tape, value, "norm of linear attention", GATED_NORM, weight=I, rows=T * A)
     wide = op.cast(tape, gate, 4, Site("z of linear attention", LINEAR))
     active = op.pointwise(tape, wide, "silu of z", Site("z: silu", LINEAR))
-    made = op.mixed_product(tape, normal, active, "norm of linear attention times its gate", Site("gating of the norm", LINEAR))
+    made = op.product(tape, normal, active, "norm of linear attention times its gate", Site("gating of the norm", LINEAR))
     tape.release(normal, wide, active)
     narrow = op.cast(tape, made, e, Site("gated output of linear attention", LINEAR))
     tape.release(made)

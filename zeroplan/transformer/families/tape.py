@@ -217,7 +217,9 @@ class Tape:
     def note(self) -> None:
         """Note what is alive now; in place of the last moment where nothing has gone since."""
         made, making = tuple(self.gradients), tuple(self.current)
-        moment = Alive(self.name, tuple(self.alive), made, making, (*self.casts, *self.cached), place=self.place, before=self.before)
+        moment = Alive(
+            self.name, tuple(self.alive), made, making, (*self.casts, *self.cached), place=self.place, before=self.before
+        )
         if not self.fell:
             self.moments.pop()
         self.moments.append(moment)
