@@ -88,7 +88,7 @@ def block_halves(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch
     """One block of a run of dense ones."""
     x = widths(model, compute, batch)
     is_masked = run.kind != "global" and _always(beyond_the_window(model, x))
-    structure = structure_of(model, run.kind, compute, x, "none", masked=is_masked)
+    structure = structure_of(model, run.kind, compute, x, masked=is_masked)
     modules = _modules(run.parameters)
     as_run = [name for name in definition_of(structure.family).modules if name in modules]
     planned = _plan_of(structure, tuple([as_run.index(name) for name in modules]))

@@ -1,4 +1,4 @@
-"""Blocks of OLMo 2 and OLMo 3: norms after attention and after the MLP, and over queries and keys of all heads; positions in fp32."""
+"""Blocks of OLMo 2 and 3: norms after attention and after the MLP, and over queries and keys of all heads; positions in fp32."""
 
 from zeroplan.expr import Size
 from zeroplan.ledger import Module

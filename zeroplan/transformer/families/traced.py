@@ -181,7 +181,7 @@ def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute) -> Block
 def saves_its_input(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> bool:
     """Whether a block that is not recomputed saves the very tensor that it is given."""
     return not _plan(
-        structure_of(model, kind, compute._replace(recompute="none"), x, "none", masked=False), run_again=False
+        structure_of(model, kind, compute._replace(recompute="none"), x, masked=False), run_again=False
     ).input_apart
 
 
@@ -190,14 +190,14 @@ _DENSE_LAYERS = {"qwen3_moe": "qwen3"}
 
 
 def _of(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute, *, masked: bool) -> BlockPass:
-    structure = structure_of(model, kind, compute, x, recompute, masked=masked)
+    structure = structure_of(model, kind, compute, x, masked=masked)
     values = values_of(model, x, compute.tp if structure.sharded else 1)
     again = recompute if structure.recompute == "none" else structure.recompute
     return pass_of(Sizes(_plan(structure, run_again=again != "none"), values), autocast=structure.autocast, recompute=again)
 
 
 def structure_of(
-    model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute, *, masked: bool
+    model: ModelSpec, kind: str, compute: Compute, x: Widths, *, masked: bool
 ) -> Block:  # fmt: skip
     """The structure of a model's block."""
     dense, training = model.moe is None or kind == "dense", _training(model, kind, compute)
