@@ -121,7 +121,9 @@ def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:
         "head_dim": spec.head_dim,
         config_keys(spec.family).activation: spec.activation,
     }
-    window = {"sliding_window": spec.sliding_window or NO_WINDOW} if spec.family in (*WINDOWED_FAMILIES, "qwen2", "qwen3") else {}
+    window = (
+        {"sliding_window": spec.sliding_window or NO_WINDOW} if spec.family in (*WINDOWED_FAMILIES, "qwen2", "qwen3") else {}
+    )
     experts = {}
     if spec.moe is not None:
         experts = {"num_local_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.num_experts_per_tok}

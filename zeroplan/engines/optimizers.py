@@ -376,6 +376,16 @@ def _muon_lines(tensors: Sequence[LocalTensor], element_bytes: int) -> tuple[Lin
     )
 
 
+def foreach_copies(optimizer: Optimizer, impl: OptimizerImpl) -> int:
+    """How many lists of temporaries a step over all tensors at once makes, one temporary for each tensor; 0 of other steps."""
+    return _FOREACH_COPIES[optimizer][0] if impl == "foreach" else 0
+
+
+def states_from_the_start(optimizer: Optimizer) -> bool:
+    """Whether an optimizer makes its states when it is built, and not in its first step (torch 2.13, optim/adagrad.py)."""
+    return optimizer == "adagrad"
+
+
 def _foreach_temporary(
     optimizer: Optimizer, tensors: Sequence[LocalTensor], element_bytes: int, symbol: str
 ) -> tuple[Line, ...]:

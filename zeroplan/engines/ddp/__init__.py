@@ -17,6 +17,7 @@ from zeroplan.engines.activations_away import with_activations_away
 from zeroplan.engines.block_runs import run_pass
 from zeroplan.engines.ddp.step import Lines, Run, Step, Weights, kept_casts, pass_moments, psi, rebuild_moment
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
+from zeroplan.engines.deepspeed.flat import trained_row
 from zeroplan.engines.optimizers import counted, implementation_of, state_lines, step_temporary_lines, whole_tensors
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.sources import ACCUMULATE
@@ -278,25 +279,37 @@ def _buffers(step: Step, model: ModelSpec, ranks: Int) -> tuple[Collective, ...]
     return (Collective("broadcast", what, "forward", ranks, calls, n_bytes, sent, 0, _BUFFERS, phase=Phase.FORWARD),)
 
 
-@lru_cache(maxsize=256)
 def bucket_count(model: ModelSpec, element_bytes: int, cap_mb: int | None = None) -> int:
-    """How many buckets the gradients fill, one all-reduce each. [buckets]
+    """How many buckets the gradients fill, one all-reduce each. [buckets]"""
+    return len(bucket_sizes(model, element_bytes, cap_mb))
+
+
+@lru_cache(maxsize=256)
+def bucket_sizes(model: ModelSpec, element_bytes: int, cap_mb: int | None = None) -> tuple[int, ...]:
+    """The size of each bucket that the gradients fill. [bytes]
 
     A bucket is closed by the gradient that reaches its limit: 1 MiB for the first and 25 MiB for the others, or ``cap_mb`` for
     all. Gradients are taken in the reverse order of ``model.parameters()``; the order in which they become ready differs from it
     within a block. Source: torch 2.13, reducer.cpp, ``compute_bucket_assignment_by_size``.
     """
+    return _filled([element_bytes * int(tensor.numel) for tensor in reversed(every_tensor(model))], cap_mb)
+
+
+@lru_cache(maxsize=256)
+def rebuilt_buckets(model: ModelSpec, element_bytes: int, cap_mb: int | None = None) -> tuple[int, ...]:
+    """The size of each bucket once the reducer knows in which order gradients become ready (``Reducer::rebuild_buckets``). [bytes]"""
+    return _filled([element_bytes * (each.end - each.start) for each in reversed(trained_row(model).executed)], cap_mb)
+
+
+def _filled(sizes: Iterable[int], cap_mb: int | None) -> tuple[int, ...]:
     first, others = (_FIRST_BUCKET_BYTES, BUCKET_BYTES) if cap_mb is None else (cap_mb * MIB, cap_mb * MIB)
-    return _bucket_count((element_bytes * int(tensor.numel) for tensor in reversed(every_tensor(model))), first, others)
-
-
-def _bucket_count(sizes: Iterable[int], first: int, others: int) -> int:
-    closed, filled, limit = 0, 0, first
+    closed, filled, limit = list[int](), 0, first
     for size in sizes:
         filled += size
         if filled >= limit:
-            closed, filled, limit = closed + 1, 0, others
-    return closed + (filled > 0)
+            closed.append(filled)
+            filled, limit = 0, others
+    return (*closed, *((filled,) if filled else ()))
 
 
 @lru_cache(maxsize=256)

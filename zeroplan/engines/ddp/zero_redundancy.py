@@ -67,6 +67,13 @@ def fullest_share(model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, e
     return Share(rank, state_lines(optimizer, impl, shares[rank], element_bytes), temporary, busiest)
 
 
+def tensors_of_fullest(
+    model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, element_bytes: int, ranks: int
+) -> tuple[LocalTensor, ...]:  # fmt: skip
+    """What the rank with most optimizer state updates."""
+    return _shares(every_tensor(model), optimizer, ranks)[fullest_share(model, optimizer, impl, element_bytes, ranks).rank]
+
+
 def _shares(tensors: tuple[LocalTensor, ...], optimizer: Optimizer, ranks: int) -> list[tuple[LocalTensor, ...]]:
     muon = tuple(tensor for tensor in tensors if optimizer == "muon" and updated_by_muon(tensor))
     others = tuple(tensor for tensor in tensors if optimizer != "muon" or not updated_by_muon(tensor))

@@ -36,7 +36,7 @@ def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     """Answer for stage 0."""
     job = job_of(model, recipe, mesh, batch)
     mixed, psi, element = job.element == 2, job.whole.n_elements, job.element
-    wrapped, frozen = mixed and _takes_flat_wrapper(recipe, impl), frozen_weights(job)
+    wrapped, frozen = mixed and takes_flat_wrapper(recipe, impl), frozen_weights(job)
     tensors = (LocalTensor((psi,), in_block=False),) if wrapped else _tensors(model)
     state = state_lines(recipe.optimizer, impl, tensors, 4, symbol="Ψ")
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol="Ψ")
@@ -65,7 +65,7 @@ def _symbols(job: Job, these: Passes) -> tuple[Symbol, ...]:
     return (
         *symbols(job, these),
         Symbol("G_one", largest_parameter(job.whole), "elements of the largest parameter"),
-        Symbol("B_max", _all_reduces(job.whole)[1], "elements of the largest all-reduce"),
+        Symbol("B_max", max(all_reduces(job.whole)), "elements of the largest all-reduce"),
     )
 
 
@@ -123,7 +123,7 @@ def _tensors(model: ModelSpec) -> tuple[LocalTensor, ...]:
     return whole_tensors(trained_layout(model))
 
 
-def _takes_flat_wrapper(recipe: RecipeSpec, impl: OptimizerImpl) -> bool:
+def takes_flat_wrapper(recipe: RecipeSpec, impl: OptimizerImpl) -> bool:
     """DeepSpeed lays weights and gradients flat only for its own ``FusedAdam``, not for torch's fused one.
 
     Source: DeepSpeed 0.19.8, ``runtime/engine.py``, ``_configure_fp16_optimizer``.
@@ -152,14 +152,15 @@ def _mixed_step(job: Job, gradients: Line, temporary: tuple[Line, ...], *, wrapp
 
 
 @lru_cache(maxsize=256)
-def _all_reduces(whole: Row) -> tuple[int, int]:
-    """Return how many all-reduces there are, and the elements of the largest: one closes when it has outgrown the limit."""
-    count, fill, largest = 0, 0, 0
+def all_reduces(whole: Row) -> tuple[int, ...]:
+    """Elements of each all-reduce: one closes when it has outgrown the limit."""
+    closed, fill = list[int](), 0
     for each in whole.placed:
         fill += each.end - each.start
         if fill > _ALL_REDUCE_ELEMENTS:
-            count, fill, largest = count + 1, 0, max(largest, fill)
-    return count + (fill > 0), max(largest, fill)
+            closed.append(fill)
+            fill = 0
+    return (*closed, *((fill,) if fill else ()))
 
 
 def _still_there(these: Passes) -> tuple[Line, ...]:
@@ -169,7 +170,7 @@ def _still_there(these: Passes) -> tuple[Line, ...]:
 
 def _all_reduced(job: Job, these: Passes, gradients: Line) -> tuple[Moment, ...]:
     reason = "copy of the largest bucket that is all-reduced"
-    n_bytes = job.element * _all_reduces(job.whole)[1]
+    n_bytes = job.element * max(all_reduces(job.whole))
     copy = Line(Kind.REDUCE, n_bytes, reason, times(job.element, "B_max"), f"{_ENGINE}, allreduce_no_retain")
     return (Moment("end of backward: gradients all-reduced", Phase.BACKWARD, (*_still_there(these), gradients, copy)),)
 
@@ -187,7 +188,7 @@ def _init(job: Job, persistent: tuple[Line, ...], temporary: tuple[Line, ...], *
 
 def _collectives(job: Job) -> tuple[Collective, ...]:
     n, psi, element = job.n_ranks, job.whole.n_elements, job.element
-    calls = _all_reduces(job.whole)[0] if job.recipe.zero_stage == 0 else 1
+    calls = len(all_reduces(job.whole)) if job.recipe.zero_stage == 0 else 1
     return (
         Collective(
             "all_reduce", "gradients", "after the backward of the last micro-batch", n, calls, element * ceil_div(psi, calls),

@@ -25,7 +25,21 @@ from zeroplan.transformer.families.norms import AT_FINAL_NORM, LAYER_FINAL, LAYE
 from zeroplan.transformer.families.parts import GRADIENT, HEAD_INPUT, HELD_NORM, SAVED, TEMPORARY
 from zeroplan.transformer.families.program import Training
 from zeroplan.transformer.families.sharded import SHARED_OUT, gathered, norm
-from zeroplan.transformer.families.tape import Alive, Arriving, Backward, Half, Handed, Manner, Site, Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import (
+    Alive,
+    Arriving,
+    Backward,
+    Deed,
+    Do,
+    Half,
+    Handed,
+    Manner,
+    Site,
+    Store,
+    Tape,
+    Value,
+    Width,
+)
 from zeroplan.transformer.families.traced import Index, Placed, Places, Plan, Sizes, Within, of_a_rank, top
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.params import is_frozen
@@ -339,6 +353,8 @@ def _in_chunks(tape: Tape, read: Value, ending: Ending) -> _Ran:
     chunk.alive = dict(tape.alive)
     forward, handed = _one_chunk(chunk, read, ending, weights)
     _of_a_chunk({store: None for moment in (*forward, *chunk.moments) for store in moment.stores if store not in tape.alive})
+    chunk.deeds += [(Do.RELEASE, store) for store in chunk.alive if store not in tape.alive]
+    tape.deeds += [*chunk.deeds, *(CHUNKS - 1) * _added(chunk)]
     joined = _joined(tape, read)
     tape.moments += forward
     tape.gradients += weights
@@ -359,6 +375,13 @@ def _one_chunk(
     tape.gradients += weights
     tape.run_backward(loss, loss.store)
     return forward, tuple(tape.handed)
+
+
+def _added(chunk: Tape) -> list[Deed]:
+    """What a later chunk does, whose gradient of the head is added to that of those before."""
+    one = Store(WEIGHT, "gradient of the head's weight, from a chunk", e * h * V, CHUNKED)
+    later: dict[Do, Deed] = {Do.GRADIENT: (Do.REQUEST, one), Do.ARRIVE: (Do.RELEASE, one)}
+    return [later.get(do, (do, thing)) for do, thing in chunk.deeds]
 
 
 def _of_a_chunk(stores: dict[Store, None]) -> None:

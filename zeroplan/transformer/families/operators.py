@@ -10,7 +10,7 @@ from zeroplan.ledger import PLAIN, Kind, Role, Tag
 from zeroplan.transformer.blocks import Place
 from zeroplan.transformer.families.attention import CUDA_ALONE
 from zeroplan.transformer.families.norms import NORMALISED, STATISTICS, NormNames
-from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Backward, Site, Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Backward, Do, Site, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import T, b, e, h, r
 
 TENSOR, GRADIENT, TEMPORARY = Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS, Kind.TEMPORARY
@@ -155,7 +155,11 @@ def _weight(tape: Tape, elements: Size, site: Site, *, tracked: bool, of: str) -
 
     The engine counts the bytes of a weight's copy, which is kept for the backward; that of a bias goes with the forward.
     """
-    (tape.casts if tracked else tape.cached).append(elements)
+    if tracked:
+        tape.casts.append(elements)
+        tape.deeds.append((Do.CAST, elements))
+    else:
+        tape.cached.append(elements)
     made = Value(Store(TEMPORARY, "", NOTHING, ""), e, elements)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -251,7 +255,7 @@ def _scale(tape: Tape, wide: Value, rows: Size, site: Site, *, names_mean: bool)
     square = tensor(tape, f"{site.name}: square of its input", 4, wide.shape, site.source)
 
     def power(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("derivative of pow, fp32", 8 * wide.shape, site.source)
+        tape.temporary("derivative of pow, fp32", 8 * wide.shape, site.source, pieces=2)
         return [(wide, gradient(tape, wide, "gradient of the norm's input, fp32", site.source))]
 
     tape.add(site.name, (square,), (wide.store,), power, of=(wide,), place=site.place)
@@ -332,7 +336,7 @@ def rotary(
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         given = gradient(tape, value, f"gradient of the {site.name}", site.source)
-        tape.temporary("gradients of the exchanged halves", (dtype + value.dtype) * turned_part, site.source)
+        tape.temporary("gradients of the exchanged halves", (dtype + value.dtype) * turned_part, site.source, pieces=2)
         return [(value, given)]
 
     tape.add(f"rotary positions of the {site.name}", (made,), saved, backward, of=(value,))

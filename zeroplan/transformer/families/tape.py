@@ -37,12 +37,14 @@ class Manner(NamedTuple):
 class Store:
     """One piece of memory and who needs it: names, operators that saved it, buffers of gradients."""
 
-    __slots__ = ("holds", "kind", "reason", "size", "source", "tag", "twin")
+    __slots__ = ("holds", "kind", "pieces", "reason", "size", "source", "tag", "twin")
 
     def __init__(self, kind: Kind, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> None:
         """Begin with one who holds it: its maker."""
         self.kind, self.reason, self.size, self.source, self.tag, self.holds = kind, reason, size, source, tag, 1
         self.twin: Store | None = None
+        self.pieces = 1
+        """How many tensors of one size it sums up."""
 
 
 class Value:
@@ -112,6 +114,25 @@ class Waiting(NamedTuple):
     taken: tuple[Store, ...]
 
 
+class Do(Enum):
+    """What a program does to memory, one thing after the other."""
+
+    REQUEST = 1
+    RELEASE = 2
+    GRADIENT = 3
+    """Request a weight's gradient, which the engine releases."""
+    ARRIVE = 4
+    """The gradients requested since have come to their weights."""
+    CAST = 5
+    """Request autocast's copy of a weight."""
+    UNCAST = 6
+    """Release it."""
+
+
+Deed: TypeAlias = tuple[Do, "Store | Size | None"]
+"""What is done, and to what: a tensor, the elements of a weight, or nothing."""
+
+
 class Alive(NamedTuple):
     """A moment: what is alive, and of the weights the gradients made so far, those being made, and the casts that are there."""
 
@@ -161,6 +182,13 @@ class Tape:
         self._last_saving: tuple[int, Alive, tuple[Value, ...]] = 0, Alive("", (), (), (), ()), ()
         """Of the last operator that saved something: the moments before it, itself, and outputs it did not save."""
         self.alive: dict[Store, None] = {}
+        self.deeds: list[Deed] = []
+        """Every request and release, in order."""
+        self.saved_at = 0
+        """How many there were when an operator last saved something, and what it had made by then though torch makes it after."""
+        self.made_after: tuple[Store, ...] = ()
+        self.outgoing: Store | None = None
+        """The gradient of what the program was given, once it has gone backward."""
         self.operators: list[Operator] = []
         self.moments: list[Alive] = []
         self.saved: dict[Store, None] = {}
@@ -211,6 +239,7 @@ class Tape:
             tag = tag._replace(module=self.module)
         store = Store(kind, reason, size, source, tag)
         self.alive[store] = None
+        self.deeds.append((Do.REQUEST, store))
         self.note()
         return store
 
@@ -235,8 +264,12 @@ class Tape:
         for store in stores:
             store.holds -= 1
             if not store.holds and store in self.alive:
-                del self.alive[store]
-                self.fell = True
+                self._release(store)
+
+    def _release(self, store: Store) -> None:
+        del self.alive[store]
+        self.deeds.append((Do.RELEASE, store))
+        self.fell = True
 
     def release(self, *values: Value) -> None:
         """A name goes."""
@@ -253,8 +286,7 @@ class Tape:
         self.note()
         for store in stores if self.again else ():
             if store.holds == 1 and store in self.alive and store.tag.role is not Role.BLOCK_INPUT:
-                del self.alive[store]
-                self.fell = True
+                self._release(store)
 
     def part_by_batch(self, store: Store) -> None:
         """Tell apart the store of a single sequence, which a product may save, and that of several, which only names hold."""
@@ -263,6 +295,7 @@ class Tape:
         store.twin = Store(store.kind, store.reason, whole * at_most(1, b - 1), store.source, store.tag)
         store.twin.holds = names
         self.alive[store.twin] = None
+        self.deeds.insert(self.deeds.index((Do.REQUEST, store)), (Do.REQUEST, store.twin))
         self.moments = [_with_twin(moment, store) for moment in self.moments]
         before, last, outputs = self._last_saving
         self._last_saving = before, _with_twin(last, store), outputs
@@ -291,6 +324,7 @@ class Tape:
         if kept or (saves_weight and self.saving):
             apart = () if late else tuple(value for value in outputs if value.store not in kept)
             self._last_saving = len(self.moments) - 1, self.moments[-1], apart
+            self.saved_at, self.made_after = len(self.deeds), tuple([value.store for value in apart])
         self.operators.append(
             Operator(name, outputs, kept, backward, cast, saves_weight, place or Place(), self.module, of is None)
         )
@@ -326,9 +360,10 @@ class Tape:
         stores = (*self.products[::2], *self.kernel_outputs)
         return tuple([one for store in stores for one in (store, store.twin) if one is not None])
 
-    def temporary(self, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> Store:
+    def temporary(self, reason: str, size: Size, source: str, tag: Tag = PLAIN, *, pieces: int = 1) -> Store:
         """Allocate what is gone when the operator is done."""
         store = self.make(Kind.TEMPORARY, reason, size, source, tag)
+        store.pieces = pieces
         self.scratch.append(store)
         return store
 
@@ -347,6 +382,7 @@ class Tape:
             self.used(*read)
         self.gradients.append(size)
         self.current.append(size)
+        self.deeds.append((Do.GRADIENT, size))
         if waits:
             self.waiting.append(size)
 
@@ -364,6 +400,7 @@ class Tape:
                     self.before_saved = tuple(dict.fromkeys(waiting.values()))
                     self.unsaved = len(self.moments) - (not self.fell)  # the next moment takes the place of the last
                 self._step(operator, waiting)
+        self.outgoing = next(iter(waiting.values()), None)
 
     def _step(self, operator: Operator, waiting: dict[Value, Store]) -> None:
         self._begin(operator)
@@ -378,9 +415,11 @@ class Tape:
         if operator.cast is not None:
             self.fell = True
             self.casts.remove(operator.cast)
+            self.deeds.append((Do.UNCAST, operator.cast))
         for value, gradient in arriving:
             self._deliver(value, gradient, waiting)
         if made:
+            self.deeds.append((Do.ARRIVE, None))
             self.handed.append(Handed(tuple(self.gradients), tuple(self.alive)))
 
     def _done_with(self, operator: Operator, taken: list[Store]) -> tuple[Store, ...]:

@@ -1,0 +1,106 @@
+"""The training step of ``DistributedDataParallel``, request by request, alone or with ``ZeroRedundancyOptimizer``."""
+
+from collections.abc import Hashable
+
+from zeroplan.engines.ddp import rebuilt_buckets
+from zeroplan.engines.ddp.zero_redundancy import every_tensor, tensors_of_fullest
+from zeroplan.engines.optimizers import LocalTensor, implementation_of
+from zeroplan.engines.precisions import widths
+from zeroplan.engines.requests.log import Log
+from zeroplan.engines.requests.model import ModelPass
+from zeroplan.engines.requests.optimizer import Update
+from zeroplan.ledger import Kind, Phase
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import OptimizerImpl
+from zeroplan.transformer.params import trained_layout
+
+
+class Step(ModelPass):
+    """A rank's micro-batches and steps. The reducer makes its final buckets in the second forward."""
+
+    def __init__(self, job: JobSpec, log: Log) -> None:
+        """Take the job."""
+        tree = trained_layout(job.model)
+        super().__init__(job.model, job.recipe, job.batch, tree, tree, log)
+        self.job, self.stored = job, widths(job.recipe.precision).stored
+        self.wrapped = job.recipe.wraps_one_rank or job.mesh.dp_shard > 1
+        self.views = job.recipe.ddp.gradient_as_bucket_view and self.wrapped
+        self.whole: list[Hashable] = []
+        """Gradients that are their parameters', in the order of the backward."""
+        self.found = 0
+        """How many of them the backward that runs has added to."""
+        self.forwards = 0
+
+    @property
+    def parameters(self) -> list[int]:
+        """The elements of every parameter, in order."""
+        blocks = [one for run in self.order for one in self.learning.runs[run].parameters]
+        return [one.numel for one in (*self.learning.embeddings, *blocks, *self.learning.tail)]
+
+    def begin(self) -> None:
+        """Parameters, and the reducer's first bucket, which is one for all gradients."""
+        for elements in self.parameters:
+            self.log.request("parameters", self.stored * elements, Kind.PARAMETERS, "a parameter")
+        if self.wrapped:
+            kind = Kind.GRADIENTS if self.views else Kind.REDUCE
+            self.log.request("first bucket", self.stored * sum(self.parameters), kind, "the reducer's first bucket")
+
+    def before_forward(self) -> None:
+        """``Reducer::rebuild_buckets``, in the second forward."""
+        if self.forwards == 1 and self.wrapped:
+            stays = self.views and self.recipe.sync_every_micro_batch and self.job.batch.grad_accum_steps > 1
+            if not stays:
+                self.log.release("first bucket")
+            for n_bytes in rebuilt_buckets(self.job.model, self.stored, self.recipe.ddp.bucket_cap_mb):
+                kind = Kind.GRADIENTS if self.views else Kind.REDUCE
+                self.log.request("buckets", n_bytes, kind, "a bucket of the reducer")
+            self.log.release("first bucket")
+        self.forwards += 1
+        self.found = 0
+
+    def arrived(self, gradients: list[Hashable]) -> None:
+        """``AccumulateGrad``, then the reducer's hook, which copies a gradient into its bucket."""
+        moves = self.views and (self.last or self.recipe.sync_every_micro_batch)
+        for one in gradients:
+            if self.found < len(self.whole):
+                self.log.release(one)
+                if moves:
+                    self.log.release(self.whole[self.found])
+                self.found += 1
+            elif moves:
+                self.log.release(one)
+            else:
+                self.whole.append(one)
+                self.found += 1
+
+    def after_step(self) -> None:
+        """``zero_grad(set_to_none=True)``."""
+        self.log.release(*self.whole)
+        self.whole = []
+
+
+def _updated(job: JobSpec, impl: OptimizerImpl, stored: int) -> tuple[LocalTensor, ...]:
+    if job.recipe.zero_stage == 0:
+        return every_tensor(job.model)
+    return tensors_of_fullest(job.model, job.recipe.optimizer, impl, stored, int(job.mesh.dp_shard))
+
+
+def requests(job: JobSpec, steps: int = 3) -> Log:
+    """What the fullest rank requests and releases from before the first step on."""
+    log = Log()
+    one, impl = Step(job, log), implementation_of(job.recipe)
+    update = Update(job.recipe.optimizer, impl, one.stored)
+    log.begin(-1, Phase.INIT)
+    one.begin()
+    tensors = [tensor.shape for tensor in _updated(job, impl, one.stored)]
+    update.begin(log, tensors)
+    for step in range(steps):
+        one.step = step
+        for micro in range(job.batch.grad_accum_steps):
+            one.last = micro + 1 == job.batch.grad_accum_steps
+            one.forward()
+            one.backward()
+        log.begin(step, Phase.STEP)
+        update.step(log, tensors)
+        one.after_step()
+    return log

@@ -1,0 +1,81 @@
+"""Requests and releases of memory in the order in which a program makes them."""
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from zeroplan.ledger import Kind, Phase
+
+
+class Request(NamedTuple):
+    """One request: its bytes, what it is for, which layer made it (-1: none), and the stream it was made on."""
+
+    n_bytes: int
+    kind: Kind
+    reason: str
+    layer: int
+    stream: int
+
+
+class Span(NamedTuple):
+    """A part of the run: which step (the first is 0; -1 before it), which phase, and how many deeds there were before it."""
+
+    step: int
+    phase: Phase
+    start: int
+
+
+class Log:
+    """What a program has requested and released so far. What is requested again under a key that is taken is another part of it.
+
+    >>> log = Log()
+    >>> log.request("weights", 4, Kind.PARAMETERS, "weights")
+    >>> log.request("input", 2, Kind.ACTIVATIONS, "an input")
+    >>> log.release("weights")
+    >>> log.deeds, log.requests[1].n_bytes
+    ([0, 1, -1], 2)
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.requests: list[Request] = []
+        self.deeds: list[int] = []
+        """In order: the place of a request, or ``-1 - place`` of one that is released."""
+        self.spans: list[Span] = []
+        self.layer, self.stream = -1, 0
+        self.products: dict[str, int] = {}
+        """When the forward and the backward first multiply matrices, where cuBLAS takes a workspace; in deeds."""
+        self._held: dict[Hashable, list[int]] = {}
+
+    def begin(self, step: int, phase: Phase) -> None:
+        """Begin a part of the run."""
+        self.spans.append(Span(step, phase, len(self.deeds)))
+
+    def request(self, key: Hashable, n_bytes: int, kind: Kind, reason: str) -> None:
+        """Request memory, if any, and hold it under a key."""
+        if n_bytes:
+            place = len(self.requests)
+            self.requests.append(Request(n_bytes, kind, reason, self.layer, self.stream))
+            self.deeds.append(place)
+            self._held.setdefault(key, []).append(place)
+
+    def release(self, *keys: Hashable) -> None:
+        """Release what these keys hold, if anything, in the order of the requests."""
+        for key in keys:
+            self.deeds += [-1 - place for place in self._held.pop(key, ())]
+
+    def rename(self, key: Hashable, new: Hashable) -> None:
+        """Hold what a key holds under another one, beside what that holds."""
+        if key in self._held and key != new:
+            self._held.setdefault(new, []).extend(self._held.pop(key))
+
+    def bytes_of(self, key: Hashable) -> int:
+        """What a key holds. [bytes]"""
+        return sum(self.requests[place].n_bytes for place in self._held.get(key, ()))
+
+    def has(self, key: Hashable) -> bool:
+        """Whether a key holds anything."""
+        return key in self._held
+
+    def multiplies(self, phase: str) -> None:
+        """Note that matrices are multiplied here."""
+        self.products.setdefault(phase, len(self.deeds))

@@ -1,0 +1,215 @@
+"""A model's forward and backward, request by request, around which an engine does what it does."""
+
+from collections.abc import Hashable, Iterable
+
+from zeroplan.engines.block_runs import recompute_of
+from zeroplan.engines.outside import outside
+from zeroplan.engines.precisions import compute_of, widths
+from zeroplan.engines.requests.log import Log
+from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.families.requested import Do, Sized, block_requests, ending_requests
+from zeroplan.transformer.parameters import BlockRun, Layout
+from zeroplan.transformer.recomputed import first_recomputed, order_by_recomputation
+
+ENDING = -2
+"""The layer number of what follows the blocks."""
+
+
+class ModelPass:
+    """One micro-batch on its way through the model and back. An engine overrides what happens between the blocks."""
+
+    def __init__(self, model: ModelSpec, recipe: RecipeSpec, batch: Batch, tree: Layout, learning: Layout, log: Log) -> None:
+        """``tree`` are the parameters as blocks have them, ``learning`` what of them is trained."""
+        self.log, self.recipe, self.tree, self.learning = log, recipe, tree, learning
+        compute = compute_of(recipe)
+        self.width, self.autocast = compute.element_bytes, compute.autocast
+        self.gradient_width = widths(recipe.precision).stored if compute.autocast else self.width
+        self.order = order_by_recomputation(model, first_recomputed(model, recipe))
+        self.head = outside(model, recipe, batch)
+        self.recomputes = tuple(recompute_of(run, compute) for run in tree.runs)
+        self.blocks = tuple(self._sized(model, run, batch) for run in tree.runs)
+        self.ending = ending_requests(model, compute, batch, recipe.loss)
+        self.flow: Hashable = None
+        """The key of the gradient that flows."""
+        self.arriving: list[Hashable] = []
+        self.casts: dict[tuple[int, int], list[Hashable]] = {}
+        """Autocast's copies of a layer's weights of one size, the latest last."""
+        self.step, self.last = 0, True
+
+    def _sized(self, model: ModelSpec, run: BlockRun, batch: Batch) -> Sized:
+        compute = compute_of(self.recipe)
+        if run.plain:
+            compute = compute._replace(recompute="none")
+        return block_requests(model, run.kind, compute, batch, recompute_of(run, compute))
+
+    # --- what an engine does ------------------------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """The model's forward begins."""
+
+    def before_block(self, layer: int) -> None:
+        """A block's forward begins."""
+
+    def after_block(self, layer: int) -> None:
+        """A block's forward is over."""
+
+    def before_ending_backward(self) -> None:
+        """The backward begins."""
+
+    def before_block_backward(self, layer: int) -> None:
+        """A block's backward begins."""
+
+    def after_block_backward(self, layer: int) -> None:
+        """A block's backward is over."""
+
+    def after_backward(self) -> None:
+        """The backward is over."""
+
+    def arrived(self, gradients: list[Hashable]) -> None:
+        """These gradients have come to their weights, which are theirs from now on."""
+
+    # --- forward ------------------------------------------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        """The embedding, all blocks, the loss."""
+        log = self.log
+        log.begin(self.step, Phase.FORWARD)
+        self.before_forward()
+        log.layer = -1
+        self._lines("shared", self.head.shared, again=False)
+        log.request(("hidden", -1), self._hidden_bytes, Kind.ACTIVATIONS, "token embeddings")
+        self._lines("by name", self.head.forward)
+        for layer, run in enumerate(self.order):
+            log.layer = layer
+            self.before_block(layer)
+            self._play(layer, self.blocks[run], forward=True)
+            self.after_block(layer)
+            self._name_goes(layer, run)
+        log.layer = ENDING
+        log.release("by name", *((("hidden", -1),) if self.head.first_input else ()))
+        self._play(ENDING, self.ending, forward=True)
+        if self.recipe.keep_logits:
+            self._lines("output", self.head.output)
+        log.release(("cached",))
+
+    @property
+    def _hidden_bytes(self) -> int:
+        n_bytes = self.head.hidden_bytes
+        assert isinstance(n_bytes, int)  # noqa: S101  of one batch
+        return n_bytes
+
+    def _lines(self, key: Hashable, lines: Iterable[Line], *, again: bool = True) -> None:
+        if again or not self.log.has(key):
+            for line in lines:
+                assert isinstance(line.n_bytes, int)  # noqa: S101  of one batch
+                self.log.request(key, line.n_bytes, line.kind, line.reason)
+
+    def _name_goes(self, layer: int, run: int) -> None:
+        """The model's forward has a new hidden state; the old one goes unless somebody else has it."""
+        kept = self.blocks[run].requested.saves_given or self.recomputes[run] != "none" or (not layer and self.head.first_input)
+        if not kept:
+            self.log.release(("hidden", layer - 1))
+
+    def _play(self, layer: int, sized: Sized, *, forward: bool) -> None:
+        log, requested, ends = self.log, sized.requested, self._ends(layer, sized)
+        for do, place in requested.forward if forward else requested.backward:
+            if do is Do.ARRIVE:
+                self.arrived(self.arriving)
+                self.arriving = []
+            elif do is Do.REQUEST:
+                if sized.multiplies(place):
+                    log.multiplies("forward" if forward else "backward")
+                key, pieces = ends.get(place, (layer, place)), sized.pieces(place)
+                for _ in range(pieces):
+                    log.request(key, sized.sizes[place] // pieces, sized.kind(place), sized.reason(place))
+            elif do is Do.RELEASE:
+                log.release(ends.get(place, (layer, place)))
+            elif do is Do.GRADIENT:
+                self._gradient(sized.sizes[place])
+            elif do is Do.CAST:
+                self._cast(layer, place, sized.sizes[place], forward=forward)
+            elif do is Do.UNCAST and self.casts.get((layer, place)):
+                log.release(self.casts[layer, place].pop())
+
+    def _cast(self, layer: int, place: int, elements: int, *, forward: bool) -> None:
+        """Autocast's copy of a weight. Autograd saves it, unless a checkpoint runs the block again: then autocast's cache has it."""
+        key = "cast", layer, len(self.log.requests)
+        if forward and layer != ENDING and self.recomputes[self.order[layer]] != "none":
+            key = ("cached",)
+        else:
+            self.casts.setdefault((layer, place), []).append(key)
+        self.log.request(key, self.width * elements, Kind.WEIGHT_CASTS, "16-bit copy of a weight")
+
+    def _ends(self, layer: int, sized: Sized) -> dict[int, Hashable]:
+        """The keys of what a block is given and returns."""
+        requested, below = sized.requested, (len(self.order) if layer == ENDING else layer) - 1
+        ends: dict[int, Hashable] = {requested.given: ("hidden", below)}
+        if layer != ENDING:
+            ends[requested.made] = ("hidden", layer)
+            ends[requested.incoming] = self.flow
+        return ends
+
+    def _gradient(self, elements: int) -> None:
+        key = "gradient", self.log.layer, len(self.log.requests)
+        self.log.request(key, self.gradient_width * elements, Kind.UNSHARDED_GRADIENTS, "gradient of a weight")
+        if self.waits_for_the_embedding(elements):
+            self.log.rename(key, "tied")
+        else:
+            self.arriving.append(key)
+
+    def waits_for_the_embedding(self, elements: int) -> bool:
+        """Whether this is the gradient of a head that is the embedding too: autograd waits for the embedding's."""
+        tied = self.learning.tied_head
+        return tied is not None and self.log.layer == ENDING and elements == tied.numel and self.recipe.loss != "chunked"
+
+    # --- backward -----------------------------------------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        """Loss and head, all blocks from the last to the first, the embedding."""
+        log = self.log
+        log.begin(self.step, Phase.BACKWARD)
+        log.layer = ENDING
+        self.before_ending_backward()
+        self._backward_of(ENDING, self.ending)
+        for layer in reversed(range(len(self.order))):
+            log.layer, run = layer, self.order[layer]
+            if self.flow is None and self.recomputes[run] == "none":
+                break
+            self.before_block_backward(layer)
+            self._backward_of(layer, self.blocks[run])
+            if self.recomputes[run] != "none" and (layer or not self.head.first_input):
+                log.release(("hidden", layer - 1))
+            self.after_block_backward(layer)
+        log.layer = -1
+        log.release("shared")
+        self._embedding_backward()
+        self.after_backward()
+        log.release("output")
+
+    def _backward_of(self, layer: int, sized: Sized) -> None:
+        self._play(layer, sized, forward=False)
+        outgoing = sized.requested.outgoing
+        self.flow = self._ends(layer, sized).get(outgoing, (layer, outgoing)) if outgoing >= 0 else None
+
+    def _embedding_backward(self) -> None:
+        for parameter in reversed(self.learning.embeddings):
+            self._gradient(parameter.numel)
+        if self.log.has("tied"):
+            self._sum_of_tied(self.arriving.pop())
+        if self.flow is not None:
+            self.log.release(self.flow)
+        self.arrived(self.arriving)
+        self.arriving = []
+
+    def _sum_of_tied(self, embedding: Hashable) -> None:
+        """Autograd adds the embedding's gradient and the head's: in place, unless the head's is a view (:attr:`autocast`)."""
+        if self.recipe.loss == "full" and not self.autocast:
+            self._gradient(self.learning.embeddings[0].numel)
+            self.log.release("tied", embedding)
+        else:
+            self.log.release(embedding)
+            self.log.rename("tied", embedding)
+            self.arriving.append(embedding)

@@ -1,0 +1,216 @@
+"""What a block, or what follows the blocks, requests and releases one after the other, forward and backward.
+
+The same programs that give a block's moments (``traced.py``, ``ending.py``) run once per structure; what they did to memory is
+read off the tape. Sizes have values for every batch. The engine that runs the block says what becomes of its input, its output
+and its weights' gradients.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeroplan.expr import Size, Values
+from zeroplan.ledger import Kind, Role
+from zeroplan.numeric import Int
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Loss, Recompute
+from zeroplan.transformer.blocks import Compute
+from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
+from zeroplan.transformer.families.parts import INCOMING
+from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.tape import Deed, Do, Store, Tape, Value
+from zeroplan.transformer.families.sharded import SHARES
+from zeroplan.transformer.families.traced import run_forward, structure_of
+from zeroplan.transformer.families.widths import beyond_the_window, in_one_chunk, values_of, widths
+from zeroplan.transformer.symbols import r
+
+
+class Done(NamedTuple):
+    """One deed: what is done, and the place of what it is done to among a program's tensors."""
+
+    do: Do
+    place: int
+
+
+class Requested(NamedTuple):
+    """A program's deeds, and the tensors they are done to. Places of tensors that there are not are -1."""
+
+    things: tuple[Store | Size, ...]
+    """Tensors, and of weights their elements."""
+    forward: tuple[Done, ...]
+    backward: tuple[Done, ...]
+    given: int
+    """What the program is given. The engine requests it, and releases the name that it has while the program runs."""
+    made: int
+    """What it returns. Its name is the engine's."""
+    incoming: int
+    """The gradient of what it returns, which the engine hands to it."""
+    outgoing: int
+    """The gradient of what it is given, which it leaves to the engine."""
+    saves_given: bool
+    """It saves what it is given, and releases it in its backward."""
+
+
+class Sized(NamedTuple):
+    """The same for one batch: the size of every tensor in bytes, of every weight in elements."""
+
+    requested: Requested
+    sizes: tuple[int, ...]
+
+    def reason(self, place: int) -> str:
+        """What a tensor is, in words."""
+        thing = self.requested.things[place]
+        return thing.reason if isinstance(thing, Store) else "gradient of a weight"
+
+    def pieces(self, place: int) -> int:
+        """How many tensors of one size it is."""
+        thing = self.requested.things[place]
+        return thing.pieces if isinstance(thing, Store) else 1
+
+    def multiplies(self, place: int) -> bool:
+        """Whether a product of matrices makes a tensor: the output of a linear layer, or the gradient through one."""
+        thing = self.requested.things[place]
+        return isinstance(thing, Store) and (thing.tag.role is Role.OUTPUT or thing.kind is Kind.ACTIVATION_GRADIENTS)
+
+    def kind(self, place: int) -> Kind:
+        """What a tensor is for."""
+        thing = self.requested.things[place]
+        return thing.kind if isinstance(thing, Store) else Kind.UNSHARDED_GRADIENTS
+
+
+def block_requests(model: ModelSpec, kind: str, compute: Compute, batch: Batch, recompute: Recompute) -> Sized:
+    """What a block of a kind requests and releases, as the backward recomputes it."""
+    x = widths(model, compute, batch)
+    masked = _one(in_one_chunk(x) if kind == "linear" else kind != "global" and beyond_the_window(model, x))
+    structure = structure_of(model, kind, compute, x, masked=masked)
+    return _sized(_of_a_block(structure, recompute), values_of(model, x, compute.tp if structure.sharded else 1))
+
+
+def ending_requests(model: ModelSpec, compute: Compute, batch: Batch, loss: Loss) -> Sized:
+    """What final norm, head and loss request and release."""
+    x = widths(model, compute, batch)
+    return _sized(_of_an_ending(ending_of(model, compute, x, loss)), values_of(model, x, compute.tp))
+
+
+def _one(answer: object) -> bool:
+    assert isinstance(answer, bool)  # noqa: S101  of one batch
+    return answer
+
+
+def _sized(requested: Requested, values: Values) -> Sized:
+    return Sized(
+        requested, tuple([_int((one.size if isinstance(one, Store) else one).value(values)) for one in requested.things])
+    )
+
+
+def _int(value: Int) -> int:
+    assert isinstance(value, int)  # noqa: S101  of one batch
+    return value
+
+
+class _Places:
+    """Gives everything that something is done to its place, in the order it comes."""
+
+    def __init__(self) -> None:
+        self.places: dict[Store | Size, int] = {}
+        self.same: dict[Store, Store] = {}
+        """Tensors of one run that are another run's."""
+
+    def of(self, thing: Store | Size | None) -> int:
+        """The place of a thing; -1 of none."""
+        if thing is None:
+            return -1
+        return self.places.setdefault(self.same.get(thing, thing) if isinstance(thing, Store) else thing, len(self.places))
+
+    def done(self, deeds: Iterable[Deed]) -> tuple[Done, ...]:
+        """Deeds with places."""
+        return tuple([Done(do, self.of(thing)) for do, thing in deeds])
+
+    def requested(
+        self, forward: Iterable[Deed], backward: Iterable[Deed], *, given: Store, made: Store, incoming: Store,
+        outgoing: Store | None, saves_given: bool,
+    ) -> Requested:  # fmt: skip
+        """All of it."""
+        both = self.done(forward), self.done(backward)
+        ends = self.of(given), self.of(made), self.of(incoming), self.of(outgoing)
+        return Requested(tuple(self.places), *both, *ends, saves_given)
+
+
+@lru_cache(maxsize=256)
+def _of_a_block(structure: Block, recompute: Recompute) -> Requested:
+    made = _plain(structure) if recompute == "none" else _recomputed(structure, keeps=recompute == "selective")
+    return _of_a_rank(made) if structure.sharded else made
+
+
+def _of_a_rank(whole: Requested) -> Requested:
+    """Every tensor and weight, the widths that are split written as shares."""
+    for one in whole.things:
+        if isinstance(one, Store):
+            one.size = one.size.replacing(SHARES)
+    return whole._replace(things=tuple([one if isinstance(one, Store) else one.replacing(SHARES) for one in whole.things]))
+
+
+def _plain(structure: Block) -> Requested:
+    tape, given, made = run_forward(structure, saving=True)
+    forward, incoming = _without(tape.deeds, given.store), _incoming(made)
+    tape.release(made, given)
+    saves_given, before = given.store in tape.alive, len(tape.deeds)
+    tape.run_backward(made, incoming)
+    return _Places().requested(
+        forward, tape.deeds[before:], given=given.store, made=made.store, incoming=incoming, outgoing=tape.outgoing,
+        saves_given=saves_given,
+    )  # fmt: skip
+
+
+def _without(deeds: list[Deed], *stores: Store) -> list[Deed]:
+    """Deeds without the requests of these tensors."""
+    return [(do, thing) for do, thing in deeds if do is not Do.REQUEST or thing not in stores]
+
+
+def _incoming(made: Value) -> Store:
+    return Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * made.shape, "", INCOMING)
+
+
+def _recomputed(structure: Block, *, keeps: bool) -> Requested:
+    """A checkpoint: the forward keeps its input and, selectively, what is dear; the backward runs it again first."""
+    tape, given, made = run_forward(structure, saving=False, keeping=keeps)
+    forward, kept = _without(tape.deeds, given.store), tape.kept() if keeps else ()
+    again, _, output = run_forward(structure, saving=True, given=given.store, again=True)
+    places = _Places()
+    places.same = dict(zip(again.kept() if keeps else (), kept, strict=True))
+    incoming, rerun = _incoming(output), [] if keeps else _until_last_saved(again)
+    again.release(given, output)
+    before = 0 if keeps else len(again.deeds)
+    again.run_backward(output, incoming)
+    gone = {thing for do, thing in rerun if do is Do.RELEASE} | {given.store}  # the checkpoint's own until the block is done
+    back = [(do, thing) for do, thing in again.deeds[before:] if do is not Do.RELEASE or thing not in gone]
+    return places.requested(
+        forward, _without([*rerun, *back], *places.same), given=given.store, made=made.store, incoming=incoming,
+        outgoing=again.outgoing, saves_given=True,
+    )  # fmt: skip
+
+
+def _until_last_saved(tape: Tape) -> list[Deed]:
+    """Run again up to the last operator that saves something; names go there, and what nothing has saved."""
+    deeds = _without(tape.deeds[: tape.saved_at], *tape.made_after)
+    there: dict[Store, None] = {}
+    for do, thing in deeds:
+        if isinstance(thing, Store) and do is Do.REQUEST:
+            there[thing] = None
+        elif isinstance(thing, Store) and do is Do.RELEASE:
+            there.pop(thing, None)
+    return [*deeds, *((Do.RELEASE, store) for store in there if store not in tape.saved)]
+
+
+@lru_cache(maxsize=64)
+def _of_an_ending(ending: Ending) -> Requested:
+    tape, loss = ran_forward(ending)
+    (_, given), *forward = tape.deeds
+    assert isinstance(given, Store)  # noqa: S101  the input is requested first
+    then = len(tape.deeds)
+    tape.run_backward(loss, loss.store)
+    made = _Places().requested(
+        forward, tape.deeds[then:], given=given, made=loss.store, incoming=loss.store, outgoing=tape.outgoing, saves_given=False
+    )
+    return _of_a_rank(made) if ending.sharded else made
