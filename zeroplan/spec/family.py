@@ -70,7 +70,7 @@ TRAITS: Mapping[str, Traits] = {
     "phi3": Traits("phi3", window=True),
     "olmo2": Traits("olmo2"),
     "olmo3": Traits("olmo2", window=True, global_every=4, angles_of_kinds=True),
-    "granite": Traits("granite", divides_logits=True),
+    "granite": Traits("dense", divides_logits=True),
     "glm4": Traits("glm4", turned=2),
     "gpt2": Traits("gpt2", "gelu_new", learned_positions=True, plain_heads=True),
     "gpt_neox": Traits("gpt_neox", "gelu", plain_heads=True, turned=4),

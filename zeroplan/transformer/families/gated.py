@@ -1,6 +1,7 @@
 """What blocks of several families have in common: two branches behind norms, attention of three projections, a gated MLP."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from zeroplan.expr import Size
@@ -11,7 +12,7 @@ from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM, RMS_NORM
 from zeroplan.transformer.families.operators import NormAs
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.sharded import gathered, norm
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.symbols import T, a, c, d, f, h, k, k_d, q, v
@@ -53,6 +54,11 @@ def two_branches(tape: Tape, given: Value, block: Block, parts: Branches) -> Val
     if weights is not None:
         tape.release(weights)
     return made
+
+
+def layer(parts: Branches) -> Program:
+    """A family's program whose layer has two such branches."""
+    return Program(partial(two_branches, parts=parts), parts.source, parts.norm)
 
 
 def _normed(tape: Tape, branch: Value, name: str, parts: Branches, number: int) -> Value:

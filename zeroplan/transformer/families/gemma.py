@@ -1,14 +1,16 @@
 """Blocks of Gemma 2 and Gemma 3: norms before and after each branch, scaled in fp32; Gemma 3 also norms queries and keys."""
 
+from functools import partial
+
 from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families.attend import Attended
 from zeroplan.transformer.families.definition import Around, ConfigKeys, Definition, Tables
-from zeroplan.transformer.families.gated import Branches, gated_mlp, three_projections, two_branches
+from zeroplan.transformer.families.gated import Branches, gated_mlp, layer, three_projections
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.parts import ATTENTION_MODULES, Names, gated_modules
-from zeroplan.transformer.families.program import Block, Program
+from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.families.widths import kinds_of_layers
 from zeroplan.transformer.parameters import Layout
@@ -23,21 +25,12 @@ MLP = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3MLP.forward"
 NORM = NormAs(one_plus=True, source="transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3RMSNorm.forward")
 
 
-def gemma(tape: Tape, given: Value, block: Block) -> Value:
-    """One decoder layer."""
-    return two_branches(tape, given, block, _PARTS)
-
-
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     return three_projections(tape, normal, block, ATTENTION, NORM if block.head_norms else None)
 
 
-def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    return gated_mlp(tape, normal, block, MLP)
-
-
 _PARTS = Branches(
-    NORM, _attention, _mlp, LAYER,
+    NORM, _attention, partial(gated_mlp, source=MLP), LAYER,
     before_mlp=Place(At.NORM, Module.BEFORE_MLP_NORM),
     after=(Place(At.NORM, Module.AFTER_ATTENTION_NORM), Place(At.NORM, Module.AFTER_MLP_NORM)),
 )  # fmt: skip
@@ -94,7 +87,7 @@ _GEMMA_3 = ConfigKeys(
 _NORMS_AFTER = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.o_proj",
 )  # fmt: skip
-_PROGRAM = Program(gemma, LAYER, NORM)
+_PROGRAM = layer(_PARTS)
 _AROUND = Around(masks=2)  # one for layers with a window, one for those without
 FAMILIES = {
     "gemma2": Definition(_PROGRAM, _tensors, _GEMMA_2, _modules(ATTENTION_MODULES), around=_AROUND),

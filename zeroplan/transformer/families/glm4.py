@@ -1,5 +1,6 @@
 """Blocks of GLM-4: norms before and after each branch, rotary positions of half of each head, one matrix for gate and up."""
 
+from functools import partial
 from typing import NamedTuple
 
 from zeroplan.expr import Size
@@ -8,11 +9,11 @@ from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.definition import ConfigKeys, Definition, Tables
-from zeroplan.transformer.families.gated import Branches, two_branches
+from zeroplan.transformer.families.gated import Branches, layer
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.parts import ATTENTION_MODULES
 from zeroplan.transformer.families.phi3 import joint_mlp
-from zeroplan.transformer.families.program import Block, Program
+from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import alike, attention_of
@@ -25,11 +26,6 @@ TURNING = "transformers 5.23, models/glm4/modeling_glm4.py, apply_rotary_pos_emb
 ROTARY = "transformers 5.23, models/glm4/modeling_glm4.py, Glm4RotaryEmbedding.forward"
 MLP = "transformers 5.23, models/glm4/modeling_glm4.py, Glm4MLP.forward"
 NORM = NormAs(one_plus=False, source="transformers 5.23, models/glm4/modeling_glm4.py, Glm4RMSNorm.forward")
-
-
-def glm4(tape: Tape, given: Value, block: Block) -> Value:
-    """One decoder layer."""
-    return two_branches(tape, given, block, _PARTS)
 
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
@@ -45,11 +41,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     return Attended(made, weights)
 
 
-def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    return joint_mlp(tape, normal, block, MLP)
-
-
-_PARTS = Branches(NORM, _attention, _mlp, LAYER, after=(Place(At.NORM), Place(At.NORM)))
+_PARTS = Branches(NORM, _attention, partial(joint_mlp, source=MLP), LAYER, after=(Place(At.NORM), Place(At.NORM)))
 
 
 # --- positions of pairs that lie side by side, in the first half of each head ---------------------------------------------
@@ -61,10 +53,12 @@ def _turned(tape: Tape, query: Value, key: Value) -> tuple[Value, Value]:
     queries, keys = _Half("queries", q_4), _Half("keys", k_4)
     both = op.slices(tape, query, (queries.shape,) * 2, queries.site), op.slices(tape, key, (keys.shape,) * 2, keys.site)
     turned = _half_turned(tape, both[0][0], cos, sin, queries), _half_turned(tape, both[1][0], cos, sin, keys)
-    made = _joined(tape, turned[0], both[0][1], queries), _joined(tape, turned[1], both[1][1], keys)
+    query = op.joined(tape, (turned[0], both[0][1]), "queries", 2 * queries.shape, queries.site)
+    tape.release(turned[0])
+    key = op.joined(tape, (turned[1], both[1][1]), "keys", 2 * keys.shape, keys.site)
     tape.drop(cos, sin)
-    tape.release(*both[0], *both[1])
-    return made
+    tape.release(turned[1], *both[0], *both[1])
+    return query, key
 
 
 class _Half(NamedTuple):
@@ -115,19 +109,6 @@ def _exchanged(tape: Tape, half: Value, of: _Half) -> Value:
     return made
 
 
-def _joined(tape: Tape, turned: Value, rest: Value, of: _Half) -> Value:
-    """``cat`` in the wider dtype, to which the name goes over; the gradients are parts of the whole one."""
-    made = op.tensor(tape, of.name, turned.dtype, 2 * of.shape, TURNING)
-    site = Site(f"both halves of the {of.name}", TURNING)
-
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        return [op.narrowed(tape, value, taken[0], made, site) for value in (turned, rest)]
-
-    tape.add(site.name, (made,), (), backward, of=(turned, rest))
-    tape.release(turned)
-    return made
-
-
 # --- tensors, and the keys of config.json ---------------------------------------------------------------------------------
 
 
@@ -152,4 +133,4 @@ _MODULES = (
     "input_layernorm", "self_attn", *ATTENTION_MODULES, "post_self_attn_layernorm",
     "post_attention_layernorm", "mlp", "mlp.gate_up_proj", "mlp.activation_fn", "mlp.down_proj", "post_mlp_layernorm",
 )  # fmt: skip
-FAMILIES = {"glm4": Definition(Program(glm4, LAYER, NORM), _tensors, _CONFIG, _MODULES, tables=_tables)}
+FAMILIES = {"glm4": Definition(layer(_PARTS), _tensors, _CONFIG, _MODULES, tables=_tables)}

@@ -359,6 +359,20 @@ def chunk(tape: Tape, whole: Value, shapes: tuple[Size, ...], site: Site) -> tup
     return views
 
 
+def joined(tape: Tape, parts: tuple[Value, ...], reason: str, shape: Size, site: Site) -> Value:
+    """``cat`` in the wider dtype; the gradients are parts of the whole one, cast for a part that is narrower."""
+    dtype = parts[0].dtype
+    for part in parts[1:]:
+        dtype = wider(tape, dtype, part.dtype)
+    made = tensor(tape, reason, dtype, shape, site.source)
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        return [narrowed(tape, part, taken[0], made, site) for part in parts]
+
+    tape.add(site.name, (made,), (), backward, of=parts)
+    return made
+
+
 def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result: bool = False) -> Value:
     """An activation in one operator: SiLU and GELU save their input, ReLU its result."""
     made = tensor(tape, reason, value.dtype, value.shape, site.source)

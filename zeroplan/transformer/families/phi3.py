@@ -1,14 +1,16 @@
 """Blocks of the Phi-3 kind: Llama's, with one projection for q, k and v and one for gate and up."""
 
+from functools import partial
+
 from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.definition import ConfigKeys, Definition
-from zeroplan.transformer.families.gated import Branches, two_branches
+from zeroplan.transformer.families.gated import Branches, layer
 from zeroplan.transformer.families.operators import NormAs
-from zeroplan.transformer.families.program import Block, Program
+from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import alike, key_width, query_width, two_norms
@@ -21,11 +23,6 @@ MLP = "transformers 5.23, models/phi3/modeling_phi3.py, Phi3MLP.forward"
 NORM = NormAs(one_plus=False, source="transformers 5.23, models/phi3/modeling_phi3.py, Phi3RMSNorm.forward")
 
 
-def phi3(tape: Tape, given: Value, block: Block) -> Value:
-    """One decoder layer."""
-    return two_branches(tape, given, block, _PARTS)
-
-
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION))
     query, key, value = op.slices(tape, joint, (T * q, T * k, T * v), Site("slices of q, k and v", ATTENTION))
@@ -35,10 +32,6 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     made = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c)
     tape.release(joint, value, *turned, context)
     return Attended(made, weights)
-
-
-def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    return joint_mlp(tape, normal, block, MLP)
 
 
 def joint_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
@@ -54,7 +47,7 @@ def joint_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
     return made
 
 
-_PARTS = Branches(NORM, _attention, _mlp, LAYER)
+_PARTS = Branches(NORM, _attention, partial(joint_mlp, source=MLP), LAYER)
 
 
 def _tensors(model: ModelSpec) -> Layout:
@@ -77,4 +70,4 @@ _MODULES = (
     "input_layernorm", "self_attn", "self_attn.qkv_proj", "self_attn.o_proj", "resid_attn_dropout",
     "post_attention_layernorm", "mlp", "mlp.gate_up_proj", "mlp.activation_fn", "mlp.down_proj", "resid_mlp_dropout",
 )  # fmt: skip
-FAMILIES = {"phi3": Definition(Program(phi3, LAYER, NORM), _tensors, _CONFIG, _MODULES)}
+FAMILIES = {"phi3": Definition(layer(_PARTS), _tensors, _CONFIG, _MODULES)}

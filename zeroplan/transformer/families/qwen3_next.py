@@ -76,8 +76,9 @@ def _in_order(tape: Tape, value: Value, name: str) -> Value:
 def _mixed(tape: Tape, parts: tuple[Value, ...]) -> Value:
     """Queries, keys and values joined, and put through the convolution and SiLU."""
     wide = 2 * J * D + A * I
-    joined = op.tensor(tape, "queries, keys and values, joined", e, T * wide, LINEAR)
-    tape.add("joined queries, keys and values", (joined,), (), op.passes(*parts), of=parts)
+    joined = op.joined(
+        tape, parts, "queries, keys and values, joined", T * wide, Site("joined queries, keys and values", LINEAR)
+    )
     bare = op.convolution(tape, joined, wide, l, Site("convolution", LINEAR))
     made = op.pointwise(tape, bare, "silu of the convolution", Site("convolution: silu", LINEAR))
     tape.release(bare, joined)

@@ -19,8 +19,8 @@ from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
 from zeroplan.transformer.families.parts import INCOMING
 from zeroplan.transformer.families.program import Block
-from zeroplan.transformer.families.tape import Deed, Do, Store, Tape, Value
 from zeroplan.transformer.families.sharded import SHARES
+from zeroplan.transformer.families.tape import Deed, Do, Store, Tape, Value
 from zeroplan.transformer.families.traced import run_forward, structure_of
 from zeroplan.transformer.families.widths import beyond_the_window, in_one_chunk, values_of, widths
 from zeroplan.transformer.symbols import r
