@@ -158,7 +158,7 @@ _LATENT = (
 _EXPERTS = ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn", *gated_modules("mlp.shared_experts"))
 FAMILIES = {
     "deepseek_v3": Definition(
-        layer(Branches(LLAMA_NORM, latent_attention, _mlp, LAYER)), _tensors, _CONFIG, before_and_after(_LATENT, gated_modules("mlp")),
-        before_and_after(_LATENT, _EXPERTS), _tables,
+        layer(Branches(LLAMA_NORM, latent_attention, _mlp, LAYER)), _tensors, _CONFIG,
+        before_and_after(_LATENT, gated_modules("mlp")), before_and_after(_LATENT, _EXPERTS), _tables,
     )
 }  # fmt: skip
