@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from zeroplan.catalog.config_rest import config_keys
-from zeroplan.spec.family import PLAIN_HEADS, WITHOUT_SDPA
+from zeroplan.spec.family import PLAIN_HEADS, WINDOWED_FAMILIES, WITHOUT_SDPA
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
@@ -121,7 +121,9 @@ def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:
         "head_dim": spec.head_dim,
         config_keys(spec.family).activation: spec.activation,
     }
-    window = {} if spec.family in ("llama", "olmo2", "granite") else {"sliding_window": spec.sliding_window or NO_WINDOW}
+    window = (
+        {"sliding_window": spec.sliding_window or NO_WINDOW} if spec.family in (*WINDOWED_FAMILIES, "qwen2", "qwen3") else {}
+    )
     experts = {}
     if spec.moe is not None:
         experts = {"num_local_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.num_experts_per_tok}

@@ -107,9 +107,9 @@ def test_an_estimate_with_a_replay_has_a_figure_where_it_had_a_band():
 )
 def test_what_is_not_known_is_refused_in_one_line(choices: dict[str, object], what: str):
     """It names the part."""
+    one = job(**{"model": "llama-3.2-1b", "gpus": 4, "seq_len": 128, **choices})  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=f"^the requests of {what} cannot be written out yet"):
-        job_of = {"model": "llama-3.2-1b", "gpus": 4, "seq_len": 128, **choices}
-        estimate(job(**job_of), replay=True)  # type: ignore[arg-type]
+        estimate(one, replay=True)
 
 
 class TestFiles:

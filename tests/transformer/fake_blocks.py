@@ -35,7 +35,7 @@ class BlockRun(NamedTuple):
     """Highest moment of its backward, beyond what was alive when it began."""
 
 
-class _Passage(torch.autograd.Function):
+class Passage(torch.autograd.Function):
     """Says when the gradient passes."""
 
     @staticmethod
@@ -85,7 +85,7 @@ def _block_run(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, recompute
 def _before(say: Callable[[str], Callable[[], None]], index: int) -> Callable[..., object]:
     def hook(_block: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         say(f"forward {index}")()
-        return (_Passage.apply(inputs[0], say(f"backward {index} end")), *inputs[1:])
+        return (Passage.apply(inputs[0], say(f"backward {index} end")), *inputs[1:])
 
     return hook
 
@@ -93,6 +93,6 @@ def _before(say: Callable[[str], Callable[[], None]], index: int) -> Callable[..
 def _after(say: Callable[[str], Callable[[], None]], index: int) -> Callable[..., object]:
     def hook(_block: torch.nn.Module, _inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         say(f"forward {index} end")()
-        return _Passage.apply(output, say(f"backward {index}"))
+        return Passage.apply(output, say(f"backward {index}"))
 
     return hook

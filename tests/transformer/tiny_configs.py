@@ -37,8 +37,12 @@ TINY: dict[str, dict[str, object]] = {
     "phi3, tied": _LLAMA | {"tie_word_embeddings": True},
     "olmo2": _LLAMA,
     "olmo2, biases, wide heads": _LLAMA | {"attention_bias": True, "head_dim": 16},
+    "olmo3": _LLAMA,
+    "olmo3, biases, more layers": _LLAMA | {"attention_bias": True, "num_hidden_layers": 5},
     "granite": _LLAMA,
     "granite, biases, tied": _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "glm4": _LLAMA | {"head_dim": 16},
+    "glm4, no biases, tied": _LLAMA | {"attention_bias": False, "tie_word_embeddings": True, "head_dim": 8},
     "gpt2": _GPT | {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
     "gpt2, untied, narrow": _GPT | {
         "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 48, "tie_word_embeddings": False,

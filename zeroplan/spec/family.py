@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 #: By their ``model_type``.
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3",
-    "olmo2", "granite", "gpt2", "gpt_neox", "opt", "bloom",
+    "olmo2", "olmo3", "granite", "glm4", "gpt2", "gpt_neox", "opt", "bloom",
     "mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP of which it is known what they keep, as transformers calls them (``activations.py``, ``ACT2CLS``).
@@ -52,6 +52,10 @@ class Traits(NamedTuple):
     """The width of a head follows from the model's width, and there are as many key/value heads as heads."""
     divides_logits: bool = False
     """Its logits are divided by a number before the loss, for which Liger has no fused loss."""
+    angles_of_kinds: bool = False
+    """Layers that see a window have tables of positions of their own."""
+    turned: int = 1
+    """Rotary positions turn one part of each head in so many."""
     sdpa: bool = True
     """It goes through ``scaled_dot_product_attention`` (``_supports_sdpa``), or attention is written out."""
 
@@ -62,18 +66,20 @@ TRAITS: Mapping[str, Traits] = {
     "qwen2": Traits("dense"),
     "qwen3": Traits("dense", head_norms=True),
     "gemma2": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=2, sdpa=False),
-    "gemma3_text": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True),
+    "gemma3_text": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True),
     "phi3": Traits("phi3", window=True),
     "olmo2": Traits("olmo2"),
-    "granite": Traits("granite", divides_logits=True),
+    "olmo3": Traits("olmo2", window=True, global_every=4, angles_of_kinds=True),
+    "granite": Traits("dense", divides_logits=True),
+    "glm4": Traits("glm4", turned=2),
     "gpt2": Traits("gpt2", "gelu_new", learned_positions=True, plain_heads=True),
-    "gpt_neox": Traits("gpt_neox", "gelu", plain_heads=True),
+    "gpt_neox": Traits("gpt_neox", "gelu", plain_heads=True, turned=4),
     "opt": Traits("opt", "relu", learned_positions=True, plain_heads=True),
     "bloom": Traits("bloom", "gelu_new", other_activations=False, plain_heads=True, sdpa=False),
     "mixtral": Traits("routed", other_activations=False, window=True, experts="dispatched", one_width=True),
     "qwen3_moe": Traits("routed", other_activations=False, window=True, experts="dispatched", head_norms=True),
     "qwen3_next": Traits(
-        "qwen3_next", other_activations=False, global_every=4, linear=True, experts="on this rank", shared_experts=True,
+        "qwen3_next", other_activations=False, global_every=4, linear=True, experts="on this rank", shared_experts=True, turned=4,
     ),
     "deepseek_v3": Traits("deepseek", other_activations=False, experts="on this rank", shared_experts=True),
     "gpt_oss": Traits("gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False),

@@ -13,6 +13,7 @@ from zeroplan.spec.family import (
     MOE_FAMILIES,
     ONE_WIDTH_FAMILIES,
     SHARED_EXPERTS,
+    TRAITS,
     USUAL_ACTIVATION,
     WINDOWED_FAMILIES,
     Activation,
@@ -209,10 +210,12 @@ class ModelSpec(Spec):
         self._check_activation()
         if self.family != "gpt_neox" and not self.parallel_residual:
             raise SpecError(f"family={self.family!r} has no parallel_residual of its own; only gpt_neox has")
-        if self.family in ("gpt_neox", "qwen3_next") and self.head_dim % 8:
+        turned = TRAITS[self.family].turned if self.family in TRAITS else 1
+        if turned > 1 and self.head_dim % (2 * turned):
+            part = {2: "half", 4: "a quarter"}[turned]
             raise SpecError(
-                f"head_dim={self.head_dim} of a {self.family} model has no formula: a quarter of each head is turned, in pairs; "
-                "use a multiple of 8"
+                f"head_dim={self.head_dim} of a {self.family} model has no formula: {part} of each head is turned, in pairs; "
+                f"use a multiple of {2 * turned}"
             )
         if self.family in LEARNED_POSITIONS and not self.positions:
             raise SpecError(

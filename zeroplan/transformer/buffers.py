@@ -6,6 +6,7 @@ Too small to matter in memory; engines that keep them alike on all ranks send th
 from functools import lru_cache
 
 from zeroplan.numeric import ceil_div
+from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.params import layout
@@ -13,15 +14,13 @@ from zeroplan.transformer.params import layout
 _FP32 = 4
 _FREQUENCIES_TWICE = 2 * _FP32
 """``inv_freq`` and ``original_inv_freq``, in fp32 whatever the model's dtype."""
-_SHARE_ROTATED = {"gpt_neox": 4, "qwen3_next": 4}
-"""Which part of a head is rotated, one in so many; ``rotary_pct`` 0.25 unless a config says otherwise."""
 
 
 @lru_cache(maxsize=256)
 def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
     """Return the bytes of all buffers of ``model`` with elements of ``element_bytes``. [bytes]
 
-    Frequencies of the rotary embedding, twice, for each kind of layer that has its own (Gemma 3); Gemma's scale of the
+    Frequencies of the rotary embedding, twice, for each kind of layer that has its own (Gemma 3, OLMo 3); Gemma's scale of the
     embedding; DeepSeek's bias of each router; of a profile what its module had. Source: transformers 5.23,
     ``models/<family>/modeling_<family>.py``.
 
@@ -41,8 +40,8 @@ def _frequencies(model: ModelSpec) -> int:
     if definition_of(model.family).tables is None:
         return 0
     width = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
-    rotated = width // _SHARE_ROTATED.get(model.family, 1)
-    tables = len(layout(model).runs) if model.family == "gemma3_text" else 1
+    rotated = width // TRAITS[model.family].turned
+    tables = len(layout(model).runs) if TRAITS[model.family].angles_of_kinds else 1
     return tables * _FREQUENCIES_TWICE * ceil_div(rotated, 2)
 
 

@@ -90,7 +90,7 @@ def _whole(asked: _Asked, *, recomputed: bool) -> HeadPass:
     model, compute, x, values, around = asked
     masks, away = _masks(asked), compute.offloaded
     kept = tuple([line._replace(kind=SAVED) for line in masks if recomputed])
-    (tables, left) = _tables(asked)
+    (tables, left) = _tables(asked, recomputed=recomputed)
     leaf = (_LEAF.line(SAVED, values),) if away and is_frozen(model, "embedding") else ()
     named = around.names_input and not leaf and (away or not recomputed) and (away or not _first_saves_it(asked))
     return HeadPass(
@@ -114,7 +114,7 @@ def _first_saves_it(asked: _Asked) -> bool:
 
 def _of_a_rank(asked: _Asked, *, recomputed: bool) -> HeadPass:
     """The same on a tensor-parallel rank, which has a share of the sequence between the blocks' matrices."""
-    values, (tables, _) = asked.values, _tables(asked)
+    values, (tables, _) = asked.values, _tables(asked, recomputed=recomputed)
     named = not recomputed and not _first_saves_it(asked)
     return HeadPass(
         (*(one.line(SAVED, values) for one in (_IDS, *asked.around.kept, _POSITIONS)), *tables),
@@ -128,17 +128,18 @@ def _of_a_rank(asked: _Asked, *, recomputed: bool) -> HeadPass:
     )
 
 
-def _tables(asked: _Asked) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+def _tables(asked: _Asked, *, recomputed: bool) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
     """The tables of positions that all layers share, and in their place those that go with the model's forward.
 
-    Where every block is given a copy in another dtype, nothing of theirs is needed after it.
+    Where every block has a copy of them, nothing of theirs is needed after it.
     """
     of_the_family = definition_of(asked.model.family).tables
     if of_the_family is None:
         return (), ()
-    size, reason, source, in_32_bits = of_the_family(asked.model)
+    size, reason, source, in_32_bits, copied = of_the_family(asked.model)
     lines = (Held(size, reason, source).line(SAVED, asked.values),)
-    return ((), lines) if in_32_bits and asked.x.casts_inputs and asked.x.element != _FP32 else (lines, ())
+    cast = in_32_bits and asked.x.casts_inputs and asked.x.element != _FP32
+    return ((), lines) if cast or (copied and not recomputed) else (lines, ())
 
 
 def _masks(asked: _Asked) -> tuple[Line, ...]:

@@ -7,6 +7,7 @@ and orders are those of transformers 5.23, ``models/<family>/modeling_<family>.p
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.families.parts import GATED_MODULES, Names
@@ -105,10 +106,10 @@ def executed_modules(model: ModelSpec, names: Names) -> Names:
 
 
 def rotary_calls(model: ModelSpec, kinds: int) -> int:
-    """How often positions are embedded before the first block: Gemma 3 has angles for each of its ``kinds`` of layers."""
+    """How often positions are embedded before the first block, where ``kinds`` of layers take turns."""
     if model.profile is None and definition_of(model.family).tables is None:
         return 0
-    return kinds if model.family == "gemma3_text" else 1
+    return kinds if model.profile is None and TRAITS[model.family].angles_of_kinds else 1
 
 
 def dropouts_of_embedding(model: ModelSpec) -> int:

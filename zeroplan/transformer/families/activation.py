@@ -9,7 +9,6 @@ from collections.abc import Callable
 from zeroplan.ledger import Module
 from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.attention import CUDA_ALONE
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value
 
 ACTIVATIONS = "transformers 5.23, activations.py"
@@ -40,7 +39,7 @@ def _gelu_new(tape: Tape, value: Value, reason: str) -> Value:
     tape.release(steep)
     raised = op.raised(tape, bent, "gelu: 1 + tanh", _site("gelu: 1 + tanh"))
     tape.release(bent)
-    made = _wide_product(tape, half, raised, reason)
+    made = op.product(tape, half, raised, reason, _site("gelu"))
     tape.release(half, raised)
     return made
 
@@ -58,22 +57,6 @@ def _small_cube(tape: Tape, value: Value) -> Value:
     tape.add("gelu: x³", (cube,), (base.store,), power, of=(base,), place=_site("").place)
     tape.release(base)
     return op.scaled(tape, cube, "gelu: 0.045·x³", _site("gelu: 0.045·x³"))
-
-
-def _wide_product(tape: Tape, narrow: Value, wide: Value, reason: str) -> Value:
-    """The product of two factors in the wider dtype; the gradient of the narrower is made in that and then cast."""
-    made = op.tensor(tape, reason, wide.dtype, wide.shape, ACTIVATIONS)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        arriving = [(wide, op.gradient(tape, wide, "gradient of a factor of gelu", ACTIVATIONS))]
-        if tape.is_wide(narrow.dtype) == tape.is_wide(wide.dtype):
-            return [*arriving, (narrow, op.gradient(tape, narrow, "gradient of a factor of gelu", ACTIVATIONS))]
-        tape.temporary("gradient of a factor of gelu, not yet cast", wide.dtype * wide.shape, ACTIVATIONS)
-        reason = "gradient of a factor of gelu, cast, on CUDA"
-        return [*arriving, (narrow, op.gradient(tape, narrow, reason, ACTIVATIONS, CUDA_ALONE))]
-
-    tape.add("gelu", (made,), (narrow.store, wide.store), backward, of=(narrow, wide), place=_site("").place)
-    return made
 
 
 def _gelu_fast(tape: Tape, value: Value, reason: str) -> Value:

@@ -4,12 +4,12 @@ from zeroplan.ledger import Module
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition, Tables
-from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, gated_mlp, two_branches
+from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, gated_mlp, layer
 from zeroplan.transformer.families.latent import latent_attention
 from zeroplan.transformer.families.operators import TEMPORARY, TENSOR
 from zeroplan.transformer.families.pairs import picked
 from zeroplan.transformer.families.parts import before_and_after, gated_modules
-from zeroplan.transformer.families.program import Block, Program
+from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.routed import Routing, divided_by_their_sum, experts_here
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout
@@ -23,17 +23,10 @@ ROUTER = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, Deepsee
 MOE = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3MoE.forward"
 
 
-def deepseek_v3(tape: Tape, given: Value, block: Block) -> Value:
-    """One decoder layer."""
-    return two_branches(tape, given, block, Branches(LLAMA_NORM, latent_attention, _experts if block.routed else _mlp, LAYER))
-
-
 def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    return gated_mlp(tape, normal, block, MLP)
-
-
-def _experts(tape: Tape, normal: Value, block: Block) -> Value:
-    """Routed experts, and shared ones that every token visits; the module holds the routing by name to its end."""
+    """A gated MLP in the first layers; then routed and shared experts, whose module holds the routing by name to its end."""
+    if not block.routed:
+        return gated_mlp(tape, normal, block, MLP)
     routing = _router(tape, normal, block)
     flat = op.view(tape, normal, Site("experts: their input", MOE))
     with tape.inside(Module.EXPERTS):
@@ -165,7 +158,7 @@ _LATENT = (
 _EXPERTS = ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn", *gated_modules("mlp.shared_experts"))
 FAMILIES = {
     "deepseek_v3": Definition(
-        Program(deepseek_v3, LAYER, LLAMA_NORM), _tensors, _CONFIG, before_and_after(_LATENT, gated_modules("mlp")),
-        before_and_after(_LATENT, _EXPERTS), _tables,
+        layer(Branches(LLAMA_NORM, latent_attention, _mlp, LAYER)), _tensors, _CONFIG,
+        before_and_after(_LATENT, gated_modules("mlp")), before_and_after(_LATENT, _EXPERTS), _tables,
     )
 }  # fmt: skip

@@ -59,6 +59,8 @@ class Tables(NamedTuple):
     source: str = ROTARY
     in_32_bits: bool = False
     """They are fp32 whatever the model's dtype."""
+    copied: bool = False
+    """Every layer saves copies of its own, so that only a layer that is run again needs them after the forward."""
 
 
 class Held(NamedTuple):

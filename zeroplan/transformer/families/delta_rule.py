@@ -252,7 +252,7 @@ def _scores(tape: Tape, first: Value, second: Value, decays: Value, reason: str,
     bare = op.matmul(tape, first, second, (f"{reason}, not decayed", PAIRS), site, copies)
     for one in copies:
         tape.drop(one)
-    made = op.mixed_product(tape, bare, decays, reason, Site(f"decay of the {reason}", RULE))
+    made = op.product(tape, bare, decays, reason, Site(f"decay of the {reason}", RULE))
     tape.release(bare)
     return made
 

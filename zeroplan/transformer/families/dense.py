@@ -1,11 +1,14 @@
-"""Blocks of the Llama kind: Llama, Mistral, Qwen2 and Qwen3."""
+"""Blocks of the Llama kind: Llama, Mistral, Qwen2, Qwen3, and Granite, whose branches are multiplied by a number."""
+
+from functools import partial
 
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.attend import Attended
 from zeroplan.transformer.families.definition import ConfigKeys, Definition
-from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, gated_mlp, three_projections, two_branches
+from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, gated_mlp, layer, three_projections
+from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.parts import before_and_after, gated_modules
-from zeroplan.transformer.families.program import Block, Program
+from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, two_norms
@@ -14,11 +17,8 @@ LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.fo
 ATTENTION = "transformers 5.23, models/llama/modeling_llama.py, LlamaAttention.forward"
 HEAD_NORMS = "transformers 5.23, models/qwen3/modeling_qwen3.py, Qwen3Attention.forward"
 MLP = "transformers 5.23, models/llama/modeling_llama.py, LlamaMLP.forward"
-
-
-def dense(tape: Tape, given: Value, block: Block) -> Value:
-    """One decoder layer; the classes of these families differ in biases and in norms over each head alone."""
-    return two_branches(tape, given, block, _PARTS)
+GRANITE = "transformers 5.23, models/granite/modeling_granite.py"
+GRANITE_NORM = NormAs(one_plus=False, source=f"{GRANITE}, GraniteRMSNorm.forward")
 
 
 def attention(tape: Tape, normal: Value, block: Block) -> Attended:
@@ -26,13 +26,6 @@ def attention(tape: Tape, normal: Value, block: Block) -> Attended:
     if block.head_norms:
         return three_projections(tape, normal, block, HEAD_NORMS, LLAMA_NORM, at_once=True)
     return three_projections(tape, normal, block, ATTENTION)
-
-
-def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    return gated_mlp(tape, normal, block, MLP)
-
-
-_PARTS = Branches(LLAMA_NORM, attention, _mlp, LAYER)
 
 
 def _llama(model: ModelSpec) -> Layout:
@@ -69,14 +62,32 @@ _QWEN3 = ConfigKeys(
     fixed={"mlp_bias": False},
     optional_window=True,
 )
+_GRANITE = _LLAMA._replace(
+    harmless={
+        "numbers in a formula, which change no tensor": (
+            "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling",
+        ),
+    },
+)  # fmt: skip
 #: Qwen3's attention as its modules run.
 WITH_NORMS = (
     "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj", "self_attn.o_proj",
 )  # fmt: skip
-_PROGRAM = Program(dense, LAYER, LLAMA_NORM)
+#: The classes of these families differ in biases and in norms over each head alone.
+_PROGRAM = layer(Branches(LLAMA_NORM, attention, partial(gated_mlp, source=MLP), LAYER))
+_MULTIPLIED = layer(
+    Branches(
+        GRANITE_NORM,
+        partial(three_projections, source=f"{GRANITE}, GraniteAttention.forward"),
+        partial(gated_mlp, source=f"{GRANITE}, GraniteMLP.forward"),
+        f"{GRANITE}, GraniteDecoderLayer.forward",
+        multiplied=True,
+    )
+)
 FAMILIES = {
     "llama": Definition(_PROGRAM, _llama, _LLAMA),
     "mistral": Definition(_PROGRAM, _mistral, _MISTRAL),
     "qwen2": Definition(_PROGRAM, _qwen2, _QWEN2),
     "qwen3": Definition(_PROGRAM, _qwen3, _QWEN3, before_and_after(WITH_NORMS, gated_modules("mlp"))),
+    "granite": Definition(_MULTIPLIED, _llama, _GRANITE),
 }

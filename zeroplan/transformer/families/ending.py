@@ -168,7 +168,7 @@ def _plan_of(ending: Ending) -> _Planned:
     tape.run_backward(ran.loss, ran.loss.store)
     points = index.moments(_with_the_loss([*ran.earlier, *tape.moments], dtypes))
     handed, source = index.handed(ran.handed), _source(ending)
-    plan = Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), source, {}, handed)
+    plan = Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), (), source, {}, handed)
     return _Planned(of_a_rank(plan) if ending.sharded else plan, kept, output, within)
 
 

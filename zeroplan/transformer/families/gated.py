@@ -1,6 +1,7 @@
 """What blocks of several families have in common: two branches behind norms, attention of three projections, a gated MLP."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from zeroplan.expr import Size
@@ -11,7 +12,7 @@ from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM, RMS_NORM
 from zeroplan.transformer.families.operators import NormAs
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.sharded import gathered, norm
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.symbols import T, a, c, d, f, h, k, k_d, q, v
@@ -29,6 +30,10 @@ class Branches(NamedTuple):
     source: str
     multiplied: bool = False
     """What a branch makes is multiplied by a number before it is added."""
+    before_mlp: Place = AT_MLP_NORM
+    """Of the norm before the MLP."""
+    after: tuple[Place, Place] | None = None
+    """Of norms after attention and after the MLP, where there are any."""
 
 
 def two_branches(tape: Tape, given: Value, block: Block, parts: Branches) -> Value:
@@ -37,15 +42,31 @@ def two_branches(tape: Tape, given: Value, block: Block, parts: Branches) -> Val
     whole = gathered(tape, normal, "input of attention")
     attended, weights = parts.attention(tape, whole, block)
     tape.release(whole, normal)
+    attended = _normed(tape, attended, "norm after attention", parts, 0)
     middle = _added(tape, given, attended, "residual stream between attention and MLP", parts)
-    normal = norm(tape, middle, "norm before the MLP", parts.norm, AT_MLP_NORM)
+    normal = norm(tape, middle, "norm before the MLP", parts.norm, parts.before_mlp)
     whole = gathered(tape, normal, "input of the MLP")
     branch = parts.mlp(tape, whole, block)
     tape.release(whole, normal)
+    branch = _normed(tape, branch, "norm after the MLP", parts, 1)
     made = _added(tape, middle, branch, "block output", parts)
     tape.release(middle)
     if weights is not None:
         tape.release(weights)
+    return made
+
+
+def layer(parts: Branches) -> Program:
+    """A family's program whose layer has two such branches."""
+    return Program(partial(two_branches, parts=parts), parts.source, parts.norm)
+
+
+def _normed(tape: Tape, branch: Value, name: str, parts: Branches, number: int) -> Value:
+    """What a branch has made, put through a norm of its own where the family has one; the name goes over."""
+    if parts.after is None:
+        return branch
+    made = op.rms_norm(tape, branch, name, parts.norm, place=parts.after[number])
+    tape.release(branch)
     return made
 
 

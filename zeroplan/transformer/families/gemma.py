@@ -1,16 +1,17 @@
 """Blocks of Gemma 2 and Gemma 3: norms before and after each branch, scaled in fp32; Gemma 3 also norms queries and keys."""
 
+from functools import partial
+
 from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import At, Place
-from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.attend import Attended
 from zeroplan.transformer.families.definition import Around, ConfigKeys, Definition, Tables
-from zeroplan.transformer.families.gated import gated_mlp, three_projections
-from zeroplan.transformer.families.norms import AT_ATTENTION_NORM
+from zeroplan.transformer.families.gated import Branches, gated_mlp, layer, three_projections
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.parts import ATTENTION_MODULES, Names, gated_modules
-from zeroplan.transformer.families.program import Block, Program
-from zeroplan.transformer.families.tape import Site, Tape, Value
+from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.families.widths import kinds_of_layers
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms
@@ -24,29 +25,15 @@ MLP = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3MLP.forward"
 NORM = NormAs(one_plus=True, source="transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3RMSNorm.forward")
 
 
-AFTER_ATTENTION = Place(At.NORM, Module.AFTER_ATTENTION_NORM)
-BEFORE_MLP, AFTER_MLP = Place(At.NORM, Module.BEFORE_MLP_NORM), Place(At.NORM, Module.AFTER_MLP_NORM)
+def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
+    return three_projections(tape, normal, block, ATTENTION, NORM if block.head_norms else None)
 
 
-def gemma(tape: Tape, given: Value, block: Block) -> Value:
-    """One decoder layer."""
-    normal = op.rms_norm(tape, given, "norm before attention", NORM, place=AT_ATTENTION_NORM)
-    attended, weights = three_projections(tape, normal, block, ATTENTION, NORM if block.head_norms else None)
-    tape.release(normal)
-    normal = op.rms_norm(tape, attended, "norm after attention", NORM, place=AFTER_ATTENTION)
-    tape.release(attended)
-    middle = op.add(tape, given, normal, "residual stream between attention and MLP", Site("residual addition", LAYER))
-    tape.release(normal)
-    normal = op.rms_norm(tape, middle, "norm before the MLP", NORM, place=BEFORE_MLP)
-    branch = gated_mlp(tape, normal, block, MLP)
-    tape.release(normal)
-    normal = op.rms_norm(tape, branch, "norm after the MLP", NORM, place=AFTER_MLP)
-    tape.release(branch)
-    made = op.add(tape, middle, normal, "block output", Site("residual addition", LAYER))
-    tape.release(normal, middle)
-    if weights is not None:
-        tape.release(weights)
-    return made
+_PARTS = Branches(
+    NORM, _attention, partial(gated_mlp, source=MLP), LAYER,
+    before_mlp=Place(At.NORM, Module.BEFORE_MLP_NORM),
+    after=(Place(At.NORM, Module.AFTER_ATTENTION_NORM), Place(At.NORM, Module.AFTER_MLP_NORM)),
+)  # fmt: skip
 
 
 def _tensors(model: ModelSpec) -> Layout:
@@ -100,7 +87,7 @@ _GEMMA_3 = ConfigKeys(
 _NORMS_AFTER = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.o_proj",
 )  # fmt: skip
-_PROGRAM = Program(gemma, LAYER, NORM)
+_PROGRAM = layer(_PARTS)
 _AROUND = Around(masks=2)  # one for layers with a window, one for those without
 FAMILIES = {
     "gemma2": Definition(_PROGRAM, _tensors, _GEMMA_2, _modules(ATTENTION_MODULES), around=_AROUND),

@@ -5,14 +5,21 @@ from typing import NamedTuple
 from zeroplan.expr import Size
 from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec, MoeSpec
-from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.definition import SIZES, Around, ConfigKeys, Definition, Tables
 from zeroplan.transformer.families.dispatched import dispatched, nought, returned_pairs, sorted_pairs
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.operators import NormAs
-from zeroplan.transformer.families.pairs import EXPERTS, back_in_order, grouped_product, picked, sorted_experts
+from zeroplan.transformer.families.pairs import (
+    EXPERTS,
+    back_in_order,
+    grouped_product,
+    picked,
+    sorted_experts,
+    summed,
+    weighted_outputs,
+)
 from zeroplan.transformer.families.parts import ATTENTION_MODULES, before_and_after
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
@@ -115,8 +122,9 @@ def _experts(tape: Tape, normal: Value, scores: Value, indices: Store) -> Value:
     tape.release(bias)
     outputs = _grouped(tape, gated, second_bias, ("experts: down projection", m, h), routing)
     tape.release(gated)
-    unsorted = back_in_order(tape, _weighted(tape, outputs, weights), "experts: weighted outputs in the order of tokens")
-    made = _summed(tape, unsorted)
+    weighted = weighted_outputs(tape, outputs, weights, EXPERTS)
+    unsorted = back_in_order(tape, weighted, "experts: weighted outputs in the order of tokens")
+    made = summed(tape, unsorted)
     tape.drop(counted, routing.experts, routing.order, routing.ends)
     tape.release(second_bias, unsorted, outputs, weights, selected)
     return made
@@ -194,28 +202,6 @@ def _clamped(tape: Tape, value: Value, reason: str, *, masks: int) -> Value:
 
     backward = op.makes(f"gradient through the {reason}", GATE, value, beside=("where no limit was met", masks * value.shape))
     tape.add(reason, (made,), (value.store,), backward, of=(value,))
-    return made
-
-
-def _weighted(tape: Tape, outputs: Value, weights: Value) -> Value:
-    """The outputs times the routing weights, in the wider dtype of the two."""
-    made = op.tensor(tape, "experts: weighted outputs", outputs.dtype, outputs.shape, EXPERTS)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        arriving = [(outputs, op.gradient(tape, outputs, "gradient of the experts' outputs", EXPERTS))]
-        tape.temporary("gradient of the routing weights, not yet summed", outputs.dtype * outputs.shape, EXPERTS)
-        return [*arriving, (weights, op.gradient(tape, weights, "gradient of the routing weights", EXPERTS))]
-
-    place, saved = Place(At.WEIGHTING, Module.EXPERTS), (outputs.store, weights.store)
-    tape.add("weighting of the expert outputs", (made,), saved, backward, of=(outputs, weights), place=place)
-    return made
-
-
-def _summed(tape: Tape, unsorted: Value) -> Value:
-    made = op.tensor(tape, "output of the experts", unsorted.dtype, T * h, EXPERTS)
-
-    backward = op.makes("gradient of the output, for each expert of a token", EXPERTS, unsorted)
-    tape.add("sum over a token's experts", (made,), (), backward, of=(unsorted,))
     return made
 
 

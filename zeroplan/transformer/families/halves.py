@@ -88,7 +88,7 @@ def block_halves(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch
     """One block of a run of dense ones."""
     x = widths(model, compute, batch)
     is_masked = run.kind != "global" and _always(beyond_the_window(model, x))
-    structure = structure_of(model, run.kind, compute, x, "none", masked=is_masked)
+    structure = structure_of(model, run.kind, compute, x, masked=is_masked)
     modules = _modules(run.parameters)
     as_run = [name for name in definition_of(structure.family).modules if name in modules]
     planned = _plan_of(structure, tuple([as_run.index(name) for name in modules]))
@@ -142,7 +142,7 @@ def _plan_of(structure: Block | Ending, order: tuple[int, ...]) -> _Planned:
     left = tape.left[::-1]
     made = [(left[at].operator.name, tape.run_weights(left[at])) for at in order]
     weights = tuple([(name, index.of(beside), index.of(freed)) for name, (beside, freed) in made])
-    plan = Plan(tuple(index.stores), (), {}, points, (), (), (), SPLIT_BACKWARD, {})
+    plan = Plan(tuple(index.stores), (), {}, points, (), (), (), (), SPLIT_BACKWARD, {})
     return _Planned(of_a_rank(plan) if structure.sharded else plan, structure.sharded, held, weights)
 
 

@@ -33,7 +33,7 @@ def latent_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     latent_norm = _norm(tape, latent, "norm of the latent", w)
     turned = _turned(tape, turning, "rotary part of the queries", a * o_2), _turned(tape, rotary_key, "rotary key", o_2)
     tape.release(latent, turning, rotary_key)
-    query = _joined(tape, bare, turned[0])
+    query = op.joined(tape, (bare, turned[0]), "queries", T * q, Site("both parts of the queries", LATENT))
     key, value = _expanded(tape, latent_norm, turned[1])
     context, weights = _attend(block)(tape, Heads(query, key, value, grouped=False, one_key=False, joint=True))
     made = op.linear(tape, context, h, Site("output projection", LATENT), reads=c, bias=block.attention_bias)
@@ -82,18 +82,6 @@ def _turned(tape: Tape, value: Value, name: str, half: Size) -> Value:
     backward = op.makes(f"gradient of the {name}, half", ROTARY, even, odd)
     tape.add(f"rotary positions of the {name}", (made,), (), backward, of=(even, odd))
     tape.release(even, odd)
-    return made
-
-
-def _joined(tape: Tape, bare: Value, turned: Value) -> Value:
-    """``cat`` in the wider dtype; the gradients are parts of the whole one."""
-    made = op.tensor(tape, "queries", op.wider(tape, bare.dtype, turned.dtype), T * q, LATENT)
-    site = Site("both parts of the queries", LATENT)
-
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        return [op.narrowed(tape, value, taken[0], made, site) for value in (bare, turned)]
-
-    tape.add(site.name, (made,), (), backward, of=(bare, turned))
     return made
 
 

@@ -1,17 +1,19 @@
-"""Blocks of OLMo 2: norms after attention and after the MLP, and over queries and keys of all heads; positions in fp32."""
+"""Blocks of OLMo 2 and 3: norms after attention and after the MLP, and over queries and keys of all heads; positions in fp32."""
 
 from zeroplan.expr import Size
 from zeroplan.ledger import Module
+from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
-from zeroplan.transformer.families.definition import ConfigKeys, Definition, Tables
+from zeroplan.transformer.families.definition import Around, ConfigKeys, Definition, Tables
 from zeroplan.transformer.families.gated import gated_mlp
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.parts import gated_modules
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Site, Tape, Value, Width
+from zeroplan.transformer.families.widths import kinds_of_layers
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import alike, attention_of, gated, key_width, query_width
 from zeroplan.transformer.params_modules import rms_norm
@@ -61,7 +63,7 @@ def _turned(tape: Tape, query: Value, key: Value, block: Block) -> tuple[Value, 
     """Queries and keys in their dtype again; tables in fp32 make fp32 of them, tables that a block has a copy of do not."""
     tables: Width = e if block.casts_inputs else 4
     copies = (tape.make(op.TENSOR, "rotary cos and sin, cast", 2 * e * s * d, CAST),) if block.casts_inputs else ()
-    tape.copied += copies
+    tape.course.copied += copies
     bare = [
         op.rotary(tape, one, Site(f"{name}, turned", ATTENTION), tables=tables, saved=copies)
         for one, name in ((query, "queries"), (key, "keys"))
@@ -96,13 +98,18 @@ def _tensors(model: ModelSpec) -> Layout:
     return alike(model, (*attention, *norms, *gated("mlp", model, model.intermediate_size), *after))
 
 
-def _tables(_model: ModelSpec) -> Tables:
-    return Tables(8 * s * d, "rotary cos and sin, fp32", ROTARY, in_32_bits=True)
+def _tables(model: ModelSpec) -> Tables:
+    """OLMo 3's local and global layers have tables of their own."""
+    if not TRAITS[model.family].angles_of_kinds or kinds_of_layers(model) == 1:
+        return Tables(8 * s * d, "rotary cos and sin, fp32", ROTARY, in_32_bits=True)
+    return Tables(16 * s * d, "rotary cos and sin, of local and of global layers, fp32", ROTARY, in_32_bits=True)
 
 
 _CONFIG = ConfigKeys(defaults={"max_position_embeddings": 2048}, fixed={"mlp_bias": False})
+_OLMO_3 = _CONFIG._replace(defaults={"max_position_embeddings": 2048, "sliding_window": 4096})
 _MODULES = (
     "self_attn", "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj",
     "self_attn.o_proj", "post_attention_layernorm", *gated_modules("mlp"), "post_feedforward_layernorm",
 )  # fmt: skip
-FAMILIES = {"olmo2": Definition(Program(olmo2, LAYER, NORM), _tensors, _CONFIG, _MODULES, tables=_tables)}
+_OLMO_2 = Definition(Program(olmo2, LAYER, NORM), _tensors, _CONFIG, _MODULES, tables=_tables)
+FAMILIES = {"olmo2": _OLMO_2, "olmo3": _OLMO_2._replace(config=_OLMO_3, around=Around(masks=2))}

@@ -8,8 +8,9 @@ from typing import NamedTuple
 from zeroplan.expr import NOTHING, Size
 from zeroplan.ledger import PLAIN, Kind, Role, Tag
 from zeroplan.transformer.blocks import Place
+from zeroplan.transformer.families.attention import CUDA_ALONE
 from zeroplan.transformer.families.norms import NORMALISED, STATISTICS, NormNames
-from zeroplan.transformer.families.tape import Arriving, Backward, Do, Site, Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Backward, Do, Site, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import T, b, e, h, r
 
 TENSOR, GRADIENT, TEMPORARY = Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS, Kind.TEMPORARY
@@ -88,7 +89,7 @@ def as_narrow(tape: Tape, value: Value, passed: Store, made: Value, source: str)
     if tape.is_wide(value.dtype) == tape.is_wide(made.dtype):
         return passed
     tape.scratch.append(passed)
-    return gradient(tape, value, f"{passed.reason}, cast", source)
+    return gradient(tape, value, f"{passed.reason}, cast", source, CUDA_ALONE if made.dtype == CAST_BY_CUDA else PLAIN)
 
 
 def narrowed(tape: Tape, value: Value, taken: Store, made: Value, site: Site) -> tuple[Value, Store]:
@@ -133,10 +134,16 @@ def trained_linear(
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         reason = f"gradient through the {site.name}"
         arriving = [(given, gradient(tape, given, reason, site.source))] if tape.follows(given) else []
-        for elements in () if casts else weights:
-            tape.weight_gradient(elements)
         reason = f"gradient of the {site.name}'s weights, not yet cast"
-        return [*arriving, *((one, tape.make(TEMPORARY, reason, e * one.shape, site.source)) for one in casts)]
+        for elements in (matrix, width) if bias else (matrix,):  # autograd sums a bias's gradient up when the operator is done
+            if elements is width:
+                tape.used(given.store)
+            copy = next((one for one in casts if one.shape is elements), None)
+            if copy is None:
+                tape.weight_gradient(elements)
+            else:
+                arriving.append((copy, tape.make(TEMPORARY, reason, e * elements, site.source)))
+        return arriving
 
     tape.add(site.name, (made,), (given.store,), backward, of=None, cast=kept if casts else None, place=site.place)
     tape.release(given)
@@ -146,11 +153,13 @@ def trained_linear(
 def _weight(tape: Tape, elements: Size, site: Site, *, tracked: bool, of: str) -> Value:
     """Autocast's copy of a weight or bias: its gradient is made in 16 bits and then cast.
 
-    The engine counts the bytes of a weight's copy, which is kept for the backward; that of a bias is not.
+    The engine counts the bytes of a weight's copy, which is kept for the backward; that of a bias goes with the forward.
     """
     if tracked:
         tape.casts.append(elements)
         tape.course.deeds.append((Do.CAST, elements))
+    else:
+        tape.cached.append(elements)
     made = Value(Store(TEMPORARY, "", NOTHING, ""), e, elements)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -213,14 +222,16 @@ def rms_norm(
     at, module = place or Place()
     site = Site(name, kind.source, module, at)
     wide = cast(tape, value, 4, site._replace(name=f"{name}: its input"))
-    scale = _scale(tape, wide, rows, site)
+    scale, named = _scale(tape, wide, rows, site, names_mean=not kind.one_plus)
     normal = _times(tape, wide, scale, site)
     tape.release(wide, scale)
     if kind.one_plus or kind.wide:
-        return _scaled_in_32_bits(tape, normal, value.dtype, kind, weight, site)
-    narrow = cast(tape, normal, value.dtype, site._replace(name=f"{name}: normalised input"), NORMALISED)
-    made = _weighted(tape, narrow, () if tape.manner.norms_frozen else (narrow.store,), weight, site)
-    tape.release(narrow, normal)  # the fp32 one has a name until the norm returns
+        made = _scaled_in_32_bits(tape, normal, value.dtype, kind, weight, site)
+    else:
+        narrow = cast(tape, normal, value.dtype, site._replace(name=f"{name}: normalised input"), NORMALISED)
+        made = _weighted(tape, narrow, () if tape.manner.norms_frozen else (narrow.store,), weight, site)
+        tape.release(narrow, normal)  # the fp32 one has a name until the norm returns
+    tape.drop(*named)
     return made
 
 
@@ -239,8 +250,8 @@ def _scaled_in_32_bits(tape: Tape, normal: Value, dtype: Width, kind: NormAs, we
     return made
 
 
-def _scale(tape: Tape, wide: Value, rows: Size, site: Site) -> Value:
-    """``rsqrt(mean(x²) + eps)``, of which the root is saved and pow saves its base."""
+def _scale(tape: Tape, wide: Value, rows: Size, site: Site, *, names_mean: bool) -> tuple[Value, tuple[Store, ...]]:
+    """``rsqrt(mean(x²) + eps)``, of which the root is saved and pow saves its base; and the mean, where it has a name."""
     square = tensor(tape, f"{site.name}: square of its input", 4, wide.shape, site.source)
 
     def power(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -248,12 +259,16 @@ def _scale(tape: Tape, wide: Value, rows: Size, site: Site) -> Value:
         return [(wide, gradient(tape, wide, "gradient of the norm's input, fp32", site.source))]
 
     tape.add(site.name, (square,), (wide.store,), power, of=(wide,), place=site.place)
+    mean = tape.make(TEMPORARY, f"{site.name}: mean of its input's squares", 4 * rows, site.source)
+    tape.release(square)
     root = tensor(tape, f"{site.name}: reciprocal root mean square", 4, rows, site.source)
 
     backward = makes("gradient of the squared input", site.source, square)
     tape.add(f"{site.name}: reciprocal root", (root,), (root.store,), backward, of=(square,), place=site.place)
-    tape.release(square)
-    return root
+    if names_mean:
+        return root, (mean,)
+    tape.drop(mean)
+    return root, ()
 
 
 def _times(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
@@ -279,7 +294,7 @@ def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: Size, 
         passed = tape.make(GRADIENT, reason, made.dtype * made.shape, site.source) if followed else None
         if not frozen:
             unsummed = ("gradient of the norm's weight, not yet summed", made.dtype * made.shape, site.source)
-            tape.weight_gradient(weight, unsummed=unsummed)
+            tape.weight_gradient(weight, unsummed=unsummed, read=saved)
         return [] if passed is None else [(value, as_narrow(tape, value, passed, made, site.source))]
 
     of = (value,) if frozen else None
@@ -344,6 +359,20 @@ def chunk(tape: Tape, whole: Value, shapes: tuple[Size, ...], site: Site) -> tup
     return views
 
 
+def joined(tape: Tape, parts: tuple[Value, ...], reason: str, shape: Size, site: Site) -> Value:
+    """``cat`` in the wider dtype; the gradients are parts of the whole one, cast for a part that is narrower."""
+    dtype = parts[0].dtype
+    for part in parts[1:]:
+        dtype = wider(tape, dtype, part.dtype)
+    made = tensor(tape, reason, dtype, shape, site.source)
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        return [narrowed(tape, part, taken[0], made, site) for part in parts]
+
+    tape.add(site.name, (made,), (), backward, of=parts)
+    return made
+
+
 def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result: bool = False) -> Value:
     """An activation in one operator: SiLU and GELU save their input, ReLU its result."""
     made = tensor(tape, reason, value.dtype, value.shape, site.source)
@@ -355,23 +384,19 @@ def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result
 
 
 def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
-    """``first * second``; each is saved for the gradient of the other, where autograd follows that."""
-    made = tensor(tape, reason, first.dtype, first.shape, site.source)
-    saved = factors(tape, (first, (first.store,)), (second, (second.store,)))
-    backward = makes(f"gradient of a factor of the {site.name}", site.source, first, second)
-    tape.add(site.name, (made,), saved, backward, of=(first, second), place=site.place)
-    return made
+    """``first * second`` in the wider dtype; each is saved for the gradient of the other, where autograd follows that.
 
-
-def mixed_product(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
-    """``first * second`` in fp32; each is saved for the other, and a gradient is cast for a factor that is narrower."""
-    made = tensor(tape, reason, 4, first.shape, site.source)
+    The gradient of a factor that is narrower is made in the wider dtype, and cast when the operator is done.
+    """
+    made = tensor(tape, reason, wider(tape, first.dtype, second.dtype), first.shape, site.source)
     saved = factors(tape, (first, (first.store,)), (second, (second.store,)))
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        followed = [one for one in (second, first) if tape.follows(one)]
+        followed = [one for one in (first, second) if tape.follows(one)]
         name = f"gradient of a factor of the {site.name}"
-        bare = [tape.make(GRADIENT, name, 4 * made.shape, site.source) for _ in followed]
+        bare = [tape.make(GRADIENT, name, wider(tape, one.dtype, made.dtype) * one.shape, site.source) for one in followed]
+        if any(tape.is_wide(one.dtype) != tape.is_wide(made.dtype) for one in followed):
+            tape.used(*saved)
         return [(one, as_narrow(tape, one, wide, made, site.source)) for one, wide in zip(followed, bare, strict=True)]
 
     tape.add(site.name, (made,), saved, backward, of=(first, second), place=site.place)

@@ -4,7 +4,7 @@ from zeroplan.expr import Size
 from zeroplan.ledger import Module
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import T, h, r, t, x
 
 EXPERTS = "transformers 5.23, integrations/moe.py, grouped_mm_experts_forward"
@@ -67,7 +67,7 @@ def weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) ->
     made = op.tensor(tape, "experts: weighted outputs", wide, T * t * h, source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("gradient of the routing weights, not yet summed", made.dtype * T * t * h, source)
+        unsummed = tape.make(op.TEMPORARY, "gradient of the routing weights, not yet summed", made.dtype * T * t * h, source)
         if tape.is_wide(made.dtype) == tape.is_wide(outputs.dtype):
             passed = op.gradient(tape, outputs, "gradient of the experts' outputs", source)
             tape.used(outputs.store, weights.store)
@@ -76,8 +76,20 @@ def weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) ->
             tape.used(outputs.store, weights.store)
             passed = op.gradient(tape, outputs, "gradient of the experts' outputs", source)
             tape.drop(uncast)
-        return [(outputs, passed), (weights, op.gradient(tape, weights, "gradient of the routing weights", source))]
+        total = tape.make(op.GRADIENT, "gradient of the routing weights", made.dtype * T * t, source)
+        tape.drop(unsummed)
+        return [(outputs, passed), (weights, op.as_narrow(tape, weights, total, made, source))]
 
     place, saved = Place(At.WEIGHTING, Module.EXPERTS), (outputs.store, weights.store)
     tape.add("weighting of the expert outputs", (made,), saved, backward, of=(outputs, weights), place=place)
+    return made
+
+
+def summed(tape: Tape, unsorted: Value) -> Value:
+    """The sum over a token's experts, in the dtype of the residual stream."""
+    wide = op.tensor(tape, "sum over a token's experts", unsorted.dtype, T * h, EXPERTS)
+    backward = op.makes("gradient of the output, for each expert of a token", EXPERTS, unsorted)
+    tape.add("sum over a token's experts", (wide,), (), backward, of=(unsorted,))
+    made = op.cast(tape, wide, r, Site("output of the experts", EXPERTS))
+    tape.release(wide)
     return made

@@ -1,14 +1,16 @@
 """Blocks of the Phi-3 kind: Llama's, with one projection for q, k and v and one for gate and up."""
 
+from functools import partial
+
 from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.definition import ConfigKeys, Definition
-from zeroplan.transformer.families.gated import Branches, two_branches
+from zeroplan.transformer.families.gated import Branches, layer
 from zeroplan.transformer.families.operators import NormAs
-from zeroplan.transformer.families.program import Block, Program
+from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import alike, key_width, query_width, two_norms
@@ -19,11 +21,6 @@ LAYER = "transformers 5.23, models/phi3/modeling_phi3.py, Phi3DecoderLayer.forwa
 ATTENTION = "transformers 5.23, models/phi3/modeling_phi3.py, Phi3Attention.forward"
 MLP = "transformers 5.23, models/phi3/modeling_phi3.py, Phi3MLP.forward"
 NORM = NormAs(one_plus=False, source="transformers 5.23, models/phi3/modeling_phi3.py, Phi3RMSNorm.forward")
-
-
-def phi3(tape: Tape, given: Value, block: Block) -> Value:
-    """One decoder layer."""
-    return two_branches(tape, given, block, _PARTS)
 
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
@@ -37,19 +34,20 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     return Attended(made, weights)
 
 
-def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    both = op.linear(tape, normal, (f + f), Site("joint gate and up projection", MLP))
-    gate, up = op.chunk(tape, both, (T * f, T * f), Site("gate and up", MLP))
+def joint_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
+    """A gated MLP whose gate and up projections are one matrix."""
+    both = op.linear(tape, normal, (f + f), Site("joint gate and up projection", source))
+    gate, up = op.chunk(tape, both, (T * f, T * f), Site("gate and up", source))
     tape.release(both)
-    active = activated(tape, gate, block.activation, f"{block.activation} of the gate", MLP)
-    inner = op.product(tape, up, active, "gated product, input of the down projection", Site("gated product", MLP))
+    active = activated(tape, gate, block.activation, f"{block.activation} of the gate", source)
+    inner = op.product(tape, up, active, "gated product, input of the down projection", Site("gated product", source))
     tape.release(active, up)
-    made = op.linear(tape, inner, h, Site("down projection", MLP, Module.DOWN), reads=f)
+    made = op.linear(tape, inner, h, Site("down projection", source, Module.DOWN), reads=f)
     tape.release(inner, gate)
     return made
 
 
-_PARTS = Branches(NORM, _attention, _mlp, LAYER)
+_PARTS = Branches(NORM, _attention, partial(joint_mlp, source=MLP), LAYER)
 
 
 def _tensors(model: ModelSpec) -> Layout:
@@ -72,4 +70,4 @@ _MODULES = (
     "input_layernorm", "self_attn", "self_attn.qkv_proj", "self_attn.o_proj", "resid_attn_dropout",
     "post_attention_layernorm", "mlp", "mlp.gate_up_proj", "mlp.activation_fn", "mlp.down_proj", "resid_mlp_dropout",
 )  # fmt: skip
-FAMILIES = {"phi3": Definition(Program(phi3, LAYER, NORM), _tensors, _CONFIG, _MODULES)}
+FAMILIES = {"phi3": Definition(layer(_PARTS), _tensors, _CONFIG, _MODULES)}

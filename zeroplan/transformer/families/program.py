@@ -82,8 +82,6 @@ class Block(NamedTuple):
     output_bias: bool = False
     """The projection of attention's output has a bias, where a family may have it apart from the others."""
     mlp_bias: bool = False
-    again: bool = False
-    """What is saved is recomputed, which blocks whose experts are on several ranks tell apart."""
     dispatched: bool = False
     """Experts are on several ranks."""
     ring: int = 1

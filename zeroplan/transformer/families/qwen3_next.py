@@ -76,8 +76,9 @@ def _in_order(tape: Tape, value: Value, name: str) -> Value:
 def _mixed(tape: Tape, parts: tuple[Value, ...]) -> Value:
     """Queries, keys and values joined, and put through the convolution and SiLU."""
     wide = 2 * J * D + A * I
-    joined = op.tensor(tape, "queries, keys and values, joined", e, T * wide, LINEAR)
-    tape.add("joined queries, keys and values", (joined,), (), op.passes(*parts), of=parts)
+    joined = op.joined(
+        tape, parts, "queries, keys and values, joined", T * wide, Site("joined queries, keys and values", LINEAR)
+    )
     bare = op.convolution(tape, joined, wide, l, Site("convolution", LINEAR))
     made = op.pointwise(tape, bare, "silu of the convolution", Site("convolution: silu", LINEAR))
     tape.release(bare, joined)
@@ -116,7 +117,7 @@ def _gated_norm(tape: Tape, value: Value, gate: Value) -> Value:
     normal = op.rms_norm(tape, value, "norm of linear attention", GATED_NORM, weight=I, rows=T * A)
     wide = op.cast(tape, gate, 4, Site("z of linear attention", LINEAR))
     active = op.pointwise(tape, wide, "silu of z", Site("z: silu", LINEAR))
-    made = op.mixed_product(tape, normal, active, "norm of linear attention times its gate", Site("gating of the norm", LINEAR))
+    made = op.product(tape, normal, active, "norm of linear attention times its gate", Site("gating of the norm", LINEAR))
     tape.release(normal, wide, active)
     narrow = op.cast(tape, made, e, Site("gated output of linear attention", LINEAR))
     tape.release(made)

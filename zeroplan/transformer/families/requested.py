@@ -79,7 +79,7 @@ def block_requests(model: ModelSpec, kind: str, compute: Compute, batch: Batch, 
     """What a block of a kind requests and releases, as the backward recomputes it."""
     x = widths(model, compute, batch)
     masked = _one(in_one_chunk(x) if kind == "linear" else kind != "global" and beyond_the_window(model, x))
-    structure = structure_of(model, kind, compute, x, recompute, masked=masked)
+    structure = structure_of(model, kind, compute, x, masked=masked)
     return _sized(_of_a_block(structure, recompute), values_of(model, x, compute.tp if structure.sharded else 1))
 
 
@@ -184,7 +184,7 @@ def _recomputed(structure: Block, *, keeps: bool) -> Requested:
     """A checkpoint: the forward keeps its input and, selectively, what is dear; the backward runs it again first."""
     tape, given, made = run_forward(structure, saving=False, keeping=keeps)
     forward, kept = _without(tape.course.deeds, given.store), tape.kept() if keeps else ()
-    again, _, output = run_forward(structure._replace(again=True), saving=True, given=given.store)
+    again, _, output = run_forward(structure, saving=True, given=given.store, again=True)
     places = _Places()
     places.same = dict(zip(again.kept() if keeps else (), kept, strict=True))
     incoming, rerun = _incoming(output), [] if keeps else _until_last_saved(again)

@@ -1,5 +1,6 @@
 """Blocks with routed experts, Mixtral and Qwen3-MoE: a router, and experts on this rank or on several."""
 
+from functools import partial
 from typing import NamedTuple
 
 from zeroplan.ledger import Module
@@ -8,13 +9,14 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition
 from zeroplan.transformer.families.dense import WITH_NORMS, attention
 from zeroplan.transformer.families.dispatched import dispatched, gated_experts, own_experts
-from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, two_branches
+from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, layer
 from zeroplan.transformer.families.pairs import (
     EXPERTS,
     back_in_order,
     grouped_product,
     picked,
     sorted_experts,
+    summed,
     weighted_outputs,
 )
 from zeroplan.transformer.families.parts import ATTENTION_MODULES, before_and_after, gated_modules
@@ -23,37 +25,21 @@ from zeroplan.transformer.families.tape import Site, Store, Tape, Value, Width
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import attention_of, fused_experts, head_norms, with_experts
 from zeroplan.transformer.params_modules import Parameters, linear
-from zeroplan.transformer.symbols import E, T, e, h, m, r, t
+from zeroplan.transformer.symbols import E, T, e, h, m, t
 
 ROUTER = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
 MIXTRAL = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralDecoderLayer.forward"
 QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDecoderLayer.forward"
 
 
-def mixtral(tape: Tape, given: Value, block: Block) -> Value:
-    """One decoder layer of Mixtral."""
-    return two_branches(tape, given, block, Branches(LLAMA_NORM, attention, _routed, MIXTRAL))
-
-
-def qwen3_moe(tape: Tape, given: Value, block: Block) -> Value:
-    """One decoder layer of Qwen3-MoE."""
-    return two_branches(tape, given, block, Branches(LLAMA_NORM, attention, _narrowly_routed, QWEN3))
-
-
-def _routed(tape: Tape, normal: Value, block: Block) -> Value:
-    return _mlp(tape, normal, narrowed=False, dispatch=block.dispatched)
-
-
-def _narrowly_routed(tape: Tape, normal: Value, block: Block) -> Value:
-    return _mlp(tape, normal, narrowed=True, dispatch=block.dispatched)
-
-
-def _mlp(tape: Tape, normal: Value, *, narrowed: bool, dispatch: bool) -> Value:
+def _mlp(tape: Tape, normal: Value, block: Block, *, narrowed: bool) -> Value:
     """Router and experts; ``narrowed``: the router returns its weights in the dtype of its logits."""
     routing = router(tape, normal, narrowed=narrowed)
     with tape.inside(Module.EXPERTS):
         made = (
-            dispatched(tape, normal, routing.weights, own_experts) if dispatch else experts_here(tape, normal, routing.weights)
+            dispatched(tape, normal, routing.weights, own_experts)
+            if block.dispatched
+            else experts_here(tape, normal, routing.weights)
         )
     tape.drop(routing.indices)
     tape.release(routing.weights, routing.logits)
@@ -120,19 +106,9 @@ def experts_here(tape: Tape, normal: Value, weights: Value) -> Value:
     tape.release(gated)
     weighted = weighted_outputs(tape, outputs, by_expert, EXPERTS)
     unsorted = back_in_order(tape, weighted, "experts: weighted outputs in the order of tokens")
-    made = _summed(tape, unsorted)
+    made = summed(tape, unsorted)
     tape.drop(theirs, order, counted, ends)
     tape.release(selected, by_expert, outputs, unsorted)
-    return made
-
-
-def _summed(tape: Tape, unsorted: Value) -> Value:
-    """The sum over a token's experts, in the dtype of the residual stream."""
-    wide = op.tensor(tape, "sum over a token's experts", unsorted.dtype, T * h, EXPERTS)
-    backward = op.makes("gradient of the output, for each expert of a token", EXPERTS, unsorted)
-    tape.add("sum over a token's experts", (wide,), (), backward, of=(unsorted,))
-    made = op.cast(tape, wide, r, Site("output of the experts", EXPERTS))
-    tape.release(wide)
     return made
 
 
@@ -151,6 +127,10 @@ def _qwen3_moe(model: ModelSpec) -> Layout:
         return (*fused_experts(model, moe), *linear("mlp.gate", model.hidden_size, moe.num_experts))
 
     return with_experts(model, (*attention_of(model, bias=model.attention_bias), *head_norms(model)), routed)
+
+
+def _routing(source: str, *, narrowed: bool) -> Program:
+    return layer(Branches(LLAMA_NORM, attention, partial(_mlp, narrowed=narrowed), source))
 
 
 _EXPERT_SIZES = ("num_experts", "num_experts_per_tok")
@@ -187,10 +167,10 @@ _QWEN3_MOE = ConfigKeys(
 _MODULES = ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn")
 FAMILIES = {
     "mixtral": Definition(
-        Program(mixtral, MIXTRAL, LLAMA_NORM), _mixtral, _MIXTRAL, expert_modules=before_and_after(ATTENTION_MODULES, _MODULES)
+        _routing(MIXTRAL, narrowed=False), _mixtral, _MIXTRAL, expert_modules=before_and_after(ATTENTION_MODULES, _MODULES)
     ),
     "qwen3_moe": Definition(
-        Program(qwen3_moe, QWEN3, LLAMA_NORM), _qwen3_moe, _QWEN3_MOE, before_and_after(WITH_NORMS, gated_modules("mlp")),
+        _routing(QWEN3, narrowed=True), _qwen3_moe, _QWEN3_MOE, before_and_after(WITH_NORMS, gated_modules("mlp")),
         before_and_after(WITH_NORMS, _MODULES),
     ),
 }  # fmt: skip

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
 
 from zeroplan.expr import Size, at_least, at_most, symbols
-from zeroplan.ledger import PLAIN, Kind, Module, OffGpu, Tag
+from zeroplan.ledger import PLAIN, Kind, Module, OffGpu, Role, Tag
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.symbols import b, e, r
 
@@ -146,6 +146,12 @@ class Course:
     """What that had made by then, though torch makes it after."""
     outgoing: "Store | None" = None
     """The gradient of what the program was given, once it has gone backward."""
+    before_saved: "tuple[Store, ...]" = ()
+    """Gradients that wait when the backward first needs what was saved, where a checkpoint is run again."""
+    unsaved: int = 0
+    """Moments of the backward before that."""
+    copied: "list[Store]" = field(default_factory=list)
+    """Copies of what the block is given beside the residual stream, which are made before any checkpoint."""
 
 
 class Alive(NamedTuple):
@@ -202,12 +208,9 @@ class Tape:
         self.moments: list[Alive] = []
         self.saved: dict[Store, None] = {}
         self.casts: list[Size] = []
-        self.before_saved: tuple[Store, ...] = ()
-        """Gradients that wait when the backward first needs what was saved, where a checkpoint is run again."""
-        self.unsaved = 0
-        """Moments of the backward before that."""
-        self.copied: list[Store] = []
-        """Copies of what the block is given beside the residual stream, which are made before any checkpoint."""
+        """Elements of weights whose autocast copies are kept for the backward."""
+        self.cached: list[Size] = []
+        """The same of copies that autocast holds until its context ends."""
         self.products: list[Store] = []
         """Outputs of plain matrix products, in order."""
         self.kernel_outputs: list[Store] = []
@@ -252,7 +255,9 @@ class Tape:
     def note(self) -> None:
         """Note what is alive now; in place of the last moment where nothing has gone since."""
         made, making = tuple(self.gradients), tuple(self.current)
-        moment = Alive(self.name, tuple(self.alive), made, making, tuple(self.casts), place=self.place, before=self.before)
+        moment = Alive(
+            self.name, tuple(self.alive), made, making, (*self.casts, *self.cached), place=self.place, before=self.before
+        )
         if not self.fell:
             self.moments.pop()
         self.moments.append(moment)
@@ -283,10 +288,13 @@ class Tape:
                 self.drop(value.store.twin)
 
     def used(self, *stores: Store) -> None:
-        """What an operator saved has been read by its backward: gone before that is done, where it was recomputed."""
+        """What an operator saved has been read by its backward: gone before its gradients are summed and cast, if recomputed.
+
+        A checkpoint's own input stays.
+        """
         self.note()
         for store in stores if self.again else ():
-            if store.holds == 1:
+            if store.holds == 1 and store in self.alive and store.tag.role is not Role.BLOCK_INPUT:
                 self._release(store)
 
     def part_by_batch(self, store: Store) -> None:
@@ -368,16 +376,19 @@ class Tape:
         self.scratch.append(store)
         return store
 
-    def weight_gradient(self, size: Size, *, waits: bool = False, unsummed: tuple[str, Size, str] | None = None) -> None:
+    def weight_gradient(
+        self, size: Size, *, waits: bool = False, unsummed: tuple[str, Size, str] | None = None, read: tuple[Store, ...] = ()
+    ) -> None:  # fmt: skip
         """Make a weight's gradient, which stays for the engine.
 
         ``waits``: it comes to the weight through an operator that ran before others, and so after their backward.
-        ``unsummed``: what it is added up from: reason, size and source.
+        ``unsummed``: what it is added up from, reason, size and source; what the operator has ``read`` is done with by then.
         """
         if self.half is Half.INPUTS:
             return
         if unsummed is not None:
             self.temporary(*unsummed)
+            self.used(*read)
         self.gradients.append(size)
         self.current.append(size)
         self.course.deeds.append((Do.GRADIENT, size))
@@ -387,15 +398,16 @@ class Tape:
     def run_backward(self, output: Value, incoming: Store) -> None:
         """Go through the operators the other way round, with the gradient of the output arriving."""
         self.moments.clear()
+        self.cached.clear()
         self.fell = True
         if incoming.size.terms:
             self.alive[incoming] = None
         waiting: dict[Value, Store] = {output: incoming}
         for operator in reversed(self.operators):
             if operator.outputs and all(value in waiting for value in operator.outputs):
-                if (operator.saved or operator.saves_weight) and not self.before_saved:
-                    self.before_saved = tuple(dict.fromkeys(waiting.values()))
-                    self.unsaved = len(self.moments) - (not self.fell)  # the next moment takes the place of the last
+                if (operator.saved or operator.saves_weight) and not self.course.before_saved:
+                    self.course.before_saved = tuple(dict.fromkeys(waiting.values()))
+                    self.course.unsaved = len(self.moments) - (not self.fell)  # the next moment takes the place of the last
                 self._step(operator, waiting)
         self.course.outgoing = next(iter(waiting.values()), None)
 

@@ -80,6 +80,9 @@ class Plan:
     """Without a checkpoint, and in a full and in a selective one."""
     points: tuple[Placed, ...]
     casts: Places
+    """Weights whose autocast copies are kept for the backward."""
+    cached: Places
+    """Those whose copies go with the forward."""
     selective: Places
     """What per-operation recomputation keeps: every second plain matrix product, and the outputs of attention's kernel."""
     given: Places
@@ -178,7 +181,7 @@ def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute) -> Block
 def saves_its_input(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> bool:
     """Whether a block that is not recomputed saves the very tensor that it is given."""
     return not _plan(
-        structure_of(model, kind, compute._replace(recompute="none"), x, "none", masked=False), run_again=False
+        structure_of(model, kind, compute._replace(recompute="none"), x, masked=False), run_again=False
     ).input_apart
 
 
@@ -187,14 +190,14 @@ _DENSE_LAYERS = {"qwen3_moe": "qwen3"}
 
 
 def _of(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute, *, masked: bool) -> BlockPass:
-    structure = structure_of(model, kind, compute, x, recompute, masked=masked)
+    structure = structure_of(model, kind, compute, x, masked=masked)
     values = values_of(model, x, compute.tp if structure.sharded else 1)
     again = recompute if structure.recompute == "none" else structure.recompute
     return pass_of(Sizes(_plan(structure, run_again=again != "none"), values), autocast=structure.autocast, recompute=again)
 
 
 def structure_of(
-    model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute, *, masked: bool
+    model: ModelSpec, kind: str, compute: Compute, x: Widths, *, masked: bool
 ) -> Block:  # fmt: skip
     """The structure of a model's block."""
     dense, training = model.moe is None or kind == "dense", _training(model, kind, compute)
@@ -214,7 +217,6 @@ def structure_of(
         model.activation,
         model.attention_bias and model.family != "qwen2",
         model.mlp_bias,
-        recompute != "none" and model.moe is not None,
         x.expert_ranks > 1,
         compute.cp,
         head_size(max(x.head_dim, x.context // x.heads)),
@@ -302,14 +304,14 @@ def _plan(structure: Block, *, run_again: bool) -> Plan:
     """Run a structure's program; ``run_again``: also as the backward of a checkpoint does, whose moments may be the highest."""
     index, source = Index(), program_of(structure.family).source
     dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family == "deepseek_v3"}
-    tape, given, output = run_forward(structure, saving=True)
-    forward, casts = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts)
+    tape, given, output = run_forward(structure, saving=True, again=run_again)
+    forward, casts, cached = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts), index.elements(tape.cached)
     tape.release(output, given)
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
     whole, until_saved = tape.moments.copy(), tape.until_last_saved()
     tape.run_backward(output, incoming)
     if structure.recompute != "none" and structure.training is None:
-        tape.moments[: tape.unsaved] = _not_run_again_yet(tape, given.store, structure.recompute)
+        tape.moments[: tape.course.unsaved] = _not_run_again_yet(tape, given.store, structure.recompute)
     points = index.moments(highest(tape.moments, **dtypes, scratch_apart=structure.ring > 1))
     reruns: dict[Recompute, tuple[Placed, ...]] = {}
     if run_again:
@@ -323,9 +325,9 @@ def _plan(structure: Block, *, run_again: bool) -> Plan:
         lambda keeping: run_forward(structure, saving=False, given=given.store, keeping=keeping)[0],
         dtypes,
     )
-    places, handed = index.of((given.store, *tape.copied)), index.handed(tape.handed)
+    places, handed = index.of((given.store, *tape.course.copied)), index.handed(tape.handed)
     stores, weights = tuple(index.stores), tuple(index.weights)
-    plan = Plan(stores, weights, made, points, casts, selective, places, source, reruns, handed)
+    plan = Plan(stores, weights, made, points, casts, cached, selective, places, source, reruns, handed)
     return of_a_rank(plan) if structure.sharded else plan
 
 
@@ -343,7 +345,7 @@ def forwards(
 
     def forward(*, keeping: bool) -> Forward:
         tape = run(keeping)
-        return index.forward(tape, (given, *tape.copied, *(tape.kept() if keeping else ())), dtypes)
+        return index.forward(tape, (given, *tape.course.copied, *(tape.kept() if keeping else ())), dtypes)
 
     return {"none": plain, "full": forward(keeping=False), "selective": forward(keeping=True)}
 
@@ -373,7 +375,9 @@ def _above_the_backward(tape: Tape, moments: list[Alive], given: Store, dtypes: 
     The block's input is the checkpoint's own, unless the block saves it.
     """
     beside = [
-        one._replace(stores=(*(store for store in one.stores if store is not given or given in tape.saved), *tape.before_saved))
+        one._replace(
+            stores=(*(store for store in one.stores if store is not given or given in tape.saved), *tape.course.before_saved)
+        )
         for one in moments
     ]
     return [one for one in highest([*tape.moments, *beside], **dtypes) if one in beside]
@@ -384,12 +388,12 @@ def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[A
     kept = tape.kept() if recompute == "selective" else ()
     return [
         one._replace(stores=(*(store for store in one.stores if store is given or store not in tape.saved), *kept))
-        for one in tape.moments[: tape.unsaved]
+        for one in tape.moments[: tape.course.unsaved]
     ]
 
 
 def run_forward(
-    structure: Block, *, saving: bool, given: Store | None = None, keeping: bool = False
+    structure: Block, *, saving: bool, given: Store | None = None, keeping: bool = False, again: bool = False
 ) -> tuple[Tape, Value, Value]:  # fmt: skip
     """Run the program forward, over an input that another run has had, or over one of its own: input and output."""
     program, training = program_of(structure.family), structure.training
@@ -399,7 +403,7 @@ def run_forward(
         saving=saving,
         narrow=training is not None and not training.wide_residual,
         keeping=keeping,
-        again=structure.again,
+        again=again,
     )
     value = _block_input(tape, given, T_p * h if structure.sharded else T * h, program.source)
     if training is not None:
@@ -568,7 +572,7 @@ def top(
     line. ``within`` are earlier moments with more beside them.
     """
     plan, top = sizes.plan, _top_of(sizes.plan, recompute)
-    at_end, every = sizes.total(top.end), sizes.elements(plan.casts) if autocast else 0
+    at_end, every = sizes.total(top.end), sizes.elements((*plan.casts, *plan.cached)) if autocast else 0
 
     def beyond_end(moment: Placed) -> Int:
         casts = every - sizes.elements(moment.casts) if autocast else 0

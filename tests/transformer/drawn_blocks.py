@@ -1,0 +1,284 @@
+"""Blocks of every family, drawn at random and run on the fake GPU, beside what the estimate says of them, to the byte.
+
+``python -m tests.transformer.drawn_blocks llama,qwen2 --cases 300`` prints a line for every block that differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from contextlib import nullcontext
+from random import Random
+from typing import TYPE_CHECKING, NamedTuple, get_args
+
+import torch
+
+from tests.transformer.fake_blocks import BlockRun, Passage
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.family import (
+    FAMILIES,
+    FREE_ACTIVATION,
+    GLOBAL_LAYERS,
+    LINEAR_FAMILIES,
+    MOE_FAMILIES,
+    ONE_WIDTH_FAMILIES,
+    PLAIN_HEADS,
+    SHARED_EXPERTS,
+    WINDOWED_FAMILIES,
+    Activation,
+)
+from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.activations import block_pass
+from zeroplan.transformer.blocks import Compute
+from zeroplan.transformer.families.attention import SCRATCH
+from zeroplan.transformer.params import layout, runs_in_order
+from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
+from zeroplan.verify.fake_cuda.installed import CUDA, install_node
+from zeroplan.verify.training.causal_model import causal_module
+from zeroplan.verify.training.modules import find_blocks
+from zeroplan.verify.watching.timeline import Timeline
+from zeroplan.verify.watching.tracker import Tracker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zeroplan.ledger import Line
+    from zeroplan.transformer.parameters import BlockRun as LayerRun
+
+RANDOM_STATE = 24
+"""Seed and offset that CUDA's attention kernels save, of 8 bytes, or 16 and 8; the estimate leaves them out."""
+BY_KINDS = ("gemma2", "gemma3_text", "gpt_oss", "olmo3")
+"""Families whose classes always have a window."""
+
+
+class Case(NamedTuple):
+    """A model, how it runs, on what, and the number of the block that is looked at."""
+
+    spec: ModelSpec
+    compute: Compute
+    size: BatchSpec
+    block: int
+
+    @property
+    def layers(self) -> LayerRun:
+        """The run of blocks that it is in."""
+        return layout(self.spec).runs[runs_in_order(self.spec)[self.block]]
+
+
+# --- drawing --------------------------------------------------------------------------------------------------------------
+
+
+def drawn(draw: Random, family: str) -> Case:
+    """A block of widths that published models have the like of: two heads at least, two experts per token at least."""
+    spec, block = _model(draw, family)
+    autocast = draw.random() < 0.3
+    element, attention = 2 if autocast else draw.choice((2, 2, 4)), draw.choice(("sdpa", "sdpa", "eager"))
+    recompute = draw.choice(("none", "none", "full", "full", "selective"))
+    compute = Compute(element, autocast=autocast, attention=attention, recompute=recompute)
+    micro, tokens = draw.choice((1, 1, 2, 3, 4)), draw.choice((16, 31, 32, 64, 65, 96, 100, 128, 200, 256))
+    return Case(spec, compute, BatchSpec(micro_batch_size=micro, seq_len=tokens), block)
+
+
+def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
+    plain, heads = family in PLAIN_HEADS, draw.choice((2, 2, 3, 4, 6, 8))
+    head_dim = draw.choice((8, 16, 24, 32, 64, 80, 128, draw.choice((136, 160, 256))))
+    kv_heads = heads if plain else draw.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
+    part = 1 if plain else draw.choice((0.5, 0.75, 1, 1, 1.25, 2))
+    hidden = max(8 * heads, int(part * heads * head_dim) // (8 * heads) * 8 * heads) if not plain else heads * head_dim
+    wide = max(hidden, heads * head_dim)
+    ffn = 4 * hidden if family == "bloom" else int(wide * draw.choice((1, 1.5, 2, 2.6875, 3.5, 5))) // 8 * 8
+    mla = _latent(draw) if family == "deepseek_v3" else None
+    every = GLOBAL_LAYERS.get(family)
+    block = 1 if every is None else draw.choice((1, 2 * every - 1 if family in LINEAR_FAMILIES else every - 1))
+    spec = ModelSpec(
+        family=family,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=max(block + 2, every or 0),
+        num_attention_heads=heads,
+        num_key_value_heads=heads if mla is not None else kv_heads,
+        head_dim=head_dim if mla is None else mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+        vocab_size=104,
+        max_position_embeddings=512,
+        positions={"gpt2": 512, "opt": 514}.get(family, 0),
+        tie_word_embeddings=family == "gpt2",
+        sliding_window=_window(draw, family),
+        moe=_experts(draw, family, ffn) if family in MOE_FAMILIES else None,
+        mla=mla,
+        linear=_linear(draw) if family in LINEAR_FAMILIES else None,
+        hidden_act=draw.choice(get_args(Activation)) if family in FREE_ACTIVATION and draw.randint(0, 2) == 0 else None,
+        parallel_residual=family != "gpt_neox" or bool(draw.randint(0, 1)),
+        **_biases(draw, family),
+    )
+    return spec, block
+
+
+def _biases(draw: Random, family: str) -> dict[str, bool]:
+    always = family in (*PLAIN_HEADS, "qwen2", "gpt_oss")
+    free = family in ("llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox") and bool(draw.randint(0, 1))
+    attention = free if family == "gpt_neox" else always or free
+    mlp = family in PLAIN_HEADS or (family in ("llama", "granite") and draw.randint(0, 3) == 0)
+    return {"attention_bias": attention, "mlp_bias": mlp}
+
+
+def _window(draw: Random, family: str) -> int | None:
+    if family not in WINDOWED_FAMILIES:
+        return None
+    return draw.choice((31, 64, 100, 4096) if family in BY_KINDS else (None, 31, 64, 4096))
+
+
+def _experts(draw: Random, family: str, ffn: int) -> MoeSpec:
+    experts = draw.choice((2, 4, 6, 8, 16))
+    return MoeSpec(
+        num_experts=experts,
+        num_experts_per_tok=draw.choice([number for number in (2, 4, 8) if number <= experts]),
+        moe_intermediate_size=ffn if family in ONE_WIDTH_FAMILIES else draw.choice((32, 56, 96, 256)),
+        num_shared_experts=(draw.choice((1, 2)) if family == "deepseek_v3" else 1) if family in SHARED_EXPERTS else 0,
+        num_dense_layers=draw.choice((0, 1, 2)) if family in ("qwen3_moe", "deepseek_v3") else 0,
+    )
+
+
+def _latent(draw: Random) -> MlaSpec:
+    rotary, bare = draw.choice((8, 16, 32)), draw.choice((8, 16, 32, 64, 128))
+    values = draw.choice((bare + rotary, bare, 24, 64))
+    queries, keys = draw.choice((None, 16, 48, 96)), draw.choice((16, 40, 64))
+    return MlaSpec(
+        q_lora_rank=queries, kv_lora_rank=keys, qk_nope_head_dim=bare, qk_rope_head_dim=rotary, v_head_dim=values
+    )  # fmt: skip
+
+
+def _linear(draw: Random) -> LinearSpec:
+    keys = draw.choice((1, 2, 3))
+    return LinearSpec(
+        num_key_heads=keys,
+        num_value_heads=keys * draw.choice((1, 2)),
+        key_head_dim=draw.choice((8, 10, 24, 32)),
+        value_head_dim=draw.choice((8, 14, 32)),
+        conv_kernel_dim=draw.choice((2, 4)),
+    )
+
+
+# --- what a run shows, and what is said of it -----------------------------------------------------------------------------
+
+
+def run_of(case: Case) -> BlockRun:
+    """Run forward and backward once on the fake GPU, where this process believes in one."""
+    spec, compute, size, number = case
+    install_node()
+    tracker, at = Tracker(device=CUDA), dict[str, int]()
+    precision = "bf16-mixed" if compute.autocast else {2: "bf16", 4: "fp32"}[compute.element_bytes]
+    recipe = RecipeSpec(
+        engine="ddp", zero_stage=0, precision=precision, attention=compute.attention, recompute=compute.recompute
+    )  # fmt: skip
+    stored = torch.bfloat16 if precision == "bf16" else torch.float32
+    with fake_tensors(tracker, CUDA), torch.device(CUDA), tracker:
+        model = causal_module(spec, recipe, stored, CUDA)
+        for index, block in enumerate(find_blocks(model)):
+            block.register_forward_pre_hook(_before(tracker, at, index))
+            block.register_forward_hook(_after(tracker, at, index))
+        ids = torch.randint(0, spec.vocab_size, (size.micro_batch_size, size.seq_len))
+        with torch.autocast(CUDA, dtype=torch.bfloat16) if compute.autocast else nullcontext():
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        live = Timeline(tracker.recording).live
+    begun, back = (live[at[f"{phase} {number}"]] for phase in ("forward", "backward"))
+    forward, backward = (
+        max(live[at[f"{phase} {number}"] : at[f"{phase} {number} end"] + 1]) for phase in ("forward", "backward")
+    )  # fmt: skip
+    return BlockRun(live[at[f"forward {number + 1}"]] - begun, forward - begun, backward - back)
+
+
+def _noting(tracker: Tracker, at: dict[str, int], name: str) -> Callable[[], None]:
+    return lambda: at.__setitem__(name, tracker.now)
+
+
+def _before(tracker: Tracker, at: dict[str, int], index: int) -> Callable[..., object]:
+    def hook(_block: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        _noting(tracker, at, f"forward {index}")()
+        return (Passage.apply(inputs[0], _noting(tracker, at, f"backward {index} end")), *inputs[1:])
+
+    return hook
+
+
+def _after(tracker: Tracker, at: dict[str, int], index: int) -> Callable[..., object]:
+    def hook(_block: torch.nn.Module, _inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> object:
+        _noting(tracker, at, f"forward {index} end")()
+        passed = _noting(tracker, at, f"backward {index}")
+        if isinstance(output, tuple):
+            return (Passage.apply(output[0], passed), *output[1:])
+        return Passage.apply(output, passed)
+
+    return hook
+
+
+def said_of(case: Case) -> BlockRun:
+    """What the estimate has of that, without what kernels take inside themselves.
+
+    Casts are the engine's to count: autocast's cache holds all of a block's in the forward, autograd those of matrices after it.
+    """
+    spec, compute, size, _ = case
+    block, recomputed = block_pass(spec, case.layers.kind, compute, size), compute.recompute != "none"
+    cast = [one for one in case.layers.parameters if one.autocast] if compute.autocast else []
+    kept, cached = _bytes(block.kept(compute.recompute)), 2 * sum(one.numel for one in cast)
+    own = 2 * block.cast_elements if compute.autocast and not recomputed else 0
+    hidden = _of_residual(case) * size.micro_batch_size * size.seq_len * spec.hidden_size
+    forward = [line for line in (block.forward_recompute if recomputed else block.forward) if "block below" not in line.reason]
+    live_casts = 2 if compute.autocast else 0
+    highest = max(
+        _bytes(point.lines) + _of_residual(case) * point.gradients + live_casts * point.live_casts for point in block.points
+    )  # fmt: skip
+    beside = _bytes(block.checkpoint_in_backward) if recomputed else 0
+    return BlockRun(kept + cached, kept + cached + _bytes(tuple(forward)) - hidden, highest + beside - kept - own - hidden)
+
+
+def _of_residual(case: Case) -> int:
+    """Bytes of an element of the residual stream, and of a weight's gradient."""
+    return 4 if case.compute.autocast else case.compute.element_bytes
+
+
+def _bytes(lines: tuple[Line, ...]) -> int:
+    return sum(int(line.n_bytes) for line in lines if line.tag != SCRATCH)
+
+
+def too_high(case: Case) -> tuple[int, int]:
+    """By how much the estimate may be above a forward and a backward: what autograd or autocast lets go of earlier.
+
+    Autocast keeps no copy of a convolution's weight, which is a view. A checkpoint's input goes with the last operator that saved
+    something, where autocast's casts come after that: in a block that saves casts of its input alone.
+    """
+    if not case.compute.autocast or case.compute.recompute == "none":
+        return 0, 0
+    views = 2 * sum(one.numel for one in case.layers.parameters if "conv1d" in one.name)
+    hidden = _of_residual(case) * case.size.micro_batch_size * case.size.seq_len * case.spec.hidden_size
+    return views, hidden if case.spec.family in ("olmo2", "olmo3") else 0
+
+
+def differences(case: Case) -> tuple[int, ...]:
+    """Run minus estimate where that is beyond the random state: nothing, where they agree. [bytes]"""
+    more = [run - said for run, said in zip(run_of(case), said_of(case), strict=True)]
+    forward, backward = too_high(case)
+    least = -forward, -forward, -RANDOM_STATE - backward
+    return tuple([one for one, low in zip(more, least, strict=True) if not low <= one <= RANDOM_STATE])
+
+
+def main() -> None:
+    """Print what differs."""
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("families", nargs="?", default=",".join(FAMILIES))
+    asked.add_argument("--cases", type=int, default=300)
+    asked.add_argument("--seed", type=int, default=0)
+    options = asked.parse_args()
+    for family in options.families.split(","):
+        found = 0
+        for number in range(options.seed, options.seed + options.cases):
+            case = drawn(Random(f"{family} {number}"), family)  # noqa: S311  draws tests
+            if beyond := differences(case):
+                found += 1
+                print(f"{family} {number}: {beyond} of {case}")  # noqa: T201
+        print(f"{family}: {options.cases - found} of {options.cases} agree")  # noqa: T201
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()
