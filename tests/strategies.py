@@ -423,8 +423,6 @@ def _of_some_layers(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpe
     """Recompute some blocks alone, where that is modelled."""
     if told.recompute == "none" or told.offload_activations or told.engine == "paper" or draw.randint(0, 3) < 3:
         return told
-    if told.engine == "deepspeed" and told.zero_stage == 3:
-        return told
     return replace(told, recompute_layers=draw.randint(1, one.num_hidden_layers))
 
 

@@ -274,15 +274,10 @@ class JobSpec(Spec):
             raise SpecError(
                 f"recompute_layers={layers} is more than the {model.num_hidden_layers} layers of the model; use fewer"
             )
-        for asked, instead in (
-            (
-                self.recipe.engine == "deepspeed" and self.recipe.zero_stage == 3 and "stage 3 of DeepSpeed",
-                "stage 2, or engine 'fsdp2'",
-            ),
-            (model.profile is not None and "a profile", "a model of a known family"),
-        ):
-            if asked:
-                raise SpecError(f"recompute_layers={layers} with {asked} is not modelled; use {instead}, or leave it out")
+        if model.profile is not None:
+            raise SpecError(
+                f"recompute_layers={layers} with a profile is not modelled; use a model of a known family, or leave it out"
+            )
 
     def _check_resharding(self) -> None:
         """Refuse what ``fully_shard`` refuses (torch 2.13 _fsdp_init.py, ``_get_post_forward_mesh_info``)."""

@@ -95,6 +95,10 @@ LARGE = {
     ),
     "7B wide, 8 layers, stage 2, recomputed": seven_b(2, layers=8, recompute="full"),
     "7B wide, stage 3": seven_b(3),
+    "7B wide, stage 3, 2 blocks of 6 recomputed": seven_b(3, recompute="full", recompute_layers=2),
+    "7B wide, stage 3, lora, 4 blocks recomputed": seven_b(
+        3, adapter=AdapterSpec(rank=8), recompute="full", recompute_layers=4
+    ),
 }
 
 

@@ -16,7 +16,7 @@ from zeroplan.engines.deepspeed.gathers import Piece, Sharing, Taken, taken
 from zeroplan.engines.deepspeed.notes import Gathered, Note, Noted, Sent, Taking, per_gradient, per_module, sizes
 from zeroplan.engines.deepspeed.order import BACKWARD, FORWARD, Step, trace
 from zeroplan.numeric import ceil_div, round_up
-from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
+from zeroplan.spec.recipe import DeepSpeedOptions
 
 _NEVER = 10**18
 _FEW = 4
@@ -28,7 +28,8 @@ class Pass(NamedTuple):
 
     whole: Row
     options: DeepSpeedOptions
-    recompute: Recompute
+    recomputed: int
+    """Blocks, from the first, that run again in their backward."""
     sharing: Sharing
     on_nvme: frozenset[int]
     """Parameters that are gathered ahead only once they have been read."""
@@ -89,7 +90,7 @@ class _Replay:
         later: bool = False,
     ) -> None:
         whole, options = one.whole, one.options
-        steps = trace(whole, again=one.recompute == "full", linears_of_torch=not options.memory_efficient_linear)
+        steps = trace(whole, recomputed=one.recomputed, linears_of_torch=not options.memory_efficient_linear)
         self.numel = [each.end - each.start for each in whole.placed]
         self.frozen = [each.parameter.frozen for each in whole.placed]
         self.profiled = whole.model.profile is not None

@@ -85,14 +85,14 @@ class _Module(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def trace(whole: Row, *, again: bool, linears_of_torch: bool = False) -> tuple[Step, ...]:
-    """Modules in the order in which they run; with ``again``, each block is recomputed in its backward.
+def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tuple[Step, ...]:
+    """Modules in the order in which they run; the first ``recomputed`` blocks run again in their backward.
 
     ``linears_of_torch``: DeepSpeed leaves torch's ``linear`` where it is (``memory_efficient_linear`` false), which saves views of
     gathered weights.
     """
     if whole.model.profile is not None:
-        return _trace_of_profile(whole, again=again)
+        return _trace_of_profile(whole, recomputed=recomputed)
     first, norm, head = _around(whole)
     blocks = [_modules(whole, block) for block in range(whole.n_blocks)]
     if linears_of_torch:
@@ -105,19 +105,19 @@ def trace(whole: Row, *, again: bool, linears_of_torch: bool = False) -> tuple[S
     steps = [_begun(FORWARD, module, -1) for module in (*wrappers, root, model)]
     steps += [*_forward(first, -1), *[_begun(FORWARD, _Module(""), -1)] * _without_parameters(whole)]
     for block, modules in enumerate(blocks):
-        steps += _forward(modules, block, again=again)
+        steps += _forward(modules, block, again=block < recomputed)
     steps += [*_forward((norm,), n_blocks), *_forward((head,), n_blocks)]
     steps += [*(_begun(BACKWARD, module, n_blocks) for module in (*wrappers, root)), _alone(BACKWARD, head, n_blocks, 1)]
     steps += [_begun(BACKWARD, model, n_blocks)._replace(made=1), _alone(BACKWARD, norm, n_blocks, 2)]
     for block in range(n_blocks - 1, -1, -1):
-        steps += _backward(whole, blocks[block], block, again=again)
-    if whole.model.adapter is not None and not again:
+        steps += _backward(whole, blocks[block], block, recomputed=recomputed)
+    if whole.model.adapter is not None and not recomputed:
         return tuple(steps)  # nobody follows the embedding's output
     steps += [_begun(BACKWARD, _Module(""), -1)] * dropouts_of_embedding(whole.model)
     return (*steps, *(_begun(BACKWARD, module, -1) for module in reversed(first)))
 
 
-def _trace_of_profile(whole: Row, *, again: bool) -> tuple[Step, ...]:
+def _trace_of_profile(whole: Row, *, recomputed: int) -> tuple[Step, ...]:
     """The same of a module that was traced, whose profile says which modules run in which order."""
     from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
 
@@ -133,11 +133,11 @@ def _trace_of_profile(whole: Row, *, again: bool) -> tuple[Step, ...]:
     after = tuple(module._replace(parameters=tied) if module.name == seen.tied else module for module in after)
     steps = [_begun(FORWARD, _Module(name), -1) for name in seen.holding] + _forward(before, -1)
     for block, modules in enumerate(blocks):
-        steps += _forward(modules, block, again=again)
+        steps += _forward(modules, block, again=block < recomputed)
     steps += _forward(after, n_blocks)
     steps += _back(whole, tuple(_after(seen.holding, after)), n_blocks)
     for block in range(n_blocks - 1, -1, -1):
-        steps += _backward(whole, blocks[block], block, again=again)
+        steps += _backward(whole, blocks[block], block, recomputed=recomputed)
     below = tuple(module for module in reversed(before) if module.name not in seen.unfollowed)
     return (*steps, *_back(whole, below, -1, unnoticed=seen.unnoticed))
 
@@ -250,10 +250,10 @@ def _ends(names: list[str], modules: tuple[_Module, ...]) -> Iterator[tuple[_Mod
             yield modules[at], max((at, *inside))
 
 
-def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, again: bool) -> list[Step]:
+def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, recomputed: int) -> list[Step]:
     """Return a block's modules as their backward begins; the first that needs it has the block recomputed, and waits."""
     by_name = {module.name: module for module in modules}
-    constant = _constants(whole, modules, block, again=again)
+    constant = _constants(whole, modules, block, follows_input=recomputed > 0)
     names = backward_order([module.name for module in modules[1:]])
     ordered = (modules[0], *(by_name[name] for name in names if name not in constant.unfollowed))
     steps, made = list[Step](), 0
@@ -263,7 +263,7 @@ def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, again: bo
     for module, last in _ends([module.name for module in ordered], ordered):
         if module.name not in constant.unnoticed:
             steps[last] = steps[last]._replace(frees=(*steps[last].frees, _freed(module)))
-    if not again:
+    if block >= recomputed:
         return steps
     first = next(at for at, module in enumerate(ordered) if module.parameters and not module.borrows)
     run_again, waiting = _recomputed(modules, block, ordered[first].name), steps[first]
@@ -366,10 +366,10 @@ class _Constants(NamedTuple):
     unnoticed: frozenset[str] = frozenset()
 
 
-def _constants(whole: Row, modules: tuple[_Module, ...], block: int, *, again: bool) -> _Constants:
+def _constants(whole: Row, modules: tuple[_Module, ...], block: int, *, follows_input: bool) -> _Constants:
     """In the first block, whose input has no gradient, nothing that comes before all adapters has a backward."""
     adapter = whole.model.adapter
-    if adapter is None or again or block:
+    if adapter is None or follows_input or block:
         return _Constants()
     reading = reading_constants(adapter.layers, [module.name for module in modules[1:]])
     trains = {

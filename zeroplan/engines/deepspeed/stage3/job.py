@@ -20,7 +20,8 @@ from zeroplan.numeric import Bool, Int, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec, Recompute
+from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
+from zeroplan.transformer.recomputed import first_recomputed
 
 COORDINATOR = "DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py"
 
@@ -73,12 +74,17 @@ _Replayed = TypeVar("_Replayed", Gathered, Gathered | None)
 def _trace(whole: Row, recipe: RecipeSpec, n_ranks: Int, *, of: Callable[[Pass], _Replayed]) -> _Replayed:
     """What is gathered with a single micro-batch per step, or with several."""
     options, disk = recipe.deepspeed, on_nvme(whole, recipe.deepspeed, widths(recipe.precision).compute, n_ranks)
-    again: Recompute = "full" if recipe.recompute == "full" else "none"  # selectively the same modules are passed
-    found = of(Pass(whole, _of_gathers(options), again, sharing_of(recipe, n_ranks), disk))
+    found = of(Pass(whole, _of_gathers(options), _recomputed(whole, recipe), sharing_of(recipe, n_ranks), disk))
     if disk and found is not None:
         refuse_few_buffers(options, found.most_read)
         refuse_twice(found.read_twice)
     return found
+
+
+def _recomputed(whole: Row, recipe: RecipeSpec) -> int:
+    """How many blocks, from the first, run again in their backward."""
+    first = first_recomputed(whole.model, recipe)
+    return 0 if recipe.recompute == "none" else whole.n_blocks if first is None else first
 
 
 def _of_gathers(options: DeepSpeedOptions) -> DeepSpeedOptions:
