@@ -257,8 +257,16 @@ class JobSpec(Spec):
             raise SpecError(
                 f"frozen parameters with engine {recipe.engine!r} are not modelled yet; use engine 'ddp', 'fsdp2' or 'deepspeed'"
             )
-        if recipe.engine == "deepspeed" and recipe.zero_stage == 3:
-            raise SpecError("frozen parameters at stage 3 of DeepSpeed are not modelled yet; use stage 2, or engine 'fsdp2'")
+        deepspeed = recipe.deepspeed
+        for asked, instead in (
+            (deepspeed.offloads_to_nvme and "offload to NVMe", "offload to 'cpu'"),
+            (deepspeed.zero_hpz_partition_size > 1 and "zero_hpz_partition_size", "1 for it"),
+            (deepspeed.zero_quantized_weights and "zero_quantized_weights", "false for it"),
+            (deepspeed.zero_quantized_gradients and "zero_quantized_gradients", "false for it"),
+            (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
+        ):
+            if asked and recipe.engine == "deepspeed" and recipe.zero_stage == 3:
+                raise SpecError(f"frozen parameters with {asked} are not modelled yet; use {instead}")
 
     def _check_offloaded_activations(self) -> None:
         """Refuse what is not modelled with them: GPT-2 hands its mask to a block in a place where it is saved like the input."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.combined import of_the_day
-from tests.verify.training.test_adapted import BUCKET, IN_FP32, SHAPE, SMALL
+from tests.verify.training.test_adapted import BUCKET, IN_FP32, SHAPE, SMALL, STREAM
 from tests.verify.training.test_deepspeed_simulated import Run, answers
 from zeroplan.comparison import Comparison, compare_with_estimate
 from zeroplan.measurement import Measurement
@@ -70,6 +70,21 @@ DEEPSPEED = {
         "embedding", 1, "deepspeed", 2, precision="fp32", recompute="selective", deepspeed=BUCKET
     ),
     "stage 2, states in host memory": job("embedding", 2, "deepspeed", 2, deepspeed=replace(BUCKET, offload_optimizer="cpu")),
+    "stage 3, streaming, nothing before the third block": job("embedding,norm,head", 2, "deepspeed", 3, deepspeed=STREAM),
+    "stage 3, streaming, a gradient through frozen blocks, tied": job(
+        "", 2, "deepspeed", 3, accum=2, tied=True, deepspeed=STREAM
+    ),
+    "stage 3, streaming, recomputed": job("embedding,head", 2, "deepspeed", 3, recompute="full", deepspeed=STREAM),
+    "stage 3, streaming, fp32, attention written out, 2 blocks recomputed": job(
+        "embedding", 1, "deepspeed", 3, precision="fp32", attention="eager", recompute="full", recompute_layers=2,
+        deepspeed=STREAM,
+    ),
+    "stage 3, no contiguous bucket": job(
+        "head", 2, "deepspeed", 3, deepspeed=replace(STREAM, contiguous_gradients=False)
+    ),
+    "stage 3, states and parameters in host memory": job(
+        "embedding", 2, "deepspeed", 3, deepspeed=replace(STREAM, offload_optimizer="cpu", offload_param="cpu")
+    ),
 }
 
 

@@ -15,10 +15,11 @@ from zeroplan.engines.deepspeed.modules import (
     block_modules,
     dropouts_of_embedding,
     reading_constants,
+    reading_the_input,
     rotary_calls,
 )
 from zeroplan.errors import SpecError
-from zeroplan.transformer.params import layout
+from zeroplan.transformer.params import has_frozen, is_frozen, layout
 
 if TYPE_CHECKING:
     from zeroplan.spec.profile import Profile
@@ -109,12 +110,23 @@ def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tup
     steps += [*_forward((norm,), n_blocks), *_forward((head,), n_blocks)]
     steps += [*(_begun(BACKWARD, module, n_blocks) for module in (*wrappers, root)), _alone(BACKWARD, head, n_blocks, 1)]
     steps += [_begun(BACKWARD, model, n_blocks)._replace(made=1), _alone(BACKWARD, norm, n_blocks, 2)]
-    for block in range(n_blocks - 1, -1, -1):
+    lowest = _lowest_backward(whole, recomputed)
+    for block in range(n_blocks - 1, max(lowest, 0) - 1, -1):
         steps += _backward(whole, blocks[block], block, recomputed=recomputed)
-    if whole.model.adapter is not None and not recomputed:
+    if lowest >= 0:
         return tuple(steps)  # nobody follows the embedding's output
     steps += [_begun(BACKWARD, _Module(""), -1)] * dropouts_of_embedding(whole.model)
     return (*steps, *(_begun(BACKWARD, module, -1) for module in reversed(first)))
+
+
+def _lowest_backward(whole: Row, recomputed: int) -> int:
+    """The lowest block that goes backward: the first with something to train, unless autograd follows the embedding's output (-1).
+
+    Where blocks are recomputed it does: transformers 5.23, modeling_utils.py, ``_activation_checkpointing_enable``.
+    """
+    if recomputed or not is_frozen(whole.model, "embedding"):
+        return -1
+    return min(each.block for each, trained in zip(whole.placed, whole.trained, strict=True) if trained)
 
 
 def _trace_of_profile(whole: Row, *, recomputed: int) -> tuple[Step, ...]:
@@ -253,7 +265,7 @@ def _ends(names: list[str], modules: tuple[_Module, ...]) -> Iterator[tuple[_Mod
 def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, recomputed: int) -> list[Step]:
     """Return a block's modules as their backward begins; the first that needs it has the block recomputed, and waits."""
     by_name = {module.name: module for module in modules}
-    constant = _constants(whole, modules, block, follows_input=recomputed > 0)
+    constant = _constants(whole, modules) if block == _lowest_backward(whole, recomputed) else _Constants()
     names = backward_order([module.name for module in modules[1:]])
     ordered = (modules[0], *(by_name[name] for name in names if name not in constant.unfollowed))
     steps, made = list[Step](), 0
@@ -275,7 +287,7 @@ def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, recompute
 
 def _without_frozen(whole: Row, run_again: list[Step]) -> tuple[list[Step], tuple[int, ...]]:
     """Leave frozen parameters out of what a recomputation frees, and return them."""
-    if whole.model.adapter is None:
+    if not has_frozen(whole.model):
         return run_again, ()
     frozen = tuple(index for step in run_again for index in step.parameters if not whole.trained[index])
     kept = [step._replace(frees=tuple(_but(frozen, freed) for freed in step.frees)) for step in run_again]
@@ -366,12 +378,15 @@ class _Constants(NamedTuple):
     unnoticed: frozenset[str] = frozenset()
 
 
-def _constants(whole: Row, modules: tuple[_Module, ...], block: int, *, follows_input: bool) -> _Constants:
-    """In the first block, whose input has no gradient, nothing that comes before all adapters has a backward."""
-    adapter = whole.model.adapter
-    if adapter is None or follows_input or block:
-        return _Constants()
-    reading = reading_constants(adapter.layers, [module.name for module in modules[1:]])
+def _constants(whole: Row, modules: tuple[_Module, ...]) -> _Constants:
+    """In the first block that goes backward, whose input has no gradient, nothing that comes before all adapters does.
+
+    Without adapters all of it is trained, and nobody notices the end of a module that reads the block's input.
+    """
+    adapter, names = whole.model.adapter, [module.name for module in modules[1:]]
+    if adapter is None:
+        return _Constants(unnoticed=frozenset(reading_the_input(names)))
+    reading = reading_constants(adapter.layers, names)
     trains = {
         module.name for module in modules
         if any(whole.trained[index] for index in range(*module.inside))
