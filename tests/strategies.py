@@ -144,10 +144,10 @@ def _linear(draw: Random) -> LinearSpec:
     )  # fmt: skip
 
 
-def adapted(draw: Random, *, quantised: bool = True) -> ModelSpec:
+def adapted(draw: Random) -> ModelSpec:
     """A model with LoRA, or QLoRA."""
     names = [draw.choice((*GROUPS, *GROUPS["all-linear"])) for _ in range(draw.randint(1, 3))]
-    quantize = draw.choice(("none", "nf4", "nf4-double")) if quantised else "none"
+    quantize = draw.choice(("none", "nf4", "nf4-double"))
     adapter = AdapterSpec(rank=_about(draw, 1, 256), targets=",".join(names), quantize=quantize)
     return replace(model(draw, ADAPTED_FAMILIES), adapter=adapter)
 
@@ -438,7 +438,7 @@ def _with_ends(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
 
 def _tuned(draw: Random, engines: Sequence[str]) -> JobSpec:
     told = recipe(draw, engines, manner="lora")
-    one = adapted(draw, quantised=(told.engine, told.zero_stage) != ("deepspeed", 3))
+    one = adapted(draw)
     return _data_parallel(draw, one, _of_some_layers(draw, told, one))
 
 

@@ -27,8 +27,8 @@ EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
         ({"quantize": "nf4"}, "--quantize nf4 needs adapters of some rank"),
         ({"lora_rank": 8, "quantize": "int8"}, "quantize='int8' is not one of none, nf4, nf4-double"),
         (
-            {"lora_rank": 8, "quantize": "nf4", "engine": "deepspeed", "stage": 3},
-            "LoRA with quantised weights .QLoRA. and DeepSpeed stage 3 is not modelled",
+            {"lora_rank": 8, "quantize": "nf4", "engine": "deepspeed", "stage": 3, "offload_optimizer": "cpu"},
+            "LoRA with quantised weights .QLoRA. and offload to host memory is not modelled",
         ),
         ({"lora_rank": 8, "model": "gpt2"}, "LoRA in a gpt2 model is not modelled"),
     ],

@@ -241,10 +241,6 @@ class JobSpec(Spec):
             (deepspeed and recipe.deepspeed.zero_quantized_weights and "zero_quantized_weights", "false for it"),
             (deepspeed and recipe.deepspeed.zero_quantized_gradients and "zero_quantized_gradients", "false for it"),
             (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
-            (
-                quantised and deepspeed and recipe.zero_stage == 3 and "quantised weights (QLoRA) and DeepSpeed stage 3",
-                "stage 2",
-            ),
             (quantised and recipe.offloads_states and "quantised weights (QLoRA) and offload to host memory", "no offload"),
         ):
             if asked:

@@ -76,12 +76,17 @@ DEEPSPEED = {
     ),
     "stage 3, streaming, recomputed": job("embedding,head", 2, "deepspeed", 3, recompute="full", deepspeed=STREAM),
     "stage 3, streaming, fp32, attention written out, 2 blocks recomputed": job(
-        "embedding", 1, "deepspeed", 3, precision="fp32", attention="eager", recompute="full", recompute_layers=2,
+        "embedding",
+        1,
+        "deepspeed",
+        3,
+        precision="fp32",
+        attention="eager",
+        recompute="full",
+        recompute_layers=2,
         deepspeed=STREAM,
     ),
-    "stage 3, no contiguous bucket": job(
-        "head", 2, "deepspeed", 3, deepspeed=replace(STREAM, contiguous_gradients=False)
-    ),
+    "stage 3, no contiguous bucket": job("head", 2, "deepspeed", 3, deepspeed=replace(STREAM, contiguous_gradients=False)),
     "stage 3, states and parameters in host memory": job(
         "embedding", 2, "deepspeed", 3, deepspeed=replace(STREAM, offload_optimizer="cpu", offload_param="cpu")
     ),

@@ -116,6 +116,8 @@ class _Replay:
         self.in_flight: dict[int, _Handle] = {}
         self.counted = 0
         self.saved: dict[int, int] = {}
+        self.in_graph: set[int] = set()
+        """Parameters that the graph holds as they are gathered now."""
         self.elements, self.second = self._second_partitions(left=later)
         self.peak = 0
         self.sent = {FORWARD: _Sending(), BACKWARD: _Sending()}
@@ -146,6 +148,7 @@ class _Replay:
             if step.direction == BACKWARD and not turned:
                 loss, turned = self.elements, True
             gathering = self._fetch(at, step, turned=turned)
+            self.in_graph.update(() if turned else step.in_graph)  # the graph of a recomputation goes with it
             during, handing = self.elements, self.elements - self._saved_of(step)
             self._release(at, step)
             if turned:
@@ -320,7 +323,9 @@ class _Replay:
                 self.read.discard(index)
                 self.counted -= self.numel[index]
                 self._hold(self.second.pop(index, 0))
-                if index in freed.saved:
+                if index in self.in_graph:
+                    self.in_graph.discard(index)  # what is gathered next, nobody else holds
+                elif index in freed.saved:
                     self.saved[index] = self.numel[index]
                 else:
                     self._hold(-self.numel[index])

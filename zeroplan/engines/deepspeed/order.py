@@ -60,6 +60,11 @@ class Step(NamedTuple):
     leaf: bool = False
     """It is gathered and released with all modules in it, and owns what they own."""
     name: str = ""
+    in_graph: tuple[int, ...] = ()
+    """Parameters that a node of the graph holds as they are gathered, by an attribute, so that they live as long as the loss.
+
+    bitsandbytes' product with packed weights does: bitsandbytes 0.50, autograd/_functions.py, ``MatMul4Bit.forward``.
+    """
 
     @property
     def has_experts(self) -> bool:
@@ -83,6 +88,8 @@ class _Module(NamedTuple):
     """
     lent: bool = False
     """Another module borrows its parameters, and releases them."""
+    in_graph: tuple[int, ...] = ()
+    """As :class:`Step` has them."""
 
 
 @lru_cache(maxsize=64)
@@ -95,7 +102,8 @@ def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tup
     if whole.model.profile is not None:
         return _trace_of_profile(whole, recomputed=recomputed)
     first, norm, head = _around(whole)
-    blocks = [_modules(whole, block) for block in range(whole.n_blocks)]
+    lowest = _lowest_backward(whole, recomputed)
+    blocks = [_followed(whole, _modules(whole, block), at_input=block != lowest) for block in range(whole.n_blocks)]
     if linears_of_torch:
         head = head._replace(viewed=head.parameters)
         blocks = [tuple(_with_linear_viewed(whole, module) for module in modules) for modules in blocks]
@@ -110,7 +118,6 @@ def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tup
     steps += [*_forward((norm,), n_blocks), *_forward((head,), n_blocks)]
     steps += [*(_begun(BACKWARD, module, n_blocks) for module in (*wrappers, root)), _alone(BACKWARD, head, n_blocks, 1)]
     steps += [_begun(BACKWARD, model, n_blocks)._replace(made=1), _alone(BACKWARD, norm, n_blocks, 2)]
-    lowest = _lowest_backward(whole, recomputed)
     for block in range(n_blocks - 1, max(lowest, 0) - 1, -1):
         steps += _backward(whole, blocks[block], block, recomputed=recomputed)
     if lowest >= 0:
@@ -235,7 +242,7 @@ def _around(whole: Row) -> tuple[tuple[_Module, ...], _Module, _Module]:
 
 
 def _begun(direction: str, module: _Module, block: int) -> Step:
-    return Step(direction, module.parameters, block, 0, inside=module.inside, leaf=module.leaf, name=module.name)
+    return Step(direction, module.parameters, block, 0, (), module.inside, module.leaf, module.name, module.in_graph)
 
 
 def _freed(module: _Module, saved: tuple[int, ...] = ()) -> Freed:
@@ -278,11 +285,30 @@ def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, recompute
     if block >= recomputed:
         return steps
     first = next(at for at, module in enumerate(ordered) if module.parameters and not module.borrows)
+    if ordered[first].in_graph:
+        return _run_again_after(whole, modules, ordered, steps, block)
     run_again, waiting = _recomputed(modules, block, ordered[first].name), steps[first]
     run_again, dropped = _without_frozen(whole, run_again)
     frees = (*waiting.frees, Freed(dropped, dropped=True)) if dropped else waiting.frees
     done = run_again[-1]._replace(direction=BACKWARD, made=waiting.made, frees=frees)
     return [*steps[:first], waiting._replace(made=0, frees=()), *run_again[:-1], done, *steps[first + 1 :]]
+
+
+def _run_again_after(
+    whole: Row, modules: tuple[_Module, ...], ordered: tuple[_Module, ...], steps: list[Step], block: int
+) -> list[Step]:  # fmt: skip
+    """Return the modules of a block whose last linear layer is in four bits and has no adapter: it saves nothing.
+
+    So its backward runs by itself, then the product before it has the modules up to that run again, and the one around waits.
+    """
+    waits, down = next((at, module) for at, module in enumerate(ordered) if module.in_graph)
+    names = [module.name for module in modules]
+    run_again = _recomputed(modules, block, names[names.index(down.name) - 1])
+    run_again, dropped = _without_frozen(whole, run_again)
+    parent = down.name.rpartition(".")[0]
+    last = max(at for at, module in enumerate(ordered) if module.name.startswith(f"{parent}."))
+    steps[last] = steps[last]._replace(frees=(*steps[last].frees, Freed(dropped, dropped=True)))
+    return [*steps[: waits + 1], *run_again, *steps[waits + 1 :]]
 
 
 def _without_frozen(whole: Row, run_again: list[Step]) -> tuple[list[Step], tuple[int, ...]]:
@@ -336,7 +362,8 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
         viewed = [index for index in own if _is_viewed(whole.placed[index].parameter.name)]
         bounds = (places[0], places[-1] + 1) if places else (0, 0)
         lent = name.endswith(".lora_A.default")
-        modules.append(_Module(name, tuple(own), bounds, leaf and name == "mlp", tuple(viewed), bool(borrowed), lent))
+        packed = tuple(index for index in own if whole.placed[index].parameter.quantised)
+        modules.append(_Module(name, tuple(own), bounds, leaf and name == "mlp", tuple(viewed), bool(borrowed), lent, packed))
     return tuple(modules)
 
 
@@ -369,6 +396,15 @@ def _with_linear_viewed(whole: Row, module: _Module) -> _Module:
     named = {index: whole.placed[index].parameter for index in module.parameters}
     weights = (index for index, parameter in named.items() if parameter.autocast and parameter.name.endswith(".weight"))
     return module._replace(viewed=tuple(sorted({*module.viewed, *weights})))
+
+
+def _followed(whole: Row, modules: tuple[_Module, ...], *, at_input: bool) -> tuple[_Module, ...]:
+    """Return modules of a block, those that autograd does not follow without a node that could hold their parameters."""
+    adapter = whole.model.adapter
+    if at_input or adapter is None:
+        return modules
+    reading = reading_constants(adapter.layers, [module.name for module in modules[1:]])
+    return tuple(module._replace(in_graph=()) if module.name in reading else module for module in modules)
 
 
 class _Constants(NamedTuple):

@@ -7,7 +7,15 @@ from typing import NamedTuple, TypeVar
 
 from zeroplan.engines.deepspeed.buckets import Schedule, schedule
 from zeroplan.engines.deepspeed.coordinator import Pass, gathered, gathered_by_several
-from zeroplan.engines.deepspeed.flat import Row, embedding_elements, embedding_symbol, has_tied_head, row, shares, trained_row
+from zeroplan.engines.deepspeed.flat import (
+    Row,
+    embedding_elements,
+    embedding_symbol,
+    has_tied_head,
+    row_as_held,
+    shares,
+    trained_row,
+)
 from zeroplan.engines.deepspeed.infinity import on_nvme, refuse_few_buffers, refuse_twice, staying, staying_of, swaps_optimizer
 from zeroplan.engines.deepspeed.notes import Gathered
 from zeroplan.engines.deepspeed.offload import offloads_parameters
@@ -52,7 +60,7 @@ def make_job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Job:
     """Size a job, with the trace of a single micro-batch per step."""
     width = widths(recipe.precision)
     sums_in_fp32 = recipe.deepspeed.grad_accum_dtype == "fp32"
-    every, whole = row(model), trained_row(model)
+    every, whole = row_as_held(model, width.compute), trained_row(model)
     return Job(
         whole,
         every,
