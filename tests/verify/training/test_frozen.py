@@ -34,6 +34,7 @@ def job(parts: str, layers: int, engine: str, stage: int, *, accum: int = 1, tie
     )
 
 
+MULTIPLIED = replace(SHAPE, family="granite", attention_bias=False, frozen=FrozenSpec(parts="embedding,head", layers=2))
 CASES = {
     "ddp, nothing before the third block": job("embedding,norm,head", 2, "ddp", 0),
     "ddp, a gradient through frozen blocks": job("head", 2, "ddp", 0, accum=2),
@@ -44,6 +45,9 @@ CASES = {
     ),
     "ddp, inputs of blocks in host memory": job("embedding,norm", 2, "ddp", 0, recompute="full", offload_activations=True),
     "fsdp2, recomputed": job("embedding,head", 2, "fsdp2", 3, recompute="full"),
+    "fsdp2, recomputed, embeddings that are multiplied": replace(
+        job("embedding,head", 2, "fsdp2", 3, recompute="full"), model=MULTIPLIED
+    ),
     "fsdp2, a loss in chunks, a frozen head": job("norm,head", 1, "fsdp2", 3, loss="chunked"),
 }
 #: In a process of their own: DeepSpeed patches torch for good.

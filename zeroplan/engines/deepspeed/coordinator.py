@@ -165,6 +165,7 @@ class _Replay:
             before_experts=tuple(notes.before_experts),
             head_gathering=notes.head_gathering,
             head_forward=notes.head_forward,
+            norm_forward=notes.norm_forward,
             loss=loss,
             head=notes.head,
             past_head=notes.past_head,

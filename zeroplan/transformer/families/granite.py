@@ -2,7 +2,7 @@
 
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.attend import Attended
-from zeroplan.transformer.families.definition import ConfigKeys, Definition
+from zeroplan.transformer.families.definition import Around, ConfigKeys, Definition
 from zeroplan.transformer.families.gated import Branches, gated_mlp, three_projections, two_branches
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.program import Block, Program
@@ -45,4 +45,4 @@ _CONFIG = ConfigKeys(
         ),
     },
 )  # fmt: skip
-FAMILIES = {"granite": Definition(Program(granite, LAYER, NORM), _tensors, _CONFIG)}
+FAMILIES = {"granite": Definition(Program(granite, LAYER, NORM), _tensors, _CONFIG, around=Around(scales_embeddings=True))}
