@@ -144,10 +144,10 @@ def _linear(draw: Random) -> LinearSpec:
     )  # fmt: skip
 
 
-def adapted(draw: Random, *, quantised: bool = True) -> ModelSpec:
+def adapted(draw: Random) -> ModelSpec:
     """A model with LoRA, or QLoRA."""
     names = [draw.choice((*GROUPS, *GROUPS["all-linear"])) for _ in range(draw.randint(1, 3))]
-    quantize = draw.choice(("none", "nf4", "nf4-double")) if quantised else "none"
+    quantize = draw.choice(("none", "nf4", "nf4-double"))
     adapter = AdapterSpec(rank=_about(draw, 1, 256), targets=",".join(names), quantize=quantize)
     return replace(model(draw, ADAPTED_FAMILIES), adapter=adapter)
 
@@ -187,7 +187,7 @@ _MANNERS = {
 def recipe(draw: Random, engines: Sequence[str] = ENGINES, *, manner: str = "whole") -> RecipeSpec:
     """Any combination that some engine offers where the model is trained in this manner."""
     engine = draw.choice([name for name in _MANNERS[manner] if name in engines])
-    stages = [stage for stage in sorted(ENGINE_STAGES[engine]) if (manner, engine, stage) != ("frozen", "deepspeed", 3)]  # type: ignore[index]
+    stages = sorted(ENGINE_STAGES[engine])  # type: ignore[index]
     said = {
         "engine": engine,
         "zero_stage": draw.choice((*stages, stages[-1])),  # the last one has most options
@@ -310,7 +310,7 @@ def _deepspeed(draw: Random, said: dict[str, Any], manner: str) -> DeepSpeedOpti
         "reduce_scatter": _mostly(draw, True, False),
         "compute_grad_norm": _mostly(draw, True, False) or stage not in (1, 2),
         "stage3_allgather_sequential": _mostly(draw, False, True),
-        "memory_efficient_linear": _mostly(draw, True, False) or manner in ("lora", "profile"),
+        "memory_efficient_linear": _mostly(draw, True, False) or manner in ("lora", "frozen", "profile"),
         "torch_adam": _mostly(draw, False, True),
         "zero_init": _mostly(draw, True, False),
         "flatten_on_accelerator": _mostly(draw, True, False),
@@ -423,8 +423,6 @@ def _of_some_layers(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpe
     """Recompute some blocks alone, where that is modelled."""
     if told.recompute == "none" or told.offload_activations or told.engine == "paper" or draw.randint(0, 3) < 3:
         return told
-    if told.engine == "deepspeed" and told.zero_stage == 3:
-        return told
     return replace(told, recompute_layers=draw.randint(1, one.num_hidden_layers))
 
 
@@ -440,7 +438,7 @@ def _with_ends(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
 
 def _tuned(draw: Random, engines: Sequence[str]) -> JobSpec:
     told = recipe(draw, engines, manner="lora")
-    one = adapted(draw, quantised=(told.engine, told.zero_stage) != ("deepspeed", 3))
+    one = adapted(draw)
     return _data_parallel(draw, one, _of_some_layers(draw, told, one))
 
 

@@ -210,7 +210,7 @@ def test_a_grid_is_its_points(model: ModelSpec, chosen: RecipeSpec, pairs: tuple
         assert _numbers(whole, index) == _numbers(point, 0)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("frozen", [FrozenSpec(parts="embedding", layers=1), FrozenSpec(parts="head", layers=1)])
 def test_a_grid_is_its_points_where_blocks_are_frozen(frozen: FrozenSpec, stage: Any) -> None:
     chosen = recipe(stage, options={"reduce_bucket_size": 300})

@@ -27,8 +27,8 @@ EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
         ({"quantize": "nf4"}, "--quantize nf4 needs adapters of some rank"),
         ({"lora_rank": 8, "quantize": "int8"}, "quantize='int8' is not one of none, nf4, nf4-double"),
         (
-            {"lora_rank": 8, "quantize": "nf4", "engine": "deepspeed", "stage": 3},
-            "LoRA with quantised weights .QLoRA. and DeepSpeed stage 3 is not modelled",
+            {"lora_rank": 8, "quantize": "nf4", "engine": "deepspeed", "stage": 3, "offload_optimizer": "cpu"},
+            "LoRA with quantised weights .QLoRA. and offload to host memory is not modelled",
         ),
         ({"lora_rank": 8, "model": "gpt2"}, "LoRA in a gpt2 model is not modelled"),
     ],
@@ -46,7 +46,10 @@ def test_what_is_not_modelled_is_refused_in_one_line(said: dict[str, Any], messa
         ({"freeze_layers": 32}, "freezing 32 of 32 layers leaves none to train"),
         ({"freeze": "head", "lora_rank": 8}, "beside adapters everything is frozen"),
         ({"freeze": "head", "model": "llama-3.2-1b"}, "this model's head is its embedding"),
-        ({"freeze": "head", "engine": "deepspeed", "stage": 3}, "frozen parameters at stage 3 of DeepSpeed are not modelled"),
+        (
+            {"freeze": "head", "engine": "deepspeed", "stage": 3, "offload_optimizer": "nvme"},
+            "frozen parameters with offload to NVMe are not modelled",
+        ),
         ({"freeze": "head", "engine": "paper"}, "frozen parameters with engine 'paper' are not modelled"),
         ({"freeze": "head", "model": "gpt2"}, "frozen parts of a gpt2 model are not modelled"),
     ],

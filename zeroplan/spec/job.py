@@ -241,10 +241,6 @@ class JobSpec(Spec):
             (deepspeed and recipe.deepspeed.zero_quantized_weights and "zero_quantized_weights", "false for it"),
             (deepspeed and recipe.deepspeed.zero_quantized_gradients and "zero_quantized_gradients", "false for it"),
             (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
-            (
-                quantised and deepspeed and recipe.zero_stage == 3 and "quantised weights (QLoRA) and DeepSpeed stage 3",
-                "stage 2",
-            ),
             (quantised and recipe.offloads_states and "quantised weights (QLoRA) and offload to host memory", "no offload"),
         ):
             if asked:
@@ -257,8 +253,16 @@ class JobSpec(Spec):
             raise SpecError(
                 f"frozen parameters with engine {recipe.engine!r} are not modelled yet; use engine 'ddp', 'fsdp2' or 'deepspeed'"
             )
-        if recipe.engine == "deepspeed" and recipe.zero_stage == 3:
-            raise SpecError("frozen parameters at stage 3 of DeepSpeed are not modelled yet; use stage 2, or engine 'fsdp2'")
+        deepspeed = recipe.deepspeed
+        for asked, instead in (
+            (deepspeed.offloads_to_nvme and "offload to NVMe", "offload to 'cpu'"),
+            (deepspeed.zero_hpz_partition_size > 1 and "zero_hpz_partition_size", "1 for it"),
+            (deepspeed.zero_quantized_weights and "zero_quantized_weights", "false for it"),
+            (deepspeed.zero_quantized_gradients and "zero_quantized_gradients", "false for it"),
+            (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
+        ):
+            if asked and recipe.engine == "deepspeed" and recipe.zero_stage == 3:
+                raise SpecError(f"frozen parameters with {asked} are not modelled yet; use {instead}")
 
     def _check_offloaded_activations(self) -> None:
         """Refuse what is not modelled with them: GPT-2 hands its mask to a block in a place where it is saved like the input."""
@@ -274,15 +278,10 @@ class JobSpec(Spec):
             raise SpecError(
                 f"recompute_layers={layers} is more than the {model.num_hidden_layers} layers of the model; use fewer"
             )
-        for asked, instead in (
-            (
-                self.recipe.engine == "deepspeed" and self.recipe.zero_stage == 3 and "stage 3 of DeepSpeed",
-                "stage 2, or engine 'fsdp2'",
-            ),
-            (model.profile is not None and "a profile", "a model of a known family"),
-        ):
-            if asked:
-                raise SpecError(f"recompute_layers={layers} with {asked} is not modelled; use {instead}, or leave it out")
+        if model.profile is not None:
+            raise SpecError(
+                f"recompute_layers={layers} with a profile is not modelled; use a model of a known family, or leave it out"
+            )
 
     def _check_resharding(self) -> None:
         """Refuse what ``fully_shard`` refuses (torch 2.13 _fsdp_init.py, ``_get_post_forward_mesh_info``)."""

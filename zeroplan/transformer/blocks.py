@@ -190,6 +190,8 @@ class HeadPass(NamedTuple):
     hidden_formula: str = "r·T·h"
     with_blocks: tuple[Line, ...] = ()
     """The last ones of ``shared``, which blocks alone need, so that they go with the first block's backward."""
+    norm_forward: tuple[tuple[Line, ...], ...] = ()
+    """Moments of the final norm's forward, for engines that gather the head meanwhile; none of a profile."""
     handed: tuple[HandedOn, ...] = ()
     """Of the weights after the blocks."""
     handed_below: tuple[HandedOn, ...] = ()

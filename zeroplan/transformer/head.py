@@ -77,6 +77,7 @@ def head_pass(
         output=(wide.line(Kind.LOGITS, asked.values),) if fp32_output and ending.output else ending.output,
         loss=ending.kept,
         points=ending.points,
+        norm_forward=ending.norm,
     )
 
 
@@ -91,8 +92,8 @@ def _whole(asked: _Asked, *, recomputed: bool) -> HeadPass:
     masks, away = _masks(asked), compute.offloaded
     kept = tuple([line._replace(kind=SAVED) for line in masks if recomputed])
     (tables, left) = _tables(asked, recomputed=recomputed)
-    leaf = (_LEAF.line(SAVED, values),) if away and is_frozen(model, "embedding") else ()
-    named = around.names_input and not leaf and (away or not recomputed) and (away or not _first_saves_it(asked))
+    leaf = (_LEAF.line(SAVED, values),) if is_frozen(model, "embedding") and _is_leaf_apart(asked, recomputed) else ()
+    named = around.names_input and not (leaf and away) and (away or not recomputed) and (away or not _first_saves_it(asked))
     return HeadPass(
         (*(one.line(SAVED, values) for one in (_IDS, *around.kept)), *tables, *leaf, *kept),
         (),
@@ -103,6 +104,14 @@ def _whole(asked: _Asked, *, recomputed: bool) -> HeadPass:
         (_EMBEDDED.line(TEMPORARY, values),) if named else (),
         with_blocks=(*tables, *leaf, *kept),
     )
+
+
+def _is_leaf_apart(asked: _Asked, recomputed: bool) -> bool:  # noqa: FBT001  it is all that is asked
+    """Whether the output of a frozen embedding, which autograd follows where blocks are recomputed, is no block's input there.
+
+    The graph holds it, since it is where the graph ends (``AccumulateGrad``).
+    """
+    return asked.compute.offloaded or (recomputed and asked.around.scales_embeddings)
 
 
 def _first_saves_it(asked: _Asked) -> bool:

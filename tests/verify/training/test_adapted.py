@@ -92,6 +92,23 @@ DEEPSPEED = {
 }
 
 
+NF4, NESTED = replace(ALL, quantize="nf4"), replace(TWO, quantize="nf4-double")
+#: At stage 3, to the byte but for scalars.
+SHARDED = {
+    "four bits": job(NF4, "deepspeed", 3, deepspeed=STREAM),
+    "four bits, some layers without an adapter": job(NESTED, "deepspeed", 3, precision="fp32", deepspeed=BUCKET),
+    "four bits, recomputed": job(NF4, "deepspeed", 3, recompute="full", deepspeed=STREAM),
+    "four bits, recomputed, some layers without an adapter": job(
+        NESTED, "deepspeed", 3, recompute="full", precision="bf16", accum=2, deepspeed=STREAM
+    ),
+    "four bits, 2 blocks recomputed": job(NESTED, "deepspeed", 3, recompute="full", recompute_layers=2, deepspeed=STREAM),
+    "recomputed, few words": replace(
+        job(TWO, "deepspeed", 3, recompute="full", deepspeed=STREAM), batch=BatchSpec(micro_batch_size=2, seq_len=256)
+    ),
+    "3 blocks recomputed": job(ALL, "deepspeed", 3, recompute="full", recompute_layers=3, deepspeed=STREAM),
+}
+
+
 @pytest.mark.parametrize("name", TORCH)
 def test_an_adapted_model_under_torch_takes_what_is_estimated(name: str):
     from tests.simulated import simulate
@@ -111,7 +128,7 @@ def test_grouped_heads_in_fp32_save_what_some_factor_needs(targets: str):
     assert abs(compared.phases[0].error) < 0.0005, compared.phases
 
 
-TODAY = of_the_day(__file__, DEEPSPEED)
+TODAY = of_the_day(__file__, DEEPSPEED | SHARDED)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +137,17 @@ def under_deepspeed() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("name", TODAY)
+@pytest.mark.parametrize("name", [name for name in TODAY if name in SHARDED])
+def test_an_adapted_model_at_stage_3_takes_what_is_estimated(name: str, under_deepspeed: dict[str, dict[str, Any]]):
+    compared = compare_with_estimate(read(Measurement, under_deepspeed[name], where="record"))
+    assert abs(compared.peak.error) < 0.0005, compared.peak
+    assert all(row.difference == 0 for row in compared.collectives), compared.collectives
+    (backward,) = (phase for phase in compared.phases if phase.what == "backward")
+    assert abs(backward.error) < 0.0005, backward
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("name", [name for name in TODAY if name in DEEPSPEED])
 def test_an_adapted_model_under_deepspeed_takes_what_is_estimated(name: str, under_deepspeed: dict[str, dict[str, Any]]):
     _agrees(compare_with_estimate(read(Measurement, under_deepspeed[name], where="record")))
 

@@ -27,7 +27,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
 
 pytestmark = [pytest.mark.torch, pytest.mark.deepspeed]
 
@@ -95,6 +95,16 @@ LARGE = {
     ),
     "7B wide, 8 layers, stage 2, recomputed": seven_b(2, layers=8, recompute="full"),
     "7B wide, stage 3": seven_b(3),
+    "7B wide, stage 3, buckets all-reduced, gradients added up in fp32": seven_b(
+        3,
+        deepspeed=DeepSpeedOptions(
+            reduce_scatter=False, grad_accum_dtype="fp32", stage3_max_live_parameters=10**7, stage3_max_reuse_distance=10**7
+        ),
+    ),
+    "7B wide, stage 3, 2 blocks of 6 recomputed": seven_b(3, recompute="full", recompute_layers=2),
+    "7B wide, stage 3, lora, 4 blocks recomputed": seven_b(
+        3, adapter=AdapterSpec(rank=8), recompute="full", recompute_layers=4
+    ),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.combined import of_the_day
-from tests.verify.training.test_adapted import BUCKET, IN_FP32, SHAPE, SMALL
+from tests.verify.training.test_adapted import BUCKET, IN_FP32, SHAPE, SMALL, STREAM
 from tests.verify.training.test_deepspeed_simulated import Run, answers
 from zeroplan.comparison import Comparison, compare_with_estimate
 from zeroplan.measurement import Measurement
@@ -34,6 +34,7 @@ def job(parts: str, layers: int, engine: str, stage: int, *, accum: int = 1, tie
     )
 
 
+MULTIPLIED = replace(SHAPE, family="granite", attention_bias=False, frozen=FrozenSpec(parts="embedding,head", layers=2))
 CASES = {
     "ddp, nothing before the third block": job("embedding,norm,head", 2, "ddp", 0),
     "ddp, a gradient through frozen blocks": job("head", 2, "ddp", 0, accum=2),
@@ -44,6 +45,9 @@ CASES = {
     ),
     "ddp, inputs of blocks in host memory": job("embedding,norm", 2, "ddp", 0, recompute="full", offload_activations=True),
     "fsdp2, recomputed": job("embedding,head", 2, "fsdp2", 3, recompute="full"),
+    "fsdp2, recomputed, embeddings that are multiplied": replace(
+        job("embedding,head", 2, "fsdp2", 3, recompute="full"), model=MULTIPLIED
+    ),
     "fsdp2, a loss in chunks, a frozen head": job("norm,head", 1, "fsdp2", 3, loss="chunked"),
 }
 #: In a process of their own: DeepSpeed patches torch for good.
@@ -70,6 +74,26 @@ DEEPSPEED = {
         "embedding", 1, "deepspeed", 2, precision="fp32", recompute="selective", deepspeed=BUCKET
     ),
     "stage 2, states in host memory": job("embedding", 2, "deepspeed", 2, deepspeed=replace(BUCKET, offload_optimizer="cpu")),
+    "stage 3, streaming, nothing before the third block": job("embedding,norm,head", 2, "deepspeed", 3, deepspeed=STREAM),
+    "stage 3, streaming, a gradient through frozen blocks, tied": job(
+        "", 2, "deepspeed", 3, accum=2, tied=True, deepspeed=STREAM
+    ),
+    "stage 3, streaming, recomputed": job("embedding,head", 2, "deepspeed", 3, recompute="full", deepspeed=STREAM),
+    "stage 3, streaming, fp32, attention written out, 2 blocks recomputed": job(
+        "embedding",
+        1,
+        "deepspeed",
+        3,
+        precision="fp32",
+        attention="eager",
+        recompute="full",
+        recompute_layers=2,
+        deepspeed=STREAM,
+    ),
+    "stage 3, no contiguous bucket": job("head", 2, "deepspeed", 3, deepspeed=replace(STREAM, contiguous_gradients=False)),
+    "stage 3, states and parameters in host memory": job(
+        "embedding", 2, "deepspeed", 3, deepspeed=replace(STREAM, offload_optimizer="cpu", offload_param="cpu")
+    ),
 }
 
 

@@ -16,7 +16,7 @@ from zeroplan.engines.deepspeed.gathers import Piece, Sharing, Taken, taken
 from zeroplan.engines.deepspeed.notes import Gathered, Note, Noted, Sent, Taking, per_gradient, per_module, sizes
 from zeroplan.engines.deepspeed.order import BACKWARD, FORWARD, Step, trace
 from zeroplan.numeric import ceil_div, round_up
-from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
+from zeroplan.spec.recipe import DeepSpeedOptions
 
 _NEVER = 10**18
 _FEW = 4
@@ -28,7 +28,8 @@ class Pass(NamedTuple):
 
     whole: Row
     options: DeepSpeedOptions
-    recompute: Recompute
+    recomputed: int
+    """Blocks, from the first, that run again in their backward."""
     sharing: Sharing
     on_nvme: frozenset[int]
     """Parameters that are gathered ahead only once they have been read."""
@@ -89,7 +90,7 @@ class _Replay:
         later: bool = False,
     ) -> None:
         whole, options = one.whole, one.options
-        steps = trace(whole, again=one.recompute == "full", linears_of_torch=not options.memory_efficient_linear)
+        steps = trace(whole, recomputed=one.recomputed, linears_of_torch=not options.memory_efficient_linear)
         self.numel = [each.end - each.start for each in whole.placed]
         self.frozen = [each.parameter.frozen for each in whole.placed]
         self.profiled = whole.model.profile is not None
@@ -115,6 +116,8 @@ class _Replay:
         self.in_flight: dict[int, _Handle] = {}
         self.counted = 0
         self.saved: dict[int, int] = {}
+        self.in_graph: set[int] = set()
+        """Parameters that the graph holds as they are gathered now."""
         self.elements, self.second = self._second_partitions(left=later)
         self.peak = 0
         self.sent = {FORWARD: _Sending(), BACKWARD: _Sending()}
@@ -145,6 +148,7 @@ class _Replay:
             if step.direction == BACKWARD and not turned:
                 loss, turned = self.elements, True
             gathering = self._fetch(at, step, turned=turned)
+            self.in_graph.update(() if turned else step.in_graph)  # the graph of a recomputation goes with it
             during, handing = self.elements, self.elements - self._saved_of(step)
             self._release(at, step)
             if turned:
@@ -161,6 +165,7 @@ class _Replay:
             before_experts=tuple(notes.before_experts),
             head_gathering=notes.head_gathering,
             head_forward=notes.head_forward,
+            norm_forward=notes.norm_forward,
             loss=loss,
             head=notes.head,
             past_head=notes.past_head,
@@ -319,7 +324,9 @@ class _Replay:
                 self.read.discard(index)
                 self.counted -= self.numel[index]
                 self._hold(self.second.pop(index, 0))
-                if index in freed.saved:
+                if index in self.in_graph:
+                    self.in_graph.discard(index)  # what is gathered next, nobody else holds
+                elif index in freed.saved:
                     self.saved[index] = self.numel[index]
                 else:
                     self._hold(-self.numel[index])

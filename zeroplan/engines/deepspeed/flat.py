@@ -69,6 +69,16 @@ def trained_row(model: ModelSpec) -> Row:
     return _row(model, trained_layout(model)) if has_frozen(model) else row(model)
 
 
+@lru_cache(maxsize=256)
+def row_as_held(model: ModelSpec, element_bytes: int) -> Row:
+    """Lay out the parameters as stage 3 shards them: weights in four bits are columns of numbers in the compute dtype."""
+    if not model.is_quantised:
+        return row(model)
+    from zeroplan.engines.quantised import packed_layout  # noqa: PLC0415  the others' answers need not wait for it
+
+    return _row(model, packed_layout(model, element_bytes))
+
+
 def embedding_elements(whole: Row) -> int:
     """Elements of the token embedding's gradient; none where it is frozen. Of a profile, the tied one or the largest."""
     if whole.model.profile is not None:

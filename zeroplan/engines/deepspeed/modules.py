@@ -71,6 +71,16 @@ def reading_constants(adapted: Sequence[str], names: Sequence[str]) -> set[str]:
     return {name for name in inner if not set(before[name]) & set(adapted)}
 
 
+def reading_the_input(names: Sequence[str]) -> Names:
+    """Return modules of a block that read its input itself: the norm before attention, or projections where there is none.
+
+    >>> reading_the_input(("input_layernorm", "self_attn.q_proj")), reading_the_input(("self_attn.q_proj", "self_attn.o_proj"))
+    (('input_layernorm',), ('self_attn.q_proj',))
+    """
+    norm = "input_layernorm"
+    return (norm,) if norm in names else tuple(name for name in names if name.rpartition(".")[2] in _QKV)
+
+
 _QKV: Names = ("q_proj", "k_proj", "v_proj")
 _ATTENTION_LAYERS: Names = (*_QKV, "o_proj")
 #: Linear layers that run before a module of a block and whose adapters' outputs reach it; those of attention unless named.

@@ -45,6 +45,8 @@ class Gathered:
     """Most while what the final norm and the head need is gathered, before either has made anything."""
     head_forward: int
     """While the head runs forward."""
+    norm_forward: int
+    """While the final norm does."""
     loss: int
     head: tuple[int, ...]
     """In the backward: at the loss, the head, the final norm."""
@@ -85,12 +87,13 @@ class Taking:
         self.before_experts = [0] * n_blocks
         self.blocks: list[list[Noted]] = [[] for _ in range(n_blocks)]
         self.after_blocks: list[Noted] = []
-        self.head_gathering = self.head_forward = self.embedding = 0
+        self.head_gathering = self.head_forward = self.norm_forward = self.embedding = 0
 
     def in_forward(self, step: Step, gathering: int, during: int) -> None:
         """Note the most while a module's parameters are gathered, and what is held as it runs."""
         if step.block == len(self.forward):
-            self.head_gathering, self.head_forward = max(self.head_gathering, gathering), during
+            self.head_gathering = max(self.head_gathering, gathering)
+            self.norm_forward, self.head_forward = self.head_forward, during
         elif step.block >= 0:
             if step.has_experts:
                 self.before_experts[step.block], gathering = max(self.forward[step.block], gathering), during

@@ -15,10 +15,11 @@ from zeroplan.engines.deepspeed.modules import (
     block_modules,
     dropouts_of_embedding,
     reading_constants,
+    reading_the_input,
     rotary_calls,
 )
 from zeroplan.errors import SpecError
-from zeroplan.transformer.params import layout
+from zeroplan.transformer.params import has_frozen, is_frozen, layout
 
 if TYPE_CHECKING:
     from zeroplan.spec.profile import Profile
@@ -59,6 +60,11 @@ class Step(NamedTuple):
     leaf: bool = False
     """It is gathered and released with all modules in it, and owns what they own."""
     name: str = ""
+    in_graph: tuple[int, ...] = ()
+    """Parameters that a node of the graph holds as they are gathered, by an attribute, so that they live as long as the loss.
+
+    bitsandbytes' product with packed weights does: bitsandbytes 0.50, autograd/_functions.py, ``MatMul4Bit.forward``.
+    """
 
     @property
     def has_experts(self) -> bool:
@@ -82,19 +88,22 @@ class _Module(NamedTuple):
     """
     lent: bool = False
     """Another module borrows its parameters, and releases them."""
+    in_graph: tuple[int, ...] = ()
+    """As :class:`Step` has them."""
 
 
 @lru_cache(maxsize=64)
-def trace(whole: Row, *, again: bool, linears_of_torch: bool = False) -> tuple[Step, ...]:
-    """Modules in the order in which they run; with ``again``, each block is recomputed in its backward.
+def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tuple[Step, ...]:
+    """Modules in the order in which they run; the first ``recomputed`` blocks run again in their backward.
 
     ``linears_of_torch``: DeepSpeed leaves torch's ``linear`` where it is (``memory_efficient_linear`` false), which saves views of
     gathered weights.
     """
     if whole.model.profile is not None:
-        return _trace_of_profile(whole, again=again)
+        return _trace_of_profile(whole, recomputed=recomputed)
     first, norm, head = _around(whole)
-    blocks = [_modules(whole, block) for block in range(whole.n_blocks)]
+    lowest = _lowest_backward(whole, recomputed)
+    blocks = [_followed(whole, _modules(whole, block), at_input=block != lowest) for block in range(whole.n_blocks)]
     if linears_of_torch:
         head = head._replace(viewed=head.parameters)
         blocks = [tuple(_with_linear_viewed(whole, module) for module in modules) for modules in blocks]
@@ -105,19 +114,29 @@ def trace(whole: Row, *, again: bool, linears_of_torch: bool = False) -> tuple[S
     steps = [_begun(FORWARD, module, -1) for module in (*wrappers, root, model)]
     steps += [*_forward(first, -1), *[_begun(FORWARD, _Module(""), -1)] * _without_parameters(whole)]
     for block, modules in enumerate(blocks):
-        steps += _forward(modules, block, again=again)
+        steps += _forward(modules, block, again=block < recomputed)
     steps += [*_forward((norm,), n_blocks), *_forward((head,), n_blocks)]
     steps += [*(_begun(BACKWARD, module, n_blocks) for module in (*wrappers, root)), _alone(BACKWARD, head, n_blocks, 1)]
     steps += [_begun(BACKWARD, model, n_blocks)._replace(made=1), _alone(BACKWARD, norm, n_blocks, 2)]
-    for block in range(n_blocks - 1, -1, -1):
-        steps += _backward(whole, blocks[block], block, again=again)
-    if whole.model.adapter is not None and not again:
+    for block in range(n_blocks - 1, max(lowest, 0) - 1, -1):
+        steps += _backward(whole, blocks[block], block, recomputed=recomputed)
+    if lowest >= 0:
         return tuple(steps)  # nobody follows the embedding's output
     steps += [_begun(BACKWARD, _Module(""), -1)] * dropouts_of_embedding(whole.model)
     return (*steps, *(_begun(BACKWARD, module, -1) for module in reversed(first)))
 
 
-def _trace_of_profile(whole: Row, *, again: bool) -> tuple[Step, ...]:
+def _lowest_backward(whole: Row, recomputed: int) -> int:
+    """The lowest block that goes backward: the first with something to train, unless autograd follows the embedding's output (-1).
+
+    Where blocks are recomputed it does: transformers 5.23, modeling_utils.py, ``_activation_checkpointing_enable``.
+    """
+    if recomputed or not is_frozen(whole.model, "embedding"):
+        return -1
+    return min(each.block for each, trained in zip(whole.placed, whole.trained, strict=True) if trained)
+
+
+def _trace_of_profile(whole: Row, *, recomputed: int) -> tuple[Step, ...]:
     """The same of a module that was traced, whose profile says which modules run in which order."""
     from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
 
@@ -133,11 +152,11 @@ def _trace_of_profile(whole: Row, *, again: bool) -> tuple[Step, ...]:
     after = tuple(module._replace(parameters=tied) if module.name == seen.tied else module for module in after)
     steps = [_begun(FORWARD, _Module(name), -1) for name in seen.holding] + _forward(before, -1)
     for block, modules in enumerate(blocks):
-        steps += _forward(modules, block, again=again)
+        steps += _forward(modules, block, again=block < recomputed)
     steps += _forward(after, n_blocks)
     steps += _back(whole, tuple(_after(seen.holding, after)), n_blocks)
     for block in range(n_blocks - 1, -1, -1):
-        steps += _backward(whole, blocks[block], block, again=again)
+        steps += _backward(whole, blocks[block], block, recomputed=recomputed)
     below = tuple(module for module in reversed(before) if module.name not in seen.unfollowed)
     return (*steps, *_back(whole, below, -1, unnoticed=seen.unnoticed))
 
@@ -223,7 +242,7 @@ def _around(whole: Row) -> tuple[tuple[_Module, ...], _Module, _Module]:
 
 
 def _begun(direction: str, module: _Module, block: int) -> Step:
-    return Step(direction, module.parameters, block, 0, inside=module.inside, leaf=module.leaf, name=module.name)
+    return Step(direction, module.parameters, block, 0, (), module.inside, module.leaf, module.name, module.in_graph)
 
 
 def _freed(module: _Module, saved: tuple[int, ...] = ()) -> Freed:
@@ -250,10 +269,10 @@ def _ends(names: list[str], modules: tuple[_Module, ...]) -> Iterator[tuple[_Mod
             yield modules[at], max((at, *inside))
 
 
-def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, again: bool) -> list[Step]:
+def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, recomputed: int) -> list[Step]:
     """Return a block's modules as their backward begins; the first that needs it has the block recomputed, and waits."""
     by_name = {module.name: module for module in modules}
-    constant = _constants(whole, modules, block, again=again)
+    constant = _constants(whole, modules) if block == _lowest_backward(whole, recomputed) else _Constants()
     names = backward_order([module.name for module in modules[1:]])
     ordered = (modules[0], *(by_name[name] for name in names if name not in constant.unfollowed))
     steps, made = list[Step](), 0
@@ -263,9 +282,11 @@ def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, again: bo
     for module, last in _ends([module.name for module in ordered], ordered):
         if module.name not in constant.unnoticed:
             steps[last] = steps[last]._replace(frees=(*steps[last].frees, _freed(module)))
-    if not again:
+    if block >= recomputed:
         return steps
     first = next(at for at, module in enumerate(ordered) if module.parameters and not module.borrows)
+    if ordered[first].in_graph:
+        return _run_again_after(whole, modules, ordered, steps, block)
     run_again, waiting = _recomputed(modules, block, ordered[first].name), steps[first]
     run_again, dropped = _without_frozen(whole, run_again)
     frees = (*waiting.frees, Freed(dropped, dropped=True)) if dropped else waiting.frees
@@ -273,9 +294,26 @@ def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, again: bo
     return [*steps[:first], waiting._replace(made=0, frees=()), *run_again[:-1], done, *steps[first + 1 :]]
 
 
+def _run_again_after(
+    whole: Row, modules: tuple[_Module, ...], ordered: tuple[_Module, ...], steps: list[Step], block: int
+) -> list[Step]:  # fmt: skip
+    """Return the modules of a block whose last linear layer is in four bits and has no adapter: it saves nothing.
+
+    So its backward runs by itself, then the product before it has the modules up to that run again, and the one around waits.
+    """
+    waits, down = next((at, module) for at, module in enumerate(ordered) if module.in_graph)
+    names = [module.name for module in modules]
+    run_again = _recomputed(modules, block, names[names.index(down.name) - 1])
+    run_again, dropped = _without_frozen(whole, run_again)
+    parent = down.name.rpartition(".")[0]
+    last = max(at for at, module in enumerate(ordered) if module.name.startswith(f"{parent}."))
+    steps[last] = steps[last]._replace(frees=(*steps[last].frees, Freed(dropped, dropped=True)))
+    return [*steps[: waits + 1], *run_again, *steps[waits + 1 :]]
+
+
 def _without_frozen(whole: Row, run_again: list[Step]) -> tuple[list[Step], tuple[int, ...]]:
     """Leave frozen parameters out of what a recomputation frees, and return them."""
-    if whole.model.adapter is None:
+    if not has_frozen(whole.model):
         return run_again, ()
     frozen = tuple(index for step in run_again for index in step.parameters if not whole.trained[index])
     kept = [step._replace(frees=tuple(_but(frozen, freed) for freed in step.frees)) for step in run_again]
@@ -324,7 +362,8 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
         viewed = [index for index in own if _is_viewed(whole.placed[index].parameter.name)]
         bounds = (places[0], places[-1] + 1) if places else (0, 0)
         lent = name.endswith(".lora_A.default")
-        modules.append(_Module(name, tuple(own), bounds, leaf and name == "mlp", tuple(viewed), bool(borrowed), lent))
+        packed = tuple(index for index in own if whole.placed[index].parameter.quantised)
+        modules.append(_Module(name, tuple(own), bounds, leaf and name == "mlp", tuple(viewed), bool(borrowed), lent, packed))
     return tuple(modules)
 
 
@@ -359,6 +398,15 @@ def _with_linear_viewed(whole: Row, module: _Module) -> _Module:
     return module._replace(viewed=tuple(sorted({*module.viewed, *weights})))
 
 
+def _followed(whole: Row, modules: tuple[_Module, ...], *, at_input: bool) -> tuple[_Module, ...]:
+    """Return modules of a block, those that autograd does not follow without a node that could hold their parameters."""
+    adapter = whole.model.adapter
+    if at_input or adapter is None:
+        return modules
+    reading = reading_constants(adapter.layers, [module.name for module in modules[1:]])
+    return tuple(module._replace(in_graph=()) if module.name in reading else module for module in modules)
+
+
 class _Constants(NamedTuple):
     """Modules of a block that autograd does not follow at all, and those whose end in the backward nobody notices."""
 
@@ -366,12 +414,15 @@ class _Constants(NamedTuple):
     unnoticed: frozenset[str] = frozenset()
 
 
-def _constants(whole: Row, modules: tuple[_Module, ...], block: int, *, again: bool) -> _Constants:
-    """In the first block, whose input has no gradient, nothing that comes before all adapters has a backward."""
-    adapter = whole.model.adapter
-    if adapter is None or again or block:
-        return _Constants()
-    reading = reading_constants(adapter.layers, [module.name for module in modules[1:]])
+def _constants(whole: Row, modules: tuple[_Module, ...]) -> _Constants:
+    """In the first block that goes backward, whose input has no gradient, nothing that comes before all adapters does.
+
+    Without adapters all of it is trained, and nobody notices the end of a module that reads the block's input.
+    """
+    adapter, names = whole.model.adapter, [module.name for module in modules[1:]]
+    if adapter is None:
+        return _Constants(unnoticed=frozenset(reading_the_input(names)))
+    reading = reading_constants(adapter.layers, names)
     trains = {
         module.name for module in modules
         if any(whole.trained[index] for index in range(*module.inside))

@@ -219,6 +219,15 @@ def checkpoint_beside(run: RunPass) -> tuple[Line, ...]:
     return run.block.checkpoint_in_backward if run.recompute != "none" else ()
 
 
+def norm_instants(these: Passes) -> tuple[Instant, ...]:
+    """Return the instants of the final norm, forward: what the model's forward holds by name is there still."""
+    around = _around_forward(these, these.n_blocks)
+    return tuple(
+        Instant("forward of the final norm", Phase.FORWARD, (*around, *lines), these.n_blocks, _NOWHERE)
+        for lines in these.head.norm_forward
+    )
+
+
 def head_gathering_instant(these: Passes) -> Instant:
     """Return the instant before the head's multiplication, forward: its input is there, the logits are not."""
     lines = (*these.head.shared, *kept_by_all(these), *these.head.saved)

@@ -86,6 +86,8 @@ class Around(NamedTuple):
     """By a name, until the forward is over; not block 0's input."""
     names_input: bool = True
     """It has a name for block 0's input."""
+    scales_embeddings: bool = False
+    """Block 0's input is a multiple of the embedding's output, made outside the embedding."""
     masks: int = 1
     """It makes so many masks for attention that is written out."""
 

@@ -4,7 +4,7 @@ from functools import partial
 
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.attend import Attended
-from zeroplan.transformer.families.definition import ConfigKeys, Definition
+from zeroplan.transformer.families.definition import Around, ConfigKeys, Definition
 from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, gated_mlp, layer, three_projections
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.parts import before_and_after, gated_modules
@@ -89,5 +89,5 @@ FAMILIES = {
     "mistral": Definition(_PROGRAM, _mistral, _MISTRAL),
     "qwen2": Definition(_PROGRAM, _qwen2, _QWEN2),
     "qwen3": Definition(_PROGRAM, _qwen3, _QWEN3, before_and_after(WITH_NORMS, gated_modules("mlp"))),
-    "granite": Definition(_MULTIPLIED, _llama, _GRANITE),
+    "granite": Definition(_MULTIPLIED, _llama, _GRANITE, around=Around(scales_embeddings=True)),
 }

@@ -95,6 +95,8 @@ class EndingPass(NamedTuple):
     forward: tuple[Line, ...]
     points: tuple[BackwardPoint, ...]
     output: tuple[Line, ...]
+    norm: tuple[tuple[Line, ...], ...] = ()
+    """Moments of the final norm's forward, with all of it."""
 
 
 class _Ran(NamedTuple):
@@ -135,7 +137,8 @@ def ending_pass(model: ModelSpec, compute: Compute, x: Widths, values: Values, l
     beyond = top(sizes, "none", autocast=ending.wide_residual, above=BEFORE_LOSS, within=Within(in_the_model, beside))
     forward = (*kept, *(line for line in beyond if not any(line is one for one in kept)))
     points = _handed_on(sizes) if plan.handed else sizes.points("none")
-    return EndingPass(sizes.lines(saved), kept, forward, points, sizes.lines(output))
+    norm = tuple([sizes.lines(one.stores) for one in in_the_model])
+    return EndingPass(sizes.lines(saved), kept, forward, points, sizes.lines(output), norm)
 
 
 def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: Loss) -> Ending:

@@ -5,6 +5,7 @@ again for the gradient of the input; what a layer is given and returns is cast o
 """
 
 from zeroplan.expr import Size, ceil
+from zeroplan.ledger import Role, Tag
 from zeroplan.spec.adapter import Quantize
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.operators import TEMPORARY
@@ -18,21 +19,22 @@ CLONE = "peft 0.21, tuners/lora/bnb.py, Linear4bit.forward"
 
 
 def quantised_linear(
-    tape: Tape, value: Value, name: str, quantize: Quantize, *, width: Size, reads: Size, clone: bool
+    tape: Tape, value: Value, site: Site, quantize: Quantize, *, width: Size, reads: Size, clone: bool
 ) -> Value:
     """Run the layer; ``clone`` where it has an adapter, which copies what the layer returns."""
+    name = site.name
     given = op.cast(tape, value, e, Site(f"input of the {name}", LAYER))
-    made = _product(tape, given, name, quantize, width=width, reads=reads)
+    made = _product(tape, given, site, quantize, width=width, reads=reads)
     returned = op.cast(tape, made, value.dtype, Site(f"output of the {name}", LAYER))
     tape.release(made, given)
     return _cloned(tape, returned, name) if clone else returned
 
 
-def _product(tape: Tape, given: Value, name: str, quantize: Quantize, *, width: Size, reads: Size) -> Value:
+def _product(tape: Tape, given: Value, site: Site, quantize: Quantize, *, width: Size, reads: Size) -> Value:
     """The weight is written out whole; only with fewer than 1,537 tokens may a kernel do without."""
-    matrix = reads * width
+    name, matrix = site.name, reads * width
     written = [*_scales(tape, name, matrix, quantize, copies=2), _weight(tape, name, matrix, FORWARD)]
-    made = op.tensor(tape, f"output of the {name}", e, T * width, FORWARD)
+    made = op.tensor(tape, f"output of the {name}", e, T * width, FORWARD, Tag(Role.OUTPUT, site.module))
     tape.drop(*written)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -41,7 +43,7 @@ def _product(tape: Tape, given: Value, name: str, quantize: Quantize, *, width: 
         tape.drop(*scales)
         return [(given, op.gradient(tape, given, f"gradient through the {name}", BACKWARD))]
 
-    tape.add(name, (made,), (), backward, of=(given,))
+    tape.add(name, (made,), (), backward, of=(given,), place=site.place)
     return made
 
 

@@ -312,11 +312,13 @@ def _plan(structure: Block, *, run_again: bool) -> Plan:
     tape.run_backward(output, incoming)
     if structure.recompute != "none" and structure.training is None:
         tape.moments[: tape.course.unsaved] = _not_run_again_yet(tape, given.store, structure.recompute)
-    points = index.moments(highest(tape.moments, **dtypes, scratch_apart=structure.ring > 1))
+    by_place = structure.training is not None and structure.training.keeps_inputs
+    points = index.moments(_highest_at(tape.moments, dtypes, by_place=by_place, scratch_apart=structure.ring > 1))
     reruns: dict[Recompute, tuple[Placed, ...]] = {}
+    recompute: Recompute
     if run_again:
-        reruns["full"] = index.moments(_above_the_backward(tape, _run_again(until_saved), given.store, dtypes))
-        reruns["selective"] = index.moments(_above_the_backward(tape, _with_kept(_run_again(whole), tape), given.store, dtypes))
+        for recompute, ran in (("full", _run_again(until_saved)), ("selective", _with_kept(_run_again(whole), tape))):
+            reruns[recompute] = index.moments(_above_the_backward(tape, ran, given.store, dtypes, by_place=by_place))
     selective = index.of(tape.kept())
     made = forwards(
         index,
@@ -369,7 +371,24 @@ def _with_kept(moments: list[Alive], tape: Tape) -> list[Alive]:
     ]
 
 
-def _above_the_backward(tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str, bool]) -> list[Alive]:
+def _highest_at(
+    moments: list[Alive], dtypes: dict[str, bool], *, by_place: bool, scratch_apart: bool = False
+) -> tuple[Alive, ...]:  # fmt: skip
+    """The moments that can be the highest; ``by_place`` of each place by itself, where an engine has more beside some than others.
+
+    Beside frozen weights no gradient says which of a block's weights DeepSpeed's stage 3 has gathered, but the place does.
+    """
+    if not by_place:
+        return highest(moments, **dtypes, scratch_apart=scratch_apart)
+    found = {
+        place: highest([one for one in moments if one.place == place], **dtypes) for place in {one.place for one in moments}
+    }
+    return tuple([one for one in moments if any(one is other for other in found[one.place])])
+
+
+def _above_the_backward(
+    tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str, bool], *, by_place: bool
+) -> list[Alive]:  # fmt: skip
     """Moments of a checkpoint that is run again, beside gradients that wait; those that the backward itself is above left out.
 
     The block's input is the checkpoint's own, unless the block saves it.
@@ -380,7 +399,7 @@ def _above_the_backward(tape: Tape, moments: list[Alive], given: Store, dtypes: 
         )
         for one in moments
     ]
-    return [one for one in highest([*tape.moments, *beside], **dtypes) if one in beside]
+    return [one for one in _highest_at([*tape.moments, *beside], dtypes, by_place=by_place) if one in beside]
 
 
 def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[Alive]:

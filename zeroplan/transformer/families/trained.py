@@ -36,9 +36,9 @@ def linear(
         return op.trained_linear(tape, value, width, site, reads=reads, bias=bias)
     if training.weights == "frozen" and tape.autocast:
         return _copied_linear(tape, value, width, site, reads=reads, bias=bias)
-    if training.quantize != "none":
-        return _quantised(tape, value, site, training, width=width, reads=reads)
     with tape.inside(site.module):
+        if training.quantize != "none":
+            return _quantised(tape, value, site, training, width=width, reads=reads)
         return _adapted(tape, value, site, training, width=width, reads=reads, bias=bias)
 
 
@@ -83,7 +83,7 @@ def _copied_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: 
 def _quantised(tape: Tape, value: Value, site: Site, training: Training, *, width: Size, reads: Size) -> Value:
     """A layer in four bits; peft leaves it to autocast to cast what its adapter reads."""
     adapted = training.adapts(site.module)
-    made = quantised_linear(tape, value, site.name, training.quantize, width=width, reads=reads, clone=adapted)
+    made = quantised_linear(tape, value, site, training.quantize, width=width, reads=reads, clone=adapted)
     if not adapted:
         return made
     tape.hold(value.store)

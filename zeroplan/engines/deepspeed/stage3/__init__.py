@@ -14,7 +14,13 @@ from zeroplan.engines.deepspeed.secondary import second_partition
 from zeroplan.engines.deepspeed.stage3.backward import backward_moments
 from zeroplan.engines.deepspeed.stage3.forward import forward_moments
 from zeroplan.engines.deepspeed.stage3.job import Job, by_micro_batches, make_job, numels
-from zeroplan.engines.deepspeed.stage3.states import bucket_line, construction_moments, persistent_line, shares_held
+from zeroplan.engines.deepspeed.stage3.states import (
+    bucket_line,
+    construction_moments,
+    largest_packed,
+    persistent_line,
+    shares_held,
+)
 from zeroplan.engines.deepspeed.stage3.step import (
     group_count,
     step_away_moments,
@@ -25,7 +31,7 @@ from zeroplan.engines.deepspeed.stage3.step import (
 from zeroplan.engines.deepspeed.stage3.traffic import collectives
 from zeroplan.engines.deepspeed.stage3_offload import host_lines, host_symbols, states_on_gpu
 from zeroplan.engines.optimizers import counted
-from zeroplan.ledger import Moment, Phase
+from zeroplan.ledger import Line, Moment, Phase
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -41,7 +47,8 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     job = make_job(model, recipe, mesh)
     everything = shares_held(job, impl)
     left = abandoned_states(recipe, job.whole.n_elements, job.element)
-    states = (*states_on_gpu(recipe, everything), *left, *layout(model).buffers)
+    beside_shards = _beside_shards(model)
+    states = (*states_on_gpu(recipe, everything), *left, *layout(model).buffers, *beside_shards)
     refuse_few_pipelined(recipe, group_count(job))
     persistent = (*states, bucket_line(job), persistent_line(job))
     these = passes(model, recipe, batch)
@@ -59,7 +66,7 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     mine = Shares(job.whole, job.n_ranks, job.partition, job.element, job.master, job.kept)
     return Account(
         (*states, bucket_line(job), persistent_line(job)),
-        (*beside(construction_moments(job, states), left), *training, *step),
+        (*beside(construction_moments(job, states), (*left, *beside_shards)), *training, *step),
         collectives(job, batch),
         host=host_lines(recipe, mine, everything, taken),
         symbols=(*_symbols(job, impl), *host_symbols(recipe, mine), *kept_symbols(these), *counted(*everything, *taken)),
@@ -82,6 +89,15 @@ def _bound(model: ModelSpec, moments: tuple[Moment, ...]) -> tuple[str, ...]:
     return (_UPPER_BOUND,) if max(moments, key=lambda moment: moment.total_bytes).phase is Phase.FORWARD else ()
 
 
+def _beside_shards(model: ModelSpec) -> tuple[Line, ...]:
+    """List what weights in four bits need beside themselves, of which DeepSpeed knows nothing."""
+    if not model.is_quantised:
+        return ()
+    from zeroplan.engines.quantised import scales_of  # noqa: PLC0415  the others' answers need not wait for it
+
+    return scales_of(model)
+
+
 def _symbols(job: Job, impl: OptimizerImpl) -> tuple[Symbol, ...]:
     trained = "" if job.every is job.whole else " that is trained"
     return (
@@ -96,7 +112,21 @@ def _symbols(job: Job, impl: OptimizerImpl) -> tuple[Symbol, ...]:
 
 
 def _of_frozen(job: Job) -> tuple[Symbol, ...]:
+    packed = f", four bits as numbers of {job.element} bytes" if job.every.model.is_quantised else ""
     return (
-        Symbol("G_w", shares(numels(job.every), job.n_ranks), "elements of this rank's share of all parameters"),
+        *_of_quantised(job),
+        Symbol("G_w", shares(numels(job.every), job.n_ranks), f"elements of this rank's share of all parameters{packed}"),
         Symbol("G_one", largest_parameter(job.whole), "elements of the largest parameter that is trained"),
+    )
+
+
+def _of_quantised(job: Job) -> tuple[Symbol, ...]:
+    if not job.every.model.is_quantised:
+        return ()
+    from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  the others' answers need not wait for it
+
+    return (
+        Symbol("Ψ_w", job.every.n_elements, f"elements of all parameters, four bits as numbers of {job.element} bytes"),
+        Symbol("G_4", largest_packed(job), "elements of the largest weight in four bits"),
+        *quantised_symbols(job.every.model),
     )

@@ -36,7 +36,7 @@ def backward_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
     """Loss, head, blocks, the buckets reduced among them, and the end."""
     return (
         *_head(job, these),
-        *(moment for run in these.runs for moment in (_adapted_blocks if job.trace.modules else _blocks)(job, these, run)),
+        *(moment for run in these.runs for moment in (_frozen_blocks if _is_frozen(job, run) else _blocks)(job, these, run)),
         *(
             flush_moment(job, these, flush)
             for flush in highest_flushes(job.buckets, job.trace, gradient_counts(these), taken_beside(job))
@@ -127,12 +127,17 @@ def _held(notes: tuple[Note, ...], gradients: int, current: int, ahead: bool, ap
     return note.during - gone if note.made > gradients else note.after
 
 
-def _adapted_blocks(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
+def _is_frozen(job: Job, run: RunPass) -> bool:
+    """Whether blocks of a run have weights that are not trained, beside adapters or alone."""
+    return any(each.parameter.frozen for each in job.every.placed if each.block == run.first)
+
+
+def _frozen_blocks(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     """Each point of the last block, and of earlier ones where more is gathered, where weights are frozen."""
     for point in run.block.points:
         current = point.current_gradient
         for block, held, gathering in highest_places(job.trace, run.first, run.n_blocks, point.place, current):
-            around = (*around_block(these, run, block), _waiting(job, block, point))
+            around = (*around_block(these, run, block), _waiting(job, block, point), *tied_head_lines(job))
             yield Moment(
                 f"backward of a block: {point.name}", Phase.BACKWARD, (*around, *point.lines, gathered_line(job, held))
             )

@@ -12,6 +12,7 @@ from zeroplan.engines.deepspeed.passes import (
     head_forward_instant,
     head_gathering_instant,
     loss_instant,
+    norm_instants,
 )
 from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line
 from zeroplan.ledger import Moment
@@ -29,6 +30,7 @@ def forward_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
     before, head, loss = head_gathering_instant(these), head_forward_instant(these), loss_instant(these)
     return (
         *moments,
+        *(Moment(at.name, at.phase, (*at.lines, gathered_line(job, job.trace.norm_forward))) for at in norm_instants(these)),
         Moment(before.name, before.phase, (*before.lines, gathered_line(job, job.trace.head_gathering))),
         Moment(head.name, head.phase, (*head.lines, gathered_line(job, job.trace.head_forward))),
         Moment(loss.name, loss.phase, (*loss.lines, gathered_line(job, job.trace.loss)), of_forward=True),

@@ -7,7 +7,15 @@ from typing import NamedTuple, TypeVar
 
 from zeroplan.engines.deepspeed.buckets import Schedule, schedule
 from zeroplan.engines.deepspeed.coordinator import Pass, gathered, gathered_by_several
-from zeroplan.engines.deepspeed.flat import Row, embedding_elements, embedding_symbol, has_tied_head, row, shares, trained_row
+from zeroplan.engines.deepspeed.flat import (
+    Row,
+    embedding_elements,
+    embedding_symbol,
+    has_tied_head,
+    row_as_held,
+    shares,
+    trained_row,
+)
 from zeroplan.engines.deepspeed.infinity import on_nvme, refuse_few_buffers, refuse_twice, staying, staying_of, swaps_optimizer
 from zeroplan.engines.deepspeed.notes import Gathered
 from zeroplan.engines.deepspeed.offload import offloads_parameters
@@ -20,7 +28,8 @@ from zeroplan.numeric import Bool, Int, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec, Recompute
+from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
+from zeroplan.transformer.recomputed import first_recomputed
 
 COORDINATOR = "DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py"
 
@@ -51,7 +60,7 @@ def make_job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Job:
     """Size a job, with the trace of a single micro-batch per step."""
     width = widths(recipe.precision)
     sums_in_fp32 = recipe.deepspeed.grad_accum_dtype == "fp32"
-    every, whole = row(model), trained_row(model)
+    every, whole = row_as_held(model, width.compute), trained_row(model)
     return Job(
         whole,
         every,
@@ -73,12 +82,17 @@ _Replayed = TypeVar("_Replayed", Gathered, Gathered | None)
 def _trace(whole: Row, recipe: RecipeSpec, n_ranks: Int, *, of: Callable[[Pass], _Replayed]) -> _Replayed:
     """What is gathered with a single micro-batch per step, or with several."""
     options, disk = recipe.deepspeed, on_nvme(whole, recipe.deepspeed, widths(recipe.precision).compute, n_ranks)
-    again: Recompute = "full" if recipe.recompute == "full" else "none"  # selectively the same modules are passed
-    found = of(Pass(whole, _of_gathers(options), again, sharing_of(recipe, n_ranks), disk))
+    found = of(Pass(whole, _of_gathers(options), _recomputed(whole, recipe), sharing_of(recipe, n_ranks), disk))
     if disk and found is not None:
         refuse_few_buffers(options, found.most_read)
         refuse_twice(found.read_twice)
     return found
+
+
+def _recomputed(whole: Row, recipe: RecipeSpec) -> int:
+    """How many blocks, from the first, run again in their backward."""
+    first = first_recomputed(whole.model, recipe)
+    return 0 if recipe.recompute == "none" else whole.n_blocks if first is None else first
 
 
 def _of_gathers(options: DeepSpeedOptions) -> DeepSpeedOptions:

@@ -84,7 +84,8 @@ def reduce_lines(job: Job, flush: Flush) -> tuple[Line, ...]:
     copy_formula, cast_formula = _reduce_formulas(job.element, job.kept, flush.sizes)
     cast = job.kept * share if job.kept != job.element else 0
     if is_all_reduced(options, flush):
-        copied, cast_formula = 0, product(job.kept, flush.fill)
+        copied, copy_formula = where(job.n_ranks > 1, flush.fill, 0), product(job.element, flush.fill)
+        cast_formula = product(job.kept, flush.fill)
         cast = job.kept * flush.fill if job.kept != job.element else 0  # the whole bucket, of which a share is then kept
     quantized = job.recipe.deepspeed.zero_quantized_gradients
     if quantized:

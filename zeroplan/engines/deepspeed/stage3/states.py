@@ -9,11 +9,13 @@ from zeroplan.engines.optimizers import LocalTensor, state_lines
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import ceil_div, where
 from zeroplan.spec.recipe import OptimizerImpl
+from zeroplan.transformer.params import layout
 
 _GATHER = "DeepSpeed 0.19.8, runtime/zero/partition_parameters.py"
 _MASTER = f"{STAGE3}, _create_fp32_partitions"
 _GRADIENTS = f"{STAGE3}, grad_partitions_flat_buffer"
 _ZEROS = f"{STAGE3}, initialize_optimizer_states"
+_LOADED = "transformers 5.23, integrations/bitsandbytes.py, Bnb4bitQuantize"
 _PERSISTENT = f"{STAGE3}, _post_step"
 
 
@@ -47,23 +49,41 @@ def persistent_line(job: Job) -> Line:
     return Line(Kind.GATHER, n_bytes, reason, times(job.element, f"G_keep{if_several(job)}"), _PERSISTENT)
 
 
+def largest_packed(job: Job) -> int:
+    """Elements of the largest weight in four bits, as it is written out; 0 where there is none."""
+    tree = layout(job.every.model)
+    return max((one.numel for run in tree.runs for one in run.parameters if one.quantised), default=0)
+
+
+def _unpacked(job: Job) -> tuple[Line, ...]:
+    """The last weight that transformers puts into four bits, all others there."""
+    if not job.every.model.is_quantised:
+        return ()
+    reason = "largest weight before it is put into four bits"
+    return (Line(Kind.PARAMETERS, job.element * largest_packed(job), reason, times(job.element, "G_4"), _LOADED),)
+
+
 def construction_moments(job: Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
-    """Return the moments of construction: the model whole, or in pieces under ``zero.Init``; then the optimizer's tensors."""
+    """Return the moments of construction: the model whole, or in pieces under ``zero.Init``; then the optimizer's tensors.
+
+    transformers never builds a quantised model under ``zero.Init`` (5.23, modeling_utils.py, ``get_init_context``).
+    """
     share = job.partition
     largest = job.element * largest_parameter(job.every)
-    if job.recipe.deepspeed.zero_init:
+    if job.recipe.deepspeed.zero_init and not job.every.model.is_quantised:
         arrived = Line(
             Kind.PARAMETERS, largest, "largest parameter before it is split", times(job.element, "G_max"), f"{_GATHER}, Init"
         )
         model = Moment("initialisation: model built under zero.Init", Phase.INIT, (states[0], arrived))
     else:
-        whole = Line(Kind.PARAMETERS, job.element * job.every.n_elements, "the whole model", f"{job.element}·Ψ", _GATHER)
+        psi = "Ψ_w" if job.every.model.is_quantised else "Ψ"
+        whole = Line(Kind.PARAMETERS, job.element * job.every.n_elements, "the whole model", f"{job.element}·{psi}", _GATHER)
         first = job.every.placed[0].end
         split = job.element * where(job.n_ranks > 1, ceil_div(first, job.n_ranks), largest_parameter(job.every))
         piece = "ceil(G_first/N)" if not isinstance(job.n_ranks, int) or job.n_ranks > 1 else "G_max"
         formula = times(job.element, piece)
         share_of_one = Line(Kind.PARAMETERS, split, "first share split off", formula, f"{_GATHER}, _partition_param")
-        model = Moment("initialisation: model arrives whole", Phase.INIT, (whole, share_of_one))
+        model = Moment("initialisation: model arrives whole", Phase.INIT, (whole, share_of_one, *_unpacked(job)))
     zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", times(job.master, "G_r"), _ZEROS)
     zeros = on_host(zeros) if offloads_optimizer(job.recipe) else zeros
     reason = "largest parameter, gathered to hook its gradient"
