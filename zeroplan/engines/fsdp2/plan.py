@@ -8,6 +8,7 @@ from zeroplan.engines.formulas import blocks_sum, product
 from zeroplan.engines.fsdp2.groups import Ends, Group, cut_of, local_tensors, on_host, parameter_lines
 from zeroplan.engines.optimizers import LocalTensor, implementation_of, state_lines
 from zeroplan.engines.outside import outside
+from zeroplan.engines.pinned import rounding
 from zeroplan.engines.positions import Position, corners, walk
 from zeroplan.engines.precisions import Widths, compute_of, widths
 from zeroplan.ledger import Kind, Line, total_bytes
@@ -96,6 +97,14 @@ class Plan(NamedTuple):
     def offloaded(self) -> bool:
         """Whether shards and optimizer are in host memory."""
         return self.recipe.fsdp2.cpu_offload
+
+    @property
+    def beyond_pinned_bytes(self) -> Int:
+        """What pinned memory takes beyond the shards of the parameters, each pinned by itself; gradients are not pinned. [bytes]"""
+        n_bytes: Int = 0
+        for tensor in self.local_tensors if self.offloaded else ():
+            n_bytes = n_bytes + tensor.repeat * rounding(self.width.stored * tensor.numel)
+        return n_bytes
 
     @property
     def of_torch_2_15(self) -> bool:

@@ -2,7 +2,7 @@
 
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2 import buffers
-from zeroplan.engines.fsdp2.plan import ACCUMULATE, Plan
+from zeroplan.engines.fsdp2.plan import ACCUMULATE, REDUCE, Plan
 from zeroplan.engines.pipeline.tensor import root_elements
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int
@@ -17,6 +17,12 @@ def accumulated(plan: Plan, layers: tuple[int, ...], *, root: bool, whose: str =
         elements += count * group.numel
     n_bytes, formula = plan.reduce_bytes * elements, product(plan.reduce_bytes, elements)
     return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, f"{whose} whole gradients, not reduced yet", formula, ACCUMULATE)
+
+
+def reduced(plan: Plan, layers: tuple[int, ...], reason: str) -> Line:
+    """This rank's chunks of the gradients of these layers and of what is outside them; nothing where they are on the host."""
+    elements = 0 if plan.offloaded else plan.trained_shards(layers, plan.trained_outside)
+    return in_elements(Line(Kind.GRADIENTS, plan.width.stored * elements, reason, source=REDUCE), plan.width.stored)
 
 
 def as_made(plan: Plan, layers: tuple[int, ...], *, root: bool, whose: str = "this stage's") -> Line:

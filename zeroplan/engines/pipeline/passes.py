@@ -93,7 +93,7 @@ class StagePass(MicroBatch):
         if position.layer or stage.stage.is_first:
             return one
         return one._replace(
-            checkpoint=stage.at_its_beginning(one.checkpoint),
+            checkpoint=stage.given(one.checkpoint),
             checkpoint_in_backward=stage.at_its_beginning(one.checkpoint_in_backward),
             saved=stage.at_its_beginning(one.saved),
             selective=stage.at_its_beginning(one.selective),
@@ -203,11 +203,12 @@ class StagePass(MicroBatch):
     def end_block(self, position: Position, unit: Unit) -> None:
         """A block's gradients come to those of earlier micro-batches, or become the first in the reduction's dtype."""
         plan, trace, one = self.plan, self.trace, self.pass_of(position)
+        keeps_input = plan.recomputes[position.run] != "none" and not plan.recipe.offload_activations
         trace.at(f"backward: gradients of {position.name}", Phase.BACKWARD)
         self.trace.pass_by(
             taken_up(plan, sizes_of_block(plan, position.run), first=not self.earlier),
             flowing_line(self.stage, "gradient that flows out of this block"),
-            *(() if plan.recomputes[position.run] == "none" else one.checkpoint),
+            *(one.checkpoint if keeps_input else ()),
         )
         self.run.reshard(unit)  # it stays unsharded, and counts among the others from here on
 

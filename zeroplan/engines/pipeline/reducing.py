@@ -6,7 +6,7 @@ from zeroplan.engines.fsdp2 import buffers
 from zeroplan.engines.fsdp2.buffers import reduce_output_bytes
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
-from zeroplan.engines.pipeline.gradients import accumulated, as_made, in_elements, sizes_of_block
+from zeroplan.engines.pipeline.gradients import accumulated, as_made, in_elements, reduced, sizes_of_block
 from zeroplan.engines.pipeline.lines import unsharded_parameters
 from zeroplan.engines.pipeline.tensor import taking_its_share
 from zeroplan.engines.pipeline.waiting import Rank
@@ -64,9 +64,8 @@ def _unsharded_blocks(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
 def _done(plan: Plan, layers: tuple[int, ...]) -> Iterator[Line]:
     """Shards, and what the all-reduce over replicas still holds of them where they are a copy of it."""
     shards = plan.trained_shards(layers, plan.trained_outside)
-    done = Line(Kind.GRADIENTS, plan.width.stored * shards, "this rank's chunk of the gradients, reduced so far", source=REDUCE)
-    yield in_elements(done, plan.width.stored)
-    if plan.reduce_bytes != plan.width.stored:
+    yield reduced(plan, layers, "this rank's chunk of the gradients, reduced so far")
+    if plan.reduce_bytes != plan.width.stored or plan.offloaded:
         held = plan.replicated * plan.reduce_bytes * shards
         line = Line(Kind.REDUCE, held, "all-reduces over replicas, held until all are over", source=REDUCE)
         yield in_elements(line, plan.reduce_bytes)

@@ -90,9 +90,13 @@ class StagePlan(NamedTuple):
         """Whether what blocks are said to keep has a receive buffer among it."""
         return self.input_is_kept and not self.stage.is_first
 
-    def at_its_beginning(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
-        """Lines of a stage's first block, whose input stands in a receive buffer."""
+    def given(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
+        """What a stage's first block is given for its forward, which stands in a receive buffer."""
         return lines if self.stage.is_first else _without(lines, self.hidden_bytes, Role.BLOCK_INPUT)
+
+    def at_its_beginning(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
+        """Lines of a stage's first block until its backward: what comes back from host memory is a copy of the receive buffer."""
+        return lines if self.plan.recipe.offload_activations else self.given(lines)
 
     def at_its_end(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
         """Lines of a stage's last block until the incoming gradient has been added to, which stands in a receive buffer."""
@@ -159,7 +163,9 @@ def _stage_plan(
     )  # fmt: skip
     logits = total_bytes(head.output) if stage.is_last else head.hidden_bytes
     lowest = plan.corners[0].run
-    kept = plan.recomputes[lowest] != "none" or not plan.passes[lowest].checkpoint_in_backward
+    kept = not plan.recipe.offload_activations and (
+        plan.recomputes[lowest] != "none" or not plan.passes[lowest].checkpoint_in_backward
+    )
     by_rank = None if at_embedding is None else at_embedding.by_rank
     halves = None
     if recipe.pipeline_schedule in SPLIT:

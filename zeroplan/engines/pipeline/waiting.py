@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zeroplan.engines.formulas import several
-from zeroplan.engines.fsdp2.plan import REDUCE, Plan
+from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Units
-from zeroplan.engines.pipeline.gradients import HALVES, accumulated, as_made, in_elements
+from zeroplan.engines.pipeline.gradients import HALVES, accumulated, as_made, in_elements, reduced
 from zeroplan.engines.pipeline.lines import AT_ONCE, unsharded_parameters
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import State
@@ -56,7 +56,7 @@ class _Sizes(NamedTuple):
 
 def _sizes(stage: StagePlan) -> _Sizes:
     plan = stage.plan
-    shards = plan.width.stored * plan.trained_shards(plan.every_layer, plan.trained_outside)
+    shards = reduced(plan, plan.every_layer, "").n_bytes
     gradients = accumulated(plan, plan.every_layer, root=True).n_bytes
     fresh = plan.width.compute * plan.numel
     return _Sizes(
@@ -118,9 +118,7 @@ def _other_stages(rank: Rank, state: State) -> Iterator[Line]:
         plan = stage.plan
         yield from _parameters_of_another(plan, state, at)
         if state.reduced[at]:
-            shards = plan.width.stored * plan.trained_shards(plan.every_layer, plan.trained_outside)
-            line = Line(Kind.GRADIENTS, shards, "this rank's chunk of another stage's gradients", source=REDUCE)
-            yield in_elements(line, plan.width.stored)
+            yield reduced(plan, plan.every_layer, "this rank's chunk of another stage's gradients")
             continue
         if state.earlier[at]:
             yield accumulated(plan, plan.every_layer, root=True, whose="another stage's")
