@@ -26,11 +26,11 @@ WEIGHTS = BatchSpec(micro_batch_size=1, seq_len=4, grad_accum_steps=4)
 
 
 def job(
-    family: str = "llama", *, layers: int = 6, batch: BatchSpec = TOKENS, adapter: AdapterSpec | None = None,
+    family: str = "llama", *, layers: int = 6, vocab: int = 250, batch: BatchSpec = TOKENS, adapter: AdapterSpec | None = None,
     frozen: FrozenSpec | None = None, mesh: dict[str, int] | None = None, options: dict[str, object] | None = None,
     **recipe: object,
 ) -> JobSpec:  # fmt: skip
-    model = tiny_spec(family, ffn=176, vocab=250, heads=4, kv_heads=2, head_dim=16, layers=layers)
+    model = tiny_spec(family, ffn=176, vocab=vocab, heads=4, kv_heads=2, head_dim=16, layers=layers)
     model = replace(model, tie_word_embeddings=False, adapter=adapter, frozen=frozen)
     said = {"engine": "fsdp2", "zero_stage": 3, **recipe}
     return JobSpec(
@@ -42,6 +42,7 @@ def job(
 INTERLEAVED = {"layers": 8, "pipeline_schedule": "interleaved-1f1b"}
 ON_HOST = {"options": {"cpu_offload": True}}
 AWAY = {"offload_activations": True, "recompute": "full"}
+APART = {"options": {"ends_apart": True}}
 CASES = {
     "on the host": job(**ON_HOST),
     "on the host, weights": job(batch=WEIGHTS, **ON_HOST),
@@ -57,6 +58,17 @@ CASES = {
     "inputs away, in fp32": job(precision="fp32", **AWAY),
     "inputs away, all on the host": job(**AWAY, **ON_HOST),
     "inputs away, experts": job("mixtral", **AWAY),
+    "ends apart": job(**APART),
+    "ends apart, a large vocabulary": job(vocab=3000, batch=WEIGHTS, **APART),
+    "ends apart, stage 2": job(vocab=3000, batch=WEIGHTS, zero_stage=2, **APART),
+    "ends apart, gpipe in fp32": job(vocab=3000, batch=WEIGHTS, precision="fp32", pipeline_schedule="gpipe", **APART),
+    "ends apart, interleaved": job(vocab=3000, batch=WEIGHTS, **INTERLEAVED, **APART),
+    "ends apart, recomputed": job(recompute="full", **APART),
+    "ends apart, replicas reduced in bf16": job(
+        vocab=3000, batch=WEIGHTS, mesh={"dp_replicate": 2}, options={"ends_apart": True, "reduce_dtype": "param"}
+    ),
+    "ends apart, one rank": job(vocab=3000, batch=WEIGHTS, mesh={"dp_shard": 1}, **APART),
+    "ends apart, on the host": job(vocab=3000, batch=WEIGHTS, options={"ends_apart": True, "cpu_offload": True}),
 }
 
 

@@ -116,6 +116,7 @@ class JobSpec(Spec):
             (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
             (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "true or false"),
             (mesh.tp > 1 and f"tp={mesh.tp}", "tp=1"),
+            (mesh.pp > 1 and mesh.tp * mesh.cp * mesh.ep > 1 and "stages that are split (tp, cp, ep)", "pp=1"),
             (self.model.profile is not None and "a profile", "a model of a known family"),
             (self._has_more_before_blocks and f"a {self.model.family} model (its root unit keeps parameters)", "false"),
         ):
@@ -194,7 +195,12 @@ class JobSpec(Spec):
             (model.profile is not None and "a profile", "a model of a known family"),
             (model.adapter is not None and "LoRA", "no adapter"),
             (model.frozen is not None and "frozen parameters", "none"),
-            (recipe.fsdp2.ends_apart and "fsdp2.ends_apart", "false"),
+            (
+                recipe.fsdp2.ends_apart
+                and recipe.pipeline_schedule in SPLIT
+                and f"schedule {recipe.pipeline_schedule!r} and fsdp2.ends_apart",
+                "1f1b or interleaved-1f1b",
+            ),
             (recipe.fsdp2.of_torch_2_15 and "the FSDP2 of torch 2.15", "fsdp2.torch=2.13, or leave it out"),
             (
                 recipe.pipeline_schedule in SPLIT

@@ -45,6 +45,11 @@ class MicroBatch:
         """Units outside the blocks that are reduced after them."""
         return self.plan.trained_outside if self.ends is None else self.ends.left
 
+    @property
+    def below_blocks(self) -> Unit | None:
+        """The unit that is gathered ahead of its backward while the first block goes backward."""
+        return None if self.ends is None else self.ends.embedding
+
     # --- forward --------------------------------------------------------------------------------------------------------
 
     def forward(self) -> None:
@@ -188,7 +193,7 @@ class MicroBatch:
             position, unit = self.layers[at]
             if not self.plan.passes[position.run].points:
                 break
-            below = self.layers[at - 1][1] if at else None if self.ends is None else self.ends.embedding
+            below = self.layers[at - 1][1] if at else self.below_blocks
             self.trace.recording = position.is_corner
             self._block_backward(position, unit, below)
         self.trace.recording = True

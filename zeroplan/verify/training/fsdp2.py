@@ -80,12 +80,16 @@ def _shard_ends(module: nn.Module, sharded: Callable[..., object], *, again: boo
     """Units of their own for the embedding, and for the last norm with the head, which stays gathered until its backward.
 
     accelerate 1.15, accelerate/utils/fsdp_utils.py, ``fsdp2_prepare_model``. A tied head leaves all of it to the whole.
+    A stage of a pipeline has an identity in place of what another has.
     """
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
-    if embedding.weight is head.weight:
+    here = [not isinstance(end, nn.Identity) for end in (embedding, head)]
+    if all(here) and embedding.weight is head.weight:
         return
-    sharded(embedding, reshard_after_forward=again)
-    sharded([last_norm(module), head], reshard_after_forward=False)
+    if here[0]:
+        sharded(embedding, reshard_after_forward=again)
+    if here[1]:
+        sharded([last_norm(module), head], reshard_after_forward=False)
 
 
 def give_memory(module: nn.Module, device: str) -> None:
