@@ -12,7 +12,9 @@ from zeroplan import estimate
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.engines.fsdp2 import account
 from zeroplan.errors import SpecError
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
@@ -20,14 +22,15 @@ from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
 NARROW = {"heads": 4, "kv_heads": 2, "head_dim": 16, "layers": 5}
 TOKENS = BatchSpec(micro_batch_size=2, seq_len=64)
 WEIGHTS = BatchSpec(micro_batch_size=1, seq_len=32)
+FEW = BatchSpec(micro_batch_size=1, seq_len=4)
 THRICE = replace(WEIGHTS, grad_accum_steps=3)
 #: The random state of attention, and the loss.
 SCALARS_BYTES = 1200
 
 
 def job(family: str = "llama", *, vocab: int = 250, ffn: int = 176, batch: BatchSpec = TOKENS, n: int = 4, r: int = 1,
-        options: dict[str, object] | None = None, **recipe: object) -> JobSpec:  # fmt: skip
-    model = replace(tiny_spec(family, ffn=ffn, vocab=vocab, **NARROW), tie_word_embeddings=False)
+        options: dict[str, object] | None = None, model: dict[str, object] | None = None, **recipe: object) -> JobSpec:  # fmt: skip
+    model = replace(tiny_spec(family, ffn=ffn, vocab=vocab, **NARROW), tie_word_embeddings=False, **(model or {}))
     fsdp2 = Fsdp2Options(ends_apart=True, **(options or {}))
     said = {"engine": "fsdp2", "zero_stage": 3, **recipe}
     return JobSpec(model=model, recipe=RecipeSpec(fsdp2=fsdp2, **said), mesh=MeshSpec(dp_shard=n, dp_replicate=r), batch=batch)
@@ -49,6 +52,14 @@ CASES = {
     "replicas": job(r=2, vocab=2000, batch=WEIGHTS),
     "one rank": job(n=1, vocab=2000, batch=WEIGHTS),
     "mixtral": job("mixtral"),
+    "a large embedding": job(vocab=3000, batch=FEW),
+    "a large embedding on two ranks, one reduction": job(
+        vocab=3000, n=2, batch=replace(FEW, grad_accum_steps=3), sync_every_micro_batch=False
+    ),
+    "a frozen head": job(vocab=3000, batch=FEW, model={"frozen": FrozenSpec(parts="head", layers=2)}),
+    "a frozen embedding": job(vocab=3000, model={"frozen": FrozenSpec(parts="embedding", layers=2)}),
+    "lora": job(vocab=3000, batch=FEW, model={"adapter": AdapterSpec(rank=8)}),
+    "lora, recomputed": job(vocab=3000, batch=FEW, recompute="full", model={"adapter": AdapterSpec(rank=8)}),
     "on the host": job(options={"cpu_offload": True}, vocab=2000, batch=WEIGHTS),
 }
 

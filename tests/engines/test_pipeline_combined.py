@@ -43,6 +43,7 @@ INTERLEAVED = {"layers": 8, "pipeline_schedule": "interleaved-1f1b"}
 ON_HOST = {"options": {"cpu_offload": True}}
 AWAY = {"offload_activations": True, "recompute": "full"}
 APART = {"options": {"ends_apart": True}}
+LORA = AdapterSpec(rank=8)
 CASES = {
     "on the host": job(**ON_HOST),
     "on the host, weights": job(batch=WEIGHTS, **ON_HOST),
@@ -58,6 +59,24 @@ CASES = {
     "inputs away, in fp32": job(precision="fp32", **AWAY),
     "inputs away, all on the host": job(**AWAY, **ON_HOST),
     "inputs away, experts": job("mixtral", **AWAY),
+    "lora": job(adapter=LORA),
+    "lora, stage 2": job(adapter=LORA, zero_stage=2, batch=WEIGHTS),
+    "lora, recomputed": job(adapter=LORA, recompute="full"),
+    "lora of some layers, interleaved": job("qwen3", adapter=AdapterSpec(rank=4, targets="q_proj,v_proj"), **INTERLEAVED),
+    "lora, gpipe on the host": job(adapter=LORA, batch=WEIGHTS, pipeline_schedule="gpipe", **ON_HOST),
+    "lora, inputs away": job(adapter=LORA, **AWAY),
+    "lora, replicas in fp32": job(adapter=LORA, batch=WEIGHTS, precision="fp32", mesh={"dp_replicate": 2}),
+    "lora, ends apart": job(adapter=LORA, vocab=3000, batch=WEIGHTS, recompute="full", **APART),
+    "frozen blocks": job(frozen=FrozenSpec(layers=2)),
+    "frozen blocks and embedding, stage 2": job(frozen=FrozenSpec(parts="embedding", layers=2), zero_stage=2),
+    "frozen blocks and embedding, recomputed": job(frozen=FrozenSpec(parts="embedding", layers=2), recompute="full"),
+    "frozen head": job(frozen=FrozenSpec(parts="head"), vocab=3000, batch=WEIGHTS),
+    "frozen norm and head": job(frozen=FrozenSpec(parts="norm,head")),
+    "frozen embedding": job(frozen=FrozenSpec(parts="embedding"), vocab=3000),
+    "frozen head, interleaved on the host": job(
+        frozen=FrozenSpec(parts="head", layers=1), batch=WEIGHTS, **INTERLEAVED, **ON_HOST
+    ),
+    "frozen norm, ends apart": job(frozen=FrozenSpec(parts="norm", layers=1), vocab=3000, batch=WEIGHTS, **APART),
     "ends apart": job(**APART),
     "ends apart, a large vocabulary": job(vocab=3000, batch=WEIGHTS, **APART),
     "ends apart, stage 2": job(vocab=3000, batch=WEIGHTS, zero_stage=2, **APART),

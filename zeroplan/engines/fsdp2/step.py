@@ -10,7 +10,7 @@ from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Runtime, Unit, Units
 from zeroplan.engines.positions import Position
-from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.ledger import Kind, Line, Moment, Phase, Role
 from zeroplan.trace import Trace
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass
 
@@ -34,6 +34,7 @@ class MicroBatch:
         """Take the units of the plan."""
         self.plan, self.trace, self.run = plan, trace, Runtime(plan, trace, units.made)
         self.root, self.ends, self.layers, self._inside = units.root, units.ends, units.layers, units.inside
+        self._keeps_input = any(line.tag.role is Role.BLOCK_INPUT for line in plan.head.shared)
 
     @property
     def several(self) -> bool:
@@ -95,8 +96,9 @@ class MicroBatch:
         self.leave(position, unit)
 
     def pass_of(self, position: Position) -> BlockPass:
-        """What a block costs."""
-        return self.plan.passes[position.run]
+        """What a block costs; the first one's input counts among what is shared, where that keeps it."""
+        one = self.plan.passes[position.run]
+        return one._replace(checkpoint=()) if self._keeps_input and not position.layer else one
 
     def inside_forward(self, position: Position) -> tuple[Line, ...]:
         """What a block's forward holds at its highest."""
@@ -277,8 +279,13 @@ class MicroBatch:
             outside.reduce_root(plan, trace, self.run)
 
     def _embedding_backward(self, unit: Unit) -> None:
-        """A unit of its own is gathered again, and reduced when the backward is over."""
+        """A unit of its own is gathered again, and reduced when the backward is over.
+
+        One that no gradient reaches is gathered at the most, ahead of a backward that does not come.
+        """
         plan, trace = self.plan, self.trace
+        if not unit.parts.trained[0].numel and not plan.recomputed:
+            return
         trace.at(f"backward: unsharding {unit.name}", Phase.BACKWARD)
         trace.put("entering", buffers.flowing(plan, "gradient that flows into the embedding"))
         self.run.pre_backward(unit, None)

@@ -297,7 +297,7 @@ class StagePass(MicroBatch):
         """The embedding's gradient, then those of the embedding, or of final norm and head, come to earlier ones."""
         plan, trace, stage = self.plan, self.trace, self.stage
         first = plan.trained_outside[0]
-        if not first.numel:
+        if not first.numel and self.below_blocks is None:
             return
         trace.drop("kept", "shared", "root gradients")
         trace.shrink("whole gradients", accumulated(plan, plan.every_layer, self._outside_so_far))
@@ -307,6 +307,8 @@ class StagePass(MicroBatch):
             trace.hold("entering", flow)
             self.run.pre_backward(self.ends.embedding, None)
             trace.drop("entering")
+        if not first.numel:
+            return
         if plan.at_embedding is not None:
             tensor.embedding_backward(plan.at_embedding, trace, flow)
         elif stage.stage.is_first:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.replaced import replaced
+from zeroplan.verify.training.adapters import unwrapped
 from zeroplan.verify.training.engine import COMPUTE, Asking, all_labelled
 from zeroplan.verify.training.experts import ExpertMeshes, divide_by_nothing, placement
 from zeroplan.verify.training.modules import last_norm
@@ -89,7 +90,7 @@ def _shard_ends(module: nn.Module, sharded: Callable[..., object], *, again: boo
     if here[0]:
         sharded(embedding, reshard_after_forward=again)
     if here[1]:
-        sharded([last_norm(module), head], reshard_after_forward=False)
+        sharded([last_norm(unwrapped(module)), head], reshard_after_forward=False)
 
 
 def give_memory(module: nn.Module, device: str) -> None:
