@@ -87,6 +87,9 @@ CASES = {
         vocab=3000, batch=WEIGHTS, mesh={"dp_replicate": 2}, options={"ends_apart": True, "reduce_dtype": "param"}
     ),
     "ends apart, one rank": job(vocab=3000, batch=WEIGHTS, mesh={"dp_shard": 1}, **APART),
+    "ends apart, tensor parallel": job(vocab=3000, batch=WEIGHTS, mesh={"tp": 2}, **APART),
+    "ends apart, context parallel, stage 2": job(vocab=3000, mesh={"cp": 2}, zero_stage=2, **APART),
+    "ends apart, expert parallel": job("mixtral", vocab=3000, batch=WEIGHTS, mesh={"ep": 2}, **APART),
     "ends apart, on the host": job(vocab=3000, batch=WEIGHTS, options={"ends_apart": True, "cpu_offload": True}),
 }
 

@@ -110,14 +110,11 @@ class JobSpec(Spec):
 
     def _check_ends_apart(self) -> None:
         """Refuse what is not modelled where embedding and head are units of their own."""
-        recipe, mesh = self.recipe, self.mesh
+        recipe = self.recipe
         if not recipe.fsdp2.ends_apart:
             return
         for asked, instead in (
-            (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
-            (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "true or false"),
-            (mesh.tp > 1 and f"tp={mesh.tp}", "tp=1"),
-            (mesh.pp > 1 and mesh.tp * mesh.cp * mesh.ep > 1 and "stages that are split (tp, cp, ep)", "pp=1"),
+            (recipe.loss == "fused" and "loss 'fused'", "loss 'full' or 'chunked'"),
             (self.model.profile is not None and "a profile", "a model of a known family"),
             (self._has_more_before_blocks and f"a {self.model.family} model (its root unit keeps parameters)", "false"),
         ):

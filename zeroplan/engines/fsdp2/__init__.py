@@ -152,8 +152,10 @@ def _smaller_shards(plan: Plan) -> Iterator[Symbol]:
     if isinstance(plan.reshard, bool):
         return
     apart = plan.trained_blocks if plan.is_partly_frozen else ()
-    for group in (*plan.blocks, *apart):
-        meaning = f"elements of the smaller shard of one {group.symbol} block between its forward and its backward"
+    embedding = () if plan.ends is None else (plan.ends.embedding, *((plan.ends.trained_embedding,) if apart else ()))
+    for group in (*embedding, *plan.blocks, *apart):
+        what = "the embedding" if group in embedding else f"one {group.symbol} block"
+        meaning = f"elements of the smaller shard of {what} between its forward and its backward"
         yield Symbol(f"Q_{group.symbol}", smaller_shard(plan, group), meaning)
 
 

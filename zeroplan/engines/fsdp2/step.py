@@ -77,10 +77,13 @@ class MicroBatch:
         self.trace.recording = True
 
     def _embedding_forward(self, unit: Unit) -> None:
+        at = self.plan.at_embedding
         self.run.pre_forward(unit)
         self.trace.at("forward of the embedding", Phase.FORWARD)
-        self.trace.pass_by(buffers.flowing(self.plan, "token embeddings")._replace(kind=Kind.ACTIVATIONS))
+        made = buffers.flowing(self.plan, "token embeddings")._replace(kind=Kind.ACTIVATIONS)
+        self.trace.pass_by(made, *(() if at is None else outside.summed_up(at)))
         if self.plan.reshard is not False:
+            self.trace.put("the embedding's smaller shard", *lines.own_smaller_shard(self.plan, unit.parts.group))
             self.run.reshard(unit)
 
     def _block_forward(self, position: Position, unit: Unit) -> None:
@@ -129,13 +132,15 @@ class MicroBatch:
     def loss(self) -> None:
         """The root's forward ends after the loss, or before one that comes in chunks or that the training loop works out."""
         plan, trace = self.plan, self.trace
-        trace.drop("by name", "first input")
         self.keep(plan.every_layer, every=True)
         trace.shrink("still unsharded", *buffers.still_unsharded(plan, plan.every_layer))
         if self.ends is not None:
+            trace.hold("last output", buffers.flowing(plan, "output of the last block")._replace(kind=Kind.ACTIVATIONS))
             self.run.pre_forward(self.ends.head)
+            trace.drop("last output")
             trace.at(f"forward of {self.ends.head.name}", Phase.FORWARD)
-            self.trace.pass_by(*plan.head.saved, *plan.head.output)
+            self.trace.pass_by(*plan.head.saved, *outside.made_by_the_ending(plan))
+        trace.drop("by name", "first input")
         if plan.recipe.loss == "chunked" or plan.loss_in_loop:
             self.run.release_parked()
         trace.at("loss, forward", Phase.LOSS, of_forward=True)
@@ -167,9 +172,9 @@ class MicroBatch:
 
     def _gathers_ahead(self, at: At) -> bool:
         """Whether the backward of the unit with the head has begun: of the root with the loss, unless that comes in chunks."""
-        if self.ends is not None:
-            return at is not At.LOSS
-        return self.plan.recipe.loss != "chunked" or at is At.FINAL_NORM
+        if self.plan.recipe.loss == "chunked":
+            return at is At.FINAL_NORM
+        return self.ends is None or at is not At.LOSS
 
     def _gather_last_block(self, point: BackwardPoint) -> None:
         """The pre-backward hook of the root, or of the unit with the head, gathers what ran before it."""
@@ -289,8 +294,13 @@ class MicroBatch:
         trace.at(f"backward: unsharding {unit.name}", Phase.BACKWARD)
         trace.put("entering", buffers.flowing(plan, "gradient that flows into the embedding"))
         self.run.pre_backward(unit, None)
-        trace.at("backward of the embedding", Phase.BACKWARD)
-        made = sum(group.numel for group in unit.parts.trained)
-        trace.put("made", buffers.root_gradients(plan, made, made))
+        trace.drop("the embedding's smaller shard")
+        if plan.at_embedding is None:
+            trace.at("backward of the embedding", Phase.BACKWARD)
+            made = sum(group.numel for group in unit.parts.trained)
+            trace.put("made", buffers.root_gradients(plan, made, made))
+        else:
+            trace.drop("entering")
+            outside.of_a_split_embedding(plan, plan.at_embedding, trace, 0)
         trace.drop("made", "entering", "left")
         self.run.post_backward(unit)

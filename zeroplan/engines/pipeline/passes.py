@@ -8,6 +8,7 @@ another rank sends lie in a receive buffer, which is there all the time.
 from collections.abc import Iterator
 
 from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.outside import summed_up
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Unit
 from zeroplan.engines.fsdp2.step import MicroBatch
@@ -123,7 +124,9 @@ class StagePass(MicroBatch):
             self.trace.hold("still unsharded", _unsharded(self.plan, self.plan.every_layer))
         self.enter(unit)
         self.trace.at("forward of the embedding", Phase.FORWARD)
-        self.trace.pass_by(flowing_line(self.stage, "token embeddings")._replace(kind=Kind.ACTIVATIONS))
+        at = self.plan.at_embedding
+        made = flowing_line(self.stage, "token embeddings")._replace(kind=Kind.ACTIVATIONS)
+        self.trace.pass_by(made, *(() if at is None else summed_up(at)))
         if self.plan.reshard:
             self.run.reshard(unit)
 
@@ -186,7 +189,10 @@ class StagePass(MicroBatch):
         self.trace.shrink("still unsharded", _unsharded(self.plan, layers))
         self.keep(self.plan.every_layer, every=True)
         if self._gathers_once:
+            made = flowing_line(self.stage, "output of the last block")
+            self.trace.hold("last output", made._replace(kind=Kind.ACTIVATIONS))
             self.run.pre_forward(unit)
+            self.trace.drop("last output")
 
     def _after_all(self) -> tuple[int, ...]:
         """Blocks that are unsharded once all have run forward."""
