@@ -40,6 +40,9 @@ TIED = (
     "the head is tied to the embedding, and the last stage has a copy of its own; what your script sends to keep the two equal is "
     "not counted"
 )
+SCHEDULES_OF_2_13 = (
+    "the schedules are those of torch 2.13: what torch 2.15's own hold, receive buffers among it, is not modelled"
+)
 _STAGES_AT_ONCE = 3
 """With more on each rank torch shards some again between their passes (``_add_unshard_reshard``, ``max_active_stages``)."""
 
@@ -158,7 +161,7 @@ def _account(
         host=(*host, *on_host),
         pipeline=(_shown(place.rank, stages, moments),),
         symbols=(*_symbols(model, mesh), *pinned),
-        notes=(*notes_of(recipe), *_notes(mesh)),
+        notes=(*notes_of(recipe), *_notes(recipe, mesh)),
     )
 
 
@@ -170,12 +173,13 @@ def _symbols(model: ModelSpec, mesh: Mesh) -> tuple[Symbol, ...]:
     return (local_experts(model, int(mesh.ep)),)
 
 
-def _notes(mesh: Mesh) -> tuple[str, ...]:
+def _notes(recipe: RecipeSpec, mesh: Mesh) -> tuple[str, ...]:
+    of_schedules = (SCHEDULES_OF_2_13,) if recipe.fsdp2.of_torch_2_15 else ()
     if mesh.ep == 1:
-        return ()
+        return of_schedules
     from zeroplan.engines.fsdp2.experts import NOTE  # noqa: PLC0415  as above
 
-    return (NOTE,)
+    return (*of_schedules, NOTE)
 
 
 def _states(place: Place, plan: Plan) -> tuple[State, ...]:
