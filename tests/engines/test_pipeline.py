@@ -160,7 +160,6 @@ def test_each_rank_of_a_split_stage_sends_its_share_of_the_hidden_states() -> No
         ({"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 1}, "needs several stages"),
         ({"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 3}, "leave one without a layer"),
         ({"loss": "chunked"}, "loss 'chunked' is not modelled"),
-        ({"fsdp2": Fsdp2Options(cpu_offload=True)}, "offload to host memory is not modelled"),
         ({"fsdp2": Fsdp2Options(reshard_after_forward=2)}, "reshard_after_forward as a number is not modelled"),
     ],
 )

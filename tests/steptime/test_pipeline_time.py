@@ -16,6 +16,7 @@ from zeroplan.estimator import account_of, estimate
 from zeroplan.resolve import job
 from zeroplan.spec.pipeline import SPLIT, indices_of_rank
 from zeroplan.steptime import step_time
+from zeroplan.steptime.efficiency import pcie_bytes_per_s
 from zeroplan.steptime.pipeline import Bubble
 from zeroplan.steptime.played import Costs, played
 
@@ -118,3 +119,22 @@ def test_stages_that_share_a_node_send_faster() -> None:
         seconds.append(next(part.seconds for part in time.parts if part.name == "sends between stages"))
     assert seconds[0] < seconds[1] / 3
     assert estimate(job(**asked, gpus=8)).pipeline  # type: ignore[arg-type]
+
+
+def _parts(**said: object) -> dict[str, float]:
+    asked = {"model": "llama-3.1-8b", "gpu": "h100-sxm-80gb", "gpus": 16, "seq_len": 4096, "grad_accum": 8, "recompute": "full"}
+    one = job(**asked, pipeline_parallel=2, **said)  # type: ignore[arg-type]
+    time = step_time(account_of(one, one.batch), one.model, one.recipe, one.mesh, one.batch, one.cluster)
+    return {part.name: float(part.seconds + part.hidden_s) for part in time.parts}
+
+
+def test_what_is_on_the_host_is_copied_once_or_whenever_it_is_gathered() -> None:
+    here, at_2, at_3 = _parts(), *(_parts(offload_optimizer="cpu", offload_param="cpu", stage=stage) for stage in (2, 3))
+    copies = "copies to and from the host"
+    assert at_3[copies] == pytest.approx(at_2[copies] * (1 + 1 + 8) / 2)  # of the last rank: one forward, then every backward
+    assert at_2["optimizer step"] > 5 * here["optimizer step"]
+
+
+def test_inputs_of_blocks_are_copied_both_ways_in_every_micro_batch() -> None:
+    away = _parts(offload_activations=True)["copies of activations"]
+    assert away == pytest.approx(2 * 8 * 16 * 2 * 4096 * 4096 / pcie_bytes_per_s("hopper"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from zeroplan import estimate
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.resolve import Request
 from zeroplan.settings import with_setting
@@ -41,9 +42,9 @@ def test_what_is_said_must_be_installed(monkeypatch: pytest.MonkeyPatch):
         release.as_installed(job("2.13"))
 
 
-def test_pipelines_are_not_modelled_as_torch_2_15_has_them():
-    with pytest.raises(SpecError, match=r"the FSDP2 of torch 2\.15 is not modelled; use fsdp2\.torch=2\.13, or leave it out"):
-        job("2.15", pp=2)
+def test_pipelines_have_the_schedules_of_torch_2_13_and_say_so():
+    assert any("the schedules are those of torch 2.13" in note for note in estimate(job("2.15", pp=2)).notes)
+    assert not any("schedules" in note for note in estimate(job(pp=2)).notes)
 
 
 def test_a_release_is_a_name_and_no_number():

@@ -82,6 +82,7 @@ def scheduled(recipe: RecipeSpec, split: Degrees, fixed: Fixed) -> Iterator[Reci
 def _may_split(recipe: RecipeSpec, split: Degrees) -> bool:
     """Whether backwards may be split, as far as can be seen here: whole stages, nothing recomputed, nor sharded between passes."""
     plain = recipe.engine == "fsdp2" and recipe.recompute == "none" and recipe.zero_stage == 2
+    plain = plain and not (recipe.fsdp2.ends_apart or recipe.fsdp2.of_torch_2_15)
     return plain and split.tp == split.cp == split.ep == 1
 
 

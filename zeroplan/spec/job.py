@@ -1,5 +1,6 @@
 """A whole training job: model, cluster, recipe, mesh and batch."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zeroplan.errors import SpecError
@@ -10,7 +11,7 @@ from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.megatron import check_megatron
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule
+from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
 from zeroplan.spec.recipe import ON_PAPER, Engine, RecipeSpec, Stage, ways_of_resharding
 from zeroplan.spec.split import (
     check_context_parallel,
@@ -109,14 +110,11 @@ class JobSpec(Spec):
 
     def _check_ends_apart(self) -> None:
         """Refuse what is not modelled where embedding and head are units of their own."""
-        recipe, mesh = self.recipe, self.mesh
+        recipe = self.recipe
         if not recipe.fsdp2.ends_apart:
             return
         for asked, instead in (
-            (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
-            (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "true or false"),
-            (mesh.tp > 1 and f"tp={mesh.tp}", "tp=1"),
-            (mesh.pp > 1 and f"pp={mesh.pp}", "pp=1"),
+            (recipe.loss == "fused" and "loss 'fused'", "loss 'full' or 'chunked'"),
             (self.model.profile is not None and "a profile", "a model of a known family"),
             (self._has_more_before_blocks and f"a {self.model.family} model (its root unit keeps parameters)", "false"),
         ):
@@ -193,19 +191,12 @@ class JobSpec(Spec):
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
             (model.family not in PIPELINED and f"family {model.family!r}", f"one of {', '.join(PIPELINED)}"),
             (model.profile is not None and "a profile", "a model of a known family"),
-            (model.adapter is not None and "LoRA", "no adapter"),
-            (model.frozen is not None and "frozen parameters", "none"),
-            (recipe.fsdp2.of_torch_2_15 and "the FSDP2 of torch 2.15", "fsdp2.torch=2.13, or leave it out"),
-            (
-                recipe.pipeline_schedule in SPLIT
-                and self.mesh.tp * self.mesh.cp * self.mesh.ep > 1
-                and f"schedule {recipe.pipeline_schedule!r} on stages that are split (tp, cp, ep)",
-                "1f1b or interleaved-1f1b",
-            ),
+            (model.is_quantised and "quantised weights (QLoRA)", "LoRA"),
             (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
             (recipe.keep_logits == "fp32" and "keep_logits 'fp32'", "no keep_logits"),
-            (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
             (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "a stage"),
+            *self._not_in_two_halves(),
+            *self._frozen_in_stages(),
         ):
             if asked:
                 raise SpecError(f"pipeline parallelism with {asked} is not modelled; use {instead}")
@@ -213,6 +204,44 @@ class JobSpec(Spec):
             recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank, pp=self.mesh.pp,
             layers=model.num_hidden_layers, micro_batches=self.batch.grad_accum_steps, by_hand=recipe.layers_by_hand,
         )  # fmt: skip
+        if model.frozen is not None:
+            self._check_frozen_stages(model.frozen.layers)
+
+    def _not_in_two_halves(self) -> Iterator[tuple[str | bool, str]]:
+        """What is not modelled with schedules that take a backward in two halves."""
+        mesh, model, options = self.mesh, self.model, self.recipe.fsdp2
+        if self.recipe.pipeline_schedule not in SPLIT:
+            return
+        for asked, what in (
+            (mesh.tp * mesh.cp * mesh.ep > 1, "stages that are split (tp, cp, ep)"),
+            (model.adapter is not None, "LoRA"),
+            (model.frozen is not None, "frozen parameters"),
+            (options.ends_apart, "fsdp2.ends_apart"),
+            (options.of_torch_2_15, "the FSDP2 of torch 2.15"),
+        ):
+            yield asked and f"schedule {self.recipe.pipeline_schedule!r} and {what}", "1f1b or interleaved-1f1b"
+
+    def _frozen_in_stages(self) -> Iterator[tuple[str | bool, str]]:
+        """Units that FSDP2 gathers for a backward that does not come: what no gradient reaches, below what one does."""
+        recipe, frozen, embeds = self.recipe, self.model.frozen, self.model.adapter is not None
+        embeds = embeds or (frozen is not None and "embedding" in frozen.names)
+        resharding = recipe.fsdp2.reshard_after_forward
+        if not embeds or recipe.recompute != "none" or not (recipe.zero_stage == 3 if resharding is None else resharding):
+            return
+        blocks = frozen is not None and frozen.layers > 0
+        yield blocks and "a frozen embedding and frozen blocks at stage 3", "stage 2, or recompute"
+        yield recipe.fsdp2.ends_apart and "fsdp2.ends_apart and a frozen embedding at stage 3", "stage 2"
+
+    def _check_frozen_stages(self, layers: int) -> None:
+        """Refuse stages with nothing to train: the optimizer of such a rank has no parameters."""
+        recipe, pp = self.recipe, self.mesh.pp
+        each = stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank)
+        first, *_ = cut(self.model.num_hidden_layers, pp * each, recipe.layers_by_hand)
+        if layers >= first.stop:
+            raise SpecError(
+                f"freezing {layers} layers leaves none to train in a pipeline's first stage, which has {first.layers}; freeze "
+                "fewer, or use fewer stages"
+            )
 
     def _check_what_a_profile_tells(self) -> None:
         """Refuse what the trace of a module with its own loss says nothing of."""

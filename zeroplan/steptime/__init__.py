@@ -13,19 +13,19 @@ from collections.abc import Iterator
 from zeroplan.engines.account import Account
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, bytes_by_kind
-from zeroplan.numeric import Float, Int, longest
+from zeroplan.numeric import Float
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.hardware import ClusterSpec, GpuSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import Computing, computing, peak_flops_per_s, stepping
-from zeroplan.steptime.efficiency import PCIE_SOURCE, Efficiency, efficiency, pcie_bytes_per_s, shares_of
+from zeroplan.steptime.copies import copies_of_activations, copies_of_states
+from zeroplan.steptime.efficiency import Efficiency, efficiency, shares_of
 from zeroplan.steptime.links import Links, links
-from zeroplan.steptime.parts import Does, Part, StepTime
+from zeroplan.steptime.parts import Part, StepTime
 from zeroplan.steptime.sending import exposed
 from zeroplan.steptime.work import work
-from zeroplan.transformer.offloaded import SAVED_ON_CPU
 
 __all__ = ["Efficiency", "Part", "StepTime", "efficiency", "shares_of", "step_time", "stepped"]
 
@@ -82,7 +82,7 @@ def _on_a_pipeline(
     from zeroplan.steptime.pipeline import pipeline_parts  # noqa: PLC0415  the others' answers need not wait for it
 
     parts = pipeline_parts(account, model, recipe, mesh, batch, here, gpu, share, mfu)
-    step = stepping(account, recipe, gpu, share, on_host=False, ranks_per_node=here.per_node)
+    step = stepping(account, recipe, gpu, share, on_host=_steps_on_host(recipe), ranks_per_node=here.per_node)
     tp, cp, ep = int(mesh.tp), int(mesh.cp), int(mesh.ep)
     asked, passes = work(model, recipe, batch, tp=tp, cp=cp, expert_ranks=ep), batch.grad_accum_steps / (1.0 * mesh.pp)
     flops = passes * 3.0 * asked.flops
@@ -97,39 +97,10 @@ def _steps_on_host(recipe: RecipeSpec) -> bool:
 
 
 def _copies(account: Account, recipe: RecipeSpec, batch: Batch, busy: Computing, architecture: str) -> Iterator[Part]:
-    """Copies over PCIe of what is in host memory."""
+    """Copies over PCIe of what is in host memory: gradients after every backward, weights for every pass where they live there."""
+    steps = batch.grad_accum_steps
     if recipe.offload_activations:
-        yield _copies_of_activations(account, batch, architecture)
+        yield copies_of_activations(steps * bytes_by_kind(account.host).get(Kind.ACTIVATIONS, 0), architecture)
     if recipe.offloads_states:
-        yield _copies_of_states(account, recipe, batch, busy, architecture)
-
-
-def _copies_of_activations(account: Account, batch: Batch, architecture: str) -> Part:
-    """Down in every forward and up in every backward, on the stream that computes, which waits for them."""
-    kept = bytes_by_kind(account.host).get(Kind.ACTIVATIONS, 0)
-    takes: Float = 2.0 * batch.grad_accum_steps * kept / pcie_bytes_per_s(architecture)
-    reason = "inputs of blocks to the host in forward and back in backward, on the stream that computes"
-    return Part("copies of activations", takes, 0.0 * takes, reason, f"{PCIE_SOURCE}; {SAVED_ON_CPU}", Does.COPYING)
-
-
-def _copies_of_states(account: Account, recipe: RecipeSpec, batch: Batch, busy: Computing, architecture: str) -> Part:
-    """Gradients down after every backward, weights up, for every pass where they live on the host.
-
-    They go on beside forward and backward as far as those last.
-    """
-    host = bytes_by_kind(account.host)
-    held: Int = host.get(Kind.OPTIMIZER_STATE, 0) + host.get(Kind.PARAMETERS, 0)
-    elements = held / _HELD_BYTES.get(recipe.precision, 12)
-    width = 4.0 if recipe.engine == "fsdp2" else 2.0
-    away = recipe.engine == "fsdp2" or recipe.deepspeed.offload_param != "none"
-    up = 2.0 * batch.grad_accum_steps if away else 1.0
-    moved = elements * width * (batch.grad_accum_steps + up)
-    takes: Float = moved / pcie_bytes_per_s(architecture)
-    beside = busy.forward_s + busy.backward_s
-    left = longest(takes - beside, 0.0 * takes)
-    reason = "gradients to the host, weights back, beside forward and backward as far as those last"
-    return Part("copies to and from the host", left, takes - left, reason, PCIE_SOURCE, Does.COPYING)
-
-
-#: Bytes on the host per parameter under Adam: weight and both moments, in the optimizer's width.
-_HELD_BYTES = {"bf16-mixed": 12, "fp16-mixed": 12, "bf16": 6, "fp32": 12}
+        away = recipe.engine == "fsdp2" or recipe.deepspeed.offload_param != "none"
+        yield copies_of_states(account, recipe, busy, architecture, times=steps + (2.0 * steps if away else 1.0))

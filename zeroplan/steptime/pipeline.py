@@ -8,6 +8,7 @@ Left out: waits inside a step that unequal stages cause beyond the slowest one's
 one link.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account
@@ -24,6 +25,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import SPLIT, PipelineSchedule, Stage, cut, indices_of_rank, stages_per_rank
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import Computing, computing
+from zeroplan.steptime.copies import copies_of_activations, copies_of_states
 from zeroplan.steptime.efficiency import LINK_SOURCE, Efficiency
 from zeroplan.steptime.links import Links, seconds, strided
 from zeroplan.steptime.parts import Does, Part
@@ -77,7 +79,8 @@ def pipeline_parts(
         ranks.append(alike[work_of])
     steps = int(batch.grad_accum_steps)
     bubble = Bubble(tuple(one.forward_s + one.backward_s for one in ranks), chunks, steps)
-    slowest = ranks[max(range(pp), key=lambda rank: _largest(bubble.ranks[rank]))]
+    worst = max(range(pp), key=lambda rank: _largest(bubble.ranks[rank]))
+    slowest, layers = ranks[worst], _layers(schedule, stages, worst, pp)
     idle, source = bubble.idle_s, BUBBLE
     if schedule in SPLIT:
         costs = tuple(
@@ -85,7 +88,24 @@ def pipeline_parts(
         )
         idle, source = longest(_played(schedule, costs, pp, chunks, steps) - bubble.pace_s, 0.0), ZERO_BUBBLE
     waits = Part("pipeline bubble", idle, 0.0 * idle, f"{pp} ranks fill and drain, {schedule}", source, Does.IDLING)
-    return (*slowest.parts, waits, *_traffic(account.collectives, slowest, recipe, mesh, batch, here))
+    copies = _copies(account, recipe, slowest, gpu.architecture, passes=steps * layers)
+    return (*slowest.parts, waits, *copies, *_traffic(account.collectives, slowest, recipe, mesh, batch, here))
+
+
+def _layers(schedule: PipelineSchedule, stages: tuple[Stage, ...], rank: int, pp: int) -> int:
+    return sum(stages[at].layers for at in indices_of_rank(schedule, rank=rank, pp=pp, stages=len(stages)))
+
+
+def _copies(account: Account, recipe: RecipeSpec, busy: Computing, architecture: str, *, passes: int) -> Iterator[Part]:
+    """Copies over PCIe: gradients once a step, weights whenever they are gathered, hidden states in all ``passes`` of blocks."""
+    if recipe.offload_activations:
+        hidden = next(call.n_bytes for call in account.collectives if call.operation == SEND)
+        yield copies_of_activations(passes * hidden, architecture)
+    if recipe.offloads_states:
+        gathers = [call.calls for call in account.collectives if call.operation == "all_gather" and not call.is_root]
+        reductions = [call.calls for call in account.collectives if call.operation == "reduce_scatter" and not call.is_root]
+        times: Float = 1.0 + sum(gathers) / longest(1.0 * sum(reductions), 1.0)
+        yield copies_of_states(account, recipe, busy, architecture, times=times)
 
 
 def _costs(

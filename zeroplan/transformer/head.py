@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from zeroplan.expr import Values
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import Kind, Line, Role, Tag
 from zeroplan.numeric import where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
@@ -24,7 +24,7 @@ _IDS = Held(8 * T, "input ids, int64", HEAD, OF_THE_BATCH)
 _POSITIONS = Held(8 * s, "position ids, int64", HEAD, OF_THE_BATCH)
 _EMBEDDED = Held(r * T * h, "token embeddings, held by name", MODEL)
 _SHARE = Held(r * T_p * h, "token embeddings, a share of the sequence, held by name", MODEL)
-_LEAF = Held(r * T * h, "output of the frozen embedding, a leaf of the graph", MODEL)
+_LEAF = Held(r * T * h, "output of the frozen embedding, a leaf of the graph", MODEL, Tag(Role.BLOCK_INPUT))
 _WIDE = Held(4 * T * V, "logits in fp32, the model's output", FULL)
 _WIDE_SHARE = _WIDE._replace(size=4 * T * V_p)
 _EAGER = {

@@ -52,6 +52,12 @@ def only_trained(whole: Layout) -> Layout:
     return Layout(_without_frozen(whole.embeddings), runs, _without_frozen(whole.tail), tied)
 
 
+def only_frozen(whole: Layout) -> Layout:
+    """Leave the parameters out that are trained; runs of blocks stay."""
+    runs = tuple(run._replace(parameters=_frozen_of(run.parameters)) for run in whole.runs)
+    return Layout(_frozen_of(whole.embeddings), runs, _frozen_of(whole.tail))
+
+
 def _with_adapters(run: BlockRun, adapter: AdapterSpec, *, apart: bool) -> tuple[BlockRun, ...]:
     inside = tuple(_wrapped(run.parameters, adapter))
     if not apart:
@@ -76,6 +82,10 @@ def _wrapped(parameters: Parameters, adapter: AdapterSpec) -> Iterator[Parameter
 
 def _frozen(parameters: Parameters) -> Parameters:
     return tuple(parameter._replace(frozen=True) for parameter in parameters)
+
+
+def _frozen_of(parameters: Parameters) -> Parameters:
+    return tuple(parameter for parameter in parameters if parameter.frozen)
 
 
 def _without_frozen(parameters: Parameters) -> Parameters:

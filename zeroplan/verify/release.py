@@ -24,7 +24,7 @@ def as_installed(job: JobSpec) -> JobSpec:
         )
     if options.torch is None:
         if here == "2.13" or job.mesh.pp > 1:
-            return job  # which says as much by saying nothing; of pipelines 2.15's are not modelled, and not run
+            return job  # which says as much by saying nothing; pipelines are not run by the schedules of 2.15
         return replace(job, recipe=replace(job.recipe, fsdp2=replace(options, torch=here)))
     if options.torch != here:
         raise MeasurementError(

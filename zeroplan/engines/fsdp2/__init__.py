@@ -19,9 +19,9 @@ from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.fsdp2.traffic import collectives
 from zeroplan.engines.optimizers import counted, step_temporary_lines
-from zeroplan.engines.pinned import beyond, beyond_symbol, rounding
+from zeroplan.engines.pinned import beyond, beyond_symbol
 from zeroplan.ledger import Line
-from zeroplan.numeric import Int, ceil_div
+from zeroplan.numeric import ceil_div
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -70,19 +70,11 @@ def _in_host_memory(plan: Plan, activations: Away) -> tuple[Line, ...]:
     """What offload keeps there, per rank; the optimizer's step takes its temporaries there, too."""
     if not plan.recipe.offloads:
         return ()
-    pinned = beyond(_beyond_pinned(plan) + activations.beyond_bytes)
+    pinned = beyond(plan.beyond_pinned_bytes + activations.beyond_bytes)
     if not plan.offloaded:
         return (*activations.lines, pinned)
     gradients = plan.reduced_gradients(plan.every_layer, "after backward", plan.trained_outside)
     return (*plan.in_host_memory, gradients, *activations.lines, pinned)
-
-
-def _beyond_pinned(plan: Plan) -> Int:
-    """Bytes that pinned memory takes beyond the shards of the parameters, each pinned by itself; gradients are not pinned."""
-    n_bytes: Int = 0
-    for tensor in plan.local_tensors if plan.offloaded else ():
-        n_bytes = n_bytes + tensor.repeat * rounding(plan.width.stored * tensor.numel)
-    return n_bytes
 
 
 def _excess(parameter: Parameter, ranks: int) -> int:
@@ -108,7 +100,7 @@ def _symbols(plan: Plan, model: ModelSpec, activations: Away) -> tuple[Symbol, .
             )
         ),
         *_smaller_shards(plan),
-        *((beyond_symbol(_beyond_pinned(plan) + activations.beyond_bytes),) if plan.recipe.offloads else ()),
+        *((beyond_symbol(plan.beyond_pinned_bytes + activations.beyond_bytes),) if plan.recipe.offloads else ()),
         *(_of_trained(plan) if plan.is_partly_frozen else ()),
         *_of_quantised(model),
         *(_of_experts(plan, model) if plan.has_experts_apart else ()),
@@ -160,23 +152,30 @@ def _smaller_shards(plan: Plan) -> Iterator[Symbol]:
     if isinstance(plan.reshard, bool):
         return
     apart = plan.trained_blocks if plan.is_partly_frozen else ()
-    for group in (*plan.blocks, *apart):
-        meaning = f"elements of the smaller shard of one {group.symbol} block between its forward and its backward"
+    embedding = () if plan.ends is None else (plan.ends.embedding, *((plan.ends.trained_embedding,) if apart else ()))
+    for group in (*embedding, *plan.blocks, *apart):
+        what = "the embedding" if group in embedding else f"one {group.symbol} block"
+        meaning = f"elements of the smaller shard of {what} between its forward and its backward"
         yield Symbol(f"Q_{group.symbol}", smaller_shard(plan, group), meaning)
 
 
-def _notes(plan: Plan) -> Iterator[str]:
-    """Say whose FSDP2 it is, what is on the host, and where sharding by dim 0 leaves rank 0 with clearly more than its share."""
-    if plan.recipe.fsdp2.modules == "torchtitan":
+def notes_of(recipe: RecipeSpec) -> Iterator[str]:
+    """Sentences for a reader: whose FSDP2 it is, what is on the host, and what is left out."""
+    if recipe.fsdp2.modules == "torchtitan":
         yield "the modules, units and loss are those of torchtitan 0.2.2"
-    if plan.of_torch_2_15:
+    if recipe.fsdp2.of_torch_2_15:
         yield "FSDP2 is that of torch 2.15"
-    if plan.recipe.offload_activations:
+    if recipe.offload_activations:
         yield NOTE
-    if plan.recipe.optimizer == "muon":
+    if recipe.optimizer == "muon":
         yield "Muon multiplies whole matrices: what DTensor gathers and holds of them in the optimizer step is left out"
-    if plan.offloaded:
+    if recipe.fsdp2.cpu_offload:
         yield "shards of parameters and gradients and the optimizer's state are in pinned host memory, and the CPU takes the step"
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    """Say what a recipe's notes say, and where sharding by dim 0 leaves rank 0 with clearly more than its share."""
+    yield from notes_of(plan.recipe)
     if plan.has_experts_apart:
         from zeroplan.engines.fsdp2.experts import NOTE as EVENLY  # noqa: PLC0415  the others' answers need not wait for it
 

@@ -10,6 +10,7 @@ from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.params import has_frozen, layout, trained_layout
+from zeroplan.transformer.params_adapted import only_trained
 from zeroplan.transformer.params_split import split_layout
 from zeroplan.transformer.recomputed import in_two
 
@@ -112,7 +113,9 @@ def cut_of(
     the embedding in the root group.
     """
     tree, beside = (part, ()) if part is not None else _parameters(model, width, tp=tp, ep=ep)
-    learning = trained_layout(model) if part is None and has_frozen(model) else tree
+    learning = tree
+    if has_frozen(model):
+        learning = trained_layout(model) if part is None else only_trained(tree)
     if first is not None:
         trained = None if learning is tree else in_two(learning, model, first)
         tree = in_two(tree, model, first)

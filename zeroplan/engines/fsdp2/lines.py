@@ -170,6 +170,25 @@ def experts_copied_or_reduced(plan: Plan, group: ParamGroup, copied: Int) -> Int
     return maximum(copied * group.numel + narrow, out * group.shard + narrow, plan.reduce_bytes * group.shard + divided)
 
 
+def reduced(plan: Plan, group: ParamGroup) -> tuple[Line]:
+    """The reduce-scatter output of a group, with its cast. [bytes]"""
+    width = reduce_output_width(plan)
+    formula = group.said(width * group.shard, f"{width}·{group.share}")
+    return (Line(Kind.REDUCE, width * group.shard, f"{group.words}, reduce-scatter output", formula, REDUCE),)
+
+
+def still_named(plan: Plan, last: int) -> Line:
+    """The last gradient of a unit, which a local of ``foreach_reduce`` names until that returns. [bytes]
+
+    Only a loop over several ranks' chunks sets that local.
+    """
+    width = copied_width(plan)[0]
+    formula = f"{product(width, last)}·min(1, N-1)" if isinstance(width, int) else ""
+    return Line(
+        Kind.UNSHARDED_GRADIENTS, plan.gathers * width * last, "the last of its gradients, still named", formula, REDUCE
+    )
+
+
 _EXPERTS_REDUCED = "the experts' while copied in, or the reduce-scatter output"
 
 

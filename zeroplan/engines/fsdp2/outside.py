@@ -91,6 +91,16 @@ def at_the_ending(plan: Plan, point: BackwardPoint) -> Line:
     return buffers.root_gradients(plan, point.gradients - waiting, current, waiting=waiting)
 
 
+def made_by_the_ending(plan: Plan) -> tuple[Line, ...]:
+    """What the forward of final norm and head makes: logits, or with a loss in chunks the norm's output, in fp32 before. [bytes]"""
+    if plan.recipe.loss != "chunked":
+        return plan.head.output
+    normal = plan.head.hidden_bytes // plan.width.compute * 4
+    line = buffers.flowing(plan, "output of the final norm")._replace(kind=Kind.TEMPORARY)
+    wide = Line(Kind.TEMPORARY, normal, "output of the final norm in fp32", product(1, normal), line.source)
+    return line, wide
+
+
 def cast_of(plan: Plan, point: BackwardPoint) -> Line:
     """The head's gradient from one chunk of the loss, cast as it comes. [bytes]"""
     n_bytes, formula = plan.reduce_bytes * point.current_gradient, product(plan.reduce_bytes, point.current_gradient)
@@ -121,7 +131,7 @@ def backward_of_the_embedding(plan: Plan, trace: Trace) -> None:
     """
     flow = buffers.flowing(plan, "gradient that flows into the embedding")
     if plan.at_embedding is not None:
-        _of_a_split_embedding(plan, plan.at_embedding, trace, flow)
+        of_a_split_embedding(plan, plan.at_embedding, trace, plan.trained_root.numel + plan.tied_head_elements)
         return
     made = plan.trained_root.numel + plan.tied_head_elements - plan.waiting_elements
     trace.at("backward of the embedding", Phase.BACKWARD)
@@ -140,12 +150,22 @@ def _sum(plan: Plan) -> Line:
     return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, _SUM, formula, INPUT_BUFFER)
 
 
-def _of_a_split_embedding(plan: Plan, at: AtEmbedding, trace: Trace, flow: Line) -> None:
-    """The gradient of the embedding's output is gathered, makes that of the whole embedding, of which the rank takes its share."""
-    waiting = plan.waiting_elements
+def summed_up(at: AtEmbedding) -> tuple[Line, Line]:
+    """What a rank's part of a split embedding makes in forward, before ranks sum it up and share the sequence out. [bytes]"""
+    reason = "token embeddings that this rank has, of the whole sequence"
+    return at.gathered._replace(kind=Kind.TEMPORARY, reason=reason), at.by_rank._replace(kind=Kind.TEMPORARY)
+
+
+def of_a_split_embedding(plan: Plan, at: AtEmbedding, trace: Trace, root: int) -> None:
+    """The gradient of the embedding's output is gathered, makes that of the whole embedding, of which the rank takes its share.
+
+    ``root`` are the elements of all gradients of the root group.
+    """
+    waiting, flow = plan.waiting_elements, buffers.flowing(plan, "gradient that flows into the embedding")
     whole = at.whole._replace(kind=Kind.TEMPORARY) if waiting else at.whole  # untied, it is what the parameter is given
-    made = plan.trained_root.numel + plan.tied_head_elements - waiting - plan.embedding_elements
-    trace.put("root gradients", buffers.root_gradients(plan, made, waiting=waiting), *buffers.cast_early(plan))
+    if root:
+        made = root - waiting - plan.embedding_elements
+        trace.put("root gradients", buffers.root_gradients(plan, made, waiting=waiting), *buffers.cast_early(plan))
     trace.at("backward of the embedding: gathering", Phase.BACKWARD)
     trace.put("gathered gradient", at.gathered)
     trace.pass_by(at.by_rank, flow)

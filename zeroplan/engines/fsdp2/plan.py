@@ -8,6 +8,7 @@ from zeroplan.engines.formulas import blocks_sum, product
 from zeroplan.engines.fsdp2.groups import Ends, Group, cut_of, local_tensors, on_host, parameter_lines
 from zeroplan.engines.optimizers import LocalTensor, implementation_of, state_lines
 from zeroplan.engines.outside import outside
+from zeroplan.engines.pinned import rounding
 from zeroplan.engines.positions import Position, corners, walk
 from zeroplan.engines.precisions import Widths, compute_of, widths
 from zeroplan.ledger import Kind, Line, total_bytes
@@ -18,6 +19,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec, Recompute
 from zeroplan.transformer.blocks import AtEmbedding, BlockPass, Compute, HeadPass
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
+from zeroplan.transformer.params_adapted import only_frozen
 from zeroplan.transformer.recomputed import first_recomputed
 
 REDUCE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce"
@@ -57,6 +59,9 @@ class Plan(NamedTuple):
     """The corners and their neighbours."""
     parameters: tuple[Parameter, ...]
     local_tensors: tuple[LocalTensor, ...]
+    frozen_tensors: tuple[LocalTensor, ...]
+    frozen_width: int
+    """Bytes of an element that is not trained: beside adapters those are in the compute dtype."""
     root: Group
     blocks: tuple[Group, ...]
     trained_root: Group
@@ -96,6 +101,16 @@ class Plan(NamedTuple):
     def offloaded(self) -> bool:
         """Whether shards and optimizer are in host memory."""
         return self.recipe.fsdp2.cpu_offload
+
+    @property
+    def beyond_pinned_bytes(self) -> Int:
+        """What pinned memory takes beyond the shards of the parameters, each pinned by itself; gradients are not pinned. [bytes]"""
+        n_bytes: Int = 0
+        tensors = ((self.local_tensors, self.width.stored), (self.frozen_tensors, self.frozen_width))
+        for each, width in tensors if self.offloaded else ():
+            for tensor in each:
+                n_bytes = n_bytes + tensor.repeat * rounding(width * tensor.numel)
+        return n_bytes
 
     @property
     def of_torch_2_15(self) -> bool:
@@ -243,7 +258,8 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
     recomputes = tuple(recompute_of(run, compute) for run in tree.runs)
     impl = implementation_of(recipe)
     tensors = local_tensors(learning, n, ep)
-    parameters, symbol = parameter_lines(cut, width, frozen=width.stored if model.frozen else width.compute)
+    frozen_width = width.stored if model.frozen else width.compute
+    parameters, symbol = parameter_lines(cut, width, frozen=frozen_width)
     optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=symbol)
     persistent = (*parameters, *cut.beside, *optimizer, *tree.buffers, *tables)
     in_the_loop = () if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
@@ -266,6 +282,8 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         walk=walk(model, first),
         parameters=_every_parameter(tree),
         local_tensors=tensors,
+        frozen_tensors=local_tensors(only_frozen(tree), n, ep) if cut.is_partly_frozen else (),
+        frozen_width=frozen_width,
         root=cut.root,
         blocks=cut.blocks,
         trained_root=cut.trained_root,
@@ -276,7 +294,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         tail_elements=sum(parameter.numel for parameter in learning.tail),
         tied_head_elements=0 if learning.tied_head is None else learning.tied_head.numel,
         embedding_elements=max((parameter.numel for parameter in learning.embeddings if len(parameter.shape) > 1), default=0),
-        last_root_elements=next((one.numel for one in (*tree.tail[::-1], *tree.embeddings[::-1])), 0),
+        last_root_elements=next((one.numel for one in (*learning.tail[::-1], *learning.embeddings[::-1])), 0),
         passes=passes,
         head=head,
         at_embedding=None if tp == 1 else _at_embedding(model, compute, batch),

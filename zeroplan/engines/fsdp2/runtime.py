@@ -18,9 +18,9 @@ from zeroplan.trace import Trace
 class Parts:
     """The parameter groups that units of one kind have, such as all blocks of a run."""
 
-    def __init__(self, plan: Plan, group: Group, trained: Group, words: str = "this block's") -> None:
-        """Take what such a unit gathers, and what of it is trained."""
-        self.group = group
+    def __init__(self, plan: Plan, group: Group, trained: Group, words: str = "this block's", *, last: int = 0) -> None:
+        """Take what such a unit gathers, and what of it is trained; of the ``last`` parameter so many elements."""
+        self.group, self.last = group, last
         self.copied = group if plan.cast_too else trained
         self.groups = param_groups(group, plan.gathers, words, in_numbers=plan.is_a_stage)
         self.trained = self.groups
@@ -49,8 +49,12 @@ class EndUnits:
 
     def __init__(self, plan: Plan, groups: Ends) -> None:
         """Take the parameters of both."""
-        self.embedding = Unit("the embedding", Parts(plan, groups.embedding, groups.trained_embedding, "the embedding's"))
-        head = Parts(plan, groups.head, groups.trained_head, "the last norm's and the head's")
+        last = groups.trained_embedding.numel
+        self.embedding = Unit(
+            "the embedding", Parts(plan, groups.embedding, groups.trained_embedding, "the embedding's", last=last)
+        )
+        words, last = "the last norm's and the head's", plan.last_root_elements
+        head = Parts(plan, groups.head, groups.trained_head, words, last=last)
         self.head = Unit("the last norm and the head", head)
         self.reduced = (groups.trained_head,)
         """Reduced before the blocks."""
@@ -187,5 +191,7 @@ class Runtime:
         self.trace.put("copied or reduced", *self._lines(lines.copied_or_reduced, group))
         self.trace.put(key, *self._lines(lines.reduce_input, group))
         self.trace.drop("copied or reduced", "waiting gradients")
+        if unit.parts.last and not self.plan.of_torch_2_15:
+            self.trace.pass_by(*self._lines(lines.reduced, group), lines.still_named(self.plan, unit.parts.last))
         if group.are_experts:
             self.trace.put("shard of the experts", *self._lines(lines.fresh_shard, group))

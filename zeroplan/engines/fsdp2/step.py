@@ -10,7 +10,7 @@ from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Runtime, Unit, Units
 from zeroplan.engines.positions import Position
-from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.ledger import Kind, Line, Moment, Phase, Role
 from zeroplan.trace import Trace
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass
 
@@ -34,6 +34,7 @@ class MicroBatch:
         """Take the units of the plan."""
         self.plan, self.trace, self.run = plan, trace, Runtime(plan, trace, units.made)
         self.root, self.ends, self.layers, self._inside = units.root, units.ends, units.layers, units.inside
+        self._keeps_input = any(line.tag.role is Role.BLOCK_INPUT for line in plan.head.shared)
 
     @property
     def several(self) -> bool:
@@ -44,6 +45,11 @@ class MicroBatch:
     def left(self) -> tuple[Group, ...]:
         """Units outside the blocks that are reduced after them."""
         return self.plan.trained_outside if self.ends is None else self.ends.left
+
+    @property
+    def below_blocks(self) -> Unit | None:
+        """The unit that is gathered ahead of its backward while the first block goes backward."""
+        return None if self.ends is None else self.ends.embedding
 
     # --- forward --------------------------------------------------------------------------------------------------------
 
@@ -71,10 +77,13 @@ class MicroBatch:
         self.trace.recording = True
 
     def _embedding_forward(self, unit: Unit) -> None:
+        at = self.plan.at_embedding
         self.run.pre_forward(unit)
         self.trace.at("forward of the embedding", Phase.FORWARD)
-        self.trace.pass_by(buffers.flowing(self.plan, "token embeddings")._replace(kind=Kind.ACTIVATIONS))
+        made = buffers.flowing(self.plan, "token embeddings")._replace(kind=Kind.ACTIVATIONS)
+        self.trace.pass_by(made, *(() if at is None else outside.summed_up(at)))
         if self.plan.reshard is not False:
+            self.trace.put("the embedding's smaller shard", *lines.own_smaller_shard(self.plan, unit.parts.group))
             self.run.reshard(unit)
 
     def _block_forward(self, position: Position, unit: Unit) -> None:
@@ -90,8 +99,9 @@ class MicroBatch:
         self.leave(position, unit)
 
     def pass_of(self, position: Position) -> BlockPass:
-        """What a block costs."""
-        return self.plan.passes[position.run]
+        """What a block costs; the first one's input counts among what is shared, where that keeps it."""
+        one = self.plan.passes[position.run]
+        return one._replace(checkpoint=()) if self._keeps_input and not position.layer else one
 
     def inside_forward(self, position: Position) -> tuple[Line, ...]:
         """What a block's forward holds at its highest."""
@@ -122,13 +132,15 @@ class MicroBatch:
     def loss(self) -> None:
         """The root's forward ends after the loss, or before one that comes in chunks or that the training loop works out."""
         plan, trace = self.plan, self.trace
-        trace.drop("by name", "first input")
         self.keep(plan.every_layer, every=True)
         trace.shrink("still unsharded", *buffers.still_unsharded(plan, plan.every_layer))
         if self.ends is not None:
+            trace.hold("last output", buffers.flowing(plan, "output of the last block")._replace(kind=Kind.ACTIVATIONS))
             self.run.pre_forward(self.ends.head)
+            trace.drop("last output")
             trace.at(f"forward of {self.ends.head.name}", Phase.FORWARD)
-            self.trace.pass_by(*plan.head.saved, *plan.head.output)
+            self.trace.pass_by(*plan.head.saved, *outside.made_by_the_ending(plan))
+        trace.drop("by name", "first input")
         if plan.recipe.loss == "chunked" or plan.loss_in_loop:
             self.run.release_parked()
         trace.at("loss, forward", Phase.LOSS, of_forward=True)
@@ -160,9 +172,9 @@ class MicroBatch:
 
     def _gathers_ahead(self, at: At) -> bool:
         """Whether the backward of the unit with the head has begun: of the root with the loss, unless that comes in chunks."""
-        if self.ends is not None:
-            return at is not At.LOSS
-        return self.plan.recipe.loss != "chunked" or at is At.FINAL_NORM
+        if self.plan.recipe.loss == "chunked":
+            return at is At.FINAL_NORM
+        return self.ends is None or at is not At.LOSS
 
     def _gather_last_block(self, point: BackwardPoint) -> None:
         """The pre-backward hook of the root, or of the unit with the head, gathers what ran before it."""
@@ -188,7 +200,7 @@ class MicroBatch:
             position, unit = self.layers[at]
             if not self.plan.passes[position.run].points:
                 break
-            below = self.layers[at - 1][1] if at else None if self.ends is None else self.ends.embedding
+            below = self.layers[at - 1][1] if at else self.below_blocks
             self.trace.recording = position.is_corner
             self._block_backward(position, unit, below)
         self.trace.recording = True
@@ -272,13 +284,23 @@ class MicroBatch:
             outside.reduce_root(plan, trace, self.run)
 
     def _embedding_backward(self, unit: Unit) -> None:
-        """A unit of its own is gathered again, and reduced when the backward is over."""
+        """A unit of its own is gathered again, and reduced when the backward is over.
+
+        One that no gradient reaches is gathered at the most, ahead of a backward that does not come.
+        """
         plan, trace = self.plan, self.trace
+        if not unit.parts.trained[0].numel and not plan.recomputed:
+            return
         trace.at(f"backward: unsharding {unit.name}", Phase.BACKWARD)
         trace.put("entering", buffers.flowing(plan, "gradient that flows into the embedding"))
         self.run.pre_backward(unit, None)
-        trace.at("backward of the embedding", Phase.BACKWARD)
-        made = sum(group.numel for group in unit.parts.trained)
-        trace.put("made", buffers.root_gradients(plan, made, made))
+        trace.drop("the embedding's smaller shard")
+        if plan.at_embedding is None:
+            trace.at("backward of the embedding", Phase.BACKWARD)
+            made = sum(group.numel for group in unit.parts.trained)
+            trace.put("made", buffers.root_gradients(plan, made, made))
+        else:
+            trace.drop("entering")
+            outside.of_a_split_embedding(plan, plan.at_embedding, trace, 0)
         trace.drop("made", "entering", "left")
         self.run.post_backward(unit)

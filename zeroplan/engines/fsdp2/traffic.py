@@ -51,9 +51,10 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
 def _outside(plan: Plan, mesh: Mesh, passes: Int, reductions: Int) -> Iterator[Collective]:
     """The root group, or embedding and head as units of their own, of which the embedding is gathered again for its backward."""
     for group, trained in zip(plan.outside, plan.trained_outside, strict=True):
-        again = plan.ends is not None and group is plan.ends.embedding
-        name = ROOT if plan.ends is None else "the embedding" if again else "final norm and head"
-        yield from _of_group(plan, (group, trained), 1, name, mesh, passes, reductions, backward=int(again), is_root=True)
+        embeds = plan.ends is not None and group is plan.ends.embedding
+        name = ROOT if plan.ends is None else "the embedding" if embeds else "final norm and head"
+        again = int(embeds and bool(plan.passes[plan.corners[0].run].points))
+        yield from _of_group(plan, (group, trained), 1, name, mesh, passes, reductions, backward=again, is_root=True)
 
 
 def _of_group(

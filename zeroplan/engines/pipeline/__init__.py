@@ -12,10 +12,12 @@ from dataclasses import replace
 
 from zeroplan.engines.account import Account, PipelineRank, Symbol
 from zeroplan.engines.formulas import product, several
+from zeroplan.engines.fsdp2 import notes_of
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Units
 from zeroplan.engines.optimizers import step_temporary_lines
 from zeroplan.engines.pipeline.halves_walk import left_over, split_states
+from zeroplan.engines.pipeline.host import in_host_memory
 from zeroplan.engines.pipeline.moments import moments_of
 from zeroplan.engines.pipeline.stage import StagePlan, stage_plans
 from zeroplan.engines.pipeline.traffic import collectives
@@ -37,6 +39,9 @@ TOKENS = "torch 2.13, torch/distributed/pipelining/schedules.py, _PipelineSchedu
 TIED = (
     "the head is tied to the embedding, and the last stage has a copy of its own; what your script sends to keep the two equal is "
     "not counted"
+)
+SCHEDULES_OF_2_13 = (
+    "the schedules are those of torch 2.13: what torch 2.15's own hold, receive buffers among it, is not modelled"
 )
 _STAGES_AT_ONCE = 3
 """With more on each rank torch shards some again between their passes (``_add_unshard_reshard``, ``max_active_stages``)."""
@@ -143,16 +148,20 @@ def _account(
         stage.plan.gradient_shards(stage.plan.every_layer, "after backward", stage.plan.trained_outside) for stage in stages
     )
     until_next = _until_next(place, stages[0].hidden_bytes)
-    step = Moment("optimizer step", Phase.STEP, (*here.standing, *until_next, *gradients, *_temporaries(recipe, stages)))
+    temporaries, walked = _temporaries(recipe, stages), _states(place, stages[0].plan)
+    on_gpu, on_host = ((), temporaries) if recipe.fsdp2.cpu_offload else (temporaries, ())
+    step = Moment("optimizer step", Phase.STEP, (*here.standing, *until_next, *gradients, *on_gpu))
     resharded = bool(stages[0].plan.reshard)
-    moments = (*moments_of(here, _states(place, stages[0].plan)), step)
+    moments = (*moments_of(here, walked), step)
+    host, pinned = in_host_memory(recipe, stages, walked)
     return Account(
         states=(*standing, *gradients),
         moments=moments,
         collectives=collectives(stages, gathers(place, resharded=resharded), mesh, batch, model),
+        host=(*host, *on_host),
         pipeline=(_shown(place.rank, stages, moments),),
-        symbols=_symbols(model, mesh),
-        notes=_notes(mesh),
+        symbols=(*_symbols(model, mesh), *pinned),
+        notes=(*notes_of(recipe), *_notes(recipe, mesh)),
     )
 
 
@@ -164,12 +173,13 @@ def _symbols(model: ModelSpec, mesh: Mesh) -> tuple[Symbol, ...]:
     return (local_experts(model, int(mesh.ep)),)
 
 
-def _notes(mesh: Mesh) -> tuple[str, ...]:
+def _notes(recipe: RecipeSpec, mesh: Mesh) -> tuple[str, ...]:
+    of_schedules = (SCHEDULES_OF_2_13,) if recipe.fsdp2.of_torch_2_15 else ()
     if mesh.ep == 1:
-        return ()
+        return of_schedules
     from zeroplan.engines.fsdp2.experts import NOTE  # noqa: PLC0415  as above
 
-    return (NOTE,)
+    return (*of_schedules, NOTE)
 
 
 def _states(place: Place, plan: Plan) -> tuple[State, ...]:

@@ -13,6 +13,7 @@ from zeroplan.engines.fsdp2.groups import Apart, Group
 from zeroplan.engines.fsdp2.lines import experts_copied_or_reduced
 from zeroplan.engines.fsdp2.param_groups import param_groups
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
+from zeroplan.engines.pipeline.gradients import named_bytes
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum
 
@@ -33,8 +34,7 @@ def reducing(
         _of(Kind.UNSHARDED_GRADIENTS, width * apart.numel, "its experts' gradients"),
     )
     last = [one.numel for one in plan.runs[run].parameters if one.active_share == (1, 1)][-1]
-    named = plan.gathers * width * last
-    made = maximum(width * others.numel, reduce_output_bytes(plan, others) + named)
+    made = maximum(width * others.numel, reduce_output_bytes(plan, others) + named_bytes(plan, width, last))
     copied = _of(
         Kind.UNSHARDED_GRADIENTS, made, "the others' while copied in, or the reduce-scatter output and the last of them"
     )
@@ -55,13 +55,13 @@ def _experts_made(plan: Plan, group: Group, apart: Apart, width: int) -> Line:
     """As outside pipelines, but that the last gradient has a name until the reduction is over."""
     _, theirs = param_groups(group, plan.gathers, "")
     copied = experts_copied_or_reduced(plan, theirs, width)
-    named = apart.gathers * width * apart.last + reduce_output_bytes(plan, group.of_experts)
+    named = apart.gathers * named_bytes(plan, width, apart.last) + reduce_output_bytes(plan, group.of_experts)
     return _of(Kind.UNSHARDED_GRADIENTS, maximum(copied, named), "the experts' while copied in, or the reduce-scatter output")
 
 
 def waiting(plan: Plan, run: int, *, is_first: bool) -> tuple[Line, ...]:
     """The input of the reduction before a block's, of the same kind unless it is the first: it stays until the experts' begins."""
-    before = plan.root if is_first and not run else plan.blocks[run - is_first]
+    before = plan.outside[0] if is_first and not run else plan.blocks[run - is_first]
     return (plain(reduce_input(plan, before.of_experts, "reduce-scatter input of what was reduced before")),)
 
 

@@ -1,33 +1,65 @@
 """Whole gradients on a rank of a pipeline, which add up until all micro-batches are through."""
 
+from collections.abc import Iterable
+
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2 import buffers
-from zeroplan.engines.fsdp2.plan import ACCUMULATE, Plan
-from zeroplan.engines.pipeline.tensor import root_elements
+from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.plan import ACCUMULATE, REDUCE, Plan
+from zeroplan.engines.pipeline.tensor import elements_of
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int
+from zeroplan.transformer.parameters import Parameter
 
 HALVES = "torch 2.13, torch/distributed/pipelining/_backward.py, stage_backward_weight"
 
 
-def accumulated(plan: Plan, layers: tuple[int, ...], *, root: bool, whose: str = "this stage's") -> Line:
-    """Whole gradients in the dtype in which they will be reduced. [bytes]"""
-    elements = root_elements(plan) if root else 0
-    for count, group in zip(layers, plan.blocks, strict=True):
+def accumulated(
+    plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...] = (), *, whose: str = "this stage's"
+) -> Line:  # fmt: skip
+    """Whole gradients of layers and of units outside them, in the dtype in which they will be reduced. [bytes]"""
+    elements = sum(elements_of(plan, group) for group in outside)
+    for count, group in zip(layers, plan.trained_blocks, strict=True):
         elements += count * group.numel
     n_bytes, formula = plan.reduce_bytes * elements, product(plan.reduce_bytes, elements)
     return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, f"{whose} whole gradients, not reduced yet", formula, ACCUMULATE)
 
 
-def as_made(plan: Plan, layers: tuple[int, ...], *, root: bool, whose: str = "this stage's") -> Line:
+def reduced(plan: Plan, layers: tuple[int, ...], reason: str, outside: tuple[Group, ...]) -> Line:
+    """This rank's chunks of the gradients of layers and of units outside them; nothing where they are on the host. [bytes]"""
+    elements = 0 if plan.offloaded else plan.trained_shards(layers, outside)
+    return in_elements(Line(Kind.GRADIENTS, plan.width.stored * elements, reason, source=REDUCE), plan.width.stored)
+
+
+def named_bytes(plan: Plan, width: int, last: int) -> Int:
+    """The last gradient of a unit, ``last`` elements of this width, which a local of ``foreach_reduce`` names until it returns.
+
+    Only a loop over several ranks' chunks sets that local, in torch 2.13.
+    """
+    return 0 if plan.of_torch_2_15 else plan.gathers * width * last
+
+
+def as_made(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...] = (), *, whose: str = "this stage's") -> Line:
     """Whole gradients of a second half, in the dtype that they were made in. [bytes]"""
-    line = accumulated(plan._replace(reduce_bytes=plan.width.compute), layers, root=root)
+    line = accumulated(plan._replace(reduce_bytes=plan.width.compute), layers, outside)
     return line._replace(reason=f"{whose} whole gradients of weights, not added to the others yet", source=HALVES)
 
 
 def root_gradients(plan: Plan, made: int, current: int = 0) -> Line:
     """Gradients of what is outside the blocks. [bytes]"""
-    return in_elements(buffers.root_gradients(plan, made, current), plan.width.compute)
+    line = buffers.root_gradients(plan, made, current)
+    return in_elements(line._replace(n_bytes=made_bytes(plan, made, current)), plan.width.compute)
+
+
+def made_bytes(plan: Plan, made: int, current: int) -> Int:
+    """Gradients of this micro-batch that are there beside those of earlier ones, ``current`` elements of them just made. [bytes]
+
+    Torch 2.15 casts those of the first micro-batch one by one, as they come to their weights.
+    """
+    if plan.cast_on_arrival and not plan.several:
+        return plan.width.compute * current + plan.reduce_bytes * (made - current)
+    n_bytes, _ = plan.fresh(made, current)
+    return n_bytes
 
 
 def made_line(plan: Plan, n_bytes: Int, reason: str) -> Line:
@@ -41,16 +73,24 @@ def in_elements(line: Line, width: int) -> Line:
 
 
 def sizes_of_block(plan: Plan, run: int) -> tuple[int, ...]:
-    """Elements of each parameter of a block."""
-    return tuple(parameter.numel for parameter in plan.runs[run].parameters)
+    """Elements of each parameter of a block that is trained."""
+    return sizes_of(plan.runs[run].parameters)
+
+
+def sizes_of(parameters: Iterable[Parameter]) -> tuple[int, ...]:
+    """Elements of those that are trained."""
+    return tuple(parameter.numel for parameter in parameters if not parameter.frozen)
 
 
 def taken_up(plan: Plan, sizes: tuple[int, ...], *, first: bool) -> Line:
-    """Gradients of one group, cast one by one where they are the first and the reduction's dtype is wider. [bytes]"""
+    """Gradients of one group, cast one by one where they are the first and the reduction's dtype is wider. [bytes]
+
+    Where dtypes are alike, or autograd has cast them as they came, those of later micro-batches have been added already.
+    """
     here, there = plan.width.compute, plan.reduce_bytes
     n_bytes = here * sum(sizes)
-    if here == there:
-        n_bytes = n_bytes if first else 0
+    if here == there or plan.cast_on_arrival:
+        n_bytes = there * sum(sizes) if first else 0
     elif first:
         n_bytes = _highest_cast(sizes, here, there)
     return made_line(plan, n_bytes, "this micro-batch's, cast one by one or added to earlier ones")

@@ -38,7 +38,7 @@ def first_half(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[M
     stage = rank.stages[state.chunk]
     plan, split = stage.plan, _split(stage)
     kept = (*kept_of_all(stage), *((*plan.head.saved, *plan.head.loss) if stage.stage.is_last else ()))
-    unsharded = unsharded_parameters(plan, plan.every_layer, "this stage's parameters, unsharded")
+    unsharded = unsharded_parameters(plan, plan.every_layer, "this stage's parameters, unsharded", plan.outside)
     common = (*common, unsharded, *kept)
     behind: Int = 0
     if split.head is not None:
@@ -82,10 +82,10 @@ def _gradients_left(plan: Plan, position: Position, state: State, *, itself: boo
     """Whole gradients while a block goes backward: those above it have been taken up, it and those below it not yet."""
     done, fresh = state.earlier[state.chunk], state.fresh[state.chunk]
     if done or fresh:
-        yield accumulated(plan, plan.every_layer if done else position.after, root=bool(done))
+        yield accumulated(plan, plan.every_layer, plan.trained_outside) if done else accumulated(plan, position.after)
     if fresh:
         below = tuple(before + (itself and at == position.run) for at, before in enumerate(position.before))
-        yield as_made(plan, below, root=True)
+        yield as_made(plan, below, plan.trained_outside)
 
 
 def _taking_up(plan: Plan, position: Position, state: State, alive: tuple[Line, ...]) -> Iterator[Moment]:
@@ -100,7 +100,7 @@ def _taking_up(plan: Plan, position: Position, state: State, alive: tuple[Line, 
 def _taking_up_root(plan: Plan, state: State, alive: tuple[Line, ...]) -> Iterator[Moment]:
     done = state.earlier[state.chunk]
     made = taken_up(plan, root_sizes(plan), first=not done)
-    lines = (*alive, accumulated(plan, plan.every_layer, root=bool(done)), made)
+    lines = (*alive, accumulated(plan, plan.every_layer, plan.trained_outside if done else ()), made)
     yield Moment("backward: gradients of the root group, taken up", Phase.BACKWARD, lines)
 
 
@@ -114,7 +114,7 @@ def second_half(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[
     """
     stage = rank.stages[state.chunk]
     plan, split = stage.plan, _split(stage)
-    unsharded = unsharded_parameters(plan, plan.every_layer, "this stage's parameters, unsharded")
+    unsharded = unsharded_parameters(plan, plan.every_layer, "this stage's parameters, unsharded", plan.outside)
     alive = (*common, *earlier_gradients(rank, state), unsharded)
     added = bool(state.fresh[state.chunk] or (plan.reduce_bytes == plan.width.compute and state.earlier[state.chunk]))
     every = list(_one_by_one(stage, split))

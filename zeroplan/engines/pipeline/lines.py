@@ -2,9 +2,11 @@
 
 from zeroplan.engines.formulas import product, several
 from zeroplan.engines.fsdp2.buffers import kept
+from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.lines import copying_out
 from zeroplan.engines.fsdp2.param_groups import param_groups
 from zeroplan.engines.fsdp2.plan import Plan
+from zeroplan.engines.pipeline.gradients import sizes_of
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.tensor import whole_embedding
 from zeroplan.engines.sources import FLOWING
@@ -15,9 +17,16 @@ UNSYNCED = "torch 2.13, torch/distributed/pipelining/stage.py, backward_maybe_wi
 AT_ONCE = "torch 2.13, torch/distributed/pipelining/schedules.py, _add_unshard_reshard"
 
 
-def unsharded_parameters(plan: Plan, layers: tuple[int, ...], reason: str, *, root: bool = True) -> Line:
-    """What is outside the blocks, and these layers of them. [bytes]"""
-    elements: Int = plan.root.padded if root else 0
+def stays_unsharded(plan: Plan, *, whole: bool) -> tuple[Group, ...]:
+    """Units outside the blocks that are unsharded between passes; an embedding by itself is while the ``whole`` stage is."""
+    return plan.outside if plan.ends is None or whole else (plan.ends.head,)
+
+
+def unsharded_parameters(plan: Plan, layers: tuple[int, ...], reason: str, outside: tuple[Group, ...] = ()) -> Line:
+    """Units outside the blocks, and these layers of them. [bytes]"""
+    elements: Int = 0
+    for group in outside:
+        elements = elements + group.padded
     for count, group in zip(layers, plan.blocks, strict=True):
         elements = elements + count * group.padded
     n_bytes = plan.width.compute * elements
@@ -26,10 +35,10 @@ def unsharded_parameters(plan: Plan, layers: tuple[int, ...], reason: str, *, ro
 
 def gathered_at_once(plan: Plan) -> tuple[Line, Line]:
     """All groups of a stage, gathered before its first pass and copied out one by one, and what that takes beside. [bytes]"""
-    together = unsharded_parameters(plan, plan.every_layer, "this stage's parameters, in all-gather buffers or copied out")
-    width = plan.width.compute
-    most: Int = plan.gathers * width * plan.root.padded
-    for unit in plan.blocks:
+    reason, width = "this stage's parameters, in all-gather buffers or copied out", plan.width.compute
+    together = unsharded_parameters(plan, plan.every_layer, reason, plan.outside)
+    most: Int = 0
+    for unit in (*plan.outside, *plan.blocks):
         missing: Int = 0
         for group in reversed(param_groups(unit, plan.gathers, "")):  # experts that no other rank has are copied at the end
             own = group.gathers * width * group.padded + total_bytes(copying_out(plan, unit, group)) * group.are_experts
@@ -64,7 +73,7 @@ def _kept_of(stage: StagePlan, layers: tuple[int, ...], *, every: bool) -> tuple
 
 
 def root_sizes(plan: Plan) -> tuple[int, ...]:
-    """Elements of each parameter outside the blocks; of a split embedding's whole gradient."""
+    """Elements of each parameter outside the blocks that is trained; of a split embedding's whole gradient."""
     blocks = {parameter.name for run in plan.runs for parameter in run.parameters}
-    first, *rest = (one.numel for one in plan.parameters if one.name not in blocks)
+    first, *rest = sizes_of(one for one in plan.parameters if one.name not in blocks)
     return first + whole_embedding(plan), *rest

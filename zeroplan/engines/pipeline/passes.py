@@ -7,11 +7,21 @@ another rank sends lie in a receive buffer, which is there all the time.
 
 from collections.abc import Iterator
 
+from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.outside import summed_up
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Unit
 from zeroplan.engines.fsdp2.step import MicroBatch
 from zeroplan.engines.pipeline import tensor
-from zeroplan.engines.pipeline.gradients import accumulated, as_made, made_line, root_gradients, sizes_of_block, taken_up
+from zeroplan.engines.pipeline.gradients import (
+    accumulated,
+    as_made,
+    made_bytes,
+    made_line,
+    root_gradients,
+    sizes_of_block,
+    taken_up,
+)
 from zeroplan.engines.pipeline.lines import (
     flowing_line,
     gathered_at_once,
@@ -23,7 +33,7 @@ from zeroplan.engines.pipeline.lines import (
 from zeroplan.engines.pipeline.waiting import Rank, waiting_lines
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
-from zeroplan.ledger import Line, Moment, Phase, Role
+from zeroplan.ledger import Kind, Line, Moment, Phase, Role
 from zeroplan.trace import Trace
 from zeroplan.transformer.blocks import At, BlockPass
 from zeroplan.transformer.families.norms import AT_MLP_NORM
@@ -48,8 +58,8 @@ def earlier_gradients(rank: Rank, state: State) -> tuple[Line, ...]:
     plan = rank.stages[state.chunk].plan
     fresh = bool(state.fresh and state.fresh[state.chunk])
     return (
-        *((accumulated(plan, plan.every_layer, root=True),) if state.earlier[state.chunk] else ()),
-        *((as_made(plan, plan.every_layer, root=True),) if fresh else ()),
+        *((accumulated(plan, plan.every_layer, plan.trained_outside),) if state.earlier[state.chunk] else ()),
+        *((as_made(plan, plan.every_layer, plan.trained_outside),) if fresh else ()),
     )
 
 
@@ -63,6 +73,11 @@ class StagePass(MicroBatch):
         super().__init__(self.stage.plan._replace(several=state.earlier[state.chunk]), Trace(), rank.units[state.chunk])
         self.trace.hold("waiting", *waiting)
 
+    @property
+    def below_blocks(self) -> Unit | None:
+        """The embedding, where it is in this stage and a unit of its own."""
+        return super().below_blocks if self.plan.outside[0].numel else None
+
     # --- forward --------------------------------------------------------------------------------------------------------
 
     def forward_through(self) -> None:
@@ -70,6 +85,8 @@ class StagePass(MicroBatch):
         plan, trace = self.plan, self.trace
         trace.hold("earlier", *earlier_gradients(self.rank, self.state))
         self._enter_stage()
+        if self.ends is not None and plan.outside[0].numel:
+            self._embedding_forward(self.ends.embedding)
         trace.hold("shared", *plan.head.shared)
         trace.put("by name", *plan.head.forward)
         self.blocks_forward()
@@ -78,14 +95,40 @@ class StagePass(MicroBatch):
 
     def _enter_stage(self) -> None:
         """What is outside the blocks is gathered once a step; an interleaved schedule gathers the whole stage at once."""
-        trace, root = self.trace, self.root
+        trace = self.trace
         trace.at("forward: unsharding the stage", Phase.FORWARD)
         if self.state.begins and self.whole:
-            self.trace.pass_by(*gathered_at_once(self.plan))
-        if self.state.begins and not self.whole and root.parts.group.numel:
-            self.run.pre_forward(root)
+            trace.pass_by(*gathered_at_once(self.plan))
+        if self.ends is None:
+            self._enter_once(self.root)
+        elif not self._gathers_once:
+            self.run.hold_unsharded(self.ends.head)
+
+    @property
+    def _gathers_once(self) -> bool:
+        """Whether this is the pass that gathers what is gathered once a step, unit by unit."""
+        return self.state.begins and not self.whole
+
+    def _enter_once(self, unit: Unit) -> None:
+        if self._gathers_once and unit.parts.group.numel:
+            self.run.pre_forward(unit)
         else:
-            self.run.hold_unsharded(root)
+            self.run.hold_unsharded(unit)
+
+    def _embedding_forward(self, unit: Unit) -> None:
+        """An embedding by itself is gathered and sharded again like a block; of the tables only position ids are there."""
+        head = self.plan.head
+        of_batch = [line for line in head.forward if line.tag.role is Role.BATCH]
+        self.trace.hold("shared", *head.shared[len(head.with_blocks) :], *of_batch)
+        if self.whole:
+            self.trace.hold("still unsharded", _unsharded(self.plan, self.plan.every_layer))
+        self.enter(unit)
+        self.trace.at("forward of the embedding", Phase.FORWARD)
+        at = self.plan.at_embedding
+        made = flowing_line(self.stage, "token embeddings")._replace(kind=Kind.ACTIVATIONS)
+        self.trace.pass_by(made, *(() if at is None else summed_up(at)))
+        if self.plan.reshard:
+            self.run.reshard(unit)
 
     def pass_of(self, position: Position) -> BlockPass:
         """What a block costs; the first one's input lies in a receive buffer."""
@@ -93,7 +136,7 @@ class StagePass(MicroBatch):
         if position.layer or stage.stage.is_first:
             return one
         return one._replace(
-            checkpoint=stage.at_its_beginning(one.checkpoint),
+            checkpoint=stage.given(one.checkpoint),
             checkpoint_in_backward=stage.at_its_beginning(one.checkpoint_in_backward),
             saved=stage.at_its_beginning(one.saved),
             selective=stage.at_its_beginning(one.selective),
@@ -125,6 +168,8 @@ class StagePass(MicroBatch):
         plan, trace = self.plan, self.trace
         trace.shrink("waiting", *waiting_lines(self.rank, _only_in_flight(self.state)))
         layers = self._after_all()
+        if self.ends is not None:
+            self._gather_head(self.ends.head, layers)
         trace.shrink("still unsharded", _unsharded(plan, layers))
         self.keep(plan.every_layer, every=True)
         trace.shrink("by name", *(line for line in plan.head.forward if line.tag.role is Role.BATCH))
@@ -139,6 +184,16 @@ class StagePass(MicroBatch):
         trace.at("loss, forward", Phase.LOSS, of_forward=True)
         self.trace.pass_by(*tensor.after_the_forward(plan.head.loss_forward))
 
+    def _gather_head(self, unit: Unit, layers: tuple[int, ...]) -> None:
+        """Norm and head by themselves are gathered when all blocks have run."""
+        self.trace.shrink("still unsharded", _unsharded(self.plan, layers))
+        self.keep(self.plan.every_layer, every=True)
+        if self._gathers_once:
+            made = flowing_line(self.stage, "output of the last block")
+            self.trace.hold("last output", made._replace(kind=Kind.ACTIVATIONS))
+            self.run.pre_forward(unit)
+            self.trace.drop("last output")
+
     def _after_all(self) -> tuple[int, ...]:
         """Blocks that are unsharded once all have run forward."""
         return tuple(0 for _ in self.plan.blocks) if self.plan.reshard else self.plan.every_layer
@@ -147,7 +202,12 @@ class StagePass(MicroBatch):
 
     def backward_through(self) -> None:
         """Run the stage backward."""
-        self.run.hold_unsharded(self.root)
+        if self.ends is None:
+            self.run.hold_unsharded(self.root)
+        else:
+            self.run.hold_unsharded(self.ends.head)
+            if self.whole:
+                self.run.hold_unsharded(self.ends.embedding)
         self.trace.hold("shared", *self.plan.head.shared)
         if self.stage.stage.is_last:
             self._after_the_loss()
@@ -158,24 +218,41 @@ class StagePass(MicroBatch):
         plan, trace = self.plan, self.trace
         self.keep(plan.every_layer, every=True)
         if self.earlier:
-            trace.hold("whole gradients", accumulated(plan, plan.every_layer, root=True))
+            trace.hold("whole gradients", accumulated(plan, plan.every_layer, plan.trained_outside))
         layers = plan.every_layer if self.whole else self._after_all()
         trace.hold("still unsharded", _unsharded(plan, layers))
         for point in plan.head.points:
             is_loss = point.place.at is At.LOSS
             if not is_loss and not self.whole:
-                self.run.gather_ahead(self.layers[-1][1])
+                self._gather_last_block(point)
             name = "backward of the loss" if is_loss else f"backward of the {point.name}"
             trace.at(name, Phase.LOSS if is_loss else Phase.BACKWARD)
             trace.shrink("root gradients", root_gradients(plan, point.gradients, point.current_gradient))
             self.trace.pass_by(*point.lines)
+        if self.ends is not None:
+            self._end_head()
+
+    def _end_head(self) -> None:
+        """Gradients of norm and head by themselves come to those of earlier micro-batches before blocks go backward."""
+        plan, trace = self.plan, self.trace
+        trace.drop("root gradients")
+        trace.at("backward: gradients of the last norm and the head", Phase.BACKWARD)
+        flow = flowing_line(self.stage, "gradient that flows into the last block")
+        if plan.trained_outside[-1].numel:
+            trace.pass_by(taken_up(plan, root_sizes(plan), first=not self.earlier), flow)
 
     def gradients_so_far(self, position: Position) -> None:
         """Whole gradients: of all micro-batches before, or of the blocks above in this first one; the head's come at the end."""
         plan, earlier = self.plan, self.earlier
         layers = plan.every_layer if earlier else position.after
-        self.trace.shrink("whole gradients", accumulated(plan, layers, root=earlier))
-        self.trace.shrink("root gradients", root_gradients(plan, plan.tail_elements))
+        self.trace.shrink("whole gradients", accumulated(plan, layers, self._outside_so_far))
+        self.trace.shrink("root gradients", root_gradients(plan, 0 if self.ends is not None else plan.tail_elements))
+
+    @property
+    def _outside_so_far(self) -> tuple[Group, ...]:
+        """Units outside the blocks that have whole gradients while blocks go backward."""
+        ends = self.plan.ends
+        return self.plan.trained_outside if self.earlier else () if ends is None else (ends.trained_head,)
 
     def flows_in(self, position: Position) -> tuple[Line, ...]:
         """The gradient that comes in; the last block's lies in a receive buffer, unless the head makes it."""
@@ -196,44 +273,60 @@ class StagePass(MicroBatch):
             coming_in = coming_in and (point.place == AT_MLP_NORM or not adding)
             adding = adding or point.place == AT_MLP_NORM
             lines = stage.at_its_end(point.lines) if coming_in else point.lines
-            fresh, _ = plan.fresh(point.gradients, point.current_gradient)
-            made = made_line(plan, fresh, "this block's, made so far")
+            made = made_line(plan, made_bytes(plan, point.gradients, point.current_gradient), "this block's, made so far")
             yield point.name, (*(lines if position.layer else stage.at_its_beginning(lines)), made)
+        if plan.cast_on_arrival and not self.earlier:
+            yield from self._casts(plan.passes[position.run])
+
+    def _casts(self, one: BlockPass) -> Iterator[tuple[str, tuple[Line, ...]]]:
+        """Gradients as autograd casts each: what the operator has made stays until then."""
+        plan, before = self.plan, 0
+        for handed in one.handed:
+            n_bytes = plan.reduce_bytes * handed.gradients + plan.width.compute * (handed.gradients - before)
+            before = handed.gradients
+            yield "a gradient is cast", (*handed.lines, made_line(plan, n_bytes, "this block's, made so far and cast"))
 
     def end_block(self, position: Position, unit: Unit) -> None:
         """A block's gradients come to those of earlier micro-batches, or become the first in the reduction's dtype."""
         plan, trace, one = self.plan, self.trace, self.pass_of(position)
+        keeps_input = plan.recomputes[position.run] != "none" and not plan.recipe.offload_activations
         trace.at(f"backward: gradients of {position.name}", Phase.BACKWARD)
+        is_followed = plan.runs[position.run].kind != "first" or plan.recomputes[position.run] != "none"
         self.trace.pass_by(
             taken_up(plan, sizes_of_block(plan, position.run), first=not self.earlier),
-            flowing_line(self.stage, "gradient that flows out of this block"),
-            *(() if plan.recomputes[position.run] == "none" else one.checkpoint),
+            flowing_line(self.stage, "gradient that flows out of this block", int(is_followed)),
+            *(one.checkpoint if keeps_input else ()),
         )
         self.run.reshard(unit)  # it stays unsharded, and counts among the others from here on
 
     def _end_of_backward(self) -> None:
         """The embedding's gradient, then those of the embedding, or of final norm and head, come to earlier ones."""
         plan, trace, stage = self.plan, self.trace, self.stage
-        if not plan.root.numel:
+        first = plan.trained_outside[0]
+        if not first.numel and self.below_blocks is None:
             return
         trace.drop("kept", "shared", "root gradients")
-        trace.shrink("whole gradients", accumulated(plan, plan.every_layer, root=self.earlier))
+        trace.shrink("whole gradients", accumulated(plan, plan.every_layer, self._outside_so_far))
         trace.shrink("still unsharded", _unsharded(plan, plan.every_layer))
         flow = flowing_line(stage, "gradient that flows out of the first block")
+        if self.ends is not None and not self.whole:
+            trace.hold("entering", flow)
+            self.run.pre_backward(self.ends.embedding, None)
+            trace.drop("entering")
+        if not first.numel:
+            return
         if plan.at_embedding is not None:
             tensor.embedding_backward(plan.at_embedding, trace, flow)
         elif stage.stage.is_first:
             trace.at("backward of the embedding", Phase.BACKWARD)
-            self.trace.pass_by(
-                made_line(plan, plan.width.compute * plan.root.numel, "the embedding's of this micro-batch"), flow
-            )
-        trace.at("backward: gradients of the root group", Phase.BACKWARD)
+            self.trace.pass_by(made_line(plan, plan.width.compute * first.numel, "the embedding's of this micro-batch"), flow)
+        trace.at(f"backward: gradients of {'the root group' if self.ends is None else 'the embedding'}", Phase.BACKWARD)
         flows_on = () if plan.at_embedding is not None or stage.stage.is_first else (flow,)
         self.trace.pass_by(taken_up(plan, root_sizes(plan), first=not self.earlier), *flows_on)
 
 
 def _unsharded(plan: Plan, layers: tuple[int, ...]) -> Line:
-    return unsharded_parameters(plan, layers, "this stage's parameters, unsharded", root=False)
+    return unsharded_parameters(plan, layers, "this stage's parameters, unsharded")
 
 
 def _only_in_flight(state: State) -> State:

@@ -1,12 +1,13 @@
 """The moments of reducing a stage's gradients, when all micro-batches are through."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from zeroplan.engines.fsdp2 import buffers
 from zeroplan.engines.fsdp2.buffers import reduce_output_bytes
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
-from zeroplan.engines.pipeline.gradients import accumulated, as_made, in_elements, sizes_of_block
+from zeroplan.engines.pipeline.gradients import accumulated, as_made, in_elements, named_bytes, reduced, sizes_of_block
 from zeroplan.engines.pipeline.lines import unsharded_parameters
 from zeroplan.engines.pipeline.tensor import taking_its_share
 from zeroplan.engines.pipeline.waiting import Rank
@@ -15,25 +16,95 @@ from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import maximum
 
 
-def reducing(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Moment]:
-    """Group after group is sharded again and its gradients are reduced: the root group, then the blocks from the first on.
+class _Turn(NamedTuple):
+    """Whose gradients are reduced: what is left of the others, and what is done. Layers are counted by run."""
 
-    What is left falls from block to block or grows, so that the first and the last of each kind are enough.
+    after: tuple[int, ...]
+    done: tuple[int, ...]
+    done_outside: int
+    """How many units outside the blocks, the first ones, are done."""
+    after_outside: int
+    """How many, the last ones, are left."""
+
+
+def reducing(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Moment]:
+    """Unit after unit is sharded again and its gradients are reduced.
+
+    The root group or the embedding by itself is first, then the blocks from the first on, then the head by itself. What is left
+    falls from block to block or grows, so that the first and the last of each kind are enough.
     """
-    plan = rank.stages[state.chunk].plan
-    whole = plan if state.earlier[state.chunk] else plan._replace(reduce_bytes=plan.width.compute)
-    fresh = bool(state.fresh and state.fresh[state.chunk] and state.earlier[state.chunk])
-    if plan.root.numel:
-        alive = (*common, *_left(whole, plan.every_layer, fresh=fresh), *_unsharded_blocks(plan, plan.every_layer))
+    one = _Reducing(rank, state, common)
+    plan, (first, *others) = one.plan, one.plan.trained_outside
+    none = tuple(0 for _ in plan.blocks)
+    if first.numel:
+        yield from one.first_unit(_Turn(plan.every_layer, none, 0, len(others)))
+    yield from one.blocks(len(others))
+    for head in others:
+        if head.numel:
+            alive = one.alive(_Turn(none, plan.every_layer, 1, 0))
+            yield one.reduction(head, plan.last_root_elements, "the last norm and the head", alive)
+
+
+class _Reducing:
+    """A stage's gradients on their way."""
+
+    def __init__(self, rank: Rank, state: State, common: tuple[Line, ...]) -> None:
+        """Take the stage, and how wide its gradients are until they are reduced."""
+        self.plan, self.common = rank.stages[state.chunk].plan, common
+        earlier = state.earlier[state.chunk]
+        self.width = self.plan.reduce_bytes if earlier else self.plan.width.compute
+        self.fresh = bool(state.fresh and state.fresh[state.chunk] and earlier)
+
+    def first_unit(self, turn: _Turn) -> Iterator[Moment]:
+        """The root group, or the embedding by itself."""
+        plan, (first, *_) = self.plan, self.plan.trained_outside
         if plan.at_embedding is not None:
-            yield taking_its_share(whole, alive)
-        yield _reduction(plan, plan.root, whole.reduce_bytes, plan.last_root_elements, "the root group", alive)
-    for run, count in enumerate(plan.every_layer):
-        for block in sorted({0, count - 1}) if _may_grow(plan) else (0,):
-            after = tuple(0 if at < run else here - (at == run) * (block + 1) for at, here in enumerate(plan.every_layer))
-            done = tuple(here if at < run else block * (at == run) for at, here in enumerate(plan.every_layer))
-            alive = (*common, *_left(whole, after, fresh=fresh), *_done(plan, done), *_unsharded_blocks(plan, after))
-            yield from _reducing_block(plan, run, whole.reduce_bytes, alive, is_first=block == 0)
+            yield taking_its_share(plan._replace(reduce_bytes=self.width), self.alive(turn))
+        root = plan.ends is None
+        last, name = (plan.last_root_elements, "the root group") if root else (first.numel, "the embedding")
+        yield self.reduction(first, last, name, self.alive(turn))
+
+    def blocks(self, after_outside: int) -> Iterator[Moment]:
+        """The first and the last block of each kind."""
+        plan = self.plan
+        for run, count in enumerate(plan.every_layer):
+            for block in sorted({0, count - 1}) if _may_grow(plan) else (0,):
+                after = tuple(0 if at < run else here - (at == run) * (block + 1) for at, here in enumerate(plan.every_layer))
+                done = tuple(here if at < run else block * (at == run) for at, here in enumerate(plan.every_layer))
+                if plan.trained_blocks[run].numel:
+                    yield from self.block(run, self.alive(_Turn(after, done, 1, after_outside)), is_first=block == 0)
+
+    def block(self, run: int, alive: tuple[Line, ...], *, is_first: bool) -> Iterator[Moment]:
+        """A block of a kind."""
+        plan = self.plan
+        last, name = sizes_of_block(plan, run)[-1], f"the {'first' if is_first else 'last'} {plan.runs[run].kind} block"
+        if plan.blocks[run].experts is None:
+            yield self.reduction(plan.trained_blocks[run], last, name, alive)
+            return
+        from zeroplan.engines.pipeline import experts  # noqa: PLC0415  the others' answers need not wait for it
+
+        yield from experts.reducing(plan, run, self.width, name, (alive, experts.waiting(plan, run, is_first=is_first)))
+
+    def alive(self, turn: _Turn) -> tuple[Line, ...]:
+        """What is there beside the unit whose turn it is: of the others gradients or shards, and those not sharded again yet."""
+        plan, at = self.plan._replace(reduce_bytes=self.width), len(self.plan.outside) - turn.after_outside
+        left, done = plan.trained_outside[at:], plan.trained_outside[: turn.done_outside]
+        return (
+            *self.common,
+            accumulated(plan, turn.after, left),
+            *((as_made(plan, turn.after, left),) if self.fresh else ()),
+            *_done(self.plan, turn.done, done),
+            unsharded_parameters(plan, turn.after, "blocks not sharded again yet", plan.outside[at:]),
+        )
+
+    def reduction(self, group: Group, last: int, name: str, alive: tuple[Line, ...]) -> Moment:
+        """Gradients are copied into the input; then the output joins it, all gradients gone but the ``last``, which has a name."""
+        plan = self.plan
+        n_bytes = maximum(self.width * group.numel, reduce_output_bytes(plan, group) + named_bytes(plan, self.width, last))
+        reason = "its gradients while copied in, or the reduce-scatter output and the last of them"
+        made = in_elements(Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, source=REDUCE), plan.width.compute)
+        into = in_elements(buffers.reduce_input(plan, group, "reduce-scatter input"), plan.reduce_bytes)
+        return Moment(f"reducing {name}", Phase.BACKWARD, (*alive, into, made))
 
 
 def _may_grow(plan: Plan) -> bool:
@@ -41,49 +112,10 @@ def _may_grow(plan: Plan) -> bool:
     return plan.has_experts_apart or plan.reduce_bytes < plan.width.stored
 
 
-def _reducing_block(plan: Plan, run: int, width: int, alive: tuple[Line, ...], *, is_first: bool) -> Iterator[Moment]:
-    last, name = sizes_of_block(plan, run)[-1], f"the {'first' if is_first else 'last'} {plan.runs[run].kind} block"
-    if plan.blocks[run].experts is None:
-        yield _reduction(plan, plan.blocks[run], width, last, name, alive)
-        return
-    from zeroplan.engines.pipeline import experts  # noqa: PLC0415  the others' answers need not wait for it
-
-    yield from experts.reducing(plan, run, width, name, (alive, experts.waiting(plan, run, is_first=is_first)))
-
-
-def _left(plan: Plan, layers: tuple[int, ...], *, fresh: bool) -> Iterator[Line]:
-    yield accumulated(plan, layers, root=False)
-    if fresh:
-        yield as_made(plan, layers, root=False)
-
-
-def _unsharded_blocks(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
-    return (unsharded_parameters(plan, layers, "blocks not sharded again yet", root=False),)
-
-
-def _done(plan: Plan, layers: tuple[int, ...]) -> Iterator[Line]:
+def _done(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...]) -> Iterator[Line]:
     """Shards, and what the all-reduce over replicas still holds of them where they are a copy of it."""
-    shards = plan.trained_shards(layers, plan.trained_outside)
-    done = Line(Kind.GRADIENTS, plan.width.stored * shards, "this rank's chunk of the gradients, reduced so far", source=REDUCE)
-    yield in_elements(done, plan.width.stored)
-    if plan.reduce_bytes != plan.width.stored:
-        held = plan.replicated * plan.reduce_bytes * shards
+    yield reduced(plan, layers, "this rank's chunk of the gradients, reduced so far", outside)
+    if plan.reduce_bytes != plan.width.stored or plan.offloaded:
+        held = plan.replicated * plan.reduce_bytes * plan.trained_shards(layers, outside)
         line = Line(Kind.REDUCE, held, "all-reduces over replicas, held until all are over", source=REDUCE)
         yield in_elements(line, plan.reduce_bytes)
-
-
-def _reduction(plan: Plan, group: Group, width: int, last: int, name: str, alive: tuple[Line, ...]) -> Moment:
-    """Gradients are copied into the input; then the output joins it, all gradients gone but the ``last``, which has a name.
-
-    They are ``width`` bytes wide until then.
-    """
-    whole, named = width * group.numel, plan.gathers * width * last
-    n_bytes = maximum(whole, reduce_output_bytes(plan, group) + named)
-    reason = "its gradients while copied in, or the reduce-scatter output and the last of them"
-    made = Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, source=REDUCE)
-    made = in_elements(made, plan.width.compute)
-    return Moment(f"reducing {name}", Phase.BACKWARD, (*alive, _reduce_input(plan, group), made))
-
-
-def _reduce_input(plan: Plan, group: Group) -> Line:
-    return in_elements(buffers.reduce_input(plan, group, "reduce-scatter input"), plan.reduce_bytes)

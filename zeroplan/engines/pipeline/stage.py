@@ -15,13 +15,14 @@ from zeroplan.engines.precisions import compute_of
 from zeroplan.ledger import Kind, Line, Role, Tag, total_bytes
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
+from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import SPLIT, Stage
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.families.halves import Halves, block_halves, head_halves
 from zeroplan.transformer.families.parts import SAVED
-from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.parameters import BlockRun, Layout
 from zeroplan.transformer.params import layout
 from zeroplan.transformer.params_split import split_layout
 
@@ -90,9 +91,13 @@ class StagePlan(NamedTuple):
         """Whether what blocks are said to keep has a receive buffer among it."""
         return self.input_is_kept and not self.stage.is_first
 
-    def at_its_beginning(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
-        """Lines of a stage's first block, whose input stands in a receive buffer."""
+    def given(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
+        """What a stage's first block is given for its forward, which stands in a receive buffer."""
         return lines if self.stage.is_first else _without(lines, self.hidden_bytes, Role.BLOCK_INPUT)
+
+    def at_its_beginning(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
+        """Lines of a stage's first block until its backward: what comes back from host memory is a copy of the receive buffer."""
+        return lines if self.plan.recipe.offload_activations else self.given(lines)
 
     def at_its_end(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
         """Lines of a stage's last block until the incoming gradient has been added to, which stands in a receive buffer."""
@@ -148,9 +153,11 @@ def _stage_plan(
     of_all = mesh.cp != 1  # positions, which are made once
     positions = Line(SAVED, 8 * batch.seq_len, "position ids, int64, held by checkpoints", "8·s", CHECKPOINT)
     named = Line(Kind.TEMPORARY, 8 * batch.seq_len, "position ids, int64, held by name", "8·s", FORWARD, Tag(Role.BATCH))
+    shared = head.with_blocks if stage.is_first else _without(head.with_blocks, head.hidden_bytes, Role.BLOCK_INPUT)
     plan = plan._replace(
         head=head._replace(
-            shared=(*head.with_blocks, *((positions,) if plan.recomputed and not of_all else ())),
+            shared=(*shared, *((positions,) if plan.recomputed and not of_all else ())),
+            with_blocks=shared,
             forward=(*head.forward, *(() if plan.recomputed or of_all else (named,))),
             first_input=head.first_input if stage.is_first else (),
         ),
@@ -159,7 +166,9 @@ def _stage_plan(
     )  # fmt: skip
     logits = total_bytes(head.output) if stage.is_last else head.hidden_bytes
     lowest = plan.corners[0].run
-    kept = plan.recomputes[lowest] != "none" or not plan.passes[lowest].checkpoint_in_backward
+    kept = not plan.recipe.offload_activations and (
+        plan.recomputes[lowest] != "none" or not plan.passes[lowest].checkpoint_in_backward
+    )
     by_rank = None if at_embedding is None else at_embedding.by_rank
     halves = None
     if recipe.pipeline_schedule in SPLIT:
@@ -176,10 +185,28 @@ def layers_of(model: ModelSpec, stage: Stage, *, tp: int = 1, ep: int = 1) -> tu
     moe = model.moe
     if moe is not None and moe.num_dense_layers:
         moe = replace(moe, num_dense_layers=max(0, min(stage.layers, moe.num_dense_layers - stage.start)))
-    fewer = replace(model, num_hidden_layers=stage.layers, moe=moe)
+    fewer = replace(model, num_hidden_layers=stage.layers, moe=moe, frozen=_frozen_of(model, stage))
     tree = _local_layout(fewer, ep) if ep != 1 else layout(fewer) if tp == 1 else split_layout(fewer, tp)
+    if model.adapter is not None and not stage.is_first:
+        tree = tree._replace(runs=_followed(fewer, tree))
     embeddings, tail = tree.embeddings if stage.is_first else (), tree.tail if stage.is_last else ()
     return fewer, tree._replace(embeddings=embeddings, tail=tail)
+
+
+def _frozen_of(model: ModelSpec, stage: Stage) -> FrozenSpec | None:
+    """What is frozen of a stage; what another rank sends it has a gradient, as a trained embedding's output has."""
+    if model.frozen is None:
+        return None
+    ends = {"embedding": stage.is_first, "norm": stage.is_last, "head": stage.is_last}
+    parts = ",".join(name for name in model.frozen.names if ends[name])
+    layers = min(stage.layers, max(0, model.frozen.layers - stage.start))
+    return FrozenSpec(parts=parts, layers=layers) if parts or layers else None
+
+
+def _followed(fewer: ModelSpec, tree: Layout) -> tuple[BlockRun, ...]:
+    """Runs of a stage with adapters whose input has a gradient: its first block is like the others."""
+    kind = layout(replace(fewer, adapter=None)).runs[0].kind
+    return tuple(run._replace(kind=kind) if run.kind == "first" else run for run in tree.runs)
 
 
 def _local_layout(model: ModelSpec, ep: int) -> Layout:

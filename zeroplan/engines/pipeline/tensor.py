@@ -6,6 +6,7 @@ reduced (torch 2.13, ``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``, ``_
 """
 
 from zeroplan.engines.formulas import product
+from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import ACCUMULATE, REDUCE, Plan
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.trace import Trace
@@ -20,9 +21,9 @@ def whole_embedding(plan: Plan) -> int:
     )
 
 
-def root_elements(plan: Plan) -> int:
-    """Elements of the root group's gradients before they are reduced."""
-    return plan.root.numel + whole_embedding(plan)
+def elements_of(plan: Plan, group: Group) -> int:
+    """Elements of the gradients of a unit outside the blocks before they are reduced; the first has the embedding."""
+    return group.numel + (whole_embedding(plan) if group is plan.trained_outside[0] else 0)
 
 
 def embedding_backward(at: AtEmbedding, trace: Trace, flow: Line) -> None:
@@ -37,12 +38,13 @@ def embedding_backward(at: AtEmbedding, trace: Trace, flow: Line) -> None:
 
 def taking_its_share(plan: Plan, alive: tuple[Line, ...]) -> Moment:
     """Before the root group is reduced, and while it is unsharded still, a rank copies its share of the embedding's gradient."""
-    reduced, unsharded = plan.reduce_bytes, plan.width.compute * plan.root.padded
+    reduced, (group, *_) = plan.reduce_bytes, plan.outside
+    unsharded, gradients = plan.width.compute * group.padded, elements_of(plan, plan.trained_outside[0])
     share = reduced * plan.embedding_elements
     lines = (
         Line(Kind.UNSHARDED_PARAMETERS, unsharded, "the root group, unsharded", product(1, unsharded), REDUCE),
-        Line(Kind.UNSHARDED_GRADIENTS, reduced * root_elements(plan), "the root group's, of the whole embedding",
-             product(reduced, root_elements(plan)), ACCUMULATE),
+        Line(Kind.UNSHARDED_GRADIENTS, reduced * gradients, "the root group's, of the whole embedding",
+             product(reduced, gradients), ACCUMULATE),
         Line(Kind.UNSHARDED_GRADIENTS, share, "this rank's share of the embedding's", product(1, share), REDUCE),
     )  # fmt: skip
     return Moment("reducing the root group: this rank's share", Phase.BACKWARD, (*alive, *lines))

@@ -5,6 +5,7 @@ every pass but those that follow a backward, which leaves its stage unsharded.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan
@@ -16,7 +17,6 @@ from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.parameters import BlockRun
 
 P2P = "torch 2.13, torch/distributed/pipelining/stage.py, get_fwd_send_ops and get_bwd_send_ops"
 #: The operation's name, and what is sent.
@@ -54,27 +54,47 @@ def _among_the_split(stage: StagePlan, mesh: Mesh, batch: Batch, model: ModelSpe
 
 def _of_stage(stage: StagePlan, gathers: Gathers, mesh: Mesh) -> Iterator[Collective]:
     plan = stage.plan
-    if plan.root.numel:
-        yield gather(plan, plan.root, 1, f"parameters of {ROOT}", Phase.FORWARD, ranks=plan.n)._replace(is_root=True)
-        yield reduce_scatter(plan, plan.root, 1, f"gradients of {ROOT}", ranks=plan.n)._replace(is_root=True)
-        yield over_replicas(plan, plan.root, 1, f"{REPLICAS} of {ROOT}", mesh.dp_replicate)._replace(is_root=True)
-    for group, run in zip(plan.blocks, plan.runs, strict=True):
-        if group.experts is not None:
-            name, ranks = f"{EXPERTS} {run.words} blocks", group.experts.ranks
-            for call in _of_blocks(plan, group.of_experts, run, name, gathers, mesh, ranks):
+    for call in _outside(plan, gathers, mesh):
+        yield call._replace(is_root=True)
+    for *groups, run in zip(plan.blocks, plan.trained_blocks, plan.runs, strict=True):
+        if groups[0].experts is not None:
+            name, ranks = f"{EXPERTS} {run.words} blocks", groups[0].experts.ranks
+            theirs = Gathered(groups[0].of_experts, groups[1].of_experts, run.layers, name)
+            for call in _of_units(plan, theirs, gathers, mesh, ranks):
                 yield call._replace(among=Among.SHARDS_OF_EXPERTS) if call.among is Among.SHARDS else call
-        yield from _of_blocks(plan, group.beside_experts, run, f"{run.words} blocks", gathers, mesh, plan.n)
+        beside = Gathered(groups[0].beside_experts, groups[1].beside_experts, run.layers, f"{run.words} blocks")
+        yield from _of_units(plan, beside, gathers, mesh, plan.n)
 
 
-def _of_blocks(
-    plan: Plan, group: Group, run: BlockRun, name: str, gathers: Gathers, mesh: Mesh, ranks: Int
-) -> Iterator[Collective]:  # fmt: skip
+class Gathered(NamedTuple):
+    """Units of one kind: what of each is gathered, what of that is trained, how many there are, and their name."""
+
+    group: Group
+    trained: Group
+    times: int
+    name: str
+
+
+def _outside(plan: Plan, gathers: Gathers, mesh: Mesh) -> Iterator[Collective]:
+    """The root group, or final norm and head as a unit, is gathered once; an embedding by itself as often as blocks are."""
+    once, (*_, last), (*_, trained) = Gathers(1, 0), plan.outside, plan.trained_outside
+    name = ROOT if plan.ends is None else "final norm and head"
+    if plan.ends is not None and plan.ends.embedding.numel:
+        embedding = Gathered(plan.ends.embedding, plan.ends.trained_embedding, 1, "the embedding")
+        yield from _of_units(plan, embedding, gathers, mesh, plan.n)
+    if last.numel:
+        yield from _of_units(plan, Gathered(last, trained, 1, name), once, mesh, plan.n)
+
+
+def _of_units(plan: Plan, units: Gathered, gathers: Gathers, mesh: Mesh, ranks: Int) -> Iterator[Collective]:
+    group, trained, times, name = units
     what = f"parameters of {name}"
-    yield gather(plan, group, run.layers * gathers.forward, what, Phase.FORWARD, ranks=ranks)
+    yield gather(plan, group, times * gathers.forward, what, Phase.FORWARD, ranks=ranks)
     if gathers.backward:
-        yield gather(plan, group, run.layers * gathers.backward, what, Phase.BACKWARD, ranks=ranks)
-    yield reduce_scatter(plan, group, run.layers, f"gradients of {name}", ranks=ranks)
-    yield over_replicas(plan, group, run.layers, f"{REPLICAS} of {name}", mesh.dp_replicate)
+        yield gather(plan, group, times * gathers.backward, what, Phase.BACKWARD, ranks=ranks)
+    if trained.numel:
+        yield reduce_scatter(plan, trained, times, f"gradients of {name}", ranks=ranks)
+        yield over_replicas(plan, trained, times, f"{REPLICAS} of {name}", mesh.dp_replicate)
 
 
 def _sends(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> Iterator[Collective]:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zeroplan.engines.formulas import several
-from zeroplan.engines.fsdp2.plan import REDUCE, Plan
+from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Units
-from zeroplan.engines.pipeline.gradients import HALVES, accumulated, as_made, in_elements
-from zeroplan.engines.pipeline.lines import AT_ONCE, unsharded_parameters
+from zeroplan.engines.pipeline.gradients import HALVES, accumulated, as_made, in_elements, reduced
+from zeroplan.engines.pipeline.lines import AT_ONCE, stays_unsharded, unsharded_parameters
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Kind, Line, total_bytes
@@ -56,8 +56,8 @@ class _Sizes(NamedTuple):
 
 def _sizes(stage: StagePlan) -> _Sizes:
     plan = stage.plan
-    shards = plan.width.stored * plan.trained_shards(plan.every_layer, plan.trained_outside)
-    gradients = accumulated(plan, plan.every_layer, root=True).n_bytes
+    shards = reduced(plan, plan.every_layer, "", plan.trained_outside).n_bytes
+    gradients = accumulated(plan, plan.every_layer, plan.trained_outside).n_bytes
     fresh = plan.width.compute * plan.numel
     return _Sizes(
         stage.kept_bytes, stage.output_bytes, stage.hidden_bytes, shards, gradients, stage.between_bytes, fresh
@@ -118,14 +118,12 @@ def _other_stages(rank: Rank, state: State) -> Iterator[Line]:
         plan = stage.plan
         yield from _parameters_of_another(plan, state, at)
         if state.reduced[at]:
-            shards = plan.width.stored * plan.trained_shards(plan.every_layer, plan.trained_outside)
-            line = Line(Kind.GRADIENTS, shards, "this rank's chunk of another stage's gradients", source=REDUCE)
-            yield in_elements(line, plan.width.stored)
+            yield reduced(plan, plan.every_layer, "this rank's chunk of another stage's gradients", plan.trained_outside)
             continue
         if state.earlier[at]:
-            yield accumulated(plan, plan.every_layer, root=True, whose="another stage's")
+            yield accumulated(plan, plan.every_layer, plan.trained_outside, whose="another stage's")
         if state.fresh and state.fresh[at]:
-            yield as_made(plan, plan.every_layer, root=True, whose="another stage's")
+            yield as_made(plan, plan.every_layer, plan.trained_outside, whose="another stage's")
 
 
 def _parameters_of_another(plan: Plan, state: State, at: int) -> tuple[Line, ...]:
@@ -137,12 +135,15 @@ def _parameters_of_another(plan: Plan, state: State, at: int) -> tuple[Line, ...
         gathered = Line(Kind.GATHER, n_bytes, "another stage's parameters, gathered ahead", source=AT_ONCE)
         return (in_elements(gathered, plan.width.compute),)
     layers = plan.every_layer if state.whole[at] else tuple(0 for _ in plan.blocks)
-    return (unsharded_parameters(plan, layers, "another stage's parameters, unsharded"),)
+    outside = stays_unsharded(plan, whole=state.whole[at])
+    return (unsharded_parameters(plan, layers, "another stage's parameters, unsharded", outside),)
 
 
 def _gathered_elements(plan: Plan) -> Int:
     """All parameters of a stage that are gathered: experts that no other rank has are not."""
-    elements: Int = plan.root.padded
+    elements: Int = 0
+    for group in plan.outside:
+        elements = elements + group.padded
     for count, group in zip(plan.every_layer, plan.blocks, strict=True):
         alone = 0 if group.experts is None else (1 - group.experts.gathers) * group.experts.padded
         elements = elements + count * (group.padded - alone)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.replaced import replaced
+from zeroplan.verify.training.adapters import unwrapped
 from zeroplan.verify.training.engine import COMPUTE, Asking, all_labelled
 from zeroplan.verify.training.experts import ExpertMeshes, divide_by_nothing, placement
 from zeroplan.verify.training.modules import last_norm
@@ -80,12 +81,16 @@ def _shard_ends(module: nn.Module, sharded: Callable[..., object], *, again: boo
     """Units of their own for the embedding, and for the last norm with the head, which stays gathered until its backward.
 
     accelerate 1.15, accelerate/utils/fsdp_utils.py, ``fsdp2_prepare_model``. A tied head leaves all of it to the whole.
+    A stage of a pipeline has an identity in place of what another has.
     """
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
-    if embedding.weight is head.weight:
+    here = [not isinstance(end, nn.Identity) for end in (embedding, head)]
+    if all(here) and embedding.weight is head.weight:
         return
-    sharded(embedding, reshard_after_forward=again)
-    sharded([last_norm(module), head], reshard_after_forward=False)
+    if here[0]:
+        sharded(embedding, reshard_after_forward=again)
+    if here[1]:
+        sharded([last_norm(unwrapped(module)), head], reshard_after_forward=False)
 
 
 def give_memory(module: nn.Module, device: str) -> None:

@@ -26,13 +26,15 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.pipeline import Stage, cut, indices_of_rank, stages_per_rank
 from zeroplan.verify.pretended.held_sends import Held
 from zeroplan.verify.replaced import replaced
+from zeroplan.verify.training.activations_away import offload_blocks
+from zeroplan.verify.training.adapters import unwrapped
 from zeroplan.verify.training.causal_model import causal_module
-from zeroplan.verify.training.engine import COMPUTE, labelled, stored_dtype
+from zeroplan.verify.training.engine import COMPUTE, labelled, weights_dtype
 from zeroplan.verify.training.experts import dispatched
 from zeroplan.verify.training.fsdp2 import fsdp2_labels, give_memory, shard
 from zeroplan.verify.training.meshes import TENSOR, context_ranks, sharding_ranks
 from zeroplan.verify.training.modules import find_blocks
-from zeroplan.verify.training.optimizers import make_optimizer
+from zeroplan.verify.training.optimizers import make_optimizer, trained
 from zeroplan.verify.training.tensor_parallel import split_module
 from zeroplan.verify.watching.watcher import Watcher
 
@@ -67,11 +69,11 @@ class Pipelined:
             if job.mesh.tp > 1:
                 split_module(part, find_blocks(part), mesh[TENSOR])
             shard(part, find_blocks(part), job.recipe, within, dispatched(job, part, mesh, watcher))
-        give_memory(self.module, mesh.device_type)
+        give_memory(self.module, "cpu" if job.recipe.fsdp2.cpu_offload else mesh.device_type)
         watcher.claim(Kind.PARAMETERS, (*self.module.parameters(), *self.module.buffers()))
         self._schedule = _schedule(job, self._stages, parts, mesh)
         self._ids, self._labels = (self._tokens(mesh.device_type, which) for which in ("is_first", "is_last"))
-        self.optimizer = make_optimizer(self.module.parameters(), job.recipe)
+        self.optimizer = make_optimizer(trained(self.module), job.recipe)
 
     def _tokens(self, device: str, which: str) -> torch.Tensor | None:
         """Ids of all micro-batches of a step, where this rank has the stage that reads them."""
@@ -156,7 +158,8 @@ def _stages_of(job: JobSpec, rank: int) -> tuple[Stage, ...]:
 
 def _part(job: JobSpec, stage: Stage, positions: torch.Tensor | None) -> nn.Module:
     """Build the stage's part of the model without memory, and let it take and return plain tensors."""
-    whole = causal_module(job.model, job.recipe, stored_dtype(job.recipe), "meta")
+    module = causal_module(job.model, job.recipe, weights_dtype(job), "meta")
+    whole = unwrapped(module)
     decoder: nn.Module = whole.get_decoder()  # type: ignore[operator]  # a transformers model
     stack = next(name for name, part in decoder.named_children() if isinstance(part, nn.ModuleList))
     setattr(decoder, stack, nn.ModuleList(list(getattr(decoder, stack))[stage.start : stage.stop]))
@@ -165,8 +168,10 @@ def _part(job: JobSpec, stage: Stage, positions: torch.Tensor | None) -> nn.Modu
     if not stage.is_last:
         whole.set_output_embeddings(nn.Identity())  # type: ignore[operator]
         setattr(decoder, next(name for name in ("norm", "final_layer_norm") if hasattr(decoder, name)), nn.Identity())
-    whole.forward = _tensor_to_tensor(whole, decoder, stage, positions, tokens=job.batch.seq_len)
-    return whole
+    if job.recipe.offload_activations:
+        offload_blocks(whole, find_blocks(whole))
+    module.forward = _tensor_to_tensor(whole, decoder, stage, positions, tokens=job.batch.seq_len)
+    return module
 
 
 def _tensor_to_tensor(

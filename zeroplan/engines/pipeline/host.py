@@ -1,0 +1,61 @@
+"""What a pipeline rank keeps in host memory: its stages' states, and inputs of blocks for every micro-batch in flight."""
+
+from collections.abc import Iterator
+
+from zeroplan.engines.account import Symbol
+from zeroplan.engines.activations_away import away
+from zeroplan.engines.formulas import product, several
+from zeroplan.engines.pinned import beyond, beyond_symbol
+from zeroplan.engines.pipeline.stage import StagePlan
+from zeroplan.engines.pipeline.walk import State
+from zeroplan.ledger import Kind, Line, total_bytes
+from zeroplan.numeric import Int, maximum
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.offloaded import SAVED_ON_CPU
+
+_REASON = "inputs of blocks, of all micro-batches between their forward and their backward"
+
+
+def in_host_memory(
+    recipe: RecipeSpec, stages: tuple[StagePlan, ...], states: tuple[State, ...]
+) -> tuple[tuple[Line, ...], tuple[Symbol, ...]]:  # fmt: skip
+    """Lines of a rank's host memory, and what their formulas use; nothing where nothing is offloaded. [bytes]"""
+    if not recipe.offloads:
+        return (), ()
+    pinned: Int = 0
+    lines: list[Line] = []
+    for stage in stages:
+        pinned = pinned + stage.plan.beyond_pinned_bytes
+        lines += _states_of(stage)
+    if recipe.offload_activations:
+        inputs, rounded = _inputs(stages, states)
+        pinned, lines = pinned + rounded, [*lines, inputs]
+    return (*lines, beyond(pinned)), (beyond_symbol(pinned),)
+
+
+def _states_of(stage: StagePlan) -> Iterator[Line]:
+    plan = stage.plan
+    if plan.offloaded:
+        gradients = plan.reduced_gradients(plan.every_layer, "after backward", plan.trained_outside)
+        for line in (*plan.in_host_memory, gradients):
+            yield line._replace(formula=product(1, line.n_bytes))
+
+
+def _inputs(stages: tuple[StagePlan, ...], states: tuple[State, ...]) -> tuple[Line, Int]:
+    """The most that is there at once, and what it takes in pinned blocks beyond that."""
+    each = [away(zip(stage.plan.passes, stage.plan.every_layer, strict=True)) for stage in stages]
+    n_bytes, rounded = (
+        _most(sizes, states) for sizes in ([total_bytes(one.lines) for one in each], [one.beyond_bytes for one in each])
+    )
+    return Line(Kind.ACTIVATIONS, n_bytes, _REASON, several((1, n_bytes)), SAVED_ON_CPU), rounded
+
+
+def _most(sizes: list[Int], states: tuple[State, ...]) -> Int:
+    """The most of what each stage has so much of for every micro-batch in flight, and for the one whose pass it is."""
+    most: Int = 0
+    for state in states:
+        now: Int = 0
+        for at, size in enumerate(sizes):
+            now = now + (state.flying[at] + (at == state.chunk and state.kind != "reducing")) * size
+        most = maximum(most, now)
+    return most
