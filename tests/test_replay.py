@@ -16,6 +16,7 @@ from zeroplan.resolve import job
 from zeroplan.saved_runs.perfetto import save_events
 from zeroplan.saved_runs.snapshot import save_requests
 from zeroplan.snapshots.reading import read_snapshot
+from zeroplan.spec.recipe import Fsdp2Options
 from zeroplan.units import MIB
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 _JOBS = (
     {"engine": "fsdp2", "stage": 3},
     {"engine": "fsdp2", "stage": 2, "recompute": "full", "grad_accum": 3},
+    {"engine": "fsdp2", "stage": 3, "loss": "chunked"},
+    {"engine": "fsdp2", "stage": 3, "model": "llama-3.2-3b", "fsdp2": Fsdp2Options(modules="torchtitan"), "grad_accum": 2},
+    {"engine": "fsdp2", "stage": 3, "model": "llama-2-7b", "fsdp2": Fsdp2Options(ends_apart=True), "recompute": "selective"},
     {"engine": "ddp", "stage": 0},
     {"engine": "deepspeed", "stage": 0},
     {"engine": "deepspeed", "stage": 1, "grad_accum": 2},
@@ -35,7 +39,7 @@ _JOBS = (
 
 
 def _job(**more: object) -> JobSpec:
-    return job(model="gpt2", gpus=4, seq_len=256, **more)  # type: ignore[arg-type]
+    return job(**{"model": "gpt2", "gpus": 4, "seq_len": 256, **more})  # type: ignore[arg-type]
 
 
 def _live(log: Log) -> list[int]:
@@ -43,7 +47,9 @@ def _live(log: Log) -> list[int]:
     return list(accumulate(log.requests[one].n_bytes if one >= 0 else -log.requests[-1 - one].n_bytes for one in log.deeds))
 
 
-@pytest.mark.parametrize("choices", _JOBS, ids=lambda one: "-".join(map(str, one.values())))
+@pytest.mark.parametrize(
+    "choices", _JOBS, ids=lambda one: "-".join(str(value) for value in one.values() if isinstance(value, str | int))
+)
 class TestOfAStep:
     """What is true of every engine's requests."""
 

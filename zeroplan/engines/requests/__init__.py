@@ -46,8 +46,6 @@ def not_written(job: JobSpec) -> str:
     of_engine = {
         "fsdp2": (
             (options.cpu_offload, "FSDP2's offload to host memory"),
-            (options.modules != "transformers", f"{options.modules}'s modules"),
-            (options.ends_apart, "FSDP2 with units of embedding and head"),
             (ways_of_resharding(options) is not None, "reshard_after_forward as a number"),
             (options.of_torch_2_15, "FSDP2 of torch 2.15"),
         ),

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.requests.log import Log
-from zeroplan.engines.requests.model import ModelPass
+from zeroplan.engines.requests.model import ENDING, ModelPass
 from zeroplan.engines.requests.optimizer import Update
 from zeroplan.ledger import Kind, Phase
 from zeroplan.numeric import ceil_div
@@ -19,12 +19,11 @@ GATHERS, REDUCES = 1, 2
 class Unit(NamedTuple):
     """What one ``fully_shard`` call wraps: the sizes of its parameters. [elements]"""
 
-    name: Hashable
-    layer: int
+    name: int
+    """Its layer; that of the embedding where it has more outside the blocks."""
     whole: tuple[int, ...]
-    """With padding."""
+    """Of each parameter, with padding."""
     shard: int
-    numel: int
 
 
 class Step(ModelPass):
@@ -36,19 +35,33 @@ class Step(ModelPass):
         """Take the job's plan."""
         super().__init__(job.model, job.recipe, job.batch, log)
         self.plan, self.n, self.replicas = plan, int(plan.n), job.mesh.dp_replicate
-        self.root = self._unit("root", -1, (*self.tree.embeddings, *self.tree.tail))
-        self.units = tuple(self._unit(layer, layer, self.tree.runs[run].parameters) for layer, run in enumerate(self.order))
+        self.outside = self._outside()
+        self.units = tuple(self._unit(layer, self.tree.runs[run].parameters) for layer, run in enumerate(self.order))
         self.mixed, self.gathers = plan.width.mixed, self.n > 1
         self.reduce_inputs: list[Hashable] = []
         self.made: dict[Hashable, list[Hashable]] = {}
         """Whole gradients of each unit."""
 
-    def _unit(self, name: Hashable, layer: int, parameters: tuple[Parameter, ...]) -> Unit:
+    @property
+    def ends_apart(self) -> bool:
+        """Whether embedding and head have units of their own."""
+        return len(self.outside) > 1
+
+    def _outside(self) -> tuple[Unit, ...]:
+        """The root unit, or those of the embedding and of final norm and head."""
+        if self.plan.ends is None:
+            return (self._unit(-1, (*self.tree.embeddings, *self.tree.tail)),)
+        return self._unit(-1, self.tree.embeddings), self._unit(ENDING, self.tree.tail)
+
+    @property
+    def every_unit(self) -> tuple[Unit, ...]:
+        """All units, blocks first, as ``fully_shard`` is called."""
+        return (*self.units, *self.outside)
+
+    def _unit(self, layer: int, parameters: tuple[Parameter, ...]) -> Unit:
         rows = [(ceil_div(one.shape[0], self.n), one.numel // one.shape[0]) for one in parameters]
         shard = sum(count * width for count, width in rows)
-        return Unit(
-            name, layer, tuple([self.n * count * width for count, width in rows]), shard, sum(one.numel for one in parameters)
-        )
+        return Unit(layer, tuple([self.n * count * width for count, width in rows]), shard)
 
     def chunks(self) -> list[tuple[int, ...]]:
         """The shapes of this rank's chunks, in the optimizer's order."""
@@ -90,8 +103,13 @@ class Step(ModelPass):
         self.log.release(("unsharded", unit.name))
 
     def before_forward(self) -> None:
-        """The root unit is gathered."""
-        self.unshard(self.root)
+        """The root unit is gathered, or the embedding's."""
+        self.unshard(self.outside[0])
+
+    def after_embedding(self) -> None:
+        """The embedding's own unit lets go of its parameters."""
+        if self.ends_apart:
+            self.leave(self.outside[0])
 
     def before_block(self, layer: int) -> None:
         """The block is gathered."""
@@ -99,30 +117,65 @@ class Step(ModelPass):
 
     def after_block(self, layer: int) -> None:
         """It lets go of its parameters, unless it keeps them."""
+        self.leave(self.units[layer])
+
+    def leave(self, unit: Unit) -> None:
+        """``_post_forward``."""
         if self.plan.reshard is not False:
-            self.reshard(self.units[layer])
+            self.reshard(unit)
+
+    def before_ending(self) -> None:
+        """The unit of norm and head is gathered. What is worked out in the training loop comes after the model's forward."""
+        if self.ends_apart:
+            self.unshard(self.outside[-1])
+        if self.recipe.loss == "chunked" or self.plan.loss_in_loop:
+            self.log.release("parked")
 
     def before_ending_backward(self) -> None:
-        """The root's hook gathers the last block ahead."""
+        """The root's forward ends with the loss, and its hook gathers the last block ahead; a unit of the head does so later."""
         self.log.release("parked")
-        if self.plan.reshard is not False:
-            self.all_gather(self.units[-1])
+        if not self.ends_apart and self.recipe.loss != "chunked":
+            self.prefetch(len(self.units) - 1)
+
+    def before_head_backward(self) -> None:
+        """The hook of the head's unit, or of the root where the loss has gone backward by itself."""
+        self.prefetch(len(self.units) - 1)
+
+    def after_ending_backward(self) -> None:
+        """The unit of norm and head is reduced."""
+        if self.ends_apart:
+            self.post_backward(self.outside[-1])
+
+    def prefetch(self, layer: int) -> None:
+        """Gather a block ahead of its backward, or the embedding's unit below the first."""
+        if self.plan.reshard is False or (layer < 0 and not self.ends_apart):
+            return
+        unit = self.units[layer] if layer >= 0 else self.outside[0]
+        if not self.log.has(("unsharded", unit.name)):
+            self.all_gather(unit)
 
     def before_block_backward(self, layer: int) -> None:
         """The block is copied out, and the one below gathered."""
-        unit = self.units[layer]
+        self.enter_backward(self.units[layer])
+        self.prefetch(layer - 1)
+
+    def before_embedding_backward(self) -> None:
+        """So is the embedding's own unit."""
+        if self.ends_apart:
+            self.enter_backward(self.outside[0])
+
+    def enter_backward(self, unit: Unit) -> None:
+        """``_pre_backward``."""
         if not self.log.has(("unsharded", unit.name)):
             self.all_gather(unit)
             self.copy_out(unit)
             self.log.release(("gathered", unit.name))
-        if layer and self.plan.reshard is not False:
-            self.all_gather(self.units[layer - 1])
 
     # --- gradients ----------------------------------------------------------------------------------------------------------
 
     def arrived(self, gradients: list[Hashable]) -> None:
         """Gradients stay whole until their unit is reduced."""
-        of = self.log.layer if self.log.layer >= 0 else "root"
+        of = self.log.layer if self.log.layer >= 0 or self.ends_apart else -1
         if self.plan.adds_up and self.log.has(("whole", of)):
             self.log.release(*gradients)
         else:
@@ -133,8 +186,8 @@ class Step(ModelPass):
         self.post_backward(self.units[layer])
 
     def after_backward(self) -> None:
-        """The root unit is reduced, and ``finalize_backward`` lets go of what reductions read."""
-        self.post_backward(self.root)
+        """The root unit is reduced, or the embedding's, and ``finalize_backward`` lets go of what reductions read."""
+        self.post_backward(self.outside[0])
         self.log.release(*self.reduce_inputs, "all-reduced")
         self.reduce_inputs = []
 
@@ -193,7 +246,7 @@ def requests(job: JobSpec, steps: int) -> Log:
     plan = make_plan(job.model, job.recipe, job.mesh, job.batch)
     one, update = Step(job, plan, log), Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
     log.begin(-1, Phase.INIT)
-    shards = [elements for unit in (*one.units, one.root) for elements in unit.whole]
+    shards = [elements for unit in one.every_unit for elements in unit.whole]
     for elements in shards:
         log.request("shards", plan.width.stored * elements // one.n, Kind.PARAMETERS, "this rank's chunk of a parameter")
     tensors = one.chunks()
@@ -206,5 +259,5 @@ def requests(job: JobSpec, steps: int) -> Log:
             one.backward()
         log.begin(step, Phase.STEP)
         update.step(log, tensors)
-        log.release(*(("shard", unit.name) for unit in (*one.units, one.root)))
+        log.release(*(("shard", unit.name) for unit in one.every_unit))
     return log

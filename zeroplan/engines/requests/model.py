@@ -10,7 +10,12 @@ from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.transformer.families.requested import Sized, block_requests, ending_requests
+from zeroplan.transformer.families.requested import (
+    Sized,
+    block_requests,
+    ending_requests,
+    torchtitan_requests,
+)
 from zeroplan.transformer.families.tape import Do
 from zeroplan.transformer.parameters import BlockRun, Parameter
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
@@ -28,21 +33,31 @@ class ModelPass:
     def __init__(self, model: ModelSpec, recipe: RecipeSpec, batch: Batch, log: Log) -> None:
         """Take the model's programs, and the sizes of all that they request."""
         self.log, self.recipe = log, recipe
+        self.blocks: tuple[Sized, ...] = ()
         compute, first = compute_of(recipe), first_recomputed(model, recipe)
         self.tree = tree = layout_by_recomputation(model, first)
         self.width, self.autocast = compute.element_bytes, compute.autocast
         self.gradient_width = widths(recipe.precision).stored if compute.autocast else self.width
         self.order = order_by_recomputation(model, first)
-        self.head = outside(model, recipe, batch)
         self.recomputes = tuple(recompute_of(run, compute) for run in tree.runs)
-        self.blocks = tuple(self._sized(model, run, batch) for run in tree.runs)
-        self.ending = ending_requests(model, compute, batch, recipe.loss)
+        if recipe.fsdp2.modules == "torchtitan":
+            from zeroplan.engines.fsdp2.torchtitan import passes_of  # noqa: PLC0415  only its jobs pay for it
+
+            block, self.ending = torchtitan_requests(model, compute, batch, recipe.recompute)
+            self.blocks = (block,)
+            _, self.head, rotations = passes_of(model, recipe, batch)
+            self._lines("rotations", (rotations,))
+        else:
+            self.head = outside(model, recipe, batch)
+            self.blocks = tuple(self._sized(model, run, batch) for run in tree.runs)
+            self.ending = ending_requests(model, compute, batch, recipe.loss)
         self.flow: Hashable = None
         """The key of the gradient that flows."""
         self.arriving: list[Hashable] = []
         self.casts: dict[tuple[int, int], list[Hashable]] = {}
         """Autocast's copies of a layer's weights of one size, the latest last."""
         self.step, self.last = 0, True
+        self.is_before_head = self.is_in_model = False
 
     def _sized(self, model: ModelSpec, run: BlockRun, batch: Batch) -> Sized:
         compute = compute_of(self.recipe)
@@ -67,8 +82,23 @@ class ModelPass:
     def after_block(self, layer: int) -> None:
         """A block's forward is over."""
 
+    def after_embedding(self) -> None:
+        """The embedding has run."""
+
+    def before_ending(self) -> None:
+        """Final norm, head and loss begin."""
+
     def before_ending_backward(self) -> None:
-        """The backward begins."""
+        """The backward begins, with the loss."""
+
+    def before_head_backward(self) -> None:
+        """The head's product begins its backward."""
+
+    def after_ending_backward(self) -> None:
+        """Loss, head and final norm have gone backward."""
+
+    def before_embedding_backward(self) -> None:
+        """All blocks have gone backward."""
 
     def before_block_backward(self, layer: int) -> None:
         """A block's backward begins."""
@@ -93,6 +123,7 @@ class ModelPass:
         self._lines("batch", self.head.at_embedding)
         self._lines("tables", self.head.with_blocks)
         log.request(("hidden", -1), self._hidden_bytes, Kind.ACTIVATIONS, "token embeddings")
+        self.after_embedding()
         self._lines("by name", self.head.forward)
         for layer, run in enumerate(self.order):
             log.layer = layer
@@ -101,8 +132,10 @@ class ModelPass:
             self.after_block(layer)
             self._name_goes(layer, run)
         log.layer = ENDING
-        log.release("by name", *((("hidden", -1),) if self.head.first_input else ()))
+        self.before_ending()
+        self.is_in_model = True
         self._play(ENDING, self.ending, forward=True)
+        self._model_returns()
         if self.recipe.keep_logits:
             self._lines("output", self.head.output)
         log.release(("cached",))
@@ -128,8 +161,8 @@ class ModelPass:
         log, ends, phase = self.log, self._ends(layer, sized), "forward" if forward else "backward"
         for do, place, size, pieces, kind, reason, multiplies in sized.forward if forward else sized.backward:
             if do is Do.REQUEST:
-                if multiplies and phase not in log.products:
-                    log.multiplies(phase)
+                if multiplies:
+                    self._multiplies(phase)
                 for _ in range(pieces):
                     log.request(ends.get(place, (layer, place)), size, kind, reason)
             elif do is Do.RELEASE:
@@ -143,6 +176,20 @@ class ModelPass:
                 self._cast(layer, place, size, forward=forward)
             elif self.casts.get((layer, place)):
                 log.release(self.casts[layer, place].pop())
+
+    def _model_returns(self) -> None:
+        """What the model's forward holds by name goes when it returns, after the final norm."""
+        if self.is_in_model:
+            self.is_in_model = False
+            self.log.release("by name", *((("hidden", -1),) if self.head.first_input else ()))
+
+    def _multiplies(self, phase: str) -> None:
+        self._model_returns()
+        if phase not in self.log.products:
+            self.log.multiplies(phase)
+        if self.is_before_head and phase == "backward":
+            self.is_before_head = False
+            self.before_head_backward()
 
     def _cast(self, layer: int, place: int, elements: int, *, forward: bool) -> None:
         """Autocast's copy of a weight, which autograd saves; where a checkpoint runs the block again, autocast's cache has it."""
@@ -183,7 +230,9 @@ class ModelPass:
         log.begin(self.step, Phase.BACKWARD)
         log.layer = ENDING
         self.before_ending_backward()
+        self.is_before_head = True
         self._backward_of(ENDING, self.ending)
+        self.after_ending_backward()
         for layer in reversed(range(len(self.order))):
             log.layer, run = layer, self.order[layer]
             if self.flow is None and self.recomputes[run] == "none":
@@ -195,6 +244,7 @@ class ModelPass:
             self.after_block_backward(layer)
         log.layer = -1
         log.release("tables")
+        self.before_embedding_backward()
         self._embedding_backward()
         self.after_backward()
         log.release("output", "batch")
@@ -213,6 +263,8 @@ class ModelPass:
             self.log.release("batch")
         if self.log.has("tied"):
             self._sum_of_tied(self.arriving.pop())
+        elif self.tree.tied_head is not None:  # the gradients of chunks are the parameter's already
+            self.log.release(self.arriving.pop())
         self.arrived(self.arriving)
         self.arriving = []
 

@@ -49,7 +49,7 @@ HEAD = "transformers 5.23, models/llama/modeling_llama.py, LlamaForCausalLM.forw
 FULL = "transformers 5.23, loss/loss_utils.py, ForCausalLMLoss"
 CAP = "transformers 5.23, models/gemma2/modeling_gemma2.py, Gemma2ForCausalLM.forward"
 CHUNKED = "torchtitan, 2026-08, components/loss.py, ChunkedLossWrapper"
-FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cross_entropy_forward"
+FUSED = "liger_kernel 0.8.5, ops/fused_linearcross_entropy.py, fused_linearcross_entropy_forward"
 PARALLEL = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel"
 LOGITS, WEIGHT = Kind.LOGITS, Kind.UNSHARDED_GRADIENTS
 
@@ -252,7 +252,7 @@ def _all_at_once(tape: Tape, read: Value, ending: Ending) -> _Ran:
     before = set(tape.saved)
     logits = _capped(tape, product) if ending.family in CAPPED else product
     padded, shifted = _labels(tape)
-    loss, names = (_over_ranks if ending.sharded else _cross_entropy)(tape, logits, (shifted,))
+    loss, names = (_over_ranks if ending.sharded else cross_entropy)(tape, logits, (shifted,))
     kept = tuple([store for store in tape.saved if store not in before])
     return _Ran(loss, kept, (*names, padded, shifted, logits.store), (logits.store,))
 
@@ -306,7 +306,7 @@ def _scalar() -> Value:
     return Value(Store(LOGITS, "loss", NOTHING, FULL), 4, NOTHING)
 
 
-def _cross_entropy(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
+def cross_entropy(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
     """The loss, and what its forward holds by name.
 
     Labels go once the gradient of log-softmax is made, at a moment that the next is above: a row of logits is longer than a label.
@@ -372,7 +372,7 @@ def _one_chunk(
     logits = _product(tape, view)
     tape.release(view)
     logits = _capped(tape, logits) if ending.family in CAPPED else logits
-    loss, names = _cross_entropy(tape, logits, ())
+    loss, names = cross_entropy(tape, logits, ())
     forward = tape.moments.copy()
     tape.drop(*names)
     tape.gradients += weights

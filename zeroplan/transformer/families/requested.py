@@ -21,7 +21,7 @@ from zeroplan.transformer.families.parts import INCOMING
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.sharded import SHARES
 from zeroplan.transformer.families.tape import Deed, Do, Store, Tape, Value
-from zeroplan.transformer.families.traced import run_forward, structure_of
+from zeroplan.transformer.families.traced import run_forward, structure_of, torchtitan_structure
 from zeroplan.transformer.families.widths import beyond_the_window, in_one_chunk, values_of, widths
 from zeroplan.transformer.symbols import r
 
@@ -87,6 +87,16 @@ def ending_requests(model: ModelSpec, compute: Compute, batch: Batch, loss: Loss
     """What final norm, head and loss request and release."""
     x = widths(model, compute, batch)
     return _sized(_of_an_ending(ending_of(model, compute, x, loss)), values_of(model, x, compute.tp))
+
+
+def torchtitan_requests(model: ModelSpec, compute: Compute, batch: Batch, recompute: Recompute) -> tuple[Sized, Sized]:
+    """What a block of torchtitan's Llama 3 requests and releases, and what follows its blocks."""
+    x = widths(model, compute, batch)
+    values = values_of(model, x)
+    return (
+        _sized(_of_a_block(torchtitan_structure(x), recompute), values),
+        _sized(_of_torchtitans_ending(wide=x.element == 4), values),
+    )
 
 
 def _one(answer: object) -> bool:
@@ -187,9 +197,10 @@ def _recomputed(structure: Block, *, keeps: bool) -> Requested:
     again, _, output = run_forward(structure, saving=True, given=given.store, again=True)
     places = _Places()
     places.same = dict(zip(again.kept() if keeps else (), kept, strict=True))
-    incoming, rerun = _incoming(output), [] if keeps else _until_last_saved(again)
+    to_the_end = keeps or structure.family == "torchtitan"  # whose checkpoints have early_stop=False
+    incoming, rerun = _incoming(output), [] if to_the_end else _until_last_saved(again)
     again.release(given, output)
-    before = 0 if keeps else len(again.course.deeds)
+    before = 0 if to_the_end else len(again.course.deeds)
     again.run_backward(output, incoming)
     gone = {thing for do, thing in rerun if do is Do.RELEASE} | {given.store}  # the checkpoint's own until the block is done
     back = [(do, thing) for do, thing in again.course.deeds[before:] if do is not Do.RELEASE or thing not in gone]
@@ -228,3 +239,18 @@ def _of_an_ending(ending: Ending) -> Requested:
         saves_given=False,
     )
     return _of_a_rank(made) if ending.sharded else made
+
+
+@lru_cache(maxsize=2)
+def _of_torchtitans_ending(*, wide: bool) -> Requested:
+    from zeroplan.transformer.families.torchtitan import ending  # noqa: PLC0415  others need not wait for it
+
+    tape = Tape(wide=wide, autocast=False, saving=True)
+    given, loss = ending(tape)
+    _, *forward = tape.course.deeds
+    then = len(tape.course.deeds)
+    tape.run_backward(loss, loss.store)
+    return _Places().requested(
+        forward, tape.course.deeds[then:], given=given, made=loss.store, incoming=loss.store, outgoing=tape.course.outgoing,
+        saves_given=False,
+    )  # fmt: skip

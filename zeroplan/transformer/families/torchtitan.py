@@ -4,16 +4,17 @@ What differs from transformers' modules: the norm is one operator, rotary positi
 go of the logits before its backward. Checkpoints run to the end of a block (``early_stop=False``).
 """
 
-from zeroplan.ledger import Kind, Line
-from zeroplan.transformer.blocks import Place
+from zeroplan.ledger import Kind, Line, Module
+from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Heads
+from zeroplan.transformer.families.ending import cross_entropy
 from zeroplan.transformer.families.gated import gated_mlp
-from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
+from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_FINAL_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths
-from zeroplan.transformer.symbols import T, c, d, h, k, q, s, v
+from zeroplan.transformer.symbols import T, V, c, d, e, h, k, q, s, v
 
 LAYER = "torchtitan 0.2.2, models/llama3/model/model.py, TransformerBlock.forward"
 ATTENTION = "torchtitan 0.2.2, models/llama3/model/model.py, Attention.forward"
@@ -83,6 +84,20 @@ def _turned(tape: Tape, value: Value, name: str) -> Value:
 def rotations(x: Widths) -> Line:
     """The complex numbers of all positions of a sequence, a buffer of the model."""
     return Line(Kind.PARAMETERS, 4 * x.seq_len * x.head_dim, "rotary positions, complex numbers", "4·s·d", ROTARY)
+
+
+def ending(tape: Tape) -> tuple[Store, Value]:
+    """What follows the blocks: its input, and the loss, which the loop works out of the logits and then lets go of."""
+    given = Value(tape.make(op.TENSOR, "final norm: its input", e * T * h, NORM), e, T * h)
+    normal = fused_norm(tape, given, "final norm", AT_FINAL_NORM)
+    tape.release(given)
+    logits = op.linear(tape, normal, V, Site("head", LAYER, Module.HEAD, At.HEAD))
+    tape.release(normal)
+    logits.store.kind = Kind.LOGITS
+    loss, names = cross_entropy(tape, logits, ())
+    tape.drop(*names)
+    tape.release(logits)
+    return given.store, loss
 
 
 PROGRAM = Program(block, LAYER)

@@ -172,10 +172,14 @@ def _refuse_a_window(model: ModelSpec, compute: Compute, x: Widths) -> None:
 
 def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute) -> BlockPass:
     """One block of torchtitan's Llama 3."""
-    attention, grouped, one_key = x.attention, x.key != x.query, x.key == x.head_dim
-    structure = Block("torchtitan", x.element == 4, False, attention, False, grouped, one_key, False, x.kernels)
-    plan = _plan(structure, run_again=recompute != "none")
+    plan = _plan(torchtitan_structure(x), run_again=recompute != "none")
     return pass_of(Sizes(plan, quantities(x, model.intermediate_size)), autocast=False, recompute=recompute)
+
+
+def torchtitan_structure(x: Widths) -> Block:
+    """Its structure."""
+    attention, grouped, one_key = x.attention, x.key != x.query, x.key == x.head_dim
+    return Block("torchtitan", x.element == 4, False, attention, False, grouped, one_key, False, x.kernels)
 
 
 def saves_its_input(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> bool:
