@@ -24,6 +24,7 @@ from zeroplan.spec.family import (
     ONE_WIDTH_FAMILIES,
     PLAIN_HEADS,
     SHARED_EXPERTS,
+    TRAITS,
     WINDOWED_FAMILIES,
     Activation,
 )
@@ -90,7 +91,8 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     ffn = 4 * hidden if family == "bloom" else int(wide * draw.choice((1, 1.5, 2, 2.6875, 3.5, 5))) // 8 * 8
     mla = _latent(draw) if family == "deepseek_v3" else None
     every = GLOBAL_LAYERS.get(family)
-    block = 1 if every is None else draw.choice((1, 2 * every - 1 if family in LINEAR_FAMILIES else every - 1))
+    own_tables = family in LINEAR_FAMILIES or TRAITS[family].angles_of_kinds  # which go with the first layer that reads them
+    block = 1 if every is None else draw.choice((1, 2 * every - 1 if own_tables else every - 1))
     spec = ModelSpec(
         family=family,
         hidden_size=hidden,
