@@ -70,7 +70,12 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
         collectives(job, batch),
         host=host_lines(recipe, mine, everything, taken),
         symbols=(*_symbols(job, impl), *host_symbols(recipe, mine), *kept_symbols(these), *counted(*everything, *taken)),
-        notes=(*note(recipe), *note_on_nvme(recipe), *_bound(model, these, (*training, *step))),
+        notes=(
+            *note(recipe),
+            *note_on_nvme(recipe),
+            *((_PACKED_STAY,) if model.is_quantised else ()),
+            *_bound(model, these, (*training, *step)),
+        ),
         nvme=nvme_lines(recipe, mine),
         kept=kept_in_a_block(these),
     )
@@ -82,6 +87,10 @@ _UPPER_BOUND = (
 )
 
 
+_PACKED_STAY = (
+    "Every rank has all weights in four bits gathered from the forward until the loss is gone: bitsandbytes keeps what DeepSpeed "
+    "has let go of"
+)
 _FROZEN_BOUND = (
     "The peak is in the forward, where frozen blocks keep nothing. It is an upper bound there: the most that is gathered in a "
     "block and the most that it makes are added up, though one may come after the other"
