@@ -17,6 +17,7 @@ from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from zeroplan import JobSpec, MoeSpec, estimate, job
 from zeroplan.engines.deepspeed import account
 from zeroplan.engines.deepspeed.coordinator import gathered
+from zeroplan.engines.deepspeed.passes import passes
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind
 from zeroplan.spec.batch import BatchSpec
@@ -387,14 +388,17 @@ def test_stage_3_lays_one_parameter_flat_without_a_copy():
     assert (alone.kind, alone.n_bytes) == (Kind.GRADIENTS, 0)
 
 
-def test_the_forward_of_experts_is_said_to_be_a_bound_where_it_is_the_peak():
+def test_the_forward_of_experts_and_of_frozen_blocks_is_said_to_be_a_bound_where_it_is_the_peak():
     from zeroplan.engines.deepspeed.stage3 import _bound  # the note alone: jobs whose forward is the peak are rare
 
     lower, higher = (Line(Kind.ACTIVATIONS, n_bytes, "some") for n_bytes in (1, 2))
     for phase, said in ((Phase.FORWARD, True), (Phase.BACKWARD, False)):
         moments = (Moment("before", Phase.STEP, (lower,)), Moment("now", phase, (higher,)))
-        assert ["upper bound" in note for note in _bound(EXPERTS, moments)] == ([True] if said else [])
-        assert _bound(TINY, moments) == ()
+        for model in (EXPERTS, replace(TINY, frozen=FrozenSpec(parts="embedding", layers=1))):
+            noted = _bound(model, passes(model, recipe(3), BATCH), moments)
+            assert ["upper bound" in note for note in noted] == ([True] if said else [])
+        for model in (TINY, replace(TINY, frozen=FrozenSpec(parts="head", layers=1))):  # whose blocks keep what they need
+            assert _bound(model, passes(model, recipe(3), BATCH), moments) == ()
 
 
 @pytest.mark.parametrize("activation", get_args(Activation))

@@ -9,7 +9,7 @@ from zeroplan.engines.deepspeed.abandoned import abandoned_states, beside
 from zeroplan.engines.deepspeed.flat import largest_parameter, shares
 from zeroplan.engines.deepspeed.infinity import Shares, note_on_nvme, nvme_lines, refuse_few_pipelined
 from zeroplan.engines.deepspeed.offload import note, offloads_optimizer
-from zeroplan.engines.deepspeed.passes import kept_in_a_block, kept_symbols, passes
+from zeroplan.engines.deepspeed.passes import Passes, kept_in_a_block, kept_symbols, passes
 from zeroplan.engines.deepspeed.secondary import second_partition
 from zeroplan.engines.deepspeed.stage3.backward import backward_moments
 from zeroplan.engines.deepspeed.stage3.forward import forward_moments
@@ -70,7 +70,12 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
         collectives(job, batch),
         host=host_lines(recipe, mine, everything, taken),
         symbols=(*_symbols(job, impl), *host_symbols(recipe, mine), *kept_symbols(these), *counted(*everything, *taken)),
-        notes=(*note(recipe), *note_on_nvme(recipe), *_bound(model, (*training, *step))),
+        notes=(
+            *note(recipe),
+            *note_on_nvme(recipe),
+            *((_PACKED_STAY,) if model.is_quantised else ()),
+            *_bound(model, these, (*training, *step)),
+        ),
         nvme=nvme_lines(recipe, mine),
         kept=kept_in_a_block(these),
     )
@@ -82,11 +87,24 @@ _UPPER_BOUND = (
 )
 
 
-def _bound(model: ModelSpec, moments: tuple[Moment, ...]) -> tuple[str, ...]:
-    """Say where the peak depends on the order of a set of parameters."""
-    if model.moe is None or any(not isinstance(moment.total_bytes, int) for moment in moments):
+_PACKED_STAY = (
+    "Every rank has all weights in four bits gathered from the forward until the loss is gone: bitsandbytes keeps what DeepSpeed "
+    "has let go of"
+)
+_FROZEN_BOUND = (
+    "The peak is in the forward, where frozen blocks keep nothing. It is an upper bound there: the most that is gathered in a "
+    "block and the most that it makes are added up, though one may come after the other"
+)
+
+
+def _bound(model: ModelSpec, these: Passes, moments: tuple[Moment, ...]) -> tuple[str, ...]:
+    """Say where the peak is an upper bound: it depends on the order of a set of parameters, or on that of gathers in a block."""
+    keeps_nothing = model.frozen is not None and any(not run.kept for run in these.runs)
+    if not (model.moe or keeps_nothing) or any(not isinstance(moment.total_bytes, int) for moment in moments):
         return ()
-    return (_UPPER_BOUND,) if max(moments, key=lambda moment: moment.total_bytes).phase is Phase.FORWARD else ()
+    if max(moments, key=lambda moment: moment.total_bytes).phase is not Phase.FORWARD:
+        return ()
+    return (_FROZEN_BOUND,) if keeps_nothing else (_UPPER_BOUND,)
 
 
 def _beside_shards(model: ModelSpec) -> tuple[Line, ...]:
