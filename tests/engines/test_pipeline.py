@@ -159,7 +159,8 @@ def test_each_rank_of_a_split_stage_sends_its_share_of_the_hidden_states() -> No
         ({"pipeline_schedule": "zbv", "pipeline_stages_per_rank": 3}, "has two stages on each rank, not 3"),
         ({"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 1}, "needs several stages"),
         ({"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 3}, "leave one without a layer"),
-        ({"loss": "chunked"}, "loss 'chunked' is not modelled"),
+        ({"loss": "fused"}, "loss 'fused' is not modelled"),
+        ({"loss": "chunked", "pipeline_schedule": "zbv"}, "schedule 'zbv' and loss 'chunked' is not modelled"),
         ({"fsdp2": Fsdp2Options(reshard_after_forward=2)}, "reshard_after_forward as a number is not modelled"),
     ],
 )

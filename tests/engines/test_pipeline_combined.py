@@ -19,10 +19,12 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
 
 #: Random state of attention, losses and other single numbers. [bytes]
-SCALARS_BYTES = 800
+SCALARS_BYTES = 1000
 TOKENS = BatchSpec(micro_batch_size=2, seq_len=64, grad_accum_steps=4)
 #: So few tokens that weights and gradients are most of it.
 WEIGHTS = BatchSpec(micro_batch_size=1, seq_len=4, grad_accum_steps=4)
+
+EIGHT = replace(WEIGHTS, seq_len=8)
 
 
 def job(
@@ -87,6 +89,20 @@ CASES = {
         vocab=3000, batch=WEIGHTS, mesh={"dp_replicate": 2}, options={"ends_apart": True, "reduce_dtype": "param"}
     ),
     "ends apart, one rank": job(vocab=3000, batch=WEIGHTS, mesh={"dp_shard": 1}, **APART),
+    "loss in chunks": job(vocab=3000, loss="chunked"),
+    "loss in chunks, gpipe at stage 2": job(vocab=3000, loss="chunked", zero_stage=2, pipeline_schedule="gpipe"),
+    "loss in chunks, gpipe in fp32": job(vocab=3000, batch=EIGHT, loss="chunked", precision="fp32", pipeline_schedule="gpipe"),
+    "loss in chunks, gpipe reduced in bf16": job(
+        vocab=3000, batch=EIGHT, loss="chunked", pipeline_schedule="gpipe", options={"reduce_dtype": "param"}
+    ),
+    "loss in chunks, interleaved": job(vocab=3000, batch=EIGHT, loss="chunked", **INTERLEAVED),
+    "loss in chunks, experts": job("mixtral", vocab=3000, batch=EIGHT, loss="chunked", mesh={"ep": 2}),
+    "loss in chunks, lora": job(adapter=LORA, vocab=3000, batch=EIGHT, loss="chunked", pipeline_schedule="gpipe"),
+    "loss in chunks, frozen head": job(frozen=FrozenSpec(parts="head", layers=1), vocab=3000, batch=EIGHT, loss="chunked"),
+    "loss in chunks, ends apart": job(vocab=3000, batch=EIGHT, loss="chunked", **APART),
+    "loss in chunks, ends apart, gpipe": job(
+        vocab=3000, batch=EIGHT, loss="chunked", pipeline_schedule="gpipe", recompute="full", **APART
+    ),
     "ends apart, tensor parallel": job(vocab=3000, batch=WEIGHTS, mesh={"tp": 2}, **APART),
     "ends apart, context parallel, stage 2": job(vocab=3000, mesh={"cp": 2}, zero_stage=2, **APART),
     "ends apart, expert parallel": job("mixtral", vocab=3000, batch=WEIGHTS, mesh={"ep": 2}, **APART),

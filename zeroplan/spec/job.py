@@ -192,7 +192,11 @@ class JobSpec(Spec):
             (model.family not in PIPELINED and f"family {model.family!r}", f"one of {', '.join(PIPELINED)}"),
             (model.profile is not None and "a profile", "a model of a known family"),
             (model.is_quantised and "quantised weights (QLoRA)", "LoRA"),
-            (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
+            (recipe.loss == "fused" and "loss 'fused'", "loss 'full' or 'chunked'"),
+            (
+                recipe.loss == "chunked" and recipe.fsdp2.of_torch_2_15 and "loss 'chunked' and the FSDP2 of torch 2.15",
+                "loss 'full'",
+            ),
             (recipe.keep_logits == "fp32" and "keep_logits 'fp32'", "no keep_logits"),
             (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "a stage"),
             *self._not_in_two_halves(),
@@ -218,6 +222,7 @@ class JobSpec(Spec):
             (model.frozen is not None, "frozen parameters"),
             (options.ends_apart, "fsdp2.ends_apart"),
             (options.of_torch_2_15, "the FSDP2 of torch 2.15"),
+            (self.recipe.loss == "chunked", "loss 'chunked'"),
         ):
             yield asked and f"schedule {self.recipe.pipeline_schedule!r} and {what}", "1f1b or interleaved-1f1b"
 

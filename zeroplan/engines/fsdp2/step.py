@@ -183,7 +183,8 @@ class MicroBatch:
             self.run.gather_ahead(last)
         elif self.plan.reshard is not False and not self.trace.has(last.gathered(0)):
             self.trace.at(f"backward: gathering {last.name}", Phase.BACKWARD)
-            self.trace.hold("entering", *point.before)
+            saved = self.plan.head.saved if self.plan.recipe.loss == "chunked" else ()
+            self.trace.hold("entering", *(point.before or saved))
             self.run.prefetch(last)
             self.trace.drop("entering")
 

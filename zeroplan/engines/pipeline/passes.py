@@ -8,7 +8,7 @@ another rank sends lie in a receive buffer, which is there all the time.
 from collections.abc import Iterator
 
 from zeroplan.engines.fsdp2.groups import Group
-from zeroplan.engines.fsdp2.outside import summed_up
+from zeroplan.engines.fsdp2.outside import made_by_the_ending, summed_up
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Unit
 from zeroplan.engines.fsdp2.step import MicroBatch
@@ -30,7 +30,7 @@ from zeroplan.engines.pipeline.lines import (
     root_sizes,
     unsharded_parameters,
 )
-from zeroplan.engines.pipeline.waiting import Rank, waiting_lines
+from zeroplan.engines.pipeline.waiting import Rank, of_the_head, waiting_lines
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, Phase, Role
@@ -84,6 +84,7 @@ class StagePass(MicroBatch):
         """Run the stage forward."""
         plan, trace = self.plan, self.trace
         trace.hold("earlier", *earlier_gradients(self.rank, self.state))
+        trace.hold("ahead", *(of_the_head(self.rank, self.state) if self.stage.is_chunked else ()))
         self._enter_stage()
         if self.ends is not None and plan.outside[0].numel:
             self._embedding_forward(self.ends.embedding)
@@ -178,11 +179,27 @@ class StagePass(MicroBatch):
         trace.at("head, forward", Phase.FORWARD)
         if self.stage.by_rank is not None:
             tensor.head_forward(plan, self.stage.by_rank, trace)
-        elif not self.whole:
-            self.trace.pass_by(*plan.head.output)
+        elif not self.whole or self.stage.is_chunked:
+            self.trace.pass_by(*made_by_the_ending(plan))
         trace.drop("by name", "parked")
+        if self.stage.is_chunked:
+            self._loss_in_chunks()
+            return
         trace.at("loss, forward", Phase.LOSS, of_forward=True)
         self.trace.pass_by(*tensor.after_the_forward(plan.head.loss_forward))
+
+    def _loss_in_chunks(self) -> None:
+        """The schedule asks for the loss, which goes backward through the head before the stage does; labels are there anyway."""
+        plan, trace = self.plan, self.trace
+        labels = plan.head.loss[0].reason
+        trace.at("loss in chunks, forward", Phase.FORWARD)
+        trace.drop("head")
+        trace.pass_by(*plan.head.saved, *(line for line in plan.head.loss_forward if line.reason != labels))
+        trace.drop("ahead")
+        for point in self.stage.ending[0]:
+            trace.at(f"loss in chunks, backward of the {point.name}", Phase.FORWARD)
+            made = root_gradients(plan, point.gradients, point.current_gradient)
+            trace.pass_by(made, *(line for line in point.lines if line.reason != labels))
 
     def _gather_head(self, unit: Unit, layers: tuple[int, ...]) -> None:
         """Norm and head by themselves are gathered when all blocks have run."""
@@ -221,13 +238,16 @@ class StagePass(MicroBatch):
             trace.hold("whole gradients", accumulated(plan, plan.every_layer, plan.trained_outside))
         layers = plan.every_layer if self.whole else self._after_all()
         trace.hold("still unsharded", _unsharded(plan, layers))
-        for point in plan.head.points:
+        made = self.stage.head_elements - self._not_ahead if self.stage.is_chunked else 0
+        for point in self.stage.ending[1]:
             is_loss = point.place.at is At.LOSS
+            trace.shrink("root gradients", root_gradients(plan, made))
             if not is_loss and not self.whole:
                 self._gather_last_block(point)
+            made = point.gradients - self._not_ahead
             name = "backward of the loss" if is_loss else f"backward of the {point.name}"
             trace.at(name, Phase.LOSS if is_loss else Phase.BACKWARD)
-            trace.shrink("root gradients", root_gradients(plan, point.gradients, point.current_gradient))
+            trace.shrink("root gradients", root_gradients(plan, made, point.current_gradient))
             self.trace.pass_by(*point.lines)
         if self.ends is not None:
             self._end_head()
@@ -239,14 +259,21 @@ class StagePass(MicroBatch):
         trace.at("backward: gradients of the last norm and the head", Phase.BACKWARD)
         flow = flowing_line(self.stage, "gradient that flows into the last block")
         if plan.trained_outside[-1].numel:
-            trace.pass_by(taken_up(plan, root_sizes(plan), first=not self.earlier), flow)
+            trace.pass_by(taken_up(plan, self._sizes_outside, first=not self.earlier), flow)
 
     def gradients_so_far(self, position: Position) -> None:
         """Whole gradients: of all micro-batches before, or of the blocks above in this first one; the head's come at the end."""
         plan, earlier = self.plan, self.earlier
         layers = plan.every_layer if earlier else position.after
         self.trace.shrink("whole gradients", accumulated(plan, layers, self._outside_so_far))
-        self.trace.shrink("root gradients", root_gradients(plan, 0 if self.ends is not None else plan.tail_elements))
+        self.trace.shrink(
+            "root gradients", root_gradients(plan, 0 if self.ends is not None else plan.tail_elements - self._not_ahead)
+        )
+
+    @property
+    def _not_ahead(self) -> int:
+        """Elements of the head's gradient where no loss in chunks has made it since the last backward."""
+        return self.stage.head_elements if self.stage.is_chunked and not self.state.ahead else 0
 
     @property
     def _outside_so_far(self) -> tuple[Group, ...]:
@@ -322,7 +349,12 @@ class StagePass(MicroBatch):
             self.trace.pass_by(made_line(plan, plan.width.compute * first.numel, "the embedding's of this micro-batch"), flow)
         trace.at(f"backward: gradients of {'the root group' if self.ends is None else 'the embedding'}", Phase.BACKWARD)
         flows_on = () if plan.at_embedding is not None or stage.stage.is_first else (flow,)
-        self.trace.pass_by(taken_up(plan, root_sizes(plan), first=not self.earlier), *flows_on)
+        self.trace.pass_by(taken_up(plan, self._sizes_outside, first=not self.earlier), *flows_on)
+
+    @property
+    def _sizes_outside(self) -> tuple[int, ...]:
+        """Elements of each gradient outside the blocks that this backward hands on."""
+        return root_sizes(self.plan)[:-1] if self._not_ahead else root_sizes(self.plan)
 
 
 def _unsharded(plan: Plan, layers: tuple[int, ...]) -> Line:

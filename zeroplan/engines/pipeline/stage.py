@@ -20,6 +20,7 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import SPLIT, Stage
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.blocks import At, BackwardPoint
 from zeroplan.transformer.families.halves import Halves, block_halves, head_halves
 from zeroplan.transformer.families.parts import SAVED
 from zeroplan.transformer.parameters import BlockRun, Layout
@@ -73,7 +74,30 @@ class StagePlan(NamedTuple):
         n_bytes: Int = total_bytes(plan.head.shared) - (self.hidden_bytes if self.takes_from_buffer else 0)
         for layers, each in zip(plan.every_layer, plan.kept, strict=True):
             n_bytes = n_bytes + layers * each
-        return n_bytes + (total_bytes((*plan.head.saved, *plan.head.loss)) if self.stage.is_last else 0)
+        if not self.stage.is_last:
+            return n_bytes
+        if self.is_chunked:  # the head's input is the stage's output, and the loss keeps the gradient of it
+            return n_bytes + total_bytes(plan.head.saved)
+        return n_bytes + total_bytes((*plan.head.saved, *plan.head.loss))
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the stage ends in hidden states, of which the loss takes a chunk after the other through the head and back."""
+        return self.stage.is_last and self.plan.recipe.loss == "chunked"
+
+    @property
+    def head_elements(self) -> int:
+        """Elements of the head's gradient, which a loss in chunks makes before the stage's backward."""
+        return max(point.gradients - point.current_gradient for point in self.ending[0])
+
+    @property
+    def ending(self) -> tuple[tuple[BackwardPoint, ...], tuple[BackwardPoint, ...]]:
+        """What of loss, head and final norm goes backward in the stage's forward, and what in its backward."""
+        points = self.plan.head.points
+        if not self.is_chunked:
+            return (), points
+        early = tuple(point for point in points if point.place.at is not At.FINAL_NORM)
+        return early, points[len(early) :]
 
     @property
     def between_bytes(self) -> Int:
@@ -164,7 +188,7 @@ def _stage_plan(
         tail_elements=plan.tail_elements if stage.is_last else 0,
         at_embedding=at_embedding if stage.is_first else None,
     )  # fmt: skip
-    logits = total_bytes(head.output) if stage.is_last else head.hidden_bytes
+    logits = total_bytes(head.output) if stage.is_last and recipe.loss != "chunked" else head.hidden_bytes
     lowest = plan.corners[0].run
     kept = not plan.recipe.offload_activations and (
         plan.recomputes[lowest] != "none" or not plan.passes[lowest].checkpoint_in_backward

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from zeroplan.engines.formulas import several
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Units
-from zeroplan.engines.pipeline.gradients import HALVES, accumulated, as_made, in_elements, reduced
+from zeroplan.engines.pipeline.gradients import HALVES, accumulated, as_made, in_elements, made_bytes, made_line, reduced
 from zeroplan.engines.pipeline.lines import AT_ONCE, stays_unsharded, unsharded_parameters
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import State
@@ -35,7 +35,7 @@ def most_waits(rank: Rank, states: tuple[State, ...]) -> list[tuple[State, tuple
     highest: dict[object, tuple[int, State]] = {}
     for state in states:
         n_bytes = int(_waiting_bytes(rank, state, sizes))
-        alike = (state.kind, state.chunk, state.whole[state.chunk], state.earlier[state.chunk], state.begins,
+        alike = (state.kind, state.chunk, state.whole[state.chunk], state.earlier[state.chunk], state.begins, state.ahead,
                  state.fresh and state.fresh[state.chunk])  # fmt: skip
         if alike not in highest or n_bytes > highest[alike][0]:
             highest[alike] = (n_bytes, state)
@@ -66,7 +66,7 @@ def _sizes(stage: StagePlan) -> _Sizes:
 
 def _waiting_bytes(rank: Rank, state: State, sizes: tuple[_Sizes, ...]) -> Int:
     """The sum of what :func:`waiting_lines` lists, but for what is there at every moment. [bytes]"""
-    n_bytes: Int = state.sent * sizes[0].hidden
+    n_bytes: Int = state.sent * sizes[0].hidden + total_bytes(of_the_head(rank, state))
     for at, one in enumerate(sizes):
         n_bytes = n_bytes + state.flying[at] * one.kept + state.outputs[at] * one.output
         if at != state.chunk:
@@ -100,7 +100,21 @@ def waiting_lines(rank: Rank, state: State) -> tuple[Line, ...]:
         _of_several(Kind.LOGITS, logits, "logits, until the backward of their micro-batch has ended", STAGE),
         _of_several(Kind.ACTIVATION_GRADIENTS, sent, "gradients of inputs, as long as a send holds them", SENT),
         *_other_stages(rank, state),
+        *(of_the_head(rank, state) if state.chunk != len(rank.stages) - 1 else ()),
     )
+
+
+def of_the_head(rank: Rank, state: State) -> tuple[Line, ...]:
+    """The head's gradient that a loss in chunks has left, until a backward of the last stage takes it up. [bytes]
+
+    Where it is added to that of earlier micro-batches it is no tensor of its own.
+    """
+    stage = rank.stages[-1]
+    if not (stage.is_chunked and state.ahead):
+        return ()
+    made = stage.head_elements
+    plan = stage.plan._replace(several=state.earlier[-1])
+    return (made_line(plan, made_bytes(plan, made, 0), "the head's, of a loss in chunks"),)
 
 
 def _of_several(kind: Kind, terms: tuple[tuple[int, Int], ...], reason: str, source: str) -> Line:

@@ -39,6 +39,8 @@ class State(NamedTuple):
     """Of schedules that split backwards (``halves_walk.py``): micro-batches between the two halves of their backward."""
     fresh: tuple[int, ...] = ()
     """Of the same: 1 where gradients of weights are as they were made, and not taken up yet."""
+    ahead: bool = False
+    """The last stage has run a micro-batch forward since its last backward: a loss in chunks has left the head's gradient."""
 
     def has_begun(self, at: int) -> bool:
         """Whether a micro-batch has been through one of the stages in this step, and is there or has left gradients."""
@@ -63,7 +65,7 @@ def states(place: Place, *, resharded: bool) -> tuple[State, ...]:
     """
     walks = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
     walk = walks[place.schedule](place) if place.schedule in SINGLE else _interleaved(place)
-    return highest(_with_parameters(walk, resharded=resharded, at_first=place.schedule not in SINGLE))
+    return highest(_with_the_head(_with_parameters(walk, resharded=resharded, at_first=place.schedule not in SINGLE)))
 
 
 class Gathers(NamedTuple):
@@ -200,6 +202,15 @@ def _with_parameters(walk: Iterator[State], *, resharded: bool, at_first: bool) 
         whole[state.chunk] = state.kind == "backward" or (state.kind == "forward" and not resharded)
 
 
+def _with_the_head(walk: Iterator[State]) -> Iterator[State]:
+    """Say whether the rank's last stage has run forward since it last ran backward."""
+    ahead = False
+    for state in walk:
+        yield state._replace(ahead=ahead)
+        if state.chunk == len(state.flying) - 1 and state.kind != "reducing":
+            ahead = state.kind == "forward"
+
+
 def highest(walk: Iterator[State]) -> tuple[State, ...]:
     """Leave out states that another surpasses everywhere."""
     kept: list[State] = []
@@ -215,7 +226,7 @@ def _surpasses(one: State, other: State) -> bool:
     """Whether as much waits everywhere, or more; what is reduced already is less."""
     if (one.kind, one.chunk, one.whole, one.begins) != (other.kind, other.chunk, other.whole, other.begins):
         return False
-    if one.fresh != other.fresh:
+    if (one.fresh, one.ahead) != (other.fresh, other.ahead):
         return False
     mine, theirs = ((*state.flying, *state.outputs, state.sent, *state.earlier, *state.between) for state in (one, other))
     left = all(now <= then for now, then in zip(one.reduced, other.reduced, strict=True))

@@ -21,8 +21,12 @@ from zeroplan.transformer.families.ending import CHUNKS
 
 def chunked_loss(module: nn.Module, labels: torch.Tensor) -> Callable[[object], torch.Tensor]:
     """Take the head out of a causal language model's forward, and return the loss that goes through it in chunks."""
-    if labels.numel() % CHUNKS:
-        raise MeasurementError(f"{labels.numel():,} tokens cannot be cut into the {CHUNKS} equal chunks of loss 'chunked'")
+    loss = loss_of_hidden(module)
+    return lambda output: loss(output.logits, labels)  # type: ignore[attr-defined]  # a transformers output
+
+
+def loss_of_hidden(module: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Do so, and return the loss of hidden states and labels, as a pipeline's schedule asks for it."""
     head: nn.Linear = module.get_output_embeddings()  # type: ignore[operator]  # a transformers model
     head.forward = _as_it_is  # type: ignore[method-assign, assignment]
     cap: float | None = getattr(module.config, "final_logit_softcapping", None)
@@ -31,7 +35,7 @@ def chunked_loss(module: nn.Module, labels: torch.Tensor) -> Callable[[object], 
     scaling: float | None = getattr(module.config, "logits_scaling", None)
     if scaling is not None:  # the same: the forward divides hidden states by one instead
         module.config.logits_scaling = 1.0  # type: ignore[union-attr]  # the same
-    return lambda output: _in_chunks(output.logits, head, labels, _Bend(cap, scaling))  # type: ignore[attr-defined]  # a transformers output
+    return lambda hidden, labels: _in_chunks(hidden, head, labels, _Bend(cap, scaling))
 
 
 def _as_it_is(hidden: torch.Tensor) -> torch.Tensor:
@@ -53,6 +57,8 @@ class _Bend(NamedTuple):
 
 
 def _in_chunks(hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, bend: _Bend) -> torch.Tensor:
+    if labels.numel() % CHUNKS:
+        raise MeasurementError(f"{labels.numel():,} tokens cannot be cut into the {CHUNKS} equal chunks of loss 'chunked'")
     hidden = hidden.flatten(0, 1)
     size = hidden.shape[0] // CHUNKS
     chunks = [chunk.detach().requires_grad_() for chunk in torch.split(hidden, size)]

@@ -32,6 +32,7 @@ from zeroplan.verify.training.causal_model import causal_module
 from zeroplan.verify.training.engine import COMPUTE, labelled, weights_dtype
 from zeroplan.verify.training.experts import dispatched
 from zeroplan.verify.training.fsdp2 import fsdp2_labels, give_memory, shard
+from zeroplan.verify.training.losses import loss_of_hidden
 from zeroplan.verify.training.meshes import TENSOR, context_ranks, sharding_ranks
 from zeroplan.verify.training.modules import find_blocks
 from zeroplan.verify.training.optimizers import make_optimizer, trained
@@ -206,15 +207,20 @@ def _schedule(job: JobSpec, mine: tuple[Stage, ...], parts: list[nn.Module], mes
     cls: Callable[..., Schedule] = _SCHEDULES[name]
     return cls(
         stages if len(mine) > 1 else stages[0], n_microbatches=job.batch.grad_accum_steps, scale_grads=False,
-        loss_fn=_loss_of(last, job.model.vocab_size, shifted=job.mesh.cp > 1),
+        loss_fn=_loss_of(last, job.model.vocab_size, shifted=job.mesh.cp > 1, chunked=job.recipe.loss == "chunked"),
     )  # fmt: skip
 
 
-def _loss_of(last: nn.Module | None, vocab: int, *, shifted: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _loss_of(
+    last: nn.Module | None, vocab: int, *, shifted: bool, chunked: bool
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:  # fmt: skip
     """Transformers' own loss; where it is on another rank, the schedule only asks whether there is one.
 
-    ``shifted`` labels come as each token's next one, as a rank cannot tell from its share of a sequence.
+    ``shifted`` labels come as each token's next one, as a rank cannot tell from its share of a sequence. A ``chunked`` loss takes
+    hidden states, and goes backward through the head at once.
     """
+    if chunked and last is not None:
+        return loss_of_hidden(last)
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         said = {"labels": labels, "shift_labels": labels} if shifted else {"labels": labels}
@@ -229,7 +235,9 @@ def _given(job: JobSpec, stage: Stage) -> torch.Tensor:
 
 
 def _returned(job: JobSpec, stage: Stage) -> torch.Tensor:
-    return _of_each_token(job, job.model.vocab_size, tokens=_tokens(job)) if stage.is_last else _hidden(job)
+    if job.recipe.loss == "chunked" or not stage.is_last:
+        return _hidden(job)
+    return _of_each_token(job, job.model.vocab_size, tokens=_tokens(job))
 
 
 def _tokens(job: JobSpec) -> int:
