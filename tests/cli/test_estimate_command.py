@@ -40,7 +40,7 @@ KEYS = {
     "host_bytes_per_node": type(None), "host_lines": list, "nvme_bytes": int,
     "nvme_bytes_per_node": type(None), "nvme_lines": list, "fits": type(None), "verdict": str,
     "capacity_bytes": type(None), "room_bytes": type(None), "changes": list, "communication": dict, "approximate": str,
-    "notes": list, "pipeline_ranks": list,
+    "notes": list, "pipeline_ranks": list, "replay": type(None),
 }  # fmt: skip
 
 
@@ -483,3 +483,42 @@ def test_every_command_has_help(run: Run, arguments: tuple[str, ...]):
     code, out, err = run(*arguments)
     assert (code, err) == (0, "")
     assert "Usage" in out
+
+
+REPLAYED = ("estimate", "--model", "gpt2", "--gpus", "4", "--seq-len", "256", "--stage", "3", "--gpu", "l4-24gb")
+
+
+def test_a_replay_says_what_is_reserved_and_what_of_it_is_no_use(run: Run):
+    code, out, err = run(*REPLAYED, "--replay")
+    assert (code, err) == (0, "")
+    assert "Replayed: the allocator reserves " in out
+    assert "with expandable segments" in out
+    assert "Replayed" in run(*REPLAYED, "--replay", "-v")[1]
+    payload = json.loads(run(*REPLAYED, "--replay", "--json")[1])
+    for shown in payload["replay"].values():
+        assert shown["reserved_bytes"] >= shown["allocated_bytes"] > shown["unusable_bytes"]
+        assert shown["on_card"] == {"fits": True, "retries": 0, "phase": None, "free_bytes": 0}
+    assert payload["reserved"]["expected_bytes"] == payload["replay"]["default"]["reserved_bytes"]
+
+
+def test_a_replay_on_a_card_that_is_too_small_says_so(run: Run):
+    batch = ("--micro-batch", "64", "--seq-len", "1024")
+    assert "Replayed with the " in run(*REPLAYED, *batch, "--recompute", "full", "--micro-batch", "40", "--replay")[1]
+
+
+def test_a_step_is_written_for_viewers_and_never_over_a_file(run: Run, tmp_path: Path):
+    trace, snapshot = tmp_path / "step.json", tmp_path / "step.pickle"
+    assert run(*REPLAYED, "--trace", str(trace), "--snapshot", str(snapshot))[0] == 0
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert "unsharded parameters" in run("diagnose", str(snapshot))[1]
+    code, out, err = run(*REPLAYED, "--trace", str(trace))
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert str(trace) in err
+    assert run(*REPLAYED, "--trace", str(trace), "--force")[0] == 0
+
+
+def test_what_cannot_be_replayed_is_refused_in_one_line(run: Run):
+    code, out, err = run(*REPLAYED, "--engine", "paper", "--replay")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "engine 'paper'" in err

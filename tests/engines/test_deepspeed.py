@@ -265,8 +265,8 @@ def test_says_where_the_flat_copy_is_the_peak(stage: int) -> None:
 @pytest.mark.parametrize("chosen", RECIPES)
 def test_no_line_is_negative_and_formulas_are_true(chosen: RecipeSpec) -> None:
     batch = BatchSpec(micro_batch_size=2, seq_len=7, grad_accum_steps=2)
-    for model, n_ranks, passes in product((TINY, TIED, EXPERTS), (1, 3), (batch, replace(batch, grad_accum_steps=1))):
-        answer = estimate(JobSpec(model=model, recipe=chosen, mesh=MeshSpec(dp_shard=n_ranks), batch=passes))
+    for model, n_ranks, one in product((TINY, TIED, EXPERTS), (1, 3), (batch, replace(batch, grad_accum_steps=1))):
+        answer = estimate(JobSpec(model=model, recipe=chosen, mesh=MeshSpec(dp_shard=n_ranks), batch=one))
         assert all(line.n_bytes >= 0 for moment in answer.moments for line in moment.lines)
         assert_explained(answer)
         assert_symbols_mean_one_thing(answer)

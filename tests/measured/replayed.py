@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tests.measured import stored
 from zeroplan.engines import replayed_shares
+from zeroplan.engines.replayed_shares import Held
 from zeroplan.engines.requests import not_written
 from zeroplan.measurement import SETTINGS
 from zeroplan.replay import StepReplay
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _FILE = Path(replayed_shares.__file__)
 _TABLE = re.compile(r"(?<=# derived: python -m tests\.measured\.replayed\n).*?(?=    # end)", re.DOTALL)
+_NEAR = 0.02
 _LEFT_OUT = 100
 """Of so many jobs one at either end is left out."""
 
@@ -68,16 +70,23 @@ def seen() -> dict[tuple[str, str], list[Seen]]:
     return found
 
 
-def off_by(found: list[Seen]) -> tuple[int, int]:
-    """The ends of a band around a prediction. [thousandths]"""
+def held(found: list[Seen]) -> Held:
+    """The figures of some jobs."""
     ratios, left_out = sorted(one.reserved for one in found), len(found) // _LEFT_OUT
-    return floor(1000 * ratios[left_out]), ceil(1000 * ratios[-1 - left_out])
+    off = [abs(1 / one.reserved - 1) for one in found]
+    return Held(
+        jobs=len(found),
+        low=floor(1000 * ratios[left_out]),
+        high=ceil(1000 * ratios[-1 - left_out]),
+        median=round(10**6 * median(off)),
+        near=floor(1000 * sum(one < _NEAR for one in off) / len(off)),
+    )
 
 
 def main() -> None:
     """Write the figures."""
     engines = sorted({engine for engine, _ in seen()})
-    rows = [f'    "{engine}": {tuple(off_by(seen()[engine, settings]) for settings in SETTINGS)},\n' for engine in engines]
+    rows = [f'    "{engine}": {tuple(held(seen()[engine, settings]) for settings in SETTINGS)},\n' for engine in engines]
     _FILE.write_text(_TABLE.sub(lambda _: "".join(rows), _FILE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"written to {_FILE}; run `ruff format`")
 
@@ -87,7 +96,7 @@ def show() -> None:
     for (engine, settings), found in sorted(seen().items()):
         off = sorted(abs(1 / one.reserved - 1) for one in found)
         peaks = max(abs(one.allocated - 1) for one in found)
-        within = sum(one < 0.02 for one in off)
+        within = sum(one < _NEAR for one in off)
         print(
             f"{engine} {settings}: {len(found)} jobs, peak within {peaks:.2%}; reserved: median off by {median(off):.3%}, "
             f"{within / len(off):.1%} within 2 %, 95 % within {off[int(0.95 * len(off))]:.1%}, all within {off[-1]:.1%}"

@@ -89,9 +89,9 @@ def _write(answer: Estimate, trace: Path | None, snapshot: Path | None, *, force
 
     requests = trace_of(answer.replay.log)
     if trace is not None:
-        save_events(requests, _name(answer), trace, force=force)
+        save_events(requests, _name(answer), Path(trace), force=force)
     if snapshot is not None:
-        save_requests(requests, snapshot, force=force)
+        save_requests(requests, Path(snapshot), force=force)
 
 
 def _name(answer: Estimate) -> str:

@@ -44,6 +44,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "asked": scripts.table_of_answers,
     "reserved": allocator.reserved,
     "pressed": allocator.pressed,
+    "replayed": allocator.replayed,
     "layers": layers.table_of_layers,
 }
 
