@@ -17,7 +17,6 @@ from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from zeroplan import JobSpec, MoeSpec, estimate, job
 from zeroplan.engines.deepspeed import account
 from zeroplan.engines.deepspeed.coordinator import gathered
-from zeroplan.engines.deepspeed.passes import passes
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind
 from zeroplan.spec.batch import BatchSpec
@@ -389,6 +388,7 @@ def test_stage_3_lays_one_parameter_flat_without_a_copy():
 
 
 def test_the_forward_of_experts_and_of_frozen_blocks_is_said_to_be_a_bound_where_it_is_the_peak():
+    from zeroplan.engines.deepspeed.passes import passes
     from zeroplan.engines.deepspeed.stage3 import _bound  # the note alone: jobs whose forward is the peak are rare
 
     lower, higher = (Line(Kind.ACTIVATIONS, n_bytes, "some") for n_bytes in (1, 2))

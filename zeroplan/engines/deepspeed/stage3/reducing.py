@@ -87,6 +87,7 @@ def reduce_lines(job: Job, flush: Flush) -> tuple[Line, ...]:
         copied, copy_formula = where(job.n_ranks > 1, flush.fill, 0), product(job.element, flush.fill)
         cast_formula = product(job.kept, flush.fill)
         cast = job.kept * flush.fill if job.kept != job.element else 0  # the whole bucket, of which a share is then kept
+    kind = Kind.REDUCE if is_all_reduced(options, flush) else Kind.TEMPORARY  # whole, it is reduced; else this rank's share
     quantized = job.recipe.deepspeed.zero_quantized_gradients
     if quantized:
         copied, cast = (unless_quantized(job.recipe, job.n_ranks, n_bytes) for n_bytes in (copied, cast))
@@ -94,7 +95,7 @@ def reduce_lines(job: Job, flush: Flush) -> tuple[Line, ...]:
         gradient_line(job, held + flush.arriving, "gradient that does not fit into the bucket"),
         Line(Kind.REDUCE, job.element * copied, "copy of the bucket that is reduce-scattered",
              unless_zero(copied, copy_formula), _SCATTER),
-        Line(Kind.TEMPORARY, cast, "reduced gradients cast to fp32", unless_zero(cast, cast_formula), _CAST),
+        Line(kind, cast, "reduced gradients cast to fp32", unless_zero(cast, cast_formula), _CAST),
         *((_quantized(job, flush),) if quantized else ()),
         *on_the_way(job.recipe, job.buckets, flush, job.n_ranks, kept=job.kept, master=job.master),
     )  # fmt: skip
