@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -38,8 +39,19 @@ _JOBS = (
 )
 
 
+_FEW_BYTES = 1024
+
+
 def _job(**more: object) -> JobSpec:
     return job(**{"model": "gpt2", "gpus": 4, "seq_len": 256, **more})  # type: ignore[arg-type]
+
+
+def _sent(log: Log) -> Counter[str]:
+    """The payload of each kind of collective. [bytes]"""
+    found = Counter[str]()
+    for call in log.calls:
+        found[call.operation] += call.n_bytes
+    return found
 
 
 def _live(log: Log) -> list[int]:
@@ -60,6 +72,17 @@ class TestOfAStep:
         in_steps = max(int(moment.total_bytes) for moment in answer.moments if moment.phase is not Phase.INIT)
         last = next(span.start for span in log.spans if span.step == log.spans[-1].step)
         assert max(_live(log)[last:]) + total_bytes(answer.workspaces) == in_steps
+
+    def test_a_step_sends_what_the_estimate_says(self, choices: dict[str, object]):
+        """The payload of every kind of collective on the ranks that share; DeepSpeed's few numbers beside gradients left out."""
+        one = _job(**choices)
+        steps = STEPS[one.recipe.engine]
+        fewer, more = (_sent(requests_of(one, number)) for number in (steps, steps + 1))
+        expected = Counter[str]()
+        for call in estimate(one).traffic.collectives:
+            if int(call.group) > 1 and int(call.payload_bytes) > _FEW_BYTES:
+                expected[call.operation] += int(call.payload_bytes)
+        assert more - fewer == expected
 
     def test_a_further_step_is_like_the_last(self, choices: dict[str, object]):
         """It ends with as much as the one before, and nothing is released that was not requested."""

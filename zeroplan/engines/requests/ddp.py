@@ -66,6 +66,12 @@ class Step(ModelPass):
                 self.whole.append(one)
                 self.found += 1
 
+    def after_backward(self) -> None:
+        """Each bucket is all-reduced as it fills; here they are noted together, at the end."""
+        if self.last or self.recipe.sync_every_micro_batch:
+            for n_bytes in rebuilt_buckets(self.job.model, self.stored, self.recipe.ddp.bucket_cap_mb):
+                self.log.call("all_reduce", n_bytes, int(self.job.mesh.dp_shard))
+
     def after_step(self) -> None:
         """``zero_grad(set_to_none=True)``."""
         self.log.release(*self.whole)
@@ -81,9 +87,9 @@ def _updated(job: JobSpec, impl: OptimizerImpl, stored: int) -> tuple[LocalTenso
 def requests(job: JobSpec, steps: int) -> Log:
     """What the fullest rank requests and releases from before the first step on."""
     log = Log()
+    log.begin(-1, Phase.INIT)
     one, impl = Step(job, log), implementation_of(job.recipe)
     update = Update(job.recipe.optimizer, impl, one.stored)
-    log.begin(-1, Phase.INIT)
     one.begin()
     tensors = [tensor.shape for tensor in _updated(job, impl, one.stored)]
     update.begin(log, tensors)

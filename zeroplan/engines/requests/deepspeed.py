@@ -105,6 +105,7 @@ class Unpartitioned(Step):
         """``allreduce_no_retain``: buckets are copied, reduced and copied back."""
         for n_elements in all_reduces(self.whole) if self.last else ():
             self.log.request("copy", self.element * n_elements, Kind.REDUCE, "copy of a bucket")
+            self.log.call("all_reduce", self.element * n_elements, self.ranks)
             self.log.release("copy")
 
     def update(self, update: Update) -> None:
@@ -185,6 +186,7 @@ class Partitioned(Step):
             log.request("sums", _FP32 * self.partition, Kind.GRADIENTS, "fp32 gradients of this rank's share")
         log.stream = _REDUCES if self.overlaps else 0
         log.request("copy", self.element * copied_elements(self.plan, tuple(inside)), Kind.REDUCE, "copy of the bucket")
+        log.call("all_reduce", self.element * sum(map(numel, inside)), self.ranks)
         if self.sums_in_fp32:
             log.request("cast", _FP32 * largest, Kind.TEMPORARY, "reduced gradient cast to fp32")
         log.release("copy", "cast")
@@ -260,6 +262,7 @@ class Partitioned(Step):
             log.rename("averaged", "taken") if one and self.element == self.master else log.release("averaged")
         update.step(log, [(share,)])
         log.release("sums")
+        log.call("all_gather", self.element * self.ranks * share, self.ranks)
 
 
 def requests(job: JobSpec, steps: int) -> Log:

@@ -29,12 +29,11 @@ class Unit(NamedTuple):
 class Step(ModelPass):
     """A rank's micro-batches and steps."""
 
-    holds_batch = False
-
     def __init__(self, job: JobSpec, plan: Plan, log: Log) -> None:
         """Take the job's plan."""
         super().__init__(job.model, job.recipe, job.batch, log)
         self.plan, self.n, self.replicas = plan, int(plan.n), job.mesh.dp_replicate
+        self.loop_holds_batch = self.holds_batch = plan.loss_in_loop
         self.outside = self._outside()
         self.units = tuple(self._unit(layer, self.tree.runs[run].parameters) for layer, run in enumerate(self.order))
         self.mixed, self.gathers = plan.width.mixed, self.n > 1
@@ -243,9 +242,9 @@ class Step(ModelPass):
 def requests(job: JobSpec, steps: int) -> Log:
     """What a rank requests and releases from before the first step on."""
     log = Log()
+    log.begin(-1, Phase.INIT)
     plan = make_plan(job.model, job.recipe, job.mesh, job.batch)
     one, update = Step(job, plan, log), Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
-    log.begin(-1, Phase.INIT)
     shards = [elements for unit in one.every_unit for elements in unit.whole]
     for elements in shards:
         log.request("shards", plan.width.stored * elements // one.n, Kind.PARAMETERS, "this rank's chunk of a parameter")

@@ -27,6 +27,8 @@ ENDING = -2
 class ModelPass:
     """One micro-batch on its way through the model and back. An engine overrides what happens between the blocks."""
 
+    loop_holds_batch = False
+    """Whether the training loop holds token ids and labels from one step to the next."""
     holds_batch = True
     """Whether the engine has the token ids until the backward is over; else they go with the embedding's backward."""
 
@@ -120,7 +122,8 @@ class ModelPass:
         log.begin(self.step, Phase.FORWARD)
         self.before_forward()
         log.layer = -1
-        self._lines("batch", self.head.at_embedding)
+        if not log.has("batch"):
+            self._lines("batch", self.head.at_embedding)
         self._lines("tables", self.head.with_blocks)
         log.request(("hidden", -1), self._hidden_bytes, Kind.ACTIVATIONS, "token embeddings")
         self.after_embedding()
@@ -247,7 +250,7 @@ class ModelPass:
         self.before_embedding_backward()
         self._embedding_backward()
         self.after_backward()
-        log.release("output", "batch")
+        log.release("output", *(() if self.loop_holds_batch else ("batch",)))
 
     def _backward_of(self, layer: int, sized: Sized) -> None:
         self._play(layer, sized, forward=False)
