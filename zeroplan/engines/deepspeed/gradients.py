@@ -398,22 +398,27 @@ class _Engine:
 
 
 def copied_elements(plan: Plan, inside: tuple[Placed, ...]) -> int:
-    """Return the elements of the copy in which a bucket, or a gradient too large for it, is reduced. [elements]
+    """Return the elements of the largest copy in which a bucket, or a gradient too large for it, is reduced. [elements]"""
+    return max(copies_of(plan, inside), default=0)
+
+
+def copies_of(plan: Plan, inside: tuple[Placed, ...]) -> Iterator[int]:
+    """Yield the elements of every copy, one after the other. [elements]
 
     Several tensors are laid flat in a copy, a single one is not. Source: ``average_tensor``, ``allreduce_and_scatter``,
     ``buffered_reduce_fallback``.
     """
     if not plan.contiguous:
-        return sum(map(numel, inside)) if len(inside) > 1 else 0
-    if not plan.scatters:
-        return 0
-    most, together, count = 0, 0, 0
-    for elements in _slices(plan, inside):
+        yield from (sum(map(numel, inside)),) if len(inside) > 1 else ()
+        return
+    together, count = 0, 0
+    for elements in _slices(plan, inside) if plan.scatters else ():
         together, count = together + elements, count + 1
-        most = max(most, together if count > 1 else 0)
         if together > plan.bucket_size:
+            yield from (together,) if count > 1 else ()
             together, count = 0, 0
-    return most
+    if count > 1:
+        yield together
 
 
 def _slices(plan: Plan, inside: tuple[Placed, ...]) -> Iterator[int]:

@@ -12,7 +12,7 @@ from zeroplan.engines.deepspeed.flat import (
     touched_elements,
     trained_row,
 )
-from zeroplan.engines.deepspeed.gradients import Plan, copied_elements, numel
+from zeroplan.engines.deepspeed.gradients import Plan, copies_of, numel
 from zeroplan.engines.deepspeed.whole import all_reduces, takes_flat_wrapper
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.requests.log import Log
@@ -146,7 +146,9 @@ class Partitioned(Step):
         self.abandoned()
         log.request("weights", self.element * self.ranks * share, Kind.PARAMETERS, "all weights, flat and padded")
         log.request("master", self.master * share, Kind.OPTIMIZER_STATE, "weights of this rank's share")
-        return Update(self.recipe.optimizer, self.impl, self.master)
+        update = Update(self.recipe.optimizer, self.impl, self.master)
+        update.begin(log, [(share,)])
+        return update
 
     def before_forward(self) -> None:
         """``zero_grad``."""
@@ -185,7 +187,9 @@ class Partitioned(Step):
         if self.sums_in_fp32 and largest and not log.has("sums"):
             log.request("sums", _FP32 * self.partition, Kind.GRADIENTS, "fp32 gradients of this rank's share")
         log.stream = _REDUCES if self.overlaps else 0
-        log.request("copy", self.element * copied_elements(self.plan, tuple(inside)), Kind.REDUCE, "copy of the bucket")
+        for n_elements in copies_of(self.plan, tuple(inside)):
+            log.release("copy")
+            log.request("copy", self.element * n_elements, Kind.REDUCE, "copy of the bucket")
         log.call("all_reduce", self.element * sum(map(numel, inside)), self.ranks)
         if self.sums_in_fp32:
             log.request("cast", _FP32 * largest, Kind.TEMPORARY, "reduced gradient cast to fp32")
@@ -239,10 +243,10 @@ class Partitioned(Step):
         log.release("buckets")
 
     def _average(self) -> None:
-        """``get_flat_partition``: what no bucket has been copied from is copied at the end, gradient by gradient."""
+        """``get_flat_partition``: without a bucket to copy from, what reaches into this rank's share stays where it was made."""
         for each in self.whole.placed:
-            if each.start < self.partition:
-                self.log.request("averaged", self.element * numel(each), Kind.GRADIENTS, "a gradient of this rank's share")
+            if each.start < self.partition and each in self.made:
+                self.log.rename(self.made.pop(each), "averaged")
 
     def update(self, update: Update) -> None:
         """``step``: the norm, gradients laid flat in the optimizer's dtype, the update."""
