@@ -146,11 +146,14 @@ class Estimate:
     def reserved_with(self, settings: AllocatorSettings) -> Band:
         """What it takes with its default settings, or with expandable segments. [bytes]
 
-        A replay of the step's requests where there is one (:mod:`zeroplan.replay`), else what recorded jobs of the engine say.
+        What recorded jobs of the engine say. A replay of the step's requests (:mod:`zeroplan.replay`), where there is one, says the
+        least and the expected; the most stays, since programs on GPUs reserve for more than their steps.
         """
-        if self.replay is not None:
-            return self.replay.band(settings)
-        return _reserved(self.moments, self.job, settings)
+        of_records = _reserved(self.moments, self.job, settings)
+        if self.replay is None:
+            return of_records
+        least, expected, most = self.replay.band(settings)
+        return Band(least, expected, maximum(most, of_records.high_bytes))
 
     def under_pressure(self, settings: AllocatorSettings = "default") -> Band:
         """In how much room the job runs where the card is full, and the allocator gives cached blocks back. [bytes]
