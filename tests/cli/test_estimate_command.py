@@ -488,11 +488,10 @@ def test_every_command_has_help(run: Run, arguments: tuple[str, ...]):
 REPLAYED = ("estimate", "--model", "gpt2", "--gpus", "4", "--seq-len", "256", "--stage", "3", "--gpu", "l4-24gb")
 
 
-def test_a_replay_says_what_is_reserved_and_what_of_it_is_no_use(run: Run):
+def test_a_replay_says_what_is_reserved(run: Run):
     code, out, err = run(*REPLAYED, "--replay")
     assert (code, err) == (0, "")
-    assert "Replayed: the allocator reserves " in out
-    assert "with expandable segments" in out
+    assert "with expandable segments" in " ".join(out.split()).split("Replayed: the allocator reserves ")[1]
     assert "Replayed" in run(*REPLAYED, "--replay", "-v")[1]
     payload = json.loads(run(*REPLAYED, "--replay", "--json")[1])
     for shown in payload["replay"].values():
@@ -501,9 +500,11 @@ def test_a_replay_says_what_is_reserved_and_what_of_it_is_no_use(run: Run):
     assert payload["reserved"]["expected_bytes"] == payload["replay"]["default"]["reserved_bytes"]
 
 
-def test_a_replay_on_a_card_that_is_too_small_says_so(run: Run):
-    batch = ("--micro-batch", "64", "--seq-len", "1024")
-    assert "Replayed with the " in run(*REPLAYED, *batch, "--recompute", "full", "--micro-batch", "40", "--replay")[1]
+def test_a_replay_on_a_card_that_is_nearly_full_says_what_becomes_of_it(run: Run):
+    nearly = ("--seq-len", "1024", "--recompute", "full", "--micro-batch", "32")
+    out = " ".join(run(*REPLAYED, *nearly, "--replay")[1].split())
+    assert "tightly" in out
+    assert "it runs out of memory in the backward, with " in out
 
 
 def test_a_step_is_written_for_viewers_and_never_over_a_file(run: Run, tmp_path: Path):

@@ -20,6 +20,7 @@ from zeroplan.report.words import (
     notes_part,
     paragraphs,
     per_parameter,
+    replay_sentence,
     verdict_sentence,
 )
 from zeroplan.traffic import wire_time
@@ -58,6 +59,7 @@ def _whole(answer: Estimate, notes: Sequence[str], changes: Sequence[Remedy] | N
             [headline(answer), *job_lines(answer)],
             list(_states(answer, table, explain=explain)),
             list(_peak(answer, table, explain=explain)),
+            textwrap.wrap(replay_sentence(answer, table.unit), WIDTH),
             list(_pipeline(answer, table)),
             [table.head("On the card at the peak", "range"), *card_rows(answer, table)],
             list(_communication(answer, table.unit, explain=explain)),

@@ -261,10 +261,11 @@ def replay_sentence(answer: Estimate, unit: Unit) -> str:
     """What the allocator reserves in a replay of the step's requests; empty where there is none."""
     if answer.replay is None:
         return ""
-    default, expandable = (answer.replay.replayed(settings) for settings in SETTINGS)
+    default, expandable = (answer.replay.replayed(settings).reserved_bytes for settings in SETTINGS)
+    beyond = unit.size(default - answer.peak_bytes)
     return (
-        f"Replayed: the allocator reserves {unit.size(default.reserved_bytes)}, of which {unit.size(default.unusable_bytes)} were "
-        f"free and unusable when it last took more; with expandable segments {unit.size(expandable.reserved_bytes)}"
+        f"Replayed: the allocator reserves {unit.size(default)}, {beyond} beyond the peak; with expandable segments "
+        f"{unit.size(expandable)}"
     )
 
 
