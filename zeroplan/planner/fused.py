@@ -10,13 +10,14 @@ from typing import NamedTuple
 from zeroplan.engines.account import Account
 from zeroplan.engines.optimizers import step_counters
 from zeroplan.ledger import Kind, Line, Moment, Phase
-from zeroplan.planner.columns import Highest, highest
+from zeroplan.planner.columns import highest
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ADAM, RecipeSpec
 from zeroplan.steptime import StepTime, stepped
-from zeroplan.timeline import pool_of
+from zeroplan.timeline import own_pools
 from zeroplan.transformer.params import trained_layout
+from zeroplan.weights import Highest
 
 
 class Told(NamedTuple):
@@ -65,6 +66,6 @@ def of_fused(known: Told, model: ModelSpec, recipe: RecipeSpec, cluster: Cluster
     whole = trained_layout(model)
     tensors = len(whole.embeddings) + len(whole.tail) + sum(run.layers * len(run.parameters) for run in whole.runs)
     counters = step_counters(recipe.optimizer, "fused", tensors)
-    pool, n_bytes = pool_of(Kind.OPTIMIZER_STATE, recipe), sum(int(line.n_bytes) for line in counters)
+    pool, n_bytes = own_pools(recipe).get(Kind.OPTIMIZER_STATE, 0), sum(int(line.n_bytes) for line in counters)
     held = known.working.or_of(known.step).beside(n_bytes, pool).or_of(known.without)
     return held, stepped(known.time, (*known.states, *counters), recipe, cluster)

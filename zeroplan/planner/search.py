@@ -16,7 +16,7 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import Needed, engine_module, flattened_through_the_host, flattens_on_the_gpu
 from zeroplan.ledger import Band, Phase, total_bytes
 from zeroplan.numeric import Int, for_each_value
-from zeroplan.planner.columns import Highest, highest
+from zeroplan.planner.columns import highest
 from zeroplan.planner.degrees import degrees_of, scheduled
 from zeroplan.planner.fused import Told, lists_of, of_fused, of_lists
 from zeroplan.planner.rules import Rule, Tally
@@ -28,6 +28,7 @@ from zeroplan.spec.split import shards_of_experts_are_even, widths_of_experts
 from zeroplan.steptime import StepTime, step_time
 from zeroplan.timeline import expected_bytes
 from zeroplan.transformer.params import parameter_count
+from zeroplan.weights import Highest
 
 
 class Found(NamedTuple):

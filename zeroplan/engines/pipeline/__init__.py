@@ -24,13 +24,15 @@ from zeroplan.engines.pipeline.walk import Place, State, gathers, states
 from zeroplan.engines.precisions import compute_of
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, Moment, Phase, Role, Tag
-from zeroplan.numeric import Int, maximum
+from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import SPLIT, Stage, cut, indices_of_rank, stages_per_rank
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.trace import Moments, entry_of
 from zeroplan.transformer.families.halves import SPLIT_BACKWARD, why_not
+from zeroplan.weights import ONE_POOL
 
 RECEIVED = "torch 2.13, torch/distributed/pipelining/stage.py, PipelineStage._setup_forward_recv_info"
 TOKENS = "torch 2.13, torch/distributed/pipelining/schedules.py, _PipelineSchedule.step"
@@ -145,7 +147,7 @@ def _account(
     until_next = _until_next(place, stages[0].hidden_bytes)
     step = Moment("optimizer step", Phase.STEP, (*here.standing, *until_next, *gradients, *_temporaries(recipe, stages)))
     resharded = bool(stages[0].plan.reshard)
-    moments = (*moments_of(here, _states(place, stages[0].plan)), step)
+    moments = Moments((*moments_of(here, _states(place, stages[0].plan)), entry_of(step)))
     return Account(
         states=(*standing, *gradients),
         moments=moments,
@@ -188,11 +190,10 @@ def _until_next(place: Place, hidden_bytes: Int) -> tuple[Line, ...]:
     return (Line(Kind.ACTIVATION_GRADIENTS, count * hidden_bytes, reason, formula, SPLIT_BACKWARD, tag),)
 
 
-def _shown(rank: int, stages: tuple[StagePlan, ...], moments: tuple[Moment, ...]) -> PipelineRank:
-    totals = [moment.total_bytes for moment in moments]
-    if not all(isinstance(total, int) for total in totals):
-        return PipelineRank(rank, "", 0, maximum(0, *totals), "")
-    highest = moments[totals.index(max(totals))]
+def _shown(rank: int, stages: tuple[StagePlan, ...], moments: Moments) -> PipelineRank:
+    if moments.are_columns:
+        return PipelineRank(rank, "", 0, moments.highest(ONE_POOL).peak_bytes, "")
+    highest = moments.peak()
     words = "; ".join(_in_words(one.stage) for one in stages)
     return PipelineRank(rank, words, sum(one.plan.numel for one in stages), highest.total_bytes, highest.name)
 

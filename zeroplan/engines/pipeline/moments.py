@@ -12,11 +12,12 @@ from zeroplan.engines.pipeline.reducing import reducing
 from zeroplan.engines.pipeline.waiting import Rank, most_waits
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Line, Moment
+from zeroplan.trace import Entry, entry_of
 
-Maker = Callable[[Rank, State, tuple[Line, ...]], Iterable[Moment]]
+Maker = Callable[[Rank, State, tuple[Line, ...]], Iterable[Moment | Entry]]
 
 
-def moments_of(rank: Rank, states: tuple[State, ...]) -> Iterator[Moment]:
+def moments_of(rank: Rank, states: tuple[State, ...]) -> Iterator[Entry]:
     """Every moment of a step at which the rank's memory can be highest, its optimizer's step left out."""
     makers: dict[str, Maker] = {"forward": forward, "backward": backward, "reducing": reducing}
     if any(state.between for state in states):
@@ -24,4 +25,5 @@ def moments_of(rank: Rank, states: tuple[State, ...]) -> Iterator[Moment]:
 
         makers |= {"input": first_half, "weights": second_half}
     for state, waiting in most_waits(rank, states):
-        yield from makers[state.kind](rank, state, waiting)
+        for made in makers[state.kind](rank, state, waiting):
+            yield made if isinstance(made, Entry) else entry_of(made)

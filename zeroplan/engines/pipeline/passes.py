@@ -23,20 +23,20 @@ from zeroplan.engines.pipeline.lines import (
 from zeroplan.engines.pipeline.waiting import Rank, waiting_lines
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
-from zeroplan.ledger import Line, Moment, Phase, Role
-from zeroplan.trace import Trace
+from zeroplan.ledger import Line, Phase, Role
+from zeroplan.trace import Entry, Trace
 from zeroplan.transformer.blocks import At, BlockPass
 from zeroplan.transformer.families.norms import AT_MLP_NORM
 
 
-def forward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Moment, ...]:
+def forward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Entry, ...]:
     """Every moment of a forward at which memory can be highest; ``waiting`` is what belongs to no stage's pass."""
     one = StagePass(rank, state, waiting)
     one.forward_through()
     return one.trace.finished()
 
 
-def backward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Moment, ...]:
+def backward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Entry, ...]:
     """The same of a backward."""
     one = StagePass(rank, state, waiting)
     one.backward_through()

@@ -1,0 +1,116 @@
+"""What lines come to, pool by pool of the caching allocator: sums of ints, and of columns by their shape.
+
+A figure that holds for a whole row or column of layouts is added up as such; the grid is met only in the end.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import Int, maximum
+
+Pools: TypeAlias = Mapping[Kind, int]
+"""The kinds that are not in the pool of the stream that computes, which is pool 0, each with the number of its pool."""
+#: The caching allocator has one pool for each stream; engines use these, by their numbers.
+POOLS = ("compute", "gather", "reduce")
+#: Everything is on one stream.
+ONE_POOL: Pools = {}
+
+Weight: TypeAlias = Sequence[Int] | dict[tuple[int, tuple[int, ...]], Int]
+"""Bytes in each pool; where some are columns, the sums by pool and shape."""
+
+
+class Highest(NamedTuple):
+    """The peak of moments, and what their blocks come to in each pool of the allocator. [bytes]"""
+
+    peak_bytes: Int
+    pools: tuple[Int, ...]
+    """What each pool of the allocator holds at most in a step, by its number."""
+
+    @property
+    def streams_bytes(self) -> Int:
+        """The sum of what each pool holds at most, since blocks are used again within a pool alone."""
+        return summed(self.pools)
+
+    def beside(self, n_bytes: Int, pool: int) -> "Highest":
+        """The same where so much more lies in a pool at every moment."""
+        pools = tuple([held + n_bytes if at == pool else held for at, held in enumerate(self.pools)])
+        return Highest(self.peak_bytes + n_bytes, pools)
+
+    def or_of(self, other: "Highest") -> "Highest":
+        """The higher of both, of the peak and of every pool."""
+        pools = tuple([maximum(*both) for both in zip(self.pools, other.pools, strict=True)])
+        return Highest(maximum(self.peak_bytes, other.peak_bytes), pools)
+
+
+#: Of no moment.
+EMPTY = Highest(0, (0,) * len(POOLS))
+
+
+def weigh(lines: Iterable[Line], pools: Pools) -> Weight:
+    """Add lines up. [bytes]
+
+    >>> weigh((Line(Kind.GATHER, 3, ""), Line(Kind.PARAMETERS, 4, ""), Line(Kind.GRADIENTS, 5, "")), {Kind.GATHER: 1})
+    [9, 3, 0]
+    """
+    ints: list[Int] = [0] * len(POOLS)
+    columns: dict[tuple[int, tuple[int, ...]], Int] = {}
+    for line in lines:
+        n_bytes, pool = line.n_bytes, pools.get(line.kind, 0)
+        if isinstance(n_bytes, int):
+            ints[pool] = ints[pool] + n_bytes
+        else:
+            key = pool, n_bytes.shape
+            columns[key] = columns[key] + n_bytes if key in columns else n_bytes
+    if not columns:
+        return ints
+    return columns | {(pool, ()): n_bytes for pool, n_bytes in enumerate(ints) if not isinstance(n_bytes, int) or n_bytes}
+
+
+def together(weights: Iterable[Weight]) -> Weight:
+    """Add weights up. [bytes]"""
+    ints: list[Int] = [0] * len(POOLS)
+    columns: dict[tuple[int, tuple[int, ...]], Int] = {}
+    for weight in weights:
+        if isinstance(weight, dict):
+            for key, n_bytes in weight.items():
+                columns[key] = columns[key] + n_bytes if key in columns else n_bytes
+        else:
+            ints = [ints[0] + weight[0], ints[1] + weight[1], ints[2] + weight[2]]
+    if not columns:
+        return ints
+    for pool, n_bytes in enumerate(ints):
+        columns[pool, ()] = columns.get((pool, ()), 0) + n_bytes
+    return columns
+
+
+def in_pools(weight: Weight) -> tuple[Int, ...]:
+    """What each pool holds. [bytes]"""
+    if not isinstance(weight, dict):
+        return tuple(weight)
+    return tuple([summed([n_bytes for (at, _), n_bytes in weight.items() if at == pool]) for pool in range(len(POOLS))])
+
+
+def total(weight: Weight) -> Int:
+    """What all pools hold together. [bytes]"""
+    return summed(weight.values()) if isinstance(weight, dict) else weight[0] + weight[1] + weight[2]
+
+
+def summed(values: Iterable[Int]) -> Int:
+    """Sum of ints and of columns that broadcast: those of one shape first, the smaller ones before the larger.
+
+    >>> summed((1, 2, 3))
+    6
+    """
+    of_ints: Int = 0
+    by_shape: dict[tuple[int, ...], Int] = {}
+    for value in values:
+        if isinstance(value, int):
+            of_ints = of_ints + value
+        else:
+            shape = value.shape
+            by_shape[shape] = by_shape[shape] + value if shape in by_shape else value
+    for shape in sorted(by_shape, key=math.prod):
+        of_ints = of_ints + by_shape[shape]
+    return of_ints
