@@ -1,5 +1,6 @@
 """How much memory does one GPU need for this job, when, why, and does it fit? The one call that everything above makes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -69,7 +70,7 @@ class Estimate:
     """Those that one token uses."""
     states: tuple[Line, ...]
     """Parameters, gradients and optimizer state as the engine keeps them."""
-    engine_moments: tuple[Moment, ...]
+    engine_moments: Sequence[Moment]
     """Every named moment of the step with the engine's own lines."""
     workspaces: tuple[Line, ...]
     """What libraries hold at all of them."""

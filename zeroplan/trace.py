@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, overload
 
 from zeroplan.ledger import Line, Moment, Phase, total_bytes
-from zeroplan.weights import EMPTY, ONE_POOL, Highest, Pools, Weight, in_pools, summed, together, total, weigh
+from zeroplan.weights import EMPTY, Highest, Pools, Weight, in_pools, summed, together, total, weigh
 
 
 class Inside:
@@ -129,10 +129,9 @@ class Moments(Sequence[Moment]):
         for entry in self.entries:
             size = 0
             for lines in entry.alive:
-                known = sizes.get(id(lines))
-                if known is None:
-                    known = sizes[id(lines)] = total_bytes(lines)  # type: ignore[assignment]  # of one job
-                size += known
+                if id(lines) not in sizes:
+                    sizes[id(lines)] = total_bytes(lines)  # type: ignore[assignment]  # of one job
+                size += sizes[id(lines)]
             most = size + max(entry.inside.totals) if entry.inside is not None else size
             if most > highest:
                 best, highest = entry, most
@@ -141,24 +140,31 @@ class Moments(Sequence[Moment]):
         return tuple(best.moments())[at]
 
     def highest(self, pools: Pools) -> Highest:
-        """The peak, and the most in each pool outside the initialisation; ints or columns. [bytes]"""
-        weights: dict[int, Weight] = {}
-        found = EMPTY
-        for entry in self.entries:
-            for lines in entry.alive:
-                if id(lines) not in weights:
-                    weights[id(lines)] = weigh(lines, pools)
-            weight = together([weights[id(lines)] for lines in entry.alive])
-            found = found.or_of(_highest(weight) if entry.inside is None else _beside(entry.inside.highest(pools), weight))
-        return found
+        """The peak, and the most in each pool; ints or columns. [bytes]"""
+        return highest_of(self.entries, pools)
 
 
-def _beside(inside: Highest, weight: Weight) -> Highest:
+def highest_of(entries: Iterable[Entry], pools: Pools) -> Highest:
+    """The peak of what was written down, and the most in each pool; ints or columns. [bytes]"""
+    weights: dict[int, Weight] = {}
+    found = EMPTY
+    for entry in entries:
+        for lines in entry.alive:
+            if id(lines) not in weights:
+                weights[id(lines)] = weigh(lines, pools)
+        weight = together([weights[id(lines)] for lines in entry.alive])
+        found = found.or_of(_highest(weight) if entry.inside is None else beside(entry.inside.highest(pools), weight))
+    return found
+
+
+def beside(inside: Highest, weight: Weight) -> Highest:
     """The same beside other lines."""
     if not isinstance(weight, dict):
-        return Highest(inside.peak_bytes + total(weight), tuple([one + more for one, more in zip(inside.pools, weight, strict=True)]))
+        pools = [one + more for one, more in zip(inside.pools, weight, strict=True)]
+        return Highest(inside.peak_bytes + total(weight), tuple(pools))
     pools = [
-        summed([more, *(n_bytes for (at, _), n_bytes in weight.items() if at == pool)]) for pool, more in enumerate(inside.pools)
+        summed([more, *(n_bytes for (at, _), n_bytes in weight.items() if at == pool)])
+        for pool, more in enumerate(inside.pools)
     ]
     return Highest(summed([inside.peak_bytes, *weight.values()]), tuple(pools))
 
@@ -243,6 +249,11 @@ class Trace:
     def has(self, key: Hashable) -> bool:
         """Whether a key holds anything."""
         return key in self._alive
+
+    @property
+    def written(self) -> int:
+        """How many entries have been written down so far."""
+        return len(self._entries)
 
     def finished(self) -> tuple[Entry, ...]:
         """Every moment, the last one included."""

@@ -19,11 +19,17 @@ Maker = Callable[[Rank, State, tuple[Line, ...]], Iterable[Moment | Entry]]
 
 def moments_of(rank: Rank, states: tuple[State, ...]) -> Iterator[Entry]:
     """Every moment of a step at which the rank's memory can be highest, its optimizer's step left out."""
-    makers: dict[str, Maker] = {"forward": forward, "backward": backward, "reducing": reducing}
-    if any(state.between for state in states):
-        from zeroplan.engines.pipeline.halves import first_half, second_half  # noqa: PLC0415  the other schedules' answers need not wait
-
-        makers |= {"input": first_half, "weights": second_half}
+    makers = makers_of(splits=any(state.between for state in states))
     for state, waiting in most_waits(rank, states):
         for made in makers[state.kind](rank, state, waiting):
             yield made if isinstance(made, Entry) else entry_of(made)
+
+
+def makers_of(*, splits: bool) -> dict[str, Maker]:
+    """What makes the moments of each kind of pass; ``splits`` says that backwards are taken in two halves."""
+    makers: dict[str, Maker] = {"forward": forward, "backward": backward, "reducing": reducing}
+    if splits:
+        from zeroplan.engines.pipeline.halves import first_half, second_half  # noqa: PLC0415  the other schedules' answers need not wait
+
+        makers |= {"input": first_half, "weights": second_half}
+    return makers

@@ -60,6 +60,8 @@ class StagePass(MicroBatch):
         """Take the rank's stage whose pass it is."""
         self.rank, self.state, self.stage = rank, state, rank.stages[state.chunk]
         self.whole, self.earlier = state.whole[state.chunk], bool(state.earlier[state.chunk])
+        self.output_made: int | None = None
+        """How many moments come before the loss is made, in the last stage's forward."""
         super().__init__(self.stage.plan._replace(several=state.earlier[state.chunk]), Trace(), rank.units[state.chunk])
         self.trace.hold("waiting", *waiting)
 
@@ -123,7 +125,8 @@ class StagePass(MicroBatch):
     def _head_and_loss(self) -> None:
         """The head makes logits within the stage's forward, in which the last block's buffer is parked. The loss comes after it."""
         plan, trace = self.plan, self.trace
-        trace.shrink("waiting", *waiting_lines(self.rank, _only_in_flight(self.state)))
+        trace.shrink("waiting", *waiting_lines(self.rank, only_in_flight(self.state)))
+        self.output_made = trace.written
         layers = self._after_all()
         trace.shrink("still unsharded", _unsharded(plan, layers))
         self.keep(plan.every_layer, every=True)
@@ -236,7 +239,7 @@ def _unsharded(plan: Plan, layers: tuple[int, ...]) -> Line:
     return unsharded_parameters(plan, layers, "this stage's parameters, unsharded", root=False)
 
 
-def _only_in_flight(state: State) -> State:
+def only_in_flight(state: State) -> State:
     """When the loss is made, the name of the output before is already the new one's."""
     outputs = tuple(min(flying, count) if at == state.chunk else count
                     for at, (flying, count) in enumerate(zip(state.flying, state.outputs, strict=True)))  # fmt: skip

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from zeroplan.errors import SpecError
 from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line, Module, OffGpu, Tag
+from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
@@ -190,7 +191,11 @@ def _of(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Rec
     structure = structure_of(model, kind, compute, x, recompute, masked=masked)
     values = values_of(model, x, compute.tp if structure.sharded else 1)
     again = recompute if structure.recompute == "none" else structure.recompute
-    return pass_of(Sizes(_plan(structure, run_again=again != "none"), values), autocast=structure.autocast, recompute=again)
+    plan = _plan(structure, run_again=again != "none")
+    return recalled(
+        lambda: (pass_of, plan, again, *map(as_key, values.values())),
+        lambda: pass_of(Sizes(plan, values), autocast=structure.autocast, recompute=again),
+    )
 
 
 def structure_of(
