@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, overload
 
 from zeroplan.ledger import Line, Moment, Phase, total_bytes
-from zeroplan.weights import EMPTY, Highest, Pools, Weight, in_pools, summed, together, total, weigh
+from zeroplan.weights import EMPTY, Highest, Pools, Weight, most, summed, together, total, weigh
 
 
 class Inside:
@@ -33,14 +33,8 @@ class Inside:
     def highest(self, pools: Pools) -> Highest:
         """The most of them, and the most in each pool; an engine's pools are always the same. [bytes]"""
         if self._highest is None:
-            self._highest = EMPTY
-            for _, lines in self.points:
-                self._highest = self._highest.or_of(_highest(weigh(lines, pools)))
+            self._highest = most(weigh(lines, pools) for _, lines in self.points)
         return self._highest
-
-
-def _highest(weight: Weight) -> Highest:
-    return Highest(total(weight), in_pools(weight))
 
 
 class Entry(NamedTuple):
@@ -147,14 +141,18 @@ class Moments(Sequence[Moment]):
 def highest_of(entries: Iterable[Entry], pools: Pools) -> Highest:
     """The peak of what was written down, and the most in each pool; ints or columns. [bytes]"""
     weights: dict[int, Weight] = {}
+    single: list[Weight] = []
     found = EMPTY
     for entry in entries:
         for lines in entry.alive:
             if id(lines) not in weights:
                 weights[id(lines)] = weigh(lines, pools)
         weight = together([weights[id(lines)] for lines in entry.alive])
-        found = found.or_of(_highest(weight) if entry.inside is None else beside(entry.inside.highest(pools), weight))
-    return found
+        if entry.inside is None:
+            single.append(weight)
+        else:
+            found = found.or_of(beside(entry.inside.highest(pools), weight))
+    return found.or_of(most(single))
 
 
 def beside(inside: Highest, weight: Weight) -> Highest:

@@ -40,6 +40,8 @@ class Highest(NamedTuple):
 
     def or_of(self, other: "Highest") -> "Highest":
         """The higher of both, of the peak and of every pool."""
+        if isinstance(self.peak_bytes, int) and isinstance(other.peak_bytes, int):
+            return Highest(max(self.peak_bytes, other.peak_bytes), tuple(map(max, self.pools, other.pools)))
         pools = tuple([maximum(*both) for both in zip(self.pools, other.pools, strict=True)])
         return Highest(maximum(self.peak_bytes, other.peak_bytes), pools)
 
@@ -54,12 +56,12 @@ def weigh(lines: Iterable[Line], pools: Pools) -> Weight:
     >>> weigh((Line(Kind.GATHER, 3, ""), Line(Kind.PARAMETERS, 4, ""), Line(Kind.GRADIENTS, 5, "")), {Kind.GATHER: 1})
     [9, 3, 0]
     """
-    ints: list[Int] = [0] * len(POOLS)
+    ints: list[Int] = [0, 0, 0]
     columns: dict[tuple[int, tuple[int, ...]], Int] = {}
     for line in lines:
-        n_bytes, pool = line.n_bytes, pools.get(line.kind, 0)
+        n_bytes, pool = line[1], pools.get(line[0], 0)  # by their places, which is quicker than by name
         if isinstance(n_bytes, int):
-            ints[pool] = ints[pool] + n_bytes
+            ints[pool] += n_bytes
         else:
             key = pool, n_bytes.shape
             columns[key] = columns[key] + n_bytes if key in columns else n_bytes
@@ -95,6 +97,23 @@ def in_pools(weight: Weight) -> tuple[Int, ...]:
 def total(weight: Weight) -> Int:
     """What all pools hold together. [bytes]"""
     return summed(weight.values()) if isinstance(weight, dict) else weight[0] + weight[1] + weight[2]
+
+
+def most(weights: Iterable[Weight]) -> Highest:
+    """The highest of them, and the most in each pool. [bytes]"""
+    highest: Int = 0
+    computing: Int = 0
+    gather: Int = 0
+    reduce: Int = 0
+    found = EMPTY
+    for weight in weights:
+        if isinstance(weight, dict):
+            found = found.or_of(Highest(total(weight), in_pools(weight)))
+            continue
+        one, two, three = weight
+        computing, gather, reduce = maximum(computing, one), maximum(gather, two), maximum(reduce, three)
+        highest = maximum(highest, one + two + three)
+    return found.or_of(Highest(highest, (computing, gather, reduce)))
 
 
 def summed(values: Iterable[Int]) -> Int:

@@ -276,16 +276,16 @@ def _needed(found: Highest, recipe: RecipeSpec, base: JobSpec) -> Needed:
 def _one_by_one(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None, ranks: "Weigher") -> Found:
     """The same, layout by layout: of a pipeline the order of a schedule depends on its numbers."""
     from zeroplan.engines.pipeline import ranks_in_question  # noqa: PLC0415  only pipelines need it
+    from zeroplan.engines.pipeline.weighed import fullest  # noqa: PLC0415  as above
 
     least, comfortable, seconds = np.zeros(grid.layouts, np.int64), np.zeros(grid.layouts, np.int64), np.zeros(grid.layouts)
     card = outside_column(grid, base.cluster.gpu)[0, 0]
     for at in range(grid.layouts):
         batch = grid.numbers_at(at)
-        every = [ranks.rank(rank, batch) for rank in ranks_in_question(recipe, grid.pp)]
-        fullest = max(every, key=lambda rank: rank.peak_bytes)  # the first of equals
-        needs = _needed(fullest.highest, recipe, base)
+        rank = fullest(ranks.rank(rank, batch) for rank in ranks_in_question(recipe, grid.pp))
+        needs = _needed(rank.highest, recipe, base)
         least[at], comfortable[at] = needs.least_bytes + card, needs.comfortable_bytes + card
-        time = step_time(fullest.account_of_time(), base.model, recipe, ranks.mesh, batch, base.cluster, mfu=mfu)
+        time = step_time(rank.account_of_time(), base.model, recipe, ranks.mesh, batch, base.cluster, mfu=mfu)
         seconds[at] = float(time.seconds)
     return Found(recipe, grid, least, comfortable, seconds)
 

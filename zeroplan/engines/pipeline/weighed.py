@@ -4,15 +4,17 @@ A pass through a stage takes the same whatever waits on the rank meanwhile. So e
 what waits is added to its highest moment. The lines of the same moments are those of :func:`~zeroplan.engines.pipeline.accounts`.
 """
 
+import sys
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from zeroplan.engines.account import Account
 from zeroplan.engines.fsdp2.runtime import Units
 from zeroplan.engines.optimizers import step_temporary_lines
 from zeroplan.engines.pipeline import account_of_time, arranged, cut_lines, received_lines, states_for, until_next
+from zeroplan.engines.pipeline.bounds import Bounds, bounds_of
 from zeroplan.engines.pipeline.gradients import as_made
 from zeroplan.engines.pipeline.moments import makers_of
 from zeroplan.engines.pipeline.passes import StagePass, only_in_flight
@@ -53,6 +55,11 @@ class Worked:
         self.standing = weigh(inner.persistent, pools)
         shards = inner.gradient_shards(inner.every_layer, "after backward", inner.trained_outside)
         self.reduced = weigh((shards,), pools)
+
+    @cached_property
+    def bounds(self) -> Bounds | None:
+        """What passes take at the most, where that is simple."""
+        return bounds_of(self.stage, self.sizes, int(self.as_made))
 
     def taken(self, state: State) -> Pass:
         """What the pass of a state takes through this stage, which is one of those that the state tells of."""
@@ -132,26 +139,54 @@ class WeighedRank:
         self.waiting = in_pools(together([self.standing, passing]))
         self.states = states_for(self.place, self.plans[0].plan)
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         """The most that its tensors take, library workspaces left out."""
-        return int(self.highest.peak_bytes)
-
-    def exceeds(self, n_bytes: int) -> bool:
-        """Whether its peak is above so many bytes; what waits says so soon."""
-        return any(total(self._waits(state)) > n_bytes for state in self.states) or self.peak_bytes > n_bytes
+        return int(self._highest(pools=False).peak_bytes)
 
     @cached_property
     def highest(self) -> Highest:
         """The peak, and the most in each pool."""
-        found = _highest(self._at_the_step())
+        return self._highest(pools=True)
+
+    @cached_property
+    def _at_most(self) -> list[tuple[State, Weight, Weight | None]]:
+        """Of every kind of pass the state in which most waits, what that is, and a bound of all that is alive then."""
+        found = list[tuple[State, Weight, Weight | None]]()
         for state in self._most():
+            bounds, waits = self.worked[state.chunk].bounds, self._waits(state)
+            most = None if bounds is None else bounds.of(state)
+            found.append((state, waits, None if most is None else together([most, waits])))
+        return found
+
+    @cached_property
+    def bound_bytes(self) -> int | None:
+        """What the peak is not above; None where that takes as long as the peak itself. [bytes]"""
+        most = [total(bound) for _, _, bound in self._at_most if bound is not None]
+        return int(max(*most, total(self._at_the_step))) if len(most) == len(self._at_most) else None
+
+    def exceeds(self, n_bytes: int) -> bool:
+        """Whether its peak is above so many bytes; what waits, or a bound, says so soon."""
+        if "peak_bytes" not in self.__dict__:
+            if any(total(waits) > n_bytes for _, waits, _ in self._at_most):
+                return True
+            if self.bound_bytes is not None and self.bound_bytes <= n_bytes:
+                return False
+        return self.peak_bytes > n_bytes
+
+    def _highest(self, *, pools: bool) -> Highest:
+        """The same, of the pools only where they are asked for; passes that cannot be above others are left out."""
+        found = _highest(self._at_the_step)
+        for state, waits, most in sorted(self._at_most, key=_most_first):
+            if most is not None and _is_below(most, found, pools=pools):
+                continue
             taken = self.worked[state.chunk].taken(state)
-            found = found.or_of(beside(taken.highest, self._waits(state)))
+            found = found.or_of(beside(taken.highest, waits))
             if taken.at_the_loss is not None:
                 found = found.or_of(beside(taken.at_the_loss, self._waits(only_in_flight(state))))
         return found
 
+    @cached_property
     def _at_the_step(self) -> Weight:
         """What is there when the optimizer steps."""
         recipe, plan, pools = self.of.here.recipe, self.plans[0].plan, self.of.pools
@@ -160,7 +195,7 @@ class WeighedRank:
         left = until_next(self.place, self.plans[0].hidden_bytes)
         return together([self.standing, *[one.reduced for one in self.worked], weigh((*made, *left), pools)])
 
-    def _most(self) -> Iterable[State]:
+    def _most(self) -> list[State]:
         """Of the states in which a pass takes the same those in which most waits."""
         highest: dict[object, tuple[int, State]] = {}
         for state in self.states:
@@ -196,6 +231,33 @@ class WeighedRank:
     def account_of_time(self) -> Account:
         """What its step's time follows from."""
         return account_of_time(self.plans, self.place, self.of.mesh, self.batch, self.of.here.model)
+
+
+def fullest(ranks: Iterable[WeighedRank]) -> WeighedRank:
+    """The rank whose peak is the highest, the first of equals; of the others no more is worked out than that takes."""
+    every = list(ranks)
+    best: WeighedRank | None = None
+    for rank in sorted(every, key=lambda rank: -(rank.bound_bytes or sys.maxsize)):
+        if best is None:
+            best = rank
+            continue
+        is_before = every.index(rank) < every.index(best)
+        if rank.bound_bytes is not None and rank.bound_bytes < best.peak_bytes + (not is_before):
+            continue
+        if rank.peak_bytes > best.peak_bytes or (is_before and rank.peak_bytes == best.peak_bytes):
+            best = rank
+    return cast("WeighedRank", best)
+
+
+def _most_first(one: tuple[State, Weight, Weight | None]) -> int:
+    """What no bound is known of first, then the highest bound."""
+    return -sys.maxsize if one[2] is None else -int(total(one[2]))
+
+
+def _is_below(most: Weight, found: Highest, *, pools: bool) -> bool:
+    """Whether no moment is above what has been found, nor in any pool where these are asked for."""
+    below = bool(total(most) <= found.peak_bytes)
+    return below and (not pools or all(one <= held for one, held in zip(in_pools(most), found.pools, strict=True)))
 
 
 def _highest(weight: Weight) -> Highest:
