@@ -17,8 +17,8 @@ from zeroplan.weights import EMPTY, Highest, Pools, Weight, most, summed, togeth
 class Inside:
     """Moments that follow each other beside the same lines, such as the points of a block's backward."""
 
-    def __init__(self, points: Iterable[tuple[str, tuple[Line, ...]]]) -> None:
-        """Take the name of each, and what is alive of it beside those lines."""
+    def __init__(self, points: Iterable[tuple[str, tuple[tuple[Line, ...], ...]]]) -> None:
+        """Take the name of each, and what is alive of it beside those lines, in parts."""
         self.points = tuple(points)
         self._highest: Highest | None = None
         self._totals: list[int] = []
@@ -27,13 +27,13 @@ class Inside:
     def totals(self) -> list[int]:
         """What each of them has; ints, not columns. [bytes]"""
         if not self._totals:
-            self._totals = [total_bytes(lines) for _, lines in self.points]  # type: ignore[misc]  # of one job
+            self._totals = [sum(map(total_bytes, parts)) for _, parts in self.points]  # type: ignore[arg-type]  # of one job
         return self._totals
 
     def highest(self, pools: Pools) -> Highest:
         """The most of them, and the most in each pool; an engine's pools are always the same. [bytes]"""
         if self._highest is None:
-            self._highest = most(weigh(lines, pools) for _, lines in self.points)
+            self._highest = most(together([weigh(lines, pools) for lines in parts]) for _, parts in self.points)
         return self._highest
 
 
@@ -54,8 +54,9 @@ class Entry(NamedTuple):
         if self.inside is None:
             yield Moment(self.name, self.phase, alive, self.of_forward)
             return
-        for name, lines in self.inside.points:
-            yield Moment(f"{self.name}: {name}", self.phase, alive + lines, self.of_forward)
+        for name, parts in self.inside.points:
+            lines = (*alive, *(line for part in parts for line in part))
+            yield Moment(f"{self.name}: {name}", self.phase, lines, self.of_forward)
 
 
 def entry_of(moment: Moment) -> Entry:
@@ -113,7 +114,8 @@ class Moments(Sequence[Moment]):
     def are_columns(self) -> bool:
         """Whether sizes are columns, not ints."""
         every = (line for entry in self.entries for lines in entry.alive for line in lines)
-        inside = (line for entry in self.entries if entry.inside for _, lines in entry.inside.points for line in lines)
+        points = [point for entry in self.entries if entry.inside for point in entry.inside.points]
+        inside = (line for _, parts in points for lines in parts for line in lines)
         return not all(isinstance(line.n_bytes, int) for line in (*every, *inside))
 
     def peak(self) -> Moment:

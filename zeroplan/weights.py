@@ -5,6 +5,7 @@ A figure that holds for a whole row or column of layouts is added up as such; th
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from zeroplan.ledger import Kind, Line
@@ -19,6 +20,9 @@ ONE_POOL: Pools = {}
 
 Weight: TypeAlias = Sequence[Int] | dict[tuple[int, tuple[int, ...]], Int]
 """Bytes in each pool; where some are columns, the sums by pool and shape."""
+
+
+_kind, _n_bytes = attrgetter("kind"), attrgetter("n_bytes")
 
 
 class Highest(NamedTuple):
@@ -50,12 +54,16 @@ class Highest(NamedTuple):
 EMPTY = Highest(0, (0,) * len(POOLS))
 
 
-def weigh(lines: Iterable[Line], pools: Pools) -> Weight:
+def weigh(lines: Sequence[Line], pools: Pools) -> Weight:
     """Add lines up. [bytes]
 
     >>> weigh((Line(Kind.GATHER, 3, ""), Line(Kind.PARAMETERS, 4, ""), Line(Kind.GRADIENTS, 5, "")), {Kind.GATHER: 1})
     [9, 3, 0]
     """
+    if lines and isinstance(lines[0][1], int) and isinstance(lines[-1][1], int) and pools.keys().isdisjoint(map(_kind, lines)):
+        at_once: Int = sum(map(_n_bytes, lines))
+        if isinstance(at_once, int):
+            return [at_once, 0, 0]
     ints: list[Int] = [0, 0, 0]
     columns: dict[tuple[int, tuple[int, ...]], Int] = {}
     for line in lines:
@@ -111,8 +119,13 @@ def most(weights: Iterable[Weight]) -> Highest:
             found = found.or_of(Highest(total(weight), in_pools(weight)))
             continue
         one, two, three = weight
-        computing, gather, reduce = maximum(computing, one), maximum(gather, two), maximum(reduce, three)
         highest = maximum(highest, one + two + three)
+        if one != computing:
+            computing = maximum(computing, one)
+        if two != gather:
+            gather = maximum(gather, two)
+        if three != reduce:
+            reduce = maximum(reduce, three)
     return found.or_of(Highest(highest, (computing, gather, reduce)))
 
 

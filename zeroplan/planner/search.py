@@ -1,6 +1,8 @@
 """Memory and step time of every layout: one pass of the same formulas per structure, over columns."""
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,8 +68,20 @@ def search(base: JobSpec, fixed: Fixed, *, mfu: float | None = None, unsaid: Uns
 
     Offload, which costs time, is looked at where nothing fits without it, or where it is asked for.
     """
-    with remembering():
+    with remembering(), _nothing_collected():
         return _search(base, fixed, mfu, unsaid)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Look for no garbage meanwhile: nearly all that a search makes is remembered until it ends."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _search(base: JobSpec, fixed: Fixed, mfu: float | None, unsaid: Unsaid | None) -> Searched:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from zeroplan.expr import Values
 from zeroplan.ledger import Kind, Line
+from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
@@ -60,6 +61,16 @@ def head_pass(
     accelerate does. Leaves out: dropout after the embedding, the loss itself and the sum of label
     weights (4 bytes each).
     """
+    numbers = batch.micro_batch_size, batch.seq_len
+    return recalled(
+        lambda: (head_pass, model, compute, *map(as_key, numbers), recomputed, loss, fp32_output),
+        lambda: _made(model, compute, batch, loss, recomputed=recomputed, fp32_output=fp32_output),
+    )
+
+
+def _made(
+    model: ModelSpec, compute: Compute, batch: Batch, loss: Loss, *, recomputed: bool, fp32_output: bool
+) -> HeadPass:  # fmt: skip
     if model.profile is not None:
         from zeroplan.transformer.profiled import profile_of, profiled_head  # noqa: PLC0415  only a profile pays for it
 

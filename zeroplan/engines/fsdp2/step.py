@@ -217,10 +217,10 @@ class MicroBatch:
             self._inside[kind] = Inside(self.made_inside(position))
         return self._inside[kind]
 
-    def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[Line, ...]]]:
+    def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
         """The same, made anew."""
         for point in self.plan.passes[position.run].points:
-            yield point.name, (*point.lines, outside.made_in_a_block(self.plan, point))
+            yield point.name, (point.lines, (outside.made_in_a_block(self.plan, point),))
 
     def flows_in(self, position: Position) -> tuple[Line, ...]:  # noqa: ARG002  a stage needs it
         """The gradient that comes in at a block's end."""

@@ -26,6 +26,8 @@ class Bounds(NamedTuple):
     """The same of its reduction."""
     gathers: int
     """What gathers can hold, where the stage is not whole yet."""
+    in_turn: int
+    """The same of a forward that finds what is outside the blocks unsharded."""
     gradients: int
     """Of earlier micro-batches."""
     fresh: int
@@ -39,7 +41,7 @@ class Bounds(NamedTuple):
         earlier = (self.gradients if state.earlier[at] else 0) + (self.fresh if state.fresh and state.fresh[at] else 0)
         gathers = 0 if state.whole[at] and not state.begins else self.gathers
         if state.kind == "forward":
-            return self.forward + earlier, gathers, 0
+            return self.forward + earlier, gathers if state.begins else min(gathers, self.in_turn), 0
         if state.kind == "backward":
             return self.backward + max(earlier, self.gradients), gathers, 0
         return (self.reducing + max(earlier, self.fresh), 0, self.shards) if state.kind == "reducing" else None
@@ -51,14 +53,16 @@ def bounds_of(stage: StagePlan, sizes: Sizes, fresh: int) -> Bounds | None:
     if plan.has_experts_apart or plan.of_torch_2_15 or not isinstance(plan.reshard, bool) or plan.recipe.offloads:
         return None
     width, groups = plan.width.compute, (plan.root, *plan.blocks)
-    alone = 2 * max(group.alone for group in groups)
-    gathers = width * (alone + 3 * max(int(group.padded) for group in groups))
+    alone = 0 if plan.gathers else 2 * max(group.alone for group in groups)
+    shard = max(int(group.shard) for group in groups)
+    gathers = width * (alone + shard + 2 * max(int(group.padded) for group in groups))
     staying = int(sizes.unsharded) + total_bytes((*plan.head.shared, *plan.head.forward, *plan.head.first_input))
     return Bounds(
         int(staying + _forward(stage)),
         int(staying + _backward(stage)),
         int(sizes.unsharded) + _reducing(stage),
         int(gathers),
+        int(width * (alone + 2 * max(int(group.padded) for group in plan.blocks))),
         int(sizes.gradients),
         fresh,
         int(sizes.shards),

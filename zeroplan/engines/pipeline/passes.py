@@ -192,7 +192,7 @@ class StagePass(MicroBatch):
         else:
             super().enter_backward(unit, below)
 
-    def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[Line, ...]]]:
+    def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
         """The moments of a block's backward, without what lies in receive buffers."""
         stage, plan, adding, coming_in = self.stage, self.plan, False, position.next_run is None
         for point in plan.passes[position.run].points:
@@ -201,7 +201,7 @@ class StagePass(MicroBatch):
             lines = stage.at_its_end(point.lines) if coming_in else point.lines
             fresh, _ = plan.fresh(point.gradients, point.current_gradient)
             made = made_line(plan, fresh, "this block's, made so far")
-            yield point.name, (*(lines if position.layer else stage.at_its_beginning(lines)), made)
+            yield point.name, (lines if position.layer else stage.at_its_beginning(lines), (made,))
 
     def end_block(self, position: Position, unit: Unit) -> None:
         """A block's gradients come to those of earlier micro-batches, or become the first in the reduction's dtype."""
