@@ -48,15 +48,18 @@ class Entry(NamedTuple):
     inside: Inside | None = None
     """Where there are several: what each of them has beside that, their names behind this one's."""
 
-    def moments(self) -> Iterator[Moment]:
-        """Put the lines together."""
-        alive = tuple([line for lines in self.alive for line in lines])
-        if self.inside is None:
-            yield Moment(self.name, self.phase, alive, self.of_forward)
-            return
-        for name, parts in self.inside.points:
-            lines = (*alive, *(line for part in parts for line in part))
-            yield Moment(f"{self.name}: {name}", self.phase, lines, self.of_forward)
+    @property
+    def n_moments(self) -> int:
+        """How many moments it is."""
+        return 1 if self.inside is None else len(self.inside.points)
+
+    def moment(self, at: int = 0) -> Moment:
+        """Put the lines of one of them together."""
+        name, parts = self.name, self.alive
+        if self.inside is not None:
+            point, beside = self.inside.points[at]
+            name, parts = f"{name}: {point}", (*parts, *beside)
+        return Moment(name, self.phase, tuple([line for lines in parts for line in lines]), self.of_forward)
 
 
 def entry_of(moment: Moment) -> Entry:
@@ -79,12 +82,12 @@ class Moments(Sequence[Moment]):
     def made(self) -> tuple[Moment, ...]:
         """All of them."""
         if self._made is None:
-            self._made = tuple([moment for entry in self.entries for moment in entry.moments()])
+            self._made = tuple([entry.moment(at) for entry in self.entries for at in range(entry.n_moments)])
         return self._made
 
     def __len__(self) -> int:
         """How many there are."""
-        return sum(1 if entry.inside is None else len(entry.inside.points) for entry in self.entries)
+        return sum(entry.n_moments for entry in self.entries)
 
     @overload
     def __getitem__(self, at: int) -> Moment: ...
@@ -123,17 +126,17 @@ class Moments(Sequence[Moment]):
         sizes: dict[int, int] = {}
         best, highest, at = self.entries[0], -1, 0
         for entry in self.entries:
-            size = 0
+            size = 0 if entry.inside is None else max(entry.inside.totals)
             for lines in entry.alive:
-                if id(lines) not in sizes:
-                    sizes[id(lines)] = total_bytes(lines)  # type: ignore[assignment]  # of one job
-                size += sizes[id(lines)]
-            most = size + max(entry.inside.totals) if entry.inside is not None else size
-            if most > highest:
-                best, highest = entry, most
+                known = id(lines)
+                if known not in sizes:
+                    sizes[known] = total_bytes(lines)  # type: ignore[assignment]  # of one job
+                size += sizes[known]
+            if size > highest:
+                best, highest = entry, size
         if best.inside is not None:
             at = best.inside.totals.index(max(best.inside.totals))
-        return tuple(best.moments())[at]
+        return best.moment(at)
 
     def highest(self, pools: Pools) -> Highest:
         """The peak, and the most in each pool; ints or columns. [bytes]"""

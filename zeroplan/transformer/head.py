@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 from zeroplan.expr import Values
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.memo import as_key, recalled
-from zeroplan.numeric import where
+from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
@@ -89,6 +89,19 @@ def _made(
         loss=ending.kept,
         points=ending.points,
     )
+
+
+def output_bytes(model: ModelSpec, compute: Compute, batch: Batch, *, fp32_output: bool) -> Int:
+    """What the model's output takes, with a loss that is not split, as :func:`head_pass` has it. [bytes]"""
+    if model.profile is not None:
+        return total_bytes(head_pass(model, compute, batch, fp32_output=fp32_output).output)
+    from zeroplan.transformer.families import ending  # noqa: PLC0415  a profile's answers need not wait for it
+
+    asked = _asked(model, compute, batch)
+    own = ending.output_bytes(ending.ending_of(model, compute, asked.x, "full"), asked.values)
+    if not fp32_output or (isinstance(own, int) and not own):
+        return own
+    return (_WIDE if compute.tp == 1 else _WIDE_SHARE).size.value(asked.values)
 
 
 def _asked(model: ModelSpec, compute: Compute, batch: Batch) -> _Asked:

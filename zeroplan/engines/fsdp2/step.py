@@ -211,11 +211,15 @@ class MicroBatch:
         self.end_block(position, unit)
 
     def inside_backward(self, position: Position) -> Inside:
-        """The moments of a block's backward, and what is alive of it then: the same for all blocks of a run between its ends."""
-        kind = position.run, position.layer == 0, position.next_run is None, self.several
+        """The moments of a block's backward, and what is alive of it then."""
+        kind = self.kind_of(position)
         if kind not in self._inside:
             self._inside[kind] = Inside(self.made_inside(position))
         return self._inside[kind]
+
+    def kind_of(self, position: Position) -> object:
+        """What blocks have in common whose backward is the same inside."""
+        return position.run
 
     def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
         """The same, made anew."""

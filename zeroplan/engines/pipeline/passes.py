@@ -192,6 +192,10 @@ class StagePass(MicroBatch):
         else:
             super().enter_backward(unit, below)
 
+    def kind_of(self, position: Position) -> object:
+        """Blocks of a run between a stage's ends are alike, in passes that find the same left behind."""
+        return position.run, position.layer == 0, position.next_run is None, self.several
+
     def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
         """The moments of a block's backward, without what lies in receive buffers."""
         stage, plan, adding, coming_in = self.stage, self.plan, False, position.next_run is None

@@ -132,6 +132,15 @@ def _written(ending: Ending, values: Values, beside: Int) -> EndingPass:
     return EndingPass(sizes.lines(saved), kept, forward, points, sizes.lines(output))
 
 
+def output_bytes(ending: Ending, values: Values) -> Int:
+    """What the logits take that the model hands on. [bytes]"""
+    plan, _, output, _ = _plan_of(ending)
+    n_bytes: Int = 0
+    for place in output:
+        n_bytes = n_bytes + plan.stores[place].size.value(values)
+    return n_bytes
+
+
 def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: Loss) -> Ending:
     """The structure of what follows a model's blocks."""
     frozen_norm, frozen_head = is_frozen(model, "norm"), is_frozen(model, "head")

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from zeroplan.errors import SpecError
@@ -432,16 +432,23 @@ class Texts(NamedTuple):
     """Those that there are, each once."""
     size_of: Places
     """Where among them each tensor's is."""
-    lines: tuple[tuple[Kind, str, str, str, Tag], ...]
-    """Of each tensor all but the bytes: kind, reason, formula, source and tag."""
+    kinds: tuple[Kind, ...]
+    words: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[Tag, ...]]
+    """Of all tensors reasons, formulas, sources and tags."""
 
 
 @lru_cache(maxsize=256)
 def _texts(plan: Plan) -> Texts:
     places: dict[Size, int] = {}
     size_of = tuple([places.setdefault(store.size, len(places)) for store in plan.stores])
-    lines = tuple([(store.kind, store.reason, store.size.text, store.source, store.tag) for store in plan.stores])
-    return Texts(tuple(places), size_of, lines)
+    stores = plan.stores
+    words = (
+        tuple([store.reason for store in stores]),
+        tuple([store.size.text for store in stores]),
+        tuple([store.source for store in stores]),
+        tuple([store.tag for store in stores]),
+    )
+    return Texts(tuple(places), size_of, tuple([store.kind for store in stores]), words)
 
 
 @lru_cache(maxsize=256)
@@ -470,6 +477,10 @@ def _sum(numbers: Sequence[int], places: Places) -> int:
     return sum(map(numbers.__getitem__, places))
 
 
+#: A line of its fields in their order; quicker than naming them, where there are hundreds.
+_line: Callable[[Iterable[object]], Line] = partial(tuple.__new__, Line)
+
+
 class Sizes:
     """A plan's tensors as lines and its weights as numbers, for one batch."""
 
@@ -480,10 +491,7 @@ class Sizes:
         self.element = values["e"]
         self.n_bytes = list(map(numbers.__getitem__, texts.size_of))
         """Of each tensor."""
-        self._lines = [
-            Line(kind, n_bytes, reason, formula, source, tag)
-            for n_bytes, (kind, reason, formula, source, tag) in zip(self.n_bytes, texts.lines, strict=True)
-        ]
+        self._lines = list(map(_line, zip(texts.kinds, self.n_bytes, *texts.words, strict=True)))
         self._weights = tuple([int(size.value(values)) for size in plan.weights])
 
     def lines(self, places: Places) -> tuple[Line, ...]:
