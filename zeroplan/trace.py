@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, overload
 
 from zeroplan.ledger import Line, Moment, Phase, total_bytes
+from zeroplan.numeric import maximum
 from zeroplan.weights import EMPTY, Highest, Pools, Weight, most, summed, together, total, weigh
 
 
@@ -144,20 +145,24 @@ class Moments(Sequence[Moment]):
 
 
 def highest_of(entries: Iterable[Entry], pools: Pools) -> Highest:
-    """The peak of what was written down, and the most in each pool; ints or columns. [bytes]"""
+    """The peak of what was written down, and the most in each pool outside the initialisation; ints or columns. [bytes]"""
     weights: dict[int, Weight] = {}
     single: list[Weight] = []
+    begun: list[Weight] = []
     found = EMPTY
     for entry in entries:
         for lines in entry.alive:
             if id(lines) not in weights:
                 weights[id(lines)] = weigh(lines, pools)
         weight = together([weights[id(lines)] for lines in entry.alive])
-        if entry.inside is None:
-            single.append(weight)
-        else:
+        if entry.inside is not None:
             found = found.or_of(beside(entry.inside.highest(pools), weight))
-    return found.or_of(most(single))
+        elif entry.phase is Phase.INIT:
+            begun.append(weight)
+        else:
+            single.append(weight)
+    found = found.or_of(most(single))
+    return Highest(maximum(found.peak_bytes, most(begun).peak_bytes), found.pools) if begun else found
 
 
 def beside(inside: Highest, weight: Weight) -> Highest:

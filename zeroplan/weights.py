@@ -4,7 +4,7 @@ A figure that holds for a whole row or column of layouts is added up as such; th
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
@@ -99,7 +99,10 @@ def in_pools(weight: Weight) -> tuple[Int, ...]:
     """What each pool holds. [bytes]"""
     if not isinstance(weight, dict):
         return tuple(weight)
-    return tuple([summed([n_bytes for (at, _), n_bytes in weight.items() if at == pool]) for pool in range(len(POOLS))])
+    by_pool: list[list[Int]] = [[], [], []]
+    for (pool, _), n_bytes in weight.items():
+        by_pool[pool].append(n_bytes)
+    return tuple(map(summed, by_pool))
 
 
 def total(weight: Weight) -> Int:
@@ -129,12 +132,14 @@ def most(weights: Iterable[Weight]) -> Highest:
     return found.or_of(Highest(highest, (computing, gather, reduce)))
 
 
-def summed(values: Iterable[Int]) -> Int:
+def summed(values: Collection[Int]) -> Int:
     """Sum of ints and of columns that broadcast: those of one shape first, the smaller ones before the larger.
 
     >>> summed((1, 2, 3))
     6
     """
+    if len(values) == 1:
+        return next(iter(values))
     of_ints: Int = 0
     by_shape: dict[tuple[int, ...], Int] = {}
     for value in values:

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable
 
-from zeroplan.ledger import Moment, Phase
-from zeroplan.numeric import maximum
+from zeroplan.ledger import Moment
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.timeline import own_pools
-from zeroplan.trace import Moments
-from zeroplan.weights import EMPTY, Highest, in_pools, total, weigh
+from zeroplan.trace import Entry, Moments, entry_of, highest_of
+from zeroplan.weights import Highest
 
 
 def highest(moments: Iterable[Moment], recipe: RecipeSpec) -> Highest:
@@ -19,13 +18,9 @@ def highest(moments: Iterable[Moment], recipe: RecipeSpec) -> Highest:
     >>> found.peak_bytes, found.streams_bytes
     (4, 7)
     """
-    own, found = own_pools(recipe), EMPTY
-    if isinstance(moments, Moments):
-        return moments.highest(own)
-    for moment in moments:
-        weight = weigh(moment.lines, own)
-        if moment.phase is Phase.INIT:
-            found = Highest(maximum(found.peak_bytes, total(weight)), found.pools)
-        else:
-            found = found.or_of(Highest(total(weight), in_pools(weight)))
-    return found
+    return highest_of(entries_of(moments), own_pools(recipe))
+
+
+def entries_of(moments: Iterable[Moment]) -> tuple[Entry, ...]:
+    """Moments as they were written down, or as if they had been."""
+    return moments.entries if isinstance(moments, Moments) else tuple(map(entry_of, moments))
