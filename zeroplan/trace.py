@@ -12,7 +12,7 @@ from typing import NamedTuple, overload
 
 from zeroplan.ledger import Line, Moment, Phase, total_bytes
 from zeroplan.numeric import maximum
-from zeroplan.weights import EMPTY, Highest, Pools, Weight, most, summed, together, total, weigh
+from zeroplan.weights import EMPTY, Highest, Pools, Weight, most, on_one_stream, summed, together, total, weigh
 
 
 class Inside:
@@ -34,7 +34,12 @@ class Inside:
     def highest(self, pools: Pools) -> Highest:
         """The most of them, and the most in each pool; an engine's pools are always the same. [bytes]"""
         if self._highest is None:
-            self._highest = most(together([weigh(lines, pools) for lines in parts]) for _, parts in self.points)
+            every = [line for _, parts in self.points for lines in parts for line in lines]
+            if on_one_stream(every, pools):
+                highest = max(self.totals, default=0)
+                self._highest = Highest(highest, (highest, 0, 0))
+            else:
+                self._highest = most(together([weigh(lines, pools) for lines in parts]) for _, parts in self.points)
         return self._highest
 
 

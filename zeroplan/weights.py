@@ -78,6 +78,11 @@ def weigh(lines: Sequence[Line], pools: Pools) -> Weight:
     return columns | {(pool, ()): n_bytes for pool, n_bytes in enumerate(ints) if not isinstance(n_bytes, int) or n_bytes}
 
 
+def on_one_stream(lines: Sequence[Line], pools: Pools) -> bool:
+    """Whether all lines are ints in the pool of the stream that computes: their sum is all that there is to know."""
+    return set(map(type, map(_n_bytes, lines))) <= {int} and pools.keys().isdisjoint(map(_kind, lines))
+
+
 def together(weights: Iterable[Weight]) -> Weight:
     """Add weights up. [bytes]"""
     ints: list[Int] = [0] * len(POOLS)
