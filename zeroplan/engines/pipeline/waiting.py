@@ -74,7 +74,8 @@ def sizes_of(stage: StagePlan) -> Sizes:
     every, none = plan.every_layer, tuple(0 for _ in plan.blocks)
     return Sizes(
         stage.kept_bytes, stage.output_bytes, stage.hidden_bytes, shards, gradients, stage.between_bytes, fresh,
-        unsharded_parameters(plan, every, "").n_bytes, unsharded_parameters(plan, none, "").n_bytes,
+        unsharded_parameters(plan, every, "", stays_unsharded(plan, whole=True)).n_bytes,
+        unsharded_parameters(plan, none, "", stays_unsharded(plan, whole=False)).n_bytes,
         plan.gathers * plan.width.compute * gathered_elements(plan),
     )  # fmt: skip
 
