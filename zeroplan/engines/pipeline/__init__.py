@@ -163,12 +163,13 @@ def highest_of(every: Iterable[Account]) -> Account:
 def ranks_in_question(recipe: RecipeSpec, pp: int) -> tuple[int, ...]:
     """Ranks of which one has the highest peak: the first and the last, which have more than blocks, and the second.
 
-    After it ranks have as many layers, and fewer micro-batches wait in them; not where backwards are split, or stages go back.
+    After it ranks have as many layers, and fewer micro-batches wait in them; not where backwards are split, stages go back, or
+    the first layers alone are recomputed.
 
     >>> ranks_in_question(RecipeSpec(), 8), ranks_in_question(RecipeSpec(), 2)
     ((0, 1, 7), (0, 1))
     """
-    if recipe.pipeline_schedule in SPLIT or recipe.pipeline_layers is not None:
+    if recipe.pipeline_schedule in SPLIT or recipe.pipeline_layers is not None or recipe.recompute_layers is not None:
         return tuple(range(pp))
     return tuple(sorted({0, min(1, pp - 1), pp - 1}))
 

@@ -204,9 +204,12 @@ class WeighedRank:
     @cached_property
     def _by_lines(self) -> Highest:
         """The same of its account."""
+        return highest_of(map(entry_of, self._account.moments), self.of.pools)
+
+    @cached_property
+    def _account(self) -> Account:
         of = self.of
-        account = accounts_of((self.number,), of.model, of.recipe, of.mesh, self.whole_batch)[0]
-        return highest_of(map(entry_of, account.moments), of.pools)
+        return accounts_of((self.number,), of.model, of.recipe, of.mesh, self.whole_batch)[0]
 
     @cached_property
     def _at_the_step(self) -> Weight:
@@ -251,7 +254,9 @@ class WeighedRank:
         return [computing, gather, reduce]
 
     def account_of_time(self) -> Account:
-        """What its step's time follows from."""
+        """What its step's time follows from; what is in host memory is copied, and is in the whole account alone."""
+        if not self.of.is_plain:
+            return self._account
         return account_of_time(self.plans, self.place, self.of.mesh, self.batch, self.of.here.model)
 
 
