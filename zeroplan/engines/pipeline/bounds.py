@@ -52,8 +52,6 @@ def bounds_of(stage: StagePlan, sizes: Sizes, fresh: int) -> Bounds | None:
     plan = stage.plan
     if plan.has_experts_apart or plan.of_torch_2_15 or not isinstance(plan.reshard, bool) or plan.recipe.offloads:
         return None
-    if plan.is_partly_frozen or plan.ends is not None or stage.is_chunked:
-        return None
     width, groups = plan.width.compute, (plan.root, *plan.blocks)
     alone = 0 if plan.gathers else 2 * max(group.alone for group in groups)
     shard = max(int(group.shard) for group in groups)
