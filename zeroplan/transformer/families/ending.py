@@ -50,7 +50,7 @@ HEAD = "transformers 5.23, models/llama/modeling_llama.py, LlamaForCausalLM.forw
 FULL = "transformers 5.23, loss/loss_utils.py, ForCausalLMLoss"
 CAP = "transformers 5.23, models/gemma2/modeling_gemma2.py, Gemma2ForCausalLM.forward"
 CHUNKED = "torchtitan, 2026-08, components/loss.py, ChunkedLossWrapper"
-FUSED = "liger_kernel 0.8.5, ops/fused_linearcross_entropy.py, fused_linearcross_entropy_forward"
+FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cross_entropy_forward"
 PARALLEL = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel"
 LOGITS, WEIGHT = Kind.LOGITS, Kind.UNSHARDED_GRADIENTS
 
