@@ -1,5 +1,6 @@
 """How much memory does one GPU need for this job, when, why, and does it fit? The one call that everything above makes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -8,9 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
 from zeroplan.engines.account import Account, PipelineRank, Symbol
 from zeroplan.engines.device import Outside, allocator_room, outside, reserved_as_seen, total_band, workspace_lines
 from zeroplan.engines.optimizers import implementation_of
-from zeroplan.engines.outside import outside as outside_blocks
 from zeroplan.engines.precisions import compute_of, widths
-from zeroplan.errors import SpecError
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, Role, bytes_by_kind, total_bytes
 from zeroplan.measurement import AllocatorSettings
 from zeroplan.numeric import Int, ceil_div, maximum
@@ -23,6 +22,7 @@ from zeroplan.spec.recipe import ON_PAPER, Engine, OptimizerImpl, RecipeSpec
 from zeroplan.timeline import peak, reserved, under_pressure
 from zeroplan.traffic import Traffic, traffic
 from zeroplan.transformer.activations import approximation
+from zeroplan.transformer.head import output_bytes
 from zeroplan.transformer.legend import legend
 from zeroplan.transformer.params import active_parameter_count, has_frozen, parameter_count, trained_count
 from zeroplan.transformer.recomputed import first_recomputed
@@ -72,7 +72,7 @@ class Estimate:
     """Those that one token uses."""
     states: tuple[Line, ...]
     """Parameters, gradients and optimizer state as the engine keeps them."""
-    engine_moments: tuple[Moment, ...]
+    engine_moments: Sequence[Moment]
     """Every named moment of the step with the engine's own lines."""
     workspaces: tuple[Line, ...]
     """What libraries hold at all of them."""
@@ -413,17 +413,14 @@ def _held_logits(job: JobSpec, highest: Moment) -> tuple[str, ...]:
     """
     recipe = job.recipe
     late = highest.phase in (Phase.LOSS, Phase.BACKWARD)
-    if recipe.engine in ON_PAPER or recipe.loss != "full" or job.mesh.pp > 1 or not late:
+    lets_go = recipe.fsdp2.modules == "torchtitan"
+    if recipe.engine in ON_PAPER or recipe.loss != "full" or job.mesh.pp > 1 or lets_go or not late:
         return ()
     upcast = recipe.precision.endswith("mixed") and recipe.engine != "deepspeed" and job.model.profile is None
     how = recipe.keep_logits or ("fp32" if upcast else True)
-    try:
-        held = replace(job, recipe=replace(recipe, keep_logits=how))
-    except SpecError:  # beside what splits the loss
-        return ()
-    batch = replace(job.batch, seq_len=job.batch.seq_len // job.mesh.cp)
-    head = outside_blocks(held.model, held.recipe, batch, tp=job.mesh.tp)
-    size = format_size(int(total_bytes(head.output)))
+    batch = replace(job.batch, seq_len=job.batch.seq_len // job.mesh.cp) if job.mesh.cp > 1 else job.batch
+    compute = compute_of(recipe, tp=job.mesh.tp, cp=job.mesh.cp)
+    size = format_size(int(output_bytes(job.model, compute, batch, fp32_output=how == "fp32")))
     flag = "fp32" if how == "fp32" else "yes"
     said = (
         f"logits held through the backward are counted, {size}; --keep-logits no where your loop lets go of them"

@@ -1,6 +1,7 @@
 """Which moment of the step is the peak, and what does the caching allocator reserve around it?"""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from zeroplan.engines.reserved_shares import Shares, pressed_of, shares_of
@@ -8,16 +9,16 @@ from zeroplan.ledger import Band, Kind, Moment, Phase, bytes_by_kind
 from zeroplan.measurement import AllocatorSettings
 from zeroplan.numeric import Int, maximum, minimum
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.trace import Moments
+from zeroplan.weights import ONE_POOL, POOLS, Pools
 
-_Pools = dict[Kind, str]
-"""Kinds that an engine allocates on streams of their own: the caching allocator keeps one pool of blocks per stream."""
 #: FSDP2 makes the inputs of its reductions on the stream that computes, and what comes out, the shards, on one of their own
 #: (torch 2.13, _fsdp_collectives.py, foreach_reduce).
-_OF_FSDP2: _Pools = {Kind.GATHER: "gather", Kind.GRADIENTS: "reduce"}
+_OF_FSDP2: Pools = {Kind.GATHER: 1, Kind.GRADIENTS: 2}
 #: DeepSpeed's stage 3 gathers and reduces on streams of its own (0.19.8, partition_parameters.py, stage3.py).
-_OF_STAGE_3: _Pools = {Kind.GATHER: "gather", Kind.REDUCE: "reduce"}
+_OF_STAGE_3: Pools = {Kind.GATHER: 1, Kind.REDUCE: 2}
 #: Its other stages have one for reductions where ``overlap_comm`` is on (stage_1_and_2.py, reduction_stream).
-_OVERLAPPED: _Pools = {Kind.REDUCE: "reduce"}
+_OVERLAPPED: Pools = {Kind.REDUCE: 2}
 
 
 def pool_of(kind: Kind, recipe: RecipeSpec) -> str:
@@ -27,21 +28,21 @@ def pool_of(kind: Kind, recipe: RecipeSpec) -> str:
     >>> pool_of(Kind.GATHER, fsdp2), pool_of(Kind.PARAMETERS, fsdp2), pool_of(Kind.REDUCE, ddp)
     ('gather', 'compute', 'compute')
     """
-    return own_pools(recipe).get(kind, "compute")
+    return POOLS[own_pools(recipe).get(kind, 0)]
 
 
-def own_pools(recipe: RecipeSpec) -> dict[Kind, str]:
-    """The kinds that are not on the stream that computes, each with its pool."""
+def own_pools(recipe: RecipeSpec) -> Pools:
+    """The kinds that are not on the stream that computes, each with the number of its pool."""
     if recipe.engine == "fsdp2":
         return _OF_FSDP2
     if recipe.engine != "deepspeed":
-        return {}
+        return ONE_POOL
     if recipe.zero_stage == 3:
         return _OF_STAGE_3
-    return _OVERLAPPED if recipe.zero_stage > 0 and recipe.deepspeed.overlap_comm else {}
+    return _OVERLAPPED if recipe.zero_stage > 0 and recipe.deepspeed.overlap_comm else ONE_POOL
 
 
-def peak(moments: tuple[Moment, ...]) -> Moment:
+def peak(moments: Sequence[Moment]) -> Moment:
     """Return the moment that decides whether the job fits; the earliest of equals. Totals must be ints, not columns.
 
     >>> from zeroplan.ledger import Line, Phase
@@ -49,6 +50,8 @@ def peak(moments: tuple[Moment, ...]) -> Moment:
     >>> peak((quiet, loud)).name
     'loud'
     """
+    if isinstance(moments, Moments):
+        return moments.peak()
     totals = [moment.total_bytes for moment in moments]
     return moments[totals.index(max(totals))]
 
@@ -73,10 +76,10 @@ class Sizes(NamedTuple):
         return sum((self.kinds.get(kind, 0) for kind in kinds), start=0)
 
 
-def sizes_of(moments: tuple[Moment, ...], recipe: RecipeSpec) -> Sizes:
+def sizes_of(moments: Sequence[Moment], recipe: RecipeSpec) -> Sizes:
     """What the moments say of blocks; ints or columns. [bytes]"""
     by_kind: defaultdict[Kind, list[Int]] = defaultdict(list)
-    by_pool: defaultdict[str, list[Int]] = defaultdict(list)
+    by_pool: defaultdict[int, list[Int]] = defaultdict(list)
     own, totals = own_pools(recipe), list[Int]()
     for moment in moments:
         kinds = bytes_by_kind(moment.lines)
@@ -85,10 +88,10 @@ def sizes_of(moments: tuple[Moment, ...], recipe: RecipeSpec) -> Sizes:
             continue
         if Kind.ACTIVATION_GRADIENTS in kinds:  # of the sizes of activations, whose blocks they take
             kinds[Kind.ACTIVATIONS] = kinds.get(Kind.ACTIVATIONS, 0) + kinds.pop(Kind.ACTIVATION_GRADIENTS)
-        pools: dict[str, Int] = {}
+        pools: dict[int, Int] = {}
         for kind, n_bytes in kinds.items():
             by_kind[kind].append(n_bytes)
-            pool = own.get(kind, "compute")
+            pool = own.get(kind, 0)
             pools[pool] = pools.get(pool, 0) + n_bytes
         for pool, n_bytes in pools.items():
             by_pool[pool].append(n_bytes)
@@ -96,7 +99,7 @@ def sizes_of(moments: tuple[Moment, ...], recipe: RecipeSpec) -> Sizes:
     return Sizes(maximum(0, *totals), in_pools, {kind: maximum(0, *found) for kind, found in by_kind.items()})
 
 
-def reserved(moments: tuple[Moment, ...], recipe: RecipeSpec, settings: AllocatorSettings = "default") -> Band:
+def reserved(moments: Sequence[Moment], recipe: RecipeSpec, settings: AllocatorSettings = "default") -> Band:
     """What ``torch.cuda.max_memory_reserved`` will say on a card that never runs out. [bytes]
 
     Never less than the peak. More by what the allocator cannot use again, for three reasons: a freed block is used by its own
@@ -147,7 +150,7 @@ def measured_from(sizes: Sizes, recipe: RecipeSpec) -> tuple[Int, Int]:
     return streams, buffers + apart - streams + streams // 10
 
 
-def under_pressure(moments: tuple[Moment, ...], recipe: RecipeSpec, settings: AllocatorSettings = "default") -> Band:
+def under_pressure(moments: Sequence[Moment], recipe: RecipeSpec, settings: AllocatorSettings = "default") -> Band:
     """How much room the allocator needs on a full card, where it gives cached blocks back before it fails. [bytes]
 
     At least the peak. More by what it cannot give back, since a block in use lies in the same segment; the smallest room in

@@ -2,11 +2,184 @@
 
 An engine's program puts and drops lines in the order of the engine's code. Nobody lists who is alive: it follows. Memory can
 only peak right before something is dropped, so every drop after a rise becomes a moment.
+
+What is alive at a moment is kept as it was put, key by key. So the peak is found without going through the lines of every
+moment, and a moment's lines are put together only where somebody reads them.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple, overload
 
-from zeroplan.ledger import Line, Moment, Phase
+from zeroplan.ledger import Line, Moment, Phase, total_bytes
+from zeroplan.numeric import maximum
+from zeroplan.weights import EMPTY, Highest, Pools, Weight, most, on_one_stream, summed, together, total, weigh
+
+
+class Inside:
+    """Moments that follow each other beside the same lines, such as the points of a block's backward."""
+
+    def __init__(self, points: Iterable[tuple[str, tuple[tuple[Line, ...], ...]]]) -> None:
+        """Take the name of each, and what is alive of it beside those lines, in parts."""
+        self.points = tuple(points)
+        self._highest: Highest | None = None
+        self._totals: list[int] = []
+
+    @property
+    def totals(self) -> list[int]:
+        """What each of them has; ints, not columns. [bytes]"""
+        if not self._totals:
+            self._totals = [sum(map(total_bytes, parts)) for _, parts in self.points]  # type: ignore[arg-type]  # of one job
+        return self._totals
+
+    def highest(self, pools: Pools) -> Highest:
+        """The most of them, and the most in each pool; an engine's pools are always the same. [bytes]"""
+        if self._highest is None:
+            every = [line for _, parts in self.points for lines in parts for line in lines]
+            if on_one_stream(every, pools):
+                highest = max(self.totals, default=0)
+                self._highest = Highest(highest, (highest, 0, 0))
+            else:
+                self._highest = most(together([weigh(lines, pools) for lines in parts]) for _, parts in self.points)
+        return self._highest
+
+
+class Entry(NamedTuple):
+    """A moment as it was written down, or several that follow each other beside the same lines."""
+
+    name: str
+    phase: Phase
+    of_forward: bool
+    alive: tuple[tuple[Line, ...], ...]
+    """What was alive, as it was put."""
+    inside: Inside | None = None
+    """Where there are several: what each of them has beside that, their names behind this one's."""
+
+    @property
+    def n_moments(self) -> int:
+        """How many moments it is."""
+        return 1 if self.inside is None else len(self.inside.points)
+
+    def moment(self, at: int = 0) -> Moment:
+        """Put the lines of one of them together."""
+        name, parts = self.name, self.alive
+        if self.inside is not None:
+            point, beside = self.inside.points[at]
+            name, parts = f"{name}: {point}", (*parts, *beside)
+        return Moment(name, self.phase, tuple([line for lines in parts for line in lines]), self.of_forward)
+
+
+def entry_of(moment: Moment) -> Entry:
+    """A moment that was put together elsewhere."""
+    return Entry(moment.name, moment.phase, moment.of_forward, (moment.lines,))
+
+
+class Moments(Sequence[Moment]):
+    """Moments that a program has written down; each is put together when it is first asked for.
+
+    Equal to a tuple of the same moments.
+    """
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        """Take what was written down, in its order."""
+        self.entries = tuple(entries)
+        self._made: tuple[Moment, ...] | None = None
+
+    @property
+    def made(self) -> tuple[Moment, ...]:
+        """All of them."""
+        if self._made is None:
+            self._made = tuple([entry.moment(at) for entry in self.entries for at in range(entry.n_moments)])
+        return self._made
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return sum(entry.n_moments for entry in self.entries)
+
+    @overload
+    def __getitem__(self, at: int) -> Moment: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Moment, ...]: ...
+    def __getitem__(self, at: int | slice) -> Moment | tuple[Moment, ...]:
+        """One of them, or some."""
+        return self.made[at]
+
+    def __iter__(self) -> Iterator[Moment]:
+        """Each in turn."""
+        return iter(self.made)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all are alike."""
+        return isinstance(other, (tuple, Moments)) and self.made == tuple(other)
+
+    def __hash__(self) -> int:
+        """Of the moments."""
+        return hash(self.made)
+
+    def __repr__(self) -> str:
+        """All of them, as a tuple's."""
+        return repr(self.made)
+
+    @property
+    def are_columns(self) -> bool:
+        """Whether sizes are columns, not ints."""
+        every = (line for entry in self.entries for lines in entry.alive for line in lines)
+        points = [point for entry in self.entries if entry.inside for point in entry.inside.points]
+        inside = (line for _, parts in points for lines in parts for line in lines)
+        return not all(isinstance(line.n_bytes, int) for line in (*every, *inside))
+
+    def peak(self) -> Moment:
+        """The highest, the earliest of equals. Sizes are ints here."""
+        sizes: dict[int, int] = {}
+        best, highest, at = self.entries[0], -1, 0
+        for entry in self.entries:
+            size = 0 if entry.inside is None else max(entry.inside.totals)
+            for lines in entry.alive:
+                known = id(lines)
+                if known not in sizes:
+                    sizes[known] = total_bytes(lines)  # type: ignore[assignment]  # of one job
+                size += sizes[known]
+            if size > highest:
+                best, highest = entry, size
+        if best.inside is not None:
+            at = best.inside.totals.index(max(best.inside.totals))
+        return best.moment(at)
+
+    def highest(self, pools: Pools) -> Highest:
+        """The peak, and the most in each pool; ints or columns. [bytes]"""
+        return highest_of(self.entries, pools)
+
+
+def highest_of(entries: Iterable[Entry], pools: Pools) -> Highest:
+    """The peak of what was written down, and the most in each pool outside the initialisation; ints or columns. [bytes]"""
+    weights: dict[int, Weight] = {}
+    single: list[Weight] = []
+    begun: list[Weight] = []
+    found = EMPTY
+    for entry in entries:
+        for lines in entry.alive:
+            if id(lines) not in weights:
+                weights[id(lines)] = weigh(lines, pools)
+        weight = together([weights[id(lines)] for lines in entry.alive])
+        if entry.inside is not None:
+            found = found.or_of(beside(entry.inside.highest(pools), weight))
+        elif entry.phase is Phase.INIT:
+            begun.append(weight)
+        else:
+            single.append(weight)
+    found = found.or_of(most(single))
+    return Highest(maximum(found.peak_bytes, most(begun).peak_bytes), found.pools) if begun else found
+
+
+def beside(inside: Highest, weight: Weight) -> Highest:
+    """The same beside other lines."""
+    if not isinstance(weight, dict):
+        pools = [one + more for one, more in zip(inside.pools, weight, strict=True)]
+        return Highest(inside.peak_bytes + total(weight), tuple(pools))
+    pools = [
+        summed([more, *(n_bytes for (at, _), n_bytes in weight.items() if at == pool)])
+        for pool, more in enumerate(inside.pools)
+    ]
+    return Highest(summed([inside.peak_bytes, *weight.values()]), tuple(pools))
 
 
 class Trace:
@@ -18,15 +191,15 @@ class Trace:
     >>> trace.put("weights", one)
     >>> trace.put("input", two)
     >>> trace.drop("input")
-    >>> [(moment.name, moment.total_bytes) for moment in trace.finished()]
+    >>> [(moment.name, moment.total_bytes) for moment in Moments(trace.finished())]
     [('forward', 6)]
     """
 
     def __init__(self) -> None:
         """Begin with nothing alive."""
         self._alive: dict[Hashable, tuple[Line, ...]] = {}
-        self._together: tuple[Line, ...] | None = ()
-        self._moments: list[Moment] = []
+        self._together: tuple[tuple[Line, ...], ...] | None = ()
+        self._entries: list[Entry] = []
         self._name, self._phase, self._of_forward = "", Phase.FORWARD, False
         self._risen = False
         self.recording = True
@@ -70,8 +243,15 @@ class Trace:
     def pass_by(self, *lines: Line) -> None:
         """Allocate lines and free them again."""
         if lines and self.recording:
-            self._write_down(lines)
+            self._write_down((*self._alive_now(), lines))
         self._risen = self._risen and not lines
+
+    def pass_through(self, inside: Inside, name: str, phase: Phase) -> None:
+        """Allocate and free again what each of several moments has, one after the other."""
+        self.at(name, phase)
+        if self.recording and inside.points:
+            self._write_down(self._alive_now(), inside)
+        self._risen = self._risen and not inside.points
 
     def rename(self, key: Hashable, new: Hashable) -> None:
         """Hold what a key holds under another one."""
@@ -83,19 +263,27 @@ class Trace:
         """Whether a key holds anything."""
         return key in self._alive
 
-    def finished(self) -> tuple[Moment, ...]:
+    @property
+    def written(self) -> int:
+        """How many entries have been written down so far."""
+        return len(self._entries)
+
+    def finished(self) -> tuple[Entry, ...]:
         """Every moment, the last one included."""
         if self._risen:
             self._close()
-        return tuple(self._moments)
+        return tuple(self._entries)
 
     def _close(self) -> None:
         """Write a moment down, of all that is alive after a rise."""
         if self.recording:
-            self._write_down(())
+            self._write_down(self._alive_now())
         self._risen = False
 
-    def _write_down(self, more: tuple[Line, ...]) -> None:
+    def _alive_now(self) -> tuple[tuple[Line, ...], ...]:
         if self._together is None:
-            self._together = tuple([line for lines in self._alive.values() for line in lines])
-        self._moments.append(Moment(self._name, self._phase, self._together + more, self._of_forward))
+            self._together = tuple(self._alive.values())
+        return self._together
+
+    def _write_down(self, alive: tuple[tuple[Line, ...], ...], inside: Inside | None = None) -> None:
+        self._entries.append(Entry(self._name, self._phase, self._of_forward, alive, inside))

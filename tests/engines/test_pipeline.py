@@ -254,3 +254,12 @@ def test_the_highest_rank_is_among_those_in_question(schedule: str, recompute: s
         said = _model(16), recipe, MeshSpec(dp_shard=4, pp=pp), batch
         ranks = accounts_of(ranks_in_question(recipe, pp), *said)
         assert highest_of(ranks).pipeline[0] == highest_of(accounts(*said)).pipeline[0]
+
+
+def test_the_highest_rank_may_be_behind_those_whose_blocks_are_recomputed() -> None:
+    """Ranks of the first layers keep little, so that the second is not the one in which most waits."""
+    recipe = RecipeSpec(recompute="full", recompute_layers=8)
+    said = _model(16), recipe, MeshSpec(dp_shard=4, pp=4), BatchSpec(micro_batch_size=4, seq_len=2048, grad_accum_steps=16)
+    highest = highest_of(accounts(*said)).pipeline[0]
+    assert highest.rank == 2
+    assert highest_of(accounts_of(ranks_in_question(recipe, 4), *said)).pipeline[0] == highest

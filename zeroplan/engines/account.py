@@ -1,5 +1,6 @@
 """What an engine answers: states, moments and collectives of one training step."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from zeroplan.ledger import Collective, Line, Moment
@@ -41,7 +42,7 @@ class Account(NamedTuple):
     """
 
     states: tuple[Line, ...]
-    moments: tuple[Moment, ...]
+    moments: Sequence[Moment]
     collectives: tuple[Collective, ...]
     host: tuple[Line, ...] = ()
     symbols: tuple[Symbol, ...] = ()

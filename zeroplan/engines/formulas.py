@@ -72,8 +72,9 @@ def several(*terms: tuple[Int, Int]) -> str:
     >>> several((3, 4096), (0, 10), (1, 512)), several((0, 8))
     ('3·4096 + 1·512', '0')
     """
-    if not all(isinstance(figure, int) for term in terms for figure in term):
-        return ""
+    for count, size in terms:
+        if not (isinstance(count, int) and isinstance(size, int)):
+            return ""
     return " + ".join([f"{count}·{size}" for count, size in terms if count and size]) or "0"
 
 

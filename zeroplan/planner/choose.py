@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroplan.estimator import account_of, estimate
+from zeroplan.memo import remembering
 from zeroplan.planner.degrees import degrees
 from zeroplan.planner.explain import binding, why_not
 from zeroplan.planner.objectives import Field, Objective, field, ordered, pareto
@@ -68,6 +69,7 @@ class _Field(NamedTuple):
         return tuple(firsts.values())
 
 
+@remembering()
 def plan(
     base: JobSpec,
     fixed: Fixed,

@@ -9,14 +9,16 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Account
 from zeroplan.engines.optimizers import step_counters
-from zeroplan.ledger import Kind, Line, Moment, Phase
-from zeroplan.planner.columns import Highest, highest
+from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.planner.columns import entries_of
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ADAM, RecipeSpec
 from zeroplan.steptime import StepTime, stepped
-from zeroplan.timeline import pool_of
+from zeroplan.timeline import own_pools
+from zeroplan.trace import Entry, highest_of
 from zeroplan.transformer.params import trained_layout
+from zeroplan.weights import Highest
 
 
 class Told(NamedTuple):
@@ -45,19 +47,21 @@ def lists_of(recipe: RecipeSpec) -> RecipeSpec | None:
 
 def of_lists(account: Account, time: StepTime, recipe: RecipeSpec) -> tuple[Highest, Told]:
     """What an account with the step in lists says of its own layouts, and what it tells of those whose step is fused."""
-    state = next(line for line in account.states if line.kind is Kind.OPTIMIZER_STATE)
-    steps = [moment for moment in account.moments if moment.phase is Phase.STEP]
-    others = [moment for moment in account.moments if moment.phase is not Phase.STEP]
-    has_states = [any(line is state for line in moment.lines) for moment in others]
-    working = highest((one for one, has in zip(others, has_states, strict=True) if has), recipe)
-    without = highest((one for one, has in zip(others, has_states, strict=True) if not has), recipe)
-    step = highest(map(_without_temporaries, steps), recipe)
-    own = working.or_of(without).or_of(highest(steps, recipe))
+    state, pools = next(line for line in account.states if line.kind is Kind.OPTIMIZER_STATE), own_pools(recipe)
+    entries = entries_of(account.moments)
+    steps = [entry for entry in entries if entry.phase is Phase.STEP]
+    others = [entry for entry in entries if entry.phase is not Phase.STEP]
+    has_states = [any(line is state for lines in entry.alive for line in lines) for entry in others]
+    working = highest_of((one for one, has in zip(others, has_states, strict=True) if has), pools)
+    without = highest_of((one for one, has in zip(others, has_states, strict=True) if not has), pools)
+    step = highest_of(map(_without_temporaries, steps), pools)
+    own = working.or_of(without).or_of(highest_of(steps, pools))
     return own, Told(working, without, step, account.states, time)
 
 
-def _without_temporaries(step: Moment) -> Moment:
-    return step._replace(lines=tuple(line for line in step.lines if line.kind is not Kind.OPTIMIZER_TEMPORARY))
+def _without_temporaries(step: Entry) -> Entry:
+    alive = [tuple([line for line in lines if line.kind is not Kind.OPTIMIZER_TEMPORARY]) for lines in step.alive]
+    return step._replace(alive=tuple(alive))
 
 
 def of_fused(known: Told, model: ModelSpec, recipe: RecipeSpec, cluster: ClusterSpec) -> tuple[Highest, StepTime]:
@@ -65,6 +69,6 @@ def of_fused(known: Told, model: ModelSpec, recipe: RecipeSpec, cluster: Cluster
     whole = trained_layout(model)
     tensors = len(whole.embeddings) + len(whole.tail) + sum(run.layers * len(run.parameters) for run in whole.runs)
     counters = step_counters(recipe.optimizer, "fused", tensors)
-    pool, n_bytes = pool_of(Kind.OPTIMIZER_STATE, recipe), sum(int(line.n_bytes) for line in counters)
+    pool, n_bytes = own_pools(recipe).get(Kind.OPTIMIZER_STATE, 0), sum(int(line.n_bytes) for line in counters)
     held = known.working.or_of(known.step).beside(n_bytes, pool).or_of(known.without)
     return held, stepped(known.time, (*known.states, *counters), recipe, cluster)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from zeroplan.errors import SpecError
+from zeroplan.memo import remembering
 from zeroplan.planner.choose import plan
 from zeroplan.planner.degrees import degrees, degrees_of
 from zeroplan.planner.objectives import TIE, Objective
@@ -141,6 +142,7 @@ def _fewest(on: Callable[[int], Plan | NoLayoutError], counts: list[int]) -> Pla
     return answer
 
 
+@remembering()
 def longest_sequence(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) -> int:
     """The most tokens per sequence with which some layout fits, one sequence at a time; 0 where none does. [tokens]"""
     most = base.model.max_position_embeddings if base.model.positions else _MOST_TOKENS
@@ -151,6 +153,7 @@ def longest_sequence(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) 
     return max(coarse, _most(base, fixed, fine[fine > 0], tokens=True, unsaid=unsaid))
 
 
+@remembering()
 def largest_batch(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) -> int:
     """The most sequences per data-parallel rank at once with which some layout fits; 0 where none does."""
     most = max(1, min(_MOST_SEQUENCES, MOST_TOKENS // base.batch.seq_len))
@@ -187,6 +190,7 @@ def _two_digits(most: int) -> list[int]:
     return [count for count in counts if LEAST_PARAMETERS <= count <= most]
 
 
+@remembering()
 def _fits(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None) -> bool:
     """Whether any structure fits comfortably, with the batch that is asked for, or one sequence."""
     gpus, room, size = base.mesh.world_size, room_of(base), fixed.micro_batch_size or 1
@@ -233,6 +237,7 @@ def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, unsaid: 
     most = 0
     for recipe, split in _wholly_sharded(longest, fixed, unsaid):
         told = _modelled(values, base, split) if tokens else values
+        told = told[told > most]  # what fits already need not be asked again
         if not told.size:
             continue
         ones = np.ones(len(told), dtype=np.int64)

@@ -1,9 +1,10 @@
 """Memory and step time of every layout: one pass of the same formulas per structure, over columns."""
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,9 @@ from zeroplan.engines.reserved_shares import shares_of
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Needed, engine_module, flattened_through_the_host, flattens_on_the_gpu
 from zeroplan.ledger import Band, Phase, total_bytes
+from zeroplan.memo import remembering
 from zeroplan.numeric import Int, for_each_value
-from zeroplan.planner.columns import Highest, highest
+from zeroplan.planner.columns import highest
 from zeroplan.planner.degrees import degrees_of, scheduled
 from zeroplan.planner.fused import Told, lists_of, of_fused, of_lists
 from zeroplan.planner.rules import Rule, Tally
@@ -26,8 +28,12 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 from zeroplan.spec.split import shards_of_experts_are_even, widths_of_experts
 from zeroplan.steptime import StepTime, step_time
-from zeroplan.timeline import expected_bytes
+from zeroplan.timeline import expected_bytes, own_pools
 from zeroplan.transformer.params import parameter_count
+from zeroplan.weights import Highest
+
+if TYPE_CHECKING:
+    from zeroplan.engines.pipeline.weighed import Weigher
 
 
 class Found(NamedTuple):
@@ -62,6 +68,23 @@ def search(base: JobSpec, fixed: Fixed, *, mfu: float | None = None, unsaid: Uns
 
     Offload, which costs time, is looked at where nothing fits without it, or where it is asked for.
     """
+    with remembering(), _nothing_collected():
+        return _search(base, fixed, mfu, unsaid)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Look for no garbage meanwhile: nearly all that a search makes is remembered until it ends."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _search(base: JobSpec, fixed: Fixed, mfu: float | None, unsaid: Unsaid | None) -> Searched:
     tally = Tally()
     space = _Space(base, fixed, tally, mfu, unsaid, {})
     found = list(_searched(space, offload=False))
@@ -131,12 +154,12 @@ def _of_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator
         tally.cut(Rule.WEIGHTS, grid.layouts)
     elif grid.layouts:
         try:
-            account_of_rank = _ranks()
-            if split.pp > 1 and fixed.pp is None and recipe.engine != "megatron":
-                grid = _with_room(base, recipe, grid, tally, account_of_rank)
+            ranks = _pipelines(base, recipe, grid) if split.pp > 1 and recipe.engine != "megatron" else None
+            if ranks is not None and fixed.pp is None:
+                grid = _with_room(base, recipe, grid, tally, ranks)
             for part in _programs(base, grid):
                 known = space.known if base.model.profile is None else {}
-                yield evaluated(base, recipe, part, mfu=space.mfu, known=known, account_of_rank=account_of_rank)
+                yield evaluated(base, recipe, part, mfu=space.mfu, known=known, ranks=ranks)
         except SpecError as refusal:
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
 
@@ -156,22 +179,15 @@ def _filling(grid: Grid, recipe: RecipeSpec, fixed: Fixed, tally: Tally) -> Grid
 FULL_ENOUGH = 16
 
 
-_AccountOfRank = Callable[[JobSpec, int], Account]
+def _pipelines(base: JobSpec, recipe: RecipeSpec, grid: Grid) -> "Weigher":
+    """The ranks of a pipeline, each weighed once: what is weighed first is asked about again."""
+    from zeroplan.engines.pipeline.weighed import Weigher  # noqa: PLC0415  only pipelines need it
+
+    job = job_at(base, recipe, grid, 0)  # is asked what a single job is asked
+    return Weigher(job.model, job.recipe, job.mesh, own_pools(recipe))
 
 
-def _ranks() -> _AccountOfRank:
-    """Accounts of pipeline ranks, each made once: what is weighed first is asked about again."""
-
-    @cache
-    def account_of_rank(job: JobSpec, rank: int) -> Account:
-        from zeroplan.engines.pipeline import accounts_of  # noqa: PLC0415  only pipelines need it
-
-        return accounts_of((rank,), job.model, job.recipe, job.mesh, job.batch)[0]
-
-    return account_of_rank
-
-
-def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, account_of_rank: _AccountOfRank) -> Grid:
+def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, ranks: "Weigher") -> Grid:
     """The batches with which the first and the last rank of a pipeline fit the GPU; the others need no closer look.
 
     As many micro-batches are in flight with each of them, so that what does not fit with some sequences at once does not with more.
@@ -181,10 +197,9 @@ def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, acco
     room = 0 if gpu is None else int(gpu.memory_bytes.value - beside - outside_column(grid, gpu).min())
     fits = np.ones((1, grid.layouts), dtype=np.bool_)
     for at in np.argsort(grid.row(grid.micro_batch_size), kind="stable").tolist():
-        job = job_at(base, recipe, grid, at)
-        accounts = (account_of_rank(job, rank) for rank in (0, grid.pp - 1))
-        if any(account.pipeline[0].peak_bytes > room for account in accounts):
-            fits[0] = grid.row(grid.micro_batch_size) < job.batch.micro_batch_size
+        batch = grid.numbers_at(at)
+        if any(ranks.rank(rank, batch).exceeds(room) for rank in (0, grid.pp - 1)):
+            fits[0] = grid.row(grid.micro_batch_size) < batch.micro_batch_size
             break
     tally.cut(Rule.MEMORY, int((~fits).sum()))
     return grid.with_batches(fits)
@@ -209,15 +224,15 @@ def _resharded(recipe: RecipeSpec, grid: Grid) -> NDArray[np.bool_]:
 
 def evaluated(
     base: JobSpec, recipe: RecipeSpec, grid: Grid, *,
-    mfu: float | None = None, known: Known | None = None, account_of_rank: _AccountOfRank | None = None,
+    mfu: float | None = None, known: Known | None = None, ranks: "Weigher | None" = None,
 ) -> Found:  # fmt: skip
     """Figures of all layouts of one structure; raises SpecError where the engine does not take it.
 
-    ``known`` is what structures with the same grid have told of others, and takes up what this one tells; ``account_of_rank`` has
-    accounts of pipeline ranks that were made before.
+    ``known`` is what structures with the same grid have told of others, and takes up what this one tells; ``ranks`` has
+    pipeline ranks that were weighed before.
     """
     if grid.pp > 1 and recipe.engine != "megatron":
-        return _one_by_one(base, recipe, grid, mfu=mfu, account_of_rank=account_of_rank or _ranks())
+        return _one_by_one(base, recipe, grid, mfu=mfu, ranks=ranks or _pipelines(base, recipe, grid))
     job_at(base, recipe, grid, 0)  # is asked what a single job is asked
     card = outside_column(grid, base.cluster.gpu)
     if grid.pp > 1:
@@ -272,18 +287,19 @@ def _needed(found: Highest, recipe: RecipeSpec, base: JobSpec) -> Needed:
     return Needed(peak, reserved_as_seen(Band(peak, held, held), recipe.engine, gpu).expected_bytes)
 
 
-def _one_by_one(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None, account_of_rank: _AccountOfRank) -> Found:
+def _one_by_one(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None, ranks: "Weigher") -> Found:
     """The same, layout by layout: of a pipeline the order of a schedule depends on its numbers."""
-    from zeroplan.engines.pipeline import highest_of, ranks_in_question  # noqa: PLC0415  only pipelines need it
+    from zeroplan.engines.pipeline import ranks_in_question  # noqa: PLC0415  only pipelines need it
+    from zeroplan.engines.pipeline.weighed import fullest  # noqa: PLC0415  as above
 
     least, comfortable, seconds = np.zeros(grid.layouts, np.int64), np.zeros(grid.layouts, np.int64), np.zeros(grid.layouts)
     card = outside_column(grid, base.cluster.gpu)[0, 0]
     for at in range(grid.layouts):
-        job = job_at(base, recipe, grid, at)
-        account = highest_of(account_of_rank(job, rank) for rank in ranks_in_question(recipe, grid.pp))
-        needs = _needed(highest(account.moments, recipe), recipe, base)
+        batch = grid.numbers_at(at)
+        rank = fullest(ranks.rank(rank, batch) for rank in ranks_in_question(recipe, grid.pp))
+        needs = _needed(rank.highest, recipe, base)
         least[at], comfortable[at] = needs.least_bytes + card, needs.comfortable_bytes + card
-        time = step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, mfu=mfu)
+        time = step_time(rank.account_of_time(), base.model, recipe, ranks.mesh, batch, base.cluster, mfu=mfu)
         seconds[at] = float(time.seconds)
     return Found(recipe, grid, least, comfortable, seconds)
 

@@ -16,7 +16,7 @@ from zeroplan.errors import SpecError
 from zeroplan.numeric import Float, Int
 from zeroplan.planner.rules import NoLayoutError
 from zeroplan.spec.base import Count, Spec
-from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.batch import BatchSpec, Numbers
 from zeroplan.spec.hardware import GpuSpec, node_size
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.spec.mesh import MeshSpec
@@ -156,6 +156,12 @@ class Grid(NamedTuple):
         row = at // self.shape[1]
         replicas, shards = int(self.dp_replicate[row, 0]), int(self.dp_shard[row, 0])
         return MeshSpec(dp_replicate=replicas, dp_shard=shards, tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep)
+
+    def numbers_at(self, at: int) -> Numbers:
+        """The same of a batch, unchecked, as formulas take it."""
+        column = at % self.shape[1]
+        length = self.seq_len if isinstance(self.seq_len, int) else int(self.seq_len[0, column])
+        return Numbers(int(self.micro_batch_size[0, column]), length, int(self.grad_accum_steps[0, column]))
 
     def batch_at(self, at: int, base: BatchSpec) -> BatchSpec:
         """The batch of one layout; ``base`` says what is no number of the grid."""
@@ -329,14 +335,14 @@ def _sensible(optimizer: OffloadDevice, weights: OffloadDevice, stage: Stage, fi
     return (stage > 0 or optimizer == "none") and (weights == "none" or (stage == 3 and optimizer != "none"))
 
 
-class Numbers(NamedTuple):
+class Gridded(NamedTuple):
     """What one structure's grid was made of, and what divisibility took from it."""
 
     grid: Grid
     indivisible: int
 
 
-def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, degrees: Degrees = WHOLE) -> Numbers:
+def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, degrees: Degrees = WHOLE) -> Gridded:
     """Every arrangement of the GPUs and of the batch under this recipe, the model split in one way."""
     gpus = base.mesh.world_size
     sharing = gpus // degrees.model_ranks
@@ -346,7 +352,7 @@ def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, degrees: Degrees = 
         replicas, gpus, micro_batch_size=sequences, grad_accum_steps=steps, seq_len=base.batch.seq_len, degrees=degrees
     )
     among = grid.dp_shard * (degrees.cp * degrees.tp)
-    return Numbers(grid.only(among % degrees.ep == 0), indivisible * len(replicas))
+    return Gridded(grid.only(among % degrees.ep == 0), indivisible * len(replicas))
 
 
 def _replicas(recipe: RecipeSpec, gpus: int, fixed: Fixed, *, pipelined: bool) -> Column:

@@ -1,7 +1,7 @@
 """How much is fed per step: each an int in a job and an int or a column in a formula."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from zeroplan.numeric import Int
 from zeroplan.spec.base import Count, Spec
@@ -24,6 +24,14 @@ class Batch(Protocol):
     def grad_accum_steps(self) -> Int:
         """Forward and backward passes per optimizer step."""
         ...
+
+
+class Numbers(NamedTuple):
+    """A batch as formulas take it, of numbers that have been checked."""
+
+    micro_batch_size: int
+    seq_len: int
+    grad_accum_steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

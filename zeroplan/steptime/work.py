@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 from zeroplan.engines.precisions import compute_of
 from zeroplan.ledger import total_bytes
+from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Float, together
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.activations import block_pass
+from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.flops import (
     attention_layers,
     attention_widths,
@@ -58,9 +60,17 @@ def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp:
     Experts count as often as tokens choose them, evenly spread. Leaves out: sliding windows, which only some kernels skip;
     weights that are frozen, whose gradients nobody takes; writing out weights in four bits.
     """
-    if model.profile is not None:
-        return _profiled(model, recipe, batch)
-    whole, compute = layout(_multiplied(model)), compute_of(recipe, tp=tp, ep=expert_ranks, cp=cp)
+    compute = compute_of(recipe, tp=tp, ep=expert_ranks, cp=cp)
+    numbers = batch.micro_batch_size, batch.seq_len
+    return recalled(
+        lambda: (work, model, compute, *map(as_key, numbers), recipe.loss),
+        lambda: _profiled(model, recipe, batch) if model.profile is not None else _counted(model, recipe, batch, compute),
+    )
+
+
+def _counted(model: ModelSpec, recipe: RecipeSpec, batch: Batch, compute: Compute) -> Work:
+    """The same of a model whose blocks have formulas."""
+    whole, tp, cp = layout(_multiplied(model)), compute.tp, compute.cp
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len
     in_blocks = block_matrices(whole)
     outside = matmul_parameters(model, whole) - in_blocks

@@ -4,6 +4,7 @@ Exact, tensor by tensor, for the module that transformers builds: equal to what 
 allocations of its backward at every point where they peak.
 """
 
+from zeroplan.memo import as_key, recalled
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BlockPass, Compute
@@ -25,6 +26,13 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, r
     Leaves out: dropout (off, as in pre-training); padding, which brings an explicit mask and repeated keys; compiled graphs and
     fused kernels, which change every number.
     """
+    return recalled(
+        lambda: (block_pass, model, kind, compute, as_key(batch.micro_batch_size), as_key(batch.seq_len), recomputed),
+        lambda: _made(model, kind, compute, batch, recomputed=recomputed),
+    )
+
+
+def _made(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, recomputed: bool) -> BlockPass:
     one = _kept_on_the_gpu(model, kind, compute, batch, recomputed=recomputed)
     if not compute.offloaded:
         return one

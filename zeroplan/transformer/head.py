@@ -3,8 +3,9 @@
 from typing import NamedTuple
 
 from zeroplan.expr import Values
-from zeroplan.ledger import Kind, Line, Role, Tag
-from zeroplan.numeric import where
+from zeroplan.ledger import Kind, Line, Role, Tag, total_bytes
+from zeroplan.memo import as_key, recalled
+from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
@@ -60,6 +61,16 @@ def head_pass(
     accelerate does. Leaves out: dropout after the embedding, the loss itself and the sum of label
     weights (4 bytes each).
     """
+    numbers = batch.micro_batch_size, batch.seq_len
+    return recalled(
+        lambda: (head_pass, model, compute, *map(as_key, numbers), recomputed, loss, fp32_output),
+        lambda: _made(model, compute, batch, loss, recomputed=recomputed, fp32_output=fp32_output),
+    )
+
+
+def _made(
+    model: ModelSpec, compute: Compute, batch: Batch, loss: Loss, *, recomputed: bool, fp32_output: bool
+) -> HeadPass:  # fmt: skip
     if model.profile is not None:
         from zeroplan.transformer.profiled import profile_of, profiled_head  # noqa: PLC0415  only a profile pays for it
 
@@ -79,6 +90,19 @@ def head_pass(
         points=ending.points,
         norm_forward=ending.norm,
     )
+
+
+def output_bytes(model: ModelSpec, compute: Compute, batch: Batch, *, fp32_output: bool) -> Int:
+    """What the model's output takes, with a loss that is not split, as :func:`head_pass` has it. [bytes]"""
+    if model.profile is not None:
+        return total_bytes(head_pass(model, compute, batch, fp32_output=fp32_output).output)
+    from zeroplan.transformer.families import ending  # noqa: PLC0415  a profile's answers need not wait for it
+
+    asked = _asked(model, compute, batch)
+    own = ending.output_bytes(ending.ending_of(model, compute, asked.x, "full"), asked.values)
+    if not fp32_output or (isinstance(own, int) and not own):
+        return own
+    return (_WIDE if compute.tp == 1 else _WIDE_SHARE).size.value(asked.values)
 
 
 def _asked(model: ModelSpec, compute: Compute, batch: Batch) -> _Asked:

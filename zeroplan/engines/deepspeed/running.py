@@ -2,16 +2,22 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from zeroplan.engines.deepspeed.passes import Passes, RunPass
 from zeroplan.engines.formulas import total_formula
 from zeroplan.engines.sources import FLOWING
 from zeroplan.ledger import Kind, Line, Role, total_bytes
+from zeroplan.memo import recalled
 from zeroplan.numeric import Bool, Int, where
 from zeroplan.transformer.blocks import BackwardPoint, HandedOn
 from zeroplan.transformer.families.parts import HEAD_INPUT
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _FLOW = "r·T·h"
 
@@ -142,12 +148,41 @@ def _kinds(gradients: tuple[int, ...]) -> tuple[range, ...]:
     return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], len(gradients)], strict=True))
 
 
+class _Handed:
+    """What is alive when gradients are handed on, in their order."""
+
+    def __init__(self, of: tuple[HandedOn, ...]) -> None:
+        """Take what says so, which stays as long as this does."""
+        self.of, self.running = of, tuple([running_of(one.lines) for one in of])
+        self.most = tuple(accumulate((one.gradients for one in of), max))
+        """Elements made by each, or by one before it."""
+
+    @cached_property
+    def tables(self) -> tuple["NDArray[np.int64]", ...]:
+        """Activations and gradients of activations, one below the other."""
+        import numpy as np  # noqa: PLC0415  a single job never needs it
+
+        return tuple([np.stack(np.broadcast_arrays(*one)).astype(np.int64) for one in zip(*self.running, strict=True)])
+
+
 def _handed_when(handed: tuple[HandedOn, ...], made: Int) -> Running:
-    """What is alive when the last of so many gradients is handed on, for columns."""
-    found = running_of(handed[-1].lines)
-    for one in reversed(handed[:-1]):
-        found = _either(made <= one.gradients, running_of(one.lines), found)
-    return found
+    """What is alive when the last of so many gradients is handed on, for columns: by the first that has made as many."""
+    found = recalled(lambda: (_handed_when, id(handed)), lambda: _Handed(handed))
+    last = len(handed) - 1
+    if isinstance(made, int):
+        return found.running[min(bisect_left(found.most, made), last)]
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    at = np.minimum(np.searchsorted(found.most, made), last)
+    return Running(*(_each_at(table, at) for table in found.tables))
+
+
+def _each_at(table: "NDArray[np.int64]", at: "NDArray[np.int64]") -> Int:
+    """Of values the one at each place, where they are columns in that place."""
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    beside = [np.arange(size).reshape(-1, *(1,) * after) for after, size in enumerate(reversed(table.shape[1:]))]
+    return cast("Int", table[(at, *reversed(beside))])
 
 
 def _beyond_blocks(these: Passes, block: Int, made: Int) -> Running:

@@ -57,12 +57,6 @@ def made_in_a_block(plan: Plan, point: BackwardPoint) -> Line:
     return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "this block's, made so far", formula, ACCUMULATE)
 
 
-@lru_cache(maxsize=4096)
-def point_of(block: str, point: str) -> str:
-    """The name of a moment of a block's backward."""
-    return f"backward of {block}: {point}"
-
-
 def resharding(plan: Plan, position: Position) -> tuple[Line, ...]:
     """Torch 2.15 cuts a block that has run to its smaller shard, beside its input and its output. [bytes]
 

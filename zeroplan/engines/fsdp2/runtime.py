@@ -12,7 +12,7 @@ from zeroplan.engines.fsdp2.groups import Ends, Group
 from zeroplan.engines.fsdp2.param_groups import ParamGroup, param_groups
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.ledger import Line, Phase
-from zeroplan.trace import Trace
+from zeroplan.trace import Inside, Trace
 
 
 class Parts:
@@ -72,7 +72,7 @@ class Units:
         blocks = [Parts(plan, *groups) for groups in zip(plan.blocks, plan.trained_blocks, strict=True)]
         self.layers = tuple((position, Unit(position.name, blocks[position.run])) for position in plan.walk)
         self.made: dict[object, tuple[Line, ...]] = {}
-        self.inside: dict[object, tuple[tuple[str, tuple[Line, ...]], ...]] = {}
+        self.inside: dict[object, Inside] = {}
 
 
 class Runtime:

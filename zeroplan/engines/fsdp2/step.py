@@ -3,7 +3,7 @@
 It runs the last micro-batch of a step, with what earlier ones have left. Layers at which memory cannot be highest are left out.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from zeroplan.engines.fsdp2 import buffers, lines, outside
 from zeroplan.engines.fsdp2.groups import Group
@@ -11,11 +11,11 @@ from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Runtime, Unit, Units
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, Phase, Role
-from zeroplan.trace import Trace
+from zeroplan.trace import Inside, Moments, Trace, entry_of
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass
 
 
-def moments(plan: Plan, step: tuple[Line, ...]) -> tuple[Moment, ...]:
+def moments(plan: Plan, step: tuple[Line, ...]) -> Moments:
     """Every moment at which memory can be highest; ``step`` is what is alive in the optimizer's step. [bytes]"""
     trace = Trace()
     one = MicroBatch(plan, trace, Units(plan))
@@ -24,7 +24,8 @@ def moments(plan: Plan, step: tuple[Line, ...]) -> tuple[Moment, ...]:
     one.backward_of_the_ending()
     one.blocks_backward()
     one.end_of_backward()
-    return (*trace.finished(), *outside.not_reduced(plan), Moment("optimizer step", Phase.STEP, step))
+    at_the_end = (*outside.not_reduced(plan), Moment("optimizer step", Phase.STEP, step))
+    return Moments((*trace.finished(), *map(entry_of, at_the_end)))
 
 
 class MicroBatch:
@@ -218,23 +219,25 @@ class MicroBatch:
         trace.drop("entering")
         trace.hold("checkpoint", *(() if again == "none" else one.checkpoint_in_backward))
         if position.is_corner:
-            for name, inside in self.inside_backward(position):
-                trace.at(outside.point_of(position.name, name), Phase.BACKWARD)
-                trace.pass_by(*inside)
+            trace.pass_through(self.inside_backward(position), f"backward of {position.name}", Phase.BACKWARD)
         trace.drop("checkpoint")
         self.end_block(position, unit)
 
-    def inside_backward(self, position: Position) -> Iterable[tuple[str, tuple[Line, ...]]]:
-        """The moments of a block's backward, and what is alive of it then: the same for all blocks of a run between its ends."""
-        kind = position.run, position.layer == 0, position.next_run is None, self.several
+    def inside_backward(self, position: Position) -> Inside:
+        """The moments of a block's backward, and what is alive of it then."""
+        kind = self.kind_of(position)
         if kind not in self._inside:
-            self._inside[kind] = tuple(self.made_inside(position))
+            self._inside[kind] = Inside(self.made_inside(position))
         return self._inside[kind]
 
-    def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[Line, ...]]]:
+    def kind_of(self, position: Position) -> object:
+        """What blocks have in common whose backward is the same inside."""
+        return position.run
+
+    def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
         """The same, made anew."""
         for point in self.plan.passes[position.run].points:
-            yield point.name, (*point.lines, outside.made_in_a_block(self.plan, point))
+            yield point.name, (point.lines, (outside.made_in_a_block(self.plan, point),))
 
     def flows_in(self, position: Position) -> tuple[Line, ...]:  # noqa: ARG002  a stage needs it
         """The gradient that comes in at a block's end."""

@@ -9,6 +9,7 @@ what a block keeps between the halves, and refused elsewhere.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from zeroplan.engines.account import Account, PipelineRank, Symbol
 from zeroplan.engines.formulas import product, several
@@ -26,13 +27,15 @@ from zeroplan.engines.pipeline.walk import Place, State, gathers, states
 from zeroplan.engines.precisions import compute_of
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, Moment, Phase, Role, Tag
-from zeroplan.numeric import Int, maximum
+from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.pipeline import SPLIT, Stage, cut, indices_of_rank, stages_per_rank
+from zeroplan.spec.pipeline import SPLIT, PipelineSchedule, Stage, cut, indices_of_rank, stages_per_rank
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.trace import Moments, entry_of
 from zeroplan.transformer.families.halves import SPLIT_BACKWARD, why_not
+from zeroplan.weights import ONE_POOL
 
 RECEIVED = "torch 2.13, torch/distributed/pipelining/stage.py, PipelineStage._setup_forward_recv_info"
 TOKENS = "torch 2.13, torch/distributed/pipelining/schedules.py, _PipelineSchedule.step"
@@ -59,14 +62,59 @@ def accounts_of(
     ranks: tuple[int, ...], model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
 ) -> tuple[Account, ...]:  # fmt: skip
     """The same of some ranks alone. [bytes]"""
+    here = arranged(model, recipe, mesh)
+    batch = here.local(batch)
+    indices = [here.indices(rank) for rank in ranks]
+    every = tuple(here.stages[at] for mine in indices for at in mine)
+    plans = iter(stage_plans(here.model, here.recipe, mesh, batch, every))
+    return tuple(
+        _account(
+            here.model,
+            here.recipe,
+            mesh,
+            batch,
+            tuple(next(plans) for _ in mine),
+            here.place(rank, int(batch.grad_accum_steps)),
+        )
+        for rank, mine in zip(ranks, indices, strict=True)
+    )
+
+
+class Arranged(NamedTuple):
+    """A model cut into stages, as a schedule drives it."""
+
+    model: ModelSpec
+    recipe: RecipeSpec
+    pp: int
+    cp: int
+    schedule: PipelineSchedule
+    chunks: int
+    """Stages on each rank."""
+    stages: tuple[Stage, ...]
+
+    def indices(self, rank: int) -> tuple[int, ...]:
+        """Which stages a rank has."""
+        return indices_of_rank(self.schedule, rank=rank, pp=self.pp, stages=len(self.stages))
+
+    def place(self, rank: int, micro_batches: int) -> Place:
+        """Where in the pipeline a rank stands."""
+        return Place(self.schedule, rank, self.pp, self.chunks, micro_batches)
+
+    def local(self, batch: Batch) -> Batch:
+        """What of a batch goes through one rank."""
+        if self.cp == 1:
+            return batch
+        from zeroplan.transformer.context import local_batch  # noqa: PLC0415  the others' answers need not wait for it
+
+        return local_batch(batch, self.cp)
+
+
+def arranged(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Arranged:
+    """Cut a model into stages; raises SpecError where a schedule is not modelled."""
     if recipe.pipeline_schedule in SPLIT:
         _check_split(model, recipe, mesh)
     recipe = replace(recipe, sync_every_micro_batch=False)  # a schedule reduces once
     model = replace(model, tie_word_embeddings=False)  # the last stage has a copy of its own
-    if mesh.cp != 1:
-        from zeroplan.transformer.context import local_batch  # noqa: PLC0415  the others' answers need not wait for it
-
-        batch = local_batch(batch, int(mesh.cp))
     pp, schedule = int(mesh.pp), recipe.pipeline_schedule or "1f1b"
     chunks = stages_per_rank(schedule, recipe.pipeline_stages_per_rank)
     if chunks > _STAGES_AT_ONCE:
@@ -75,19 +123,7 @@ def accounts_of(
             f"unsharded at once; use {_STAGES_AT_ONCE} at most"
         )
     stages = cut(model.num_hidden_layers, pp * chunks, recipe.layers_by_hand)
-    indices = [indices_of_rank(schedule, rank=rank, pp=pp, stages=len(stages)) for rank in ranks]
-    plans = iter(stage_plans(model, recipe, mesh, batch, tuple(stages[at] for mine in indices for at in mine)))
-    return tuple(
-        _account(
-            model,
-            recipe,
-            mesh,
-            batch,
-            tuple(next(plans) for _ in mine),
-            Place(schedule, rank, pp, chunks, int(batch.grad_accum_steps)),
-        )
-        for rank, mine in zip(ranks, indices, strict=True)
-    )
+    return Arranged(model, recipe, pp, int(mesh.cp), schedule, chunks, stages)
 
 
 def _check_split(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> None:
@@ -127,12 +163,13 @@ def highest_of(every: Iterable[Account]) -> Account:
 def ranks_in_question(recipe: RecipeSpec, pp: int) -> tuple[int, ...]:
     """Ranks of which one has the highest peak: the first and the last, which have more than blocks, and the second.
 
-    After it ranks have as many layers, and fewer micro-batches wait in them; not where backwards are split, or stages go back.
+    After it ranks have as many layers, and fewer micro-batches wait in them; not where backwards are split, stages go back, or
+    the first layers alone are recomputed.
 
     >>> ranks_in_question(RecipeSpec(), 8), ranks_in_question(RecipeSpec(), 2)
     ((0, 1, 7), (0, 1))
     """
-    if recipe.pipeline_schedule in SPLIT or recipe.pipeline_layers is not None:
+    if recipe.pipeline_schedule in SPLIT or recipe.pipeline_layers is not None or recipe.recompute_layers is not None:
         return tuple(range(pp))
     return tuple(sorted({0, min(1, pp - 1), pp - 1}))
 
@@ -141,18 +178,15 @@ def _account(
     model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, stages: tuple[StagePlan, ...], place: Place
 ) -> Account:  # fmt: skip
     """Memory and traffic of one rank."""
-    standing = _joined(line for stage in stages for line in stage.plan.persistent)
+    standing, gradients = states_of(stages)
     units = tuple(Units(stage.plan._replace(walk=stage.walk)) for stage in stages)
-    here = Rank(place.rank, stages, (*standing, *_received(stages, mesh, batch)), _cut(stages, mesh, batch), units)
-    gradients = _joined(
-        stage.plan.gradient_shards(stage.plan.every_layer, "after backward", stage.plan.trained_outside) for stage in stages
-    )
-    until_next = _until_next(place, stages[0].hidden_bytes)
-    temporaries, walked = _temporaries(recipe, stages), _states(place, stages[0].plan)
+    here = Rank(place.rank, stages, (*standing, *received_lines(stages, mesh, batch)), cut_lines(stages, mesh, batch), units)
+    left = until_next(place, stages[0].hidden_bytes)
+    temporaries, walked = _temporaries(recipe, stages), states_for(place, stages[0].plan)
     on_gpu, on_host = ((), temporaries) if recipe.fsdp2.cpu_offload else (temporaries, ())
-    step = Moment("optimizer step", Phase.STEP, (*here.standing, *until_next, *gradients, *on_gpu))
+    step = Moment("optimizer step", Phase.STEP, (*here.standing, *left, *gradients, *on_gpu))
     resharded = bool(stages[0].plan.reshard)
-    moments = (*moments_of(here, walked), step)
+    moments = Moments((*moments_of(here, walked), entry_of(step)))
     host, pinned = in_host_memory(recipe, stages, walked)
     return Account(
         states=(*standing, *gradients),
@@ -163,6 +197,23 @@ def _account(
         symbols=(*_symbols(model, mesh), *pinned),
         notes=(*notes_of(recipe), *_notes(recipe, mesh)),
     )
+
+
+def states_of(stages: tuple[StagePlan, ...]) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+    """What a rank keeps from step to step, and its share of the gradients."""
+    gradients = (
+        stage.plan.gradient_shards(stage.plan.every_layer, "after backward", stage.plan.trained_outside) for stage in stages
+    )
+    return _joined(line for stage in stages for line in stage.plan.persistent), _joined(gradients)
+
+
+def account_of_time(
+    stages: tuple[StagePlan, ...], place: Place, mesh: Mesh, batch: Batch, model: ModelSpec
+) -> Account:  # fmt: skip
+    """What of a rank's account its step's time follows from: states and collectives, and that there is a pipeline."""
+    standing, gradients = states_of(stages)
+    sent = collectives(stages, gathers(place, resharded=bool(stages[0].plan.reshard)), mesh, batch, model)
+    return Account((*standing, *gradients), (), sent, pipeline=(PipelineRank(place.rank, "", 0, 0, ""),))
 
 
 def _symbols(model: ModelSpec, mesh: Mesh) -> tuple[Symbol, ...]:
@@ -182,13 +233,14 @@ def _notes(recipe: RecipeSpec, mesh: Mesh) -> tuple[str, ...]:
     return (*of_schedules, NOTE)
 
 
-def _states(place: Place, plan: Plan) -> tuple[State, ...]:
+def states_for(place: Place, plan: Plan) -> tuple[State, ...]:
+    """What waits on a rank in a step, where most does."""
     if place.schedule in SPLIT:
         return split_states(place, widened=plan.reduce_bytes != plan.width.compute)
     return states(place, resharded=bool(plan.reshard))
 
 
-def _until_next(place: Place, hidden_bytes: Int) -> tuple[Line, ...]:
+def until_next(place: Place, hidden_bytes: Int) -> tuple[Line, ...]:
     """Gradients of inputs that a first half leaves on what it was given."""
     if place.schedule not in SPLIT:
         return ()
@@ -198,11 +250,10 @@ def _until_next(place: Place, hidden_bytes: Int) -> tuple[Line, ...]:
     return (Line(Kind.ACTIVATION_GRADIENTS, count * hidden_bytes, reason, formula, SPLIT_BACKWARD, tag),)
 
 
-def _shown(rank: int, stages: tuple[StagePlan, ...], moments: tuple[Moment, ...]) -> PipelineRank:
-    totals = [moment.total_bytes for moment in moments]
-    if not all(isinstance(total, int) for total in totals):
-        return PipelineRank(rank, "", 0, maximum(0, *totals), "")
-    highest = moments[totals.index(max(totals))]
+def _shown(rank: int, stages: tuple[StagePlan, ...], moments: Moments) -> PipelineRank:
+    if moments.are_columns:
+        return PipelineRank(rank, "", 0, moments.highest(ONE_POOL).peak_bytes, "")
+    highest = moments.peak()
     words = "; ".join(_in_words(one.stage) for one in stages)
     return PipelineRank(rank, words, sum(one.plan.numel for one in stages), highest.total_bytes, highest.name)
 
@@ -227,7 +278,7 @@ def _joined(lines: Iterator[Line]) -> tuple[Line, ...]:
     return tuple(line._replace(formula=product(1, line.n_bytes)) for line in found.values())
 
 
-def _cut(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
+def cut_lines(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
     """Of the step's sequences, where ranks share them: what is there until its passes are over."""
     if mesh.cp == 1:
         return ()
@@ -241,7 +292,7 @@ def _sequences(stages: tuple[StagePlan, ...], batch: Batch) -> Int:
     return sum(stage.stage.is_first + stage.stage.is_last for stage in stages) * batch.grad_accum_steps * batch.micro_batch_size
 
 
-def _received(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
+def received_lines(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
     """Receive buffers, which a stage has for every micro-batch of a step, and the step's token ids and labels.
 
     With ranks that share sequences, whole ones, and the positions in one of them.

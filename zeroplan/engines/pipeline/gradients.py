@@ -64,12 +64,14 @@ def made_bytes(plan: Plan, made: int, current: int) -> Int:
 
 def made_line(plan: Plan, n_bytes: Int, reason: str) -> Line:
     """Whole gradients of this micro-batch, in the dtype that they are computed in. [bytes]"""
-    return in_elements(Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, source=ACCUMULATE), plan.width.compute)
+    width = plan.width.compute
+    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, product(width, n_bytes // width), ACCUMULATE)
 
 
 def in_elements(line: Line, width: int) -> Line:
     """Write a line as so many bytes times so many elements of this rank's stages."""
-    return line._replace(formula=product(width, line.n_bytes // width))
+    kind, n_bytes, reason, _, source, tag = line
+    return Line(kind, n_bytes, reason, product(width, n_bytes // width), source, tag)
 
 
 def sizes_of_block(plan: Plan, run: int) -> tuple[int, ...]:

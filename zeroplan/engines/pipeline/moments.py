@@ -12,16 +12,24 @@ from zeroplan.engines.pipeline.reducing import reducing
 from zeroplan.engines.pipeline.waiting import Rank, most_waits
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Line, Moment
+from zeroplan.trace import Entry, entry_of
 
-Maker = Callable[[Rank, State, tuple[Line, ...]], Iterable[Moment]]
+Maker = Callable[[Rank, State, tuple[Line, ...]], Iterable[Moment | Entry]]
 
 
-def moments_of(rank: Rank, states: tuple[State, ...]) -> Iterator[Moment]:
+def moments_of(rank: Rank, states: tuple[State, ...]) -> Iterator[Entry]:
     """Every moment of a step at which the rank's memory can be highest, its optimizer's step left out."""
+    makers = makers_of(splits=any(state.between for state in states))
+    for state, waiting in most_waits(rank, states):
+        for made in makers[state.kind](rank, state, waiting):
+            yield made if isinstance(made, Entry) else entry_of(made)
+
+
+def makers_of(*, splits: bool) -> dict[str, Maker]:
+    """What makes the moments of each kind of pass; ``splits`` says that backwards are taken in two halves."""
     makers: dict[str, Maker] = {"forward": forward, "backward": backward, "reducing": reducing}
-    if any(state.between for state in states):
+    if splits:
         from zeroplan.engines.pipeline.halves import first_half, second_half  # noqa: PLC0415  the other schedules' answers need not wait
 
         makers |= {"input": first_half, "weights": second_half}
-    for state, waiting in most_waits(rank, states):
-        yield from makers[state.kind](rank, state, waiting)
+    return makers

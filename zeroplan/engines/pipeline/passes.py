@@ -33,20 +33,20 @@ from zeroplan.engines.pipeline.lines import (
 from zeroplan.engines.pipeline.waiting import Rank, of_the_head, waiting_lines
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
-from zeroplan.ledger import Kind, Line, Moment, Phase, Role
-from zeroplan.trace import Trace
+from zeroplan.ledger import Kind, Line, Phase, Role
+from zeroplan.trace import Entry, Trace
 from zeroplan.transformer.blocks import At, BlockPass
 from zeroplan.transformer.families.norms import AT_MLP_NORM
 
 
-def forward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Moment, ...]:
+def forward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Entry, ...]:
     """Every moment of a forward at which memory can be highest; ``waiting`` is what belongs to no stage's pass."""
     one = StagePass(rank, state, waiting)
     one.forward_through()
     return one.trace.finished()
 
 
-def backward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Moment, ...]:
+def backward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Entry, ...]:
     """The same of a backward."""
     one = StagePass(rank, state, waiting)
     one.backward_through()
@@ -70,6 +70,8 @@ class StagePass(MicroBatch):
         """Take the rank's stage whose pass it is."""
         self.rank, self.state, self.stage = rank, state, rank.stages[state.chunk]
         self.whole, self.earlier = state.whole[state.chunk], bool(state.earlier[state.chunk])
+        self.output_made: int | None = None
+        """How many moments come before the loss is made, in the last stage's forward."""
         super().__init__(self.stage.plan._replace(several=state.earlier[state.chunk]), Trace(), rank.units[state.chunk])
         self.trace.hold("waiting", *waiting)
 
@@ -167,7 +169,8 @@ class StagePass(MicroBatch):
     def _head_and_loss(self) -> None:
         """The head makes logits within the stage's forward, in which the last block's buffer is parked. The loss comes after it."""
         plan, trace = self.plan, self.trace
-        trace.shrink("waiting", *waiting_lines(self.rank, _only_in_flight(self.state)))
+        trace.shrink("waiting", *waiting_lines(self.rank, only_in_flight(self.state)))
+        self.output_made = trace.written
         layers = self._after_all()
         if self.ends is not None:
             self._gather_head(self.ends.head, layers)
@@ -293,7 +296,11 @@ class StagePass(MicroBatch):
         else:
             super().enter_backward(unit, below)
 
-    def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[Line, ...]]]:
+    def kind_of(self, position: Position) -> object:
+        """Blocks of a run between a stage's ends are alike, in passes that find the same left behind."""
+        return position.run, position.layer == 0, position.next_run is None, self.several
+
+    def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
         """The moments of a block's backward, without what lies in receive buffers."""
         stage, plan, adding, coming_in = self.stage, self.plan, False, position.next_run is None
         for point in plan.passes[position.run].points:
@@ -301,17 +308,17 @@ class StagePass(MicroBatch):
             adding = adding or point.place == AT_MLP_NORM
             lines = stage.at_its_end(point.lines) if coming_in else point.lines
             made = made_line(plan, made_bytes(plan, point.gradients, point.current_gradient), "this block's, made so far")
-            yield point.name, (*(lines if position.layer else stage.at_its_beginning(lines)), made)
+            yield point.name, (lines if position.layer else stage.at_its_beginning(lines), (made,))
         if plan.cast_on_arrival and not self.earlier:
             yield from self._casts(plan.passes[position.run])
 
-    def _casts(self, one: BlockPass) -> Iterator[tuple[str, tuple[Line, ...]]]:
+    def _casts(self, one: BlockPass) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
         """Gradients as autograd casts each: what the operator has made stays until then."""
         plan, before = self.plan, 0
         for handed in one.handed:
             n_bytes = plan.reduce_bytes * handed.gradients + plan.width.compute * (handed.gradients - before)
             before = handed.gradients
-            yield "a gradient is cast", (*handed.lines, made_line(plan, n_bytes, "this block's, made so far and cast"))
+            yield "a gradient is cast", (handed.lines, (made_line(plan, n_bytes, "this block's, made so far and cast"),))
 
     def end_block(self, position: Position, unit: Unit) -> None:
         """A block's gradients come to those of earlier micro-batches, or become the first in the reduction's dtype."""
@@ -361,7 +368,7 @@ def _unsharded(plan: Plan, layers: tuple[int, ...]) -> Line:
     return unsharded_parameters(plan, layers, "this stage's parameters, unsharded")
 
 
-def _only_in_flight(state: State) -> State:
+def only_in_flight(state: State) -> State:
     """When the loss is made, the name of the output before is already the new one's."""
     outputs = tuple(min(flying, count) if at == state.chunk else count
                     for at, (flying, count) in enumerate(zip(state.flying, state.outputs, strict=True)))  # fmt: skip

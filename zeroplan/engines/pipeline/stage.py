@@ -152,9 +152,9 @@ def stage_plans(
         own = recipe_of(recipe, stage)
         alike = (fewer, own, stage.is_first, stage.is_last)
         if alike not in made:
-            made[alike] = _stage_plan(fewer, part, own, mesh, batch, stage)
+            made[alike] = stage_plan_of(fewer, part, own, mesh, batch, stage)
         one = made[alike]
-        positions, walk = (_named(which, stage, model.num_hidden_layers) for which in (one.plan.corners, one.plan.walk))
+        positions, walk = (named(which, stage, model.num_hidden_layers) for which in (one.plan.corners, one.plan.walk))
         plans.append(one._replace(stage=stage, positions=positions, walk=walk))
     return tuple(plans)
 
@@ -169,9 +169,10 @@ def recipe_of(recipe: RecipeSpec, stage: Stage) -> RecipeSpec:
     return replace(recipe, recompute_layers=None if layers == stage.layers else layers)
 
 
-def _stage_plan(
+def stage_plan_of(
     fewer: ModelSpec, part: Layout, recipe: RecipeSpec, mesh: Mesh, batch: Batch, stage: Stage
 ) -> StagePlan:  # fmt: skip
+    """Size a stage's layers, whose names are those of a model that has no others."""
     plan = make_plan(fewer, recipe, mesh, batch, part=part)
     head, at_embedding = plan.head, plan.at_embedding
     of_all = mesh.cp != 1  # positions, which are made once
@@ -240,5 +241,6 @@ def _local_layout(model: ModelSpec, ep: int) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def _named(positions: tuple[Position, ...], stage: Stage, layers: int) -> tuple[Position, ...]:
+def named(positions: tuple[Position, ...], stage: Stage, layers: int) -> tuple[Position, ...]:
+    """Layers of a stage, called as in the whole model."""
     return tuple(one._replace(name=f"block {stage.start + one.layer + 1} of {layers}") for one in positions)

@@ -29,20 +29,25 @@ class Rank(NamedTuple):
 
 def most_waits(rank: Rank, states: tuple[State, ...]) -> list[tuple[State, tuple[Line, ...]]]:
     """What a pass takes is the same each time, so that it is highest where most waits; of columns that cannot be said."""
-    sizes = tuple(map(_sizes, rank.stages))
+    sizes = tuple(map(sizes_of, rank.stages))
     if not all(isinstance(size, int) for one in sizes for size in one):
         return [(state, waiting_lines(rank, state)) for state in states]
     highest: dict[object, tuple[int, State]] = {}
     for state in states:
-        n_bytes = int(_waiting_bytes(rank, state, sizes))
-        alike = (state.kind, state.chunk, state.whole[state.chunk], state.earlier[state.chunk], state.begins, state.ahead,
-                 state.fresh and state.fresh[state.chunk])  # fmt: skip
+        n_bytes = int(waiting_bytes(state, sizes)) + int(total_bytes(of_the_head(rank, state)))
+        alike = alike_in(state)
         if alike not in highest or n_bytes > highest[alike][0]:
             highest[alike] = (n_bytes, state)
     return [(state, waiting_lines(rank, state)) for _, state in highest.values()]
 
 
-class _Sizes(NamedTuple):
+def alike_in(state: State) -> tuple[object, ...]:
+    """What a pass depends on; all else only waits."""
+    at = state.chunk
+    return state.kind, at, state.whole[at], state.earlier[at], state.begins, state.ahead, state.fresh and state.fresh[at]
+
+
+class Sizes(NamedTuple):
     """What a stage takes of each thing that waits. [bytes]"""
 
     kept: Int
@@ -52,30 +57,50 @@ class _Sizes(NamedTuple):
     gradients: Int
     between: Int
     fresh: Int
+    unsharded: Int
+    """All its parameters."""
+    outside: Int
+    """Those outside its blocks."""
+    gathered: Int
+    """All of them, gathered ahead."""
 
 
-def _sizes(stage: StagePlan) -> _Sizes:
+def sizes_of(stage: StagePlan) -> Sizes:
+    """Size everything of a stage that can wait. [bytes]"""
     plan = stage.plan
     shards = reduced(plan, plan.every_layer, "", plan.trained_outside).n_bytes
     gradients = accumulated(plan, plan.every_layer, plan.trained_outside).n_bytes
     fresh = plan.width.compute * plan.numel
-    return _Sizes(
-        stage.kept_bytes, stage.output_bytes, stage.hidden_bytes, shards, gradients, stage.between_bytes, fresh
+    every, none = plan.every_layer, tuple(0 for _ in plan.blocks)
+    return Sizes(
+        stage.kept_bytes, stage.output_bytes, stage.hidden_bytes, shards, gradients, stage.between_bytes, fresh,
+        unsharded_parameters(plan, every, "", stays_unsharded(plan, whole=True)).n_bytes,
+        unsharded_parameters(plan, none, "", stays_unsharded(plan, whole=False)).n_bytes,
+        plan.gathers * plan.width.compute * gathered_elements(plan),
     )  # fmt: skip
 
 
-def _waiting_bytes(rank: Rank, state: State, sizes: tuple[_Sizes, ...]) -> Int:
-    """The sum of what :func:`waiting_lines` lists, but for what is there at every moment. [bytes]"""
-    n_bytes: Int = state.sent * sizes[0].hidden + total_bytes(of_the_head(rank, state))
+def waiting_bytes(state: State, sizes: tuple[Sizes, ...]) -> Int:
+    """The sum of what :func:`waiting_lines` lists, but for what is there at every moment, and a head's gradient. [bytes]"""
+    n_bytes: Int = state.sent * sizes[0].hidden
     for at, one in enumerate(sizes):
         n_bytes = n_bytes + state.flying[at] * one.kept + state.outputs[at] * one.output
         if at != state.chunk:
-            n_bytes = n_bytes + total_bytes(_parameters_of_another(rank.stages[at].plan, state, at))
+            n_bytes = n_bytes + _parameters_bytes(state, at, one)
             n_bytes = n_bytes + (one.shards if state.reduced[at] else one.gradients * state.earlier[at])
         if state.between:
             left = at != state.chunk and not state.reduced[at]
             n_bytes = n_bytes + state.between[at] * one.between + (one.fresh * state.fresh[at] if left else 0)
     return n_bytes
+
+
+def _parameters_bytes(state: State, at: int, one: Sizes) -> Int:
+    """The bytes of :func:`_parameters_of_another`."""
+    if state.reduced[at]:
+        return 0
+    if not state.has_begun(at):
+        return one.gathered
+    return one.unsharded if state.whole[at] else one.outside
 
 
 STAGE = "torch 2.13, torch/distributed/pipelining/stage.py, forward_one_chunk"
@@ -145,7 +170,7 @@ def _parameters_of_another(plan: Plan, state: State, at: int) -> tuple[Line, ...
     if state.reduced[at]:
         return ()
     if not state.has_begun(at):
-        n_bytes = plan.gathers * plan.width.compute * _gathered_elements(plan)
+        n_bytes = plan.gathers * plan.width.compute * gathered_elements(plan)
         gathered = Line(Kind.GATHER, n_bytes, "another stage's parameters, gathered ahead", source=AT_ONCE)
         return (in_elements(gathered, plan.width.compute),)
     layers = plan.every_layer if state.whole[at] else tuple(0 for _ in plan.blocks)
@@ -153,7 +178,7 @@ def _parameters_of_another(plan: Plan, state: State, at: int) -> tuple[Line, ...
     return (unsharded_parameters(plan, layers, "another stage's parameters, unsharded", outside),)
 
 
-def _gathered_elements(plan: Plan) -> Int:
+def gathered_elements(plan: Plan) -> Int:
     """All parameters of a stage that are gathered: experts that no other rank has are not."""
     elements: Int = 0
     for group in plan.outside:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from zeroplan.expr import NOTHING, Size, Values, at_least, call, ceil
 from zeroplan.ledger import Kind, Line, Module, Role, Tag
+from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, minimum, next_power_of_2
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
@@ -49,7 +50,7 @@ HEAD = "transformers 5.23, models/llama/modeling_llama.py, LlamaForCausalLM.forw
 FULL = "transformers 5.23, loss/loss_utils.py, ForCausalLMLoss"
 CAP = "transformers 5.23, models/gemma2/modeling_gemma2.py, Gemma2ForCausalLM.forward"
 CHUNKED = "torchtitan, 2026-08, components/loss.py, ChunkedLossWrapper"
-FUSED = "liger_kernel 0.8.5, ops/fused_linearcross_entropy.py, fused_linearcross_entropy_forward"
+FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cross_entropy_forward"
 PARALLEL = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel"
 LOGITS, WEIGHT = Kind.LOGITS, Kind.UNSHARDED_GRADIENTS
 
@@ -130,6 +131,13 @@ def ending_pass(model: ModelSpec, compute: Compute, x: Widths, values: Values, l
     ``beside`` are the bytes that the model's forward holds by name until it returns, after the final norm.
     """
     ending = ending_of(model, compute, x, loss)
+    return recalled(
+        lambda: (ending_pass, ending, as_key(beside), *map(as_key, values.values())), lambda: _written(ending, values, beside)
+    )
+
+
+def _written(ending: Ending, values: Values, beside: Int) -> EndingPass:
+    """The plan of a structure as what follows the blocks, for one batch."""
     plan, kept_places, output, in_the_model = _plan_of(ending)
     sizes = Sizes(plan, values)
     saved = tuple([place for place in plan.saved if place not in kept_places])
@@ -139,6 +147,15 @@ def ending_pass(model: ModelSpec, compute: Compute, x: Widths, values: Values, l
     points = _handed_on(sizes) if plan.handed else sizes.points("none")
     norm = tuple([sizes.lines(one.stores) for one in in_the_model])
     return EndingPass(sizes.lines(saved), kept, forward, points, sizes.lines(output), norm)
+
+
+def output_bytes(ending: Ending, values: Values) -> Int:
+    """What the logits take that the model hands on. [bytes]"""
+    plan, _, output, _ = _plan_of(ending)
+    n_bytes: Int = 0
+    for place in output:
+        n_bytes = n_bytes + plan.stores[place].size.value(values)
+    return n_bytes
 
 
 def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: Loss) -> Ending:

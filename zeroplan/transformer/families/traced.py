@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from zeroplan.errors import SpecError
 from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line, Module, OffGpu, Tag
+from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
@@ -197,7 +198,11 @@ def _of(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Rec
     structure = structure_of(model, kind, compute, x, masked=masked)
     values = values_of(model, x, compute.tp if structure.sharded else 1)
     again = recompute if structure.recompute == "none" else structure.recompute
-    return pass_of(Sizes(_plan(structure, run_again=again != "none"), values), autocast=structure.autocast, recompute=again)
+    plan = _plan(structure, run_again=again != "none")
+    return recalled(
+        lambda: (pass_of, plan, again, *map(as_key, values.values())),
+        lambda: pass_of(Sizes(plan, values), autocast=structure.autocast, recompute=again),
+    )
 
 
 def structure_of(
@@ -454,16 +459,23 @@ class Texts(NamedTuple):
     """Those that there are, each once."""
     size_of: Places
     """Where among them each tensor's is."""
-    lines: tuple[tuple[Kind, str, str, str, Tag], ...]
-    """Of each tensor all but the bytes: kind, reason, formula, source and tag."""
+    kinds: tuple[Kind, ...]
+    words: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[Tag, ...]]
+    """Of all tensors reasons, formulas, sources and tags."""
 
 
 @lru_cache(maxsize=256)
 def _texts(plan: Plan) -> Texts:
     places: dict[Size, int] = {}
     size_of = tuple([places.setdefault(store.size, len(places)) for store in plan.stores])
-    lines = tuple([(store.kind, store.reason, store.size.text, store.source, store.tag) for store in plan.stores])
-    return Texts(tuple(places), size_of, lines)
+    stores = plan.stores
+    words = (
+        tuple([store.reason for store in stores]),
+        tuple([store.size.text for store in stores]),
+        tuple([store.source for store in stores]),
+        tuple([store.tag for store in stores]),
+    )
+    return Texts(tuple(places), size_of, tuple([store.kind for store in stores]), words)
 
 
 @lru_cache(maxsize=256)
@@ -492,6 +504,10 @@ def _sum(numbers: Sequence[int], places: Places) -> int:
     return sum(map(numbers.__getitem__, places))
 
 
+#: A line of its fields in their order; quicker than naming them, where there are hundreds.
+_line: Callable[[Iterable[object]], Line] = partial(tuple.__new__, Line)
+
+
 class Sizes:
     """A plan's tensors as lines and its weights as numbers, for one batch."""
 
@@ -502,10 +518,7 @@ class Sizes:
         self.element = values["e"]
         self.n_bytes = list(map(numbers.__getitem__, texts.size_of))
         """Of each tensor."""
-        self._lines = [
-            Line(kind, n_bytes, reason, formula, source, tag)
-            for n_bytes, (kind, reason, formula, source, tag) in zip(self.n_bytes, texts.lines, strict=True)
-        ]
+        self._lines = list(map(_line, zip(texts.kinds, self.n_bytes, *texts.words, strict=True)))
         self._weights = tuple([int(size.value(values)) for size in plan.weights])
 
     def lines(self, places: Places) -> tuple[Line, ...]:

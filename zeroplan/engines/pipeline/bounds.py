@@ -1,0 +1,121 @@
+"""What a pass through a stage takes at the most: never less than its highest moment, and worked out at once.
+
+A search compares passes and ranks, and most of them are far from the highest. A bound adds up everything of a stage that can be
+alive in a pass, in whatever order it comes and goes, so that what is below another pass all the same need not be run.
+"""
+
+from typing import NamedTuple
+
+from zeroplan.engines.fsdp2.buffers import reduce_output_bytes
+from zeroplan.engines.pipeline.stage import StagePlan
+from zeroplan.engines.pipeline.tensor import elements_of
+from zeroplan.engines.pipeline.waiting import Sizes
+from zeroplan.engines.pipeline.walk import State
+from zeroplan.ledger import total_bytes
+from zeroplan.weights import Weight
+
+
+class Bounds(NamedTuple):
+    """Of a stage. [bytes]"""
+
+    forward: int
+    """All that a forward can hold, gathers and gradients left out."""
+    backward: int
+    """The same of a backward."""
+    reducing: int
+    """The same of its reduction."""
+    gathers: int
+    """What gathers can hold, where the stage is not whole yet."""
+    in_turn: int
+    """The same of a forward that finds what is outside the blocks unsharded."""
+    gradients: int
+    """Of earlier micro-batches."""
+    fresh: int
+    """The same where they are as they were made."""
+    shards: int
+    """This rank's share of them."""
+
+    def of(self, state: State) -> Weight | None:
+        """Of a state's pass, by pool; None of half a backward."""
+        at = state.chunk
+        earlier = (self.gradients if state.earlier[at] else 0) + (self.fresh if state.fresh and state.fresh[at] else 0)
+        gathers = 0 if state.whole[at] and not state.begins else self.gathers
+        if state.kind == "forward":
+            return self.forward + earlier, gathers if state.begins else min(gathers, self.in_turn), 0
+        if state.kind == "backward":
+            return self.backward + max(earlier, self.gradients), gathers, 0
+        return (self.reducing + max(earlier, self.fresh), 0, self.shards) if state.kind == "reducing" else None
+
+
+def bounds_of(stage: StagePlan, sizes: Sizes, fresh: int) -> Bounds | None:
+    """The bounds of a stage; None where parameters are gathered, kept or reduced in other ways than most."""
+    plan = stage.plan
+    if plan.has_experts_apart or plan.of_torch_2_15 or not isinstance(plan.reshard, bool) or plan.recipe.offloads:
+        return None
+    width, groups = plan.width.compute, (plan.root, *plan.blocks)
+    alone = 0 if plan.gathers else 2 * max(group.alone for group in groups)
+    shard = max(int(group.shard) for group in groups)
+    gathers = width * (alone + shard + 2 * max(int(group.padded) for group in groups))
+    staying = int(sizes.unsharded) + total_bytes((*plan.head.shared, *plan.head.forward, *plan.head.first_input))
+    return Bounds(
+        int(staying + _forward(stage)),
+        int(staying + _backward(stage)),
+        int(sizes.unsharded) + _reducing(stage),
+        int(gathers),
+        int(width * (alone + 2 * max(int(group.padded) for group in plan.blocks))),
+        int(sizes.gradients),
+        fresh,
+        int(sizes.shards),
+    )
+
+
+def _kept(stage: StagePlan) -> tuple[int, int]:
+    """What blocks keep: all of them, and all but one."""
+    plan = stage.plan
+    every = int(sum(layers * each for layers, each in zip(plan.every_layer, plan.kept, strict=True)))
+    return every, every - int(min(plan.kept))
+
+
+def _forward(stage: StagePlan) -> int:
+    """Of the blocks, or of head and loss behind them."""
+    plan, head = stage.plan, stage.plan.head
+    every, others = _kept(stage)
+    within = max(
+        int(total_bytes((*one.checkpoint, *one.entered, *one.kept(again), *one.forward, *one.forward_recompute)))
+        for one, again in zip(plan.passes, plan.recomputes, strict=True)
+    )
+    if not stage.stage.is_last:
+        return others + within
+    by_rank = () if stage.by_rank is None else (stage.by_rank, *head.loss_forward)
+    behind = int(total_bytes((*head.saved, *head.output, *head.loss_forward, *by_rank)))
+    return max(others + within, every + behind)
+
+
+def _backward(stage: StagePlan) -> int:
+    """Of loss and head, of the blocks, or of the embedding."""
+    plan, hidden, width = stage.plan, int(stage.hidden_bytes), stage.plan.width.compute
+    every, others = _kept(stage)
+    both = width + plan.reduce_bytes
+    root = both * sum(elements_of(plan, group) for group in plan.outside)
+    of_blocks = 0
+    for one, again, group in zip(plan.passes, plan.recomputes, plan.blocks, strict=True):
+        entering = total_bytes((*one.checkpoint, *one.checkpoint_in_backward, *one.kept(again))) + 2 * hidden
+        points = max([int(total_bytes(point.lines)) for point in one.points], default=0)
+        beside = int(total_bytes((*one.checkpoint, *one.checkpoint_in_backward))) + 2 * hidden
+        of_blocks = max(of_blocks, int(entering), points + beside + both * group.numel)
+    points = max([int(total_bytes(point.lines)) for point in plan.head.points], default=0) if stage.stage.is_last else 0
+    at = plan.at_embedding
+    embedding = 0 if at is None else int(total_bytes((at.gathered, at.by_rank, at.whole)))
+    return root + max(others + of_blocks, every + points, embedding + 2 * hidden)
+
+
+def _reducing(stage: StagePlan) -> int:
+    """Gradients that are copied into a reduction's input, what comes out, and what earlier ones have left."""
+    plan, width, reduced = stage.plan, stage.plan.width.compute, stage.plan.reduce_bytes
+    groups = (plan.root, *plan.blocks)
+    made = max(
+        int(reduced * group.padded + reduce_output_bytes(plan, group)) + (width + reduced) * group.numel for group in groups
+    )
+    done = (plan.width.stored + reduced) * int(plan.trained_shards(plan.every_layer, plan.trained_outside))
+    largest = max([parameter.numel for parameter in plan.parameters])
+    return made + done + reduced * plan.embedding_elements + (width + reduced) * largest

@@ -1,0 +1,291 @@
+"""What a pipeline rank needs, in bytes alone: for searches, in which many layouts have stages and passes through them in common.
+
+A pass through a stage takes the same whatever waits on the rank meanwhile. So each kind of pass through a stage is run once, and
+what waits is added to its highest moment. The lines of the same moments are those of :func:`~zeroplan.engines.pipeline.accounts`.
+"""
+
+import sys
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple, cast
+
+from zeroplan.engines.account import Account
+from zeroplan.engines.fsdp2.runtime import Units
+from zeroplan.engines.optimizers import step_temporary_lines
+from zeroplan.engines.pipeline import account_of_time, accounts_of, arranged, cut_lines, received_lines, states_for, until_next
+from zeroplan.engines.pipeline.bounds import Bounds, bounds_of
+from zeroplan.engines.pipeline.gradients import as_made
+from zeroplan.engines.pipeline.moments import makers_of
+from zeroplan.engines.pipeline.passes import StagePass, only_in_flight
+from zeroplan.engines.pipeline.stage import StagePlan, layers_of, recipe_of, stage_plan_of
+from zeroplan.engines.pipeline.waiting import Rank, alike_in, sizes_of, waiting_bytes
+from zeroplan.engines.pipeline.walk import State
+from zeroplan.ledger import Kind, Line
+from zeroplan.memo import recalled
+from zeroplan.spec.batch import Batch, Numbers
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.pipeline import SPLIT, Stage
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.trace import Entry, beside, entry_of, highest_of
+from zeroplan.weights import Highest, Pools, Weight, in_pools, together, total, weigh
+
+#: Stands for all that waits on a rank.
+_WAITING = (Line(Kind.ACTIVATIONS, 0, "everything that waits"),)
+
+
+class Pass(NamedTuple):
+    """The highest moment of a pass through a stage, without what waits; of the last stage's forward also once the loss is made."""
+
+    highest: Highest
+    at_the_loss: Highest | None
+
+
+class Worked:
+    """A stage, and what each kind of pass through it takes: worked out once. [bytes]"""
+
+    def __init__(self, plan: StagePlan, of: object, pools: Pools) -> None:
+        """Size it; ``of`` is what it is made of, which stays as long as it does."""
+        self.stage, self.of, self.pools, inner = plan, of, pools, plan.plan
+        self.units = Units(inner._replace(walk=plan.walk))
+        self.passes: dict[object, Pass] = {}
+        self.sizes = sizes_of(plan)
+        self.as_made = as_made(inner, inner.every_layer, inner.trained_outside).n_bytes
+        self.standing = weigh(inner.persistent, pools)
+        shards = inner.gradient_shards(inner.every_layer, "after backward", inner.trained_outside)
+        self.reduced = weigh((shards,), pools)
+
+    @cached_property
+    def bounds(self) -> Bounds | None:
+        """What passes take at the most, where that is simple."""
+        return bounds_of(self.stage, self.sizes, int(self.as_made))
+
+    def taken(self, state: State) -> Pass:
+        """What the pass of a state takes through this stage, which is one of those that the state tells of."""
+        at = state.chunk
+        fresh = state.fresh[at] if state.fresh else None
+        key = state.kind, state.whole[at], state.earlier[at], state.begins, fresh
+        if key not in self.passes:
+            one = State(
+                state.kind, 0, (0,), (0,), 0, (state.earlier[at],), (state.whole[at],), (False,), state.begins,
+                (0,) if state.between else (), () if fresh is None else (fresh,),
+            )  # fmt: skip
+            self.passes[key] = self._run(one)
+        return self.passes[key]
+
+    def _run(self, state: State) -> Pass:
+        rank = Rank(0, (self.stage,), (), (), (self.units,))
+        if state.kind != "forward":
+            made = makers_of(splits=bool(state.between))[state.kind](rank, state, _WAITING)
+            return Pass(highest_of([one if isinstance(one, Entry) else entry_of(one) for one in made], self.pools), None)
+        one = StagePass(rank, state, _WAITING)
+        one.forward_through()
+        entries = one.trace.finished()
+        if one.output_made is None:
+            return Pass(highest_of(entries, self.pools), None)
+        before, after = entries[: one.output_made], entries[one.output_made :]
+        return Pass(highest_of(before, self.pools), highest_of(after, self.pools))
+
+
+class Weigher:
+    """The ranks of a pipeline under one recipe: how much each needs, whatever the batch."""
+
+    def __init__(self, model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, pools: Pools) -> None:
+        """Cut the model into stages; raises SpecError where that is not modelled."""
+        self.here, self.mesh, self.pools = arranged(model, recipe, mesh), mesh, pools
+        self.model, self.recipe = model, recipe
+        self._ranks: dict[object, WeighedRank] = {}
+        plain = replace(self.here.recipe, pipeline_schedule=None, pipeline_stages_per_rank=None, pipeline_layers=None)
+        self.is_plain = _is_plain(model, self.here.recipe)
+        self._alike = recalled(lambda: (Weigher, plain), lambda: plain)  # one object for all that are equal
+
+    def rank(self, number: int, batch: Numbers) -> "WeighedRank":
+        """One of them with a batch."""
+        key = number, batch
+        if key not in self._ranks:
+            self._ranks[key] = WeighedRank(self, number, batch)
+        return self._ranks[key]
+
+    def worked(self, stage: Stage, batch: Numbers) -> Worked:
+        """A stage, whatever it is called and whoever else has the like."""
+        here, mesh = self.here, self.mesh
+        fewer, part = layers_of(here.model, stage, tp=mesh.tp, ep=mesh.ep)
+        own, split = recipe_of(here.recipe, stage), here.recipe.pipeline_schedule in SPLIT
+        again = own.recompute, own.recompute_layers
+        local = here.local(batch)
+
+        def key() -> Hashable:
+            several = min(batch.grad_accum_steps, 3)  # all that a plan knows of them
+            numbers = batch.micro_batch_size, batch.seq_len, several, mesh
+            return Worked, id(fewer), id(part), id(self._alike), again, split, stage.is_first, stage.is_last, numbers
+
+        return recalled(key, lambda: Worked(stage_plan_of(fewer, part, own, mesh, local, stage), (fewer, part), self.pools))
+
+
+def _is_plain(model: ModelSpec, recipe: RecipeSpec) -> bool:
+    """Whether passes take the same whatever waits, and nothing is in host memory; else every rank's lines are added up."""
+    whole = model.adapter is None and model.frozen is None and recipe.loss == "full"
+    return whole and not (recipe.offloads or recipe.fsdp2.shards_ends or recipe.fsdp2.of_torch_2_15)
+
+
+class WeighedRank:
+    """A pipeline rank with a batch. [bytes]"""
+
+    def __init__(self, of: Weigher, number: int, batch: Numbers) -> None:
+        """Find its stages, and what is there at every moment."""
+        here = of.here
+        self.number, self.whole_batch = number, batch
+        self.of, self.place = of, here.place(number, batch.grad_accum_steps)
+        self.batch: Batch = here.local(batch)
+        self.stages = tuple([here.stages[at] for at in here.indices(number)])
+        self.worked = tuple([of.worked(stage, batch) for stage in self.stages])
+        self.plans = tuple([one.stage._replace(stage=stage) for one, stage in zip(self.worked, self.stages, strict=True)])
+        self.sizes = tuple([one.sizes for one in self.worked])
+        received = received_lines(self.plans, of.mesh, self.batch)
+        self.standing = together([*[one.standing for one in self.worked], weigh(received, of.pools)])
+        passing = weigh(cut_lines(self.plans, of.mesh, self.batch), of.pools)
+        self.waiting = in_pools(together([self.standing, passing]))
+        self.states = states_for(self.place, self.plans[0].plan)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most that its tensors take, library workspaces left out."""
+        return int(self._highest(pools=False).peak_bytes)
+
+    @cached_property
+    def highest(self) -> Highest:
+        """The peak, and the most in each pool."""
+        return self._highest(pools=True)
+
+    @cached_property
+    def _at_most(self) -> list[tuple[State, Weight, Weight | None]]:
+        """Of every kind of pass the state in which most waits, what that is, and a bound of all that is alive then."""
+        if not self.of.is_plain:
+            return []
+        found = list[tuple[State, Weight, Weight | None]]()
+        for state in self._most():
+            bounds, waits = self.worked[state.chunk].bounds, self._waits(state)
+            most = None if bounds is None else bounds.of(state)
+            found.append((state, waits, None if most is None else together([most, waits])))
+        return found
+
+    @cached_property
+    def bound_bytes(self) -> int | None:
+        """What the peak is not above; None where that takes as long as the peak itself. [bytes]"""
+        if not self.of.is_plain:
+            return None
+        most = [total(bound) for _, _, bound in self._at_most if bound is not None]
+        return int(max(*most, total(self._at_the_step))) if len(most) == len(self._at_most) else None
+
+    def exceeds(self, n_bytes: int) -> bool:
+        """Whether its peak is above so many bytes; what waits, or a bound, says so soon."""
+        if "peak_bytes" not in self.__dict__:
+            if any(total(waits) > n_bytes for _, waits, _ in self._at_most):
+                return True
+            if self.bound_bytes is not None and self.bound_bytes <= n_bytes:
+                return False
+        return self.peak_bytes > n_bytes
+
+    def _highest(self, *, pools: bool) -> Highest:
+        """The same, of the pools only where they are asked for; passes that cannot be above others are left out."""
+        if not self.of.is_plain:
+            return self._by_lines
+        found = _highest(self._at_the_step)
+        for state, waits, most in sorted(self._at_most, key=_most_first):
+            if most is not None and _is_below(most, found, pools=pools):
+                continue
+            taken = self.worked[state.chunk].taken(state)
+            found = found.or_of(beside(taken.highest, waits))
+            if taken.at_the_loss is not None:
+                found = found.or_of(beside(taken.at_the_loss, self._waits(only_in_flight(state))))
+        return found
+
+    @cached_property
+    def _by_lines(self) -> Highest:
+        """The same of its account."""
+        return highest_of(map(entry_of, self._account.moments), self.of.pools)
+
+    @cached_property
+    def _account(self) -> Account:
+        of = self.of
+        return accounts_of((self.number,), of.model, of.recipe, of.mesh, self.whole_batch)[0]
+
+    @cached_property
+    def _at_the_step(self) -> Weight:
+        """What is there when the optimizer steps."""
+        recipe, plan, pools = self.of.here.recipe, self.plans[0].plan, self.of.pools
+        tensors = tuple([tensor for one in self.plans for tensor in one.plan.local_tensors])
+        made = step_temporary_lines(recipe.optimizer, plan.impl, tensors, plan.width.stored, symbol="")
+        left = until_next(self.place, self.plans[0].hidden_bytes)
+        return together([self.standing, *[one.reduced for one in self.worked], weigh((*made, *left), pools)])
+
+    def _most(self) -> list[State]:
+        """Of the states in which a pass takes the same those in which most waits."""
+        highest: dict[object, tuple[int, State]] = {}
+        for state in self.states:
+            n_bytes = int(waiting_bytes(state, self.sizes))
+            alike = alike_in(state)
+            if alike not in highest or n_bytes > highest[alike][0]:
+                highest[alike] = n_bytes, state
+        return [state for _, state in highest.values()]
+
+    def _waits(self, state: State) -> Weight:
+        """What waits in a state: the sums of :func:`~zeroplan.engines.pipeline.waiting.waiting_lines`."""
+        computing, gather, reduce = self.waiting
+        computing = computing + state.sent * self.sizes[0].hidden
+        for at, one in enumerate(self.worked):
+            size = one.sizes
+            computing = computing + state.flying[at] * size.kept + state.outputs[at] * size.output
+            if state.between:
+                computing = computing + state.between[at] * size.between
+            if at == state.chunk:
+                continue
+            if state.reduced[at]:
+                reduce = reduce + size.shards
+                continue
+            if state.has_begun(at):
+                computing = computing + (size.unsharded if state.whole[at] else size.outside)
+            else:
+                gather = gather + size.gathered
+            computing = computing + state.earlier[at] * size.gradients
+            if state.fresh:
+                computing = computing + state.fresh[at] * one.as_made
+        return [computing, gather, reduce]
+
+    def account_of_time(self) -> Account:
+        """What its step's time follows from; what is in host memory is copied, and is in the whole account alone."""
+        if not self.of.is_plain:
+            return self._account
+        return account_of_time(self.plans, self.place, self.of.mesh, self.batch, self.of.here.model)
+
+
+def fullest(ranks: Iterable[WeighedRank]) -> WeighedRank:
+    """The rank whose peak is the highest, the first of equals; of the others no more is worked out than that takes."""
+    every = list(ranks)
+    best: WeighedRank | None = None
+    for rank in sorted(every, key=lambda rank: -(rank.bound_bytes or sys.maxsize)):
+        if best is None:
+            best = rank
+            continue
+        is_before = every.index(rank) < every.index(best)
+        if rank.bound_bytes is not None and rank.bound_bytes < best.peak_bytes + (not is_before):
+            continue
+        if rank.peak_bytes > best.peak_bytes or (is_before and rank.peak_bytes == best.peak_bytes):
+            best = rank
+    return cast("WeighedRank", best)
+
+
+def _most_first(one: tuple[State, Weight, Weight | None]) -> int:
+    """What no bound is known of first, then the highest bound."""
+    return -sys.maxsize if one[2] is None else -int(total(one[2]))
+
+
+def _is_below(most: Weight, found: Highest, *, pools: bool) -> bool:
+    """Whether no moment is above what has been found, nor in any pool where these are asked for."""
+    below = bool(total(most) <= found.peak_bytes)
+    return below and (not pools or all(one <= held for one, held in zip(in_pools(most), found.pools, strict=True)))
+
+
+def _highest(weight: Weight) -> Highest:
+    return Highest(total(weight), in_pools(weight))
