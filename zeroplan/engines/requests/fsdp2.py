@@ -1,5 +1,6 @@
 """FSDP2's training step, request by request. Methods have the names of torch 2.13's (torch/distributed/fsdp/_fully_shard)."""
 
+import math
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -24,6 +25,12 @@ class Unit(NamedTuple):
     whole: tuple[int, ...]
     """Of each parameter, with padding."""
     shard: int
+    trained: int
+    """This rank's chunks of what gets gradients."""
+    last: int
+    """Of the last parameter that gets one, without padding."""
+    copied: int
+    """This rank's chunks of what is cast before it is gathered."""
 
 
 class Step(ModelPass):
@@ -59,13 +66,28 @@ class Step(ModelPass):
         return (*self.units, *self.outside)
 
     def _unit(self, layer: int, parameters: tuple[Parameter, ...]) -> Unit:
-        rows = [(ceil_div(one.shape[0], self.n), one.numel // one.shape[0]) for one in parameters]
-        shard = sum(count * width for count, width in rows)
-        return Unit(layer, tuple([self.n * count * width for count, width in rows]), shard)
+        shards = [self._shard(one) for one in parameters]
+        trained = sum(shard for shard, one in zip(shards, parameters, strict=True) if not one.frozen)
+        last = next((one.numel for one in reversed(parameters) if not one.frozen), 0)
+        copied = sum(shards) if self.plan.cast_too else trained
+        return Unit(layer, tuple([self.n * shard for shard in shards]), sum(shards), trained, last, copied)
+
+    def _shard(self, parameter: Parameter) -> int:
+        """This rank's chunk of a parameter. [elements]"""
+        return math.prod(self._chunk(parameter))
+
+    def _chunk(self, parameter: Parameter) -> tuple[int, ...]:
+        return ceil_div(parameter.shape[0], self.n), *parameter.shape[1:]
 
     def chunks(self) -> list[tuple[int, ...]]:
-        """The shapes of this rank's chunks, in the optimizer's order."""
-        return [(ceil_div(one.shape[0], self.n), *one.shape[1:]) for one in self.parameters]
+        """The shapes of this rank's chunks of what is trained, in the optimizer's order."""
+        return [self._chunk(one) for one in self.parameters if not one.frozen]
+
+    def request_shards(self) -> None:
+        """This rank's chunks of all parameters; beside adapters those that are frozen are in the compute dtype."""
+        for one in self.parameters:
+            width = self.plan.frozen_width if one.frozen else self.plan.width.stored
+            self.log.request("shards", width * self._shard(one), Kind.PARAMETERS, "this rank's chunk of a parameter")
 
     # --- parameters ---------------------------------------------------------------------------------------------------------
 
@@ -76,7 +98,7 @@ class Step(ModelPass):
         self.log.stream = GATHERS
         width = self.plan.width.compute
         if self.mixed:
-            self.log.request("chunk", width * unit.shard, Kind.GATHER, "this rank's chunk, cast")
+            self.log.request("chunk", width * unit.copied, Kind.GATHER, "this rank's chunk, cast")
         self.log.request(("gathered", unit.name), width * self.n * unit.shard, Kind.GATHER, "all-gather output")
         self.log.call("all_gather", width * self.n * unit.shard, self.n)
         self.log.release("chunk")
@@ -190,6 +212,9 @@ class Step(ModelPass):
         self.post_backward(self.outside[0])
         self.log.release(*self.reduce_inputs, "all-reduced")
         self.reduce_inputs = []
+        for unit in self.every_unit if self.plan.is_partly_frozen else ():  # what no gradient has reached
+            self.reshard(unit)
+            self.log.release(("gathered", unit.name))
 
     def post_backward(self, unit: Unit) -> None:
         """``FSDPParamGroup.post_backward``."""
@@ -199,25 +224,36 @@ class Step(ModelPass):
             self.keep_whole(unit, gradients)
             return
         self.log.release(*self.reduce_inputs)
-        self.reduce_inputs = [("reduce input", unit.name)]
-        plan, log = self.plan, self.log
-        if log.has(("whole", unit.name)):
+        self.reduce_inputs = [("reduce input", unit.name)] if unit.trained else []
+        if unit.trained:
+            self._reduce(unit, gradients)
+
+    def _reduce(self, unit: Unit, gradients: list[Hashable]) -> None:
+        """``foreach_reduce``. A local of its loop over several ranks' chunks names the last gradient until it returns."""
+        plan, log, key = self.plan, self.log, ("whole", unit.name)
+        width = plan.reduce_bytes if log.has(key) else plan.width.compute
+        if log.has(key):
             log.release(*gradients)
-        log.request(self.reduce_inputs[0], plan.reduce_bytes * self.n * unit.shard, Kind.REDUCE, "reduce-scatter input")
-        log.release(*gradients, ("whole", unit.name))
+        for one in gradients:
+            log.rename(one, key)
+        log.request(self.reduce_inputs[0], plan.reduce_bytes * self.n * unit.trained, Kind.REDUCE, "reduce-scatter input")
+        if self.gathers:
+            log.part(key, width * unit.last, "named")
+        log.release(key)
         self._reduced(unit)
+        log.release("named")
 
     def _reduced(self, unit: Unit) -> None:
         """What comes out becomes this rank's gradient, or is added to it. Replicas' all-reduce holds it until the backward ends."""
         plan, log, shard = self.plan, self.log, ("shard", unit.name)
         log.stream = REDUCES
         there, held = log.has(shard), "all-reduced" if plan.replicated else "reduced"
-        log.request("reduced", plan.reduce_bytes * unit.shard, Kind.GRADIENTS, "reduce-scatter output")
-        log.call("reduce_scatter", plan.reduce_bytes * self.n * unit.shard, self.n)
-        log.call("all_reduce", plan.reduce_bytes * unit.shard, self.replicas)
+        log.request("reduced", plan.reduce_bytes * unit.trained, Kind.GRADIENTS, "reduce-scatter output")
+        log.call("reduce_scatter", plan.reduce_bytes * self.n * unit.trained, self.n)
+        log.call("all_reduce", plan.reduce_bytes * unit.trained, self.replicas)
         if plan.reduce_bytes != plan.width.stored:
             log.request(
-                shard if not there else "cast", plan.width.stored * unit.shard, Kind.GRADIENTS, "reduce-scatter output, cast"
+                shard if not there else "cast", plan.width.stored * unit.trained, Kind.GRADIENTS, "reduce-scatter output, cast"
             )
         elif not there:
             log.rename("reduced", shard)
@@ -246,9 +282,7 @@ def requests(job: JobSpec, steps: int) -> Log:
     plan = make_plan(job.model, job.recipe, job.mesh, job.batch)
     one, update = Step(job, plan, log), Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
     log.begin(-1, Phase.INIT)
-    shards = [elements for unit in one.every_unit for elements in unit.whole]
-    for elements in shards:
-        log.request("shards", plan.width.stored * elements // one.n, Kind.PARAMETERS, "this rank's chunk of a parameter")
+    one.request_shards()
     tensors = one.chunks()
     update.begin(log, tensors)
     for step in range(steps):

@@ -83,6 +83,14 @@ class Log:
         if key in self._held and key != new:
             self._held.setdefault(new, []).extend(self._held.pop(key))
 
+    def part(self, key: Hashable, n_bytes: int, new: Hashable) -> None:
+        """Hold the latest part of so many bytes that a key holds under another one, if there is such a part."""
+        places = self._held.get(key, [])
+        place = next((one for one in reversed(places) if self.requests[one].n_bytes == n_bytes), None)
+        if place is not None:
+            places.remove(place)
+            self._held.setdefault(new, []).append(place)
+
     def bytes_of(self, key: Hashable) -> int:
         """What a key holds. [bytes]"""
         return sum(self.requests[place].n_bytes for place in self._held.get(key, ()))

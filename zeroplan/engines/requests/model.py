@@ -244,8 +244,9 @@ class ModelPass:
             self.after_block_backward(layer)
         log.layer = -1
         log.release("tables")
-        self.before_embedding_backward()
-        self._embedding_backward()
+        if self.flow is not None:
+            self.before_embedding_backward()
+            self._embedding_backward()
         self.after_backward()
         log.release("output", "batch")
 
@@ -256,14 +257,15 @@ class ModelPass:
 
     def _embedding_backward(self) -> None:
         for parameter in reversed(self.tree.embeddings):
-            self._gradient(parameter.numel)
+            if not parameter.frozen:
+                self._gradient(parameter.numel)
         if self.flow is not None:
             self.log.release(self.flow)
         if not self.holds_batch:
             self.log.release("batch")
         if self.log.has("tied"):
             self._sum_of_tied(self.arriving.pop())
-        elif self.tree.tied_head is not None:  # the gradients of chunks are the parameter's already
+        elif self.tree.tied_head is not None and not self.tree.tied_head.frozen:  # the gradients of chunks are the parameter's already
             self.log.release(self.arriving.pop())
         self.arrived(self.arriving)
         self.arriving = []
