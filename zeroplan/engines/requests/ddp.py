@@ -31,11 +31,10 @@ class Step(ModelPass):
 
     def begin(self) -> None:
         """Parameters, and the reducer's first bucket, which is one for all gradients."""
-        for one in self.parameters:
-            self.log.request("parameters", self.stored * one.numel, Kind.PARAMETERS, "a parameter")
+        self.request_parameters(self.stored)
         if self.wrapped:
             kind = Kind.GRADIENTS if self.views else Kind.REDUCE
-            n_bytes = self.stored * sum(one.numel for one in self.parameters)
+            n_bytes = self.stored * sum(one.numel for one in self.parameters if not one.frozen)
             self.log.request("first bucket", n_bytes, kind, "the reducer's first bucket")
 
     def before_forward(self) -> None:

@@ -86,8 +86,7 @@ class Unpartitioned(Step):
     def begin(self) -> Update:
         """Weights, and the copy of them in fp32."""
         log, psi = self.log, self.whole.n_elements
-        for each in self.whole.placed:
-            log.request("weights", self.element * numel(each), Kind.PARAMETERS, "a weight")
+        self.request_parameters(self.element)
         self.abandoned()
         self.wrapped = self.element == 2 and takes_flat_wrapper(self.recipe, self.impl)
         self.tensors: list[tuple[int, ...]] = [(psi,)] if self.wrapped else [each.parameter.shape for each in self.whole.placed]
@@ -143,7 +142,8 @@ class Partitioned(Step):
         """All weights flat, and this rank's share of them in fp32."""
         log, share = self.log, self.partition
         self.abandoned()
-        log.request("weights", self.element * self.ranks * share, Kind.PARAMETERS, "all weights, flat and padded")
+        self.request_parameters(self.element, trained=False)
+        log.request("weights", self.element * self.ranks * share, Kind.PARAMETERS, "all weights that are trained, flat and padded")
         log.request("master", self.master * share, Kind.OPTIMIZER_STATE, "weights of this rank's share")
         return Update(self.recipe.optimizer, self.impl, self.master)
 

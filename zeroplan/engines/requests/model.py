@@ -34,6 +34,7 @@ class ModelPass:
         """Take the model's programs, and the sizes of all that they request."""
         self.log, self.recipe = log, recipe
         self.blocks: tuple[Sized, ...] = ()
+        self.is_adapted = model.adapter is not None
         compute, first = compute_of(recipe), first_recomputed(model, recipe)
         self.tree = tree = layout_by_recomputation(model, first)
         self.width, self.autocast = compute.element_bytes, compute.autocast
@@ -70,6 +71,13 @@ class ModelPass:
         """Every parameter, in the order of ``model.parameters()``."""
         blocks = [one for run in self.order for one in self.tree.runs[run].parameters]
         return [*self.tree.embeddings, *blocks, *self.tree.tail]
+
+    def request_parameters(self, width: int, *, trained: bool = True) -> None:
+        """Whole parameters of so many bytes an element, or those that are frozen; beside adapters these are in the compute dtype."""
+        for one in self.parameters:
+            if trained or one.frozen:
+                n_bytes = (self.width if one.frozen and self.is_adapted else width) * one.numel
+                self.log.request("parameters", n_bytes, Kind.PARAMETERS, "a parameter")
 
     # --- what an engine does ------------------------------------------------------------------------------------------------
 
