@@ -18,6 +18,8 @@ from zeroplan.spec.recipe import ON_PAPER, ways_of_resharding
 
 STEPS = {"fsdp2": 2, "ddp": 3, "deepspeed": 3}
 """Steps until an engine does the same in every further one: DDP makes its buckets in the second, DeepSpeed settles in the third."""
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.params import trained_layout
 
 
 class _Engine(Protocol):
@@ -62,7 +64,8 @@ def not_written(job: JobSpec) -> str:
     for is_so, what in (
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
         (model.profile is not None, "a profile"),
-        (mesh.tp * mesh.cp * mesh.ep * mesh.pp > 1, "a model that ranks split (tp, cp, ep, pp)"),
+        (mesh.pp > 1, "pipeline parallelism"),
+        (recipe.loss == "chunked" and recipe.engine != "fsdp2" and _has_tied_head(model), "a loss in chunks whose head is the embedding"),
         (model.is_quantised, "QLoRA"),
         (recipe.offload_activations, "offload of activations"),
         (recipe.optimizer in _WHOLE_STEP, f"optimizer {recipe.optimizer!r}"),
@@ -71,6 +74,11 @@ def not_written(job: JobSpec) -> str:
         if is_so:
             return what
     return ""
+
+
+def _has_tied_head(model: ModelSpec) -> bool:
+    """Whether the embedding gets a gradient of the head."""
+    return trained_layout(model).tied_head is not None
 
 
 _WHOLE_STEP = ("muon", "adamw-8bit")

@@ -1,53 +1,38 @@
 """FSDP2's training step, request by request. Methods have the names of torch 2.13's (torch/distributed/fsdp/_fully_shard)."""
 
-import math
 from collections.abc import Hashable
-from typing import NamedTuple
 
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
+from zeroplan.engines.precisions import compute_of
+from zeroplan.engines.requests.fsdp2_units import Cutting, Group, Key, Unit
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ENDING, ModelPass
 from zeroplan.engines.requests.optimizer import Update
-from zeroplan.ledger import Kind, Phase
-from zeroplan.numeric import ceil_div
+from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.spec.batch import Batch
 from zeroplan.spec.job import JobSpec
-from zeroplan.transformer.parameters import Parameter
 
 GATHERS, REDUCES = 1, 2
 """The numbers of the streams on which all-gathers are filled and reduce-scatters come out."""
 
 
-class Unit(NamedTuple):
-    """What one ``fully_shard`` call wraps: the sizes of its parameters. [elements]"""
-
-    name: int
-    """Its layer; that of the embedding where it has more outside the blocks."""
-    whole: tuple[int, ...]
-    """Of each parameter, with padding."""
-    shard: int
-    trained: int
-    """This rank's chunks of what gets gradients."""
-    last: int
-    """Of the last parameter that gets one, without padding."""
-    copied: int
-    """This rank's chunks of what is cast before it is gathered."""
-
-
 class Step(ModelPass):
     """A rank's micro-batches and steps."""
 
-    holds_batch = False
-
-    def __init__(self, job: JobSpec, plan: Plan, log: Log) -> None:
-        """Take the job's plan."""
-        super().__init__(job.model, job.recipe, job.batch, log)
-        self.plan, self.n, self.replicas = plan, int(plan.n), job.mesh.dp_replicate
+    def __init__(self, job: JobSpec, plan: Plan, batch: Batch, log: Log) -> None:
+        """Take the job's plan, and the rank's batch."""
+        mesh = job.mesh
+        compute = compute_of(job.recipe, tp=mesh.tp, ep=mesh.ep, cp=mesh.cp)
+        super().__init__(job.model, job.recipe, batch, log, compute=compute, tree=plan.tree, head=plan.head)
+        self.plan, self.n, self.replicas, self.cutting = plan, int(plan.n), job.mesh.dp_replicate, Cutting(plan)
+        self.holds_batch = plan.shared_sequences
         self.outside = self._outside()
-        self.units = tuple(self._unit(layer, self.tree.runs[run].parameters) for layer, run in enumerate(self.order))
-        self.mixed, self.gathers = plan.width.mixed, self.n > 1
+        self.units = tuple(
+            self.cutting.unit(layer, self.tree.runs[run].parameters) for layer, run in enumerate(self.order)
+        )
         self.reduce_inputs: list[Hashable] = []
-        self.made: dict[Hashable, list[Hashable]] = {}
-        """Whole gradients of each unit."""
+        self.made: dict[Key, list[Hashable]] = {}
+        """Whole gradients of each group."""
 
     @property
     def ends_apart(self) -> bool:
@@ -56,73 +41,71 @@ class Step(ModelPass):
 
     def _outside(self) -> tuple[Unit, ...]:
         """The root unit, or those of the embedding and of final norm and head."""
+        tree = self.tree
         if self.plan.ends is None:
-            return (self._unit(-1, (*self.tree.embeddings, *self.tree.tail)),)
-        return self._unit(-1, self.tree.embeddings), self._unit(ENDING, self.tree.tail)
+            return (self.cutting.unit(-1, (*tree.embeddings, *tree.tail)),)
+        return self.cutting.unit(-1, tree.embeddings), self.cutting.unit(ENDING, tree.tail)
 
     @property
     def every_unit(self) -> tuple[Unit, ...]:
         """All units, blocks first, as ``fully_shard`` is called."""
         return (*self.units, *self.outside)
 
-    def _unit(self, layer: int, parameters: tuple[Parameter, ...]) -> Unit:
-        shards = [self._shard(one) for one in parameters]
-        trained = sum(shard for shard, one in zip(shards, parameters, strict=True) if not one.frozen)
-        last = next((one.numel for one in reversed(parameters) if not one.frozen), 0)
-        copied = sum(shards) if self.plan.cast_too else trained
-        return Unit(layer, tuple([self.n * shard for shard in shards]), sum(shards), trained, last, copied)
-
-    def _shard(self, parameter: Parameter) -> int:
-        """This rank's chunk of a parameter. [elements]"""
-        return math.prod(self._chunk(parameter))
-
-    def _chunk(self, parameter: Parameter) -> tuple[int, ...]:
-        return ceil_div(parameter.shape[0], self.n), *parameter.shape[1:]
-
-    def chunks(self) -> list[tuple[int, ...]]:
-        """The shapes of this rank's chunks of what is trained, in the optimizer's order."""
-        return [self._chunk(one) for one in self.parameters if not one.frozen]
-
-    def request_shards(self) -> None:
-        """This rank's chunks of all parameters; beside adapters those that are frozen are in the compute dtype."""
-        for one in self.parameters:
-            width = self.plan.frozen_width if one.frozen else self.plan.width.stored
-            self.log.request("shards", width * self._shard(one), Kind.PARAMETERS, "this rank's chunk of a parameter")
+    def begin(self) -> list[tuple[int, ...]]:
+        """What is there from the first step to the last beside the optimizer's states; the shapes of what that updates."""
+        self.cutting.request_shards(self.log, self.parameters)
+        if self.plan.shared_sequences:
+            self._lines("sequences", [line for line in self.plan.persistent if line.kind is Kind.ACTIVATIONS])
+        return [self.cutting.chunk(one) for one in self.parameters if not one.frozen]
 
     # --- parameters ---------------------------------------------------------------------------------------------------------
 
-    def all_gather(self, unit: Unit) -> None:
+    def all_gather(self, group: Group) -> None:
         """``foreach_all_gather``: this rank's chunk in the compute dtype, if that is a copy, and the output."""
-        if not self.gathers or self.log.has(("gathered", unit.name)):
+        if group.ranks == 1 or self.log.has(("gathered", group.key)):
             return
         self.log.stream = GATHERS
         width = self.plan.width.compute
-        if self.mixed:
-            self.log.request("chunk", width * unit.copied, Kind.GATHER, "this rank's chunk, cast")
-        self.log.request(("gathered", unit.name), width * self.n * unit.shard, Kind.GATHER, "all-gather output")
-        self.log.call("all_gather", width * self.n * unit.shard, self.n)
+        if self.plan.width.mixed:
+            self.log.request("chunk", width * sum(group.copied), Kind.GATHER, "this rank's chunk, cast")
+        self.log.request(("gathered", group.key), width * sum(group.whole), Kind.GATHER, "all-gather output")
+        self.log.call("all_gather", width * sum(group.whole), group.ranks)
         self.log.release("chunk")
         self.log.stream = 0
 
-    def copy_out(self, unit: Unit) -> None:
-        """``foreach_all_gather_copy_out``: every parameter in memory of its own."""
-        for elements in unit.whole:
-            self.log.request(
-                ("unsharded", unit.name), self.plan.width.compute * elements, Kind.UNSHARDED_PARAMETERS, "unsharded parameter"
-            )
+    def copy_out(self, group: Group) -> None:
+        """``foreach_all_gather_copy_out``: every parameter in memory of its own.
+
+        Experts that are cut along dim 1 are joined first. A single rank casts its parameters one after the other.
+        """
+        width, log, key = self.plan.width.compute, self.log, ("unsharded", group.key)
+        for elements in group.whole if group.narrow else ():
+            log.request("joined", width * elements, Kind.GATHER, "experts, before they are put in order")
+        alone = group.ranks == 1 and self.plan.width.mixed and self.plan.cast_too
+        for at, elements in enumerate(group.whole):
+            if alone:
+                log.request(("cast", at), width * elements, Kind.GATHER, "a parameter, cast")
+                log.release(("cast", at - 1))
+            log.request(key, width * elements, Kind.UNSHARDED_PARAMETERS, "unsharded parameter")
+        log.release("joined", ("cast", len(group.whole) - 1))
 
     def unshard(self, unit: Unit) -> None:
         """Before a unit's forward."""
-        if self.log.has(("unsharded", unit.name)):
+        if self.is_unsharded(unit):
             return
-        self.all_gather(unit)
-        self.copy_out(unit)
-        self.log.release("parked")
-        self.log.rename(("gathered", unit.name), "parked")
+        for group in unit.groups:
+            self.all_gather(group)
+            self.copy_out(group)
+            self.log.release("parked")
+            self.log.rename(("gathered", group.key), "parked")
+
+    def is_unsharded(self, unit: Unit) -> bool:
+        """Whether its parameters are there."""
+        return any(self.log.has(("unsharded", group.key)) for group in unit.groups)
 
     def reshard(self, unit: Unit) -> None:
         """Let a unit's parameters go."""
-        self.log.release(("unsharded", unit.name))
+        self.log.release(*(("unsharded", group.key) for group in unit.groups))
 
     def before_forward(self) -> None:
         """The root unit is gathered, or the embedding's."""
@@ -156,8 +139,9 @@ class Step(ModelPass):
     def before_ending_backward(self) -> None:
         """The root's forward ends with the loss, and its hook gathers the last block ahead; a unit of the head does so later."""
         self.log.release("parked")
-        if not self.ends_apart and self.recipe.loss != "chunked":
-            self.prefetch(len(self.units) - 1)
+        last = self.units[-1]
+        if not self.ends_apart and self.recipe.loss != "chunked" and self.plan.reshard is not False:
+            self.all_gather(last.groups[-1])
 
     def before_head_backward(self) -> None:
         """The hook of the head's unit, or of the root where the loss has gone backward by itself."""
@@ -173,8 +157,9 @@ class Step(ModelPass):
         if self.plan.reshard is False or (layer < 0 and not self.ends_apart):
             return
         unit = self.units[layer] if layer >= 0 else self.outside[0]
-        if not self.log.has(("unsharded", unit.name)):
-            self.all_gather(unit)
+        if not self.is_unsharded(unit):
+            for group in reversed(unit.groups):
+                self.all_gather(group)
 
     def before_block_backward(self, layer: int) -> None:
         """The block is copied out, and the one below gathered."""
@@ -188,20 +173,59 @@ class Step(ModelPass):
 
     def enter_backward(self, unit: Unit) -> None:
         """``_pre_backward``."""
-        if not self.log.has(("unsharded", unit.name)):
-            self.all_gather(unit)
-            self.copy_out(unit)
-            self.log.release(("gathered", unit.name))
+        for group in () if self.is_unsharded(unit) else unit.groups:
+            self.all_gather(group)
+            self.copy_out(group)
+            self.log.release(("gathered", group.key))
+
+    # --- the embedding ------------------------------------------------------------------------------------------------------
+
+    def embed(self) -> None:
+        """Ranks that split it sum up what they have of all tokens, and share that out."""
+        at = self.plan.at_embedding
+        if at is not None:
+            self._lines("whole embeddings", [line._replace(kind=Kind.TEMPORARY) for line in (at.gathered, at.by_rank)])
+        super().embed()
+        self.log.release("whole embeddings")
+
+    def embedding_gradients(self) -> None:
+        """Of an embedding that is split that of all of it is made, of which the rank takes its share."""
+        at = self.plan.at_embedding
+        if at is None:
+            super().embedding_gradients()
+            return
+        self._line("by rank", at.by_rank)
+        self._line("gathered gradient", at.gathered)
+        self.log.release("by rank", self.flow)
+        self._line("whole gradient", at.whole)
+        self.log.release("gathered gradient")
+        self.make_gradient(self.tree.embeddings[0].numel)
+
+    def _line(self, key: str, line: Line) -> None:
+        self._lines(key, (line,))
 
     # --- gradients ----------------------------------------------------------------------------------------------------------
 
     def arrived(self, gradients: list[Hashable]) -> None:
         """Gradients stay whole until their unit is reduced."""
-        of = self.log.layer if self.log.layer >= 0 or self.ends_apart else -1
-        if self.plan.adds_up and self.log.has(("whole", of)):
-            self.log.release(*gradients)
-        else:
-            self.made.setdefault(of, []).extend(gradients)
+        if self.log.has("whole gradient"):
+            self.log.release("whole gradient", *(() if self.holds_batch else ("batch",)))
+        for one in gradients:
+            key = self._unit_here().group_of(self.log.bytes_of(one) // self.plan.width.compute).key
+            if self.plan.adds_up and self.log.has(("whole", key)):
+                self.log.release(one)
+            else:
+                self.made.setdefault(key, []).append(one)
+
+    def _unit_here(self) -> Unit:
+        """The unit of what goes backward."""
+        if self.log.layer >= 0:
+            return self.units[self.log.layer]
+        return self.outside[-1] if self.log.layer == ENDING else self.outside[0]
+
+    def holds_input(self, layer: int) -> bool:
+        """It is, but for the first block's where nothing below it is a unit that gets gradients."""
+        return bool(layer) or self.plan.is_partly_frozen or self.ends_apart
 
     def after_block_backward(self, layer: int) -> None:
         """The block is reduced."""
@@ -214,56 +238,76 @@ class Step(ModelPass):
         self.reduce_inputs = []
         for unit in self.every_unit if self.plan.is_partly_frozen else ():  # what no gradient has reached
             self.reshard(unit)
-            self.log.release(("gathered", unit.name))
+            self.log.release(*(("gathered", group.key) for group in unit.groups))
 
     def post_backward(self, unit: Unit) -> None:
-        """``FSDPParamGroup.post_backward``."""
-        self.reshard(unit)
-        gradients = self.made.pop(unit.name, [])
-        if not self.last and not self.recipe.sync_every_micro_batch:
-            self.keep_whole(unit, gradients)
-            return
-        self.log.release(*self.reduce_inputs)
-        self.reduce_inputs = [("reduce input", unit.name)] if unit.trained else []
-        if unit.trained:
-            self._reduce(unit, gradients)
+        """``FSDPParamGroup.post_backward``, of experts before what is beside them."""
+        reduces = self.last or self.recipe.sync_every_micro_batch
+        for group in reversed(unit.groups):
+            self.log.release(("unsharded", group.key))
+            gradients = self.made.pop(group.key, [])
+            if not reduces:
+                self.keep_whole(group, gradients)
+                continue
+            if group is unit.groups[-1]:
+                self.log.release(*self.reduce_inputs)
+                self.reduce_inputs = []
+            if group.trained:
+                self._reduce(group, gradients)
 
-    def _reduce(self, unit: Unit, gradients: list[Hashable]) -> None:
+    def _reduce(self, group: Group, gradients: list[Hashable]) -> None:
         """``foreach_reduce``. A local of its loop over several ranks' chunks names the last gradient until it returns."""
-        plan, log, key = self.plan, self.log, ("whole", unit.name)
+        plan, log, key = self.plan, self.log, ("whole", group.key)
         width = plan.reduce_bytes if log.has(key) else plan.width.compute
         if log.has(key):
             log.release(*gradients)
         for one in gradients:
             log.rename(one, key)
-        log.request(self.reduce_inputs[0], plan.reduce_bytes * self.n * unit.trained, Kind.REDUCE, "reduce-scatter input")
-        if self.gathers:
-            log.part(key, width * unit.last, "named")
-        log.release(key)
-        self._reduced(unit)
+        if group.narrow:
+            self._put_in_order(group, width)
+        self.reduce_inputs.append(("reduce input", group.key))
+        n_bytes = plan.reduce_bytes * group.ranks * group.trained
+        log.request(self.reduce_inputs[-1], n_bytes, Kind.REDUCE, "reduce-scatter input")
+        if group.ranks > 1 and not group.narrow:
+            log.part(key, width * group.gradients[-1], "named")
+        log.release(key, "in order")
+        self._reduced(group)
         log.release("named")
 
-    def _reduced(self, unit: Unit) -> None:
-        """What comes out becomes this rank's gradient, or is added to it. Replicas' all-reduce holds it until the backward ends."""
-        plan, log, shard = self.plan, self.log, ("shard", unit.name)
+    def _put_in_order(self, group: Group, width: int) -> None:
+        """Gradients of experts that are cut along dim 1 are joined anew, one after the other; the last original stays."""
+        for elements in group.gradients:
+            self.log.request("in order", width * elements, Kind.UNSHARDED_GRADIENTS, "gradient of experts, joined anew")
+            self.log.release("named")
+            self.log.part(("whole", group.key), width * elements, "named")
+
+    def _reduced(self, group: Group) -> None:
+        """What comes out becomes this rank's gradient, or is added to it. Replicas' all-reduce holds it until the backward ends.
+
+        Where no other rank has the same experts, the sum is divided out of place.
+        """
+        plan, log, shard = self.plan, self.log, ("shard", group.key)
         log.stream = REDUCES
         there, held = log.has(shard), "all-reduced" if plan.replicated else "reduced"
-        log.request("reduced", plan.reduce_bytes * unit.trained, Kind.GRADIENTS, "reduce-scatter output")
-        log.call("reduce_scatter", plan.reduce_bytes * self.n * unit.trained, self.n)
-        log.call("all_reduce", plan.reduce_bytes * unit.trained, self.replicas)
+        n_bytes = plan.reduce_bytes * group.trained
+        if group.are_experts and group.ranks == 1:
+            log.request("undivided", n_bytes, Kind.REDUCE, "sum of the experts' gradients")
+        log.request("reduced", n_bytes, Kind.GRADIENTS, "reduce-scatter output")
+        log.release("undivided")
+        log.call("reduce_scatter", group.ranks * n_bytes, group.ranks)
+        log.call("all_reduce", n_bytes, self.replicas)
         if plan.reduce_bytes != plan.width.stored:
-            log.request(
-                shard if not there else "cast", plan.width.stored * unit.trained, Kind.GRADIENTS, "reduce-scatter output, cast"
-            )
+            n_bytes = plan.width.stored * group.trained
+            log.request(shard if not there else "cast", n_bytes, Kind.GRADIENTS, "reduce-scatter output, cast")
         elif not there:
             log.rename("reduced", shard)
         log.rename("reduced", held)
         log.release("reduced", "cast")
         log.stream = 0
 
-    def keep_whole(self, unit: Unit, gradients: list[Hashable]) -> None:
+    def keep_whole(self, group: Group, gradients: list[Hashable]) -> None:
         """Under ``no_sync``, ``to_accumulated_grad_if_needed``."""
-        log, plan, key = self.log, self.plan, ("whole", unit.name)
+        log, plan, key = self.log, self.plan, ("whole", group.key)
         if log.has(key):
             log.release(*gradients)
         elif plan.reduce_bytes == plan.width.compute:
@@ -276,14 +320,21 @@ class Step(ModelPass):
                 log.release(one)
 
 
+def _rank_batch(job: JobSpec) -> Batch:
+    if job.mesh.cp == 1:
+        return job.batch
+    from zeroplan.transformer.context import local_batch  # noqa: PLC0415  others need not wait for it
+
+    return local_batch(job.batch, job.mesh.cp)
+
+
 def requests(job: JobSpec, steps: int) -> Log:
     """What a rank requests and releases from before the first step on."""
-    log = Log()
-    plan = make_plan(job.model, job.recipe, job.mesh, job.batch)
-    one, update = Step(job, plan, log), Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
+    log, batch = Log(), _rank_batch(job)
+    plan = make_plan(job.model, job.recipe, job.mesh, batch)
+    one, update = Step(job, plan, batch, log), Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
     log.begin(-1, Phase.INIT)
-    one.request_shards()
-    tensors = one.chunks()
+    tensors = one.begin()
     update.begin(log, tensors)
     for step in range(steps):
         one.step = step
@@ -293,5 +344,5 @@ def requests(job: JobSpec, steps: int) -> Log:
             one.backward()
         log.begin(step, Phase.STEP)
         update.step(log, tensors)
-        log.release(*(("shard", unit.name) for unit in one.every_unit))
+        log.release(*(("shard", group.key) for unit in one.every_unit for group in unit.groups))
     return log

@@ -17,7 +17,8 @@ from zeroplan.transformer.families.requested import (
     torchtitan_requests,
 )
 from zeroplan.transformer.families.tape import Do
-from zeroplan.transformer.parameters import BlockRun, Parameter
+from zeroplan.transformer.blocks import Compute, HeadPass
+from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
 
 ENDING = -2
@@ -30,13 +31,20 @@ class ModelPass:
     holds_batch = True
     """Whether the engine has the token ids until the backward is over; else they go with the embedding's backward."""
 
-    def __init__(self, model: ModelSpec, recipe: RecipeSpec, batch: Batch, log: Log) -> None:
-        """Take the model's programs, and the sizes of all that they request."""
+    def __init__(
+        self, model: ModelSpec, recipe: RecipeSpec, batch: Batch, log: Log, *, compute: Compute | None = None,
+        tree: Layout | None = None, head: HeadPass | None = None,
+    ) -> None:  # fmt: skip
+        """Take the model's programs, and the sizes of all that they request.
+
+        Ranks that split a model run it as ``compute`` says, over the parameters of ``tree``, and ``head`` is outside their blocks.
+        """
         self.log, self.recipe = log, recipe
         self.blocks: tuple[Sized, ...] = ()
         self.is_adapted = model.adapter is not None
-        compute, first = compute_of(recipe), first_recomputed(model, recipe)
-        self.tree = tree = layout_by_recomputation(model, first)
+        first = first_recomputed(model, recipe)
+        self.compute = compute = compute or compute_of(recipe)
+        self.tree = tree = tree or layout_by_recomputation(model, first)
         self.width, self.autocast = compute.element_bytes, compute.autocast
         self.gradient_width = widths(recipe.precision).stored if compute.autocast else self.width
         self.order = order_by_recomputation(model, first)
@@ -49,7 +57,7 @@ class ModelPass:
             _, self.head, rotations = passes_of(model, recipe, batch)
             self._lines("rotations", (rotations,))
         else:
-            self.head = outside(model, recipe, batch)
+            self.head = head or outside(model, recipe, batch)
             self.blocks = tuple(self._sized(model, run, batch) for run in tree.runs)
             self.ending = ending_requests(model, compute, batch, recipe.loss)
         self.flow: Hashable = None
@@ -61,7 +69,7 @@ class ModelPass:
         self.is_before_head = self.is_in_model = False
 
     def _sized(self, model: ModelSpec, run: BlockRun, batch: Batch) -> Sized:
-        compute = compute_of(self.recipe)
+        compute = self.compute
         if run.plain:
             compute = compute._replace(recompute="none")
         return block_requests(model, run.kind, compute, batch, recompute_of(run, compute))
@@ -111,6 +119,10 @@ class ModelPass:
     def before_block_backward(self, layer: int) -> None:
         """A block's backward begins."""
 
+    def holds_input(self, layer: int) -> bool:  # noqa: ARG002  an engine's own answer may need it
+        """Whether the input of a block that was recomputed is still there in :meth:`after_block_backward`."""
+        return False
+
     def after_block_backward(self, layer: int) -> None:
         """A block's backward is over."""
 
@@ -130,7 +142,7 @@ class ModelPass:
         log.layer = -1
         self._lines("batch", self.head.at_embedding)
         self._lines("tables", self.head.with_blocks)
-        log.request(("hidden", -1), self._hidden_bytes, Kind.ACTIVATIONS, "token embeddings")
+        self.embed()
         self.after_embedding()
         self._lines("by name", self.head.forward)
         for layer, run in enumerate(self.order):
@@ -147,6 +159,10 @@ class ModelPass:
         if self.recipe.keep_logits:
             self._lines("output", self.head.output)
         log.release(("cached",))
+
+    def embed(self) -> None:
+        """The embedding's own forward."""
+        self.log.request(("hidden", -1), self._hidden_bytes, Kind.ACTIVATIONS, "token embeddings")
 
     @property
     def _hidden_bytes(self) -> int:
@@ -176,7 +192,7 @@ class ModelPass:
             elif do is Do.RELEASE:
                 log.release(ends.get(place, (layer, place)))
             elif do is Do.GRADIENT:
-                self._gradient(size)
+                self.make_gradient(size)
             elif do is Do.ARRIVE:
                 self.arrived(self.arriving)
                 self.arriving = []
@@ -217,7 +233,8 @@ class ModelPass:
             ends[requested.incoming] = self.flow
         return ends
 
-    def _gradient(self, elements: int) -> None:
+    def make_gradient(self, elements: int) -> None:
+        """Make the gradient of a weight of so many elements."""
         key = "gradient", self.log.layer, len(self.log.requests)
         self.log.request(key, self.gradient_width * elements, Kind.UNSHARDED_GRADIENTS, "gradient of a weight")
         if self.waits_for_the_embedding(elements):
@@ -247,9 +264,12 @@ class ModelPass:
                 break
             self.before_block_backward(layer)
             self._backward_of(layer, self.blocks[run])
-            if self.recomputes[run] != "none" and (layer or not self.head.first_input):
+            kept = self.recomputes[run] != "none" and (layer or not self.head.first_input)
+            if kept and not self.holds_input(layer):
                 log.release(("hidden", layer - 1))
             self.after_block_backward(layer)
+            if kept and self.holds_input(layer):
+                log.release(("hidden", layer - 1))
         log.layer = -1
         log.release("tables")
         if self.flow is not None:
@@ -263,14 +283,17 @@ class ModelPass:
         outgoing = sized.requested.outgoing
         self.flow = self._ends(layer, sized).get(outgoing, (layer, outgoing)) if outgoing >= 0 else None
 
-    def _embedding_backward(self) -> None:
+    def embedding_gradients(self) -> None:
+        """The embedding's own backward, to which the gradient that flows comes."""
         for parameter in reversed(self.tree.embeddings):
             if not parameter.frozen:
-                self._gradient(parameter.numel)
-        if self.flow is not None:
-            self.log.release(self.flow)
+                self.make_gradient(parameter.numel)
+        self.log.release(self.flow)
         if not self.holds_batch:
             self.log.release("batch")
+
+    def _embedding_backward(self) -> None:
+        self.embedding_gradients()
         if self.log.has("tied"):
             self._sum_of_tied(self.arriving.pop())
         elif self.tree.tied_head is not None and not self.tree.tied_head.frozen:  # the gradients of chunks are the parameter's already
@@ -281,7 +304,7 @@ class ModelPass:
     def _sum_of_tied(self, embedding: Hashable) -> None:
         """Autograd adds the embedding's gradient and the head's: in place, unless the head's is a view (:attr:`autocast`)."""
         if self.recipe.loss == "full" and not self.autocast:
-            self._gradient(self.tree.embeddings[0].numel)
+            self.make_gradient(self.tree.embeddings[0].numel)
             self.log.release("tied", embedding)
         else:
             self.log.release(embedding)

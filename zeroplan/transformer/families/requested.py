@@ -84,9 +84,19 @@ def block_requests(model: ModelSpec, kind: str, compute: Compute, batch: Batch, 
 
 
 def ending_requests(model: ModelSpec, compute: Compute, batch: Batch, loss: Loss) -> Sized:
-    """What final norm, head and loss request and release."""
+    """What final norm, head and loss request and release. Labels of a sequence that ranks share come shifted already."""
     x = widths(model, compute, batch)
-    return _sized(_of_an_ending(ending_of(model, compute, x, loss)), values_of(model, x, compute.tp))
+    made = _of_an_ending(ending_of(model, compute, x, loss))
+    return _sized(made if compute.cp == 1 else _without_labels(made), values_of(model, x, compute.tp))
+
+
+@lru_cache(maxsize=64)
+def _without_labels(whole: Requested) -> Requested:
+    labels = {at for at, one in enumerate(whole.things) if isinstance(one, Store) and one.tag.role is Role.LABELS}
+    forward, backward = (
+        tuple([one for one in deeds if one.place not in labels]) for deeds in (whole.forward, whole.backward)
+    )
+    return whole._replace(forward=forward, backward=backward)
 
 
 def torchtitan_requests(model: ModelSpec, compute: Compute, batch: Batch, recompute: Recompute) -> tuple[Sized, Sized]:
