@@ -25,13 +25,28 @@ if TYPE_CHECKING:
     from zeroplan.engines.requests.log import Log
     from zeroplan.spec.job import JobSpec
 
+_LLAMA = {"model": "llama-2-7b"}
 _JOBS = (
     {"engine": "fsdp2", "stage": 3},
     {"engine": "fsdp2", "stage": 2, "recompute": "full", "grad_accum": 3},
     {"engine": "fsdp2", "stage": 3, "loss": "chunked"},
     {"engine": "fsdp2", "stage": 3, "model": "llama-3.1-8b", "fsdp2": Fsdp2Options(modules="torchtitan"), "grad_accum": 2},
     {"engine": "fsdp2", "stage": 3, "model": "llama-2-7b", "fsdp2": Fsdp2Options(ends_apart=True), "recompute": "selective"},
+    {"engine": "fsdp2", "stage": 3, **_LLAMA, "lora_rank": 8},
+    {"engine": "fsdp2", "stage": 2, **_LLAMA, "freeze": "embedding,head", "freeze_layers": 3, "recompute": "full"},
+    {"engine": "fsdp2", "stage": 3, **_LLAMA, "freeze_layers": 3, "fsdp2": Fsdp2Options(ends_apart=True)},
+    {"engine": "fsdp2", "stage": 3, **_LLAMA, "tensor_parallel": 2, "micro_batch": 2},
+    {"engine": "fsdp2", "stage": 2, **_LLAMA, "tensor_parallel": 2, "context_parallel": 2, "recompute": "selective"},
+    {"engine": "fsdp2", "stage": 3, **_LLAMA, "context_parallel": 2, "fsdp2": Fsdp2Options(ends_apart=True)},
+    {"engine": "fsdp2", "stage": 2, "model": "mixtral-8x7b", "expert_parallel": 2, "recompute": "full"},
+    {"engine": "fsdp2", "stage": 2, "model": "qwen3-30b-a3b", "expert_parallel": 4, "gpus": 8, "grad_accum": 2},
+    {"engine": "fsdp2", "stage": 3, "model": "mixtral-8x7b", "expert_parallel": 2, "gpus": 32},
     {"engine": "ddp", "stage": 0},
+    {"engine": "ddp", "stage": 1, **_LLAMA, "lora_rank": 8, "grad_accum": 2},
+    {"engine": "ddp", "stage": 0, **_LLAMA, "freeze": "embedding", "freeze_layers": 3},
+    {"engine": "deepspeed", "stage": 0, **_LLAMA, "lora_rank": 8},
+    {"engine": "deepspeed", "stage": 1, **_LLAMA, "freeze": "embedding,norm", "recompute": "full"},
+    {"engine": "deepspeed", "stage": 2, **_LLAMA, "lora_rank": 8, "recompute": "selective"},
     {"engine": "deepspeed", "stage": 0},
     {"engine": "deepspeed", "stage": 1, "grad_accum": 2},
     {"engine": "deepspeed", "stage": 2, "recompute": "selective"},
@@ -107,7 +122,8 @@ def test_an_estimate_with_a_replay_has_a_figure_where_it_had_a_band():
     [
         ({"engine": "paper"}, "engine 'paper'"),
         ({"engine": "deepspeed", "stage": 3}, "DeepSpeed stage 3"),
-        ({"lora_rank": 8}, "LoRA"),
+        ({"lora_rank": 8, "quantize": "nf4"}, "QLoRA"),
+        ({"engine": "ddp", "stage": 0, "loss": "chunked"}, "a loss in chunks whose head is the embedding"),
         ({"optimizer": "muon"}, "optimizer 'muon'"),
     ],
 )

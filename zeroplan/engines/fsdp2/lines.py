@@ -158,16 +158,16 @@ def copied_or_reduced(plan: Plan, group: ParamGroup) -> tuple[Line]:
 def experts_copied_or_reduced(plan: Plan, group: ParamGroup, copied: Int) -> Int:
     """The same of experts, whose gradients are ``copied`` bytes wide. [bytes]
 
-    Gradients of weights that are chunked along dim 1 are joined anew first, and the last original stays. Where no other rank has
-    the same experts, torch 2.13 divides the sum out of place, by one. Torch 2.15 does neither
-    (``_default_reduce_scatter_input_fn``).
+    Gradients of weights that are chunked along dim 1 are joined anew first. A local of the loop over several ranks' chunks names
+    the last original until the reduction is done. Where no other rank has the same experts, torch 2.13 divides the sum out of
+    place, by one. Torch 2.15 does none of this (``_default_reduce_scatter_input_fn``).
     """
     out = reduce_output_width(plan)
     if plan.of_torch_2_15:
         return maximum(copied * group.numel, out * group.shard)
-    narrow = group.narrow * copied * group.last
+    narrow, named = group.narrow * copied * group.last, group.gathers * copied * group.last
     divided = (1 - group.gathers) * plan.reduce_bytes * group.padded
-    return maximum(copied * group.numel + narrow, out * group.shard + narrow, plan.reduce_bytes * group.shard + divided)
+    return maximum(copied * group.numel + narrow, out * group.shard + named, plan.reduce_bytes * group.shard + divided)
 
 
 def reduced(plan: Plan, group: ParamGroup) -> tuple[Line]:
@@ -198,9 +198,9 @@ def _of_experts(plan: Plan, group: ParamGroup, copied: str) -> str:
         return _larger(f"{copied}·{group.plain}", f"{out}·{group.share}")
     if not isinstance(group.narrow, int):
         return ""
-    last = f"{group.narrow}·{copied}·{group.last}"
+    last, named = f"{group.narrow}·{copied}·{group.last}", f"min(1, F-1)·{copied}·{group.last}"
     alone = f"{plan.reduce_bytes}·{group.share} + (1 - min(1, F-1))·{plan.reduce_bytes}·{group.whole}"
-    return f"max({copied}·{group.plain} + {last}, {out}·{group.share} + {last}, {alone})"
+    return f"max({copied}·{group.plain} + {last}, {out}·{group.share} + {named}, {alone})"
 
 
 def waiting_gradients(plan: Plan, group: ParamGroup) -> tuple[Line]:

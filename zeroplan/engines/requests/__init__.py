@@ -14,12 +14,12 @@ from typing import Protocol, cast
 from zeroplan.engines.requests.log import Log
 from zeroplan.errors import SpecError
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER, ways_of_resharding
+from zeroplan.transformer.params import trained_layout
 
 STEPS = {"fsdp2": 2, "ddp": 3, "deepspeed": 3}
 """Steps until an engine does the same in every further one: DDP makes its buckets in the second, DeepSpeed settles in the third."""
-from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.params import trained_layout
 
 
 class _Engine(Protocol):
@@ -65,7 +65,10 @@ def not_written(job: JobSpec) -> str:
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
         (model.profile is not None, "a profile"),
         (mesh.pp > 1, "pipeline parallelism"),
-        (recipe.loss == "chunked" and recipe.engine != "fsdp2" and _has_tied_head(model), "a loss in chunks whose head is the embedding"),
+        (
+            recipe.loss == "chunked" and recipe.engine != "fsdp2" and _has_tied_head(model),
+            "a loss in chunks whose head is the embedding",
+        ),
         (model.is_quantised, "QLoRA"),
         (recipe.offload_activations, "offload of activations"),
         (recipe.optimizer in _WHOLE_STEP, f"optimizer {recipe.optimizer!r}"),

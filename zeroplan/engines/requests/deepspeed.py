@@ -143,7 +143,9 @@ class Partitioned(Step):
         log, share = self.log, self.partition
         self.abandoned()
         self.request_parameters(self.element, trained=False)
-        log.request("weights", self.element * self.ranks * share, Kind.PARAMETERS, "all weights that are trained, flat and padded")
+        log.request(
+            "weights", self.element * self.ranks * share, Kind.PARAMETERS, "all weights that are trained, flat and padded"
+        )
         log.request("master", self.master * share, Kind.OPTIMIZER_STATE, "weights of this rank's share")
         return Update(self.recipe.optimizer, self.impl, self.master)
 

@@ -14,6 +14,7 @@ from zeroplan.spec.job import JobSpec
 
 GATHERS, REDUCES = 1, 2
 """The numbers of the streams on which all-gathers are filled and reduce-scatters come out."""
+_INT64 = 8
 
 
 class Step(ModelPass):
@@ -25,11 +26,9 @@ class Step(ModelPass):
         compute = compute_of(job.recipe, tp=mesh.tp, ep=mesh.ep, cp=mesh.cp)
         super().__init__(job.model, job.recipe, batch, log, compute=compute, tree=plan.tree, head=plan.head)
         self.plan, self.n, self.replicas, self.cutting = plan, int(plan.n), job.mesh.dp_replicate, Cutting(plan)
-        self.holds_batch = plan.shared_sequences
+        self.holds_batch = plan.shared_sequences or plan.loss_in_loop
         self.outside = self._outside()
-        self.units = tuple(
-            self.cutting.unit(layer, self.tree.runs[run].parameters) for layer, run in enumerate(self.order)
-        )
+        self.units = tuple(self.cutting.unit(layer, self.tree.runs[run].parameters) for layer, run in enumerate(self.order))
         self.reduce_inputs: list[Hashable] = []
         self.made: dict[Key, list[Hashable]] = {}
         """Whole gradients of each group."""
@@ -178,7 +177,16 @@ class Step(ModelPass):
             self.copy_out(group)
             self.log.release(("gathered", group.key))
 
-    # --- the embedding ------------------------------------------------------------------------------------------------------
+    # --- the batch and the embedding ----------------------------------------------------------------------------------------
+
+    def take_batch(self) -> None:
+        """Torchtitan's loop has the ids of all micro-batches until the step is over, and the labels of the last one."""
+        if not self.plan.loss_in_loop:
+            super().take_batch()
+            return
+        held = self._hidden_bytes // self.tree.embeddings[0].shape[1] // self.width * _INT64
+        self.log.request("ids", held, Kind.ACTIVATIONS, "input ids")
+        self.log.request("ids" if self.last else "batch", held, Kind.ACTIVATIONS, "labels")
 
     def embed(self) -> None:
         """Ranks that split it sum up what they have of all tokens, and share that out."""
@@ -332,8 +340,8 @@ def requests(job: JobSpec, steps: int) -> Log:
     """What a rank requests and releases from before the first step on."""
     log, batch = Log(), _rank_batch(job)
     plan = make_plan(job.model, job.recipe, job.mesh, batch)
-    one, update = Step(job, plan, batch, log), Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
     log.begin(-1, Phase.INIT)
+    one, update = Step(job, plan, batch, log), Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
     tensors = one.begin()
     update.begin(log, tensors)
     for step in range(steps):
@@ -344,5 +352,5 @@ def requests(job: JobSpec, steps: int) -> Log:
             one.backward()
         log.begin(step, Phase.STEP)
         update.step(log, tensors)
-        log.release(*(("shard", group.key) for unit in one.every_unit for group in unit.groups))
+        log.release("ids", *(("shard", group.key) for unit in one.every_unit for group in unit.groups))
     return log

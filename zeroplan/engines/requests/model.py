@@ -10,6 +10,7 @@ from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.blocks import Compute, HeadPass
 from zeroplan.transformer.families.requested import (
     Sized,
     block_requests,
@@ -17,7 +18,6 @@ from zeroplan.transformer.families.requested import (
     torchtitan_requests,
 )
 from zeroplan.transformer.families.tape import Do
-from zeroplan.transformer.blocks import Compute, HeadPass
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
 
@@ -81,7 +81,7 @@ class ModelPass:
         return [*self.tree.embeddings, *blocks, *self.tree.tail]
 
     def request_parameters(self, width: int, *, trained: bool = True) -> None:
-        """Whole parameters of so many bytes an element, or those that are frozen; beside adapters these are in the compute dtype."""
+        """All parameters whole, or those that are frozen; beside adapters these are in the compute dtype."""
         for one in self.parameters:
             if trained or one.frozen:
                 n_bytes = (self.width if one.frozen and self.is_adapted else width) * one.numel
@@ -140,7 +140,7 @@ class ModelPass:
         log.begin(self.step, Phase.FORWARD)
         self.before_forward()
         log.layer = -1
-        self._lines("batch", self.head.at_embedding)
+        self.take_batch()
         self._lines("tables", self.head.with_blocks)
         self.embed()
         self.after_embedding()
@@ -159,6 +159,10 @@ class ModelPass:
         if self.recipe.keep_logits:
             self._lines("output", self.head.output)
         log.release(("cached",))
+
+    def take_batch(self) -> None:
+        """The loop hands a batch over."""
+        self._lines("batch", self.head.at_embedding)
 
     def embed(self) -> None:
         """The embedding's own forward."""
@@ -296,7 +300,7 @@ class ModelPass:
         self.embedding_gradients()
         if self.log.has("tied"):
             self._sum_of_tied(self.arriving.pop())
-        elif self.tree.tied_head is not None and not self.tree.tied_head.frozen:  # the gradients of chunks are the parameter's already
+        elif self.tree.tied_head is not None and not self.tree.tied_head.frozen:  # chunks' are the parameter's already
             self.log.release(self.arriving.pop())
         self.arrived(self.arriving)
         self.arriving = []

@@ -93,9 +93,7 @@ def ending_requests(model: ModelSpec, compute: Compute, batch: Batch, loss: Loss
 @lru_cache(maxsize=64)
 def _without_labels(whole: Requested) -> Requested:
     labels = {at for at, one in enumerate(whole.things) if isinstance(one, Store) and one.tag.role is Role.LABELS}
-    forward, backward = (
-        tuple([one for one in deeds if one.place not in labels]) for deeds in (whole.forward, whole.backward)
-    )
+    forward, backward = (tuple([one for one in deeds if one.place not in labels]) for deeds in (whole.forward, whole.backward))
     return whole._replace(forward=forward, backward=backward)
 
 
