@@ -15,7 +15,7 @@ from zeroplan.engines.requests.log import Log
 from zeroplan.errors import SpecError
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import ON_PAPER, ways_of_resharding
+from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.transformer.params import trained_layout
 
 STEPS = {"fsdp2": 2, "ddp": 3, "deepspeed": 3}
@@ -47,8 +47,6 @@ def not_written(job: JobSpec) -> str:
     options = recipe.fsdp2
     of_engine = {
         "fsdp2": (
-            (options.cpu_offload, "FSDP2's offload to host memory"),
-            (ways_of_resharding(options) is not None, "reshard_after_forward as a number"),
             (options.of_torch_2_15, "FSDP2 of torch 2.15"),
         ),
         "ddp": ((recipe.ddp.find_unused_parameters or recipe.ddp.static_graph, "DDP that looks for unused parameters"),),

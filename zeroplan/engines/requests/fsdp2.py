@@ -52,10 +52,11 @@ class Step(ModelPass):
 
     def begin(self) -> list[tuple[int, ...]]:
         """What is there from the first step to the last beside the optimizer's states; the shapes of what that updates."""
-        self.cutting.request_shards(self.log, self.parameters)
+        if not self.plan.offloaded:
+            self.cutting.request_shards(self.log, self.parameters)
         if self.plan.shared_sequences:
             self._lines("sequences", [line for line in self.plan.persistent if line.kind is Kind.ACTIVATIONS])
-        return [self.cutting.chunk(one) for one in self.parameters if not one.frozen]
+        return [self.cutting.chunk(one) for one in self.parameters if not one.frozen and not self.plan.offloaded]
 
     # --- parameters ---------------------------------------------------------------------------------------------------------
 
@@ -63,30 +64,58 @@ class Step(ModelPass):
         """``foreach_all_gather``: this rank's chunk in the compute dtype, if that is a copy, and the output."""
         if group.ranks == 1 or self.log.has(("gathered", group.key)):
             return
-        self.log.stream = GATHERS
-        width = self.plan.width.compute
-        if self.plan.width.mixed:
-            self.log.request("chunk", width * sum(group.copied), Kind.GATHER, "this rank's chunk, cast")
-        self.log.request(("gathered", group.key), width * sum(group.whole), Kind.GATHER, "all-gather output")
-        self.log.call("all_gather", width * sum(group.whole), group.ranks)
-        self.log.release("chunk")
-        self.log.stream = 0
+        log, n_bytes = self.log, self.plan.width.compute * sum(group.whole)
+        ranks = int(self.plan.reshard) if log.has(("smaller", group.key)) else group.ranks
+        log.stream = GATHERS
+        self._chunk(group)
+        log.request(("gathered", group.key), n_bytes, Kind.GATHER, "all-gather output")
+        log.call("all_gather", n_bytes, ranks)
+        log.release("chunk")
+        log.stream = 0
+
+    def _chunk(self, group: Group) -> None:
+        """``_get_param_all_gather_inputs``. What is in host memory is fetched, and cast, one parameter after the other."""
+        plan, log, width = self.plan, self.log, self.plan.width.compute
+        if log.has(("smaller", group.key)):
+            elements = 0 if plan.offloaded else sum(group.copied) * self.n // int(plan.reshard)
+        else:
+            elements = sum(group.copied)
+        if plan.offloaded and not log.has(("smaller", group.key)):
+            for whole, stored in zip(group.whole, group.widths, strict=True):
+                self._fetch("chunk", whole // group.ranks, stored)
+        elif plan.width.mixed:
+            log.request("chunk", width * elements, Kind.GATHER, "this rank's chunk, cast")
+
+    def _fetch(self, key: Hashable, elements: int, stored: int) -> None:
+        """A chunk comes from host memory, and is cast."""
+        log, width = self.log, self.plan.width.compute
+        log.request("fetched", stored * elements, Kind.GATHER, "a chunk, fetched from host memory")
+        if stored == width:
+            log.rename("fetched", key)
+        else:
+            log.request(key, width * elements, Kind.GATHER, "a chunk, cast")
+            log.release("fetched")
 
     def copy_out(self, group: Group) -> None:
         """``foreach_all_gather_copy_out``: every parameter in memory of its own.
 
-        Experts that are cut along dim 1 are joined first. A single rank casts its parameters one after the other.
+        Experts that are cut along dim 1 are joined first. A single rank casts, or fetches, its parameters one after the other.
         """
         width, log, key = self.plan.width.compute, self.log, ("unsharded", group.key)
         for elements in group.whole if group.narrow else ():
             log.request("joined", width * elements, Kind.GATHER, "experts, before they are put in order")
-        alone = group.ranks == 1 and self.plan.width.mixed and self.plan.cast_too
         for at, elements in enumerate(group.whole):
-            if alone:
-                log.request(("cast", at), width * elements, Kind.GATHER, "a parameter, cast")
+            if group.ranks == 1:
+                self._copy_alone(("cast", at), elements, group.widths[at])
                 log.release(("cast", at - 1))
             log.request(key, width * elements, Kind.UNSHARDED_PARAMETERS, "unsharded parameter")
         log.release("joined", ("cast", len(group.whole) - 1))
+
+    def _copy_alone(self, key: Hashable, elements: int, stored: int) -> None:
+        if self.plan.offloaded:
+            self._fetch(key, elements, stored)
+        elif stored != self.plan.width.compute:
+            self.log.request(key, self.plan.width.compute * elements, Kind.GATHER, "a parameter, cast")
 
     def unshard(self, unit: Unit) -> None:
         """Before a unit's forward."""
@@ -124,9 +153,21 @@ class Step(ModelPass):
         self.leave(self.units[layer])
 
     def leave(self, unit: Unit) -> None:
-        """``_post_forward``."""
+        """``_post_forward``. Where ``reshard_after_forward`` is a number, the rank keeps one of so many shards."""
+        if not isinstance(self.plan.reshard, bool):
+            for group in unit.groups:
+                self._keep_smaller(group)
         if self.plan.reshard is not False:
             self.reshard(unit)
+
+    def _keep_smaller(self, group: Group) -> None:
+        """``to_sharded_post_forward``, one parameter after the other."""
+        log, ways = self.log, int(self.plan.reshard)
+        for elements in group.whole:
+            n_bytes = self.plan.width.compute * elements
+            log.request(("smaller", group.key), n_bytes // ways, Kind.UNSHARDED_PARAMETERS, "smaller shard of a parameter")
+            log.part(("unsharded", group.key), n_bytes, "gone")
+            log.release("gone")
 
     def before_ending(self) -> None:
         """The unit of norm and head is gathered. What is worked out in the training loop comes after the model's forward."""
@@ -176,6 +217,7 @@ class Step(ModelPass):
             self.all_gather(group)
             self.copy_out(group)
             self.log.release(("gathered", group.key))
+        self.log.release(*(("smaller", group.key) for group in unit.groups))
 
     # --- the batch and the embedding ----------------------------------------------------------------------------------------
 
@@ -246,7 +288,7 @@ class Step(ModelPass):
         self.reduce_inputs = []
         for unit in self.every_unit if self.plan.is_partly_frozen else ():  # what no gradient has reached
             self.reshard(unit)
-            self.log.release(*(("gathered", group.key) for group in unit.groups))
+            self.log.release(*((what, group.key) for what in ("gathered", "smaller") for group in unit.groups))
 
     def post_backward(self, unit: Unit) -> None:
         """``FSDPParamGroup.post_backward``, of experts before what is beside them."""
@@ -290,13 +332,13 @@ class Step(ModelPass):
             self.log.part(("whole", group.key), width * elements, "named")
 
     def _reduced(self, group: Group) -> None:
-        """What comes out becomes this rank's gradient, or is added to it. Replicas' all-reduce holds it until the backward ends.
+        """What comes out becomes this rank's gradient, or is added to it, or goes to host memory.
 
-        Where no other rank has the same experts, the sum is divided out of place.
+        Replicas' all-reduce holds it until the backward ends. Where no other rank has the same experts, the sum is divided out of place.
         """
         plan, log, shard = self.plan, self.log, ("shard", group.key)
         log.stream = REDUCES
-        there, held = log.has(shard), "all-reduced" if plan.replicated else "reduced"
+        there, held = log.has(shard) or plan.offloaded, "all-reduced" if plan.replicated else "reduced"
         n_bytes = plan.reduce_bytes * group.trained
         if group.are_experts and group.ranks == 1:
             log.request("undivided", n_bytes, Kind.REDUCE, "sum of the experts' gradients")

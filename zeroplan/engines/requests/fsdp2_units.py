@@ -27,6 +27,8 @@ class Group(NamedTuple):
     """Of each parameter that gets one, without padding."""
     copied: tuple[int, ...]
     """This rank's chunk of each parameter that is copied before it is gathered."""
+    widths: tuple[int, ...]
+    """Of each parameter's elements, as they are stored. [bytes]"""
     ranks: int
     """Those that share it."""
     narrow: bool
@@ -77,6 +79,7 @@ class Cutting:
             sum(trained),
             tuple([one.numel for one in parameters if not one.frozen]),
             tuple(shards if self.plan.cast_too else trained),
+            tuple(map(self.width, parameters)),
             ranks,
             are_experts and self.n > parameters[0].shape[0] * self.ep,
             are_experts,
@@ -94,8 +97,11 @@ class Cutting:
             return tuple(map(int, chunk(parameter, 1, n=self.n, ep=self.ep, in_block=True).shape))
         return ceil_div(parameter.shape[0], self.n), *parameter.shape[1:]
 
+    def width(self, parameter: Parameter) -> int:
+        """Of an element as it is stored: beside adapters what is frozen is in the compute dtype. [bytes]"""
+        return self.plan.frozen_width if parameter.frozen else self.plan.width.stored
+
     def request_shards(self, log: Log, parameters: list[Parameter]) -> None:
-        """This rank's chunks of all parameters; beside adapters those that are frozen are in the compute dtype."""
+        """This rank's chunks of all parameters."""
         for one in parameters:
-            width = self.plan.frozen_width if one.frozen else self.plan.width.stored
-            log.request("shards", width * self.shard(one), Kind.PARAMETERS, "this rank's chunk of a parameter")
+            log.request("shards", self.width(one) * self.shard(one), Kind.PARAMETERS, "this rank's chunk of a parameter")
