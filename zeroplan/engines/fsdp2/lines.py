@@ -40,7 +40,8 @@ def unsharded(plan: Plan, group: ParamGroup) -> tuple[Line]:
 def chunk_to_gather(plan: Plan, group: ParamGroup, copied: ParamGroup) -> tuple[Line, ...]:
     """This rank's chunk as the gather reads it, where that is a copy: cast, or fetched from host memory. [bytes]
 
-    ``copied`` is the part of the group that is copied: beside adapters, frozen weights lie there in the compute dtype.
+    ``copied`` is the part of the group that is copied: beside adapters, frozen weights lie there in the compute dtype,
+    unless they are in host memory.
     """
     if not (plan.width.mixed or plan.offloaded) or not copied.numel:
         return ()
@@ -80,13 +81,15 @@ def copying_out(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
 def _cast_alone(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
     """A single rank gathers nothing: what it casts, or fetches, beside the unsharded parameters. [bytes]
 
-    Beside adapters, frozen weights are neither cast nor fetched, and the rest is small.
+    Beside adapters, frozen weights are not cast, and the rest is small; from host memory they are fetched as they are.
     """
-    copies = plan.cast_too and (plan.width.mixed or plan.offloaded)
+    copies = plan.offloaded or (plan.cast_too and plan.width.mixed)
     if not copies or (isinstance(plan.gathers, int) and plan.gathers):
         return ()
     width = plan.width.compute
-    elements = unit.alone_from_host if plan.width.mixed and plan.offloaded else unit.alone
+    elements = unit.alone
+    if plan.width.mixed and plan.offloaded:
+        elements = unit.alone_from_host if plan.cast_too else unit.alone_beside_adapters
     n_bytes: Int = (1 - plan.gathers) * width * elements
     formula = group.said(n_bytes, f"(1 - min(1, N-1))·{product(width, elements)}")
     return (Line(Kind.GATHER, n_bytes, "its parameters, one after the other", formula, ALONE),)

@@ -46,9 +46,7 @@ def not_written(job: JobSpec) -> str:
     model, recipe, mesh = job.model, job.recipe, job.mesh
     options = recipe.fsdp2
     of_engine = {
-        "fsdp2": (
-            (options.of_torch_2_15, "FSDP2 of torch 2.15"),
-        ),
+        "fsdp2": ((options.of_torch_2_15, "FSDP2 of torch 2.15"),),
         "ddp": ((recipe.ddp.find_unused_parameters or recipe.ddp.static_graph, "DDP that looks for unused parameters"),),
         "deepspeed": (
             (recipe.zero_stage == 3, "DeepSpeed stage 3"),
