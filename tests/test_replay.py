@@ -16,7 +16,7 @@ from zeroplan.resolve import job
 from zeroplan.saved_runs.perfetto import save_events
 from zeroplan.saved_runs.snapshot import save_requests
 from zeroplan.snapshots.reading import read_snapshot
-from zeroplan.spec.recipe import Fsdp2Options
+from zeroplan.spec.recipe import DdpOptions, Fsdp2Options
 from zeroplan.units import MIB
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ _JOBS = (
     {"engine": "deepspeed", "stage": 0, **_LLAMA, "lora_rank": 8},
     {"engine": "deepspeed", "stage": 1, **_LLAMA, "freeze": "embedding,norm", "recompute": "full"},
     {"engine": "deepspeed", "stage": 2, **_LLAMA, "lora_rank": 8, "recompute": "selective"},
+    {"engine": "ddp", "stage": 0, "ddp": DdpOptions(find_unused_parameters=True), "micro_batch": 8},
+    {"engine": "ddp", "stage": 0, "ddp": DdpOptions(static_graph=True), "recompute": "full", "offload_activations": True},
+    {"engine": "fsdp2", "stage": 3, **_LLAMA, "recompute": "selective", "offload_activations": True},
+    {"engine": "deepspeed", "stage": 1, "recompute": "full", "offload_activations": True, "grad_accum": 2},
     {"engine": "deepspeed", "stage": 0},
     {"engine": "deepspeed", "stage": 1, "grad_accum": 2},
     {"engine": "deepspeed", "stage": 2, "recompute": "selective"},
@@ -86,7 +90,7 @@ class TestOfAStep:
         steps = STEPS[one.recipe.engine]
         ends = [_live(requests_of(one, number)) for number in (steps, steps + 1)]
         assert ends[0][-1] == ends[1][-1]
-        assert min(ends[1]) > 0
+        assert min(ends[1]) >= 0
         trace_of(requests_of(one))  # checks itself
 
     def test_what_is_kept_is_the_estimates_states(self, choices: dict[str, object]):

@@ -47,7 +47,7 @@ def not_written(job: JobSpec) -> str:
     options = recipe.fsdp2
     of_engine = {
         "fsdp2": ((options.of_torch_2_15, "FSDP2 of torch 2.15"),),
-        "ddp": ((recipe.ddp.find_unused_parameters or recipe.ddp.static_graph, "DDP that looks for unused parameters"),),
+        "ddp": (),
         "deepspeed": (
             (recipe.zero_stage == 3, "DeepSpeed stage 3"),
             (recipe.deepspeed.offloads, "DeepSpeed's offload"),
@@ -66,7 +66,11 @@ def not_written(job: JobSpec) -> str:
             "a loss in chunks whose head is the embedding",
         ),
         (model.is_quantised, "QLoRA"),
-        (recipe.offload_activations, "offload of activations"),
+        (recipe.offload_activations and model.adapter is not None, "offload of activations beside adapters"),
+        (
+            recipe.offload_activations and recipe.recompute_layers is not None,
+            "offload of activations where some blocks are not recomputed",
+        ),
         (recipe.optimizer in _WHOLE_STEP, f"optimizer {recipe.optimizer!r}"),
         *of_engine,
     ):

@@ -65,6 +65,19 @@ class Step(ModelPass):
                 self.whole.append(one)
                 self.found += 1
 
+    def after_forward(self) -> None:
+        """``_DDPSink``: where DDP looks for unused parameters, the loop is given copies of what the model returns."""
+        options = self.recipe.ddp
+        if not self.wrapped or not options.find_unused_parameters or options.static_graph:
+            return
+        if not self.recipe.keep_logits:
+            self._lines("output", self.head.output)
+        self._lines("copies", self.head.output)
+        self.log.release("output")
+        if self.recipe.keep_logits:
+            self.log.rename("copies", "output")
+        self.log.release("copies")
+
     def after_step(self) -> None:
         """``zero_grad(set_to_none=True)``."""
         self.log.release(*self.whole)

@@ -334,7 +334,8 @@ class Step(ModelPass):
     def _reduced(self, group: Group) -> None:
         """What comes out becomes this rank's gradient, or is added to it, or goes to host memory.
 
-        Replicas' all-reduce holds it until the backward ends. Where no other rank has the same experts, the sum is divided out of place.
+        Replicas' all-reduce holds it until the backward ends. Where no other rank has the same experts, the sum is divided out of
+        place.
         """
         plan, log, shard = self.plan, self.log, ("shard", group.key)
         log.stream = REDUCES

@@ -104,6 +104,9 @@ class ModelPass:
     def before_ending(self) -> None:
         """Final norm, head and loss begin."""
 
+    def after_forward(self) -> None:
+        """The model's forward is over, and autocast's context not."""
+
     def before_ending_backward(self) -> None:
         """The backward begins, with the loss."""
 
@@ -158,6 +161,7 @@ class ModelPass:
         self._model_returns()
         if self.recipe.keep_logits:
             self._lines("output", self.head.output)
+        self.after_forward()
         log.release(("cached",))
 
     def take_batch(self) -> None:
@@ -181,8 +185,8 @@ class ModelPass:
 
     def _name_goes(self, layer: int, run: int) -> None:
         """The model's forward has a new hidden state; the old one goes unless somebody else has it."""
-        kept = self.blocks[run].requested.saves_given or self.recomputes[run] != "none" or (not layer and self.head.first_input)
-        if not kept:
+        kept = self.blocks[run].requested.saves_given or self.recomputes[run] != "none"
+        if not (kept and not self.compute.offloaded) and not (not layer and self.head.first_input):
             self.log.release(("hidden", layer - 1))
 
     def _play(self, layer: int, sized: Sized, *, forward: bool) -> None:
@@ -268,7 +272,7 @@ class ModelPass:
                 break
             self.before_block_backward(layer)
             self._backward_of(layer, self.blocks[run])
-            kept = self.recomputes[run] != "none" and (layer or not self.head.first_input)
+            kept = self.recomputes[run] != "none" and not self.compute.offloaded and (layer or not self.head.first_input)
             if kept and not self.holds_input(layer):
                 log.release(("hidden", layer - 1))
             self.after_block_backward(layer)
@@ -288,8 +292,10 @@ class ModelPass:
         self.flow = self._ends(layer, sized).get(outgoing, (layer, outgoing)) if outgoing >= 0 else None
 
     def embedding_gradients(self) -> None:
-        """The embedding's own backward, to which the gradient that flows comes."""
+        """The embedding's own backward, to which the gradient that flows comes; that of tokens is the last of several tables."""
         for parameter in reversed(self.tree.embeddings):
+            self.arrived(self.arriving)
+            self.arriving = []
             if not parameter.frozen:
                 self.make_gradient(parameter.numel)
         self.log.release(self.flow)

@@ -80,7 +80,8 @@ def block_requests(model: ModelSpec, kind: str, compute: Compute, batch: Batch, 
     x = widths(model, compute, batch)
     masked = _one(in_one_chunk(x) if kind == "linear" else kind != "global" and beyond_the_window(model, x))
     structure = structure_of(model, kind, compute, x, masked=masked)
-    return _sized(_of_a_block(structure, recompute), values_of(model, x, compute.tp if structure.sharded else 1))
+    made = _of_a_block(structure, recompute, offloaded=compute.offloaded)
+    return _sized(made, values_of(model, x, compute.tp if structure.sharded else 1))
 
 
 def ending_requests(model: ModelSpec, compute: Compute, batch: Batch, loss: Loss) -> Sized:
@@ -102,7 +103,7 @@ def torchtitan_requests(model: ModelSpec, compute: Compute, batch: Batch, recomp
     x = widths(model, compute, batch)
     values = values_of(model, x)
     return (
-        _sized(_of_a_block(torchtitan_structure(x), recompute), values),
+        _sized(_of_a_block(torchtitan_structure(x), recompute, offloaded=False), values),
         _sized(_of_torchtitans_ending(wide=x.element == 4), values),
     )
 
@@ -164,8 +165,10 @@ class _Places:
 
 
 @lru_cache(maxsize=256)
-def _of_a_block(structure: Block, recompute: Recompute) -> Requested:
-    made = _plain(structure) if recompute == "none" else _recomputed(structure, keeps=recompute == "selective")
+def _of_a_block(structure: Block, recompute: Recompute, *, offloaded: bool) -> Requested:
+    made = _plain(structure)
+    if recompute != "none":
+        made = _recomputed(structure, keeps=recompute == "selective", offloaded=offloaded)
     return _of_a_rank(made) if structure.sharded else made
 
 
@@ -198,8 +201,11 @@ def _incoming(made: Value) -> Store:
     return Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * made.shape, "", INCOMING)
 
 
-def _recomputed(structure: Block, *, keeps: bool) -> Requested:
-    """A checkpoint: the forward keeps its input and, selectively, what is dear; the backward runs it again first."""
+def _recomputed(structure: Block, *, keeps: bool, offloaded: bool) -> Requested:
+    """A checkpoint: the forward keeps its input and, selectively, what is dear; the backward runs it again first.
+
+    An input that is in host memory comes back for that, and goes with it, unless the block saves it.
+    """
     tape, given, made = run_forward(structure, saving=False, keeping=keeps)
     forward, kept = _without(tape.course.deeds, given.store), tape.kept() if keeps else ()
     again, _, output = run_forward(structure, saving=True, given=given.store, again=True)
@@ -210,10 +216,17 @@ def _recomputed(structure: Block, *, keeps: bool) -> Requested:
     again.release(given, output)
     before = 0 if to_the_end else len(again.course.deeds)
     again.run_backward(output, incoming)
-    gone = {thing for do, thing in rerun if do is Do.RELEASE} | {given.store}  # the checkpoint's own until the block is done
+    gone = {thing for do, thing in rerun if do is Do.RELEASE}
+    if not offloaded:
+        gone.add(given.store)  # the checkpoint's own until the block is done
     back = [(do, thing) for do, thing in again.course.deeds[before:] if do is not Do.RELEASE or thing not in gone]
+    if offloaded and not to_the_end and given.store not in again.saved:
+        rerun.append((Do.RELEASE, given.store))
+    back = _without([*rerun, *back], *places.same)
+    if offloaded:
+        back.insert(0, (Do.REQUEST, given.store))
     return places.requested(
-        forward, _without([*rerun, *back], *places.same), given=given.store, made=made.store, incoming=incoming,
+        forward, back, given=given.store, made=made.store, incoming=incoming,
         outgoing=again.course.outgoing, saves_given=True,
     )  # fmt: skip
 
