@@ -202,7 +202,7 @@ def _incoming(made: Value) -> Store:
 
 
 def _recomputed(structure: Block, *, keeps: bool, offloaded: bool) -> Requested:
-    """A checkpoint: the forward keeps its input and, selectively, what is dear; the backward runs it again first.
+    """A checkpoint: the forward keeps its input and, selectively, what is dear; the backward runs it again when it needs the rest.
 
     An input that is in host memory comes back for that, and goes with it, unless the block saves it.
     """
@@ -212,22 +212,23 @@ def _recomputed(structure: Block, *, keeps: bool, offloaded: bool) -> Requested:
     places = _Places()
     places.same = dict(zip(again.kept() if keeps else (), kept, strict=True))
     to_the_end = keeps or structure.family == "torchtitan"  # whose checkpoints have early_stop=False
-    incoming, rerun = _incoming(output), [] if to_the_end else _until_last_saved(again)
+    incoming, until_saved = _incoming(output), [] if to_the_end else _until_last_saved(again)
     again.release(given, output)
-    before = 0 if to_the_end else len(again.course.deeds)
+    ran, is_saved = len(again.course.deeds), given.store in again.saved
+    rerun = again.course.deeds[:ran] if to_the_end else until_saved
     again.run_backward(output, incoming)
-    gone = {thing for do, thing in rerun if do is Do.RELEASE}
-    if not offloaded:
-        gone.add(given.store)  # the checkpoint's own until the block is done
-    back = [(do, thing) for do, thing in again.course.deeds[before:] if do is not Do.RELEASE or thing not in gone]
-    if offloaded and not to_the_end and given.store not in again.saved:
-        rerun.append((Do.RELEASE, given.store))
-    back = _without([*rerun, *back], *places.same)
+    needed = max(ran, again.course.needed_at)
+    before, after = again.course.deeds[ran:needed], again.course.deeds[needed:]
+    gone = set() if to_the_end else {thing for do, thing in rerun if do is Do.RELEASE}
     if offloaded:
-        back.insert(0, (Do.REQUEST, given.store))
+        rerun = [(Do.REQUEST, given.store), *rerun, *(() if to_the_end or is_saved else ((Do.RELEASE, given.store),))]
+    else:
+        gone.add(given.store)  # the checkpoint's own until the block is done
+        rerun = [(do, thing) for do, thing in rerun if do is not Do.RELEASE or thing is not given.store]
+    back = [(do, thing) for do, thing in (*before, *after) if do is not Do.RELEASE or thing not in gone]
+    back[len(before) : len(before)] = _without(rerun, *places.same)
     return places.requested(
-        forward, back, given=given.store, made=made.store, incoming=incoming,
-        outgoing=again.course.outgoing, saves_given=True,
+        forward, back, given=given.store, made=made.store, incoming=incoming, outgoing=again.course.outgoing, saves_given=True,
     )  # fmt: skip
 
 
