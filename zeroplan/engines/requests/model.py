@@ -6,12 +6,14 @@ from zeroplan.engines.block_runs import recompute_of
 from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.requests.log import Log
+from zeroplan.engines.requests.stretches import Stretch, stretches
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute, HeadPass
 from zeroplan.transformer.families.requested import (
+    Instruction,
     Sized,
     block_requests,
     ending_requests,
@@ -40,6 +42,7 @@ class ModelPass:
         Ranks that split a model run it as ``compute`` says, over the parameters of ``tree``, and ``head`` is outside their blocks.
         """
         self.log, self.recipe = log, recipe
+        self._stretches: dict[tuple[int, bool], tuple[Stretch | Instruction, ...]] = {}
         self.blocks: tuple[Sized, ...] = ()
         self.is_adapted = model.adapter is not None
         first = first_recomputed(model, recipe)
@@ -190,24 +193,40 @@ class ModelPass:
             self.log.release(("hidden", layer - 1))
 
     def _play(self, layer: int, sized: Sized, *, forward: bool) -> None:
-        log, ends, phase = self.log, self._ends(layer, sized), "forward" if forward else "backward"
-        for do, place, size, pieces, kind, reason, multiplies in sized.forward if forward else sized.backward:
-            if do is Do.REQUEST:
-                if multiplies:
-                    self._multiplies(phase)
-                for _ in range(pieces):
-                    log.request(ends.get(place, (layer, place)), size, kind, reason)
-            elif do is Do.RELEASE:
-                log.release(ends.get(place, (layer, place)))
-            elif do is Do.GRADIENT:
-                self.make_gradient(size)
-            elif do is Do.ARRIVE:
-                self.arrived(self.arriving)
-                self.arriving = []
-            elif do is Do.CAST:
-                self._cast(layer, place, size, forward=forward)
-            elif self.casts.get((layer, place)):
-                log.release(self.casts[layer, place].pop())
+        """Write a program out, in whole stretches where nothing waits for a product of matrices."""
+        waits = self.is_in_model or self.is_before_head or ("forward" if forward else "backward") not in self.log.products
+        ends = self._ends(layer, sized)
+        for one in (sized.forward if forward else sized.backward) if waits else self._in_stretches(sized, forward=forward):
+            if isinstance(one, Stretch):
+                self.log.stretch(layer, one, ends)
+            else:
+                self._do(layer, one, ends, forward=forward)
+
+    def _in_stretches(self, sized: Sized, *, forward: bool) -> tuple[Stretch | Instruction, ...]:
+        key = id(sized), forward
+        if key not in self._stretches:
+            self._stretches[key] = stretches(sized, forward=forward)
+        return self._stretches[key]
+
+    def _do(self, layer: int, one: Instruction, ends: dict[int, Hashable], *, forward: bool) -> None:
+        do, place, size, pieces, kind, reason, multiplies = one
+        log = self.log
+        if do is Do.REQUEST:
+            if multiplies:
+                self._multiplies("forward" if forward else "backward")
+            for _ in range(pieces):
+                log.request(ends.get(place, (layer, place)), size, kind, reason)
+        elif do is Do.RELEASE:
+            log.release(ends.get(place, (layer, place)))
+        elif do is Do.GRADIENT:
+            self.make_gradient(size)
+        elif do is Do.ARRIVE:
+            self.arrived(self.arriving)
+            self.arriving = []
+        elif do is Do.CAST:
+            self._cast(layer, place, size, forward=forward)
+        elif self.casts.get((layer, place)):
+            log.release(self.casts[layer, place].pop())
 
     def _model_returns(self) -> None:
         """What the model's forward holds by name goes when it returns, after the final norm."""
