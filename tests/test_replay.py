@@ -45,6 +45,9 @@ _JOBS = (
     {"engine": "fsdp2", "stage": 3, **_LLAMA, "fsdp2": Fsdp2Options(cpu_offload=True), "gpus": 1, "lora_rank": 8},
     {"engine": "fsdp2", "stage": 3, **_LLAMA, "fsdp2": Fsdp2Options(reshard_after_forward=2), "recompute": "full"},
     {"engine": "fsdp2", "stage": 3, **_LLAMA, "fsdp2": Fsdp2Options(reshard_after_forward=2, ends_apart=True)},
+    {"engine": "fsdp2", "stage": 3, **_LLAMA, "lora_rank": 8, "quantize": "nf4", "recompute": "full"},
+    {"engine": "ddp", "stage": 0, "model": "qwen2.5-7b", "lora_rank": 8, "quantize": "nf4-double"},
+    {"engine": "deepspeed", "stage": 2, **_LLAMA, "lora_rank": 8, "quantize": "nf4-double"},
     {"engine": "ddp", "stage": 0},
     {"engine": "ddp", "stage": 1, **_LLAMA, "lora_rank": 8, "grad_accum": 2},
     {"engine": "ddp", "stage": 0, **_LLAMA, "freeze": "embedding", "freeze_layers": 3},
@@ -130,7 +133,10 @@ def test_an_estimate_with_a_replay_has_a_figure_where_it_had_a_band():
     [
         ({"engine": "paper"}, "engine 'paper'"),
         ({"engine": "deepspeed", "stage": 3}, "DeepSpeed stage 3"),
-        ({"lora_rank": 8, "quantize": "nf4"}, "QLoRA"),
+        (
+            {"lora_rank": 8, "recompute": "full", "offload_activations": True},
+            "offload of activations beside adapters",
+        ),
         ({"engine": "ddp", "stage": 0, "loss": "chunked"}, "a loss in chunks whose head is the embedding"),
         ({"optimizer": "muon"}, "optimizer 'muon'"),
     ],

@@ -65,7 +65,6 @@ def not_written(job: JobSpec) -> str:
             recipe.loss == "chunked" and recipe.engine != "fsdp2" and _has_tied_head(model),
             "a loss in chunks whose head is the embedding",
         ),
-        (model.is_quantised, "QLoRA"),
         (recipe.offload_activations and model.adapter is not None, "offload of activations beside adapters"),
         (
             recipe.offload_activations and recipe.recompute_layers is not None,

@@ -11,6 +11,7 @@ from zeroplan.engines.requests.optimizer import Update
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.job import JobSpec
+from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation
 
 GATHERS, REDUCES = 1, 2
 """The numbers of the streams on which all-gathers are filled and reduce-scatters come out."""
@@ -25,6 +26,7 @@ class Step(ModelPass):
         mesh = job.mesh
         compute = compute_of(job.recipe, tp=mesh.tp, ep=mesh.ep, cp=mesh.cp)
         super().__init__(job.model, job.recipe, batch, log, compute=compute, tree=plan.tree, head=plan.head)
+        self.model = job.model
         self.plan, self.n, self.replicas, self.cutting = plan, int(plan.n), job.mesh.dp_replicate, Cutting(plan)
         self.holds_batch = plan.shared_sequences or plan.loss_in_loop
         self.outside = self._outside()
@@ -54,6 +56,9 @@ class Step(ModelPass):
         """What is there from the first step to the last beside the optimizer's states; the shapes of what that updates."""
         if not self.plan.offloaded:
             self.cutting.request_shards(self.log, self.parameters)
+        if self.quantize != "none":
+            blocks = layout_by_recomputation(self.model, first_recomputed(self.model, self.recipe)).runs
+            self.request_scales([one for run in self.order for one in blocks[run].parameters])
         if self.plan.shared_sequences:
             self._lines("sequences", [line for line in self.plan.persistent if line.kind is Kind.ACTIVATIONS])
         return [self.cutting.chunk(one) for one in self.parameters if not one.frozen and not self.plan.offloaded]

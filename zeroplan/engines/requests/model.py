@@ -44,7 +44,7 @@ class ModelPass:
         self.log, self.recipe = log, recipe
         self._stretches: dict[tuple[int, bool], tuple[Stretch | Instruction, ...]] = {}
         self.blocks: tuple[Sized, ...] = ()
-        self.is_adapted = model.adapter is not None
+        self.is_adapted, self.quantize = model.adapter is not None, "none" if model.adapter is None else model.adapter.quantize
         first = first_recomputed(model, recipe)
         self.compute = compute = compute or compute_of(recipe)
         self.tree = tree = tree or layout_by_recomputation(model, first)
@@ -84,11 +84,26 @@ class ModelPass:
         return [*self.tree.embeddings, *blocks, *self.tree.tail]
 
     def request_parameters(self, width: int, *, trained: bool = True) -> None:
-        """All parameters whole, or those that are frozen; beside adapters these are in the compute dtype."""
+        """All parameters whole, or those that are frozen; beside adapters these are in the compute dtype, or in four bits."""
         for one in self.parameters:
             if trained or one.frozen:
-                n_bytes = (self.width if one.frozen and self.is_adapted else width) * one.numel
-                self.log.request("parameters", n_bytes, Kind.PARAMETERS, "a parameter")
+                self.log.request("parameters", self._bytes_of(one, width), Kind.PARAMETERS, "a parameter")
+        self.request_scales(self.parameters)
+
+    def _bytes_of(self, one: Parameter, width: int) -> int:
+        if self.quantize == "none" or not one.frozen:
+            return (self.width if one.frozen and self.is_adapted else width) * one.numel
+        from zeroplan.engines.quantised import is_bias, packed_bytes  # noqa: PLC0415  others need not wait for it
+
+        return packed_bytes(one) if one.quantised else (self.width if is_bias(one) else width) * one.numel
+
+    def request_scales(self, parameters: Iterable[Parameter]) -> None:
+        """What weights in four bits need beside their elements."""
+        if self.quantize == "none":
+            return
+        from zeroplan.engines.quantised import scales_of_each  # noqa: PLC0415  others need not wait for it
+
+        self._lines("scales", scales_of_each(parameters, self.quantize))
 
     # --- what an engine does ------------------------------------------------------------------------------------------------
 
