@@ -16,7 +16,7 @@ from zeroplan.resolve import job
 from zeroplan.saved_runs.perfetto import save_events
 from zeroplan.saved_runs.snapshot import save_requests
 from zeroplan.snapshots.reading import read_snapshot
-from zeroplan.spec.recipe import DdpOptions, Fsdp2Options
+from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options
 from zeroplan.units import MIB
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ _JOBS = (
     {"engine": "deepspeed", "stage": 1, "recompute": "full", "offload_activations": True, "grad_accum": 2},
     {"engine": "deepspeed", "stage": 0},
     {"engine": "deepspeed", "stage": 1, "grad_accum": 2},
+    {"engine": "deepspeed", "stage": 1, "deepspeed": DeepSpeedOptions(grad_accum_dtype="fp32"), "grad_accum": 2},
     {"engine": "deepspeed", "stage": 2, "recompute": "selective"},
 )
 

@@ -51,10 +51,6 @@ def not_written(job: JobSpec) -> str:
         "deepspeed": (
             (recipe.zero_stage == 3, "DeepSpeed stage 3"),
             (recipe.deepspeed.offloads, "DeepSpeed's offload"),
-            (
-                recipe.zero_stage == 1 and recipe.deepspeed.grad_accum_dtype == "fp32" and recipe.precision != "fp32",
-                "DeepSpeed's BF16_Optimizer",
-            ),
         ),
     }.get(recipe.engine, ((True, f"engine {recipe.engine!r}"),))
     for is_so, what in (

@@ -121,6 +121,37 @@ class Unpartitioned(Step):
         self.release_gradients()
 
 
+class AddedInFp32(Step):
+    """``BF16_Optimizer``: stage 1 with 16-bit weights, whose gradients are added up in fp32."""
+
+    def begin(self) -> Update:
+        """All weights flat, this rank's share of them in fp32, and gradients of all in fp32."""
+        log, share = self.log, self.partition
+        self.abandoned()
+        self.request_parameters(self.element, trained=False)
+        log.request(
+            "weights", self.element * self.ranks * share, Kind.PARAMETERS, "all weights that are trained, flat and padded"
+        )
+        log.request("master", _FP32 * share, Kind.OPTIMIZER_STATE, "weights of this rank's share in fp32")
+        log.request("sums", _FP32 * self.ranks * share, Kind.GRADIENTS, "all gradients in fp32, flat and padded")
+        return Update(self.recipe.optimizer, self.impl, _FP32)
+
+    def after_backward(self) -> None:
+        """``update_hp_grads``, then the all-reduce of all sums, cast."""
+        for each in self.whole.placed:
+            self.log.request("cast", _FP32 * numel(each), Kind.TEMPORARY, "a gradient cast to fp32")
+            self.log.release("cast")
+        if self.last:
+            n_bytes = self.element * self.ranks * self.partition
+            self.log.request("copy", n_bytes, Kind.REDUCE, "sums of the gradients, cast for the all-reduce")
+            self.log.release("copy")
+
+    def update(self, update: Update) -> None:
+        """The share is updated; ``zero_grad`` follows."""
+        update.step(self.log, [(self.partition,)])
+        self.release_gradients()
+
+
 class Partitioned(Step):
     """``DeepSpeedZeroOptimizer``, stages 1 and 2."""
 
@@ -264,11 +295,19 @@ class Partitioned(Step):
         log.release("sums")
 
 
+def _kind(job: JobSpec) -> type[Unpartitioned | AddedInFp32 | Partitioned]:
+    recipe = job.recipe
+    if recipe.zero_stage == 0:
+        return Unpartitioned
+    added = recipe.zero_stage == 1 and recipe.deepspeed.grad_accum_dtype == "fp32" and recipe.precision != "fp32"
+    return AddedInFp32 if added else Partitioned
+
+
 def requests(job: JobSpec, steps: int) -> Log:
     """What rank 0 requests and releases from before the first step on."""
     log = Log()
     log.begin(-1, Phase.INIT)
-    one = (Unpartitioned if job.recipe.zero_stage == 0 else Partitioned)(job, log)
+    one = _kind(job)(job, log)
     update = one.begin()
     for step in range(steps):
         one.step = step
