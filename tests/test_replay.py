@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from zeroplan.spec.job import JobSpec
 
 _LLAMA = {"model": "llama-2-7b"}
+_SMALL_BUCKETS = DeepSpeedOptions(offload_optimizer="cpu", reduce_bucket_size=20_000_000)
 _JOBS = (
     {"engine": "fsdp2", "stage": 3},
     {"engine": "fsdp2", "stage": 2, "recompute": "full", "grad_accum": 3},
@@ -61,6 +62,8 @@ _JOBS = (
     {"engine": "deepspeed", "stage": 0},
     {"engine": "deepspeed", "stage": 1, "grad_accum": 2},
     {"engine": "deepspeed", "stage": 1, "deepspeed": DeepSpeedOptions(grad_accum_dtype="fp32"), "grad_accum": 2},
+    {"engine": "deepspeed", "stage": 1, "deepspeed": DeepSpeedOptions(offload_optimizer="cpu"), "grad_accum": 2},
+    {"engine": "deepspeed", "stage": 2, **_LLAMA, "deepspeed": _SMALL_BUCKETS, "grad_accum": 2},
     {"engine": "deepspeed", "stage": 2, "recompute": "selective"},
 )
 

@@ -48,10 +48,7 @@ def not_written(job: JobSpec) -> str:
     of_engine = {
         "fsdp2": ((options.of_torch_2_15, "FSDP2 of torch 2.15"),),
         "ddp": (),
-        "deepspeed": (
-            (recipe.zero_stage == 3, "DeepSpeed stage 3"),
-            (recipe.deepspeed.offloads, "DeepSpeed's offload"),
-        ),
+        "deepspeed": ((recipe.zero_stage == 3, "DeepSpeed stage 3"),),
     }.get(recipe.engine, ((True, f"engine {recipe.engine!r}"),))
     for is_so, what in (
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),

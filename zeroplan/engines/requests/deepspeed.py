@@ -7,12 +7,14 @@ from zeroplan.engines.deepspeed import optimizer_impl
 from zeroplan.engines.deepspeed.abandoned import abandoned_states
 from zeroplan.engines.deepspeed.flat import (
     Placed,
+    largest_parameter,
     largest_slice,
     partition_elements,
     touched_elements,
     trained_row,
 )
 from zeroplan.engines.deepspeed.gradients import Plan, copied_elements, numel
+from zeroplan.engines.deepspeed.offload import offloads_optimizer
 from zeroplan.engines.deepspeed.whole import all_reduces, takes_flat_wrapper
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.requests.log import Log
@@ -159,11 +161,11 @@ class Partitioned(Step):
         """Take the job."""
         super().__init__(job, log)
         options = self.options
-        self.overlaps = bool(options.overlap_comm)
+        self.overlaps, self.offloads = bool(options.overlap_comm), offloads_optimizer(job.recipe)
         self.sums_in_fp32 = options.grad_accum_dtype == "fp32" and self.element == 2
         self.plan = Plan(
             self.whole, (), False, self.stage, self.element, options.reduce_bucket_size, self.overlaps,
-            options.contiguous_gradients, options.reduce_scatter, self.sums_in_fp32, False, self.partition, 1,
+            options.contiguous_gradients, options.reduce_scatter, self.sums_in_fp32, self.offloads, self.partition, 1,
         )  # fmt: skip
         self.inside: list[Placed] = []
         self.before: list[Placed] = []
@@ -177,7 +179,11 @@ class Partitioned(Step):
         log.request(
             "weights", self.element * self.ranks * share, Kind.PARAMETERS, "all weights that are trained, flat and padded"
         )
-        log.request("master", self.master * share, Kind.OPTIMIZER_STATE, "weights of this rank's share")
+        if self.offloads:
+            n_bytes = self.element * largest_parameter(self.whole)
+            log.request("way back", n_bytes, Kind.REDUCE, "buffer through which gradients summed on the host come back")
+        else:
+            log.request("master", self.master * share, Kind.OPTIMIZER_STATE, "weights of this rank's share")
         return Update(self.recipe.optimizer, self.impl, self.master)
 
     def before_forward(self) -> None:
@@ -205,6 +211,9 @@ class Partitioned(Step):
             self.reduce_ipg_grads()
         if self.options.contiguous_gradients and elements <= size:
             self.log.release(self.made.pop(placed))
+        elif self.options.contiguous_gradients and self.offloads:
+            self.log.request("clone", self.element * elements, Kind.TEMPORARY, "copy of a gradient too large for the bucket")
+            self.log.release("clone")
         self.inside.append(placed)
 
     def reduce_ipg_grads(self) -> None:
@@ -225,12 +234,21 @@ class Partitioned(Step):
             self.keep()
         log.stream = 0
         for each in inside:
+            self._leave(each)
+        for each in inside:
             self._let_go(each)
         self.inside = []
 
+    def _leave(self, each: Placed) -> None:
+        """``set_norm_for_param_grad_in_gpu``: the norm of what goes to host memory, in fp64."""
+        part = min(each.end, self.partition) - each.start
+        if self.offloads and self.last and part > 0:
+            self.log.request("norm", _FP64 * part, Kind.TEMPORARY, "a gradient of the share, in fp64")
+            self.log.release("norm")
+
     def keep(self) -> None:
-        """``copy_grads_in_partition``."""
-        if not self.log.has("own"):
+        """``copy_grads_in_partition``; with offload they go to host memory."""
+        if not self.offloads and not self.log.has("own"):
             n_bytes = self.element * int(touched_elements(self.whole, self.partition))
             self.log.request("own", n_bytes, Kind.GRADIENTS, "gradients that reach into this rank's share")
 
@@ -238,7 +256,8 @@ class Partitioned(Step):
         """A reduced gradient goes, unless it stays to the end of the backward."""
         ours = each.start < self.partition
         if self.options.contiguous_gradients:
-            if not self.sums_in_fp32 if ours else self.stage == 2:
+            moved = self.last if self.offloads else not self.sums_in_fp32
+            if moved if ours else self.stage == 2:
                 self._clear([each])
         elif self.stage == 2 and not ours and self.overlaps:
             self.before.append(each)
@@ -259,7 +278,7 @@ class Partitioned(Step):
             for each in self.whole.placed:
                 self.reduce_independent(each)
         self.reduce_ipg_grads()
-        if not self.sums_in_fp32 and not log.has("averaged"):
+        if not self.sums_in_fp32 and not self.offloads and not log.has("averaged"):
             if log.has("own"):
                 log.rename("own", "averaged")
             else:
@@ -276,8 +295,11 @@ class Partitioned(Step):
                 self.log.request("averaged", self.element * numel(each), Kind.GRADIENTS, "a gradient of this rank's share")
 
     def update(self, update: Update) -> None:
-        """``step``: the norm, gradients laid flat in the optimizer's dtype, the update."""
+        """``step``: the norm, gradients laid flat in the optimizer's dtype, the update, unless the CPU does all that."""
         log, share = self.log, self.partition
+        if self.offloads:
+            log.release("sums")
+            return
         if self.options.compute_grad_norm:
             n_bytes = _FP64 * int(largest_slice(self.whole, share))
             log.request("norm", n_bytes, Kind.OPTIMIZER_TEMPORARY, "largest gradient of the share, in fp64")
