@@ -53,6 +53,7 @@ JOBS: dict[str, JobSpec] = {
     "mixtral, fewer experts than ranks, replicas, accumulated": expert_job(
         model=_WIDE, dp_shard=32, dp_replicate=2, batch=(1, 8, 2), recompute="full"
     ),
+    "mixtral, two ranks have the same experts, accumulated": expert_job(model=_WIDE, batch=(1, 8, 2), zero_stage=2),
     "gpt-oss, selective": expert_job(model=_GPT_OSS, recompute="selective"),
     "gpt-oss, fewer experts than ranks, recomputed": expert_job(
         model=_GPT_OSS, dp_shard=16, ep=2, batch=_SHORT, recompute="full"

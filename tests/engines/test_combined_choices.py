@@ -14,7 +14,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
 
 pytestmark = pytest.mark.torch
 TOKENS = BatchSpec(micro_batch_size=2, seq_len=64)
@@ -30,7 +30,7 @@ def job(
     model = tiny_spec(family, ffn=176, vocab=250, heads=4, kv_heads=2, head_dim=16, layers=layers)
     model = replace(model, tie_word_embeddings=tied, adapter=adapter, frozen=frozen)
     said = {"engine": "fsdp2", "zero_stage": 3, "recompute": "full", "recompute_layers": 3, **recipe}
-    return JobSpec(model=model, recipe=RecipeSpec(**said), mesh=MeshSpec(dp_shard=4, **(mesh or {})), batch=batch)
+    return JobSpec(model=model, recipe=RecipeSpec(**said), mesh=MeshSpec(**{"dp_shard": 4, **(mesh or {})}), batch=batch)
 
 
 def staged(**said: object) -> JobSpec:
@@ -47,6 +47,7 @@ CASES = {
     "lora": job(adapter=LORA),
     "lora, by operation": job(adapter=LORA, recompute="selective"),
     "lora, ddp": job(adapter=LORA, engine="ddp", zero_stage=0),
+    "lora, on the host, one rank": job(adapter=LORA, fsdp2=Fsdp2Options(cpu_offload=True), mesh={"dp_shard": 1}, **PLAIN),
     "frozen blocks": job(frozen=TWO_FROZEN),
     "frozen blocks, ddp": job(frozen=TWO_FROZEN, engine="ddp", zero_stage=0),
     "stages": staged(recompute_layers=2),

@@ -5,7 +5,7 @@ and are a byte each. Tables of codes come with every weight. transformers leaves
 biases and norms are no linear layer's weight.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -51,17 +51,13 @@ def counts(model: ModelSpec) -> Counts:
     frozen = [(one, times) for one, times in every if one.frozen]
     blocks = [(ceil_div(one.numel, 64), times) for one, times in frozen if one.quantised]
     return Counts(
-        sum(times * ceil_div(one.numel, 2) for one, times in frozen if one.quantised),
+        sum(times * packed_bytes(one) for one, times in frozen if one.quantised),
         sum(times * block for block, times in blocks),
         sum(times * ceil_div(block, 256) for block, times in blocks),
         sum(times for _, times in blocks),
-        sum(times * one.numel for one, times in frozen if _is_bias(one)),
-        sum(times * one.numel for one, times in frozen if not one.quantised and not _is_bias(one)),
+        sum(times * one.numel for one, times in frozen if is_bias(one)),
+        sum(times * one.numel for one, times in frozen if not one.quantised and not is_bias(one)),
     )
-
-
-def _is_bias(parameter: Parameter) -> bool:
-    return parameter.autocast and parameter.name.endswith("bias")
 
 
 def quantised_lines(model: ModelSpec, quantize: Quantize, *, element_bytes: int, other_bytes: int) -> tuple[Line, ...]:
@@ -115,6 +111,28 @@ def scales(found: Counts, quantize: Quantize) -> tuple[Line, ...]:
             TABLES,
         ),
     )
+
+
+def scales_of_each(parameters: Iterable[Parameter], quantize: Quantize) -> Iterator[Line]:
+    """List what each quantised weight needs beside its packed elements, and the table that all share. [bytes]"""
+    quantised = [one for one in parameters if one.quantised]
+    for one in quantised:
+        blocks = ceil_div(one.numel, 64)
+        *others, tables = scales(Counts(0, blocks, ceil_div(blocks, 256), 1, 0, 0), quantize)
+        yield from others
+        yield tables if quantize == "nf4" else tables._replace(n_bytes=tables.n_bytes - _SCALES_CODE)
+    if quantised and quantize != "nf4":
+        yield Line(Kind.PARAMETERS, _SCALES_CODE, "the shared table of 8-bit codes", f"{_SCALES_CODE}", TABLES)
+
+
+def packed_bytes(parameter: Parameter) -> int:
+    """What a weight in four bits takes without its scales. [bytes]"""
+    return ceil_div(parameter.numel, 2)
+
+
+def is_bias(parameter: Parameter) -> bool:
+    """Whether it is a linear layer's bias, which bitsandbytes casts to the compute dtype."""
+    return parameter.autocast and parameter.name.endswith("bias")
 
 
 def quantised_symbols(model: ModelSpec) -> tuple[Symbol, ...]:

@@ -176,10 +176,12 @@ def _gone_through(plan: Plan, *, ends: bool = True) -> Course:
 def _turns(plan: Plan) -> range:
     """The micro-batches that are gone through: what the first has is there in the next one too, beside what that adds.
 
-    At stage 1 with overlap the last one has less than those before, as it reduces what they have added up.
+    At stage 1 with overlap the last one has less than those before, as it reduces what they have added up. With offload it lets go
+    of gradients too large for the bucket as they leave for the host, which those before keep to the end of their backward.
     """
     last = plan.micro_batches - 1
-    return range(max(0, last - 1) if plan.stage == 1 and plan.overlaps else last, last + 1)
+    has_less = (plan.stage == 1 and plan.overlaps) or plan.offloads
+    return range(max(0, last - 1) if has_less else last, last + 1)
 
 
 @dataclass(slots=True)

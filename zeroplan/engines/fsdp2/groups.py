@@ -1,6 +1,7 @@
 """How are parameters put into the groups of ``fully_shard``, and cut into chunks?"""
 
 from functools import lru_cache, partial
+from itertools import zip_longest
 from typing import NamedTuple
 
 from zeroplan.engines.optimizers import LocalTensor
@@ -50,6 +51,8 @@ class Group(NamedTuple):
     """What casting its parameters one after the other takes beside all of them, where a single rank gathers nothing."""
     alone_from_host: int = 0
     """The same where each is fetched in fp32 first, twice as wide."""
+    alone_beside_adapters: int = 0
+    """The same where what is frozen is fetched as it is."""
     experts: Apart | None = None
     """With expert parallelism: of a block with experts those that this rank has; the other fields count them too."""
 
@@ -175,21 +178,24 @@ def group_of(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
         shard = shard + ceil_div(rows, n) * width
         numel += rows * width
     sizes = tuple(parameter.numel for parameter in parameters)
-    return Group(shard, shard * n, numel, symbol, cast_one_by_one(sizes), cast_one_by_one(sizes, fetched=2))
+    twice = tuple(2 for _ in sizes)
+    adapted = tuple(0 if parameter.frozen else 2 for parameter in parameters)
+    alone = cast_one_by_one(sizes), cast_one_by_one(sizes, fetched=twice), cast_one_by_one(sizes, fetched=adapted)
+    return Group(shard, shard * n, numel, symbol, *alone)
 
 
 @lru_cache(maxsize=256)
-def cast_one_by_one(sizes: tuple[int, ...], *, fetched: int = 0) -> int:
+def cast_one_by_one(sizes: tuple[int, ...], *, fetched: tuple[int, ...] = ()) -> int:
     """What is there of casts beside all unsharded weights, at the most: one goes when the next has been made.
 
-    What is ``fetched`` from the host, so many times as wide, goes when it has been cast.
+    What is ``fetched`` from the host, each so many times as wide, goes when it has been cast.
 
     >>> cast_one_by_one((20, 10)), cast_one_by_one((20, 2, 10, 1))
     (20, 10)
     """
     most = done = before = 0
-    for size in sizes:
-        most, done = max(most, done + before + (1 + fetched) * size, done + 2 * size), done + size
+    for size, first in zip_longest(sizes, fetched, fillvalue=0):
+        most, done = max(most, done + before + (1 + first) * size, done + 2 * size), done + size
         before = size
     return most - done
 

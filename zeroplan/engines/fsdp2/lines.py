@@ -40,7 +40,8 @@ def unsharded(plan: Plan, group: ParamGroup) -> tuple[Line]:
 def chunk_to_gather(plan: Plan, group: ParamGroup, copied: ParamGroup) -> tuple[Line, ...]:
     """This rank's chunk as the gather reads it, where that is a copy: cast, or fetched from host memory. [bytes]
 
-    ``copied`` is the part of the group that is copied: beside adapters, frozen weights lie there in the compute dtype.
+    ``copied`` is the part of the group that is copied: beside adapters, frozen weights lie there in the compute dtype,
+    unless they are in host memory.
     """
     if not (plan.width.mixed or plan.offloaded) or not copied.numel:
         return ()
@@ -80,13 +81,15 @@ def copying_out(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
 def _cast_alone(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
     """A single rank gathers nothing: what it casts, or fetches, beside the unsharded parameters. [bytes]
 
-    Beside adapters, frozen weights are neither cast nor fetched, and the rest is small.
+    Beside adapters, frozen weights are not cast, and the rest is small; from host memory they are fetched as they are.
     """
-    copies = plan.cast_too and (plan.width.mixed or plan.offloaded)
+    copies = plan.offloaded or (plan.cast_too and plan.width.mixed)
     if not copies or (isinstance(plan.gathers, int) and plan.gathers):
         return ()
     width = plan.width.compute
-    elements = unit.alone_from_host if plan.width.mixed and plan.offloaded else unit.alone
+    elements = unit.alone
+    if plan.width.mixed and plan.offloaded:
+        elements = unit.alone_from_host if plan.cast_too else unit.alone_beside_adapters
     n_bytes: Int = (1 - plan.gathers) * width * elements
     formula = group.said(n_bytes, f"(1 - min(1, N-1))·{product(width, elements)}")
     return (Line(Kind.GATHER, n_bytes, "its parameters, one after the other", formula, ALONE),)
@@ -158,16 +161,16 @@ def copied_or_reduced(plan: Plan, group: ParamGroup) -> tuple[Line]:
 def experts_copied_or_reduced(plan: Plan, group: ParamGroup, copied: Int) -> Int:
     """The same of experts, whose gradients are ``copied`` bytes wide. [bytes]
 
-    Gradients of weights that are chunked along dim 1 are joined anew first, and the last original stays. Where no other rank has
-    the same experts, torch 2.13 divides the sum out of place, by one. Torch 2.15 does neither
-    (``_default_reduce_scatter_input_fn``).
+    Gradients of weights that are chunked along dim 1 are joined anew first. A local of the loop over several ranks' chunks names
+    the last original until the reduction is done. Where no other rank has the same experts, torch 2.13 divides the sum out of
+    place, by one. Torch 2.15 does none of this (``_default_reduce_scatter_input_fn``).
     """
     out = reduce_output_width(plan)
     if plan.of_torch_2_15:
         return maximum(copied * group.numel, out * group.shard)
-    narrow = group.narrow * copied * group.last
+    narrow, named = group.narrow * copied * group.last, group.gathers * copied * group.last
     divided = (1 - group.gathers) * plan.reduce_bytes * group.padded
-    return maximum(copied * group.numel + narrow, out * group.shard + narrow, plan.reduce_bytes * group.shard + divided)
+    return maximum(copied * group.numel + narrow, out * group.shard + named, plan.reduce_bytes * group.shard + divided)
 
 
 def reduced(plan: Plan, group: ParamGroup) -> tuple[Line]:
@@ -198,9 +201,9 @@ def _of_experts(plan: Plan, group: ParamGroup, copied: str) -> str:
         return _larger(f"{copied}·{group.plain}", f"{out}·{group.share}")
     if not isinstance(group.narrow, int):
         return ""
-    last = f"{group.narrow}·{copied}·{group.last}"
+    last, named = f"{group.narrow}·{copied}·{group.last}", f"min(1, F-1)·{copied}·{group.last}"
     alone = f"{plan.reduce_bytes}·{group.share} + (1 - min(1, F-1))·{plan.reduce_bytes}·{group.whole}"
-    return f"max({copied}·{group.plain} + {last}, {out}·{group.share} + {last}, {alone})"
+    return f"max({copied}·{group.plain} + {last}, {out}·{group.share} + {named}, {alone})"
 
 
 def waiting_gradients(plan: Plan, group: ParamGroup) -> tuple[Line]:

@@ -49,6 +49,8 @@ class Plan(NamedTuple):
     twice: Int
     """1 where one has run before another that is not the step's last, else 0."""
     reshard: bool | int
+    tree: Layout
+    """The parameters, as a rank has them before they are cut into chunks."""
     runs: tuple[BlockRun, ...]
     every_layer: tuple[int, ...]
     """Layers of each run."""
@@ -275,6 +277,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         several=where(batch.grad_accum_steps > 1, 1, 0),
         twice=where(batch.grad_accum_steps > 2, 1, 0),
         reshard=_reshard(recipe, n),
+        tree=tree,
         runs=tree.runs,
         every_layer=tuple(run.layers for run in tree.runs),
         kinds=tuple(run.name for run in tree.runs),

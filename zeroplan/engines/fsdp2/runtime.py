@@ -21,12 +21,13 @@ class Parts:
     def __init__(self, plan: Plan, group: Group, trained: Group, words: str = "this block's", *, last: int = 0) -> None:
         """Take what such a unit gathers, and what of it is trained; of the ``last`` parameter so many elements."""
         self.group, self.last = group, last
-        self.copied = group if plan.cast_too else trained
+        copies_all = plan.cast_too or plan.offloaded
+        self.copied = group if copies_all else trained
         self.groups = param_groups(group, plan.gathers, words, in_numbers=plan.is_a_stage)
         self.trained = self.groups
         if trained is not group:
             self.trained = param_groups(trained, plan.gathers, words, in_numbers=plan.is_a_stage)
-        self.copied_groups = self.groups if plan.cast_too else self.trained
+        self.copied_groups = self.groups if copies_all else self.trained
 
 
 class Unit(NamedTuple):

@@ -14,7 +14,9 @@ from typing import Protocol, cast
 from zeroplan.engines.requests.log import Log
 from zeroplan.errors import SpecError
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.recipe import ON_PAPER, ways_of_resharding
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import ON_PAPER
+from zeroplan.transformer.params import trained_layout
 
 STEPS = {"fsdp2": 2, "ddp": 3, "deepspeed": 3}
 """Steps until an engine does the same in every further one: DDP makes its buckets in the second, DeepSpeed settles in the third."""
@@ -44,34 +46,34 @@ def not_written(job: JobSpec) -> str:
     model, recipe, mesh = job.model, job.recipe, job.mesh
     options = recipe.fsdp2
     of_engine = {
-        "fsdp2": (
-            (options.cpu_offload, "FSDP2's offload to host memory"),
-            (ways_of_resharding(options) is not None, "reshard_after_forward as a number"),
-            (options.of_torch_2_15, "FSDP2 of torch 2.15"),
-        ),
-        "ddp": ((recipe.ddp.find_unused_parameters or recipe.ddp.static_graph, "DDP that looks for unused parameters"),),
-        "deepspeed": (
-            (recipe.zero_stage == 3, "DeepSpeed stage 3"),
-            (recipe.deepspeed.offloads, "DeepSpeed's offload"),
-            (
-                recipe.zero_stage == 1 and recipe.deepspeed.grad_accum_dtype == "fp32" and recipe.precision != "fp32",
-                "DeepSpeed's BF16_Optimizer",
-            ),
-        ),
+        "fsdp2": ((options.of_torch_2_15, "FSDP2 of torch 2.15"),),
+        "ddp": (),
+        "deepspeed": ((recipe.zero_stage == 3, "DeepSpeed stage 3"),),
     }.get(recipe.engine, ((True, f"engine {recipe.engine!r}"),))
     for is_so, what in (
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
         (model.profile is not None, "a profile"),
-        (mesh.tp * mesh.cp * mesh.ep * mesh.pp > 1, "a model that ranks split (tp, cp, ep, pp)"),
-        (model.adapter is not None, "LoRA"),
-        (model.frozen is not None, "frozen parts"),
-        (recipe.offload_activations, "offload of activations"),
+        (mesh.pp > 1, "pipeline parallelism"),
+        (
+            recipe.loss == "chunked" and recipe.engine != "fsdp2" and _has_tied_head(model),
+            "a loss in chunks whose head is the embedding",
+        ),
+        (recipe.offload_activations and model.adapter is not None, "offload of activations beside adapters"),
+        (
+            recipe.offload_activations and recipe.recompute_layers is not None,
+            "offload of activations where some blocks are not recomputed",
+        ),
         (recipe.optimizer in _WHOLE_STEP, f"optimizer {recipe.optimizer!r}"),
         *of_engine,
     ):
         if is_so:
             return what
     return ""
+
+
+def _has_tied_head(model: ModelSpec) -> bool:
+    """Whether the embedding gets a gradient of the head."""
+    return trained_layout(model).tied_head is not None
 
 
 _WHOLE_STEP = ("muon", "adamw-8bit")

@@ -31,11 +31,10 @@ class Step(ModelPass):
 
     def begin(self) -> None:
         """Parameters, and the reducer's first bucket, which is one for all gradients."""
-        for one in self.parameters:
-            self.log.request("parameters", self.stored * one.numel, Kind.PARAMETERS, "a parameter")
+        self.request_parameters(self.stored)
         if self.wrapped:
             kind = Kind.GRADIENTS if self.views else Kind.REDUCE
-            n_bytes = self.stored * sum(one.numel for one in self.parameters)
+            n_bytes = self.stored * sum(one.numel for one in self.parameters if not one.frozen)
             self.log.request("first bucket", n_bytes, kind, "the reducer's first bucket")
 
     def before_forward(self) -> None:
@@ -72,8 +71,24 @@ class Step(ModelPass):
             for n_bytes in rebuilt_buckets(self.job.model, self.stored, self.recipe.ddp.bucket_cap_mb):
                 self.log.call("all_reduce", n_bytes, int(self.job.mesh.dp_shard))
 
+    def after_forward(self) -> None:
+        """``_DDPSink``: where DDP looks for unused parameters, the loop is given copies of what the model returns."""
+        options = self.recipe.ddp
+        if not self.wrapped or not options.find_unused_parameters or options.static_graph:
+            return
+        if not self.recipe.keep_logits:
+            self._lines("output", self.head.output)
+        self._lines("copies", self.head.output)
+        self.log.release("output")
+        if self.recipe.keep_logits:
+            self.log.rename("copies", "output")
+        self.log.release("copies")
+
     def after_step(self) -> None:
-        """``zero_grad(set_to_none=True)``."""
+        """``ZeroRedundancyOptimizer`` sends what each rank has updated; then ``zero_grad(set_to_none=True)``."""
+        if self.recipe.zero_stage:
+            n_bytes = self.stored * sum(each.numel for each in every_tensor(self.job.model))
+            self.log.call("broadcast", int(n_bytes), int(self.job.mesh.dp_shard))
         self.log.release(*self.whole)
         self.whole = []
 

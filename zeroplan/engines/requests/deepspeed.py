@@ -7,12 +7,14 @@ from zeroplan.engines.deepspeed import optimizer_impl
 from zeroplan.engines.deepspeed.abandoned import abandoned_states
 from zeroplan.engines.deepspeed.flat import (
     Placed,
+    largest_parameter,
     largest_slice,
     partition_elements,
     touched_elements,
     trained_row,
 )
 from zeroplan.engines.deepspeed.gradients import Plan, copies_of, numel
+from zeroplan.engines.deepspeed.offload import offloads_optimizer
 from zeroplan.engines.deepspeed.whole import all_reduces, takes_flat_wrapper
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.requests.log import Log
@@ -86,8 +88,7 @@ class Unpartitioned(Step):
     def begin(self) -> Update:
         """Weights, and the copy of them in fp32."""
         log, psi = self.log, self.whole.n_elements
-        for each in self.whole.placed:
-            log.request("weights", self.element * numel(each), Kind.PARAMETERS, "a weight")
+        self.request_parameters(self.element)
         self.abandoned()
         self.wrapped = self.element == 2 and takes_flat_wrapper(self.recipe, self.impl)
         self.tensors: list[tuple[int, ...]] = [(psi,)] if self.wrapped else [each.parameter.shape for each in self.whole.placed]
@@ -123,6 +124,39 @@ class Unpartitioned(Step):
         self.release_gradients()
 
 
+class AddedInFp32(Step):
+    """``BF16_Optimizer``: stage 1 with 16-bit weights, whose gradients are added up in fp32."""
+
+    def begin(self) -> Update:
+        """All weights flat, this rank's share of them in fp32, and gradients of all in fp32."""
+        log, share = self.log, self.partition
+        self.abandoned()
+        self.request_parameters(self.element, trained=False)
+        log.request(
+            "weights", self.element * self.ranks * share, Kind.PARAMETERS, "all weights that are trained, flat and padded"
+        )
+        log.request("master", _FP32 * share, Kind.OPTIMIZER_STATE, "weights of this rank's share in fp32")
+        log.request("sums", _FP32 * self.ranks * share, Kind.GRADIENTS, "all gradients in fp32, flat and padded")
+        return Update(self.recipe.optimizer, self.impl, _FP32)
+
+    def after_backward(self) -> None:
+        """``update_hp_grads``, then the all-reduce of all sums, cast."""
+        for each in self.whole.placed:
+            self.log.request("cast", _FP32 * numel(each), Kind.TEMPORARY, "a gradient cast to fp32")
+            self.log.release("cast")
+        if self.last:
+            n_bytes = self.element * self.ranks * self.partition
+            self.log.request("copy", n_bytes, Kind.REDUCE, "sums of the gradients, cast for the all-reduce")
+            self.log.call("all_reduce", self.element * self.whole.n_elements, self.ranks)
+            self.log.release("copy")
+
+    def update(self, update: Update) -> None:
+        """The share is updated; ``zero_grad`` follows."""
+        update.step(self.log, [(self.partition,)])
+        self.log.call("all_gather", self.element * self.ranks * self.partition, self.ranks)
+        self.release_gradients()
+
+
 class Partitioned(Step):
     """``DeepSpeedZeroOptimizer``, stages 1 and 2."""
 
@@ -130,11 +164,11 @@ class Partitioned(Step):
         """Take the job."""
         super().__init__(job, log)
         options = self.options
-        self.overlaps = bool(options.overlap_comm)
+        self.overlaps, self.offloads = bool(options.overlap_comm), offloads_optimizer(job.recipe)
         self.sums_in_fp32 = options.grad_accum_dtype == "fp32" and self.element == 2
         self.plan = Plan(
             self.whole, (), False, self.stage, self.element, options.reduce_bucket_size, self.overlaps,
-            options.contiguous_gradients, options.reduce_scatter, self.sums_in_fp32, False, self.partition, 1,
+            options.contiguous_gradients, options.reduce_scatter, self.sums_in_fp32, self.offloads, self.partition, 1,
         )  # fmt: skip
         self.inside: list[Placed] = []
         self.before: list[Placed] = []
@@ -144,10 +178,18 @@ class Partitioned(Step):
         """All weights flat, and this rank's share of them in fp32."""
         log, share = self.log, self.partition
         self.abandoned()
-        log.request("weights", self.element * self.ranks * share, Kind.PARAMETERS, "all weights, flat and padded")
-        log.request("master", self.master * share, Kind.OPTIMIZER_STATE, "weights of this rank's share")
+        self.request_parameters(self.element, trained=False)
+        log.request(
+            "weights", self.element * self.ranks * share, Kind.PARAMETERS, "all weights that are trained, flat and padded"
+        )
+        if self.offloads:
+            n_bytes = self.element * largest_parameter(self.whole)
+            log.request("way back", n_bytes, Kind.REDUCE, "buffer through which gradients summed on the host come back")
+        else:
+            log.request("master", self.master * share, Kind.OPTIMIZER_STATE, "weights of this rank's share")
         update = Update(self.recipe.optimizer, self.impl, self.master)
-        update.begin(log, [(share,)])
+        if not self.offloads:
+            update.begin(log, [(share,)])
         return update
 
     def before_forward(self) -> None:
@@ -175,6 +217,9 @@ class Partitioned(Step):
             self.reduce_ipg_grads()
         if self.options.contiguous_gradients and elements <= size:
             self.log.release(self.made.pop(placed))
+        elif self.options.contiguous_gradients and self.offloads:
+            self.log.request("clone", self.element * elements, Kind.TEMPORARY, "copy of a gradient too large for the bucket")
+            self.log.release("clone")
         self.inside.append(placed)
 
     def reduce_ipg_grads(self) -> None:
@@ -198,12 +243,21 @@ class Partitioned(Step):
             self.keep()
         log.stream = 0
         for each in inside:
+            self._leave(each)
+        for each in inside:
             self._let_go(each)
         self.inside = []
 
+    def _leave(self, each: Placed) -> None:
+        """``set_norm_for_param_grad_in_gpu``: the norm of what goes to host memory, in fp64."""
+        part = min(each.end, self.partition) - each.start
+        if self.offloads and self.last and part > 0:
+            self.log.request("norm", _FP64 * part, Kind.TEMPORARY, "a gradient of the share, in fp64")
+            self.log.release("norm")
+
     def keep(self) -> None:
-        """``copy_grads_in_partition``."""
-        if not self.log.has("own"):
+        """``copy_grads_in_partition``; with offload they go to host memory."""
+        if not self.offloads and not self.log.has("own"):
             n_bytes = self.element * int(touched_elements(self.whole, self.partition))
             self.log.request("own", n_bytes, Kind.GRADIENTS, "gradients that reach into this rank's share")
 
@@ -211,7 +265,8 @@ class Partitioned(Step):
         """A reduced gradient goes, unless it stays to the end of the backward."""
         ours = each.start < self.partition
         if self.options.contiguous_gradients:
-            if not self.sums_in_fp32 if ours else self.stage == 2:
+            moved = self.last if self.offloads else not self.sums_in_fp32
+            if moved if ours else self.stage == 2:
                 self._clear([each])
         elif self.stage == 2 and not ours and self.overlaps:
             self.before.append(each)
@@ -232,7 +287,7 @@ class Partitioned(Step):
             for each in self.whole.placed:
                 self.reduce_independent(each)
         self.reduce_ipg_grads()
-        if not self.sums_in_fp32 and not log.has("averaged"):
+        if not self.sums_in_fp32 and not self.offloads and not log.has("averaged"):
             if log.has("own"):
                 log.rename("own", "averaged")
             else:
@@ -249,8 +304,12 @@ class Partitioned(Step):
                 self.log.rename(self.made.pop(each), "averaged")
 
     def update(self, update: Update) -> None:
-        """``step``: the norm, gradients laid flat in the optimizer's dtype, the update."""
+        """``step``: the norm, gradients laid flat in the optimizer's dtype, the update, unless the CPU does all that."""
         log, share = self.log, self.partition
+        if self.offloads:
+            log.release("sums")
+            log.call("all_gather", self.element * self.ranks * share, self.ranks)
+            return
         if self.options.compute_grad_norm:
             n_bytes = _FP64 * int(largest_slice(self.whole, share))
             log.request("norm", n_bytes, Kind.OPTIMIZER_TEMPORARY, "largest gradient of the share, in fp64")
@@ -269,11 +328,19 @@ class Partitioned(Step):
         log.call("all_gather", self.element * self.ranks * share, self.ranks)
 
 
+def _kind(job: JobSpec) -> type[Unpartitioned | AddedInFp32 | Partitioned]:
+    recipe = job.recipe
+    if recipe.zero_stage == 0:
+        return Unpartitioned
+    added = recipe.zero_stage == 1 and recipe.deepspeed.grad_accum_dtype == "fp32" and recipe.precision != "fp32"
+    return AddedInFp32 if added else Partitioned
+
+
 def requests(job: JobSpec, steps: int) -> Log:
     """What rank 0 requests and releases from before the first step on."""
     log = Log()
     log.begin(-1, Phase.INIT)
-    one = (Unpartitioned if job.recipe.zero_stage == 0 else Partitioned)(job, log)
+    one = _kind(job)(job, log)
     update = one.begin()
     for step in range(steps):
         one.step = step

@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 from typing import NamedTuple
 
+from zeroplan.engines.requests.stretches import Stretch
 from zeroplan.ledger import Kind, Phase
 
 
@@ -55,6 +56,8 @@ class Log:
         self.products: dict[str, int] = {}
         """When the forward and the backward first multiply matrices, where cuBLAS takes a workspace; in deeds."""
         self._held: dict[Hashable, list[int]] = {}
+        self._alike: dict[tuple[int, int], list[Request]] = {}
+        """A layer's requests in a stretch, which are the same in every micro-batch."""
 
     def begin(self, step: int, phase: Phase) -> None:
         """Begin a part of the run."""
@@ -73,15 +76,37 @@ class Log:
             self.deeds.append(place)
             self._held.setdefault(key, []).append(place)
 
+    def stretch(self, layer: int, one: Stretch, ends: dict[int, Hashable]) -> None:
+        """Do a stretch of a layer's program. What stays is held under the layer and its place, or under what ``ends`` says."""
+        key, base, held = (id(one), layer), len(self.requests), self._held
+        if key not in self._alike:
+            self._alike[key] = [Request(*asked, layer, self.stream) for asked in one.requests]
+        self.requests += self._alike[key]
+        for deeds, place in one.parts:
+            self.deeds += [deed + base if deed >= 0 else deed - base for deed in deeds]
+            if gone := held.pop(ends.get(place, (layer, place)), None):
+                self.deeds += [-1 - at for at in gone]
+        for place, requests in one.kept:
+            held[layer, place] = [base + at for at in requests]
+
     def release(self, *keys: Hashable) -> None:
         """Release what these keys hold, if anything, in the order of the requests."""
         for key in keys:
-            self.deeds += [-1 - place for place in self._held.pop(key, ())]
+            if held := self._held.pop(key, None):
+                self.deeds += [-1 - place for place in held]
 
     def rename(self, key: Hashable, new: Hashable) -> None:
         """Hold what a key holds under another one, beside what that holds."""
         if key in self._held and key != new:
             self._held.setdefault(new, []).extend(self._held.pop(key))
+
+    def part(self, key: Hashable, n_bytes: int, new: Hashable) -> None:
+        """Hold the latest part of so many bytes that a key holds under another one, if there is such a part."""
+        places = self._held.get(key, [])
+        place = next((one for one in reversed(places) if self.requests[one].n_bytes == n_bytes), None)
+        if place is not None:
+            places.remove(place)
+            self._held.setdefault(new, []).append(place)
 
     def bytes_of(self, key: Hashable) -> int:
         """What a key holds. [bytes]"""

@@ -6,18 +6,21 @@ from zeroplan.engines.block_runs import recompute_of
 from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.requests.log import Log
+from zeroplan.engines.requests.stretches import Stretch, stretches
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.blocks import Compute, HeadPass
 from zeroplan.transformer.families.requested import (
+    Instruction,
     Sized,
     block_requests,
     ending_requests,
     torchtitan_requests,
 )
 from zeroplan.transformer.families.tape import Do
-from zeroplan.transformer.parameters import BlockRun, Parameter
+from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
 
 ENDING = -2
@@ -27,17 +30,24 @@ ENDING = -2
 class ModelPass:
     """One micro-batch on its way through the model and back. An engine overrides what happens between the blocks."""
 
-    loop_holds_batch = False
-    """Whether the training loop holds token ids and labels from one step to the next."""
     holds_batch = True
     """Whether the engine has the token ids until the backward is over; else they go with the embedding's backward."""
 
-    def __init__(self, model: ModelSpec, recipe: RecipeSpec, batch: Batch, log: Log) -> None:
-        """Take the model's programs, and the sizes of all that they request."""
+    def __init__(
+        self, model: ModelSpec, recipe: RecipeSpec, batch: Batch, log: Log, *, compute: Compute | None = None,
+        tree: Layout | None = None, head: HeadPass | None = None,
+    ) -> None:  # fmt: skip
+        """Take the model's programs, and the sizes of all that they request.
+
+        Ranks that split a model run it as ``compute`` says, over the parameters of ``tree``, and ``head`` is outside their blocks.
+        """
         self.log, self.recipe = log, recipe
+        self._stretches: dict[tuple[int, bool], tuple[Stretch | Instruction, ...]] = {}
         self.blocks: tuple[Sized, ...] = ()
-        compute, first = compute_of(recipe), first_recomputed(model, recipe)
-        self.tree = tree = layout_by_recomputation(model, first)
+        self.is_adapted, self.quantize = model.adapter is not None, "none" if model.adapter is None else model.adapter.quantize
+        first = first_recomputed(model, recipe)
+        self.compute = compute = compute or compute_of(recipe)
+        self.tree = tree = tree or layout_by_recomputation(model, first)
         self.width, self.autocast = compute.element_bytes, compute.autocast
         self.gradient_width = widths(recipe.precision).stored if compute.autocast else self.width
         self.order = order_by_recomputation(model, first)
@@ -50,7 +60,7 @@ class ModelPass:
             _, self.head, rotations = passes_of(model, recipe, batch)
             self._lines("rotations", (rotations,))
         else:
-            self.head = outside(model, recipe, batch)
+            self.head = head or outside(model, recipe, batch)
             self.blocks = tuple(self._sized(model, run, batch) for run in tree.runs)
             self.ending = ending_requests(model, compute, batch, recipe.loss)
         self.flow: Hashable = None
@@ -62,7 +72,7 @@ class ModelPass:
         self.is_before_head = self.is_in_model = False
 
     def _sized(self, model: ModelSpec, run: BlockRun, batch: Batch) -> Sized:
-        compute = compute_of(self.recipe)
+        compute = self.compute
         if run.plain:
             compute = compute._replace(recompute="none")
         return block_requests(model, run.kind, compute, batch, recompute_of(run, compute))
@@ -72,6 +82,28 @@ class ModelPass:
         """Every parameter, in the order of ``model.parameters()``."""
         blocks = [one for run in self.order for one in self.tree.runs[run].parameters]
         return [*self.tree.embeddings, *blocks, *self.tree.tail]
+
+    def request_parameters(self, width: int, *, trained: bool = True) -> None:
+        """All parameters whole, or those that are frozen; beside adapters these are in the compute dtype, or in four bits."""
+        for one in self.parameters:
+            if trained or one.frozen:
+                self.log.request("parameters", self._bytes_of(one, width), Kind.PARAMETERS, "a parameter")
+        self.request_scales(self.parameters)
+
+    def _bytes_of(self, one: Parameter, width: int) -> int:
+        if self.quantize == "none" or not one.frozen:
+            return (self.width if one.frozen and self.is_adapted else width) * one.numel
+        from zeroplan.engines.quantised import is_bias, packed_bytes  # noqa: PLC0415  others need not wait for it
+
+        return packed_bytes(one) if one.quantised else (self.width if is_bias(one) else width) * one.numel
+
+    def request_scales(self, parameters: Iterable[Parameter]) -> None:
+        """What weights in four bits need beside their elements."""
+        if self.quantize == "none":
+            return
+        from zeroplan.engines.quantised import scales_of_each  # noqa: PLC0415  others need not wait for it
+
+        self._lines("scales", scales_of_each(parameters, self.quantize))
 
     # --- what an engine does ------------------------------------------------------------------------------------------------
 
@@ -90,6 +122,9 @@ class ModelPass:
     def before_ending(self) -> None:
         """Final norm, head and loss begin."""
 
+    def after_forward(self) -> None:
+        """The model's forward is over, and autocast's context not."""
+
     def before_ending_backward(self) -> None:
         """The backward begins, with the loss."""
 
@@ -104,6 +139,10 @@ class ModelPass:
 
     def before_block_backward(self, layer: int) -> None:
         """A block's backward begins."""
+
+    def holds_input(self, layer: int) -> bool:  # noqa: ARG002  an engine's own answer may need it
+        """Whether the input of a block that was recomputed is still there in :meth:`after_block_backward`."""
+        return False
 
     def after_block_backward(self, layer: int) -> None:
         """A block's backward is over."""
@@ -122,10 +161,9 @@ class ModelPass:
         log.begin(self.step, Phase.FORWARD)
         self.before_forward()
         log.layer = -1
-        if not log.has("batch"):
-            self._lines("batch", self.head.at_embedding)
+        self.take_batch()
         self._lines("tables", self.head.with_blocks)
-        log.request(("hidden", -1), self._hidden_bytes, Kind.ACTIVATIONS, "token embeddings")
+        self.embed()
         self.after_embedding()
         self._lines("by name", self.head.forward)
         for layer, run in enumerate(self.order):
@@ -141,7 +179,16 @@ class ModelPass:
         self._model_returns()
         if self.recipe.keep_logits:
             self._lines("output", self.head.output)
+        self.after_forward()
         log.release(("cached",))
+
+    def take_batch(self) -> None:
+        """The loop hands a batch over."""
+        self._lines("batch", self.head.at_embedding)
+
+    def embed(self) -> None:
+        """The embedding's own forward."""
+        self.log.request(("hidden", -1), self._hidden_bytes, Kind.ACTIVATIONS, "token embeddings")
 
     @property
     def _hidden_bytes(self) -> int:
@@ -156,29 +203,45 @@ class ModelPass:
 
     def _name_goes(self, layer: int, run: int) -> None:
         """The model's forward has a new hidden state; the old one goes unless somebody else has it."""
-        kept = self.blocks[run].requested.saves_given or self.recomputes[run] != "none" or (not layer and self.head.first_input)
-        if not kept:
+        kept = self.blocks[run].requested.saves_given or self.recomputes[run] != "none"
+        if not (kept and not self.compute.offloaded) and not (not layer and self.head.first_input):
             self.log.release(("hidden", layer - 1))
 
     def _play(self, layer: int, sized: Sized, *, forward: bool) -> None:
-        log, ends, phase = self.log, self._ends(layer, sized), "forward" if forward else "backward"
-        for do, place, size, pieces, kind, reason, multiplies in sized.forward if forward else sized.backward:
-            if do is Do.REQUEST:
-                if multiplies:
-                    self._multiplies(phase)
-                for _ in range(pieces):
-                    log.request(ends.get(place, (layer, place)), size, kind, reason)
-            elif do is Do.RELEASE:
-                log.release(ends.get(place, (layer, place)))
-            elif do is Do.GRADIENT:
-                self._gradient(size)
-            elif do is Do.ARRIVE:
-                self.arrived(self.arriving)
-                self.arriving = []
-            elif do is Do.CAST:
-                self._cast(layer, place, size, forward=forward)
-            elif self.casts.get((layer, place)):
-                log.release(self.casts[layer, place].pop())
+        """Write a program out, in whole stretches where nothing waits for a product of matrices."""
+        waits = self.is_in_model or self.is_before_head or ("forward" if forward else "backward") not in self.log.products
+        ends = self._ends(layer, sized)
+        for one in (sized.forward if forward else sized.backward) if waits else self._in_stretches(sized, forward=forward):
+            if isinstance(one, Stretch):
+                self.log.stretch(layer, one, ends)
+            else:
+                self._do(layer, one, ends, forward=forward)
+
+    def _in_stretches(self, sized: Sized, *, forward: bool) -> tuple[Stretch | Instruction, ...]:
+        key = id(sized), forward
+        if key not in self._stretches:
+            self._stretches[key] = stretches(sized, forward=forward)
+        return self._stretches[key]
+
+    def _do(self, layer: int, one: Instruction, ends: dict[int, Hashable], *, forward: bool) -> None:
+        do, place, size, pieces, kind, reason, multiplies = one
+        log = self.log
+        if do is Do.REQUEST:
+            if multiplies:
+                self._multiplies("forward" if forward else "backward")
+            for _ in range(pieces):
+                log.request(ends.get(place, (layer, place)), size, kind, reason)
+        elif do is Do.RELEASE:
+            log.release(ends.get(place, (layer, place)))
+        elif do is Do.GRADIENT:
+            self.make_gradient(size)
+        elif do is Do.ARRIVE:
+            self.arrived(self.arriving)
+            self.arriving = []
+        elif do is Do.CAST:
+            self._cast(layer, place, size, forward=forward)
+        elif self.casts.get((layer, place)):
+            log.release(self.casts[layer, place].pop())
 
     def _model_returns(self) -> None:
         """What the model's forward holds by name goes when it returns, after the final norm."""
@@ -212,7 +275,8 @@ class ModelPass:
             ends[requested.incoming] = self.flow
         return ends
 
-    def _gradient(self, elements: int) -> None:
+    def make_gradient(self, elements: int) -> None:
+        """Make the gradient of a weight of so many elements."""
         key = "gradient", self.log.layer, len(self.log.requests)
         self.log.request(key, self.gradient_width * elements, Kind.UNSHARDED_GRADIENTS, "gradient of a weight")
         if self.waits_for_the_embedding(elements):
@@ -242,31 +306,41 @@ class ModelPass:
                 break
             self.before_block_backward(layer)
             self._backward_of(layer, self.blocks[run])
-            if self.recomputes[run] != "none" and (layer or not self.head.first_input):
+            kept = self.recomputes[run] != "none" and not self.compute.offloaded and (layer or not self.head.first_input)
+            if kept and not self.holds_input(layer):
                 log.release(("hidden", layer - 1))
             self.after_block_backward(layer)
+            if kept and self.holds_input(layer):
+                log.release(("hidden", layer - 1))
         log.layer = -1
         log.release("tables")
-        self.before_embedding_backward()
-        self._embedding_backward()
+        if self.flow is not None:
+            self.before_embedding_backward()
+            self._embedding_backward()
         self.after_backward()
-        log.release("output", *(() if self.loop_holds_batch else ("batch",)))
+        log.release("output", "batch")
 
     def _backward_of(self, layer: int, sized: Sized) -> None:
         self._play(layer, sized, forward=False)
         outgoing = sized.requested.outgoing
         self.flow = self._ends(layer, sized).get(outgoing, (layer, outgoing)) if outgoing >= 0 else None
 
-    def _embedding_backward(self) -> None:
+    def embedding_gradients(self) -> None:
+        """The embedding's own backward, to which the gradient that flows comes; that of tokens is the last of several tables."""
         for parameter in reversed(self.tree.embeddings):
-            self._gradient(parameter.numel)
-        if self.flow is not None:
-            self.log.release(self.flow)
+            self.arrived(self.arriving)
+            self.arriving = []
+            if not parameter.frozen:
+                self.make_gradient(parameter.numel)
+        self.log.release(self.flow)
         if not self.holds_batch:
             self.log.release("batch")
+
+    def _embedding_backward(self) -> None:
+        self.embedding_gradients()
         if self.log.has("tied"):
             self._sum_of_tied(self.arriving.pop())
-        elif self.tree.tied_head is not None:  # the gradients of chunks are the parameter's already
+        elif self.tree.tied_head is not None and not self.tree.tied_head.frozen:  # chunks' are the parameter's already
             self.log.release(self.arriving.pop())
         self.arrived(self.arriving)
         self.arriving = []
@@ -274,7 +348,7 @@ class ModelPass:
     def _sum_of_tied(self, embedding: Hashable) -> None:
         """Autograd adds the embedding's gradient and the head's: in place, unless the head's is a view (:attr:`autocast`)."""
         if self.recipe.loss == "full" and not self.autocast:
-            self._gradient(self.tree.embeddings[0].numel)
+            self.make_gradient(self.tree.embeddings[0].numel)
             self.log.release("tied", embedding)
         else:
             self.log.release(embedding)

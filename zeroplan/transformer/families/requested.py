@@ -80,13 +80,22 @@ def block_requests(model: ModelSpec, kind: str, compute: Compute, batch: Batch, 
     x = widths(model, compute, batch)
     masked = _one(in_one_chunk(x) if kind == "linear" else kind != "global" and beyond_the_window(model, x))
     structure = structure_of(model, kind, compute, x, masked=masked)
-    return _sized(_of_a_block(structure, recompute), values_of(model, x, compute.tp if structure.sharded else 1))
+    made = _of_a_block(structure, recompute, offloaded=compute.offloaded)
+    return _sized(made, values_of(model, x, compute.tp if structure.sharded else 1))
 
 
 def ending_requests(model: ModelSpec, compute: Compute, batch: Batch, loss: Loss) -> Sized:
-    """What final norm, head and loss request and release."""
+    """What final norm, head and loss request and release. Labels of a sequence that ranks share come shifted already."""
     x = widths(model, compute, batch)
-    return _sized(_of_an_ending(ending_of(model, compute, x, loss)), values_of(model, x, compute.tp))
+    made = _of_an_ending(ending_of(model, compute, x, loss))
+    return _sized(made if compute.cp == 1 else _without_labels(made), values_of(model, x, compute.tp))
+
+
+@lru_cache(maxsize=64)
+def _without_labels(whole: Requested) -> Requested:
+    labels = {at for at, one in enumerate(whole.things) if isinstance(one, Store) and one.tag.role is Role.LABELS}
+    forward, backward = (tuple([one for one in deeds if one.place not in labels]) for deeds in (whole.forward, whole.backward))
+    return whole._replace(forward=forward, backward=backward)
 
 
 def torchtitan_requests(model: ModelSpec, compute: Compute, batch: Batch, recompute: Recompute) -> tuple[Sized, Sized]:
@@ -94,7 +103,7 @@ def torchtitan_requests(model: ModelSpec, compute: Compute, batch: Batch, recomp
     x = widths(model, compute, batch)
     values = values_of(model, x)
     return (
-        _sized(_of_a_block(torchtitan_structure(x), recompute), values),
+        _sized(_of_a_block(torchtitan_structure(x), recompute, offloaded=False), values),
         _sized(_of_torchtitans_ending(wide=x.element == 4), values),
     )
 
@@ -156,8 +165,10 @@ class _Places:
 
 
 @lru_cache(maxsize=256)
-def _of_a_block(structure: Block, recompute: Recompute) -> Requested:
-    made = _plain(structure) if recompute == "none" else _recomputed(structure, keeps=recompute == "selective")
+def _of_a_block(structure: Block, recompute: Recompute, *, offloaded: bool) -> Requested:
+    made = _plain(structure)
+    if recompute != "none":
+        made = _recomputed(structure, keeps=recompute == "selective", offloaded=offloaded)
     return _of_a_rank(made) if structure.sharded else made
 
 
@@ -190,23 +201,34 @@ def _incoming(made: Value) -> Store:
     return Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * made.shape, "", INCOMING)
 
 
-def _recomputed(structure: Block, *, keeps: bool) -> Requested:
-    """A checkpoint: the forward keeps its input and, selectively, what is dear; the backward runs it again first."""
+def _recomputed(structure: Block, *, keeps: bool, offloaded: bool) -> Requested:
+    """A checkpoint: the forward keeps its input and, selectively, what is dear; the backward runs it again when it needs the rest.
+
+    An input that is in host memory comes back for that, and goes with it, unless the block saves it.
+    """
     tape, given, made = run_forward(structure, saving=False, keeping=keeps)
     forward, kept = _without(tape.course.deeds, given.store), tape.kept() if keeps else ()
     again, _, output = run_forward(structure, saving=True, given=given.store, again=True)
     places = _Places()
     places.same = dict(zip(again.kept() if keeps else (), kept, strict=True))
     to_the_end = keeps or structure.family == "torchtitan"  # whose checkpoints have early_stop=False
-    incoming, rerun = _incoming(output), [] if to_the_end else _until_last_saved(again)
+    incoming, until_saved = _incoming(output), [] if to_the_end else _until_last_saved(again)
     again.release(given, output)
-    before = 0 if to_the_end else len(again.course.deeds)
+    ran, is_saved = len(again.course.deeds), given.store in again.saved
+    rerun = again.course.deeds[:ran] if to_the_end else until_saved
     again.run_backward(output, incoming)
-    gone = {thing for do, thing in rerun if do is Do.RELEASE} | {given.store}  # the checkpoint's own until the block is done
-    back = [(do, thing) for do, thing in again.course.deeds[before:] if do is not Do.RELEASE or thing not in gone]
+    needed = max(ran, again.course.needed_at)
+    before, after = again.course.deeds[ran:needed], again.course.deeds[needed:]
+    gone = set() if to_the_end else {thing for do, thing in rerun if do is Do.RELEASE}
+    if offloaded:
+        rerun = [(Do.REQUEST, given.store), *rerun, *(() if to_the_end or is_saved else ((Do.RELEASE, given.store),))]
+    else:
+        gone.add(given.store)  # the checkpoint's own until the block is done
+        rerun = [(do, thing) for do, thing in rerun if do is not Do.RELEASE or thing is not given.store]
+    back = [(do, thing) for do, thing in (*before, *after) if do is not Do.RELEASE or thing not in gone]
+    back[len(before) : len(before)] = _without(rerun, *places.same)
     return places.requested(
-        forward, _without([*rerun, *back], *places.same), given=given.store, made=made.store, incoming=incoming,
-        outgoing=again.course.outgoing, saves_given=True,
+        forward, back, given=given.store, made=made.store, incoming=incoming, outgoing=again.course.outgoing, saves_given=True,
     )  # fmt: skip
 
 

@@ -148,6 +148,8 @@ class Course:
     """The gradient of what the program was given, once it has gone backward."""
     before_saved: "tuple[Store, ...]" = ()
     """Gradients that wait when the backward first needs what was saved, where a checkpoint is run again."""
+    needed_at: int = 0
+    """How many deeds there were by then."""
     unsaved: int = 0
     """Moments of the backward before that."""
     copied: "list[Store]" = field(default_factory=list)
@@ -407,6 +409,7 @@ class Tape:
             if operator.outputs and all(value in waiting for value in operator.outputs):
                 if (operator.saved or operator.saves_weight) and not self.course.before_saved:
                     self.course.before_saved = tuple(dict.fromkeys(waiting.values()))
+                    self.course.needed_at = len(self.course.deeds)
                     self.course.unsaved = len(self.moments) - (not self.fell)  # the next moment takes the place of the last
                 self._step(operator, waiting)
         self.course.outgoing = next(iter(waiting.values()), None)
