@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _LLAMA = {"model": "llama-2-7b"}
 _SMALL_BUCKETS = DeepSpeedOptions(offload_optimizer="cpu", reduce_bucket_size=20_000_000)
+_MIXTRAL = {"model": "mixtral-8x7b", "expert_parallel": 2, "gpus": 32}
 _JOBS = (
     {"engine": "fsdp2", "stage": 3},
     {"engine": "fsdp2", "stage": 2, "recompute": "full", "grad_accum": 3},
@@ -42,7 +43,7 @@ _JOBS = (
     {"engine": "fsdp2", "stage": 3, **_LLAMA, "context_parallel": 2, "fsdp2": Fsdp2Options(ends_apart=True)},
     {"engine": "fsdp2", "stage": 2, "model": "mixtral-8x7b", "expert_parallel": 2, "recompute": "full"},
     {"engine": "fsdp2", "stage": 2, "model": "qwen3-30b-a3b", "expert_parallel": 4, "gpus": 8, "grad_accum": 2},
-    {"engine": "fsdp2", "stage": 3, "model": "mixtral-8x7b", "expert_parallel": 2, "gpus": 32},
+    {"engine": "fsdp2", "stage": 3, **_MIXTRAL},
     {"engine": "fsdp2", "stage": 3, **_LLAMA, "fsdp2": Fsdp2Options(cpu_offload=True), "grad_accum": 2},
     {"engine": "fsdp2", "stage": 3, **_LLAMA, "fsdp2": Fsdp2Options(cpu_offload=True), "gpus": 1, "lora_rank": 8},
     {"engine": "fsdp2", "stage": 3, **_LLAMA, "fsdp2": Fsdp2Options(reshard_after_forward=2), "recompute": "full"},
@@ -50,6 +51,9 @@ _JOBS = (
     {"engine": "fsdp2", "stage": 3, **_LLAMA, "lora_rank": 8, "quantize": "nf4", "recompute": "full"},
     {"engine": "ddp", "stage": 0, "model": "qwen2.5-7b", "lora_rank": 8, "quantize": "nf4-double"},
     {"engine": "deepspeed", "stage": 2, **_LLAMA, "lora_rank": 8, "quantize": "nf4-double"},
+    {"engine": "fsdp2", "stage": 3, **_LLAMA, "fsdp2": Fsdp2Options(torch="2.15", ends_apart=True)},
+    {"engine": "fsdp2", "stage": 3, **_MIXTRAL, "fsdp2": Fsdp2Options(torch="2.15"), "grad_accum": 2},
+    {"engine": "fsdp2", "stage": 3, **_LLAMA, "recompute": "full", "offload_activations": True, "lora_rank": 8},
     {"engine": "ddp", "stage": 0},
     {"engine": "ddp", "stage": 1, **_LLAMA, "lora_rank": 8, "grad_accum": 2},
     {"engine": "ddp", "stage": 0, **_LLAMA, "freeze": "embedding", "freeze_layers": 3},
@@ -175,8 +179,8 @@ def test_public_figures_lie_between_the_least_and_the_most(recompute: str, gib: 
         ({"engine": "paper"}, "engine 'paper'"),
         ({"engine": "deepspeed", "stage": 3}, "DeepSpeed stage 3"),
         (
-            {"lora_rank": 8, "recompute": "full", "offload_activations": True},
-            "offload of activations beside adapters",
+            {"model": "granite-3.0-2b", "lora_rank": 8, "recompute": "full", "offload_activations": True},
+            "offload of activations beside an embedding that is frozen and scaled",
         ),
         ({"engine": "ddp", "stage": 0, "loss": "chunked"}, "a loss in chunks whose head is the embedding"),
         ({"optimizer": "muon"}, "optimizer 'muon'"),

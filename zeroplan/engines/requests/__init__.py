@@ -16,7 +16,8 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER
-from zeroplan.transformer.params import trained_layout
+from zeroplan.transformer.families.definition import definition_of
+from zeroplan.transformer.params import has_frozen, trained_layout
 
 STEPS = {"fsdp2": 2, "ddp": 3, "deepspeed": 3}
 """Steps until an engine does the same in every further one: DDP makes its buckets in the second, DeepSpeed settles in the third."""
@@ -46,7 +47,12 @@ def not_written(job: JobSpec) -> str:
     model, recipe, mesh = job.model, job.recipe, job.mesh
     options = recipe.fsdp2
     of_engine = {
-        "fsdp2": ((options.of_torch_2_15, "FSDP2 of torch 2.15"),),
+        "fsdp2": (
+            (
+                options.of_torch_2_15 and (not recipe.sync_every_micro_batch or recipe.loss == "chunked" or mesh.tp > 1),
+                "gradients that FSDP2 of torch 2.15 casts as they come",
+            ),
+        ),
         "ddp": (),
         "deepspeed": ((recipe.zero_stage == 3, "DeepSpeed stage 3"),),
     }.get(recipe.engine, ((True, f"engine {recipe.engine!r}"),))
@@ -58,7 +64,10 @@ def not_written(job: JobSpec) -> str:
             recipe.loss == "chunked" and recipe.engine != "fsdp2" and _has_tied_head(model),
             "a loss in chunks whose head is the embedding",
         ),
-        (recipe.offload_activations and model.adapter is not None, "offload of activations beside adapters"),
+        (
+            recipe.offload_activations and has_frozen(model) and definition_of(model.family).around.scales_embeddings,
+            "offload of activations beside an embedding that is frozen and scaled",
+        ),
         (
             recipe.offload_activations and recipe.recompute_layers is not None,
             "offload of activations where some blocks are not recomputed",

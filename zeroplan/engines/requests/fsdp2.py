@@ -128,6 +128,8 @@ class Step(ModelPass):
             return
         for group in unit.groups:
             self.all_gather(group)
+            if self.plan.of_torch_2_15:
+                self.log.release("parked")
             self.copy_out(group)
             self.log.release("parked")
             self.log.rename(("gathered", group.key), "parked")
@@ -318,12 +320,13 @@ class Step(ModelPass):
             log.release(*gradients)
         for one in gradients:
             log.rename(one, key)
-        if group.narrow:
+        in_2_13 = not plan.of_torch_2_15
+        if group.narrow and in_2_13:
             self._put_in_order(group, width)
         self.reduce_inputs.append(("reduce input", group.key))
         n_bytes = plan.reduce_bytes * group.ranks * group.trained
         log.request(self.reduce_inputs[-1], n_bytes, Kind.REDUCE, "reduce-scatter input")
-        if group.ranks > 1 and not group.narrow:
+        if group.ranks > 1 and not group.narrow and in_2_13:
             log.part(key, width * group.gradients[-1], "named")
         log.release(key, "in order")
         self._reduced(group)
@@ -346,7 +349,7 @@ class Step(ModelPass):
         log.stream = REDUCES
         there, held = log.has(shard) or plan.offloaded, "all-reduced" if plan.replicated else "reduced"
         n_bytes = plan.reduce_bytes * group.trained
-        if group.are_experts and group.ranks == 1:
+        if group.are_experts and group.ranks == 1 and not plan.of_torch_2_15:
             log.request("undivided", n_bytes, Kind.REDUCE, "sum of the experts' gradients")
         log.request("reduced", n_bytes, Kind.GRADIENTS, "reduce-scatter output")
         log.release("undivided")

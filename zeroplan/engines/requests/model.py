@@ -7,7 +7,7 @@ from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.stretches import Stretch, stretches
-from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.ledger import Kind, Line, Phase, Role
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -187,7 +187,9 @@ class ModelPass:
         self._lines("batch", self.head.at_embedding)
 
     def embed(self) -> None:
-        """The embedding's own forward."""
+        """The embedding's own forward. The graph holds the output of a frozen one where inputs of blocks go to host memory."""
+        if self.compute.offloaded and any(line.tag.role is Role.BLOCK_INPUT for line in self.head.with_blocks):
+            return  # among the tables
         self.log.request(("hidden", -1), self._hidden_bytes, Kind.ACTIVATIONS, "token embeddings")
 
     @property
