@@ -113,7 +113,7 @@ def course(*blocks: int) -> CourseMeasured:
        tuple(range(110, 100, -1))),
       ("backward of the embedding", "backward of the embedding", 9, ())]),
     ({"model": "gpt2", "gpus": 4, "engine": "deepspeed", "stage": 3},
-     [("forward of a block", "forward of a block", 11, ()), ("gathered for the head", "loss forward", 9, ()),
+     [("forward of a block", "forward of a block", 11, ()), ("forward of the final norm", "loss forward", 9, ()),
       ("backward of the loss", "backward of the final norm", 7, ()),
       ("backward of a block: second MLP projection", "backward of a block: norm before attention", 111, ()),
       ("embedding gathered for its backward", "end of backward: last bucket reduced", 9, ())]),

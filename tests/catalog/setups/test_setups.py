@@ -284,8 +284,8 @@ def test_embedding_and_head_are_the_units_that_the_program_makes(read: Callable[
 
 
 def test_units_that_are_counted_as_one_are_named(read: Callable[..., Resolved]):
-    """Beside a chunked loss they are not modelled."""
-    for text, said in ((FSDP, {"loss": "chunked"}), (TRAINER | {"fsdp": True}, {"gpus": 4, "loss": "chunked"})):
+    """Beside a fused loss they are not modelled."""
+    for text, said in ((FSDP, {"loss": "fused"}), (TRAINER | {"fsdp": True}, {"gpus": 4, "loss": "fused"})):
         found = read(text, model="llama-3.1-8b", **said)
         assert not found.job.recipe.fsdp2.ends_apart, text
         assert any("counted as one unit" in note for note in found.notes), text

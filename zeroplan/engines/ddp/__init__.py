@@ -17,7 +17,6 @@ from zeroplan.engines.activations_away import with_activations_away
 from zeroplan.engines.block_runs import run_pass
 from zeroplan.engines.ddp.step import Lines, Run, Step, Weights, kept_casts, pass_moments, psi, rebuild_moment
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
-from zeroplan.engines.deepspeed.flat import trained_row
 from zeroplan.engines.optimizers import counted, implementation_of, state_lines, step_temporary_lines, whole_tensors
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.sources import ACCUMULATE
@@ -292,16 +291,11 @@ def bucket_sizes(model: ModelSpec, element_bytes: int, cap_mb: int | None = None
     all. Gradients are taken in the reverse order of ``model.parameters()``; the order in which they become ready differs from it
     within a block. Source: torch 2.13, reducer.cpp, ``compute_bucket_assignment_by_size``.
     """
-    return _filled([element_bytes * int(tensor.numel) for tensor in reversed(every_tensor(model))], cap_mb)
+    return filled_buckets([element_bytes * int(tensor.numel) for tensor in reversed(every_tensor(model))], cap_mb)
 
 
-@lru_cache(maxsize=256)
-def rebuilt_buckets(model: ModelSpec, element_bytes: int, cap_mb: int | None = None) -> tuple[int, ...]:
-    """The size of each bucket once the reducer knows in which order gradients come (``Reducer::rebuild_buckets``). [bytes]"""
-    return _filled([element_bytes * (each.end - each.start) for each in reversed(trained_row(model).executed)], cap_mb)
-
-
-def _filled(sizes: Iterable[int], cap_mb: int | None) -> tuple[int, ...]:
+def filled_buckets(sizes: Iterable[int], cap_mb: int | None) -> tuple[int, ...]:
+    """The size of each bucket that gradients of these sizes fill, in their order. [bytes]"""
     first, others = (_FIRST_BUCKET_BYTES, BUCKET_BYTES) if cap_mb is None else (cap_mb * MIB, cap_mb * MIB)
     closed, filled, limit = list[int](), 0, first
     for size in sizes:

@@ -1,9 +1,11 @@
 """The training step of ``DistributedDataParallel``, request by request, alone or with ``ZeroRedundancyOptimizer``."""
 
 from collections.abc import Hashable
+from functools import lru_cache
 
-from zeroplan.engines.ddp import rebuilt_buckets
+from zeroplan.engines.ddp import filled_buckets
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, tensors_of_fullest
+from zeroplan.engines.deepspeed.flat import trained_row
 from zeroplan.engines.optimizers import LocalTensor, implementation_of
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.requests.log import Log
@@ -11,6 +13,7 @@ from zeroplan.engines.requests.model import ModelPass
 from zeroplan.engines.requests.optimizer import Update
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl
 
 
@@ -91,6 +94,12 @@ class Step(ModelPass):
             self.log.call("broadcast", int(n_bytes), int(self.job.mesh.dp_shard))
         self.log.release(*self.whole)
         self.whole = []
+
+
+@lru_cache(maxsize=64)
+def rebuilt_buckets(model: ModelSpec, element_bytes: int, cap_mb: int | None = None) -> tuple[int, ...]:
+    """The size of each bucket once the reducer knows in which order gradients come (``Reducer::rebuild_buckets``). [bytes]"""
+    return filled_buckets([element_bytes * (each.end - each.start) for each in reversed(trained_row(model).executed)], cap_mb)
 
 
 def _updated(job: JobSpec, impl: OptimizerImpl, stored: int) -> tuple[LocalTensor, ...]:

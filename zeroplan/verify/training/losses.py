@@ -21,6 +21,7 @@ from zeroplan.transformer.families.ending import CHUNKS
 
 def chunked_loss(module: nn.Module, labels: torch.Tensor) -> Callable[[object], torch.Tensor]:
     """Take the head out of a causal language model's forward, and return the loss that goes through it in chunks."""
+    _check_chunks(labels)
     loss = loss_of_hidden(module)
     return lambda output: loss(output.logits, labels)  # type: ignore[attr-defined]  # a transformers output
 
@@ -56,9 +57,13 @@ class _Bend(NamedTuple):
         return divided if self.cap is None else torch.tanh(divided / self.cap) * self.cap
 
 
-def _in_chunks(hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, bend: _Bend) -> torch.Tensor:
+def _check_chunks(labels: torch.Tensor) -> None:
     if labels.numel() % CHUNKS:
         raise MeasurementError(f"{labels.numel():,} tokens cannot be cut into the {CHUNKS} equal chunks of loss 'chunked'")
+
+
+def _in_chunks(hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, bend: _Bend) -> torch.Tensor:
+    _check_chunks(labels)
     hidden = hidden.flatten(0, 1)
     size = hidden.shape[0] // CHUNKS
     chunks = [chunk.detach().requires_grad_() for chunk in torch.split(hidden, size)]
