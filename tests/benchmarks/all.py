@@ -1,4 +1,4 @@
-"""All figures of speed and weight in one page: ``python benchmarks/all.py``, in a few minutes on a machine that does nothing else.
+"""All figures of speed and weight in one page: ``python -m tests.benchmarks.all``, in a few minutes on an idle machine.
 
 Writes docs/benchmarks.md, with the versions of what it ran on. Each figure is the best of its runs, since other work on the machine
 only ever adds; each memory is the largest of a process. ``--llm-analysis PYTHON`` names the Python of an environment that has that
@@ -22,11 +22,11 @@ from http.client import HTTPConnection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import estimate as estimates
-import peers
-import plan as plans
+from tests.benchmarks import estimate as estimates
+from tests.benchmarks import peers
+from tests.benchmarks import plan as plans
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
 SMALL = ("--model", "gpt2", "--gpu", "l4-24gb", "--gpus", "2", "--seq-len", "256")
 SEVEN = ("--params", "7e9", "--gpus", "8", "--stage", "3")
@@ -77,8 +77,9 @@ def head() -> str:
     said = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
     return f"""# Benchmarks
 
-How quick and how light the answers are, and what other calculators take for one. `python benchmarks/all.py`, from the repository
-with the extras `verify` and `web` installed, measures all of it in a few minutes and writes this page. Here: {os.cpu_count()} cores
+How quick and how light the answers are, and what other calculators take for one. `python -m tests.benchmarks.all`, from the
+repository with the extras `verify` and `web` installed, measures all of it in a few minutes and writes this page.
+Here: {os.cpu_count()} cores
 ({platform.machine()}), {gib:.0f} GiB of memory, no GPU, {platform.system()}; Python {platform.python_version()},
 {said}.
 
@@ -249,7 +250,9 @@ def _peer(name: str, other: str) -> tuple[float, float, float, int] | None:
     """Its answer [bytes], the time of that, of the whole process [s], and the process's memory [KiB]; None where it is not here."""
     python = other if name == "llm-analysis" and other else sys.executable
     try:
-        timed = estimates.best([python, str(ROOT / "benchmarks" / "peers.py"), name], runs=1 if name in _LONG else _FEW)
+        timed = estimates.best(
+            [python, str(ROOT / "tests" / "benchmarks" / "peers.py"), name], runs=1 if name in _LONG else _FEW
+        )
     except subprocess.CalledProcessError:
         return None
     found = [json.loads(line) for line in timed.said.splitlines() if line.startswith('{"bytes"')]
