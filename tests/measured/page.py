@@ -63,8 +63,8 @@ def _top(all_held: Sequence[Held]) -> Iterator[str]:
 
 How large are the errors of the estimate, and where? [`zeroplan verify`](verify.md) ran {len(all_held)} jobs through the real
 engines on fake tensors. We drew the jobs so that every pair of choices occurs: engine, model family, size, recomputation,
-precision, optimizer, accumulation, batch and number of ranks ({min(ranks)} to {max(ranks)}). A program writes this page from their records.
-[Limits](limits.md) lists what none of these jobs covers.
+precision, optimizer, accumulation, batch and number of ranks ({min(ranks)} to {max(ranks)}). A program writes this page from their
+records. [Limits](limits.md) lists what none of these jobs covers.
 
 | peak allocated | goal | reached |
 |---|---:|---:|
