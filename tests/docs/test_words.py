@@ -26,13 +26,13 @@ INSTEAD = {
     r"in (its|whose|their) (place|stead)|in (the )?place of": "instead, replaces",
     r"anew|mended|unasked|quick(er|est)?|so many": "again, fixed, without a flag, fast, that many",
     r"nobody (looked|has looked|took|knows|asked)|by us\b": "we did not",
-    r"set-?ups? that|page to play": "configuration file, page with sliders",
+    r"set-ups?|page to play|is it true": "configuration file, page with sliders",
     r"takes? turns|in turns|moves? nothing": "alternate, sends nothing",
     r"loss in chunks|closed form|the paper's account": "chunked loss, closed formula, the paper counts",
     r"(is|are) of (the|a|that|this)\b": "is for, shows",
 }
 _NOT_PROSE = re.compile(
-    r"^```.*?^```$|<!-- generated: .*?<!-- end -->|<!--.*?-->|`[^`\n]+`|\]\([^)]*\)", re.MULTILINE | re.DOTALL
+    r"^```.*?^```$|^<!-- generated: .*?<!-- end -->|<!--.*?-->|`[^`\n]+`|\]\([^)]*\)", re.MULTILINE | re.DOTALL
 )
 #: Not rewritten yet.
 _LATER = {"docs/megatron.md", "docs/measured-on-gpus.md"}
