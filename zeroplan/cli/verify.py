@@ -299,9 +299,9 @@ def _snapshots(folder: str | None, backend: str) -> str:
 
 
 def _refuse_what_is_no_run(task: "Task") -> None:
-    from zeroplan.verify.task import refuse_on_paper  # noqa: PLC0415  only a run pays for it
+    from zeroplan.verify.task import refuse_unrunnable  # noqa: PLC0415  only a run pays for it
 
-    refuse_on_paper(task.job)
+    refuse_unrunnable(task.job)
     if task.job.model.profile is not None and not task.workload:
         raise SpecError("a profile says what a module takes, and is no module; name it with --workload PACKAGE.MODULE:FUNCTION")
 

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from zeroplan.spec.recipe import Precision, RecipeSpec
+from zeroplan.spec.releases import release_of
 from zeroplan.transformer.blocks import Compute
 
 
@@ -63,4 +64,5 @@ def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1, cp: int = 1) -> 
         tp,
         cp,
         recipe.engine == "fsdp2" and width.mixed,
+        release_of(recipe.transformers),
     )

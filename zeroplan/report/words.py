@@ -118,9 +118,10 @@ def partly_trained(model: ModelSpec) -> str:
 
 
 def recipe_line(recipe: RecipeSpec) -> str:
-    """Precision, optimizer, recomputation, attention."""
+    """Precision, optimizer, recomputation, attention, and the release of transformers where one is asked for."""
     away = ", activations offloaded" if recipe.offload_activations else ""
-    return f"{recipe.precision}, {_optimizer(recipe)}, {recompute_words(recipe)}{away}, attention {recipe.attention}"
+    release = "" if recipe.transformers is None else f", transformers {recipe.transformers}"
+    return f"{recipe.precision}, {_optimizer(recipe)}, {recompute_words(recipe)}{away}, attention {recipe.attention}{release}"
 
 
 def recompute_words(recipe: RecipeSpec) -> str:

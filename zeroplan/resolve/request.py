@@ -199,6 +199,10 @@ class Request(Spec):
         "Whose modules train: transformers, or torchtitan's own Llama 3 (engine fsdp2). (default: transformers, or those of the "
         "program whose file --from reads)", RECIPE, "NAME",
     )] = None
+    transformers: Annotated[str | None, Option(
+        "The release of transformers whose modules train, as 4.48: older ones hold more (4.45 to 5.23). (default: 5.23)", RECIPE,
+        "VERSION", "recipe.transformers",
+    )] = None
     activations: Annotated[ActivationModel | None, Option(
         "Count them by the module, or by megatron, its paper's formula (engine paper). (default: module)", RECIPE, "NAME",
         "recipe.activation_model",

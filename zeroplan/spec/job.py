@@ -13,6 +13,7 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
 from zeroplan.spec.recipe import ON_PAPER, Engine, RecipeSpec, Stage, ways_of_resharding
+from zeroplan.spec.releases import check_release
 from zeroplan.spec.split import (
     check_context_parallel,
     check_tensor_parallel,
@@ -92,6 +93,7 @@ class JobSpec(Spec):
         if self.model.profile is not None:
             self._check_what_a_profile_tells()
         check_torchtitan(self.model, self.recipe, self.mesh)
+        check_release(self.model, self.recipe, self.mesh)
         self._check_ends_apart()
         if self.model.adapter is not None:
             self._check_adapter()

@@ -258,6 +258,8 @@ class RecipeSpec(Spec):
     """DeepSpeed's own options."""
     megatron: MegatronOptions = MegatronOptions()
     """Megatron-LM's own options."""
+    transformers: str | None = None
+    """The release of transformers whose modules train, as ``4.48`` (:mod:`zeroplan.spec.releases`); ``None``: 5.23."""
     kernels: Kernels = "cuda"
     """Whose kernels compute: a GPU's, or a CPU's, where a run without a GPU is to be held against the estimate."""
 

@@ -18,7 +18,7 @@ class Release(NamedTuple):
     """What a release does otherwise than 5.23.
 
     Read in 4.45.2, 4.46.0, 4.48.1, 4.49.0, 4.50.0, 4.51.0, 4.53.0, 4.54.0, 4.55.0, 4.56.0, 4.57.0, 5.0.0 and 5.23.0:
-    ``models/llama/modeling_llama.py``, ``loss/loss_utils.py`` and ``integrations/sdpa_attention.py``.
+    ``models/llama/modeling_llama.py``, ``loss/loss_utils.py``, ``integrations/sdpa_attention.py`` and ``masking_utils.py``.
     """
 
     wide_logits: bool = False
@@ -28,7 +28,9 @@ class Release(NamedTuple):
     repeats_keys: bool = False
     """``scaled_dot_product_attention`` is given a copy of keys and values for each query head (before 4.54)."""
     copies_heads: bool = False
-    """It is given contiguous queries, keys and values, so that its output is copied into the order of tokens (4.48 to 4.55)."""
+    """It is given contiguous queries, keys and values, so that its output is copied into the order of tokens (4.48 to 4.53)."""
+    masks_all: bool = False
+    """It is given a mask wherever no keys are cached, as in training (4.54 to 4.57). That is not modelled."""
 
 
 #: The release whose code the formulas follow, and all that hold the same.
@@ -39,7 +41,7 @@ def release_of(text: str | None) -> Release:
     """Return what a release of transformers does otherwise. Raises SpecError for what is none, or was not read.
 
     >>> release_of("4.48.1")
-    Release(wide_logits=False, shifts_logits=True, repeats_keys=True, copies_heads=True)
+    Release(wide_logits=False, shifts_logits=True, repeats_keys=True, copies_heads=True, masks_all=False)
     >>> release_of("5.23") == release_of(None) == NOW
     True
     """
@@ -52,14 +54,23 @@ def release_of(text: str | None) -> Release:
     if not OLDEST <= release <= NEWEST:
         oldest, newest = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
         raise SpecError(f"transformers={text!r} is not modelled; use a release from {oldest} to {newest}, or leave it out")
-    return Release(release < (4, 46), release < (4, 49), release < (4, 54), (4, 48) <= release < (4, 56))
+    return Release(
+        wide_logits=release < (4, 46),
+        shifts_logits=release < (4, 49),
+        repeats_keys=release < (4, 54),
+        copies_heads=(4, 48) <= release < (4, 54),
+        masks_all=(4, 54) <= release < (5, 0),
+    )
 
 
 def check_release(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
     """Refuse what is not modelled of an older release, where a job is trained with one."""
-    if release_of(recipe.transformers) == NOW:
+    release = release_of(recipe.transformers)
+    if release == NOW:
         return
-    for asked, instead in _refusals(model, recipe, mesh):
+    masks = release.masks_all and recipe.attention == "sdpa"
+    masked = ("attention 'sdpa', to which it gives a mask in every layer", "attention 'flash'")
+    for asked, instead in (*((masked,) if masks else ()), *_refusals(model, recipe, mesh)):
         if isinstance(asked, str):
             raise SpecError(
                 f"transformers={recipe.transformers!r} with {asked} is not modelled; use {instead}, or leave it out"

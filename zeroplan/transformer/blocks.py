@@ -9,6 +9,7 @@ from typing import NamedTuple
 from zeroplan.ledger import Line, Module
 from zeroplan.numeric import Int
 from zeroplan.spec.recipe import Attention, Kernels, Recompute
+from zeroplan.spec.releases import NOW, Release
 
 
 class Compute(NamedTuple):
@@ -35,6 +36,8 @@ class Compute(NamedTuple):
     """Ranks that share a sequence; the batch that is asked about is one rank's (:mod:`zeroplan.transformer.families.ring`)."""
     casts_inputs: bool = False
     """Whatever a block is given is cast to the compute dtype first, tables of positions too, as FSDP2 does."""
+    release: Release = NOW
+    """What the release of transformers does otherwise than the one that the formulas follow."""
 
 
 class At(StrEnum):

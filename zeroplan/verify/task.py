@@ -1,6 +1,7 @@
 """What a rank is told to do: the message between the process that launches and those that measure."""
 
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal
 
 from zeroplan.errors import SpecError
@@ -8,6 +9,7 @@ from zeroplan.measurement import Tensors
 from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import ON_PAPER
+from zeroplan.spec.releases import release_of
 
 Transport = Literal["gloo", "nccl", "fake"]
 """How ranks talk: over gloo or NCCL, or with a fake process group, in which there is only one."""
@@ -44,9 +46,19 @@ class Task(Spec):
     """Where, on GPUs, they leave what the allocator remembers; nowhere if empty."""
 
 
-def refuse_on_paper(job: JobSpec) -> None:
-    """Raise SpecError for an engine that is a formula: there is nothing to run."""
+def refuse_unrunnable(job: JobSpec) -> None:
+    """Raise SpecError for an engine that is a formula, and for another release of transformers than the installed one."""
     if job.recipe.engine in ON_PAPER:
         raise SpecError(
             f"engine {job.recipe.engine!r} is an account on paper, there is nothing to run; use engine ddp, fsdp2 or deepspeed"
         )
+    asked, here = job.recipe.transformers, _installed_transformers()
+    if asked is not None and here is not None and release_of(asked) != release_of(here):
+        raise SpecError(f"transformers={asked!r} cannot run here: {here} is installed; install that release, or leave it out")
+
+
+def _installed_transformers() -> str | None:
+    try:
+        return ".".join(version("transformers").split(".")[:2])
+    except PackageNotFoundError:
+        return None

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from zeroplan.expr import Size, at_least, at_most, ceil
 from zeroplan.ledger import PLAIN, OffGpu, Tag
+from zeroplan.spec.releases import Release
 from zeroplan.transformer.families.attention import (
     CHOICE,
     CUDA_ALONE,
@@ -94,6 +95,36 @@ def efficient(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
     """Do it on CUDA's memory-efficient kernel, which 32 bits get. Its output is in the order of tokens."""
     operands = _cast_heads(tape, heads.query, heads.key, heads.value)
     return Attended(_kernel(tape, operands, _scratch(tape, size), padded=True, twice=heads.joined))
+
+
+def of_a_release(tape: Tape, heads: Heads, *, release: Release, kernel: Attend) -> Attended:
+    """Do it as older releases of transformers do, which copy what the kernel is given; the copies live until it has run.
+
+    Source: transformers 4.48.1, integrations/sdpa_attention.py, sdpa_attention_forward; 4.45.2, LlamaSdpaAttention.forward.
+    """
+    query, key, value = heads.query, heads.key, heads.value
+    copies = []
+    if release.repeats_keys and heads.grouped:
+        key, value = (_repeated(tape, one, heads, Site(name, SDPA)) for one, name in ((key, "keys"), (value, "values")))
+        copies += [key, value]
+    if release.copies_heads:
+        copied = release.repeats_keys and heads.grouped and not heads.one_key
+        query = _contiguous(tape, query, "queries")
+        copies.append(query)
+        if not copied:
+            key, value = _contiguous(tape, key, "keys"), _contiguous(tape, value, "values")
+            copies += [key, value]
+    grouped = heads.grouped and not release.repeats_keys
+    made = kernel(tape, Heads(query, key, value, grouped, heads.one_key and grouped, joined=release.copies_heads))
+    tape.release(*copies)
+    return made
+
+
+def _contiguous(tape: Tape, value: Value, name: str) -> Value:
+    """``contiguous()`` of heads that lie token by token: a copy head by head."""
+    made = tensor(tape, f"{name}, copied head by head", value.dtype, value.shape, SDPA)
+    tape.add(f"{name}, copied", (made,), (), passes(value), of=(value,))
+    return made
 
 
 def with_mask(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from zeroplan.expr import NOTHING, Size, Values, at_least, call, ceil
+from zeroplan.expr import NOTHING, Size, Values, at_least, at_most, call, ceil
 from zeroplan.ledger import Kind, Line, Module, Role, Tag
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, minimum, next_power_of_2
@@ -48,6 +48,7 @@ from zeroplan.transformer.symbols import T, T_p, V, b, e, h, r
 
 HEAD = "transformers 5.23, models/llama/modeling_llama.py, LlamaForCausalLM.forward"
 FULL = "transformers 5.23, loss/loss_utils.py, ForCausalLMLoss"
+SHIFTED = "transformers 4.48.1, loss/loss_utils.py, ForCausalLMLoss"
 CAP = "transformers 5.23, models/gemma2/modeling_gemma2.py, Gemma2ForCausalLM.forward"
 CHUNKED = "torchtitan, 2026-08, components/loss.py, ChunkedLossWrapper"
 FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cross_entropy_forward"
@@ -81,6 +82,10 @@ class Ending(NamedTuple):
     """A frozen head saves its input."""
     sharded: bool = False
     """The vocabulary, and before the head the sequence, is split over ranks."""
+    wide_logits: bool = False
+    """The model returns logits in fp32."""
+    shifts_logits: bool = False
+    """The loss copies the logits without the last token of each sequence."""
 
 
 class EndingPass(NamedTuple):
@@ -162,7 +167,11 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: Loss) -> Endi
     """The structure of what follows a model's blocks."""
     frozen_norm, frozen_head = is_frozen(model, "norm"), is_frozen(model, "head")
     is_wide, keeps = x.element == 4, frozen_head and compute.keeps_inputs
-    return Ending(model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1)
+    release = compute.release
+    return Ending(
+        model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1, release.wide_logits,
+        release.shifts_logits,
+    )  # fmt: skip
 
 
 def _handed_on(sizes: Sizes) -> tuple[BackwardPoint, ...]:
@@ -268,10 +277,40 @@ def _all_at_once(tape: Tape, read: Value, ending: Ending) -> _Ran:
     product = _product(tape, read)
     before = set(tape.saved)
     logits = _capped(tape, product) if ending.family in CAPPED else product
-    padded, shifted = _labels(tape)
-    loss, names = (_over_ranks if ending.sharded else cross_entropy)(tape, logits, (shifted,))
+    logits = _returned_wide(tape, logits) if ending.wide_logits else logits
+    given, copies = _without_the_last(tape, logits) if ending.shifts_logits else (logits, ())
+    labels = (_shifted_labels(tape),) if ending.shifts_logits else _labels(tape)
+    loss, names = (_over_ranks if ending.sharded else cross_entropy)(tape, given, labels[-1:])
     kept = tuple([store for store in tape.saved if store not in before])
-    return _Ran(loss, kept, (*names, padded, shifted, logits.store), (logits.store,))
+    return _Ran(loss, kept, (*names, *copies, *labels, logits.store), (logits.store,))
+
+
+def _returned_wide(tape: Tape, logits: Value) -> Value:
+    """The logits in fp32, in place of those in 16 bits."""
+    wide = _wide(tape, logits)
+    tape.release(logits)
+    return wide
+
+
+def _without_the_last(tape: Tape, logits: Value) -> tuple[Value, tuple[Store, ...]]:
+    """The fp32 logits without the last token of each sequence, and what is held by name; of a single sequence a view of them.
+
+    The gradient is filled up to all tokens in a tensor of its own.
+    """
+    wide, shape = _wide(tape, logits), (T - b) * V
+    shifted = Value(tape.make(LOGITS, "fp32 logits without each sequence's last", 4 * shape * _several(), SHIFTED), 4, shape)
+    tape.add("shift of the logits", (shifted,), (), _makes("gradient of the fp32 logits", wide), of=(wide,))
+    return shifted, (wide.store, shifted.store)
+
+
+def _several() -> Size:
+    """1 where a batch has several sequences, else 0."""
+    return at_most(1, b - 1)
+
+
+def _shifted_labels(tape: Tape) -> Store:
+    """With one sequence they are a view of the batch's own."""
+    return tape.make(LOGITS, "labels, shifted", 8 * (T - b) * _several(), SHIFTED, LABELS)
 
 
 def _labels(tape: Tape) -> tuple[Store, Store]:

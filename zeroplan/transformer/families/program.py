@@ -8,6 +8,7 @@ from zeroplan.ledger import Module
 from zeroplan.spec.adapter import Quantize
 from zeroplan.spec.family import HEAD_NORMS, Activation
 from zeroplan.spec.recipe import Attention, Kernels, Recompute
+from zeroplan.spec.releases import NOW, Release
 from zeroplan.transformer.families.attend import (
     Attend,
     HeadSize,
@@ -16,6 +17,7 @@ from zeroplan.transformer.families.attend import (
     efficient,
     flash,
     in_32_bits,
+    of_a_release,
     of_one_tensor,
     with_mask,
     with_sinks,
@@ -105,6 +107,8 @@ class Block(NamedTuple):
     recompute: Recompute = "none"
     """Where it shares matrices or sequences with other ranks, or is not trained as a whole."""
     chunks: Chunks = "none"
+    release: Release = NOW
+    """What the release of transformers does otherwise."""
 
     @property
     def head_norms(self) -> bool:
@@ -124,6 +128,13 @@ class Block(NamedTuple):
             return partial(flash, size=self.head_size)
         if self.masked:
             return partial(with_mask, size=self.head_size)
+        if self.release == NOW:
+            return self._by_kernel(grouped=self.grouped)
+        return partial(
+            of_a_release, release=self.release, kernel=self._by_kernel(grouped=self.grouped and not self.release.repeats_keys)
+        )
+
+    def _by_kernel(self, *, grouped: bool) -> Attend:
         if self.wide and self.kernels == "cuda":
-            return in_32_bits if self.grouped else partial(efficient, size=self.head_size)
+            return in_32_bits if grouped else partial(efficient, size=self.head_size)
         return partial(flash, size=self.head_size)

@@ -238,6 +238,7 @@ def structure_of(
         sharded,
         compute.recompute if apart else "none",
         _chunks(kind, one=masked),
+        compute.release._replace(wide_logits=False, shifts_logits=False),
     )
 
 

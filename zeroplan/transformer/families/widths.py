@@ -7,6 +7,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import GLOBAL_LAYERS, WITHOUT_SDPA
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import Attention, Kernels
+from zeroplan.spec.releases import NOW, Release
 from zeroplan.transformer.blocks import Compute
 
 #: Widths that tensor-parallel ranks split, by their symbols.
@@ -47,6 +48,8 @@ class Widths(NamedTuple):
     """Ranks that share the experts out, so that each has x = E/ep of them."""
     casts_inputs: bool = False
     """What a block is given is cast to the compute dtype first."""
+    release: Release = NOW
+    """What the release of transformers does otherwise."""
 
 
 def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool = False) -> Widths:
@@ -80,6 +83,7 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
         0 if model.adapter is None else model.adapter.rank,
         compute.expert_ranks,
         compute.casts_inputs,
+        compute.release,
     )
 
 

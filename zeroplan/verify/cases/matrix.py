@@ -23,7 +23,7 @@ from zeroplan.spec.base import Count, CountOrZero, Dimension, Range, Spec, read
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.cases.needs import needed_bytes, on_a_card_of
 from zeroplan.verify.release import as_installed
-from zeroplan.verify.task import Task, Transport, refuse_on_paper
+from zeroplan.verify.task import Task, Transport, refuse_unrunnable
 
 _TOGETHER = "zeroplan.verify.cases"
 _SHIPPED = "matrices"
@@ -138,7 +138,7 @@ def _case(said: dict[str, object], where: str, on: _Here) -> Case:
 
 def _task(job: JobSpec, own: Own, tensors: Tensors) -> Task:
     ranks = job.mesh.world_size
-    refuse_on_paper(job)
+    refuse_unrunnable(job)
     if own.nproc not in (None, ranks):
         raise SpecError(f"nproc={own.nproc} does not fit the job's {ranks:,} GPUs; each process is one of them")
     if own.as_rank >= ranks:

@@ -27,7 +27,7 @@ from zeroplan.resolve import resolve
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.failures import OutOfMemoryError, ran_out_of_memory, text_of, whose
-from zeroplan.verify.task import Task, refuse_on_paper
+from zeroplan.verify.task import Task, refuse_unrunnable
 from zeroplan.whole import refuse_folder
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _task(asked: argparse.Namespace) -> Task:
 
 def task_of(job: JobSpec, asked: argparse.Namespace) -> Task:
     """The task of all ranks of a job, in processes that are there already."""
-    refuse_on_paper(job)
+    refuse_unrunnable(job)
     return Task(
         job=job,
         transport="nccl" if asked.backend == "cuda" else "gloo",
