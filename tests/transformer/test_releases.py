@@ -9,8 +9,8 @@ from zeroplan import SpecError, estimate, job
 from zeroplan.ledger import Kind, total_bytes
 
 # A Llama of two blocks, 512 wide, run by `zeroplan dryrun` with each release installed (torch 2.13): the peak of its steps without
-# cuBLAS's workspaces. The keys: release, sequences and tokens of each, key/value heads (of 8), vocabulary and MLP width, recomputation
-# and precision.
+# cuBLAS's workspaces. Keys: release, sequences and tokens of each, key/value heads (of 8), vocabulary and MLP width, recomputation,
+# precision.
 RUN = {
     ("4.48.1", (2, 1024), (2, 8000, 1408), "none", "bf16"): 421_750_956,
     ("4.48.1", (2, 2048), (8, 500, 1408), "none", "bf16"): 294_678_712,
