@@ -68,9 +68,14 @@ def spread(front: Sequence[T], most: int) -> list[T]:
 
 def headline(answer: Estimate) -> str:
     """What is trained, on how many GPUs, how."""
-    recipe, engine = answer.job.recipe, engine_words(answer.job)
-    stage = "" if "DeepSpeed stage" in engine else f"ZeRO stage {recipe.zero_stage}: "
-    return f"{subject(answer.job)}, {stage}{engine}"
+    return headline_of(answer.job)
+
+
+def headline_of(job: JobSpec) -> str:
+    """The same of a job."""
+    engine = engine_words(job)
+    stage = "" if "DeepSpeed stage" in engine else f"ZeRO stage {job.recipe.zero_stage}: "
+    return f"{subject(job)}, {stage}{engine}"
 
 
 def engine_words(job: JobSpec) -> str:
