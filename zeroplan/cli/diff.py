@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroplan.cli import NO, json_text
+from zeroplan.cli.estimate import AsJson, AsMarkdown, UnitName
 from zeroplan.cli.job_flags import Shared, takes_flags_of_two
 from zeroplan.errors import SpecError
 from zeroplan.units import Unit, parse_fraction, unit_named
@@ -19,33 +20,38 @@ _BEFORE = ("-v", "--verbose", "--unit", "--json", "--markdown", "--fail-above")
 _TWO = "give two files (zeroplan diff A B), or flags of B alone behind -- (zeroplan diff job.toml -- --stage 2)"
 
 
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[A] [B] [-- FLAGS OF B]",
+        help="Job files, set-ups, answers (--json), records, saved dry runs, snapshots, traces. Flags before -- are of both.",
+        show_default=False,
+    ),
+]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="Every tensor, moment, collective, setting and note.", rich_help_panel=_OUTPUT),
+]
+FailAbove = Annotated[
+    str | None,
+    typer.Option(
+        "--fail-above",
+        metavar="FRACTION",
+        help="Exit with 1 if B's peak is higher than A's by more than that, as 1%.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+
+
 def _diff(
     *,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[A] [B] [-- FLAGS OF B]",
-            help="Job files, set-ups, answers (--json), records, saved dry runs, snapshots, traces. Flags before -- are of both.",
-            show_default=False,
-        ),
-    ] = None,
+    words: Words = None,
     shared: Shared,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="Every tensor, moment, collective, setting and note.", rich_help_panel=_OUTPUT),
-    ] = False,
-    unit: Annotated[str, typer.Option("--unit", help="Unit of sizes as text: gib or gb.", rich_help_panel=_OUTPUT)] = "gib",
-    as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown.", rich_help_panel=_OUTPUT)] = False,
-    fail_above: Annotated[
-        str | None,
-        typer.Option(
-            "--fail-above",
-            metavar="FRACTION",
-            help="Exit with 1 if B's peak is higher than A's by more than that, as 1%.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = None,
+    verbose: Verbose = False,
+    unit: UnitName = "gib",
+    as_json: AsJson = False,
+    as_markdown: AsMarkdown = False,
+    fail_above: FailAbove = None,
 ) -> int:
     """What changed from A to B: tensors that came, went, grew or shrank, what is held and sent, and which settings differ.
 

@@ -18,7 +18,7 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.units import Unit, format_size
 
 if TYPE_CHECKING:
-    from zeroplan.replay import OnCard
+    from zeroplan.replay import OnCard, Replayed
 
 T = TypeVar("T")
 WIDTH = 100
@@ -266,11 +266,21 @@ def replay_sentence(answer: Estimate, unit: Unit) -> str:
     """What the allocator reserves in a replay of the step's requests; empty where there is none."""
     if answer.replay is None:
         return ""
-    default, expandable = (answer.replay.replayed(settings).reserved_bytes for settings in SETTINGS)
-    beyond = unit.size(default - answer.peak_bytes)
+    default, expandable = (answer.replay.replayed(settings) for settings in SETTINGS)
+    beyond = unit.size(default.reserved_bytes - answer.peak_bytes)
     return (
-        f"Replayed: the allocator reserves {unit.size(default)}, {beyond} beyond the peak; with expandable segments "
-        f"{unit.size(expandable)}"
+        f"Replayed: the allocator reserves {unit.size(default.reserved_bytes)}, {beyond} beyond the peak; with expandable segments "
+        f"{unit.size(expandable.reserved_bytes)}.{_unusable(default, unit)}"
+    )
+
+
+def _unusable(shown: "Replayed", unit: Unit) -> str:
+    """What of the reserve was free and of no use when the card was asked for more last; empty where nothing was."""
+    if not shown.unusable_bytes:
+        return ""
+    free = unit.size(shown.unusable_bytes)
+    return (
+        f" When the card was asked for more last, {free} were free, in pieces too small for that request or of another stream."
     )
 
 
