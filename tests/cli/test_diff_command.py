@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.docs.pages import CONFIG
 from tests.measured_twins import twin
 from tests.snapshots.written import Written, step
 from zeroplan.verify.record import write_record
@@ -59,6 +60,13 @@ def test_flags_are_of_both_files_and_those_behind_dashes_of_the_second(run: Run)
     assert "\nB  other.toml with --micro-batch 2: gpt2 on 8 GPUs" in out
     payload = json.loads(run("diff", "job.toml", "ds.json", *JOB, "--stage", "2", "--json")[1])
     assert {"engine"} <= {one["name"] for one in payload["settings"]} <= {"engine", "deepspeed.overlap_comm", "optimizer_impl"}
+
+
+def test_another_model_replaces_the_model_as_a_whole(run: Run, here: Path):
+    (here / "config.json").write_text(json.dumps(CONFIG))
+    out = run("diff", *JOB, "--", "--config", "config.json")[1]
+    assert "\nSettings: model gpt2 -> " in out
+    assert "\nSettings: model gpt2 -> " in run("diff", "job.toml", "--", "--config", "config.json")[1]
 
 
 @pytest.mark.usefixtures("here")

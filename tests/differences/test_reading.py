@@ -98,6 +98,21 @@ def test_an_answer_of_today_is_the_estimate_of_its_job(tmp_path: Path):
     assert found.before.held
 
 
+def test_a_job_file_is_estimated(tmp_path: Path):
+    (tmp_path / "job.toml").write_text('model = "gpt2"\ngpus = 4\nstage = 3\nseq-len = 256\n')
+    found = diff(str(tmp_path / "job.toml"), JOB)
+    assert found.equal
+    assert found.before.name == "job.toml"
+
+
+def test_an_answer_whose_job_is_refused_today_is_taken_as_printed(tmp_path: Path):
+    old = answer()
+    old["job"]["recipe"] |= {"optimizer": "adafactor", "optimizer_impl": "fused"}
+    found = diff(written(tmp_path / "a.json", old), JOB)
+    assert (found.changes, [one.name for one in found.settings]) == ((), ["optimizer", "optimizer_impl"])
+    assert "a.json is taken as printed: this zeroplan does not estimate its job (" in found.notes[0]
+
+
 def test_an_answer_of_another_zeroplan_is_taken_as_printed(tmp_path: Path):
     old = answer()
     old["peak"]["lines"][0]["bytes"] += 1000
@@ -220,6 +235,30 @@ def test_a_trace_that_contradicts_itself_is_refused(tmp_path: Path, events: dict
         event["ts"] = 5
     with pytest.raises(SpecError, match="not in order"):
         opened(written(tmp_path / "t.json", wrong))
+
+
+@pytest.mark.parametrize(("name", "key", "value"), [
+    ("allocated", "args", []), ("allocated", "ts", -1), ("allocated", "ts", "x"), ("all_gather", "ts", -0.5),
+    ("all_gather", "ts", None), ("all_gather", "args", {"ranks": 4, "bytes": True}), ("backward, step 2", "dur", 0.5),
+])  # fmt: skip
+def test_a_figure_of_a_trace_that_is_none_is_refused(
+    tmp_path: Path, events: dict[str, Any], name: str, key: str, value: object
+):
+    wrong = deepcopy(events)
+    for event in wrong["traceEvents"]:
+        if event["name"] == name:
+            event[key] = value
+    with pytest.raises(SpecError, match="not one that zeroplan wrote"):
+        opened(written(tmp_path / "t.json", wrong))
+
+
+def test_collectives_of_a_single_rank_send_nothing(tmp_path: Path, events: dict[str, Any]):
+    alone = deepcopy(events)
+    for event in alone["traceEvents"]:
+        if "ranks" in event["args"]:
+            event["args"]["ranks"] = 1
+    found = diff(written(tmp_path / "one.json", events), written(tmp_path / "other.json", alone))
+    assert {(row.kind, row.happened) for row in found.sent} == {("all_gather", "went"), ("reduce_scatter", "went")}
 
 
 ODD: tuple[Any, ...] = (None, True, -1, 0.5, "x", [], {}, 10**30, [[[]]], {"a": 1})

@@ -155,7 +155,10 @@ class Shared(NamedTuple):
         if not any(word.startswith("--catalog") for word in words):
             own["catalog"] = None  # that of the environment is in the flags of both
         said = {name: value for name, value in own.items() if value is not None}
-        return Shared({**self.given, **said, "settings": settings or None})
+        given = self.given
+        if said.keys() & set(WAYS_TO_NAME):  # another model replaces the model as a whole
+            given = {**given, **dict.fromkeys((*WAYS_TO_NAME, "treat_as"))}
+        return Shared({**given, **said, "settings": settings or None})
 
     def resolved(self, request: Request | None, name: str) -> Resolved:
         """The complete job of a file's request with these flags over it, or of the flags alone."""

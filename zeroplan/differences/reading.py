@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from zeroplan.catalog.text import read_text, strict_json
 from zeroplan.differences.side import Side
-from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.errors import SpecError
 from zeroplan.memory_limit import no_more_memory_than
 from zeroplan.resolve import Request
 from zeroplan.units import MIB
@@ -140,10 +140,7 @@ def _record(path: Path) -> Opened:
     from zeroplan.differences.measured import of_record  # noqa: PLC0415  see above
     from zeroplan.records import read_record  # noqa: PLC0415
 
-    try:
-        return Opened(path.name, of_record(read_record(path), path.name), what="record")
-    except MeasurementError as error:
-        raise SpecError(str(error)) from None
+    return Opened(path.name, of_record(read_record(path), path.name), what="record")
 
 
 def _answer(data: Mapping[str, object], name: str, where: str) -> Opened:
