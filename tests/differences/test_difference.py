@@ -17,7 +17,7 @@ from zeroplan.differences import Changed, Difference, Held, Side, between, of_es
 from zeroplan.differences.difference import changes
 from zeroplan.differences.measured import of_record, of_snapshot
 from zeroplan.differences.settings import settings_of
-from zeroplan.differences.side import At, loosened
+from zeroplan.differences.side import At
 from zeroplan.report.difference import difference_markdown, difference_payload, difference_text
 from zeroplan.report.screen import COLUMNS, LINES
 from zeroplan.snapshots.reading import read_snapshot
@@ -150,10 +150,19 @@ def test_peaks_at_different_moments_are_compared_at_each():
     assert "At B's (forward of block 1) A has 2 B, 3 B less, most of it activations: d (-3 B)." in text
 
 
-def test_moments_are_alike_but_for_their_numbers():
-    assert loosened("forward of block 1,024 of 2,000") == loosened("forward of block 3 of 7")
+def test_the_last_block_is_one_moment_whatever_the_depth_and_the_first_is_another():
+    last, of_few, first = (At(f"backward of block {at}", "backward", 1) for at in ("1,031 of 1,032", "23 of 24", "2 of 24"))
+    assert not between(peaked(last), peaked(of_few)).same_moments
+    found = between(peaked(last), peaked(first, of_few))
+    assert [(one.of_before, one.before.name, one.after.name) for one in found.same_moments] == [
+        (True, last.name, of_few.name), (False, last.name, first.name),
+    ]  # fmt: skip
     one, other = (job(model=name, gpus=8, stage=3, recompute="full", seq_len=512) for name in ("llama-2-7b", "llama-2-13b"))
     assert not diff(one, other).same_moments
+
+
+def peaked(peak: At, *others: At) -> Side:
+    return Side(name="made up", is_a="estimate", grain="tensor", peak=peak, moments=(peak, *others))
 
 
 def test_settings_are_named_as_flags_are():

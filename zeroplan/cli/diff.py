@@ -23,7 +23,7 @@ _TWO = "give two files (zeroplan diff A B), or flags of B alone behind -- (zerop
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[A] [B] [-- FLAGS OF B]",
+        metavar="A [B] [-- FLAGS OF B]",
         help="Job files, set-ups, answers (--json), records, saved dry runs, snapshots, traces. Flags before -- are of both.",
         show_default=False,
     ),

@@ -1,11 +1,11 @@
 """The difference of two sides, line by line: it adds up to the difference of their peaks, to the byte."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from zeroplan.differences.settings import NOT_SET
-from zeroplan.differences.side import At, Grain, Held, Sent, Side, by_kind, loosened
+from zeroplan.differences.side import At, Grain, Held, Sent, Side, by_kind, from_the_nearer_end, loosened
 
 Happened = Literal["came", "went", "grew", "shrank", "stayed"]
 
@@ -201,7 +201,7 @@ def _same_moments(before: Side, after: Side, grain: Grain) -> Iterator[SameMomen
 
 def _is_same(one: At, other: At, grain: Grain) -> bool:
     """Whether two peaks are at one moment; names of different programs' moments are not alike, and their phases are."""
-    return one.phase == other.phase if grain == "kind" else loosened(one.name) == loosened(other.name)
+    return one.phase == other.phase if grain == "kind" else from_the_nearer_end(one.name) == from_the_nearer_end(other.name)
 
 
 def _at_both(before: At, after: At, grain: Grain) -> tuple[Changed, ...]:
@@ -209,12 +209,15 @@ def _at_both(before: At, after: At, grain: Grain) -> tuple[Changed, ...]:
 
 
 def _like(at: At, moments: tuple[At, ...]) -> At | None:
-    """The highest moment of the same name, or of one that differs in numbers alone, or of the same phase."""
-    for alike in (
-        [one for one in moments if one.name == at.name],
-        [one for one in moments if loosened(one.name) == loosened(at.name)],
-        [one for one in moments if one.phase == at.phase],
-    ):
+    """The highest moment of the same name, of the block at the same place, of any block, or of the same phase."""
+    names: tuple[Callable[[At], str], ...] = (
+        lambda one: one.name,
+        lambda one: from_the_nearer_end(one.name),
+        lambda one: loosened(one.name),
+        lambda one: one.phase,
+    )
+    for name_of in names:
+        alike = [one for one in moments if name_of(one) == name_of(at)]
         if alike:
             return max(alike, key=lambda one: one.n_bytes)
     return None

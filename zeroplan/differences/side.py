@@ -13,6 +13,7 @@ Grain = Literal["tensor", "module", "place", "kind"]
 NOT_TOLD_APART = "not told apart"
 """The kind of what a file counts at the peak and does not say what for."""
 _NUMBER = re.compile(r"\d[\d,]*")
+_OF_MANY = re.compile(r"(\d[\d,]*) of (\d[\d,]*)")
 _LAYER = re.compile(r"(^|\.)\d+(?=[.:]|$)")
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
@@ -93,12 +94,26 @@ def by_kind(lines: Iterable[Held]) -> tuple[Held, ...]:
 
 
 def loosened(name: str) -> str:
-    """A name whose numbers say nothing: ``backward of block 31 of 32`` and ``backward of block 23 of 24`` are one moment.
+    """A name whose numbers say nothing.
 
-    >>> loosened("backward of block 31 of 32")
-    'backward of block # of #'
+    >>> loosened("inputs of all 32 blocks")
+    'inputs of all # blocks'
     """
     return _NUMBER.sub("#", name)
+
+
+def from_the_nearer_end(name: str) -> str:
+    """A moment's name with blocks counted from the nearer end of the model: of any depth, the last block but one is one moment.
+
+    >>> from_the_nearer_end("backward of block 31 of 32"), from_the_nearer_end("backward of block 2 of 32")
+    ('backward of block 1 from the end', 'backward of block 2')
+    """
+    return _OF_MANY.sub(_counted, name)
+
+
+def _counted(found: re.Match[str]) -> str:
+    number, many = (int(group.replace(",", "")) for group in found.groups())
+    return f"{number}" if 2 * number <= many else f"{many - number} from the end"
 
 
 def layers_together(name: str) -> str:
