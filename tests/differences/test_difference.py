@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests import strategies
 from tests.measured import stored
+from tests.measured_twins import twin
 from tests.snapshots.written import Written, step
 from zeroplan import SpecError, diff, estimate, job
 from zeroplan.differences import Changed, Difference, Held, Side, between, of_estimate
@@ -105,6 +107,18 @@ lines = st.lists(
 def test_it_adds_up_for_any_lines(before: tuple[Held, ...], after: tuple[Held, ...], grain: str):
     found = changes(before, after, grain)  # type: ignore[arg-type]
     assert sum(row.change_bytes for row in found) == sum(line.n_bytes for line in after) - sum(line.n_bytes for line in before)
+
+
+def test_by_kind_gradients_of_activations_are_temporaries_as_a_run_sees_them():
+    before, after = (Held("activation gradients", "a", 5), Held("temporaries", "b", 2)), (Held("temporaries", "", 9),)
+    assert [(row.kind, row.before_bytes, row.after_bytes) for row in changes(before, after, "kind")] == [("temporaries", 7, 9)]
+
+
+def test_calls_among_a_single_rank_send_nothing():
+    measured = twin()
+    assert of_record(measured).sent
+    alone = replace(measured, collectives=tuple(replace(one, group=1) for one in measured.collectives))
+    assert of_record(alone).sent == ()
 
 
 def side(*held: Held, name: str = "backward", others: tuple[At, ...] = ()) -> Side:
