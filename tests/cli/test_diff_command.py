@@ -137,7 +137,7 @@ def test_markdown_and_units(run: Run):
     (JOB, "diff compares two"), (("a", "b", "c"), "these are 3 files"), (("job.toml", "gpt2"), "does not exist"),
     (("job.toml", "."), "is not a file"), (("record.json", "--", "--stage", "2"), "is a record, which flags do not change"),
     (("record.json", "snapshot.pickle", "--stage", "2"), "flags of a job change nothing of record.json and snapshot.pickle"),
-    (("job.toml", "--", "--json"), "--json is no flag of B's job"), (("job.toml", "--", "--stag", "2"), "No such option: --stag"),
+    (("job.toml", "--", "--json"), "--json is not a flag of a job"), (("job.toml", "--", "--stag", "2"), "No such option: --stag"),
     (("job.toml", "--", "--stage", "2", "more"), "extra argument"), (("job.toml", "--", "--stage", "7"), "stage"),
     (("job.toml", "other.toml", "--fail-above", "much"), "is not a fraction"),
     (("job.toml", "other.toml", "--fail-above", "-1"), "is not a fraction"),

@@ -33,7 +33,7 @@ _PRINTS = re.compile(
     r"^```sh\n((?:(?!^```).)*)^```\n\n(<!-- prints(?: under torch ([\d.]+))?(?:: (.*?))? -->\n```text\n)(.*?)(^```$)",
     re.MULTILINE | re.DOTALL,
 )
-_GENERATED = re.compile(r"(<!-- generated: (.*?) -->\n)(.*?)(^<!-- end -->$)", re.MULTILINE | re.DOTALL)
+_GENERATED = re.compile(r"(^<!-- generated: ([^\n]*?) -->\n)(.*?)(^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"(?:^|\.venv/bin/)(zeroplan .*)")
 
 

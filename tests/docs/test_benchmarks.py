@@ -2,25 +2,13 @@
 
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.benchmarks import all as every
 
 
-@pytest.fixture
-def every(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    import runpy
-
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module = ModuleType("benchmarks_all")
-    module.__dict__.update(runpy.run_path(str(BENCHMARKS / "all.py")))
-    return module
-
-
-def test_each_table_has_its_figures(every: ModuleType):
+def test_each_table_has_its_figures():
     pytest.importorskip("uvicorn")
     program = every.commands(said=(("--version",), ("compare", "RECORD")), runs=1)
     assert program.count("\n| `") == 3
@@ -31,6 +19,6 @@ def test_each_table_has_its_figures(every: ModuleType):
     assert "| zeroplan estimate | 34.70 | 1.00 |" in ours
 
 
-def test_what_fails_is_not_taken_for_quick(every: ModuleType):
+def test_what_fails_is_not_taken_for_quick():
     with pytest.raises(subprocess.CalledProcessError):
         every.estimates.best([sys.executable, "-c", "raise SystemExit(2)"], runs=1)

@@ -61,18 +61,18 @@ def _top(all_held: Sequence[Held]) -> Iterator[str]:
     yield f"""\
 # How far is the estimate from the engines?
 
-{len(all_held)} jobs, drawn so that every two choices of engine, model family, size, recomputation, precision, optimizer,
-accumulation, batch and number of ranks ({min(ranks)} to {max(ranks)}) meet, were run through the real engines by
-[`zeroplan verify`](verify.md) on fake tensors, and their records kept. This page is written from them; [limits](limits.md) says
-what none of them covers.
+How large are the errors of the estimate, and where? [`zeroplan verify`](verify.md) ran {len(all_held)} jobs through the real
+engines on fake tensors. We drew the jobs so that every pair of choices occurs: engine, model family, size, recomputation,
+precision, optimizer, accumulation, batch and number of ranks ({min(ranks)} to {max(ranks)}). A program writes this page from their
+records. [Limits](limits.md) lists what none of these jobs covers.
 
-| peak allocated | asked | reached |
+| peak allocated | goal | reached |
 |---|---:|---:|
 | median error | {0.0005:.2%} | {median(errors):.4%} |
 | within {MOST:.2%} | 95 % | {share_of(error <= MOST for error in errors):.1%} |
 | within {EVERY:.0%} | 100 % | {share_of(error <= EVERY for error in errors):.1%} |
-| furthest below what was measured | {-EVERY:.0%} | {min(one.error for one in all_held):+.2%} |
-| furthest above | {EVERY:+.0%} | {max(one.error for one in all_held):+.2%} |
+| largest underestimate | {-EVERY:.0%} | {min(one.error for one in all_held):+.2%} |
+| largest overestimate | {EVERY:+.0%} | {max(one.error for one in all_held):+.2%} |
 | peak in the phase that was predicted | 95 % | {share_of(one.same_phase for one in all_held):.1%} |
 | every kind at the peak within 2 % or 16 MiB | | {share_of(one.same_kinds for one in all_held):.1%} |
 | bytes of every collective exact | 100 % | {share_of(one.same_traffic for one in all_held):.1%} |
@@ -109,10 +109,11 @@ def _options() -> Iterator[str]:
     names = sorted({options.name_of(one.measured.job) for one in found})
     rows = [_errors(name, [one for one in found if options.name_of(one.measured.job) == name]) for name in names]
     yield "## Fine-tuning, offload, ZeRO++\n"
-    yield f"{len(found)} jobs drawn at random among these, as many of each kind; they are not among those above.\n"
+    yield f"{len(found)} jobs drawn at random among these features. They are not among the jobs above.\n"
     yield _table(("what", *_HEAD), rows)
     host = [abs(one.found.host.error) for one in found if one.found.host is not None]
-    yield f"Host memory per rank, of the {len(host)} that offload to it: median error {median(host):.3%}, most {max(host):.3%}.\n"
+    errors = f"median error {median(host):.3%}, largest {max(host):.3%}"
+    yield f"Host memory per rank, in the {len(host)} jobs that offload to it: {errors}.\n"
 
 
 def _varied() -> Iterator[str]:
@@ -130,11 +131,16 @@ def _varied() -> Iterator[str]:
 
 
 _COVERED = """\
-{jobs} jobs drawn at random, not among those above. They vary the ranks that share what is sharded (1, 2, 3 and more), every
-implementation of the optimizers that fake tensors take, accumulation with and without `no_sync`, kept logits, a chunked loss, eager
-attention, how many blocks are recomputed, DDP's options, FSDP2's `reshard_after_forward` (a number too), `reduce_dtype`, replicas,
-CPU offload, and DeepSpeed's buckets, overlap, sums and thresholds. They do not cover other units of FSDP2 than blocks and a root,
-explicit prefetching, Lion, Muon or 8-bit AdamW, and no memory of a real GPU.
+{jobs} jobs drawn at random, not among the jobs above. They vary:
+
+- the number of ranks that shard (1, 2, 3 and more);
+- every implementation of the optimizers that fake tensors can run;
+- accumulation with and without `no_sync`, kept logits, a chunked loss, eager attention, the number of recomputed blocks;
+- DDP's options; FSDP2's `reshard_after_forward` (also as a number), `reduce_dtype`, replicas and CPU offload;
+- DeepSpeed's buckets, overlap, sums and thresholds.
+
+They do not cover FSDP2 units other than blocks and a root, explicit prefetching, Lion, Muon or 8-bit AdamW, nor the memory of a
+real GPU.
 """
 
 
@@ -155,10 +161,10 @@ def _fresh() -> Iterator[str]:
     found = held_in(stored.FRESH)
     engines = sorted({engine_of(one.measured.job) for one in found})
     rows = [_errors(name, [one for one in found if engine_of(one.measured.job) == name]) for name in engines]
-    yield "## Jobs that nobody had looked at\n"
+    yield "## Jobs that we had not seen before\n"
     yield (
-        f"{len(found)} jobs of another sample, run once the estimate was done. Their errors stand here as they came; they are not "
-        "among those above.\n"
+        f"{len(found)} jobs of another sample, run after the estimate was finished. The table contains all of them. They are not "
+        "among the jobs above.\n"
     )
     yield _table(("engine", *_HEAD), [_errors("all", found), *rows])
 
@@ -171,9 +177,9 @@ def _versions() -> Iterator[str]:
     ]
     yield "## Other versions\n"
     yield (
-        f"All records above are of torch 2.13 and DeepSpeed 0.19. {len(found)} jobs were run under the newest torch, whose FSDP2 "
-        "holds [otherwise](model/fsdp2.md), and under the oldest set that zeroplan takes. There FSDP2 takes some kB more with "
-        "experts, and DeepSpeed 0.18 sends in other pieces.\n"
+        f"All records above are from torch 2.13 and DeepSpeed 0.19. We ran {len(found)} jobs under other versions: the newest "
+        "torch, whose FSDP2 [differs](model/fsdp2.md), and the oldest versions that zeroplan supports. With these, FSDP2 "
+        "needs some kB more with experts, and DeepSpeed 0.18 splits its collectives differently.\n"
     )
     yield _table(("under", *_HEAD), rows)
 
@@ -223,7 +229,7 @@ def _worst(all_held: Sequence[Held]) -> Iterator[str]:
         for one in worst
     ]
     yield f"## The worst {_WORST}\n"
-    yield "Models with their layers, batches as accumulation x micro-batch x sequence.\n"
+    yield "A job gives the model with its number of layers, and the batch as accumulation x micro-batch x sequence.\n"
     yield _table(("job", "error", "predicted, GiB", "measured, GiB", "peak in", "reason"), rows, text=(0, 4, 5))
 
 
@@ -232,8 +238,11 @@ def _formulas(all_held: Sequence[Held]) -> Iterator[str]:
     for formula in FORMULAS:
         answers = [(formula.answer(one.measured.job), one.found.peak.measured) for one in all_held]
         rows.append(_ratios(formula.name, [answer / measured for answer, measured in answers if answer is not None]))
-    yield "## What simpler formulas make of the same jobs\n"
-    yield "Answer over measured peak; 1.00 is right. The ends leave out one in twenty on either side, then none.\n"
+    yield "## The same jobs in simpler formulas\n"
+    yield (
+        "The table shows the answer divided by the measured peak; 1.00 is right. *5 in 100 below* and *above* are the 5th and "
+        "95th percentile.\n"
+    )
     head = ("formula", "jobs it answers", "median error", "lowest", "5 in 100 below", "5 in 100 above", "highest")
     yield _table(head, rows)
 
@@ -248,9 +257,10 @@ def _peers() -> Iterator[str]:
     measured = {record.job: record.steady.peak.peak_bytes for record in stored.records(stored.PEERS)}
     yield "## The same jobs through other calculators\n"
     yield (
-        "GiB per GPU without recomputation / with full recomputation, in brackets over what the engine takes: *zeroplan verify* is "
-        "the engine itself (FSDP2, simulated). Every other answer is the tool's own of 2026-11-20, versions beside the names. "
-        "Tools differ in what they set out to count: attention's kernel, whose module, whether the loop holds the logits.\n"
+        "GiB per GPU without recomputation / with full recomputation; in brackets, the ratio to what the engine allocates. "
+        "*zeroplan verify* is the engine itself (FSDP2, simulated). Every other answer is from the tool itself on 2026-11-20, "
+        "with its version. Tools count different things: another attention kernel, another module, or logits that the loop "
+        "holds.\n"
     )
     cases = peers.cases()
     truths = [tuple(measured[job] / GIB for job in case.jobs) for case in cases]
@@ -275,12 +285,12 @@ def _pair(answers: Sequence[float | None], truths: Sequence[float]) -> str:
 
 def _how() -> Iterator[str]:
     yield """\
-## Do it again
+## Run it yourself
 
-From the repository, with torch, transformers and DeepSpeed installed (the extra `verify`): `python -m tests.measured.matrix` runs
-what has no record yet, may be stopped at any time, and writes this page; `--sample peers` and `--sample fresh` run the calculators'
-jobs and jobs that nobody looked at while the estimate was made; `--table` prints more of the same. The test suite replays every
-record without torch (`tests/measured/test_matrix.py`) and demands that this page is what they say."""
+You need the repository, and torch, transformers and DeepSpeed (the extra `verify`). `python -m tests.measured.matrix` runs the jobs
+that have no record yet and writes this page; you can stop it at any time. `--sample peers` runs the jobs of the calculators,
+`--sample fresh` the jobs that we had not seen before. `--table` prints more tables. The tests replay every record without torch
+(`tests/measured/test_matrix.py`) and check that this page agrees with the records."""
     yield ""
 
 

@@ -15,7 +15,7 @@ from tests.on_gpus import card_scripts
 from zeroplan.verify.cases.matrix import read_matrix
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "card.sh"
+SCRIPT = ROOT / "tests" / "benchmarks" / "card.sh"
 PLAYED = """#!/bin/sh
 echo "asked: $*"
 case "$*" in

@@ -83,7 +83,7 @@ def test_experts_behind_attention_with_a_window(family: str, *, recompute: bool)
 
 @pytest.mark.parametrize(("kind", "block"), [("linear", 1), ("full", 3)])
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("number", range(16 if every_case() else 4))
+@pytest.mark.parametrize("number", range(16 if every_case() else 1))
 def test_linear_attention_and_full_attention_with_a_gate(kind: str, block: int, number: int, *, recompute: bool) -> None:
     """Of one chunk, of two and of more, whole ones or not."""
     draw = Random(f"{kind} {number} {recompute}")  # noqa: S311  draws tests

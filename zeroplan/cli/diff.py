@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 _OUTPUT = "Output"
 _BEFORE = ("-v", "--verbose", "--unit", "--json", "--markdown", "--fail-above")
-_TWO = "give two files (zeroplan diff A B), or flags of B alone behind -- (zeroplan diff job.toml -- --stage 2)"
+_TWO = "give two files (zeroplan diff A B), or flags of B after -- (zeroplan diff job.toml -- --stage 2)"
 
 
 Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="A [B] [-- FLAGS OF B]",
-        help="Job files, set-ups, answers (--json), records, saved dry runs, snapshots, traces. Flags before -- are of both.",
+        help="Job files, configuration files, answers (--json), records, saved dry runs, snapshots, traces. Flags before -- apply "
+        "to both.",
         show_default=False,
     ),
 ]
@@ -55,7 +56,7 @@ def _diff(
 ) -> int:
     """What changed from A to B: tensors that came, went, grew or shrank, what is held and sent, and which settings differ.
 
-    B is a second file, or A with the flags behind --: zeroplan diff job.toml -- --stage 2
+    B is a second file, or A with the flags after --: zeroplan diff job.toml -- --stage 2
     """
     if as_json and as_markdown:
         raise SpecError("--json and --markdown are two renderings; choose one")
@@ -123,7 +124,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     at = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
     for word in words[at:]:
         if word.partition("=")[0] in _BEFORE:
-            raise SpecError(f"{word} is no flag of B's job, which alone stand behind --; write it before --")
+            raise SpecError(f"{word} is not a flag of a job, and only those of B come after --; write it before --")
     return words[:at], words[at:]
 
 

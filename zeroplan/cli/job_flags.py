@@ -1,7 +1,7 @@
 """The flags that describe a job, shared by every command that takes one, and how they become a request.
 
-Each flag stands once, in ``FLAGS``. A command is written as a function of the resolved job; :func:`takes_a_job` gives it the
-flags as its signature, so that help, completion and parsing come from the same table.
+Each flag is declared once, by a field of :class:`~zeroplan.resolve.Request`. A command is a function of the resolved job;
+:func:`takes_a_job` gives it the flags as its signature, so that help, completion and parsing come from the same declarations.
 """
 
 import inspect
@@ -17,7 +17,8 @@ from zeroplan.catalog.model import model as find_model
 from zeroplan.cli import say
 from zeroplan.cli.catalog_flags import Catalog, folder
 from zeroplan.errors import SpecError, UnknownNameError
-from zeroplan.resolve import Request, Resolved, own_folder, resolve, with_fetched
+from zeroplan.resolve import OPTIONS, Request, Resolved, own_folder, resolve, with_fetched
+from zeroplan.resolve.options import KEEP_LOGITS, MODEL, RECIPE, Declared
 from zeroplan.settings import with_setting
 from zeroplan.spec.base import largest
 from zeroplan.units import parse_count, parse_tokens
@@ -27,81 +28,7 @@ if TYPE_CHECKING:
     from zeroplan.spec.job import JobSpec
 
 
-class _Flag(NamedTuple):
-    """One flag: the field of the request it sets, how its value looks, what it says."""
-
-    field: str
-    metavar: str
-    help: str
-    panel: str
-    number: bool = False
-    switch: bool = False
-
-
-_MODEL, _CLUSTER, _RECIPE, _BATCH = "Model (one of the first four)", "Cluster", "Recipe", "Batch"
-_SWITCHES = "Switches of the recipe"
-
-FLAGS = (
-    _Flag("params", "COUNT", "Parameters, as 7e9, 7b or 350M; a published shape of that size is taken.", _MODEL),
-    _Flag("model", "NAME", "A model of the catalogue (`zeroplan models`), or hf:OWNER/NAME, from the Hugging Face Hub.", _MODEL),
-    _Flag("config", "PATH", "A Hugging Face config.json, or a folder that holds one.", _MODEL),
-    _Flag("profile", "FILE", "A profile of a module (`zeroplan profile`), for what has no formulas.", _MODEL),
-    _Flag("treat_as", "FAMILY", "Read the config of an unknown architecture as this family.", _MODEL),
-    _Flag("lora_rank", "N", "Fine-tune low-rank adapters of this rank, as peft's, everything else frozen.", _MODEL, number=True),
-    _Flag("lora_targets", "NAMES", "The linear layers that have adapters: all-linear, attention, mlp, or names as "
-          "q_proj,v_proj. (default: all-linear)", _MODEL),
-    _Flag("quantize", "NAME", "Hold the frozen weights of the blocks in bitsandbytes' 4 bits (QLoRA): none, nf4, or nf4-double, "
-          "their scales quantised too. (default: none)", _MODEL),
-    _Flag("freeze", "NAMES", "Parts that are not trained: embedding, norm (the last) and head, separated by commas.", _MODEL),
-    _Flag("freeze_layers", "N", "The first N blocks are not trained. (default: 0)", _MODEL, number=True),
-    _Flag("gpus", "N", "GPUs in all. (default: 1)", _CLUSTER, number=True),
-    _Flag("gpu", "NAME", "The GPU (`zeroplan gpus`), to see whether the job fits.", _CLUSTER),
-    _Flag("gpus_per_node", "N", "GPUs that share a node. (default: the GPU's usual server)", _CLUSTER, number=True),
-    _Flag("replicas", "N", "Replicas of the sharded group (HSDP). (default: 1)", _CLUSTER, number=True),
-    _Flag("tensor_parallel", "N", "Tensor-parallel ranks (engines fsdp2, megatron, paper). (default: 1)", _CLUSTER, number=True),
-    _Flag("context_parallel", "N", "Context-parallel ranks, which share a sequence. (default: 1)", _CLUSTER, number=True),
-    _Flag("pipeline_parallel", "N", "Pipeline-parallel ranks, which split the layers. (default: 1)", _CLUSTER, number=True),
-    _Flag("expert_parallel", "N", "Expert-parallel ranks, among those that shard. (default: 1)", _CLUSTER, number=True),
-    _Flag("pipeline_schedule", "NAME", "gpipe, 1f1b, interleaved-1f1b, interleaved-zero-bubble or zbv. (default: 1f1b)", _RECIPE),
-    _Flag("pipeline_stages_per_rank", "N", "Stages on each pipeline rank. (default: 1, or 2 where the schedule takes several)",
-          _RECIPE, number=True),
-    _Flag("pipeline_layers", "LIST", "Layers of each pipeline stage, as 7,9,9,7. (default: as torchtitan cuts them)", _RECIPE),
-    _Flag("stage", "0..3", "ZeRO stage. (default: 3; 0 on one GPU and with ddp; 1 with megatron)", _RECIPE),
-    _Flag("engine", "NAME", "paper, ddp, fsdp2, deepspeed or megatron. (default: ddp for stages 0 and 1, fsdp2 for 2 and 3)",
-          _RECIPE),
-    _Flag("precision", "NAME", "bf16-mixed, fp16-mixed, bf16 or fp32. (default: bf16-mixed)", _RECIPE),
-    _Flag("optimizer", "NAME",
-          "adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, lion, muon or adamw-8bit. (default: adamw)",
-          _RECIPE),
-    _Flag("optimizer_impl", "NAME", "How it steps: foreach, fused or forloop. (default: the engine's own)", _RECIPE),
-    _Flag("offload_optimizer", "DEVICE", "Where the optimizer's states are, the CPU taking the step: none, cpu or nvme. "
-          "(default: none)", _RECIPE),
-    _Flag("offload_param", "DEVICE", "Where this rank's share of the parameters is: none, cpu or nvme. (default: none)", _RECIPE),
-    _Flag("from_file", "FILE", "An existing set-up: DeepSpeed's configuration, accelerate's YAML, TrainingArguments as JSON, "
-          "torchtitan's configuration; flags must not contradict it.", _RECIPE),
-    _Flag("deepspeed_config", "FILE", "A DeepSpeed configuration (JSON), \"auto\" as transformers' Trainer fills it in; flags "
-          "must not contradict it.", _RECIPE),
-    _Flag("recompute", "NAME", "Activation checkpointing: none, selective or full. (default: none)", _RECIPE),
-    _Flag("recompute_layers", "N", "Of the first N blocks alone. (default: of all)", _RECIPE, number=True),
-    _Flag("attention", "NAME", "sdpa, flash or eager. (default: sdpa)", _RECIPE),
-    _Flag("loss", "NAME", "full (all logits at once), chunked (torchtitan) or fused (Liger). (default: full)", _RECIPE),
-    _Flag("keep_logits", "NAME", "Whether the loop holds the model's output during backward: no, yes, or fp32, upcast as "
-          "accelerate's does. (default: no)", _RECIPE),
-    _Flag("modules", "NAME", "Whose modules train: transformers, or torchtitan's own Llama 3 (engine fsdp2). "
-          "(default: transformers, or those of the program whose file --from reads)", _RECIPE),
-    _Flag("activations", "NAME", "Count them by the module, or by megatron, its paper's formula (engine paper). "
-          "(default: module)", _RECIPE),
-    _Flag("offload_activations", "", "Keep what blocks save for their backward in pinned host memory until then (torch's "
-          "offload_wrapper around every block).", _SWITCHES, switch=True),
-    _Flag("sequence_parallel", "", "Megatron's formulas: split norms and dropouts over tensor-parallel ranks too.",
-          _SWITCHES, switch=True),
-    _Flag("sync_every_micro_batch", "", "Reduce gradients after every micro-batch (default), or with "
-          "--no-sync-every-micro-batch after the last one only (no_sync).", _SWITCHES, switch=True),
-    _Flag("seq_len", "TOKENS", "Tokens per sequence. (default: 4096, or the model's longest)", _BATCH, number=True),
-    _Flag("micro_batch", "N", "Sequences in one forward pass of a data-parallel rank: a GPU, or those that split a model or a "
-          "sequence. (default: 1)", _BATCH, number=True),
-    _Flag("grad_accum", "N", "Micro-batches per optimizer step. (default: 1)", _BATCH, number=True),
-)  # fmt: skip
+FLAGS = tuple(one for one in OPTIONS.values() if one.help)
 
 
 def takes_a_job(
@@ -220,24 +147,24 @@ def _job_file() -> inspect.Parameter:
     return _keyword("job_file", Annotated[str | None, argument], None)
 
 
-def _parameter(flag: _Flag) -> inspect.Parameter:
-    name = "--from" if flag.field == "from_file" else "--" + flag.field.replace("_", "-")
-    if flag.switch:
-        option = typer.Option(f"{name}/--no-{name[2:]}", help=flag.help, rich_help_panel=flag.panel, show_default=False)
-        return _keyword(flag.field, Annotated[bool | None, option], None)
-    option = typer.Option(name, metavar=flag.metavar, help=flag.help, rich_help_panel=flag.panel, show_default=False)
-    return _keyword(flag.field, Annotated[str | None, option], None)
+def _parameter(one: Declared) -> inspect.Parameter:
+    flag, panel = one.flag, one.option.panel
+    if one.is_switch:
+        option = typer.Option(f"{flag}/--no-{flag[2:]}", help=one.help, rich_help_panel=panel, show_default=False)
+        return _keyword(one.field, Annotated[bool | None, option], None)
+    option = typer.Option(flag, metavar=one.option.metavar, help=one.help, rich_help_panel=panel, show_default=False)
+    return _keyword(one.field, Annotated[str | None, option], None)
 
 
 def _from_run_parameter() -> inspect.Parameter:
     help_text = "A saved dry run of your own script (`zeroplan dryrun --save FILE --profile own`); flags override its settings."
-    option = typer.Option("--from-run", metavar="FILE", help=help_text, rich_help_panel=_MODEL, show_default=False)
+    option = typer.Option("--from-run", metavar="FILE", help=help_text, rich_help_panel=MODEL, show_default=False)
     return _keyword("from_run", Annotated[str | None, option], None)
 
 
 def _set_parameter() -> inspect.Parameter:
     help_text = "An engine's own option, as deepspeed.reduce_bucket_size=5e7 or fsdp2.reshard_after_forward=8; repeatable."
-    option = typer.Option("--set", metavar="KEY=VALUE", help=help_text, rich_help_panel=_RECIPE, show_default=False)
+    option = typer.Option("--set", metavar="KEY=VALUE", help=help_text, rich_help_panel=RECIPE, show_default=False)
     return _keyword("settings", Annotated[list[str] | None, option], None)
 
 
@@ -332,11 +259,10 @@ def _exists(path: Path) -> bool:
 
 #: ``8xH100``, as clouds and papers write it; ``0x10`` is no number of GPUs.
 _NUMBER_AND_NAME = re.compile(r"([1-9][0-9]*) ?[xX*] ?(\S.*)")
-_KEEP_LOGITS: dict[str, bool | str] = {"no": False, "yes": True, "fp32": "fp32"}
 
 
-def _value(flag: _Flag, text: object) -> object:
-    if flag.switch:
+def _value(flag: Declared, text: object) -> object:
+    if flag.is_switch:
         return text
     if flag.field == "keep_logits":
         return _kept(str(text))
@@ -344,19 +270,19 @@ def _value(flag: _Flag, text: object) -> object:
         raise SpecError(f"--{flag.field} {text!r} says two things; write --gpus {both[1]} --gpu {both[2]}")
     if flag.field == "seq_len":
         return parse_tokens(str(text), what="--seq-len", most=_most(flag))
-    if flag.number:
-        return parse_count(str(text), what="--" + flag.field.replace("_", "-"), examples="8 or 1024", most=_most(flag))
+    if flag.is_number:
+        return parse_count(str(text), what=flag.flag, examples="8 or 1024", most=_most(flag))
     return int(text) if flag.field == "stage" and str(text) in ("0", "1", "2", "3") else text  # type: ignore[call-overload]
 
 
 def _kept(text: str) -> bool | str:
-    if text not in _KEEP_LOGITS:
+    if text not in KEEP_LOGITS:
         near = {"true": "; write yes", "false": "; write no"}.get(text.lower(), "")
-        raise SpecError(f"--keep-logits {text!r} is none of {', '.join(_KEEP_LOGITS)}{near}")
-    return _KEEP_LOGITS[text]
+        raise SpecError(f"--keep-logits {text!r} is none of {', '.join(KEEP_LOGITS)}{near}")
+    return KEEP_LOGITS[text]
 
 
-def _most(flag: _Flag) -> int:
+def _most(flag: Declared) -> int:
     """The largest number that a flag's field takes."""
     return largest(Request, flag.field) or 10**18
 

@@ -9,7 +9,7 @@ from typing import cast
 from zeroplan.errors import SpecError, ZeroplanError, unknown_name
 from zeroplan.estimator import estimate
 from zeroplan.explore.configurations import configurations
-from zeroplan.explore.controls import KEEP_LOGITS, Control, controls
+from zeroplan.explore.controls import Control, controls
 from zeroplan.planner.choose import time_of
 from zeroplan.remedies import remedies
 from zeroplan.report.palette import LOOKS
@@ -18,6 +18,7 @@ from zeroplan.report.series.stages import stages
 from zeroplan.report.series.timeline import timeline
 from zeroplan.report.words import NAME_A_GPU, headline, verdict_sentence
 from zeroplan.resolve import Request, Resolved, resolve
+from zeroplan.resolve.options import KEEP_LOGITS
 from zeroplan.settings import with_setting
 from zeroplan.spec.job import JobSpec
 from zeroplan.units import parse_count, parse_tokens

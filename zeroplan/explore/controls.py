@@ -1,19 +1,20 @@
-"""What can be moved on the page: each control once, with its choices or its range, by the name of the flag that it is."""
+"""What can be moved on the page: the controls that options of a job declare, each by the name of its flag."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from zeroplan.catalog.gpu import gpu_names
 from zeroplan.catalog.model import model_names
-from zeroplan.spec.job import ENGINE_STAGES
-from zeroplan.spec.recipe import Attention, Loss, Optimizer, OptimizerImpl, Precision, Recompute
+from zeroplan.resolve import OPTIONS
+from zeroplan.resolve.options import GROUPS, OF_RECIPE, Declared
+from zeroplan.resolve.options import Control as DeclaredControl
 
 Kind = Literal["choice", "number", "text"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """One control: the flag's name, what it is called, what may be chosen, or from where to where it goes in doublings."""
+    """One control: its flag's name, its label, and its choices, or its range in doublings."""
 
     name: str
     label: str
@@ -24,47 +25,42 @@ class Control:
     most: int = 1
     default: str = ""
     empty: str = "default"
-    """What nothing chosen is called."""
+    """How the page names the empty choice."""
     hint: str = ""
 
 
-#: What the flag says, and what a request has for it.
-KEEP_LOGITS: dict[str, bool | Literal["fp32"]] = {"no": False, "yes": True, "fp32": "fp32"}
-_WHAT, _WHERE, _SPLIT, _HOW, _FED = "Model", "GPUs", "Split of the model", "Recipe", "Batch"
-_AUTO = ""
-"""Nothing chosen: what the command line takes then."""
+_SETTINGS = Control(
+    name="set",
+    label="Options of the engine",
+    group=OF_RECIPE,
+    kind="text",
+    hint="for example fsdp2.reshard_after_forward=8; separate several by spaces",
+)
 
 
 def controls() -> tuple[Control, ...]:
-    """Every control, in the order of the page."""
-    return (
-        Control(name="model", label="Model", group=_WHAT, kind="text", choices=tuple(model_names()), default="llama-3.1-8b"),
-        Control(name="lora_rank", label="LoRA rank", group=_WHAT, choices=(_AUTO, "4", "8", "16", "32", "64", "128", "256"),
-                empty="none: train everything"),
-        Control(name="quantize", label="Frozen weights (QLoRA)", group=_WHAT, choices=(_AUTO, "nf4", "nf4-double"),
-                empty="not quantised", hint="in 4 bits, beside a LoRA rank"),
-        Control(name="gpu", label="GPU", group=_WHERE, choices=(_AUTO, *gpu_names()), default="h100-sxm-80gb",
-                empty="any"),
-        Control(name="gpus", label="GPUs", group=_WHERE, kind="number", least=1, most=4096, default="8"),
-        Control(name="replicas", label="Replicas", group=_WHERE, kind="number", least=1, most=512, default="1",
-                hint="copies of the sharded group (HSDP)"),
-        Control(name="stage", label="ZeRO stage", group=_HOW, choices=("0", "1", "2", "3"), default="3"),
-        Control(name="engine", label="Engine", group=_HOW, choices=(_AUTO, *ENGINE_STAGES)),
-        Control(name="precision", label="Precision", group=_HOW, choices=get_args(Precision), default="bf16-mixed"),
-        Control(name="recompute", label="Recomputation", group=_HOW, choices=get_args(Recompute), default="none"),
-        Control(name="optimizer", label="Optimizer", group=_HOW, choices=get_args(Optimizer), default="adamw"),
-        Control(name="optimizer_impl", label="Optimizer step", group=_HOW, choices=(_AUTO, *get_args(OptimizerImpl))),
-        Control(name="offload_optimizer", label="Offload optimizer", group=_HOW, choices=("none", "cpu"), default="none"),
-        Control(name="offload_param", label="Offload parameters", group=_HOW, choices=("none", "cpu"), default="none"),
-        Control(name="attention", label="Attention", group=_HOW, choices=get_args(Attention), default="sdpa"),
-        Control(name="loss", label="Loss", group=_HOW, choices=get_args(Loss), default="full"),
-        Control(name="keep_logits", label="Logits in backward", group=_HOW, choices=tuple(KEEP_LOGITS), default="no",
-                hint="whether the training loop keeps the model's output"),
-        Control(name="set", label="Options of the engine", group=_HOW, kind="text",
-                hint="for example fsdp2.reshard_after_forward=8; separate several by spaces"),
-        Control(name="seq_len", label="Tokens per sequence", group=_FED, kind="number", least=128, most=1_048_576, default="4096"),
-        Control(name="micro_batch", label="Sequences per micro-batch", group=_FED, kind="number", least=1, most=256, default="1"),
-        Control(name="grad_accum", label="Micro-batches per step", group=_FED, kind="number", least=1, most=256, default="1"),
-        *(Control(name=f"{what}_parallel", label=f"{what.capitalize()} parallelism", group=_SPLIT, kind="number", least=1, most=64,
-                  default="1") for what in ("tensor", "context", "pipeline", "expert")),
-    )  # fmt: skip
+    """Return every control, in the order of the page."""
+    found = (*(_control(one, one.option.control) for one in OPTIONS.values() if one.option.control), _SETTINGS)
+    return tuple(sorted(found, key=lambda one: GROUPS.index(one.group)))
+
+
+def _control(one: Declared, own: DeclaredControl) -> Control:
+    names = {"": (), "models": model_names, "gpus": gpu_names}[own.listed]
+    return Control(
+        name=one.field,
+        label=own.label,
+        group=own.group,
+        kind=own.kind,
+        choices=(*_choices(one, own), *(names() if callable(names) else ())),
+        least=own.least,
+        most=own.most,
+        default=own.default,
+        empty=own.empty,
+        hint=own.hint,
+    )
+
+
+def _choices(one: Declared, own: DeclaredControl) -> tuple[str, ...]:
+    if own.choices is not None:
+        return own.choices
+    return (("",) if own.may_be_empty else ()) + (one.choices if own.kind == "choice" else ())

@@ -1,11 +1,15 @@
 """The command line that asks ``zeroplan estimate`` for a job."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 
-from zeroplan.resolve import Request
+from zeroplan.resolve import OPTIONS, Request
+from zeroplan.resolve.options import KEEP_LOGITS, Declared, value_of
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.hardware import ClusterSpec, GpuSpec
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 
 _SETTINGS = ("ddp", "fsdp2", "deepspeed", "megatron")
@@ -24,21 +28,18 @@ def estimate_command(job: JobSpec, asked: Request, *, from_run: str | None = Non
     """
     if from_run is not None:
         return shlex.join(("zeroplan", "estimate", "--from-run", from_run, *_over_a_run(job), *_options(job.recipe)))
-    return shlex.join(("zeroplan", "estimate", *_model(job, asked), *_cluster(job), *_recipe(job.recipe), *_batch(job)))
+    return shlex.join(("zeroplan", "estimate", *_model(job, asked), *_cluster(job), *_recipe(job), *_batch(job)))
+
+
+_OVER_A_RUN = ("gpus", "gpu", "gpus_per_node", "replicas", "engine", "stage", "precision", "optimizer", "optimizer_impl",
+               "recompute", "keep_logits", "seq_len", "micro_batch", "grad_accum")  # fmt: skip
 
 
 def _over_a_run(job: JobSpec) -> Iterator[str]:
-    recipe, batch, mesh = job.recipe, job.batch, job.mesh
-    for flag, value in (
-        ("gpus", mesh.world_size), ("gpu", None if job.cluster.gpu is None else job.cluster.gpu.name),
-        ("gpus-per-node", job.cluster.gpus_per_node), ("replicas", mesh.dp_replicate), ("engine", recipe.engine),
-        ("stage", recipe.zero_stage), ("precision", recipe.precision), ("optimizer", recipe.optimizer),
-        ("optimizer-impl", recipe.optimizer_impl), ("recompute", recipe.recompute),
-        ("keep-logits", "yes" if recipe.keep_logits else "no"), ("seq-len", batch.seq_len),
-        ("micro-batch", batch.micro_batch_size), ("grad-accum", batch.grad_accum_steps),
-    ):  # fmt: skip
-        if value is not None:
-            yield from (f"--{flag}", str(value))
+    for name in _OVER_A_RUN:
+        one = OPTIONS[name]
+        if (value := value_of(job, one)) is not None:
+            yield from _words(one, value)
 
 
 def _model(job: JobSpec, asked: Request) -> Iterator[str]:
@@ -66,43 +67,45 @@ def _model(job: JobSpec, asked: Request) -> Iterator[str]:
 
 def _cluster(job: JobSpec) -> Iterator[str]:
     yield from ("--gpus", str(job.mesh.world_size))
-    if job.cluster.gpu is not None:
-        yield from ("--gpu", job.cluster.gpu.name)
-    for flag, value, default in (
-        ("gpus-per-node", job.cluster.gpus_per_node, None),
-        ("replicas", job.mesh.dp_replicate, 1),
-        ("tensor-parallel", job.mesh.tp, 1),
-        ("context-parallel", job.mesh.cp, 1),
-        ("pipeline-parallel", job.mesh.pp, 1),
-        ("expert-parallel", job.mesh.ep, 1),
-    ):
-        if value != default:
-            yield from (f"--{flag}", str(value))
+    yield from _set(job, ClusterSpec())
+    yield from _set(job, MeshSpec(), leave_out=("gpus",))
 
 
-_NAMED = (
-    "precision", "optimizer", "optimizer_impl", "recompute", "recompute_layers", "attention", "loss", "pipeline_schedule",
-    "pipeline_stages_per_rank", "pipeline_layers",
-)  # fmt: skip
+def _set(
+    job: JobSpec, defaults: ClusterSpec | MeshSpec | RecipeSpec | BatchSpec, leave_out: Collection[str] = ()
+) -> Iterator[str]:
+    """The flags of one part of a job, where it differs from its defaults."""
+    for one in OPTIONS.values():
+        part, _, name = one.option.sets.partition(".")
+        if one.help and isinstance(defaults, _PARTS.get(part, ())) and one.field not in leave_out:
+            value = value_of(job, one)
+            if value != getattr(defaults, name):
+                yield from _words(one, value)
 
 
-def _recipe(recipe: RecipeSpec) -> Iterator[str]:
-    default = RecipeSpec()
-    yield from ("--engine", recipe.engine, "--stage", str(recipe.zero_stage))
-    for name in _NAMED:
-        if getattr(recipe, name) != getattr(default, name):
-            yield from ("--" + name.replace("_", "-"), str(getattr(recipe, name)))
-    if recipe.keep_logits:
-        yield from ("--keep-logits", "fp32" if recipe.keep_logits == "fp32" else "yes")
-    if recipe.sequence_parallel:
-        yield "--sequence-parallel"
-    if not recipe.sync_every_micro_batch:
-        yield "--no-sync-every-micro-batch"
-    yield from _options(recipe)
+_PARTS: Mapping[str, type] = {"cluster": ClusterSpec, "mesh": MeshSpec, "recipe": RecipeSpec, "batch": BatchSpec}
+
+
+def _words(one: Declared, value: object) -> Iterator[str]:
+    """A flag with its value, as a person types it."""
+    if one.is_switch:
+        yield one.flag if value else f"--no-{one.flag[2:]}"
+    elif one.field == "keep_logits":
+        yield from (one.flag, next(word for word, kept in KEEP_LOGITS.items() if kept == value))
+    else:
+        yield from (one.flag, value.name if isinstance(value, GpuSpec) else str(value))
+
+
+def _recipe(job: JobSpec) -> Iterator[str]:
+    yield from ("--engine", job.recipe.engine, "--stage", str(job.recipe.zero_stage))
+    yield from _set(job, RecipeSpec(), leave_out=("engine", "stage"))
+    yield from _options(job.recipe)
 
 
 def _options(recipe: RecipeSpec) -> Iterator[str]:
     """Of the engine's own options those that are not its defaults; where things are offloaded to has flags."""
+    if recipe.engine not in _SETTINGS:
+        return
     group = getattr(recipe, recipe.engine)
     default = type(group)()
     if recipe.engine == "fsdp2" and recipe.fsdp2.cpu_offload:
@@ -119,6 +122,4 @@ def _options(recipe: RecipeSpec) -> Iterator[str]:
 
 def _batch(job: JobSpec) -> Iterator[str]:
     yield from ("--seq-len", str(job.batch.seq_len))
-    for flag, value in (("micro-batch", job.batch.micro_batch_size), ("grad-accum", job.batch.grad_accum_steps)):
-        if value > 1:
-            yield from (f"--{flag}", str(value))
+    yield from _set(job, BatchSpec(seq_len=job.batch.seq_len))

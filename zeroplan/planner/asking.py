@@ -1,7 +1,7 @@
 """From a request, as flags and job files make one, to what the planner searches: what is given, and what is decided."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,15 +21,13 @@ from zeroplan.planner.questions import (
 from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid
 from zeroplan.planner.space import Fixed, gpu_of
-from zeroplan.resolve import Request, Resolved, beyond_positions, mesh_of, resolve, with_setup
+from zeroplan.resolve import OPTIONS, Request, Resolved, beyond_positions, mesh_of, resolve, with_setup
 from zeroplan.spec.hardware import SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.transformer.params import parameter_count
 
 #: Fields of a request that the search decides where they are not given.
-SEARCHED = ("engine", "stage", "replicas", "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel",
-             "pipeline_schedule", "pipeline_stages_per_rank", "pipeline_layers", "micro_batch", "grad_accum", "optimizer_impl",
-             "recompute", "recompute_layers", "loss", "offload_optimizer", "offload_param")  # fmt: skip
+SEARCHED = tuple(one.field for one in OPTIONS.values() if one.option.searched)
 
 #: Options of one engine, which stay with it whatever else is tried.
 _OPTIONS = ("ddp", "fsdp2", "deepspeed", "megatron")
@@ -184,30 +182,12 @@ def _refuse_values(request: Request, question: Question) -> None:
 
 
 def _fixed(request: Request, question: Question) -> Fixed:
+    """What of a layout the request decides, by the name of the job's field, or of the option where it sets no single field."""
+    given = {one.option.sets.rpartition(".")[2] or one.field: getattr(request, one.field) for one in OPTIONS.values()}
     return Fixed(
-        engine=request.engine,
-        zero_stage=request.stage,
+        **{field.name: given[field.name] for field in fields(Fixed) if field.name in given},
         search_optimizer=question.search_optimizer and request.optimizer is None,
         search_precision=question.search_optimizer and request.precision is None,
-        recompute=request.recompute,
-        recompute_layers=request.recompute_layers,
-        optimizer_impl=request.optimizer_impl,
-        loss=request.loss,
-        offload_optimizer=request.offload_optimizer,
-        offload_param=request.offload_param,
-        ddp=request.ddp,
-        fsdp2=request.fsdp2,
-        deepspeed=request.deepspeed,
-        megatron=request.megatron,
-        dp_replicate=request.replicas,
-        tp=request.tensor_parallel,
-        cp=request.context_parallel,
-        pp=request.pipeline_parallel,
-        ep=request.expert_parallel,
-        pipeline_schedule=request.pipeline_schedule,
-        pipeline_stages_per_rank=request.pipeline_stages_per_rank,
-        micro_batch_size=request.micro_batch,
-        grad_accum_steps=request.grad_accum,
         global_batch_size=question.global_batch,
     )
 

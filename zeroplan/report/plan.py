@@ -20,6 +20,8 @@ from zeroplan.report.words import (
     spread,
     those_that_share,
 )
+from zeroplan.resolve import OPTIONS
+from zeroplan.resolve.options import value_of
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import DeepSpeedOptions
 from zeroplan.steptime import Part
@@ -238,30 +240,20 @@ def plan_payload(plan: Plan, beside: Beside) -> dict[str, object]:
     }
 
 
+_OF_A_LAYOUT = frozenset({
+    "engine", "stage", "recompute", "recompute_layers", "loss", "optimizer", "precision", "optimizer_impl", "replicas",
+    "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel", "pipeline_schedule", "seq_len", "micro_batch",
+    "grad_accum",
+})  # fmt: skip
+
+
 def layout_payload(one: Layout) -> dict[str, object]:
     """A layout as plain data; sizes in bytes, times in seconds."""
-    recipe, mesh, batch = one.job.recipe, one.job.mesh, one.job.batch
     return {
         "layout": layout_words(one.job),
-        "engine": recipe.engine,
-        "stage": recipe.zero_stage,
-        "recompute": recipe.recompute,
-        "recompute_layers": recipe.recompute_layers,
-        "loss": recipe.loss,
-        "optimizer": recipe.optimizer,
-        "precision": recipe.precision,
-        "optimizer_impl": recipe.optimizer_impl,
-        "offload": recipe.offloads,
-        "replicas": mesh.dp_replicate,
-        "shards": mesh.dp_shard,
-        "tensor_parallel": mesh.tp,
-        "context_parallel": mesh.cp,
-        "pipeline_parallel": mesh.pp,
-        "expert_parallel": mesh.ep,
-        "pipeline_schedule": recipe.pipeline_schedule,
-        "seq_len": batch.seq_len,
-        "micro_batch": batch.micro_batch_size,
-        "grad_accum": batch.grad_accum_steps,
+        **{each.field: value_of(one.job, each) for each in OPTIONS.values() if each.field in _OF_A_LAYOUT},
+        "offload": one.job.recipe.offloads,
+        "shards": one.job.mesh.dp_shard,
         "least_bytes": one.least_bytes,
         "comfortable_bytes": one.comfortable_bytes,
         "step_s": one.seconds,

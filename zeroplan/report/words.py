@@ -275,13 +275,11 @@ def replay_sentence(answer: Estimate, unit: Unit) -> str:
 
 
 def _unusable(shown: "Replayed", unit: Unit) -> str:
-    """What of the reserve was free and of no use when the card was asked for more last; empty where nothing was."""
+    """What of the reserve was free and of no use when the allocator last took more from the card; empty where nothing was."""
     if not shown.unusable_bytes:
         return ""
     free = unit.size(shown.unusable_bytes)
-    return (
-        f" When the card was asked for more last, {free} were free, in pieces too small for that request or of another stream."
-    )
+    return f" When the allocator last took more from the card, {free} were free, in pieces too small or of another stream."
 
 
 def allocator_sentence(answer: Estimate, unit: Unit | None = None) -> str:

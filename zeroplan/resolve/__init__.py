@@ -16,7 +16,7 @@ from zeroplan.catalog.hub_names import is_repository, repository_of, way_to_the_
 from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.model import model as find_model
 from zeroplan.errors import SpecError, UnknownNameError
-from zeroplan.resolve.request import Request, SetupRead, request_of
+from zeroplan.resolve.request import OPTIONS, Request, SetupRead, fields_set, request_of
 from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.base import nearest_fields
 from zeroplan.spec.batch import BatchSpec
@@ -29,6 +29,7 @@ from zeroplan.spec.recipe import DeepSpeedOptions, Engine, Fsdp2Options, RecipeS
 from zeroplan.units import parse_count
 
 __all__ = [
+    "OPTIONS",
     "Request",
     "Resolved",
     "SetupRead",
@@ -321,32 +322,9 @@ def _with_modules(request: Request) -> Request:
 
 def _recipe(request: Request, stage: Stage) -> RecipeSpec:
     request = _with_modules(request)
-    said: dict[str, object] = {
-        "engine": request.engine or DEFAULT_ENGINE[stage],
-        "zero_stage": stage,
-        "precision": request.precision,
-        "optimizer": request.optimizer,
-        "optimizer_impl": request.optimizer_impl,
-        "recompute": request.recompute,
-        "recompute_layers": request.recompute_layers,
-        "offload_activations": request.offload_activations,
-        "attention": request.attention,
-        "activation_model": request.activations,
-        "sequence_parallel": request.sequence_parallel,
-        "loss": request.loss,
-        "keep_logits": request.keep_logits,
-        "pipeline_schedule": request.pipeline_schedule,
-        "pipeline_stages_per_rank": request.pipeline_stages_per_rank,
-        "pipeline_layers": request.pipeline_layers,
-        "sync_every_micro_batch": request.sync_every_micro_batch,
-        "ddp": request.ddp,
-        "fsdp2": request.fsdp2,
-        "deepspeed": request.deepspeed,
-        "megatron": request.megatron,
-        "kernels": request.kernels,
-    }
-    said |= _offload(request, request.engine or DEFAULT_ENGINE[stage])
-    return RecipeSpec(**{key: value for key, value in said.items() if value is not None})  # type: ignore[arg-type]  # checked there
+    engine = request.engine or DEFAULT_ENGINE[stage]
+    given = fields_set(request, "recipe") | {"engine": engine, "zero_stage": stage} | _offload(request, engine)
+    return RecipeSpec(**given)  # type: ignore[arg-type]  # checked there
 
 
 def _offload(request: Request, engine: Engine) -> dict[str, object]:

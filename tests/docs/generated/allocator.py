@@ -18,7 +18,9 @@ def reserved() -> str:
         for settings in SETTINGS
         for key, of, inside, unseen, width in held(settings)
     ]
-    return table(("engine", "settings", "replays:", "in the band:", "in one derived without them:", "width:"), rows)
+    return table(
+        ("engine", "settings", "replays:", "inside the range:", "inside the range from other jobs:", "median width:"), rows
+    )
 
 
 def _share(count: int, of: int) -> str:
@@ -32,7 +34,7 @@ def pressed() -> str:
     for settings in SETTINGS:
         some = sorted(one.pressed / 1000 for one in found if one.settings == settings)
         rows.append((settings.replace("_", " "), f"{len(some)}", f"{median(some):.3f}", f"{some[-1]:.3f}"))
-    return table(("settings", "jobs:", "of the peak, in the middle:", "at most:"), rows)
+    return table(("settings", "jobs:", "memory needed over peak, median:", "largest:"), rows)
 
 
 def replayed() -> str:
@@ -45,5 +47,5 @@ def replayed() -> str:
         for engine, both in MEASURED.items()
         for settings, one in zip(SETTINGS, both, strict=True)
     ]  # fmt: skip
-    columns = ("engine", "settings", "jobs:", "off in the middle:", "within 2 %:", "98 in 100 jobs, recorded over predicted:")
+    columns = ("engine", "settings", "jobs:", "median error:", "within 2 %:", "recorded over predicted, 98 in 100 jobs:")
     return table(columns, rows)

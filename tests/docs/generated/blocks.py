@@ -115,7 +115,7 @@ def backward(model: str) -> str:
             for line in point.lines
             if line.kind is not Kind.ACTIVATIONS
         ]
-        parts.append(table(("at", "saved and left", "kind", "what", "bytes", "source:"), _both_once(rows)))
+        parts.append(table(("at", "saved tensors alive", "kind", "what", "bytes", "source:"), _both_once(rows)))
     return "\n".join([*parts, sources.listed()])
 
 

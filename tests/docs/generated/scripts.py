@@ -26,7 +26,7 @@ def _row(row: dict[str, object]) -> tuple[str, ...]:
 
 def table_of_answers() -> str:
     """What an answer from a run says of another run, and what a dry run of that one has."""
-    head = ("script", "run", "settings asked about", "asked [MiB]:", "measured [MiB]:", "difference:")
+    head = ("script", "run", "predicted run", "predicted [MiB]:", "dry run [MiB]:", "difference:")
     return table(head, [_answer(row) for row in asked.kept()])
 
 

@@ -12,6 +12,8 @@ from zeroplan.measurement import CourseMeasured, Measurement
 from zeroplan.report.series.levels import Level, block_named, levels_of
 from zeroplan.report.series.parts import Caption, Part, caption, parts
 from zeroplan.report.words import engine_words, plural
+from zeroplan.resolve import OPTIONS
+from zeroplan.resolve.options import value_of
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import Loss
 
@@ -166,25 +168,12 @@ def _demand_same(job: JobSpec, record: Measurement, where: str) -> None:
 
 def _sides(job: JobSpec) -> dict[str, object]:
     """What two jobs must have in common, by the name of the flag or field."""
-    recipe, mesh, batch = job.recipe, job.mesh, job.batch
-    own = {"ddp": recipe.ddp, "fsdp2": recipe.fsdp2, "deepspeed": recipe.deepspeed, "megatron": recipe.megatron}
+    recipe = job.recipe
+    flags = (one for one in OPTIONS.values() if one.help and one.option.sets.startswith(("recipe.", "mesh.", "batch.")))
     return {
         "shape": replace(job.model, name=""),
-        "engine": recipe.engine,
-        "stage": recipe.zero_stage,
-        "shards": mesh.dp_shard,
-        "replicas": mesh.dp_replicate,
-        "precision": recipe.precision,
-        "recompute": recipe.recompute,
-        "recompute-layers": recipe.recompute_layers,
-        "attention": recipe.attention,
-        "optimizer": recipe.optimizer,
+        **{one.flag.removeprefix("--"): value_of(job, one) for one in flags},
         "optimizer-impl": step_implementation(recipe),
-        "loss": recipe.loss,
-        "keep-logits": recipe.keep_logits,
-        "seq-len": batch.seq_len,
-        "micro-batch": batch.micro_batch_size,
-        "grad-accum": batch.grad_accum_steps,
-        "sync-every-micro-batch": recipe.sync_every_micro_batch or batch.grad_accum_steps == 1,
-        "options": own.get(recipe.engine),
+        "sync-every-micro-batch": recipe.sync_every_micro_batch or job.batch.grad_accum_steps == 1,
+        "options": getattr(recipe, recipe.engine, None),
     }

@@ -1,4 +1,4 @@
-"""How quick is a plan? Run it in the environment to be measured: ``python benchmarks/plan.py``.
+"""How quick is a plan? Run it in the environment to be measured: ``python tests/benchmarks/plan.py``.
 
 The whole command, best of several runs, and layouts per second that are computed, held against the GPU and put in order, once the
 program is warm; with the memory it takes. A structure takes about as long for one layout as for a thousand, so the rate

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A GPU machine at hand for a few minutes: run all there is to run on one card, and leave records that can be kept.
 #
-#   benchmarks/card.sh FOLDER [SECONDS]
+#   tests/benchmarks/card.sh FOLDER [SECONDS]
 #
 # In this order: what the machine is, a smoke of every engine, a snapshot and what it says, scripts beside their dry runs, the matrix of
 # one card (with both edges of this card's own capacity), the tests for GPUs, and what follows from the records. Ends within SECONDS (570); called again with the
@@ -10,12 +10,12 @@
 # another matrix than one-140gb.
 set -uo pipefail
 
-folder=${1:?usage: benchmarks/card.sh FOLDER [SECONDS]}
+folder=${1:?usage: tests/benchmarks/card.sh FOLDER [SECONDS]}
 limit=${2:-570}
 python=${PYTHON:-python3}
 backend=${BACKEND:-cuda}
 matrix=${MATRIX:-one-140gb}
-root=$(cd "$(dirname "$0")/.." && pwd)
+root=$(cd "$(dirname "$0")/../.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 mkdir -p "$folder" && folder=$(cd "$folder" && pwd) || exit 4
 log="$folder/log.txt"

@@ -1,4 +1,4 @@
-"""One job through other calculators: ``python benchmarks/peers.py NAME`` is one of them, in a process of its own.
+"""One job through other calculators: ``python tests/benchmarks/peers.py NAME`` is one of them, in a process of its own.
 
 Llama 2 7B on 8 GPUs under FSDP2, stage 3, bf16 mixed precision, AdamW, one sequence of 4,096 tokens, nothing recomputed. Each
 prints one line of JSON: what it answers [bytes], and how long that took once it was imported [s]. The truth is the engine's own,
@@ -14,7 +14,7 @@ from time import perf_counter
 GIB = 2**30
 PARAMETERS, LARGEST_LAYER = 6_738_415_616, 32_000 * 4096
 GPUS, TOKENS = 8, 4096
-RECORDS = Path(__file__).parents[1] / "tests" / "measured" / "peers.jsonl"
+RECORDS = Path(__file__).parents[1] / "measured" / "peers.jsonl"
 SHAPE = {
     "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,

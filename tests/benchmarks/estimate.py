@@ -1,4 +1,4 @@
-"""How quick and how light is an answer? Run it in the environment to be measured: ``python benchmarks/estimate.py``.
+"""How quick and how light is an answer? Run it in the environment to be measured: ``python tests/benchmarks/estimate.py``.
 
 Two figures: the whole process against the bare imports of the two libraries it is built on, and ``estimate(job)`` for a job
 that is already built. Each is the best of many runs, since other work on the machine only ever adds.

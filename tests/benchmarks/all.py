@@ -1,4 +1,4 @@
-"""All figures of speed and weight in one page: ``python benchmarks/all.py``, in a few minutes on a machine that does nothing else.
+"""All figures of speed and weight in one page: ``python -m tests.benchmarks.all``, in a few minutes on an idle machine.
 
 Writes docs/benchmarks.md, with the versions of what it ran on. Each figure is the best of its runs, since other work on the machine
 only ever adds; each memory is the largest of a process. ``--llm-analysis PYTHON`` names the Python of an environment that has that
@@ -22,11 +22,11 @@ from http.client import HTTPConnection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import estimate as estimates
-import peers
-import plan as plans
+from tests.benchmarks import estimate as estimates
+from tests.benchmarks import peers
+from tests.benchmarks import plan as plans
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
 SMALL = ("--model", "gpt2", "--gpu", "l4-24gb", "--gpus", "2", "--seq-len", "256")
 SEVEN = ("--params", "7e9", "--gpus", "8", "--stage", "3")
@@ -77,12 +77,14 @@ def head() -> str:
     said = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
     return f"""# Benchmarks
 
-How quick and how light the answers are, and what other calculators take for one. `python benchmarks/all.py`, from the repository
-with the extras `verify` and `web` installed, measures all of it in a few minutes and writes this page. Here: {os.cpu_count()} cores
-({platform.machine()}), {gib:.0f} GiB of memory, no GPU, {platform.system()}; Python {platform.python_version()},
+How much time and memory does zeroplan need for an answer, and what do other calculators need? `python -m tests.benchmarks.all` measures
+all of it in a few minutes and writes this page. It needs the repository and the extras `verify` and `web`. These figures are from
+{os.cpu_count()} cores ({platform.machine()}), {gib:.0f} GiB of memory, no GPU, {platform.system()};
+Python {platform.python_version()},
 {said}.
 
-Every time is the best of several runs, and every memory the largest of the process. Times differ by machine; ratios tell more."""
+Every time is the best of several runs, and every memory the largest of the process. Times depend on the machine; compare the
+ratios."""
 
 
 def _version(name: str) -> str:
@@ -124,7 +126,7 @@ def commands(_peer: str = "", *, said: Sequence[tuple[str, ...]] = COMMANDS, run
             )  # fmt: skip
     return f"""## Each command
 
-The whole process, against Python and the bare imports of the two libraries that the command line is built on.
+The whole process of a command, compared with a Python that only imports the two libraries of every such command line.
 
 {table(("", "ms", "times the imports", "MiB", "times the imports"), rows)}"""
 
@@ -134,7 +136,7 @@ def one_estimate(_peer: str = "") -> str:
     rows = [(name, f"{estimates.per_estimate_s(**said) * MILLION:,.0f}") for name, said in estimates.JOBS.items()]
     return f"""## One estimate
 
-`estimate(job)` of a job that is already built, again and again.
+`estimate(job)` for a job that already exists, called repeatedly in one process.
 
 {table(("job", "µs"), rows)}"""
 
@@ -150,8 +152,8 @@ def searches(_peer: str = "") -> str:
         )  # fmt: skip
     return f"""## A search
 
-Layouts that are computed in full, held against the GPU and put in order, and all that are considered, most of which a rule takes
-first; processor time of one core, the program warm.
+*Considered* layouts are all that exist; rules reject most of them. *Computed* layouts are estimated in full, compared with the
+GPU and sorted. The time is processor time of one core, after a first search.
 
 {table(("plan", "computed", "considered", "s", "computed/s", "considered/s"), rows)}"""
 
@@ -164,8 +166,8 @@ def simulations(_peer: str = "", *, said: Sequence[tuple[str, ...]] = SIMULATED)
         rows.append((f"`zeroplan verify {' '.join(one)}`", f"{seconds:.1f}", f"{kib / 1024:,.0f}"))
     return f"""## A simulation
 
-The engine's own code on fake tensors, the whole command with the import of torch and transformers, run once; memory of its largest
-process.
+The engine's own code on fake tensors: the whole command, run once, with the import of torch and transformers. The memory is that of
+the largest process.
 
 {table(("", "s", "MiB"), rows)}"""
 
@@ -182,8 +184,8 @@ def page(_peer: str = "", *, asked: Sequence[str] = ASKED, runs: int = 20) -> st
             rows.append((f"`{path}`", f"{min(taken) * MILLI:.1f}", f"{statistics.median(taken) * MILLI:.1f}"))
     return f"""## The page
 
-`zeroplan explore`, over the loopback, a new connection each and a sequence of another length, which no earlier answer can serve:
-the best and the median of {runs}.
+Requests to `zeroplan explore` over the loopback. Each uses a new connection and another sequence length, so that no earlier answer
+can be reused. The table has the best and the median of {runs}.
 
 {table(("", "best, ms", "median, ms"), rows)}"""
 
@@ -237,10 +239,15 @@ def beside_others(peer: str = "", *, names: Sequence[str] = tuple(peers.PEERS)) 
     return f"""## The same job through others
 
 Llama 2 7B on 8 GPUs, FSDP2 with stage 3, bf16 mixed precision, AdamW tensor by tensor, one sequence of 4,096 tokens, nothing
-recomputed: the engine takes {truth / GIB:.2f} GiB at its peak. Each calculator is a process of its own: its answer, the time of the
-answer alone, and with all imports. DeepSpeed's counts model states alone and no activation; accelerate's one GPU, without shards
-or activations (the command asks the hub for its model; here its own functions answer for the same model, offline). torch's tracker
-and `zeroplan verify` run the engine. [More of them](validation.md#the-same-jobs-through-other-calculators), on more jobs.
+recomputed: the engine allocates {truth / GIB:.2f} GiB at its peak. Each calculator runs in its own process. The table has its
+answer, the time of the answer alone, and the time with all imports.
+
+- DeepSpeed's calculator counts only model states, no activations.
+- accelerate's counts one GPU, without shards or activations. Its command downloads the model's configuration; here we call its
+  functions for the same model, offline.
+- torch's tracker and `zeroplan verify` run the engine.
+
+[More calculators](validation.md#the-same-jobs-through-other-calculators), on more jobs.
 
 {table(columns, [(*row, *[""] * (len(columns) - len(row))) for row in rows])}"""
 
@@ -249,7 +256,9 @@ def _peer(name: str, other: str) -> tuple[float, float, float, int] | None:
     """Its answer [bytes], the time of that, of the whole process [s], and the process's memory [KiB]; None where it is not here."""
     python = other if name == "llm-analysis" and other else sys.executable
     try:
-        timed = estimates.best([python, str(ROOT / "benchmarks" / "peers.py"), name], runs=1 if name in _LONG else _FEW)
+        timed = estimates.best(
+            [python, str(ROOT / "tests" / "benchmarks" / "peers.py"), name], runs=1 if name in _LONG else _FEW
+        )
     except subprocess.CalledProcessError:
         return None
     found = [json.loads(line) for line in timed.said.splitlines() if line.startswith('{"bytes"')]
