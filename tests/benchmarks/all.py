@@ -77,9 +77,9 @@ def head() -> str:
     said = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
     return f"""# Benchmarks
 
-How much time and memory does zeroplan need for an answer, and what do other calculators need? `python -m tests.benchmarks.all` measures
-all of it in a few minutes and writes this page. It needs the repository and the extras `verify` and `web`. These figures are from
-{os.cpu_count()} cores ({platform.machine()}), {gib:.0f} GiB of memory, no GPU, {platform.system()};
+How much time and memory does zeroplan need for an answer, and what do other calculators need? `python -m tests.benchmarks.all`
+measures all of it in a few minutes and writes this page. It needs the repository and the extras `verify` and `web`.
+These figures are from {os.cpu_count()} cores ({platform.machine()}), {gib:.0f} GiB of memory, no GPU, {platform.system()};
 Python {platform.python_version()},
 {said}.
 
