@@ -8,6 +8,7 @@
 
 TYPE_CHECKING = False  # as typing has it, which need not be loaded for it
 if TYPE_CHECKING:
+    from zeroplan.differences import Changed, Difference, diff
     from zeroplan.errors import MeasurementError, SpecError, UnknownNameError, ZeroplanError
     from zeroplan.estimator import Estimate, estimate
     from zeroplan.ledger import Band, Collective, Kind, Line, Moment, Phase
@@ -24,10 +25,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Band",
     "BatchSpec",
+    "Changed",
     "ClusterSpec",
     "Collective",
     "DdpOptions",
     "DeepSpeedOptions",
+    "Difference",
     "Estimate",
     "Fsdp2Options",
     "GpuSpec",
@@ -48,12 +51,14 @@ __all__ = [
     "SpecError",
     "UnknownNameError",
     "ZeroplanError",
+    "diff",
     "estimate",
     "job",
 ]
 
 #: Where each name is, below this package: importing the package alone loads none of them.
 _HOMES = {
+    "differences": ("Changed", "Difference", "diff"),
     "errors": ("MeasurementError", "SpecError", "UnknownNameError", "ZeroplanError"),
     "estimator": ("Estimate", "estimate"),
     "ledger": ("Band", "Collective", "Kind", "Line", "Moment", "Phase"),

@@ -55,8 +55,6 @@ class StepReplay:
         self.log = requests_of(job)
         self._workspace_bytes = int(workspace_line(job.cluster.gpu).n_bytes) // _THREADS
         self._done: dict[AllocatorSettings, Replayed] = {}
-        self._at = 0
-        """How many deeds have been replayed."""
 
     def replayed(self, settings: AllocatorSettings = "default") -> Replayed:
         """What the allocator shows in the end.
@@ -81,8 +79,8 @@ class StepReplay:
         card = CachingAllocator(expandable_segments=settings == "expandable_segments", room_bytes=room_bytes)
         try:
             self._play(card)
-        except CardFullError:
-            phase = next(span.phase for span in reversed(self.log.spans) if span.start <= self._at)
+        except _FullAtError as full:
+            phase = next(span.phase for span in reversed(self.log.spans) if span.start <= full.at)
             return OnCard(fits=False, retries=card.retries, phase=phase, free_bytes=card.reserved_bytes - card.allocated_bytes)
         return OnCard(fits=True, retries=card.retries, phase=None, free_bytes=0)
 
@@ -91,21 +89,32 @@ class StepReplay:
         return frozenset(self.log.products.values())
 
     def _play(self, card: CachingAllocator) -> Replayed:
+        """What the card shows in the end; raises _FullAtError where it cannot give what is asked for."""
         requests, chunks = self.log.requests, dict[int, Chunk]()
         last = next(span.start for span in self.log.spans if span.step == self.log.spans[-1].step)
-        highest = unusable = 0
-        for at, deed in enumerate(self.log.deeds):
-            self._at = at
-            if at in self._products:
-                card.request(self._workspace_bytes)
-            if deed < 0:
-                card.release(chunks.pop(-1 - deed))
-                continue
-            before, free = card.reserved_bytes, card.reserved_bytes - card.allocated_bytes
-            chunks[deed] = card.request(requests[deed].n_bytes, requests[deed].stream)
-            unusable = free if card.reserved_bytes > before else unusable
-            highest = max(highest, card.allocated_bytes) if at >= last else 0
+        highest = unusable = at = 0
+        try:
+            for at, deed in enumerate(self.log.deeds):
+                if at in self._products:
+                    card.request(self._workspace_bytes)
+                if deed < 0:
+                    card.release(chunks.pop(-1 - deed))
+                    continue
+                before, free = card.reserved_bytes, card.reserved_bytes - card.allocated_bytes
+                chunks[deed] = card.request(requests[deed].n_bytes, requests[deed].stream)
+                unusable = free if card.reserved_bytes > before else unusable
+                highest = max(highest, card.allocated_bytes) if at >= last else 0
+        except CardFullError:
+            raise _FullAtError(at) from None
         return Replayed(highest, card.highest_bytes, unusable)
+
+
+class _FullAtError(Exception):
+    """The card was full at a deed of the log, which is counted from 0."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(at)
+        self.at = at
 
 
 _MODULES = {-1: "embedding", ENDING: "final norm, head and loss"}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import Run
+from zeroplan.units import GIBIBYTES
 
 SEVEN = ("estimate", "--params", "7e9", "--gpus", "8", "--stage", "3")
 TINY = {
@@ -523,3 +524,20 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(run: Run):
     code, out, err = run(*REPLAYED, "--engine", "paper", "--replay")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "engine 'paper'" in err
+
+
+def test_a_replay_is_shown_as_markdown_too(run: Run):
+    assert "Replayed: the allocator reserves " in run(*REPLAYED, "--replay", "--markdown")[1]
+    assert "Replayed" not in run(*REPLAYED, "--markdown")[1]
+
+
+def test_a_replay_says_what_was_free_and_of_no_use(run: Run):
+    out = " ".join(run(*REPLAYED, "--replay")[1].split())
+    unusable = json.loads(run(*REPLAYED, "--replay", "--json")[1])["replay"]["default"]["unusable_bytes"]
+    assert f"When the allocator last took more from the card, {GIBIBYTES.size(unusable)} were free" in out
+
+
+def test_force_without_a_file_is_refused(run: Run):
+    code, out, err = run(*REPLAYED, "--force")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "no file is to be written; add --trace FILE or --snapshot FILE" in err

@@ -1,7 +1,7 @@
 """``zeroplan estimate``: how much memory does one GPU need for this job, when, and why?"""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -11,87 +11,128 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.remedies import Remedy, remedies
 from zeroplan.resolve import Resolved
-from zeroplan.units import unit_named
+from zeroplan.units import Unit, unit_named
 
 _OUTPUT = "Output"
+
+
+def _switch(*names: str, says: str) -> Any:  # noqa: ANN401  typer's
+    return typer.Option(*names, help=says, rich_help_panel=_OUTPUT)
+
+
+def _file(name: str, says: str) -> Any:  # noqa: ANN401  typer's
+    return typer.Option(name, metavar="FILE", help=says, rich_help_panel=_OUTPUT)
+
+
+Verbose = Annotated[bool, _switch("--verbose", "-v", says="Also every kind, pipeline rank, collective and note.")]
+Explain = Annotated[bool, _switch("--explain", says="Every line with its formula, numbers and source.")]
+UnitName = Annotated[str, _switch("--unit", says="Unit of sizes as text: gib or gb.")]
+AsJson = Annotated[bool, _switch("--json", says="Versioned JSON.")]
+AsMarkdown = Annotated[bool, _switch("--markdown", says="Markdown.")]
+Check = Annotated[bool, _switch("--check", says="Exit with 1 if the job does not fit its GPU.")]
+Replay = Annotated[
+    bool, _switch("--replay", says="Replay the step's requests as CUDA's allocator: what is reserved, as a figure.")
+]
+TraceFile = Annotated[str | None, _file("--trace", "Write the step for Perfetto (ui.perfetto.dev).")]
+SnapshotFile = Annotated[str | None, _file("--snapshot", "Write the step for torch's memory_viz, as a pickle.")]
+Force = Annotated[bool, _switch("--force", says="Overwrite files that are there.")]
 
 
 @takes_a_job
 def estimate_command(
     *,
     resolved: Resolved,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="Also every kind, pipeline rank, collective and note.", rich_help_panel=_OUTPUT),
-    ] = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Every line with its formula, numbers and source.", rich_help_panel=_OUTPUT)
-    ] = False,
-    unit: Annotated[str, typer.Option("--unit", help="Unit of sizes as text: gib or gb.", rich_help_panel=_OUTPUT)] = "gib",
-    as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown.", rich_help_panel=_OUTPUT)] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 if the job does not fit its GPU.", rich_help_panel=_OUTPUT)
-    ] = False,
-    replay: Annotated[
-        bool,
-        typer.Option(
-            "--replay",
-            help="Replay the step's requests as CUDA's allocator: what is reserved, as a figure.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", metavar="FILE", help="Write the step for Perfetto (ui.perfetto.dev).", rich_help_panel=_OUTPUT),
-    ] = None,
-    snapshot: Annotated[
-        Path | None,
-        typer.Option(
-            "--snapshot", metavar="FILE", help="Write the step for torch's memory_viz, as a pickle.", rich_help_panel=_OUTPUT
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there.", rich_help_panel=_OUTPUT)] = False,
+    verbose: Verbose = False,
+    explain: Explain = False,
+    unit: UnitName = "gib",
+    as_json: AsJson = False,
+    as_markdown: AsMarkdown = False,
+    check: Check = False,
+    replay: Replay = False,
+    trace: TraceFile = None,
+    snapshot: SnapshotFile = None,
+    force: Force = False,
 ) -> int:
     """Per-GPU memory of a training job: states, activations, buffers, the peak and its moment, and what is sent."""
+    files = _Files(trace, snapshot, force)
+    how = _How(verbose, explain, unit_named(unit), as_json, as_markdown)
+    how.refuse()
+    files.refuse()
     if check and resolved.job.cluster.gpu is None:
         raise SpecError("--check asks whether the job fits, but no GPU is named; add --gpu NAME (`zeroplan gpus` lists them)")
-    if as_json and as_markdown:
-        raise SpecError("--json and --markdown are two renderings; choose one")
-    sizes = unit_named(unit)
-    answer = estimate(resolved.job, replay=replay or trace is not None or snapshot is not None)
-    _write(answer, trace, snapshot, force=force)
-    changes = remedies(answer)
-    if as_json:
-        typer.echo(_json(answer, resolved.notes, changes))
-    elif as_markdown:
-        from zeroplan.report.markdown import estimate_markdown  # noqa: PLC0415  only the rendering asked for is loaded
+    answer = estimate(resolved.job, replay=replay or files.wanted)
+    files.write(answer)
+    how.show(answer, resolved.notes, remedies(answer))
+    return NO if check and not answer.fits else 0
 
-        typer.echo(estimate_markdown(answer, resolved.notes, changes, explain=explain))
-    else:
+
+class _Files(NamedTuple):
+    """The files that are written of a replayed step; None where one is not wanted."""
+
+    trace: str | None
+    snapshot: str | None
+    force: bool
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is any."""
+        return self.trace is not None or self.snapshot is not None
+
+    def refuse(self) -> None:
+        """Refuse to overwrite where nothing is written; SpecError."""
+        if self.force and not self.wanted:
+            raise SpecError(
+                "--force writes over a file, and no file is to be written; add --trace FILE or --snapshot FILE, or leave it out"
+            )
+
+    def write(self, answer: Estimate) -> None:
+        """Write those that are wanted."""
+        if answer.replay is None or not self.wanted:
+            return
+        from zeroplan.replay import trace_of  # noqa: PLC0415  only what is asked for is loaded
+        from zeroplan.saved_runs.perfetto import save_events  # noqa: PLC0415
+        from zeroplan.saved_runs.snapshot import save_requests  # noqa: PLC0415
+
+        requests = trace_of(answer.replay.log)
+        if self.trace is not None:
+            save_events(requests, _name(answer), Path(self.trace), force=self.force)
+        if self.snapshot is not None:
+            save_requests(requests, Path(self.snapshot), force=self.force)
+
+
+class _How(NamedTuple):
+    """How the answer is shown."""
+
+    verbose: bool
+    explain: bool
+    unit: Unit
+    as_json: bool
+    as_markdown: bool
+
+    def refuse(self) -> None:
+        """Refuse two renderings; SpecError."""
+        if self.as_json and self.as_markdown:
+            raise SpecError("--json and --markdown are two renderings; choose one")
+
+    def show(self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...]) -> None:
+        """Print the answer."""
+        if self.as_json:
+            typer.echo(_json(answer, notes, changes))
+        elif self.as_markdown:
+            from zeroplan.report.markdown import estimate_markdown  # noqa: PLC0415  only the rendering asked for is loaded
+
+            typer.echo(estimate_markdown(answer, notes, changes, explain=self.explain))
+        else:
+            self._show_text(answer, notes, changes)
+
+    def _show_text(self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...]) -> None:
         from zeroplan.cli.terminal import show  # noqa: PLC0415  only the rendering asked for is loaded
         from zeroplan.report.screen import COLUMNS  # noqa: PLC0415
         from zeroplan.report.text import estimate_text  # noqa: PLC0415
         from zeroplan.report.words import WIDTH  # noqa: PLC0415
 
-        text = estimate_text(answer, resolved.notes, changes, verbose=verbose, explain=explain, unit=sizes)
-        show(text, WIDTH if verbose or explain else COLUMNS)
-    return NO if check and not answer.fits else 0
-
-
-def _write(answer: Estimate, trace: Path | None, snapshot: Path | None, *, force: bool) -> None:
-    """Write the replayed step to the files that were asked for."""
-    if answer.replay is None or (trace is None and snapshot is None):
-        return
-    from zeroplan.replay import trace_of  # noqa: PLC0415  only what is asked for is loaded
-    from zeroplan.saved_runs.perfetto import save_events  # noqa: PLC0415
-    from zeroplan.saved_runs.snapshot import save_requests  # noqa: PLC0415
-
-    requests = trace_of(answer.replay.log)
-    if trace is not None:
-        save_events(requests, _name(answer), Path(trace), force=force)
-    if snapshot is not None:
-        save_requests(requests, Path(snapshot), force=force)
+        text = estimate_text(answer, notes, changes, verbose=self.verbose, explain=self.explain, unit=self.unit)
+        show(text, WIDTH if self.verbose or self.explain else COLUMNS)
 
 
 def _name(answer: Estimate) -> str:

@@ -6,7 +6,7 @@ Each flag is declared once, by a field of :class:`~zeroplan.resolve.Request`. A 
 
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -60,10 +60,54 @@ def takes_a_request(command: Callable[..., int | None], *, read_file: _ReadFile 
     return _with_flags(command, "asked", lambda given, _: _traced(_asked(given, read_file), every=True))
 
 
+class Shared(NamedTuple):
+    """Flags of a job that are said of two, neither of which is resolved yet."""
+
+    given: dict[str, object]
+
+    @property
+    def said(self) -> bool:
+        """Whether there is any."""
+        return any(value not in (None, (), []) for name, value in self.given.items() if name != "catalog")
+
+    def beside(self, words: Sequence[str]) -> "Shared":
+        """The same with flags of one of the two, which override those of both."""
+        if not words:
+            return self
+        from zeroplan.cli.quick import as_command  # noqa: PLC0415  only flags of one of the two pay for it
+
+        command = as_command("diff", _with_flags(lambda: None, "", lambda *_: None, with_file=False))
+        own = command.make_context("diff", [*words], parent=command.make_context("zeroplan", [])).params
+        settings = [*_listed(self.given["settings"]), *_listed(own["settings"])]
+        if not any(word.startswith("--catalog") for word in words):
+            own["catalog"] = None  # that of the environment is in the flags of both
+        said = {name: value for name, value in own.items() if value is not None}
+        given = self.given
+        if said.keys() & set(WAYS_TO_NAME):  # another model replaces the model as a whole
+            given = {**given, **dict.fromkeys((*WAYS_TO_NAME, "treat_as"))}
+        return Shared({**given, **said, "settings": settings or None})
+
+    def resolved(self, request: Request | None, name: str) -> Resolved:
+        """The complete job of a file's request with these flags over it, or of the flags alone."""
+        given = {**self.given, "job_file": None if request is None else name}
+        return _resolved(given, traces=True, read_file=None if request is None else lambda _: request)
+
+
+def takes_flags_of_two(command: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Give a command ``f(shared, **own)`` the job's flags beside its own, and hand it what was said: of both of two jobs."""
+    return _with_flags(command, "shared", lambda given, _: Shared(given), with_file=False)
+
+
+def _listed(value: object) -> list[object]:
+    return list(value) if isinstance(value, (list, tuple)) else []
+
+
 _Read = Callable[[dict[str, object], dict[str, object]], object]
 
 
-def _with_flags(command: Callable[..., int | None], name_of_job: str, read: _Read) -> Callable[..., int | None]:
+def _with_flags(
+    command: Callable[..., int | None], name_of_job: str, read: _Read, *, with_file: bool = True
+) -> Callable[..., int | None]:
     own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != name_of_job]
     first = [parameter for parameter in own if parameter.default is inspect.Parameter.empty]
 
@@ -73,7 +117,7 @@ def _with_flags(command: Callable[..., int | None], name_of_job: str, read: _Rea
 
     parameters = [
         *first,
-        _job_file(),
+        *([_job_file()] if with_file else []),
         *(_parameter(flag) for flag in FLAGS),
         _from_run_parameter(),
         _set_parameter(),
@@ -155,8 +199,8 @@ def _traced(asked: Asked, *, every: bool) -> Asked:
     return asked._replace(request=request, notes=notes)
 
 
-def _resolved(given: dict[str, object], *, traces: bool) -> Resolved:
-    asked = _asked(given)
+def _resolved(given: dict[str, object], *, traces: bool, read_file: _ReadFile | None = None) -> Resolved:
+    asked = _asked(given, read_file)
     asked = _traced(asked, every=False) if traces else asked
     found = resolve(asked.request, extra=asked.extra, chosen=asked.chosen)
     return found._replace(notes=(*asked.how_sure(found.job), *found.notes))

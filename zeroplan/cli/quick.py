@@ -65,7 +65,7 @@ class Commands(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401  click's command, whose home has moved
         if name not in self._read:
             module, called = self._places[name]
-            self._read[name] = _command(name, getattr(import_module(module), called))
+            self._read[name] = as_command(name, getattr(import_module(module), called))
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -75,7 +75,7 @@ class Commands(Mapping[str, Any]):
         return len(self._places)
 
 
-def _command(name: str, written: Any) -> Any:  # noqa: ANN401  click's command
+def as_command(name: str, written: Any) -> Any:  # noqa: ANN401  click's command
     """A function, or a program of its own, as a command of this name."""
     if isinstance(written, typer.Typer):
         group = typer.main.get_group(written)

@@ -14,9 +14,10 @@ from zeroplan.report.words import (
     kinds_by_size,
     paragraphs,
     per_parameter,
+    replay_sentence,
     verdict_sentence,
 )
-from zeroplan.units import GB, GIB, MB, MIB, format_size
+from zeroplan.units import GB, GIB, GIBIBYTES, MB, MIB, format_size
 
 
 def estimate_markdown(
@@ -31,6 +32,7 @@ def estimate_markdown(
         list(_states(answer)),
         list(_peak(answer, explain=explain)),
         list(_card(answer)),
+        [sentence] if (sentence := replay_sentence(answer, GIBIBYTES)) else [],
         list(_verdict(answer, changes)),
         list(_communication(answer)),
         [f"- {note}" for note in every_note(answer, notes)],

@@ -18,7 +18,7 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.units import Unit, format_size
 
 if TYPE_CHECKING:
-    from zeroplan.replay import OnCard
+    from zeroplan.replay import OnCard, Replayed
 
 T = TypeVar("T")
 WIDTH = 100
@@ -68,9 +68,14 @@ def spread(front: Sequence[T], most: int) -> list[T]:
 
 def headline(answer: Estimate) -> str:
     """What is trained, on how many GPUs, how."""
-    recipe, engine = answer.job.recipe, engine_words(answer.job)
-    stage = "" if "DeepSpeed stage" in engine else f"ZeRO stage {recipe.zero_stage}: "
-    return f"{subject(answer.job)}, {stage}{engine}"
+    return headline_of(answer.job)
+
+
+def headline_of(job: JobSpec) -> str:
+    """The same of a job."""
+    engine = engine_words(job)
+    stage = "" if "DeepSpeed stage" in engine else f"ZeRO stage {job.recipe.zero_stage}: "
+    return f"{subject(job)}, {stage}{engine}"
 
 
 def engine_words(job: JobSpec) -> str:
@@ -262,12 +267,20 @@ def replay_sentence(answer: Estimate, unit: Unit) -> str:
     """What the allocator reserves in a replay of the step's requests; empty where there is none."""
     if answer.replay is None:
         return ""
-    default, expandable = (answer.replay.replayed(settings).reserved_bytes for settings in SETTINGS)
-    beyond = unit.size(default - answer.peak_bytes)
+    default, expandable = (answer.replay.replayed(settings) for settings in SETTINGS)
+    beyond = unit.size(default.reserved_bytes - answer.peak_bytes)
     return (
-        f"Replayed: the allocator reserves {unit.size(default)}, {beyond} beyond the peak; with expandable segments "
-        f"{unit.size(expandable)}"
+        f"Replayed: the allocator reserves {unit.size(default.reserved_bytes)}, {beyond} beyond the peak; with expandable segments "
+        f"{unit.size(expandable.reserved_bytes)}.{_unusable(default, unit)}"
     )
+
+
+def _unusable(shown: "Replayed", unit: Unit) -> str:
+    """What of the reserve was free and of no use when the allocator last took more from the card; empty where nothing was."""
+    if not shown.unusable_bytes:
+        return ""
+    free = unit.size(shown.unusable_bytes)
+    return f" When the allocator last took more from the card, {free} were free, in pieces too small or of another stream."
 
 
 def allocator_sentence(answer: Estimate, unit: Unit | None = None) -> str:

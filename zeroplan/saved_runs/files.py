@@ -52,15 +52,16 @@ def read_saved(path: Path) -> SavedRun:
     large, another JSON, a run of a newer zeroplan, blocks that contradict each other.
     """
     where = f"saved run {str(path)!r}"
-    content = _content(path, where)
+    content = content_of(path, where)
     try:
         with no_more_memory_than(_AT_LEAST_BYTES + _TIMES * len(content)):
-            return _run(complete_json(content, what="saved run", where=where), where)
+            return run_of(complete_json(content, what="saved run", where=where), where)
     except MemoryError:
         raise SpecError(f"{where} asks for more memory than a run of its size can; it was not read") from None
 
 
-def _run(data: object, where: str) -> SavedRun:
+def run_of(data: object, where: str) -> SavedRun:
+    """The run that a file's JSON says. Raises SpecError, in one line, where it says another thing."""
     if not isinstance(data, dict) or data.get("content") != "zeroplan dryrun":
         raise SpecError(f"{where} is JSON, but not a run that `zeroplan dryrun --save` wrote")
     version = data.get("schema_version")
@@ -71,8 +72,8 @@ def _run(data: object, where: str) -> SavedRun:
     return read(SavedRun, data, where=where)
 
 
-def _content(path: Path, where: str) -> bytes:
-    """The JSON's bytes, never more than are allowed."""
+def content_of(path: Path, where: str, what: str = "saved run") -> bytes:
+    """The bytes of a file's JSON, never more than are allowed. Raises SpecError, in one line, where there are none."""
     try:
         if fault := _fault(path):
             raise SpecError(f"{where} {fault}")
@@ -85,7 +86,7 @@ def _content(path: Path, where: str) -> bytes:
     except OSError as error:
         raise SpecError(f"{where} cannot be read: {error.strerror}") from None
     if len(content) > LARGEST_BYTES:
-        raise SpecError(f"{where} holds more than {LARGEST_BYTES // MIB} MiB; that is no saved run")
+        raise SpecError(f"{where} holds more than {LARGEST_BYTES // MIB} MiB; that is no {what}")
     return content
 
 

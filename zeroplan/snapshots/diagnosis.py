@@ -67,7 +67,7 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
     """Find the moment when memory ran out, or else was highest, and sort what was in use then."""
     lives = lives_of(snapshot)
     found = sorted_into_kinds(snapshot, lives)
-    at, failure = _moment(snapshot, lives)
+    at, failure = moment_of(snapshot, lives)
     kinds = dict(zip(lives.blocks, found.kinds, strict=True))
     return Diagnosis(
         device=snapshot.device,
@@ -84,7 +84,7 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
     )
 
 
-def _moment(snapshot: Snapshot, lives: Lives) -> tuple[int, Failure | None]:
+def moment_of(snapshot: Snapshot, lives: Lives) -> tuple[int, Failure | None]:
     """The last request that failed, or the event after which most was in use."""
     failed = [at for at, event in enumerate(snapshot.events) if event.action == "out of memory"]
     if not failed:

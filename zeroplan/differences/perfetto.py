@@ -1,0 +1,147 @@
+"""A trace for Perfetto that zeroplan wrote, read back: bytes by kind at the highest moment of its last step, and what is sent.
+
+It is data that anybody may have written: every figure is checked, and the counter of all must be the sum of those of the kinds.
+"""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from zeroplan.differences.side import At, Held, Sent, Side
+from zeroplan.errors import SpecError
+from zeroplan.ledger import OF_A_STEP
+
+_ALL = "allocated"
+_PHASES, _COLLECTIVES = 1, 3
+_LARGEST = 10**15
+
+
+class _Counter(NamedTuple):
+    """A figure that changes: at which moments, and to what. [bytes]"""
+
+    at: list[int]
+    n_bytes: list[int]
+
+    def after(self, moment: int) -> int:
+        place = bisect_right(self.at, moment)
+        return self.n_bytes[place - 1] if place else 0
+
+
+class _Phase(NamedTuple):
+    """A part of a step; both ends are moments of it."""
+
+    phase: str
+    step: int
+    start: int
+    end: int
+
+
+def of_trace(data: object, where: str, name: str = "") -> Side:
+    """A trace of ``estimate --trace`` or ``dryrun --trace``. Raises SpecError, in one line, where it is none of these."""
+    try:
+        return _side(_events(data), where, name)
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, SpecError):
+            raise
+        raise SpecError(
+            f"{where} is a trace, but not one that zeroplan wrote ({type(error).__name__}: {error!s:.60})"
+        ) from None
+
+
+def _events(data: object) -> list[Mapping[str, object]]:
+    events = data.get("traceEvents") if isinstance(data, dict) else None
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise TypeError("traceEvents is no list of events")
+    return events
+
+
+def _side(events: list[Mapping[str, object]], where: str, name: str) -> Side:
+    counters = _counters(events)
+    last = _last_step(events)
+    every = counters.pop(_ALL)
+    moments = tuple(_at(phase, counters, every) for phase in last)
+    peak = max(moments, key=lambda at: at.n_bytes)
+    if any(sum(line.n_bytes for line in at.lines) != at.n_bytes for at in moments):
+        raise SpecError(f"{where} contradicts itself: its kinds do not add up to what is allocated")
+    start, end = last[0].start, last[-1].end
+    return Side(
+        name=name,
+        is_a="trace",
+        grain="kind",
+        peak=peak,
+        moments=moments,
+        held=_lines(counters, end),
+        sent=tuple(_sent(events, start, end)),
+        totals={"held between steps": every.after(end)},
+    )
+
+
+def _counters(events: list[Mapping[str, object]]) -> dict[str, _Counter]:
+    """What is allocated in all, and of each kind."""
+    found: dict[str, _Counter] = {}
+    for event in events:
+        if event["ph"] == "C":
+            counter = found.setdefault(str(event["name"]), _Counter([], []))
+            moment = _count(event["ts"])
+            if counter.at and moment <= counter.at[-1]:
+                raise ValueError("its counters are not in order")
+            counter.at.append(moment)
+            counter.n_bytes.append(_count(_args(event)["bytes"]))
+    return found
+
+
+def _last_step(events: list[Mapping[str, object]]) -> list[_Phase]:
+    phases = [_phase(event) for event in events if event["ph"] == "X" and event["tid"] == _PHASES]
+    steps = [phase for phase in phases if phase.step and phase.phase in OF_A_STEP]
+    if not steps:
+        raise ValueError("it has no step")
+    last = max(phase.step for phase in steps)
+    return sorted((phase for phase in steps if phase.step == last), key=lambda phase: phase.start)
+
+
+def _phase(event: Mapping[str, object]) -> _Phase:
+    phase, _, step = str(event["name"]).rpartition(", step ")
+    start = _count(event["ts"])
+    return _Phase(phase, int(step) if phase and step.isdecimal() else 0, start, start + _count(event["dur"]))
+
+
+def _at(phase: _Phase, counters: Mapping[str, _Counter], every: _Counter) -> At:
+    """The highest moment of a phase, the earliest of equals."""
+    inside = (moment for moment in every.at if phase.start < moment <= phase.end)
+    moment = max((phase.start, *inside), key=every.after)
+    return At(phase.phase, phase.phase, every.after(moment), _lines(counters, moment))
+
+
+def _lines(counters: Mapping[str, _Counter], moment: int) -> tuple[Held, ...]:
+    held = ((kind, counter.after(moment)) for kind, counter in counters.items())
+    return tuple(Held(kind, "", n_bytes) for kind, n_bytes in held if n_bytes)
+
+
+def _sent(events: list[Mapping[str, object]], start: int, end: int) -> Iterator[Sent]:
+    sums: Counter[str] = Counter()
+    for event in events:
+        if event["ph"] == "X" and event["tid"] == _COLLECTIVES and start <= _time(event["ts"]) < end:
+            args = _args(event)
+            if _count(args["ranks"]) > 1:
+                sums[str(event["name"])] += _count(args["bytes"])
+    yield from (Sent(operation, "", n_bytes) for operation, n_bytes in sums.items())
+
+
+def _args(event: Mapping[str, object]) -> Mapping[str, object]:
+    args = event["args"]
+    if not isinstance(args, dict):
+        raise TypeError("an event without figures")
+    return args
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
+        raise ValueError("a figure that is no number of bytes or requests")
+    return value
+
+
+def _time(value: object) -> float:
+    if isinstance(value, float) and 0 <= value <= _LARGEST:
+        return value
+    return _count(value)
