@@ -37,7 +37,7 @@ def test_own_gradients_are_there_from_the_first_bucket_that_reaches_into_the_sha
     assert lows != sorted(lows)
     for share in range(2, whole.n_elements, 978):
         plan = Plan(whole, (0,), False, 2, 2, 500, False, True, True, False, False, share, 1)
-        kept = any(seen.held.own for seen in course_of(plan).events["kept"])
+        kept = any(seen.held.own for seen in course_of(plan)["during", "kept"])
         assert kept == any(low < share for low in lows[1:])
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
-from zeroplan.engines.deepspeed.gradients import Course, Held, Plan, Seen, course_of
+from zeroplan.engines.deepspeed.gradients import Course, Held, Place, Plan, Seen, course_of
 from zeroplan.numeric import Bool, Int, maximum, where
 
 
@@ -27,9 +27,9 @@ def courses_of(plan: Plan, partition: Int, micro_batches: Int) -> Courses:
     return Courses(found, cast("Int", which.reshape(pairs.shape[:-1]) if len(found) > 1 else 0))
 
 
-def highest(courses: Courses, places: Callable[[Course], Sequence[Seen]], beside: Callable[[Seen], Int]) -> Seen:
-    """Return what is seen where most is alive, with what ``beside`` adds; the first of equals. [bytes]"""
-    best, *others = _in_columns([places(course) for course in courses.each], courses.which)
+def highest(courses: Courses, place: Place, beside: Callable[[Seen], Int] = lambda _: 0) -> Seen:
+    """Return what is seen at a place where most is alive, with what ``beside`` adds; the first of equals. [bytes]"""
+    best, *others = _in_columns([course[place] for course in courses.each], courses.which)
     if not others:
         return best
     most = beside(best) + best.held.n_bytes

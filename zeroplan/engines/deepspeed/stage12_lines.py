@@ -16,6 +16,7 @@ from zeroplan.engines.deepspeed.flat import (
     touched_elements,
     trained_row,
 )
+from zeroplan.engines.deepspeed.gradients import sums_in_fp32
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.passes import (
     Passes,
@@ -113,14 +114,9 @@ def frozen_weights(job: Job) -> tuple[Line, ...]:
     return (Line(Kind.PARAMETERS, n_bytes, "frozen weights, whole on every rank", formula, STAGE12),)
 
 
-def keeps_partition(job: Job) -> bool:
-    """Whether reduced gradients are added up in an fp32 tensor of exactly the share (``grad_accum_dtype`` fp32)."""
-    return job.recipe.deepspeed.grad_accum_dtype == "fp32" and job.element == 2
-
-
 def own_gradients(job: Job) -> Line:
     """Return the reduced gradients that this rank keeps for the step."""
-    if keeps_partition(job):
+    if sums_in_fp32(job.recipe):
         return Line(Kind.GRADIENTS, 4 * job.partition, "fp32 gradients of this rank's share", "8·ceil(Ψ/(2·N))", STAGE12)
     reason = "gradients of every parameter that reaches into this rank's share, each whole"
     line = Line(Kind.GRADIENTS, job.element * job.touched, reason, times(job.element, "G_p"), _KEEP)
