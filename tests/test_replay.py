@@ -70,6 +70,10 @@ _JOBS = (
     {"engine": "deepspeed", "stage": 1, "deepspeed": DeepSpeedOptions(offload_optimizer="cpu"), "grad_accum": 2},
     {"engine": "deepspeed", "stage": 2, **_LLAMA, "deepspeed": _SMALL_BUCKETS, "grad_accum": 2},
     {"engine": "deepspeed", "stage": 2, "recompute": "selective"},
+    {"engine": "deepspeed", "stage": 1, "model": "opt-1.3b", "grad_accum": 2},
+    {"engine": "deepspeed", "stage": 2, "loss": "fused"},
+    {"engine": "fsdp2", "stage": 3, "loss": "fused", "grad_accum": 2},
+    {"engine": "ddp", "stage": 0, **_LLAMA, "loss": "fused", "recompute": "full"},
 )
 
 

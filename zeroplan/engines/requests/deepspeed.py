@@ -12,7 +12,7 @@ from zeroplan.engines.deepspeed.stage12_lines import job_of, own_gradients
 from zeroplan.engines.deepspeed.stage12_offload import way_back
 from zeroplan.engines.deepspeed.whole import all_reduces, cast_sums, flat_in_fp32, takes_flat_wrapper
 from zeroplan.engines.requests.log import Log
-from zeroplan.engines.requests.model import ENDING, ModelPass
+from zeroplan.engines.requests.model import ENDING, ModelPass, is_final_norm
 from zeroplan.engines.requests.optimizer import Update
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
@@ -33,7 +33,7 @@ class Step(ModelPass):
         self.gradients = (Collecting if plan.collects else Partitioned)(plan, log, self.ranks)
         self.of_block: dict[int, list[Placed]] = defaultdict(list)
         for each in reversed(self.whole.executed):
-            self.of_block[each.block].append(each)
+            self.of_block[len(self.order) if each.block < 0 and is_final_norm(each.parameter) else each.block].append(each)
         self.waiting: dict[int, list[Placed]] = {}
 
     def abandoned(self) -> None:
