@@ -1,28 +1,22 @@
-"""What do stages 0 to 2 of DeepSpeed do with gradients, from a gradient's hook to the end of a backward, and what does that take?
+"""What do stages 0 to 2 of DeepSpeed do with gradients, from a gradient's hook to the end of a backward?
 
-The optimizer wrappers of DeepSpeed as a program: it receives gradients in the order of the backward, fills and reduces buckets, and
-requests memory of whoever writes down what is alive. Methods have the names of DeepSpeed's own. The same program runs for
-a course, which notes the most at each place (:func:`course_of`), and for a step that is written out request by request
-(:mod:`zeroplan.engines.requests.deepspeed`). Activations are not known here, so one course serves every batch.
+The optimizer wrappers of DeepSpeed as a program: it receives gradients in the order of the backward, and fills and reduces buckets.
+Methods have the names of DeepSpeed's own. The same program requests memory of a course, which notes the most at each place
+(:mod:`zeroplan.engines.deepspeed.course`), and of a log of requests (:mod:`zeroplan.engines.requests.deepspeed`).
 Source: DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py``.
 """
 
-from bisect import bisect_right
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, Union
 
-from zeroplan.engines.deepspeed.buckets import made_at_once
 from zeroplan.engines.deepspeed.flat import Placed, Row, touched_elements
 from zeroplan.engines.deepspeed.offload import offloads_optimizer
 from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Kind
-from zeroplan.numeric import Int
 from zeroplan.spec.recipe import RecipeSpec
 
 if TYPE_CHECKING:
+    from zeroplan.engines.deepspeed.course import Notes
     from zeroplan.engines.requests.log import Log
 
 FP32, FP64 = 4, 8
@@ -34,33 +28,8 @@ Event: TypeAlias = Literal["arrives", "copied", "reduced", "kept", "leaves"]
 part of it has been kept, or leaves for the host."""
 
 
-class Held(NamedTuple):
-    """What gradients take at one moment. [bytes]"""
-
-    buckets: Int = 0
-    gradients: Int = 0
-    """Gradients where autograd made them, and sums of those over micro-batches."""
-    copy: Int = 0
-    """The copy in which a bucket is all-reduced, a copy of a gradient, or one in fp64 for its norm."""
-    cast: Int = 0
-    """A reduced gradient in fp32, before it is added to the sums."""
-    own: Int = 0
-    """What this rank keeps of the micro-batch that runs, or fp32 sums over micro-batches."""
-    earlier: Int = 0
-    """What this rank has kept of earlier micro-batches."""
-
-    @property
-    def n_bytes(self) -> Int:
-        """All of it. [bytes]"""
-        return self.buckets + self.gradients + self.copy + self.cast + self.own + self.earlier
-
-
-class Seen(NamedTuple):
-    """What gradients take, with the block that runs (-1: embedding; the number of blocks: head) and its gradients made so far."""
-
-    block: Int
-    made: Int
-    held: Held
+Memory: TypeAlias = Union["Log", "Notes"]
+"""What the program requests memory of."""
 
 
 class Plan(NamedTuple):
@@ -84,23 +53,6 @@ class Plan(NamedTuple):
     """Elements of a rank's share."""
     micro_batches: int
     """How many are gone through: those in the middle of a step are alike (:func:`distinct_micro_batches`)."""
-
-
-Place: TypeAlias = tuple[str | int, ...]
-"""Where something is seen:
-
-- ``("forward",)``: before the first gradient of a micro-batch
-- ``("between", run, count)``: in the last block of a run (-1: embedding; the number of runs: head), when DeepSpeed has received so
-  many groups of that block's gradients
-- ``("before", run, count)``: the same in the blocks before that one, where there are any
-- ``("during", event)``: at an event of the backward
-- ``("end", event)``: at an event after the backward
-"""
-Course: TypeAlias = dict[Place, tuple[Seen, ...]]
-"""The highest of what was seen, by place: no other moment at its place has both as much held and as many blocks before it."""
-Group: TypeAlias = tuple[Placed, ...]
-Memory: TypeAlias = Union["Log", "_Notes"]
-"""What the program requests memory of."""
 
 
 def sums_in_fp32(recipe: RecipeSpec) -> bool:
@@ -136,223 +88,9 @@ def plan_of(recipe: RecipeSpec, whole: Row, firsts: tuple[int, ...] = (), partit
     )
 
 
-def distinct_micro_batches(stage: int, *, overlaps: bool) -> int:
-    """How many micro-batches of a step differ: the first, the last, and at stage 1 with overlap one in the middle.
-
-    Only there does the last one reduce its gradients while those of the ones before are whole.
-    """
-    return 3 if stage == 1 and overlaps else 2
-
-
-@lru_cache(maxsize=256)
-def groups_of(whole: Row) -> dict[int, tuple[Group, ...]]:
-    """Return the gradients of each block in the order of the backward, those together that one operator makes."""
-    return {block: tuple(groups) for block, groups in groupby(made_at_once(whole), key=lambda group: group[0].block)}
-
-
 def numel(each: Placed) -> int:
     """Elements of a parameter."""
     return each.end - each.start
-
-
-@lru_cache(maxsize=512)
-def course_of(plan: Plan) -> Course:
-    """Go through the micro-batches of one optimizer step that differ; what is not reduced before its end is the same for any share.
-
-    >>> from zeroplan.engines.deepspeed.flat import row
-    >>> from zeroplan.spec.model import ModelSpec
-    >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-    ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
-    >>> two = Plan(row(tiny), (0,), False, 2, 2, 500, False, True, True, False, False, 676, 1)
-    >>> {event: max(seen.held.copy for seen in course_of(two)["during", event]) for event in ("arrives", "reduced")}
-    {'arrives': 0, 'reduced': 912}
-
-    The first bucket (480 elements) is one rank's, so a view of it is reduced. The second (456) lies in both ranks' shares: its four
-    slices are laid flat in a copy. The last (416) is one rank's again.
-    """
-    if plan.stage == 2 or plan.overlaps:
-        return _gone_through(plan)
-    if plan.collects:
-        return _gone_through(plan._replace(partition=0)) if plan.partition else _gone_through(plan)
-    return _during_the_backward(plan._replace(partition=0)) | _after_the_backward(plan)
-
-
-@lru_cache(maxsize=512)
-def _during_the_backward(plan: Plan) -> Course:
-    """A course without its end, where nothing is reduced before that."""
-    return _gone_through(plan, ends=False)
-
-
-def _after_the_backward(plan: Plan) -> Course:
-    notes = _Notes(plan)
-    engine = Partitioned(plan, notes)
-    engine.be_after_earlier()
-    notes.enter(None)
-    engine.end()
-    return notes.course()
-
-
-def _gone_through(plan: Plan, *, ends: bool = True) -> Course:
-    notes = _Notes(plan)
-    engine = (Collecting if plan.collects else Partitioned)(plan, notes)
-    of_block = groups_of(plan.whole)
-    turns = _turns(plan)
-    if turns[0]:
-        engine.be_after_earlier()
-    for turn in turns:
-        engine.last = turn == plan.micro_batches - 1
-        notes.begin_micro_batch()
-        for block in range(plan.whole.n_blocks, -2, -1):
-            notes.enter(block)
-            notes.between(0)
-            for count, group in enumerate(of_block.get(block, ())):
-                _receive(group, engine, notes)
-                notes.between(count + 1)
-        notes.enter(None)
-        if ends:
-            engine.end()
-    return notes.course()
-
-
-def _receive(group: Group, engine: "Collecting", notes: "_Notes") -> None:
-    """Gradients come that one operator made."""
-    notes.made += sum(map(numel, group))
-    keys = [engine.request_gradient(each) for each in group]
-    notes.note("arrives")
-    for each, key in zip(group, keys, strict=True):
-        engine.arrived(each, key)
-
-
-def _turns(plan: Plan) -> range:
-    """The micro-batches that are gone through: what the first has is there in the next one too, beside what that adds.
-
-    At stage 1 with overlap the last one has less than those before, as it reduces what they have added up. With offload it lets go
-    of gradients too large for the bucket as they leave for the host, which those before keep to the end of their backward.
-    """
-    last = plan.micro_batches - 1
-    has_less = (plan.stage == 1 and plan.overlaps) or plan.offloads
-    return range(max(0, last - 1) if has_less else last, last + 1)
-
-
-@dataclass(slots=True)
-class _Notes:
-    """What is alive, and the highest that has been seen at each place so far, in the micro-batch that runs and in those before."""
-
-    plan: Plan
-    stream: int = 0
-    alive: dict[Hashable, int] = field(default_factory=dict)
-    """By key, which is a number for a gradient. [bytes]"""
-    gradients: int = 0
-    """What all gradients take. [bytes]"""
-    n_bytes: int = 0
-    """What everything takes. [bytes]"""
-    block: int | None = None
-    """None: the backward is over."""
-    run: int = 0
-    is_last: bool = True
-    """The block is the last of its run."""
-    made: int = 0
-    seen: dict[Place, list[Seen]] = field(default_factory=dict)
-    """As in a course, but that events of the backward have a place for each run and for what is made in a block."""
-
-    def request(self, key: Hashable, n_bytes: int, kind: Kind, reason: str) -> None:  # noqa: ARG002  as a log's
-        """Request memory, if any; twice under one key is more of it."""
-        if n_bytes:
-            self._hold(key, n_bytes)
-
-    def _hold(self, key: Hashable, n_bytes: int) -> None:
-        self.alive[key] = self.alive.get(key, 0) + n_bytes
-        self.n_bytes += n_bytes
-        if isinstance(key, int):
-            self.gradients += n_bytes
-
-    def release(self, *keys: Hashable) -> None:
-        """Release what these keys hold, if anything."""
-        for key in keys:
-            if n_bytes := self.alive.pop(key, 0):
-                self.n_bytes -= n_bytes
-                if isinstance(key, int):
-                    self.gradients -= n_bytes
-
-    def rename(self, key: Hashable, new: Hashable) -> None:
-        """Hold what a key holds under another one, beside what that holds."""
-        n_bytes = self.alive[key]
-        self.release(key)
-        self._hold(new, n_bytes)
-
-    def has(self, key: Hashable) -> bool:
-        """Whether a key holds anything."""
-        return key in self.alive
-
-    def call(self, operation: str, n_bytes: int, ranks: int) -> None:
-        """A collective begins, which takes no memory of its own."""
-
-    def begin_micro_batch(self) -> None:
-        """Note what is there during a forward."""
-        self.block, self.made = self.plan.whole.n_blocks, 0
-        self._note(("forward",))
-
-    def enter(self, block: int | None) -> None:
-        """Go on with another block."""
-        self.block, self.made = block, 0
-        if block is not None:
-            firsts = (*self.plan.firsts, self.plan.whole.n_blocks)
-            self.run = bisect_right(firsts, block) - 1
-            self.is_last = not 0 <= block < firsts[-1] or block == firsts[self.run + 1] - 1
-
-    def between(self, count: int) -> None:
-        """Note what is there when so many groups of a block's gradients have been received."""
-        self._note(("between" if self.is_last else "before", self.run, count))
-
-    def note(self, event: Event, copy: int = 0, cast: int = 0) -> None:
-        """Note what is there at an event, beside a copy and a cast that are yet to be requested."""
-        self._note(("end", event) if self.block is None else ("during", event, self.run, self.made), copy, cast)
-
-    def _note(self, place: Place, copy: int = 0, cast: int = 0) -> None:
-        """Blocks come one before the other: what is no higher than that of a later block is never the highest."""
-        seen, block = self.seen.setdefault(place, []), -1 if self.block is None else self.block
-        if not seen or seen[-1].block <= block or self.n_bytes + copy + cast > seen[-1].held.n_bytes:
-            seen.append(Seen(block, self.made, self._held(copy, cast)))
-
-    def _held(self, copy: int = 0, cast: int = 0) -> Held:
-        buckets, own, sums, earlier = map(self.alive.get, ("buckets", "own", "sums", "averaged"), (0, 0, 0, 0))
-        return Held(buckets, self.gradients, copy, cast, own + sums, earlier)
-
-    def course(self) -> Course:
-        """Return what has been noted."""
-        found: Course = {}
-        for place, seen in self.seen.items():
-            when = place[0]
-            whole, few = place[:2] if when == "during" else place, corners(seen)
-            found[whole] = (*found.get(whole, ()), *(few[-1:] if when == "end" else few))
-        return found
-
-
-def corners(seen: list[Seen]) -> tuple[Seen, ...]:
-    """Those among which the highest is, whatever a block keeps: the corners of the hull over blocks, the latest block first.
-
-    What the blocks before keep grows evenly with their number, and these are of one run.
-    """
-    found: list[tuple[int, int, Seen]] = []
-    for block, n_bytes, each in sorted(map(_weighed, seen), key=lambda one: (-one[0], -one[1])):
-        if found and n_bytes <= found[-1][1]:
-            continue
-        while len(found) > 1 and _is_below(found[-1], found[-2], (block, n_bytes)):
-            found.pop()
-        found.append((block, n_bytes, each))
-    return tuple(each for _, _, each in found)
-
-
-def _weighed(each: Seen) -> tuple[int, int, Seen]:
-    assert isinstance(each.block, int)  # noqa: S101  a course has no columns
-    n_bytes = each.held.n_bytes
-    assert isinstance(n_bytes, int)  # noqa: S101  likewise
-    return each.block, n_bytes, each
-
-
-def _is_below(point: tuple[int, int, Seen], after: tuple[int, int, Seen], before: tuple[int, int]) -> bool:
-    """Whether a point is not above the line between one of a later block and one of an earlier."""
-    return (point[1] - after[1]) * (after[0] - before[0]) <= (before[1] - after[1]) * (after[0] - point[0])
 
 
 class Collecting:

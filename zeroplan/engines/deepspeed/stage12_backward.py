@@ -1,23 +1,15 @@
 """When can memory peak in the forward and backward passes of DeepSpeed's stages 0 to 2, gradients and buckets included?
 
-Activations come from :mod:`zeroplan.engines.deepspeed.passes`, gradients from :mod:`zeroplan.engines.deepspeed.gradients`; at each
+Activations come from :mod:`zeroplan.engines.deepspeed.passes`, gradients from :mod:`zeroplan.engines.deepspeed.course`; at each
 place the moment is chosen at which both together are highest.
 """
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+from zeroplan.engines.deepspeed.course import Courses, Held, Seen, courses_of, distinct_micro_batches, groups_of, highest
 from zeroplan.engines.deepspeed.flat import embedding_elements, embedding_symbol, has_tied_head, head_elements
-from zeroplan.engines.deepspeed.gradients import (
-    Event,
-    Held,
-    Seen,
-    distinct_micro_batches,
-    groups_of,
-    numel,
-    plan_of,
-)
-from zeroplan.engines.deepspeed.highest import Courses, courses_of, highest
+from zeroplan.engines.deepspeed.gradients import Event, numel, plan_of
 from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
