@@ -16,6 +16,7 @@ from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.activations_away import with_activations_away
 from zeroplan.engines.ddp.step import Lines, MicroBatch, Step, Weights
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
+from zeroplan.engines.frozen import frozen_lines, frozen_symbols
 from zeroplan.engines.optimizers import counted, implementation_of, state_lines, step_temporary_lines, whole_tensors
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.sources import ACCUMULATE
@@ -55,7 +56,8 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     weights = _weights(model, first)
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
     parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, _held(model), _REDUCER_OF)
-    frozen = _frozen(model, compute.element_bytes, element_bytes)
+    width = element_bytes if model.adapter is None else compute.element_bytes  # without adapters nobody casts what is frozen
+    frozen = frozen_lines(model, width, element_bytes, "parameters", _REDUCER_OF)
     buckets, gradients = _gradient_states(recipe, element_bytes, weights.total, mesh.dp_shard)
     base = (parameters, *frozen, buckets, *held, *_scaler(recipe), *layout(model).buffers)
     wrapped = 1 if recipe.wraps_one_rank else where(mesh.dp_shard > 1, 1, 0)
@@ -66,7 +68,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
     others = (at_step, *_buckets_rebuilt(step, (parameters, *frozen)))
     moments = Moments((*one.trace.finished(), *map(entry_of, others)))
-    symbols = (*_of_frozen(model), *_symbols(step, one.kept_casts), *counted(*held, *temporary))
+    symbols = (*frozen_symbols(model), *_symbols(step, one.kept_casts), *counted(*held, *temporary))
     notes = tuple(_notes(model, recipe, mesh.dp_shard))
     answer = Account(states, moments, _collectives(step, model, mesh.dp_shard), symbols=symbols, notes=notes)
     if not recipe.offload_activations:
@@ -117,35 +119,6 @@ def _symbols(step: Step, kept: tuple[int, ...]) -> tuple[Symbol, ...]:
 def _held(model: ModelSpec) -> str:
     what = "trained parameters" if has_frozen(model) else "parameters"
     return f"{what}, whole on every rank"
-
-
-def _frozen(model: ModelSpec, element_bytes: int, stored: int) -> Lines:
-    """Weights that get no gradient: in the compute dtype, and no business of the reducer's."""
-    if not has_frozen(model):
-        return ()
-    if model.adapter is None:
-        element_bytes = stored  # without adapters nobody casts what is frozen
-    elif model.is_quantised:
-        from zeroplan.engines.quantised import quantised_lines  # noqa: PLC0415  the others' answers need not wait for it
-
-        return quantised_lines(model, model.adapter.quantize, element_bytes=element_bytes, other_bytes=stored)
-    elements = parameter_count(model) - trained_count(model)
-    reason = "frozen parameters, whole on every rank"
-    return (Line(Kind.PARAMETERS, element_bytes * elements, reason, f"{element_bytes}·Ψ_frozen", _REDUCER_OF),)
-
-
-def _of_frozen(model: ModelSpec) -> tuple[Symbol, ...]:
-    if not has_frozen(model):
-        return ()
-    trained = trained_count(model)
-    if model.adapter is not None and model.is_quantised:
-        from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  the others' answers need not wait for it
-
-        return (Symbol("Ψ", trained, "parameters that are trained"), *quantised_symbols(model))
-    return (
-        Symbol("Ψ", trained, "parameters that are trained"),
-        Symbol("Ψ_frozen", parameter_count(model) - trained, "parameters that are frozen"),
-    )
 
 
 @lru_cache(maxsize=256)

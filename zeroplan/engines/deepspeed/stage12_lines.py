@@ -9,7 +9,6 @@ from zeroplan.engines.deepspeed.flat import (
     Row,
     embedding_elements,
     embedding_symbol,
-    frozen_elements,
     has_tied_head,
     largest_slice,
     partition_elements,
@@ -24,6 +23,7 @@ from zeroplan.engines.deepspeed.passes import (
 )
 from zeroplan.engines.deepspeed.sources import STAGE12
 from zeroplan.engines.formulas import product, times
+from zeroplan.engines.frozen import frozen_lines, frozen_symbols
 from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, where
@@ -31,7 +31,6 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.transformer.params import has_frozen
 
 _KEEP = f"{STAGE12}, copy_grads_in_partition"
 _BUCKETS = f"{STAGE12}, setup_buckets"
@@ -81,7 +80,7 @@ def job_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Jo
 def symbols(job: Job, these: Passes) -> tuple[Symbol, ...]:
     """Return what the formulas of stages 1 and 2 count beyond the model's own symbols."""
     return (
-        *_of_frozen(job),
+        *frozen_symbols(job.whole.model),
         Symbol("M", where(job.micro_batches > 1, 1, 0), "1 where the step has more than one micro-batch, else 0"),
         Symbol("B", job.recipe.deepspeed.reduce_bucket_size, "reduce_bucket_size"),
         Symbol("G_p", job.touched, "elements of every parameter that reaches into this rank's share, each counted whole"),
@@ -90,28 +89,9 @@ def symbols(job: Job, these: Passes) -> tuple[Symbol, ...]:
     )
 
 
-def _of_frozen(job: Job) -> tuple[Symbol, ...]:
-    if not has_frozen(job.whole.model):
-        return ()
-    trained = Symbol("Ψ", job.whole.n_elements, "parameters that are trained")
-    if job.whole.model.is_quantised:
-        from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  the others' answers need not wait for it
-
-        return (trained, *quantised_symbols(job.whole.model))
-    return (trained, Symbol("Ψ_frozen", frozen_elements(job.whole.model), "parameters that are frozen"))
-
-
 def frozen_weights(job: Job) -> tuple[Line, ...]:
     """Weights that get no gradient: in no group of the optimizer's, whole on every rank."""
-    model = job.whole.model
-    if not has_frozen(model):
-        return ()
-    if model.adapter is not None and model.is_quantised:
-        from zeroplan.engines.quantised import quantised_lines  # noqa: PLC0415  the others' answers need not wait for it
-
-        return quantised_lines(model, model.adapter.quantize, element_bytes=job.element, other_bytes=job.element)
-    n_bytes, formula = job.element * frozen_elements(model), times(job.element, "Ψ_frozen")
-    return (Line(Kind.PARAMETERS, n_bytes, "frozen weights, whole on every rank", formula, STAGE12),)
+    return frozen_lines(job.whole.model, job.element, job.element, "weights", STAGE12)
 
 
 def own_gradients(job: Job) -> Line:
