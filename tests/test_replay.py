@@ -74,6 +74,7 @@ _JOBS = (
     {"engine": "deepspeed", "stage": 2, "loss": "fused"},
     {"engine": "fsdp2", "stage": 3, "loss": "fused", "grad_accum": 2},
     {"engine": "ddp", "stage": 0, **_LLAMA, "loss": "fused", "recompute": "full"},
+    {"engine": "ddp", "stage": 0, "model": "bloom-560m", "recompute": "selective"},
 )
 
 
