@@ -183,7 +183,7 @@ def test_the_micro_batches_that_are_left_out_are_never_the_highest(stage: int, s
     some = plan(stage, **{**said, "collects": stage == 0}, bucket_size=150, micro_batches=3)
     some = some._replace(overlaps=some.overlaps and not some.collects, sums_in_fp32=some.sums_in_fp32 and stage == 2)
     short = _peaks(course_of(some))
-    monkeypatch.setattr(courses, "_turns", lambda one: range(one.micro_batches))
+    monkeypatch.setattr(courses, "_micro_batches_to_run", lambda one: range(one.micro_batches))
     course_of.cache_clear()
     courses._during_the_backward.cache_clear()
     whole = _peaks(course_of(some))

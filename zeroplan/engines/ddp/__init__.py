@@ -91,7 +91,7 @@ def _buckets_rebuilt(step: Step, parameters: Lines) -> tuple[Moment, ...]:
 
 
 def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
-    """Say what one rank runs, and whose the figures are where ranks have different ones."""
+    """What a single rank runs, and which rank the figures are of where ranks differ; a sentence each."""
     stored, trained = widths(recipe.precision).stored, trained_count(model)
     notable = trained * _NOTABLE_BUCKETS >= parameter_count(model)
     if isinstance(ranks, int) and ranks == 1 and not recipe.wraps_one_rank and notable:

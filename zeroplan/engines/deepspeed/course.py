@@ -79,7 +79,9 @@ def groups_of(whole: Row) -> dict[int, tuple[Group, ...]]:
 
 @lru_cache(maxsize=512)
 def course_of(plan: Plan) -> Course:
-    """Go through the micro-batches of one optimizer step that differ; what is not reduced before its end is the same for any share.
+    """Return the highest that is alive at every place, over the micro-batches of one optimizer step that differ.
+
+    Where gradients are reduced at the end of a backward only, the course up to there is the same for ranks with other shares.
 
     >>> from zeroplan.engines.deepspeed.flat import row
     >>> from zeroplan.spec.model import ModelSpec
@@ -93,36 +95,36 @@ def course_of(plan: Plan) -> Course:
     slices are laid flat in a copy. The last (416) is one rank's again.
     """
     if plan.stage == 2 or plan.overlaps:
-        return _gone_through(plan)
+        return _run(plan)
     if plan.collects:
-        return _gone_through(plan._replace(partition=0)) if plan.partition else _gone_through(plan)
+        return _run(plan._replace(partition=0)) if plan.partition else _run(plan)
     return _during_the_backward(plan._replace(partition=0)) | _after_the_backward(plan)
 
 
 @lru_cache(maxsize=512)
 def _during_the_backward(plan: Plan) -> Course:
-    """A course without its end, where nothing is reduced before that."""
-    return _gone_through(plan, ends=False)
+    """A course up to the end of the backward, where no gradient is reduced before."""
+    return _run(plan, ends=False)
 
 
 def _after_the_backward(plan: Plan) -> Course:
     notes = Notes(plan)
     engine = Partitioned(plan, notes)
-    engine.be_after_earlier()
+    engine.request_earlier()
     notes.enter(None)
     engine.end()
     return notes.course()
 
 
-def _gone_through(plan: Plan, *, ends: bool = True) -> Course:
+def _run(plan: Plan, *, ends: bool = True) -> Course:
     notes = Notes(plan)
     engine = (Collecting if plan.collects else Partitioned)(plan, notes)
     of_block = groups_of(plan.whole)
-    turns = _turns(plan)
-    if turns[0]:
-        engine.be_after_earlier()
-    for turn in turns:
-        engine.last = turn == plan.micro_batches - 1
+    which = _micro_batches_to_run(plan)
+    if which[0]:
+        engine.request_earlier()
+    for one in which:
+        engine.last = one == plan.micro_batches - 1
         notes.begin_micro_batch()
         for block in range(plan.whole.n_blocks, -2, -1):
             notes.enter(block)
@@ -137,7 +139,7 @@ def _gone_through(plan: Plan, *, ends: bool = True) -> Course:
 
 
 def _receive(group: Group, engine: Collecting, notes: "Notes") -> None:
-    """Gradients come that one operator made."""
+    """DeepSpeed receives the gradients that one operator made."""
     notes.made += sum(map(numel, group))
     keys = [engine.request_gradient(each) for each in group]
     notes.note("arrives")
@@ -145,11 +147,12 @@ def _receive(group: Group, engine: Collecting, notes: "Notes") -> None:
         engine.arrived(each, key)
 
 
-def _turns(plan: Plan) -> range:
-    """The micro-batches that are gone through: what the first has is there in the next one too, beside what that adds.
+def _micro_batches_to_run(plan: Plan) -> range:
+    """Return the micro-batches of a step that can hold the most: the last one, whose predecessors' gradients are alive in it too.
 
-    At stage 1 with overlap the last one has less than those before, as it reduces what they have added up. With offload it lets go
-    of gradients too large for the bucket as they leave for the host, which those before keep to the end of their backward.
+    The one before it can hold more in two cases. At stage 1 with overlap the last micro-batch reduces gradients, and those before
+    add them up whole. With offload the last one frees gradients too large for the bucket as they go to the host, and those before
+    keep them to the end of their backward.
     """
     last = plan.micro_batches - 1
     has_less = (plan.stage == 1 and plan.overlaps) or plan.offloads
@@ -158,7 +161,7 @@ def _turns(plan: Plan) -> range:
 
 @dataclass(slots=True)
 class Notes:
-    """What is alive, and the highest that has been seen at each place so far, in the micro-batch that runs and in those before."""
+    """Counts what is alive, and notes the highest at each place."""
 
     plan: Plan
     stream: int = 0
@@ -175,7 +178,7 @@ class Notes:
     """The block is the last of its run."""
     made: int = 0
     seen: dict[Place, list[Seen]] = field(default_factory=dict)
-    """As in a course, but that events of the backward have a place for each run and for what is made in a block."""
+    """As in a course, but an event of the backward has a place for each run and each number of gradients made in a block."""
 
     def request(self, key: Hashable, n_bytes: int, kind: Kind, reason: str) -> None:  # noqa: ARG002  as a log's
         """Request memory, if any; twice under one key is more of it."""
@@ -215,7 +218,7 @@ class Notes:
         self._note(("forward",))
 
     def enter(self, block: int | None) -> None:
-        """Go on with another block."""
+        """Another block goes backward, or none any more."""
         self.block, self.made = block, 0
         if block is not None:
             firsts = (*self.plan.firsts, self.plan.whole.n_blocks)
@@ -231,7 +234,7 @@ class Notes:
         self._note(("end", event) if self.block is None else ("during", event, self.run, self.made), copy, cast)
 
     def _note(self, place: Place, copy: int = 0, cast: int = 0) -> None:
-        """Blocks come one before the other: what is no higher than that of a later block is never the highest."""
+        """Note what is alive now, unless as much was alive in a later block, before which more blocks keep their activations."""
         seen, block = self.seen.setdefault(place, []), -1 if self.block is None else self.block
         if not seen or seen[-1].block <= block or self.n_bytes + copy + cast > seen[-1].held.n_bytes:
             seen.append(Seen(block, self.made, self._held(copy, cast)))
@@ -251,9 +254,9 @@ class Notes:
 
 
 def corners(seen: list[Seen]) -> tuple[Seen, ...]:
-    """Those among which the highest is, whatever a block keeps: the corners of the hull over blocks, the latest block first.
+    """Return the moments of one run among which the highest is, whatever a block keeps for its backward; the latest block first.
 
-    What the blocks before keep grows evenly with their number, and these are of one run.
+    What the blocks before keep grows evenly with their number, so these are the corners of the hull over blocks.
     """
     found: list[tuple[int, int, Seen]] = []
     for block, n_bytes, each in sorted(map(_weighed, seen), key=lambda one: (-one[0], -one[1])):

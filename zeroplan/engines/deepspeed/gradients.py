@@ -33,15 +33,16 @@ Memory: TypeAlias = Union["Log", "Notes"]
 
 
 class Plan(NamedTuple):
-    """All that a course depends on."""
+    """What becomes of gradients depends on this alone."""
 
     whole: Row
     firsts: tuple[int, ...]
     """First block of every run of like blocks."""
     collects: bool
-    """Every gradient stays until the end of the backward, and nothing reduces it before: there is no ZeRO optimizer."""
+    """There is no ZeRO optimizer: every gradient stays to the end of the backward (:func:`collects`)."""
     stage: int
     element: int
+    """Bytes of an element of a gradient."""
     bucket_size: int
     overlaps: bool
     contiguous: bool
@@ -52,7 +53,7 @@ class Plan(NamedTuple):
     partition: int
     """Elements of a rank's share."""
     micro_batches: int
-    """How many are gone through: those in the middle of a step are alike (:func:`distinct_micro_batches`)."""
+    """Of a step, as far as they differ (``distinct_micro_batches``)."""
 
 
 def sums_in_fp32(recipe: RecipeSpec) -> bool:
@@ -104,8 +105,8 @@ class Collecting:
         self.made: dict[int, Hashable] = {}
         """The key of the gradient that a parameter has, by where the parameter starts."""
 
-    def be_after_earlier(self) -> None:
-        """Be as after the micro-batches before."""
+    def request_earlier(self) -> None:
+        """Request what earlier micro-batches of the step have left: all gradients."""
         for each in self.plan.whole.placed:
             self.made[each.start] = self.request_gradient(each)
 
@@ -142,15 +143,15 @@ class Partitioned(Collecting):
         """Begin with empty buckets."""
         super().__init__(plan, memory, ranks)
         self.inside: list[Placed] = []
-        """The gradients that wait in the bucket, or as they are, to be reduced."""
+        """The gradients that are to be reduced together, in the bucket or where autograd made them."""
         self.fill = 0
         self.before: list[Placed] = []
         """Gradients of other ranks that the next reduction clears."""
 
-    def be_after_earlier(self) -> None:
-        """At stage 1 gradients are whole until the last micro-batch; at stage 2 this rank's share of them is kept."""
+    def request_earlier(self) -> None:
+        """Request what earlier micro-batches have left: at stage 1 all gradients, at stage 2 those of this rank's share."""
         if self.plan.stage == 1:
-            super().be_after_earlier()
+            super().request_earlier()
             self.setup_buckets()
         elif self.plan.sums_in_fp32:
             self._request_sums()
@@ -158,7 +159,7 @@ class Partitioned(Collecting):
             self._keep("averaged")
 
     def process_gradients(self, each: Placed) -> None:
-        """The first gradient finds no bucket."""
+        """DeepSpeed's hook: a gradient goes into the bucket, which the first one of a backward requests."""
         if self.plan.contiguous and not self.memory.has("buckets"):
             self.setup_buckets()
             self.memory.note("arrives")
@@ -186,7 +187,7 @@ class Partitioned(Collecting):
         self.fill += elements
 
     def reduce_ipg_grads(self) -> None:
-        """Reduce what waits; what reaches into this rank's share is kept."""
+        """Reduce the gradients in the bucket; this rank keeps those that reach into its share."""
         plan, memory = self.plan, self.memory
         largest = max([0, *(min(each.end, plan.partition) - each.start for each in self.inside)])
         if self.before:

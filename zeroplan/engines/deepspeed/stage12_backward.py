@@ -84,7 +84,7 @@ def _courses(job: Job, these: Passes) -> Courses:
 
 
 def held_lines(job: Job, held: Held, copied: tuple[str, str] = _COPY) -> tuple[Line, ...]:
-    """Say what gradients take, line by line."""
+    """Return what gradients take, line by line."""
     own, count = own_gradients(job), 2 if job.recipe.deepspeed.overlap_comm else 1
     bucket = "two reduce buckets, reduce_bucket_size each" if count > 1 else "reduce bucket, reduce_bucket_size"
     element, kept = job.element, "gradients of the micro-batches before, of every parameter that reaches into this rank's share"
@@ -120,9 +120,10 @@ def _head(job: Job, these: Passes, courses: Courses) -> Iterator[Moment]:
 
 
 def _of_head(job: Job, point: BackwardPoint) -> BackwardPoint:
-    """Return the point with the gradients that DeepSpeed receives by then: that of a tied head waits for the embedding's.
+    """Return the point with the gradients that DeepSpeed has received by then.
 
-    A loss in chunks adds the head's gradient up by itself, and a fused one makes it in the forward: both hand it on at the end.
+    A tied head's gradient waits for the embedding's. A loss in chunks adds the head's gradient up itself, and a fused loss makes it
+    in the forward: both pass it on when their backward is over.
     """
     vocabulary = head_elements(job.whole)
     tied = vocabulary if has_tied_head(job.whole) else 0
@@ -168,7 +169,7 @@ def _sizes(job: Job, block: int) -> tuple[int, ...]:
 
 
 def _blocks(job: Job, these: Passes, courses: Courses, place: tuple[int, RunPass]) -> Iterator[Moment]:
-    """Each point of the last block of a run, and each of the block before it at which most is alive then."""
+    """Each point of a run's last block, and each point of that block before the last in which most is alive then."""
     index, run = place
     points = [
         (point, count)
@@ -212,7 +213,7 @@ def _during(job: Job, these: Passes, courses: Courses) -> Iterator[Moment]:
 
 
 def _tied_until(job: Job, these: Passes, seen: Seen) -> tuple[Line, ...]:
-    """Return a tied head's gradient, which the embedding's takes in when that arrives, last of all."""
+    """Return a tied head's gradient as long as it waits for the embedding's, which is the last to arrive."""
     waits = (seen.block >= 0) | (seen.made < these.below)
     return tuple(
         line._replace(n_bytes=n_bytes, formula=unless_zero(n_bytes, line.formula))

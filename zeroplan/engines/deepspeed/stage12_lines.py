@@ -110,7 +110,7 @@ def gradient_line(job: Job, elements: Int, reason: str, symbol: str = "") -> Lin
 
 
 def whole_gradients(job: Job) -> Kind:
-    """Return what whole gradients are: at stage 0 the optimizer takes them, at others a share."""
+    """Return the kind of whole gradients: at stage 0 the optimizer takes them as they are, at others this rank's share."""
     return Kind.UNSHARDED_GRADIENTS if job.recipe.zero_stage else Kind.GRADIENTS
 
 

@@ -21,7 +21,7 @@ _FP32 = 4
 
 
 class Step(ModelPass):
-    """A rank's micro-batches and steps, without a ZeRO optimizer: gradients stay until the end of the backward."""
+    """A rank's micro-batches and steps; :mod:`zeroplan.engines.deepspeed.gradients` says what becomes of gradients."""
 
     def __init__(self, job: JobSpec, log: Log) -> None:
         """Take the job."""
@@ -147,7 +147,7 @@ class Sharded(Step):
         self.log.release("taken")
 
     def after_backward(self) -> None:
-        """What is left is reduced."""
+        """The gradients that are left are reduced."""
         self.gradients.end()
 
     def update(self, update: Update) -> None:
