@@ -75,6 +75,8 @@ _JOBS = (
     {"engine": "fsdp2", "stage": 3, "loss": "fused", "grad_accum": 2},
     {"engine": "ddp", "stage": 0, **_LLAMA, "loss": "fused", "recompute": "full"},
     {"engine": "ddp", "stage": 0, "model": "bloom-560m", "recompute": "selective"},
+    {"engine": "fsdp2", "stage": 3, "model": "olmo-2-7b"},
+    {"engine": "fsdp2", "stage": 3, "model": "olmo-2-7b", "recompute": "full"},
 )
 
 
