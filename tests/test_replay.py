@@ -70,6 +70,13 @@ _JOBS = (
     {"engine": "deepspeed", "stage": 1, "deepspeed": DeepSpeedOptions(offload_optimizer="cpu"), "grad_accum": 2},
     {"engine": "deepspeed", "stage": 2, **_LLAMA, "deepspeed": _SMALL_BUCKETS, "grad_accum": 2},
     {"engine": "deepspeed", "stage": 2, "recompute": "selective"},
+    {"engine": "deepspeed", "stage": 1, "model": "opt-1.3b", "grad_accum": 2},
+    {"engine": "deepspeed", "stage": 2, "loss": "fused"},
+    {"engine": "fsdp2", "stage": 3, "loss": "fused", "grad_accum": 2},
+    {"engine": "ddp", "stage": 0, **_LLAMA, "loss": "fused", "recompute": "full"},
+    {"engine": "ddp", "stage": 0, "model": "bloom-560m", "recompute": "selective"},
+    {"engine": "fsdp2", "stage": 3, "model": "olmo-2-7b"},
+    {"engine": "fsdp2", "stage": 3, "model": "olmo-2-7b", "recompute": "full"},
 )
 
 

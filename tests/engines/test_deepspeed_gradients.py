@@ -6,18 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from zeroplan.engines.deepspeed import gradients
-from zeroplan.engines.deepspeed.flat import partition_elements, row
-from zeroplan.engines.deepspeed.gradients import (
-    Course,
-    Held,
-    Plan,
-    Seen,
-    copied_elements,
-    corners,
-    course_of,
-    distinct_micro_batches,
-)
+from zeroplan.engines.deepspeed import course as courses
+from zeroplan.engines.deepspeed.course import Course, Held, Seen, corners, course_of, distinct_micro_batches
+from zeroplan.engines.deepspeed.flat import Placed, partition_elements, row
+from zeroplan.engines.deepspeed.gradients import Plan, copies_of
 from zeroplan.engines.deepspeed.stage12_backward import received_before
 from zeroplan.spec.model import ModelSpec
 
@@ -41,11 +33,15 @@ def plan(stage: int, n_ranks: int = 2, **said: object) -> Plan:
 
 
 def end(course: Course, event: str) -> Held:
-    return course.end[event][0].held  # type: ignore[index]
+    return course["end", event][0].held
+
+
+def copied_elements(plan: Plan, inside: tuple[Placed, ...]) -> int:
+    return max(copies_of(plan, inside), default=0)
 
 
 def at_block(course: Course, block: int, count: int) -> Held:
-    seen = (*course.between[0, count], *course.before[0, count])
+    seen = (*course["between", 0, count], *course["before", 0, count])
     return max((each.held for each in seen if each.block == block), key=lambda held: held.n_bytes)
 
 
@@ -55,15 +51,15 @@ def test_the_model_is_as_large_as_the_figures_here_take_it():
 
 
 def test_a_gradient_moves_into_the_bucket_as_it_arrives():
-    head = course_of(plan(2)).between[1, 1][0].held
+    head = course_of(plan(2))["between", 1, 1][0].held
     assert head == Held(buckets=400)
 
 
 def test_with_overlap_stage_1_moves_gradients_in_the_last_micro_batch_too():
     """They are not counted to the end of the backward: the last block's first gradient leaves those that are not in a bucket."""
     several = course_of(plan(1, overlaps=True, micro_batches=3))
-    assert several.forward[0].held == Held(buckets=800, gradients=2 * TOTAL)
-    last = several.between[1, 1]
+    assert several["forward",][0].held == Held(buckets=800, gradients=2 * TOTAL)
+    last = several["between", 1, 1]
     assert {seen.held.gradients for seen in last} == {2 * TOTAL}
     once = course_of(plan(1, overlaps=True))
     assert at_block(once, 1, 1).gradients == 0
@@ -73,7 +69,7 @@ def test_with_overlap_stage_1_moves_gradients_in_the_last_micro_batch_too():
 def test_without_overlap_stage_1_moves_them_after_the_backward():
     course = course_of(plan(1))
     assert at_block(course, 0, 1).gradients == 2 * (EMBEDDING + NORM + BLOCK + MLP)
-    assert "reduced" not in course.events
+    assert ("during", "reduced") not in course
     first = Held(buckets=400, gradients=2 * (TOTAL - EMBEDDING - 64 - 32), own=2 * TOUCHED)  # it has the embedding, q and k
     assert end(course, "kept") == first
 
@@ -87,8 +83,7 @@ def test_only_stage_1_with_overlap_has_a_micro_batch_in_the_middle_that_differs(
 
 
 def _peaks(course: Course) -> list[int]:
-    places = (course.forward, *course.between.values(), *course.before.values(), *course.events.values(), *course.end.values())
-    return [max(int(seen.held.n_bytes) for seen in place) for place in places]
+    return [max(int(seen.held.n_bytes) for seen in place) for place in course.values()]
 
 
 def test_without_a_contiguous_bucket_a_lone_gradient_is_not_copied():
@@ -101,7 +96,7 @@ def test_without_a_contiguous_bucket_a_lone_gradient_is_not_copied():
 
 def test_without_a_contiguous_bucket_what_is_kept_stays_where_it_is():
     course = course_of(plan(2, contiguous=False))
-    assert all(seen.held.own == 0 for seen in course.events["kept"])
+    assert all(seen.held.own == 0 for seen in course["during", "kept"])
     assert end(course, "kept").gradients == 2 * TOUCHED
     contiguous = end(course_of(plan(2)), "kept")
     assert (contiguous.gradients, contiguous.own) == (0, 2 * TOUCHED)
@@ -149,11 +144,11 @@ def test_slices_are_copied_together_until_they_are_more_than_a_bucket(bucket: in
 
 def test_with_offload_large_gradients_are_copied_and_own_ones_leave_in_fp64():
     course = course_of(plan(2, offloads=True, bucket_size=100))
-    assert max(seen.held.copy for seen in course.events["copied"]) == 2 * MLP
+    assert max(seen.held.copy for seen in course["during", "copied"]) == 2 * MLP
     assert end(course, "leaves").copy == 8 * EMBEDDING
     assert end(course, "leaves").own == 0
     first_of_two = course_of(plan(2, offloads=True, micro_batches=2))
-    assert first_of_two.forward[0].held.earlier == 0
+    assert first_of_two["forward",][0].held.earlier == 0
 
 
 def test_the_corners_hold_the_highest_whatever_a_block_keeps():
@@ -172,14 +167,14 @@ def test_a_gradient_arrives_when_its_operator_is_done():
 
 def test_gradients_pile_up_where_nothing_reduces_them():
     course = course_of(plan(0, collects=True, micro_batches=2))
-    assert course.forward[0].held == Held(gradients=2 * TOTAL)
-    assert max(seen.held.gradients for seen in course.events["arrives"]) == 2 * (TOTAL + MLP)
-    assert not course.end
+    assert course["forward",][0].held == Held(gradients=2 * TOTAL)
+    assert max(seen.held.gradients for seen in course["during", "arrives"]) == 2 * (TOTAL + MLP)
+    assert not any(place[0] == "end" for place in course)
 
 
 def test_a_wider_model_has_its_own_course():
     wider = row(replace(TINY, vocab_size=1000))
-    assert course_of(plan(2)._replace(whole=wider, partition=1000)).end["kept"][0].held.earlier == 0
+    assert course_of(plan(2)._replace(whole=wider, partition=1000))["end", "kept"][0].held.earlier == 0
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -188,10 +183,10 @@ def test_the_micro_batches_that_are_left_out_are_never_the_highest(stage: int, s
     some = plan(stage, **{**said, "collects": stage == 0}, bucket_size=150, micro_batches=3)
     some = some._replace(overlaps=some.overlaps and not some.collects, sums_in_fp32=some.sums_in_fp32 and stage == 2)
     short = _peaks(course_of(some))
-    monkeypatch.setattr(gradients, "_turns", lambda one: range(one.micro_batches))
+    monkeypatch.setattr(courses, "_micro_batches_to_run", lambda one: range(one.micro_batches))
     course_of.cache_clear()
-    gradients._during_the_backward.cache_clear()
+    courses._during_the_backward.cache_clear()
     whole = _peaks(course_of(some))
     course_of.cache_clear()
-    gradients._during_the_backward.cache_clear()
+    courses._during_the_backward.cache_clear()
     assert short == whole

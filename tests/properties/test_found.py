@@ -11,8 +11,9 @@ from tests.properties.checks import adapters_take_less, falls_with_recomputation
 from tests.properties.nightly import drawn, held
 from zeroplan import BatchSpec, ClusterSpec, Fsdp2Options, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec, estimate
 from zeroplan.engines.deepspeed.buckets import schedule
+from zeroplan.engines.deepspeed.course import course_of
 from zeroplan.engines.deepspeed.flat import row
-from zeroplan.engines.deepspeed.gradients import Plan, course_of
+from zeroplan.engines.deepspeed.gradients import Plan
 from zeroplan.engines.deepspeed.quantized import sharing_of
 from zeroplan.engines.megatron import ATTENTION_MASK
 from zeroplan.engines.quantised import TABLES
@@ -37,7 +38,7 @@ def test_own_gradients_are_there_from_the_first_bucket_that_reaches_into_the_sha
     assert lows != sorted(lows)
     for share in range(2, whole.n_elements, 978):
         plan = Plan(whole, (0,), False, 2, 2, 500, False, True, True, False, False, share, 1)
-        kept = any(seen.held.own for seen in course_of(plan).events["kept"])
+        kept = any(seen.held.own for seen in course_of(plan)["during", "kept"])
         assert kept == any(low < share for low in lows[1:])
 
 

@@ -14,9 +14,9 @@ from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.activations_away import with_activations_away
-from zeroplan.engines.block_runs import run_pass
-from zeroplan.engines.ddp.step import Lines, Run, Step, Weights, kept_casts, pass_moments, psi, rebuild_moment
+from zeroplan.engines.ddp.step import Lines, MicroBatch, Step, Weights
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
+from zeroplan.engines.frozen import frozen_lines, frozen_symbols
 from zeroplan.engines.optimizers import counted, implementation_of, state_lines, step_temporary_lines, whole_tensors
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.sources import ACCUMULATE
@@ -26,6 +26,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
+from zeroplan.trace import Moments, entry_of
 from zeroplan.transformer.buffers import buffer_bytes
 from zeroplan.transformer.params import has_frozen, layout, parameter_count, trained_count, trained_layout
 from zeroplan.transformer.recomputed import first_recomputed, in_two, layout_by_recomputation
@@ -33,6 +34,7 @@ from zeroplan.units import GIB, MIB
 
 _REDUCER = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::initialize_buckets"
 _ALL_REDUCE = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::all_reduce_bucket"
+_REBUILD = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::rebuild_buckets"
 _BROADCAST = "torch 2.13, torch/distributed/optim/zero_redundancy_optimizer.py, _sync_params"
 _BUFFERS = "torch 2.13, torch/nn/parallel/distributed.py, DistributedDataParallel._sync_buffers"
 _REDUCER_OF = "torch 2.13, torch/nn/parallel/distributed.py, DistributedDataParallel._ddp_init_helper"
@@ -54,36 +56,42 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     weights = _weights(model, first)
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
     parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, _held(model), _REDUCER_OF)
-    frozen = _frozen(model, compute.element_bytes, element_bytes)
+    width = element_bytes if model.adapter is None else compute.element_bytes  # without adapters nobody casts what is frozen
+    frozen = frozen_lines(model, width, element_bytes, "parameters", _REDUCER_OF)
     buckets, gradients = _gradient_states(recipe, element_bytes, weights.total, mesh.dp_shard)
     base = (parameters, *frozen, buckets, *held, *_scaler(recipe), *layout(model).buffers)
-    states = (*base, *gradients)
-    step = Step(
-        weights,
-        base,
-        element_bytes,
-        recipe,
-        compute,
-        recipe.ddp.gradient_as_bucket_view,
-        recipe.sync_every_micro_batch,
-        batch.grad_accum_steps,
-        1 if recipe.wraps_one_rank else where(mesh.dp_shard > 1, 1, 0),
-    )
+    wrapped = 1 if recipe.wraps_one_rank else where(mesh.dp_shard > 1, 1, 0)
+    step = Step(weights, base, element_bytes, recipe, compute, batch.grad_accum_steps, wrapped)
+    one, states = MicroBatch(step, model, batch), (*base, *gradients)
+    one.forward()
+    one.backward()
     at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
-    runs = layout_by_recomputation(model, first).runs
-    blocks = tuple(run_pass(model, run, compute, batch) for run in runs)
-    moments = (*pass_moments(step, model, batch, blocks), at_step, *rebuild_moment(step, (parameters, *frozen)))
-    kept = tuple(kept_casts(run.recompute(recipe), block) for run, block in zip(weights.runs, blocks, strict=True))
-    symbols = (*_of_frozen(model), *_symbols(step, kept), *counted(*held, *temporary))
+    others = (at_step, *_buckets_rebuilt(step, (parameters, *frozen)))
+    moments = Moments((*one.trace.finished(), *map(entry_of, others)))
+    symbols = (*frozen_symbols(model), *_symbols(step, one.kept_casts), *counted(*held, *temporary))
     notes = tuple(_notes(model, recipe, mesh.dp_shard))
     answer = Account(states, moments, _collectives(step, model, mesh.dp_shard), symbols=symbols, notes=notes)
     if not recipe.offload_activations:
         return answer
-    return with_activations_away(answer, ((block, run.layers) for block, run in zip(blocks, weights.runs, strict=True)))
+    return with_activations_away(answer, zip(one.blocks, weights.layers, strict=True))
+
+
+def _buckets_rebuilt(step: Step, parameters: Lines) -> tuple[Moment, ...]:
+    """Second forward of the training: the reducer makes its final buckets while gradients still view the first one.
+
+    Only where gradients are views and stay from one micro-batch to the next; there are no optimizer states yet.
+    """
+    if not step.recipe.ddp.gradient_as_bucket_view or not step.recipe.sync_every_micro_batch:
+        return ()
+    width, total = step.element_bytes, step.weights.total
+    first = _whole(Kind.GRADIENTS, width, total, "gradients, views of the first bucket", _REBUILD)
+    final = _whole(Kind.REDUCE, width, where(step.accum > 1, total, 0), "the reducer's final buckets", _REBUILD)
+    final = final._replace(formula=f"{final.formula}·M")
+    return (Moment("second forward: buckets rebuilt", Phase.INIT, (*parameters, first, final)),)
 
 
 def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
-    """Say what one rank runs, and whose the figures are where ranks have different ones."""
+    """What a single rank runs, and which rank the figures are of where ranks differ; a sentence each."""
     stored, trained = widths(recipe.precision).stored, trained_count(model)
     notable = trained * _NOTABLE_BUCKETS >= parameter_count(model)
     if isinstance(ranks, int) and ranks == 1 and not recipe.wraps_one_rank and notable:
@@ -113,53 +121,29 @@ def _held(model: ModelSpec) -> str:
     return f"{what}, whole on every rank"
 
 
-def _frozen(model: ModelSpec, element_bytes: int, stored: int) -> Lines:
-    """Weights that get no gradient: in the compute dtype, and no business of the reducer's."""
-    if not has_frozen(model):
-        return ()
-    if model.adapter is None:
-        element_bytes = stored  # without adapters nobody casts what is frozen
-    elif model.is_quantised:
-        from zeroplan.engines.quantised import quantised_lines  # noqa: PLC0415  the others' answers need not wait for it
-
-        return quantised_lines(model, model.adapter.quantize, element_bytes=element_bytes, other_bytes=stored)
-    elements = parameter_count(model) - trained_count(model)
-    reason = "frozen parameters, whole on every rank"
-    return (Line(Kind.PARAMETERS, element_bytes * elements, reason, f"{element_bytes}·Ψ_frozen", _REDUCER_OF),)
-
-
-def _of_frozen(model: ModelSpec) -> tuple[Symbol, ...]:
-    if not has_frozen(model):
-        return ()
-    trained = trained_count(model)
-    if model.adapter is not None and model.is_quantised:
-        from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  the others' answers need not wait for it
-
-        return (Symbol("Ψ", trained, "parameters that are trained"), *quantised_symbols(model))
-    return (
-        Symbol("Ψ", trained, "parameters that are trained"),
-        Symbol("Ψ_frozen", parameter_count(model) - trained, "parameters that are frozen"),
-    )
-
-
 @lru_cache(maxsize=256)
 def _parts(weights: Weights, kept: tuple[int, ...]) -> tuple[Symbol, ...]:
+    kinds = weights.kinds
     return (
         Symbol("G_tail", weights.tail, "parameters of the final norm and, where it is not the embedding, the head"),
-        *(Symbol(f"G_{run.kind}", run.elements, f"parameters of one {run.kind} block") for run in weights.runs),
-        *(
-            Symbol(f"C_{run.kind}", run.casts, f"elements that autocast copies in the forward of one {run.kind} block")
-            for run in weights.runs
-        ),
-        *(
-            Symbol(f"K_{run.kind}", one, f"of them, kept by one {run.kind} block until its backward")
-            for run, one in zip(weights.runs, kept, strict=True)
-        ),
+        *_of_each("G", kinds, weights.elements, "parameters of one {} block"),
+        *_of_each("C", kinds, weights.casts, "elements that autocast copies in the forward of one {} block"),
+        *_of_each("K", kinds, kept, "of them, kept by one {} block until its backward"),
     )
 
 
-def _whole(kind: Kind, element_bytes: int, elements: int, reason: str, source: str) -> Line:
-    return Line(kind, element_bytes * elements, reason, psi(element_bytes), source)
+def _of_each(letter: str, kinds: tuple[str, ...], numbers: tuple[int, ...], meaning: str) -> Iterator[Symbol]:
+    for kind, number in zip(kinds, numbers, strict=True):
+        yield Symbol(f"{letter}_{kind}", number, meaning.format(kind))
+
+
+def _whole(kind: Kind, element_bytes: int, elements: Int, reason: str, source: str) -> Line:
+    return Line(kind, element_bytes * elements, reason, _psi(element_bytes), source)
+
+
+def _psi(element_bytes: int) -> str:
+    """An element's bytes for every parameter."""
+    return "4·Ψ" if element_bytes == 4 else "2·Ψ"
 
 
 def _gradient_states(recipe: RecipeSpec, element_bytes: int, total: int, ranks: Int) -> tuple[Line, Lines]:
@@ -169,10 +153,10 @@ def _gradient_states(recipe: RecipeSpec, element_bytes: int, total: int, ranks: 
     """
     if recipe.ddp.gradient_as_bucket_view:
         return _whole(Kind.GRADIENTS, element_bytes, total, "gradients, views of the reducer's buckets", _REDUCER), ()
-    reason, wrapped = "the reducer's buckets, room for all gradients", recipe.wraps_one_rank
-    size = element_bytes * total if wrapped else where(ranks > 1, element_bytes * total, 0)
-    formula = psi(element_bytes) if wrapped else f"{psi(element_bytes)}·min(1, N-1)"
-    buckets = Line(Kind.REDUCE, size, reason, formula, _REDUCER)
+    buckets = _whole(Kind.REDUCE, element_bytes, total, "the reducer's buckets, room for all gradients", _REDUCER)
+    if not recipe.wraps_one_rank:
+        n_bytes, formula = where(ranks > 1, element_bytes * total, 0), f"{buckets.formula}·min(1, N-1)"
+        buckets = buckets._replace(n_bytes=n_bytes, formula=formula)
     return buckets, (_whole(Kind.GRADIENTS, element_bytes, total, "gradients", ACCUMULATE),)
 
 
@@ -220,24 +204,19 @@ def _weights(model: ModelSpec, first: int | None) -> Weights:
     whole = trained_layout(model)
     if first is not None:
         whole = in_two(whole, model, first)
-    tied = whole.tied_head
+    tied, runs = whole.tied_head, whole.runs
     head = whole.tail if tied is None else (*whole.tail, tied)
     return Weights(
-        sum(int(tensor.numel) for tensor in every_tensor(model)),
-        sum(one.numel for one in whole.embeddings),
-        max((one.numel for one in whole.embeddings if len(one.shape) > 1), default=0),
-        tuple(
-            Run(
-                run.name,
-                run.layers,
-                sum(one.numel for one in run.parameters),
-                sum(one.numel for one in run.parameters if one.autocast),
-                run.plain,
-            )
-            for run in whole.runs
-        ),
-        0 if tied is None else tied.numel,
-        sum(one.numel for one in head if one.autocast),
+        total=sum(int(tensor.numel) for tensor in every_tensor(model)),
+        tail=sum(one.numel for one in whole.tail),
+        largest_embedding=max((one.numel for one in whole.embeddings if len(one.shape) > 1), default=0),
+        tied_head=0 if tied is None else tied.numel,
+        head_casts=sum(one.numel for one in head if one.autocast),
+        runs=layout_by_recomputation(model, first).runs,
+        kinds=tuple(run.name for run in runs),
+        layers=tuple(run.layers for run in runs),
+        elements=tuple(sum(one.numel for one in run.parameters) for run in runs),
+        casts=tuple(sum(one.numel for one in run.parameters if one.autocast) for run in runs),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from zeroplan.engines.account import Account
 from zeroplan.engines.activations_away import with_activations_away
+from zeroplan.engines.deepspeed.gradients import collects, sums_in_fp32
 from zeroplan.engines.deepspeed.infinity import refuse_swapping
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, refuse
 from zeroplan.engines.deepspeed.passes import passes
@@ -57,46 +58,42 @@ def _refuse(recipe: RecipeSpec) -> None:
     """Refuse what DeepSpeed's engine refuses, and what is not modelled."""
     refuse(recipe)
     refuse_swapping(recipe)
-    sums_in_fp32 = recipe.deepspeed.grad_accum_dtype == "fp32" and recipe.precision != "fp32"
     if recipe.offload_activations and recipe.offloads_states:
         raise SpecError(
             "offload_activations beside DeepSpeed's offload of optimizer or parameters is not modelled; use one of them"
         )
-    _refuse_without_norm(recipe, sums_in_fp32=sums_in_fp32)
+    _refuse_without_norm(recipe)
     if recipe.zero_stage == 3 and recipe.recompute == "selective":
         raise SpecError(_SELECTIVE)
     if recipe.zero_stage == 0 and recipe.precision == "bf16":
         raise SpecError("precision 'bf16' with engine 'deepspeed' needs ZeRO stage 1, 2 or 3; use 'bf16-mixed' at stage 0")
-    if recipe.zero_stage == 0 and sums_in_fp32:
+    if recipe.zero_stage == 0 and sums_in_fp32(recipe):
         raise SpecError("grad_accum_dtype 'fp32' needs ZeRO stage 1, 2 or 3 with engine 'deepspeed'; use 'param'")
-    if recipe.zero_stage == 1 and sums_in_fp32 and offloads_optimizer(recipe):
+    if recipe.zero_stage == 1 and sums_in_fp32(recipe) and offloads_optimizer(recipe):
         raise SpecError("grad_accum_dtype 'fp32' at stage 1 with offload_optimizer is not modelled; use stage 2")
-    if recipe.zero_stage == 1 and sums_in_fp32 and recipe.precision != "bf16-mixed":
+    if recipe.zero_stage == 1 and sums_in_fp32(recipe) and recipe.precision != "bf16-mixed":
         raise SpecError(
             f"grad_accum_dtype 'fp32' at stage 1 with precision {recipe.precision!r} is not modelled; use 'bf16-mixed'"
         )
 
 
-def _refuse_without_norm(recipe: RecipeSpec, *, sums_in_fp32: bool) -> None:
+def _refuse_without_norm(recipe: RecipeSpec) -> None:
     """As ``runtime/zero/config.py``, ``compute_grad_norm_valid``, and ``runtime/engine.py``, ``_do_optimizer_sanity_check`` do."""
     if recipe.deepspeed.compute_grad_norm:
         return
     if recipe.zero_stage not in (1, 2):
         raise SpecError(f"compute_grad_norm=False at ZeRO stage {recipe.zero_stage} is refused by DeepSpeed; use stage 1 or 2")
-    if recipe.zero_stage == 1 and sums_in_fp32:
+    if recipe.zero_stage == 1 and sums_in_fp32(recipe):
         raise SpecError("compute_grad_norm=False with grad_accum_dtype 'fp32' at stage 1 is refused by DeepSpeed; use stage 2")
 
 
 def _answer(recipe: RecipeSpec) -> Callable[[ModelSpec, RecipeSpec, Mesh, Batch, OptimizerImpl], Account]:
     """Which of DeepSpeed's optimizers takes this recipe (``runtime/engine.py``, ``_do_optimizer_sanity_check``)."""
-    stage, sums_in_fp32 = recipe.zero_stage, recipe.deepspeed.grad_accum_dtype == "fp32" and recipe.precision != "fp32"
-    if stage == 3:
+    if recipe.zero_stage == 3:
         return sharded_account
-    if stage == 0:
+    if recipe.zero_stage == 0:
         return unpartitioned_account
-    if stage == 1 and sums_in_fp32 and not offloads_optimizer(recipe):
-        return bf16_optimizer_account
-    return partitioned_account
+    return bf16_optimizer_account if collects(recipe) else partitioned_account
 
 
 def steps_in_own_kernel(recipe: RecipeSpec) -> bool:

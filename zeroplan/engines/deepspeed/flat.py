@@ -111,11 +111,6 @@ def has_tied_head(whole: Row) -> bool:
     return whole.model.tie_word_embeddings and not is_frozen(whole.model, "embedding")
 
 
-def frozen_elements(model: ModelSpec) -> int:
-    """Elements of the parameters that get no gradient."""
-    return row(model).n_elements - trained_row(model).n_elements if has_frozen(model) else 0
-
-
 def _row(model: ModelSpec, parts: Layout) -> Row:
     blocks = [parts.runs[run].parameters for run in runs_in_order(model)]
     groups = ((-1, parts.embeddings), *enumerate(blocks), (len(blocks), parts.tail))

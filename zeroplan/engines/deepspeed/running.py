@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _FLOW = "r·T·h"
+_FLOWING = Kind.ACTIVATION_GRADIENTS
 
 
 class Running(NamedTuple):
@@ -42,7 +43,7 @@ def running_of(lines: tuple[Line, ...]) -> Running:
 
 def _flowing(lines: tuple[Line, ...]) -> Iterator[Line]:
     """The gradients of activations among them."""
-    return (line for line in lines if line.kind is Kind.ACTIVATION_GRADIENTS)
+    return (line for line in lines if line.kind is _FLOWING)
 
 
 def running_lines(these: Passes, block: Int, made: Int) -> tuple[Line, Line]:
@@ -52,19 +53,21 @@ def running_lines(these: Passes, block: Int, made: Int) -> tuple[Line, Line]:
     head (``n_blocks``).
     """
     if isinstance(block, int) and isinstance(made, int):
-        running, formulas = _running_now(these, block, made), _running_formulas(these, block, made)
+        lines = _alive_now(these, block, made)
+        flowing = _sum_of(_flowing(lines))
+        running, formulas = running_of(lines), (_sum_of(line for line in lines if line.kind is not _FLOWING), flowing)
     else:
         running, formulas = _running_anywhere(these, block, made), ("", "")
     return (
         Line(Kind.ACTIVATIONS, running.activations, "activations of the block that runs", formulas[0], FLOWING),
-        Line(Kind.ACTIVATION_GRADIENTS, running.gradients, "their gradients in the block that runs", formulas[1], FLOWING),
+        Line(_FLOWING, running.gradients, "their gradients in the block that runs", formulas[1], FLOWING),
     )
 
 
 def running_size(these: Passes, block: Int, made: Int) -> Int:
     """Return the size of :func:`running_lines`. [bytes]"""
     if isinstance(block, int) and isinstance(made, int):
-        return _running_now(these, block, made).n_bytes
+        return total_bytes(_alive_now(these, block, made))
     return _running_anywhere(these, block, made).n_bytes
 
 
@@ -82,12 +85,14 @@ def _handed_at(these: Passes, block: int, made: int) -> tuple[Line, ...]:
     return next((one.lines for one in handed if made <= one.gradients), handed[-1].lines if handed else ())
 
 
-def _running_now(these: Passes, block: int, made: int) -> Running:
+def _alive_now(these: Passes, block: int, made: int) -> tuple[Line, ...]:
+    """Return what is alive of the block that runs when so many elements of its weights' gradients exist."""
     if lines := _handed_at(these, block, made):
-        return running_of(lines)
+        return lines
+    flow = Line(_FLOWING, these.head.hidden_bytes, "", _FLOW)
     if block < 0:
-        return Running(0, these.head.hidden_bytes if made < these.below else 0)
-    return Running(total_bytes(_left_of_head(these, with_norm=made != these.table)), these.head.hidden_bytes)
+        return (flow,) if made < these.below else ()
+    return (*_left_of_head(these, with_norm=made != these.table), flow)
 
 
 def _left_of_head(these: Passes, *, with_norm: bool) -> tuple[Line, ...]:
@@ -117,15 +122,6 @@ def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[int, 
     run, gradients = next((at, handed) for at, (end, handed) in enumerate(counts) if block < end)
     at = min(bisect_left(gradients, made), len(gradients) - 1)
     return run, at, made == gradients[at]
-
-
-def _running_formulas(these: Passes, block: int, made: int) -> tuple[str, str]:
-    """Write ``_running_now`` in symbols."""
-    if lines := _handed_at(these, block, made):
-        return _sum_of(line for line in lines if line.kind is not Kind.ACTIVATION_GRADIENTS), _sum_of(_flowing(lines))
-    if block < 0:
-        return "0", _FLOW if made < these.below else "0"
-    return _sum_of(_left_of_head(these, with_norm=made != these.table)), _FLOW
 
 
 def _sum_of(lines: Iterable[Line]) -> str:

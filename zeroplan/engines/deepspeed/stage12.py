@@ -6,6 +6,7 @@ state of that share. Rank 0 is described, whose share begins with the embedding.
 
 from zeroplan.engines.account import Account
 from zeroplan.engines.deepspeed.abandoned import abandoned_states, beside
+from zeroplan.engines.deepspeed.gradients import sums_in_fp32
 from zeroplan.engines.deepspeed.numbers import numbers_partitioned
 from zeroplan.engines.deepspeed.offload import kept_as, note, offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.passes import kept_in_a_block, passes
@@ -15,7 +16,6 @@ from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
     frozen_weights,
     job_of,
-    keeps_partition,
     own_gradients,
     symbols,
 )
@@ -47,7 +47,7 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     """
     job = job_of(model, recipe, mesh, batch)
     tensors = (LocalTensor((job.partition,), in_block=False),)
-    flat, master, *frozen = _weights(job)
+    flat, master, *frozen = weights_of(job)
     updated = (master, *state_lines(recipe.optimizer, kept_as(recipe, impl), tensors, job.master, symbol=SHARE))
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, job.master, symbol=SHARE)
     these, away = passes(model, recipe, batch), offloads_optimizer(recipe)
@@ -55,7 +55,7 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     left = abandoned_states(recipe, job.whole.n_elements, job.element)
     persistent = (flat, *frozen, *here, *left, *way_back(job), *layout(model).buffers)
     step = _step_away(job) if away else _step(job, temporary)
-    training = (*training_moments(job, these, collects=False), *step)
+    training = (*training_moments(job, these), *step)
     alive = tuple(moment.beside(persistent) for moment in training)
     start = beside(_init(job, (flat, here[0], *frozen)), left)
     return Account(
@@ -78,7 +78,8 @@ def _notes(job: Job, laid_flat: Moment, later: tuple[Moment, ...]) -> tuple[str,
     return () if any(not isinstance(total, int) or total > highest for total in totals) else (_FLAT_IS_THE_PEAK,)
 
 
-def _weights(job: Job) -> tuple[Line, ...]:
+def weights_of(job: Job) -> tuple[Line, ...]:
+    """What ``DeepSpeedZeroOptimizer`` makes of the weights: all of them flat, this rank's share, and what is frozen. [bytes]"""
     flat = times(job.element, _WHOLE)
     master = "weights of this rank's share, fp32" if job.master == 4 else "weights of this rank's share, 16 bits"
     return (
@@ -98,13 +99,10 @@ def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
     own = own_gradients(job)
     moments: list[Moment] = []
     if job.recipe.deepspeed.compute_grad_norm:
-        norm = Line(
-            Kind.OPTIMIZER_TEMPORARY, FP64 * job.largest, "largest gradient of this rank's share in fp64", "8·G_max", _NORM
-        )
-        moments.append(Moment("gradient norm", Phase.STEP, (own, norm)))
-    if keeps_partition(job):
+        moments.append(Moment("gradient norm", Phase.STEP, (own, in_fp64(job))))
+    if sums_in_fp32(job.recipe):
         return (*moments, Moment("optimizer step: update", Phase.STEP, (own, *temporary)))
-    flat, taken, still = _laid_flat(job, own)
+    flat, taken, still = laid_flat(job, own)
     return (
         *moments,
         Moment("optimizer step: gradients flattened", Phase.STEP, (own, flat, taken)),
@@ -112,7 +110,13 @@ def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
     )
 
 
-def _laid_flat(job: Job, own: Line) -> tuple[Line, Line, Line]:
+def in_fp64(job: Job) -> Line:
+    """The copy that a gradient's norm is taken of. [bytes]"""
+    reason = "largest gradient of this rank's share in fp64"
+    return Line(Kind.OPTIMIZER_TEMPORARY, FP64 * job.largest, reason, "8·G_max", _NORM)
+
+
+def laid_flat(job: Job, own: Line) -> tuple[Line, Line, Line]:
     """Return the gradients laid flat, as the optimizer takes them, and what was kept as far as these are a view of it.
 
     In the optimizer's dtype, what is laid flat is taken as it is.
@@ -136,7 +140,7 @@ def _laid_flat(job: Job, own: Line) -> tuple[Line, Line, Line]:
 def _step_away(job: Job) -> tuple[Moment, ...]:
     """Return the moment of ``step`` where the CPU takes it: nothing but a copy of the share comes back."""
     own = own_gradients(job)
-    if keeps_partition(job):  # the forward of a later micro-batch has the same tensor, and is no moment of the next step
+    if sums_in_fp32(job.recipe):  # the forward of a later micro-batch has the same tensor, and is no moment of the next step
         own = own._replace(reason="fp32 gradients of this rank's share, released when the step ends")
     return (Moment("optimizer step: on the CPU", Phase.STEP, (own,)),)
 

@@ -1,25 +1,15 @@
 """When can memory peak in the forward and backward passes of DeepSpeed's stages 0 to 2, gradients and buckets included?
 
-Activations come from :mod:`zeroplan.engines.deepspeed.passes`, gradients from :mod:`zeroplan.engines.deepspeed.gradients`; at each
+Activations come from :mod:`zeroplan.engines.deepspeed.passes`, gradients from :mod:`zeroplan.engines.deepspeed.course`; at each
 place the moment is chosen at which both together are highest.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+from zeroplan.engines.deepspeed.course import Courses, Held, Seen, courses_of, distinct_micro_batches, groups_of, highest
 from zeroplan.engines.deepspeed.flat import embedding_elements, embedding_symbol, has_tied_head, head_elements
-from zeroplan.engines.deepspeed.gradients import (
-    Course,
-    Event,
-    Held,
-    Plan,
-    Seen,
-    distinct_micro_batches,
-    groups_of,
-    numel,
-)
-from zeroplan.engines.deepspeed.highest import Courses, courses_of, highest
-from zeroplan.engines.deepspeed.offload import offloads_optimizer
+from zeroplan.engines.deepspeed.gradients import Event, numel, plan_of
 from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
@@ -37,7 +27,6 @@ from zeroplan.engines.deepspeed.sources import STAGE12
 from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
     gradient_line,
-    keeps_partition,
     own_gradients,
     tied_head,
     whole_gradients,
@@ -75,12 +64,9 @@ _COPIES: dict[Event, tuple[str, str]] = {
 _COPY = ("copy of the bucket that is all-reduced", f"{STAGE12}, allreduce_bucket")
 
 
-def training_moments(job: Job, these: Passes, *, collects: bool) -> tuple[Moment, ...]:
-    """Return every moment of forward and backward passes, up to the end of the last backward.
-
-    With ``collects`` there is no ZeRO optimizer, and gradients stay until then (stage 0, ``BF16_Optimizer``).
-    """
-    courses = _courses(job, these, collects=collects)
+def training_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
+    """Return every moment of forward and backward passes, up to the end of the last backward."""
+    courses = _courses(job, these)
     return (
         *_forward(job, these, courses),
         *_head(job, these, courses),
@@ -91,30 +77,14 @@ def training_moments(job: Job, these: Passes, *, collects: bool) -> tuple[Moment
     )
 
 
-def _courses(job: Job, these: Passes, *, collects: bool) -> Courses:
-    options, stage = job.recipe.deepspeed, job.recipe.zero_stage
-    overlaps = bool(options.overlap_comm) and not collects
-    plan = Plan(
-        whole=job.whole,
-        firsts=tuple([run.first for run in these.runs]),
-        collects=collects,
-        stage=stage,
-        element=job.element,
-        bucket_size=options.reduce_bucket_size,
-        overlaps=overlaps,
-        contiguous=options.contiguous_gradients,
-        scatters=options.reduce_scatter,
-        sums_in_fp32=keeps_partition(job),
-        offloads=offloads_optimizer(job.recipe),
-        partition=1,
-        micro_batches=1,
-    )
-    share = job.whole.n_elements if collects else job.partition  # no share matters then
-    return courses_of(plan, share, minimum(job.micro_batches, distinct_micro_batches(stage, overlaps=overlaps)))
+def _courses(job: Job, these: Passes) -> Courses:
+    plan = plan_of(job.recipe, job.whole, tuple([run.first for run in these.runs]))
+    share = job.whole.n_elements if plan.collects else job.partition  # no share matters then
+    return courses_of(plan, share, minimum(job.micro_batches, distinct_micro_batches(plan.stage, overlaps=plan.overlaps)))
 
 
 def held_lines(job: Job, held: Held, copied: tuple[str, str] = _COPY) -> tuple[Line, ...]:
-    """Say what gradients take, line by line."""
+    """Return what gradients take, line by line."""
     own, count = own_gradients(job), 2 if job.recipe.deepspeed.overlap_comm else 1
     bucket = "two reduce buckets, reduce_bucket_size each" if count > 1 else "reduce bucket, reduce_bucket_size"
     element, kept = job.element, "gradients of the micro-batches before, of every parameter that reaches into this rank's share"
@@ -129,12 +99,8 @@ def held_lines(job: Job, held: Held, copied: tuple[str, str] = _COPY) -> tuple[L
     )
 
 
-def _nothing(_: Seen) -> Int:
-    return 0
-
-
 def _forward(job: Job, these: Passes, courses: Courses) -> Iterator[Moment]:
-    lines = held_lines(job, highest(courses, lambda course: course.forward, _nothing).held)
+    lines = held_lines(job, highest(courses, ("forward",)).held)
     for at in (*(forward_instant(these, run, run.first + run.n_blocks - 1) for run in these.runs), loss_instant(these)):
         yield Moment(at.name, at.phase, at.lines + lines, of_forward=True)
 
@@ -147,16 +113,17 @@ def _head(job: Job, these: Passes, courses: Courses) -> Iterator[Moment]:
     points = tuple([_of_head(job, at.point) for at in instants])
     counts = received_before(_counted(points), _sizes(job, these.n_blocks))
     for at, point, count in zip(instants, points, counts, strict=True):
-        held = highest(courses, _between(len(these.runs), count), _nothing).held
+        held = highest(courses, ("between", len(these.runs), count)).held
         tied = tied_head(job) if at.point.gradients and not _sums_by_itself(job, at.point) else ()
         made = gradient_line(job, point.current_gradient, "gradient just made")
         yield Moment(at.name, at.phase, (*at.lines, *held_lines(job, held), made, *tied))
 
 
 def _of_head(job: Job, point: BackwardPoint) -> BackwardPoint:
-    """Return the point with the gradients that DeepSpeed receives by then: that of a tied head waits for the embedding's.
+    """Return the point with the gradients that DeepSpeed has received by then.
 
-    A loss in chunks adds the head's gradient up by itself, and a fused one makes it in the forward: both hand it on at the end.
+    A tied head's gradient waits for the embedding's. A loss in chunks adds the head's gradient up itself, and a fused loss makes it
+    in the forward: both pass it on when their backward is over.
     """
     vocabulary = head_elements(job.whole)
     tied = vocabulary if has_tied_head(job.whole) else 0
@@ -171,22 +138,6 @@ def _sums_by_itself(job: Job, point: BackwardPoint) -> bool:
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------------
-
-
-def _between(run: int, count: int) -> Callable[[Course], Sequence[Seen]]:
-    return lambda course: course.between[run, count]
-
-
-def _before(run: int, count: int) -> Callable[[Course], Sequence[Seen]]:
-    return lambda course: course.before[run, count]
-
-
-def _event(event: Event) -> Callable[[Course], Sequence[Seen]]:
-    return lambda course: course.events[event]
-
-
-def _at_end(event: Event) -> Callable[[Course], Sequence[Seen]]:
-    return lambda course: course.end[event]
 
 
 @lru_cache(maxsize=4096)
@@ -218,7 +169,7 @@ def _sizes(job: Job, block: int) -> tuple[int, ...]:
 
 
 def _blocks(job: Job, these: Passes, courses: Courses, place: tuple[int, RunPass]) -> Iterator[Moment]:
-    """Each point of the last block of a run, and each of the block before it at which most is alive then."""
+    """Each point of a run's last block, and each point of that block before the last in which most is alive then."""
     index, run = place
     points = [
         (point, count)
@@ -226,10 +177,10 @@ def _blocks(job: Job, these: Passes, courses: Courses, place: tuple[int, RunPass
         for point, count in zip(kind, received_before(_counted(kind), _sizes(job, run.first)), strict=True)
     ]
     for point, count in points:
-        last = highest(courses, _between(index, count), _nothing)
+        last = highest(courses, ("between", index, count))
         yield _at_point(job, these, run, last, f"backward of the last block: {point.name}", point)
     for point, count in points if run.n_blocks > 1 else ():
-        other = highest(courses, _before(index, count), lambda seen: kept_bytes(these, seen.block))
+        other = highest(courses, ("before", index, count), lambda seen: kept_bytes(these, seen.block))
         yield _at_point(job, these, run, other, f"backward of a block before the last: {point.name}", point)
 
 
@@ -248,8 +199,8 @@ def _during(job: Job, these: Passes, courses: Courses) -> Iterator[Moment]:
         return activations + total_bytes(_tied_until(job, these, seen))
 
     for event, name in _DURING.items():
-        if event in courses.each[0].events:
-            seen = highest(courses, _event(event), alive)
+        if ("during", event) in courses.each[0]:
+            seen = highest(courses, ("during", event), alive)
             lines = (
                 *shared_at(these, seen.block),
                 *these.output,
@@ -262,7 +213,7 @@ def _during(job: Job, these: Passes, courses: Courses) -> Iterator[Moment]:
 
 
 def _tied_until(job: Job, these: Passes, seen: Seen) -> tuple[Line, ...]:
-    """Return a tied head's gradient, which the embedding's takes in when that arrives, last of all."""
+    """Return a tied head's gradient as long as it waits for the embedding's, which is the last to arrive."""
     waits = (seen.block >= 0) | (seen.made < these.below)
     return tuple(
         line._replace(n_bytes=n_bytes, formula=unless_zero(n_bytes, line.formula))
@@ -280,7 +231,7 @@ def _embedding(job: Job, these: Passes, courses: Courses) -> Iterator[Moment]:
     at, sizes = embedding_instant(these), _sizes(job, -1)
     lines: tuple[Line, ...] = ()
     for count, elements in enumerate(sizes or (0,)):
-        held = held_lines(job, highest(courses, _between(-1, count), _nothing).held)
+        held = held_lines(job, highest(courses, ("between", -1, count)).held)
         symbol = embedding_symbol(job.whole) if elements and elements == embedding_elements(job.whole) else ""
         made = gradient_line(job, elements, "gradient of the embedding", symbol)
         lines = (*held, made, *tied_head(job))
@@ -295,7 +246,7 @@ def _embedding(job: Job, these: Passes, courses: Courses) -> Iterator[Moment]:
 
 def _after(job: Job, these: Passes, courses: Courses) -> Iterator[Moment]:
     for event, name in _AFTER.items():
-        if event in courses.each[0].end:
-            held = highest(courses, _at_end(event), _nothing).held
+        if ("end", event) in courses.each[0]:
+            held = highest(courses, ("end", event)).held
             lines = (*these.head.at_embedding, *these.output, *held_lines(job, held, _COPIES.get(event, _COPY)))
             yield Moment(name, Phase.BACKWARD, lines)

@@ -9,13 +9,13 @@ from zeroplan.engines.deepspeed.flat import (
     Row,
     embedding_elements,
     embedding_symbol,
-    frozen_elements,
     has_tied_head,
     largest_slice,
     partition_elements,
     touched_elements,
     trained_row,
 )
+from zeroplan.engines.deepspeed.gradients import sums_in_fp32
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.passes import (
     Passes,
@@ -23,6 +23,7 @@ from zeroplan.engines.deepspeed.passes import (
 )
 from zeroplan.engines.deepspeed.sources import STAGE12
 from zeroplan.engines.formulas import product, times
+from zeroplan.engines.frozen import frozen_lines, frozen_symbols
 from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, where
@@ -30,7 +31,6 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.transformer.params import has_frozen
 
 _KEEP = f"{STAGE12}, copy_grads_in_partition"
 _BUCKETS = f"{STAGE12}, setup_buckets"
@@ -80,7 +80,7 @@ def job_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Jo
 def symbols(job: Job, these: Passes) -> tuple[Symbol, ...]:
     """Return what the formulas of stages 1 and 2 count beyond the model's own symbols."""
     return (
-        *_of_frozen(job),
+        *frozen_symbols(job.whole.model),
         Symbol("M", where(job.micro_batches > 1, 1, 0), "1 where the step has more than one micro-batch, else 0"),
         Symbol("B", job.recipe.deepspeed.reduce_bucket_size, "reduce_bucket_size"),
         Symbol("G_p", job.touched, "elements of every parameter that reaches into this rank's share, each counted whole"),
@@ -89,38 +89,14 @@ def symbols(job: Job, these: Passes) -> tuple[Symbol, ...]:
     )
 
 
-def _of_frozen(job: Job) -> tuple[Symbol, ...]:
-    if not has_frozen(job.whole.model):
-        return ()
-    trained = Symbol("Ψ", job.whole.n_elements, "parameters that are trained")
-    if job.whole.model.is_quantised:
-        from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  the others' answers need not wait for it
-
-        return (trained, *quantised_symbols(job.whole.model))
-    return (trained, Symbol("Ψ_frozen", frozen_elements(job.whole.model), "parameters that are frozen"))
-
-
 def frozen_weights(job: Job) -> tuple[Line, ...]:
     """Weights that get no gradient: in no group of the optimizer's, whole on every rank."""
-    model = job.whole.model
-    if not has_frozen(model):
-        return ()
-    if model.adapter is not None and model.is_quantised:
-        from zeroplan.engines.quantised import quantised_lines  # noqa: PLC0415  the others' answers need not wait for it
-
-        return quantised_lines(model, model.adapter.quantize, element_bytes=job.element, other_bytes=job.element)
-    n_bytes, formula = job.element * frozen_elements(model), times(job.element, "Ψ_frozen")
-    return (Line(Kind.PARAMETERS, n_bytes, "frozen weights, whole on every rank", formula, STAGE12),)
-
-
-def keeps_partition(job: Job) -> bool:
-    """Whether reduced gradients are added up in an fp32 tensor of exactly the share (``grad_accum_dtype`` fp32)."""
-    return job.recipe.deepspeed.grad_accum_dtype == "fp32" and job.element == 2
+    return frozen_lines(job.whole.model, job.element, job.element, "weights", STAGE12)
 
 
 def own_gradients(job: Job) -> Line:
     """Return the reduced gradients that this rank keeps for the step."""
-    if keeps_partition(job):
+    if sums_in_fp32(job.recipe):
         return Line(Kind.GRADIENTS, 4 * job.partition, "fp32 gradients of this rank's share", "8·ceil(Ψ/(2·N))", STAGE12)
     reason = "gradients of every parameter that reaches into this rank's share, each whole"
     line = Line(Kind.GRADIENTS, job.element * job.touched, reason, times(job.element, "G_p"), _KEEP)
@@ -134,7 +110,7 @@ def gradient_line(job: Job, elements: Int, reason: str, symbol: str = "") -> Lin
 
 
 def whole_gradients(job: Job) -> Kind:
-    """Return what whole gradients are: at stage 0 the optimizer takes them, at others a share."""
+    """Return the kind of whole gradients: at stage 0 the optimizer takes them as they are, at others this rank's share."""
     return Kind.UNSHARDED_GRADIENTS if job.recipe.zero_stage else Kind.GRADIENTS
 
 

@@ -9,12 +9,10 @@ from functools import lru_cache
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.flat import Row, largest_parameter
+from zeroplan.engines.deepspeed.gradients import sums_in_fp32
 from zeroplan.engines.deepspeed.offload import offloads_optimizer
 from zeroplan.engines.deepspeed.sources import SHARE, STAGE12
-from zeroplan.engines.deepspeed.stage12_lines import (
-    Job,
-    keeps_partition,
-)
+from zeroplan.engines.deepspeed.stage12_lines import Job
 from zeroplan.engines.formulas import times
 from zeroplan.engines.pinned import beyond, beyond_symbol, block_bytes, rounding
 from zeroplan.ledger import Kind, Line
@@ -58,7 +56,7 @@ def host_lines(job: Job, states: tuple[Line, ...], temporary: tuple[Line, ...]) 
 
 def _sums(job: Job) -> tuple[Line, ...]:
     """Gradients summed over micro-batches at stage 2; at stage 1 they are summed on the GPU."""
-    if keeps_partition(job) or job.recipe.zero_stage == 1:
+    if sums_in_fp32(job.recipe) or job.recipe.zero_stage == 1:
         return ()
     n_bytes = where(job.micro_batches > 1, job.element * job.touched, 0)
     reason = "gradients summed over micro-batches, of every parameter that reaches into this rank's share, each whole"
@@ -69,7 +67,7 @@ def _beyond(job: Job) -> Int:
     """Bytes that pinned memory takes beyond its tensors: each is there from its first use on."""
     share, one = job.partition, job.element * largest_parameter(job.whole)
     total = 2 * rounding(job.master * share) + rounding(job.element * share) + rounding(one)
-    if keeps_partition(job) or job.recipe.zero_stage == 1:
+    if sums_in_fp32(job.recipe) or job.recipe.zero_stage == 1:
         return total
     summed = for_each_value(lambda partition: _rounded_sums(job.whole, job.element, partition), share)
     return total + where(job.micro_batches > 1, summed, 0)

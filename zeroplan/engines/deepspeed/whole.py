@@ -48,7 +48,7 @@ def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     step = _mixed_step(job, gradients, temporary, wrapped=wrapped) if mixed else _step("update", gradients, *temporary)
     these = passes(model, recipe, batch)
     end = _all_reduced(job, these, gradients)
-    training = (*training_moments(job, these, collects=True), *end, *step)
+    training = (*training_moments(job, these), *end, *step)
     left = abandoned_states(recipe, psi, element)
     persistent = (*weights, *state, *left, *layout(model).buffers)
     moments = tuple(moment.beside(persistent) for moment in training)
@@ -72,7 +72,7 @@ def _symbols(job: Job, these: Passes) -> tuple[Symbol, ...]:
 def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
     """Answer for stage 1 with bf16 weights and fp32 gradient accumulation."""
     job, these = job_of(model, recipe, mesh, batch), passes(model, recipe, batch)
-    weights, tensors = (*_flat_in_fp32(job), *frozen_weights(job)), (LocalTensor((job.partition,), in_block=False),)
+    weights, tensors = (*flat_in_fp32(job), *frozen_weights(job)), (LocalTensor((job.partition,), in_block=False),)
     state = state_lines(recipe.optimizer, impl, tensors, 4, symbol=SHARE)
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol=SHARE)
     left = abandoned_states(recipe, job.whole.n_elements, job.element)
@@ -92,7 +92,7 @@ def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
     )
 
 
-def _flat_in_fp32(job: Job) -> tuple[Line, ...]:
+def flat_in_fp32(job: Job) -> tuple[Line, ...]:
     """What ``BF16_Optimizer`` lays flat: weights, this rank's share of them in fp32, and gradients."""
     whole = job.n_ranks * job.partition
     return (
@@ -108,14 +108,18 @@ def _accumulating_in_fp32(job: Job, these: Passes, temporary: tuple[Line, ...]) 
     cast = Line(
         Kind.TEMPORARY, 4 * largest_parameter(job.whole), "largest gradient cast to fp32", "4·G_one", f"{_BF16}._update_hp_grad"
     )
-    copy = Line(Kind.REDUCE, 2 * job.n_ranks * job.partition, "fp32 gradients cast to bf16 for the all-reduce", f"2·N·{SHARE}",
-                f"{_ENGINE}, allreduce_bucket")  # fmt: skip
     return (
-        *training_moments(job, these, collects=True),
+        *training_moments(job, these),
         Moment("end of backward: gradients added in fp32", Phase.BACKWARD, (*_still_there(these), made, cast)),
-        Moment("end of backward: gradients all-reduced", Phase.BACKWARD, (*_still_there(these), made, copy)),
+        Moment("end of backward: gradients all-reduced", Phase.BACKWARD, (*_still_there(these), made, cast_sums(job))),
         *_step("update", made, *temporary),
     )
+
+
+def cast_sums(job: Job) -> Line:
+    """The copy in which ``BF16_Optimizer`` has its sums all-reduced. [bytes]"""
+    n_bytes, reason = 2 * job.n_ranks * job.partition, "fp32 gradients cast to bf16 for the all-reduce"
+    return Line(Kind.REDUCE, n_bytes, reason, f"2·N·{SHARE}", f"{_ENGINE}, allreduce_bucket")
 
 
 @lru_cache(maxsize=256)

@@ -68,6 +68,9 @@ class Log:
         if ranks > 1 and n_bytes:
             self.calls.append(Call(operation, n_bytes, ranks, len(self.deeds)))
 
+    def note(self, event: str, copy: int = 0, cast: int = 0) -> None:
+        """Something happens that only moments are interested in."""
+
     def request(self, key: Hashable, n_bytes: int, kind: Kind, reason: str) -> None:
         """Request memory, if any, and hold it under a key."""
         if n_bytes:

@@ -27,6 +27,11 @@ ENDING = -2
 """The layer number of what follows the blocks."""
 
 
+def is_final_norm(parameter: Parameter) -> bool:
+    """Whether a parameter that comes before the blocks is the final norm's all the same, as in OPT."""
+    return "final_layer_norm" in parameter.name
+
+
 class ModelPass:
     """One micro-batch on its way through the model and back. An engine overrides what happens between the blocks."""
 
@@ -278,7 +283,9 @@ class ModelPass:
         return ends
 
     def make_gradient(self, elements: int) -> None:
-        """Make the gradient of a weight of so many elements."""
+        """Make the gradient of a weight of so many elements, if any."""
+        if not elements:
+            return
         key = "gradient", self.log.layer, len(self.log.requests)
         self.log.request(key, self.gradient_width * elements, Kind.UNSHARDED_GRADIENTS, "gradient of a weight")
         if self.waits_for_the_embedding(elements):
@@ -332,7 +339,7 @@ class ModelPass:
         for parameter in reversed(self.tree.embeddings):
             self.arrived(self.arriving)
             self.arriving = []
-            if not parameter.frozen:
+            if not parameter.frozen and not is_final_norm(parameter):
                 self.make_gradient(parameter.numel)
         self.log.release(self.flow)
         if not self.holds_batch:

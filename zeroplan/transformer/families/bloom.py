@@ -21,8 +21,9 @@ GELU = "transformers 5.23, models/bloom/modeling_bloom.py, bloom_gelu_forward an
 
 def bloom(tape: Tape, given: Value, block: Block) -> Value:
     """One block; the attention weights are among its outputs, so that those of the block below are alive while it runs."""
+    below: tuple[Store, ...] = ()
     if not tape.saving and not block.alone:
-        tape.make(op.TENSOR, "attention weights of the block below, one of its outputs", e * a * T * s, LAYER)
+        below = (tape.make(op.TENSOR, "attention weights of the block below, one of its outputs", e * a * T * s, LAYER),)
     normal = op.layer_norm(tape, given, LAYER_BEFORE_ATTENTION, LAYER_NORM)
     middle, weights = _attention(tape, normal, given)
     tape.release(normal)
@@ -33,6 +34,7 @@ def bloom(tape: Tape, given: Value, block: Block) -> Value:
     branch = op.linear(tape, active, h, Site("second MLP projection", MLP), reads=f, bias=True)
     made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
     tape.release(branch, active, normal, middle, weights)
+    tape.drop(*below)
     return made
 
 

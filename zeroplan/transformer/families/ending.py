@@ -483,6 +483,7 @@ def _fused(tape: Tape, read: Value, ending: Ending) -> _Ran:
         for store in made:
             del tape.alive[store]
             tape.gradients.append(h * V)
+            tape.course.deeds += [(Do.RELEASE, store), (Do.GRADIENT, h * V), (Do.ARRIVE, None)]  # the same memory
         return [op.through(read, through)]
 
     tape.add("loss", (loss,), (through, *made), backward, of=None, place=AT_LOSS)

@@ -184,6 +184,7 @@ def _plain(structure: Block) -> Requested:
     tape, given, made = run_forward(structure, saving=True)
     forward, incoming = _without(tape.course.deeds, given.store), _incoming(made)
     tape.release(made, given)
+    tape.drop(*tape.course.copied)
     saves_given, before = given.store in tape.alive, len(tape.course.deeds)
     tape.run_backward(made, incoming)
     return _Places().requested(
@@ -207,10 +208,10 @@ def _recomputed(structure: Block, *, keeps: bool, offloaded: bool) -> Requested:
     An input that is in host memory comes back for that, and goes with it, unless the block saves it.
     """
     tape, given, made = run_forward(structure, saving=False, keeping=keeps)
-    forward, kept = _without(tape.course.deeds, given.store), tape.kept() if keeps else ()
+    forward, kept, copied = _without(tape.course.deeds, given.store), tape.kept() if keeps else (), tape.course.copied
     again, _, output = run_forward(structure, saving=True, given=given.store, again=True)
     places = _Places()
-    places.same = dict(zip(again.kept() if keeps else (), kept, strict=True))
+    places.same = dict(zip((*(again.kept() if keeps else ()), *again.course.copied), (*kept, *copied), strict=True))
     to_the_end = keeps or structure.family == "torchtitan"  # whose checkpoints have early_stop=False
     incoming, until_saved = _incoming(output), [] if to_the_end else _until_last_saved(again)
     again.release(given, output)
@@ -227,6 +228,7 @@ def _recomputed(structure: Block, *, keeps: bool, offloaded: bool) -> Requested:
         rerun = [(do, thing) for do, thing in rerun if do is not Do.RELEASE or thing is not given.store]
     back = [(do, thing) for do, thing in (*before, *after) if do is not Do.RELEASE or thing not in gone]
     back[len(before) : len(before)] = _without(rerun, *places.same)
+    back += [(Do.RELEASE, store) for store in copied]  # the checkpoint's own, too
     return places.requested(
         forward, back, given=given.store, made=made.store, incoming=incoming, outgoing=again.course.outgoing, saves_given=True,
     )  # fmt: skip

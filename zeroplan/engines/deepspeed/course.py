@@ -1,0 +1,337 @@
+"""What do gradients and reduce buckets take from event to event of a backward pass, under stages 0 to 2 of DeepSpeed?
+
+DeepSpeed's program (:mod:`zeroplan.engines.deepspeed.gradients`) runs, and the most that is alive is noted at every place.
+Activations are not known here, so one course serves every batch: where most is alive with activations beside the gradients,
+:func:`highest` says, for one job or for a column of jobs.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple, TypeAlias, cast
+
+from zeroplan.engines.deepspeed.buckets import made_at_once
+from zeroplan.engines.deepspeed.flat import Placed, Row
+from zeroplan.engines.deepspeed.gradients import Collecting, Event, Partitioned, Plan, numel
+from zeroplan.ledger import Kind
+from zeroplan.numeric import Bool, Int, maximum, where
+
+
+class Held(NamedTuple):
+    """What gradients take at one moment. [bytes]"""
+
+    buckets: Int = 0
+    gradients: Int = 0
+    """Gradients where autograd made them, and sums of those over micro-batches."""
+    copy: Int = 0
+    """The copy in which a bucket is all-reduced, a copy of a gradient, or one in fp64 for its norm."""
+    cast: Int = 0
+    """A reduced gradient in fp32, before it is added to the sums."""
+    own: Int = 0
+    """What this rank keeps of the micro-batch that runs, or fp32 sums over micro-batches."""
+    earlier: Int = 0
+    """What this rank has kept of earlier micro-batches."""
+
+    @property
+    def n_bytes(self) -> Int:
+        """All of it. [bytes]"""
+        return self.buckets + self.gradients + self.copy + self.cast + self.own + self.earlier
+
+
+class Seen(NamedTuple):
+    """What gradients take, with the block that runs (-1: embedding; the number of blocks: head) and its gradients made so far."""
+
+    block: Int
+    made: Int
+    held: Held
+
+
+Place: TypeAlias = tuple[str | int, ...]
+"""Where something is seen:
+
+- ``("forward",)``: before the first gradient of a micro-batch
+- ``("between", run, count)``: in the last block of a run (-1: embedding; the number of runs: head), when DeepSpeed has received so
+  many groups of that block's gradients
+- ``("before", run, count)``: the same in the blocks before that one, where there are any
+- ``("during", event)``: at an event of the backward
+- ``("end", event)``: at an event after the backward
+"""
+Course: TypeAlias = dict[Place, tuple[Seen, ...]]
+"""The highest of what was seen, by place: no other moment at its place has both as much held and as many blocks before it."""
+Group: TypeAlias = tuple[Placed, ...]
+
+
+def distinct_micro_batches(stage: int, *, overlaps: bool) -> int:
+    """How many micro-batches of a step differ: the first, the last, and at stage 1 with overlap one in the middle.
+
+    Only there does the last one reduce its gradients while those of the ones before are whole.
+    """
+    return 3 if stage == 1 and overlaps else 2
+
+
+@lru_cache(maxsize=256)
+def groups_of(whole: Row) -> dict[int, tuple[Group, ...]]:
+    """Return the gradients of each block in the order of the backward, those together that one operator makes."""
+    return {block: tuple(groups) for block, groups in groupby(made_at_once(whole), key=lambda group: group[0].block)}
+
+
+@lru_cache(maxsize=512)
+def course_of(plan: Plan) -> Course:
+    """Return the highest that is alive at every place, over the micro-batches of one optimizer step that differ.
+
+    Where gradients are reduced at the end of a backward only, the course up to there is the same for ranks with other shares.
+
+    >>> from zeroplan.engines.deepspeed.flat import row
+    >>> from zeroplan.spec.model import ModelSpec
+    >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+    ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
+    >>> two = Plan(row(tiny), (0,), False, 2, 2, 500, False, True, True, False, False, 676, 1)
+    >>> {event: max(seen.held.copy for seen in course_of(two)["during", event]) for event in ("arrives", "reduced")}
+    {'arrives': 0, 'reduced': 912}
+
+    The first bucket (480 elements) is one rank's, so a view of it is reduced. The second (456) lies in both ranks' shares: its four
+    slices are laid flat in a copy. The last (416) is one rank's again.
+    """
+    if plan.stage == 2 or plan.overlaps:
+        return _run(plan)
+    if plan.collects:
+        return _run(plan._replace(partition=0)) if plan.partition else _run(plan)
+    return _during_the_backward(plan._replace(partition=0)) | _after_the_backward(plan)
+
+
+@lru_cache(maxsize=512)
+def _during_the_backward(plan: Plan) -> Course:
+    """A course up to the end of the backward, where no gradient is reduced before."""
+    return _run(plan, ends=False)
+
+
+def _after_the_backward(plan: Plan) -> Course:
+    notes = Notes(plan)
+    engine = Partitioned(plan, notes)
+    engine.request_earlier()
+    notes.enter(None)
+    engine.end()
+    return notes.course()
+
+
+def _run(plan: Plan, *, ends: bool = True) -> Course:
+    notes = Notes(plan)
+    engine = (Collecting if plan.collects else Partitioned)(plan, notes)
+    of_block = groups_of(plan.whole)
+    which = _micro_batches_to_run(plan)
+    if which[0]:
+        engine.request_earlier()
+    for one in which:
+        engine.last = one == plan.micro_batches - 1
+        notes.begin_micro_batch()
+        for block in range(plan.whole.n_blocks, -2, -1):
+            notes.enter(block)
+            notes.between(0)
+            for count, group in enumerate(of_block.get(block, ())):
+                _receive(group, engine, notes)
+                notes.between(count + 1)
+        notes.enter(None)
+        if ends:
+            engine.end()
+    return notes.course()
+
+
+def _receive(group: Group, engine: Collecting, notes: "Notes") -> None:
+    """DeepSpeed receives the gradients that one operator made."""
+    notes.made += sum(map(numel, group))
+    keys = [engine.request_gradient(each) for each in group]
+    notes.note("arrives")
+    for each, key in zip(group, keys, strict=True):
+        engine.arrived(each, key)
+
+
+def _micro_batches_to_run(plan: Plan) -> range:
+    """Return the micro-batches of a step that can hold the most: the last one, whose predecessors' gradients are alive in it too.
+
+    The one before it can hold more in two cases. At stage 1 with overlap the last micro-batch reduces gradients, and those before
+    add them up whole. With offload the last one frees gradients too large for the bucket as they go to the host, and those before
+    keep them to the end of their backward.
+    """
+    last = plan.micro_batches - 1
+    has_less = (plan.stage == 1 and plan.overlaps) or plan.offloads
+    return range(max(0, last - 1) if has_less else last, last + 1)
+
+
+@dataclass(slots=True)
+class Notes:
+    """Counts what is alive, and notes the highest at each place."""
+
+    plan: Plan
+    stream: int = 0
+    alive: dict[Hashable, int] = field(default_factory=dict)
+    """By key, which is a number for a gradient. [bytes]"""
+    gradients: int = 0
+    """What all gradients take. [bytes]"""
+    n_bytes: int = 0
+    """What everything takes. [bytes]"""
+    block: int | None = None
+    """None: the backward is over."""
+    run: int = 0
+    is_last: bool = True
+    """The block is the last of its run."""
+    made: int = 0
+    seen: dict[Place, list[Seen]] = field(default_factory=dict)
+    """As in a course, but an event of the backward has a place for each run and each number of gradients made in a block."""
+
+    def request(self, key: Hashable, n_bytes: int, kind: Kind, reason: str) -> None:  # noqa: ARG002  as a log's
+        """Request memory, if any; twice under one key is more of it."""
+        if n_bytes:
+            self._hold(key, n_bytes)
+
+    def _hold(self, key: Hashable, n_bytes: int) -> None:
+        self.alive[key] = self.alive.get(key, 0) + n_bytes
+        self.n_bytes += n_bytes
+        if isinstance(key, int):
+            self.gradients += n_bytes
+
+    def release(self, *keys: Hashable) -> None:
+        """Release what these keys hold, if anything."""
+        for key in keys:
+            if n_bytes := self.alive.pop(key, 0):
+                self.n_bytes -= n_bytes
+                if isinstance(key, int):
+                    self.gradients -= n_bytes
+
+    def rename(self, key: Hashable, new: Hashable) -> None:
+        """Hold what a key holds under another one, beside what that holds."""
+        n_bytes = self.alive[key]
+        self.release(key)
+        self._hold(new, n_bytes)
+
+    def has(self, key: Hashable) -> bool:
+        """Whether a key holds anything."""
+        return key in self.alive
+
+    def call(self, operation: str, n_bytes: int, ranks: int) -> None:
+        """A collective begins, which takes no memory of its own."""
+
+    def begin_micro_batch(self) -> None:
+        """Note what is there during a forward."""
+        self.block, self.made = self.plan.whole.n_blocks, 0
+        self._note(("forward",))
+
+    def enter(self, block: int | None) -> None:
+        """Another block goes backward, or none any more."""
+        self.block, self.made = block, 0
+        if block is not None:
+            firsts = (*self.plan.firsts, self.plan.whole.n_blocks)
+            self.run = bisect_right(firsts, block) - 1
+            self.is_last = not 0 <= block < firsts[-1] or block == firsts[self.run + 1] - 1
+
+    def between(self, count: int) -> None:
+        """Note what is there when so many groups of a block's gradients have been received."""
+        self._note(("between" if self.is_last else "before", self.run, count))
+
+    def note(self, event: Event, copy: int = 0, cast: int = 0) -> None:
+        """Note what is there at an event, beside a copy and a cast that are yet to be requested."""
+        self._note(("end", event) if self.block is None else ("during", event, self.run, self.made), copy, cast)
+
+    def _note(self, place: Place, copy: int = 0, cast: int = 0) -> None:
+        """Note what is alive now, unless as much was alive in a later block, before which more blocks keep their activations."""
+        seen, block = self.seen.setdefault(place, []), -1 if self.block is None else self.block
+        if not seen or seen[-1].block <= block or self.n_bytes + copy + cast > seen[-1].held.n_bytes:
+            seen.append(Seen(block, self.made, self._held(copy, cast)))
+
+    def _held(self, copy: int = 0, cast: int = 0) -> Held:
+        buckets, own, sums, earlier = map(self.alive.get, ("buckets", "own", "sums", "averaged"), (0, 0, 0, 0))
+        return Held(buckets, self.gradients, copy, cast, own + sums, earlier)
+
+    def course(self) -> Course:
+        """Return what has been noted."""
+        found: Course = {}
+        for place, seen in self.seen.items():
+            when = place[0]
+            whole, few = place[:2] if when == "during" else place, corners(seen)
+            found[whole] = (*found.get(whole, ()), *(few[-1:] if when == "end" else few))
+        return found
+
+
+def corners(seen: list[Seen]) -> tuple[Seen, ...]:
+    """Return the moments of one run among which the highest is, whatever a block keeps for its backward; the latest block first.
+
+    What the blocks before keep grows evenly with their number, so these are the corners of the hull over blocks.
+    """
+    found: list[tuple[int, int, Seen]] = []
+    for block, n_bytes, each in sorted(map(_weighed, seen), key=lambda one: (-one[0], -one[1])):
+        if found and n_bytes <= found[-1][1]:
+            continue
+        while len(found) > 1 and _is_below(found[-1], found[-2], (block, n_bytes)):
+            found.pop()
+        found.append((block, n_bytes, each))
+    return tuple(each for _, _, each in found)
+
+
+def _weighed(each: Seen) -> tuple[int, int, Seen]:
+    assert isinstance(each.block, int)  # noqa: S101  a course has no columns
+    n_bytes = each.held.n_bytes
+    assert isinstance(n_bytes, int)  # noqa: S101  likewise
+    return each.block, n_bytes, each
+
+
+def _is_below(point: tuple[int, int, Seen], after: tuple[int, int, Seen], before: tuple[int, int]) -> bool:
+    """Whether a point is not above the line between one of a later block and one of an earlier."""
+    return (point[1] - after[1]) * (after[0] - before[0]) <= (before[1] - after[1]) * (after[0] - point[0])
+
+
+class Courses(NamedTuple):
+    """A course for each pair of a share and a number of micro-batches, and which of them every job of a column has."""
+
+    each: tuple[Course, ...]
+    which: Int
+    """An index of ``each``."""
+
+
+def courses_of(plan: Plan, partition: Int, micro_batches: Int) -> Courses:
+    """Go through ``plan`` for every share and number of micro-batches; columns of both belong together."""
+    if isinstance(partition, int) and isinstance(micro_batches, int):
+        return Courses((course_of(plan._replace(partition=partition, micro_batches=micro_batches)),), 0)
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    pairs = np.stack(np.broadcast_arrays(partition, micro_batches), axis=-1)
+    distinct, which = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
+    found = tuple(course_of(plan._replace(partition=int(share), micro_batches=int(number))) for share, number in distinct)
+    return Courses(found, cast("Int", which.reshape(pairs.shape[:-1]) if len(found) > 1 else 0))
+
+
+def highest(courses: Courses, place: Place, beside: Callable[[Seen], Int] = lambda _: 0) -> Seen:
+    """Return what is seen at a place where most is alive, with what ``beside`` adds; the first of equals. [bytes]"""
+    best, *others = _in_columns([course[place] for course in courses.each], courses.which)
+    if not others:
+        return best
+    most = beside(best) + best.held.n_bytes
+    for other in others:
+        alive = beside(other) + other.held.n_bytes
+        best, most = _either(alive > most, other, best), maximum(most, alive)
+    return best
+
+
+def _in_columns(seen: list[Sequence[Seen]], which: Int) -> Sequence[Seen]:
+    """Return what is seen as columns, the last of a shorter list again."""
+    if len(seen) == 1:
+        return seen[0]
+    length = max(map(len, seen))
+    return [_column([of_one[min(at, len(of_one) - 1)] for of_one in seen], which) for at in range(length)]
+
+
+def _column(seen: list[Seen], which: Int) -> Seen:
+    if all(each == seen[0] for each in seen):
+        return seen[0]
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    table = np.array([(each.block, each.made, *each.held) for each in seen], dtype=np.int64)
+    block, made, *held = np.moveaxis(table[which], -1, 0)
+    return Seen(block, made, Held(*held))
+
+
+def _either(condition: Bool, yes: Seen, no: Seen) -> Seen:
+    if isinstance(condition, bool):
+        return yes if condition else no
+    held = (where(condition, here, there) for here, there in zip(yes.held, no.held, strict=True))
+    return Seen(where(condition, yes.block, no.block), where(condition, yes.made, no.made), Held(*held))

@@ -1,0 +1,31 @@
+"""Weights that get no gradient, under engines that hold them whole on every rank."""
+
+from zeroplan.engines.account import Symbol
+from zeroplan.ledger import Kind, Line
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.params import has_frozen, parameter_count, trained_count
+
+
+def frozen_lines(model: ModelSpec, element_bytes: int, other_bytes: int, words: str, source: str) -> tuple[Line, ...]:
+    """What they take, at ``element_bytes`` each; beside weights in four bits norms take ``other_bytes`` each. [bytes]"""
+    if not has_frozen(model):
+        return ()
+    if model.adapter is not None and model.is_quantised:
+        from zeroplan.engines.quantised import quantised_lines  # noqa: PLC0415  the others' answers need not wait for it
+
+        return quantised_lines(model, model.adapter.quantize, element_bytes=element_bytes, other_bytes=other_bytes)
+    n_bytes = element_bytes * (parameter_count(model) - trained_count(model))
+    return (Line(Kind.PARAMETERS, n_bytes, f"frozen {words}, whole on every rank", f"{element_bytes}·Ψ_frozen", source),)
+
+
+def frozen_symbols(model: ModelSpec) -> tuple[Symbol, ...]:
+    """How many weights are trained, and how many are not, where some are not."""
+    if not has_frozen(model):
+        return ()
+    trained = trained_count(model)
+    of_trained = Symbol("Ψ", trained, "parameters that are trained")
+    if model.is_quantised:
+        from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  the others' answers need not wait for it
+
+        return (of_trained, *quantised_symbols(model))
+    return (of_trained, Symbol("Ψ_frozen", parameter_count(model) - trained, "parameters that are frozen"))
