@@ -102,7 +102,12 @@ def test_known_values_are_exact_and_unknown_ones_are_listed_with_their_line(tmp_
     assert f"| Allocated memory      | {seen[1]['allocated'] // KIB:6d} KiB |" in seen[1]["summary"]
     assert seen[0]["free"]
     made_up = {(one["read"], one["said"]) for one in run.answer["made_up"]}
-    assert {("float32", "1.0"), ("bool", "True"), ("bool", "False"), ("a mask as an index", "everything is chosen")} <= made_up
+    assert {
+        ("float32", "1.0"),
+        ("bool", "True"),
+        ("bool", "False"),
+        ("a mask as an index", "everything is selected"),
+    } <= made_up
     number = 1 + next(at for at, line in enumerate(script.read_text().splitlines()) if "loss.item()" in line)
     assert any(one["line"].startswith("reads_values.py:") and abs(int(one["line"].split(":")[1]) - number) <= 4
                for one in run.answer["made_up"])  # fmt: skip

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import (
 from zeroplan.dryrun.mail import CompanionError
 from zeroplan.dryrun.task import Failed
 from zeroplan.errors import ZeroplanError
-from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
+from zeroplan.verify.fake_cuda.stand_ins import frame_to_name, line_of
 
 _HERE = str(Path(__file__).parent)
 _LONGEST = 500
@@ -66,4 +66,4 @@ def _is_ours(filename: str) -> bool:
 def _line(error: BaseException) -> str:
     """The innermost line of the user's own code that the error came through."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return line_of(whose_line(frames[-1])) if frames else ""
+    return line_of(frame_to_name(frames[-1])) if frames else ""

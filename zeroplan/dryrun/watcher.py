@@ -19,7 +19,7 @@ from zeroplan.dryrun.scratch import SCRATCH
 from zeroplan.ledger import OF_A_STEP, Kind, Phase
 from zeroplan.verify.fake_cuda import graphs
 from zeroplan.verify.fake_cuda.memory import Memory
-from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
+from zeroplan.verify.fake_cuda.stand_ins import frame_to_name, line_of
 from zeroplan.verify.watching.host import HostMemory
 from zeroplan.verify.watching.recording import LIFTED, Block, Recording
 from zeroplan.verify.watching.replay import MULTIPLICATIONS
@@ -82,7 +82,7 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
 
     def see_loaded(self, tensor: torch.Tensor) -> None:
         """Note the memory of a tensor that torch read from a file, which takes no operator."""
-        if not self._looking_away and not self._closed:
+        if not self._paused and not self._closed:
             with self._one_at_a_time:
                 self._see(_LOADED, tensor)
 
@@ -108,9 +108,9 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         """Run an operator and record it; threads of the script take turns."""
         with self._one_at_a_time:
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            if func in SCRATCH and result is not NotImplemented and not self._looking_away:
+            if func in SCRATCH and result is not NotImplemented and not self._paused:
                 self._take_and_give_back(SCRATCH[func](args), func)
-            if result is not NotImplemented and self.spans[-1].phase in OF_A_STEP and not self._looking_away:
+            if result is not NotImplemented and self.spans[-1].phase in OF_A_STEP and not self._paused:
                 self._note(func, args, kwargs or {}, result)
             return result
 
@@ -226,7 +226,7 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
         if self._numbers and node is not None:
             return self._made_by[max(0, bisect_right(self._numbers, node._sequence_nr()) - 1)]
-        line = line_of(whose_line(sys._getframe(2)))
+        line = line_of(frame_to_name(sys._getframe(2)))
         if torch.is_grad_enabled() and (not self._made_by or self._made_by[-1] != line):
             self._numbers.append(torch._C._autograd._get_sequence_nr())
             self._made_by.append(line)

@@ -1,4 +1,4 @@
-"""The tensors inside what is handed around: arguments of an operator, a module's input and output, buffers of a collective."""
+"""The tensors inside nested values: arguments of an operator, inputs and outputs of a module, buffers of a collective."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -6,7 +6,7 @@ import torch
 
 
 def tensors_in(held: object) -> Iterator[torch.Tensor]:
-    """Find the tensors in a value, and in lists, tuples and mappings of such values.
+    """Yield the tensors in a value, and in lists, tuples and mappings of such values.
 
     >>> [tensor.shape for tensor in tensors_in(({"a": torch.ones(2)}, 3, [torch.ones(1)]))]
     [torch.Size([2]), torch.Size([1])]
@@ -22,17 +22,17 @@ def tensors_in(held: object) -> Iterator[torch.Tensor]:
 
 
 def largest_of(arguments: Iterable[object]) -> list[torch.Tensor]:
-    """The tensors of that argument whose tensors have the most bytes; none where there are no arguments."""
+    """The tensors of the argument that has the most bytes; empty without arguments."""
     return max((list(tensors_in(one)) for one in arguments), key=bytes_of, default=[])
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """How large tensors are together. [bytes]"""
+    """The total size of tensors. [bytes]"""
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """The name of a tensor's dtype as records have it.
+    """The name of a tensor's dtype as records spell it.
 
     >>> dtype_name(torch.ones(1))
     'float32'

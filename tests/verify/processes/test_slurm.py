@@ -21,7 +21,7 @@ def test_ranks_fill_nodes():
     assert [_layout(replace(TASK, job=replace(TASK.job, mesh=MeshSpec(dp_shard=ranks)))) for ranks in (2, 8, 64)] == [
         (1, 2), (1, 8), (8, 8),
     ]  # fmt: skip
-    with pytest.raises(SpecError, match="12 ranks do not fill nodes of 8 alike"):
+    with pytest.raises(SpecError, match="12 ranks do not fill nodes of 8 GPUs"):
         _layout(replace(TASK, job=replace(TASK.job, mesh=MeshSpec(dp_shard=12))))
 
 

@@ -27,9 +27,9 @@ _LEFT_AS_IT_WAS = ("reduce_scatter", "all_to_all", "gather", "scatter")
 class Alone(WatchedGroup):
     """One rank of a group whose other ranks have what this one has."""
 
-    def handed_on(self, operation: str, run: Callable[..., Work], arguments: tuple[object, ...]) -> Work:
+    def run_and_log(self, operation: str, run: Callable[..., Work], arguments: tuple[object, ...]) -> Work:
         """Run a collective, and write what it would write."""
-        work = super().handed_on(operation, run, arguments)
+        work = super().run_and_log(operation, run, arguments)
         self._log.calls.clear()
         if operation in _LEFT_AS_IT_WAS:
             with torch.no_grad():

@@ -1,12 +1,12 @@
-"""What DeepSpeed reads that nobody has: numbers of fake tensors, words of other ranks, free memory of a GPU.
+"""Replacements for values that DeepSpeed reads and a simulated run lacks.
 
-DeepSpeed's own code runs unmodified. Here, from outside, stand the answers to the few questions that decide which way it goes:
+DeepSpeed's own code runs unmodified. These replacements decide which way it goes:
 
-- a number of a fake tensor (overflow flags, norms, checks for infinity) is that of a healthy step: nothing overflows, norms are 1;
-- what rank 0 says of its modules is what this rank says: all run the same program;
-- kernels that quantize make the tensors that they make, and nothing in them;
-- there is room on the GPU for flat buffers, or not, as the recipe has it (:class:`~zeroplan.spec.recipe.DeepSpeedOptions`);
-- a module of fake tensors is where it is to be moved to.
+- a number read from a fake tensor (overflow flags, norms, checks for infinity) is that of a healthy step: no overflow, norm 1;
+- rank 0's answers about its modules equal this rank's: all ranks run the same program;
+- quantization kernels allocate their results and compute nothing;
+- the GPU has room for flat buffers, or not, as the recipe says (:class:`~zeroplan.spec.recipe.DeepSpeedOptions`);
+- a module of fake tensors counts as being on the device to which it should move.
 """
 
 import sys
@@ -35,7 +35,7 @@ _PLENTY = 2**62
 
 @contextmanager
 def on_device(device: str) -> Iterator[None]:
-    """Have DeepSpeed take the CPU or the fake GPU for its device; afterwards it has the one it had."""
+    """Make DeepSpeed use the CPU or the fake GPU inside; restore its device afterwards."""
     before = get_accelerator()
     if before._name != device:
         set_accelerator(CUDA_Accelerator() if device == "cuda" else CPU_Accelerator())
@@ -47,9 +47,9 @@ def on_device(device: str) -> Iterator[None]:
 
 @contextmanager
 def answers(options: DeepSpeedOptions) -> Iterator[None]:
-    """Answer DeepSpeed as one rank of a fake process group, on fake tensors or real ones.
+    """Install the replacements for one rank of a fake process group, on fake or real tensors.
 
-    Afterwards DeepSpeed knows nothing of the run, and another can begin.
+    Afterwards DeepSpeed's state is as before, so another run can begin.
     """
     room = _PLENTY if options.flatten_on_accelerator else 0
     with ExitStack() as stack:
@@ -70,7 +70,7 @@ def answers(options: DeepSpeedOptions) -> Iterator[None]:
 
 
 def _nodes(options: DeepSpeedOptions) -> list[AbstractContextManager[None]]:
-    """Say how many GPUs a process sees where anybody asks: so many ranks share a node."""
+    """Replace the number of GPUs that a process sees by the ranks per node, which quantized gradients need."""
     if not options.zero_quantized_gradients:
         return []
     return [replaced(get_accelerator(), "device_count", lambda: options.gpus_per_node)]
@@ -78,7 +78,7 @@ def _nodes(options: DeepSpeedOptions) -> list[AbstractContextManager[None]]:
 
 @contextmanager
 def _forgotten(owner: object) -> Iterator[None]:
-    """What DeepSpeed notes of a run in a module or class (groups, counts of persistent weights) is gone after it."""
+    """Restore the attributes of a module or class, in which DeepSpeed stores groups and counts, after the block."""
     before = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(owner).items()}
     try:
         yield
@@ -90,7 +90,7 @@ def _forgotten(owner: object) -> Iterator[None]:
 
 @contextmanager
 def _numbers() -> Iterator[None]:
-    """Where a fake tensor's number is not known, say that nothing overflowed and that the norm is 1."""
+    """Read unknown numbers of fake tensors as in a healthy step: no overflow, norm 1."""
     original = fake_impls.op_implementations_dict[_NUMBER]
 
     def number(mode: FakeTensorMode, func: object, tensor: FakeTensor) -> object:
@@ -115,7 +115,7 @@ def _healthy(dtype: torch.dtype) -> float | bool | int:
 
 
 def _asks_deepspeed() -> bool:
-    """Whether it is DeepSpeed, by way of torch, that reads, and not the model."""
+    """Whether DeepSpeed, through torch, reads the number, and not the model."""
     frame = sys._getframe(1)
     while (package := str(frame.f_globals.get("__name__")).partition(".")[0]) in ("torch", "zeroplan") and frame.f_back:
         frame = frame.f_back
@@ -123,7 +123,7 @@ def _asks_deepspeed() -> bool:
 
 
 def _among_equals(compare: Callable[[list[int]], object]) -> Callable[[list[int]], object]:
-    """Compare with rank 0 as rank 0 does, on real tensors: integers that are read one by one."""
+    """Run a comparison with rank 0 as rank 0 does, on real tensors, since it reads integers one by one."""
 
     def compared(mine: list[int]) -> object:
         host = replaced(utils, "get_accelerator", CPU_Accelerator)
@@ -134,7 +134,7 @@ def _among_equals(compare: Callable[[list[int]], object]) -> Callable[[list[int]
 
 
 def _to(move: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Leave fake modules where they are: torch moves them by swapping parameters, which fake ones refuse."""
+    """Leave fake modules where they are: torch moves modules by swapping parameters, which fails for fake ones."""
 
     def to(module: nn.Module, *args: object, **kwargs: object) -> nn.Module:
         fake = any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
