@@ -66,7 +66,7 @@ def test_a_module_is_one_too(typed: str):
     [
         ("", "no script is named"),
         ("gone.py", "'gone.py' is not there"),
-        ("ls", "'ls' is no Python script"),
+        ("ls", "'ls' is not a Python script"),
         ("python", "names no script"),
         ("python --version", "names no script"),
         ("torchrun --nproc_per_node 8", "names no script"),

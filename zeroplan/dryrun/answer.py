@@ -1,4 +1,4 @@
-"""From what a script's watcher saw to the answer: steps, what is alive at the peak by module and line, the allocator."""
+"""Builds the answer from a script's recording: steps, memory at the peak by module and line, the allocator's figures."""
 
 import os
 import resource
@@ -30,13 +30,13 @@ from zeroplan.verify.watching.recording import Block
 from zeroplan.verify.watching.replay import Replays
 from zeroplan.verify.watching.timeline import Timeline, collectives, initialisation, phase_measured, steps_measured
 
-_REMARKS = ("collectives moved no data, and other ranks are taken to do what this one does",)
+_REMARKS = ("collectives moved no data, and every other rank is assumed to do what this rank does",)
 
 
 def answer(
     task: DryRunTask, tracker: ScriptTracker, loop: Loop, stand_ins: StandIns, *, began: float, target: str
 ) -> SavedRun:  # fmt: skip
-    """What the run found; ``target`` is the script's file. Raises MeasurementError where it came to no optimizer step."""
+    """The result of a run; ``target`` is the script's file. Raises MeasurementError without an optimizer step."""
     if not loop.completed:
         raise MeasurementError(
             "the script ended without an optimizer step; let it take at least one (more data, fewer accumulation steps)"
@@ -57,7 +57,7 @@ def answer(
 
 
 class _Seen(NamedTuple):
-    """A run's blocks in order, replayed through the allocator, and the operators of its last step."""
+    """A run's recording, replayed through the allocator, and the operators of its last step."""
 
     timeline: Timeline
     replays: Replays
@@ -105,7 +105,7 @@ def _of_the_allocator(seen: _Seen, task: DryRunTask) -> dict[str, Any]:
 
 
 def _assumed(task: DryRunTask, stand_ins: StandIns) -> dict[str, Any]:
-    """What the answer rests on: values that were made up, and library code that something else replaced."""
+    """The assumptions behind the answer: assumed values, and replaced library code."""
     made_up = stand_ins.counts.most_common()
     return {
         "made_up": tuple(MadeUp(read=one.read, said=one.said, line=one.line, count=count) for one, count in made_up),
@@ -117,20 +117,20 @@ def _assumed(task: DryRunTask, stand_ins: StandIns) -> dict[str, Any]:
 
 
 def _warms_up(timeline: Timeline) -> bool:
-    """Whether the last step's forward ran on other streams alone, and nothing was captured: as torch's manual warms up a graph."""
+    """Whether the last step's forward ran on side streams only without a capture, as the warm-up of a CUDA graph does."""
     blocks, spans, last = timeline.recording.blocks, timeline.recording.spans, _last_step(timeline)
     streams = {block.stream for block in blocks if spans[block.span].step == last and spans[block.span].phase is Phase.FORWARD}
     return bool(streams) and 0 not in streams and not any(block.pool for block in blocks)
 
 
 def _beside_steps(timeline: Timeline, tracker: ScriptTracker) -> Iterator[PhaseOfRun]:
-    """What the script did beside its steps, in the order in which each began; after training only what asks for memory."""
-    spans, asked = timeline.recording.spans, {block.span for block in timeline.recording.blocks}
+    """Parts of the run beside its steps, in order of their beginning; after training only parts with requests."""
+    spans, requesting = timeline.recording.spans, {block.span for block in timeline.recording.blocks}
     first = next(index for index, span in enumerate(spans) if span.phase in OF_A_STEP)
     found: dict[Beside, list[int]] = {}
     for index, span in enumerate(spans):
         phase = Beside.LOADING if span.phase is Phase.INIT and index < first else span.phase
-        if isinstance(phase, Beside) and (phase is not Beside.AFTER or index in asked):
+        if isinstance(phase, Beside) and (phase is not Beside.AFTER or index in requesting):
             found.setdefault(phase, []).append(index)
     for phase, indices in found.items():
         _, moment = max((timeline.peak(index) for index in indices), key=lambda peak: peak[0])
@@ -156,7 +156,7 @@ def _last_step(timeline: Timeline) -> int:
 
 
 def _alive_at_peak(timeline: Timeline) -> list[Block]:
-    """The blocks alive at the highest moment of the last step."""
+    """The blocks alive at the peak of the last step."""
     spans, last = timeline.recording.spans, _last_step(timeline)
     indices = [index for index, span in enumerate(spans) if span.step == last and span.phase in OF_A_STEP]
     _, moment = max((timeline.peak(index) for index in indices), key=lambda peak: peak[0])

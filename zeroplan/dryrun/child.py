@@ -1,7 +1,7 @@
-"""The process of a dry run: ``python -m zeroplan.dryrun.child TASK`` makes torch believe in GPUs and runs the user's script.
+"""The process of a dry run: ``python -m zeroplan.dryrun.child TASK`` fakes GPUs in torch and runs the user's script.
 
-It does nothing else and ends with the script. The answer, or one line that says why there is none, goes to the file that the task
-names; what the script prints goes where its output goes.
+It ends with the script. The answer, or one line with the reason why there is none, goes to the task's answer file. The script's
+output is unchanged.
 """
 
 import json
@@ -29,11 +29,11 @@ def main() -> None:
     _end(task, lambda: _answer(task, began))
 
 
-def _end(task: DryRunTask, answered: Callable[[], Spec]) -> None:
+def _end(task: DryRunTask, make_answer: Callable[[], Spec]) -> None:
     """Write the answer and end this process."""
     try:
-        found = answered()
-    except BaseException as error:  # noqa: BLE001  whatever the script raises, the parent is told
+        found = make_answer()
+    except BaseException as error:  # noqa: BLE001  every error is reported to the parent
         from zeroplan.dryrun.failures import failure, show  # noqa: PLC0415
 
         if not isinstance(error, (ZeroplanError, SystemExit)):
@@ -42,12 +42,12 @@ def _end(task: DryRunTask, answered: Callable[[], Spec]) -> None:
     Path(task.answer).write_text(json.dumps(found, default=as_data), encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(0)  # threads and atexit of a script that was stopped have nothing more to do
+    os._exit(0)  # do not wait for threads and atexit of a stopped script
 
 
 def _answer(task: DryRunTask, began: float) -> Spec:
     run, target = _prepared(task, began), str(Path(task.target).absolute())
-    from zeroplan.dryrun.answer import answer  # noqa: PLC0415  it imports torch, which has its order
+    from zeroplan.dryrun.answer import answer  # noqa: PLC0415  torch must be imported later
 
     if task.companion:
         run.loop.end_now = lambda: _end(task, Over)
@@ -68,11 +68,13 @@ def _without_profile(found: SavedRun, run: "_Run") -> SavedRun:
 
     if run.observer is None:
         return found
-    return replace(found, general=ScriptProfile(unknown="the script goes on after its steps are taken, which ends its process"))
+    return replace(
+        found, general=ScriptProfile(unknown="the script goes on after its last counted step, which ends its process")
+    )
 
 
 def _with_profile(found: SavedRun, run: "_Run", task: DryRunTask) -> SavedRun:
-    """The answer, with the profile of the script's model where it is wanted: the script is over, and its model may be changed."""
+    """The answer, with the profile of the script's model if requested; the script has ended, so its model may be changed."""
     if run.observer is None:
         return found
     from zeroplan.dryrun.profiled.made import script_profile  # noqa: PLC0415  see _answer
@@ -83,7 +85,7 @@ def _with_profile(found: SavedRun, run: "_Run", task: DryRunTask) -> SavedRun:
 
 
 class _Run:
-    """A prepared process: call it with the script."""
+    """A prepared process; call it to run the script."""
 
     def __init__(self, task: DryRunTask, began: float) -> None:
         from zeroplan.catalog.gpu import gpu as gpu_named  # noqa: PLC0415
@@ -145,7 +147,7 @@ class _Run:
         self.loop.watch()
 
     def _compile(self, task: DryRunTask) -> None:
-        """Have ``torch.compile`` compile, or leave it out."""
+        """Let ``torch.compile`` compile, or leave it out."""
         from zeroplan.dryrun import torch_around  # noqa: PLC0415
         from zeroplan.dryrun.compiling import tracing  # noqa: PLC0415
 
@@ -157,7 +159,7 @@ class _Run:
             tracing.follow_the_compiler(self.tracker)
 
     def __call__(self, script: Callable[[], None]) -> None:
-        """Run the script until its steps are taken or it ends. What it raises after its steps says nothing."""
+        """Run the script until its steps are done or it ends; errors after its steps are ignored."""
         from zeroplan.dryrun.compiling import tracing  # noqa: PLC0415
         from zeroplan.dryrun.threads import watch_threads  # noqa: PLC0415
 
@@ -177,7 +179,7 @@ class _Run:
 
     @contextmanager
     def fakes(self) -> Iterator[None]:
-        """Every tensor is fake inside, or half fake, and libraries do with it what they do with a real one."""
+        """Make all tensors fake or half fake inside, with replacements that let libraries run on them."""
         from zeroplan.verify.fake_cuda.attention import decisions  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.fake_tensors import as_with_bytes  # noqa: PLC0415
 
@@ -191,7 +193,7 @@ class _Run:
 def _prepared(task: DryRunTask, began: float) -> _Run:
     warnings.simplefilter("ignore")
     import torch  # noqa: PLC0415
-    import torch._dynamo  # noqa: PLC0415, F401  it looks at what was built, so it goes before CUDA is there
+    import torch._dynamo  # noqa: PLC0415, F401  must precede the fake CUDA, since it checks the build
 
     if not task.without_compiler:
         from zeroplan.dryrun.compiling.tracing import know_functions_by_name  # noqa: PLC0415
@@ -201,9 +203,9 @@ def _prepared(task: DryRunTask, began: float) -> _Run:
 
 
 def _expandable() -> bool:
-    """Whether the script's environment asks torch's allocator for expandable segments."""
-    asked = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-    return "expandable_segments:true" in asked.lower().replace(" ", "")
+    """Whether the script's environment sets expandable segments for torch's allocator."""
+    settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    return "expandable_segments:true" in settings.lower().replace(" ", "")
 
 
 def _run_script(task: DryRunTask) -> None:

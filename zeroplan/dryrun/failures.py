@@ -1,4 +1,4 @@
-"""Why a script gave no answer, in one line: its own error, or something that cannot be stood in for."""
+"""Words the reason why a script gave no answer: its own error, or something that a dry run cannot replace."""
 
 import traceback
 from pathlib import Path
@@ -16,13 +16,13 @@ from zeroplan.verify.fake_cuda.stand_ins import frame_to_name, line_of
 
 _HERE = str(Path(__file__).parent)
 _LONGEST = 500
-"""Of what a script's error says. [signs]"""
+"""Longest part of a script's error message to show. [characters]"""
 _COMPILER = ("torch._dynamo", "torch._functorch", "torch._inductor")
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def failure(error: BaseException) -> Failed:
-    """Whose fault it is, and what is said of it."""
+    """The cause of an error and its message."""
     if isinstance(error, CompanionError):
         return error.failed
     if isinstance(error, ZeroplanError):
@@ -44,15 +44,15 @@ def failure(error: BaseException) -> Failed:
     if isinstance(error, SystemExit):
         return Failed(
             whose="script",
-            text=f"the script left with exit code {error.code!r}{at} before its first step; see what it printed",
+            text=f"the script exited with code {error.code!r}{at} before its first step; read its output",
         )
-    said = f"the script raised {type(error).__name__}{at}: {' '.join(str(error).split())}"[:_LONGEST]
+    message = f"the script raised {type(error).__name__}{at}: {' '.join(str(error).split())}"[:_LONGEST]
     compiling = type(error).__module__.startswith(_COMPILER)
-    return Failed(whose="script", text=f"{said}; add --eager to leave torch.compile out" if compiling else said)
+    return Failed(whose="script", text=f"{message}; add --eager to leave torch.compile out" if compiling else message)
 
 
 def show(error: BaseException) -> None:
-    """Print an error's traceback as Python does, from the script's own first line on."""
+    """Print an error's traceback as Python does, beginning with the script's first line."""
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -64,6 +64,6 @@ def _is_ours(filename: str) -> bool:
 
 
 def _line(error: BaseException) -> str:
-    """The innermost line of the user's own code that the error came through."""
+    """The innermost line of the user's own code in the traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return line_of(frame_to_name(frames[-1])) if frames else ""

@@ -12,8 +12,8 @@ from zeroplan.dryrun.task import DryRunTask
 
 
 def run_script(task: DryRunTask, arguments: Sequence[str]) -> None:
-    """Run the file or module of a task with arguments, and with what its launcher gives it."""
-    from zeroplan.verify.fake_cuda.stand_ins import count_as_user  # noqa: PLC0415  it imports torch, which has its order
+    """Run the task's file or module with its arguments and what its launcher adds."""
+    from zeroplan.verify.fake_cuda.stand_ins import count_as_user  # noqa: PLC0415  torch must be imported later
 
     os.environ.update(from_launcher.environment(task))
     sys.argv = [task.target, *from_launcher.arguments(task), *arguments]

@@ -1,7 +1,7 @@
-"""transformers' ``generate``: when it ends depends on the tokens, which nobody knows. In its place, the longest completions.
+"""transformers' ``generate``: its length depends on unknown tokens, so it generates the longest completions.
 
-The prompt goes through the model, the cache is filled up to the last token, and that goes through the model: generation takes most
-at one of the two. What samplers take for their scores is left out.
+The prompt runs through the model, the cache is filled up to the last token, and the last token runs through the model: the peak
+is in one of the two. Memory of samplers is left out.
 """
 
 from types import ModuleType
@@ -20,11 +20,11 @@ _USED = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")
 def _longest(
     model: Any, inputs: torch.Tensor | None = None, generation_config: Any = None, **given: Any  # noqa: ANN401  transformers' own
 ) -> torch.Tensor:  # fmt: skip
-    note("generation of text", "completions as long as its configuration allows, without an end; the cache is counted")
+    note("generation of text", "completions of the longest configured length; the cache is counted")
     prompt = inputs if inputs is not None else given.get("input_ids")
     if model.config.is_encoder_decoder or prompt is None:
         raise SpecError(
-            f"generate() of {type(model).__name__} has no stand-in, which is for decoders with input_ids; leave it out here"
+            f"generate() of {type(model).__name__} is not supported in a dry run, only of decoders with input_ids; leave it out"
         )
     config = generation_config if generation_config is not None else model.generation_config
     settings = {**config.to_dict(), **{name: value for name, value in given.items() if isinstance(value, int)}}
@@ -45,7 +45,7 @@ def _new_tokens(settings: dict[str, Any], prompt: int) -> int:
 
 
 def _no_end(settings: dict[str, Any]) -> int:
-    """A token that ends nothing and fills nothing."""
+    """A token that is neither an end nor padding."""
     ends = settings.get("eos_token_id")
     taken = {settings.get("pad_token_id"), *(ends if isinstance(ends, list) else [ends])}
     return next(token for token in range(len(taken) + 1) if token not in taken)

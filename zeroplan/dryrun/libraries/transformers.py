@@ -1,4 +1,4 @@
-"""transformers: it takes other ways with fake tensors, which a GPU would not see."""
+"""transformers: keeps the code paths of real tensors where it checks for fake ones."""
 
 from types import ModuleType
 
@@ -8,7 +8,7 @@ from zeroplan.verify.replaced import put
 
 
 def _no_tensor_is_fake(module: ModuleType) -> None:
-    """Else a causal mask is built, and attention runs in another kernel (``utils/import_utils.py``, ``is_fake_tensor``, 5.23)."""
+    """Hide that tensors are fake; otherwise a causal mask is built and another kernel runs (``import_utils.py``, 5.23)."""
     put(module, is_fake_tensor=always(False))
 
 

@@ -1,6 +1,6 @@
-"""The peaks of CUDA's caching allocator since two moments: when a phase began, and when the script last forgot its own.
+"""Peaks of CUDA's caching allocator since two moments: the beginning of a phase, and the script's own last reset.
 
-torch keeps one peak, which has to be forgotten when a phase begins. The script's own questions are answered as if nobody did.
+torch keeps one peak, which must be reset when a phase begins. The script's own queries get the peaks since its own reset.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _NOTHING = BlocksMeasured(allocated_bytes=0, requested_bytes=0, active_bytes=0, 
 
 
 class Peaks:
-    """Counts the process's current GPU. Nothing here makes a context on one: that is the script's to do."""
+    """Counts the process's current GPU, without creating a CUDA context."""
 
     def __init__(self) -> None:
         self._stats: Callable[..., dict[str, int]] = torch.cuda.memory_stats
@@ -23,7 +23,7 @@ class Peaks:
         self._of_phase = self._of_script = _NOTHING
 
     def seen(self) -> tuple[BlocksMeasured, int]:
-        """The peaks of the phase so far, and what is allocated now; torch's own peaks begin anew. [bytes]"""
+        """The phase's peaks so far, and the bytes allocated now; resets torch's own peaks. [bytes]"""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return self._of_phase, 0
         stats = self._stats()
@@ -37,7 +37,7 @@ class Peaks:
         self._of_phase = _NOTHING
 
     def answer_the_script(self) -> None:
-        """Have ``torch.cuda`` answer for the script's own peaks, to the end of the process."""
+        """Make ``torch.cuda`` return the script's own peaks, for the rest of the process."""
 
         def memory_stats(*args: object, **kwargs: object) -> dict[str, int]:
             found = dict(self._stats(*args, **kwargs))

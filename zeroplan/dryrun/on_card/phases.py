@@ -1,4 +1,4 @@
-"""Hears from the loop which phase begins, and notes what the allocator counted in each."""
+"""Records the allocator's counts in each phase that the loop reports."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ from zeroplan.verify.watching.recording import Block, Call, Span
 
 
 class PhasesOnCard:
-    """Counts every part of the run; whose tensors are whose, and single blocks and collectives, are not to be seen from outside."""
+    """Counts every part of the run; kinds, single blocks and collectives are not visible on a real GPU."""
 
     blocks: tuple[Block, ...] = ()
     calls: tuple[Call, ...] = ()
@@ -21,7 +21,7 @@ class PhasesOnCard:
         self._peaks = peaks
         self.spans = [Span(-1, Phase.INIT, 0)]
         self._counted: list[tuple[BlocksMeasured, int]] = []
-        """Of every span that is over: its peaks, and what was allocated when it ended. [bytes]"""
+        """For every ended span, its peaks and the bytes allocated at its end."""
 
     def enter(self, phase: Phase | Beside, step: int, *, collect: bool = True) -> None:  # noqa: ARG002  Python collects by itself
         """End a part of the run and begin another."""
@@ -30,28 +30,28 @@ class PhasesOnCard:
         self.spans.append(Span(step, phase, len(self.spans)))
 
     def learn_modules(self, root: nn.Module) -> None:
-        """Nothing is known by module."""
+        """Do nothing."""
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nothing is known by kind."""
+        """Do nothing."""
 
     def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None], *, over: bool = True) -> None:
-        """Nothing is known by kind."""
+        """Do nothing."""
 
     def updated(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nothing is known by kind."""
+        """Do nothing."""
 
     def gradients_are(self, kind: Kind) -> None:
-        """Nothing is known by kind."""
+        """Do nothing."""
 
     @property
     def initialisation(self) -> PhaseMeasured:
-        """What was counted before the first step."""
+        """The counts before the first step."""
         return _phase(Phase.INIT, [blocks for span, (blocks, _) in self._over if span.phase is Phase.INIT])
 
     @property
     def steps(self) -> tuple[StepMeasured, ...]:
-        """Every step, its last one perhaps cut short where the card was full."""
+        """Every step; the last may be cut short by running out of memory."""
         numbers = sorted({span.step for span, _ in self._of_steps})
         return tuple(self._step(number) for number in numbers)
 
