@@ -34,7 +34,7 @@ NESTED = b"(" * 300_000 + b"l" * 300_000 + b"."
     (pickle.dumps([1]), "not of torch.cuda.memory._dump_snapshot"),
     (pickle.dumps({"segments": [], "device_traces": []}), "is empty"),
     (pickle.dumps({"segments": [{"device": 0}], "device_traces": [[]]}), "not as torch writes it"),
-    (pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc", "addr": -3}]]}), "a number outside the range of memory sizes"),
+    (pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc", "addr": -3}]]}), "a number outside the range of"),
     (pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc", "addr": "3"}]]}), "a str instead of a whole number"),
     (pickle.dumps({"segments": [], "device_traces": [[7]]}), "a int instead of a dict"),
 ])  # fmt: skip

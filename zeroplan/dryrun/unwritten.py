@@ -83,8 +83,8 @@ class Unwritten:
             if isinstance(target, io.BytesIO):
                 _fill(target, what)
             elif (path := self._path_of(target)) is not None:
-                stands = self._stand_in_file(path, what, lambda file: write(what, file, *args[2:], **rest))
-                self._count_as_saved(path, stands, opened=_absolute(target) is None)
+                stand_in = self._stand_in_file(path, what, lambda file: write(what, file, *args[2:], **rest))
+                self._count_as_saved(path, stand_in, opened=_absolute(target) is None)
             return save(*args, **kwargs)
 
         return saved
@@ -97,8 +97,8 @@ class Unwritten:
             if (folder := _folder_of(kwargs, "storage_writer")) is not None:
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 for file in files:
-                    Path(stands := self._new_file(file)).touch()
-                    self._count_as_saved(str(Path(folder) / file), _Saved(stands, can_be_read=False))
+                    Path(stand_in := self._new_file(file)).touch()
+                    self._count_as_saved(str(Path(folder) / file), _Saved(stand_in, can_be_read=False))
             return save(*args, **kwargs)
 
         return saved

@@ -135,8 +135,8 @@ def _unpickled(path: Path, where: str) -> object:
         raise SpecError(f"{where} needs more memory than its size justifies; it was not read") from None
     except Exception as error:  # noqa: BLE001  a broken pickle raises almost anything
         raise SpecError(
-            f"{where} is not a complete pickle ({type(error).__name__}): give the file that torch.cuda.memory._dump_snapshot wrote, "
-            "or if you have only an error message, estimate the job with `zeroplan estimate`"
+            f"{where} is not a complete pickle ({type(error).__name__}): give the file of torch.cuda.memory._dump_snapshot; "
+            "if you have only an error message, estimate the job with `zeroplan estimate`"
         ) from None
 
 

@@ -54,7 +54,7 @@ def _received(mail: Mail, module: Any) -> Answer:  # noqa: ANN401
 def _tell_steps(loop: Loop, module: Any) -> None:  # noqa: ANN401
     """Report a schedule's step, since a schedule of several stages gathers parameters before its first forward."""
 
-    def told(step: Callable[..., object]) -> Callable[..., object]:
+    def reporting(step: Callable[..., object]) -> Callable[..., object]:
         @wraps(step)
         def stepped(schedule: Any, *args: object, **kwargs: object) -> object:  # noqa: ANN401
             if schedule._has_backward:
@@ -64,7 +64,7 @@ def _tell_steps(loop: Loop, module: Any) -> None:  # noqa: ANN401
         return stepped
 
     for schedule in (module.PipelineScheduleSingle, module.PipelineScheduleMulti):
-        put(schedule, step=told(schedule.step))
+        put(schedule, step=reporting(schedule.step))
 
 
 def _tell_backward(loop: Loop, stage_class: Any) -> None:  # noqa: ANN401
