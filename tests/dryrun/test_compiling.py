@@ -135,7 +135,7 @@ def test_the_compilers_own_error_names_the_way_out():
     from zeroplan.dryrun.failures import failure
 
     said = failure(TorchRuntimeError("graph break in fullgraph"))
-    assert said.whose == "script"
+    assert said.cause == "script"
     assert said.text.endswith("graph break in fullgraph; add --eager to leave torch.compile out")
     assert "--eager" not in failure(RuntimeError("shapes differ")).text
 

@@ -48,7 +48,7 @@ class Companions:
 
     def _begin(self, rank: int) -> None:
         if rank >= self._task.gpus or len(self._met) > MOST + 1:
-            note_ended(self._mail, rank, Failed(whose="here", text=self._too_many(rank)))
+            note_ended(self._mail, rank, Failed(cause="here", text=self._too_many(rank)))
             return
         folder = self._folder(rank)
         folder.mkdir()
@@ -74,9 +74,9 @@ class Companions:
         """The reason why a rank failed; if it repeats the failure of another rank, that rank's message."""
         path = self._folder(rank) / "answer.json"
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-        if found is not None and "whose" not in found:
+        if found is not None and "cause" not in found:
             return None
-        failed = Failed(whose="here", text=f"its process ended: {how_ended(code)}") if found is None else read(
+        failed = Failed(cause="here", text=f"its process ended: {how_ended(code)}") if found is None else read(
             Failed, found, where="answer"
         )  # fmt: skip
         if failed.text in self._failed.values():

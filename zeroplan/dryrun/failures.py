@@ -26,29 +26,29 @@ def failure(error: BaseException) -> Failed:
     if isinstance(error, CompanionError):
         return error.failed
     if isinstance(error, ZeroplanError):
-        return Failed(whose="here", text=str(error))
+        return Failed(cause="here", text=str(error))
     line = _line(error)
     at = f" at {line}" if line else ""
     if isinstance(error, _NEEDS_VALUES):
         return Failed(
-            whose="here",
+            cause="here",
             text=f"operator {error.func} depends on the values of tensors{at}, and tensors on the fake GPU have none; leave it out "
             f"for the dry run, or run the script on a GPU",
         )
     if isinstance(error, UnsupportedOperatorException):
         return Failed(
-            whose="here",
+            cause="here",
             text=f"operator {error.func}{at} has no kernel for tensors without bytes; register one with "
             f"torch.library.register_fake, leave it out for the dry run, or run the script on a GPU",
         )
     if isinstance(error, SystemExit):
         return Failed(
-            whose="script",
+            cause="script",
             text=f"the script exited with code {error.code!r}{at} before its first step; read its output",
         )
     message = f"the script raised {type(error).__name__}{at}: {' '.join(str(error).split())}"[:_LONGEST]
     compiling = type(error).__module__.startswith(_COMPILER)
-    return Failed(whose="script", text=f"{message}; add --eager to leave torch.compile out" if compiling else message)
+    return Failed(cause="script", text=f"{message}; add --eager to leave torch.compile out" if compiling else message)
 
 
 def show(error: BaseException) -> None:

@@ -131,7 +131,7 @@ def _late(task: DryRunTask, timeout_s: float) -> str:
 
 
 def _worked(task: DryRunTask) -> bool:
-    return Path(task.answer).is_file() and b'"whose"' not in Path(task.answer).read_bytes()[:200]
+    return Path(task.answer).is_file() and b'"cause"' not in Path(task.answer).read_bytes()[:200]
 
 
 def _show(printed: Path) -> None:
@@ -150,6 +150,6 @@ def _answer(task: DryRunTask, code: int) -> SavedRun:
 
 def refuse(found: dict[str, object]) -> None:
     """Raise the error that a process wrote instead of an answer: SpecError for a script's own error, else MeasurementError."""
-    if "whose" in found:
+    if "cause" in found:
         failed = read(Failed, found, where="answer")
-        raise (SpecError if failed.whose == "script" else MeasurementError)(failed.text)
+        raise (SpecError if failed.cause == "script" else MeasurementError)(failed.text)

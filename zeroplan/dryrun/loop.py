@@ -58,14 +58,14 @@ class Loop:
         """Why the run ended."""
         self._roots: set[int] = set()
         self._models: list[weakref.ref[nn.Module]] = []
-        self.taken = 0
+        self.steps_done = 0
         self.end_now: Callable[[], None] = lambda: None
         """Ends the process with the answer."""
 
     @property
     def completed(self) -> int:
         """The number of optimizer steps done, including a last one whose end was not seen."""
-        return self.taken + self._stepped
+        return self.steps_done + self._stepped
 
     def watch(self) -> None:
         """Register the hooks, for the rest of the process."""
@@ -97,7 +97,7 @@ class Loop:
     def _enter(self, phase: Phase | Beside) -> None:
         self._leave()
         self._phase = phase
-        self._tracker.enter(phase, self.taken)
+        self._tracker.enter(phase, self.steps_done)
 
     def _leave(self) -> None:
         if self._phase in (Beside.SAVING, Beside.EVALUATION):
@@ -343,7 +343,7 @@ class Loop:
     def _next_step(self) -> None:
         if not self._stepped:
             return
-        self.taken, self._stepped = self.taken + 1, False
+        self.steps_done, self._stepped = self.steps_done + 1, False
         if self._enough():
             self._stop("steps taken")
 
@@ -352,7 +352,7 @@ class Loop:
         if self._ends_at is not None:
             return False
         every = all(count >= self._steps for count in self._steps_of.values())
-        return self.taken >= self._steps * (1 if every else _PATIENCE)
+        return self.steps_done >= self._steps * (1 if every else _PATIENCE)
 
 
 def _reduces_elsewhere(root: nn.Module) -> bool:

@@ -62,7 +62,7 @@ class Over(Spec):
 class Failed(Spec):
     """A script without an answer: the cause and a one-line message."""
 
-    whose: Literal["script", "here"]
+    cause: Literal["script", "here"]
     text: str
 
 

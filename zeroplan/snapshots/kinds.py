@@ -85,7 +85,7 @@ def _parts(snapshot: Snapshot) -> tuple[Part, ...]:
     read: dict[Stack, Part] = {}
     found, now = [], Part.OTHER
     for event in snapshot.events:
-        if event.action in ("asked", "out of memory"):
+        if event.action in ("requested", "out of memory"):
             now = _in_a_step(event, snapshot) or (
                 read.get(event.stack) or read.setdefault(event.stack, _part(event.stack, named=named))
             )

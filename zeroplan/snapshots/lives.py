@@ -38,7 +38,7 @@ def lives_of(snapshot: Snapshot) -> Lives:
     alive = {block.address: (over, block.n_bytes, block.stack) for block in snapshot.standing}
     for at in range(over - 1, -1, -1):
         event = snapshot.events[at]
-        if event.action == "asked":
+        if event.action == "requested":
             died, _, _ = alive.pop(event.address, (at + 1, 0, ()))  # its release is missing in the history
             blocks.append(Life(event.address, event.n_bytes, at, died, event.stack))
         elif event.action == "released":

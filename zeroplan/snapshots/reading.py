@@ -21,9 +21,9 @@ _AT_LEAST_BYTES, _TIMES = 512 * MIB, 64
 """Memory that reading may use: a base, and a multiple of the file's size."""
 _LARGEST_NUMBER = 2**64
 
-Action = Literal["asked", "released", "out of memory", "grown", "shrunk"]
+Action = Literal["requested", "released", "out of memory", "grown", "shrunk"]
 _ACTIONS: dict[str, Action] = {
-    "alloc": "asked", "free_requested": "released", "oom": "out of memory", "segment_alloc": "grown", "segment_map": "grown",
+    "alloc": "requested", "free_requested": "released", "oom": "out of memory", "segment_alloc": "grown", "segment_map": "grown",
     "segment_free": "shrunk", "segment_unmap": "shrunk",
 }  # fmt: skip
 

@@ -35,7 +35,7 @@ def replayed(snapshot: Snapshot, lives: Lives) -> Replayed | None:
     for event in snapshot.events:
         if event.action == "grown":
             grown += event.n_bytes
-        elif event.action == "asked":
+        elif event.action == "requested":
             before = card.reserved_bytes
             chunks[event.address] = card.request(event.n_bytes, event.stream)
             requests, alike, grown = requests + 1, alike + (card.reserved_bytes - before == grown), 0
@@ -70,7 +70,7 @@ def _with_expandable_segments(snapshot: Snapshot, lives: Lives) -> int:
     card = CachingAllocator(expandable_segments=True)
     chunks = {life.address: card.request(life.n_bytes) for life in lives.blocks if life.born == BEFORE}
     for event in snapshot.events:
-        if event.action == "asked":
+        if event.action == "requested":
             chunks[event.address] = card.request(event.n_bytes, event.stream)
         elif event.action == "released" and event.address in chunks:
             card.release(chunks.pop(event.address))

@@ -31,7 +31,7 @@ def rank_on_card(task: CardTask, loop: Loop, phases: PhasesOnCard, *, ended: End
         ended=ended,
         environment=environment(device=gpu.words()),
         settings=gpu.settings(),
-        card=gpu.taken(),
+        card=gpu.figures(),
         initialisation=phases.initialisation,
         steps=phases.steps,
         said=said,

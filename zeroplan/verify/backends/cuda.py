@@ -72,7 +72,7 @@ def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: 
         steps=taken,
         collectives=collectives_of_step(log, steps - 1 if transport == "fake" else steps),
         allocator=(allocator_of(taken[-1], gpu.settings(), workspace_bytes=seen.workspace_bytes()),),
-        card=gpu.taken(),
+        card=gpu.figures(),
         attention=attention_of(seen.timeline),
         remarks=(*_REMARKS, *only_one_process(transport), *seen.remarks(ledger.steps())),
         seconds=time.monotonic() - began,

@@ -67,7 +67,7 @@ class Gpu(NamedTuple):
         peaks = {f"{name}_bytes": int(stats[f"{name}_bytes.all.peak"]) for name in _COUNTS}
         return BlocksMeasured(**peaks, seconds=seconds), int(stats["allocated_bytes.all.current"])
 
-    def taken(self) -> CardMeasured:
+    def figures(self) -> CardMeasured:
         """The driver's figures of the whole GPU now."""
         free, total = torch.cuda.mem_get_info()
         return CardMeasured(

@@ -29,7 +29,7 @@ from zeroplan.verify.task import Card, Task
 
 _GRACE_S = 2.0
 _LOST_S = 30.0
-"""How long the agent may take, on a busy machine, to report a rank whose connection is gone. [s]"""
+"""How long the agent may take, on a busy machine, to report a rank cause connection is gone. [s]"""
 _PEER_IS_GONE = re.compile(r"Connection closed by peer|Connection reset by peer|Broken pipe|remote (?:worker|process)")
 _TAIL_LINES = 15
 _PROGRESS_AFTER_S = 3.0
@@ -162,8 +162,8 @@ def _failure(message: Message, started: Started, say: Callable[[str], None]) -> 
             return ran_out_of_memory(rank, text)
         case "workload" if not _PEER_IS_GONE.search(text):
             return workload_raised(text, rank=rank, say=say)
-        case whose if whose in _ONE_LINE:
-            return _ONE_LINE[whose](text)
+        case cause if cause in _ONE_LINE:
+            return _ONE_LINE[cause](text)
     if (lost := _lost_before(rank, started, _LOST_S if _PEER_IS_GONE.search(text) else _GRACE_S)) is not None:
         return _died(int(lost["rank"]), lost["died"], started, say)
     if message["failed"] == "workload":
@@ -211,11 +211,11 @@ def _errors_of(rank: int, started: Started) -> Path:
     return started.folder / f"rank{rank}.stderr"
 
 
-def _show(path: Path, whose: str, say: Callable[[str], None]) -> bool:
+def _show(path: Path, writer: str, say: Callable[[str], None]) -> bool:
     """Print the last lines of a file; return whether there were any."""
     lines = _written(path).splitlines()[-_TAIL_LINES:]
     if lines:
-        say("\n".join((f"--- last lines of {whose}'s standard error ---", *lines, "--- end ---")))
+        say("\n".join((f"--- last lines of {writer}'s standard error ---", *lines, "--- end ---")))
     return bool(lines)
 
 

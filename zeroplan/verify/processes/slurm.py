@@ -143,7 +143,7 @@ def as_rank(task: str, folder: str) -> None:
         measured_as_rank(mine, store=meeting(mine), folder=Path(folder))
     except (Exception, SystemExit) as error:  # noqa: BLE001  every error is reported to the waiting process
         rank = int(os.environ["RANK"])
-        why = {"rank": rank, "whose": cause_of(error), "text": text_of(error), "at": time.time()}
+        why = {"rank": rank, "cause": cause_of(error), "text": text_of(error), "at": time.time()}
         write_whole(Path(folder) / _FAILED / f"rank{rank}.json", json.dumps(why), force=True)
         os._exit(1)
 
@@ -240,7 +240,7 @@ def _why(submitted: Submitted, folder: Path, state: str, found: int) -> Zeroplan
             f"its ranks is in {str(folder / _OUTPUT)!r}"
         )
     rank, text = failures[0]["rank"], failures[0]["text"].strip()
-    match failures[0]["whose"]:
+    match failures[0]["cause"]:
         case "input":
             return SpecError(text)
         case "machine" | "here":

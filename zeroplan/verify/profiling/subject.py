@@ -86,13 +86,13 @@ def of_config(named: str, attention: Attention) -> Subject:
     For a configuration of text and images, it is the text part, and the name says so.
     """
     path = Path(named) / "config.json" if Path(named).is_dir() else Path(named)
-    said = _mapping(path)
-    made, is_part = _configuration(said, path)
+    keys = _mapping(path)
+    made, is_part = _configuration(keys, path)
     kinds = _kinds(made)
     few = _shortened(made, _enough(made, kinds, attention))
     return Subject(
         name=named_after(Path(named), path) + (" (text part)" if is_part else ""),
-        source=f"transformers' {said['model_type']}",
+        source=f"transformers' {keys['model_type']}",
         whole=lambda: _in_a_batch(made, attention, Shape(1, 8)),
         make=lambda shape: _in_a_batch(few, attention, shape),
         layer_kinds=kinds,
@@ -104,22 +104,22 @@ def of_config(named: str, attention: Attention) -> Subject:
 def _mapping(path: Path) -> dict[str, object]:
     try:
         text = read_text(path, what="configuration")
-        said = json.loads(text, object_pairs_hook=lambda pairs: each_key_once(pairs, f"configuration {str(path)!r}"))
+        keys = json.loads(text, object_pairs_hook=lambda pairs: each_key_once(pairs, f"configuration {str(path)!r}"))
     except SpecError:
         raise
     except (ValueError, RecursionError) as error:
         raise SpecError(f"configuration {str(path)!r} is not JSON: {one_line(str(error))}") from None
-    if not isinstance(said, dict) or not isinstance(said.get("model_type"), str):
+    if not isinstance(keys, dict) or not isinstance(keys.get("model_type"), str):
         raise SpecError(f"configuration {str(path)!r} names no model_type; it is not one of transformers")
-    return said
+    return keys
 
 
-def _configuration(said: Mapping[str, object], path: Path) -> "tuple[PreTrainedConfig, bool]":
+def _configuration(keys: Mapping[str, object], path: Path) -> "tuple[PreTrainedConfig, bool]":
     """The configuration as transformers reads it, without dropout, cache and padding, and whether it is a text part."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  takes seconds
 
     try:
-        made: PreTrainedConfig = AutoConfig.for_model(**_decoded(said))  # type: ignore[arg-type]  # each family has its own keys
+        made: PreTrainedConfig = AutoConfig.for_model(**_decoded(keys))  # type: ignore[arg-type]  # each family has its own keys
     except Exception as error:
         raise SpecError(f"configuration {str(path)!r}: {one_line(str(error))[:300]}") from error
     is_part = not hasattr(made, "num_hidden_layers") and hasattr(made, "text_config")
@@ -127,7 +127,7 @@ def _configuration(said: Mapping[str, object], path: Path) -> "tuple[PreTrainedC
         made = made.text_config
     if type(made) not in AutoModelForCausalLM._model_mapping:
         raise SpecError(
-            f"configuration {str(path)!r}: transformers has no causal language model of type {said['model_type']!r}; "
+            f"configuration {str(path)!r}: transformers has no causal language model of type {keys['model_type']!r}; "
             "write a function that builds the model, a batch and its loss, and name it with --workload"
         )
     for key in [key for key in vars(made) if "dropout" in key or key.endswith("pdrop") or key == "layerdrop"]:
@@ -140,11 +140,11 @@ def _configuration(said: Mapping[str, object], path: Path) -> "tuple[PreTrainedC
     return made, is_part
 
 
-def _decoded(said: object) -> dict[str, object]:
+def _decoded(keys: object) -> dict[str, object]:
     """The configuration with special floats decoded: ``save_pretrained`` writes infinity as ``{"__float__": "Infinity"}``."""
     from transformers import PreTrainedConfig  # noqa: PLC0415  takes seconds
 
-    decoded: dict[str, object] = PreTrainedConfig._decode_special_floats(said)
+    decoded: dict[str, object] = PreTrainedConfig._decode_special_floats(keys)
     return decoded
 
 

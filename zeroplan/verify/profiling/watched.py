@@ -136,8 +136,8 @@ class PassWatcher(Tracker):
         super()._see(func, tensor, cast_from, args)
         if isinstance(cast_from, nn.Parameter) and (cast := self._block_of(tensor)) is not None:
             self.casts[id(cast)] = self._parameters.get(id(cast_from), "")
-        if (asked := self._block_of(tensor)) is not None:
-            self.numbers.setdefault(id(asked), tensor.dim() == 0)
+        if (block := self._block_of(tensor)) is not None:
+            self.numbers.setdefault(id(block), tensor.dim() == 0)
         if self.backward and (made := self._block_of(tensor)) is not None:
             self.shapes.setdefault(id(made), tensor.shape)
         if str(func) == _FLASH_BACKWARD:

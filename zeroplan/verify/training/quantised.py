@@ -27,7 +27,7 @@ def quantise(model: nn.Module, adapter: AdapterSpec, dtype: torch.dtype, *, stor
     """
     nested = adapter.quantize == "nf4-double"
     before = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    asked = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+    quantisation = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=nested,
@@ -35,7 +35,7 @@ def quantise(model: nn.Module, adapter: AdapterSpec, dtype: torch.dtype, *, stor
         bnb_4bit_quant_storage=storage,
     )
     with unset_fake_temporarily():
-        replace_with_bnb_linear(model, get_keys_to_not_convert(model), asked)
+        replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantisation)
     with _table_of_scales(next(iter(before.values())).weight):
         for name, module in model.named_modules():
             if isinstance(module, Linear4bit):

@@ -1,7 +1,7 @@
 """Every allocation and release on a device, in program order and to the byte, as torch's profiler records them.
 
 The profiler records each request with size, address and the enclosing operators. The running sum is the number of bytes alive:
-on a CPU the bytes a CUDA allocator would be asked for, on a GPU the blocks it returned. The profiler keeps no tensor alive.
+on a CPU the bytes a CUDA allocator would be requested, on a GPU the blocks it returned. The profiler keeps no tensor alive.
 """
 
 from bisect import bisect_left, bisect_right

@@ -217,8 +217,8 @@ class Ledger:
 
     def _pass(self, span: Span) -> Pass:
         requests = (event for event in self._timeline.between(span.start, span.end) if event.n_bytes > 0)
-        asked = [Request(self._at_work(span, event.time_ns), event.live_bytes) for event in requests]
-        return Pass(self._timeline.live_bytes(span.start), asked, self._timeline.live_bytes(span.end))
+        found = [Request(self._at_work(span, event.time_ns), event.live_bytes) for event in requests]
+        return Pass(self._timeline.live_bytes(span.start), found, self._timeline.live_bytes(span.end))
 
     def _at_work(self, span: Span, time_ns: int) -> int | None:
         """The layer that began last within a span; None outside all layers."""

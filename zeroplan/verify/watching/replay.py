@@ -99,16 +99,16 @@ class _Requests:
     def played(self, card: CachingAllocator) -> Iterator[Block]:
         """Make every request and release on a GPU; yield the block after each, in order."""
         chunks: dict[Block, Chunk] = {}
-        for moment, (block, asked) in enumerate(self._events):
+        for moment, (block, is_request) in enumerate(self._events):
             for pool in self._let_go.get(moment, ()):
                 card.let_go(pool)
             if moment in self._emptied:
                 card.release_cached()
-            if block.born in self._multiply and asked:
+            if block.born in self._multiply and is_request:
                 card.request(self._workspace_bytes)
-            if block.born in self._elsewhere and asked:
+            if block.born in self._elsewhere and is_request:
                 card.request(self._workspace_bytes, block.stream, block.pool)
-            if asked and block.operation != LIFTED and block.died > self._counted_from:
+            if is_request and block.operation != LIFTED and block.died > self._counted_from:
                 chunks[block] = card.request(block.n_bytes, block.stream, block.pool)
             elif block in chunks:
                 card.release(chunks.pop(block))
@@ -169,7 +169,7 @@ def _events(recording: Recording) -> list[tuple[Block, bool]]:
     events: list[tuple[int, Block, bool]] = [(block.born, block, True) for block in recording.blocks]
     events += [(block.died, block, False) for block in recording.blocks if block.died != STILL_HELD]
     events.sort(key=lambda event: event[0])
-    return [(block, asked) for _, block, asked in events]
+    return [(block, is_request) for _, block, is_request in events]
 
 
 def _first_multiplications(recording: Recording) -> set[int]:

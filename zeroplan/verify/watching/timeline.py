@@ -161,12 +161,12 @@ def phase_measured(timeline: Timeline, phase: Phase | Beside, indices: list[int]
 
 def _with_courses(timeline: Timeline, step: int, measured: StepMeasured) -> StepMeasured:
     spans = timeline.recording.spans
-    asked: dict[int, list[Block]] = {index: [] for index, span in enumerate(spans) if span.step == step}
+    by_span: dict[int, list[Block]] = {index: [] for index, span in enumerate(spans) if span.step == step}
     for block in timeline.recording.blocks:
-        if block.span in asked:
-            asked[block.span].append(block)
+        if block.span in by_span:
+            by_span[block.span].append(block)
     phases = tuple(
-        replace(phase, course=_course(timeline, {at: asked[at] for at in asked if spans[at].phase.value == phase.phase}))
+        replace(phase, course=_course(timeline, {at: by_span[at] for at in by_span if spans[at].phase.value == phase.phase}))
         for phase in measured.phases
     )
     return replace(measured, phases=phases)
@@ -175,8 +175,8 @@ def _with_courses(timeline: Timeline, step: int, measured: StepMeasured) -> Step
 def _course(timeline: Timeline, passes: dict[int, list[Block]]) -> CourseMeasured | None:
     found = []
     for index, blocks in passes.items():
-        window, asked = timeline.window(index), [Request(layer_of(block), timeline.live[block.born]) for block in blocks]
-        found.append(Pass(timeline.live[window.start], asked, timeline.live[window.stop - 1]))
+        window, requests = timeline.window(index), [Request(layer_of(block), timeline.live[block.born]) for block in blocks]
+        found.append(Pass(timeline.live[window.start], requests, timeline.live[window.stop - 1]))
     return course_of(found)
 
 

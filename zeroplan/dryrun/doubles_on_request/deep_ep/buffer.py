@@ -14,7 +14,7 @@ from zeroplan.verify.fake_cuda.known_values import Sure, keep
 
 from . import config as sizes
 from .config import ALIGNMENT, PEERS, Config
-from .memory import taken
+from .memory import allocations
 from .routes import Layout, Ranks, layout, per_local_expert, received
 from .utils import EventHandle, EventOverlap
 
@@ -41,7 +41,7 @@ class Buffer:
         num_qps_per_rank: int = 24, allow_nvlink_for_low_latency_mode: bool = True, allow_mnnvl: bool = False,  # noqa: ARG002, FBT001, FBT002
         explicitly_destroy: bool = False, enable_shrink: bool = False, comm: object = None,  # noqa: ARG002, FBT001, FBT002
     ) -> None:  # fmt: skip
-        self._taken: list[Any] = []
+        self._buffers: list[Any] = []
         if group is None:
             raise ValueError("deep_ep.Buffer without a process group (MPI) is not supported in a dry run; pass a process group")
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
@@ -51,8 +51,8 @@ class Buffer:
         self._ranks = Ranks(self.rank, self.group_size, max(1, self.group_size // PEERS))
         self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         note("DeepEP", "its results' shapes: each rank sends what this one sends, and buffers count outside the allocator")
-        self._taken += taken(num_nvl_bytes, num_rdma_bytes)
-        outside_buffers.take(self._taken)
+        self._buffers += allocations(num_nvl_bytes, num_rdma_bytes)
+        outside_buffers.take(self._buffers)
 
     def _check(self) -> None:
         size = self.group_size
@@ -70,8 +70,8 @@ class Buffer:
         self._give_back()
 
     def _give_back(self) -> None:
-        outside_buffers.give_back(self._taken)
-        self._taken = []
+        outside_buffers.give_back(self._buffers)
+        self._buffers = []
 
     def __del__(self) -> None:
         """Free the buffers, unless the script must do that itself."""

@@ -18,7 +18,7 @@ _SIGNALS = PEERS * (4 + 8 + 8)
 _SOURCE = "DeepEP, csrc/legacy/buffer.hpp"
 
 
-def taken(num_nvl_bytes: int, num_rdma_bytes: int) -> Iterator[OutsideBuffer]:
+def allocations(num_nvl_bytes: int, num_rdma_bytes: int) -> Iterator[OutsideBuffer]:
     """A buffer's allocations: for NVLink by cudaMalloc, a workspace, and NVSHMEM's heap, which grows in large pieces."""
     yield _exactly("DeepEP's workspace", _WORKSPACE)
     if num_nvl_bytes:
