@@ -139,10 +139,10 @@ def _later_stages(module: ModuleType) -> None:
 
 def _label(tracker: Tracker, engine: type) -> None:
     """Label the requests of DeepSpeed's functions, and claim its flat tensors each time they may have changed."""
-    from zeroplan.verify.training.deepspeed import ASKING, claim_tensors  # noqa: PLC0415  it imports DeepSpeed
+    from zeroplan.verify.training.deepspeed import REQUESTING, claim_tensors  # noqa: PLC0415  it imports DeepSpeed
     from zeroplan.verify.training.engine import all_labelled  # noqa: PLC0415
 
-    _OPEN.enter_context(all_labelled(tracker, ASKING))
+    _OPEN.enter_context(all_labelled(tracker, REQUESTING))
 
     def claims(original: Callable[..., object]) -> Callable[..., object]:
         def run(one: Any, *args: object, **kwargs: object) -> object:  # noqa: ANN401  DeepSpeed has no types

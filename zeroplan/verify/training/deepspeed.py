@@ -20,7 +20,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.pretended import nvme
 from zeroplan.verify.replaced import replaced
-from zeroplan.verify.training.engine import Asking, all_labelled
+from zeroplan.verify.training.engine import Requesting, all_labelled
 from zeroplan.verify.training.optimizers import make_optimizer, trained
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
@@ -112,7 +112,7 @@ class DeepSpeed:
         hook = self.optimizer.register_step_pre_hook(lambda *_: self._claim_stepped())
         with ExitStack() as stack:
             stack.callback(hook.remove)
-            stack.enter_context(all_labelled(watcher, ASKING))
+            stack.enter_context(all_labelled(watcher, REQUESTING))
             yield
         self._watcher = None
 
@@ -150,7 +150,7 @@ def _masters(wrapper: object, optimizer: torch.optim.Optimizer) -> list[torch.Te
 
 
 #: Functions of DeepSpeed (0.18, 0.19) and the kind of memory they request.
-ASKING: Asking = (
+REQUESTING: Requesting = (
     (PartitionedParameterCoordinator, "fetch_sub_module", Kind.GATHER),
     (DeepSpeedZeroOptimizer_Stage3, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", Kind.REDUCE),
     (DeepSpeedZeroOptimizer, "setup_buckets", Kind.REDUCE),

@@ -86,11 +86,11 @@ COMPUTE: dict[Precision, torch.dtype] = {
 
 
 #: Functions of an engine, each by owner and name, and the kind of memory they request.
-Asking = tuple[tuple[object, str, Kind], ...]
+Requesting = tuple[tuple[object, str, Kind], ...]
 
 
 @contextmanager
-def all_labelled(watcher: Watcher, asking: Asking) -> Iterator[None]:
+def all_labelled(watcher: Watcher, asking: Requesting) -> Iterator[None]:
     """Label the requests of these functions inside; functions that this version lacks are skipped."""
     with ExitStack() as patches:
         for owner, name, kind in asking:

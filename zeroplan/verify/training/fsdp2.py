@@ -17,7 +17,7 @@ from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.adapters import unwrapped
-from zeroplan.verify.training.engine import COMPUTE, Asking, all_labelled
+from zeroplan.verify.training.engine import COMPUTE, Requesting, all_labelled
 from zeroplan.verify.training.experts import ExpertMeshes, disable_gradient_division, placement
 from zeroplan.verify.training.modules import last_norm
 from zeroplan.verify.training.optimizers import make_optimizer, trained
@@ -141,7 +141,7 @@ def fsdp2_labels(watcher: Watcher) -> Iterator[None]:
 
 
 #: Some torch releases lack some: 2.15 leaves accumulation in another dtype to autograd.
-_REQUESTING: Asking = (
+_REQUESTING: Requesting = (
     (_fsdp_param_group, "foreach_all_gather", Kind.GATHER),
     (_fsdp_param_group, "foreach_reduce", Kind.REDUCE),
     (FSDPParamGroup, "wait_for_unshard", Kind.UNSHARDED_PARAMETERS),  # a single rank casts and copies there
