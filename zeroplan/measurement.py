@@ -3,6 +3,7 @@
 A record is one JSON object; within a schema version keys are added, never renamed or removed.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -44,6 +45,14 @@ class BlocksMeasured(Spec):
     active_bytes: CountOrZero
     reserved_bytes: CountOrZero
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
+
+    @classmethod
+    def highest(cls, several: Iterable["BlocksMeasured"]) -> "BlocksMeasured":
+        """The highest of each count, and all seconds together; zeros for none."""
+        found = list(several)
+        names = ("allocated_bytes", "requested_bytes", "active_bytes", "reserved_bytes")
+        counts = {name: max((getattr(one, name) for one in found), default=0) for name in names}
+        return cls(**counts, seconds=sum(one.seconds for one in found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

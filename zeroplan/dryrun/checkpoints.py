@@ -21,8 +21,7 @@ from torch.serialization import default_restore_location
 from zeroplan.dryrun.patches import Patch
 from zeroplan.dryrun.stood_in import note, noting
 from zeroplan.dryrun.without_bytes import DTYPES
-from zeroplan.verify.fake_cuda.torch_cuda import always
-from zeroplan.verify.replaced import put
+from zeroplan.verify.replaced import always, put
 
 _LONGEST_HEADER = 100_000_000
 """safetensors' own limit. [bytes]"""

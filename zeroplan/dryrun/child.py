@@ -15,9 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from zeroplan.dryrun.mail import Mail
-from zeroplan.dryrun.script import run_script
+from zeroplan.dryrun.script import answer_or_failure, leave, run_script
 from zeroplan.dryrun.task import DryRunTask, Over
-from zeroplan.errors import ZeroplanError
 from zeroplan.script_trace import SavedRun, as_data
 from zeroplan.spec.base import Spec, read
 
@@ -31,18 +30,8 @@ def main() -> None:
 
 def _end(task: DryRunTask, make_answer: Callable[[], Spec]) -> None:
     """Write the answer and end this process."""
-    try:
-        found = make_answer()
-    except BaseException as error:  # noqa: BLE001  every error is reported to the parent
-        from zeroplan.dryrun.failures import failure, show  # noqa: PLC0415
-
-        if not isinstance(error, (ZeroplanError, SystemExit)):
-            show(error)
-        found = failure(error)
-    Path(task.answer).write_text(json.dumps(found, default=as_data), encoding="utf-8")
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(0)  # do not wait for threads and atexit of a stopped script
+    Path(task.answer).write_text(json.dumps(answer_or_failure(make_answer), default=as_data), encoding="utf-8")
+    leave(0)
 
 
 def _answer(task: DryRunTask, began: float) -> Spec:
@@ -94,6 +83,7 @@ class _Run:
         from zeroplan.dryrun.watcher import ScriptTracker  # noqa: PLC0415
         from zeroplan.engines.device import workspace_asked_for  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.half_fake import HalfFakes  # noqa: PLC0415
+        from zeroplan.verify.fake_cuda.installed import install  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.memory import Memory  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.stand_ins import StandIns  # noqa: PLC0415
 
@@ -101,7 +91,7 @@ class _Run:
         memory = Memory(int(self.gpu.memory_bytes.value))
         self.stand_ins = StandIns()
         self._mail = Mail(Path(task.mail), task.rank)
-        self._install(task, memory)
+        install(self.gpu, memory, ranks=task.local_world_size, local_rank=task.local_rank)
         self.tracker = ScriptTracker(
             memory, expandable_segments=_expandable(), workspace_bytes=workspace_asked_for(os.environ, self.gpu)
         )
@@ -109,11 +99,6 @@ class _Run:
         self.loop = Loop(self.tracker, task.steps, self.observer, ends_at=began + task.until_end if task.until_end else None)
         self._fakes = HalfFakes(self.stand_ins, imbalance=task.imbalance, mail=self._mail)
         self._patch(task)
-
-    def _install(self, task: DryRunTask, memory: "object") -> None:
-        from zeroplan.verify.fake_cuda.installed import install  # noqa: PLC0415
-
-        install(self.gpu, memory, ranks=task.local_world_size, local_rank=task.local_rank)  # type: ignore[arg-type]
 
     def _patch(self, task: DryRunTask) -> None:
         from zeroplan.dryrun import checkpoints, launchers, process_group, routing, saving, torch_around  # noqa: PLC0415

@@ -10,8 +10,7 @@ from torch.distributed.launcher import api
 
 from zeroplan.dryrun.stood_in import note, noting
 from zeroplan.dryrun.task import DryRunTask
-from zeroplan.verify.fake_cuda.torch_cuda import always
-from zeroplan.verify.replaced import put
+from zeroplan.verify.replaced import always, put
 
 _HERE = "its function runs in this process, as this rank"
 

@@ -10,7 +10,7 @@ of its models and optimizers is freed. Evaluation, generation and saving are par
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -296,9 +296,9 @@ class Loop:
         return closed
 
     def _step_ends(self, optimizer: Optimizer, *_: object) -> None:
-        self._tracker.claim(Kind.OPTIMIZER_STATE, _held(optimizer.state), over=False)
-        self._tracker.updated(_held([group.get("params") for group in optimizer.param_groups]))
-        self._tracker.claim(Kind.OPTIMIZER_STATE, _held(_own_attributes(optimizer)), over=False)
+        self._tracker.claim(Kind.OPTIMIZER_STATE, tensors_in(optimizer.state), over=False)
+        self._tracker.updated(tensors_in([group.get("params") for group in optimizer.param_groups]))
+        self._tracker.claim(Kind.OPTIMIZER_STATE, tensors_in(_own_attributes(optimizer)), over=False)
         self._optimizers -= 1
         if not self._engines and not self._optimizers:
             self._stepped = True
@@ -365,12 +365,3 @@ def _reduces_elsewhere(root: nn.Module) -> bool:
 def _own_attributes(optimizer: Optimizer) -> list[object]:
     """An optimizer's attributes beside states and groups, such as master copies."""
     return [value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "defaults")]
-
-
-def _held(value: object) -> Iterator[torch.Tensor]:
-    """The tensors within lists and mappings."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple | set):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _held(one)

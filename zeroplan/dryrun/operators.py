@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch._C._distributed_c10d import FakeWork, _resolve_process_group
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
 from zeroplan.verify.fake_cuda import streams
+from zeroplan.verify.nested import device_of, tensors_in
 from zeroplan.verify.watching.collectives import COLLECTIVES
 from zeroplan.verify.watching.inside import INSIDE
 
@@ -95,12 +95,7 @@ def moved(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 
 def _tensors(one: object) -> Iterator[torch.Tensor]:
     """The GPU tensors in an argument or result."""
-    if isinstance(one, torch.Tensor):
-        if (one.fake_device if isinstance(one, FakeTensor) else one.device).type == "cuda":
-            yield one
-    elif isinstance(one, list | tuple):
-        for inside in one:
-            yield from _tensors(inside)
+    return (tensor for tensor in tensors_in(one) if device_of(tensor).type == "cuda")
 
 
 def _bytes(tensors: "Iterator[torch.Tensor] | Sequence[torch.Tensor]") -> int:

@@ -21,9 +21,8 @@ from zeroplan.dryrun.stood_in import noting
 from zeroplan.errors import SpecError
 from zeroplan.verify.fake_cuda.exchanged import knowing_the_sum
 from zeroplan.verify.fake_cuda.letters import fill_when_waited_for
-from zeroplan.verify.fake_cuda.torch_cuda import always
 from zeroplan.verify.pretended.held_sends import hold_what_is_sent
-from zeroplan.verify.replaced import put
+from zeroplan.verify.replaced import always, put
 from zeroplan.verify.training.ddp import reduced_at_once
 
 _WHERE = (dist, c10d, device_mesh)

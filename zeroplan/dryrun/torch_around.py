@@ -20,8 +20,7 @@ from zeroplan.dryrun.stood_in import note, noting
 from zeroplan.verify.fake_cuda.graphs import Graph
 from zeroplan.verify.fake_cuda.known_values import how_sure, keep, known
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
-from zeroplan.verify.fake_cuda.torch_cuda import always
-from zeroplan.verify.replaced import put
+from zeroplan.verify.replaced import always, put
 
 
 def change_torch(stand_ins: StandIns) -> None:

@@ -3,22 +3,28 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def tensors_in(held: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, and in lists, tuples and mappings of such values.
+    """Yield the tensors in a value, and in lists, tuples, sets and mappings of such values.
 
     >>> [tensor.shape for tensor in tensors_in(({"a": torch.ones(2)}, 3, [torch.ones(1)]))]
     [torch.Size([2]), torch.Size([1])]
     """
     if isinstance(held, torch.Tensor):
         yield held
-    elif isinstance(held, (tuple, list)):
+    elif isinstance(held, (tuple, list, set)):
         for one in held:
             yield from tensors_in(one)
     elif isinstance(held, Mapping):
         for one in held.values():
             yield from tensors_in(one)
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """The device of a tensor; of a fake one, the device it pretends to be on."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 def largest_of(arguments: Iterable[object]) -> list[torch.Tensor]:

@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zeroplan.dryrun.stood_in import note
 from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.verify.fake_cuda.known_values import forget
-from zeroplan.verify.fake_cuda.torch_cuda import always
-from zeroplan.verify.replaced import put
+from zeroplan.verify.replaced import always, put
 
 _HOST = torch.device("cpu")
 _PLANNED = ("torch.compile's own kernels", "inductor plans their buffers, and they are not launched")

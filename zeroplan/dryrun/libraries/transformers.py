@@ -3,8 +3,7 @@
 from types import ModuleType
 
 from zeroplan.dryrun.patches import Patch
-from zeroplan.verify.fake_cuda.torch_cuda import always
-from zeroplan.verify.replaced import put
+from zeroplan.verify.replaced import always, put
 
 
 def _no_tensor_is_fake(module: ModuleType) -> None:

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zeroplan.dryrun.on_card.task import ANSWER, ORDER, CardHere, CardTask
-from zeroplan.dryrun.script import run_script
-from zeroplan.errors import ZeroplanError
+from zeroplan.dryrun.script import answer_or_failure, leave, run_script
+from zeroplan.dryrun.task import Failed
 from zeroplan.script_card import EndedOnCard, RankOnCard
 from zeroplan.spec.base import Spec, read
 
@@ -29,23 +29,12 @@ def main() -> None:
 
 def _end(task: CardTask, make_answer: Callable[[], Spec]) -> None:
     """Write the answer and end this process, after a failure with 1, which makes launchers end the other ranks."""
-    code = 0
-    try:
-        found = make_answer()
-    except BaseException as error:  # noqa: BLE001  every error is reported to the parent
-        from zeroplan.dryrun.failures import failure, show  # noqa: PLC0415
-
-        if not isinstance(error, (ZeroplanError, SystemExit)):
-            show(error)
-        found, code = failure(error), 1
-    if isinstance(found, RankOnCard) and found.ended == "out of memory":
-        code = 1
+    found = answer_or_failure(make_answer)
+    failed = isinstance(found, Failed) or (isinstance(found, RankOnCard) and found.ended == "out of memory")
     _write(task, found)
-    if not code:
+    if not failed:
         _await_others(task)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)  # do not wait for threads and atexit of a stopped script
+    leave(int(failed))
 
 
 def _write(task: CardTask, found: Spec) -> None:

@@ -11,7 +11,7 @@ from zeroplan.measurement import BlocksMeasured
 from zeroplan.verify.replaced import put
 
 _COUNTS = ("allocated", "requested", "active", "reserved")
-_NOTHING = BlocksMeasured(allocated_bytes=0, requested_bytes=0, active_bytes=0, reserved_bytes=0)
+_NOTHING = BlocksMeasured.highest(())
 
 
 class Peaks:
@@ -29,7 +29,7 @@ class Peaks:
         stats = self._stats()
         blocks = BlocksMeasured(**{f"{name}_bytes": int(stats[_peak(name)]) for name in _COUNTS})
         self._forget()
-        self._of_phase, self._of_script = _higher(self._of_phase, blocks), _higher(self._of_script, blocks)
+        self._of_phase, self._of_script = (BlocksMeasured.highest((one, blocks)) for one in (self._of_phase, self._of_script))
         return self._of_phase, int(stats["allocated_bytes.all.current"])
 
     def next_phase(self) -> None:
@@ -62,7 +62,3 @@ class Peaks:
 
 def _peak(name: str) -> str:
     return f"{name}_bytes.all.peak"
-
-
-def _higher(one: BlocksMeasured, other: BlocksMeasured) -> BlocksMeasured:
-    return BlocksMeasured(**{f"{name}_bytes": max(getattr(each, f"{name}_bytes") for each in (one, other)) for name in _COUNTS})

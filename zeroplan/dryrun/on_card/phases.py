@@ -1,13 +1,9 @@
 """Records the allocator's counts in each phase that the loop reports."""
 
-from collections.abc import Iterable
-
-import torch
-from torch import nn
-
 from zeroplan.dryrun.on_card.peaks import Peaks
-from zeroplan.ledger import Beside, Kind, Phase
+from zeroplan.ledger import Beside, Phase
 from zeroplan.measurement import BlocksMeasured, PhaseMeasured, StepMeasured
+from zeroplan.verify.replaced import always
 from zeroplan.verify.watching.recording import Block, Call, Span
 
 
@@ -29,20 +25,7 @@ class PhasesOnCard:
         self._peaks.next_phase()
         self.spans.append(Span(step, phase, len(self.spans)))
 
-    def learn_modules(self, root: nn.Module) -> None:
-        """Do nothing."""
-
-    def own(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do nothing."""
-
-    def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None], *, over: bool = True) -> None:
-        """Do nothing."""
-
-    def updated(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do nothing."""
-
-    def gradients_are(self, kind: Kind) -> None:
-        """Do nothing."""
+    learn_modules = own = claim = updated = gradients_are = always(None)
 
     @property
     def initialisation(self) -> PhaseMeasured:
@@ -75,12 +58,7 @@ class PhasesOnCard:
 
 def _phase(phase: Phase | Beside, seen: list[BlocksMeasured]) -> PhaseMeasured:
     """A phase over all micro-batches of a step: the highest of each count."""
-    blocks = BlocksMeasured(
-        allocated_bytes=max((one.allocated_bytes for one in seen), default=0),
-        requested_bytes=max((one.requested_bytes for one in seen), default=0),
-        active_bytes=max((one.active_bytes for one in seen), default=0),
-        reserved_bytes=max((one.reserved_bytes for one in seen), default=0),
-    )
+    blocks = BlocksMeasured.highest(seen)
     return PhaseMeasured(
         phase=phase.value, peak_bytes=blocks.allocated_bytes, kinds={}, counted_bytes=blocks.allocated_bytes, blocks=blocks
     )

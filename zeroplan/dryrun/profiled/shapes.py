@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from zeroplan.verify.fake_cuda.half_fake import device_of
 from zeroplan.verify.fake_cuda.known_values import known
+from zeroplan.verify.nested import device_of
 from zeroplan.verify.profiling.polynomials import Shape
 
 

@@ -185,13 +185,7 @@ def _phase(like: PhaseMeasured, passes: list[BlocksMeasured]) -> PhaseMeasured:
     """A phase over all micro-batches of the step: the highest of each count, and the total seconds."""
     if not passes:
         raise MeasurementError(f"the allocator's counts of phase {like.phase} are missing in the last step; run it again")
-    blocks = BlocksMeasured(
-        allocated_bytes=max(one.allocated_bytes for one in passes),
-        requested_bytes=max(one.requested_bytes for one in passes),
-        active_bytes=max(one.active_bytes for one in passes),
-        reserved_bytes=max(one.reserved_bytes for one in passes),
-        seconds=sum(one.seconds for one in passes),
-    )
+    blocks = BlocksMeasured.highest(passes)
     return replace(like, peak_bytes=blocks.allocated_bytes, counted_bytes=blocks.allocated_bytes, blocks=blocks)
 
 

@@ -6,8 +6,7 @@ from typing import Literal
 
 import torch
 
-from zeroplan.verify.fake_cuda.torch_cuda import always
-from zeroplan.verify.replaced import replaced
+from zeroplan.verify.replaced import always, replaced
 
 _FLASH_HEAD_DIM = 256
 

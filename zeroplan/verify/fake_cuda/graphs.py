@@ -10,6 +10,8 @@ from itertools import count
 
 import torch
 
+from zeroplan.verify.replaced import always
+
 GENERAL = 0
 """The pool of everything outside captures."""
 Handle = tuple[int, int]
@@ -70,9 +72,6 @@ class Graph:
         if not self._captured:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
 
-    def instantiate(self) -> None:
-        """Do nothing: a capture is ready."""
-
     def pool(self) -> Handle:
         """The pool of the capture, which another graph may share."""
         if not self._captured or self._pool is None:
@@ -89,14 +88,7 @@ class Graph:
             for listener in listeners:
                 listener(self._pool)
 
-    def register_generator_state(self, state: object) -> None:
-        """Do nothing: no size depends on random numbers."""
-
-    def enable_debug_mode(self) -> None:
-        """Do nothing."""
-
-    def debug_dump(self, debug_path: str) -> None:
-        """Do nothing."""
+    instantiate = register_generator_state = enable_debug_mode = debug_dump = always(None)
 
     def __del__(self) -> None:
         """Release the pool."""

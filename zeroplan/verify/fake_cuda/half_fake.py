@@ -24,6 +24,7 @@ from zeroplan.verify.fake_cuda.exchanged import NAMESPACES, exchange
 from zeroplan.verify.fake_cuda.known_values import Sure, forget, how_sure, keep, known
 from zeroplan.verify.fake_cuda.letters import Mail, carry
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
+from zeroplan.verify.nested import device_of
 from zeroplan.verify.pretended.fake_mode import QuickFakes
 
 _aten = torch.ops.aten
@@ -53,11 +54,6 @@ _NOT_COMPUTED_ALONG = {"one_hot", "embedding"}
 
 Options = dict[str, object]
 Worst = Callable[..., torch.Tensor]
-
-
-def device_of(tensor: torch.Tensor) -> torch.device:
-    """The device of a tensor; of a fake one, the device it pretends to be on."""
-    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 class _Values(NamedTuple):

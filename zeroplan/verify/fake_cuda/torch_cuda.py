@@ -18,7 +18,7 @@ from zeroplan.spec.hardware import GpuSpec
 from zeroplan.verify.fake_cuda import cpp, graphs
 from zeroplan.verify.fake_cuda.memory import Memory
 from zeroplan.verify.fake_cuda.streams import Event, Stream, default_stream
-from zeroplan.verify.replaced import put
+from zeroplan.verify.replaced import always, put
 
 _REALLY_BUILT = torch.version.cuda is not None
 _CUDA_VERSION = "12.8"
@@ -34,11 +34,6 @@ class Gpus(NamedTuple):
     ranks: int
     local_rank: int
     memory: Memory
-
-
-def always(answer: object) -> Callable[..., object]:
-    """A function that returns one answer, whatever its arguments."""
-    return lambda *_, **__: answer
 
 
 def answer_for(gpus: Gpus) -> None:
@@ -192,7 +187,7 @@ def _elsewhere() -> None:
     put(fake_tensor, init_gpu_context=always(None))  # torch 2.11 would make a real CUDA tensor
     put(torch.version, cuda=_CUDA_VERSION)
     put(torch.backends.cuda, is_built=always(True))
-    torch._C._cuda_getCurrentRawStream = always(0)  # type: ignore[assignment]  # libraries import it; CPU builds lack it
+    torch._C._cuda_getCurrentRawStream = always(0)  # libraries import it; CPU builds lack it
     for name in (
         "_cuda_CUDAAllocator_AllocatorState",
         "_set_cached_tensors_enabled",

@@ -22,14 +22,13 @@ from deepspeed.ops import op_builder
 from deepspeed.runtime.zero import partition_parameters, utils
 from deepspeed.utils import groups
 from torch import nn
-from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from zeroplan.spec.recipe import DeepSpeedOptions
 from zeroplan.verify.pretended.deepspeed_quantizer import QuantizerBuilder
+from zeroplan.verify.pretended.fake_mode import unknown_numbers
 from zeroplan.verify.replaced import replaced
 
-_NUMBER = torch.ops.aten._local_scalar_dense.default
 _PLENTY = 2**62
 
 
@@ -54,7 +53,7 @@ def answers(options: DeepSpeedOptions) -> Iterator[None]:
     room = _PLENTY if options.flatten_on_accelerator else 0
     with ExitStack() as stack:
         for answer in (
-            _numbers(),
+            unknown_numbers(_healthy),
             replaced(utils, "assert_lst_len_same_as_other_ranks", _among_equals(utils.assert_lst_len_same_as_other_ranks)),
             replaced(utils, "get_lst_from_rank0", _among_equals(utils.get_lst_from_rank0)),
             replaced(get_accelerator(), "available_memory", lambda _index=None: room),
@@ -88,38 +87,16 @@ def _forgotten(owner: object) -> Iterator[None]:
                 setattr(owner, name, value)
 
 
-@contextmanager
-def _numbers() -> Iterator[None]:
-    """Read unknown numbers of fake tensors as in a healthy step: no overflow, norm 1."""
-    original = fake_impls.op_implementations_dict[_NUMBER]
-
-    def number(mode: FakeTensorMode, func: object, tensor: FakeTensor) -> object:
-        try:
-            return original(mode, func, tensor)
-        except DataDependentOutputException:
-            if not _asks_deepspeed():
-                raise
-            return _healthy(tensor.dtype)
-
-    fake_impls.op_implementations_dict[_NUMBER] = number
-    try:
-        yield
-    finally:
-        fake_impls.op_implementations_dict[_NUMBER] = original
-
-
-def _healthy(dtype: torch.dtype) -> float | bool | int:
-    if dtype is torch.bool:
-        return False
-    return 1.0 if dtype.is_floating_point else 0
-
-
-def _asks_deepspeed() -> bool:
-    """Whether DeepSpeed, through torch, reads the number, and not the model."""
+def _healthy(dtype: torch.dtype) -> float | bool | int | None:
+    """A number that DeepSpeed, through torch, reads as in a healthy step: no overflow, norm 1; None for other readers."""
     frame = sys._getframe(1)
     while (package := str(frame.f_globals.get("__name__")).partition(".")[0]) in ("torch", "zeroplan") and frame.f_back:
         frame = frame.f_back
-    return package == "deepspeed"
+    if package != "deepspeed":
+        return None
+    if dtype is torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 0
 
 
 def _among_equals(compare: Callable[[list[int]], object]) -> Callable[[list[int]], object]:

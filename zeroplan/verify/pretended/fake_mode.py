@@ -4,13 +4,15 @@ Engines cut and join large buffers, thousands of pieces per layer; optimizers wo
 operators. Those run the operator itself on shapes, with torch's result.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import cast
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
     disable_fake_tensor_cache,
@@ -31,11 +33,32 @@ _ALIKE_OF_ONE = frozenset({
 _ALIKE_OF_TWO = frozenset({_aten.mul.Tensor, _aten.add.Tensor, _aten.silu_backward.default})
 _NEW = frozenset({_aten.empty.memory_format, _aten.empty_strided.default})
 _CAT = _aten.cat.default
+_NUMBER: OpOverload = _aten._local_scalar_dense.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _META = torch.device("meta")
 _GIVEN_A_STORAGE = frozenset({_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset})
 """The cache would keep their storage alive, since its key contains it."""
 _AS_IT_IS = nullcontext()
+
+
+@contextmanager
+def unknown_numbers(answer: Callable[[torch.dtype], object]) -> Iterator[None]:
+    """Read numbers of fake tensors that are unknown as ``answer`` returns them inside; None keeps torch's error."""
+    original = fake_impls.op_implementations_dict[_NUMBER]
+
+    def number(mode: FakeTensorMode, func: object, tensor: FakeTensor) -> object:
+        try:
+            return original(mode, func, tensor)
+        except DataDependentOutputException:
+            if (assumed := answer(tensor.dtype)) is None:
+                raise
+            return assumed
+
+    fake_impls.op_implementations_dict[_NUMBER] = number
+    try:
+        yield
+    finally:
+        fake_impls.op_implementations_dict[_NUMBER] = original
 
 
 def _first_list(args: Sequence[object]) -> Sequence[FakeTensor]:

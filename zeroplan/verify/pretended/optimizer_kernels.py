@@ -4,18 +4,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.optim import _adafactor
 
+from zeroplan.verify.pretended.fake_mode import unknown_numbers
 from zeroplan.verify.replaced import replaced
 
 #: Kernels without a fake implementation (torch 2.11 to 2.15). On CUDA they request no memory that autograd or an engine sees
 #: (``aten/src/ATen/native/cuda/FusedSgdKernel.cu`` and ``FusedAdagradKernel.cu``).
 _IN_PLACE = ("_fused_sgd_", "_fused_adagrad_")
 _STEPS = ("_single_tensor_adafactor", "_multi_tensor_adafactor")
-_NUMBER: OpOverload = torch.ops.aten._local_scalar_dense.default
 
 
 @contextmanager
@@ -36,25 +33,7 @@ def _reading_ones(name: str) -> AbstractContextManager[None]:
     original: Callable[..., object] = getattr(_adafactor, name)
 
     def step(*args: object, **kwargs: object) -> object:
-        with _ones():
+        with unknown_numbers(lambda _: 1.0):
             return original(*args, **kwargs)
 
     return replaced(_adafactor, name, step)
-
-
-@contextmanager
-def _ones() -> Iterator[None]:
-    """Read unknown numbers of fake tensors as 1."""
-    known = fake_impls.op_implementations_dict[_NUMBER]
-
-    def number(mode: FakeTensorMode, func: object, tensor: FakeTensor) -> object:
-        try:
-            return known(mode, func, tensor)
-        except DataDependentOutputException:
-            return 1.0
-
-    fake_impls.op_implementations_dict[_NUMBER] = number
-    try:
-        yield
-    finally:
-        fake_impls.op_implementations_dict[_NUMBER] = known

@@ -20,6 +20,7 @@ from typing import Protocol, Self, cast
 import torch
 from torch import nn
 from torch._ops import OpOverload
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import OpSchema
@@ -27,6 +28,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroplan.ledger import Beside, Kind, Phase
+from zeroplan.verify.nested import device_of
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.watching.collectives import COLLECTIVES, call
 from zeroplan.verify.watching.cycles import manual_garbage_collection
@@ -217,7 +219,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
     def _see(
         self, func: OpOverload, tensor: torch.Tensor, cast_from: object = None, args: tuple[object, ...] = ()
     ) -> None:  # fmt: skip
-        device = (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
+        device = device_of(tensor).type
         if device != self._device:
             if device == "cpu" and self._host is not None and (not func.is_view or func is _LIFTED):
                 self._host.see(tensor)
@@ -225,8 +227,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         storage = tensor.untyped_storage()
         watch = self._watches.get(storage._cdata)
         if watch is None:
-            if (func.is_view and func is not _LIFTED and not _is_a_copy(tensor, args)) or _is_meta(tensor):
-                return  # a view of what was there before the recording, or a shape without memory
+            if func.is_view and func is not _LIFTED and not _is_a_copy(tensor, args):
+                return  # a view of what was there before the recording
             watch = self._watch(storage)
             if n_bytes := storage.nbytes():
                 block = self._request(watch, n_bytes, func)
@@ -340,7 +342,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             return watch.block.operation in _ZEROS
         alone = torch._C._storage_Use_Count(storage._cdata) == _STORAGE_AND_PYTHON
         users: int = operand._use_count()  # type: ignore[attr-defined]  # torch leaves it out of its stubs
-        return alone and users == _BUFFER_STACK_AND_PYTHON and _is_dense(operand)
+        return alone and users == _BUFFER_STACK_AND_PYTHON and is_dense(operand)
 
 
 def _tensors(args: tuple[object, ...]) -> Iterator[torch.Tensor]:
@@ -351,15 +353,6 @@ def _is_a_copy(tensor: torch.Tensor, args: tuple[object, ...]) -> bool:
     """Whether an operator that may return a view made a copy: ``to`` or ``contiguous``, not decomposed by autograd."""
     given = [argument.untyped_storage()._cdata for argument in _tensors(args)]
     return bool(given) and tensor.untyped_storage()._cdata not in given
-
-
-def _is_meta(tensor: torch.Tensor) -> bool:
-    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-    return device.type == "meta"
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
 
 
 _ADD = torch.ops.aten.add.Tensor
