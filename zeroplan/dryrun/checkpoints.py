@@ -153,14 +153,6 @@ def _load_file(filename: str, device: object = "cpu", **_: object) -> dict[str, 
     return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
 
 
-def _safetensors(module: ModuleType) -> None:
-    put(module, safe_open=Header)
-
-
-def _safetensors_torch(module: ModuleType) -> None:
-    put(module, safe_open=Header, load_file=_load_file, save_file=_NOT_SAVED, save_model=_NOT_SAVED)
-
-
 def _distributed(module: ModuleType) -> None:
     def read_data(_reader: object, _plan: object, _planner: object) -> Future[None]:
         note("distributed checkpoints", "only their metadata is read")
@@ -183,8 +175,10 @@ def _saved_distributed(module: ModuleType) -> None:
 
 
 PATCHES: dict[str, Patch] = {
-    "safetensors": _safetensors,
-    "safetensors.torch": _safetensors_torch,
+    "safetensors": lambda module: put(module, safe_open=Header),
+    "safetensors.torch": lambda module: put(
+        module, safe_open=Header, load_file=_load_file, save_file=_NOT_SAVED, save_model=_NOT_SAVED
+    ),
     "torch.distributed.checkpoint.filesystem": _distributed,
     "torch.distributed.checkpoint.state_dict_saver": _saved_distributed,
     "torch.distributed.checkpoint": _saved_distributed,

@@ -54,13 +54,9 @@ def failure(error: BaseException) -> Failed:
 def show(error: BaseException) -> None:
     """Print an error's traceback as Python does, beginning with the script's first line."""
     trace = error.__traceback__
-    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((_HERE, "<frozen")):
         trace = trace.tb_next
     traceback.print_exception(type(error), error, trace or error.__traceback__)
-
-
-def _is_ours(filename: str) -> bool:
-    return filename.startswith((_HERE, "<frozen"))
 
 
 def _line(error: BaseException) -> str:

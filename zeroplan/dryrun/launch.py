@@ -88,7 +88,8 @@ def shown(printed: Path, *, quiet: bool, worked: Callable[[], bool]) -> Iterator
     with printed.open("wb") as sink:
         yield sink.fileno() if quiet else _standard_error(sink.fileno())
     if quiet and not worked():
-        _show(printed)
+        lines = printed.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+        sys.stderr.write("\n".join((*lines, "")))
 
 
 def _started(child: Process, output: int) -> "subprocess.Popen[str]":
@@ -132,11 +133,6 @@ def _late(task: DryRunTask, timeout_s: float) -> str:
 
 def _worked(task: DryRunTask) -> bool:
     return Path(task.answer).is_file() and b'"cause"' not in Path(task.answer).read_bytes()[:200]
-
-
-def _show(printed: Path) -> None:
-    lines = printed.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-    sys.stderr.write("\n".join((*lines, "")))
 
 
 def _answer(task: DryRunTask, code: int) -> SavedRun:

@@ -26,8 +26,9 @@ def save(saved: SavedRun, path: Path, *, force: bool) -> None:
     """Write a run completely or not at all. Raises SpecError if it cannot be written, or is too large to be read again."""
     content = json.dumps(saved, default=as_data, separators=(",", ":")).encode()
     if len(content) > LARGEST_BYTES:
+        blocks = len(saved.trace.blocks.n_bytes) if saved.trace else 0
         raise SpecError(
-            f"the run has {_blocks(saved):,} blocks of memory, more than a file of {LARGEST_BYTES // MIB} MiB can hold; run fewer "
+            f"the run has {blocks:,} blocks of memory, more than a file of {LARGEST_BYTES // MIB} MiB can hold; run fewer "
             "--steps"
         )
     write(path, content, force=force)
@@ -39,10 +40,6 @@ def write(path: Path, content: bytes, *, force: bool) -> None:
         write_whole(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content, force=force)
     except OSError as error:
         raise unwritten(error) from None
-
-
-def _blocks(saved: SavedRun) -> int:
-    return 0 if saved.trace is None else len(saved.trace.blocks.n_bytes)
 
 
 def read_saved(path: Path) -> SavedRun:

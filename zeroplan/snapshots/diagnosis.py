@@ -9,8 +9,7 @@ from zeroplan.snapshots.reading import Frame, Snapshot
 from zeroplan.snapshots.replayed import Replayed, replayed
 
 _SITES = 3
-_OURS = ("/torch/", "torch/")
-_ANY_TENSOR = ("site-packages/transformers/integrations", "/einops/", "opt_einsum")
+_NOT_THE_USERS = ("/torch/", "torch/", "site-packages/transformers/integrations", "/einops/", "opt_einsum")
 
 
 class Site(NamedTuple):
@@ -115,17 +114,13 @@ def place(stack: tuple[Frame, ...]) -> str:
     'model.py:12 forward'
     """
     python = [frame for frame in stack if frame.file.endswith(".py")]
-    users = next((frame for frame in python if not _is_torch(frame.file)), None)
+    users = next((frame for frame in python if not any(part in frame.file for part in _NOT_THE_USERS)), None)
     operator = next((frame.name for frame in stack if "Backward" in frame.name and "generated::" in frame.name), "")
     if users is not None:
         return _line(users)
     if operator:
         return operator.partition("generated::")[2].partition("::")[0]
     return _line(python[0]) if python else ""
-
-
-def _is_torch(file: str) -> bool:
-    return any(part in file for part in _OURS) or any(part in file for part in _ANY_TENSOR)
 
 
 def _line(frame: Frame) -> str:

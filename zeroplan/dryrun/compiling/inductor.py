@@ -10,7 +10,7 @@ Source: torch 2.13, ``torch/_inductor``: ``graph.py`` (``GraphLowering._compile_
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -173,11 +173,7 @@ def _run_on_fake_tensors() -> None:
             return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
     put(guards, _empty_strided_cuda=empty, _reinterpret_tensor=reinterpreted, copy_if_misaligned=lambda tensor: tensor)
-    put(torch.cuda, _DeviceGuard=_no_guard)
-
-
-def _no_guard(_: int) -> AbstractContextManager[None]:
-    return nullcontext()
+    put(torch.cuda, _DeviceGuard=lambda _: nullcontext())
 
 
 def _learn_origins(tracker: ScriptTracker) -> None:

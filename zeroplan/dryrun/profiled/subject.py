@@ -90,11 +90,8 @@ class ScriptSubject:
             longest=longest if self._own.length else 1,
             has_batch=True,
             taken_apart=self._taken_apart,
-            shorten=self._shorten,
+            shorten=partial(setattr, self, "_layers"),
         )
-
-    def _shorten(self, layers: int) -> None:
-        self._layers = layers
 
     def _taken_apart(self, shape: Shape, manner: Manner) -> Anatomy:
         with self._as_executed(manner):

@@ -165,7 +165,8 @@ def _from_few_layers(job: JobSpec, rank: int, steps: int) -> Recording | None:
     times = (job.model.num_hidden_layers - few) // period
     if times <= 1:
         return None
-    shorter, longer = (_recorded(_with_layers(job, layers), rank, steps) for layers in (few, few + period))
+    models = (replace(job.model, num_hidden_layers=layers) for layers in (few, few + period))
+    shorter, longer = (_recorded(replace(job, model=model), rank, steps) for model in models)
     try:
         return extended(shorter, longer, times)
     except NotAlikeError:
@@ -177,7 +178,3 @@ def _few_layers(model: ModelSpec) -> int:
     dense, period = model.moe.num_dense_layers if model.moe is not None else 0, layer_period(model)
     least = dense + max(_FEW_LAYERS, 2 * period + 1)
     return least + (model.num_hidden_layers - least) % period
-
-
-def _with_layers(job: JobSpec, layers: int) -> JobSpec:
-    return replace(job, model=replace(job.model, num_hidden_layers=layers))

@@ -87,7 +87,8 @@ def make_cuda_known() -> None:
     c10, aten = (_library(name) for name in ("libc10.so", "libtorch_cpu.so"))
     _put_guard(c10)
     _say_available(aten)
-    _check()
+    if (found := torch._C._accelerator_getAccelerator()) != torch.device("cuda"):
+        raise _unknown(f"says that its accelerator is {found}")
 
 
 def require_platform() -> None:
@@ -175,12 +176,6 @@ def _returns(number: int) -> int:
             f"executable memory is forbidden here ({os.strerror(ctypes.get_errno())}), which a fake GPU needs; use another machine"
         )
     return address
-
-
-def _check() -> None:
-    found = torch._C._accelerator_getAccelerator()
-    if found != torch.device("cuda"):
-        raise _unknown(f"says that its accelerator is {found}")
 
 
 def _unknown(difference: str) -> NotHereError:

@@ -47,7 +47,8 @@ def frame_to_name(frame: FrameType | None) -> FrameType | None:
         if kind == "user":
             return frame
         ours = frame.f_code.co_filename.startswith(_PACKAGE)
-        if kind == "library" and library is None and not ours and _package(frame) not in _OURS_OR_TORCHS:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if kind == "library" and library is None and not ours and package not in _OURS_OR_TORCHS:
             library = frame
         frame = frame.f_back
     return library
@@ -114,7 +115,3 @@ def shown_file(filename: str) -> str:
         if Path(filename).is_relative_to(folder):
             return str(Path(filename).relative_to(folder))
     return Path(filename).name
-
-
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

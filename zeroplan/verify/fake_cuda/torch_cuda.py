@@ -75,18 +75,13 @@ def _constants(gpus: Gpus) -> dict[str, Callable[..., object]]:
 
 
 def _properties(gpu: GpuSpec) -> types.SimpleNamespace:
-    major, minor = _capability(gpu)
+    major, minor = map(int, gpu.compute_capability.split("."))
     return types.SimpleNamespace(
         name=gpu.full_name, major=major, minor=minor, total_memory=int(gpu.memory_bytes.value), multi_processor_count=132,
         is_integrated=0, is_multi_gpu_board=0, warp_size=32, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048,
         shared_memory_per_block=49152, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472,
         L2_cache_size=52428800, gcnArchName="", uuid="GPU-0", pci_bus_id=0, pci_device_id=0, pci_domain_id=0,
     )  # fmt: skip
-
-
-def _capability(gpu: GpuSpec) -> tuple[int, int]:
-    major, _, minor = gpu.compute_capability.partition(".")
-    return int(major), int(minor)
 
 
 def _device(gpus: Gpus) -> dict[str, Callable[..., object]]:

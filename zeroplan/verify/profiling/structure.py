@@ -11,7 +11,7 @@ from zeroplan.spec.profile import (
     Run,
 )
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
-from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy
+from zeroplan.verify.profiling.anatomy import Anatomy
 from zeroplan.verify.training.modules import prefixes_of, shapes_of
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.tracker import Tracker
@@ -83,7 +83,8 @@ def structure_of(
     seen = probe()
     traced = len(seen.blocks)
     if traced == len(keys):
-        keys = [(*key, _sizes(block)) for key, block in zip(keys, seen.blocks, strict=True)]
+        sizes = (sorted(piece.n_bytes for piece in block.kept) for block in seen.blocks)
+        keys = [(*key, *size) for key, size in zip(keys, sizes, strict=True)]
     named = _named(keys)
     if shorten is not None:
         traced = fewest(keys)
@@ -108,10 +109,6 @@ def _keys(work: Workload, layer_kinds: tuple[str, ...] | None) -> list[tuple[obj
     """What distinguishes blocks before a run: class, parameters, and the configuration's kind of layer."""
     kinds = layer_kinds or ("",) * len(work.blocks)
     return [(type(block).__name__, shapes_of(block), kind) for block, kind in zip(work.blocks, kinds, strict=False)]
-
-
-def _sizes(block: BlockAnatomy) -> tuple[int, ...]:
-    return tuple(sorted(piece.n_bytes for piece in block.kept))
 
 
 def _other_lists(work: Workload, names: Sequence[str]) -> Iterator[str]:

@@ -35,12 +35,9 @@ def config(spec: ModelSpec) -> dict[str, object]:
             f"a shape inferred from a parameter count leaves {spec.unplaced_parameters:,} parameters that no transformers model "
             "has; name a model instead"
         )
-    sizes = {_key(spec.family, field): value for field, value in _fields(spec).items()}
+    keys = config_keys(spec.family).keys
+    sizes = {keys.get(field, (field,))[0]: value for field, value in _fields(spec).items()}
     return {"model_type": spec.family, **sizes, **_peculiar(spec), **_OFF.get(spec.family, {}), **_PLAIN}
-
-
-def _key(family: str, field: str) -> str:
-    return config_keys(family).keys.get(field, (field,))[0]
 
 
 def _fields(spec: ModelSpec) -> dict[str, object]:

@@ -17,7 +17,6 @@ from zeroplan.engines.deepspeed import optimizer_impl, steps_in_own_kernel
 from zeroplan.export import deepspeed as export
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.pretended import nvme
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.engine import Requesting, all_labelled
@@ -62,7 +61,7 @@ class DeepSpeed:
     kept: Kind | None = None
 
     def __init__(self, work: Workload, job: JobSpec) -> None:
-        self.optimizer = make_optimizer(trained(work.module), _with_its_default(job.recipe))
+        self.optimizer = make_optimizer(trained(work.module), replace(job.recipe, optimizer_impl=optimizer_impl(job.recipe)))
         if job.recipe.zero_stage == 3 and job.recipe.deepspeed.zero_init:
             self.optimizer.state.clear()  # under zero.Init parameters have no elements when an optimizer is built
         if steps_in_own_kernel(job.recipe):
@@ -162,10 +161,6 @@ REQUESTING: Requesting = (
 
 #: The copy of the weights that the optimizer updates, as the estimate counts it.
 _MASTERS = Kind.OPTIMIZER_STATE
-
-
-def _with_its_default(recipe: RecipeSpec) -> RecipeSpec:
-    return replace(recipe, optimizer_impl=optimizer_impl(recipe))
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:

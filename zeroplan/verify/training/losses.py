@@ -29,7 +29,7 @@ def chunked_loss(module: nn.Module, labels: torch.Tensor) -> Callable[[object], 
 def loss_of_hidden(module: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The same, as a loss of hidden states and labels, which a pipeline's schedule needs."""
     head: nn.Linear = module.get_output_embeddings()  # type: ignore[operator]  # a transformers model
-    head.forward = _as_it_is  # type: ignore[method-assign, assignment]
+    head.forward = lambda hidden: hidden  # type: ignore[method-assign, assignment]
     cap: float | None = getattr(module.config, "final_logit_softcapping", None)
     if cap is not None:  # the forward now returns hidden states, which it must not cap
         module.config.final_logit_softcapping = None  # type: ignore[union-attr]  # the same
@@ -37,10 +37,6 @@ def loss_of_hidden(module: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], 
     if scaling is not None:  # the same: the forward divides hidden states by one instead
         module.config.logits_scaling = 1.0  # type: ignore[union-attr]  # the same
     return lambda hidden, labels: _in_chunks(hidden, head, labels, _Bend(cap, scaling))
-
-
-def _as_it_is(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden
 
 
 class _Bend(NamedTuple):

@@ -43,21 +43,17 @@ class Timeline:
     def without(self, *operators: str) -> "Timeline":
         """This timeline without the blocks requested inside operators whose names begin with one of ``operators``."""
         left_out: set[int] = set()
-        kept = Timeline()
-        kept.marks = self.marks
-        live_bytes = 0
-        for event in self.allocations:
-            inside = event.n_bytes > 0 and any(name.startswith(operators) for name in event.operators)
+        dropped: set[int] = set()
+        for at, event in enumerate(self.allocations):
             if event.n_bytes > 0:
                 left_out.discard(event.address)  # its release was on a thread that is not recorded
-            if inside:
-                left_out.add(event.address)
-            elif event.n_bytes < 0 and event.address in left_out:
+                if any(name.startswith(operators) for name in event.operators):
+                    left_out.add(event.address)
+                    dropped.add(at)
+            elif event.address in left_out:
                 left_out.discard(event.address)
-            else:
-                live_bytes += event.n_bytes
-                kept.allocations.append(event.with_live(live_bytes))
-        return kept
+                dropped.add(at)
+        return self._without_events(dropped)
 
     def without_scratch(self, *operators: str) -> "Timeline":
         """This timeline without blocks that one of these operators itself requests and releases before it returns."""
@@ -71,11 +67,14 @@ class Timeline:
             own = event.operators[-1] in operators if event.operators else False
             if start is not None and own and self.allocations[start].operators == event.operators:
                 scratch |= {start, at}
+        return self._without_events(scratch)
+
+    def _without_events(self, dropped: set[int]) -> "Timeline":
         kept = Timeline()
         kept.marks = self.marks
         live_bytes = 0
         for at, event in enumerate(self.allocations):
-            if at not in scratch:
+            if at not in dropped:
                 live_bytes += event.n_bytes
                 kept.allocations.append(event.with_live(live_bytes))
         return kept

@@ -124,7 +124,7 @@ class _Requests:
         except CardFullError:
             return OnCardMeasured(
                 room_bytes=room_bytes, fits=False, reserved_bytes=card.highest_bytes, retries=card.retries,
-                phase=_phase_at(self._recording, done + 1),
+                phase=next(span.phase.value for span in reversed(self._recording.spans) if span.start <= done),
             )  # fmt: skip
         return OnCardMeasured(
             room_bytes=room_bytes, fits=True, reserved_bytes=card.highest_bytes, retries=card.retries,
@@ -158,10 +158,6 @@ def _last_step(recording: Recording) -> int:
     """The moment at which the last step begins."""
     last = max(span.step for span in recording.spans if span.phase is Phase.STEP)
     return next(span.start for span in recording.spans if span.step == last)
-
-
-def _phase_at(recording: Recording, moment: int) -> str:
-    return next(span.phase.value for span in reversed(recording.spans) if span.start < moment)
 
 
 def _events(recording: Recording) -> list[tuple[Block, bool]]:
