@@ -25,7 +25,7 @@ from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.engines.device import workspace
 from zeroplan.ledger import Phase
 from zeroplan.verify.fake_cuda.attention import decisions
-from zeroplan.verify.fake_cuda.fake_tensors import as_with_bytes
+from zeroplan.verify.fake_cuda.fake_tensors import fake_tensor_patches
 from zeroplan.verify.fake_cuda.half_fake import HalfFakes
 from zeroplan.verify.fake_cuda.installed import install
 from zeroplan.verify.fake_cuda.memory import Memory
@@ -46,11 +46,11 @@ class OnFakeCard(child._Run):
             process_group.make_groups_fake()
         torch_around.change_torch(stand_ins)
         AfterImport(transformers.PATCHES).install()
-        torch_around.leave_out_compilation("no card is here")
+        torch_around.skip_compilation("no card is here")
 
     def __call__(self) -> object:
         with ExitStack() as stack:
-            for one in (*as_with_bytes(self.tracker), decisions(), self._fakes, self.tracker):
+            for one in (*fake_tensor_patches(self.tracker), decisions(), self._fakes, self.tracker):
                 stack.enter_context(one)
             if os.environ.get("FAKE_CARD") == "more":
                 self.more = torch.empty(2**22, device="cuda")

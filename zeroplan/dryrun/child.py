@@ -139,9 +139,9 @@ class _Run:
         why_not = task.without_compiler or tracing.why_not()
         self._compiles = not why_not
         if why_not:
-            torch_around.leave_out_compilation(why_not)
+            torch_around.skip_compilation(why_not)
         else:
-            tracing.follow_the_compiler(self.tracker)
+            tracing.enable_compiler(self.tracker)
 
     def __call__(self, script: Callable[[], None]) -> None:
         """Run the script until its steps are done or it ends; errors after its steps are ignored."""
@@ -166,10 +166,10 @@ class _Run:
     def fakes(self) -> Iterator[None]:
         """Make all tensors fake or half fake inside, with replacements that let libraries run on them."""
         from zeroplan.verify.fake_cuda.attention import decisions  # noqa: PLC0415
-        from zeroplan.verify.fake_cuda.fake_tensors import as_with_bytes  # noqa: PLC0415
+        from zeroplan.verify.fake_cuda.fake_tensors import fake_tensor_patches  # noqa: PLC0415
 
         with ExitStack() as stack:
-            for answer in (*as_with_bytes(self.tracker), decisions()):
+            for answer in (*fake_tensor_patches(self.tracker), decisions()):
                 stack.enter_context(answer)
             stack.enter_context(self._fakes)
             yield
@@ -181,9 +181,9 @@ def _prepared(task: DryRunTask, began: float) -> _Run:
     import torch._dynamo  # noqa: PLC0415, F401  must precede the fake CUDA, since it checks the build
 
     if not task.without_compiler:
-        from zeroplan.dryrun.compiling.tracing import know_functions_by_name  # noqa: PLC0415
+        from zeroplan.dryrun.compiling.tracing import preload_dynamo_rules  # noqa: PLC0415
 
-        know_functions_by_name()
+        preload_dynamo_rules()
     return _Run(task, began)
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from zeroplan.dryrun.mail import note_ended, waited_for, wanted
+from zeroplan.dryrun.mail import awaited_rank, note_ended, wanted
 from zeroplan.dryrun.task import DryRunTask, Failed
 from zeroplan.spec.base import read
 from zeroplan.verify.processes.launch import how_ended
@@ -88,7 +88,7 @@ class Companions:
     @property
     def waiting(self) -> str:
         """The rank that the measured rank waits for, as the end of a sentence; empty if it waits for none."""
-        other = waited_for(self._mail, self._task.rank)
+        other = awaited_rank(self._mail, self._task.rank)
         return other and f"; it was waiting for a message of rank {other}"
 
     def show(self, lines: int) -> None:

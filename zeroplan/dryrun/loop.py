@@ -103,7 +103,7 @@ class Loop:
         if self._phase in (Beside.SAVING, Beside.EVALUATION):
             self._beside.ends()
 
-    def _may_be(self, phase: Beside) -> None:
+    def _enter_provisionally(self, phase: Beside) -> None:
         """Enter a part of the run that may turn out to be something else."""
         before = self._phase
         self._enter(phase)
@@ -137,7 +137,7 @@ class Loop:
 
         def turned(module: nn.Module) -> nn.Module:
             if not self._is_busy and self._beside.turns_to_evaluation(module, self._phase):
-                self._may_be(Beside.EVALUATION)
+                self._enter_provisionally(Beside.EVALUATION)
             return turn(module)
 
         return turned
@@ -172,7 +172,7 @@ class Loop:
             if self._phase is Phase.INIT or self._is_busy:
                 return run(*args, **kwargs)
             if self._phase is not Beside.SAVING:
-                self._may_be(Beside.SAVING)
+                self._enter_provisionally(Beside.SAVING)
             before = len(self._tracker.blocks)
             result = saves(*args, **kwargs)
             if writes or len(self._tracker.blocks) > before:
@@ -205,21 +205,21 @@ class Loop:
     def passes_begin(self) -> None:
         """Note that a training step's passes begin, which may allocate before the first of them."""
         if torch.is_grad_enabled() and not self._is_busy:
-            self._goes_forward()
+            self._begin_forward()
 
-    def _goes_forward(self) -> None:
+    def _begin_forward(self) -> None:
         if self._phase is not Phase.FORWARD:
             self._next_step()
             self._enter(Phase.FORWARD)
 
     def _trains(self, module: nn.Module) -> None:
         """Begin the forward of a training step."""
-        self._goes_forward()
+        self._begin_forward()
         if id(module) not in self._roots:
-            self._meet(module)
+            self._learn_model(module)
         self._beside.trains(module)
 
-    def _meet(self, root: nn.Module) -> None:
+    def _learn_model(self, root: nn.Module) -> None:
         """Note the names of a model's parts, and claim its parameters and buffers."""
         self._roots.add(id(root))
         self._beside.meet(root)

@@ -77,11 +77,11 @@ class Mail:
         ended, pause = self._folder / f"{_ENDED}{letter.sender}", _FIRST_S
         while not path.exists():
             if ended.exists() and not path.exists():
-                raise self._never(letter, ended)
+                raise self._no_message_error(letter, ended)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_S)
 
-    def _never(self, letter: Letter, ended: Path) -> ZeroplanError:
+    def _no_message_error(self, letter: Letter, ended: Path) -> ZeroplanError:
         if text := ended.read_text(encoding="utf-8"):
             return CompanionError(read(Failed, json.loads(text), where="answer"))
         return MeasurementError(
@@ -100,7 +100,7 @@ def wanted(folder: Path) -> tuple[int, ...]:
     return tuple(sorted(int(path.name.removeprefix(_WANTED)) for path in folder.glob(f"{_WANTED}*")))
 
 
-def waited_for(folder: Path, rank: int) -> str:
+def awaited_rank(folder: Path, rank: int) -> str:
     """The rank that a rank waits for now; empty if it waits for none."""
     waits = folder / f"{_WAITS}{rank}"
     return waits.read_text(encoding="utf-8") if waits.exists() else ""

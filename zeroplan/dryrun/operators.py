@@ -48,7 +48,7 @@ class Operator(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """Properties of an operator known before it runs."""
+    """Properties of an operator properties_of before it runs."""
 
     name: str
     flops: Callable[..., int] | None
@@ -61,7 +61,7 @@ class _Known(NamedTuple):
 
 
 @cache
-def known(func: OpOverload) -> _Known:
+def properties_of(func: OpOverload) -> _Known:
     """An operator's properties, read from its schema."""
     name, schema = func._opname, func._schema
     written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
@@ -80,7 +80,7 @@ def known(func: OpOverload) -> _Known:
 
 def moved(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> tuple[int, int]:
     """The bytes that an operator reads and writes. [bytes]"""
-    what = known(func)
+    what = properties_of(func)
     out = [tensor for name in what.out for tensor in _tensors(kwargs.get(name))]
     mutated = [tensor for at in what.mutated if at < len(args) for tensor in _tensors(args[at])]
     given = [
@@ -170,7 +170,7 @@ def _ranks(argument: object) -> tuple[int, ...]:
 
 def flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> int:
     """An operator's operations by torch's formula; 0 without one."""
-    formula = known(func).flops
+    formula = properties_of(func).flops
     if formula is None:
         return 0
     others = [one for one in args if not isinstance(one, torch.dtype)]  # addmm's formula takes a dtype for its result's shape

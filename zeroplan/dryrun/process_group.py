@@ -19,34 +19,34 @@ from zeroplan.dryrun.mail import Mail
 from zeroplan.dryrun.parcels import object_functions
 from zeroplan.dryrun.stood_in import noting
 from zeroplan.errors import SpecError
-from zeroplan.verify.fake_cuda.exchanged import knowing_the_sum
-from zeroplan.verify.fake_cuda.letters import fill_when_waited_for
-from zeroplan.verify.pretended.held_sends import hold_what_is_sent
+from zeroplan.verify.fake_cuda.exchanged import noting_sums
+from zeroplan.verify.fake_cuda.letters import fill_on_wait
+from zeroplan.verify.pretended.held_sends import hold_sent_tensors
 from zeroplan.verify.replaced import always, put
-from zeroplan.verify.training.ddp import reduced_at_once
+from zeroplan.verify.training.ddp import reduce_bucket
 
 _WHERE = (dist, c10d, device_mesh)
 
 
 def make_groups_fake(mail: Mail) -> None:
     """Make every group a fake one that calls itself NCCL."""
-    say_nccl("fake")
+    name_groups_nccl("fake")
     for owner in _WHERE:
         put(owner, **object_functions(mail))
-    fill_when_waited_for()
-    hold_what_is_sent()
+    fill_on_wait()
+    hold_sent_tensors()
     _reduce_buckets_at_once()
     _coalesce()
 
 
-def say_nccl(backend: str) -> None:
+def name_groups_nccl(backend: str) -> None:
     """Make every group of the script use this backend with no other member, and call itself NCCL."""
     answers: dict[str, object] = {
         "init_process_group": _init(c10d.init_process_group, backend), "new_group": _new_group(c10d.new_group),
         "get_backend": always("nccl"), "is_nccl_available": always(True), "all_gather_object": _fill,
         "gather_object": _fill_at_one, "scatter_object_list": _scatter, "broadcast_object_list": always(None),
         "barrier": always(None), "monitored_barrier": always(None), "send_object_list": always(None), "recv_object_list": _unknown,
-        "_set_pg_timeout": always(None), "all_reduce": knowing_the_sum(c10d.all_reduce),
+        "_set_pg_timeout": always(None), "all_reduce": noting_sums(c10d.all_reduce),
     }  # fmt: skip
     for owner in _WHERE:
         put(owner, **answers)
@@ -120,7 +120,7 @@ def _reduce_buckets_at_once() -> None:
 
     def init(wrapper: DistributedDataParallel, *args: object, **kwargs: object) -> None:
         made(wrapper, *args, **kwargs)  # type: ignore[arg-type]
-        register(wrapper, None, reduced_at_once)
+        register(wrapper, None, reduce_bucket)
 
     left_out = noting("DDP's communication hook", "buckets are all-reduced at once, as without a hook", always(None))
     put(DistributedDataParallel, __init__=init, register_comm_hook=left_out)

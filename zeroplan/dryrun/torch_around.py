@@ -248,7 +248,7 @@ COMPILER = "torch.compile"
 """The name of the compiler in the list of replacements."""
 
 
-def leave_out_compilation(why: str) -> None:
+def skip_compilation(why: str) -> None:
     """Leave ``torch.compile`` out: the code runs uncompiled, which keeps more memory."""
     left_out = (COMPILER, f"left out, the code runs uncompiled ({why})")
 

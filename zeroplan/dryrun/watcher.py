@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from zeroplan.allocator import CachingAllocator, Chunk
 from zeroplan.dryrun.compiling.origins import Origins, within
-from zeroplan.dryrun.operators import WAIT, Operator, Operators, flops, known, moved
+from zeroplan.dryrun.operators import WAIT, Operator, Operators, flops, moved, properties_of
 from zeroplan.dryrun.scratch import SCRATCH
 from zeroplan.ledger import OF_A_STEP, Kind, Phase
 from zeroplan.verify.fake_cuda import graphs
@@ -123,7 +123,7 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
 
     def _note(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> None:
         """Record an operator of a step."""
-        what = known(func)
+        what = properties_of(func)
         if what.moves_nothing or self._closed:
             return
         if what.collective:

@@ -23,7 +23,7 @@ from zeroplan.cli import say
 from zeroplan.errors import MeasurementError
 from zeroplan.verify.cases.results import opened
 from zeroplan.verify.failures import NotHereError, cause_of, text_of
-from zeroplan.verify.processes.scratch import scratch, swept
+from zeroplan.verify.processes.scratch import remove_leftovers, scratch
 from zeroplan.verify.watching.log import Log
 
 FOREVER_S = 60
@@ -226,9 +226,9 @@ def test_only_what_nobody_holds_is_removed_and_only_what_a_run_made(tmp_path: Pa
     (left / "task.json").touch()
     with scratch() as held:
         (held / "task.json").touch()
-        assert swept() == f"1 folder of killed runs removed from {tmp_path}"
+        assert remove_leftovers() == f"1 folder of killed runs removed from {tmp_path}"
         assert {path.name for path in tmp_path.iterdir()} == {held.name, "zeroplan-run-mine"}
-    assert swept() == ""
+    assert remove_leftovers() == ""
 
 
 # The clock

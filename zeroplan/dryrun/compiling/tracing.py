@@ -43,7 +43,7 @@ def why_not() -> str:
     return ""
 
 
-def know_functions_by_name() -> None:
+def preload_dynamo_rules() -> None:
     """Make dynamo look up torch's own functions before they are replaced."""
     from torch._dynamo import trace_rules  # noqa: PLC0415  not all scripts compile
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable  # noqa: PLC0415
@@ -55,7 +55,7 @@ def know_functions_by_name() -> None:
     )  # a new process group would clear it, and dynamo would then find our replacements
 
 
-def follow_the_compiler(tracker: ScriptTracker) -> None:
+def enable_compiler(tracker: ScriptTracker) -> None:
     """Let ``torch.compile`` compile, for the rest of the process."""
     import torch._dynamo.config as dynamo_config  # noqa: PLC0415
     from torch._dynamo import convert_frame  # noqa: PLC0415
@@ -140,10 +140,10 @@ def call_hooks_outside_of_graphs() -> None:
     put(nn.Module, _call_impl=_call_impl)
     for owner in (dynamo_utils, nn_module):
         put(owner, unpatched_nn_module_call_impl=_call_impl)
-    _leave_ourselves_out()
+    _exclude_own_modules()
 
 
-def _leave_ourselves_out() -> None:
+def _exclude_own_modules() -> None:
     """Make dynamo skip our modules, except those that replace torch's functions."""
     from torch._dynamo import trace_rules  # noqa: PLC0415
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, Store, Work
 
-from zeroplan.dryrun.process_group import say_nccl
+from zeroplan.dryrun.process_group import name_groups_nccl
 from zeroplan.verify.nested import tensors_in
 from zeroplan.verify.watching.group import WatchedGroup
 from zeroplan.verify.watching.log import Log
@@ -55,4 +55,4 @@ def make_groups_alone() -> None:
         return Alone(fake, (rank, ranks), Log())
 
     dist.Backend.register_backend(_NAME, group, devices=["cpu", "cuda"])
-    say_nccl(_NAME)
+    name_groups_nccl(_NAME)

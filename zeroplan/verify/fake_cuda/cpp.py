@@ -76,7 +76,7 @@ _KEPT: list[object] = []
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_KEPT))  # at exit Python clears modules before C++ is done
 
 
-def make_cuda_known() -> None:
+def enable_cuda() -> None:
     """Make torch's C++ report a CUDA GPU. Raises NotHereError where that is impossible."""
     if torch.cuda.is_available():
         raise NotHereError("this process sees a real GPU; hide it with CUDA_VISIBLE_DEVICES='' before torch is imported")
@@ -85,8 +85,8 @@ def make_cuda_known() -> None:
         return
     _require_order()
     c10, aten = (_library(name) for name in ("libc10.so", "libtorch_cpu.so"))
-    _put_guard(c10)
-    _say_available(aten)
+    _register_guard(c10)
+    _report_available(aten)
     if (found := torch._C._accelerator_getAccelerator()) != torch.device("cuda"):
         raise _unknown(f"says that its accelerator is {found}")
 
@@ -117,7 +117,7 @@ def _library(name: str) -> ctypes.CDLL:
         raise _unknown(f"has no {name}") from None
 
 
-def _put_guard(c10: ctypes.CDLL) -> None:
+def _register_guard(c10: ctypes.CDLL) -> None:
     """Register torch's Python guard for CUDA, and restore the entry through which torch registers it."""
     try:
         registry = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(c10, _REGISTRY)
@@ -130,27 +130,27 @@ def _put_guard(c10: ctypes.CDLL) -> None:
         raise _unknown("keeps its device guards elsewhere")
     registry[_CUDA], registry[_PRIVATE_USE_1] = registry[_PRIVATE_USE_1], before
     _KEPT.append(guard)
-    _GUARDS.append(_answer_one(registry[_CUDA] or 0, _NAME_A_DEVICE))
+    _GUARDS.append(_return_one(registry[_CUDA] or 0, _NAME_A_DEVICE))
 
 
-def be_on(index: int) -> None:
+def set_current_device(index: int) -> None:
     """Set the device that ``"cuda"`` without an index means, as in ``tensor.cuda()``."""
     for entries in _GUARDS if 0 <= index < _MOST_DEVICES else ():
         for entry in _NAME_THE_CURRENT:
             entries[_BEFORE_TABLE + entry] = _returns(1 | index << _SECOND_BYTE)
 
 
-def _say_available(aten: ctypes.CDLL) -> None:
+def _report_available(aten: ctypes.CDLL) -> None:
     """Make CUDA's hooks report that CUDA was built and is available."""
     try:
         hooks_of = aten[_GET_HOOKS]
     except AttributeError:
         raise _unknown("has no CUDA hooks") from None
     hooks_of.restype = ctypes.c_void_p
-    _answer_one(hooks_of(), (_IS_BUILT, _IS_AVAILABLE, _HAS_PRIMARY_CONTEXT))
+    _return_one(hooks_of(), (_IS_BUILT, _IS_AVAILABLE, _HAS_PRIMARY_CONTEXT))
 
 
-def _answer_one(instance: int, functions: tuple[int, ...]) -> "ctypes.Array[ctypes.c_void_p]":
+def _return_one(instance: int, functions: tuple[int, ...]) -> "ctypes.Array[ctypes.c_void_p]":
     """Make virtual functions of a C++ object return 1 (and 0 in the second register); return its new table."""
     table = ctypes.c_void_p.from_address(instance).value or 0
     start = table - _BEFORE_TABLE * _POINTER

@@ -121,7 +121,7 @@ _SUMS = [False]
 """Whether the running all-reduce is a sum; its operator hides that from Python."""
 
 
-def knowing_the_sum(all_reduce: Callable[..., object]) -> Callable[..., object]:
+def noting_sums(all_reduce: Callable[..., object]) -> Callable[..., object]:
     """Wrap ``torch.distributed.all_reduce`` to note whether it sums."""
 
     @wraps(all_reduce)

@@ -12,7 +12,7 @@ from zeroplan.verify.fake_cuda.attention import decisions
 from zeroplan.verify.fake_cuda.installed import CUDA
 from zeroplan.verify.pretended.fake_mode import QuickFakes
 from zeroplan.verify.pretended.optimizer_kernels import optimizer_kernels
-from zeroplan.verify.pretended.reducer import readable_bookkeeping
+from zeroplan.verify.pretended.reducer import real_reducer_integers
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.watching.watcher import Watcher
 
@@ -27,14 +27,14 @@ def fake_tensors(watcher: Watcher, device: str = "cpu", *, strided: bool = False
     mode = _FakesOnTheGpu() if device == CUDA else QuickFakes()
     plain = () if strided else (_no_strided_shards(),)
     with ExitStack() as patches:
-        for patch in (_unpacked_rows(), *plain, *as_with_bytes(watcher), *as_on_cuda, mode):
+        for patch in (_one_sequence_per_row(), *plain, *fake_tensor_patches(watcher), *as_on_cuda, mode):
             patches.enter_context(patch)
         yield
 
 
-def as_with_bytes(watcher: Watcher) -> tuple[AbstractContextManager[None], ...]:
+def fake_tensor_patches(watcher: Watcher) -> tuple[AbstractContextManager[None], ...]:
     """The replacements that let torch and the engines run on fake tensors as on real ones, each a context manager."""
-    return (_chunks_as_wanted(), _grouped_products(), _no_samples(), optimizer_kernels(), readable_bookkeeping(watcher))
+    return (_lazy_chunks(), _grouped_mm_shapes(), _skip_trunc_normal(), optimizer_kernels(), real_reducer_integers(watcher))
 
 
 class _FakesOnTheGpu(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
@@ -46,7 +46,7 @@ class _FakesOnTheGpu(QuickFakes):  # type: ignore[no-untyped-call]  # torch leav
         return True
 
 
-def _unpacked_rows() -> AbstractContextManager[None]:
+def _one_sequence_per_row() -> AbstractContextManager[None]:
     """Let transformers read that each row of a batch is one sequence, which it cannot from fake position ids.
 
     Otherwise it would build a mask for packed sequences, which no real run has.
@@ -75,7 +75,7 @@ class _Chunks:
         return self._tensor.narrow(self._dim, start, width) if width > 0 else self._tensor.new_empty(0)
 
 
-def _chunks_as_wanted() -> AbstractContextManager[None]:
+def _lazy_chunks() -> AbstractContextManager[None]:
     """Spare FSDP2 the views of other ranks' shards: it uses one of them, and a thousand fake views are slow."""
     return replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
 
@@ -86,7 +86,7 @@ def _no_strided_shards() -> AbstractContextManager[None]:
     return replaced(_sharding_prop, name, lambda *_: None) if hasattr(_sharding_prop, name) else nullcontext()
 
 
-def _grouped_products() -> AbstractContextManager[None]:
+def _grouped_mm_shapes() -> AbstractContextManager[None]:
     """Let fake experts compute in fp32 and fp16, which torch 2.13's kernels support but its shape function refuses."""
     original: Callable[..., object] = _meta_registrations._meta_grouped_mm_common
     shaped: Callable[..., object] = _meta_registrations._create_grouped_mm_output_tensor
@@ -99,7 +99,7 @@ def _grouped_products() -> AbstractContextManager[None]:
     return replaced(_meta_registrations, "_meta_grouped_mm_common", product)
 
 
-def _no_samples() -> AbstractContextManager[None]:
+def _skip_trunc_normal() -> AbstractContextManager[None]:
     """Skip the sampling of ``trunc_normal_``, as torch does for meta tensors: since 2.13 it reads values to resample."""
 
     def untouched(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:

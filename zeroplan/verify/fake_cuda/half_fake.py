@@ -41,7 +41,7 @@ _KEEP_FLAGS = frozenset(
     ["_to_copy", "clone", "detach", "select", "view", "_unsafe_view", "slice", "squeeze", "unsqueeze", "max", "amax"]
 )
 #: These write 1 into their second argument if a value is not finite.
-_LOOKS_FOR_INFINITY = {
+_FINITE_CHECKS = {
     _aten._amp_foreach_non_finite_check_and_unscale_.default, _aten._amp_foreach_non_finite_check_and_unscale.default,
 }  # fmt: skip
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._unsafe_index.Tensor}
@@ -107,7 +107,7 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options, tensors: list[torch.Tensor]
     ) -> object:  # fmt: skip
         values = _values(func, args, options, tensors) if tensors else None
-        if values is None or (values.sure and _is_a_guess(func, tensors)):
+        if values is None or (values.sure and _compares_a_choice(func, tensors)):
             return self._unknown(func, types, args, options)
         return self._with_values(func, types, args, options, values)
 
@@ -180,15 +180,15 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
             for one in tree_leaves(args[:1]):
                 if isinstance(one, FakeTensor):
                     forget(one)
-        if (made := self._made_up(func, args, options)) is not None:
+        if (made := self._assumed_result(func, args, options)) is not None:
             return made
         result = self._plain(func, types, self._places(args) if func in _INDEXED and len(args) > 1 else args, options)
-        self._set_what_is_known(func, args, options, result)
-        if func in _LOOKS_FOR_INFINITY:
+        self._set_known_values(func, args, options, result)
+        if func in _FINITE_CHECKS:
             cast("FakeTensor", args[1]).healthy = False  # type: ignore[attr-defined]
         return result
 
-    def _made_up(self, func: OpOverload, args: Sequence[object], options: Options) -> torch.Tensor | None:
+    def _assumed_result(self, func: OpOverload, args: Sequence[object], options: Options) -> torch.Tensor | None:
         """The assumed result of an operator that needs values; None if there is none."""
         if func is _aten._to_copy.default and _to_the_host(args, options):
             return self._on_the_host(cast("FakeTensor", args[0]), options)
@@ -199,7 +199,7 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
             return self._beside(even, cast("FakeTensor", args[0]).fake_device, Sure.ASSUMED)
         return None
 
-    def _set_what_is_known(self, func: OpOverload, args: Sequence[object], options: Options, result: object) -> None:
+    def _set_known_values(self, func: OpOverload, args: Sequence[object], options: Options, result: object) -> None:
         """Set the values of a result that do not depend on unknown ones: a fill, an assumed choice, a boolean."""
         if isinstance(result, FakeTensor) and (number := _filled_with(func, args, result)) is not None:
             keep(result, torch.full(result.shape, number, dtype=result.dtype), Sure.EXACT)
@@ -207,7 +207,7 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         found = choice(func, args, options, result)
         if found is not None and found[0].numel() <= _MOST_OF_CHOICES:
             keep(found[0], found[1](), Sure.ASSUMED)
-        if isinstance(result, FakeTensor) and (truth := _truth(func, args, result)) is not None:
+        if isinstance(result, FakeTensor) and (truth := _assumed_truth(func, args, result)) is not None:
             result.healthy = truth  # type: ignore[attr-defined]
 
     def _on_the_host(self, tensor: FakeTensor, options: Options) -> torch.Tensor:
@@ -268,7 +268,7 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         return (first, found, *rest)
 
 
-def _truth(func: OpOverload, args: Sequence[object], result: FakeTensor) -> bool | None:
+def _assumed_truth(func: OpOverload, args: Sequence[object], result: FakeTensor) -> bool | None:
     """A boolean's value in a healthy step, or a number's that was made of a boolean; None for other numbers."""
     if func._opname in _KEEP_FLAGS and (truth := getattr(args[0], "healthy", None)) is not None:
         return bool(truth)
@@ -346,7 +346,7 @@ def _most(sure: Sure) -> int:
     return _MOST_OF_CHOICES if sure else _MOST_ELEMENTS
 
 
-def _is_a_guess(func: OpOverload, tensors: list[torch.Tensor]) -> bool:
+def _compares_a_choice(func: OpOverload, tensors: list[torch.Tensor]) -> bool:
     """Whether assumed choices are compared with exact values element by element, as tokens with labels: that is unknown."""
     alike = len(tensors) == 2 and tensors[0].shape == tensors[1].shape
     return alike and func._opname in ("eq", "ne") and any(how_sure(one) is Sure.EXACT for one in tensors)

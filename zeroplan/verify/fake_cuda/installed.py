@@ -19,8 +19,8 @@ _ANY_GPU, _A_NODE = "h100-sxm-80gb", 8
 
 def install(gpu: GpuSpec, memory: Memory, *, ranks: int = 1, local_rank: int = 0) -> None:
     """Make torch see this many GPUs of a kind; a second call changes them. Raises NotHereError where that is impossible."""
-    _make_known()
-    torch_cuda.answer_for(torch_cuda.Gpus(gpu, ranks, local_rank, memory))
+    _enable()
+    torch_cuda.patch_torch_cuda(torch_cuda.Gpus(gpu, ranks, local_rank, memory))
     _begin()
 
 
@@ -39,6 +39,6 @@ def install_node(cluster: ClusterSpec | None = None) -> None:
 
 
 @cache
-def _make_known() -> None:
-    cpp.make_cuda_known()
-    kernels.give_own_kernels()
+def _enable() -> None:
+    cpp.enable_cuda()
+    kernels.register_kernels()

@@ -10,7 +10,7 @@ _CUDAS_ALONE, _NOT_CUDAS = frozenset({"aten::_fused_rms_norm"}), frozenset({"ate
 """Operators with a kernel in CUDA builds only, and operators without one there (torch 2.13)."""
 
 
-def give_own_kernels() -> None:
+def register_kernels() -> None:
     """Register a kernel on CUDA for every operator that has one; torch would decompose the others.
 
     CUDA has one wherever the CPU has one, with few named exceptions. No kernel is ever called, since fake tensors answer before.

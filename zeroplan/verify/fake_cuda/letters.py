@@ -90,7 +90,7 @@ def _fill(tensor: torch.Tensor, found: tuple[torch.Tensor, Sure] | None) -> None
         tensor.copy_(found[0])
 
 
-def fill_when_waited_for() -> None:
+def fill_on_wait() -> None:
     """Fill real tensors on the host when the script waits for their receive."""
     original: Callable[..., bool] = FakeWork.wait
 

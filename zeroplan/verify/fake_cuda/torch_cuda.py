@@ -36,7 +36,7 @@ class Gpus(NamedTuple):
     memory: Memory
 
 
-def answer_for(gpus: Gpus) -> None:
+def patch_torch_cuda(gpus: Gpus) -> None:
     """Make ``torch.cuda`` and ``torch.accelerator`` answer for these GPUs."""
     torch.cpu._default_cpu_stream = torch.cpu._current_stream = default_stream()
     answers = _constants(gpus) | _device(gpus) | _streams() | _memory(gpus.memory) | _random(gpus.ranks)
@@ -47,7 +47,7 @@ def answer_for(gpus: Gpus) -> None:
     for name in _OF_ANY_ACCELERATOR:
         setattr(torch.accelerator, name, answers[name])
     _accelerator(answers)
-    _elsewhere()
+    _patch_other_modules()
     _generators()
 
 
@@ -86,12 +86,12 @@ def _properties(gpu: GpuSpec) -> types.SimpleNamespace:
 
 def _device(gpus: Gpus) -> dict[str, Callable[..., object]]:
     current = [gpus.local_rank]
-    cpp.be_on(gpus.local_rank)
+    cpp.set_current_device(gpus.local_rank)
 
     def set_device(device: torch.device | int | str) -> None:
         index = device if isinstance(device, int) else cast("int | None", torch.device(device).index)
         current[0] = current[0] if index is None or index < 0 else index
-        cpp.be_on(current[0])
+        cpp.set_current_device(current[0])
 
     return {"current_device": lambda: current[0], "set_device": set_device}
 
@@ -168,7 +168,7 @@ def _accelerator(answers: dict[str, Callable[..., object]]) -> None:
         setattr(accelerator, name, answers[like])
 
 
-def _elsewhere() -> None:
+def _patch_other_modules() -> None:
     """Replace functions outside ``torch.cuda``'s own namespace."""
     cuda = torch.cuda
     put(cuda.amp.common, amp_definitely_not_available=always(False))

@@ -54,15 +54,15 @@ def answers(options: DeepSpeedOptions) -> Iterator[None]:
     with ExitStack() as stack:
         for answer in (
             unknown_numbers(_healthy),
-            replaced(utils, "assert_lst_len_same_as_other_ranks", _among_equals(utils.assert_lst_len_same_as_other_ranks)),
-            replaced(utils, "get_lst_from_rank0", _among_equals(utils.get_lst_from_rank0)),
+            replaced(utils, "assert_lst_len_same_as_other_ranks", _as_rank_0(utils.assert_lst_len_same_as_other_ranks)),
+            replaced(utils, "get_lst_from_rank0", _as_rank_0(utils.get_lst_from_rank0)),
             replaced(get_accelerator(), "available_memory", lambda _index=None: room),
             replaced(get_accelerator(), "is_fp16_supported", lambda: True),
             replaced(get_accelerator(), "_communication_backend_name", "fake"),
             replaced(op_builder, "QuantizerBuilder", QuantizerBuilder),
             *_nodes(options),
             replaced(nn.Module, "to", _to(nn.Module.to)),
-            *(_forgotten(owner) for owner in (groups, comm, partition_parameters.Init)),
+            *(_restored(owner) for owner in (groups, comm, partition_parameters.Init)),
         ):
             stack.enter_context(answer)
         yield
@@ -76,7 +76,7 @@ def _nodes(options: DeepSpeedOptions) -> list[AbstractContextManager[None]]:
 
 
 @contextmanager
-def _forgotten(owner: object) -> Iterator[None]:
+def _restored(owner: object) -> Iterator[None]:
     """Restore the attributes of a module or class, in which DeepSpeed stores groups and counts, after the block."""
     before = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(owner).items()}
     try:
@@ -99,7 +99,7 @@ def _healthy(dtype: torch.dtype) -> float | bool | int | None:
     return 1.0 if dtype.is_floating_point else 0
 
 
-def _among_equals(compare: Callable[[list[int]], object]) -> Callable[[list[int]], object]:
+def _as_rank_0(compare: Callable[[list[int]], object]) -> Callable[[list[int]], object]:
     """Run a comparison with rank 0 as rank 0 does, on real tensors, since it reads integers one by one."""
 
     def compared(mine: list[int]) -> object:

@@ -38,7 +38,7 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _META = torch.device("meta")
 _GIVEN_A_STORAGE = frozenset({_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset})
 """The cache would keep their storage alive, since its key contains it."""
-_AS_IT_IS = nullcontext()
+_UNCHANGED = nullcontext()
 
 
 @contextmanager
@@ -94,7 +94,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
             and self._device_of_all(_first_list(args)) is not None
         ):
             return self._foreach(func, args, options)
-        with disable_fake_tensor_cache(self) if func in _GIVEN_A_STORAGE else _AS_IT_IS:
+        with disable_fake_tensor_cache(self) if func in _GIVEN_A_STORAGE else _UNCHANGED:
             return super().dispatch(func, types, args, options)
 
     def _new(self, func: OpOverload, args: Sequence[object], options: Mapping[str, object]) -> FakeTensor:

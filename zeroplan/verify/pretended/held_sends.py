@@ -35,7 +35,7 @@ class Held:
         return getattr(self._work, name)
 
 
-def hold_what_is_sent() -> None:
+def hold_sent_tensors() -> None:
     """Make sends and receives hold their tensors, for the rest of the process."""
     alone = {name: _held(getattr(c10d, name)) for name in ("isend", "irecv")}
     for owner in (dist, c10d):

@@ -21,7 +21,7 @@ from zeroplan.verify.watching.collectives import COLLECTIVES
 from zeroplan.verify.watching.watcher import Watcher
 
 #: Functions that write and read such tensors (torch 2.13): the constructor's check, and the rebuild in the second forward.
-_THEY_READ: tuple[tuple[object, str], ...] = (
+_READERS: tuple[tuple[object, str], ...] = (
     (distributed, "_verify_param_shape_across_processes"),
     (Reducer, "_rebuild_buckets"),
 )
@@ -29,10 +29,10 @@ _WRITTEN_IN = (torch.int32, torch.int64)
 
 
 @contextmanager
-def readable_bookkeeping(watcher: Watcher) -> Iterator[None]:
+def real_reducer_integers(watcher: Watcher) -> Iterator[None]:
     """Let the reducer keep its integers in real tensors inside; the watcher only records that they are sent."""
     with ExitStack() as patches:
-        for owner, name in _THEY_READ:
+        for owner, name in _READERS:
             patches.enter_context(_on_real_integers(owner, name, watcher))
         yield
 

@@ -94,9 +94,9 @@ def listen(task: Task, started: Started, to: Listener) -> None:
             # A hanging collective fails in its own rank after timeout_s, so the parent waits a little longer to receive that.
             message = started.messages.get(timeout=task.timeout_s + 2 * _GRACE_S)
         except queue.Empty:
-            raise _silent(task, waiting, started, to.say) from None
+            raise _timeout_error(task, waiting, started, to.say) from None
         if message is None:
-            raise _hung_up(task, waiting, started, to.say)
+            raise _launcher_died(task, waiting, started, to.say)
         if int(message.get("rank", -1)) not in waiting:
             continue
         _handle(message, waiting, started, to)
@@ -104,7 +104,7 @@ def listen(task: Task, started: Started, to: Listener) -> None:
             to.progress(f"rank {message['rank']}: {message['say']}")
 
 
-def _silent(task: Task, waiting: set[int], started: Started, say: Callable[[str], None]) -> FailedError:
+def _timeout_error(task: Task, waiting: set[int], started: Started, say: Callable[[str], None]) -> FailedError:
     for rank in sorted(waiting):
         _show_tail(rank, started, say)
     names = ", ".join(map(str, sorted(waiting)))
@@ -113,7 +113,7 @@ def _silent(task: Task, waiting: set[int], started: Started, say: Callable[[str]
     )
 
 
-def _hung_up(task: Task, waiting: set[int], started: Started, say: Callable[[str], None]) -> FailedError:
+def _launcher_died(task: Task, waiting: set[int], started: Started, say: Callable[[str], None]) -> FailedError:
     """The error if the started process ended without a message: the rank itself, or the launcher of the ranks."""
     how = how_ended(started.process.wait())
     if task.transport == "fake":

@@ -53,7 +53,7 @@ def _lock(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def swept() -> str:
+def remove_leftovers() -> str:
     """Remove the folders of killed runs, and report how many; empty without any."""
     try:
         found = sorted(Path(tempfile.gettempdir()).glob(f"{_HELD}*"))

@@ -27,7 +27,7 @@ def offload_blocks(module: nn.Module, blocks: Collection[nn.Module]) -> None:
 
 
 @contextmanager
-def moving_from(device: str, watcher: Watcher) -> Iterator[None]:
+def offloading_from(device: str, watcher: Watcher) -> Iterator[None]:
     """Make the wrapper offload from this device, inside."""
 
     def saving(*, pin_memory: bool) -> save_on_cpu:

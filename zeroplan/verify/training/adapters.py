@@ -57,7 +57,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module if inside is None else inside()
 
 
-def beside_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
+def quantisation_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Tensors of quantised weights that are neither parameters nor buffers."""
     if getattr(unwrapped(module), "is_loaded_in_4bit", False):
         from zeroplan.verify.training.quantised import states_of  # noqa: PLC0415

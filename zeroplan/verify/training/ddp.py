@@ -33,10 +33,10 @@ class Ddp:
         sharded = recipe.zero_stage == 1
         self.optimizer = zero_redundancy(parameters, recipe) if sharded else make_optimizer(parameters, recipe, work.blocks)
 
-    def hand_buckets_back(self) -> None:
+    def reduce_by_hook(self) -> None:
         """Reduce buckets by a hook, since the reducer's C++ cannot read a fake process group's result."""
         if self._wrapper is not None:
-            self._wrapper.register_comm_hook(None, reduced_at_once)
+            self._wrapper.register_comm_hook(None, reduce_bucket)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass; only the last one reduces gradients, unless the recipe says otherwise."""
@@ -86,7 +86,7 @@ def _wrapped(work: Workload, options: DdpOptions) -> DistributedDataParallel:
     return wrapper
 
 
-def reduced_at_once(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def reduce_bucket(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A communication hook that reduces the bucket before it returns."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     dist.all_reduce(bucket.buffer())

@@ -114,7 +114,7 @@ def _info(mesh: DeviceMesh) -> FSDPMeshInfo:
 # --- counts that fake tensors do not have -----------------------------------------------------------------------------------
 
 
-def evenly_visited(job: JobSpec) -> AbstractContextManager[None]:
+def even_routing(job: JobSpec) -> AbstractContextManager[None]:
     """Replace the tokens per rank, which depend on a router's choices, by an even split."""
     from transformers.distributed import expert_parallel  # noqa: PLC0415  takes seconds
 

@@ -36,7 +36,7 @@ class Fsdp2:
     ) -> None:  # fmt: skip
         self._model = shard(work.module, work.blocks, recipe, mesh, experts)
         if next(work.module.parameters()).is_meta:
-            give_memory(work.module, "cpu" if recipe.fsdp2.cpu_offload else mesh.device_type)
+            allocate(work.module, "cpu" if recipe.fsdp2.cpu_offload else mesh.device_type)
         self._work, self._recipe = work, recipe
         self.optimizer = make_optimizer(trained(work.module), recipe, work.blocks)
 
@@ -93,7 +93,7 @@ def _shard_ends(module: nn.Module, sharded: Callable[..., object], *, again: boo
         sharded([last_norm(unwrapped(module)), head], reshard_after_forward=False)
 
 
-def give_memory(module: nn.Module, device: str) -> None:
+def allocate(module: nn.Module, device: str) -> None:
     """Allocate this rank's shards of a module built on the meta device, and fill them with numbers."""
     module.to_empty(device=device)
     with torch.no_grad():

@@ -31,7 +31,7 @@ from zeroplan.verify.training.adapters import unwrapped
 from zeroplan.verify.training.causal_model import causal_module
 from zeroplan.verify.training.engine import COMPUTE, labelled, weights_dtype
 from zeroplan.verify.training.experts import dispatched
-from zeroplan.verify.training.fsdp2 import fsdp2_labels, give_memory, shard
+from zeroplan.verify.training.fsdp2 import allocate, fsdp2_labels, shard
 from zeroplan.verify.training.losses import loss_of_hidden
 from zeroplan.verify.training.meshes import TENSOR, context_ranks, sharding_ranks
 from zeroplan.verify.training.modules import find_blocks
@@ -70,7 +70,7 @@ class Pipelined:
             if job.mesh.tp > 1:
                 split_module(part, find_blocks(part), mesh[TENSOR])
             shard(part, find_blocks(part), job.recipe, within, dispatched(job, part, mesh, watcher))
-        give_memory(self.module, "cpu" if job.recipe.fsdp2.cpu_offload else mesh.device_type)
+        allocate(self.module, "cpu" if job.recipe.fsdp2.cpu_offload else mesh.device_type)
         watcher.claim(Kind.PARAMETERS, (*self.module.parameters(), *self.module.buffers()))
         self._schedule = _schedule(job, self._stages, parts, mesh)
         self._ids, self._labels = (self._tokens(mesh.device_type, which) for which in ("is_first", "is_last"))

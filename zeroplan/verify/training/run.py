@@ -20,12 +20,12 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.pretended.engine_answers import engine_answers
 from zeroplan.verify.replaced import replaced
-from zeroplan.verify.training.activations_away import moving_from
-from zeroplan.verify.training.adapters import beside_parameters, unwrapped
+from zeroplan.verify.training.activations_away import offloading_from
+from zeroplan.verify.training.adapters import quantisation_tensors, unwrapped
 from zeroplan.verify.training.context_parallel import ContextParallel, with_positions
 from zeroplan.verify.training.ddp import Ddp
 from zeroplan.verify.training.engine import Engine, train, weights_dtype
-from zeroplan.verify.training.experts import dispatched, evenly_visited
+from zeroplan.verify.training.experts import dispatched, even_routing
 from zeroplan.verify.training.fsdp2 import Fsdp2
 from zeroplan.verify.training.meshes import mesh_of
 from zeroplan.verify.training.tensor_parallel import TensorParallel, split
@@ -42,7 +42,7 @@ def run(
     Fake tensors may be on a fake GPU (:mod:`zeroplan.verify.fake_cuda`). ``make`` builds another workload than the job's own model.
     """
     fakes = fake_tensors(watcher, device, strided=job.mesh.tp > 1) if fake else nullcontext()
-    visits = evenly_visited(job) if job.mesh.ep > 1 else nullcontext()
+    visits = even_routing(job) if job.mesh.ep > 1 else nullcontext()
     with fake_ranks(job, rank, device) as mesh, engine_answers(job.recipe, device), fakes, visits:
         observe(job, watcher, mesh, steps=steps, make=make)
 
@@ -64,10 +64,10 @@ def observe(
         watcher.name_modules(unwrapped(work.module))
         watcher.claim(Kind.ACTIVATIONS, work.batch.values())
         engine = _build(job, work, mesh, watcher)
-        watcher.claim(Kind.PARAMETERS, (*work.module.parameters(), *work.module.buffers(), *beside_parameters(work.module)))
-        with engine.labels(watcher), moving_from(mesh.device_type, watcher):
+        watcher.claim(Kind.PARAMETERS, (*work.module.parameters(), *work.module.buffers(), *quantisation_tensors(work.module)))
+        with engine.labels(watcher), offloading_from(mesh.device_type, watcher):
             train(engine, watcher, module=work.module, steps=steps, accumulate=job.batch.grad_accum_steps)
-        watcher.claim(Kind.PARAMETERS, beside_parameters(work.module))  # biases are cast in the first forward
+        watcher.claim(Kind.PARAMETERS, quantisation_tensors(work.module))  # biases are cast in the first forward
 
 
 def _observe_pipeline(job: JobSpec, watcher: Watcher, mesh: DeviceMesh, *, steps: int) -> None:
@@ -75,7 +75,7 @@ def _observe_pipeline(job: JobSpec, watcher: Watcher, mesh: DeviceMesh, *, steps
     from zeroplan.verify.training.pipelined import Pipelined  # noqa: PLC0415  only a pipeline imports torch's pipelining
 
     engine = Pipelined(job, mesh, watcher)
-    with engine.labels(watcher), moving_from(mesh.device_type, watcher):
+    with engine.labels(watcher), offloading_from(mesh.device_type, watcher):
         train(engine, watcher, module=engine.module, steps=steps, accumulate=1)
 
 
@@ -91,7 +91,7 @@ def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> 
         with watcher.labelled(Kind.REDUCE):  # the reducer's buckets are made in its constructor
             engine = Ddp(work, job.recipe)
         if dist.get_backend().startswith(_FAKE):
-            engine.hand_buckets_back()
+            engine.reduce_by_hook()
         return engine
     if job.recipe.engine == "deepspeed":
         from zeroplan.verify.training.deepspeed import DeepSpeed  # noqa: PLC0415  it patches torch for good

@@ -83,7 +83,7 @@ class Profiled(AbstractContextManager["Profiled"]):
         """End the recording and drop requests that only a CPU makes."""
         self._stack.__exit__(kind, error, trace)
         if error is None:
-            self.timeline = _as_asked(self._everything, self._device)
+            self.timeline = _without_watching(self._everything, self._device)
 
     def enter(self, phase: Phase, step: int) -> None:
         """Begin a phase of a step."""
@@ -132,7 +132,7 @@ class Profiled(AbstractContextManager["Profiled"]):
             yield Span(step, phase, start, end)
 
 
-def _as_asked(everything: Timeline, device: str) -> Timeline:
+def _without_watching(everything: Timeline, device: str) -> Timeline:
     """A recording without the watching itself, and without requests that only a CPU makes."""
     if device != "cpu":
         return everything.without(_ASIDE)
