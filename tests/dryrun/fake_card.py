@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import torch
 
 from zeroplan.catalog.gpu import gpu
-from zeroplan.dryrun import process_group, torch_around
+from zeroplan.dryrun import process_group, torch_patches
 from zeroplan.dryrun.libraries import transformers
 from zeroplan.dryrun.on_card import child, phases
 from zeroplan.dryrun.on_card.phases import PhasesOnCard
@@ -44,9 +44,9 @@ class OnFakeCard(child._Run):
         super().__init__(task)
         if not task.alone:
             process_group.make_groups_fake()
-        torch_around.change_torch(stand_ins)
-        AfterImport(transformers.PATCHES).install()
-        torch_around.skip_compilation("no card is here")
+        torch_patches.change_torch(stand_ins)
+        AfterImport({name: transformers.PATCHES[name] for name in ("transformers.utils.import_utils",)}).install()
+        torch_patches.skip_compilation("no card is here")
 
     def __call__(self) -> object:
         with ExitStack() as stack:

@@ -19,7 +19,7 @@ from torch.futures import Future
 from torch.serialization import default_restore_location
 
 from zeroplan.dryrun.patches import Patch
-from zeroplan.dryrun.stood_in import note, noting
+from zeroplan.dryrun.replacements import note, noting
 from zeroplan.dryrun.without_bytes import DTYPES
 from zeroplan.verify.replaced import always, put
 

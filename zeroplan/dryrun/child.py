@@ -101,14 +101,13 @@ class _Run:
         self._patch(task)
 
     def _patch(self, task: DryRunTask) -> None:
-        from zeroplan.dryrun import checkpoints, launchers, process_group, routing, saving, torch_around  # noqa: PLC0415
+        from zeroplan.dryrun import checkpoints, launchers, process_group, routing, saving, torch_patches  # noqa: PLC0415
         from zeroplan.dryrun.libraries import (  # noqa: PLC0415
             bitsandbytes,
             ddp,
             deepspeed,
             fsdp1,
             fsdp2,
-            generation,
             megatron,
             pipelining,
             transformers,
@@ -119,11 +118,11 @@ class _Run:
         process_group.make_groups_fake(self._mail)
         launchers.run_ranks_here(task)
         routing.assume(task.imbalance, self.stand_ins)
-        torch_around.change_torch(self.stand_ins)
+        torch_patches.change_torch(self.stand_ins)
         checkpoints.watch_loading(self.tracker.see_loaded)
         self._compile(task)
         AfterImport(
-            checkpoints.PATCHES | bitsandbytes.PATCHES | generation.PATCHES | megatron.patches(self.loop)
+            checkpoints.PATCHES | bitsandbytes.PATCHES | megatron.patches(self.loop)
             | pipelining.patches(self._mail, self.loop)
             | transformers.PATCHES | triton.PATCHES | ddp.patches(self.tracker) | fsdp1.patches(self.tracker)
             | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop),
@@ -133,13 +132,13 @@ class _Run:
 
     def _compile(self, task: DryRunTask) -> None:
         """Let ``torch.compile`` compile, or leave it out."""
-        from zeroplan.dryrun import torch_around  # noqa: PLC0415
+        from zeroplan.dryrun import torch_patches  # noqa: PLC0415
         from zeroplan.dryrun.compiling import tracing  # noqa: PLC0415
 
         why_not = task.without_compiler or tracing.why_not()
         self._compiles = not why_not
         if why_not:
-            torch_around.skip_compilation(why_not)
+            torch_patches.skip_compilation(why_not)
         else:
             tracing.enable_compiler(self.tracker)
 

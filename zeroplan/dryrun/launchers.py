@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.launcher import api
 
-from zeroplan.dryrun.stood_in import note, noting
+from zeroplan.dryrun.replacements import note, noting
 from zeroplan.dryrun.task import DryRunTask
 from zeroplan.verify.replaced import always, put
 

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zeroplan.dryrun.mail import Mail
 from zeroplan.dryrun.parcels import object_functions
-from zeroplan.dryrun.stood_in import noting
+from zeroplan.dryrun.replacements import noting
 from zeroplan.errors import SpecError
 from zeroplan.verify.fake_cuda.exchanged import noting_sums
 from zeroplan.verify.fake_cuda.letters import fill_on_wait

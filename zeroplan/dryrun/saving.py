@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.patches import Patch
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 from zeroplan.dryrun.unwritten import Unwritten, folder_read
 from zeroplan.dryrun.without_bytes import write_module, write_pickle, write_safetensors
 from zeroplan.ledger import Beside

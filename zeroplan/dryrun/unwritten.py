@@ -23,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from zeroplan.dryrun.listing import lists, scans
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 from zeroplan.dryrun.without_bytes import Write, write_pickle
 from zeroplan.errors import SpecError
 from zeroplan.verify.replaced import put

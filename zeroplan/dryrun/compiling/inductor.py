@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.verify.fake_cuda.known_values import forget
 from zeroplan.verify.replaced import always, put

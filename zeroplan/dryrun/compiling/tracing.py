@@ -17,12 +17,12 @@ from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from zeroplan.dryrun.compiling import inductor
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.verify.fake_cuda.stand_ins import count_as_library, line_at
 from zeroplan.verify.replaced import put
 
-_TRACED = {"card", "process_group", "stood_in", "torch_around", "torch_cuda"}
+_TRACED = {"process_group", "replaced", "replacements", "torch_cuda", "torch_patches"}
 """Our modules whose functions replace functions of the script; graphs contain them."""
 _LONGEST_REASON = 200
 """Longest part of an error message to show. [characters]"""

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zeroplan.dryrun.patches import Patch
-from zeroplan.dryrun.stood_in import note, noting
+from zeroplan.dryrun.replacements import note, noting
 from zeroplan.verify.replaced import always, put
 
 _TABLES = ("create_dynamic_map", "create_fp8_map", "create_linear_map", "create_normal_map")

@@ -10,7 +10,7 @@ from torch import nn
 
 from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.patches import Patch
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind
 from zeroplan.spec.recipe import DeepSpeedOptions

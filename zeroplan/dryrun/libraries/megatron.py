@@ -7,7 +7,7 @@ from types import ModuleType
 
 from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.patches import Patch
-from zeroplan.dryrun.stood_in import noting
+from zeroplan.dryrun.replacements import noting
 from zeroplan.verify.replaced import always, put
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 
 from .kernels import _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_backward, _flash_attn_varlen_forward
 

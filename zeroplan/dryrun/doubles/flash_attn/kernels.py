@@ -6,7 +6,7 @@ Source: flash-attn 2.8.4, ``csrc/flash_attn/flash_api.cpp`` (``mha_fwd``, ``mha_
 
 import torch
 
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 
 _ROWS = 128
 """Rows of queries are padded to a multiple of this."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroplan.dryrun import outside_buffers
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 from zeroplan.verify.fake_cuda.known_values import Sure, keep
 
 from . import config as sizes

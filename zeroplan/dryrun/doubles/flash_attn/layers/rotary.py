@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 
 Offsets = int | torch.Tensor
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 
 _PARTS = 16
 """The number of partial sums of a weight's gradient."""

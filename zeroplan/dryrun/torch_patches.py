@@ -16,7 +16,7 @@ from torch.optim import optimizer
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
-from zeroplan.dryrun.stood_in import note, noting
+from zeroplan.dryrun.replacements import note, noting
 from zeroplan.verify.fake_cuda.graphs import Graph
 from zeroplan.verify.fake_cuda.known_values import how_sure, keep, known
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
