@@ -1,8 +1,9 @@
 """Models CUDA's caching allocator: the bytes that ``memory_allocated`` and ``memory_reserved`` return for given requests.
 
-Requests are rounded to 512 bytes. Up to 1 MiB they come from segments of 2 MiB, up to 10 MiB from segments of 20 MiB, above from a
-segment of their own in whole 2 MiB. Free blocks are reused best fit, on the stream they were made on. Blocks are split, and free
-neighbours merged. With expandable segments there is one segment per stream and size class, which grows page by page.
+Requests are rounded to 512 bytes. Up to 1 MiB they come from segments of 2 MiB, and up to 10 MiB from segments of 20 MiB.
+Larger ones get their own segment in whole 2 MiB. Free blocks are reused best fit, on the stream they were made on. Blocks are
+split, and free neighbours merged. With expandable segments there is one segment per stream and size class, which grows page by
+page.
 
 If the GPU is full, the allocator frees every segment without a block in use (with expandable segments, every such page) and tries
 again; torch calls this a retry. If that does not help, the process runs out of memory.

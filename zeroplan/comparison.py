@@ -79,11 +79,6 @@ class Comparison(NamedTuple):
         return not self.beyond(tolerance) and not self.contradicted
 
     @property
-    def outside_the_band(self) -> tuple[Reserved, ...]:
-        """The reserved memory that lies outside the estimate's band."""
-        return tuple(one for one in self.reserved if not one.inside)
-
-    @property
     def away(self) -> tuple[Compared, ...]:
         """The figures of memory outside the GPU."""
         return tuple(row for row in (self.host, self.nvme) if row is not None)

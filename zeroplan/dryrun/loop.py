@@ -1,10 +1,11 @@
 """Follows a script's training loop from outside, by torch's own hooks, and reports its phases.
 
-A forward is the outermost module that runs with gradients and has trainable parameters, in either mode (``from_pretrained``
-returns a model in evaluation mode, which not every loop changes). A backward is the outermost ``torch.autograd.backward``, a
-step the outermost optimizer's. A step ends when the next forward begins, because several optimizers may run and gradients are
-cleared afterwards. After the last requested step the script is stopped; if it ends by itself, its last step ends when the first
-of its models and optimizers is freed. Evaluation, generation and saving are parts of the run beside the steps.
+A forward is the outermost module that runs with gradients and has trainable parameters. Its mode does not matter:
+``from_pretrained`` returns a model in evaluation mode, which not every loop changes. A backward is the outermost
+``torch.autograd.backward``, a step the outermost optimizer's. A step ends when the next forward begins, because several
+optimizers may run and gradients are cleared afterwards. After the last requested step the script is stopped; if it ends by
+itself, its last step ends when the first of its models and optimizers is freed. Evaluation, generation and saving are parts of
+the run beside the steps.
 """
 
 import time

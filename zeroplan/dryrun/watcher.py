@@ -40,9 +40,9 @@ class _Kernel:
 class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
     """Records a script's run on the fake GPU.
 
-    ``lines`` has the user's source line of every block; in backward, the line that made the autograd node. The allocator behind
-    the counters that a script reads also allocates a cuBLAS workspace of ``workspace_bytes`` for the script's thread and one
-    for autograd's, each at its first matrix product on a stream.
+    ``lines`` has the user's source line of every block; in backward, the line that made the autograd node. A modelled
+    allocator serves the counters that a script reads. It also allocates cuBLAS workspaces of ``workspace_bytes``: one for the
+    script's thread and one for autograd's, each at its first matrix product on a stream.
     """
 
     def __init__(self, memory: Memory, *, expandable_segments: bool, workspace_bytes: int = 0) -> None:

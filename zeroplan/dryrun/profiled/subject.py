@@ -18,7 +18,7 @@ from zeroplan.spec.recipe import Recompute
 from zeroplan.verify.profiling.anatomy import Anatomy, Manner
 from zeroplan.verify.profiling.cutting import watched
 from zeroplan.verify.profiling.polynomials import Shape
-from zeroplan.verify.profiling.subject import Subject, longest_said
+from zeroplan.verify.profiling.subject import Subject, layer_kinds, longest_said
 from zeroplan.verify.profiling.watched import PassWatcher
 from zeroplan.verify.training.modules import find_blocks
 from zeroplan.verify.training.recomputation import recompute_blocks
@@ -86,7 +86,7 @@ class ScriptSubject:
             source=source,
             whole=lambda: self._work(self._own, {}),
             make=lambda shape: self._work(shape, self._batch(shape)),
-            layer_kinds=_layer_kinds(config, len(self._blocks)),
+            layer_kinds=layer_kinds(config, len(self._blocks)),
             longest=longest if self._own.length else 1,
             has_batch=True,
             taken_apart=self._taken_apart,
@@ -185,12 +185,6 @@ class ScriptSubject:
 def _key(name: Name) -> str:
     """A tensor's key in the batch."""
     return f"{type(name).__name__} {name.number}"
-
-
-def _layer_kinds(config: object, layers: int) -> tuple[str, ...] | None:
-    """The kind of each layer's attention in a transformers configuration; None if it has none."""
-    types = getattr(config, "layer_types", None)
-    return tuple(map(str, types)) if isinstance(types, (list, tuple)) and len(types) == layers else None
 
 
 # --- the script's own checkpointing -------------------------------------------------------------------------------------

@@ -88,7 +88,8 @@ def of_config(named: str, attention: Attention) -> Subject:
     path = Path(named) / "config.json" if Path(named).is_dir() else Path(named)
     keys = _mapping(path)
     made, is_part = _configuration(keys, path)
-    kinds = _kinds(made)
+    layers = int(made.num_hidden_layers)
+    kinds = layer_kinds(made, layers) or ("",) * layers
     few = _shortened(made, _enough(made, kinds, attention))
     return Subject(
         name=named_after(Path(named), path) + (" (text part)" if is_part else ""),
@@ -157,10 +158,10 @@ def longest_said(made: object) -> int | None:
     return next((limit for name in _LIMITS if isinstance(limit := getattr(made, name, None), int)), None)
 
 
-def _kinds(made: "PreTrainedConfig") -> tuple[str, ...]:
-    """The configuration's kind of each layer; empty names if it has none."""
-    count, types = int(made.num_hidden_layers), getattr(made, "layer_types", None)
-    return tuple(map(str, types)) if isinstance(types, (list, tuple)) and len(types) == count else ("",) * count
+def layer_kinds(config: object, layers: int) -> tuple[str, ...] | None:
+    """The kind of each layer's attention in a transformers configuration; None if it has none."""
+    types = getattr(config, "layer_types", None)
+    return tuple(map(str, types)) if isinstance(types, (list, tuple)) and len(types) == layers else None
 
 
 def _enough(made: "PreTrainedConfig", kinds: tuple[str, ...], attention: Attention) -> int:

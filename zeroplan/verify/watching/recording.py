@@ -84,8 +84,8 @@ class Call(NamedTuple):
 class HostSeen(NamedTuple):
     """Host memory beside a GPU, for each part of the run. [bytes]
 
-    The peak, the bytes at the end, the bytes that the pinned allocator then holds beyond its tensors, and the peak of everything
-    held, free pinned blocks included.
+    ``highest`` is the peak, ``held`` the bytes at the end, ``pinned`` what the pinned allocator then holds beyond its tensors.
+    ``taken`` is the peak of everything held, free pinned blocks included.
     """
 
     highest: tuple[int, ...]

@@ -1,8 +1,8 @@
 """Replays a recording through the model of CUDA's allocator: ``memory_allocated`` and ``memory_reserved`` over time.
 
-In ``verify`` the GPU holds only what initialisation leaves. How a model is built (on the GPU, on the host, on the meta device) is
-the user's choice, and its temporary memory is not part of the steps. A script has made that choice: its recording counts from the
-start.
+In ``verify`` the GPU holds only what initialisation leaves. Temporary memory of building the model is not part of the steps:
+where a model is built (GPU, host, meta device) is the user's choice. A script has made that choice: its recording counts from
+the start.
 
 The replay adds cuBLAS's workspaces, which torch allocates once and keeps: one for the forward's thread and one for autograd's, at
 their first matrix product, and as many for each further stream. Tensors made of Python numbers stay in host memory.
