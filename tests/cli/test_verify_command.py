@@ -428,7 +428,7 @@ REFUSED = [
     ((*CPU, "--steps", "0"), 2, "--steps"),
     ((*CPU, "--timeout", "soon"), 2, "--timeout 'soon'"),
     ((*CPU, "--tolerance", "7"), 2, "--tolerance '7'"),
-    ((*CPU, "--gpus", "8", "--stage", "3", "--engine", "paper"), 2, "nothing to run"),
+    ((*CPU, "--gpus", "8", "--stage", "3", "--engine", "paper"), 2, "is a formula and cannot be run"),
 ]
 
 

@@ -118,7 +118,7 @@ def test_what_cannot_be_answered_is_one_line(own: SavedRun, sharded: SavedRun):
         found.how_sure(resolve(found.overridden_by(Request(seq_len=4096))).job)
     for general, said in (
         (None, "no profile of its model; run the script again"),
-        (ScriptProfile(unknown="it trains 2 models, and a job has one"), "it trains 2 models"),
+        (ScriptProfile(unknown="it trains 2 models, and a job has only one"), "it trains 2 models"),
     ):
         with pytest.raises(SpecError, match=said):
             FromRun(replace(sharded, general=general), "sharded.json")

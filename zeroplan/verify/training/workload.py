@@ -82,9 +82,7 @@ def _refuse_what_cannot_run(recipe: RecipeSpec) -> None:
     if recipe.loss == "fused":
         raise MeasurementError("loss 'fused' is Liger's kernel and runs on GPUs only; use full or chunked, or --workload")
     if recipe.loss == "chunked" and recipe.engine != "fsdp2":
-        raise MeasurementError(
-            "loss 'chunked' runs its own backward, which only fsdp2 supports; use loss full with this engine"
-        )
+        raise MeasurementError("loss 'chunked' runs its own backward, which only fsdp2 supports; use loss 'full'")
 
 
 def store_as(module: nn.Module, dtype: torch.dtype) -> None:
