@@ -43,8 +43,7 @@ def failure(error: BaseException) -> Failed:
         )
     if isinstance(error, SystemExit):
         return Failed(
-            cause="script",
-            text=f"the script exited with code {error.code!r}{at} before its first step; read its output",
+            cause="script", text=f"the script exited with code {error.code!r}{at} before its first step; read its output"
         )
     message = f"the script raised {type(error).__name__}{at}: {' '.join(str(error).split())}"[:_LONGEST]
     compiling = type(error).__module__.startswith(_COMPILER)

@@ -34,10 +34,7 @@ def change_torch(stand_ins: StandIns) -> None:
     _load_in_this_process()
     _leave_out_randomness()
     put(torch, save=noting("torch.save", "nothing is written", always(None)))
-    put(
-        torch.amp.GradScaler,
-        _maybe_opt_step=noting("the gradient scaler's overflow check", "every step runs", _always_step),
-    )
+    put(torch.amp.GradScaler, _maybe_opt_step=noting("the gradient scaler's overflow check", "every step runs", _always_step))
     captured = "captured code runs once, in a pool of memory of its own, and replaying does nothing"
     put(Graph, capture_begin=noting("CUDA graphs", captured, Graph.capture_begin))
     put(torch.Tensor, is_pinned=always(False), pin_memory=lambda tensor, *_: tensor)

@@ -21,7 +21,4 @@ def patches(loop: Loop) -> dict[str, Patch]:
     def tell_backward(module: ModuleType) -> None:
         put(module, custom_backward=loop.in_backward(module.custom_backward))
 
-    return {
-        "megatron.legacy.fused_kernels": _compile_nothing,
-        "megatron.core.pipeline_parallel.schedules": tell_backward,
-    }
+    return {"megatron.legacy.fused_kernels": _compile_nothing, "megatron.core.pipeline_parallel.schedules": tell_backward}

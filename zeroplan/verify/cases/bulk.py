@@ -157,11 +157,7 @@ def _warm(task: Task) -> Iterator[Started]:
 
 
 def run_cases(
-    cases: tuple[Case, ...],
-    *,
-    timeout_s: float,
-    say: Callable[[str], None],
-    begin: Callable[[Case], None] = lambda _case: None,
+    cases: tuple[Case, ...], *, timeout_s: float, say: Callable[[str], None], begin: Callable[[Case], None] = lambda _case: None
 ) -> Iterator[Result]:
     """Run cases in order and yield their results; ``begin`` is called with each case before it runs."""
     with Runner(say) as runner:

@@ -5,27 +5,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from zeroplan.errors import MeasurementError
-from zeroplan.spec.profile import (
-    Amount,
-    Flash,
-    Handed,
-    Multiplied,
-    Part,
-    Point,
-    ProfiledBlock,
-    ProfiledPass,
-)
+from zeroplan.spec.profile import Amount, Flash, Handed, Multiplied, Part, Point, ProfiledBlock, ProfiledPass
 from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, GradientReady, Instant, Operations, Piece
-from zeroplan.verify.profiling.polynomials import (
-    MULTIPLES,
-    Fit,
-    Shape,
-    covers,
-    less,
-    padded,
-    total,
-    value,
-)
+from zeroplan.verify.profiling.polynomials import MULTIPLES, Fit, Shape, covers, less, padded, total, value
 
 
 class OtherProgramError(MeasurementError):

@@ -10,13 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zeroplan.errors import ZeroplanError
-from zeroplan.spec.profile import (
-    Modules,
-    Profile,
-    ProfiledPass,
-    Tensor,
-    Variant,
-)
+from zeroplan.spec.profile import Modules, Profile, ProfiledPass, Tensor, Variant
 from zeroplan.spec.recipe import Engine, Precision, Recompute
 from zeroplan.verify.environment import environment
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors

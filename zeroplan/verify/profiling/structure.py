@@ -7,9 +7,7 @@ from typing import NamedTuple
 from torch import nn
 
 from zeroplan.errors import MeasurementError
-from zeroplan.spec.profile import (
-    Run,
-)
+from zeroplan.spec.profile import Run
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.profiling.anatomy import Anatomy
 from zeroplan.verify.training.modules import prefixes_of, shapes_of

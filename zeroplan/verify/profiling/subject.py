@@ -55,11 +55,7 @@ def of_workload(where: str) -> Subject:
     if takes_a_batch(named_function(where)):
         return Subject(where, f"workload {where}", lambda: function(1, 128), lambda shape: function(*shape))
     return Subject(
-        where,
-        f"workload {where}",
-        lambda: function(1, 1),
-        lambda shape: _resized(function(1, 1), shape),
-        has_batch=True,
+        where, f"workload {where}", lambda: function(1, 1), lambda shape: _resized(function(1, 1), shape), has_batch=True
     )
 
 

@@ -12,13 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # the last is in no stub
-    FakeProcessGroup,
-    ProcessGroupGloo,
-    Store,
-    Work,
-    _create_work_from_future,
-)
+from torch._C._distributed_c10d import FakeProcessGroup, ProcessGroupGloo, Store, Work, _create_work_from_future  # type: ignore[attr-defined]  # the last is in no stub
 from torch.profiler import record_function
 from torch.utils._python_dispatch import _disable_current_modes
 
