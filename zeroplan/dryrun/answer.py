@@ -70,7 +70,7 @@ class _Seen(NamedTuple):
         recording, workspace_bytes = tracker.recording, workspace_asked_for(os.environ, gpu_named(task.gpu))
         replays = Replays.of(recording, workspace_bytes=workspace_bytes)
         timeline = Timeline(recording, counted=replays.default.allocated)
-        rows = tracker.operators.of_step(_last_step(timeline))
+        rows = tracker.operators.of_step(recording.last_step)
         operators = operators_recorded(rows, tracker.operators.groups)
         return cls(
             timeline, replays, workspace_bytes, rows, trace_of(timeline, tracker.lines, target=target, operators=operators)
@@ -118,7 +118,7 @@ def _assumed(task: DryRunTask, stand_ins: StandIns) -> dict[str, Any]:
 
 def _warms_up(timeline: Timeline) -> bool:
     """Whether the last step's forward ran on side streams only without a capture, as the warm-up of a CUDA graph does."""
-    blocks, spans, last = timeline.recording.blocks, timeline.recording.spans, _last_step(timeline)
+    blocks, spans, last = timeline.recording.blocks, timeline.recording.spans, timeline.recording.last_step
     streams = {block.stream for block in blocks if spans[block.span].step == last and spans[block.span].phase is Phase.FORWARD}
     return bool(streams) and 0 not in streams and not any(block.pool for block in blocks)
 
@@ -151,13 +151,9 @@ def _beside_step(
     )  # fmt: skip
 
 
-def _last_step(timeline: Timeline) -> int:
-    return max(span.step for span in timeline.recording.spans if span.phase is Phase.STEP)
-
-
 def _alive_at_peak(timeline: Timeline) -> list[Block]:
     """The blocks alive at the peak of the last step."""
-    spans, last = timeline.recording.spans, _last_step(timeline)
+    spans, last = timeline.recording.spans, timeline.recording.last_step
     indices = [index for index, span in enumerate(spans) if span.step == last and span.phase in OF_A_STEP]
     _, moment = max((timeline.peak(index) for index in indices), key=lambda peak: peak[0])
     return [block for block in timeline.recording.blocks if block.born <= moment < block.died]

@@ -6,6 +6,7 @@ request a block did not exist, before its release it did.
 
 from typing import NamedTuple
 
+from zeroplan.script_trace import live_bytes
 from zeroplan.snapshots.reading import Snapshot, Stack
 
 BEFORE = -1
@@ -45,19 +46,8 @@ def lives_of(snapshot: Snapshot) -> Lives:
             alive[event.address] = (at, event.n_bytes, ())
     blocks += (Life(address, n_bytes, BEFORE, died, stack) for address, (died, n_bytes, stack) in alive.items())
     blocks.sort(key=lambda life: life.born)
-    return Lives(tuple(blocks), _live_bytes(blocks, over))
-
-
-def _live_bytes(blocks: list[Life], events: int) -> tuple[int, ...]:
-    changes = [0] * (events + 2)
-    for life in blocks:
-        changes[life.born + 1] += life.n_bytes
-        changes[life.died + 1] -= life.n_bytes
-    live, total = [], 0
-    for change in changes[: events + 1]:
-        total += change
-        live.append(total)
-    return tuple(live)
+    columns = ([life.n_bytes for life in blocks], [life.born + 1 for life in blocks], [life.died + 1 for life in blocks])
+    return Lives(tuple(blocks), tuple(live_bytes(over, *columns)))
 
 
 def alive(lives: Lives, at: int) -> list[Life]:

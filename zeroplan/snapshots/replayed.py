@@ -31,6 +31,15 @@ def replayed(snapshot: Snapshot, lives: Lives) -> Replayed | None:
         card, chunks = _initial_state(snapshot, lives)
     except ValueError:
         return None
+    expandable = CachingAllocator(expandable_segments=True)
+    standing = {life.address: expandable.request(life.n_bytes) for life in lives.blocks if life.born == BEFORE}
+    _play(snapshot, expandable, standing)
+    requests, alike = _play(snapshot, card, chunks)
+    return Replayed(requests, alike, card.reserved_bytes, expandable.reserved_bytes)
+
+
+def _play(snapshot: Snapshot, card: CachingAllocator, chunks: dict[int, Chunk]) -> tuple[int, int]:
+    """Make a snapshot's requests; return how many there are, and how many grew the reserved memory as on the GPU."""
     requests = alike = grown = 0
     for event in snapshot.events:
         if event.action == "grown":
@@ -43,7 +52,7 @@ def replayed(snapshot: Snapshot, lives: Lives) -> Replayed | None:
             card.release(chunks.pop(event.address))
         elif event.action == "shrunk":
             card.release_cached()
-    return Replayed(requests, alike, card.reserved_bytes, _with_expandable_segments(snapshot, lives))
+    return requests, alike
 
 
 def _initial_state(snapshot: Snapshot, lives: Lives) -> tuple[CachingAllocator, dict[int, Chunk]]:
@@ -64,16 +73,3 @@ def _initial_state(snapshot: Snapshot, lives: Lives) -> tuple[CachingAllocator, 
         used = card.standing(n_bytes, [(one - address, size) for one, size in inside], stream)
         chunks.update((one, chunk) for (one, _), chunk in zip(inside, used, strict=True))
     return card, chunks
-
-
-def _with_expandable_segments(snapshot: Snapshot, lives: Lives) -> int:
-    card = CachingAllocator(expandable_segments=True)
-    chunks = {life.address: card.request(life.n_bytes) for life in lives.blocks if life.born == BEFORE}
-    for event in snapshot.events:
-        if event.action == "requested":
-            chunks[event.address] = card.request(event.n_bytes, event.stream)
-        elif event.action == "released" and event.address in chunks:
-            card.release(chunks.pop(event.address))
-        elif event.action == "shrunk":
-            card.release_cached()
-    return card.reserved_bytes

@@ -20,7 +20,7 @@ from zeroplan.verify.profiling.watched import PassWatcher
 from zeroplan.verify.training.modules import prefixes_of
 from zeroplan.verify.training.recomputation import recompute_blocks
 from zeroplan.verify.training.workload import Workload, placed, store_as
-from zeroplan.verify.watching.recording import STILL_HELD, Block
+from zeroplan.verify.watching.recording import STILL_HELD, Block, live
 
 _NUMBER = 8
 """Requests up to this size with no dimensions are single numbers (a loss, a count), which no model counts. [bytes]"""
@@ -227,12 +227,7 @@ class _Cut:
 
     def _curve(self, alive: Sequence[Block], start: int, end: int) -> list[tuple[Block, int]]:
         """Each request after ``start`` and up to ``end``, with the bytes of ``alive`` alive then."""
-        changes = [0] * (self._seen.now + 2)
-        for one in alive:
-            changes[one.born] += one.n_bytes
-            if one.died != STILL_HELD:
-                changes[one.died] -= one.n_bytes
-        total = list(accumulate(changes))
+        total = live(alive, self._seen.now)
         return [(one, total[one.born]) for one in self._requests if start < one.born <= end]
 
     def _instants(self, at: int, start: int, end: int) -> tuple[Instant, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from zeroplan.errors import MeasurementError
-from zeroplan.ledger import Kind, Phase
+from zeroplan.ledger import Kind
 from zeroplan.verify.watching.recording import STILL_HELD, Block, Call, HostSeen, Recording, Span, layer_of
 
 _NUMBER = re.compile(r"\d+")
@@ -69,7 +69,7 @@ def _calls(shorter: Recording, longer: Recording, times: int) -> list[Call]:
 
 def _of_the_last_step(recording: Recording) -> Iterator[Call]:
     """The collectives of the last step without their moments, which differ between otherwise equal runs."""
-    last = max(span.step for span in recording.spans if span.phase is Phase.STEP)
+    last = recording.last_step
     return (call._replace(moment=0) for call in recording.calls if recording.spans[call.span].step == last)
 
 

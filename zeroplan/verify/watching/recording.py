@@ -1,11 +1,13 @@
 """The recording of a run: blocks of memory in program order, the parts of the run, the collectives. Data alone."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 from zeroplan.ledger import Beside, Kind, Phase
+from zeroplan.script_trace import live_bytes
 
 STILL_HELD = 2**62
 """``died`` of a block that outlives the recording."""
@@ -62,6 +64,11 @@ def layer_of(block: Block) -> int | None:
     return layer_named(block.module) if block.layer is None else block.layer
 
 
+def live(blocks: Sequence[Block], now: int) -> list[int]:
+    """Bytes alive before the first request and after every moment up to ``now``. [bytes]"""
+    return live_bytes(now, *([getattr(block, name) for block in blocks] for name in ("n_bytes", "born", "died")))
+
+
 class Span(NamedTuple):
     """A part of the run: its step (the first is 0; -1 before it), its phase, and the moment it began."""
 
@@ -113,3 +120,8 @@ class Recording:
     let_go: tuple[tuple[int, int], ...] = ()
     workspaces: frozenset[int] | None = None
     from_the_start: bool = False
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last optimizer step."""
+        return max(span.step for span in self.spans if span.phase is Phase.STEP)

@@ -156,8 +156,7 @@ def pools_by_moment(let_go: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 
 def _last_step(recording: Recording) -> int:
     """The moment at which the last step begins."""
-    last = max(span.step for span in recording.spans if span.phase is Phase.STEP)
-    return next(span.start for span in recording.spans if span.step == last)
+    return next(span.start for span in recording.spans if span.step == recording.last_step)
 
 
 def _events(recording: Recording) -> list[tuple[Block, bool]]:

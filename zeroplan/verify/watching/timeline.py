@@ -2,14 +2,13 @@
 
 from collections import Counter, defaultdict
 from dataclasses import replace
-from itertools import accumulate
 
 from zeroplan.ledger import OF_A_STEP, Beside, Kind, Phase
 from zeroplan.measurement import CollectiveMeasured, CourseMeasured, PhaseMeasured, StepMeasured
 from zeroplan.verify.watching.collected import summed
 from zeroplan.verify.watching.courses import Pass, Request, course_of
 from zeroplan.verify.watching.log import Call
-from zeroplan.verify.watching.recording import STILL_HELD, Block, Recording, layer_of
+from zeroplan.verify.watching.recording import STILL_HELD, Block, Recording, layer_of, live
 
 
 class Timeline:
@@ -18,12 +17,7 @@ class Timeline:
     def __init__(self, recording: Recording, *, counted: list[int] | None = None) -> None:
         self.recording = recording
         self.counted = counted
-        changes = [0] * (recording.now + 1)
-        for block in recording.blocks:
-            changes[block.born] += block.n_bytes
-            if block.died != STILL_HELD:
-                changes[block.died] -= block.n_bytes
-        self.live = list(accumulate(changes))
+        self.live = live(recording.blocks, recording.now)
         self._events: list[tuple[Block, int] | None] = [None] * (recording.now + 1)
         for block in recording.blocks:
             self._events[block.born] = (block, 1)
@@ -64,13 +58,10 @@ class Timeline:
 
     def by_kind(self) -> dict[str, list[int]]:
         """Bytes alive after every request and release, by kind. [bytes]"""
-        changes: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(self.live))
+        blocks: defaultdict[str, list[Block]] = defaultdict(list)
         for block in self.recording.blocks:
-            of_its_kind = changes[self.kind(block).value]
-            of_its_kind[block.born] += block.n_bytes
-            if block.died < len(self.live):
-                of_its_kind[block.died] -= block.n_bytes
-        return {kind: list(accumulate(of_its_kind)) for kind, of_its_kind in changes.items()}
+            blocks[self.kind(block).value].append(block)
+        return {kind: live(of_its_kind, self.recording.now) for kind, of_its_kind in blocks.items()}
 
     def at(self, moment: int) -> Block | None:
         """The block requested at a moment; None at a release."""
@@ -182,7 +173,6 @@ def _course(timeline: Timeline, passes: dict[int, list[Block]]) -> CourseMeasure
 
 def collectives(recording: Recording) -> tuple[CollectiveMeasured, ...]:
     """Add up the collectives of the last step."""
-    spans = recording.spans
-    last = max(span.step for span in spans if span.phase is Phase.STEP)
+    spans, last = recording.spans, recording.last_step
     calls = (call for call in recording.calls if spans[call.span].step == last and spans[call.span].phase in OF_A_STEP)
     return summed(Call(call.operation, call.dtype, call.group, call.n_bytes, spans[call.span].phase.value) for call in calls)
