@@ -17,8 +17,8 @@ from zeroplan.dryrun.task import DryRunTask, Failed, environment
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.script_trace import SavedRun
 from zeroplan.spec.base import read
-from zeroplan.verify.failures import FailedError, NotHereError
-from zeroplan.verify.processes.launch import end_session, how_ended
+from zeroplan.verify.failures import FailedError
+from zeroplan.verify.processes.launch import end_session, how_ended, start_process
 from zeroplan.verify.processes.scratch import ORDER, scratch
 
 _TAIL_LINES = 15
@@ -93,18 +93,8 @@ def shown(printed: Path, *, quiet: bool, worked: Callable[[], bool]) -> Iterator
 
 
 def _started(child: Process, output: int) -> "subprocess.Popen[str]":
-    try:
-        return subprocess.Popen(  # noqa: S603  our own interpreter and module, which runs what the user has named
-            child.command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, **child.environment, "PYTHONUNBUFFERED": "1", MARK: child.mark},
-        )
-    except OSError as error:
-        raise NotHereError(f"no process can be started here: {error.strerror}") from None
+    env = {**os.environ, **child.environment, "PYTHONUNBUFFERED": "1", MARK: child.mark}
+    return start_process(child.command, env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
 
 def _standard_error(otherwise: int) -> int:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -246,19 +246,24 @@ def running(command: list[str], task: Task, order: Path) -> Iterator[Started]:
 def _started(command: list[str], task: Task, order: Path) -> "subprocess.Popen[str]":
     try:
         with (order.parent / STARTED_STDERR).open("wb") as sink:
-            return subprocess.Popen(  # noqa: S603  our own interpreter and module
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                text=True,
-                start_new_session=True,
-                env=environment_of(task),
+            return start_process(
+                command, environment_of(task), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink.fileno()
             )
     except OSError as error:
-        raise NotHereError(
-            f"no process can be started here: {error.strerror}; free memory or raise the limit of processes"
-        ) from None
+        raise no_temporary_folder(error) from None
+
+
+def start_process(
+    command: Sequence[str], env: Mapping[str, str], *, stdin: int, stdout: int, stderr: int
+) -> "subprocess.Popen[str]":  # fmt: skip
+    """Start a process in a session of its own. Raises NotHereError if this machine cannot start one."""
+    try:
+        return subprocess.Popen(  # noqa: S603  our own interpreter and module
+            command, text=True, start_new_session=True, env=env, stdin=stdin, stdout=stdout, stderr=stderr
+        )
+    except OSError as error:
+        hint = "free memory or raise the limit of processes"
+        raise NotHereError(f"no process can be started here: {error.strerror}; {hint}") from None
 
 
 def environment_of(task: Task) -> dict[str, str]:
