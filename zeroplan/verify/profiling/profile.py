@@ -78,7 +78,7 @@ def _profile(subject: Subject, wanted: Wanted, say: Callable[[str], None]) -> Pr
         embeddings=tuple(_tensor(name, one, cast) for name, one in whole.outside if name not in tail),
         runs=runs,
         kinds={
-            kind: tuple(_tensor(name, one, cast, whole.prefix(at)) for name, one in whole.inside(at))
+            kind: tuple(_tensor(name, one, cast, whole.names[at]) for name, one in whole.inside(at))
             for kind, at in kinds.items()
         },
         tail=tuple(_tensor(name, one, cast) for name, one in whole.outside if name in tail),

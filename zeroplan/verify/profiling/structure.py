@@ -39,10 +39,6 @@ class Structure(NamedTuple):
         names = ["" if within else name for within, (name, _) in zip(inside, self.parameters, strict=True)]
         return tuple(dict.fromkeys(names))
 
-    def prefix(self, at: int) -> str:
-        """The prefix of the names in a block."""
-        return self.names[at]
-
     def inside(self, at: int) -> list[tuple[str, tuple[int, ...]]]:
         """A block's parameters."""
         return [(name, shape) for name, shape in self.parameters if name.startswith(self.names[at])]
