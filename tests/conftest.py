@@ -8,7 +8,7 @@ import pytest
 
 from tests.combined import leave_to_the_night, without_a_test
 from zeroplan import auto_profile
-from zeroplan.verify.watching.cycles import collected_when_told
+from zeroplan.verify.watching.cycles import manual_garbage_collection
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -51,7 +51,7 @@ def _garbage_is_collected_when_told(request: pytest.FixtureRequest) -> Iterator[
     if request.node.get_closest_marker("torch") is None:
         yield
     else:
-        with collected_when_told():
+        with manual_garbage_collection():
             yield
 
 

@@ -85,7 +85,7 @@ def test_one_card_that_stands_for_many_waits_for_nobody():
         ({"forward": 1.0}, {}, ClusterSpec(gpu=gpu("a100")), "is of h100-sxm-80gb, and the job's is a100-sxm-80gb"),
         ({"forward": 1.0}, {}, ClusterSpec(), "none is named"),
         ({"forward": 1e-3}, {}, ClusterSpec(gpu=gpu("h100")), "quicker than the GPU's rates allow"),
-        ({"forward": 1e4}, {}, ClusterSpec(gpu=gpu("h100")), "a fiftieth of the GPU's rates"),
+        ({"forward": 1e4}, {}, ClusterSpec(gpu=gpu("h100")), "1/50 of the GPU's rates"),
     ],
 )
 def test_what_cannot_calibrate_is_refused(seconds: dict, said: dict, cluster: ClusterSpec, expected: str):

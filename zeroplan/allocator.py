@@ -1,16 +1,15 @@
-"""What CUDA's caching allocator makes of requests: the bytes that ``memory_allocated`` and ``memory_reserved`` would show.
+"""Models CUDA's caching allocator: the bytes that ``memory_allocated`` and ``memory_reserved`` return for given requests.
 
-A model of torch's own allocator: requests are rounded to 512 bytes; up to 1 MiB they come from segments of 2 MiB, up to 10 MiB
-from segments of 20 MiB, above from a segment of their own in whole 2 MiB; free blocks are reused best fit, on the stream they
-were made on; blocks are split, and neighbours merged again. With expandable segments there is one segment per stream and size
-class, which grows page by page.
+Requests are rounded to 512 bytes. Up to 1 MiB they come from segments of 2 MiB, and up to 10 MiB from segments of 20 MiB.
+Larger ones get their own segment in whole 2 MiB. Free blocks are reused best fit, on the stream they were made on. Blocks are
+split, and free neighbours merged. With expandable segments there is one segment per stream and size class, which grows page by
+page.
 
-Where the card is full, the allocator gives back to the driver every segment without a block in use (with expandable segments,
-every page without one) and tries again: a retry, in torch's words. Where that does not help either, the process runs out of
-memory.
+If the GPU is full, the allocator frees every segment without a block in use (with expandable segments, every such page) and tries
+again; torch calls this a retry. If that does not help, the process runs out of memory.
 
-What is asked for while a CUDA graph is captured comes from a private pool. Its blocks are used again within the pool alone, and
-its segments stay reserved until no graph keeps the pool any more. While a capture runs, nothing is given back to the driver.
+Requests during the capture of a CUDA graph come from a private pool. Its blocks are reused within the pool only, and its
+segments stay reserved until no graph uses the pool. During a capture nothing is freed to the driver.
 
 Source: ``c10/cuda/CUDACachingAllocator.cpp`` (``malloc``, ``get_free_block``, ``should_split``, ``alloc_block``,
 ``find_expandable_block``, ``try_allocate_expandable_block``, ``map_block``, ``unmap_block``, ``free_block``,
@@ -32,16 +31,16 @@ _SMALL_SEGMENT = 2 * MIB
 _LARGE_SEGMENT = 20 * MIB
 _OWN_SEGMENT_FROM = 10 * MIB
 _OWN_SEGMENT_UNIT = 2 * MIB
-#: Addresses that an expandable segment may still grow into; torch reserves an eighth more than the card has.
+#: Address space into which an expandable segment can grow; torch reserves 9/8 of the GPU's memory.
 _ENDLESS = 2**62
 
 
 class CardFullError(Exception):
-    """A request that the card cannot give, cached blocks given back: what torch calls ``OutOfMemoryError``."""
+    """A request that the GPU cannot serve even after freeing the cache: torch's ``OutOfMemoryError``."""
 
 
 def counted_bytes(n_bytes: int) -> int:
-    """What a request counts as where blocks are split to the size of the request. [bytes]
+    """The counted size of a request, where blocks are split to the requested size. [bytes]
 
     >>> counted_bytes(1), counted_bytes(512), counted_bytes(513)
     (512, 512, 1024)
@@ -50,7 +49,7 @@ def counted_bytes(n_bytes: int) -> int:
 
 
 class Chunk:
-    """A stretch of a segment, in use, free or without pages of the card behind it, and its neighbours there."""
+    """A stretch of a segment (in use, free, or without pages) and its neighbours there."""
 
     __slots__ = ("address", "after", "before", "free", "mapped", "pool", "size")
 
@@ -69,20 +68,20 @@ class Chunk:
 
     @property
     def grows_to(self) -> int:
-        """How large a free chunk can become where it lies: with the addresses behind it that have no pages yet."""
+        """The size to which a free chunk can grow in place, with the addresses behind it that have no pages yet. [bytes]"""
         after = self.after
         return self.size if after is None or after.mapped else self.size + after.size
 
     @property
     def available(self) -> bool:
-        """Whether nothing is in it, with or without pages of the card behind it."""
+        """Whether it is unused, with or without pages."""
         return self.free or not self.mapped
 
 
 class _Pool:
-    """The free chunks of one size class on one stream, with addresses of their own; ``private`` is the pool of CUDA graphs, if any.
+    """The free chunks of one size class on one stream, with their own addresses; ``private`` is the pool of CUDA graphs, if any.
 
-    ``holes`` are, in the order of their addresses, the chunks of an expandable segment without pages behind them.
+    ``holes`` are the chunks of an expandable segment without pages, in the order of addresses.
     """
 
     def __init__(self, *, small: bool, expandable: bool, private: int = 0) -> None:
@@ -101,7 +100,7 @@ class _Pool:
         chunk.free = False
 
     def best_fit(self, size: int) -> Chunk | None:
-        """Take the smallest free chunk that is large enough; one that can grow counts as large as it can grow."""
+        """Remove and return the smallest free chunk that is large enough; a growing one counts with the size it can grow to."""
         at = bisect_left(self.free, size, key=_size)
         if at == len(self.free):
             return None
@@ -113,7 +112,7 @@ class _Pool:
         return chunk
 
     def room_for(self, size: int) -> Chunk:
-        """Return the chunk from which on there are enough addresses in a row, the lowest that a hole is part of."""
+        """The first chunk of a run of available addresses that is large enough, the lowest that contains a hole."""
         for hole in self.holes:
             first = hole.before if hole.before is not None and hole.before.free else hole
             room, chunk = 0, cast("Chunk | None", first)
@@ -133,9 +132,9 @@ def _address(chunk: Chunk) -> int:
 
 
 class CachingAllocator:
-    """A card's allocator, empty at first; without ``room_bytes`` the card never runs out.
+    """A GPU's allocator, empty at first; without ``room_bytes`` it never runs out.
 
-    ``allocated_bytes`` and ``reserved_bytes`` are what ``torch.cuda.memory_allocated`` and ``memory_reserved`` would return now,
+    ``allocated_bytes`` and ``reserved_bytes`` equal ``torch.cuda.memory_allocated`` and ``memory_reserved`` now,
     ``highest_bytes`` is ``max_memory_reserved``, and ``retries`` is ``num_alloc_retries`` of ``memory_stats``.
 
     >>> card = CachingAllocator(room_bytes=50 * MIB)
@@ -145,7 +144,7 @@ class CachingAllocator:
     >>> card.release(other)
     >>> card.allocated_bytes // MIB, card.reserved_bytes // MIB
     (6, 36)
-    >>> _ = card.request(30 * MIB)  # too large for what is free, and for the card beside it
+    >>> _ = card.request(30 * MIB)  # too large for the free memory and for the rest of the card
     >>> card.allocated_bytes // MIB, card.reserved_bytes // MIB, card.retries
     (36, 50, 1)
     """
@@ -159,12 +158,12 @@ class CachingAllocator:
         self._expandable = expandable_segments
         self._pools: dict[tuple[bool, int, int], _Pool] = {}
         self._kept: set[int] = set()
-        """Private pools that a graph keeps."""
+        """Private pools that a graph uses."""
 
     def request(self, n_bytes: int, stream: int = 0, private: int = 0) -> Chunk:
-        """Hand out memory for a request on a stream, within a capture of a private pool.
+        """Allocate a chunk on a stream, from a private pool within a capture.
 
-        Raises :class:`CardFullError` where the card has none to give.
+        Raises :class:`CardFullError` if the GPU is out of memory.
         """
         size = counted_bytes(n_bytes)
         if private:
@@ -177,10 +176,10 @@ class CachingAllocator:
         return chunk
 
     def standing(self, segment_bytes: int, blocks: Sequence[tuple[int, int]], stream: int = 0) -> list[Chunk]:
-        """Begin with a segment that is there already, and blocks of it in use: offset, and size as it was asked for, in order.
+        """Add an existing segment with blocks in use, given as offset and requested size in order; return their chunks.
 
-        What follows a block and would not have been split off from it belongs to it. Raises ValueError where blocks overlap or
-        do not fit in.
+        A remainder behind a block that the allocator would not split off belongs to the block. Raises ValueError for blocks
+        that overlap or do not fit.
         """
         pool = self._pool(_LARGEST_SMALL if segment_bytes <= _SMALL_SEGMENT else segment_bytes, stream)
         rest: Chunk | None = self._segment(pool, segment_bytes)
@@ -203,29 +202,29 @@ class CachingAllocator:
         return used
 
     def release(self, chunk: Chunk) -> None:
-        """Take memory back, and join it with free neighbours."""
+        """Free a chunk, and merge it with free neighbours."""
         self.allocated_bytes -= chunk.size
         self._freed(chunk)
 
     def let_go(self, private: int) -> None:
-        """Note that no graph keeps a private pool any more: what is free in it may go back to the driver."""
+        """Note that no graph uses a private pool any more, so its free memory may be freed to the driver."""
         self._kept.discard(private)
 
     @property
     def kept_bytes(self) -> int:
-        """What is free in private pools that a graph keeps: nothing else can have it. [bytes]"""
+        """Free memory in private pools that graphs use, which nothing else can allocate. [bytes]"""
         return sum(chunk.size for pool in self._pools.values() if pool.private in self._kept for chunk in pool.free)
 
     def chunks(self, in_use: Iterable[Chunk]) -> Iterator[Chunk]:
-        """All chunks of the card: those in use, which nobody but their owners knows, and those that are free."""
+        """All chunks: the given ones in use, and the free ones."""
         yield from in_use
         for pool in self._pools.values():
             yield from pool.free
 
     def release_cached(self) -> list[Chunk]:
-        """Give back to the driver what no block in use shares a segment with, or a page; what ``empty_cache`` does.
+        """Free every segment, or page, without a block in use, as ``empty_cache`` does.
 
-        Returns the segments that are gone, none with expandable segments, which shrink.
+        Returns the freed segments; none with expandable segments, which shrink.
         """
         gone = []
         for pool in self._pools.values():
@@ -248,7 +247,7 @@ class CachingAllocator:
         return rest >= _MIN_BLOCK if pool.small or self._expandable else rest > _LARGEST_SMALL
 
     def _more(self, pool: _Pool, size: int) -> Chunk:
-        """Take from the card; where it is full, give back what is cached and try once more."""
+        """Allocate from the GPU; if it is full, free the cache and try once more."""
         take = self._grown if self._expandable else self._own_segment
         try:
             return take(pool, size)
@@ -275,7 +274,7 @@ class CachingAllocator:
         self.highest_bytes = max(self.highest_bytes, self.reserved_bytes)
 
     def _freed(self, chunk: Chunk) -> Chunk:
-        """Add a chunk to those that are free, joined with its free neighbours."""
+        """Make a chunk free, and merge it with free neighbours."""
         pool = chunk.pool
         if chunk.before is not None and chunk.before.free:
             pool.remove(chunk.before)
@@ -289,7 +288,7 @@ class CachingAllocator:
     # --- expandable segments --------------------------------------------------------------------------------------------
 
     def _grown(self, pool: _Pool, size: int) -> Chunk:
-        """Map as many pages into the first stretch of addresses with room as it lacks, beside what of it is free."""
+        """Map the missing pages into the first run of addresses with enough room, and return the whole chunk."""
         chunk = pool.room_for(size)
         if not chunk.mapped:
             chunk = self._mapped(chunk, min(size, chunk.size))
@@ -301,7 +300,7 @@ class CachingAllocator:
         return chunk
 
     def _mapped(self, hole: Chunk, size: int) -> Chunk:
-        """Put whole pages behind the beginning of a hole, which is then free, with its free neighbours."""
+        """Map whole pages at the beginning of a hole; they are then free and merged with free neighbours."""
         pool = hole.pool
         size = round_up(size, _page(pool))
         self._take(size)
@@ -311,7 +310,7 @@ class CachingAllocator:
         return self._freed(hole)
 
     def _unmapped(self, chunk: Chunk) -> None:
-        """Take from a free chunk the whole pages that lie in it; what is left at its ends stays free."""
+        """Unmap the whole pages inside a free chunk; the rest at its ends stays free."""
         pool, page = chunk.pool, _page(chunk.pool)
         start, end = round_up(chunk.address, page), (chunk.address + chunk.size) // page * page
         if start >= end:
@@ -327,7 +326,7 @@ class CachingAllocator:
         self._hole(chunk)
 
     def _hole(self, chunk: Chunk) -> None:
-        """Add a chunk without pages to the others, joined with those beside it."""
+        """Add a chunk without pages to the holes, merged with neighbouring holes."""
         holes = chunk.pool.holes
         at = bisect_left(holes, chunk.address, key=_address)
         first = last = at
@@ -357,7 +356,7 @@ class CachingAllocator:
 
 
 def _page(pool: _Pool) -> int:
-    """What an expandable segment grows by."""
+    """The page size of an expandable segment. [bytes]"""
     return _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT
 
 

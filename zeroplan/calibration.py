@@ -1,8 +1,8 @@
-"""What do measured steps say of the rates that a GPU reaches?
+"""Calibrates a GPU's rates with measured steps.
 
-All fitted shares are scaled by one factor until the modelled step takes as long as the measured one; where the optimizer's step
-was timed apart it has a factor of its own. One run cannot tell more: which operators were slow, it does not say. Nor does it say
-what was slow about itself alone, which one factor carries over to every other run; of several runs the median factor does not.
+One factor scales all fitted shares until the modelled step is as long as the measured one. If the optimizer's step was timed
+apart, it has its own factor. One run cannot show which operators were slow, and its factor carries that run's own slowness to
+every other; the median factor of several runs does not.
 """
 
 import math
@@ -26,25 +26,25 @@ _LEAST, _HALVINGS = 0.02, 40
 
 
 class Measured(NamedTuple):
-    """How long a step took. [s]"""
+    """The duration of a step. [s]"""
 
     computing_s: float
-    """Forward and backward; the whole step where ``stepping_s`` is None."""
+    """Forward and backward; the whole step if ``stepping_s`` is None."""
     stepping_s: float | None = None
     """The optimizer's step."""
     moved_data: bool = True
-    """Whether collectives took their time: not on one card that stands for many."""
+    """Whether collectives moved data, as opposed to one GPU that plays one rank of many."""
 
 
 class Reached(NamedTuple):
-    """What a step reached, as a multiple of the fitted shares."""
+    """The rates that a step reached, as multiples of the fitted shares."""
 
     computing: float
     stepping: float
 
 
 def middle(several: Sequence[Reached]) -> Reached:
-    """The median of each factor; of an even number the geometric mean of the two in the middle.
+    """The median of each factor; for an even number, the geometric mean of the two in the middle.
 
     >>> middle([Reached(0.5, 1.0), Reached(1.1, 1.0), Reached(1.0, 0.9)])
     Reached(computing=1.0, stepping=1.0)
@@ -55,10 +55,10 @@ def middle(several: Sequence[Reached]) -> Reached:
 
 
 def calibrated(records: Sequence[Measurement], cluster: ClusterSpec) -> ClusterSpec:
-    """The cluster with the shares that the records' steps reached on its GPU: those of one, or of several the median.
+    """The cluster with the shares that the records' steps reached on its GPU: one record's, or the median of several.
 
-    The shares that are scaled are those of the first record's engine. Raises :class:`~zeroplan.errors.SpecError` where a record
-    has no time, is of another GPU, or fits no share of its rates.
+    The scaled shares are those of the first record's engine. Raises :class:`~zeroplan.errors.SpecError` for a record without
+    times, of another GPU, or that fits no share of its rates.
     """
     steps = [_of_record(record, cluster) for record in records]
     factor = middle([step.reached for step in steps])
@@ -75,7 +75,9 @@ class _Step(NamedTuple):
 def _of_record(record: Measurement, cluster: ClusterSpec) -> _Step:
     steady, there = record.steady, record.job.cluster.gpu
     if steady.seconds is None or not steady.seconds:
-        raise SpecError(f"the record is of a run without a GPU (backend {record.backend}), whose time says nothing")
+        raise SpecError(
+            f"the record is of a run without a GPU (backend {record.backend}), so it has no times to calibrate with"
+        )
     if cluster.gpu is None or (there is not None and there.name != cluster.gpu.name):
         mine = "none is named" if cluster.gpu is None else f"the job's is {cluster.gpu.name}"
         raise SpecError(f"the record is of {'a GPU without a name' if there is None else there.name}, and {mine}; use one GPU")
@@ -97,9 +99,9 @@ def _spec(share: Efficiency, source: str) -> SharesSpec:
 
 
 def reached(job: JobSpec, took: Measured) -> Reached:
-    """The multiple of the shares with which the model of this job's step takes as long as it took.
+    """The multiple of the shares with which the modelled step of this job is as long as the measured one.
 
-    Raises :class:`~zeroplan.errors.SpecError` where no share up to the data sheet's rates does.
+    Raises :class:`~zeroplan.errors.SpecError` if no share up to the data sheet's rates is.
     """
     base, account = shares_of(job.cluster, job.recipe.engine), account_of(job, job.batch)
     most = 1 / min(base.matrices, base.attention, base.bandwidth)
@@ -124,23 +126,23 @@ def _time(job: JobSpec, account: Account, share: Efficiency) -> StepTime:
 
 
 def _seconds(time: StepTime, took: Measured, *, step: bool | None) -> float:
-    """Of the parts that were timed: the optimizer's, the others, or all."""
+    """The modelled seconds of the timed parts: the optimizer's, the others, or all."""
     parts = (part for part in time.parts if took.moved_data or part.does not in _SENT)
     return sum(float(part.seconds) for part in parts if step is None or (part.does in _STEP) == step)
 
 
 def _solved(seconds: Callable[[float], float], measured: float, most: float) -> float:
-    """The factor at which so many seconds are taken; time falls as rates rise."""
+    """The factor at which the modelled step has the measured duration; the duration falls as rates rise."""
     if seconds(most) > measured:
         raise SpecError(
-            f"a part of the step took {measured:.4f} s, which is quicker than the GPU's rates allow ({seconds(most):.4f} s); the "
-            "record is of another job or GPU"
+            f"a part of the step ran for {measured:.4f} s, which is quicker than the GPU's rates allow ({seconds(most):.4f} s); "
+            "the record is of another job or GPU"
         )
     low, high = _LEAST * most, most
     if seconds(low) < measured:
         raise SpecError(
-            f"a part of the step took {measured:.4f} s, which a fiftieth of the GPU's rates would not explain; the record does not "
-            "show a step that only computes"
+            f"a part of the step ran for {measured:.4f} s, which even 1/50 of the GPU's rates would not explain; the record does "
+            "not show a step that only computes"
         )
     for _ in range(_HALVINGS):
         middle = (low * high) ** 0.5

@@ -1,4 +1,4 @@
-"""Does the estimate agree with what was measured, and where not? Needs no torch: records are replayed anywhere."""
+"""Compares an estimate with a measurement, figure by figure. Needs no torch, so records can be compared anywhere."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +12,7 @@ from zeroplan.spec.recipe import Kernels, Loss
 from zeroplan.timeline import reserved
 from zeroplan.transformer.blocks import Compute
 
-#: Library workspaces come with CUDA's kernels; a run on other tensors has none.
+#: Library workspaces exist with CUDA's kernels only.
 _ONLY_ON_CUDA = (Kind.WORKSPACE,)
 _A_THOUSANDTH = 1000
 
@@ -26,21 +26,21 @@ class Compared(NamedTuple):
 
     @property
     def difference(self) -> int:
-        """Predicted minus measured."""
+        """Predicted minus measured. [bytes]"""
         return self.predicted - self.measured
 
     @property
     def error(self) -> float:
-        """Difference over measured; infinite where something was predicted and nothing measured."""
+        """The difference divided by the measured value; infinite if something was predicted and nothing measured."""
         if self.measured:
             return self.difference / self.measured
         return 0.0 if not self.predicted else float("inf")
 
 
 class Reserved(NamedTuple):
-    """What the caching allocator reserved, and the band that the estimate gives for it. [bytes]
+    """The memory that the caching allocator reserved, and the estimate's band for it. [bytes]
 
-    ``card`` is what came of the same requests on a card of the job's size, where one was replayed.
+    ``card`` is the result of the same requests on a GPU of the job's size, if they were replayed.
     """
 
     settings: AllocatorSettings
@@ -50,17 +50,17 @@ class Reserved(NamedTuple):
 
     @property
     def inside(self) -> bool:
-        """Whether it lies in the band."""
+        """Whether the measured value is in the band."""
         return int(self.band.low_bytes) <= self.measured <= int(self.band.high_bytes)
 
 
 class Comparison(NamedTuple):
-    """An estimate held against a measurement: the peak, each phase, what is held, each kind at the peak, each collective.
+    """An estimate compared with a measurement: the peak, each phase, held bytes, each kind at the peak, each collective.
 
-    ``allocator`` is what CUDA's allocator counts at the peak, where the record has it, and ``reserved`` what it reserved, each
-    with the estimate's band: both are shown, and what lies outside a band is named, but neither decides whether the two agree.
-    What does is ``contradicted``: the estimate fits the GPU, and a replay with a card of its size runs out of memory. ``host`` is
-    host memory per rank and ``nvme`` what is in files, where something is offloaded and the record says how much there was.
+    ``allocator`` is what CUDA's allocator counts at the peak, if recorded, and ``reserved`` what it reserved, with the
+    estimate's bands. Values outside a band are named, but do not decide whether the two agree. ``contradicted`` does: the
+    estimate fits the GPU, but a replay on a GPU of that size runs out of memory. ``host`` is host memory per rank and ``nvme``
+    the size of files, with offload.
     """
 
     peak: Compared
@@ -79,21 +79,16 @@ class Comparison(NamedTuple):
         return not self.beyond(tolerance) and not self.contradicted
 
     @property
-    def outside_the_band(self) -> tuple[Reserved, ...]:
-        """What the allocator reserved where the estimate does not expect it."""
-        return tuple(one for one in self.reserved if not one.inside)
-
-    @property
     def away(self) -> tuple[Compared, ...]:
-        """What is away from the GPU."""
+        """The figures of memory outside the GPU."""
         return tuple(row for row in (self.host, self.nvme) if row is not None)
 
     def beyond(self, tolerance: float) -> tuple[Compared, ...]:
-        """What is not within ``tolerance``, the largest difference first.
+        """The figures that differ by more than ``tolerance``, the largest difference first.
 
-        Peak, held and host bytes are judged by their own size, a collective by what all collectives of the step move: a flag or a
-        norm that is not predicted is shown, but does not outweigh the gradients. Nor does a batch of token ids where nothing
-        else is held: less than a thousandth of the peak is no difference.
+        Peak, held and host bytes are judged by their own size, a collective by the bytes of all collectives of the step: a flag
+        or norm that is not predicted is shown, but does not outweigh the gradients. A difference below 1/1000 of the peak does
+        not count, such as a batch of token ids where nothing else is held.
         """
         moved = sum(max(row.predicted, row.measured) for row in self.collectives)
         matters = self.peak.measured // _A_THOUSANDTH
@@ -104,9 +99,10 @@ class Comparison(NamedTuple):
 
 
 def compare_with_estimate(measured: Measurement, *, has_scratch: bool = False) -> Comparison:
-    """Estimate the job of a measurement, with the kernels that ran, and hold the two against each other.
+    """The comparison of a measurement with the estimate of its job, with the kernels that ran.
 
-    Of a pipeline, the rank that ran; its stages are the outermost dimension of the ranks. ``has_scratch`` as in :func:`compare`.
+    In a pipeline, the estimate is of the rank that ran; stages are the outermost dimension of ranks. ``has_scratch`` as in
+    :func:`compare`.
     """
     recipe, mesh = replace(measured.job.recipe, kernels=measured.kernels), measured.job.mesh
     stage = None if mesh.pp == 1 else measured.rank // (mesh.world_size // mesh.pp)
@@ -114,12 +110,11 @@ def compare_with_estimate(measured: Measurement, *, has_scratch: bool = False) -
 
 
 def compare(answer: Estimate, measured: Measurement, *, has_scratch: bool = False) -> Comparison:
-    """Hold an estimate against the steady state of a measurement.
+    """The comparison of an estimate with the steady state of a measurement.
 
-    On tensors that are not CUDA's, what only CUDA's kernels take (workspaces, the attention kernel's scratch) is left out of the
-    prediction, and where a CPU's kernels ran, what they leave in other dtypes is counted so. ``has_scratch`` says that what kernels
-    take inside themselves was counted all the same, as a dry run does.
-    Kinds are compared at each side's own peak.
+    On other tensors than CUDA's, the prediction leaves out what only CUDA's kernels allocate (workspaces, scratch of
+    attention). If a CPU's kernels ran, it counts tensors in their dtypes. ``has_scratch``: memory inside kernels was counted
+    all the same, as in a dry run. Kinds are compared at each side's own peak.
     """
     steady = measured.steady
     as_run = moments_as_run(answer, measured, has_scratch=has_scratch)
@@ -140,13 +135,13 @@ def compare(answer: Estimate, measured: Measurement, *, has_scratch: bool = Fals
 
 
 def against_kinds(answer: Estimate, seen: dict[str, int], live_bytes: int) -> tuple[Compared, ...]:
-    """The peak of an estimate and what it is made of, held against what a GPU had in use by kind. [bytes]"""
+    """The peak of an estimate and its kinds, compared with the bytes in use on a GPU by kind. [bytes]"""
     whole = Compared("peak allocated", int(answer.peak_bytes), live_bytes)
     return (whole, *_by_kind(answer.peak.lines, seen))
 
 
 def moments_as_run(answer: Estimate, measured: Measurement, *, has_scratch: bool = False) -> tuple[Moment, ...]:
-    """The estimate's moments with what this run takes for each line, which is less where it is not on CUDA."""
+    """The estimate's moments with each line's bytes in this run, which are fewer without CUDA."""
     recipe = answer.job.recipe
     as_run = _AsRun(
         measured.tensors, measured.kernels, compute_of(recipe), recipe.recompute == "selective", has_scratch
@@ -159,38 +154,38 @@ def moments_as_run(answer: Estimate, measured: Measurement, *, has_scratch: bool
 
 
 def cpu_bytes(lines: tuple[Line, ...], compute: Compute) -> int:
-    """Sum the lines as a CPU would have them. [bytes]"""
+    """The sum of the lines as on a CPU. [bytes]"""
     return int(total_bytes(_AsRun("cpu", "cpu", compute).lines(lines)))
 
 
 class _AsRun(NamedTuple):
-    """Predicted lines as a run has them: every known difference from a GPU, by name.
+    """Converts predicted lines to a run's: every known difference from a GPU, by name.
 
-    What is not on a GPU has no library workspaces and no scratch inside kernels. A CPU's kernels also leave in 16 bits what
-    CUDA's autocast computes in fp32, and their norms keep statistics in the input's dtype.
+    Without a GPU there are no library workspaces and no scratch inside kernels. A CPU's kernels also keep 16 bits where CUDA's
+    autocast computes in fp32, and their norms keep statistics in the input's dtype.
     """
 
     tensors: Tensors
     kernels: Kernels
     compute: Compute
     selective: bool = False
-    """Checkpointing keeps what operators return, not copies that are made of it."""
+    """Selective checkpointing keeps operators' outputs, not copies made of them."""
     has_scratch: bool = False
-    """What kernels take inside themselves was counted."""
+    """Whether memory inside kernels was counted."""
     of_blocks: tuple[tuple[str, int], ...] = ()
-    """By how much a block of each kind keeps more or less than a line says that sums up whole blocks."""
+    """For each kind of block, how much more or less it keeps than a line that sums up whole blocks."""
 
     def with_blocks(self, kept: tuple[tuple[str, tuple[Line, ...]], ...]) -> "_AsRun":
-        """Know what blocks keep, line by line (``Estimate.kept``), for lines that sum it up."""
+        """A copy that knows what blocks keep, line by line (``Estimate.kept``), for lines that sum it up."""
         found = ((kind, int(total_bytes(self.lines(lines)) - total_bytes(lines))) for kind, lines in kept)
         return self._replace(of_blocks=tuple((kind, more) for kind, more in found if more))
 
     def lines(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
-        """The lines, each with the bytes that this run takes for it."""
+        """The lines with their bytes in this run."""
         return lines if self.tensors == "cuda" else tuple(map(self.line, lines))
 
     def line(self, line: Line) -> Line:
-        """The line with the bytes that this run takes for it."""
+        """The line with its bytes in this run."""
         return line._replace(n_bytes=self._bytes(line))
 
     def _bytes(self, line: Line) -> int:
@@ -200,14 +195,14 @@ class _AsRun(NamedTuple):
         return n_bytes if self.kernels == "cuda" else self._on_cpu(line.tag.off_gpu, n_bytes)
 
     def _of_blocks(self, tag: Tag) -> int:
-        """How much more the blocks that a line sums up keep than it says."""
+        """How much more the blocks of a line keep than it states. [bytes]"""
         if not (self.of_blocks and tag.blocks):
             return 0
         more = dict(self.of_blocks)
         return sum(count * more.get(kind, 0) for kind, count in tag.blocks)
 
     def _on_cpu(self, instead: OffGpu, n_bytes: int) -> int:
-        """What a CPU's kernels take in place of so much on a GPU."""
+        """The bytes that a CPU's kernels keep instead of ``n_bytes`` on a GPU. [bytes]"""
         if instead is OffGpu.NOTHING:
             return 0
         if instead is OffGpu.TWICE:
@@ -229,7 +224,7 @@ def _phases(totals: dict[Moment, int], steady: StepMeasured, *, loss: Loss) -> l
 
 
 def phase_as_run(moment: Moment, loss: Loss) -> Phase:
-    """The loss's own moments belong to the pass they happen in, as a run measures them; a chunked loss begins the backward."""
+    """The pass to which a run assigns a moment of the loss; a chunked loss begins the backward."""
     if moment.phase is Phase.LOSS:
         return Phase.FORWARD if moment.of_forward and loss != "chunked" else Phase.BACKWARD
     return moment.phase
@@ -238,14 +233,14 @@ def phase_as_run(moment: Moment, loss: Loss) -> Phase:
 def _by_kind(lines: tuple[Line, ...], measured: dict[str, int]) -> list[Compared]:
     predicted: dict[str, int] = {}
     for kind, n_bytes in bytes_by_kind(lines).items():
-        what = Kind.TEMPORARY if kind is Kind.ACTIVATION_GRADIENTS else kind  # which a run cannot tell apart
+        what = Kind.TEMPORARY if kind is Kind.ACTIVATION_GRADIENTS else kind  # a run cannot tell them apart
         predicted[what.value] = predicted.get(what.value, 0) + int(n_bytes)
     rows = [Compared(kind, predicted.get(kind, 0), measured.get(kind, 0)) for kind in {**predicted, **measured}]
     return sorted(rows, key=lambda row: -abs(row.difference))
 
 
 def _collectives(answer: Estimate, measured: Measurement) -> list[Compared]:
-    """What is sent and received: calls that an engine issues among a single rank, as DeepSpeed does, move nothing."""
+    """Bytes sent and received; calls within a single rank, which DeepSpeed issues, move nothing."""
     predicted: dict[str, int] = {}
     for call in answer.traffic.collectives:
         if call.sent_bytes:
@@ -261,10 +256,10 @@ def _collectives(answer: Estimate, measured: Measurement) -> list[Compared]:
 
 
 def _allocator(measured: Measurement, *, highest: int) -> Iterator[Compared]:
-    """The peak in blocks with the workspaces, for each of the allocator's settings."""
+    """The peak in blocks with the workspaces, for each setting of the allocator."""
     for shown in measured.allocator:
         where = "expandable segments" if shown.settings == "expandable_segments" else "default"
-        beside = shown.workspace_bytes if shown.modelled else 0  # a GPU's are in the estimate of it
+        beside = shown.workspace_bytes if shown.modelled else 0  # a GPU's workspaces are part of its estimate
         yield Compared(f"allocated, {where}", highest + beside, shown.allocated_bytes)
 
 
@@ -275,17 +270,17 @@ def _reserved(answer: Estimate, as_run: tuple[Moment, ...], shown: AllocatorMeas
 
 
 def moments_in_replay(as_run: tuple[Moment, ...], shown: AllocatorMeasured) -> tuple[Moment, ...]:
-    """What a replay of the requests has of :func:`moments_as_run`: those of steps, and its workspaces."""
+    """The moments of a replay: those of steps from :func:`moments_as_run`, with the replay's workspaces."""
     beside = Line(Kind.WORKSPACE, shown.workspace_bytes, "workspaces of the replay")
     steps = (moment for moment in as_run if moment.phase is not Phase.INIT)
     return tuple(moment._replace(lines=(*moment.lines, beside)) for moment in steps)
 
 
 def _ran_out(shown: AllocatorMeasured) -> bool:
-    """Whether the requests were too many for a card of the job's size, with the settings that a job has by default."""
+    """Whether a replay with default settings ran out of memory on a GPU of the job's size."""
     return shown.settings == "default" and shown.card is not None and not shown.card.fits
 
 
 def _plain(operation: str) -> str:
-    """One spelling of an operation: engines and their users write all-reduce, torch writes all_reduce."""
+    """An operation with underscores: engines write all-reduce, torch writes all_reduce."""
     return operation.replace("-", "_").replace(" ", "_")

@@ -1,4 +1,4 @@
-"""What does a saved dry run of a script say of other runs of it, and how far off is it at the run's own settings?"""
+"""Predicts other runs of a script from its saved dry run, and the error at the run's own settings."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
@@ -16,16 +16,16 @@ from zeroplan.spec.profile import Profile, model_of
 from zeroplan.units import format_size
 
 _EXACT = 1e-4
-"""A difference below this share of the peak is said in bytes: the loss and its counts are no part of a profile."""
+"""Differences below this share of the peak are given in bytes; the loss and its counts are not in a profile."""
 
 _MATTERS = 0.01
-"""Nor is a phase that is not the peak worth a sentence where it is off by less."""
+"""Differences of other phases below this share are not mentioned."""
 
 
 class FromRun:
-    """A run, as what is asked about other runs of its script starts from; ``path`` is what it is called in an error.
+    """A saved run from which other runs of its script are predicted; ``path`` names it in errors.
 
-    Raises :class:`~zeroplan.errors.SpecError` for one that has no profile.
+    Raises :class:`~zeroplan.errors.SpecError` for a run without a profile.
     """
 
     def __init__(self, saved: SavedRun, path: str) -> None:
@@ -34,28 +34,28 @@ class FromRun:
 
     @property
     def request(self) -> Request:
-        """The run's own settings, every one of which flags may override."""
+        """The run's own settings, all of which flags may override."""
         settings = {one.name: getattr(self._settings, one.name) for one in fields(Settings) if one.name != "remarks"}
         return Request(model=model_of(self._profile), gpus=self._run.gpus, gpu=self._run.gpu, **settings)
 
-    def overridden_by(self, said: Request) -> Request:
-        """The run's settings with what is said beside them: another engine or stage takes its own stage, engine and step."""
+    def overridden_by(self, flags: Request) -> Request:
+        """The run's settings with flags: another engine or stage resets stage, engine and optimizer implementation."""
         run = self.request
-        if said.engine is not None and said.engine != run.engine:
+        if flags.engine is not None and flags.engine != run.engine:
             run = replace(run, stage=None, optimizer_impl=None, replicas=None)
-        elif said.stage is not None and run.engine is not None and engine_at(said.stage, run.engine) != run.engine:
+        elif flags.stage is not None and run.engine is not None and engine_at(flags.stage, run.engine) != run.engine:
             run = replace(run, engine=None, optimizer_impl=None, replicas=None)
-        return run.overridden_by(said)
+        return run.overridden_by(flags)
 
-    def to_search(self, said: Request, looked_for: Collection[str]) -> Request:
-        """The run's settings without those that a plan decides or looks for, with what is said beside them."""
-        from zeroplan.planner.asking import SEARCHED  # noqa: PLC0415  only a plan pays for it
+    def to_search(self, flags: Request, searched: Collection[str]) -> Request:
+        """The run's settings with flags, without the settings that a plan decides or searches."""
+        from zeroplan.planner.asking import SEARCHED  # noqa: PLC0415  only plans need it
 
-        return replace(self.request, **dict.fromkeys((*SEARCHED, *looked_for))).overridden_by(said)
+        return replace(self.request, **dict.fromkeys((*SEARCHED, *searched))).overridden_by(flags)
 
-    def held_against(self, run: DryRun, said: Request) -> Comparison:
-        """The answer for these settings, which are those of another run of the script, held against that run."""
-        job = resolve(self.overridden_by(said)).job
+    def held_against(self, run: DryRun, flags: Request) -> Comparison:
+        """The prediction for these flags compared with another run of the script, which used them."""
+        job = resolve(self.overridden_by(flags)).job
         measured = Measurement(
             job=job, backend="simulate", tensors="fake", kernels="cuda", process_group="fake", rank=run.rank,
             environment=run.environment, initialisation=run.initialisation, steps=run.steps, collectives=run.collectives,
@@ -65,52 +65,54 @@ class FromRun:
 
     @cached_property
     def own_comparison(self) -> Comparison:
-        """The answer for the run's own settings, held against the run."""
+        """The prediction for the run's own settings compared with the run."""
         return self.held_against(self._run, Request())
 
     def how_sure(self, job: JobSpec) -> tuple[str, ...]:
-        """What a reader must know of an answer for this job, a sentence each: the remainder at the run's own settings first.
+        """Remarks on a prediction for this job, a sentence each, beginning with the error at the run's own settings.
 
-        Raises SpecError for sequences that the script's model does not take.
+        Raises SpecError for sequences that the script's model refuses.
         """
         too_long = self._general.too_long
         if too_long is not None and job.batch.seq_len >= too_long:
             raise SpecError(
-                f"the model of {self.path!r} does not take sequences of {too_long:,} tokens, and --seq-len is "
-                f"{job.batch.seq_len:,}; up to {self._general.longest or 1:,} were looked at"
+                f"the model of {self.path!r} refuses sequences of {too_long:,} tokens, and --seq-len is "
+                f"{job.batch.seq_len:,}; lengths up to {self._general.longest or 1:,} were traced"
             )
         return (self.remainder, *self._phases(), *map(_visible, self._settings.remarks), *self._beyond(job))
 
     @property
     def remainder(self) -> str:
-        """How far the answer for the run's own settings is from the run, in a sentence."""
+        """The error of the prediction for the run's own settings, in a sentence."""
         run, settings, peak = self._run, self._settings, self.own_comparison.peak
         gpus = f"{run.gpus:,} GPU{'s' if run.gpus > 1 else ''}"
-        of = f"from a run on {gpus} with {settings.micro_batch:,} x {settings.seq_len:,} tokens; there this way of answering"
+        of = f"from a run on {gpus} with {settings.micro_batch:,} x {settings.seq_len:,} tokens; for it this prediction"
         if not peak.difference:
             return f"{of} gives the run's peak to the byte"
         if abs(peak.error) <= _EXACT:
             return f"{of} is {abs(peak.difference):,} bytes from the run's peak"
         over = "above" if peak.difference > 0 else "below"
-        return f"{of} is {abs(peak.error):.2%} {over} the run's peak of {format_size(peak.measured)}: the answer is as unsure"
+        return (
+            f"{of} is {abs(peak.error):.2%} {over} the run's peak of {format_size(peak.measured)}; expect the same error here"
+        )
 
     def _phases(self) -> Iterator[str]:
-        """Phases of the run that are higher than this way of answering has them: any may be the peak of another job."""
+        """Phases of the run that the prediction underestimates; any may be the peak of another job."""
         compared = self.own_comparison
         for phase in compared.phases:
             if -phase.difference > max(_MATTERS * phase.measured, -compared.peak.difference):
                 low = format_size(-phase.difference)
-                yield f"the run's {phase.what} is {low} above this way of answering: where it is the peak, the answer is too low"
+                yield f"the run's {phase.what} is {low} above this prediction; a job that peaks there is underestimated"
 
     def _beyond(self, job: JobSpec) -> Iterator[str]:
-        """In what the job goes beyond what was run or looked at."""
+        """How the job goes beyond what was run or traced."""
         recipe, batch, settings, longest = job.recipe, job.batch, self._settings, self._general.longest
         if recipe.engine != settings.engine:
-            yield f"the script ran with engine {settings.engine!r}: no run is behind this answer of {recipe.engine!r}"
+            yield f"the script ran with engine {settings.engine!r}; no run confirms this prediction for {recipe.engine!r}"
         if recipe.recompute != settings.recompute:
-            yield f"recomputation {recipe.recompute!r} is put around the blocks; the script ran with {settings.recompute!r}"
+            yield f"recomputation {recipe.recompute!r} is applied to the blocks; the script ran with {settings.recompute!r}"
         if longest is not None and batch.seq_len > longest and self._profile.seq_len is None:
-            yield f"sequences were looked at up to {longest:,} tokens, and longer ones are taken to go on alike"
+            yield f"sequences up to {longest:,} tokens were traced; longer ones are extrapolated"
 
 
 def _general(saved: SavedRun, where: str) -> tuple[ScriptProfile, Settings, Profile]:
@@ -118,10 +120,10 @@ def _general(saved: SavedRun, where: str) -> tuple[ScriptProfile, Settings, Prof
     if general is None:
         raise SpecError(f"{where} has no profile of its model; run the script again with --save FILE --profile own")
     if general.profile is None or general.settings is None:
-        raise SpecError(f"{where} says nothing of other runs: {_visible(general.unknown)}")
+        raise SpecError(f"{where} cannot predict other runs: {_visible(general.unknown)}")
     return general, general.settings, general.profile
 
 
 def _visible(text: str) -> str:
-    """What a stranger's file says, as a line of a terminal may have it."""
+    """Untrusted text with unprintable characters escaped, safe for a terminal."""
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode("ascii") for sign in text)

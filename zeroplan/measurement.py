@@ -1,8 +1,9 @@
-"""What a run of the real engine measured. Estimating and measuring meet only in this data, and reading it needs no torch.
+"""The record of a run of a real engine. Estimates and measurements share only this data, and reading it needs no torch.
 
 A record is one JSON object; within a schema version keys are added, never renamed or removed.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -22,7 +23,7 @@ SETTINGS: tuple[AllocatorSettings, ...] = ("default", "expandable_segments")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment(Spec):
-    """Where it ran, and on which day (UTC, ``2026-11-20``): versions by package, and the machine in words."""
+    """Where and when it ran (UTC, ``2026-11-20``): package versions, and the machine in words."""
 
     python: str
     platform: str
@@ -33,10 +34,10 @@ class Environment(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksMeasured(Spec):
-    """What CUDA's caching allocator counted at most in one phase, each peak at its own moment, and how long the phase took.
+    """The peaks that CUDA's caching allocator counted in one phase, each at its own moment, and the phase's duration.
 
-    ``torch.cuda.memory_stats``: requests as they were made, the blocks they were given, blocks that another stream may still use,
-    and what was taken from the card. [bytes], [s]
+    From ``torch.cuda.memory_stats``: the requested bytes, the blocks allocated for them, blocks that another stream may still
+    use, and the memory reserved. [bytes], [s]
     """
 
     allocated_bytes: CountOrZero
@@ -45,14 +46,22 @@ class BlocksMeasured(Spec):
     reserved_bytes: CountOrZero
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
 
+    @classmethod
+    def highest(cls, several: Iterable["BlocksMeasured"]) -> "BlocksMeasured":
+        """The highest of each count, and all seconds together; zeros for none."""
+        found = list(several)
+        names = ("allocated_bytes", "requested_bytes", "active_bytes", "reserved_bytes")
+        counts = {name: max((getattr(one, name) for one in found), default=0) for name in names}
+        return cls(**counts, seconds=sum(one.seconds for one in found))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardMeasured(Spec):
-    """The GPU, and what was taken from it when the run was over. [bytes]
+    """The GPU, and its memory in use at the end of the run. [bytes]
 
-    ``outside_bytes`` is what its driver counts as used beyond the caching allocator: the context, kernels, NCCL's buffers, and
-    what other processes hold. ``context_bytes`` is what it was when the context had just been made, ``joined_bytes`` when the
-    process group was there, before any of the job's kernels was loaded.
+    ``outside_bytes`` is what the driver counts beyond the caching allocator: the context, kernels, NCCL's buffers, and other
+    processes. ``context_bytes`` is the same right after the context was made, ``joined_bytes`` after joining the process group,
+    before any kernel of the job was loaded.
     """
 
     name: str
@@ -68,7 +77,7 @@ class CardMeasured(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMeasured(Spec):
-    """Which operators computed attention, and the most that one of them asked for and gave back before it was done. [bytes]"""
+    """The operators that computed attention, and the most scratch that one of them held inside. [bytes]"""
 
     operators: tuple[str, ...]
     scratch_bytes: CountOrZero
@@ -76,11 +85,11 @@ class AttentionMeasured(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CourseMeasured(Spec):
-    """The highest moments along a forward or backward pass: before its first block, in each block, and after the last. [bytes]
+    """The peaks along a forward or backward pass: before the first block, in each block, and after the last. [bytes]
 
-    ``blocks`` are in the order of the model, in which a backward comes to them from the last to the first. What is asked for
-    between two blocks counts to the one that was at work before. Of several micro-batches blocks are those of the last, as an
-    estimate's are, and before and after the highest of all.
+    ``blocks`` are in the model's order, which a backward visits in reverse. Requests between two blocks count to the block that
+    ran before. Of several micro-batches, blocks are those of the last, as in an estimate; before and after are the highest of
+    all.
     """
 
     before_bytes: CountOrZero
@@ -90,13 +99,13 @@ class CourseMeasured(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseMeasured(Spec):
-    """The highest moment of one phase of one step.
+    """The peak of one phase of one step.
 
-    ``kinds`` is the ledger of what was alive then, by :class:`zeroplan.ledger.Kind`; ``module`` and ``operation`` say where in
-    the program it was. ``counted_bytes`` is what ``memory_allocated`` would count (blocks, not requests), where known;
-    ``host_bytes`` the most in host memory beside it, at whatever moment, where something is offloaded. On a GPU ``peak_bytes``
-    is ``torch.cuda.max_memory_allocated`` of the phase, and ``blocks`` the other counts. ``course`` is how memory went within the
-    phase, of the last step, where modules were told apart.
+    ``kinds`` are the bytes alive then, by :class:`zeroplan.ledger.Kind`; ``module`` and ``operation`` are the place in the
+    program. ``counted_bytes`` is what ``memory_allocated`` would return (blocks, not requests), if known. ``host_bytes`` is the
+    peak of host memory with offload, at its own moment. On a GPU ``peak_bytes`` is the phase's
+    ``torch.cuda.max_memory_allocated``, and ``blocks`` the other counts. ``course`` has the peaks along the phase in the last
+    step, if modules were told apart.
     """
 
     phase: str
@@ -112,10 +121,10 @@ class PhaseMeasured(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasured(Spec):
-    """One optimizer step: its phases in order, and what is held when it ends, by kind.
+    """One optimizer step: its phases in order, and the bytes held at its end, by kind.
 
-    ``host_pinned_bytes`` is what torch's allocator of pinned memory has taken by then beyond the tensors in it, by a model of it;
-    ``host_taken_bytes`` the most of host memory that is taken at any moment, free blocks of pinned memory among it.
+    ``host_pinned_bytes`` is what the modelled pinned allocator then holds beyond its tensors; ``host_taken_bytes`` the peak of
+    all host memory, free pinned blocks included.
     """
 
     phases: tuple[PhaseMeasured, ...]
@@ -127,18 +136,18 @@ class StepMeasured(Spec):
 
     @property
     def peak(self) -> PhaseMeasured:
-        """The phase with the highest moment; the earliest of equals."""
+        """The phase with the highest peak; the earliest of equals."""
         return max(self.phases, key=lambda phase: phase.peak_bytes)
 
     @property
     def seconds(self) -> float | None:
-        """How long the step took on a GPU; None elsewhere, where time says nothing."""
+        """The step's duration on a GPU; None elsewhere. [s]"""
         timed = [phase.blocks.seconds for phase in self.phases if phase.blocks is not None]
         return sum(timed) if timed else None
 
     @property
     def host_bytes(self) -> int | None:
-        """The most in host memory during the step, pinned memory with what it takes beyond its tensors; None where unknown."""
+        """The peak of host memory in the step, with the pinned allocator's overhead; None if unknown. [bytes]"""
         if self.host_taken_bytes is not None:
             return self.host_taken_bytes
         seen = [phase.host_bytes for phase in self.phases if phase.host_bytes is not None]
@@ -147,7 +156,7 @@ class StepMeasured(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveMeasured(Spec):
-    """Collectives of one kind in one step: how many calls on how many ranks, and the bytes of their largest buffers together."""
+    """Equal collectives of one step: number of calls, ranks, and the sum of their largest buffers. [bytes]"""
 
     operation: str
     dtype: str
@@ -156,17 +165,17 @@ class CollectiveMeasured(Spec):
     calls: Count
     n_bytes: CountOrZero
     seconds: Annotated[float, Range(0, 1e9)] | None = None
-    """How long they took together, where NCCL moved data and its times were kept."""
+    """Their total duration, if NCCL moved data and recorded times. [s]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnCardMeasured(Spec):
-    """What came of a run's requests in a replay with a card of the job's size. [bytes]
+    """The result of replaying a run's requests on a GPU of the job's size. [bytes]
 
-    ``room_bytes`` is what that card has for the allocator, context and communicators taken off. Where the card is full, the
-    allocator gives cached blocks back and tries again: ``retries`` counts that over the run, ``retries_in_last_step`` in the
-    steady state. Where nothing helps, ``fits`` is False and ``phase`` says in which the run would have ended.
-    ``reserved_bytes`` is the most that was reserved.
+    ``room_bytes`` is the memory for the allocator, without context and communicators. If the GPU is full, the allocator frees
+    its cache and retries: ``retries`` counts that over the run, ``retries_in_last_step`` in the steady state. If that does not
+    help, ``fits`` is False and ``phase`` is the phase in which the run would fail. ``reserved_bytes`` is the highest reserved
+    memory.
     """
 
     room_bytes: CountOrZero
@@ -179,11 +188,11 @@ class OnCardMeasured(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorMeasured(Spec):
-    """What CUDA's caching allocator shows after the run: ``max_memory_allocated`` of the last step, ``max_memory_reserved`` of all.
+    """The allocator's figures after the run: ``max_memory_allocated`` of the last step, ``max_memory_reserved`` of all.
 
-    On a GPU it is what torch reports; elsewhere the recorded requests replayed through a model of the allocator
-    (:mod:`zeroplan.allocator`). ``workspace_bytes`` of cuBLAS are among them. ``card`` is a replay with a card of the job's size,
-    where the job names a GPU; ``least_room_bytes`` the smallest room in which the replay goes through, where that was looked for.
+    On a GPU torch reports them; elsewhere the recorded requests are replayed through a model (:mod:`zeroplan.allocator`). They
+    include cuBLAS's ``workspace_bytes``. ``card`` is a replay on a GPU of the job's size, if the job names one;
+    ``least_room_bytes`` is the smallest room in which the replay succeeds, if it was searched for.
     """
 
     settings: AllocatorSettings
@@ -199,9 +208,9 @@ class AllocatorMeasured(Spec):
 class Measurement(Spec):
     """One run: the job, how and where it ran, every step, and the collectives of the last one.
 
-    The last step is the steady state: the first creates the optimizer state, and some engines settle only in the third.
-    ``kernels`` says whose dtypes and saved tensors a run shows; fake tensors may stand for either device's.
-    ``remarks`` say what a reader must know to judge the figures (collectives that moved no data, layers that were extended).
+    The last step is the steady state: the first creates the optimizer state, and some engines need three steps. ``kernels``
+    says whose dtypes and saved tensors a run has; fake tensors may represent either device. ``remarks`` qualify the figures
+    (collectives that moved no data, layers that were extended).
     """
 
     schema_version: Annotated[int, Range(1, SCHEMA_VERSION)] = SCHEMA_VERSION
@@ -212,27 +221,27 @@ class Measurement(Spec):
     process_group: ProcessGroup
     rank: CountOrZero
     workload: str = ""
-    """A user's own, ``package.module:function``, that was run in place of the job's model."""
+    """A user's own workload, ``package.module:function``, that ran instead of the job's model."""
     environment: Environment
     initialisation: PhaseMeasured | None = None
     steps: tuple[StepMeasured, ...]
     collectives: tuple[CollectiveMeasured, ...] = ()
     allocator: tuple[AllocatorMeasured, ...] = ()
     nvme_bytes: CountOrZero | None = None
-    """What was written to NVMe, file by file, where something is offloaded there."""
+    """Bytes written to NVMe with NVMe offload."""
     card: CardMeasured | None = None
     attention: AttentionMeasured | None = None
-    """On a GPU, where the choice of the kernel is its library's."""
+    """Measured on a GPU only, where the library chooses the kernel."""
     remarks: tuple[str, ...] = ()
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
 
     def check_rules(self) -> None:
-        """Refuse a record without a step, or with a step of nothing."""
+        """Raise MeasurementError for a record without steps or with an empty step."""
         if not self.steps:
-            raise MeasurementError("the record holds no step; measure at least one")
+            raise MeasurementError("the record has no step; measure at least one")
         if not all(step.phases for step in self.steps):
             raise MeasurementError(
-                "the record holds a step without a phase; a step has a forward, a backward and an optimizer step"
+                "the record has a step without a phase; a step needs a forward, a backward and an optimizer step"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Records of measurements as files, read without torch: a record, or one line that says why it is none."""
+"""Reads records of measurements from files, without torch; other files raise a one-line error."""
 
 from pathlib import Path
 
@@ -7,38 +7,38 @@ from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.measurement import SCHEMA_VERSION, Measurement
 from zeroplan.spec.base import read
 
-#: How a file of many results is named, which ``verify --matrix`` writes, one result per line.
+#: The suffix of files with many results, which ``verify --matrix`` writes, one result per line.
 RESULTS = ".jsonl"
 
 
 def is_results(path: Path) -> bool:
-    """Whether a path names results of a matrix; any other file is one record."""
+    """Whether a path names a matrix's results; any other file is one record."""
     return path.suffix == RESULTS
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files that a path stands for: every record and every matrix's results of a folder by name, or the file itself."""
+    """The files of a path: a folder's records and matrix results by name, or the file itself."""
     if not path.is_dir():
         return [path]
     found = sorted(file for file in path.iterdir() if file.suffix in (".json", RESULTS) and not file.name.startswith("."))
     if not found:
         raise SpecError(
-            f"folder {str(path)!r} holds no record; `zeroplan verify --record-dir` writes records as *.json, "
+            f"folder {str(path)!r} contains no record; `zeroplan verify --record-dir` writes records as *.json, "
             "and results of a matrix as *.jsonl"
         )
     return found
 
 
 def record_paths(path: Path) -> list[Path]:
-    """Return the files of single records that a path stands for."""
+    """The files of single records of a path."""
     return [file for file in files_of(path) if not is_results(file)]
 
 
 def read_record(path: Path) -> Measurement:
-    """Read the record at ``path``.
+    """The record at ``path``.
 
-    Raises :class:`~zeroplan.errors.SpecError`, in one line, for everything that is
-    no record: no file, a folder, not UTF-8, a JSON cut short, another JSON, a record of a newer zeroplan, figures out of range.
+    Raises :class:`~zeroplan.errors.SpecError`, in one line, for any other file: missing, a folder, not UTF-8, cut off, other
+    JSON, from a newer zeroplan, or with figures out of range.
     """
     data = written_json(path, what="record")
     if not isinstance(data, dict) or "schema_version" not in data or "steps" not in data:

@@ -1,4 +1,4 @@
-"""What of a run of a user's own script holds for other runs of it, as data: its settings, and a profile of its model."""
+"""What other runs can use of a script's run, as data: its settings, and a profile of its model."""
 
 from dataclasses import dataclass
 
@@ -20,9 +20,9 @@ from zeroplan.spec.recipe import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(Spec):
-    """How the script trained: the engine with its options, the optimizer and the batch, in the words of a job.
+    """The script's engine with its options, its optimizer and its batch, in the words of a job.
 
-    ``replicas`` of the sharded group are HSDP's; ``remarks`` name what the script does otherwise than the engine's account.
+    ``replicas`` are HSDP's; ``remarks`` name differences between the script and the modelled engine.
     """
 
     engine: Engine
@@ -45,10 +45,10 @@ class Settings(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptProfile(Spec):
-    """Settings and profile of a script's model, or ``unknown``: why there is none, in a sentence.
+    """Settings and profile of a script's model, or the reason in ``unknown`` why there is none.
 
-    ``varied`` names the tensors that were made larger and smaller, with the shapes that the script gave them; ``longest`` is the
-    longest sequence that was looked at, ``too_long`` one that the model does not take [tokens].
+    ``varied`` names the tensors that were scaled, with the script's own shapes; ``longest`` is the longest traced sequence,
+    ``too_long`` a length that the model refused [tokens].
     """
 
     settings: Settings | None = None
@@ -59,6 +59,6 @@ class ScriptProfile(Spec):
     unknown: str = ""
 
     def check_rules(self) -> None:
-        """Refuse one without its settings, and a silence that says nothing of its reason."""
+        """Raise SpecError for a profile without settings, or for neither without a reason."""
         if (self.profile is None) != (self.settings is None) or (self.profile is None) != bool(self.unknown):
             raise SpecError("the saved run has a profile without its settings, or none without a reason")

@@ -1,4 +1,4 @@
-"""What a user's own script took as one rank of N, as data. Reading it needs no torch."""
+"""The result of a script as one rank of N, as data. Reading it needs no torch."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -10,12 +10,12 @@ from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 SCHEMA_VERSION = 1
 
 Ended = Literal["steps taken", "script ended", "time over"]
-"""The script was stopped after its steps, came to its own end, or was stopped when its time was over."""
+"""Whether the script was stopped after its steps, ended by itself, or was stopped at its time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part(Spec):
-    """Bytes alive at the peak of the steps, by a name: a module of the model, or a line of code."""
+    """Bytes alive at the steps' peak, of a module or a line of code."""
 
     name: str
     kind: str
@@ -24,11 +24,11 @@ class Part(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseOfRun(Spec):
-    """The highest moment of what a script did beside its steps: loading, evaluation, generation, saving.
+    """The peak of a part of the run beside its steps: loading, evaluation, generation, saving.
 
-    ``kinds`` is the ledger of what was alive then; ``module``, ``operation`` and ``line`` say where in the program it was.
-    ``after_step`` is how many steps were done by then, and ``times`` how often the phase began. ``counted_bytes`` is what
-    ``memory_allocated`` would count. [bytes]
+    ``kinds`` are the bytes alive then; ``module``, ``operation`` and ``line`` are the place in the program. ``after_step`` is
+    the number of completed steps, ``times`` how often the part began. ``counted_bytes`` is what ``memory_allocated`` would
+    return. [bytes]
     """
 
     phase: str
@@ -44,10 +44,9 @@ class PhaseOfRun(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorsOfStep(Spec):
-    """What the operators of the last step do, on this rank: operations by torch's formulas, and the bytes that they read and write.
+    """The totals of the last step's operators on this rank: operations by torch's formulas, and bytes read and written.
 
-    ``recomputed_flops`` are those of forwards that run again within the backward; the rest are the model's. Collectives are not
-    among the bytes.
+    ``recomputed_flops`` are of forwards repeated within the backward. Collectives are not in the bytes.
     """
 
     count: CountOrZero
@@ -59,13 +58,13 @@ class OperatorsOfStep(Spec):
 
     @property
     def model_flops(self) -> int:
-        """Operations without those that are done again."""
+        """The operations without recomputation."""
         return self.flops - self.recomputed_flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeUp(Spec):
-    """A value that no fake tensor has: what was read, what the script was given, on which line, and how often."""
+    """An assumed value that no fake tensor has: what was read, the value, the line, and how often."""
 
     read: str
     said: str
@@ -75,7 +74,7 @@ class MadeUp(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoodIn(Spec):
-    """Code of a library that cannot run without a GPU: what it was, what took its place, and how often the script used that."""
+    """Replaced library code that needs a GPU: what it was, its replacement, and how often the script used it."""
 
     what: str
     by: str
@@ -84,7 +83,7 @@ class StoodIn(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutsideBuffer(Spec):
-    """What a library takes from the card beside torch's allocator: at least, as expected, and at most. [bytes]"""
+    """GPU memory that a library allocates outside torch's allocator: at least, expected, at most. [bytes]"""
 
     what: str
     low_bytes: CountOrZero
@@ -95,7 +94,7 @@ class OutsideBuffer(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving(Spec):
-    """A change that would make the last step's peak lower, by so much at most; ``of`` names modules or lines with most of it."""
+    """A change that would lower the last step's peak by at most so many bytes; ``of`` names modules or lines with most of it."""
 
     change: str
     of: tuple[str, ...]
@@ -104,17 +103,16 @@ class Saving(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun(Spec):
-    """One script as one rank of N: every step, what is alive at the highest moment of the last, and what was made up.
+    """One script as one rank of N: every step, the bytes alive at the last step's peak, and the assumptions.
 
-    ``phases`` are what the script did beside its steps. With ``compiler_left_out`` it calls ``torch.compile``, and its code ran
-    as it is. With ``before_capture`` the run was stopped in what looks like the warm-up of a CUDA graph.
-    ``steps`` are as a record of ``zeroplan verify`` has them; the first makes the optimizer's state. ``allocator`` is a model of
-    CUDA's caching allocator, which followed every request from the start of the script. ``stood_in`` names the
-    library code that something else replaced. ``companions`` are further ranks that ran beside this one for what they send it.
-    ``imbalance`` is how many times the even share of tokens the rank's
-    experts are assumed to receive, where sizes may depend on choices among scores; otherwise None. ``kept_by_graphs_bytes`` is
-    how much higher the peak is with what CUDA graphs keep free in their pools, which nothing else can have.
-    ``outside_buffers`` is what libraries held beside the allocator, when it was the most. [bytes]
+    ``phases`` are the parts beside the steps. ``compiler_left_out``: the script calls ``torch.compile``, and its code ran
+    uncompiled. ``before_capture``: the run was stopped in a likely warm-up of a CUDA graph. ``steps`` are as in a record of
+    ``zeroplan verify``; the first makes the optimizer's state. ``allocator`` models CUDA's caching allocator, with every
+    request from the script's start. ``stood_in`` lists replaced library code. ``companions`` are ranks that ran beside this one
+    for their messages. ``imbalance`` is the assumed multiple of the even share of tokens for the rank's experts, if sizes may
+    depend on choices among scores; else None. ``kept_by_graphs_bytes`` is how much higher the peak is with the free memory that
+    CUDA graphs keep in their pools. ``outside_buffers`` is what libraries held outside the allocator at their highest total.
+    [bytes]
     """
 
     schema_version: Annotated[int, Range(1, SCHEMA_VERSION)] = SCHEMA_VERSION
@@ -146,14 +144,14 @@ class DryRun(Spec):
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
 
     def check_rules(self) -> None:
-        """Refuse an answer without a step, a phase or an allocator, which none has."""
+        """Raise SpecError for a result without a step, a phase or an allocator."""
         if not self.steps or not all(step.phases for step in self.steps):
-            raise SpecError("the run holds no step, or a step without a phase")
+            raise SpecError("the run has no step, or a step without a phase")
         if not self.allocator or not self.command:
-            raise SpecError("the run says nothing of its command or of the allocator")
+            raise SpecError("the run has no command, or no allocator figures")
 
     @property
     def peak_bytes(self) -> int:
-        """The most alive at any moment, what lies beside the steps included. [bytes]"""
+        """The most bytes alive at any moment, beside the steps as well. [bytes]"""
         beside = (phase.peak_bytes for phase in self.phases)
         return max(self.initialisation.peak_bytes, *beside, *(step.peak.peak_bytes for step in self.steps))

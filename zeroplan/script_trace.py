@@ -1,4 +1,4 @@
-"""Every block of memory that a user's own script asked for as one rank of N, as data. Reading it needs no torch."""
+"""Every block of memory that a script requested as one rank of N, as data. Reading it needs no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -15,16 +15,16 @@ from zeroplan.spec.base import CountOrZero, Range, Spec
 SCHEMA_VERSION = 1
 
 _MOST = 10**15
-"""As of every count (:mod:`zeroplan.spec.base`)."""
+"""The limit of all counts, as in :mod:`zeroplan.spec.base`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks(Spec):
-    """One entry per block, in the order of the requests, each field a column.
+    """One entry per block in the order of requests, each field a column. [bytes]
 
-    A moment is a number of requests and releases so far; a block is alive from ``born`` until before ``died``, which is one more
-    than the last moment for what is still held in the end. ``operation``, ``module``, ``kind`` and ``line`` are places in the
-    tables of the trace, ``span`` in its spans. [bytes]
+    A moment is a number of requests and releases so far. A block is alive from ``born`` until before ``died``, which is one
+    more than the last moment for blocks never released. ``operation``, ``module``, ``kind`` and ``line`` are indices into the
+    trace's tables, ``span`` into its spans.
     """
 
     n_bytes: tuple[int, ...]
@@ -38,17 +38,17 @@ class Blocks(Spec):
     stream: tuple[int, ...]
 
     def check_rules(self) -> None:
-        """Refuse columns that are not of one length, and figures out of range."""
+        """Raise SpecError for columns of different lengths and figures out of range."""
         columns = [getattr(self, field.name) for field in fields(self)]
         _demand(len({len(column) for column in columns}) == 1, "the columns of blocks differ in length")
         _demand(all(_within(column, _MOST) for column in columns), "a figure of a block is out of range")
-        _demand(all(map(lt, self.born, self.died)), "a block is released before it is asked for")
+        _demand(all(map(lt, self.born, self.died)), "a block is released before it is requested")
         _demand(all(map(lt, self.born, self.born[1:])), "blocks are not in the order of their requests")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanRecorded(Spec):
-    """A part of the run: which step (the first is 0; -1 before it), which phase, and the moment it began."""
+    """A part of the run: its step (the first is 0; -1 before it), its phase, and the moment it began."""
 
     step: Annotated[int, Range(-1, _MOST)]
     phase: str
@@ -68,13 +68,12 @@ class CollectiveRecorded(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorsRecorded(Spec):
-    """The operators of the last step, each field a column: in which order, what, where, on which stream, and how much.
+    """The operators of the last step in order, each field a column. [bytes]
 
-    ``name``, ``module`` and ``line`` are places in the tables of these operators. ``flops`` are torch's formulas';
-    ``recomputed`` is 1 for what runs again within the backward. A collective has the bytes of its largest buffer as
-    ``written_bytes``, and the place of its group in ``groups``, counted from 1, as ``other``. Words between streams are rows, too:
-    what records an event, waits for one, for a stream or for a collective; ``other`` then is the number of the event or the stream.
-    ``span`` and ``moment`` say when. [bytes]
+    ``name``, ``module`` and ``line`` are indices into these tables. ``flops`` follow torch's formulas; ``recomputed`` is 1 for
+    forwards repeated in the backward. A collective has the bytes of its largest buffer as ``written_bytes``, and its place in
+    ``groups``, counted from 1, as ``other``. Synchronisations are rows as well: recording an event, and waiting for an event, a
+    stream or a collective; ``other`` is then the number of the event or stream. ``span`` and ``moment`` are the time.
     """
 
     names: tuple[str, ...]
@@ -94,12 +93,15 @@ class OperatorsRecorded(Spec):
     other: tuple[int, ...]
 
     def check_rules(self) -> None:
-        """Refuse columns that are not of one length, names in no table, and figures out of range."""
+        """Raise SpecError for columns of different lengths, unknown names, and figures out of range."""
         columns = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _TABLES}
         _demand(len({len(column) for column in columns.values()}) == 1, "the columns of operators differ in length")
         _demand(all(_within(column, _MOST * _MOST) for column in columns.values()), "a figure of an operator is out of range")
         tables = ((self.name, self.names), (self.module, self.modules), (self.line, self.lines))
-        _demand(all(_within(column, len(table) - 1) for column, table in tables), "an operator names what is in no table")
+        _demand(
+            all(_within(column, len(table) - 1) for column, table in tables),
+            "an operator's name, module or line is not in its table",
+        )
 
 
 _TABLES = ("names", "modules", "lines", "groups")
@@ -107,9 +109,9 @@ _TABLES = ("names", "modules", "lines", "groups")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolsRecorded(Spec):
-    """Private pools of CUDA graphs, numbered from 1: the pool of every block (0 outside of captures), in the order of the blocks.
+    """Private pools of CUDA graphs, numbered from 1: the pool of every block (0 outside captures).
 
-    No graph kept the pool ``let_go[i]`` any more after the moment ``let_go_at[i]``.
+    No graph used the pool ``let_go[i]`` after the moment ``let_go_at[i]``.
     """
 
     of_block: tuple[int, ...]
@@ -117,7 +119,7 @@ class PoolsRecorded(Spec):
     let_go_at: tuple[int, ...] = ()
 
     def check_rules(self) -> None:
-        """Refuse columns that do not fit together, and figures out of range."""
+        """Raise SpecError for columns that do not fit together, and figures out of range."""
         _demand(len(self.let_go) == len(self.let_go_at), "the columns of pools differ in length")
         _demand(
             all(_within(column, _MOST) for column in (self.of_block, self.let_go, self.let_go_at)), "a pool is out of range"
@@ -126,10 +128,10 @@ class PoolsRecorded(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace(Spec):
-    """What was asked for and given back, in order. ``sources`` is the text of each of ``lines``, empty where it is not known.
+    """Every request and release, in order. ``sources`` is the text of each of ``lines``, empty if unknown.
 
-    ``emptied`` has the moments at which the script had the allocator give back what was not in use (``torch.cuda.empty_cache``).
-    ``pools`` is there where the script captured CUDA graphs.
+    ``emptied`` lists the moments at which the script emptied the allocator's cache (``torch.cuda.empty_cache``). ``pools``
+    exists if the script captured CUDA graphs.
     """
 
     moments: CountOrZero
@@ -146,44 +148,53 @@ class Trace(Spec):
     pools: PoolsRecorded | None = None
 
     def check_rules(self) -> None:
-        """Refuse a trace whose parts do not fit together."""
+        """Raise SpecError for a trace whose parts do not fit together."""
         blocks = self.blocks
         tables = (
             (blocks.operation, self.operations), (blocks.module, self.modules), (blocks.kind, self.kinds),
             (blocks.line, self.lines), (blocks.span, self.spans),
         )  # fmt: skip
-        _demand(all(_within(column, len(table) - 1) for column, table in tables), "a block names what is in no table")
+        _demand(
+            all(_within(column, len(table) - 1) for column, table in tables),
+            "a block's name, module, kind, line or span is not in its table",
+        )
         _demand(len(self.sources) == len(self.lines), "lines and sources differ in length")
         moments = [*blocks.born, *(moment for moment in blocks.died if moment <= self.moments)]
-        _demand(sorted(moments) == list(range(1, len(moments) + 1)), "two requests or releases have one moment, or none")
-        _demand(self.moments == len(moments), "the moments are not as many as the requests and releases")
+        _demand(
+            sorted(moments) == list(range(1, len(moments) + 1)),
+            "two requests or releases have the same moment, or one has none",
+        )
+        _demand(self.moments == len(moments), "the number of moments differs from that of requests and releases")
         starts = [span.start for span in self.spans]
         _demand(starts == sorted(starts) and _within(starts, self.moments), "the parts of the run are not in order")
-        _demand(_within([one.moment for one in self.collectives], self.moments), "a collective is at no moment of the run")
-        _demand(self.pools is None or len(self.pools.of_block) == len(blocks.born), "the pools are not as many as the blocks")
-        _demand(_within(self.emptied, self.moments), "the cache was emptied at no moment of the run")
+        _demand(_within([one.moment for one in self.collectives], self.moments), "a collective's moment is outside the run")
+        _demand(
+            self.pools is None or len(self.pools.of_block) == len(blocks.born),
+            "the number of pools differs from that of blocks",
+        )
+        _demand(_within(self.emptied, self.moments), "a moment of emptying the cache is outside the run")
 
     @property
     def live(self) -> list[int]:
-        """Bytes alive after every request and release, and before the first."""
+        """Bytes alive before the first request and after every request and release. [bytes]"""
         return live_bytes(self.moments, self.blocks.n_bytes, self.blocks.born, self.blocks.died)
 
     @property
     def last_step(self) -> range:
-        """The moments of the last step, its beginning and its end included; those of the whole run where it has none."""
+        """The moments of the last step, both ends included; of the whole run if it has no step."""
         last = max((span.step for span in self.spans if span.phase == Phase.STEP), default=-1)
         found = [self.window(at) for at, span in enumerate(self.spans) if span.step == last and span.phase in OF_A_STEP]
         return range(found[0].start, found[-1].stop) if found else range(self.moments + 1)
 
     def window(self, index: int) -> range:
-        """The moments of a span, its beginning and its end included."""
+        """The moments of a span, both ends included."""
         spans = self.spans
         end = spans[index + 1].start if index + 1 < len(spans) else self.moments
         return range(spans[index].start, end + 1)
 
 
 def live_bytes(moments: int, n_bytes: Sequence[int], born: Sequence[int], died: Sequence[int]) -> list[int]:
-    """Bytes alive at every moment, of blocks with these sizes and lives.
+    """Bytes alive at every moment, from the blocks' sizes and lives. [bytes]
 
     >>> live_bytes(3, (10, 5), (1, 2), (3, 4))
     [0, 10, 15, 5]
@@ -197,7 +208,7 @@ def live_bytes(moments: int, n_bytes: Sequence[int], born: Sequence[int], died: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun(Spec):
-    """A dry run with its trace and a profile of its model, or without them where nobody wanted them."""
+    """A dry run, with its trace and a profile of its model if requested."""
 
     content: Literal["zeroplan dryrun"] = "zeroplan dryrun"
     schema_version: Annotated[int, Range(1, SCHEMA_VERSION)] = SCHEMA_VERSION
@@ -207,9 +218,9 @@ class SavedRun(Spec):
 
 
 def as_data(spec: object) -> dict[str, object]:
-    """A description's fields, for the ``default`` of ``json.dumps``: columns are not copied as ``asdict`` would."""
+    """A spec's fields, as ``default`` of ``json.dumps``; columns are not copied as by ``asdict``."""
     if not isinstance(spec, Spec):
-        raise TypeError(f"a {type(spec).__name__} is no description")
+        raise TypeError(f"a {type(spec).__name__} is not a Spec")
     return {field.name: getattr(spec, field.name) for field in fields(spec)}
 
 

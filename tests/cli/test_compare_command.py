@@ -121,7 +121,7 @@ def test_a_table_in_markdown(run: Run, tmp_path: Path):
 def test_a_folder_without_records_is_one_line(run: Run, tmp_path: Path):
     code, out, err = run("compare", tmp_path)
     assert (code, out) == (2, "")
-    assert "holds no record" in err
+    assert "contains no record" in err
     assert len(err.splitlines()) == 1
 
 

@@ -72,9 +72,9 @@ def test_several_are_named_together():
 
 
 def test_a_gpu_that_is_missing_is_the_driver_s_word():
-    told = {one.what: one for one in abilities(lambda: "no GPU is to be had here", lambda: "")}
+    told = {one.what: one for one in abilities(lambda: "torch finds no GPU here", lambda: "")}
     assert told["verify --backend cuda"].missing.endswith(
-        ("no GPU is to be had here", 'pip install ".[verify]" in a clone of zeroplan')
+        ("torch finds no GPU here", 'pip install ".[verify]" in a clone of zeroplan')
     )
 
 

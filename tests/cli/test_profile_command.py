@@ -170,7 +170,7 @@ def test_a_profile_of_nothing_is_refused(run: Run, flags: tuple[str, ...], code:
 
 @pytest.mark.torch
 @pytest.mark.parametrize(
-    ("flags", "says"), [(("--workload", "nowhere"), "not of the form"), (("--config", "nowhere.json"), "does not exist")]
+    ("flags", "says"), [(("--workload", "nowhere"), "does not have the form"), (("--config", "nowhere.json"), "does not exist")]
 )
 def test_a_module_that_is_not_there_is_refused(flags: tuple[str, ...], says: str):
     pytest.importorskip("torch")

@@ -191,14 +191,14 @@ def _done(path: list[str], folder: str, task: Task) -> Measurement | dict[str, s
 
 def _done_here(task: Task) -> Measurement | dict[str, str]:
     """The record of the one rank, or whose fault it is that there is none, and why."""
-    from zeroplan.verify.failures import text_of, whose
+    from zeroplan.verify.failures import cause_of, text_of
     from zeroplan.verify.processes.rank import measure
 
     try:
         return measure(task, rank=0, say=lambda _: None)
     except (Exception, SystemExit) as error:  # noqa: BLE001  as in a process of its own
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # this test is no user's code
-        return {"failed": whose(error), "text": text_of(error)}
+        return {"failed": cause_of(error), "text": text_of(error)}
 
 
 @pytest.fixture
@@ -290,7 +290,7 @@ ON_TWO = ("--gpus", "2", "--stage", "3", "--rank", "0")
 
 @pytest.mark.parametrize(("backend", "workload", "code", "said"), [
     ("cpu", "work:raises", 4, "zeroplan: the workload raised on rank 0: ZeroDivisionError"),
-    ("simulate", "needy:f", 2, "zeroplan: workload 'needy:f' is not there: No module named 'absent_package'"),
+    ("simulate", "needy:f", 2, "zeroplan: workload 'needy:f' cannot be imported: No module named 'absent_package'"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("here")
 def test_what_went_wrong_comes_out_of_a_process_of_its_own(run: Run, backend: str, workload: str, code: int, said: str):
@@ -428,7 +428,7 @@ REFUSED = [
     ((*CPU, "--steps", "0"), 2, "--steps"),
     ((*CPU, "--timeout", "soon"), 2, "--timeout 'soon'"),
     ((*CPU, "--tolerance", "7"), 2, "--tolerance '7'"),
-    ((*CPU, "--gpus", "8", "--stage", "3", "--engine", "paper"), 2, "nothing to run"),
+    ((*CPU, "--gpus", "8", "--stage", "3", "--engine", "paper"), 2, "is a formula and cannot be run"),
 ]
 
 

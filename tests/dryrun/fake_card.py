@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import torch
 
 from zeroplan.catalog.gpu import gpu
-from zeroplan.dryrun import process_group, torch_around
+from zeroplan.dryrun import process_group, torch_patches
 from zeroplan.dryrun.libraries import transformers
 from zeroplan.dryrun.on_card import child, phases
 from zeroplan.dryrun.on_card.phases import PhasesOnCard
@@ -25,7 +25,7 @@ from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.engines.device import workspace
 from zeroplan.ledger import Phase
 from zeroplan.verify.fake_cuda.attention import decisions
-from zeroplan.verify.fake_cuda.fake_tensors import as_with_bytes
+from zeroplan.verify.fake_cuda.fake_tensors import fake_tensor_patches
 from zeroplan.verify.fake_cuda.half_fake import HalfFakes
 from zeroplan.verify.fake_cuda.installed import install
 from zeroplan.verify.fake_cuda.memory import Memory
@@ -44,13 +44,13 @@ class OnFakeCard(child._Run):
         super().__init__(task)
         if not task.alone:
             process_group.make_groups_fake()
-        torch_around.change_torch(stand_ins)
-        AfterImport(transformers.PATCHES).install()
-        torch_around.leave_out_compilation("no card is here")
+        torch_patches.change_torch(stand_ins)
+        AfterImport({name: transformers.PATCHES[name] for name in ("transformers.utils.import_utils",)}).install()
+        torch_patches.skip_compilation("no card is here")
 
     def __call__(self) -> object:
         with ExitStack() as stack:
-            for one in (*as_with_bytes(self.tracker), decisions(), self._fakes, self.tracker):
+            for one in (*fake_tensor_patches(self.tracker), decisions(), self._fakes, self.tracker):
                 stack.enter_context(one)
             if os.environ.get("FAKE_CARD") == "more":
                 self.more = torch.empty(2**22, device="cuda")

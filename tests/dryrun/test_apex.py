@@ -110,4 +110,4 @@ from apex.optimizers import FusedLAMB
 """)
     run = dry_run("--", "script.py", folder=tmp_path)
     assert run.code == 2
-    assert "apex.optimizers.FusedLAMB has no double in a dry run" in run.last_line
+    assert "apex.optimizers.FusedLAMB is not supported in a dry run" in run.last_line

@@ -65,14 +65,14 @@ def test_a_module_is_one_too(typed: str):
     ("typed", "says"),
     [
         ("", "no script is named"),
-        ("gone.py", "'gone.py' is not there"),
-        ("ls", "'ls' is no Python script"),
+        ("gone.py", "'gone.py' does not exist"),
+        ("ls", "'ls' is not a Python script"),
         ("python", "names no script"),
         ("python --version", "names no script"),
         ("torchrun --nproc_per_node 8", "names no script"),
-        ("torchrun --nproc_per_node", "wants a value"),
+        ("torchrun --nproc_per_node", "needs a value"),
         ("accelerate config", "starts no script"),
-        ("accelerate launch --config_file gone.yaml train.py", "'gone.yaml' is not there"),
+        ("accelerate launch --config_file gone.yaml train.py", "'gone.yaml' does not exist"),
     ],
 )
 def test_what_names_no_script_is_refused_in_one_line(typed: str, says: str):

@@ -74,9 +74,9 @@ def test_a_compiled_forward_leaves_what_torchs_partitioner_saves(run: Run, eager
 
 def test_kernels_launched_on_nothing_are_named_and_eager_says_that_it_left_the_compiler_out(run: Run, eager: Run):
     replaced = {one["what"]: one["by"] for one in run.answer["stood_in"]}
-    assert replaced == {"torch.compile's own kernels": "inductor plans their buffers, and launching them does nothing"}
+    assert replaced == {"torch.compile's own kernels": "inductor plans their buffers, and they are not launched"}
     left_out = {one["what"]: one["by"] for one in eager.answer["stood_in"]}
-    assert left_out == {"torch.compile": "left out, the code runs as it is (--eager)"}
+    assert left_out == {"torch.compile": "left out, the code runs uncompiled (--eager)"}
     assert (run.answer["compiler_left_out"], eager.answer["compiler_left_out"]) == (False, True)
 
 
@@ -135,7 +135,7 @@ def test_the_compilers_own_error_names_the_way_out():
     from zeroplan.dryrun.failures import failure
 
     said = failure(TorchRuntimeError("graph break in fullgraph"))
-    assert said.whose == "script"
+    assert said.cause == "script"
     assert said.text.endswith("graph break in fullgraph; add --eager to leave torch.compile out")
     assert "--eager" not in failure(RuntimeError("shapes differ")).text
 
@@ -161,6 +161,6 @@ def test_a_release_whose_compiler_cannot_be_followed_runs_the_script_as_it_is(ea
     subprocess.run(command, cwd=folder, env=said, capture_output=True, check=True, timeout=300)
     found = json.loads((folder / "answer.json").read_text())["run"]
     ((what, by),) = {(one["what"], one["by"]) for one in found["stood_in"]}
-    why = f"torch {torch.__version__} compiles nothing while a mode watches"
-    assert (what, by) == ("torch.compile", f"left out, the code runs as it is ({why})")
+    why = f"torch {torch.__version__} compiles nothing while a dispatch mode is active"
+    assert (what, by) == ("torch.compile", f"left out, the code runs uncompiled ({why})")
     assert max(phase["peak_bytes"] for phase in found["steps"][-1]["phases"]) == eager.peak_bytes

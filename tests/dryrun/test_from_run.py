@@ -85,8 +85,8 @@ def test_the_profile_answers_for_other_engines_and_recomputation_and_says_that_n
         job = resolve(found.overridden_by(said)).job
         assert estimate(job).peak_bytes > 0
         sure = " ".join(found.how_sure(job))
-        assert ("no run is behind this answer" in sure) == (said.engine is not None)
-        assert ("is put around the blocks" in sure) == (said.recompute is not None)
+        assert ("no run confirms this prediction" in sure) == (said.engine is not None)
+        assert ("is applied to the blocks" in sure) == (said.recompute is not None)
     assert resolve(found.overridden_by(Request(engine="ddp"))).job.recipe.zero_stage == 0
 
 
@@ -114,11 +114,11 @@ def test_the_command_line_says_how_far_off_it_is_where_the_script_ran(folder: Pa
 
 def test_what_cannot_be_answered_is_one_line(own: SavedRun, sharded: SavedRun):
     found = FromRun(own, "own.json")
-    with pytest.raises(SpecError, match=r"does not take sequences of 2,048 tokens"):
+    with pytest.raises(SpecError, match=r"refuses sequences of 2,048 tokens"):
         found.how_sure(resolve(found.overridden_by(Request(seq_len=4096))).job)
     for general, said in (
         (None, "no profile of its model; run the script again"),
-        (ScriptProfile(unknown="it trains 2 models, and a job has one"), "it trains 2 models"),
+        (ScriptProfile(unknown="it trains 2 models, and a job has only one"), "it trains 2 models"),
     ):
         with pytest.raises(SpecError, match=said):
             FromRun(replace(sharded, general=general), "sharded.json")

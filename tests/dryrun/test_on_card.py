@@ -141,7 +141,7 @@ def test_where_there_is_no_gpu_one_line_says_so_before_anything_runs(tmp_path: P
     run = dry_run("--backend", "cuda", "--", "train.py", folder=tmp_path, flags=(), environment={"CUDA_VISIBLE_DEVICES": ""})
     assert (run.code, run.output) == (4, "")
     (line,) = run.errors.splitlines()
-    assert line.endswith("leave --backend cuda out for a dry run, which needs none")
+    assert line.endswith("leave --backend cuda out for a dry run, which needs no GPU")
 
 
 @pytest.mark.parametrize(

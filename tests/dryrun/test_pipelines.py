@@ -174,8 +174,8 @@ _BESIDE = "rank 0, which ran beside rank 1, failed: "
 DOES = {
     "dies": ("os.kill(os.getpid(), signal.SIGKILL)", 4, f"{_BESIDE}its process ended: killed by SIGKILL"),
     "raises": ("raise ValueError('no data')", 2, f"{_BESIDE}the script raised ValueError at script.py:7: no data"),
-    "sends nothing": ("dist.send = lambda *_: None", 4, "rank 0 sends, and that rank ended without sending it"),
-    "never comes to it": ("time.sleep(600)", 4, "; it was waiting for what rank 0 sends"),
+    "sends nothing": ("dist.send = lambda *_: None", 4, "a message of rank 0, which ended without sending it"),
+    "never comes to it": ("time.sleep(600)", 4, "; it was waiting for a message of rank 0"),
 }
 
 

@@ -134,12 +134,12 @@ def _spans_backwards(data: Data) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (_without_a_step, "holds no step"),
+        (_without_a_step, "has no step"),
         (_of_tomorrow, "schema version 99"),
         (_one_block_short, "differ in length"),
-        (_released_before, "before it is asked for"),
-        (_in_no_table, "in no table"),
-        (_endless, "one moment"),
+        (_released_before, "before it is requested"),
+        (_in_no_table, "is not in its table"),
+        (_endless, "the same moment"),
         (_text_for_a_number, "whole number"),
         (_below_nothing, "out of range"),
         (_spans_backwards, "not in order"),
@@ -180,7 +180,7 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_never_unpacked(tmp_path: Path
     monkeypatch.setattr(files, "LARGEST_BYTES", 2**20)
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(b" " * 2**27))
     tracemalloc.start()
-    with pytest.raises(SpecError, match="holds more than 1 MiB"):
+    with pytest.raises(SpecError, match="contains more than 1 MiB"):
         read_saved(tmp_path / "bomb.gz")
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -190,7 +190,7 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_never_unpacked(tmp_path: Path
 def test_more_than_can_be_read_again_is_not_written(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     saved = read_saved(folder / "run.gz")
     monkeypatch.setattr(files, "LARGEST_BYTES", 1000)
-    with pytest.raises(SpecError, match="take fewer --steps"):
+    with pytest.raises(SpecError, match="run fewer --steps"):
         save(saved, tmp_path / "run.json", force=False)
     assert run.code == 0
     assert not list(tmp_path.iterdir())

@@ -77,11 +77,11 @@ def _found(*asked: Asked) -> dict[str, tuple[int, tuple[str, ...]]]:
     return {one.change.partition(" (")[0]: (one.at_most_bytes, one.of) for one in savings(_trace(*asked))}
 
 
-AGAIN = "computing the layers' activations again in the backward"
+AGAIN = "recomputing the layers' activations in the backward"
 CLEAR = "clearing gradients before the forward"
-LET_GO = "letting go of tensors of the step before"
+LET_GO = "releasing tensors of the previous step"
 FUSED = "an optimizer step without temporaries of whole parameters"
-CHUNKS = "a loss that never has all logits at once"
+CHUNKS = "a loss that never holds all logits at once"
 
 
 def test_what_layers_keep_counts_as_far_as_the_peak_falls():

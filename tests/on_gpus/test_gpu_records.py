@@ -149,7 +149,10 @@ def test_what_is_no_record_is_one_line(tmp_path: Path):
     newer.write_text(json.dumps({**asdict(made_up()), "schema_version": 99}))
     cut.write_text("[1, 2]\n")
     none.write_text("")
-    assert ["schema version 99" in gpu_check.problems(newer)[0], "is no result" in gpu_check.problems(cut)[0]] == [True, True]
+    assert ["schema version 99" in gpu_check.problems(newer)[0], "is not a result" in gpu_check.problems(cut)[0]] == [
+        True,
+        True,
+    ]
     assert gpu_check.problems(none) == ["none.jsonl holds no case that was measured"]
 
 

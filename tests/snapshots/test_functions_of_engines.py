@@ -16,7 +16,7 @@ def test_a_run_and_a_snapshot_name_functions_alike(engine: str):
     table = next(
         node.value
         for node in ast.parse((TRAINING / f"{engine}.py").read_text(encoding="utf-8")).body
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target).lstrip("_") == "ASKING"
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target).lstrip("_") == "REQUESTING"
     )
     said = [(ast.literal_eval(name), ast.unparse(kind)) for _, name, kind in (row.elts for row in table.elts)]
     assert said

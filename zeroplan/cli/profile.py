@@ -107,7 +107,7 @@ def _traced(
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")  # torch is to believe in GPUs that are not there
     import warnings  # noqa: PLC0415  only a trace pays for these
 
-    from zeroplan.verify.failures import hint, text_of, whose, workload_raised  # noqa: PLC0415
+    from zeroplan.verify.failures import cause_of, hint, text_of, workload_raised  # noqa: PLC0415
     from zeroplan.verify.profiling.profile import Wanted, profile  # noqa: PLC0415
     from zeroplan.verify.profiling.subject import of_config, of_workload  # noqa: PLC0415
 
@@ -121,7 +121,7 @@ def _traced(
             raise
         except Exception as error:
             text = text_of(error)
-            if whose(error) == "workload" and workload is not None:
+            if cause_of(error) == "workload" and workload is not None:
                 raise workload_raised(text, rank=0, say=say, instead=_NO_VALUES) from error
             last = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise MeasurementError(f"the module cannot be traced: {last}{hint(last, _NO_VALUES)}") from error

@@ -21,7 +21,7 @@ from zeroplan.verify.cases.matrix import Case, find_matrix, read_matrix
 from zeroplan.verify.cases.needs import card_bytes
 from zeroplan.verify.cases.results import SETTLED, Result, Results, opened
 from zeroplan.verify.cases.verdicts import Judged, judged
-from zeroplan.verify.processes.scratch import swept
+from zeroplan.verify.processes.scratch import remove_leftovers
 from zeroplan.verify.task import Task
 
 _TENSORS: dict[str, Tensors] = {"simulate": "fake", "cpu": "cpu", "cuda": "cuda"}
@@ -99,7 +99,7 @@ def _found(results: Results, *, cases: int, left: int, again: int) -> Iterator[s
         yield f"the last run was ended in the middle of {results.broken_off or 'a case'}, which is run again, last"
     if results.dropped:
         yield f"its last line was half written and is dropped ({results.dropped:,} bytes)"
-    if removed := swept():
+    if removed := remove_leftovers():
         yield removed
 
 

@@ -1,1 +1,1 @@
-"""A user's own training script, run as one rank of N without a GPU: what would it take?"""
+"""Runs a user's own training script as one rank of N without a GPU, and measures the memory it would need."""

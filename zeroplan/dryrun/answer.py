@@ -1,4 +1,4 @@
-"""From what a script's watcher saw to the answer: steps, what is alive at the peak by module and line, the allocator."""
+"""Builds the answer from a script's recording: steps, memory at the peak by module and line, the allocator's figures."""
 
 import os
 import resource
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeroplan.catalog.gpu import gpu as gpu_named
-from zeroplan.dryrun import outside_buffers, stood_in
+from zeroplan.dryrun import outside_buffers, replacements
 from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.mail import wanted
 from zeroplan.dryrun.operators import Operator
 from zeroplan.dryrun.task import DryRunTask
-from zeroplan.dryrun.torch_around import COMPILER
+from zeroplan.dryrun.torch_patches import COMPILER
 from zeroplan.dryrun.traced import operators_recorded, operators_summed, trace_of
 from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.engines.device import allocator_room, workspace_asked_for
@@ -30,13 +30,13 @@ from zeroplan.verify.watching.recording import Block
 from zeroplan.verify.watching.replay import Replays
 from zeroplan.verify.watching.timeline import Timeline, collectives, initialisation, phase_measured, steps_measured
 
-_REMARKS = ("collectives moved no data, and other ranks are taken to do what this one does",)
+_REMARKS = ("collectives moved no data, and every other rank is assumed to do what this rank does",)
 
 
 def answer(
     task: DryRunTask, tracker: ScriptTracker, loop: Loop, stand_ins: StandIns, *, began: float, target: str
 ) -> SavedRun:  # fmt: skip
-    """What the run found; ``target`` is the script's file. Raises MeasurementError where it came to no optimizer step."""
+    """The result of a run; ``target`` is the script's file. Raises MeasurementError without an optimizer step."""
     if not loop.completed:
         raise MeasurementError(
             "the script ended without an optimizer step; let it take at least one (more data, fewer accumulation steps)"
@@ -57,7 +57,7 @@ def answer(
 
 
 class _Seen(NamedTuple):
-    """A run's blocks in order, replayed through the allocator, and the operators of its last step."""
+    """A run's recording, replayed through the allocator, and the operators of its last step."""
 
     timeline: Timeline
     replays: Replays
@@ -70,7 +70,7 @@ class _Seen(NamedTuple):
         recording, workspace_bytes = tracker.recording, workspace_asked_for(os.environ, gpu_named(task.gpu))
         replays = Replays.of(recording, workspace_bytes=workspace_bytes)
         timeline = Timeline(recording, counted=replays.default.allocated)
-        rows = tracker.operators.of_step(_last_step(timeline))
+        rows = tracker.operators.of_step(recording.last_step)
         operators = operators_recorded(rows, tracker.operators.groups)
         return cls(
             timeline, replays, workspace_bytes, rows, trace_of(timeline, tracker.lines, target=target, operators=operators)
@@ -105,32 +105,32 @@ def _of_the_allocator(seen: _Seen, task: DryRunTask) -> dict[str, Any]:
 
 
 def _assumed(task: DryRunTask, stand_ins: StandIns) -> dict[str, Any]:
-    """What the answer rests on: values that were made up, and library code that something else replaced."""
+    """The assumptions behind the answer: assumed values, and replaced library code."""
     made_up = stand_ins.counts.most_common()
     return {
         "made_up": tuple(MadeUp(read=one.read, said=one.said, line=one.line, count=count) for one, count in made_up),
-        "stood_in": tuple(StoodIn(what=what, by=by, count=count) for (what, by), count in stood_in.counts.items()),
+        "stood_in": tuple(StoodIn(what=what, by=by, count=count) for (what, by), count in replacements.counts.items()),
         "remarks": _REMARKS, "companions": tuple(rank for rank in wanted(Path(task.mail)) if rank != task.rank),
-        "compiler_left_out": any(what == COMPILER for what, _ in stood_in.counts),
+        "compiler_left_out": any(what == COMPILER for what, _ in replacements.counts),
         "imbalance": task.imbalance if stand_ins.sizes_of_choices else None,
     }  # fmt: skip
 
 
 def _warms_up(timeline: Timeline) -> bool:
-    """Whether the last step's forward ran on other streams alone, and nothing was captured: as torch's manual warms up a graph."""
-    blocks, spans, last = timeline.recording.blocks, timeline.recording.spans, _last_step(timeline)
+    """Whether the last step's forward ran on side streams only without a capture, as the warm-up of a CUDA graph does."""
+    blocks, spans, last = timeline.recording.blocks, timeline.recording.spans, timeline.recording.last_step
     streams = {block.stream for block in blocks if spans[block.span].step == last and spans[block.span].phase is Phase.FORWARD}
     return bool(streams) and 0 not in streams and not any(block.pool for block in blocks)
 
 
 def _beside_steps(timeline: Timeline, tracker: ScriptTracker) -> Iterator[PhaseOfRun]:
-    """What the script did beside its steps, in the order in which each began; after training only what asks for memory."""
-    spans, asked = timeline.recording.spans, {block.span for block in timeline.recording.blocks}
+    """Parts of the run beside its steps, in order of their beginning; after training only parts with requests."""
+    spans, requesting = timeline.recording.spans, {block.span for block in timeline.recording.blocks}
     first = next(index for index, span in enumerate(spans) if span.phase in OF_A_STEP)
     found: dict[Beside, list[int]] = {}
     for index, span in enumerate(spans):
         phase = Beside.LOADING if span.phase is Phase.INIT and index < first else span.phase
-        if isinstance(phase, Beside) and (phase is not Beside.AFTER or index in asked):
+        if isinstance(phase, Beside) and (phase is not Beside.AFTER or index in requesting):
             found.setdefault(phase, []).append(index)
     for phase, indices in found.items():
         _, moment = max((timeline.peak(index) for index in indices), key=lambda peak: peak[0])
@@ -151,13 +151,9 @@ def _beside_step(
     )  # fmt: skip
 
 
-def _last_step(timeline: Timeline) -> int:
-    return max(span.step for span in timeline.recording.spans if span.phase is Phase.STEP)
-
-
 def _alive_at_peak(timeline: Timeline) -> list[Block]:
-    """The blocks alive at the highest moment of the last step."""
-    spans, last = timeline.recording.spans, _last_step(timeline)
+    """The blocks alive at the peak of the last step."""
+    spans, last = timeline.recording.spans, timeline.recording.last_step
     indices = [index for index, span in enumerate(spans) if span.step == last and span.phase in OF_A_STEP]
     _, moment = max((timeline.peak(index) for index in indices), key=lambda peak: peak[0])
     return [block for block in timeline.recording.blocks if block.born <= moment < block.died]

@@ -1,8 +1,8 @@
-"""What a script does beside its training steps: is it evaluation, generation, saving?
+"""Classifies what a script does beside its training steps: evaluation, generation, saving.
 
-A forward without gradients of the trained model is evaluation where the model is in evaluation mode. So is one with gradients, of a
-model that was trained in training mode. Such a part of the run lasts until the next begins, since a script keeps what it has made:
-logits of an evaluation, a gathered state dict.
+A forward without gradients counts as evaluation if the trained model is in evaluation mode; so does one with gradients, if the
+model was trained in training mode. Such a part lasts until the next one begins, since a script keeps its results: logits of an
+evaluation, a gathered state dict.
 """
 
 import torch
@@ -13,7 +13,7 @@ from zeroplan.ledger import Beside, Phase
 
 
 class BesideSteps:
-    """Knows the trained models, and which part of the run a call begins."""
+    """Keeps the trained models, and decides which part of the run a call begins."""
 
     def __init__(self, tracker: Listener) -> None:
         self._tracker = tracker
@@ -24,16 +24,16 @@ class BesideSteps:
         self._proven = True
 
     def meet(self, root: nn.Module) -> None:
-        """Learn the parts of a model that is trained."""
+        """Note the parts of a trained model."""
         self._parts |= {id(module) for module in root.modules()}
 
     def trains(self, root: nn.Module) -> None:
-        """Learn that a model is trained in the mode that it is in."""
+        """Note that a model is trained in its current mode."""
         if root.training and id(root) not in self._in_training_mode:
             self._in_training_mode |= {id(module) for module in root.modules()}
 
     def forward(self, module: nn.Module, now: Phase | Beside) -> Beside | None:
-        """Which part of the run the forward of an outermost module is; None where that is not for it to say."""
+        """The part of the run that an outermost forward begins; None if it begins no part beside the steps."""
         if now is Phase.FORWARD:
             return None
         if torch.is_grad_enabled():
@@ -45,30 +45,30 @@ class BesideSteps:
         return Beside.NO_GRAD if module.training else Beside.EVALUATION
 
     def _perhaps(self, module: nn.Module) -> Beside | None:
-        """Before the first step an evaluation is one if the model is trained later: a teacher may come first."""
+        """Assume an evaluation before the first step; ``settle`` corrects it if the model is never trained, as a teacher."""
         if module.training or not any(parameter.requires_grad for parameter in module.parameters()):
             return None
         self._unproven.append((len(self._tracker.spans), id(module)))
         return Beside.EVALUATION
 
     def turns_to_evaluation(self, module: nn.Module, now: Phase | Beside) -> bool:
-        """Whether ``eval()`` of a module begins an evaluation: what it validates with is made before the first forward."""
+        """Whether ``eval()`` of a module begins an evaluation, which allocates before its first forward."""
         return id(module) in self._parts and now not in (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Beside.EVALUATION)
 
-    # --- what may turn out to be none -----------------------------------------------------------------------------------
+    # --- parts that may turn out to be something else -------------------------------------------------------------------
 
     def begins(self, before: Phase | Beside) -> None:
-        """Remember what was going on before what may be an evaluation or a saving."""
+        """Remember the current part before a possible evaluation or saving."""
         self._before, self._proven = before, False
 
     def proves(self) -> None:
-        """Learn that it is one: a forward runs, or something is written or gathered."""
+        """Confirm the part: a forward ran, or something was written or gathered."""
         self._proven = True
 
     def ends(self) -> None:
-        """Name it for what was going on before, where it was none.
+        """Rename an unconfirmed part to the part before it.
 
-        A state dict that is neither written nor gathered is no saving: an average of the weights is kept, for example.
+        A state dict that is neither written nor gathered is no saving: a script may keep an average of the weights.
         """
         spans, calls = self._tracker.spans, self._tracker.calls
         if not self._proven and not (calls and calls[-1].span == len(spans) - 1):
@@ -77,11 +77,11 @@ class BesideSteps:
     # --- afterwards -----------------------------------------------------------------------------------------------------
 
     def trained_after_all(self, *, step: int) -> None:
-        """What looked like an evaluation was a training forward: a backward follows."""
+        """Turn an assumed evaluation into a training forward, because a backward follows."""
         self._tracker.spans[-1] = self._tracker.spans[-1]._replace(phase=Phase.FORWARD, step=step)
 
     def settle(self) -> None:
-        """The run is over: name what was not known to be an evaluation."""
+        """At the end of the run, rename evaluations of models that were never trained."""
         spans = self._tracker.spans
         for index, module in self._unproven:
             if module not in self._parts and index < len(spans):

@@ -1,7 +1,7 @@
-"""The process of a dry run: ``python -m zeroplan.dryrun.child TASK`` makes torch believe in GPUs and runs the user's script.
+"""The process of a dry run: ``python -m zeroplan.dryrun.child TASK`` fakes GPUs in torch and runs the user's script.
 
-It does nothing else and ends with the script. The answer, or one line that says why there is none, goes to the file that the task
-names; what the script prints goes where its output goes.
+It ends with the script. The answer, or one line with the reason why there is none, goes to the task's answer file. The script's
+output is unchanged.
 """
 
 import json
@@ -15,9 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from zeroplan.dryrun.mail import Mail
-from zeroplan.dryrun.script import run_script
+from zeroplan.dryrun.script import answer_or_failure, leave, run_script
 from zeroplan.dryrun.task import DryRunTask, Over
-from zeroplan.errors import ZeroplanError
 from zeroplan.script_trace import SavedRun, as_data
 from zeroplan.spec.base import Spec, read
 
@@ -29,25 +28,15 @@ def main() -> None:
     _end(task, lambda: _answer(task, began))
 
 
-def _end(task: DryRunTask, answered: Callable[[], Spec]) -> None:
+def _end(task: DryRunTask, make_answer: Callable[[], Spec]) -> None:
     """Write the answer and end this process."""
-    try:
-        found = answered()
-    except BaseException as error:  # noqa: BLE001  whatever the script raises, the parent is told
-        from zeroplan.dryrun.failures import failure, show  # noqa: PLC0415
-
-        if not isinstance(error, (ZeroplanError, SystemExit)):
-            show(error)
-        found = failure(error)
-    Path(task.answer).write_text(json.dumps(found, default=as_data), encoding="utf-8")
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(0)  # threads and atexit of a script that was stopped have nothing more to do
+    Path(task.answer).write_text(json.dumps(answer_or_failure(make_answer), default=as_data), encoding="utf-8")
+    leave(0)
 
 
 def _answer(task: DryRunTask, began: float) -> Spec:
     run, target = _prepared(task, began), str(Path(task.target).absolute())
-    from zeroplan.dryrun.answer import answer  # noqa: PLC0415  it imports torch, which has its order
+    from zeroplan.dryrun.answer import answer  # noqa: PLC0415  torch must be imported later
 
     if task.companion:
         run.loop.end_now = lambda: _end(task, Over)
@@ -68,11 +57,13 @@ def _without_profile(found: SavedRun, run: "_Run") -> SavedRun:
 
     if run.observer is None:
         return found
-    return replace(found, general=ScriptProfile(unknown="the script goes on after its steps are taken, which ends its process"))
+    return replace(
+        found, general=ScriptProfile(unknown="the script goes on after its last counted step, which ends its process")
+    )
 
 
 def _with_profile(found: SavedRun, run: "_Run", task: DryRunTask) -> SavedRun:
-    """The answer, with the profile of the script's model where it is wanted: the script is over, and its model may be changed."""
+    """The answer, with the profile of the script's model if requested; the script has ended, so its model may be changed."""
     if run.observer is None:
         return found
     from zeroplan.dryrun.profiled.made import script_profile  # noqa: PLC0415  see _answer
@@ -83,7 +74,7 @@ def _with_profile(found: SavedRun, run: "_Run", task: DryRunTask) -> SavedRun:
 
 
 class _Run:
-    """A prepared process: call it with the script."""
+    """A prepared process; call it to run the script."""
 
     def __init__(self, task: DryRunTask, began: float) -> None:
         from zeroplan.catalog.gpu import gpu as gpu_named  # noqa: PLC0415
@@ -92,6 +83,7 @@ class _Run:
         from zeroplan.dryrun.watcher import ScriptTracker  # noqa: PLC0415
         from zeroplan.engines.device import workspace_asked_for  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.half_fake import HalfFakes  # noqa: PLC0415
+        from zeroplan.verify.fake_cuda.installed import install  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.memory import Memory  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.stand_ins import StandIns  # noqa: PLC0415
 
@@ -99,7 +91,7 @@ class _Run:
         memory = Memory(int(self.gpu.memory_bytes.value))
         self.stand_ins = StandIns()
         self._mail = Mail(Path(task.mail), task.rank)
-        self._install(task, memory)
+        install(self.gpu, memory, ranks=task.local_world_size, local_rank=task.local_rank)
         self.tracker = ScriptTracker(
             memory, expandable_segments=_expandable(), workspace_bytes=workspace_asked_for(os.environ, self.gpu)
         )
@@ -108,20 +100,14 @@ class _Run:
         self._fakes = HalfFakes(self.stand_ins, imbalance=task.imbalance, mail=self._mail)
         self._patch(task)
 
-    def _install(self, task: DryRunTask, memory: "object") -> None:
-        from zeroplan.verify.fake_cuda.installed import install  # noqa: PLC0415
-
-        install(self.gpu, memory, ranks=task.local_world_size, local_rank=task.local_rank)  # type: ignore[arg-type]
-
     def _patch(self, task: DryRunTask) -> None:
-        from zeroplan.dryrun import checkpoints, launchers, process_group, routing, saving, torch_around  # noqa: PLC0415
+        from zeroplan.dryrun import checkpoints, launchers, process_group, routing, saving, torch_patches  # noqa: PLC0415
         from zeroplan.dryrun.libraries import (  # noqa: PLC0415
             bitsandbytes,
             ddp,
             deepspeed,
             fsdp1,
             fsdp2,
-            generation,
             megatron,
             pipelining,
             transformers,
@@ -132,11 +118,11 @@ class _Run:
         process_group.make_groups_fake(self._mail)
         launchers.run_ranks_here(task)
         routing.assume(task.imbalance, self.stand_ins)
-        torch_around.change_torch(self.stand_ins)
+        torch_patches.change_torch(self.stand_ins)
         checkpoints.watch_loading(self.tracker.see_loaded)
         self._compile(task)
         AfterImport(
-            checkpoints.PATCHES | bitsandbytes.PATCHES | generation.PATCHES | megatron.patches(self.loop)
+            checkpoints.PATCHES | bitsandbytes.PATCHES | megatron.patches(self.loop)
             | pipelining.patches(self._mail, self.loop)
             | transformers.PATCHES | triton.PATCHES | ddp.patches(self.tracker) | fsdp1.patches(self.tracker)
             | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop),
@@ -145,19 +131,19 @@ class _Run:
         self.loop.watch()
 
     def _compile(self, task: DryRunTask) -> None:
-        """Have ``torch.compile`` compile, or leave it out."""
-        from zeroplan.dryrun import torch_around  # noqa: PLC0415
+        """Let ``torch.compile`` compile, or leave it out."""
+        from zeroplan.dryrun import torch_patches  # noqa: PLC0415
         from zeroplan.dryrun.compiling import tracing  # noqa: PLC0415
 
         why_not = task.without_compiler or tracing.why_not()
         self._compiles = not why_not
         if why_not:
-            torch_around.leave_out_compilation(why_not)
+            torch_patches.skip_compilation(why_not)
         else:
-            tracing.follow_the_compiler(self.tracker)
+            tracing.enable_compiler(self.tracker)
 
     def __call__(self, script: Callable[[], None]) -> None:
-        """Run the script until its steps are taken or it ends. What it raises after its steps says nothing."""
+        """Run the script until its steps are done or it ends; errors after its steps are ignored."""
         from zeroplan.dryrun.compiling import tracing  # noqa: PLC0415
         from zeroplan.dryrun.threads import watch_threads  # noqa: PLC0415
 
@@ -177,12 +163,12 @@ class _Run:
 
     @contextmanager
     def fakes(self) -> Iterator[None]:
-        """Every tensor is fake inside, or half fake, and libraries do with it what they do with a real one."""
+        """Make all tensors fake or half fake inside, with replacements that let libraries run on them."""
         from zeroplan.verify.fake_cuda.attention import decisions  # noqa: PLC0415
-        from zeroplan.verify.fake_cuda.fake_tensors import as_with_bytes  # noqa: PLC0415
+        from zeroplan.verify.fake_cuda.fake_tensors import fake_tensor_patches  # noqa: PLC0415
 
         with ExitStack() as stack:
-            for answer in (*as_with_bytes(self.tracker), decisions()):
+            for answer in (*fake_tensor_patches(self.tracker), decisions()):
                 stack.enter_context(answer)
             stack.enter_context(self._fakes)
             yield
@@ -191,19 +177,19 @@ class _Run:
 def _prepared(task: DryRunTask, began: float) -> _Run:
     warnings.simplefilter("ignore")
     import torch  # noqa: PLC0415
-    import torch._dynamo  # noqa: PLC0415, F401  it looks at what was built, so it goes before CUDA is there
+    import torch._dynamo  # noqa: PLC0415, F401  must precede the fake CUDA, since it checks the build
 
     if not task.without_compiler:
-        from zeroplan.dryrun.compiling.tracing import know_functions_by_name  # noqa: PLC0415
+        from zeroplan.dryrun.compiling.tracing import preload_dynamo_rules  # noqa: PLC0415
 
-        know_functions_by_name()
+        preload_dynamo_rules()
     return _Run(task, began)
 
 
 def _expandable() -> bool:
-    """Whether the script's environment asks torch's allocator for expandable segments."""
-    asked = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-    return "expandable_segments:true" in asked.lower().replace(" ", "")
+    """Whether the script's environment sets expandable segments for torch's allocator."""
+    settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    return "expandable_segments:true" in settings.lower().replace(" ", "")
 
 
 def _run_script(task: DryRunTask) -> None:

@@ -17,7 +17,7 @@ from zeroplan.catalog.setups.parsing import parsed
 from zeroplan.errors import SpecError
 
 _PYTHON = re.compile(r"python[0-9.]*")
-#: Flags of torchrun, accelerate and deepspeed that take no value; every other one takes one.
+#: Flags of torchrun, accelerate and deepspeed without a value; every other flag has one.
 _SWITCHES = {
     "torchrun": {"--standalone", "--no-python", "--no_python", "--run-path", "--run_path", "--module", "-m"},
     "accelerate": {
@@ -28,14 +28,14 @@ _SWITCHES = {
 }  # fmt: skip
 _SWITCHES["torch.distributed.launch"] = _SWITCHES["torchrun"] | {"--use_env", "--use-env"}
 _OF_THE_SCRIPT = {"-m", "--module", "--no-python", "--no_python", "--run-path", "--run_path"}
-"""Switches that say how to read the script's name."""
+"""Switches that decide how to read the script's name."""
 _PER_NODE = ("nproc-per-node", "num-gpus")
 _NODES = ("nnodes", "num-nodes", "num-machines")
 _IN_ALL = ("num-processes",)
 
 
 class Command(NamedTuple):
-    """What to run, and on how many GPUs if a launcher says so. ``launcher`` holds the launcher and its flags."""
+    """The script to run, and the number of GPUs if a launcher sets it. ``launcher`` holds the launcher and its flags."""
 
     target: str
     module: bool
@@ -85,7 +85,7 @@ def _python(words: Sequence[str]) -> Command:
 
 def _launched(launcher: str, words: Sequence[str]) -> Command:
     """Parse a launcher's flags, then the script and its arguments."""
-    said: dict[str, str] = {}
+    flags: dict[str, str] = {}
     rest, kept, module = list(words), [launcher], False
     while rest and rest[0].startswith("-"):
         flag, separate, value = rest.pop(0).partition("=")
@@ -95,40 +95,40 @@ def _launched(launcher: str, words: Sequence[str]) -> Command:
             continue
         if not separate:
             if not rest:
-                raise SpecError(f"{launcher} {flag} wants a value; write it behind the flag")
+                raise SpecError(f"{launcher} {flag} needs a value; write it behind the flag")
             value = rest.pop(0)
-        said[flag.lstrip("-").replace("_", "-")] = value
+        flags[flag.lstrip("-").replace("_", "-")] = value
         kept += [f"{flag}={value}"] if separate else [flag, value]
     if not rest:
         raise SpecError(f"`{launcher} {' '.join(words)}` names no script; write it behind the launcher's flags")
     target = rest[0] if module else _script(rest[0])
-    gpus, per_node = _gpus(_configured(said) | said)
+    gpus, per_node = _gpus(_configured(flags) | flags)
     return Command(target, module, tuple(rest[1:]), gpus, per_node, tuple(kept))
 
 
-def _configured(said: dict[str, str]) -> dict[str, str]:
-    """What accelerate's file says of the number of GPUs; flags count before it."""
-    name = said.get("config-file")
+def _configured(flags: dict[str, str]) -> dict[str, str]:
+    """The number of GPUs in accelerate's config file; flags override it."""
+    name = flags.get("config-file")
     if name is None:
         return {}
     if not _is_file(name):
-        raise SpecError(f"accelerate's --config_file {name!r} is not there; check the path, seen from {Path.cwd()}")
+        raise SpecError(f"accelerate's --config_file {name!r} does not exist; check the path, relative to {Path.cwd()}")
     found = parsed(Path(name).read_text(encoding="utf-8"), Path(name), name)
     return {key.replace("_", "-"): str(found[key]) for key in ("num_processes", "num_machines") if key in found}
 
 
-def _gpus(said: dict[str, str]) -> tuple[int | None, int | None]:
-    """The number of GPUs in a launcher's flags, in all and per node; None if it takes the GPUs that it finds."""
-    nodes = _first(said, _NODES, default=1)
-    if (in_all := _first(said, _IN_ALL)) is not None:
+def _gpus(flags: dict[str, str]) -> tuple[int | None, int | None]:
+    """The number of GPUs in a launcher's flags, in all and per node; None if the launcher uses the GPUs that it finds."""
+    nodes = _first(flags, _NODES, default=1)
+    if (in_all := _first(flags, _IN_ALL)) is not None:
         return in_all, in_all // nodes if nodes else None
-    per_node = _first(said, _PER_NODE)
+    per_node = _first(flags, _PER_NODE)
     return (None if per_node is None or nodes is None else per_node * nodes), per_node
 
 
-def _first(said: dict[str, str], names: Sequence[str], *, default: int | None = None) -> int | None:
+def _first(flags: dict[str, str], names: Sequence[str], *, default: int | None = None) -> int | None:
     for name in names:
-        text = said.get(name)
+        text = flags.get(name)
         if text is not None and (number := text.rpartition(":")[2]).isdigit():
             return int(number)
     return default
@@ -137,10 +137,10 @@ def _first(said: dict[str, str], names: Sequence[str], *, default: int | None = 
 def _script(path: str) -> str:
     if not path.endswith(".py") and not _is_file(path):
         raise SpecError(
-            f"{path!r} is no Python script; name a .py file, `-m package.module`, torchrun, accelerate launch or deepspeed"
+            f"{path!r} is not a Python script; name a .py file, `-m package.module`, torchrun, accelerate launch or deepspeed"
         )
     if not _is_file(path):
-        raise SpecError(f"the script {path!r} is not there; check the path, seen from {Path.cwd()}")
+        raise SpecError(f"the script {path!r} does not exist; check the path, relative to {Path.cwd()}")
     return path
 
 

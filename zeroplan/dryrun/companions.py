@@ -1,7 +1,7 @@
-"""Further ranks of a script that run beside the one asked for, each in a process of its own. Needs no torch.
+"""Runs further ranks of a script beside the measured one, each in its own process. Needs no torch.
 
-A rank of a later pipeline stage has to know what the stage before sends, and with several stages on each rank that goes round in a
-circle. So a rank is started as soon as another waits for a letter of it, and all run at the same time.
+A rank of a later pipeline stage needs what the stage before sends; with several stages per rank the dependence is circular. So a
+rank is started when another one waits for its message, and all run at the same time.
 """
 
 import json
@@ -14,19 +14,19 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from zeroplan.dryrun.mail import leave_word, waited_for, wanted
+from zeroplan.dryrun.mail import awaited_rank, note_ended, wanted
 from zeroplan.dryrun.task import DryRunTask, Failed
 from zeroplan.spec.base import read
 from zeroplan.verify.processes.launch import how_ended
 
 MOST = 31
-"""So many further ranks run at most: each takes about half a gigabyte of this machine's memory."""
+"""Limit of further ranks; each needs about half a gigabyte of this machine's memory."""
 _STEPS_AHEAD = 1
-"""The rank asked for is stopped as its next step begins, by when it may have received what that step begins with."""
+"""Companions run one step more than the measured rank, which may already receive data of its next step."""
 
 
 class Companions:
-    """The further ranks of a run; ``start`` starts one with a folder of its own."""
+    """The further ranks of a run; ``start`` starts one in its own folder."""
 
     def __init__(self, task: DryRunTask, start: "Callable[[DryRunTask, int], subprocess.Popen[str]]") -> None:
         self._task, self._start = task, start
@@ -36,7 +36,7 @@ class Companions:
         self._failed: dict[int, str] = {}
 
     def look(self) -> None:
-        """Start the ranks that others wait for, and write down which have ended."""
+        """Start the ranks that others wait for, and note which have ended."""
         for rank in wanted(self._mail):
             if rank not in self._met:
                 self._met.add(rank)
@@ -44,11 +44,11 @@ class Companions:
         for rank, process in list(self._running.items()):
             if (code := process.poll()) is not None:
                 del self._running[rank]
-                leave_word(self._mail, rank, self._why(rank, code))
+                note_ended(self._mail, rank, self._why(rank, code))
 
     def _begin(self, rank: int) -> None:
         if rank >= self._task.gpus or len(self._met) > MOST + 1:
-            leave_word(self._mail, rank, Failed(whose="here", text=self._too_many(rank)))
+            note_ended(self._mail, rank, Failed(cause="here", text=self._too_many(rank)))
             return
         folder = self._folder(rank)
         folder.mkdir()
@@ -63,42 +63,42 @@ class Companions:
         if rank >= self._task.gpus:
             return f"the script receives from rank {rank}, and there are {self._task.gpus} ranks"
         return (
-            f"rank {self._task.rank} depends on what more than {MOST} other ranks send, and each would run beside it; name a rank "
-            f"of an earlier pipeline stage (--as-rank), or take fewer stages"
+            f"rank {self._task.rank} depends on messages of more than {MOST} other ranks, and each needs its own process; choose a "
+            f"rank of an earlier pipeline stage (--as-rank), or use fewer stages"
         )
 
     def _folder(self, rank: int) -> Path:
         return self._mail.with_name(f"rank{rank}")
 
     def _why(self, rank: int, code: int) -> Failed | None:
-        """Why a rank failed. A failure of another rank that it repeats keeps the words of that rank."""
+        """The reason why a rank failed; if it repeats the failure of another rank, that rank's message."""
         path = self._folder(rank) / "answer.json"
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-        if found is not None and "whose" not in found:
+        if found is not None and "cause" not in found:
             return None
-        failed = Failed(whose="here", text=f"its process ended: {how_ended(code)}") if found is None else read(
+        failed = Failed(cause="here", text=f"its process ended: {how_ended(code)}") if found is None else read(
             Failed, found, where="answer"
         )  # fmt: skip
         if failed.text in self._failed.values():
             return failed
-        said = replace(failed, text=f"rank {rank}, which ran beside rank {self._task.rank}, failed: {failed.text}")
-        self._failed[rank] = said.text
-        return said
+        passed_on = replace(failed, text=f"rank {rank}, which ran beside rank {self._task.rank}, failed: {failed.text}")
+        self._failed[rank] = passed_on.text
+        return passed_on
 
     @property
     def waiting(self) -> str:
-        """What the rank asked for waits for, as the end of a sentence; empty where it waits for no other."""
-        other = waited_for(self._mail, self._task.rank)
-        return other and f"; it was waiting for what rank {other} sends"
+        """The rank that the measured rank waits for, as the end of a sentence; empty if it waits for none."""
+        other = awaited_rank(self._mail, self._task.rank)
+        return other and f"; it was waiting for a message of rank {other}"
 
     def show(self, lines: int) -> None:
-        """Show how what the ranks printed ends that failed."""
+        """Print the last lines of the failed ranks' output."""
         for rank in self._failed:
             printed = (self._folder(rank) / "printed").read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
             sys.stderr.write("\n".join((f"--- rank {rank} printed ---", *printed, "--- end ---", "")))
 
     def end(self) -> None:
-        """End those that still run, with all that they have started."""
+        """End the ranks that still run, and all processes they started."""
         for process in self._running.values():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What a launcher gives a script beside its rank: accelerate its settings as environment, deepspeed the rank as an argument."""
+"""What a launcher passes to a script beside its rank: accelerate's environment, deepspeed's argument with the rank."""
 
 import os
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from zeroplan.verify.failures import NotHereError
 from zeroplan.verify.replaced import replaced
 
 _OF_A_NODE = ("--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", "0")
-"""What accelerate asks for on several nodes, or looks for; what is typed behind it counts."""
+"""Flags that accelerate needs or prompts for on several nodes; the command's own flags override them."""
 _OURS = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "MASTER_ADDR", "MASTER_PORT"}
-"""What a dry run sets itself."""
+"""Variables that a dry run sets itself."""
 
 
 def arguments(task: DryRunTask) -> tuple[str, ...]:
-    """Return the arguments that a launcher puts before the script's own.
+    """The arguments that a launcher puts before the script's own.
 
     Source: deepspeed 0.19, ``launcher/launch.py``; torch 2.13, ``distributed/run.py``, ``use_env``.
     """
@@ -29,13 +29,13 @@ def arguments(task: DryRunTask) -> tuple[str, ...]:
 
 
 def environment(task: DryRunTask) -> dict[str, str]:
-    """Return what accelerate sets for the processes that it starts: precision, FSDP, DeepSpeed, compiler, from flags and file.
+    """The environment that accelerate sets for its processes, from flags and config file: precision, FSDP, DeepSpeed, compiler.
 
-    accelerate itself reads both, and starts nothing (accelerate 1.15, ``commands/launch.py``).
+    accelerate's own code reads both; its launch functions are replaced (accelerate 1.15, ``commands/launch.py``).
     """
     if task.launcher[:1] != ("accelerate",):
         return {}
-    from accelerate.commands import launch  # noqa: PLC0415  only such a command needs it
+    from accelerate.commands import launch  # noqa: PLC0415  only accelerate's commands need it
 
     found: dict[str, str] = {}
     starts: dict[str, Callable[..., Any]] = {
@@ -52,4 +52,4 @@ def environment(task: DryRunTask) -> dict[str, str]:
 
 
 def _refuse(*_: object) -> None:
-    raise NotHereError("accelerate starts this script on a TPU or on SageMaker; a dry run knows CUDA alone")
+    raise NotHereError("accelerate would start this script on a TPU or on SageMaker; a dry run fakes CUDA only")

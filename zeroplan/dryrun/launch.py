@@ -1,4 +1,4 @@
-"""Starts the process of a dry run, waits for its answer, and leaves nothing running. Needs no torch."""
+"""Starts the process of a dry run, waits for its answer, and ends all its processes. Needs no torch."""
 
 import json
 import os
@@ -17,20 +17,20 @@ from zeroplan.dryrun.task import DryRunTask, Failed, environment
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.script_trace import SavedRun
 from zeroplan.spec.base import read
-from zeroplan.verify.failures import FailedError, NotHereError
-from zeroplan.verify.processes.launch import end_session, how_ended
+from zeroplan.verify.failures import FailedError
+from zeroplan.verify.processes.launch import end_session, how_ended, start_process
 from zeroplan.verify.processes.scratch import ORDER, scratch
 
 _TAIL_LINES = 15
 _LOOK_S = 0.05
 _TO_ANSWER_S = 60
-"""A script that may run to its end is stopped in its process when its time is over, and the answer takes its own time. [s]"""
+"""Extra time for a script with ``until_end``, which stops itself at the limit and then builds its answer. [s]"""
 MARK = "ZEROPLAN_DRY_RUN"
-"""A variable of the environment by which a run's processes are found again."""
+"""An environment variable that marks a run's processes."""
 
 
 class Process(NamedTuple):
-    """A process to start: its command, what its environment has beside ours, and a text that marks all that it starts."""
+    """A process to start: its command, its extra environment, and the text that marks it and its children."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
@@ -38,10 +38,10 @@ class Process(NamedTuple):
 
 
 def dry_run(task: DryRunTask, *, timeout_s: float, quiet: bool = False) -> SavedRun:
-    """Run a script as one rank and return what was found, with its trace where the task wants one.
+    """Run a script as one rank and return the result, with its trace if the task wants one.
 
-    What the script prints goes to standard error, or with ``quiet`` nowhere; the last of it is shown where the script fails. Raises
-    SpecError where the script itself fails, MeasurementError where it cannot be run without a GPU or takes no step in time.
+    The script's output goes to standard error, with ``quiet`` nowhere; if the script fails, its last lines are printed. Raises
+    SpecError if the script itself fails, MeasurementError if it cannot run without a GPU or does no step in time.
     """
     with scratch() as folder:
         task = replace(task, answer=str(folder / "answer.json"), mail=str(folder / "mail"))
@@ -63,9 +63,9 @@ def _child(task: DryRunTask, folder: Path, *, mark: str) -> Process:
 
 
 def ended(child: Process, output: int, *, timeout_s: float, late: str, companions: Companions | None = None) -> int:
-    """Run a process to its end and return its exit code; nothing that it started is left, and no companion.
+    """Run a process to its end and return its exit code; end all its children and companions.
 
-    Raises FailedError where it is late.
+    Raises FailedError after ``timeout_s``.
     """
     with ExitStack() as ends:
         ends.callback(_end_marked, child.mark)
@@ -84,30 +84,21 @@ def ended(child: Process, output: int, *, timeout_s: float, late: str, companion
 
 @contextmanager
 def shown(printed: Path, *, quiet: bool, worked: Callable[[], bool]) -> Iterator[int]:
-    """Where a script prints to: standard error, or with ``quiet`` a file, whose end is shown where the script did not work."""
+    """The descriptor for a script's output: standard error, or with ``quiet`` a file, whose end is printed if the script failed."""
     with printed.open("wb") as sink:
         yield sink.fileno() if quiet else _standard_error(sink.fileno())
     if quiet and not worked():
-        _show(printed)
+        lines = printed.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+        sys.stderr.write("\n".join((*lines, "")))
 
 
 def _started(child: Process, output: int) -> "subprocess.Popen[str]":
-    try:
-        return subprocess.Popen(  # noqa: S603  our own interpreter and module, which runs what the user has named
-            child.command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, **child.environment, "PYTHONUNBUFFERED": "1", MARK: child.mark},
-        )
-    except OSError as error:
-        raise NotHereError(f"no process can be started here: {error.strerror}") from None
+    env = {**os.environ, **child.environment, "PYTHONUNBUFFERED": "1", MARK: child.mark}
+    return start_process(child.command, env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
 
 def _standard_error(otherwise: int) -> int:
-    """Where the script prints to; a standard error that is no file, as in a notebook, is none."""
+    """The descriptor of standard error; ``otherwise`` if it has none, as in a notebook."""
     try:
         return sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):
@@ -115,41 +106,36 @@ def _standard_error(otherwise: int) -> int:
 
 
 def _end_marked(text: str) -> None:
-    """End what the script has started in sessions of their own: its environment has our mark."""
+    """End processes that the script started in sessions of their own, found by the mark in their environment."""
     mark = f"{MARK}={text}".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # another user's, or gone by now
+        with suppress(OSError):  # another user's process, or one that has ended
             if mark in environ.read_bytes():
                 os.kill(int(environ.parent.name), signal.SIGKILL)
 
 
 def _late(task: DryRunTask, timeout_s: float) -> str:
     return (
-        f"the script did not take {task.steps} optimizer steps within {timeout_s:g} s and was ended; give it more time with "
-        f"--timeout, or a condition that ends (a loss here is always 1)"
+        f"the script did not complete {task.steps} optimizer steps within {timeout_s:g} s and was ended; allow more time with "
+        f"--timeout, or check that its loop ends (in a dry run every loss is 1)"
     )
 
 
 def _worked(task: DryRunTask) -> bool:
-    return Path(task.answer).is_file() and b'"whose"' not in Path(task.answer).read_bytes()[:200]
-
-
-def _show(printed: Path) -> None:
-    lines = printed.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-    sys.stderr.write("\n".join((*lines, "")))
+    return Path(task.answer).is_file() and b'"cause"' not in Path(task.answer).read_bytes()[:200]
 
 
 def _answer(task: DryRunTask, code: int) -> SavedRun:
     path = Path(task.answer)
     if not path.is_file():
-        raise FailedError(f"the script's process ended without an answer: {how_ended(code)}; what it printed may say why")
+        raise FailedError(f"the script's process ended without an answer: {how_ended(code)}; its output may show why")
     found = json.loads(path.read_text(encoding="utf-8"))
     refuse(found)
     return read(SavedRun, found, where="answer")
 
 
 def refuse(found: dict[str, object]) -> None:
-    """Raise what a process wrote in place of its answer: SpecError for the script's own mistake, else MeasurementError."""
-    if "whose" in found:
+    """Raise the error that a process wrote instead of an answer: SpecError for a script's own error, else MeasurementError."""
+    if "cause" in found:
         failed = read(Failed, found, where="answer")
-        raise (SpecError if failed.whose == "script" else MeasurementError)(failed.text)
+        raise (SpecError if failed.cause == "script" else MeasurementError)(failed.text)

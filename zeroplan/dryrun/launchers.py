@@ -1,4 +1,4 @@
-"""Scripts that start their own ranks: the function that each rank would run is run in this process, as this rank."""
+"""Runs scripts that start their own ranks: the ranks' function runs in this process, as this rank."""
 
 import os
 import sys
@@ -8,16 +8,15 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.launcher import api
 
-from zeroplan.dryrun.stood_in import note, noting
+from zeroplan.dryrun.replacements import note, noting
 from zeroplan.dryrun.task import DryRunTask
-from zeroplan.verify.fake_cuda.torch_cuda import always
-from zeroplan.verify.replaced import put
+from zeroplan.verify.replaced import always, put
 
 _HERE = "its function runs in this process, as this rank"
 
 
 class _Ended:
-    """What ``mp.spawn(..., join=False)`` returns: processes that have ended."""
+    """The result of ``mp.spawn(..., join=False)``: processes that have ended."""
 
     processes: tuple[object, ...] = ()
     join = always(True)
@@ -25,7 +24,7 @@ class _Ended:
 
 
 def run_ranks_here(task: DryRunTask) -> None:
-    """Change ``torch.multiprocessing.spawn`` and torch's elastic launcher, which ``notebook_launcher`` uses."""
+    """Replace ``torch.multiprocessing.spawn`` and torch's elastic launcher, which ``notebook_launcher`` uses."""
 
     def spawn(
         fn: Callable[..., object], args: tuple[object, ...] = (), nprocs: int = 1, join: bool = True,  # noqa: FBT001, FBT002
@@ -35,7 +34,7 @@ def run_ranks_here(task: DryRunTask) -> None:
         before = dist.is_initialized()
         fn(min(task.local_rank, nprocs - 1), *args)
         if dist.is_initialized() and not before:
-            dist.destroy_process_group()  # it would have gone with its process, and the script may spawn again
+            dist.destroy_process_group()  # a real process would take it along; the script may spawn again
         return None if join else _Ended()
 
     def launch(launcher: "api.elastic_launch", *args: object) -> dict[int, object]:

@@ -1,4 +1,4 @@
-"""What the loop of a dry run reports to: the tracker of fake tensors, or the counter of a real GPU."""
+"""The interface to which a dry run's loop reports: the tracker of fake tensors, or the counter of a real GPU."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -11,7 +11,7 @@ from zeroplan.verify.watching.recording import Block, Call, Span
 
 
 class Listener(Protocol):
-    """Hears which phase begins and what tensors are for. A real GPU's counter sees no single blocks: its lists stay empty."""
+    """Receives phases and kinds of tensors. A real GPU's counter sees no single blocks, so its lists stay empty."""
 
     spans: list[Span]
 

@@ -1,4 +1,4 @@
-"""Folders as a script lists them: with the files that it saved there without writing them."""
+"""Lists folders with the files that the script saved there without writing them."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import Any, Self
 
 
 class Entry:
-    """What ``os.scandir`` returns for a file."""
+    """A file's entry in the result of ``os.scandir``."""
 
     def __init__(self, folder: str, name: str) -> None:
         self.name, self.path = name, os.path.join(folder, name)  # noqa: PTH118  as os.scandir joins them
@@ -17,26 +17,26 @@ class Entry:
         return self.path
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        """It is one."""
+        """True."""
         return True
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        """It is none."""
+        """False."""
         return False
 
     is_symlink = is_junction = is_dir
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:  # noqa: ARG002
-        """As ``os.stat`` says."""
+        """The result of ``os.stat``."""
         return os.stat(self.path)  # noqa: PTH116
 
     def inode(self) -> int:
-        """As ``os.stat`` says."""
+        """The file's inode."""
         return self.stat().st_ino
 
 
 class _Scan:
-    """An iterator of ``os.scandir``, and further entries behind it."""
+    """An iterator of ``os.scandir`` with further entries at the end."""
 
     def __init__(self, real: Any, more: list[Entry]) -> None:  # noqa: ANN401  the type of os.scandir's iterator has no name
         self.close = real.close

@@ -1,17 +1,17 @@
-"""Which phase of the step a script is in: read off from outside, by torch's own hooks.
+"""Follows a script's training loop from outside, by torch's own hooks, and reports its phases.
 
-Forward is the outermost module that runs with gradients and has parameters to train, in whichever mode (``from_pretrained`` returns
-a model in evaluation mode, and not every loop changes that); backward the outermost
-``torch.autograd.backward``; a step the outermost optimizer's. A step has ended when the next forward begins: several optimizers
-may take their turns, and gradients are still to be cleared. After the last step that was asked for the script is stopped there;
-where it ends by itself, the step ends when the first of its models and optimizers goes. What lies beside the steps (evaluation,
-generation, saving) is a part of the run of its own.
+A forward is the outermost module that runs with gradients and has trainable parameters. Its mode does not matter:
+``from_pretrained`` returns a model in evaluation mode, which not every loop changes. A backward is the outermost
+``torch.autograd.backward``, a step the outermost optimizer's. A step ends when the next forward begins, because several
+optimizers may run and gradients are cleared afterwards. After the last requested step the script is stopped; if it ends by
+itself, its last step ends when the first of its models and optimizers is freed. Evaluation, generation and saving are parts of
+the run beside the steps.
 """
 
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -31,15 +31,15 @@ from zeroplan.verify.nested import tensors_in
 from zeroplan.verify.replaced import put
 
 _PATIENCE = 10
-"""So many times the steps are taken where an optimizer does not come to its own."""
+"""Factor on the requested steps if an optimizer never reaches them."""
 
 
 class StepsDone(BaseException):
-    """The optimizer steps that were asked for are taken. No ``Exception``, which scripts catch."""
+    """All requested optimizer steps are done. Not an ``Exception``, which scripts catch."""
 
 
 class Loop:
-    """Tells a listener the phases of a training loop that says nothing."""
+    """Reports the phases of a training loop to a listener."""
 
     def __init__(
         self, tracker: Listener, steps: int, observer: Observer | None = None, *, ends_at: float | None = None
@@ -47,29 +47,29 @@ class Loop:
         self._tracker, self._steps, self._observer, self._ends_at = tracker, steps, observer, ends_at
         self._beside = BesideSteps(tracker)
         self.deaf = False
-        """Whether what runs is no part of the script any more."""
+        """Whether the script has ended, so that hooks do nothing."""
         self._phase: Phase | Beside = Phase.INIT
         self._modules = self._backwards = self._engines = self._optimizers = self._others = 0
         self._stepped = self._over = False
         self._steps_of: Counter[int] = Counter()
-        """Steps of every optimizer, by its identity."""
-        self._goes: list[weakref.ref[Optimizer]] = []
-        """Where the script's optimizers are, to hear when one is freed."""
+        """Steps of every optimizer, by its ``id``."""
+        self._freed_optimizers: list[weakref.ref[Optimizer]] = []
+        """Weak references to the script's optimizers, to notice when one is freed."""
         self.ended: Ended = "script ended"
-        """Why the run is over."""
+        """Why the run ended."""
         self._roots: set[int] = set()
         self._models: list[weakref.ref[nn.Module]] = []
-        self.taken = 0
+        self.steps_done = 0
         self.end_now: Callable[[], None] = lambda: None
         """Ends the process with the answer."""
 
     @property
     def completed(self) -> int:
-        """How many optimizer steps were taken, the last one included whose end nobody has seen."""
-        return self.taken + self._stepped
+        """The number of optimizer steps done, including a last one whose end was not seen."""
+        return self.steps_done + self._stepped
 
     def watch(self) -> None:
-        """Begin to listen, to the end of the process."""
+        """Register the hooks, for the rest of the process."""
         register_module_forward_pre_hook(self._forward_begins)
         register_module_forward_hook(self._forward_ends, always_call=True)
         register_optimizer_step_pre_hook(self._step_begins)
@@ -78,9 +78,9 @@ class Loop:
         torch.autograd.backward = self.in_backward(torch.autograd.backward)
 
     def finish(self, *, collect: bool = False) -> None:
-        """Say that the run is over: what is recorded from here on is no part of a step.
+        """End the run: what is recorded from here on belongs to no step.
 
-        A script that has ended has let go of everything: what is in cycles goes afterwards, without ``collect``.
+        A script that has ended has released everything. Without ``collect``, reference cycles are freed afterwards.
         """
         if self.completed and not self._over:
             self._over = True
@@ -88,8 +88,8 @@ class Loop:
             self._tracker.enter(Phase.INIT, self.completed, collect=collect)
             self._beside.settle()
 
-    def _one_goes(self, _: object) -> None:
-        """A model or an optimizer of the script is about to be freed: what it held was held after the last step."""
+    def _on_freed(self, _: object) -> None:
+        """A model or optimizer of the script is about to be freed, so the last step has ended with it still in memory."""
         if not self.deaf and not self._over and self.completed >= self._steps and self._phase is not Beside.AFTER:
             self._leave()
             self._phase = Beside.AFTER
@@ -98,14 +98,14 @@ class Loop:
     def _enter(self, phase: Phase | Beside) -> None:
         self._leave()
         self._phase = phase
-        self._tracker.enter(phase, self.taken)
+        self._tracker.enter(phase, self.steps_done)
 
     def _leave(self) -> None:
         if self._phase in (Beside.SAVING, Beside.EVALUATION):
             self._beside.ends()
 
-    def _may_be(self, phase: Beside) -> None:
-        """Enter a part of the run that may turn out to be none."""
+    def _enter_provisionally(self, phase: Beside) -> None:
+        """Enter a part of the run that may turn out to be something else."""
         before = self._phase
         self._enter(phase)
         self._beside.begins(before)
@@ -124,27 +124,27 @@ class Loop:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether it runs a pass, a step or what lies beside them, within which nothing else begins; or is over."""
+        """Whether a pass, a step or a part beside them runs, inside which nothing else begins; or the run has ended."""
         within = self._modules or self._backwards or self._optimizers or self._engines or self._others
         return self.deaf or self._over or bool(within)
 
     @property
     def saves_now(self) -> bool:
-        """Whether the script saves."""
+        """Whether the script is saving."""
         return self._phase is Beside.SAVING
 
     def _at_evaluation(self, turn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-        """``model.eval()``: an evaluation may begin."""
+        """``model.eval()``, which may begin an evaluation."""
 
         def turned(module: nn.Module) -> nn.Module:
             if not self._is_busy and self._beside.turns_to_evaluation(module, self._phase):
-                self._may_be(Beside.EVALUATION)
+                self._enter_provisionally(Beside.EVALUATION)
             return turn(module)
 
         return turned
 
     def during(self, phase: Beside, run: Callable[..., object]) -> Callable[..., object]:
-        """A function that is a part of the run of its own, unless it is called within a pass or a step."""
+        """Make a function a part of the run of its own, unless it is called within a pass or a step."""
 
         @wraps(run)
         def ran(*args: object, **kwargs: object) -> object:
@@ -165,7 +165,7 @@ class Loop:
         return ran
 
     def saving(self, run: Callable[..., object], *, writes: bool = False) -> Callable[..., object]:
-        """A function that makes a state dict, or writes one. Before the first step that is part of loading."""
+        """Wrap a function that makes or writes a state dict; before the first step it counts as loading."""
         saves = self.during(Beside.SAVING, run)
 
         @wraps(run)
@@ -173,7 +173,7 @@ class Loop:
             if self._phase is Phase.INIT or self._is_busy:
                 return run(*args, **kwargs)
             if self._phase is not Beside.SAVING:
-                self._may_be(Beside.SAVING)
+                self._enter_provisionally(Beside.SAVING)
             before = len(self._tracker.blocks)
             result = saves(*args, **kwargs)
             if writes or len(self._tracker.blocks) > before:
@@ -187,7 +187,7 @@ class Loop:
     def _forward_begins(self, module: nn.Module, _args: object) -> None:
         if self.deaf:
             return
-        if self._over:  # a script that caught the stop goes on
+        if self._over:  # the script caught StepsDone and continues
             self.end_now()
         self._modules += 1
         if self._backwards and self._observer is not None:
@@ -204,29 +204,29 @@ class Loop:
             self._trains(module)
 
     def passes_begin(self) -> None:
-        """Hear that a training step's passes begin, which may take memory before the first of them."""
+        """Note that a training step's passes begin, which may allocate before the first of them."""
         if torch.is_grad_enabled() and not self._is_busy:
-            self._goes_forward()
+            self._begin_forward()
 
-    def _goes_forward(self) -> None:
+    def _begin_forward(self) -> None:
         if self._phase is not Phase.FORWARD:
             self._next_step()
             self._enter(Phase.FORWARD)
 
     def _trains(self, module: nn.Module) -> None:
-        """The forward of a training step begins."""
-        self._goes_forward()
+        """Begin the forward of a training step."""
+        self._begin_forward()
         if id(module) not in self._roots:
-            self._meet(module)
+            self._learn_model(module)
         self._beside.trains(module)
 
-    def _meet(self, root: nn.Module) -> None:
-        """Learn the names of a model's parts, and whose its parameters are."""
+    def _learn_model(self, root: nn.Module) -> None:
+        """Note the names of a model's parts, and claim its parameters and buffers."""
         self._roots.add(id(root))
         self._beside.meet(root)
         self._tracker.learn_modules(root)
         self._tracker.own((*nn.Module.parameters(root), *nn.Module.buffers(root)))
-        self._models.append(weakref.ref(root, self._one_goes))
+        self._models.append(weakref.ref(root, self._on_freed))
         if self._observer is not None:
             self._observer.meet(root)
         if _reduces_elsewhere(root):
@@ -238,7 +238,7 @@ class Loop:
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def in_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
-        """Return a function that runs autograd's backward, and is the backward of the step."""
+        """Wrap autograd's backward as the backward of the step."""
 
         def begins(*args: object, **kwargs: object) -> None:
             if self.deaf:
@@ -265,7 +265,7 @@ class Loop:
         return self._models[0]() if self._models else None
 
     def _claim_gradients(self) -> None:
-        """What parameters have as gradients after a backward is what the optimizer takes."""
+        """Give the gradients that parameters have after a backward their kind."""
         models: list[nn.Module] = [model for one in self._models if (model := one()) is not None]
         self._tracker.claim(Kind.GRADIENTS, (parameter.grad for model in models for parameter in model.parameters()))
 
@@ -274,7 +274,7 @@ class Loop:
     def _step_begins(
         self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._optimizers += 1  # one may hold others
+        self._optimizers += 1  # an optimizer may contain others
         if self._observer is not None:
             self._observer.step_begins()
         if self._engines or self._optimizers > 1:
@@ -287,7 +287,7 @@ class Loop:
         return args[:1], {**kwargs, "closure": self._closed(closure)}
 
     def _closed(self, closure: Callable[..., object]) -> Callable[..., object]:
-        """A closure runs forward and backward within the step; what follows it is the step again."""
+        """Wrap a closure, which runs forward and backward within the step; afterwards the step continues."""
 
         def closed(*args: object, **kwargs: object) -> object:
             result = closure(*args, **kwargs)
@@ -297,14 +297,14 @@ class Loop:
         return closed
 
     def _step_ends(self, optimizer: Optimizer, *_: object) -> None:
-        self._tracker.claim(Kind.OPTIMIZER_STATE, _held(optimizer.state), over=False)
-        self._tracker.updated(_held([group.get("params") for group in optimizer.param_groups]))
-        self._tracker.claim(Kind.OPTIMIZER_STATE, _held(_own_attributes(optimizer)), over=False)
+        self._tracker.claim(Kind.OPTIMIZER_STATE, tensors_in(optimizer.state), over=False)
+        self._tracker.updated(tensors_in([group.get("params") for group in optimizer.param_groups]))
+        self._tracker.claim(Kind.OPTIMIZER_STATE, tensors_in(_own_attributes(optimizer)), over=False)
         self._optimizers -= 1
         if not self._engines and not self._optimizers:
             self._stepped = True
             if id(optimizer) not in self._steps_of:
-                self._goes.append(weakref.ref(optimizer, self._one_goes))
+                self._freed_optimizers.append(weakref.ref(optimizer, self._on_freed))
             self._steps_of[id(optimizer)] += 1
         self._observe_step(optimizer)
 
@@ -313,7 +313,7 @@ class Loop:
             self._observer.step_ended(optimizer, self._root(), last=self.completed >= self._steps)
 
     def within_engine(self, step: Callable[..., object], *, counts: Callable[[object], bool]) -> Callable[..., object]:
-        """An engine's own step, which may hold several optimizers and more; ``counts`` says whether it is a step at all."""
+        """Wrap an engine's own step, which may run several optimizers; ``counts`` tells whether a call is a step at all."""
 
         def stepped(engine: object, *args: object, **kwargs: object) -> object:
             if not counts(engine):
@@ -330,7 +330,7 @@ class Loop:
         return stepped
 
     def beside(self, make: Callable[..., object]) -> Callable[..., object]:
-        """A function of an engine in which an optimizer's step is none of the training: one that has it make its states."""
+        """Wrap an engine's function in which an optimizer's step only makes its states and does not count."""
 
         def made(*args: object, **kwargs: object) -> object:
             self._engines += 1
@@ -344,34 +344,25 @@ class Loop:
     def _next_step(self) -> None:
         if not self._stepped:
             return
-        self.taken, self._stepped = self.taken + 1, False
+        self.steps_done, self._stepped = self.steps_done + 1, False
         if self._enough():
             self._stop("steps taken")
 
     def _enough(self) -> bool:
-        """Whether every optimizer took its steps: a GAN's two take turns, and each makes its states in its first."""
+        """Whether every optimizer has done its steps: a GAN's two alternate, and each makes its states in its first step."""
         if self._ends_at is not None:
             return False
         every = all(count >= self._steps for count in self._steps_of.values())
-        return self.taken >= self._steps * (1 if every else _PATIENCE)
+        return self.steps_done >= self._steps * (1 if every else _PATIENCE)
 
 
 def _reduces_elsewhere(root: nn.Module) -> bool:
-    """Whether the gradients that autograd hands to parameters are reduced into others: a share of them, or the view of a bucket."""
+    """Whether gradients on parameters are reduced into other tensors: shards, or views of buckets."""
     if isinstance(root, DistributedDataParallel):
         return bool(root.gradient_as_bucket_view)
     return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in root.modules())
 
 
 def _own_attributes(optimizer: Optimizer) -> list[object]:
-    """What an optimizer holds beside its states and groups: the master copies of a class that keeps them itself."""
+    """An optimizer's attributes beside states and groups, such as master copies."""
     return [value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "defaults")]
-
-
-def _held(value: object) -> Iterator[torch.Tensor]:
-    """The tensors within lists and mappings."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple | set):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _held(one)

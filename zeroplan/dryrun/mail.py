@@ -1,7 +1,7 @@
-"""What the processes of one dry run send each other: files in a folder of the run. Needs no torch.
+"""Messages between the processes of one dry run: files in the run's folder. Needs no torch.
 
-A rank that waits for a letter asks for its sender by a file of its own. Whoever started the run (:mod:`zeroplan.dryrun.companions`)
-starts that rank, and leaves word of a rank that has ended. Sending never waits, and what nobody reads stays where it is.
+A rank that waits for a message requests its sender by a file. The launcher (:mod:`zeroplan.dryrun.companions`) starts that
+rank, and notes ranks that have ended. Sending never waits; unread messages stay.
 """
 
 import json
@@ -19,11 +19,11 @@ from zeroplan.spec.base import read
 
 _WANTED, _ENDED, _WAITS = "wanted-", "ended-", "waits-"
 _FIRST_S, _LONGEST_S = 0.001, 0.05
-"""How long a process sleeps between two looks for a letter."""
+"""Pauses between two looks for a message. [s]"""
 
 
 class CompanionError(ZeroplanError):
-    """A rank that ran beside this one has failed, so that what it would have sent does not come."""
+    """A rank that ran beside this one failed, so its message never comes."""
 
     def __init__(self, failed: Failed) -> None:
         super().__init__(failed.text)
@@ -31,27 +31,27 @@ class CompanionError(ZeroplanError):
 
 
 class Letter(NamedTuple):
-    """One message that is expected: from which rank, and in which file."""
+    """An expected message: its sender and its file."""
 
     sender: int
     file: str
 
 
 class Mail:
-    """The letters of one rank. The n-th of a kind that a rank sends within a group is the n-th that the other expects."""
+    """The messages of one rank. The n-th of a kind sent within a group is the n-th that the receiver expects."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
         self._count: Counter[str] = Counter()
 
     def send(self, to: int, group: Sequence[int], kind: str, content: bytes | None) -> None:
-        """Send a letter. One that nobody will read has no content, but is counted."""
+        """Send a message; without content, only count it, since nobody reads it."""
         file = self._next(kind, self._rank, to, group)
         if content is not None:
             _write(self._folder / file, content)
 
     def expect(self, sender: int, group: Sequence[int], kind: str) -> Letter:
-        """The next letter of a rank, which need not be there yet."""
+        """The next message of a rank, which may not exist yet."""
         return Letter(sender, self._next(kind, sender, self._rank, group))
 
     def _next(self, kind: str, sender: int, to: int, group: Sequence[int]) -> str:
@@ -60,9 +60,9 @@ class Mail:
         return f"{name}-{self._count[name]}"
 
     def read(self, letter: Letter) -> bytes:
-        """The content of a letter; its sender is started if it does not run yet.
+        """The content of a message; requests its sender if that does not run yet.
 
-        Raises CompanionError where that rank failed, MeasurementError where it ended without sending this.
+        Raises CompanionError if that rank failed, MeasurementError if it ended without sending the message.
         """
         path = self._folder / letter.file
         if not path.exists():
@@ -77,42 +77,42 @@ class Mail:
         ended, pause = self._folder / f"{_ENDED}{letter.sender}", _FIRST_S
         while not path.exists():
             if ended.exists() and not path.exists():
-                raise self._never(letter, ended)
+                raise self._no_message_error(letter, ended)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_S)
 
-    def _never(self, letter: Letter, ended: Path) -> ZeroplanError:
+    def _no_message_error(self, letter: Letter, ended: Path) -> ZeroplanError:
         if text := ended.read_text(encoding="utf-8"):
             return CompanionError(read(Failed, json.loads(text), where="answer"))
         return MeasurementError(
-            f"rank {self._rank} waits for what rank {letter.sender} sends, and that rank ended without sending it; each receive "
-            f"needs a send of the other rank"
+            f"rank {self._rank} waits for a message of rank {letter.sender}, which ended without sending it; each receive needs a "
+            f"send of the other rank"
         )
 
     @property
     def companions(self) -> tuple[int, ...]:
-        """The ranks that were asked for, beside the one that the run is of."""
+        """The requested ranks, without the measured one."""
         return wanted(self._folder)
 
 
 def wanted(folder: Path) -> tuple[int, ...]:
-    """The ranks whose letters are waited for, in order."""
+    """The ranks whose messages are requested, in order."""
     return tuple(sorted(int(path.name.removeprefix(_WANTED)) for path in folder.glob(f"{_WANTED}*")))
 
 
-def waited_for(folder: Path, rank: int) -> str:
-    """The rank whose letter a rank waits for now; empty where it waits for none."""
+def awaited_rank(folder: Path, rank: int) -> str:
+    """The rank that a rank waits for now; empty if it waits for none."""
     waits = folder / f"{_WAITS}{rank}"
     return waits.read_text(encoding="utf-8") if waits.exists() else ""
 
 
-def leave_word(folder: Path, rank: int, failed: Failed | None) -> None:
-    """Leave word that a rank has ended, and why it failed."""
+def note_ended(folder: Path, rank: int, failed: Failed | None) -> None:
+    """Note that a rank has ended, and why it failed."""
     _write(folder / f"{_ENDED}{rank}", b"" if failed is None else json.dumps(asdict(failed)).encode())
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file that is whole as soon as it is there."""
+    """Write a file and give it its name when it is complete."""
     beside = path.with_name(f"part-{path.name}")
     beside.write_bytes(content)
     beside.rename(path)

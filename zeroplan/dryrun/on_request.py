@@ -1,7 +1,7 @@
-"""Doubles of packages that libraries use wherever they find them: they are found where the script itself imports them.
+"""Provides doubles of packages that libraries use when present, but only if the script itself imports them.
 
-transformers takes apex's norms in T5 as soon as apex is there, and Megatron-LM takes other ways with Transformer Engine. A dry run
-does not know whether the GPU machine has these packages. A script that imports one tells it.
+transformers uses apex's norms in T5 if apex is installed, and Megatron-LM uses Transformer Engine. A dry run does not know
+whether the GPU machine has these packages. A script that imports one shows that it has.
 """
 
 import importlib.machinery
@@ -15,25 +15,25 @@ from types import FrameType, ModuleType
 FOLDER = Path(__file__).parent / "doubles_on_request"
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {str(Path(__file__).parent)})
 _CHECKED_OUT = ("megatron",)
-"""Packages that are libraries wherever they lie: Megatron-LM runs from a checkout."""
+"""Packages that count as libraries anywhere: Megatron-LM runs from a checkout."""
 _IMPORTING = ("<frozen importlib", importlib.__file__ or "<frozen importlib")
 
 
 class OnRequest:
-    """Finds a double where the package itself was not found, for code that belongs to no library."""
+    """Finds a double if the package is not installed and no library imports it."""
 
     def __init__(self) -> None:
         self._names = {path.name for path in FOLDER.iterdir() if (path / "__init__.py").exists()}
 
     def find_spec(self, fullname: str, *_: Sequence[str] | ModuleType | None) -> ModuleSpec | None:
-        """Find a double as Python finds a package."""
+        """The spec of a double, as Python's import needs it."""
         if fullname not in self._names or _is_a_library(sys._getframe(1)):
             return None
         return PathFinder.find_spec(fullname, [str(FOLDER)])
 
 
 def _is_a_library(frame: FrameType | None) -> bool:
-    """Whether the code that imports belongs to an installed package, or to Python. Frames of the import itself do not count."""
+    """Whether the importing code belongs to an installed package or to Python; frames of the import itself are skipped."""
     while frame is not None and frame.f_code.co_filename.startswith(_IMPORTING):
         frame = frame.f_back
     if frame is None:

@@ -1,8 +1,8 @@
-"""What every operator of a step computes, reads and writes, on which stream, and what waits for what.
+"""Records for every operator of a step its operations, bytes, stream, and the waits between streams.
 
-Operations are counted by torch's own formulas (``torch.utils.flop_counter``): matrix multiplications, convolutions and attention;
-all others count none. An operator reads its tensors and writes its results; views and empty tensors move nothing, and a look-up
-(``embedding``, ``gather``) reads as much as it returns. For a collective the bytes are those of its largest buffer.
+Operations follow torch's own formulas (``torch.utils.flop_counter``): matrix products, convolutions and attention; others count
+none. An operator reads its inputs and writes its results. Views and empty tensors move nothing, and a look-up (``embedding``,
+``gather``) reads as much as it returns. A collective counts its largest buffer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch._C._distributed_c10d import FakeWork, _resolve_process_group
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
 from zeroplan.verify.fake_cuda import streams
+from zeroplan.verify.nested import device_of, tensors_in
 from zeroplan.verify.watching.collectives import COLLECTIVES
 from zeroplan.verify.watching.inside import INSIDE
 
@@ -29,9 +29,9 @@ WAIT = "_c10d_functional.wait_tensor.default"
 
 
 class Operator(NamedTuple):
-    """One operator, collective, or word between streams. [operations], [bytes]
+    """One operator, collective, or synchronisation of streams. [operations], [bytes]
 
-    ``other`` is the group of a collective, the event or the stream that is waited for; 0 for none.
+    ``other`` is a collective's group, or the event or stream waited for; 0 for none.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Operator(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What is known of an operator before it runs."""
+    """Properties of an operator properties_of before it runs."""
 
     name: str
     flops: Callable[..., int] | None
@@ -61,8 +61,8 @@ class _Known(NamedTuple):
 
 
 @cache
-def known(func: OpOverload) -> _Known:
-    """Read off an operator's schema what it does with its arguments."""
+def properties_of(func: OpOverload) -> _Known:
+    """An operator's properties, read from its schema."""
     name, schema = func._opname, func._schema
     written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
     return _Known(
@@ -79,8 +79,8 @@ def known(func: OpOverload) -> _Known:
 
 
 def moved(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> tuple[int, int]:
-    """The bytes that an operator reads and writes."""
-    what = known(func)
+    """The bytes that an operator reads and writes. [bytes]"""
+    what = properties_of(func)
     out = [tensor for name in what.out for tensor in _tensors(kwargs.get(name))]
     mutated = [tensor for at in what.mutated if at < len(args) for tensor in _tensors(args[at])]
     given = [
@@ -94,22 +94,17 @@ def moved(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 
 
 def _tensors(one: object) -> Iterator[torch.Tensor]:
-    """The tensors on the GPU in an argument or a result."""
-    if isinstance(one, torch.Tensor):
-        if (one.fake_device if isinstance(one, FakeTensor) else one.device).type == "cuda":
-            yield one
-    elif isinstance(one, list | tuple):
-        for inside in one:
-            yield from _tensors(inside)
+    """The GPU tensors in an argument or result."""
+    return (tensor for tensor in tensors_in(one) if device_of(tensor).type == "cuda")
 
 
 def _bytes(tensors: "Iterator[torch.Tensor] | Sequence[torch.Tensor]") -> int:
-    """Of tensors; of one that is expanded, what is there once."""
+    """The size of tensors; expanded ones count once. [bytes]"""
     return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
 
 
 class Operators:
-    """Notes what runs, of the last two steps: the last may be one that never ends."""
+    """The operators of the last two steps, since the last one may never end."""
 
     def __init__(self) -> None:
         self.groups: dict[tuple[int, ...], int] = {}
@@ -117,11 +112,11 @@ class Operators:
         self._events: dict[int, int] = {}
 
     def of_step(self, step: int) -> list[Operator]:
-        """What ran in a step; empty where that is not kept."""
+        """The operators of a step; empty if they were dropped."""
         return self._by_step.get(step, [])
 
     def note(self, step: int, operator: Operator) -> None:
-        """Note one of a step."""
+        """Record an operator of a step."""
         rows = self._by_step.get(step)
         if rows is None:
             self._by_step = {number: kept for number, kept in self._by_step.items() if number == step - 1}
@@ -129,23 +124,23 @@ class Operators:
         rows.append(operator)
 
     def group(self, args: Sequence[object]) -> int:
-        """The number of a collective's group, from 1 on in the order in which they are met; 0 where there is none."""
+        """The number of a collective's group, counted from 1 in order of appearance; 0 for none."""
         found = next((ranks for ranks in map(_ranks, args) if ranks), None)
         return 0 if found is None else self.groups.setdefault(found, len(self.groups) + 1)
 
     def event(self, event: object, *, recorded: bool) -> int:
-        """The number of an event, a new one each time that it is recorded."""
+        """The number of an event; each recording of it gets a new one."""
         if recorded:
             self._events[id(event)] = len(self._events) + 1 if id(event) not in self._events else max(self._events.values()) + 1
         return self._events.get(id(event), 0)
 
-    def listen(self, heard: Callable[[str, object, object], None]) -> None:
-        """Hear what streams and handles of collectives are told: the word, the stream or handle, and what it is about."""
-        streams.listeners.append(heard)
+    def listen(self, notify: Callable[[str, object, object], None]) -> None:
+        """Call ``notify`` at every synchronisation of streams and every wait for a collective."""
+        streams.listeners.append(notify)
         wait = FakeWork.wait
 
         def waited(work: FakeWork, *args: object) -> object:
-            heard("wait for a collective", None, None)
+            notify("wait for a collective", None, None)
             return wait(work, *args)  # type: ignore[arg-type]
 
         FakeWork.wait = waited  # type: ignore[method-assign,assignment]
@@ -157,11 +152,11 @@ def _ranks_of(name: str) -> tuple[int, ...]:
 
 
 def _ranks(argument: object) -> tuple[int, ...]:
-    """The ranks of a group that is an argument; empty for anything else."""
+    """The ranks of a process group argument; empty for other arguments."""
     if isinstance(argument, str):
         try:
             return _ranks_of(argument)
-        except (RuntimeError, ValueError, KeyError):  # another text: how to reduce
+        except (RuntimeError, ValueError, KeyError):  # a string that names a reduction
             return ()
     if isinstance(argument, torch.ScriptObject):
         try:
@@ -174,8 +169,8 @@ def _ranks(argument: object) -> tuple[int, ...]:
 
 
 def flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> int:
-    """The operations of an operator by torch's formula; 0 where it has none."""
-    formula = known(func).flops
+    """An operator's operations by torch's formula; 0 without one."""
+    formula = properties_of(func).flops
     if formula is None:
         return 0
     others = [one for one in args if not isinstance(one, torch.dtype)]  # addmm's formula takes a dtype for its result's shape

@@ -1,4 +1,4 @@
-"""Memory that a library takes from the card beside torch's allocator. The process of a dry run has one script."""
+"""GPU memory that libraries allocate outside torch's allocator, for this process's one script."""
 
 from collections.abc import Sequence
 
@@ -6,24 +6,24 @@ from zeroplan.script_run import OutsideBuffer
 
 _held: list[OutsideBuffer] = []
 _most: list[OutsideBuffer] = []
-"""What was held when it was the most."""
+"""The buffers at their highest total."""
 
 
 def take(parts: Sequence[OutsideBuffer]) -> None:
-    """Note that a library takes memory."""
+    """Note buffers that a library allocates."""
     _held.extend(parts)
     if _total(_held) > _total(_most):
         _most[:] = _held
 
 
 def give_back(parts: Sequence[OutsideBuffer]) -> None:
-    """Note that a library gives back what it took."""
+    """Note buffers that a library frees."""
     for part in parts:
         _held.remove(part)
 
 
 def most() -> tuple[OutsideBuffer, ...]:
-    """What libraries held when they held the most. [bytes]"""
+    """The buffers at their highest total."""
     return tuple(_most)
 
 

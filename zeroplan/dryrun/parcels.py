@@ -1,4 +1,4 @@
-"""Python objects that one rank sends to another: tensors among them keep everything but their numbers, and whole numbers too."""
+"""Python objects sent between ranks: their tensors keep everything except floating-point values."""
 
 import io
 import pickle
@@ -18,7 +18,7 @@ Function = Callable[..., object]
 
 
 def object_functions(mail: Mail) -> dict[str, Function]:
-    """``send_object_list`` and ``recv_object_list`` of torch, between ranks that run side by side."""
+    """Torch's ``send_object_list`` and ``recv_object_list``, between ranks that run at the same time."""
 
     def send(
         object_list: Sequence[object], dst: int | None = None, group: dist.ProcessGroup | None = None, device: object = None,  # noqa: ARG001
@@ -39,17 +39,17 @@ def object_functions(mail: Mail) -> dict[str, Function]:
 
 
 def pass_over(mail: Mail, sender: int, group: dist.ProcessGroup | None) -> None:
-    """Count objects that a rank sends, and that this one does without."""
+    """Skip objects that a rank sends and this rank does not need."""
     mail.expect(sender, _peer(group, sender, None)[0], _KIND)
 
 
 def _peer(group: dist.ProcessGroup | None, rank: int | None, within: int | None) -> tuple[list[int], int]:
-    """The ranks of a group, and one of them, which is named by its own number or its place in the group."""
+    """The ranks of a group, and one of them, given by its global rank or its place in the group."""
     ranks = dist.get_process_group_ranks(group)
     if rank is None and within is None:
         raise MeasurementError(
-            "the script receives objects (torch.distributed.recv_object_list) from whichever rank sends some, and a dry run does "
-            "not know which that is; name its rank with src="
+            "the script receives objects (torch.distributed.recv_object_list) from any rank, and a dry run does not know which one "
+            "sends first; name its rank with src="
         )
     return ranks, ranks[within] if within is not None else cast("int", rank)
 
@@ -76,11 +76,11 @@ def _tensor(
 
 
 def _packed(objects: list[object]) -> bytes:
-    """Objects as bytes; those that cannot be pickled as their error, which whoever receives them is told."""
+    """Pickled objects; for objects that cannot be pickled, the error as text, which the receiver raises."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(objects)
-    except Exception as error:  # noqa: BLE001  whatever a script's object raises
+    except Exception as error:  # noqa: BLE001  a script's object may raise anything
         return pickle.dumps(f"{type(error).__name__}: {' '.join(str(error).split())}")
     return buffer.getvalue()
 
@@ -88,5 +88,5 @@ def _packed(objects: list[object]) -> bytes:
 def _unpacked(content: bytes, sender: int) -> object:
     found = pickle.loads(content)  # noqa: S301  from a process of this run
     if isinstance(found, str):
-        raise MeasurementError(f"rank {sender} sends objects that cannot be pickled ({found}); send others")
+        raise MeasurementError(f"rank {sender} sends objects that cannot be pickled ({found}); send picklable objects")
     return found

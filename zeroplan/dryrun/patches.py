@@ -1,4 +1,4 @@
-"""Functions put in place of a library's, as soon as that library is imported."""
+"""Replaces functions of a library as soon as the library is imported."""
 
 import importlib.abc
 import importlib.util
@@ -11,9 +11,9 @@ Patch = Callable[[ModuleType], None]
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with each of some modules once it has been imported; at once where it is there already.
+    """Calls functions with modules after their import; at once for modules already imported.
 
-    A library that only looks whether another is installed (``find_spec``) imports nothing, and nothing is called.
+    A library that only checks whether another is installed (``find_spec``) imports nothing and triggers nothing.
     """
 
     def __init__(self, *patches: dict[str, Patch]) -> None:
@@ -30,7 +30,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:  # noqa: ARG002
-        """Find a module as Python does, and have it patched behind its own code."""
+        """Find a module as Python does, and patch it after its own code has run."""
         if fullname not in self._patches or self._looking:
             return None
         self._looking = True

@@ -1,8 +1,7 @@
-"""The process group of a script: torch's fake one, said to be NCCL, whatever the script asks for.
+"""Replaces a script's process groups by torch's fake one, which calls itself NCCL.
 
-A fake group moves nothing: every collective returns at once, with the shapes it would have. What ranks tell each other in Python
-objects is what this rank says, since all run the same program; what one rank sends to one other is what that rank sends, which then
-runs, too.
+A fake group moves nothing: every collective returns at once, with the right shapes. Python objects from other ranks equal this
+rank's, since all ranks run the same program. Point-to-point messages come from the sending rank, which then runs as well.
 """
 
 import os
@@ -18,48 +17,47 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zeroplan.dryrun.mail import Mail
 from zeroplan.dryrun.parcels import object_functions
-from zeroplan.dryrun.stood_in import noting
+from zeroplan.dryrun.replacements import noting
 from zeroplan.errors import SpecError
-from zeroplan.verify.fake_cuda.exchanged import knowing_the_sum
-from zeroplan.verify.fake_cuda.letters import fill_when_waited_for
-from zeroplan.verify.fake_cuda.torch_cuda import always
-from zeroplan.verify.pretended.held_sends import hold_what_is_sent
-from zeroplan.verify.replaced import put
-from zeroplan.verify.training.ddp import reduced_at_once
+from zeroplan.verify.fake_cuda.exchanged import noting_sums
+from zeroplan.verify.fake_cuda.letters import fill_on_wait
+from zeroplan.verify.pretended.held_sends import hold_sent_tensors
+from zeroplan.verify.replaced import always, put
+from zeroplan.verify.training.ddp import reduce_bucket
 
 _WHERE = (dist, c10d, device_mesh)
 
 
 def make_groups_fake(mail: Mail) -> None:
-    """Have every group be a fake one that calls itself NCCL."""
-    say_nccl("fake")
+    """Make every group a fake one that calls itself NCCL."""
+    name_groups_nccl("fake")
     for owner in _WHERE:
         put(owner, **object_functions(mail))
-    fill_when_waited_for()
-    hold_what_is_sent()
+    fill_on_wait()
+    hold_sent_tensors()
     _reduce_buckets_at_once()
     _coalesce()
 
 
-def say_nccl(backend: str) -> None:
-    """Have every group that a script makes be one of this backend, in which nobody else is, and call itself NCCL."""
+def name_groups_nccl(backend: str) -> None:
+    """Make every group of the script use this backend with no other member, and call itself NCCL."""
     answers: dict[str, object] = {
         "init_process_group": _init(c10d.init_process_group, backend), "new_group": _new_group(c10d.new_group),
         "get_backend": always("nccl"), "is_nccl_available": always(True), "all_gather_object": _fill,
         "gather_object": _fill_at_one, "scatter_object_list": _scatter, "broadcast_object_list": always(None),
         "barrier": always(None), "monitored_barrier": always(None), "send_object_list": always(None), "recv_object_list": _unknown,
-        "_set_pg_timeout": always(None), "all_reduce": knowing_the_sum(c10d.all_reduce),
+        "_set_pg_timeout": always(None), "all_reduce": noting_sums(c10d.all_reduce),
     }  # fmt: skip
     for owner in _WHERE:
         put(owner, **answers)
-    if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 calls it, and torch 2.13 has none yet: a timeout takes no memory
+    if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 calls it, torch 2.13 lacks it
         dist.set_timeout = always(None)  # type: ignore[attr-defined]
 
 
 _LIBRARIES: list[torch.library.Library] = []
-"""Kernels are there as long as their library."""
+"""Keeps the registered kernels alive."""
 _COALESCED = ("allreduce_coalesced_", "reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_")
-"""Several collectives as one: NCCL works in place on the tensors given, and torch has no kernel for tensors without bytes."""
+"""Several collectives as one: NCCL works in place, and torch has no kernel for tensors without bytes."""
 
 
 def _coalesce() -> None:
@@ -117,12 +115,12 @@ def _scatter(
 
 
 def _reduce_buckets_at_once() -> None:
-    """DDP's C++ cannot read what a fake group returns: buckets are reduced by a hook. A hook of the script's own is left out."""
+    """Reduce DDP's buckets by a hook, since its C++ cannot read a fake group's result; the script's own hook is left out."""
     made, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     def init(wrapper: DistributedDataParallel, *args: object, **kwargs: object) -> None:
         made(wrapper, *args, **kwargs)  # type: ignore[arg-type]
-        register(wrapper, None, reduced_at_once)
+        register(wrapper, None, reduce_bucket)
 
     left_out = noting("DDP's communication hook", "buckets are all-reduced at once, as without a hook", always(None))
     put(DistributedDataParallel, __init__=init, register_comm_hook=left_out)

@@ -1,4 +1,4 @@
-"""How many tokens a rank receives where nobody knows: ``--imbalance`` for doubles that exchange tokens without a collective."""
+"""The number of tokens a rank receives if unknown: ``--imbalance`` for doubles that exchange tokens without a collective."""
 
 from typing import NamedTuple
 
@@ -12,16 +12,16 @@ class _Assumed(NamedTuple):
 
 
 _now: list[_Assumed] = []
-"""Of the process, which has one script."""
+"""The current assumption; the process has one script."""
 
 
 def assume(imbalance: float, stand_ins: StandIns) -> None:
-    """Set how many times the even share this rank receives, and who notes that sizes depend on it."""
+    """Set the rank's tokens as a multiple of the even share, and the record of assumptions."""
     _now[:] = [_Assumed(imbalance, stand_ins)]
 
 
 def received(tokens: int, sure: Sure) -> int:
-    """How many tokens arrive where the even share is ``tokens``. A choice that is known is taken as it is."""
+    """The number of tokens that arrive if the even share is ``tokens``; a known choice is used unchanged."""
     if sure is Sure.EXACT or not _now:
         return tokens
     _now[-1].stand_ins.note_choice(Sure.EXCHANGED, sized=True)

@@ -1,4 +1,4 @@
-"""Where a script saves: state dicts, and what writes them. Nothing is written, and files from before the run stay."""
+"""Watches a script's saving: state dicts, and functions that write them. Nothing is written; older files stay."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.patches import Patch
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 from zeroplan.dryrun.unwritten import Unwritten, folder_read
 from zeroplan.dryrun.without_bytes import write_module, write_pickle, write_safetensors
 from zeroplan.ledger import Beside
@@ -25,7 +25,7 @@ _OF_DEEPSPEED = ("save_16bit_model", "save_checkpoint", "_zero3_consolidated_16b
 
 
 def watch(loop: Loop, aside: Path) -> dict[str, Patch]:
-    """Have the loop hear of saving, and return what is to be done as libraries are imported.
+    """Report saving to the loop, and return the patches to apply when libraries are imported.
 
     What the script writes over files from before the run goes into the folder ``aside``.
     """
@@ -57,7 +57,7 @@ def watch(loop: Loop, aside: Path) -> dict[str, Patch]:
 
     def state_dicts(module: ModuleType) -> None:
         gathers(module, *_STATE_DICTS)
-        put(module, _init_optim_state=loop.beside(module._init_optim_state))  # it takes a step with gradients of zero
+        put(module, _init_optim_state=loop.beside(module._init_optim_state))  # it runs a step with zero gradients
 
     gathers(nn.Module, "state_dict")
     gathers(Optimizer, "state_dict")
@@ -82,14 +82,14 @@ def watch(loop: Loop, aside: Path) -> dict[str, Patch]:
 
 
 def _loads_again(load: Callable[..., object], unwritten: Unwritten) -> Callable[..., object]:
-    """``torch.distributed.checkpoint.load`` of what this run saved: tensors are loaded in place, so all stays as it is."""
+    """``torch.distributed.checkpoint.load`` of a checkpoint that this run saved: loading in place changes nothing."""
 
     @wraps(load)
     def loads(state_dict: dict[str, Any], **kwargs: Any) -> object:  # noqa: ANN401
         folder = folder_read(kwargs)
         if folder is None or not unwritten.has_saved(Path(folder, ".metadata")):
             return load(state_dict, **kwargs)
-        note("distributed checkpoints", "what this run saved is there as it was")
+        note("distributed checkpoints", "a checkpoint of this run is loaded without reading")
         for one in state_dict.values():
             if hasattr(one, "load_state_dict") and hasattr(one, "state_dict"):
                 one.load_state_dict(one.state_dict())

@@ -1,17 +1,18 @@
-"""What kernels of attention on CUDA take and give back inside themselves, which no operator shows.
+"""Memory that CUDA's attention kernels allocate and free internally, which no operator shows.
 
-Source of flash attention's backward: torch 2.13, ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``, ``mha_bwd``
-and ``mha_varlen_bwd``: an fp32 accumulator of the queries' gradient and a sum per row, both filled up to blocks of 128 rows, heads
-to a multiple of 32, those larger than 128 to a multiple of 64; where queries share heads of keys and values, the gradients of
-these for every head of the queries. Before it, ``cuda/attention_backward.cu`` (``_flash_attention_backward``) copies the output
-and its gradient where either is not contiguous in the order of tokens, heads and head size.
+Source of flash attention's backward: torch 2.13, ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``,
+``mha_bwd`` and ``mha_varlen_bwd``: an fp32 accumulator of the queries' gradient and a sum per row, both padded to blocks of 128
+rows; head sizes are padded to a multiple of 32, those over 128 to a multiple of 64. If queries share heads of keys and values,
+it also has the gradients of these for every head of the queries. Before it, ``cuda/attention_backward.cu``
+(``_flash_attention_backward``) copies the output and its gradient if they are not contiguous in the order of tokens, heads and
+head size.
 
 Source of the memory-efficient kernel: torch 2.13, ``cuda/mem_eff_attention/kernel_backward.h`` (``workspace_size``) and
 ``kernels/cutlassB.h`` (blocks by head size), ``cuda/attention_backward.cu`` (``delta``, keys split, the gradient made contiguous),
 and ``kernel_forward.h`` (``kNeedsOutputAccumulatorBuffer``).
 
 Left out: cuDNN's workspaces, which its library chooses; the larger accumulators of ``torch.use_deterministic_algorithms`` in flash
-attention; blocks of GPUs before compute capability 8.0, which are taken to be those of 8.0.
+attention; block sizes of GPUs before compute capability 8.0, which are assumed to equal those of 8.0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +26,13 @@ from zeroplan.numeric import ceil_div
 
 _ROWS, _FP32 = 128, 4
 _GRADIENT, _QUERY, _KEY, _OUT, _STARTS = 0, 1, 2, 4, 6
-"""Where both operators have them."""
+"""Positions of these arguments in both operators."""
 _PACKED = 3
-"""Dimensions of all tokens, heads and head size."""
+"""Dimensions of a tensor of all tokens, heads and head size."""
 
 
 def flash_scratch_bytes(rows: int, heads: int, size: int, *, key_rows: int, key_heads: int, element: int) -> int:
-    """What the kernel takes for so many rows, filled up already, of so many heads. [bytes]
+    """The kernel's scratch for padded rows and heads. [bytes]
 
     >>> flash_scratch_bytes(256, 4, 64, key_rows=200, key_heads=4, element=2) == 4 * 256 * 4 * (64 + 1)
     True
@@ -42,7 +43,7 @@ def flash_scratch_bytes(rows: int, heads: int, size: int, *, key_rows: int, key_
 
 
 def _of_sdpa(args: Sequence[object]) -> int:
-    """Of tensors of sequences, heads, tokens and head size."""
+    """The scratch for tensors of sequences, heads, tokens and head size. [bytes]"""
     gradient, query, key, out = (cast("torch.Tensor", args[at]) for at in (_GRADIENT, _QUERY, _KEY, _OUT))
     sequences, heads, length, size = query.shape
     return _copied_bytes(gradient.transpose(1, 2), out.transpose(1, 2)) + flash_scratch_bytes(
@@ -52,7 +53,7 @@ def _of_sdpa(args: Sequence[object]) -> int:
 
 
 def _of_flash(args: Sequence[object]) -> int:
-    """Of tensors of sequences, tokens, heads and head size; or of all tokens, heads and head size, with where sequences start."""
+    """The scratch for tensors of sequences, tokens, heads and head size, or of packed tokens with sequence starts. [bytes]"""
     gradient, query, key, out = (cast("torch.Tensor", args[at]) for at in (_GRADIENT, _QUERY, _KEY, _OUT))
     starts = cast("torch.Tensor | None", args[_STARTS])
     heads, size = query.shape[-2:]
@@ -67,21 +68,21 @@ def _of_flash(args: Sequence[object]) -> int:
 
 
 def _copied_bytes(*tensors: torch.Tensor) -> int:
-    """What copies of those tensors take that are not contiguous. [bytes]"""
+    """The size of copies of the tensors that are not contiguous. [bytes]"""
     return sum(one.numel() * one.element_size() for one in tensors if not one.is_contiguous())
 
 
 class _Blocks(NamedTuple):
-    """Blocks of queries and keys that the memory-efficient backward works on."""
+    """The block sizes of queries and keys in the memory-efficient backward."""
 
     rows: int
     keys: int
     sums_keys: bool = False
-    """Whether it adds up the gradients of keys and values in memory, in fp32."""
+    """Whether it sums the gradients of keys and values in memory, in fp32."""
 
 
 _LITTLE_SHARED = ((8, 6), (8, 9))
-"""Compute capabilities with 99 KiB of shared memory for a block, for which one kernel was made; 12.x has as little."""
+"""Compute capabilities with 99 KiB of shared memory per block, for which one kernel was made; 12.x has as little."""
 _LARGEST_SPLIT = 200
 _ENOUGH_BLOCKS = 256
 
@@ -101,7 +102,7 @@ def _blocks(size: int, *, half: bool, dropout: bool, capability: tuple[int, int]
 
 
 class Heads(NamedTuple):
-    """The sizes of attention: of all sequences the heads, of each its rows, keys, and the sizes of keys and values."""
+    """The sizes of attention: heads of all sequences, rows and keys of each, head sizes of keys and of values."""
 
     heads: int
     rows: int
@@ -111,9 +112,9 @@ class Heads(NamedTuple):
 
 
 def efficient_workspace_bytes(of: Heads, *, half: bool, dropout: bool, capability: tuple[int, int]) -> int:
-    """What the memory-efficient backward adds gradients up in. [bytes]
+    """The buffer in which the memory-efficient backward sums gradients. [bytes]
 
-    A block of the queries' gradient has 16 bytes beside its fp32 numbers. It is there in 32 bits, too: keys are split among blocks.
+    A block of the queries' gradient has 16 bytes beside its fp32 numbers. It exists for 32 bits too: keys are split among blocks.
 
     >>> sizes = Heads(8, 1024, 1024, 64, 64)
     >>> efficient_workspace_bytes(sizes, half=True, dropout=False, capability=(9, 0)) == 8 * 16 * (4 * 64 * 64 + 16)
@@ -129,10 +130,10 @@ def efficient_workspace_bytes(of: Heads, *, half: bool, dropout: bool, capabilit
 
 
 def efficient_backward_bytes(of: Heads, *, half: bool, dropout: bool, capability: tuple[int, int]) -> int:
-    """The most that the memory-efficient backward takes beside what it returns. [bytes]
+    """The most memory that the memory-efficient backward holds beside its results. [bytes]
 
-    To its workspace comes a sum for each row. In 32 bits torch makes the sums before: the product of output and gradient, its sums,
-    and these in another order.
+    Beside its workspace it has a sum per row. In 32 bits torch computes the sums first: the product of output and gradient, its
+    sums, and these in another order.
     """
     sums = _FP32 * of.heads * of.rows
     taken = sums + efficient_workspace_bytes(of, half=half, dropout=dropout, capability=capability)
@@ -154,7 +155,7 @@ def _of_efficient_backward(args: Sequence[object], *, dropout_at: int, heads_fir
 
 
 def _of_efficient_forward(args: Sequence[object]) -> int:
-    """Half precision sums heads larger than 128 up in fp32."""
+    """The forward's accumulator: half precision sums heads larger than 128 in fp32. [bytes]"""
     query, key, value = (cast("torch.Tensor", one) for one in args[:3])
     if query.element_size() != 2 or max(key.size(-1), value.size(-1)) <= 128:
         return 0
@@ -171,4 +172,4 @@ SCRATCH: Mapping[OpOverload, Callable[[Sequence[object]], int]] = {
     ),
     torch.ops.aten._efficient_attention_backward.default: partial(_of_efficient_backward, dropout_at=11, heads_first=False),
 }
-"""What each operator's kernel takes beside what it returns, by its arguments. [bytes]"""
+"""For each operator, a function of its arguments that gives its kernel's internal memory. [bytes]"""

@@ -1,4 +1,4 @@
-"""What the process that runs a script is told, and the environment it is started in. Needs no torch."""
+"""The message to the process that runs a script, and the process's environment. Needs no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +11,12 @@ from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 class DryRunTask(Spec):
     """One script, run as one rank.
 
-    ``target`` is a path, or with ``module`` a module's name; ``arguments`` are those of the script. ``gpu`` is a name in the
-    catalogue, ``answer`` the file that the result is written to, with every block of memory where ``traced``, and with a profile of
-    the script's model where ``profiled`` says of which ways of executing it. ``mail`` is the folder through which ranks send each
-    other what they alone know; a ``companion`` runs for what it sends, and has no answer of its own. ``eager`` leaves
-    ``torch.compile`` out. With ``until_end`` the script runs to its own end, or until so many seconds have passed.
-    The rank's experts receive ``imbalance`` times the even share of tokens. ``launcher`` has the words of the launcher, as far as
-    the script.
+    ``target`` is a path, or with ``module`` a module's name; ``arguments`` are the script's. ``gpu`` is a name in the
+    catalogue. ``answer`` is the file for the result, with every block of memory if ``traced``, and with a profile of the
+    script's model if ``profiled``. ``mail`` is the folder for messages between ranks; a ``companion`` runs for its messages and
+    has no answer. ``eager`` leaves ``torch.compile`` out. With ``until_end`` the script runs to its end, or for that many
+    seconds. The rank's experts receive ``imbalance`` times the even share of tokens. ``launcher`` has the launcher's words
+    before the script.
     """
 
     target: str
@@ -40,7 +39,7 @@ class DryRunTask(Spec):
 
     @property
     def without_compiler(self) -> str:
-        """The flag for which ``torch.compile`` is left out, empty where it is not. A profile is one of the model as it is."""
+        """The flag that leaves ``torch.compile`` out, empty without one; a profile needs the uncompiled model."""
         return "--eager" if self.eager else "--profile" if self.profiled else ""
 
     @property
@@ -50,25 +49,25 @@ class DryRunTask(Spec):
 
     @property
     def local_world_size(self) -> int:
-        """How many ranks the node has."""
+        """The number of ranks on the node."""
         return min(self.gpus, self.gpus_per_node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over(Spec):
-    """In place of an answer: a rank has run for what it sends, and it is over."""
+    """Written instead of an answer: a companion rank has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Spec):
-    """A script that ended without an answer: whose fault it is, and one line about it."""
+    """A script without an answer: the cause and a one-line message."""
 
-    whose: Literal["script", "here"]
+    cause: Literal["script", "here"]
     text: str
 
 
 def environment(task: DryRunTask) -> dict[str, str]:
-    """What torchrun sets for a rank, and what keeps libraries from compiling, downloading and reporting.
+    """The variables that torchrun sets for a rank, and those that keep libraries from compiling, downloading and reporting.
 
     >>> task = DryRunTask(target="train.py", gpus=16, gpus_per_node=8, rank=9, gpu="h100-sxm-80gb", answer="a.json")
     >>> environment(task)["LOCAL_RANK"], environment(task)["GROUP_RANK"]
@@ -78,7 +77,7 @@ def environment(task: DryRunTask) -> dict[str, str]:
 
 
 def launched(task: DryRunTask) -> dict[str, str]:
-    """What torchrun sets for a rank; nothing where there is one rank alone."""
+    """The variables that torchrun sets for a rank; empty for one rank alone."""
     ranks = {
         "RANK": task.rank, "WORLD_SIZE": task.gpus, "LOCAL_RANK": task.local_rank, "LOCAL_WORLD_SIZE": task.local_world_size,
         "GROUP_RANK": task.rank // task.gpus_per_node, "GROUP_WORLD_SIZE": -(-task.gpus // task.gpus_per_node),
@@ -88,12 +87,12 @@ def launched(task: DryRunTask) -> dict[str, str]:
 
 
 def without_compiler() -> dict[str, str]:
-    """What has torch compile nothing."""
+    """The variables that switch torch's compiler off."""
     return {"TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
 def _compiled(task: DryRunTask) -> dict[str, str]:
-    """Inductor writes its programs beside the answer, reads none of earlier runs, and starts no processes."""
+    """The variables that make inductor write beside the answer, ignore its caches, and start no processes."""
     return {
         "TORCHINDUCTOR_CACHE_DIR": str(Path(task.answer).parent / "inductor"), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",

@@ -1,4 +1,4 @@
-"""Threads of a script: torch's modes belong to a thread, so each thread of the script gets those of the first."""
+"""Gives every thread of a script the dispatch modes of its first thread, since torch's modes belong to a thread."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from zeroplan.verify.replaced import put
 
 
 def watch_threads(modes: Sequence[TorchDispatchMode], end_now: Callable[[], None]) -> None:
-    """Have every thread that starts from now on work in these modes; the steps may end in any of them."""
+    """Make every new thread run in these modes; the steps may end in any thread."""
     begin: Callable[[threading.Thread], None] = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
     shown = threading.excepthook
 

@@ -1,4 +1,4 @@
-"""A recording as the data that is kept of it: columns, and every name once."""
+"""Converts a recording to stored data: columns, and every name once."""
 
 import linecache
 import sys
@@ -13,13 +13,13 @@ from zeroplan.verify.watching.recording import Block, Recording
 from zeroplan.verify.watching.timeline import Timeline
 
 _LONGEST_SOURCE = 120
-"""Of a line of code. [signs]"""
+"""Longest line of source code to store. [characters]"""
 
 
 def trace_of(
     timeline: Timeline, lines: Mapping[Block, str], *, target: str, operators: OperatorsRecorded | None = None
 ) -> Trace:  # fmt: skip
-    """What a recording has, with the line behind every block; ``target`` is the script's own file."""
+    """The stored data of a recording, with the source line of every block; ``target`` is the script's file."""
     recording = timeline.recording
     operations, modules, kinds, where = (_Names() for _ in range(4))
     blocks = Blocks(
@@ -50,7 +50,7 @@ def trace_of(
 
 
 def _pools(recording: Recording) -> PoolsRecorded | None:
-    """The pools of CUDA graphs, where there are any."""
+    """The pools of CUDA graphs; None without any."""
     of_block = tuple(block.pool for block in recording.blocks)
     if not any(of_block):
         return None
@@ -73,7 +73,7 @@ def operators_recorded(rows: Sequence[Operator], groups: Iterable[tuple[int, ...
 
 
 def operators_summed(rows: Sequence[Operator]) -> OperatorsOfStep:
-    """What the operators of a step do in all; collectives and words between streams move nothing in this sum."""
+    """The totals of a step's operators; collectives and synchronisations count no bytes."""
     computing = [row for row in rows if row.read_bytes]
     return OperatorsOfStep(
         count=len(computing), streams=len({row.stream for row in computing}), flops=sum(row.flops for row in rows),
@@ -83,7 +83,7 @@ def operators_summed(rows: Sequence[Operator]) -> OperatorsOfStep:
 
 
 class _Names:
-    """A table of names in the order in which they are met."""
+    """A table of names in order of appearance."""
 
     def __init__(self) -> None:
         self.known: dict[str, int] = {}
@@ -102,13 +102,13 @@ def _collectives(recording: Recording) -> tuple[CollectiveRecorded, ...]:
 
 
 def _sources(lines: Sequence[str], target: str) -> tuple[str, ...]:
-    """The text of lines of code as reports name them; empty where the file is not found."""
+    """The text of source lines named in reports; empty if the file is not found."""
     files = _files(target)
     return tuple(_text(files.get(name, ""), number) for name, _, number in (line.rpartition(":") for line in lines))
 
 
 def _files(target: str) -> dict[str, str]:
-    """Files by what a report calls them: a path of the user's own, or a library's module."""
+    """Files by their names in reports: the user's relative paths, and libraries' modules."""
     found = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__dict__", {}).get("__file__")

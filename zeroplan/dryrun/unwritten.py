@@ -1,9 +1,9 @@
-"""Files that a script believes it has saved, and files from before the run: both are moved, copied and deleted by name alone.
+"""Files that a script saves without writing them, and files from before the run: moving, copying and deleting affects names only.
 
-A script often saves to a temporary name and then moves that file to its place (``os.replace``). A dry run has written no such
-file. Its name moves, and whatever the script had there before the run stays. A file from before the run that the script opens to
-write or append is written elsewhere, in a folder that goes with the run. There, too, is a file for each that was saved: as large,
-with everything but the numbers of its tensors. The script reads it under the name that it saved to.
+A script often saves to a temporary name and moves the file to its place (``os.replace``). In a dry run that file does not
+exist. Its name moves, and older files in its place stay. An older file that the script opens for writing is written in a
+temporary folder of the run. That folder also has a file for each saved one: of the same size, with everything but the tensors'
+values. The script reads it under the name that it saved to.
 """
 
 import builtins
@@ -23,27 +23,27 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from zeroplan.dryrun.listing import lists, scans
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 from zeroplan.dryrun.without_bytes import Write, write_pickle
 from zeroplan.errors import SpecError
 from zeroplan.verify.replaced import put
 
 _LARGEST_BUFFER = 1 << 28
-"""What is saved into a buffer in host memory is written as zeros up to this size. [bytes]"""
+"""Saving to a buffer in host memory writes zeros up to this size. [bytes]"""
 
 
 class _Saved(NamedTuple):
-    """A file in the place of one that a script saved. It is as large, and can be read unless its content could not be written."""
+    """The stand-in for a saved file: of the same size, readable unless its content could not be written."""
 
     file: str
     can_be_read: bool = True
 
 
 class Unwritten:
-    """The names of files that were saved without being written, and of older files that the script believes to be gone.
+    """Names of files saved without being written, and of older files that the script believes deleted.
 
-    ``saves_now`` returns whether the script is saving: only then do older files stay where they are. ``aside`` is a folder, made
-    when it is needed, for what the script writes over them.
+    ``saves_now`` returns whether the script is saving: only then do older files stay. ``aside`` is a folder, made on demand,
+    for what the script writes over them.
     """
 
     def __init__(self, saves_now: Callable[[], bool], aside: Path) -> None:
@@ -53,10 +53,10 @@ class Unwritten:
         self._stat, self._scan, self._remove = os.stat, os.scandir, os.remove
         self._made = 0
         self._elsewhere: dict[str, str] = {}
-        """Where files from before the run are written anew."""
+        """The new places of older files that the script overwrites."""
 
     def watch(self) -> None:
-        """Replace the functions that move, copy and delete files, to the end of the process."""
+        """Replace the functions that move, copy and delete files, for the rest of the process."""
         opens = self._opens(io.open)
         put(builtins, open=opens)
         put(io, open=opens)
@@ -70,9 +70,9 @@ class Unwritten:
         put(shutil, copytree=_copies_by(shutil.copytree))
 
     def saves(self, save: Callable[..., object], *, name: str = "f", write: Write) -> Callable[..., object]:
-        """Return a function that saves nothing; its target, the second argument, counts as saved where it is a path.
+        """A function that saves nothing; its second argument counts as saved if it is a path.
 
-        ``write`` writes everything but the numbers of tensors.
+        ``write`` writes everything but the tensors' values.
         """
 
         @wraps(save)
@@ -83,44 +83,44 @@ class Unwritten:
             if isinstance(target, io.BytesIO):
                 _fill(target, what)
             elif (path := self._path_of(target)) is not None:
-                stands = self._stand_in_file(path, what, lambda file: write(what, file, *args[2:], **rest))
-                self._take(path, stands, opened=_whole(target) is None)
+                stand_in = self._stand_in_file(path, what, lambda file: write(what, file, *args[2:], **rest))
+                self._count_as_saved(path, stand_in, opened=_absolute(target) is None)
             return save(*args, **kwargs)
 
         return saved
 
     def saves_folder(self, save: Callable[..., object], *files: str) -> Callable[..., object]:
-        """Return a function that saves nothing: its folder is there, and so are some files, which nobody can read."""
+        """A function that saves nothing, but makes its folder and counts some unreadable files in it as saved."""
 
         @wraps(save)
         def saved(*args: object, **kwargs: Any) -> object:  # noqa: ANN401
             if (folder := _folder_of(kwargs, "storage_writer")) is not None:
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 for file in files:
-                    Path(stands := self._new_file(file)).touch()
-                    self._take(str(Path(folder) / file), _Saved(stands, can_be_read=False))
+                    Path(stand_in := self._new_file(file)).touch()
+                    self._count_as_saved(str(Path(folder) / file), _Saved(stand_in, can_be_read=False))
             return save(*args, **kwargs)
 
         return saved
 
     def has_saved(self, path: "str | Path") -> bool:
         """Whether a file was saved in this run without being written."""
-        whole = _whole(path)
+        whole = _absolute(path)
         return whole is not None and self._is_unwritten(whole)
 
     def loads(self, load: Callable[..., object]) -> Callable[..., object]:
-        """``torch.load`` of a file that was saved in this run. It hands the name to C++ where it maps the file."""
+        """``torch.load`` for files saved in this run; with ``mmap`` it passes the file's name to C++."""
 
         @wraps(load)
         def loaded(f: object, *args: object, **kwargs: object) -> object:
-            path = _whole(f)
+            path = _absolute(f)
             return load(f if path is None or not self._is_unwritten(path) else self._readable(path), *args, **kwargs)
 
         return loaded
 
     def _path_of(self, target: object) -> str | None:
-        """Where a target is a file of its own: its absolute path. A file that is open for writing has nothing in it yet."""
-        path = _whole(target)
+        """The absolute path of a target that is a file of its own; an open file must still be empty."""
+        path = _absolute(target)
         name, flush = (getattr(target, word, None) for word in ("name", "flush"))
         if path is not None or not isinstance(name, str) or not callable(flush):
             return path
@@ -129,25 +129,25 @@ class Unwritten:
         return None if self._size(name) else back.get(name, str(Path(name).absolute()))
 
     def _new_file(self, path: str) -> str:
-        """A file of ours with the name of another, which torch writes into it."""
+        """The path of a new file in our folder with another file's name."""
         self._made += 1
         folder = self._aside / str(self._made)
         folder.mkdir(parents=True)
         return str(folder / Path(path).name)
 
     def _stand_in_file(self, path: str, what: object, write: Callable[[str], None]) -> _Saved:
-        """Write what stands for a saved file. What cannot be written is as large as its tensors."""
+        """Write the stand-in for a saved file; one that cannot be written only gets the size of its tensors."""
         file = self._new_file(path)
         try:
             write(file)
-        except Exception:  # noqa: BLE001  whatever a script saves: only who reads it again is told
+        except Exception:  # noqa: BLE001  an error is raised only if the script reads the file again
             with Path(file).open("wb") as out:
                 out.truncate(_bytes_saved(what))
             return _Saved(file, can_be_read=False)
         return _Saved(file)
 
-    def _take(self, path: str, saved: _Saved, *, opened: bool = False) -> None:
-        """Have a file count as saved. What the script itself wrote there in this run is gone, unless it has it open."""
+    def _count_as_saved(self, path: str, saved: _Saved, *, opened: bool = False) -> None:
+        """Count a file as saved, and delete what the script wrote there in this run, unless it is open."""
         if not opened:
             self._remove_new(path)
         self._elsewhere.pop(path, None)
@@ -159,29 +159,29 @@ class Unwritten:
             self._remove(path)
 
     def _readable(self, path: str) -> str:
-        """The file that stands for one that was saved."""
+        """The stand-in for a saved file. Raises SpecError if it cannot be read."""
         saved = self._saved[path]
         if not saved.can_be_read:
             raise SpecError(
-                f"{path} was saved in this run, and a dry run could not keep what is in it; leave reading it out, or read a "
+                f"{path} was saved in this run, and a dry run could not keep its contents; do not read it back, or read a "
                 f"checkpoint from before the run"
             )
         note("reading of saved files", "names, shapes and dtypes are those that were saved; no numbers are in them")
         return saved.file
 
     def _names_in(self, folder: object) -> list[str]:
-        """The saved files of a folder that are not really there."""
-        whole = None if isinstance(folder, bytes) else _whole("." if folder is None else folder)
+        """The names of saved files in a folder that do not exist on disk."""
+        whole = None if isinstance(folder, bytes) else _absolute("." if folder is None else folder)
         return [] if whole is None else [
             Path(path).name for path in self._saved if str(Path(path).parent) == whole and not self._is_there(path)
         ]  # fmt: skip
 
     def _states(self, state: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
-        """Files that were saved are there, as ``os.path.exists`` and ``getsize`` and ``pathlib`` see them."""
+        """Let ``os.stat``, and with it ``exists``, ``getsize`` and ``pathlib``, see saved files."""
 
         @wraps(state)
         def stated(path: object, *args: Any, **kwargs: Any) -> os.stat_result:  # noqa: ANN401
-            whole = _whole(path, **kwargs) if self._saved else None
+            whole = _absolute(path, **kwargs) if self._saved else None
             if whole is None or not self._is_unwritten(whole):
                 return state(path, *args, **kwargs)
             return self._stat(self._saved[whole].file)
@@ -198,8 +198,8 @@ class Unwritten:
         return opens
 
     def _opened_instead(self, file: object, mode: str) -> object:
-        """Return the file that a script gets: what stands for a saved one, and none from before the run to write to."""
-        path = _whole(file)
+        """The file to open instead: a saved file's stand-in, or a copy of an older file to write to."""
+        path = _absolute(file)
         if path is None:
             return file
         if self._is_unwritten(path):
@@ -214,19 +214,19 @@ class Unwritten:
             if adds:
                 shutil.copyfile(path, elsewhere)
             self._elsewhere[path] = elsewhere
-            note("writing over files from before this run", "they stay; what is written goes to temporary files")
+            note("writing over files from before this run", "they stay; new contents go to temporary files")
         return self._elsewhere.get(path, file)
 
     def _deletes(self, delete: Callable[..., None]) -> Callable[..., None]:
         @wraps(delete)
         def deleted(path: object, *args: object, **kwargs: object) -> None:
-            whole = _whole(path, **kwargs)
+            whole = _absolute(path, **kwargs)
             if whole is None:
                 delete(path, *args, **kwargs)
             elif self._is_unwritten(whole):
                 self._saved.pop(whole)
                 self._remove_new(whole)
-            elif self._stays(whole):
+            elif self._keeps_older(whole):
                 self._kept.add(whole)
             else:
                 for inside in self._within(whole):
@@ -238,13 +238,13 @@ class Unwritten:
     def _moves(self, move: Callable[..., None]) -> Callable[..., None]:
         @wraps(move)
         def moved(source: object, target: object, **kwargs: object) -> None:
-            here, there = _whole(source, **kwargs), _whole(target, **kwargs)
+            here, there = _absolute(source, **kwargs), _absolute(target, **kwargs)
             if here is None or there is None:
                 move(source, target, **kwargs)
                 return
-            if self._is_unwritten(here) or self._stays(here) or there in self._kept:
+            if self._is_unwritten(here) or self._keeps_older(here) or there in self._kept:
                 unwritten = self._is_unwritten(here)
-                self._take(there, self._saved.pop(here) if unwritten else _Saved(here))
+                self._count_as_saved(there, self._saved.pop(here) if unwritten else _Saved(here))
                 if unwritten:
                     self._remove_new(here)
                 note("moving of saved files", "their names move, and files from before this run stay")
@@ -258,40 +258,40 @@ class Unwritten:
     def _copies(self, copy: Callable[..., object]) -> Callable[..., object]:
         @wraps(copy)
         def copied(source: object, target: object, *args: object, **kwargs: object) -> object:
-            here, there = _whole(source, **kwargs), _whole(target, **kwargs)
+            here, there = _absolute(source, **kwargs), _absolute(target, **kwargs)
             if here is None or there is None or not self._is_unwritten(here):
                 return copy(source, target, *args, **kwargs)
             into_folder = Path(there).is_dir()
-            self._take(str(Path(there, Path(here).name)) if into_folder else there, self._saved[here])
+            self._count_as_saved(str(Path(there, Path(here).name)) if into_folder else there, self._saved[here])
             note("copying of saved files", "nothing is written")
             return target
 
         return copied
 
     def _makes(self, make: Callable[..., None], at: int) -> Callable[..., None]:
-        """A folder or link is made anew where one from before the run stays."""
+        """Skip making a folder or link if an older one stays in its place."""
 
         @wraps(make)
         def made(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-            target = _whole(args[at], **kwargs) if len(args) > at else None
+            target = _absolute(args[at], **kwargs) if len(args) > at else None
             if target is None or target not in self._kept:
                 make(*args, **kwargs)
 
         return made
 
-    def _stays(self, path: str) -> bool:
-        """Whether a path from before the run, or one that holds a file from then, stays because the script saves now."""
+    def _keeps_older(self, path: str) -> bool:
+        """Whether a path from before the run, or a folder with such a file, stays because the script is saving."""
         if not self._saves_now() or not self._is_older(path):
             return False
         note("deleting of older checkpoints", "files from before this run stay")
         return True
 
     def _is_unwritten(self, path: str) -> bool:
-        """Whether a path was saved, and not written since by the script itself. A file that it had opened for it is empty."""
+        """Whether a path was saved and not written since; a file that the script had opened for saving is empty."""
         return path in self._saved and (not self._is_there(path) or not self._size(path) or self._is_older(path))
 
     def _is_there(self, path: str, kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
-        """Whether a file is really there, or something of another kind."""
+        """Whether a file, or something of another kind, exists on disk."""
         with suppress(OSError):
             return kind(self._stat(path).st_mode)
         return False
@@ -302,7 +302,7 @@ class Unwritten:
         return 0
 
     def _is_older(self, path: str) -> bool:
-        """Whether a file is from before the run, or a folder has one that is."""
+        """Whether a file is from before the run, or a folder contains one that is."""
         return any(self._stat(file).st_mtime < self._began for file in self._files(path) if self._is_there(file))
 
     def _files(self, path: str) -> Iterator[str]:
@@ -318,7 +318,7 @@ class Unwritten:
 
 
 def _bytes_saved(what: object) -> int:
-    """The bytes of the tensors that are saved, each storage once."""
+    """The size of saved tensors, each storage once. [bytes]"""
     held = what.state_dict() if isinstance(what, torch.nn.Module) else what
     storages = {
         one.untyped_storage()._cdata: one.untyped_storage() for one in tree_leaves(held) if isinstance(one, torch.Tensor)
@@ -327,16 +327,16 @@ def _bytes_saved(what: object) -> int:
 
 
 def _fill(buffer: io.BytesIO, what: object) -> None:
-    """Write into a buffer in host memory what can be read from it again, unless it is large."""
+    """Write into a host buffer what can be read from it again, unless it is large."""
     if _bytes_saved(what) <= _LARGEST_BUFFER:
         with suppress(Exception):  # what cannot be pickled leaves it empty
             write_pickle(what, buffer)
 
 
 def _folder_of(options: dict[str, Any], through: str) -> str | None:
-    """The folder of a distributed checkpoint: its name, or that of the reader or writer that is given."""
+    """The folder of a distributed checkpoint: its name, or that of its reader or writer."""
     given = options.get("checkpoint_id") or getattr(options.get(through), "path", None)
-    return None if given is None or "://" in str(given) else _whole(given)
+    return None if given is None or "://" in str(given) else _absolute(given)
 
 
 def folder_read(options: dict[str, Any]) -> str | None:
@@ -345,7 +345,7 @@ def folder_read(options: dict[str, Any]) -> str | None:
 
 
 def _copies_by(copytree: Callable[..., object]) -> Callable[..., object]:
-    """``shutil.copytree`` copies by the function that ``shutil.copy2`` is now."""
+    """``shutil.copytree`` with the current ``shutil.copy2`` as its copy function."""
 
     @wraps(copytree)
     def copied(*args: object, **kwargs: object) -> object:
@@ -356,8 +356,8 @@ def _copies_by(copytree: Callable[..., object]) -> Callable[..., object]:
     return copied
 
 
-def _whole(path: object, **options: object) -> str | None:
-    """An absolute path; None for an open file, or a name that is relative to a folder's descriptor."""
+def _absolute(path: object, **options: object) -> str | None:
+    """The absolute path; None for an open file, or for a name relative to a folder's descriptor."""
     relative = any(value is not None for name, value in options.items() if name.endswith("dir_fd"))
     if relative or not isinstance(path, str | bytes | os.PathLike):
         return None

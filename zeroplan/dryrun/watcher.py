@@ -1,4 +1,4 @@
-"""The watcher of a script: zeroplan's tracker, which also notes the user's line of every request and drives the allocator."""
+"""The tracker of a script: also notes the user's line of every request, and drives the modelled allocator."""
 
 import sys
 import threading
@@ -14,25 +14,25 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from zeroplan.allocator import CachingAllocator, Chunk
 from zeroplan.dryrun.compiling.origins import Origins, within
-from zeroplan.dryrun.operators import WAIT, Operator, Operators, flops, known, moved
+from zeroplan.dryrun.operators import WAIT, Operator, Operators, flops, moved, properties_of
 from zeroplan.dryrun.scratch import SCRATCH
 from zeroplan.ledger import OF_A_STEP, Kind, Phase
 from zeroplan.verify.fake_cuda import graphs
 from zeroplan.verify.fake_cuda.memory import Memory
-from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
+from zeroplan.verify.fake_cuda.stand_ins import frame_to_name, line_of
 from zeroplan.verify.watching.host import HostMemory
 from zeroplan.verify.watching.recording import LIFTED, Block, Recording
 from zeroplan.verify.watching.replay import MULTIPLICATIONS
 from zeroplan.verify.watching.tracker import Holder, Tracker
 
 _LONGEST_WAIT_S = 5.0
-"""For the operator of another thread to end."""
+"""How long to wait for another thread's operator to end. [s]"""
 _LOADED = torch.ops.aten.set_.source_Storage_storage_offset
-"""By which ``torch.load`` gives a tensor its storage."""
+"""The operator by which ``torch.load`` gives a tensor its storage."""
 
 
 class _Kernel:
-    """Holds what a kernel takes inside itself, as a watch holds a storage's block."""
+    """Owns the internal memory of a running kernel, as a watch owns a storage's block."""
 
     block: Block | None = None
 
@@ -40,9 +40,9 @@ class _Kernel:
 class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
     """Records a script's run on the fake GPU.
 
-    ``lines`` has the line of the user's code behind every block; in backward that which made the autograd node in forward. The
-    allocator behind the counters that a script reads also gives cuBLAS a workspace of ``workspace_bytes`` for the script's thread
-    and one for autograd's, each at its first matrix product on a stream.
+    ``lines`` has the user's source line of every block; in backward, the line that made the autograd node. A modelled
+    allocator serves the counters that a script reads. It also allocates cuBLAS workspaces of ``workspace_bytes``: one for the
+    script's thread and one for autograd's, each at its first matrix product on a stream.
     """
 
     def __init__(self, memory: Memory, *, expandable_segments: bool, workspace_bytes: int = 0) -> None:
@@ -53,16 +53,16 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         self._allocator = memory.allocator = CachingAllocator(expandable_segments=expandable_segments)
         self._workspace_bytes = workspace_bytes
         self._multiplied: dict[tuple[bool, int], int] = {}
-        """When autograd's thread (True) and the script's (False) have first multiplied, on each stream."""
+        """When autograd's thread (True) and the script's (False) first multiplied matrices, by stream."""
         self._chunks: dict[Block, Chunk] = {}
         self._with_gradients: set[Block] = set()
-        """Blocks of tensors to which autograd has given a gradient."""
+        """Blocks of tensors that received a gradient from autograd."""
         self._numbers: list[int] = []
         self._made_by: list[str] = []
         self._origins = Origins()
         self._closed = False
         self.operators = Operators()
-        self.operators.listen(self._hear)
+        self.operators.listen(self._note_synchronisation)
         self._emptied: list[int] = []
         self._let_go: list[tuple[int, int]] = []
         graphs.listeners.append(self._note_let_go)
@@ -70,7 +70,7 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
 
     @property
     def recording(self) -> Recording:
-        """What was seen so far; what the script had while it was loading counts, and when it emptied the allocator's cache."""
+        """The recording so far, including the loading phase and the moments of ``empty_cache``."""
         elsewhere = frozenset(moment for (_, stream), moment in self._multiplied.items() if stream)
         return replace(
             super().recording,
@@ -81,49 +81,49 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         )
 
     def see_loaded(self, tensor: torch.Tensor) -> None:
-        """Note the memory of a tensor that torch read from a file, which takes no operator."""
-        if not self._looking_away and not self._closed:
+        """Record a tensor that torch read from a file, which runs no operator."""
+        if not self._paused and not self._closed:
             with self._one_at_a_time:
                 self._see(_LOADED, tensor)
 
     def note_emptied(self) -> None:
-        """Note that the script has the allocator give back what is not in use."""
+        """Record that the script emptied the allocator's cache."""
         if not self._closed:
             self._emptied.append(self.now)
 
     def _note_let_go(self, pool: int) -> None:
-        """Note that no CUDA graph keeps a private pool any more; after the next request where the cache was emptied just before."""
+        """Record that no CUDA graph uses a private pool any more; right after ``empty_cache``, from the next request on."""
         if not self._closed:
             self._let_go.append((self.now + (self._emptied[-1:] == [self.now]), pool))
             self._allocator.let_go(pool)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether ``torch.compile`` compiles, unwatched, where this mode watches what runs."""
+        """True: ``torch.compile`` compiles unwatched, and this mode watches what runs."""
         return True
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """Run an operator and record it; threads of the script take turns."""
+        """Run an operator and record it; a lock lets one thread at a time run."""
         with self._one_at_a_time:
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            if func in SCRATCH and result is not NotImplemented and not self._looking_away:
-                self._take_and_give_back(SCRATCH[func](args), func)
-            if result is not NotImplemented and self.spans[-1].phase in OF_A_STEP and not self._looking_away:
+            if func in SCRATCH and result is not NotImplemented and not self._paused:
+                self._allocate_and_free(SCRATCH[func](args), func)
+            if result is not NotImplemented and self.spans[-1].phase in OF_A_STEP and not self._paused:
                 self._note(func, args, kwargs or {}, result)
             return result
 
-    def _take_and_give_back(self, n_bytes: int, func: OpOverload) -> None:
-        """Have memory alive beside what an operator returns, for as long as its kernel runs."""
+    def _allocate_and_free(self, n_bytes: int, func: OpOverload) -> None:
+        """Record memory that a kernel allocates and frees internally."""
         if not n_bytes:
             return
         self._release(block := self._request(_Kernel(), n_bytes, func))
         block.kind = Kind.TEMPORARY
 
     def _note(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> None:
-        """Note an operator of a step."""
-        what = known(func)
+        """Record an operator of a step."""
+        what = properties_of(func)
         if what.moves_nothing or self._closed:
             return
         if what.collective:
@@ -140,8 +140,8 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
             flops(func, args, kwargs, result), read, written, again, group,
         ))  # fmt: skip
 
-    def _hear(self, word: str, stream: object, other: object) -> None:
-        """Note what a stream is told in a step."""
+    def _note_synchronisation(self, event: str, stream: object, other: object) -> None:
+        """Record a synchronisation of streams in a step."""
         span = self.spans[-1]
         if self._closed or span.phase not in OF_A_STEP:
             return
@@ -149,14 +149,14 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         if isinstance(other, torch.cpu.Stream):
             about = self._number(other)
         elif other is not None:
-            about = self.operators.event(other, recorded=word.startswith("record"))
+            about = self.operators.event(other, recorded=event.startswith("record"))
         mine = self._stream() if stream is None else self._number(stream)
         self.operators.note(span.step, Operator(
-            word, self._modules.current(), self._line(), self.now, len(self.spans) - 1, mine, 0, 0, 0, False, about,
+            event, self._modules.current(), self._line(), self.now, len(self.spans) - 1, mine, 0, 0, 0, False, about,
         ))  # fmt: skip
 
     def learn_modules(self, root: nn.Module) -> None:
-        """Learn the names of a model's parts, beside those of other models; wrappers have none."""
+        """Note the names of a model's parts, beside those of other models; wrappers get no name."""
         model = root
         while (inside := _wrapped(model)) is not None:
             self._modules.names.setdefault(id(model), "")
@@ -165,18 +165,18 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
             self._modules.names.setdefault(id(module), name)
 
     def learn_program(self, path: str, lines: Sequence[tuple[int, Any]]) -> None:
-        """Learn what is behind the lines of a program that inductor has written: nodes of a graph by line number."""
+        """Note the graph nodes behind the lines of a program that inductor has written."""
         self._origins.learn(path, lines, self._modules.names, self._modules.current())
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Label a model's tensors as parameters; a copy in another dtype, too, once it is the model's own."""
+        """Label a model's tensors as parameters; also a copy in another dtype that now belongs to the model."""
         for tensor in tensors:
             block = self._block_of(tensor)
             if block is not None and block.kind in (None, Kind.WEIGHT_CASTS):
                 block.kind = Kind.PARAMETERS
 
     def updated(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Label what an optimizer has updated: a parameter where autograd gave it a gradient, else an optimizer's own copy."""
+        """Label tensors that an optimizer updated: parameters if they received a gradient, else the optimizer's own copies."""
         for tensor in tensors:
             block = self._block_of(tensor)
             if block is not None and block.kind is None:
@@ -196,26 +196,26 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         if origin is not None:
             block.module, block.operation = within(block.module, origin), origin.operation
         if block.operation.startswith(MULTIPLICATIONS):
-            self._take_workspace(block)
+            self._allocate_workspace(block)
         if block.operation != LIFTED:
             self._chunks[block] = self._allocator.request(n_bytes, block.stream, block.pool)
             self._memory.note()
         return block
 
-    def _take_workspace(self, block: Block) -> None:
-        """Give cuBLAS a workspace at the first product of a thread on a stream, in the pool of a capture if one runs."""
+    def _allocate_workspace(self, block: Block) -> None:
+        """Allocate a cuBLAS workspace at a thread's first product on a stream, in the pool of a running capture."""
         key = torch._C._current_autograd_node() is not None, block.stream
         if self._workspace_bytes and key not in self._multiplied:
             self._multiplied[key] = block.born
             self._allocator.request(self._workspace_bytes, block.stream, block.pool)
 
     def close(self) -> None:
-        """Record nothing more: what is released after the script is no part of its run. Other threads wait from here on."""
+        """Stop recording: releases after the script do not count, and other threads wait from now on."""
         self._one_at_a_time.acquire(timeout=_LONGEST_WAIT_S)
         self._closed = True
 
     def _release(self, block: Block) -> None:
-        with self._one_at_a_time:  # tensors go in any thread, and moments have one order
+        with self._one_at_a_time:  # any thread may free tensors, and moments have one order
             if self._closed:
                 return
             super()._release(block)
@@ -226,7 +226,7 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
         if self._numbers and node is not None:
             return self._made_by[max(0, bisect_right(self._numbers, node._sequence_nr()) - 1)]
-        line = line_of(whose_line(sys._getframe(2)))
+        line = line_of(frame_to_name(sys._getframe(2)))
         if torch.is_grad_enabled() and (not self._made_by or self._made_by[-1] != line):
             self._numbers.append(torch._C._autograd._get_sequence_nr())
             self._made_by.append(line)
@@ -234,7 +234,7 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    """The module that another is a wrapper of: its only part that has parameters, and all of them; None where it is no wrapper."""
+    """The only child with parameters, if the module has none of its own: it wraps that child. None for other modules."""
     if isinstance(module, FullyShardedDataParallel):
         return module.module
     parts = [part for part in module.children() if next(part.parameters(), None) is not None]

@@ -1,7 +1,7 @@
-"""Files with everything of a checkpoint but its numbers: where they would be is a hole, which takes no room on the disk.
+"""Writes checkpoints without tensor values: holes in the file, which occupy no disk space.
 
-Such a file is as large as the checkpoint. ``torch.load`` and safetensors read it as they read any other in a dry run: names,
-shapes, dtypes, and what is no tensor.
+Such a file is as large as the checkpoint. ``torch.load`` and safetensors read it like any other in a dry run: names, shapes,
+dtypes, and objects other than tensors.
 """
 
 import json
@@ -17,21 +17,21 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-"""By their names in safetensors files."""
+"""Dtypes by their names in safetensors files."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Write = Callable[..., None]
-"""Takes the arguments of a function that saves, with a file of ours in place of its target."""
+"""Called with the arguments of a saving function, but with our file as the target."""
 
 
 def write_pickle(what: object, file: "str | BinaryIO", *more: object, **options: object) -> None:
-    """Write what ``torch.save`` would. Raises what pickling raises."""
+    """Write what ``torch.save`` would write. Raises what pickling raises."""
     with skip_data(materialize_fake_tensors=True):
         torch.serialization.save(what, file, *more, **options)  # type: ignore[arg-type]
 
 
 def write_safetensors(tensors: Mapping[str, torch.Tensor], file: str, metadata: Mapping[str, str] | None = None) -> None:
-    """Write what ``safetensors.torch.save_file`` would. Raises ``KeyError`` for a dtype that the format does not have."""
+    """Write what ``safetensors.torch.save_file`` would write. Raises ``KeyError`` for a dtype that the format lacks."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in tensors.items():
@@ -45,7 +45,7 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], file: str, metadata: 
 
 
 def write_module(model: torch.nn.Module, file: str, metadata: Mapping[str, str] | None = None, **_: object) -> None:
-    """Write what ``safetensors.torch.save_model`` would: of tensors that share their storage, the first."""
+    """Write what ``safetensors.torch.save_model`` would write: the first of tensors that share a storage."""
     storages = {one.untyped_storage()._cdata: name for name, one in reversed(model.state_dict().items())}
     kept = {name: one for name, one in model.state_dict().items() if storages[one.untyped_storage()._cdata] == name}
     write_safetensors(kept, file, metadata)

@@ -1,1 +1,1 @@
-"""Dry runs as files: saved, read as untrusted data, held against each other, and written for other tools. Needs no torch."""
+"""Saves dry runs as files, reads them as untrusted data, compares them, and exports them. Needs no torch."""

@@ -1,4 +1,4 @@
-"""A dry run as a file: JSON, compressed where the name ends in ``.gz``. Reading believes nothing that it has not checked."""
+"""Saves and reads dry runs as JSON, compressed if the name ends in ``.gz``. Reading checks everything."""
 
 import gzip
 import json
@@ -15,41 +15,38 @@ from zeroplan.units import MIB
 from zeroplan.whole import unwritten, write_whole
 
 LARGEST_BYTES = 64 * MIB
-"""Of the JSON, uncompressed: about a million blocks."""
+"""Limit of the uncompressed JSON, about a million blocks. [bytes]"""
 _AT_LEAST_BYTES, _TIMES = 512 * MIB, 48
-"""How much memory reading may take, and how much more per byte of JSON: what a list of empty lists takes in Python, and again
-as much for the check."""
+"""Memory that reading may use: a base, and a multiple of the JSON's size. A list of empty lists needs half the multiple in Python,
+and the check needs as much again."""
 _GZIP = b"\x1f\x8b"
 
 
 def save(saved: SavedRun, path: Path, *, force: bool) -> None:
-    """Write a run, the whole file or none. Raises SpecError where it cannot be written, or is larger than can be read again."""
+    """Write a run completely or not at all. Raises SpecError if it cannot be written, or is too large to be read again."""
     content = json.dumps(saved, default=as_data, separators=(",", ":")).encode()
     if len(content) > LARGEST_BYTES:
+        blocks = len(saved.trace.blocks.n_bytes) if saved.trace else 0
         raise SpecError(
-            f"the run has {_blocks(saved):,} blocks of memory, more than a file of {LARGEST_BYTES // MIB} MiB holds; take fewer "
+            f"the run has {blocks:,} blocks of memory, more than a file of {LARGEST_BYTES // MIB} MiB can hold; run fewer "
             "--steps"
         )
     write(path, content, force=force)
 
 
 def write(path: Path, content: bytes, *, force: bool) -> None:
-    """Write a file whole, compressed where its name ends in ``.gz``. Raises SpecError in one line."""
+    """Write a file completely, compressed if its name ends in ``.gz``. Raises SpecError in one line."""
     try:
         write_whole(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content, force=force)
     except OSError as error:
         raise unwritten(error) from None
 
 
-def _blocks(saved: SavedRun) -> int:
-    return 0 if saved.trace is None else len(saved.trace.blocks.n_bytes)
-
-
 def read_saved(path: Path) -> SavedRun:
-    """Read the run at ``path``.
+    """The saved run at ``path``.
 
-    Raises :class:`~zeroplan.errors.SpecError`, in one line, for everything that is none: no file, one that is cut off or too
-    large, another JSON, a run of a newer zeroplan, blocks that contradict each other.
+    Raises :class:`~zeroplan.errors.SpecError`, in one line, for any other file: missing, cut off, too large, other JSON, from a
+    newer zeroplan, or with contradictory blocks.
     """
     where = f"saved run {str(path)!r}"
     content = content_of(path, where)
@@ -57,7 +54,7 @@ def read_saved(path: Path) -> SavedRun:
         with no_more_memory_than(_AT_LEAST_BYTES + _TIMES * len(content)):
             return run_of(complete_json(content, what="saved run", where=where), where)
     except MemoryError:
-        raise SpecError(f"{where} asks for more memory than a run of its size can; it was not read") from None
+        raise SpecError(f"{where} needs more memory than its size justifies; it was not read") from None
 
 
 def run_of(data: object, where: str) -> SavedRun:
@@ -73,7 +70,7 @@ def run_of(data: object, where: str) -> SavedRun:
 
 
 def content_of(path: Path, where: str, what: str = "saved run") -> bytes:
-    """The bytes of a file's JSON, never more than are allowed. Raises SpecError, in one line, where there are none."""
+    """The bytes of a file's JSON, up to one more than the limit. Raises SpecError, in one line, where there are none."""
     try:
         if fault := _fault(path):
             raise SpecError(f"{where} {fault}")
@@ -86,11 +83,11 @@ def content_of(path: Path, where: str, what: str = "saved run") -> bytes:
     except OSError as error:
         raise SpecError(f"{where} cannot be read: {error.strerror}") from None
     if len(content) > LARGEST_BYTES:
-        raise SpecError(f"{where} holds more than {LARGEST_BYTES // MIB} MiB; that is no {what}")
+        raise SpecError(f"{where} contains more than {LARGEST_BYTES // MIB} MiB, so it is not a {what}")
     return content
 
 
 def _fault(path: Path) -> str | None:
     if "\0" in str(path) or not path.exists():
         return "does not exist; check the path"
-    return None if path.is_file() else "is not a file; give the path of one"
+    return None if path.is_file() else "is not a file; give the path of a file"

@@ -1,6 +1,6 @@
-"""A saved run for Perfetto (ui.perfetto.dev) and Chrome: bytes by kind as counters, phases and collectives as slices.
+"""Exports a saved run for Perfetto (ui.perfetto.dev) and Chrome: bytes by kind as counters, phases and collectives as slices.
 
-The axis is no time: it counts requests and releases of memory, one microsecond each, and the process's name says so.
+The axis is not time: each request and release of memory is one microsecond. The process's name says so.
 Source: Trace Event Format (Google, 2016), events ``C``, ``X`` and ``M``.
 """
 
@@ -14,34 +14,34 @@ from zeroplan.saved_runs.files import write
 from zeroplan.script_trace import SavedRun, Trace, live_bytes
 
 _PHASES, _MODULES, _COLLECTIVES = 1, 2, 3
-_TRACKS = {_PHASES: "phases", _MODULES: "modules that ask for memory", _COLLECTIVES: "collectives"}
+_TRACKS = {_PHASES: "phases", _MODULES: "modules that request memory", _COLLECTIVES: "collectives"}
 
 _Event = dict[str, object]
 
 
 def save_trace(saved: SavedRun, path: Path, *, force: bool) -> None:
-    """Write a run as a trace, compressed where the name ends in ``.gz``. Raises SpecError where it cannot be written."""
+    """Write a run as a trace, compressed if the name ends in ``.gz``. Raises SpecError if it cannot be written."""
     if saved.trace is None:
-        raise SpecError("the run was kept without its blocks")
+        raise SpecError("the run was saved without its blocks; run the script again with --save")
     run = saved.run
     save_events(saved.trace, f"{run.command[0]}, rank {run.rank} of {run.gpus}", path, force=force)
 
 
 def save_events(trace: Trace, name: str, path: Path, *, force: bool) -> None:
-    """Write the requests of a run, or of a step that nobody ran, under a name."""
+    """Write the requests of a run, or of an estimated step, under a name."""
     events = [*_names(name), *_counters(trace), *_slices(trace), *_calls(trace)]
     write(path, json.dumps({"traceEvents": events}, separators=(",", ":")).encode(), force=force)
 
 
 def _names(name: str) -> Iterator[_Event]:
-    title = f"{name}; 1 us is one request or release of memory, no time"
+    title = f"{name}; 1 us is one request or release of memory, not time"
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}
     for track, title in _TRACKS.items():
         yield {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": title}}
 
 
 def _counters(trace: Trace) -> Iterator[_Event]:
-    """Bytes alive, in all and of each kind, wherever they change."""
+    """Bytes alive, in all and of each kind, at each change."""
     blocks = trace.blocks
     yield from _counter("allocated", trace.live)
     for number, kind in enumerate(trace.kinds):
@@ -59,13 +59,13 @@ def _counter(name: str, live: list[int]) -> Iterator[_Event]:
 
 
 def _slices(trace: Trace) -> Iterator[_Event]:
-    """The phases, and below them the modules that ask for memory one after the other."""
+    """The phases, and below them the modules that request memory, in order."""
     for at, span in enumerate(trace.spans):
         window = trace.window(at)
         name = f"{span.phase}, step {span.step + 1}" if span.step >= 0 else span.phase
         yield _slice(_PHASES, name, window.start, window.stop - 1 - window.start)
-    asked = zip(trace.blocks.module, trace.blocks.span, trace.blocks.born, strict=True)
-    for (module, span), group in groupby(asked, key=lambda one: one[:2]):
+    requests = zip(trace.blocks.module, trace.blocks.span, trace.blocks.born, strict=True)
+    for (module, span), group in groupby(requests, key=lambda one: one[:2]):
         moments = [moment for _, _, moment in group]
         if trace.modules[module]:
             yield _slice(
@@ -74,7 +74,7 @@ def _slices(trace: Trace) -> Iterator[_Event]:
 
 
 def _calls(trace: Trace) -> Iterator[_Event]:
-    """Collectives, those that are called between two requests side by side."""
+    """The collectives; those between the same two requests are side by side."""
     for moment, calls in groupby(trace.collectives, key=lambda one: one.moment):
         together = list(calls)
         for at, one in enumerate(together):

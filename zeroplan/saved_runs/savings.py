@@ -1,7 +1,7 @@
-"""What would free how much of a run's peak, as far as its own blocks prove it.
+"""Changes that would lower a run's peak, with upper bounds from its own blocks.
 
-A saving is an upper bound: how much lower the highest moment of the last step would be if the blocks had never been there. What a
-change keeps all the same, or makes instead, is not known and not taken off.
+A saving is how much lower the peak of the last step would be without the blocks. Memory that a change keeps anyway, or needs
+instead, is unknown and not subtracted.
 """
 
 import re
@@ -15,13 +15,13 @@ from zeroplan.script_trace import Trace, live_bytes
 
 _LAYER = re.compile(r"(.*?(?:^|\.))\d+(?:\.|$)")
 _WORTH = 100
-"""What is less than a hundredth of the peak is left out."""
+"""Savings below 1/100 of the peak are left out."""
 _NAMES = 2
-"""Modules or lines that a saving names."""
+"""Modules or lines to name per saving."""
 
 
 class _Life(NamedTuple):
-    """A block that a change would leave out, and the moments for which it would."""
+    """A block that a change would avoid, and the moments between which it would."""
 
     block: int
     born: int
@@ -29,7 +29,7 @@ class _Life(NamedTuple):
 
 
 def savings(trace: Trace) -> tuple[Saving, ...]:
-    """What would free a hundredth of the last step's peak or more, the largest first."""
+    """The changes that would save 1/100 of the last step's peak or more, the largest first."""
     step, live = trace.last_step, trace.live
     window = slice(step.start, step.stop)
     peak = max(live[window])
@@ -45,7 +45,7 @@ def savings(trace: Trace) -> tuple[Saving, ...]:
 
 
 def _most(trace: Trace, lives: list[_Life], names_of: Callable[[Trace, int], str]) -> tuple[str, ...]:
-    """The modules or lines with most of it."""
+    """The modules or lines with most of the bytes."""
     sizes: Counter[str] = Counter()
     for life in lives:
         sizes[names_of(trace, life.block)] += trace.blocks.n_bytes[life.block]
@@ -66,7 +66,7 @@ def _phase(trace: Trace, block: int) -> str:
 
 
 def _layers(trace: Trace, block: int) -> str:
-    """The list of layers that a block's module is in; empty outside all."""
+    """The list of layers of a block's module; empty outside all layers."""
     found = _LAYER.match(trace.modules[trace.blocks.module[block]])
     return f"{found[1]}*" if found else ""
 
@@ -76,7 +76,7 @@ def _line(trace: Trace, block: int) -> str:
 
 
 def _kept_by_layers(trace: Trace) -> Iterator[_Life]:
-    """Activations that layers keep for the backward; nothing where some layers are computed again already."""
+    """Activations that layers keep for the backward; none if some layers are recomputed already."""
     kept = [block for block in _of_kinds(trace, Kind.ACTIVATIONS) if _layers(trace, block)]
     if not any(_phase(trace, block) == Phase.BACKWARD for block in kept):
         yield from (_whole(trace, block) for block in kept if _phase(trace, block) == Phase.FORWARD)
@@ -87,7 +87,7 @@ def _logits(trace: Trace) -> Iterator[_Life]:
 
 
 def _made_by_the_step(trace: Trace) -> Iterator[_Life]:
-    """What the step makes and drops; what outlives it is the next batch."""
+    """Temporaries that the optimizer step makes and frees; longer-lived ones are the next batch."""
     blocks = trace.blocks
     for block in _of_kinds(trace, Kind.OPTIMIZER_TEMPORARY):
         if blocks.died[block] < trace.window(blocks.span[block]).stop:
@@ -95,7 +95,7 @@ def _made_by_the_step(trace: Trace) -> Iterator[_Life]:
 
 
 def _earlier(trace: Trace, *kinds: Kind) -> Iterator[int]:
-    """Blocks of earlier steps that are there when the last begins."""
+    """Blocks of earlier steps that are alive when the last one begins."""
     start, blocks = trace.last_step.start, trace.blocks
     for block in _of_kinds(trace, *kinds):
         if trace.spans[blocks.span[block]].step >= 0 and blocks.born[block] <= start < blocks.died[block]:
@@ -103,7 +103,7 @@ def _earlier(trace: Trace, *kinds: Kind) -> Iterator[int]:
 
 
 def _old_gradients(trace: Trace) -> Iterator[_Life]:
-    """Gradients of the step before, as long as the first backward of the last step has not begun."""
+    """Gradients of the previous step, until the first backward of the last step begins."""
     start, died = trace.last_step.start, trace.blocks.died
     backward = next((span.start for span in trace.spans if span.start >= start and span.phase == Phase.BACKWARD), start)
     if backward > start:
@@ -111,16 +111,16 @@ def _old_gradients(trace: Trace) -> Iterator[_Life]:
 
 
 def _old_tensors(trace: Trace) -> Iterator[_Life]:
-    """What forward or backward of an earlier step made and is still held; what came after them may be the next batch."""
+    """Tensors of an earlier step's forward or backward that are still held; later ones may be the next batch."""
     for block in _earlier(trace, Kind.ACTIVATIONS, Kind.LOGITS, Kind.TEMPORARY):
         if _phase(trace, block) in (Phase.FORWARD, Phase.BACKWARD):
             yield _whole(trace, block)
 
 
 _CHANGES: tuple[tuple[Callable[[Trace], Iterator[_Life]], str, Callable[[Trace, int], str]], ...] = (
-    (_kept_by_layers, "computing the layers' activations again in the backward (activation checkpointing)", _layers),
-    (_logits, "a loss that never has all logits at once (in chunks, or fused with the head)", _line),
+    (_kept_by_layers, "recomputing the layers' activations in the backward (activation checkpointing)", _layers),
+    (_logits, "a loss that never holds all logits at once (in chunks, or fused with the head)", _line),
     (_made_by_the_step, "an optimizer step without temporaries of whole parameters (fused, or foreach=False)", _line),
     (_old_gradients, "clearing gradients before the forward (zero_grad with set_to_none=True)", _line),
-    (_old_tensors, "letting go of tensors of the step before (outputs, losses that keep their graph)", _line),
+    (_old_tensors, "releasing tensors of the previous step (outputs, losses that keep their graph)", _line),
 )

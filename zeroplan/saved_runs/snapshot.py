@@ -1,8 +1,7 @@
-"""A saved run as a memory snapshot: the dict of ``torch.cuda.memory._snapshot``, which pytorch.org/memory_viz opens.
+"""Exports a saved run as a memory snapshot: the dict of ``torch.cuda.memory._snapshot``, for pytorch.org/memory_viz.
 
-A GPU's snapshot has what its allocator did; here the model of that allocator does the same requests in the same order, with its
-default settings, on a card that is never full. cuBLAS's workspaces are left out. Time is counted in requests and releases, one
-microsecond each.
+A GPU's snapshot records what its allocator did. Here the model of that allocator serves the same requests, with default
+settings and unlimited memory. cuBLAS's workspaces are left out. Each request and release is one microsecond.
 
 Source: ``torch/cuda/memory.py`` (``_snapshot``), ``torch/csrc/cuda/memory_snapshot.cpp``, torch 2.13.
 """
@@ -18,32 +17,32 @@ from zeroplan.script_trace import SavedRun, Trace
 from zeroplan.snapshots.frames import KIND_OF_BLOCK, MODULE, OPERATOR, PHASE
 
 _POOL = 2**40
-"""How far apart the pools of the allocator lie: in the model the addresses of each begin at 0. memory_viz keeps 53 bits."""
+"""Distance of the pools' addresses; in the model each pool begins at 0. memory_viz keeps 53 bits."""
 _LONGEST = 32
-"""Of a line of code as a frame's name. [signs]"""
+"""Longest line of code as a frame's name. [characters]"""
 
 _Entry = dict[str, object]
 
 
 def save_snapshot(saved: SavedRun, path: Path, *, force: bool) -> None:
-    """Write a run as a snapshot. Raises SpecError where it cannot be written."""
+    """Write a run as a snapshot. Raises SpecError if it cannot be written."""
     if saved.trace is None:
-        raise SpecError("the run was kept without its blocks")
+        raise SpecError("the run was saved without its blocks; run the script again with --save")
     save_requests(saved.trace, path, force=force)
 
 
 def save_requests(trace: Trace, path: Path, *, force: bool) -> None:
-    """Write the requests of a run, or of a step that nobody ran."""
+    """Write the requests of a run, or of an estimated step."""
     write(path, pickle.dumps(snapshot(trace), protocol=4), force=force)
 
 
 def snapshot(trace: Trace) -> _Entry:
-    """The dict that torch writes, of one device."""
+    """The snapshot's dict as torch writes it, for one device."""
     return _Replay(trace).snapshot()
 
 
 class _Replay:
-    """The requests of a trace through the model of the allocator, noted as torch notes them."""
+    """Serves a trace's requests with the model of the allocator, and records them as torch does."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -55,11 +54,11 @@ class _Replay:
 
     def snapshot(self) -> _Entry:
         emptied = frozenset(self._trace.emptied)
-        for moment, (block, asked) in enumerate(self._events(), 1):
+        for moment, (block, is_request) in enumerate(self._events(), 1):
             self._let_go(moment - 1)
             if moment - 1 in emptied:
                 self._empty(moment - 1)
-            (self._ask if asked else self._release)(block, moment)
+            (self._request if is_request else self._release)(block, moment)
         self._let_go(self._trace.moments)
         if self._trace.moments in emptied:
             self._empty(self._trace.moments)
@@ -71,7 +70,7 @@ class _Replay:
         }
 
     def _let_go(self, moment: int) -> None:
-        """Note which private pools no CUDA graph keeps any more after a moment."""
+        """Release the private pools that no CUDA graph uses after a moment."""
         pools = self._trace.pools
         for pool, at in () if pools is None else zip(pools.let_go, pools.let_go_at, strict=True):
             if at == moment:
@@ -81,7 +80,7 @@ class _Replay:
         return 0 if self._trace.pools is None else self._trace.pools.of_block[block]
 
     def _events(self) -> Iterator[tuple[int, bool]]:
-        """Every block that is asked for (True) or released, one per moment."""
+        """Every requested (True) or released block, one per moment."""
         blocks, last = self._trace.blocks, self._trace.moments
         at: list[tuple[int, bool]] = [(0, True)] * (last + 1)
         for block, (born, died) in enumerate(zip(blocks.born, blocks.died, strict=True)):
@@ -90,7 +89,7 @@ class _Replay:
                 at[died] = (block, False)
         return iter(at[1:])
 
-    def _ask(self, block: int, moment: int) -> None:
+    def _request(self, block: int, moment: int) -> None:
         blocks, before = self._trace.blocks, self._card.reserved_bytes
         chunk = self._chunks[block] = self._card.request(blocks.n_bytes[block], blocks.stream[block], self._pool(block))
         self._pools.setdefault(id(chunk.pool), (len(self._pools) + 1, blocks.stream[block]))
@@ -105,7 +104,7 @@ class _Replay:
         self._card.release(chunk)
 
     def _empty(self, moment: int) -> None:
-        """Give back the segments that nothing is in. No block has to do with it, and no frame."""
+        """Free the empty segments; these events have no frames."""
         for chunk in self._card.release_cached():
             self._noted.append({
                 "action": "segment_free", "addr": self._address(chunk), "size": chunk.size, "time_us": moment, "frames": [],
@@ -120,11 +119,11 @@ class _Replay:
         })  # fmt: skip
 
     def _address(self, chunk: Chunk) -> int:
-        """Of a chunk, among those of all pools; 0 is no address."""
+        """A chunk's address among those of all pools; 0 is not an address."""
         return _POOL * self._pools[id(chunk.pool)][0] + chunk.address
 
     def _stack(self, block: int) -> list[_Entry]:
-        """Operator, module, line of code and phase as frames, the innermost first; equal ones are one list."""
+        """Operator, module, line of code and phase as frames, the innermost first; equal stacks share one list."""
         trace, blocks = self._trace, self._trace.blocks
         key = tuple(column[block] for column in (blocks.operation, blocks.module, blocks.line, blocks.span, blocks.kind))
         if key not in self._frames:
@@ -138,22 +137,22 @@ class _Replay:
         return self._frames[key]
 
     def _segments(self) -> Iterator[_Entry]:
-        """What is reserved in the end, with what is in it."""
+        """The segments reserved at the end, with their blocks."""
         blocks = self._trace.blocks
         held = {id(chunk): block for block, chunk in self._chunks.items()}
         for first in {id(one): one for one in map(_first, self._card.chunks(self._chunks.values()))}.values():
             parts = [self._part(chunk, held.get(id(chunk))) for chunk in _row(first)]
             used = sum(chunk.size for chunk in _row(first) if id(chunk) in held)
-            asked = sum(blocks.n_bytes[held[id(chunk)]] for chunk in _row(first) if id(chunk) in held)
+            requested = sum(blocks.n_bytes[held[id(chunk)]] for chunk in _row(first) if id(chunk) in held)
             yield {
                 "device": 0, "address": self._address(first), "total_size": sum(chunk.size for chunk in _row(first)),
-                "allocated_size": used, "active_size": used, "requested_size": asked, "stream": self._pools[id(first.pool)][1],
+                "allocated_size": used, "active_size": used, "requested_size": requested, "stream": self._pools[id(first.pool)][1],
                 "segment_type": "small" if first.pool.small else "large", "segment_pool_id": (0, first.pool.private),
                 "is_expandable": False, "frames": [], "blocks": parts,
             }  # fmt: skip
 
     def _part(self, chunk: Chunk, block: int | None) -> _Entry:
-        """A block of a segment, in use or not."""
+        """A block of a segment, in use or free."""
         if block is None:
             return {"address": self._address(chunk), "size": chunk.size, "requested_size": 0, "state": "inactive", "frames": []}
         trace = self._trace
@@ -163,7 +162,7 @@ class _Replay:
         }  # fmt: skip
 
     def _annotations(self) -> Iterator[_Entry]:
-        """The phases of the steps, as torch notes those of its profiler."""
+        """The phases of the steps, as torch writes its profiler's annotations."""
         for at, span in enumerate(self._trace.spans):
             window, name = self._trace.window(at), f"{span.phase}, step {span.step + 1}" if span.step >= 0 else span.phase
             for stage, moment in (("START", window.start), ("END", window.stop - 1)):
@@ -175,7 +174,7 @@ def _frame(file: str, name: str, line: int = 0) -> _Entry:
 
 
 def _line(line: str, source: str) -> Iterator[_Entry]:
-    """A line of code as Python's frame: ``train.py:31``, or of a library's module ``trl.trainer.sft_trainer:412``."""
+    """A line of code as a Python frame: ``train.py:31``, or a library's ``trl.trainer.sft_trainer:412``."""
     file, _, number = line.rpartition(":")
     if file and number.isdecimal():
         name = source if len(source) <= _LONGEST else f"{source[: _LONGEST - 1]}…"

@@ -1,5 +1,5 @@
-"""Memory snapshots as ``torch.cuda.memory._dump_snapshot`` writes them: read as untrusted data, replayed, sorted into kinds.
+"""Reads memory snapshots of ``torch.cuda.memory._dump_snapshot`` as untrusted data, replays them, and sorts blocks into kinds.
 
-``reading`` opens the file, ``lives`` follows every block from its request to its release, ``kinds`` says what each was for, and
-``diagnosis`` what held the memory when it was highest or ran out. No torch is needed.
+``reading`` opens the file, ``lives`` follows every block from its request to its release, ``kinds`` gives each a kind, and
+``diagnosis`` shows what held the memory at the peak or when it ran out. Needs no torch.
 """

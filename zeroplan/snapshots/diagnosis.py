@@ -1,4 +1,4 @@
-"""What held the memory when it was highest, or when it ran out?"""
+"""Shows what held the memory at the peak, or when it ran out."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -9,19 +9,18 @@ from zeroplan.snapshots.reading import Frame, Snapshot
 from zeroplan.snapshots.replayed import Replayed, replayed
 
 _SITES = 3
-_OURS = ("/torch/", "torch/")
-_ANY_TENSOR = ("site-packages/transformers/integrations", "/einops/", "opt_einsum")
+_NOT_THE_USERS = ("/torch/", "torch/", "site-packages/transformers/integrations", "/einops/", "opt_einsum")
 
 
 class Site(NamedTuple):
-    """A place in a program and what was in use of what it asked for. [bytes]"""
+    """A place in a program, and the bytes in use that it requested. [bytes]"""
 
     where: str
     n_bytes: int
 
 
 class Held(NamedTuple):
-    """What was in use of one kind, and the places that asked for most of it. [bytes]"""
+    """Bytes in use of one kind, and the places that requested most of them. [bytes]"""
 
     kind: str
     n_bytes: int
@@ -40,31 +39,31 @@ class Failure(NamedTuple):
     where: str
 
     def fragmented(self, largest_free_bytes: int) -> bool:
-        """Whether there was room for it, but in no one piece."""
+        """Whether there was enough free memory for the request, but not in one piece."""
         return self.idle_bytes + self.free_bytes >= self.asked_bytes > largest_free_bytes
 
 
 class Diagnosis(NamedTuple):
-    """A snapshot's worst moment: what was in use, by kind, the largest first. [bytes]"""
+    """A snapshot's highest moment, or the one of its failure: bytes in use by kind, the largest first. [bytes]"""
 
     device: int
     events: int
     before_bytes: int
-    """In use when the history begins."""
+    """Bytes in use when the history begins."""
     live_bytes: int
     reserved_bytes: int
     largest_free_bytes: int
     part: str
-    """Which part of the training loop asked last."""
+    """The part of the training loop that made the last request."""
     held: tuple[Held, ...]
     failure: Failure | None
     replayed: Replayed | None
-    """The same requests through the model of the allocator; None where its segments were expandable already."""
+    """The same requests in the model of the allocator; None if segments were already expandable."""
     with_stacks: bool
 
 
 def diagnose(snapshot: Snapshot) -> Diagnosis:
-    """Find the moment when memory ran out, or else was highest, and sort what was in use then."""
+    """The diagnosis at the last failed request, or else at the peak."""
     lives = lives_of(snapshot)
     found = sorted_into_kinds(snapshot, lives)
     at, failure = moment_of(snapshot, lives)
@@ -85,7 +84,7 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
 
 
 def moment_of(snapshot: Snapshot, lives: Lives) -> tuple[int, Failure | None]:
-    """The last request that failed, or the event after which most was in use."""
+    """The last failed request, or the event after which most bytes were in use."""
     failed = [at for at, event in enumerate(snapshot.events) if event.action == "out of memory"]
     if not failed:
         return lives.live_bytes.index(max(lives.live_bytes)) - 1, None
@@ -109,23 +108,19 @@ def _held(lives: list[Life], kinds: dict[Life, str]) -> tuple[Held, ...]:
 
 
 def place(stack: tuple[Frame, ...]) -> str:
-    """The innermost line of a program that is not torch's own; else autograd's operator, else torch's line; else nothing.
+    """The innermost line outside torch; else autograd's operator, else torch's line, else empty.
 
     >>> place((Frame("/lib/torch/nn/functional.py", "silu", 9), Frame("/home/me/model.py", "forward", 12)))
     'model.py:12 forward'
     """
     python = [frame for frame in stack if frame.file.endswith(".py")]
-    users = next((frame for frame in python if not _is_torch(frame.file)), None)
+    users = next((frame for frame in python if not any(part in frame.file for part in _NOT_THE_USERS)), None)
     operator = next((frame.name for frame in stack if "Backward" in frame.name and "generated::" in frame.name), "")
     if users is not None:
         return _line(users)
     if operator:
         return operator.partition("generated::")[2].partition("::")[0]
     return _line(python[0]) if python else ""
-
-
-def _is_torch(file: str) -> bool:
-    return any(part in file for part in _OURS) or any(part in file for part in _ANY_TENSOR)
 
 
 def _line(frame: Frame) -> str:

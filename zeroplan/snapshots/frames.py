@@ -1,4 +1,4 @@
-"""Frames that zeroplan's own snapshots have beside those of code: a block's operator, module, kind and phase by name."""
+"""Names of the frames that only zeroplan's own snapshots have: a block's operator, module, kind and phase."""
 
 OPERATOR, MODULE = "zeroplan: operator", "zeroplan: module"
 KIND_OF_BLOCK, PHASE = "zeroplan: kind", "zeroplan: phase"

@@ -1,7 +1,7 @@
-"""What was each block for? Told from where it was asked for, and from which parts of a step it outlived.
+"""Gives each block a kind, by where it was requested and which parts of a step it outlived.
 
-An engine's own functions say it by name. Otherwise life tells: what a forward leaves to its backward are activations, what a
-backward leaves to the optimizer gradients, what the optimizer's first step leaves to the next its state.
+Functions of engines identify it by name. Otherwise its lifetime decides: a forward leaves activations for its backward, a backward
+leaves gradients for the optimizer, and the optimizer's first step leaves its state.
 """
 
 from bisect import bisect_left, bisect_right
@@ -17,11 +17,11 @@ from zeroplan.snapshots.reading import Event, Frame, Snapshot, Stack
 from zeroplan.units import KIB, MIB
 
 UNKNOWN = "held before the history began"
-"""What nothing tells of: no stack, and no gradient of its size."""
+"""The kind of blocks without a stack and without a gradient of their size."""
 
 
 class Part(StrEnum):
-    """Which part of a training loop asked."""
+    """The part of a training loop that made a request."""
 
     FORWARD = "forward"
     RECOMPUTED = "recomputation"
@@ -30,7 +30,7 @@ class Part(StrEnum):
     OTHER = "outside a step"
 
 
-#: Functions of the engines (torch 2.13, DeepSpeed 0.19) by the end of their file's name, and what they ask memory for.
+#: Functions of the engines (torch 2.13, DeepSpeed 0.19), with the end of their file's name and the kind they request.
 _FUNCTIONS: dict[str, tuple[str, Kind]] = {
     "foreach_all_gather": ("_fsdp_collectives.py", Kind.GATHER),
     "foreach_reduce": ("_fsdp_collectives.py", Kind.REDUCE),
@@ -52,40 +52,40 @@ _OF_A_MODULE = ("_apply", "to", "cuda", "to_empty", "_load_pretrained_model", "f
 _RECOMPUTES = ("unpack_hook", "recompute_fn", "backward")
 _NO_STEP = ("zero_grad", "__init__", "add_param_group", "load_state_dict", "state_dict")
 _OF_THE_LOSS = ("cross_entropy", "loss")
-#: cuBLAS's workspaces before Hopper and since, which the allocator gives once per handle, for good.
+#: cuBLAS's workspaces before Hopper and since, which torch allocates once per handle and never frees.
 _WORKSPACES = (2 * 4096 * KIB + 8 * 16 * KIB, 32 * MIB)
 _CUBLAS = ("CUDABlasHandle", "CublasHandle", "cublasSetWorkspace", "getNewWorkspace", "CUDABlasLt")
 
 
-#: The phases and the kinds of zeroplan's own snapshots.
+#: Phases and kinds in zeroplan's own snapshots.
 _PHASES = {Phase.FORWARD.value: Part.FORWARD, Phase.BACKWARD.value: Part.BACKWARD, Phase.STEP.value: Part.STEP}
 _KINDS = {kind.value: kind for kind in Kind}
 
 
 class Sorted(NamedTuple):
-    """Every block's kind in the order of the blocks, and every event's part of the step."""
+    """Every block's kind in order, and every event's part of the step."""
 
     kinds: tuple[str, ...]
     parts: tuple[Part, ...]
 
 
 def sorted_into_kinds(snapshot: Snapshot, lives: Lives) -> Sorted:
-    """Say of every block what it was for."""
+    """The kinds of all blocks."""
     parts = _parts(snapshot)
     course = _Course(parts)
     workspaces = set(_workspaces(lives, course))
     kinds = [Kind.WORKSPACE.value if life in workspaces else _kind(life, course) for life in lives.blocks]
-    _name_what_stood_before(lives, kinds)
+    _name_older_blocks(lives, kinds)
     return Sorted(tuple(kinds), parts)
 
 
 def _parts(snapshot: Snapshot) -> tuple[Part, ...]:
-    """The part of each event; a release belongs to the part in which was last asked."""
+    """The part of each event; a release belongs to the part of the last request."""
     named = any(event.stack for event in snapshot.events)
     read: dict[Stack, Part] = {}
     found, now = [], Part.OTHER
     for event in snapshot.events:
-        if event.action in ("asked", "out of memory"):
+        if event.action in ("requested", "out of memory"):
             now = _in_a_step(event, snapshot) or (
                 read.get(event.stack) or read.setdefault(event.stack, _part(event.stack, named=named))
             )
@@ -98,11 +98,11 @@ def _in_a_step(event: Event, snapshot: Snapshot) -> Part | None:
 
 
 def _part(stack: Stack, *, named: bool) -> Part:
-    """Which part of the loop a stack is of; autograd's own thread has no frames of Python's."""
+    """The part of the loop of a stack; autograd's own thread has no Python frames."""
     if not stack:
         return Part.BACKWARD if named else Part.OTHER
-    if (said := next((frame.name for frame in stack if frame.file == PHASE), None)) is not None:
-        return _PHASES.get(said, Part.OTHER)
+    if (phase := next((frame.name for frame in stack if frame.file == PHASE), None)) is not None:
+        return _PHASES.get(phase, Part.OTHER)
     if any(_is_step(frame) for frame in stack):
         return Part.STEP
     if any(frame.file.endswith("utils/checkpoint.py") and frame.name in _RECOMPUTES for frame in stack):
@@ -113,14 +113,14 @@ def _part(stack: Stack, *, named: bool) -> Part:
 
 
 def _is_step(frame: Frame) -> bool:
-    """An optimizer's own step, or torch's wrapper around every optimizer's."""
+    """Whether a frame is an optimizer's own step, or torch's wrapper around it."""
     if frame.file.endswith("torch/optim/optimizer.py"):
         return frame.name not in _NO_STEP
     return frame.name == "step" and ("optim" in frame.file or "deepspeed/runtime" in frame.file)
 
 
 def _is_backward(frame: Frame, outer: Frame | None) -> bool:
-    """Autograd's engine, by its own name, or a function written in Python whose backward it calls."""
+    """Whether a frame is autograd's engine, or the backward of a Python function that it calls."""
     if "torch::autograd::Engine::" in frame.name or frame.name == "_engine_run_backward":
         return True
     return frame.name == "backward" and outer is not None and outer.file.endswith("autograd/function.py")
@@ -131,7 +131,7 @@ def _is_loss(name: str) -> bool:
 
 
 class _Course:
-    """The parts of the loop in order: where each begins, and how long it lasts."""
+    """The parts of the loop in order, and how long each lasts."""
 
     def __init__(self, parts: tuple[Part, ...]) -> None:
         self.parts = parts
@@ -145,13 +145,13 @@ class _Course:
             self._end[at] = self._end[at + 1] if parts[at] is parts[at + 1] else at + 1
 
     def next(self, part: Part, after: int) -> int | None:
-        """The first event of the next such part after an event."""
+        """The first event of the next such part after an event; None without one."""
         starts = self._starts[part]
         at = bisect_right(starts, after)
         return starts[at] if at < len(starts) else None
 
     def end(self, at: int) -> int:
-        """The first event that is of another part than this one."""
+        """The first event that belongs to another part."""
         return self._end[at]
 
 
@@ -176,9 +176,9 @@ def _named(stack: Stack) -> Kind | None:
 
 
 def _workspaces(lives: Lives, course: _Course) -> Iterator[Life]:
-    """What cuBLAS asked for, or else the first block of its size that the first forward, or backward, asks for and that stays.
+    """Blocks that cuBLAS requested; else the first blocks of its size in forward and backward that are never freed.
 
-    In a pass that memory ran out in, everything stays.
+    In a pass in which memory ran out, no block is freed.
     """
     found: dict[Part, Life] = {}
     for life in lives.blocks:
@@ -231,8 +231,8 @@ _BY_PART = {
 }  # fmt: skip
 
 
-def _name_what_stood_before(lives: Lives, kinds: list[str]) -> None:
-    """Name what has no stack by the gradients: one block of a gradient's size is its parameter, two more are its state."""
+def _name_older_blocks(lives: Lives, kinds: list[str]) -> None:
+    """Name blocks without a stack by gradients of their size: one per gradient is its parameter, two more its optimizer state."""
     gradients = Counter(life.n_bytes for life in _last_gradients(lives, kinds))
     left = {size: [count, 2 * count] for size, count in gradients.items()}
     for at, life in enumerate(lives.blocks):
@@ -248,7 +248,7 @@ def _name_what_stood_before(lives: Lives, kinds: list[str]) -> None:
 
 
 def _last_gradients(lives: Lives, kinds: list[str]) -> Iterator[Life]:
-    """The gradients that were in use together when there were most of them."""
+    """The gradients in use at the moment with most of them."""
     found = [life for life, kind in zip(lives.blocks, kinds, strict=True) if kind == Kind.GRADIENTS.value]
     deaths = sorted(life.died for life in found)
     most = max(range(len(found)), key=lambda at: at + 1 - bisect_left(deaths, found[at].born + 1), default=None)

@@ -1,7 +1,7 @@
-"""A snapshot as a file: data that anybody may have written, so nothing in it is run and nothing believed unchecked.
+"""Reads a snapshot file as untrusted data: nothing in it is run, and everything is checked.
 
-A pickle is a program for a small machine. This one is given no way to reach a class or a function, without which it can build
-numbers, texts, lists and dicts and nothing else; that is all a snapshot is made of.
+A pickle is a program for a small machine. This one cannot look up any class or function, so it can only build numbers, texts, lists
+and dicts, which is all that a snapshot contains.
 Source: ``torch/csrc/cuda/memory_snapshot.cpp`` (``_memory_snapshot_pickled``) and
 ``torch/cuda/memory.py`` (``_snapshot``), torch 2.13.
 """
@@ -16,14 +16,14 @@ from zeroplan.memory_limit import no_more_memory_than
 from zeroplan.units import MIB
 
 LARGEST_FILE_BYTES = 2048 * MIB
-"""Millions of events; in Python's memory a snapshot is several times as large."""
+"""Enough for millions of events; in Python's memory a snapshot is several times as large."""
 _AT_LEAST_BYTES, _TIMES = 512 * MIB, 64
-"""How much memory reading may take, and how much more per byte of the file."""
+"""Memory that reading may use: a base, and a multiple of the file's size."""
 _LARGEST_NUMBER = 2**64
 
-Action = Literal["asked", "released", "out of memory", "grown", "shrunk"]
+Action = Literal["requested", "released", "out of memory", "grown", "shrunk"]
 _ACTIONS: dict[str, Action] = {
-    "alloc": "asked", "free_requested": "released", "oom": "out of memory", "segment_alloc": "grown", "segment_map": "grown",
+    "alloc": "requested", "free_requested": "released", "oom": "out of memory", "segment_alloc": "grown", "segment_map": "grown",
     "segment_free": "shrunk", "segment_unmap": "shrunk",
 }  # fmt: skip
 
@@ -40,9 +40,9 @@ Stack = tuple[Frame, ...]
 
 
 class Event(NamedTuple):
-    """A request, its release, a request that failed, a segment taken from the card or given back; innermost frame first.
+    """A request, its release, a failed request, or a segment allocated or freed; innermost frame first. [bytes]
 
-    Of a request that failed ``address`` is what the driver said was free. [bytes]
+    The ``address`` of a failed request is the free memory that the driver reported.
     """
 
     action: Action
@@ -54,7 +54,7 @@ class Event(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Memory taken from the card in one piece, and the stream it is for. [bytes]"""
+    """Memory allocated from the driver in one piece, and its stream. [bytes]"""
 
     address: int
     n_bytes: int
@@ -62,7 +62,7 @@ class Segment(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """A block in use when the snapshot was taken."""
+    """A block in use when the snapshot was written."""
 
     address: int
     n_bytes: int
@@ -70,9 +70,9 @@ class Standing(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What one device's allocator did, as far back as it remembers, and how it stood in the end. [bytes]
+    """What one device's allocator did, as far as its history goes, and its state at the end. [bytes]
 
-    ``largest_free_bytes`` is the largest free stretch within what is reserved.
+    ``largest_free_bytes`` is the largest free stretch within the reserved memory.
     """
 
     device: int
@@ -83,14 +83,14 @@ class Snapshot(NamedTuple):
     largest_free_bytes: int
     expandable_segments: bool
     steps: tuple[tuple[int, int], ...]
-    """When an optimizer stepped, as the snapshot's annotations say: from, to. [microseconds]"""
+    """Beginning and end of optimizer steps, from the snapshot's annotations. [microseconds]"""
 
 
 def read_snapshot(path: Path, *, device: int | None = None) -> Snapshot:
-    """Read a snapshot of the device whose allocator did most, or of the one that is named.
+    """The snapshot of the device with most events, or of the named one.
 
-    Raises :class:`~zeroplan.errors.SpecError`, in one line, for everything that is no snapshot, and for every pickle that wants
-    to do more than hold data.
+    Raises :class:`~zeroplan.errors.SpecError`, in one line, for any file that is not a snapshot, and for any pickle that would
+    do more than hold data.
     """
     where = f"snapshot {str(path)!r}"
     data = _unpickled(path, where)
@@ -107,17 +107,17 @@ def read_snapshot(path: Path, *, device: int | None = None) -> Snapshot:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, SpecError):
             raise
-        raise SpecError(f"{where} is not as torch writes it ({type(error).__name__}: {str(error)[:80]})") from None
+        raise SpecError(f"{where} does not have torch's format ({type(error).__name__}: {str(error)[:80]})") from None
 
 
 class _DataOnly(pickle.Unpickler):
-    """Reads numbers, texts, lists and dicts, and refuses all that would need a name looked up."""
+    """Reads numbers, texts, lists and dicts, and raises for everything that needs a name looked up."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise SpecError(f"it wants to run {module}.{name}, and a snapshot holds data alone; it was not opened")
+        raise SpecError(f"it wants to run {module}.{name}, but a snapshot contains only data; it was not opened")
 
     def persistent_load(self, _pid: object) -> NoReturn:
-        raise SpecError("it refers to something outside itself, and a snapshot holds data alone; it was not opened")
+        raise SpecError("it refers to something outside itself, but a snapshot contains only data; it was not opened")
 
 
 def _unpickled(path: Path, where: str) -> object:
@@ -132,11 +132,11 @@ def _unpickled(path: Path, where: str) -> object:
     except OSError as error:
         raise SpecError(f"{where} cannot be read: {error.strerror}") from None
     except MemoryError:
-        raise SpecError(f"{where} asks for more memory than there is") from None
+        raise SpecError(f"{where} needs more memory than its size justifies; it was not read") from None
     except Exception as error:  # noqa: BLE001  a broken pickle raises almost anything
         raise SpecError(
-            f"{where} is no complete pickle ({type(error).__name__}): give the file that torch.cuda.memory._dump_snapshot wrote, "
-            "or where there is only a message, ask what the job would have needed: zeroplan estimate"
+            f"{where} is not a complete pickle ({type(error).__name__}): give the file of torch.cuda.memory._dump_snapshot; "
+            "if you have only an error message, estimate the job with `zeroplan estimate`"
         ) from None
 
 
@@ -144,7 +144,7 @@ def _fault(path: Path) -> str | None:
     if "\0" in str(path) or not path.exists():
         return "does not exist; check the path"
     if not path.is_file():
-        return "is not a file; give the path of one"
+        return "is not a file; give the path of a file"
     if path.stat().st_size > LARGEST_FILE_BYTES:
         return f"is larger than {LARGEST_FILE_BYTES // MIB:,} MiB; record fewer events (max_entries)"
     return None
@@ -173,7 +173,7 @@ def _snapshot(data: Mapping[str, object], device: int | None, where: str) -> Sna
 
 
 def _placed(segment: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """The blocks of a segment with their addresses, which older snapshots leave to be added up."""
+    """The blocks of a segment with their addresses, which older snapshots leave out."""
     address = _number(segment["address"])
     for one in _list(segment["blocks"]):
         block = _dict(one)
@@ -193,7 +193,7 @@ def _chosen(traces: list[list[object]], segments: list[Mapping[str, object]], de
 
 
 class _Stacks:
-    """Stacks as tuples; the same list of frames, which the file shares between events, is read once."""
+    """Converts stacks to tuples; a list of frames that several events share is converted once."""
 
     def __init__(self) -> None:
         self._read: dict[int, Stack] = {}
@@ -219,7 +219,7 @@ def _events(trace: list[object], stacks: _Stacks) -> Iterator[Event]:
         entry = _dict(one)
         action = _ACTIONS.get(str(entry["action"]))
         if action is None:
-            continue  # a release is completed, a snapshot taken
+            continue  # other actions: a completed release, a snapshot
         address = entry["device_free"] if action == "out of memory" else entry["addr"]
         numbers = (_number(entry.get(key, 0)) for key in ("time_us", "stream"))
         yield Event(action, _number(address), _number(entry["size"]), stacks.of(entry), *numbers)
@@ -231,7 +231,7 @@ def _standing(block: Mapping[str, object], stacks: _Stacks) -> Standing:
 
 
 def _steps(annotations: object, device: int) -> Iterator[tuple[int, int]]:
-    """The spans that torch notes of ``Optimizer.step``."""
+    """Beginning and end of each ``Optimizer.step`` annotation. [microseconds]"""
     began: int | None = None
     for one in annotations if isinstance(annotations, list) else []:
         entry = _dict(one)
@@ -246,19 +246,19 @@ def _steps(annotations: object, device: int) -> Iterator[tuple[int, int]]:
 
 def _list(value: object) -> list[object]:
     if not isinstance(value, list):
-        raise TypeError(f"a {type(value).__name__} where a list should be")
+        raise TypeError(f"a {type(value).__name__} instead of a list")
     return value
 
 
 def _dict(value: object) -> Mapping[str, object]:
     if not isinstance(value, dict):
-        raise TypeError(f"a {type(value).__name__} where a dict should be")
+        raise TypeError(f"a {type(value).__name__} instead of a dict")
     return value
 
 
 def _number(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"a {type(value).__name__} where a whole number should be")
+        raise TypeError(f"a {type(value).__name__} instead of a whole number")
     if not 0 <= value < _LARGEST_NUMBER:
-        raise ValueError("a number that no memory has")
+        raise ValueError("a number outside the range of memory sizes")
     return value

@@ -1,7 +1,7 @@
-"""A snapshot's requests through the model of CUDA's caching allocator: as it was, and with expandable segments.
+"""Replays a snapshot's requests through the model of CUDA's allocator: as on the GPU, and with expandable segments.
 
-The first replay begins with the segments that stood when the history begins, and grows whenever the model does. Where it has
-grown just as the GPU did, the second may be believed.
+The first replay begins with the segments at the history's beginning and grows as the model does. If its growth equals the
+GPU's, the second replay is reliable.
 """
 
 from bisect import bisect_left
@@ -13,10 +13,10 @@ from zeroplan.snapshots.reading import Snapshot
 
 
 class Replayed(NamedTuple):
-    """What the model makes of a snapshot's requests. [bytes]
+    """The result of replaying a snapshot's requests. [bytes]
 
-    ``requests`` so many, of which ``alike`` took from the card what they took on the GPU; ``reserved_bytes`` in the end, and
-    ``expandable_bytes`` with expandable segments from an empty card on.
+    ``requests`` is their number; ``alike`` counts those that grew the reserved memory as on the GPU. ``reserved_bytes`` is the
+    final state, ``expandable_bytes`` the same with expandable segments from an empty GPU on.
     """
 
     requests: int
@@ -26,16 +26,25 @@ class Replayed(NamedTuple):
 
 
 def replayed(snapshot: Snapshot, lives: Lives) -> Replayed | None:
-    """Replay a snapshot twice; None where its blocks do not lie in its segments, as after a history with holes."""
+    """Both replays; None if blocks lie outside the segments, as after a history with gaps."""
     try:
-        card, chunks = _as_it_stood(snapshot, lives)
+        card, chunks = _initial_state(snapshot, lives)
     except ValueError:
         return None
+    expandable = CachingAllocator(expandable_segments=True)
+    standing = {life.address: expandable.request(life.n_bytes) for life in lives.blocks if life.born == BEFORE}
+    _play(snapshot, expandable, standing)
+    requests, alike = _play(snapshot, card, chunks)
+    return Replayed(requests, alike, card.reserved_bytes, expandable.reserved_bytes)
+
+
+def _play(snapshot: Snapshot, card: CachingAllocator, chunks: dict[int, Chunk]) -> tuple[int, int]:
+    """Make a snapshot's requests; return how many there are, and how many grew the reserved memory as on the GPU."""
     requests = alike = grown = 0
     for event in snapshot.events:
         if event.action == "grown":
             grown += event.n_bytes
-        elif event.action == "asked":
+        elif event.action == "requested":
             before = card.reserved_bytes
             chunks[event.address] = card.request(event.n_bytes, event.stream)
             requests, alike, grown = requests + 1, alike + (card.reserved_bytes - before == grown), 0
@@ -43,11 +52,11 @@ def replayed(snapshot: Snapshot, lives: Lives) -> Replayed | None:
             card.release(chunks.pop(event.address))
         elif event.action == "shrunk":
             card.release_cached()
-    return Replayed(requests, alike, card.reserved_bytes, _with_expandable_segments(snapshot, lives))
+    return requests, alike
 
 
-def _as_it_stood(snapshot: Snapshot, lives: Lives) -> tuple[CachingAllocator, dict[int, Chunk]]:
-    """The card when the history begins: its segments, and what was in use of them."""
+def _initial_state(snapshot: Snapshot, lives: Lives) -> tuple[CachingAllocator, dict[int, Chunk]]:
+    """The allocator at the history's beginning: its segments, and the blocks in use in them."""
     segments = {segment.address: segment for segment in snapshot.segments}
     for event in reversed(snapshot.events):
         if event.action == "grown":
@@ -64,16 +73,3 @@ def _as_it_stood(snapshot: Snapshot, lives: Lives) -> tuple[CachingAllocator, di
         used = card.standing(n_bytes, [(one - address, size) for one, size in inside], stream)
         chunks.update((one, chunk) for (one, _), chunk in zip(inside, used, strict=True))
     return card, chunks
-
-
-def _with_expandable_segments(snapshot: Snapshot, lives: Lives) -> int:
-    card = CachingAllocator(expandable_segments=True)
-    chunks = {life.address: card.request(life.n_bytes) for life in lives.blocks if life.born == BEFORE}
-    for event in snapshot.events:
-        if event.action == "asked":
-            chunks[event.address] = card.request(event.n_bytes, event.stream)
-        elif event.action == "released" and event.address in chunks:
-            card.release(chunks.pop(event.address))
-        elif event.action == "shrunk":
-            card.release_cached()
-    return card.reserved_bytes

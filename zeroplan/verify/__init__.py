@@ -1,1 +1,1 @@
-"""The oracle: the engines' own code, run and watched. The only package that may import torch, transformers and DeepSpeed."""
+"""Runs the engines' own code and measures its memory. Only this package and ``dryrun`` import torch, transformers and DeepSpeed."""

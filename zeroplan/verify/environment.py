@@ -1,4 +1,4 @@
-"""Where and when a measurement was taken: Python, platform and the versions of what ran."""
+"""The environment of a measurement: Python, platform, package versions, date."""
 
 import platform
 from datetime import UTC, datetime

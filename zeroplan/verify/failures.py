@@ -1,6 +1,6 @@
-"""Whose fault is it when a run fails: the input's, this program's own refusal, the workload's, or the engine's? And what is said.
+"""Classifies what made a run fail (input, machine, zeroplan, memory, workload, engine) and words the error message.
 
-One place for a rank in a process of its own and for a simulation in this one. Needs no torch.
+Used by ranks in their own process and by simulations in this one. Needs no torch.
 """
 
 import errno
@@ -16,30 +16,30 @@ from typing import Literal
 from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 
 _HERE = Path(__file__).parents[1]
-#: What to do with a workload that reads values, where it can be run on real tensors.
+#: Advice for a workload that reads tensor values, which only real tensors have.
 WITH_VALUES = "run it with --backend cpu"
-Whose = Literal["input", "machine", "here", "memory", "workload", "engine"]
+Cause = Literal["input", "machine", "here", "memory", "workload", "engine"]
 
 
 class NotHereError(MeasurementError):
-    """This machine cannot run it now, whatever the job: no GPU, or one that others hold."""
+    """This machine cannot run any job now: it has no GPU, or other processes hold it."""
 
 
 class FailedError(MeasurementError):
-    """A rank failed in the engine, died, or was silent."""
+    """A rank failed in the engine, died, or stopped answering."""
 
 
 class OutOfMemoryError(MeasurementError):
-    """A rank asked for more memory than there was: of a verdict that is a result too."""
+    """A rank ran out of memory. For a verdict this is a result, not a failure."""
 
 
 def ran_out_of_memory(rank: int | str, text: str) -> OutOfMemoryError:
-    """What stands for an allocator's own error."""
+    """The error for a rank whose allocator found no memory."""
     return OutOfMemoryError(f"rank {rank} ran out of memory: {text}")
 
 
-def whose(error: BaseException) -> Whose:
-    """Tell bad input from a refusal, and what a user's workload raised from what an engine did."""
+def cause_of(error: BaseException) -> Cause:
+    """What caused an error; ``here`` means that zeroplan refused the job."""
     if isinstance(error, SpecError):
         return "input"
     if isinstance(error, NotHereError):
@@ -54,72 +54,72 @@ def whose(error: BaseException) -> Whose:
 
 
 def text_of(error: BaseException) -> str:
-    """One line; of a workload's own error the traceback from its own code on, and not into who watches it."""
+    """The error's message in one line; for a workload's own error the traceback, without the frames of zeroplan."""
     if isinstance(error, ZeroplanError):
         return str(error)
-    if whose(error) == "memory":
+    if cause_of(error) == "memory":
         return " ".join(str(error).split()) or type(error).__name__
-    if whose(error) == "workload":
+    if cause_of(error) == "workload":
         shown = traceback.TracebackException.from_exception(error)
         shown.stack = traceback.StackSummary.from_list(_own(list(shown.stack)))
         return "".join(shown.format())
     if isinstance(error, OSError) and _lacks_a_disk(error):
         return f"a file cannot be written{f' ({error.filename!r})' if error.filename else ''}: {error.strerror}"
-    return of_a_transport(str(error)) or f"{type(error).__name__}: {error}"
+    return nccl_error(str(error)) or f"{type(error).__name__}: {error}"
 
 
 def _lacks_a_disk(error: BaseException) -> bool:
-    """Whether what an engine or library writes found no room, or nothing that it may write to: so will it in every case."""
+    """Whether a library found no disk space or a read-only disk; every case would fail the same way."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    """Whether an allocator, of torch's or of a library, found no more memory: told by name, since torch may be absent."""
+    """Whether an allocator ran out of memory. Compares class names, since torch may be absent."""
     text = str(error)
     names = [cls.__name__ for cls in type(error).__mro__]
-    return "OutOfMemoryError" in names or "MemoryError" in names or any(said in text for said in _NO_MEMORY)
+    return "OutOfMemoryError" in names or "MemoryError" in names or any(message in text for message in _NO_MEMORY)
 
 
 _NO_MEMORY = ("CUDA out of memory", "Cuda failure 2 'out of memory'", "Cuda failure 'out of memory'",
               "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")  # fmt: skip
 
 
-def of_a_transport(text: str) -> str:
-    r"""NCCL's error in one line: what it calls it, and what it says happened; empty where it is none of NCCL's.
+def nccl_error(text: str) -> str:
+    r"""NCCL's error in one line; empty if the text is no error of NCCL.
 
-    >>> of_a_transport("NCCL error in: ../NCCLUtils.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO for details), "
+    >>> nccl_error("NCCL error in: ../NCCLUtils.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO for details), "
     ...                 "NCCL version 2.27.3\nncclSystemError: System call failed.\nLast error:\nsocketConnect: no route")
-    'NCCL 2.27.3: unhandled system error: socketConnect: no route; NCCL_DEBUG=INFO says more'
-    >>> of_a_transport("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 9 ms")
-    'NCCL: a collective (ALLREDUCE) timed out, so another rank never came to it'
+    'NCCL 2.27.3: unhandled system error: socketConnect: no route; set NCCL_DEBUG=INFO for details'
+    >>> nccl_error("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 9 ms")
+    'NCCL: a collective (ALLREDUCE) timed out: at least one rank never called it'
     """
     if found := re.search(r"collective operation timeout: WorkNCCL\(.*?OpType=(\w+)", text):
-        return f"NCCL: a collective ({found[1]}) timed out, so another rank never came to it"
+        return f"NCCL: a collective ({found[1]}) timed out: at least one rank never called it"
     if not (found := re.search(r"NCCL error in: [^,]*, ([^,(]*)(?:\([^)]*\))?(?:, NCCL version (\S+))?", text)):
         return ""
     last = text.partition("Last error:")[2].strip().splitlines()[:1] or text.splitlines()[1:2]
     version = f" {found[2]}" if found[2] else ""
-    return f"NCCL{version}: {': '.join((found[1].strip(), *last))}; NCCL_DEBUG=INFO says more"
+    return f"NCCL{version}: {': '.join((found[1].strip(), *last))}; set NCCL_DEBUG=INFO for details"
 
 
 def workload_raised(
     text: str, *, rank: int, say: Callable[[str], None], instead: str = WITH_VALUES
 ) -> MeasurementError:  # fmt: skip
-    """Show the workload's own traceback, marked as such, and return the one line that stands for it.
+    """Print the workload's own traceback, and return an error with its last line.
 
-    ``instead`` is what to do where the workload reads values, which fake tensors do not have.
+    ``instead`` is the advice for a workload that reads values, which fake tensors do not have.
     """
     say(f"--- the workload's own traceback (rank {rank}) ---\n{text.rstrip()}\n--- end of the workload's traceback ---")
     return MeasurementError(f"the workload raised on rank {rank}: {text.rstrip().splitlines()[-1]}{hint(text, instead)}")
 
 
 def hint(text: str, instead: str) -> str:
-    """What it takes where torch's error is one that only fake tensors make, as the end of a sentence; empty for other errors."""
-    return next((said.format(instead=instead) for name, said in _ONLY_FAKE.items() if name in text), "")
+    """Advice to append where torch's error occurs with fake tensors only; empty for other errors."""
+    return next((advice.format(instead=instead) for name, advice in _ONLY_FAKE.items() if name in text), "")
 
 
 def _passes_through_users_code(error: BaseException) -> bool:
-    """Whether a line that belongs to no library was being run, or could not be read."""
+    """Whether a frame of the traceback, or the file of a syntax error, belongs to no library."""
     if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
         return True
     return any(_is_users(frame.filename) for frame in traceback.extract_tb(error.__traceback__))

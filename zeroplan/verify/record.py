@@ -1,4 +1,4 @@
-"""Writing records of measurements: each whole or absent, and none over another."""
+"""Writes records of measurements: each file is complete or absent, and replaces no other."""
 
 import json
 import re
@@ -12,12 +12,12 @@ from zeroplan.whole import put_numbered, unfinished
 
 
 def record_name(measured: Measurement) -> str:
-    """The file name that says what was run: ``gpt2-ddp-stage1-n4-rank0-cpu.json``."""
+    """The file name of a record, made of model, engine, stage, ranks and backend: ``gpt2-ddp-stage1-n4-rank0-cpu.json``."""
     return f"{run_name(measured.job, measured.workload, measured.rank)}-{measured.backend}.json"
 
 
 def run_name(job: JobSpec, workload: str, rank: int) -> str:
-    """What a rank ran, in letters that every file system takes: ``gpt2-ddp-stage1-n4-rank0``."""
+    """The name of one rank's run, in characters that every file system accepts: ``gpt2-ddp-stage1-n4-rank0``."""
     named = (workload or job.model.name or job.model.family).lower()
     model = re.sub(r"[^a-z0-9.]+", "-", named).strip("-.") or job.model.family
     degrees = (("tp", job.mesh.tp), ("cp", job.mesh.cp), ("pp", job.mesh.pp), ("ep", job.mesh.ep))
@@ -28,8 +28,8 @@ def run_name(job: JobSpec, workload: str, rank: int) -> str:
 def write_record(measured: Measurement, folder: Path) -> Path:
     """Write the record into ``folder`` and return its path.
 
-    An earlier record of the same name stays: the new one is numbered. The file appears complete or not at all: it is written
-    under another name in the same folder, flushed to disk, and renamed.
+    An earlier record of the same name stays: the new one is numbered. The file is written under another name in the same folder,
+    flushed to disk, and renamed, so that nobody sees half of it.
     """
     text = json.dumps(asdict(measured), indent=1, ensure_ascii=False) + "\n"
     name = record_name(measured)

@@ -1,4 +1,4 @@
-"""Whose FSDP2 a run shows: that of the torch that is installed, which is told by its metadata alone."""
+"""The release of FSDP2 that a run measures: the installed torch's, read from the package metadata."""
 
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -8,11 +8,11 @@ from zeroplan.errors import MeasurementError
 from zeroplan.spec.job import JobSpec
 
 _CHANGED = (2, 15)
-"""The first release whose ``fully_shard`` holds memory otherwise."""
+"""The first torch release whose ``fully_shard`` holds memory differently."""
 
 
 def as_installed(job: JobSpec) -> JobSpec:
-    """The job as the installed torch runs it. Raises MeasurementError where it is said to be another's."""
+    """The job with the installed torch's FSDP2. Raises MeasurementError if the job names another release."""
     here = installed()
     if job.recipe.engine != "fsdp2" or here is None:
         return job
@@ -24,7 +24,7 @@ def as_installed(job: JobSpec) -> JobSpec:
         )
     if options.torch is None:
         if here == "2.13" or job.mesh.pp > 1:
-            return job  # which says as much by saying nothing; pipelines are not run by the schedules of 2.15
+            return job  # 2.13 is the default; pipelines do not use the schedules of 2.15
         return replace(job, recipe=replace(job.recipe, fsdp2=replace(options, torch=here)))
     if options.torch != here:
         raise MeasurementError(
@@ -35,7 +35,7 @@ def as_installed(job: JobSpec) -> JobSpec:
 
 
 def installed() -> Literal["2.13", "2.15"] | None:
-    """As ``fsdp2.torch`` says it; None without torch."""
+    """The FSDP2 release of the installed torch, as ``fsdp2.torch`` spells it; None without torch."""
     try:
         major, minor, *_ = version("torch").split(".")
     except PackageNotFoundError:

@@ -1,12 +1,13 @@
-"""Another function in an engine's or library's place, for as long as a run takes, or for good."""
+"""Replaces functions of engines and libraries, for a block of code or for the rest of the process."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
 def replaced(owner: object, name: str, other: object) -> Iterator[None]:
-    """Let ``owner.name`` be another inside."""
+    """Replace ``owner.name`` by another object inside the block."""
     original = getattr(owner, name)
     setattr(owner, name, other)
     try:
@@ -16,7 +17,12 @@ def replaced(owner: object, name: str, other: object) -> Iterator[None]:
 
 
 def put(owner: object, **others: object) -> None:
-    """Put others in place of an owner's, of those that it has, for the rest of the process."""
+    """Replace attributes of an owner for the rest of the process; attributes that it lacks are skipped."""
     for name, other in others.items():
         if hasattr(owner, name):
             setattr(owner, name, other)
+
+
+def always(answer: object) -> Callable[..., Any]:
+    """A function that returns one answer, whatever its arguments."""
+    return lambda *_, **__: answer

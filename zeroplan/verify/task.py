@@ -1,4 +1,4 @@
-"""What a rank is told to do: the message between the process that launches and those that measure."""
+"""The message that tells a measuring process which rank of which job to run."""
 
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +12,7 @@ from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.spec.releases import release_of
 
 Transport = Literal["gloo", "nccl", "fake"]
-"""How ranks talk: over gloo or NCCL, or with a fake process group, in which there is only one."""
+"""The process group: gloo, NCCL, or torch's fake one, in which a single process plays one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +25,9 @@ class Card(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task(Spec):
-    """One run in processes of its own: with ``transport`` gloo or nccl one per rank, with fake a single one that is ``rank``.
+    """One run in processes of its own: one process per rank with gloo or nccl, a single one (``rank``) with fake.
 
-    On ``tensors`` of the CPU, of GPUs, or on fake ones, with all layers or a few.
+    ``tensors`` are on the CPU, on GPUs, or fake; ``all_layers=False`` runs a few layers and extends the result.
     """
 
     job: JobSpec
@@ -39,19 +39,17 @@ class Task(Spec):
     workload: str = ""
     timeout_s: Annotated[float, Range(0.1, 1e6)] = 300.0
     store: str = ""
-    """File over which the ranks find each other; no port is needed for it."""
+    """File through which the ranks find each other, so that no port is needed."""
     folder: str = ""
-    """Where the ranks leave their records."""
+    """Folder in which the ranks write their records."""
     snapshots: str = ""
-    """Where, on GPUs, they leave what the allocator remembers; nowhere if empty."""
+    """Folder in which ranks on GPUs write snapshots of the allocator; empty for none."""
 
 
 def refuse_unrunnable(job: JobSpec) -> None:
-    """Raise SpecError for an engine that is a formula, and for another release of transformers than the installed one."""
+    """Raise SpecError for an engine that is only a formula, and for another release of transformers than the installed one."""
     if job.recipe.engine in ON_PAPER:
-        raise SpecError(
-            f"engine {job.recipe.engine!r} is an account on paper, there is nothing to run; use engine ddp, fsdp2 or deepspeed"
-        )
+        raise SpecError(f"engine {job.recipe.engine!r} is a formula and cannot be run; use engine ddp, fsdp2 or deepspeed")
     asked, here = job.recipe.transformers, _installed_transformers()
     if asked is not None and here is not None and release_of(asked) != release_of(here):
         raise SpecError(f"transformers={asked!r} cannot run here: {here} is installed; install that release, or leave it out")

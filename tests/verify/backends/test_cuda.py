@@ -40,7 +40,7 @@ class Scripted:
         )
         return blocks, peak // 2
 
-    def taken(self) -> CardMeasured:
+    def figures(self) -> CardMeasured:
         return CardMeasured(name="scripted", total_bytes=10**6, used_bytes=10**5, outside_bytes=10**4)
 
     def words(self) -> str:

@@ -18,7 +18,7 @@ from zeroplan.estimator import estimate
 from zeroplan.resolve import job
 from zeroplan.verify.backends import gpu_ready
 from zeroplan.verify.backends.gpu_ready import Holder, Memory, ready
-from zeroplan.verify.failures import NotHereError, text_of, whose
+from zeroplan.verify.failures import NotHereError, cause_of, text_of
 from zeroplan.verify.processes.rank import _await_all, measure
 from zeroplan.verify.task import Task
 
@@ -53,8 +53,8 @@ NO_DRIVER = "Found no NVIDIA driver on your system. Please check that you have a
 @pytest.mark.parametrize(("names", "transport", "said"), [
     ({"built_for_gpus": lambda: False}, "fake", "is built without CUDA"),
     ({"count": lambda: 0, "why_none": lambda: NO_DRIVER.partition(". ")[0]}, "fake",
-     "no GPU is to be had here: Found no NVIDIA driver on your system; use --backend simulate"),
-    ({"count": lambda: 0, "why_none": lambda: TOO_OLD}, "fake", "the NVIDIA driver is too old: it speaks CUDA 11.4, and"),
+     "torch finds no GPU here: Found no NVIDIA driver on your system; use --backend simulate"),
+    ({"count": lambda: 0, "why_none": lambda: TOO_OLD}, "fake", "the NVIDIA driver is too old: it supports CUDA 11.4, and"),
     ({"count": lambda: 4}, "nccl", "8 ranks on this node need 8 GPUs, and it has 4; start fewer"),
     ({"memory_of": lambda _: Memory(2 * GB, 80 * GB)}, "fake", "GPU 0 is busy: 2.00 GB of 80.00 GB are free"),
     ({"memory_of": lambda _: Memory(2 * GB, 80 * GB), "holders": lambda _: [Holder(77, "python", 78 * GB)]}, "fake",
@@ -93,7 +93,7 @@ def test_a_driver_that_is_too_old_is_told_though_nvml_counted_gpus(card: pytest.
     card.setattr(gpu_ready, "memory_of", MEMORY_OF)
     card.setattr(torch.cuda, "set_device", set_device)
     with pytest.raises(
-        NotHereError, match=r"^the NVIDIA driver is too old: it speaks CUDA 11\.4, and this torch was built for"
+        NotHereError, match=r"^the NVIDIA driver is too old: it supports CUDA 11\.4, and this torch was built for"
     ):
         ready(TASK)
 
@@ -156,14 +156,14 @@ def test_a_gpus_rank_is_measured_by_the_module_for_it(card: pytest.MonkeyPatch):
 
 def test_running_out_of_memory_is_told_from_other_failures():
     on_a_card = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nGPU 0 has 139.80 GiB")
-    assert whose(on_a_card) == "memory"
+    assert cause_of(on_a_card) == "memory"
     assert text_of(on_a_card) == "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has 139.80 GiB"
-    assert whose(RuntimeError("CUDA error: an illegal memory access was encountered")) == "engine"
+    assert cause_of(RuntimeError("CUDA error: an illegal memory access was encountered")) == "engine"
     nccl = torch.distributed.DistBackendError(
         "NCCL error in: /p/NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.3\n"
         "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 999 'unknown error'"
     )
-    assert (whose(nccl), text_of(nccl)) == (
-        "engine", "NCCL 2.27.3: unhandled cuda error: Cuda failure 999 'unknown error'; NCCL_DEBUG=INFO says more",
+    assert (cause_of(nccl), text_of(nccl)) == (
+        "engine", "NCCL 2.27.3: unhandled cuda error: Cuda failure 999 'unknown error'; set NCCL_DEBUG=INFO for details",
     )  # fmt: skip
-    assert whose(torch.distributed.DistBackendError("Cuda failure 2 'out of memory'")) == "memory"
+    assert cause_of(torch.distributed.DistBackendError("Cuda failure 2 'out of memory'")) == "memory"

@@ -82,7 +82,7 @@ def test_options_of_an_engine_are_values_of_a_case_too(tmp_path: Path):
 
 @pytest.mark.parametrize(("text", "said"), [
     ("", "has no case; write [[case]]"),
-    ("[[case]]\nmodel = 'gpt2'\n[cases]", "no such key 'cases'"),
+    ("[[case]]\nmodel = 'gpt2'\n[cases]", "has the unknown key 'cases'"),
     ("[[case]]\nmodel = 'gpt2'\ngpus = []", "case 1: gpus = [] lists no value"),
     ("[defaults]\nseq_len = []\n[[case]]\nmodel = 'gpt2'", "case 1: seq_len = [] lists no value"),
     ("[case", "is not TOML"),
@@ -93,7 +93,7 @@ def test_options_of_an_engine_are_values_of_a_case_too(tmp_path: Path):
     ("[[case]]\nmodel = 'gpt2'\nlayers = 99", "case 1: layers=99 is more than the 12 of gpt2"),
     ("[[case]]\nmodel = 'gpt2'\nedge = 0.98", "case 1: edge=0.98 is a share of a card's memory; name the card"),
     ("[[case]]\nmodel = 'llama-2-70b'\ngpu = 'h100'\nedge = 0.98", "case 1: edge=0.98: no batch makes the estimate need that much"),
-    ("[[case]]\nmodel = 'gpt2'\nengine = 'paper'", "case 1: engine 'paper' is an account on paper"),
+    ("[[case]]\nmodel = 'gpt2'\nengine = 'paper'", "case 1: engine 'paper' is a formula and cannot be run"),
     ("[defaults]\nmodel = 'gpt2'\ngpus = 2\nengine = 'deepspeed'\nrecompute = 'selective'\n[[case]]\nstage = [2, 3]",
      "case 1: recompute 'selective' at stage 3 fails in DeepSpeed"),
 ])  # fmt: skip
@@ -275,7 +275,7 @@ def test_a_copy_that_cannot_use_the_card_is_started_anew_and_so_are_all_after_it
 
     class Played(Runner):
         def _run(self, task: Task, to: Listener) -> None:
-            copied.append(self._may_be_copied(task))
+            copied.append(self._may_be_forked(task))
             if copied[-1] or nobody_can:
                 raise NotHereError("GPU 0 cannot be used: Cannot re-initialize CUDA in forked subprocess")
             to.card(Card(name="played", total_bytes=7))

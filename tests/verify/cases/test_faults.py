@@ -22,8 +22,8 @@ from tests.verify.cases import stand_in
 from zeroplan.cli import say
 from zeroplan.errors import MeasurementError
 from zeroplan.verify.cases.results import opened
-from zeroplan.verify.failures import NotHereError, text_of, whose
-from zeroplan.verify.processes.scratch import scratch, swept
+from zeroplan.verify.failures import NotHereError, cause_of, text_of
+from zeroplan.verify.processes.scratch import remove_leftovers, scratch
 from zeroplan.verify.watching.log import Log
 
 FOREVER_S = 60
@@ -184,7 +184,7 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path, monkeypa
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-    with pytest.raises(NotHereError, match=r"no place for temporary files: .*set TMPDIR"), scratch():
+    with pytest.raises(NotHereError, match=r"temporary files cannot be written: .*set TMPDIR"), scratch():
         pass
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(MeasurementError, match="results cannot be written to"), opened(tmp_path / "r.jsonl", say=print):
@@ -193,7 +193,7 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path, monkeypa
 
 def test_an_engine_that_cannot_write_is_no_fault_of_the_engine():
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/cache/x")
-    assert (whose(full), text_of(full)) == ("machine", "a file cannot be written ('/cache/x'): No space left on device")
+    assert (cause_of(full), text_of(full)) == ("machine", "a file cannot be written ('/cache/x'): No space left on device")
 
 
 def test_nobody_has_to_listen_for_a_run_to_go_on(monkeypatch: pytest.MonkeyPatch):
@@ -215,7 +215,7 @@ def test_without_locks_a_run_says_so_and_goes_on(tmp_path: Path, monkeypatch: py
     told = list[str]()
     with opened(tmp_path / "r.jsonl", say=told.append) as results:
         assert results.found == []
-    assert "has no locks (Function not implemented): see to it that no other run writes there" in told[0]
+    assert "has no locks (Function not implemented): make sure that no other run writes there" in told[0]
 
 
 def test_only_what_nobody_holds_is_removed_and_only_what_a_run_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -226,9 +226,9 @@ def test_only_what_nobody_holds_is_removed_and_only_what_a_run_made(tmp_path: Pa
     (left / "task.json").touch()
     with scratch() as held:
         (held / "task.json").touch()
-        assert swept() == f"1 folder of killed runs removed from {tmp_path}"
+        assert remove_leftovers() == f"1 folder of killed runs removed from {tmp_path}"
         assert {path.name for path in tmp_path.iterdir()} == {held.name, "zeroplan-run-mine"}
-    assert swept() == ""
+    assert remove_leftovers() == ""
 
 
 # The clock

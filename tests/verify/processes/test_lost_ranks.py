@@ -39,14 +39,14 @@ def test_a_rank_that_nccls_watchdog_ends_is_named_with_the_collective_and_record
     with pytest.raises(MeasurementError) as lost:
         listen(TASK, told(tmp_path, record, {"rank": "2", "died": "killed by SIGABRT"}), Listener(kept.append, lambda _: None))
     assert str(lost.value) == (
-        "rank 2 died (killed by SIGABRT; NCCL: a collective (_ALLGATHER_BASE) timed out, so another rank never came to it) before "
+        "rank 2 died (killed by SIGABRT; NCCL: a collective (_ALLGATHER_BASE) timed out: at least one rank never called it) before "
         "it left a record; the other ranks were ended"
     )
     assert kept == [twin()]
 
 
 def test_what_nccl_said_of_a_rank_that_failed_is_its_line(tmp_path: Path):
-    said = "NCCL 2.28.9: unhandled system error: socketConnect: no route; NCCL_DEBUG=INFO says more"
+    said = "NCCL 2.28.9: unhandled system error: socketConnect: no route; set NCCL_DEBUG=INFO for details"
     with pytest.raises(MeasurementError, match=rf"^rank 1 failed: {said}$"):
         listen(TASK, told(tmp_path, {"rank": "1", "failed": "engine", "text": said}), Listener(lambda _: None, lambda _: None))
 

@@ -21,7 +21,7 @@ def test_ranks_fill_nodes():
     assert [_layout(replace(TASK, job=replace(TASK.job, mesh=MeshSpec(dp_shard=ranks)))) for ranks in (2, 8, 64)] == [
         (1, 2), (1, 8), (8, 8),
     ]  # fmt: skip
-    with pytest.raises(SpecError, match="12 ranks do not fill nodes of 8 alike"):
+    with pytest.raises(SpecError, match="12 ranks do not fill nodes of 8 GPUs"):
         _layout(replace(TASK, job=replace(TASK.job, mesh=MeshSpec(dp_shard=12))))
 
 
@@ -38,7 +38,7 @@ def test_the_first_rank_to_fail_says_why(
     write_record(twin(), tmp_path)
     (tmp_path / "slurm" / "failed").mkdir(parents=True)
     for rank, whose, text, at in failures:
-        why = {"rank": rank, "whose": whose, "text": text, "at": at}
+        why = {"rank": rank, "cause": whose, "text": text, "at": at}
         (tmp_path / "slurm" / "failed" / f"rank{rank}.json").write_text(json.dumps(why))
     with pytest.raises(error, match=said):
         _collected(Submitted(job_id="7", task=TASK), tmp_path, "NODE_FAIL")

@@ -55,8 +55,8 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (("--partition", "absent"), "Slurm refuses the job: invalid partition specified: absent"),
-    (("--partition", "closed"), "PartitionDown; it was taken back"),
-    (("--time-limit", "90"), "PartitionTimeLimit; it was taken back"),
+    (("--partition", "closed"), "PartitionDown; it was cancelled"),
+    (("--time-limit", "90"), "PartitionTimeLimit; it was cancelled"),
     (("--slurm-option", "constraint=gold"), "Slurm refuses the job: Invalid feature specification"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("here")
@@ -105,7 +105,7 @@ def test_a_job_is_submitted_left_and_taken_up_again(here: Path, run: Run, capfd:
     assert capfd.readouterr().out == out
     code, out, err = run(*JOB, "--record-dir", "kept")
     assert (code, out) == (2, "")
-    assert "'kept' holds a Slurm job already: take it up with --resume" in err
+    assert "'kept' already has a Slurm job: continue it with --resume" in err
 
 
 def test_a_rank_that_fails_ends_the_others_and_says_why(here: Path, run: Run):

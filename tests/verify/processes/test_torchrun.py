@@ -66,9 +66,9 @@ def test_two_nodes_under_torchrun(here: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(("arguments", "environment", "code", "said"), [
     (("job.toml",), {}, 4, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set: start this with torchrun"),
-    (("eight.toml",), {"WORLD_SIZE": "2"}, 2, "job file 'eight.toml' is of 8 GPUs, and 2 ranks were started"),
+    (("eight.toml",), {"WORLD_SIZE": "2"}, 2, "job file 'eight.toml' is for 8 GPUs, and 2 ranks were started"),
     (("absent.toml",), {"WORLD_SIZE": "2"}, 2, "job file 'absent.toml' does not exist"),
-    (("job.toml", "--backend", "cpu", "--timeout", "1"), {"WORLD_SIZE": "2"}, 4, "rank 0's node does not answer at 127.0.0.1:"),
+    (("job.toml", "--backend", "cpu", "--timeout", "1"), {"WORLD_SIZE": "2"}, 4, "rank 0's node did not answer at 127.0.0.1:"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("here")
 def test_what_is_wrong_is_one_line(

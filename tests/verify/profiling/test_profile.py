@@ -310,7 +310,7 @@ def test_a_window_is_told_and_longer_sequences_alone_are_profiled(tmp_path: Path
     path.write_text(json.dumps(config(spec)), encoding="utf-8")
     asked = Wanted(("fsdp2",), ("bf16",), ("none",))
     with pytest.raises(
-        MeasurementError, match="1 x 8192 tokens run other operators than 1 x 128, and no polynomial has both; use --seq-len"
+        MeasurementError, match="1 x 8192 tokens run other operators than 1 x 128, so no polynomial fits both; use --seq-len"
     ):
         profile(of_config, (str(path), "sdpa"), asked)
     longer = profile(of_config, (str(path), "sdpa"), asked._replace(shortest=1024))
@@ -421,7 +421,7 @@ def test_a_module_of_other_operators_at_each_length_is_profiled_at_one(tmp_path:
         profile(of_config, subject, asked, told)
     found = profile(of_config, subject, asked._replace(shortest=128), told)
     assert found.seq_len == 128
-    assert [one for one in told if one.endswith("; the profile is of 128 tokens alone")]
+    assert [one for one in told if one.endswith("; the profile covers 128 tokens alone")]
     with pytest.raises(SpecError, match="128"):
         estimate(JobSpec(model=model_of(found), batch=BatchSpec(seq_len=256)))
     assert not [remark for part in (found.variants[0].one, found.variants[0].more) for remark in part.remarks]

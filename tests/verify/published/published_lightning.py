@@ -22,7 +22,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.replaced import replaced
-from zeroplan.verify.training.ddp import reduced_at_once
+from zeroplan.verify.training.ddp import reduce_bucket
 from zeroplan.verify.training.run import fake_ranks
 from zeroplan.verify.watching.tracker import Tracker
 
@@ -101,7 +101,7 @@ def lightning(program: Literal["Trainer", "Fabric"], *, steps: int = 2) -> Recor
     with warnings.catch_warnings(), _ranks(), fake_tensors(tracker), _causal_masks(), tracker:
         warnings.simplefilter("ignore")  # layers are copied, for which torch asks fake tensors for their address
         net = DistributedDataParallel(DemoTransformer())
-        net.register_comm_hook(None, reduced_at_once)
+        net.register_comm_hook(None, reduce_bucket)
         loop(net, tracker, steps)
         tracker.enter(Phase.INIT, steps)
     return tracker.recording

@@ -26,7 +26,7 @@ from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.training.engine import stored_dtype
 from zeroplan.verify.training.workload import Workload, workload
-from zeroplan.verify.watching.cycles import collected_when_told
+from zeroplan.verify.watching.cycles import manual_garbage_collection
 
 if TYPE_CHECKING:
     from zeroplan.verify.watching.tracker import Tracker
@@ -93,7 +93,7 @@ def answered(line: str) -> str:
 
 
 def main() -> None:
-    with collected_when_told():  # by the runs, many times in each
+    with manual_garbage_collection():  # by the runs, many times in each
         serve(answered, where_it_fails="{}")
 
 

@@ -237,7 +237,7 @@ def test_a_workload_is_not_cut() -> None:
     from zeroplan.verify.task import Task
 
     task = Task(job=_job(_CASES[0]), transport="fake", tensors="fake", workload="package.module:function")
-    with pytest.raises(MeasurementError, match="not cut into pipeline stages"):
+    with pytest.raises(MeasurementError, match="cannot be split into pipeline stages"):
         measure(task, rank=0, say=lambda _: None)
 
 

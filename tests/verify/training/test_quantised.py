@@ -56,12 +56,12 @@ def test_real_layers_hold_the_bytes_that_are_counted():
     from tests.causal_models import adapted_model, tiny_spec
     from zeroplan.engines.quantised import quantised_lines
     from zeroplan.transformer.blocks import Compute
-    from zeroplan.verify.training.adapters import beside_parameters
+    from zeroplan.verify.training.adapters import quantisation_tensors
 
     bare = tiny_spec("qwen2", heads=5, kv_heads=1, head_dim=10, ffn=99, vocab=96)
     spec = replace(bare, adapter=NESTED)
     module = adapted_model(spec, Compute(2, autocast=False, attention="sdpa", kernels="cpu"))
-    every = (*(one for one in module.parameters() if not one.requires_grad), *beside_parameters(module))
+    every = (*(one for one in module.parameters() if not one.requires_grad), *quantisation_tensors(module))
     held = sum({id(one): one.untyped_storage().nbytes() for one in every}.values())
     lines = quantised_lines(spec, "nf4-double", element_bytes=2, other_bytes=2)
     assert held == sum(line.n_bytes for line in lines)

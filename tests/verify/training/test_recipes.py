@@ -175,8 +175,8 @@ def _read_a_value() -> None:
 
 
 @pytest.mark.parametrize(("recipe", "says"), [
-    ({"loss": "fused"}, "Liger"), ({"loss": "chunked", "engine": "ddp", "zero_stage": 0}, "fsdp2 only"),
-    ({"loss": "chunked", "batch": BatchSpec(seq_len=15)}, "15 tokens cannot be cut into the 8 equal chunks"),
+    ({"loss": "fused"}, "Liger"), ({"loss": "chunked", "engine": "ddp", "zero_stage": 0}, "only fsdp2 supports"),
+    ({"loss": "chunked", "batch": BatchSpec(seq_len=15)}, "15 tokens do not divide into 8 chunks"),
     ({"attention": "flash"}, "GPUs only"),
 ])  # fmt: skip
 def test_what_cannot_be_run_is_refused_in_one_line(recipe: dict[str, object], says: str):

@@ -105,7 +105,7 @@ def _child(folder: Path, library: str, transport: str, ranks: int, rank: int) ->
 def _answer(cases: dict[str, JobSpec], transport: Any, ranks: int, rank: int, store: Path) -> dict[str, object]:
     from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
-    from zeroplan.verify.watching.cycles import collected_when_told
+    from zeroplan.verify.watching.cycles import manual_garbage_collection
     from zeroplan.verify.watching.group import join
 
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo"}
@@ -113,7 +113,7 @@ def _answer(cases: dict[str, JobSpec], transport: Any, ranks: int, rank: int, st
     met = FileStore(str(store), ranks) if transport == "gloo" else HashStore()
     log = join(transport, met, rank=rank, ranks=ranks, timeout_s=100)
     names = [name for name in cases if transport == "gloo" or can_be(name, rank)]
-    with collected_when_told():  # once for all runs, each of which collects many times
+    with manual_garbage_collection():  # once for all runs, each of which collects many times
         return {name: _figures(_measured(name, ranks, rank, transport, log)) for name in names}
 
 

@@ -75,7 +75,7 @@ class Marker:
     def labelled(self, _kind: Kind) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def looking_away(self) -> AbstractContextManager[None]:
+    def not_recording(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 

@@ -1,1 +1,1 @@
-"""``torch.compile`` in a script: traced, partitioned and planned by torch's own compiler, whose kernels are launched on nothing."""
+"""Runs ``torch.compile`` in a script: torch's own compiler traces, partitions and plans; its kernels are not launched."""

@@ -1,16 +1,16 @@
-"""Inductor without a GPU: it lowers, fuses and plans buffers as on a GPU, writes its program, and the program runs.
+"""Runs inductor without a GPU: it lowers, fuses, plans buffers and writes its program as on a GPU, and the program runs.
 
-The program asks for its buffers by the calls that it makes on a GPU, and calls kernels of libraries as torch's operators. Only its
-own Triton kernels are not built, and launching them does nothing. Triton itself need not be installed.
+The program allocates its buffers by the same calls as on a GPU, and calls libraries' kernels as torch's operators. Only its own
+Triton kernels are neither built nor launched. Triton need not be installed.
 
 Source: torch 2.13, ``torch/_inductor``: ``graph.py`` (``GraphLowering._compile_to_module_lines``), ``async_compile.py``,
-``scheduler.py`` (``create_backend``), ``codegen/wrapper.py`` (the names that a program takes from ``torch._C._dynamo.guards``).
+``scheduler.py`` (``create_backend``), ``codegen/wrapper.py`` (the names that a program imports from ``torch._C._dynamo.guards``).
 """
 
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -18,25 +18,24 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.verify.fake_cuda.known_values import forget
-from zeroplan.verify.fake_cuda.torch_cuda import always
-from zeroplan.verify.replaced import put
+from zeroplan.verify.replaced import always, put
 
 _HOST = torch.device("cpu")
-_PLANNED = ("torch.compile's own kernels", "inductor plans their buffers, and launching them does nothing")
-_ON_THE_HOST = ("torch.compile's kernels on the host", "not run, what they compute is not known")
+_PLANNED = ("torch.compile's own kernels", "inductor plans their buffers, and they are not launched")
+_ON_THE_HOST = ("torch.compile's kernels on the host", "not run, so their results are unknown")
 _MUTATED = re.compile(r"'mutated_arg_names': \[([^\]]*)\]")
 _LIBRARIES: list[torch.library.Library] = []
-"""Kernels are there as long as their library."""
+"""Keeps the registered kernels alive."""
 _COMPILING = [0]
-"""How many compilations are under way: one may begin within another."""
+"""The number of running compilations, since one may begin within another."""
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Inside, torch compiles: constants that it makes on the GPU to fold them are made on the host."""
+    """Mark a compilation inside, so that constants to fold are made on the host."""
     import torch._inductor.config as inductor_config  # noqa: PLC0415
 
     settings = {"triton.cudagraphs": False, "max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False}
@@ -50,7 +49,7 @@ def compiling() -> Iterator[None]:
 
 @cache
 def plan_without_a_gpu(tracker: ScriptTracker) -> None:
-    """Have inductor plan for the GPU that is not there, to the end of the process."""
+    """Make inductor plan for the fake GPU, for the rest of the process."""
     _fold_constants_on_the_host()
     _compile_unwatched()
     _write_without_triton()
@@ -60,7 +59,7 @@ def plan_without_a_gpu(tracker: ScriptTracker) -> None:
 
 
 def _fold_constants_on_the_host() -> None:
-    """Constants that inductor computes in order to fold them have bytes, on the host."""
+    """Register CUDA kernels that make constants on the host, where inductor computes them to fold them."""
 
     def empty(size: Any, *, dtype: torch.dtype | None = None, **_: object) -> torch.Tensor:  # noqa: ANN401
         return torch.empty(_folded(size), dtype=dtype, device=_HOST)
@@ -76,12 +75,12 @@ def _fold_constants_on_the_host() -> None:
 
 def _folded(size: Any) -> Any:  # noqa: ANN401  a shape, as torch has it
     if not _COMPILING[0]:
-        raise AssertionError("a tensor on the fake GPU has bytes; all of them are meant to be fake")
+        raise AssertionError("a tensor on the fake GPU has bytes; all tensors there must be fake")
     return size
 
 
 def _compile_unwatched() -> None:
-    """A backward may be compiled when it first runs, where everything is watched."""
+    """Switch modes off during compilation: a backward may be compiled at its first run, inside them."""
     from torch._functorch import partitioners  # noqa: PLC0415
     from torch._inductor import compile_fx  # noqa: PLC0415
 
@@ -92,12 +91,12 @@ def _compile_unwatched() -> None:
             return compile_graph(*args, **kwargs)  # type: ignore[arg-type]
 
     put(compile_fx, _compile_fx_inner=unwatched)
-    # States of generators, so that what is computed again draws the same numbers: a few bytes, on the host.
+    # Generators' states make a recomputation draw the same numbers; they are a few bytes on the host.
     put(partitioners, functionalize_rng_ops=lambda _joint, forward, backward, *_: (forward, backward))
 
 
 def _write_without_triton() -> None:
-    """Inductor asks whether Triton is there, and for a name of its build; a program imports it."""
+    """Make inductor and its programs accept that Triton is absent."""
     import torch.utils._triton as about_triton  # noqa: PLC0415
     from torch._inductor import codecache, scheduler  # noqa: PLC0415
 
@@ -114,7 +113,7 @@ def _write_without_triton() -> None:
 
 @contextmanager
 def _triton_by_name() -> Iterator[None]:
-    """A module of that name where there is none, for as long as a program is imported."""
+    """Provide an empty module named triton, if it is not installed, while a program is imported."""
     try:
         import triton  # noqa: F401, PLC0415
     except ImportError:
@@ -131,7 +130,7 @@ def _triton_by_name() -> Iterator[None]:
 
 
 class _Kernel:
-    """A kernel of inductor's that is launched on nothing: what it would write is not known afterwards."""
+    """A kernel of inductor that is not launched; values it would write become unknown."""
 
     def __init__(self, name: str, source: str) -> None:
         arguments = re.search(rf"def {re.escape(name)}\(([^)]*)\)", source)
@@ -141,7 +140,7 @@ class _Kernel:
         self._note = _PLANNED
 
     def run(self, *args: object, **_: object) -> None:
-        """Launch nothing."""
+        """Count the launch, and mark the written values as unknown."""
         note(*self._note)
         for at in self._written:
             if isinstance(one := args[at], torch.Tensor):
@@ -163,7 +162,7 @@ def _launch_nothing() -> None:
 
 
 def _run_on_fake_tensors() -> None:
-    """What a program takes from C++, for tensors without addresses."""
+    """Replace the C++ functions of a program for tensors without addresses."""
     guards: Any = torch._C._dynamo.guards
 
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:  # noqa: ANN401
@@ -174,15 +173,11 @@ def _run_on_fake_tensors() -> None:
             return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
     put(guards, _empty_strided_cuda=empty, _reinterpret_tensor=reinterpreted, copy_if_misaligned=lambda tensor: tensor)
-    put(torch.cuda, _DeviceGuard=_no_guard)
-
-
-def _no_guard(_: int) -> AbstractContextManager[None]:
-    return nullcontext()
+    put(torch.cuda, _DeviceGuard=lambda _: nullcontext())
 
 
 def _learn_origins(tracker: ScriptTracker) -> None:
-    """Inductor knows which node of a graph each line of a program is for, and a node the module and line it came from."""
+    """Pass inductor's map from program lines to graph nodes to the tracker."""
     from torch._inductor.graph import GraphLowering  # noqa: PLC0415
 
     write = GraphLowering._compile_to_module_lines

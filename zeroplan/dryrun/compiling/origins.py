@@ -1,4 +1,4 @@
-"""Which module and which line of the user's code stand behind a line of the program that inductor has written?"""
+"""Maps lines of the programs that inductor wrote to modules and source lines of the user's code."""
 
 import re
 from bisect import bisect_right
@@ -13,9 +13,9 @@ _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 
 
 class Origin(NamedTuple):
-    """Where a piece of a compiled graph comes from.
+    """The origin of a piece of a compiled graph.
 
-    ``module`` is its name within the module that was compiled, ``line`` the user's own, empty where a library's code is behind it.
+    ``module`` is the name within the compiled module; ``line`` is the user's source line, empty for a library's code.
     """
 
     module: str
@@ -24,19 +24,19 @@ class Origin(NamedTuple):
 
 
 class Origins:
-    """The programs that inductor has written so far, and what is behind their lines."""
+    """The programs that inductor has written so far, with the origins of their lines."""
 
     def __init__(self) -> None:
         self._programs: dict[str, tuple[list[int], list[Origin]]] = {}
 
     def learn(self, path: str, lines: Sequence[tuple[int, Any]], names: Mapping[int, str], root: str) -> None:
-        """Read a program's map from line numbers to nodes of its graph. ``root`` is the module that runs while it is compiled."""
+        """Store a program's map from line numbers to graph nodes. ``root`` is the module that runs during compilation."""
         found = [(number, _origin(node, names, root)) for number, node in lines if hasattr(node, "meta")]
         if found:
             self._programs[path] = ([number for number, _ in found], [origin for _, origin in found])
 
     def behind(self, frame: FrameType | None) -> Origin | None:
-        """What is behind the innermost frame of a program, or None outside all."""
+        """The origin of the innermost frame of a program; None outside all programs."""
         while frame is not None and self._programs:
             if (program := self._programs.get(frame.f_code.co_filename)) is not None:
                 at = bisect_right(program[0], frame.f_lineno) - 1
@@ -46,7 +46,7 @@ class Origins:
 
 
 def within(module: str, origin: Origin) -> str:
-    """The full name of an origin's module, where ``module`` is the one that was compiled.
+    """The full name of an origin's module; ``module`` is the compiled one.
 
     >>> within("layers.3", Origin("mlp", "", "")), within("", Origin("layers.0", "", "")), within("head", Origin("", "", ""))
     ('layers.3.mlp', 'layers.0', 'head')
@@ -55,7 +55,7 @@ def within(module: str, origin: Origin) -> str:
 
 
 def inside(module: str, root: str) -> str:
-    """A module's name within the one that was compiled; of layers alike, one graph serves all. Empty where it is not within.
+    """A module's name within the compiled one, empty outside it; equal layers share one graph, so numbers may differ.
 
     >>> inside("layers.0.mlp", "layers.0"), inside("layers.0.mlp", "layers.5"), inside("head", ""), inside("head", "layers.5")
     ('mlp', 'mlp', 'head', '')
@@ -72,7 +72,7 @@ def _origin(node: Any, names: Mapping[int, str], root: str) -> Origin:  # noqa: 
 
 
 def _name(key: str, names: Mapping[int, str]) -> str | None:
-    """The name of a module by dynamo's key: its identity, with a number where it is called again."""
+    """The name of a module by dynamo's key: its ``id``, with a number for repeated calls."""
     identity = key.partition("@")[0]
     return names.get(int(identity)) if identity.isdecimal() else None
 

@@ -1,7 +1,7 @@
-"""Dynamo among fake tensors: it traces what the script compiles, and what watches the run is no part of a graph.
+"""Runs dynamo among fake tensors: it traces what the script compiles, but not the code that watches the run.
 
-The modes that make tensors fake and record memory are off while torch compiles, and on while the result runs. Hooks that hear of
-every module are called around ``Module._call_impl``, because dynamo breaks its graphs at global hooks.
+The modes that make tensors fake and record memory are off while torch compiles, and on while the result runs. Global module hooks
+are called around ``Module._call_impl`` instead, because dynamo breaks graphs at global hooks.
 """
 
 import os
@@ -17,56 +17,58 @@ from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from zeroplan.dryrun.compiling import inductor
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.verify.fake_cuda.stand_ins import count_as_library, line_at
 from zeroplan.verify.replaced import put
 
-_TRACED = {"card", "process_group", "stood_in", "torch_around", "torch_cuda"}
-"""Modules of ours whose functions take the place of what a script calls: graphs go through them."""
+_TRACED = {"process_group", "replaced", "replacements", "torch_cuda", "torch_patches"}
+"""Our modules whose functions replace functions of the script; graphs contain them."""
 _LONGEST_REASON = 200
-"""Of an error. [signs]"""
+"""Longest part of an error message to show. [characters]"""
 _LEFT_OUT = {
-    "triton.cudagraphs": ("CUDA graphs", "left out, and so are the private pools of their memory"),
-    "max_autotune": ("torch.compile's autotuning", "left out, inductor takes the kernels that it takes without"),
-    "coordinate_descent_tuning": ("torch.compile's autotuning", "left out, inductor takes the kernels that it takes without"),
+    "triton.cudagraphs": ("CUDA graphs", "left out, with their private memory pools"),
+    "max_autotune": ("torch.compile's autotuning", "left out; inductor chooses kernels without it"),
+    "coordinate_descent_tuning": ("torch.compile's autotuning", "left out; inductor chooses kernels without it"),
 }  # fmt: skip
 
 _WRAPPED = "wrap_inductor_compiled_regions"
-"""Shows a program to modes as one operator of higher order; those that record a run are to see what is inside."""
+"""An option that shows a program to modes as one higher-order operator; a recording needs the operators inside."""
 
 
 def why_not() -> str:
-    """Why this torch's compiler cannot be followed; empty where it can."""
+    """The reason why this torch's compiler cannot be followed; empty if it can."""
     if not hasattr(TorchDispatchMode, "ignore_compile_internals"):
-        return f"torch {torch.__version__} compiles nothing while a mode watches"
+        return f"torch {torch.__version__} compiles nothing while a dispatch mode is active"
     return ""
 
 
-def know_functions_by_name() -> None:
-    """Have dynamo look up torch's own functions while they are still torch's. To be called before anything is replaced."""
+def preload_dynamo_rules() -> None:
+    """Make dynamo look up torch's own functions before they are replaced."""
     from torch._dynamo import trace_rules  # noqa: PLC0415  not all scripts compile
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable  # noqa: PLC0415
 
     trace_rules.get_torch_obj_rule_map()
     TorchInGraphFunctionVariable._get_handlers()
-    put(trace_rules, clear_lru_cache=lambda: None)  # a new process group clears it, and what is replaced would be looked up
+    put(
+        trace_rules, clear_lru_cache=lambda: None
+    )  # a new process group would clear it, and dynamo would then find our replacements
 
 
-def follow_the_compiler(tracker: ScriptTracker) -> None:
-    """Have ``torch.compile`` compile, to the end of the process."""
+def enable_compiler(tracker: ScriptTracker) -> None:
+    """Let ``torch.compile`` compile, for the rest of the process."""
     import torch._dynamo.config as dynamo_config  # noqa: PLC0415
     from torch._dynamo import convert_frame  # noqa: PLC0415
 
     count_as_library(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    dynamo_config.suppress_errors = True  # what cannot be compiled runs as it is, and is noted
+    dynamo_config.suppress_errors = True  # what cannot be compiled runs uncompiled and is counted
     put(FakeTensorMode, avoid_device_init=property(lambda _: True))
     put(convert_frame, _compile=_watched(convert_frame._compile, tracker))
     put(torch, compile=_compile(torch.compile))
 
 
 def _watched(compile_frame: Callable[..., Any], tracker: ScriptTracker) -> Callable[..., Any]:
-    """Dynamo's work on one frame: nobody watches, and a failure is noted with the function that then runs as it is."""
+    """Dynamo's compilation of one frame without modes; a failure is counted, and the function runs uncompiled."""
 
     def compiled(code: CodeType, *args: object, **kwargs: object) -> object:
         inductor.plan_without_a_gpu(tracker)
@@ -83,33 +85,33 @@ def _watched(compile_frame: Callable[..., Any], tracker: ScriptTracker) -> Calla
 
 
 def _is_a_failure(error: Exception) -> bool:
-    """Whether the compiler broke; what it cannot trace splits a graph, on a GPU too."""
+    """Whether the compiler itself failed; code that it cannot trace splits a graph on a GPU as well."""
     from torch._dynamo import exc  # noqa: PLC0415
 
     return not isinstance(error, exc.Unsupported | exc.SkipFrame | exc.RestartAnalysis)
 
 
 def _compile(make: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile`` without what needs kernels that run: graphs of CUDA's, and tuning."""
+    """``torch.compile`` without the options that need running kernels: CUDA graphs and autotuning."""
 
     def compiled(model: Any = None, *, mode: str | None = None, options: Mapping[str, Any] | None = None, **others: Any) -> Any:  # noqa: ANN401
-        asked = dict(options or {})
+        wanted = dict(options or {})
         if mode not in (None, "default") and others.get("backend") in (None, "inductor"):
             from torch._inductor import list_mode_options  # noqa: PLC0415
 
-            asked = {**list_mode_options(mode), **asked}
+            wanted = {**list_mode_options(mode), **wanted}
         if others.get("backend") == "cudagraphs":
-            others["backend"], asked = "aot_eager", {"triton.cudagraphs": True}
-        for name in {name for name in asked if name in _LEFT_OUT and asked[name]}:
+            others["backend"], wanted = "aot_eager", {"triton.cudagraphs": True}
+        for name in {name for name in wanted if name in _LEFT_OUT and wanted[name]}:
             note(*_LEFT_OUT[name])
-        kept = {name: value for name, value in asked.items() if name not in _LEFT_OUT and name != _WRAPPED}
+        kept = {name: value for name, value in wanted.items() if name not in _LEFT_OUT and name != _WRAPPED}
         return make(model, options=kept or None, **others)
 
     return compiled
 
 
 def call_hooks_outside_of_graphs() -> None:
-    """Call the global hooks that are there now around every module's call, and have dynamo see none."""
+    """Call the current global hooks around every module's call, and hide them from dynamo."""
     import torch._dynamo.utils as dynamo_utils  # noqa: PLC0415
     from torch._dynamo.variables import nn_module  # noqa: PLC0415
 
@@ -122,7 +124,7 @@ def call_hooks_outside_of_graphs() -> None:
         hooks.clear()
     call: Callable[..., Any] = nn.Module._call_impl
 
-    def _call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  dynamo knows it by this name
+    def _call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  dynamo looks for this name
         if torch.compiler.is_dynamo_compiling():
             return call(module, *args, **kwargs)
         result = None
@@ -138,11 +140,11 @@ def call_hooks_outside_of_graphs() -> None:
     put(nn.Module, _call_impl=_call_impl)
     for owner in (dynamo_utils, nn_module):
         put(owner, unpatched_nn_module_call_impl=_call_impl)
-    _leave_ourselves_out()
+    _exclude_own_modules()
 
 
-def _leave_ourselves_out() -> None:
-    """Dynamo is to trace nothing of ours but what takes the place of torch's functions, a module's call within others alone."""
+def _exclude_own_modules() -> None:
+    """Make dynamo skip our modules, except those that replace torch's functions."""
     from torch._dynamo import trace_rules  # noqa: PLC0415
 
     for name in [name for name in sys.modules if name.partition(".")[0] == "zeroplan"]:

@@ -1,1 +1,1 @@
-"""Packages that need CUDA to be installed: a folder at the end of a script's search path, behind installed ones."""
+"""Doubles of packages that need CUDA, in a folder at the end of the script's search path, after installed packages."""

@@ -1,1 +1,1 @@
-"""Packages that need CUDA to be imported, as a script imports them by name (:mod:`zeroplan.dryrun.on_request`)."""
+"""Doubles of packages that need CUDA, found only if the script itself imports them (:mod:`zeroplan.dryrun.on_request`)."""

@@ -1,1 +1,1 @@
-"""What other libraries are given in place of what needs a GPU: one file per library, each named in the report when it is used."""
+"""Replacements in libraries for code that needs a GPU, one file per library; the report lists those that were used."""

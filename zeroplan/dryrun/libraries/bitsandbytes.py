@@ -1,4 +1,4 @@
-"""bitsandbytes: its operators know their shapes. Its library for CUDA is not loaded, and its tables have their values."""
+"""bitsandbytes: operators return shapes, tables have values, and the library for CUDA is not loaded."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -8,22 +8,21 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zeroplan.dryrun.patches import Patch
-from zeroplan.dryrun.stood_in import note, noting
-from zeroplan.verify.fake_cuda.torch_cuda import always
-from zeroplan.verify.replaced import put
+from zeroplan.dryrun.replacements import note, noting
+from zeroplan.verify.replaced import always, put
 
 _TABLES = ("create_dynamic_map", "create_fp8_map", "create_linear_map", "create_normal_map")
 
 
 def _no_cuda_library(module: ModuleType) -> None:
-    """Its library for CUDA needs NVIDIA's, which are not here; the one for CPUs loads (``cextension.py``, 0.50)."""
+    """Load the library for CPUs; the one for CUDA needs NVIDIA's libraries (``cextension.py``, 0.50)."""
     put(module, get_cuda_specs=always(None))
 
 
 def _library(module: ModuleType) -> None:
-    """Unsloth's layers call functions of the library for CUDA by themselves: they write to tensors that are there."""
+    """Make functions of the CUDA library do nothing: Unsloth's layers call them on existing tensors."""
     find: Callable[[object, str], Callable[..., object]] = module.BNBNativeLibrary.__getattr__
-    nothing = noting("bitsandbytes' library for CUDA", "its functions are called on nothing", always(None))
+    nothing = noting("bitsandbytes' library for CUDA", "its functions are not run", always(None))
 
     def function(library: Any, name: str) -> Callable[..., object]:  # noqa: ANN401
         written = name.startswith(("cdequantize_", "cquantize_", "cgemm_")) and not hasattr(library._lib, name)
@@ -38,7 +37,7 @@ def _functional(module: ModuleType) -> None:
 
 
 def _for_real(table: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A table of a few numbers, made by Python's numbers from a tensor's: with values."""
+    """Make a table of constants with real values, since Python reads them."""
 
     def made(*args: object, **kwargs: object) -> torch.Tensor:
         with unset_fake_temporarily():
@@ -48,8 +47,8 @@ def _for_real(table: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> torch.Tensor:
-    """CUDA's managed memory, which torch's allocator does not count (``functional.py``, ``get_paged``, 0.50)."""
-    note("bitsandbytes' paged optimizer states", "memory of the host; CUDA moves pages to the GPU while there is room")
+    """Managed memory on the host, which torch's allocator does not count (``functional.py``, ``get_paged``, 0.50)."""
+    note("bitsandbytes' paged optimizer states", "host memory; CUDA moves pages to the GPU while it has room")
     out = torch.empty(shape, dtype=dtype, device="cpu")
     vars(out).update(is_paged=True, page_deviceid=0 if device is None else device.index)
     return out
@@ -58,10 +57,10 @@ def _paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device
 def _kernels(module: ModuleType) -> None:
     from zeroplan.verify.pretended import eight_bit_kernels, four_bit_kernels  # noqa: F401, PLC0415  they import bitsandbytes
 
-    what = ("bitsandbytes' kernels", "their shapes, and the memory that they ask torch for")
+    what = ("bitsandbytes' kernels", "their results' shapes, and the memory that they allocate through torch")
     beyond = (
         "values beyond the threshold of 8-bit layers",
-        "every column has one, the most it can be; with llm_int8_threshold=0 none has",
+        "every column has one, the upper limit; with llm_int8_threshold=0 none has",
     )
     product = noting(*what, module.matmul)
 

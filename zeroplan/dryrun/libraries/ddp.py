@@ -1,4 +1,4 @@
-"""DistributedDataParallel: what its reducer asks for are buckets."""
+"""DistributedDataParallel: its reducer's requests are labelled as buckets."""
 
 from contextlib import ExitStack
 from types import ModuleType
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def patches(tracker: Tracker) -> dict[str, Patch]:
-    """Label the reducer's buckets: the first are made with the wrapper, others in the second forward."""
+    """The patch that labels the reducer's buckets: the first with the wrapper, others in the second forward."""
 
     def label(_: ModuleType) -> None:
         from torch._C._distributed_c10d import Reducer  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""DeepSpeed: its answers on fake tensors, its optimizers that are kernels, and where its step begins and ends."""
+"""DeepSpeed: replaces values and compiled optimizers, and reports where its steps begin and end."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,7 +10,7 @@ from torch import nn
 
 from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.patches import Patch
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind
 from zeroplan.spec.recipe import DeepSpeedOptions
@@ -22,14 +22,14 @@ _OPEN = ExitStack()
 
 
 def patches(tracker: Tracker, loop: Loop) -> dict[str, Patch]:
-    """What is put in place once DeepSpeed is imported, to the end of the process."""
+    """The patches for DeepSpeed, applied at its import for the rest of the process."""
 
     def patch(deepspeed: ModuleType) -> None:
         from zeroplan.verify.pretended.deepspeed_answers import answers  # noqa: PLC0415  it imports DeepSpeed
 
         move = nn.Module.to
         _OPEN.enter_context(answers(DeepSpeedOptions()))
-        nn.Module.to = move  # type: ignore[method-assign]  # here fake modules can be moved
+        nn.Module.to = move  # type: ignore[method-assign]  # a dry run can move fake modules
         _adams(deepspeed)
         _tell_steps(loop, deepspeed)
         _label(tracker, deepspeed.runtime.engine.DeepSpeedEngine)
@@ -43,13 +43,13 @@ def patches(tracker: Tracker, loop: Loop) -> dict[str, Patch]:
 
 
 def _exchanges(_module: ModuleType) -> None:
-    """Ulysses sends inside an operator of DeepSpeed's own (0.19), of which a mode sees the shapes alone."""
+    """Record Ulysses' all-to-all, an operator of DeepSpeed's own (0.19) that modes see from outside only."""
     if hasattr(torch.ops.deepspeed, "dim_zero_all_to_all"):
         COLLECTIVES[torch.ops.deepspeed.dim_zero_all_to_all.default] = "all_to_all"
 
 
 def _toolkit(module: ModuleType) -> None:
-    """DeepSpeed up to 0.18 asks for CUDA's compiler while it is imported, to list which kernels it could build; none is built."""
+    """Give DeepSpeed up to 0.18 a CUDA version at import, where it looks for CUDA's compiler to list buildable kernels."""
     installed: Callable[..., tuple[int, ...]] = module.installed_cuda_version
 
     def version(*args: object) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ def _toolkit(module: ModuleType) -> None:
 
 
 def on_a_card(loop: Loop) -> dict[str, Patch]:
-    """The same where its kernels run: its steps are told, and all else is DeepSpeed's own."""
+    """The patches on a real GPU: only the steps are reported."""
     return {
         "deepspeed": lambda deepspeed: _tell_steps(loop, deepspeed), "deepspeed.runtime.pipe.engine": _later_stages,
     }  # fmt: skip
@@ -70,27 +70,27 @@ def on_a_card(loop: Loop) -> dict[str, Patch]:
 
 def _tell_steps(loop: Loop, deepspeed: ModuleType) -> None:
     engine = deepspeed.runtime.engine.DeepSpeedEngine
-    engine.__init__ = loop.beside(engine.__init__)  # it may take a step, for the states
+    engine.__init__ = loop.beside(engine.__init__)  # it may run a step to make the states
     engine.step = loop.within_engine(engine.step, counts=lambda one: one.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
 
 
 def _adams(deepspeed: ModuleType) -> None:
-    """DeepSpeed's Adams are kernels that it compiles, one for the GPU and one for the host; torch's fused one holds the same."""
+    """Replace DeepSpeed's compiled Adams, for GPU and host, by torch's fused one, which has the same states."""
     from deepspeed.ops import adam  # noqa: PLC0415
     from deepspeed.runtime.zero import stage3, stage_1_and_2, utils  # noqa: PLC0415
 
     class FusedAdam(torch.optim.AdamW):
-        """``deepspeed.ops.adam.FusedAdam``'s arguments."""
+        """torch's AdamW with the arguments of ``deepspeed.ops.adam.FusedAdam``."""
 
         def __init__(
             self, params: object, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),  # noqa: ARG002, FBT001, FBT002
             eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False, **_: object,  # noqa: ARG002, FBT001, FBT002
         ) -> None:  # fmt: skip
-            note("DeepSpeed's FusedAdam", "torch's fused AdamW, which holds the same")
+            note("DeepSpeed's FusedAdam", "torch's fused AdamW, which has the same states")
             super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)  # type: ignore[arg-type]
 
     class DeepSpeedCPUAdam(torch.optim.AdamW):
-        """``deepspeed.ops.adam.DeepSpeedCPUAdam``'s arguments (``cpu_adam.py``, 0.19): two states in fp32 on the host."""
+        """torch's AdamW with the arguments of ``deepspeed.ops.adam.DeepSpeedCPUAdam`` (0.19): two fp32 states on the host."""
 
         def __init__(
             self, model_params: object, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),  # noqa: ARG002, FBT001, FBT002
@@ -98,8 +98,10 @@ def _adams(deepspeed: ModuleType) -> None:
             fp32_optimizer_states: bool = True, **_: object,  # noqa: FBT001, FBT002
         ) -> None:  # fmt: skip
             if not fp32_optimizer_states:
-                raise SpecError("DeepSpeedCPUAdam with fp32_optimizer_states=False has no double yet; leave that argument out")
-            note("DeepSpeed's CPUAdam", "torch's fused AdamW on the host, which holds the same")
+                raise SpecError(
+                    "DeepSpeedCPUAdam with fp32_optimizer_states=False is not supported in a dry run; leave that argument out"
+                )
+            note("DeepSpeed's CPUAdam", "torch's fused AdamW on the host, which has the same states")
             super().__init__(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)  # type: ignore[arg-type]
 
     utils.ZERO_SUPPORTED_OPTIMIZERS += [FusedAdam, DeepSpeedCPUAdam]
@@ -108,12 +110,12 @@ def _adams(deepspeed: ModuleType) -> None:
 
 
 def _know_what_is_sent(module: ModuleType) -> None:
-    """A stage sends shapes as numbers in a buffer that it does not fill; the next reads those that are there (0.19)."""
+    """Make a stage's buffer for shapes of zeros: it sends the buffer unfilled, and the next stage reads the numbers (0.19)."""
     original: Callable[..., None] = module.PipelineEngine._send_tensor_meta
     empty: Callable[..., torch.Tensor] = torch.empty
 
     def zeros(*args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
-        with replaced(torch, "empty", empty):  # torch makes zeros of it
+        with replaced(torch, "empty", empty):  # torch.zeros calls torch.empty
             return torch.zeros(*args, **kwargs)
 
     def sent(engine: object, *args: object) -> None:
@@ -124,23 +126,23 @@ def _know_what_is_sent(module: ModuleType) -> None:
 
 
 def _later_stages(module: ModuleType) -> None:
-    """A stage of a pipeline is sent the shapes of what it receives (``runtime/pipe/engine.py``, ``_recv_tensor_meta``, 0.19)."""
+    """Refuse later stages of a pipeline, which receive the shapes of their inputs (``_recv_tensor_meta``, 0.19)."""
 
     def refused(engine: Any, *_: object) -> None:  # noqa: ANN401  DeepSpeed has no types
         raise SpecError(
-            f"rank {engine.global_rank} is stage {engine.stage_id} of DeepSpeed's pipeline, and only the stage before it knows the "
-            f"shapes that it sends; name a rank of the first stage (--as-rank 0)"
+            f"rank {engine.global_rank} is stage {engine.stage_id} of DeepSpeed's pipeline, and only the stage before it knows its "
+            f"inputs' shapes; choose a rank of the first stage (--as-rank 0)"
         )
 
     put(module.PipelineEngine, _recv_tensor_meta=refused)
 
 
 def _label(tracker: Tracker, engine: type) -> None:
-    """Say what for DeepSpeed's own functions ask for memory, and whose its flat tensors are whenever they may have changed."""
-    from zeroplan.verify.training.deepspeed import ASKING, claim_tensors  # noqa: PLC0415  it imports DeepSpeed
+    """Label the requests of DeepSpeed's functions, and claim its flat tensors each time they may have changed."""
+    from zeroplan.verify.training.deepspeed import REQUESTING, claim_tensors  # noqa: PLC0415  it imports DeepSpeed
     from zeroplan.verify.training.engine import all_labelled  # noqa: PLC0415
 
-    _OPEN.enter_context(all_labelled(tracker, ASKING))
+    _OPEN.enter_context(all_labelled(tracker, REQUESTING))
 
     def claims(original: Callable[..., object]) -> Callable[..., object]:
         def run(one: Any, *args: object, **kwargs: object) -> object:  # noqa: ANN401  DeepSpeed has no types

@@ -1,4 +1,4 @@
-"""FSDP1 (``FullyShardedDataParallel``): its buffers are told apart by the function of torch that asks for them."""
+"""FSDP1 (``FullyShardedDataParallel``): its buffers are labelled by the function of torch that requests them."""
 
 from contextlib import ExitStack
 from types import ModuleType
@@ -9,7 +9,7 @@ from zeroplan.verify.watching.tracker import Tracker
 
 
 def patches(tracker: Tracker) -> dict[str, Patch]:
-    """Label what FSDP1 asks for, to the end of the process (torch 2.13, ``torch/distributed/fsdp``)."""
+    """The patch that labels FSDP1's requests (torch 2.13, ``torch/distributed/fsdp``)."""
 
     def label(_: ModuleType) -> None:
         from torch.distributed.fsdp import _flat_param, _runtime_utils  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""FSDP2's buffers are told apart by the function of torch that asks for them."""
+"""FSDP2: its buffers are labelled by the function of torch that requests them."""
 
 from contextlib import ExitStack
 from types import ModuleType
@@ -8,7 +8,7 @@ from zeroplan.verify.watching.tracker import Tracker
 
 
 def patches(tracker: Tracker) -> dict[str, Patch]:
-    """Label what FSDP2 asks for, to the end of the process."""
+    """The patch that labels FSDP2's requests."""
 
     def label(_: ModuleType) -> None:
         from zeroplan.verify.training.fsdp2 import fsdp2_labels  # noqa: PLC0415  it imports FSDP2

@@ -1,7 +1,7 @@
-"""torch's pipelines: stages tell each other the shapes of what they will send.
+"""torch's pipelines: stages tell each other the shapes they will send.
 
-Gradients have the shapes of a stage's own outputs, so that the first stage knows all, and runs alone. What a later one receives,
-only the one before it knows (torch 2.13, ``torch/distributed/pipelining/stage.py``, ``_recv_meta``): then both run.
+Gradients have the shapes of a stage's own outputs, so the first stage knows everything and runs alone. Only the stage before a
+later one knows the later one's inputs (torch 2.13, ``torch/distributed/pipelining/stage.py``, ``_recv_meta``), so both run.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Answer = Callable[[Any, int], object]
 
 
 def patches(mail: Mail, loop: Loop) -> dict[str, Patch]:
-    """What is put in place once torch's pipelines are imported, where other stages may run in other processes."""
+    """The patches for torch's pipelines, where other stages may run in other processes."""
 
     def patch(module: ModuleType) -> None:
         _tell_backward(loop, module._PipelineStageBase)
@@ -39,7 +39,7 @@ def patches(mail: Mail, loop: Loop) -> dict[str, Patch]:
 
 
 def _received(mail: Mail, module: Any) -> Answer:  # noqa: ANN401
-    """A first stage that runs alone knows what the next would tell it."""
+    """Let a first stage that runs alone use its own shapes for what the next stage would report."""
     ask: Answer = module.PipelineStage._recv_meta
 
     def received(stage: Any, source: int) -> object:  # noqa: ANN401  torch's own, without types
@@ -52,9 +52,9 @@ def _received(mail: Mail, module: Any) -> Answer:  # noqa: ANN401
 
 
 def _tell_steps(loop: Loop, module: Any) -> None:  # noqa: ANN401
-    """A schedule of several stages gathers parameters before its first forward."""
+    """Report a schedule's step, since a schedule of several stages gathers parameters before its first forward."""
 
-    def told(step: Callable[..., object]) -> Callable[..., object]:
+    def reporting(step: Callable[..., object]) -> Callable[..., object]:
         @wraps(step)
         def stepped(schedule: Any, *args: object, **kwargs: object) -> object:  # noqa: ANN401
             if schedule._has_backward:
@@ -64,17 +64,17 @@ def _tell_steps(loop: Loop, module: Any) -> None:  # noqa: ANN401
         return stepped
 
     for schedule in (module.PipelineScheduleSingle, module.PipelineScheduleMulti):
-        put(schedule, step=told(schedule.step))
+        put(schedule, step=reporting(schedule.step))
 
 
 def _tell_backward(loop: Loop, stage_class: Any) -> None:  # noqa: ANN401
-    """Schedules with backwards in two halves call ``torch.autograd.grad``."""
+    """Report backwards of schedules that split them in two halves and call ``torch.autograd.grad``."""
     names = ("backward_one_chunk", "backward_weight_one_chunk")
     put(stage_class, **{name: loop.in_backward(getattr(stage_class, name)) for name in names})
 
 
 def _agreed(mail: Mail, stage_class: Any) -> dict[str, object]:  # noqa: ANN401
-    """A first stage that runs alone takes the later ones to vote as it does (``_warmup_forward_vote``)."""
+    """Let a first stage that runs alone assume that later stages vote as it does (``_warmup_forward_vote``)."""
     vote, ask = stage_class._warmup_forward_vote, stage_class._warmup_backward_result
 
     def voted(stage: Any, *args: object, **given: object) -> object:  # noqa: ANN401
@@ -100,7 +100,7 @@ def _alone(module: ModuleType) -> None:
 
 
 ON_A_CARD: dict[str, Patch] = {"torch.distributed.pipelining.stage": _alone}
-"""The same where one stage runs on a real GPU, and no other does."""
+"""The patch for one stage on a real GPU without the others."""
 
 
 def _own_shapes(module: Any, stage: Any) -> object:  # noqa: ANN401
@@ -110,13 +110,13 @@ def _own_shapes(module: Any, stage: Any) -> object:  # noqa: ANN401
 
 def _refused(stage: Any, source: int) -> NoReturn:  # noqa: ANN401
     raise SpecError(
-        f"stage {stage.stage_index} of a pipeline is sent its inputs' shapes by stage {source}, which does not run here; name a "
-        f"rank of the first stage (--as-rank 0)"
+        f"stage {stage.stage_index} of a pipeline receives its inputs' shapes from stage {source}, which does not run here; choose "
+        f"a rank of the first stage (--as-rank 0)"
     )
 
 
 def _of_one_mind(module: Any) -> dict[str, object]:  # noqa: ANN401
-    """All stages vote as this one on whether shapes are to be found out (``_warmup_forward_vote``, ``_warmup_backward_result``)."""
+    """Let all stages vote as this one on dynamic shapes (``_warmup_forward_vote``, ``_warmup_backward_result``)."""
     vote: Any = getattr(module.PipelineStage, "_warmup_forward_vote", None)
 
     def voted(stage: Any, has_backward: bool, **given: object) -> object:  # noqa: ANN401, FBT001  torch's signature

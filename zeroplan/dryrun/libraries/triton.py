@@ -1,17 +1,16 @@
-"""Triton: kernels get their results' memory from torch before they are launched; launching does nothing."""
+"""Triton: kernels get their results' memory from torch before the launch, and the launch does nothing."""
 
 from types import ModuleType
 
 from zeroplan.dryrun.patches import Patch
-from zeroplan.dryrun.stood_in import noting
-from zeroplan.verify.fake_cuda.torch_cuda import always
-from zeroplan.verify.replaced import put
+from zeroplan.dryrun.replacements import noting
+from zeroplan.verify.replaced import always, put
 
 
 def _launch_nothing(_: ModuleType) -> None:
     from triton.runtime import autotuner, jit  # noqa: PLC0415  it is imported by now
 
-    launched = noting("Triton kernels", "launched on nothing; what they take inside is not counted", always(None))
+    launched = noting("Triton kernels", "not launched; memory they allocate inside is not counted", always(None))
     put(jit.JITFunction, run=launched)
     for owner in (autotuner.Autotuner, autotuner.Heuristics):
         put(owner, run=launched)

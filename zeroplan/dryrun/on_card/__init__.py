@@ -1,1 +1,1 @@
-"""The same script on real GPUs: as one rank of N on one card, or under a launcher on all of them."""
+"""Runs the script on real GPUs: as one rank of N on one GPU, or under a launcher on all of them."""

@@ -1,4 +1,4 @@
-"""What a script took on its GPU: from the phases that were counted to the answer."""
+"""Builds the answer of one rank from the phases counted on its GPU."""
 
 import os
 
@@ -16,14 +16,14 @@ from zeroplan.verify.environment import environment
 
 
 def rank_on_card(task: CardTask, loop: Loop, phases: PhasesOnCard, *, ended: EndedOnCard, said: str) -> RankOnCard:
-    """The answer of this rank. Raises MeasurementError where the script came to no step, or never used a GPU."""
+    """The answer of this rank. Raises MeasurementError without an optimizer step, or if the script never used a GPU."""
     full, gpu = ended == "out of memory", Gpu()
     if full:
         phases.enter(Phase.INIT, loop.completed)
     else:
         _require_steps(loop)
         loop.finish()
-        torch.cuda.synchronize()  # another rank may still wait for what this one has begun to send
+        torch.cuda.synchronize()  # another rank may still wait for a message of this one
     return RankOnCard(
         rank=int(os.environ.get("RANK", "0")),
         gpus=dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1")),
@@ -31,7 +31,7 @@ def rank_on_card(task: CardTask, loop: Loop, phases: PhasesOnCard, *, ended: End
         ended=ended,
         environment=environment(device=gpu.words()),
         settings=gpu.settings(),
-        card=gpu.taken(),
+        card=gpu.figures(),
         initialisation=phases.initialisation,
         steps=phases.steps,
         said=said,
@@ -44,4 +44,4 @@ def _require_steps(loop: Loop) -> None:
             "the script ended without an optimizer step; let it take at least one (more data, fewer accumulation steps)"
         )
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise MeasurementError("the script took its steps without a GPU: torch never used CUDA; have it use device 'cuda'")
+        raise MeasurementError("the script ran its steps without a GPU: torch never used CUDA; set its device to 'cuda'")

@@ -1,7 +1,6 @@
-"""The process of a script on a real GPU: ``python -m zeroplan.dryrun.on_card.child ARGUMENTS...``, by hand or by a launcher.
+"""The process of a script on a real GPU: ``python -m zeroplan.dryrun.on_card.child ARGUMENTS...``, run directly or by a launcher.
 
-It does nothing else and ends with the script. Its answer, or one line that says why there is none, is a file of its rank in the
-folder that the task names.
+It ends with the script. Its answer, or one line with the reason why there is none, is a file of its rank in the task's folder.
 """
 
 import json
@@ -13,40 +12,29 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zeroplan.dryrun.on_card.task import ANSWER, ORDER, CardHere, CardTask
-from zeroplan.dryrun.script import run_script
-from zeroplan.errors import ZeroplanError
+from zeroplan.dryrun.script import answer_or_failure, leave, run_script
+from zeroplan.dryrun.task import Failed
 from zeroplan.script_card import EndedOnCard, RankOnCard
 from zeroplan.spec.base import Spec, read
 
 _OTHERS_S = 60.0
-"""How long a rank whose steps are taken waits for the others of its node: rank 0 may be where all of them meet. [s]"""
+"""How long a finished rank waits for the others of its node, which may still need rank 0's store. [s]"""
 
 
 def main() -> None:
-    """Run the script of a task as this rank, and end this process."""
+    """Run the task's script as this rank, and end this process."""
     task = read(CardTask, json.loads(Path(os.environ[ORDER]).read_text(encoding="utf-8")), where="task")
     _end(task, lambda: _here() if task.looks else _answer(task))
 
 
-def _end(task: CardTask, answered: Callable[[], Spec]) -> None:
-    """Write the answer and end this process: with 1 where it failed, for which launchers end the other ranks."""
-    code = 0
-    try:
-        found = answered()
-    except BaseException as error:  # noqa: BLE001  whatever the script raises, the parent is told
-        from zeroplan.dryrun.failures import failure, show  # noqa: PLC0415
-
-        if not isinstance(error, (ZeroplanError, SystemExit)):
-            show(error)
-        found, code = failure(error), 1
-    if isinstance(found, RankOnCard) and found.ended == "out of memory":
-        code = 1
+def _end(task: CardTask, make_answer: Callable[[], Spec]) -> None:
+    """Write the answer and end this process, after a failure with 1, which makes launchers end the other ranks."""
+    found = answer_or_failure(make_answer)
+    failed = isinstance(found, Failed) or (isinstance(found, RankOnCard) and found.ended == "out of memory")
     _write(task, found)
-    if not code:
+    if not failed:
         _await_others(task)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)  # threads and atexit of a script that was stopped have nothing more to do
+    leave(int(failed))
 
 
 def _write(task: CardTask, found: Spec) -> None:
@@ -64,8 +52,8 @@ def _await_others(task: CardTask) -> None:
 
 
 def _here() -> CardHere:
-    """The GPU that is here. Raises NotHereError, in one line, where there is none."""
-    import torch  # noqa: PLC0415  start-up is part of every refusal
+    """This machine's first GPU. Raises NotHereError if there is none."""
+    import torch  # noqa: PLC0415  errors are reported only from here on
 
     _refuse_without_gpus(1)
     properties = torch.cuda.get_device_properties(0)
@@ -75,7 +63,7 @@ def _here() -> CardHere:
 def _refuse_without_gpus(ranks: int) -> None:
     from zeroplan.verify.backends.gpu_ready import refuse_without_gpus  # noqa: PLC0415  see _here
 
-    refuse_without_gpus(ranks, otherwise="leave --backend cuda out for a dry run, which needs none")
+    refuse_without_gpus(ranks, otherwise="leave --backend cuda out for a dry run, which needs no GPU")
 
 
 def _answer(task: CardTask) -> Spec:
@@ -86,7 +74,7 @@ def _answer(task: CardTask) -> Spec:
 
 
 class _Run:
-    """A prepared process: call it to run the script."""
+    """A prepared process; call it to run the script."""
 
     def __init__(self, task: CardTask) -> None:
         from zeroplan.dryrun import launchers  # noqa: PLC0415  see _here
@@ -110,7 +98,7 @@ class _Run:
         self.loop.watch()
 
     def __call__(self) -> RankOnCard:
-        """Run the script until its steps are taken, it ends, or the card is full."""
+        """Run the script until its steps are done, it ends, or the GPU is out of memory."""
         import torch  # noqa: PLC0415  see _here
 
         from zeroplan.dryrun.compiling import tracing  # noqa: PLC0415
@@ -127,7 +115,7 @@ class _Run:
         return self.found("steps taken" if self.loop.stopped else "script ended")
 
     def found(self, ended: EndedOnCard, said: str = "") -> RankOnCard:
-        """What was counted. Raises MeasurementError where the script came to no optimizer step."""
+        """The counted figures. Raises MeasurementError without an optimizer step."""
         from zeroplan.dryrun.on_card.answer import rank_on_card  # noqa: PLC0415  see _here
 
         return rank_on_card(self._task, self.loop, self.phases, ended=ended, said=said)

@@ -1,7 +1,7 @@
-"""A process group that sends nothing between real tensors: what other ranks would send is what this rank has.
+"""A process group for real tensors that sends nothing: other ranks are assumed to have what this rank has.
 
-Collectives write where they would write, so values stay those of a healthy training: a gather has this rank's share in every place,
-a reduction is this rank's own.
+Collectives write their results, so values stay those of a healthy training: a gather has this rank's shard in every place, a
+reduction returns this rank's values.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, Store, Work
 
-from zeroplan.dryrun.process_group import say_nccl
+from zeroplan.dryrun.process_group import name_groups_nccl
 from zeroplan.verify.nested import tensors_in
 from zeroplan.verify.watching.group import WatchedGroup
 from zeroplan.verify.watching.log import Log
@@ -20,25 +20,25 @@ from zeroplan.verify.watching.log import Log
 _NAME = "alone"
 
 
-_LEFT_AS_IT_WAS = ("reduce_scatter", "all_to_all", "gather", "scatter")
-"""Collectives of which torch's fake group writes nothing; it fills what is gathered by all."""
+_UNWRITTEN = ("reduce_scatter", "all_to_all", "gather", "scatter")
+"""Collectives whose results torch's fake group leaves unwritten; it fills all-gathers itself."""
 
 
 class Alone(WatchedGroup):
-    """One rank of a group whose other ranks have what this one has."""
+    """One rank of a group whose other ranks have this rank's values."""
 
-    def handed_on(self, operation: str, run: Callable[..., Work], arguments: tuple[object, ...]) -> Work:
-        """Run a collective, and write what it would write."""
-        work = super().handed_on(operation, run, arguments)
+    def run_and_log(self, operation: str, run: Callable[..., Work], arguments: tuple[object, ...]) -> Work:
+        """Run a collective, and write its results."""
+        work = super().run_and_log(operation, run, arguments)
         self._log.calls.clear()
-        if operation in _LEFT_AS_IT_WAS:
+        if operation in _UNWRITTEN:
             with torch.no_grad():
                 _copy(list(tensors_in(arguments[0])), list(tensors_in(arguments[1:2])), mine=self.rank())
         return work
 
 
 def _copy(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, mine: int) -> None:
-    """Fill outputs from inputs: over and over where there are fewer, and where there are more from those that are this rank's."""
+    """Fill outputs from inputs: repeated if there are fewer, from this rank's place on if there are more."""
     first = mine * len(outputs) if len(inputs) > len(outputs) else 0
     for output, given in zip(outputs, cycle(inputs[first:]), strict=False):
         there, here = output.view(-1), given.reshape(-1)
@@ -48,11 +48,11 @@ def _copy(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, mine: int)
 
 
 def make_groups_alone() -> None:
-    """Have every group that the script makes be such a one, which calls itself NCCL."""
+    """Make every group of the script such a group, which calls itself NCCL."""
 
     def group(_: Store, rank: int, ranks: int, __: timedelta) -> Alone:
         fake = FakeProcessGroup._create_internal(rank, ranks, FakeProcessGroup.Options())  # type: ignore[call-arg]
         return Alone(fake, (rank, ranks), Log())
 
     dist.Backend.register_backend(_NAME, group, devices=["cpu", "cuda"])
-    say_nccl(_NAME)
+    name_groups_nccl(_NAME)

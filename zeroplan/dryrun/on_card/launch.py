@@ -1,4 +1,4 @@
-"""Starts a script on real GPUs, alone or under its own launcher, and reads what each rank counted. Needs no torch."""
+"""Starts a script on real GPUs, alone or under its own launcher, and reads each rank's counts. Needs no torch."""
 
 import json
 import sys
@@ -24,11 +24,11 @@ _MODULES = {
     "torchrun": ("torch.distributed.run", "-m"), "accelerate": ("accelerate.commands.launch", "-m"),
     "deepspeed": ("deepspeed.launcher.runner", "--module"), "torch.distributed.launch": ("torch.distributed.launch", "-m"),
 }  # fmt: skip
-"""Launchers as modules of this interpreter, and the flag behind which each takes a module."""
+"""Launchers as modules of this interpreter, and their flag for running a module."""
 
 
 def card_here(run: DryRunTask) -> CardHere:
-    """The GPU of this machine. Raises NotHereError, in one line, where there is none."""
+    """The GPU of this machine. Raises NotHereError if there is none."""
     with scratch() as folder:
         task = CardTask(run=run, folder=str(folder), looks=True)
         (found,), _ = _answers(task, (), folder, timeout_s=_LOOKING_S, quiet=True)
@@ -36,31 +36,32 @@ def card_here(run: DryRunTask) -> CardHere:
 
 
 def on_card(run: DryRunTask, command: Command, *, alone: bool, timeout_s: float, quiet: bool = False) -> tuple[RankOnCard, ...]:
-    """Run a script on the GPUs of this machine and return what each rank counted, the fullest first.
+    """Run a script on this machine's GPUs and return each rank's counts, the fullest rank first.
 
-    ``alone`` runs it as one rank on one GPU, whatever its launcher is. What it prints goes where that of a dry run goes. Raises
-    SpecError where the script itself fails, MeasurementError where there is no GPU or no step is taken in time.
+    ``alone`` runs it as one rank on one GPU, whatever its launcher. Its output goes where a dry run's goes. Raises SpecError if
+    the script itself fails, MeasurementError without a GPU or if no step ends in time.
     """
     with scratch() as folder:
         task = CardTask(run=run if alone else replace(run, launcher=()), folder=str(folder), alone=alone)
         launcher = () if alone else command.launcher
         found, code = _answers(task, launcher, folder, timeout_s=timeout_s, quiet=quiet)
         if not found:
-            raise FailedError(f"the script's process ended without an answer: {how_ended(code)}; what it printed may say why")
+            raise FailedError(f"the script's process ended without an answer: {how_ended(code)}; its output may show why")
         ranks = [read(RankOnCard, one, where="answer") for one in found]
         if (gpus := ranks[0].gpus) != run.gpus:
-            raise SpecError(f"the script ran on {gpus:,} GPUs, and its dry run is of {run.gpus:,}; add --gpus {gpus}")
+            raise SpecError(f"the script ran on {gpus:,} GPUs, and its dry run is for {run.gpus:,}; add --gpus {gpus}")
         return tuple(sorted(ranks, key=lambda one: (one.ended != "out of memory", -one.peak_bytes)))
 
 
 def _answers(
     task: CardTask, launcher: tuple[str, ...], folder: Path, *, timeout_s: float, quiet: bool
 ) -> tuple[list[dict[str, object]], int]:  # fmt: skip
-    """What the ranks left, in order, and the exit code; raises what a rank left in place of an answer."""
+    """The ranks' answers in order, and the exit code; raises a rank's error."""
     order = folder / FILE
     order.write_text(json.dumps(asdict(task)), encoding="utf-8")
     child = Process(_command(launcher, task.run), {ORDER: str(order), **environment(task)}, task.folder)
-    late = f"the script did not take {task.run.steps} optimizer steps within {timeout_s:g} s and was ended; give it --timeout"
+    steps = f"{task.run.steps} optimizer steps within {timeout_s:g} s"
+    late = f"the script did not complete {steps} and was ended; allow more time with --timeout"
     with shown(folder / "printed", quiet=quiet, worked=lambda: bool(_left(folder))) as output:
         code = ended(child, output, timeout_s=timeout_s, late=late)
     found = _left(folder)

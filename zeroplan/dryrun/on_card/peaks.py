@@ -1,6 +1,6 @@
-"""The peaks of CUDA's caching allocator since two moments: when a phase began, and when the script last forgot its own.
+"""Peaks of CUDA's caching allocator since two moments: the beginning of a phase, and the script's own last reset.
 
-torch keeps one peak, which has to be forgotten when a phase begins. The script's own questions are answered as if nobody did.
+torch keeps one peak, which must be reset when a phase begins. The script's own queries get the peaks since its own reset.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from zeroplan.measurement import BlocksMeasured
 from zeroplan.verify.replaced import put
 
 _COUNTS = ("allocated", "requested", "active", "reserved")
-_NOTHING = BlocksMeasured(allocated_bytes=0, requested_bytes=0, active_bytes=0, reserved_bytes=0)
+_NOTHING = BlocksMeasured.highest(())
 
 
 class Peaks:
-    """Counts the process's current GPU. Nothing here makes a context on one: that is the script's to do."""
+    """Counts the process's current GPU, without creating a CUDA context."""
 
     def __init__(self) -> None:
         self._stats: Callable[..., dict[str, int]] = torch.cuda.memory_stats
@@ -23,13 +23,13 @@ class Peaks:
         self._of_phase = self._of_script = _NOTHING
 
     def seen(self) -> tuple[BlocksMeasured, int]:
-        """The peaks of the phase so far, and what is allocated now; torch's own peaks begin anew. [bytes]"""
+        """The phase's peaks so far, and the bytes allocated now; resets torch's own peaks. [bytes]"""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return self._of_phase, 0
         stats = self._stats()
         blocks = BlocksMeasured(**{f"{name}_bytes": int(stats[_peak(name)]) for name in _COUNTS})
         self._forget()
-        self._of_phase, self._of_script = _higher(self._of_phase, blocks), _higher(self._of_script, blocks)
+        self._of_phase, self._of_script = (BlocksMeasured.highest((one, blocks)) for one in (self._of_phase, self._of_script))
         return self._of_phase, int(stats["allocated_bytes.all.current"])
 
     def next_phase(self) -> None:
@@ -37,7 +37,7 @@ class Peaks:
         self._of_phase = _NOTHING
 
     def answer_the_script(self) -> None:
-        """Have ``torch.cuda`` answer for the script's own peaks, to the end of the process."""
+        """Make ``torch.cuda`` return the script's own peaks, for the rest of the process."""
 
         def memory_stats(*args: object, **kwargs: object) -> dict[str, int]:
             found = dict(self._stats(*args, **kwargs))
@@ -62,7 +62,3 @@ class Peaks:
 
 def _peak(name: str) -> str:
     return f"{name}_bytes.all.peak"
-
-
-def _higher(one: BlocksMeasured, other: BlocksMeasured) -> BlocksMeasured:
-    return BlocksMeasured(**{f"{name}_bytes": max(getattr(each, f"{name}_bytes") for each in (one, other)) for name in _COUNTS})

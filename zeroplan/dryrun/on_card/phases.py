@@ -1,18 +1,14 @@
-"""Hears from the loop which phase begins, and notes what the allocator counted in each."""
-
-from collections.abc import Iterable
-
-import torch
-from torch import nn
+"""Records the allocator's counts in each phase that the loop reports."""
 
 from zeroplan.dryrun.on_card.peaks import Peaks
-from zeroplan.ledger import Beside, Kind, Phase
+from zeroplan.ledger import Beside, Phase
 from zeroplan.measurement import BlocksMeasured, PhaseMeasured, StepMeasured
+from zeroplan.verify.replaced import always
 from zeroplan.verify.watching.recording import Block, Call, Span
 
 
 class PhasesOnCard:
-    """Counts every part of the run; whose tensors are whose, and single blocks and collectives, are not to be seen from outside."""
+    """Counts every part of the run; kinds, single blocks and collectives are not visible on a real GPU."""
 
     blocks: tuple[Block, ...] = ()
     calls: tuple[Call, ...] = ()
@@ -21,7 +17,7 @@ class PhasesOnCard:
         self._peaks = peaks
         self.spans = [Span(-1, Phase.INIT, 0)]
         self._counted: list[tuple[BlocksMeasured, int]] = []
-        """Of every span that is over: its peaks, and what was allocated when it ended. [bytes]"""
+        """For every ended span, its peaks and the bytes allocated at its end."""
 
     def enter(self, phase: Phase | Beside, step: int, *, collect: bool = True) -> None:  # noqa: ARG002  Python collects by itself
         """End a part of the run and begin another."""
@@ -29,29 +25,16 @@ class PhasesOnCard:
         self._peaks.next_phase()
         self.spans.append(Span(step, phase, len(self.spans)))
 
-    def learn_modules(self, root: nn.Module) -> None:
-        """Nothing is known by module."""
-
-    def own(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nothing is known by kind."""
-
-    def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None], *, over: bool = True) -> None:
-        """Nothing is known by kind."""
-
-    def updated(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nothing is known by kind."""
-
-    def gradients_are(self, kind: Kind) -> None:
-        """Nothing is known by kind."""
+    learn_modules = own = claim = updated = gradients_are = always(None)
 
     @property
     def initialisation(self) -> PhaseMeasured:
-        """What was counted before the first step."""
+        """The counts before the first step."""
         return _phase(Phase.INIT, [blocks for span, (blocks, _) in self._over if span.phase is Phase.INIT])
 
     @property
     def steps(self) -> tuple[StepMeasured, ...]:
-        """Every step, its last one perhaps cut short where the card was full."""
+        """Every step; the last may be cut short by running out of memory."""
         numbers = sorted({span.step for span, _ in self._of_steps})
         return tuple(self._step(number) for number in numbers)
 
@@ -75,12 +58,7 @@ class PhasesOnCard:
 
 def _phase(phase: Phase | Beside, seen: list[BlocksMeasured]) -> PhaseMeasured:
     """A phase over all micro-batches of a step: the highest of each count."""
-    blocks = BlocksMeasured(
-        allocated_bytes=max((one.allocated_bytes for one in seen), default=0),
-        requested_bytes=max((one.requested_bytes for one in seen), default=0),
-        active_bytes=max((one.active_bytes for one in seen), default=0),
-        reserved_bytes=max((one.reserved_bytes for one in seen), default=0),
-    )
+    blocks = BlocksMeasured.highest(seen)
     return PhaseMeasured(
         phase=phase.value, peak_bytes=blocks.allocated_bytes, kinds={}, counted_bytes=blocks.allocated_bytes, blocks=blocks
     )

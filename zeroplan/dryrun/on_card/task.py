@@ -1,4 +1,4 @@
-"""What a process on a card is told, and its environment. Needs no torch."""
+"""The message to a process on a real GPU, and its environment. Needs no torch."""
 
 import os
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from zeroplan.dryrun.task import DryRunTask, launched, without_compiler
 from zeroplan.spec.base import CountOrZero, Spec
 
 ORDER = "ZEROPLAN_ON_CARD"
-"""The variable of the environment that names the file with the task: a launcher passes the environment on."""
+"""The environment variable with the task's file; launchers pass the environment on."""
 ANSWER = "rank-{}.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardTask(Spec):
-    """A script to run on real GPUs, or with ``looks`` alone the question what GPU is here.
+    """A script to run on real GPUs; with ``looks``, only report which GPU is here.
 
-    ``alone`` runs it as one rank, in a process group that sends nothing; else the launcher says which rank each process is. Each
-    rank writes its answer into ``folder``.
+    ``alone`` runs it as one rank, in a process group that sends nothing; otherwise the launcher assigns the ranks. Each rank
+    writes its answer into ``folder``.
     """
 
     run: DryRunTask
@@ -28,7 +28,7 @@ class CardTask(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardHere(Spec):
-    """The GPU that a process sees first, as torch names it, and how many there are. [bytes]"""
+    """The first GPU that a process sees, by torch's name, and the number of GPUs. [bytes]"""
 
     name: str
     total_bytes: CountOrZero
@@ -37,11 +37,11 @@ class CardHere(Spec):
 
 
 def environment(task: CardTask) -> dict[str, str]:
-    """What is set for the process that is started: alone, what torchrun sets for this rank; it has one GPU, so it is the first.
+    """The variables for the started process; ``alone``, those that torchrun sets for this rank, on the first GPU.
 
     >>> run = DryRunTask(target="train.py", gpus=16, gpus_per_node=8, rank=9, gpu="h100-sxm-80gb", answer="a.json")
-    >>> said = environment(CardTask(run=run, folder="."))
-    >>> said["RANK"], said["LOCAL_RANK"], said["LOCAL_WORLD_SIZE"], said["GROUP_RANK"]
+    >>> variables = environment(CardTask(run=run, folder="."))
+    >>> variables["RANK"], variables["LOCAL_RANK"], variables["LOCAL_WORLD_SIZE"], variables["GROUP_RANK"]
     ('9', '0', '8', '1')
     """
     quiet = {"TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}

@@ -1,1 +1,1 @@
-"""The profile of a script's own model: its forward and its loss run again, at other batches and lengths, without its engine."""
+"""Profiles a script's own model: reruns its forward and loss with other batches and lengths, without its engine."""

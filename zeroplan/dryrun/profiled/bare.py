@@ -1,7 +1,7 @@
-"""A script's model without its engine: the wrapper left out, parameters whole again, the engine's hooks gone.
+"""Takes a script's model out of its engine: without the wrapper, with whole parameters, without the engine's hooks.
 
-It changes the model and is done when the script is over. What the script itself did to the model stays: adapters, other kernels, a
-``forward`` of accelerate's, checkpointing.
+This changes the model, so it runs when the script has ended. The script's own changes stay: adapters, other kernels, accelerate's
+``forward``, checkpointing.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,17 +14,17 @@ from torch.distributed.tensor import DTensor
 from zeroplan.errors import MeasurementError
 
 _ENGINES = ("torch.distributed", "torch.nn.parallel", "deepspeed", "zeroplan")
-"""Whose hooks go: by where the function is defined."""
+"""Modules whose hooks are removed, by where the function is defined."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def model_in(root: nn.Module) -> nn.Module:
-    """The model in an engine's wrapper, or in several."""
+    """The model inside one or several wrappers."""
     return wrappers(root)[-1]
 
 
 def wrappers(root: nn.Module) -> list[nn.Module]:
-    """What is around a model, the outermost first, and last the model itself."""
+    """The wrappers of a model, the outermost first, and last the model itself."""
     found = [root]
     while (inside := _inside(found[-1])) is not None:
         found.append(inside)
@@ -32,7 +32,7 @@ def wrappers(root: nn.Module) -> list[nn.Module]:
 
 
 def _inside(module: nn.Module) -> nn.Module | None:
-    """The module that an engine's, a library's or a compiler's wrapper holds; None where it is no wrapper."""
+    """The module inside an engine's, a library's or a compiler's wrapper; None without a wrapper."""
     kinds = [cls.__name__ for cls in type(module).__mro__]
     attribute = next((name for kind, name in _WRAPPERS.items() if kind in kinds), None)
     inside = None if attribute is None else getattr(module, attribute)
@@ -43,11 +43,11 @@ _WRAPPERS = {
     "DistributedDataParallel": "module", "FullyShardedDataParallel": "module", "DeepSpeedEngine": "module",
     "_FabricModule": "_forward_module", "OptimizedModule": "_orig_mod",
 }  # fmt: skip
-"""Classes by name, since not all of their libraries are installed, and where each has its module."""
+"""Class names of wrappers, whose libraries may be absent, and their attribute with the module."""
 
 
 def bare(root: nn.Module) -> nn.Module:
-    """Take a model out of its engine. Raises MeasurementError for one whose parts run on several ranks."""
+    """The model without its engine. Raises MeasurementError if the model is split over several ranks."""
     model = model_in(root)
     _refuse(model)
     flat = dict(_parameters_in_flat_ones(root))
@@ -55,7 +55,7 @@ def bare(root: nn.Module) -> nn.Module:
     whole: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.__class__ = type(module).__bases__[1]  # what fully_shard made of it: class FSDPLinear(FSDPModule, Linear)
+            module.__class__ = type(module).__bases__[1]  # fully_shard made class FSDPLinear(FSDPModule, Linear) of it
         _without_hooks(module)
         module._parameters = {
             name: None if one is None else whole.setdefault(id(one), _whole(one)) for name, one in module._parameters.items()
@@ -67,19 +67,19 @@ def bare(root: nn.Module) -> nn.Module:
 
 
 class _Flattened:
-    """A parameter that FSDP1 put into a flat one: its shape, and whose it is."""
+    """A parameter that FSDP1 put into a flat one: its shape, dtype and identity."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, key: int, *, trained: bool) -> None:
         self._shape, self._dtype, self._trained = shape, dtype, trained
         self.key = key
 
     def made(self) -> nn.Parameter:
-        """A whole one."""
+        """A whole parameter."""
         return nn.Parameter(torch.empty(self._shape, dtype=self._dtype, device="cuda"), requires_grad=self._trained)
 
 
 def _parameters_in_flat_ones(root: nn.Module) -> Iterator[tuple[int, dict[str, _Flattened]]]:
-    """By module, what FSDP1 flattened (torch 2.13, ``_flat_param.py``, ``FlatParameter._init_metadata``)."""
+    """The parameters that FSDP1 flattened, by module (torch 2.13, ``_flat_param.py``, ``FlatParameter._init_metadata``)."""
     found: dict[int, dict[str, _Flattened]] = {}
     for module in root.modules():
         handle = getattr(module, "_handle", None) if isinstance(module, FullyShardedDataParallel) else None
@@ -96,7 +96,7 @@ def _parameters_in_flat_ones(root: nn.Module) -> Iterator[tuple[int, dict[str, _
 
 
 def _without_wrappers(model: nn.Module) -> None:
-    """Put the parts that FSDP1 wrapped back into their places."""
+    """Replace FSDP1's wrappers by the parts they wrap."""
     for module in list(model.modules()):
         for name, part in module._modules.items():
             if isinstance(part, FullyShardedDataParallel):
@@ -106,25 +106,25 @@ def _without_wrappers(model: nn.Module) -> None:
 def _without_hooks(module: nn.Module) -> None:
     for kind in _HOOKS:
         hooks = getattr(module, kind)
-        for key in [key for key, hook in hooks.items() if _whose(hook).startswith(_ENGINES)]:
+        for key in [key for key, hook in hooks.items() if _defined_in(hook).startswith(_ENGINES)]:
             del hooks[key]
 
 
-def _whose(hook: Callable[..., object]) -> str:
-    function = getattr(hook, "func", hook)  # of a partial one
+def _defined_in(hook: Callable[..., object]) -> str:
+    function = getattr(hook, "func", hook)  # of functools.partial
     function = getattr(function, "__func__", function)
     return str(getattr(function, "__module__", type(hook).__module__))
 
 
 def _whole(one: nn.Parameter) -> nn.Parameter:
-    """A parameter as it was before it was sharded, without values."""
+    """A parameter as before sharding, without values."""
     shape = getattr(one, "ds_shape", one.shape)
     return nn.Parameter(torch.empty(tuple(shape), dtype=one.dtype, device="cuda"), requires_grad=one.requires_grad)
 
 
 def _refuse(model: nn.Module) -> None:
     if any(cls.__name__ == "LightningModule" for cls in type(model).__mro__):
-        raise MeasurementError("Lightning calls its training_step in place of its forward, and what that does is not run again")
+        raise MeasurementError("Lightning calls training_step instead of the model's forward, and that cannot be rerun")
     for name, one in model.named_parameters():
         mesh = one.device_mesh if isinstance(one, DTensor) else None
         names = () if mesh is None else mesh.mesh_dim_names or ()

@@ -1,4 +1,4 @@
-"""The profile of a script's model, made once the script is over; or why there is none, in a sentence."""
+"""Builds the profile of a script's model after the script has ended, or the reason why there is none."""
 
 import gc
 from dataclasses import replace
@@ -19,19 +19,19 @@ from zeroplan.verify.profiling.profile import Wanted, profile
 from zeroplan.verify.profiling.subject import Subject
 
 _LONGEST = 300
-"""Of what an error of the user's own module says. [signs]"""
+"""Longest part of an error message to show. [characters]"""
 
 
 def script_profile(seen: Observer, task: DryRunTask, *, init_peak_bytes: int) -> ScriptProfile:
-    """Settings and profile. Only for the end of a run: the model is taken out of its engine."""
+    """Settings and profile of the script's model, which is taken out of its engine; call it at the end of a run only."""
     gc.collect()
-    gc.freeze()  # a pass is followed by collections, which need not go through the script's own objects
+    gc.freeze()  # later collections then skip the script's objects
     try:
         return _made(seen, task, init_peak_bytes)
     except ZeroplanError as error:
         return ScriptProfile(unknown=_sentence(str(error)))
-    except Exception as error:  # noqa: BLE001  whatever a user's module says to being run in another way
-        return ScriptProfile(unknown=_sentence(f"its model cannot be run again: {type(error).__name__}: {error}"))
+    except Exception as error:  # noqa: BLE001  a user's module may raise anything when rerun
+        return ScriptProfile(unknown=_sentence(f"its model cannot be rerun: {type(error).__name__}: {error}"))
 
 
 def _sentence(text: str) -> str:
@@ -41,7 +41,7 @@ def _sentence(text: str) -> str:
 def _made(seen: Observer, task: DryRunTask, init_peak_bytes: int) -> ScriptProfile:
     ran, root = _ran(seen), seen.root
     if root is None:
-        raise MeasurementError("its last step was never taken")
+        raise MeasurementError("its last step did not run")
     own, inside = own_shape(ran.call), seen.inside if seen.blocks else ran.call.autocast
     loops = Loops(
         gpus=task.gpus, micro_batch=own.sequences, seq_len=max(1, own.length), grad_accum=max(1, seen.backwards),
@@ -64,7 +64,7 @@ def _made(seen: Observer, task: DryRunTask, init_peak_bytes: int) -> ScriptProfi
 
 
 def _profile(subject: Subject, wanted: Wanted, length: int) -> Profile:
-    """Of every length or, where short sequences run other operators, from the script's own on; where each does, of that alone."""
+    """The profile for every length; if lengths run other operators, from the script's own on, or of that length alone."""
     try:
         return profile(subject, wanted, say=lambda _: None)
     except OtherProgramError:
@@ -72,22 +72,22 @@ def _profile(subject: Subject, wanted: Wanted, length: int) -> Profile:
 
 
 def _ran(seen: Observer) -> Ran:
-    """What is done again; raises MeasurementError for a loop that is no single call, loss and backward."""
+    """What to rerun; raises MeasurementError unless a loop is one call, loss and backward."""
     if seen.models != 1:
-        raise MeasurementError(f"it trains {seen.models} models, and a job has one")
+        raise MeasurementError(f"it trains {seen.models} models, and a job has only one")
     if seen.call is None:
         raise MeasurementError("its model was called once only; take two --steps or more")
     if seen.most_calls > 1:
         raise MeasurementError(f"its model is called {seen.most_calls} times before a backward, and a job calls it once")
     if seen.tape is None:
-        raise MeasurementError("a torch function mode of its own is around the model, so its loss was not watched")
+        raise MeasurementError("the script has its own torch function mode around the model, so its loss was not recorded")
     check(seen.tape)
     recompute: Recompute = "full" if seen.recomputes else "none"
     return Ran(seen.call, seen.tape, recompute)
 
 
 def _wanted(settings: Settings, *, otherwise: bool, recompute_otherwise: bool) -> Wanted:
-    """The ways of executing it: the script's own, or with ``otherwise`` those of other engines and recomputation, too."""
+    """The ways to execute the model: the script's own; with ``otherwise`` also other engines and recomputation."""
     precision: Precision = "bf16-mixed" if settings.precision == "fp16-mixed" else settings.precision
     engines: tuple[Engine, ...] = ("fsdp2", "ddp") if otherwise else ("ddp" if settings.engine == "ddp" else "fsdp2",)
     every: tuple[Recompute, ...] = ("none", "selective", "full")

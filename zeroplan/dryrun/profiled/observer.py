@@ -1,4 +1,4 @@
-"""What a script's model is called with in a training step, and what the loop does with its output: seen while the script runs."""
+"""Records the arguments of a script's model in a training step, and the loop's operations on its output."""
 
 import weakref
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from zeroplan.verify.training.modules import find_blocks
 
 
 class Call(NamedTuple):
-    """One call of the model: its arguments, each tensor described, and in which dtype autocast computes around it.
+    """One call of the model: its arguments, with tensors described, and the dtype of autocast around it.
 
-    A tensor that occurs several times is described once; later occurrences refer to the first.
+    A repeated tensor is described once; later occurrences refer to the first.
     """
 
     leaves: tuple[object, ...]
@@ -37,18 +37,18 @@ class Call(NamedTuple):
 
 
 class Observer:
-    """Watches one model from its second call on, which is when it is known which model that is."""
+    """Watches one model from its second call on, since the first call shows which model it is."""
 
     def __init__(self) -> None:
         self.root: nn.Module | None = None
-        """Kept once the last step is taken: what a script drops before that is gone."""
+        """Set at the last step only, so that the script can free models before."""
         self.optimizer: Optimizer | None = None
         self.call: Call | None = None
         self.tape: Tape | None = None
         self.inside: torch.dtype | None = None
-        """In which dtype autocast computes in the blocks."""
+        """The dtype of autocast inside the blocks."""
         self.blocks = False
-        """Whether the model has blocks to look into."""
+        """Whether the model has a list of blocks."""
         self.models = 0
         self.backwards = 0
         """Backward passes of the last step."""
@@ -58,10 +58,10 @@ class Observer:
         self._arguments: dict[int, weakref.ref[torch.Tensor]] = {}
         self._calls = self._in_step = 0
         self.most_calls = 0
-        """Calls of the model before one backward."""
+        """The most calls of the model before one backward."""
 
     def meet(self, root: nn.Module) -> None:
-        """A model that is trained."""
+        """Watch a model that is trained."""
         self.models += 1
         model = model_in(root)
         model.register_forward_pre_hook(self._called, with_kwargs=True)
@@ -90,12 +90,12 @@ class Observer:
     def _returned(self, _: nn.Module, _args: object, output: object) -> None:
         self.tape = None
         if not all(isinstance(mode, DeviceContext) for mode in _modes()):
-            return  # a mode of the script's own is around the call, and modes are left in their order
+            return  # the script's own mode surrounds the call, and modes must be left in order
         self.tape = Tape(list(tensors_within(output)), self._arguments)
         self.tape.__enter__()  # type: ignore[no-untyped-call]
 
     def backward_begins(self, roots: Sequence[torch.Tensor], root: nn.Module | None) -> None:
-        """The outermost backward begins from these tensors."""
+        """Close the tape at the outermost backward of these tensors."""
         self._calls = 0
         self._in_step += 1
         self.syncs = self.syncs and (root is None or _reduces(root))
@@ -103,11 +103,11 @@ class Observer:
             self.tape.close(roots[0])
 
     def step_begins(self) -> None:
-        """The optimizer's step begins; the script's own calls are no part of a tape."""
+        """Stop recording at the optimizer's step."""
         self._leave()
 
     def step_ended(self, optimizer: Optimizer | None, root: nn.Module | None, *, last: bool) -> None:
-        """A whole step is taken, by this optimizer among others, or by an engine."""
+        """Note a whole step by this optimizer, or by an engine."""
         if optimizer is not None and optimizer.state:
             self.optimizer = optimizer
         self.backwards, self._in_step = self._in_step or self.backwards, 0
@@ -115,7 +115,7 @@ class Observer:
             self.root = root
 
     def _leave(self) -> None:
-        """Take the tape off torch's stack of modes, wherever it lies."""
+        """Remove the tape from torch's stack of modes, at any depth."""
         if self.tape is None:
             return
         self.tape.open = False
@@ -143,7 +143,7 @@ def _described(leaves: Sequence[object], at: int) -> object:
 
 
 def _name(path: str) -> str:
-    """``[1]['input_ids']`` as ``input_ids``, ``[0][0]`` as ``argument 1``."""
+    """An argument's name: ``[1]['input_ids']`` as ``input_ids``, ``[0][0]`` as ``argument 1``."""
     rest = path.partition("]")[2]
     if not path.startswith("[0]"):
         return rest.replace("['", "").replace("']", ".").rstrip(".") or "argument"
@@ -155,7 +155,7 @@ def _autocast() -> torch.dtype | None:
 
 
 def _reduces(root: nn.Module) -> bool:
-    """Whether a backward reduces gradients (not so in ``no_sync``)."""
+    """Whether a backward reduces gradients, as it does outside ``no_sync``."""
     for wrapper in wrappers(root):
         if is_deepspeed(wrapper):
             return True

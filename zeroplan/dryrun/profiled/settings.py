@@ -1,4 +1,4 @@
-"""How a script trains, read off its model, its engine and its optimizer in the words of a job."""
+"""Reads a script's training settings from its model, engine and optimizer, in the words of a job."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,10 +20,10 @@ from zeroplan.verify.training.modules import find_blocks
 
 
 class Loops(NamedTuple):
-    """What the loop was seen to do, in the words of :class:`Settings`, and more.
+    """The observed properties of the loop, named as in :class:`Settings`, and more.
 
-    ``autocast`` is the dtype inside the blocks, ``loss_outside`` whether the loss is worked out outside the model,
-    ``init_peak_bytes`` the most before the first step.
+    ``autocast`` is the dtype inside the blocks, ``loss_outside`` whether the loss is computed outside the model,
+    ``init_peak_bytes`` the peak before the first step.
     """
 
     gpus: int
@@ -39,9 +39,9 @@ class Loops(NamedTuple):
 
 
 def settings_of(root: nn.Module, optimizer: TorchOptimizer | None, seen: Loops) -> Settings:
-    """Read the engine of a model, before it is taken out of it. Raises MeasurementError where a job has no words for it."""
+    """The settings of a model in its engine. Raises MeasurementError for settings that a job does not have."""
     if optimizer is None:
-        raise MeasurementError("its optimizer is none of torch's, and how it steps is not known")
+        raise MeasurementError("its optimizer is not one of torch's, so its step is unknown")
     name, implementation = _optimizer(optimizer)
     common: dict[str, Any] = {
         "optimizer": name, "optimizer_impl": implementation, "recompute": seen.recompute, "micro_batch": seen.micro_batch,
@@ -57,7 +57,7 @@ def settings_of(root: nn.Module, optimizer: TorchOptimizer | None, seen: Loops) 
 
 
 def is_deepspeed(module: nn.Module) -> bool:
-    """Whether it is DeepSpeed's engine."""
+    """Whether a module is DeepSpeed's engine."""
     return any(cls.__name__ == "DeepSpeedEngine" for cls in type(module).__mro__)
 
 
@@ -78,7 +78,7 @@ _NAMES: dict[str, Optimizer] = {
 
 
 def _optimizer(optimizer: TorchOptimizer) -> tuple[Optimizer, OptimizerImpl | None]:
-    """Its name, and how it steps where the script says so."""
+    """The optimizer's name, and its implementation if the script sets it."""
     kind, defaults = type(optimizer).__name__, optimizer.defaults
     if kind not in _NAMES:
         raise MeasurementError(f"its optimizer is {kind}, which a job does not have; it has {', '.join(_NAMES.values())}")
@@ -95,7 +95,7 @@ def _optimizer(optimizer: TorchOptimizer) -> tuple[Optimizer, OptimizerImpl | No
 
 def _plain(root: nn.Module, common: Mapping[str, Any], seen: Loops) -> Settings:
     if seen.gpus > 1:
-        raise MeasurementError("none of DDP, fully_shard, FSDP1 and DeepSpeed holds its model, which runs on several GPUs")
+        raise MeasurementError("its model runs on several GPUs without DDP, fully_shard, FSDP1 or DeepSpeed")
     return Settings(engine="ddp", stage=0, precision=_computed(_dtype(root), seen.autocast), **common)
 
 
@@ -117,7 +117,7 @@ def _dtype(root: nn.Module) -> torch.dtype:
 
 
 def _computed(dtype: torch.dtype, inside: torch.dtype | None) -> Precision:
-    """The precision of weights in one dtype, computed with in another; None is the same."""
+    """The precision of weights in one dtype and computation in another; None means the same."""
     if inside is None or inside == dtype:
         found = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype)
     else:
@@ -138,7 +138,7 @@ def _fsdp2(root: nn.Module, common: Mapping[str, Any], seen: Loops) -> Settings:
     blocks = find_blocks(root)
     inner = next((units[block] for block in blocks if block in units), None) or next(iter(units.values()), None)
     if inner is None:
-        raise MeasurementError("fully_shard holds none of its parameters")
+        raise MeasurementError("fully_shard wraps none of its parameters")
     policy, after = inner.mp_policy, inner.post_forward_mesh_info
     options = Fsdp2Options(
         reshard_after_forward=None if after is None or after is inner.mesh_info else after.shard_mesh_size,
@@ -157,26 +157,26 @@ def _fsdp2(root: nn.Module, common: Mapping[str, Any], seen: Loops) -> Settings:
 
 
 _LOSS_OUTSIDE = (
-    "the script's loss is outside its model: FSDP gathers the last block after the loss's backward, and this way of answering "
-    "counts that buffer within it"
+    "the script computes its loss outside the model: FSDP gathers the last block after the loss's backward, and this prediction "
+    "counts that buffer during it"
 )
 
 
 def groups_of(module: nn.Module) -> list[Any]:
-    """A module's parameter groups: several are new in torch 2.13."""
+    """A module's parameter groups; torch 2.13 introduced several per module."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     several = getattr(state, "_fsdp_param_groups", None)
     return [one for one in ([state._fsdp_param_group] if several is None else several) if one is not None]
 
 
 def _units(root: nn.Module, units: set[nn.Module], blocks: set[nn.Module]) -> tuple[str, ...]:
-    """Where the script's units are others than the blocks and the whole."""
+    """Remarks on FSDP units that differ from the blocks and the whole model."""
     names = {module: name for name, module in root.named_modules()}
     found = []
     if more := [repr(names[one]) for one in names if one in units and one not in blocks and one is not root]:
         found.append(f"{' and '.join(more[:3])} {'are units' if more[1:] else 'is a unit'} of FSDP of their own in the script")
     if fewer := len(blocks - units):
-        found.append(f"{fewer} of the {len(blocks)} blocks are no unit of FSDP in the script")
+        found.append(f"{fewer} of the {len(blocks)} blocks are not units of FSDP in the script")
     return tuple(found)
 
 
@@ -193,7 +193,7 @@ def _fsdp1(root: nn.Module, common: Mapping[str, Any], seen: Loops) -> Settings:
         stage=stages[strategy],  # type: ignore[arg-type]
         precision=_computed(flat, mixed.param_dtype or seen.autocast),
         fsdp2=Fsdp2Options(reduce_dtype="param" if reduces not in (None, torch.float32) else "fp32"),
-        remarks=("the script shards with FSDP1, and the answer is of FSDP2",),
+        remarks=("the script shards with FSDP1, and the prediction is for FSDP2",),
         **common,
     )
 

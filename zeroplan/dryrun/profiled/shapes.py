@@ -1,28 +1,28 @@
-"""Tensors and numbers of a script's batch, made again for another number of sequences and another length."""
+"""Makes tensors and numbers of a script's batch for another number of sequences and another length."""
 
 from typing import NamedTuple
 
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from zeroplan.verify.fake_cuda.half_fake import device_of
 from zeroplan.verify.fake_cuda.known_values import known
+from zeroplan.verify.nested import device_of
 from zeroplan.verify.profiling.polynomials import Shape
 
 
 class Given(NamedTuple):
-    """A tensor that a script made: all that is needed to make another like it. ``values`` where they are known."""
+    """The description of a script's tensor, from which a similar one can be made; ``values`` if known."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     values: torch.Tensor | None
     trained: bool
-    """Whether gradients flow to it."""
+    """Whether it requires gradients."""
 
 
 def given(tensor: torch.Tensor) -> Given:
-    """Describe a tensor, and hold none of its memory on the GPU."""
+    """A tensor's description, which holds none of its GPU memory."""
     values = None if tensor.is_floating_point() or tensor.is_complex() else known(tensor)
     if values is not None:
         with no_dispatch():
@@ -31,13 +31,13 @@ def given(tensor: torch.Tensor) -> Given:
 
 
 class Scale(NamedTuple):
-    """From the shape of the script's own batch to another."""
+    """Scales the script's own batch to another shape."""
 
     own: Shape
     other: Shape
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Sizes of a tensor: the first dimension is of sequences, any other as long as a sequence is of tokens."""
+        """The scaled shape: a first dimension of sequences, and any other dimension as long as a sequence, are scaled."""
         return tuple(self._size(at, size) for at, size in enumerate(shape))
 
     def _size(self, at: int, size: int) -> int:
@@ -46,14 +46,14 @@ class Scale(NamedTuple):
         return self.other.length if at and self.own.length and size == self.own.length else size
 
     def number(self, number: int) -> int:
-        """A whole number of the script's code, where it is one of sequences or tokens."""
+        """An integer of the script's code, scaled if it counts sequences or tokens."""
         (batch, length), (others, long) = self.own, self.other
         counts = {batch: others, batch * length: others * long, batch * (length - 1): others * (long - 1)} if batch > 1 else {}
         lengths = {length: long, length - 1: long - 1} if length > 2 else {}
         return (lengths | counts).get(number, number)
 
     def made(self, one: Given) -> torch.Tensor:
-        """A tensor like one of the script's: its values repeated or cut off, where they are known."""
+        """A tensor like the script's with the scaled shape; known values are repeated or cut off."""
         sizes = self.sizes(one.shape)
         if one.values is None:
             whole = not one.dtype.is_floating_point and not one.dtype.is_complex

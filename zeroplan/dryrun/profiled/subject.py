@@ -1,4 +1,4 @@
-"""A script's model as a profile takes it: the script's call and its loss done again, for any batch, on the run's fake tensors."""
+"""A script's model as a subject of profiling: reruns its call and loss with any batch, on the run's fake tensors."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +18,7 @@ from zeroplan.spec.recipe import Recompute
 from zeroplan.verify.profiling.anatomy import Anatomy, Manner
 from zeroplan.verify.profiling.cutting import watched
 from zeroplan.verify.profiling.polynomials import Shape
-from zeroplan.verify.profiling.subject import Subject, longest_said
+from zeroplan.verify.profiling.subject import Subject, layer_kinds, longest_said
 from zeroplan.verify.profiling.watched import PassWatcher
 from zeroplan.verify.training.modules import find_blocks
 from zeroplan.verify.training.recomputation import recompute_blocks
@@ -26,7 +26,7 @@ from zeroplan.verify.training.workload import Workload, store_as
 
 
 class Ran(NamedTuple):
-    """What the script ran: its call, its loss, and whether it recomputed."""
+    """What the script ran: its call, its loss, and its recomputation."""
 
     call: Call
     tape: Tape
@@ -34,13 +34,13 @@ class Ran(NamedTuple):
 
 
 def own_shape(call: Call) -> Shape:
-    """Sequences and tokens of the script's own batch: the first two dimensions of its whole numbers, else of its first tensor.
+    """Sequences and tokens of the script's own batch: the first two dimensions of its integers, else of its first tensor.
 
-    Length 0 is of a batch without one: of vectors, or of pictures.
+    Length 0 means a batch without a length, as of vectors or pictures.
     """
     tensors = [one for _, one in call.tensors if one.shape]
     if not tensors:
-        raise MeasurementError("its model is called without a tensor, so there is no batch to vary")
+        raise MeasurementError("its model is called without a tensor, so no batch can be varied")
     ids = [one for one in tensors if len(one.shape) == 2 and not one.dtype.is_floating_point]
     first = (ids or tensors)[0]
     has_length = bool(ids) or (len(first.shape) == 3 and first.shape[1] > 1)
@@ -48,7 +48,7 @@ def own_shape(call: Call) -> Shape:
 
 
 def varied(call: Call) -> tuple[str, ...]:
-    """The tensors that are made larger and smaller, with the shapes that the script gave them."""
+    """The tensors that are scaled, with the script's own shapes."""
     own = own_shape(call)
     probe = Scale(own, Shape(own.sequences + 1, own.length + 1 if own.length else 0))
     changed = [(name, one.shape) for name, one in call.tensors if probe.sizes(one.shape) != one.shape]
@@ -56,7 +56,7 @@ def varied(call: Call) -> tuple[str, ...]:
 
 
 class ScriptSubject:
-    """Passes of a model that is taken out of its engine, at other shapes."""
+    """Passes of a model without its engine, at other shapes."""
 
     def __init__(self, model: nn.Module, ran: Ran) -> None:
         self._model, self._ran, self._own = model, ran, own_shape(ran.call)
@@ -68,17 +68,17 @@ class ScriptSubject:
         )
         self._layers = len(self._blocks)
         self.longest = 0
-        """The longest sequence that a pass was run with. [tokens]"""
+        """The longest sequence that a pass ran with. [tokens]"""
         self.too_long: int | None = None
-        """The shortest that the model did not take, of those longer than the script's."""
+        """The shortest length that the model refused, among those longer than the script's. [tokens]"""
 
     @property
     def can_recompute_otherwise(self) -> bool:
-        """Whether the script's own checkpointing can be turned off, or there is none."""
+        """Whether there is no checkpointing by the script, or it can be turned off."""
         return self._ran.recompute == "none" or bool(self._checkpoints)
 
     def subject(self, source: str) -> Subject:
-        """The model, for the profile."""
+        """The model as a subject for the profile."""
         config = getattr(self._model, "config", None)
         longest = longest_said(config)
         return Subject(
@@ -86,15 +86,12 @@ class ScriptSubject:
             source=source,
             whole=lambda: self._work(self._own, {}),
             make=lambda shape: self._work(shape, self._batch(shape)),
-            layer_kinds=_layer_kinds(config, len(self._blocks)),
+            layer_kinds=layer_kinds(config, len(self._blocks)),
             longest=longest if self._own.length else 1,
             has_batch=True,
             taken_apart=self._taken_apart,
-            shorten=self._shorten,
+            shorten=partial(setattr, self, "_layers"),
         )
-
-    def _shorten(self, layers: int) -> None:
-        self._layers = layers
 
     def _taken_apart(self, shape: Shape, manner: Manner) -> Anatomy:
         with self._as_executed(manner):
@@ -102,7 +99,7 @@ class ScriptSubject:
                 try:
                     with self._fewer():
                         return self._pass(shape, manner)
-                except Exception:  # noqa: BLE001  a model that counts its blocks by itself takes all of them
+                except Exception:  # noqa: BLE001  a model that counts its blocks needs all of them
                     self._layers = len(self._blocks)
             return self._pass(shape, manner)
 
@@ -123,7 +120,7 @@ class ScriptSubject:
             self._model.zero_grad(set_to_none=True)
 
     def _autocast(self, manner: Manner) -> AbstractContextManager[object]:
-        """As the script has it around its call, or as the manner wants it where the script has none."""
+        """The script's own autocast around its call, else the manner's."""
         own = self._ran.call.autocast
         if own is None and not manner.autocast:
             return nullcontext()
@@ -131,7 +128,7 @@ class ScriptSubject:
 
     @contextmanager
     def _as_executed(self, manner: Manner) -> Iterator[None]:
-        """Weights in the manner's dtype, and its recomputation: the script's own where it is the same."""
+        """Give the weights the manner's dtype, and the model its recomputation, inside."""
         store_as(self._model, manner.dtype)
         own = manner.recompute == self._ran.recompute
         for one in self._checkpoints:
@@ -150,9 +147,9 @@ class ScriptSubject:
 
     @contextmanager
     def _fewer(self) -> Iterator[None]:
-        """Only the first blocks, in the list that the model goes through."""
+        """Keep only the first blocks in the model's list, inside."""
         if self._list is None:
-            raise MeasurementError("the blocks are in no list of their own")
+            raise MeasurementError("the blocks are not in a list of their own")
         every = self._list._modules
         self._list._modules = dict(list(every.items())[: self._layers])
         try:
@@ -186,14 +183,8 @@ class ScriptSubject:
 
 
 def _key(name: Name) -> str:
-    """How a batch calls a tensor."""
+    """A tensor's key in the batch."""
     return f"{type(name).__name__} {name.number}"
-
-
-def _layer_kinds(config: object, layers: int) -> tuple[str, ...] | None:
-    """What a configuration of transformers' says of each layer's attention."""
-    types = getattr(config, "layer_types", None)
-    return tuple(map(str, types)) if isinstance(types, (list, tuple)) and len(types) == layers else None
 
 
 # --- the script's own checkpointing -------------------------------------------------------------------------------------
@@ -205,12 +196,12 @@ class _Checkpoint(NamedTuple):
     turned: Callable[[bool], None]
 
     def turn(self, *, on: bool) -> None:
-        """Recompute here, or do not."""
+        """Turn recomputation here on or off."""
         self.turned(on)
 
 
 def _checkpoints(model: nn.Module) -> Iterator[_Checkpoint]:
-    """Those of transformers and of torch: a layer's flag, and wrappers, which are taken out so that names are the module's own."""
+    """The script's checkpointing: a flag of transformers' layers, and torch's wrappers, which are removed to restore names."""
     for module in list(model.modules()):
         if getattr(module, "gradient_checkpointing", False) is True:
             yield _Checkpoint(partial(setattr, module, "gradient_checkpointing"))
@@ -221,7 +212,7 @@ def _checkpoints(model: nn.Module) -> Iterator[_Checkpoint]:
                 yield _Checkpoint(partial(_recomputed, inner, part.checkpoint_fn))
 
 
-def _recomputed(module: nn.Module, checkpoint: Callable[..., object], on: bool) -> None:  # noqa: FBT001  of a partial
+def _recomputed(module: nn.Module, checkpoint: Callable[..., object], on: bool) -> None:  # noqa: FBT001  called through functools.partial
     vars(module).pop("forward", None)
     if on:
         vars(module)["forward"] = partial(checkpoint, module.forward)

@@ -1,4 +1,4 @@
-"""What a script does between its model's output and the backward, remembered call by call, to be done again."""
+"""Records a script's calls between its model's output and the backward, and replays them."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,21 +17,21 @@ from zeroplan.errors import MeasurementError
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor of the tape, by its number: first those of the model's output, then results."""
+    """A tensor of the tape, by number: first those of the model's output, then results."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A tensor that came from elsewhere, by its number: labels, say."""
+    """A tensor from elsewhere, such as labels, by number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A tensor that the model was called with, too, by its place among the arguments."""
+    """An argument of the model, by its place among the arguments."""
 
     number: int
 
@@ -40,7 +40,7 @@ Name = Slot | Beside | Argument
 
 
 class Step(NamedTuple):
-    """One call of torch's: the function, its arguments with tensors named, which results are tensors, and what is alive then."""
+    """One call of a torch function: its arguments with tensors named, its results, and the tensors alive then."""
 
     function: Callable[..., object]
     leaves: tuple[object, ...]
@@ -50,7 +50,7 @@ class Step(NamedTuple):
 
 
 def tensors_within(held: object, *, depth: int = 8) -> Iterator[torch.Tensor]:
-    """The tensors in what a model returns: in mappings and sequences, and in what objects have, as a cache of keys and values.
+    """The tensors in a model's output: in mappings, sequences, and attributes of objects such as a key-value cache.
 
     >>> [tensor.shape for tensor in tensors_within({"a": [torch.ones(2)], "b": slice(1)})]
     [torch.Size([2])]
@@ -65,7 +65,7 @@ def tensors_within(held: object, *, depth: int = 8) -> Iterator[torch.Tensor]:
 
 
 class Tape(TorchFunctionMode):
-    """Remembers calls on tensors from the model's output on. It holds no tensor: each is known by a weak reference."""
+    """Records calls on tensors from the model's output on. It holds no tensor, only weak references."""
 
     def __init__(self, output: Sequence[torch.Tensor], arguments: Mapping[int, weakref.ref[torch.Tensor]]) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Tape(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
-        """Run a function, and remember it where it makes tensors of known ones."""
+        """Run a function, and record it if it makes tensors."""
         del types
         if not self.open:
             return func(*args, **(kwargs or {}))
@@ -98,7 +98,7 @@ class Tape(TorchFunctionMode):
         return result
 
     def close(self, loss: torch.Tensor) -> None:
-        """The backward begins from this loss."""
+        """End the recording: the backward begins from this loss."""
         self.open = False
         name = self._find(loss)
         self.loss = name.number if isinstance(name, Slot) else None
@@ -108,7 +108,7 @@ class Tape(TorchFunctionMode):
             if isinstance(name, Slot) and name.number != self.loss and tensor() is not None
         )
         self._known.clear()
-        self._only_what_counts()
+        self._drop_unused()
 
     def _note(
         self, func: Callable[..., object], leaves: list[object], before: list[Name | None], form: TreeSpec, result: object
@@ -139,8 +139,8 @@ class Tape(TorchFunctionMode):
         self._known[id(tensor)] = weakref.ref(tensor), name
         return name
 
-    def _only_what_counts(self) -> None:
-        """Leave out the calls that neither the loss nor what is held comes from: what a script logs."""
+    def _drop_unused(self) -> None:
+        """Drop calls that contribute neither to the loss nor to held tensors, such as logging."""
         wanted, kept = {self.loss, *self.held}, list[Step]()
         for step in reversed(self.steps):
             if wanted.isdisjoint(step.results):
@@ -151,9 +151,9 @@ class Tape(TorchFunctionMode):
 
 
 class Replay:
-    """The calls of a tape done again, for another batch: called with the tensors of the model's output, it gives the loss.
+    """Replays a tape's calls for another batch: called with the model's output, it returns the loss.
 
-    ``made`` has the tensors of the batch that are not the model's, by name.
+    ``made`` has the batch's other tensors, by name.
     """
 
     def __init__(self, tape: Tape, scale: Scale, made: Mapping[Name, torch.Tensor]) -> None:
@@ -161,7 +161,7 @@ class Replay:
         self._held: list[torch.Tensor] = []
 
     def __call__(self, output: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The loss; raises MeasurementError where it does not come from the model's output."""
+        """The loss of the replayed calls."""
         tape = self._tape
         tensors: dict[int | None, torch.Tensor] = dict(enumerate(output))
         for step in tape.steps:
@@ -175,7 +175,7 @@ class Replay:
         return tensors[tape.loss]
 
     def held(self) -> list[torch.Tensor]:
-        """What the script holds beside the loss; nobody holds it from here on."""
+        """Return the tensors that the script holds beside the loss, and release them."""
         held, self._held = self._held, []
         return held
 
@@ -190,14 +190,14 @@ class Replay:
 
 
 def check(tape: Tape) -> None:
-    """Refuse a loss that cannot be made again; MeasurementError."""
+    """Raise MeasurementError if the loss cannot be replayed."""
     if tape.loss is None:
         raise MeasurementError(
-            "its loss does not come from the model's output by torch's functions alone (a function with a backward of its own, or "
-            "several models)"
+            "its loss does not come from the model's output by torch's functions alone (a function has its own backward, or "
+            "there are several models)"
         )
     wanted = {one.number for step in tape.steps for one in step.leaves if isinstance(one, Beside)}
     if any(tape.beside[number].trained for number in wanted):
         raise MeasurementError(
-            "its loss works on tensors with gradients that are not the model's output (the head's weight, say)"
+            "its loss uses tensors with gradients that are not the model's output, such as the head's weight"
         )

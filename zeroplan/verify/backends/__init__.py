@@ -1,1 +1,1 @@
-"""One rank, measured: on fake tensors, on a CPU, on a GPU."""
+"""Measures one rank: on fake tensors, on a CPU, on a GPU."""

@@ -1,4 +1,4 @@
-"""One rank on real CPU tensors, in a process group that is there: steps are taken under torch's profiler and made a record."""
+"""Measures one rank on real CPU tensors under torch's profiler, in a process group that already exists."""
 
 import time
 from collections.abc import Callable
@@ -8,34 +8,34 @@ from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.environment import environment
-from zeroplan.verify.pretended.answered import answered
+from zeroplan.verify.pretended.engine_answers import engine_answers
 from zeroplan.verify.task import Transport
 from zeroplan.verify.training.meshes import mesh_of
 from zeroplan.verify.training.run import observe
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.collected import collectives_of_step, only_one_process
 from zeroplan.verify.watching.log import Log
-from zeroplan.verify.watching.profiled import KINDS_ARE_TOLD, Profiled, ledger_of
+from zeroplan.verify.watching.profiled import KINDS_REMARK, Profiled, ledger_of
 
 _REMARKS = (
-    ("bytes are requests to torch's CPU allocator, which are those a GPU's would get; left out are the transport's own, copies "
-    "that only the CPU's kernels make (inside _chunk_cat and mixed-dtype additions), and oneDNN's scratch"),
-    KINDS_ARE_TOLD,
+    ("bytes are requests to torch's CPU allocator, equal to a GPU's requests; not counted: the transport's own, copies "
+    "that only CPU kernels make (inside _chunk_cat and mixed-dtype additions), and oneDNN's scratch"),
+    KINDS_REMARK,
 )  # fmt: skip
 
 
 def measured(job: JobSpec, make: Callable[[], Workload], *, rank: int, transport: Transport, log: Log, steps: int,
              say: Callable[[str], None]) -> Measurement:  # fmt: skip
-    """Take ``steps`` optimizer steps and return what they took on this rank."""
+    """Run ``steps`` optimizer steps and return the measurement of this rank."""
     _refuse_what_has_no_cpu_form(job)
     if transport == "fake" and rank and job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 3:
         raise MeasurementError(
-            f"rank {rank} of a fake group finds what nobody wrote in what DeepSpeed's stage 3 gathers, and would skip its steps; "
-            "use --rank 0, --nproc, or --backend simulate"
+            f"the fake process group fills what DeepSpeed's stage 3 gathers on rank {rank} with arbitrary values, so DeepSpeed "
+            "would skip its steps; use --rank 0, --nproc, or --backend simulate"
         )
     began = time.monotonic()
     seen = Profiled(log, say)
-    with answered(job.recipe) if transport == "fake" else nullcontext():
+    with engine_answers(job.recipe) if transport == "fake" else nullcontext():
         observe(job, seen, mesh_of(job), steps=steps, make=make)
     log.require_a_steady_clock()
     ledger = ledger_of(seen, job)
@@ -56,8 +56,8 @@ def measured(job: JobSpec, make: Callable[[], Workload], *, rank: int, transport
 
 def _refuse_what_has_no_cpu_form(job: JobSpec) -> None:
     if job.recipe.precision == "fp16-mixed":
-        raise MeasurementError("fp16-mixed needs CUDA's kernels and scaler; on CPU tensors verify it as bf16-mixed")
+        raise MeasurementError("fp16-mixed needs CUDA's kernels and gradient scaler; on CPU tensors, verify it as bf16-mixed")
     if job.recipe.offloads:
         raise MeasurementError(
-            "on CPU tensors, what is offloaded to host memory is where everything else is; use --backend simulate"
+            "on CPU tensors, offloading to host memory cannot be measured: all tensors are there; use --backend simulate"
         )

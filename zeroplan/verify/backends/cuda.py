@@ -1,7 +1,7 @@
-"""One rank on a real GPU: what CUDA's caching allocator counts, what it was for, and how long it took.
+"""Measures one rank on a real GPU: the caching allocator's counts, the kinds of the blocks, the seconds.
 
-The steps are watched by torch's profiler, which tells what every block was for. One more step follows that nobody watches: its
-peaks, as ``torch.cuda.memory_stats`` counts them, and its times are the ones that stand in the record as the steady state.
+Torch's profiler watches the steps and gives the kind of every block. One more step runs without the profiler: its peaks, as
+``torch.cuda.memory_stats`` counts them, and its times are the steady state of the record.
 """
 
 import gc
@@ -21,7 +21,7 @@ from zeroplan.measurement import AllocatorMeasured, AllocatorSettings, BlocksMea
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.backends.gpu import Gpu
 from zeroplan.verify.environment import environment
-from zeroplan.verify.pretended.answered import answered
+from zeroplan.verify.pretended.engine_answers import engine_answers
 from zeroplan.verify.task import Transport
 from zeroplan.verify.training.engine import weights_dtype
 from zeroplan.verify.training.meshes import mesh_of
@@ -30,35 +30,34 @@ from zeroplan.verify.training.workload import Workload, with_weights, workload
 from zeroplan.verify.watching.collected import collectives_of_step, only_one_process
 from zeroplan.verify.watching.libraries import attention_of, kept_by_products
 from zeroplan.verify.watching.log import Log
-from zeroplan.verify.watching.nccl import calls_of, flown
-from zeroplan.verify.watching.profiled import KINDS_ARE_TOLD, Profiled, ledger_of
+from zeroplan.verify.watching.nccl import calls_of, flight_recorder_dump
+from zeroplan.verify.watching.profiled import KINDS_REMARK, Profiled, ledger_of
 
 _REMARKS = (
-    ("the last step ran unwatched, and its peaks and times are the allocator's and the clock's own; what was held at its peaks, "
-     "and how memory went block by block, is told from the step before, which torch's profiler watched"),
-    KINDS_ARE_TOLD,
+    ("the last step ran without the profiler: its peaks are the allocator's and its times the clock's; kinds at its peaks, and "
+    "memory by block, are from the step before, which torch's profiler watched"),
+    KINDS_REMARK,
 )  # fmt: skip
 _MANY = 4096
-"""A difference between a watched step and one that is not, beyond which it is told. [bytes]"""
+"""Smallest difference between a watched and an unwatched step that the record mentions. [bytes]"""
 
 
 def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: int, transport: Transport, log: Log, steps: int,
                     say: Callable[[str], None], gpu: Gpu, snapshot: Path | None = None) -> Measurement:  # fmt: skip
-    """Take ``steps`` optimizer steps that are watched and one that is not, and return what they took on this rank.
+    """Run ``steps`` watched optimizer steps and an unwatched one, and return the measurement of this rank.
 
-    ``make`` builds another workload than the job's own model. The process group is there already. ``snapshot`` is where to write
-    what the allocator remembers of the run, also of one that fails. Raises ``torch.OutOfMemoryError`` where the GPU has not got
-    what the job takes.
+    ``make`` builds another workload than the job's own model. The process group must exist. ``snapshot`` is the file for the
+    allocator's history, also of a run that fails. Raises ``torch.OutOfMemoryError`` if the job needs more memory than the GPU has.
     """
     began = time.monotonic()
     seen = OnGpu(log, say, gpu, watched=steps)
     build = (lambda: on_device(make, gpu.device)) if make is not None else lambda: model_for(job, gpu.device)
-    answers = answered(job.recipe, gpu.device) if transport == "fake" else nullcontext()
+    answers = engine_answers(job.recipe, gpu.device) if transport == "fake" else nullcontext()
     with answers, nullcontext() if snapshot is None else gpu.remembered(snapshot):
         observe(job, seen, mesh_of(job, gpu.device), steps=steps + 1, make=build)
     log.require_a_steady_clock()
     if transport == "nccl":
-        log.calls += calls_of(flown(), log)
+        log.calls += calls_of(flight_recorder_dump(), log)
     ledger = ledger_of(seen, job)
     taken = seen.with_counts(ledger.steps())
     return Measurement(
@@ -73,7 +72,7 @@ def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: 
         steps=taken,
         collectives=collectives_of_step(log, steps - 1 if transport == "fake" else steps),
         allocator=(allocator_of(taken[-1], gpu.settings(), workspace_bytes=seen.workspace_bytes()),),
-        card=gpu.taken(),
+        card=gpu.figures(),
         attention=attention_of(seen.timeline),
         remarks=(*_REMARKS, *only_one_process(transport), *seen.remarks(ledger.steps())),
         seconds=time.monotonic() - began,
@@ -81,14 +80,14 @@ def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: 
 
 
 def model_for(job: JobSpec, device: str) -> Workload:
-    """The job's model with numbers in its weights, on the device; for FSDP2 without memory yet, which comes when it is sharded."""
+    """The job's model with weights on the device; for FSDP2 on the meta device, since sharding allocates the memory."""
     where = "meta" if job.recipe.engine == "fsdp2" else device
     made = workload(job, dtype=weights_dtype(job), device=where, batch_device=device)
     return made if where == "meta" else with_weights(made)
 
 
 def on_device(make: Callable[[], Workload], device: str) -> Workload:
-    """A user's workload, module and batch moved to the device where it made them elsewhere."""
+    """A user's workload with its module and batch moved to the device."""
     with torch.device(device):
         work = make()
     work.module.to(device)
@@ -96,7 +95,7 @@ def on_device(make: Callable[[], Workload], device: str) -> Workload:
 
 
 class _Entered(NamedTuple):
-    """A phase of a step: what was counted, and what was held when it ended."""
+    """One phase of a step: the counts, and the bytes held when it ended."""
 
     step: int
     phase: Phase
@@ -105,7 +104,7 @@ class _Entered(NamedTuple):
 
 
 class OnGpu(Profiled):
-    """Watches the first ``watched`` steps, and lets those after them run alone; counts blocks and seconds in all of them."""
+    """Watches the first ``watched`` steps only; counts blocks and seconds in all steps."""
 
     def __init__(self, log: Log, say: Callable[[str], None], gpu: Gpu, *, watched: int) -> None:
         super().__init__(log, say, device=gpu.device)
@@ -122,13 +121,13 @@ class OnGpu(Profiled):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the recording, where it has not ended."""
+        """End the recording unless it has ended."""
         if self._watching:
             self._watching = False
             super().__exit__(kind, error, trace)
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Begin a phase of a step, when the GPU is done with the one before."""
+        """Begin a phase of a step once the GPU has finished the one before."""
         self._end()
         if self._watching:
             super().enter(phase, step)
@@ -136,7 +135,7 @@ class OnGpu(Profiled):
             gc.collect()
             self._log.phase = f"{step}:{phase.value}"
         if step == self._watched and phase is Phase.FORWARD and self._watching:
-            self._say("the last step, unwatched")
+            self._say("the last step, without the profiler")
             self.__exit__(None, None, None)
         self._begin(step, phase)
 
@@ -151,12 +150,12 @@ class OnGpu(Profiled):
         self._now, self._since = (step, phase), time.perf_counter()
 
     def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Note whose memory stands at these addresses now, where anybody is watching."""
+        """Note the kind of the memory at these addresses, while steps are watched."""
         if self._watching:
             super().claim(kind, tensors)
 
     def with_counts(self, watched: tuple[StepMeasured, ...]) -> tuple[StepMeasured, ...]:
-        """The watched steps and the unwatched ones, by the allocator's own counts; kinds are those of the step that has some."""
+        """All steps by the allocator's own counts; unwatched ones have the kinds of the last watched one."""
         steps = sorted({one.step for one in self.counted if one.step >= 0 and one.phase is not Phase.INIT})
         return tuple(self._step(step, watched[min(step, len(watched) - 1)]) for step in steps)
 
@@ -168,13 +167,13 @@ class OnGpu(Profiled):
         return replace(like, phases=phases, held_bytes=of_step[-1].held_bytes)
 
     def workspace_bytes(self) -> int:
-        """What libraries took for their products and kept, when the last watched step was over."""
+        """Workspaces of libraries' matrix products at the end of the last watched step. [bytes]"""
         *_, last = self.spans()
         owned = frozenset[int]().union(*(claim.addresses for claim in self.claims))
         return kept_by_products(self.timeline.alive(self.timeline.marks[last.end]), owned)
 
     def remarks(self, watched: tuple[StepMeasured, ...]) -> tuple[str, ...]:
-        """What else must be known: where the step that nobody watched peaked elsewhere than the one before it."""
+        """The remark about an unwatched step whose peak differs from the step before; empty if it does not."""
         alone = self._step(self._watched, watched[-1]).peak.peak_bytes
         before = self._step(self._watched - 1, watched[-1]).peak.peak_bytes
         if abs(alone - before) <= _MANY:
@@ -183,21 +182,15 @@ class OnGpu(Profiled):
 
 
 def _phase(like: PhaseMeasured, passes: list[BlocksMeasured]) -> PhaseMeasured:
-    """A phase as it was counted, over all micro-batches of the step: the highest of each count, and all the time."""
+    """A phase over all micro-batches of the step: the highest of each count, and the total seconds."""
     if not passes:
-        raise MeasurementError(f"no {like.phase} was counted in a step that should have one")
-    blocks = BlocksMeasured(
-        allocated_bytes=max(one.allocated_bytes for one in passes),
-        requested_bytes=max(one.requested_bytes for one in passes),
-        active_bytes=max(one.active_bytes for one in passes),
-        reserved_bytes=max(one.reserved_bytes for one in passes),
-        seconds=sum(one.seconds for one in passes),
-    )
+        raise MeasurementError(f"the allocator's counts of phase {like.phase} are missing in the last step; run it again")
+    blocks = BlocksMeasured.highest(passes)
     return replace(like, peak_bytes=blocks.allocated_bytes, counted_bytes=blocks.allocated_bytes, blocks=blocks)
 
 
 def allocator_of(step: StepMeasured, settings: AllocatorSettings, *, workspace_bytes: int) -> AllocatorMeasured:
-    """What the allocator showed in a step, as records of other backends have it by a model of it."""
+    """The allocator's counts in a step, in the form in which other backends record the model's."""
     counts = [phase.blocks for phase in step.phases if phase.blocks is not None]
     return AllocatorMeasured(
         settings=settings,

@@ -1,4 +1,4 @@
-"""A GPU as a measurement sees it: the counts of torch's caching allocator, the driver's, and what the card is called."""
+"""A GPU's counts during a measurement: those of torch's caching allocator and of the driver, and the GPU's name."""
 
 import os
 import re
@@ -20,7 +20,7 @@ _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Gpu(NamedTuple):
-    """The current device of torch's CUDA, and what its driver counted outside the allocator: alone, and in its group. [bytes]"""
+    """The current CUDA device, with its memory outside the allocator before and after joining the process group. [bytes]"""
 
     device: str = "cuda"
     context_bytes: int | None = None
@@ -28,22 +28,21 @@ class Gpu(NamedTuple):
 
     @classmethod
     def current(cls) -> Self:
-        """The process's GPU, with its context made, so that what follows is the job's own."""
+        """This process's GPU, with its CUDA context already created, so that later memory is the job's."""
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         return cls(context_bytes=outside_bytes())
 
     def joined(self) -> Self:
-        """The same GPU, when the process group is there."""
+        """The same GPU with ``joined_bytes``, once the process group exists."""
         return self._replace(joined_bytes=outside_bytes())
 
     @contextmanager
     def remembered(self, path: Path) -> Iterator[None]:
-        """Have the allocator note every request and who made it, and write it down when the block ends, however it ends.
+        """Record every request with its Python stack, and write a snapshot when the block ends, even by an error.
 
-        An earlier snapshot of the same name stays: the new one is numbered.
-
-        Noting takes about two microseconds a request, in which the step's time has its share.
+        An earlier snapshot of the same name stays: the new one is numbered. Recording costs about two microseconds per request,
+        which the step's time includes.
         """
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_EVENTS)
         try:
@@ -55,21 +54,21 @@ class Gpu(NamedTuple):
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def synchronize(self) -> None:
-        """Wait until everything asked for is done."""
+        """Wait until the GPU has finished all its work."""
         torch.cuda.synchronize()
 
     def forget_peaks(self) -> None:
-        """Begin to count peaks anew."""
+        """Reset the allocator's peaks."""
         torch.cuda.reset_peak_memory_stats()
 
     def counted(self, seconds: float) -> tuple[BlocksMeasured, int]:
-        """The peaks since they were forgotten, after so many seconds, and the blocks in use now. [bytes]"""
+        """The peaks since the last reset, with the given seconds, and the blocks in use now. [bytes]"""
         stats = torch.cuda.memory_stats()
         peaks = {f"{name}_bytes": int(stats[f"{name}_bytes.all.peak"]) for name in _COUNTS}
         return BlocksMeasured(**peaks, seconds=seconds), int(stats["allocated_bytes.all.current"])
 
-    def taken(self) -> CardMeasured:
-        """What the driver says of the whole card now."""
+    def figures(self) -> CardMeasured:
+        """The driver's figures of the whole GPU now."""
         free, total = torch.cuda.mem_get_info()
         return CardMeasured(
             name=torch.cuda.get_device_name(),
@@ -84,22 +83,22 @@ class Gpu(NamedTuple):
         )
 
     def words(self) -> str:
-        """The card in words, for the record's environment."""
+        """The GPU's name, CUDA version and driver, for the record's environment."""
         return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, driver {driver_version() or 'unknown'}"
 
     def settings(self) -> AllocatorSettings:
-        """Which of the allocator's settings hold, as far as they are told apart."""
+        """The allocator settings of this process, as far as zeroplan distinguishes them."""
         return settings_of(next((os.environ[name] for name in _SETTINGS if name in os.environ), ""))
 
 
 def outside_bytes() -> int:
-    """What the driver counts as used on the card beyond what the caching allocator took. [bytes]"""
+    """Memory in use on the GPU outside the caching allocator, by the driver's count. [bytes]"""
     free, total = torch.cuda.mem_get_info()
     return max(0, total - free - torch.cuda.memory_reserved())
 
 
 def nccl_version() -> str:
-    """Of the NCCL that torch speaks; empty where it has none."""
+    """The version of torch's NCCL; empty without NCCL."""
     try:
         return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     except (AttributeError, RuntimeError):
@@ -107,7 +106,7 @@ def nccl_version() -> str:
 
 
 def settings_of(configuration: str) -> AllocatorSettings:
-    """The settings that an allocator's configuration asks for.
+    """The settings in a configuration of the allocator.
 
     >>> settings_of("max_split_size_mb:128,expandable_segments:True")
     'expandable_segments'
@@ -116,7 +115,7 @@ def settings_of(configuration: str) -> AllocatorSettings:
 
 
 def driver_version() -> str:
-    """The version of NVIDIA's kernel driver; empty where it does not say."""
+    """The version of NVIDIA's kernel driver; empty if unknown."""
     try:
         found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", _DRIVER.read_text(encoding="utf-8", errors="replace"))
     except OSError:

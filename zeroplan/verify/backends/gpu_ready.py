@@ -1,7 +1,6 @@
-"""Can this rank run on a GPU here? If not, why: one line, before a model is built.
+"""Checks whether this rank can run on a GPU here, and words the reason if not, before a model is built.
 
-Every rank asks for itself, so that it holds under a launcher of our own, torchrun and Slurm alike. What torch and the driver say
-is asked through small functions, each of one fact.
+Every rank checks for itself, so that this works alike under our own launcher, torchrun and Slurm.
 """
 
 import csv
@@ -19,25 +18,25 @@ from zeroplan.verify.failures import NotHereError
 from zeroplan.verify.task import Task
 
 _OWN_CONTEXT = 700_000_000
-"""What a process's own CUDA context may take (zeroplan.engines.device): less in use is nobody else's. [bytes]"""
+"""Most memory of this process's own CUDA context (zeroplan.engines.device); less in use means no other process. [bytes]"""
 _MATTERS = 100
-"""Nor does it matter whose the hundredth part of a card is, which is within what a verdict may be off."""
+"""Other processes may hold 1/100 of a GPU's memory, which is within the error of a verdict."""
 _LEAVES_S = 5.0
-"""How long the memory of a process that has just ended may still be held. [s]"""
-_OTHERWISE = "use --backend simulate, which needs none"
+"""How long the memory of a process that has just ended may still be in use. [s]"""
+_OTHERWISE = "use --backend simulate, which needs no GPU"
 
 _WITHOUT_CUDA = f"this torch ({torch.__version__}) is built without CUDA; install one that has it"
 
 
 class Memory(NamedTuple):
-    """Of a card: what is free, and all of it. [bytes]"""
+    """Free and total memory of a GPU. [bytes]"""
 
     free: int
     total: int
 
 
 class Holder(NamedTuple):
-    """A process that holds memory of a card, as the driver tells: its name and how much. [bytes]"""
+    """Another process that holds memory of a GPU, as the driver reports it. [bytes]"""
 
     pid: int
     name: str
@@ -45,10 +44,10 @@ class Holder(NamedTuple):
 
 
 def ready(task: Task) -> tuple[str, int]:
-    """Take this rank's GPU, and return its name and memory. [bytes]
+    """Select this rank's GPU, and return its name and total memory. [bytes]
 
-    Raises :class:`~zeroplan.verify.failures.NotHereError` in one line: a torch without CUDA, a driver that is missing or
-    too old, no GPU, fewer than the ranks of this node, or one that others hold so much of that the job would not fit.
+    Raises :class:`~zeroplan.verify.failures.NotHereError` if torch has no CUDA, the driver is missing or too old, there are
+    fewer GPUs than local ranks, or other processes hold so much memory that the job would not fit.
     """
     refuse_without_gpus(1 if task.transport == "fake" else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     index = int(os.environ.get("LOCAL_RANK", "0")) if task.transport != "fake" else 0
@@ -57,7 +56,7 @@ def ready(task: Task) -> tuple[str, int]:
 
 
 def why_not() -> str:
-    """Why no rank can run on a GPU here, in a line; empty where one can."""
+    """The reason why no rank can run on a GPU here; empty if one can."""
     try:
         refuse_without_gpus(1)
     except NotHereError as refusal:
@@ -66,7 +65,7 @@ def why_not() -> str:
 
 
 def refuse_without_gpus(ranks: int, *, otherwise: str = _OTHERWISE) -> None:
-    """Raise NotHereError, in one line, where fewer GPUs are to be had than ranks; ``otherwise`` is what to do instead."""
+    """Raise NotHereError if there are fewer GPUs than ranks; ``otherwise`` is the advice."""
     if not built_for_gpus():
         raise NotHereError(f"{_WITHOUT_CUDA}, or {otherwise}")
     _refuse_too_few(ranks, otherwise)
@@ -76,29 +75,29 @@ def _refuse_too_few(ranks: int, otherwise: str) -> None:
     found = count()
     if found >= ranks:
         return
-    said = why_none() if not found else ""
-    _refuse_too_old(said)
+    reason = why_none() if not found else ""
+    _refuse_too_old(reason)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     only = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
     if not found:
-        raise NotHereError(f"no GPU is to be had here{only}{': ' + said if said else ''}; {otherwise}")
+        raise NotHereError(f"torch finds no GPU here{only}{': ' + reason if reason else ''}; {otherwise}")
     raise NotHereError(
-        f"{ranks} ranks on this node need {ranks} GPUs, and it has {found}{only}; start fewer, or be one of them with --as-rank"
+        f"{ranks} ranks on this node need {ranks} GPUs, and it has {found}{only}; start fewer, or run one rank with --as-rank"
     )
 
 
-def _refuse_too_old(said: str) -> None:
-    """Of a driver that is too old torch says so when it first needs it, though NVML may have counted GPUs before."""
-    if old := re.search(r"driver on your system is too old \(found version (\d+)\)", said):
-        speaks = f"CUDA {int(old[1]) // 1000}.{int(old[1]) % 1000 // 10}"
+def _refuse_too_old(message: str) -> None:
+    """Raise NotHereError if torch's message reports a driver that is too old; NVML may still have counted GPUs."""
+    if old := re.search(r"driver on your system is too old \(found version (\d+)\)", message):
+        supported = f"CUDA {int(old[1]) // 1000}.{int(old[1]) % 1000 // 10}"
         raise NotHereError(
-            f"the NVIDIA driver is too old: it speaks {speaks}, and this torch was built for CUDA {torch.version.cuda}; update it, "
-            f"or install a torch built for {speaks} or older"
+            f"the NVIDIA driver is too old: it supports {supported}, and this torch was built for CUDA {torch.version.cuda}; "
+            f"update it, or install a torch built for {supported} or older"
         )
 
 
 def _refuse_busy(index: int, *, needed: int) -> Memory:
-    """A card's memory; refused where others hold so much that running out of it would say nothing of the job."""
+    """A GPU's memory; raises NotHereError if other processes hold so much that the job could not fit."""
     until = time.monotonic() + _LEAVES_S
     while (held := (memory := memory_of(index)).total - memory.free) > max(_OWN_CONTEXT, memory.total // _MATTERS):
         if needed <= memory.free:
@@ -110,28 +109,29 @@ def _refuse_busy(index: int, *, needed: int) -> Memory:
 
 
 def _busy(index: int, memory: Memory, needed: int, held: int) -> str:
-    who = ", ".join(f"{one.name} (pid {one.pid}) {format_gb(one.n_bytes)}" for one in holders(index))
+    processes = ", ".join(f"{one.name} (pid {one.pid}) {format_gb(one.n_bytes)}" for one in holders(index))
+    holder = f"it is held by {processes}" if processes else f"nvidia-smi does not list the holder of {format_gb(held)}"
     return (
         f"GPU {index} is busy: {format_gb(memory.free)} of {format_gb(memory.total)} are free, and the job needs "
-        f"{format_gb(needed)}; {'it is held by ' + who if who else f'nvidia-smi does not say who holds the {format_gb(held)}'}"
+        f"{format_gb(needed)}; {holder}"
     )
 
 
-# What torch and the driver say
+# The rest asks torch and the driver for one fact each
 
 
 def built_for_gpus() -> bool:
-    """Whether this torch has CUDA, or ROCm in its place."""
+    """Whether this torch has CUDA or ROCm."""
     return torch.version.cuda is not None or torch.version.hip is not None
 
 
 def count() -> int:
-    """How many GPUs torch sees."""
+    """The number of GPUs that torch sees."""
     return torch.cuda.device_count()
 
 
 def why_none() -> str:
-    """The driver's reason why no GPU can be used: its first sentence."""
+    """The driver's reason why no GPU can be used: the first sentence."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
@@ -140,7 +140,7 @@ def why_none() -> str:
 
 
 def memory_of(index: int) -> Memory:
-    """What the driver says of a card, which becomes this process's own."""
+    """A GPU's memory by the driver's count; makes it this process's current device."""
     try:
         torch.cuda.set_device(index)
         return Memory(*torch.cuda.mem_get_info(index))
@@ -150,27 +150,27 @@ def memory_of(index: int) -> Memory:
 
 
 def name_of(index: int) -> str:
-    """What the card is called."""
+    """The GPU's name."""
     return str(torch.cuda.get_device_name(index))
 
 
 def holders(index: int) -> list[Holder]:
-    """Other processes on a card, the largest first; none where nvidia-smi is absent or sees none, as in a container."""
-    asked = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory,process_name", "--format=csv,noheader,nounits"]
+    """Other processes on a GPU, the largest first; empty if nvidia-smi is absent or sees none, as in a container."""
+    query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory,process_name", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout  # noqa: S603
+        table = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout  # noqa: S603
     except (OSError, subprocess.SubprocessError):
         return []
-    return holders_of(said, uuid_of(index))
+    return holders_of(table, uuid_of(index))
 
 
 def uuid_of(index: int) -> str:
-    """The card as nvidia-smi names it, without its prefix."""
+    """The GPU's UUID as nvidia-smi prints it, without prefix."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def holders_of(table: str, uuid: str) -> list[Holder]:
-    r"""Read what nvidia-smi tells of one card, without this process.
+    r"""Other processes on one GPU, read from nvidia-smi's table.
 
     >>> holders_of("GPU-12-34, 77, 4096, python\nGPU-56, 78, 9, other", "12-34")
     [Holder(pid=77, name='python', n_bytes=4294967296)]

@@ -1,6 +1,6 @@
-"""Run the engine's own code on fake tensors and a fake process group: any model, any number of ranks, no memory.
+"""Runs the engine's own code on fake tensors and a fake process group: any model, any number of ranks, no memory.
 
-Torch believes in GPUs that are not there (:mod:`zeroplan.verify.fake_cuda`), as it does for a dry run of a user's own script.
+:mod:`zeroplan.verify.fake_cuda` makes torch see GPUs that do not exist, as in a dry run of a user's script.
 """
 
 import time
@@ -30,45 +30,43 @@ from zeroplan.verify.watching.timeline import Timeline, collectives, initialisat
 from zeroplan.verify.watching.tracker import Tracker
 
 _FEW_LAYERS = 4
-"""With so many layers, and one more, every layer of a longer model has its like: a first, a last, and some between."""
+"""With this many layers, and one more, every layer of a longer model has one like it: a first, a last, and some between."""
 _COUNT_ELEMENTS = ("deepspeed",)
-"""Engines whose buckets, windows of reuse and flat groups end after so many elements, wherever in a layer that is: few layers
-may look alike, and many do otherwise."""
-_NO_SCALER = ("no gradient scaler was run: it reads values, and what it holds is a few numbers",)
+"""Engines whose buckets and flat groups are bounded by a number of elements, so that few layers do not show what many do."""
+_NO_SCALER = ("the gradient scaler did not run, since it reads values; it holds a few numbers only",)
 _ALWAYS: tuple[str, ...] = (
     "collectives moved no data: the process group is fake",
     "weights are not initialised, dropout is off",
-    ("CUDA's allocator is a model of it: from a card that holds what initialisation left and never runs out, with cuBLAS's "
-     "workspaces"),
+    ("the allocator's figures come from a model of CUDA's allocator, on a GPU that holds what initialisation left and never runs "
+    "out, with cuBLAS's workspaces"),
 )  # fmt: skip
 _CPU_ADAM = (
-    ("torch's fused optimizer ran on the host in place of DeepSpeedCPUAdam, with zero_force_ds_cpu_optimizer false: both keep "
-     "momentum and variance in fp32 and take nothing more"),
+    ("torch's fused optimizer replaced DeepSpeedCPUAdam on the host, with zero_force_ds_cpu_optimizer false: both keep "
+    "momentum and variance in fp32 and need nothing more"),
 )  # fmt: skip
-_USED = ("DDP's map of used parameters was not made: its C++ cannot pin fake memory; it takes four bytes per tensor",)
-_NVME = ("what goes to NVMe moved no data: DeepSpeed's own swapping ran with a stand-in for its asynchronous reads and writes",)
+_USED = ("DDP's map of used parameters was not made: its C++ cannot pin fake memory; it has four bytes per tensor",)
+_NVME = ("DeepSpeed swapped to NVMe without moving data: a stand-in replaced its asynchronous reads and writes",)
 
 
 def simulate(
     job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = True, say: Callable[[str], None] | None = None,
     make: Callable[[], Workload] | None = None, least_room: bool = False,
 ) -> Measurement:  # fmt: skip
-    """Measure a job without memory or GPU; the last step is the steady state. ``say`` is told how far it is.
+    """Measure a job without memory or GPU; the last step is the steady state. ``say`` receives the progress.
 
-    ``make`` builds another workload than the job's own model, which is run as it is. ``least_room`` also looks for the smallest
-    room in which the allocator goes through the run.
+    ``make`` builds another workload than the job's own model and runs it unchanged. ``least_room`` also searches for the smallest
+    room in which the allocator can serve the run.
 
-    Without ``all_layers`` a few are run and the rest extended from them (:mod:`zeroplan.verify.watching.extend`), or all after
-    all where they are not alike. DDP and DeepSpeed settle in the third step. DeepSpeed always runs all layers. Torch believes in
-    CUDA for the rest of the process, so simulate in one that does nothing else
-    (:func:`zeroplan.verify.processes.launch.launch`, with fake tensors).
-    Raises :class:`~zeroplan.errors.MeasurementError` for engines whose code fake tensors cannot go through.
+    Without ``all_layers`` a few layers are run and the result is extended (:mod:`zeroplan.verify.watching.extend`) if layers are
+    alike. DDP and DeepSpeed reach their steady state in the third step. DeepSpeed always runs all layers. Torch sees fake GPUs for
+    the rest of the process, so use a separate process (:func:`zeroplan.verify.processes.launch.launch`, with fake tensors).
+    Raises :class:`~zeroplan.errors.MeasurementError` for engines whose code cannot run on fake tensors.
     """
     began, job = time.perf_counter(), as_installed(job)
     recording = _from_few_layers(job, rank, steps) if make is None and not all_layers and _layers_are_alike(job) else None
     remarks = _remarks(job.recipe)
     if recording is not None:
-        remarks += (f"few layers were run and extended to {job.model.num_hidden_layers}: layers are alike",)
+        remarks += (f"few layers were run, and the result was extended to {job.model.num_hidden_layers}",)
     else:
         recording = _recorded(job, rank, steps, say, make)
     workspace_bytes, _ = workspace(job.cluster.gpu)
@@ -98,32 +96,30 @@ def simulate(
 
 
 def _layers_are_alike(job: JobSpec) -> bool:
-    """Whether a few may tell of all."""
+    """Whether the memory of all layers follows from a run of a few."""
     recipe = job.recipe
     some_recomputed = recipe.recompute_layers is not None
-    cut = job.mesh.pp > 1  # stages have few layers, and more of them cut elsewhere
-    return not (recipe.engine in _COUNT_ELEMENTS or _hands_out_tensors(job) or some_recomputed or cut)
+    cut = job.mesh.pp > 1  # stages have few layers, and more layers are split at other places
+    return not (recipe.engine in _COUNT_ELEMENTS or _layers_not_alike(job) or some_recomputed or cut)
 
 
 def _remarks(recipe: RecipeSpec) -> tuple[str, ...]:
-    unscaled = recipe.precision == "fp16-mixed" and recipe.engine != "deepspeed"  # which has a scaler of its own
+    unscaled = recipe.precision == "fp16-mixed" and recipe.engine != "deepspeed"  # DeepSpeed has its own scaler
     maps = recipe.engine == "ddp" and (recipe.ddp.find_unused_parameters or recipe.ddp.static_graph)
-    return (*_ALWAYS, *(_NO_SCALER if unscaled else ()), *(_USED if maps else ()), *_stands_for(recipe))
+    return (*_ALWAYS, *(_NO_SCALER if unscaled else ()), *(_USED if maps else ()), *_replaced_parts(recipe))
 
 
-def _stands_for(recipe: RecipeSpec) -> tuple[str, ...]:
-    """DeepSpeed's own optimizer for the CPU is C++ that takes addresses, which fake tensors do not have."""
-    takes_the_step = recipe.engine == "deepspeed" and recipe.deepspeed.offload_optimizer != "none"
+def _replaced_parts(recipe: RecipeSpec) -> tuple[str, ...]:
+    """Remarks on replaced parts: DeepSpeed's CPU optimizer, whose C++ needs addresses, and its NVMe I/O."""
+    steps_on_cpu = recipe.engine == "deepspeed" and recipe.deepspeed.offload_optimizer != "none"
     on_nvme = _NVME if _swaps(recipe) else ()
     return on_nvme + (
-        _CPU_ADAM
-        if takes_the_step and recipe.optimizer in ("adamw", "adam") and recipe.optimizer_impl in (None, "fused")
-        else ()
+        _CPU_ADAM if steps_on_cpu and recipe.optimizer in ("adamw", "adam") and recipe.optimizer_impl in (None, "fused") else ()
     )
 
 
 def _on_nvme(recipe: RecipeSpec) -> int | None:
-    """What the run has written; None where nothing goes to NVMe."""
+    """Bytes that the run wrote to NVMe; None without NVMe offload."""
     if not _swaps(recipe):
         return None
     from zeroplan.verify.pretended.nvme import left  # noqa: PLC0415  it imports DeepSpeed
@@ -136,11 +132,8 @@ def _swaps(recipe: RecipeSpec) -> bool:
     return recipe.engine == "deepspeed" and "nvme" in (options.offload_optimizer, options.offload_param)
 
 
-def _hands_out_tensors(job: JobSpec) -> bool:
-    """Whether ranks get whole tensors, the largest first: what one gets of more layers does not follow from a few.
-
-    Nor do so many frozen blocks.
-    """
+def _layers_not_alike(job: JobSpec) -> bool:
+    """Whether ranks own whole tensors or some blocks are frozen, so that few layers do not show what many do."""
     return (job.recipe.engine == "ddp" and job.recipe.zero_stage == 1) or job.model.frozen is not None
 
 
@@ -149,14 +142,14 @@ def _recorded(
 ) -> Recording:  # fmt: skip
     install_node(job.cluster)
     tracker = Tracker(device=CUDA, say=say, host=HostMemory() if job.recipe.offloads else None)
-    with _values_are_not_there(job) if make is None else nullcontext():
+    with _explain_reads_of_values(job) if make is None else nullcontext():
         run(job, tracker, rank=rank, steps=steps, device=CUDA, make=None if make is None else lambda: placed(make, CUDA))
     return tracker.recording
 
 
 @contextmanager
-def _values_are_not_there(job: JobSpec) -> Iterator[None]:
-    """Say in one line that something reads a number out of a tensor, as Adafactor does of every norm."""
+def _explain_reads_of_values(job: JobSpec) -> Iterator[None]:
+    """Turn torch's error about a read value into one line, with a way out; Adafactor reads every norm."""
     try:
         yield
     except DataDependentOutputException as error:
@@ -167,12 +160,13 @@ def _values_are_not_there(job: JobSpec) -> Iterator[None]:
 
 
 def _from_few_layers(job: JobSpec, rank: int, steps: int) -> Recording | None:
-    """The recording of all layers, written down from two with few; None where there are no more, or they are not alike."""
+    """The recording of all layers, extended from two short runs; None if there are no more layers or they are not alike."""
     few, period = _few_layers(job.model), layer_period(job.model)
     times = (job.model.num_hidden_layers - few) // period
     if times <= 1:
         return None
-    shorter, longer = (_recorded(_with_layers(job, layers), rank, steps) for layers in (few, few + period))
+    models = (replace(job.model, num_hidden_layers=layers) for layers in (few, few + period))
+    shorter, longer = (_recorded(replace(job, model=model), rank, steps) for model in models)
     try:
         return extended(shorter, longer, times)
     except NotAlikeError:
@@ -180,11 +174,7 @@ def _from_few_layers(job: JobSpec, rank: int, steps: int) -> Recording | None:
 
 
 def _few_layers(model: ModelSpec) -> int:
-    """All dense first layers, a few of the others, and as many more as leave whole periods out."""
+    """The dense first layers, a few of the others, and as many more as leave whole periods out."""
     dense, period = model.moe.num_dense_layers if model.moe is not None else 0, layer_period(model)
     least = dense + max(_FEW_LAYERS, 2 * period + 1)
     return least + (model.num_hidden_layers - least) % period
-
-
-def _with_layers(job: JobSpec, layers: int) -> JobSpec:
-    return replace(job, model=replace(job.model, num_hidden_layers=layers))

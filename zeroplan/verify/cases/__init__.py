@@ -1,1 +1,1 @@
-"""Many cases, one after the other: what they are, what came of each, and whether the estimate was right."""
+"""Runs many cases one after the other, records their results, and compares them with the estimates."""

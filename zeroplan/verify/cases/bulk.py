@@ -1,4 +1,4 @@
-"""Runs many cases one after the other, each in a process of its own, and says what came of each."""
+"""Runs many cases one after the other, each in its own process, and yields a result for each."""
 
 import json
 import os
@@ -22,19 +22,19 @@ from zeroplan.verify.task import Card, Task
 
 _WARM = [sys.executable, "-m", "zeroplan.verify.processes.warm"]
 _REAPED_S = 10.0
-"""How long a copy of the warm process may take to be gone when it has said what it had to say. [s]"""
+"""How long a copy of the warm process may take to end after its last message. [s]"""
 
 
 _Kind = tuple[str, str]
 
 
 def _kind(task: Task) -> _Kind:
-    """What a process that has imported all it needs can be copied for: tensors, and the engine where it patches torch."""
+    """The kind of warm process a task needs: its tensors, and the engine, since DeepSpeed patches torch."""
     return task.tensors, "deepspeed" if task.job.recipe.engine == "deepspeed" else "torch"
 
 
 class Runner:
-    """Runs cases, those of one process as copies of a warm one. To be entered; no process is left when it is."""
+    """Runs cases; those of one process as forks of a warm one. A context manager that ends all processes."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -43,28 +43,28 @@ class Runner:
         self._warm: tuple[_Kind, Started] | None = None
 
     def __enter__(self) -> Self:
-        """Begin; the warm process is started when the first case needs it."""
+        """Begin; the first case that needs a warm process starts it."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the warm process and whatever it runs."""
+        """End the warm process and its forks."""
         self._stop()
 
     def run(self, case: Case) -> Result:
-        """Run one case to its result.
+        """Run one case and return its result.
 
-        Raises :class:`~zeroplan.verify.failures.NotHereError` where nothing can be run here, whatever the case.
+        Raises :class:`~zeroplan.verify.failures.NotHereError` if this machine cannot run any case.
         """
         began = time.monotonic()
         records: list[Measurement] = []
         cards: list[Card] = []
-        outcome, says = self._outcome(case.task, Listener(records.append, self._say, card=cards.append))
+        outcome, message = self._outcome(case.task, Listener(records.append, self._say, card=cards.append))
         fullest = max(records, key=lambda one: one.steady.peak.peak_bytes, default=None)
         return Result(
             name=case.name,
             task=case.task,
             outcome=outcome,
-            says=says,
+            says=message,
             card=cards[0].name if cards else "",
             card_bytes=cards[0].total_bytes if cards else None,
             record=fullest if outcome == "measured" else None,
@@ -76,9 +76,9 @@ class Runner:
         try:
             self._run(task, to)
         except NotHereError:
-            if task.tensors != "cuda" or not self._may_be_copied(task):
+            if task.tensors != "cuda" or not self._may_be_forked(task):
                 raise
-            self._stop()  # a library may have touched CUDA before the copy was made: once more, in a process of its own
+            self._stop()  # a library may have touched CUDA before the fork: run once more in a new process
             self._cold.add(_kind(task))
             return self._outcome(task, to)
         except OutOfMemoryError as error:
@@ -91,8 +91,8 @@ class Runner:
 
     def _run(self, task: Task, to: Listener) -> None:
         with ordered(task) as order:
-            if not self._may_be_copied(task):
-                self._stop()  # what is warm holds memory, and no other process may be on the card
+            if not self._may_be_forked(task):
+                self._stop()  # the warm process holds memory, and no other process may use the GPU
                 with running(command_of(task, order), task, order) as started:
                     listen(task, started, to)
                 return
@@ -109,7 +109,7 @@ class Runner:
             self._reap(started)
 
     def _warm_for(self, task: Task) -> Started:
-        """The process to copy; another one where other tensors are wanted, or the last one is gone."""
+        """The process to fork; a new one if the kind differs or the last one ended."""
         if self._warm is not None and self._warm[0] == _kind(task) and self._warm[1].process.poll() is None:
             return self._warm[1]
         self._stop()
@@ -117,8 +117,8 @@ class Runner:
         self._warm = _kind(task), started
         return started
 
-    def _may_be_copied(self, task: Task) -> bool:
-        """Real ranks are elastic's to start; and a kind that failed once as a copy is started anew each time."""
+    def _may_be_forked(self, task: Task) -> bool:
+        """Whether a fork can run the task: not with real ranks, which elastic starts, nor after a fork of its kind failed."""
         return task.transport == "fake" and _kind(task) not in self._cold
 
     def _order(self, started: Started, task: Task, order: Path) -> None:
@@ -129,10 +129,12 @@ class Runner:
             started.process.stdin.flush()
         except OSError:
             self._stop()
-            raise MeasurementError("the process that cases are copied from died before this one") from None
+            raise MeasurementError(
+                "the process that runs the cases died before this one; run the command again to go on"
+            ) from None
 
     def _reap(self, started: Started) -> None:
-        """Wait until the copy is gone and what it held of the card is free; where it will not go, start anew for the next."""
+        """Wait until the fork has ended and freed its GPU memory; if it does not end, restart the warm process."""
         until = time.monotonic() + _REAPED_S
         message: Message | None = {} if started.process.poll() is None else None
         while message is not None and "ended" not in message:
@@ -155,13 +157,9 @@ def _warm(task: Task) -> Iterator[Started]:
 
 
 def run_cases(
-    cases: tuple[Case, ...],
-    *,
-    timeout_s: float,
-    say: Callable[[str], None],
-    begin: Callable[[Case], None] = lambda _case: None,
+    cases: tuple[Case, ...], *, timeout_s: float, say: Callable[[str], None], begin: Callable[[Case], None] = lambda _case: None
 ) -> Iterator[Result]:
-    """Run cases in their order; ``begin`` is told of each, and each result is handed out when it is there."""
+    """Run cases in order and yield their results; ``begin`` is called with each case before it runs."""
     with Runner(say) as runner:
         for case in cases:
             begin(case)

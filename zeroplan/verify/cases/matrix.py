@@ -1,8 +1,8 @@
-"""Many cases in one file: ``[defaults]``, and ``[[case]]`` tables in a job file's words, where a list means each of its values.
+"""Reads many cases from one file: ``[defaults]``, and ``[[case]]`` tables with the keys of a job file; lists give all combinations.
 
-Beside a job's own keys a case may say ``as_rank`` (which rank to be), ``nproc`` (real processes, one per GPU), ``layers`` (keep so
-many of the model's), ``steps``, and ``edge``: the share of the card's memory that the estimate is to need, for which the batch is
-made as large as it must be, and its sequences shortened to meet it.
+A case also has ``as_rank`` (the rank to play), ``nproc`` (real processes, one per GPU), ``layers`` (to keep of the model),
+``steps`` and ``edge``. ``edge`` is the share of the GPU's memory that the estimate should need: the batch is made large enough,
+then its sequences are shortened to meet the share.
 """
 
 import tomllib
@@ -29,14 +29,14 @@ _TOGETHER = "zeroplan.verify.cases"
 _SHIPPED = "matrices"
 _MOST_CASES = 10_000
 _STEP = 8
-"""Sequences are made longer by so many tokens: an odd length would have kernels of its own. [tokens]"""
+"""Sequence lengths are multiples of this; odd lengths use other kernels. [tokens]"""
 _NEAR_ENOUGH = 0.01
-"""How far from the share asked for the nearest batch may be."""
+"""Allowed difference between the requested share and the nearest batch's."""
 _LARGEST = 4096
 
 
 class Case(NamedTuple):
-    """One line of the table: what it is called, and what is run."""
+    """One case: its name and its task."""
 
     name: str
     task: Task
@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own(Spec):
-    """What a case says beside its job."""
+    """Keys of a case that are not the job's."""
 
     as_rank: CountOrZero = 0
     nproc: Count | None = None
@@ -54,13 +54,13 @@ class Own(Spec):
 
 
 def shipped() -> dict[str, Path]:
-    """The matrices that come with the package, by name."""
+    """The matrices in the package, by name."""
     folder = Path(str(resources.files(_TOGETHER))) / _SHIPPED
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
 def find_matrix(name: str) -> Path:
-    """The file that a name stands for: a path, or a matrix of the package's."""
+    """The file of a matrix: a path, or the name of one in the package."""
     if name.endswith(".toml") or Path(name).exists():
         return Path(name)
     known = shipped()
@@ -70,10 +70,10 @@ def find_matrix(name: str) -> Path:
 
 
 def read_matrix(path: Path, *, tensors: Tensors, card_bytes: int | None = None) -> tuple[Case, ...]:
-    """Read all cases, complete and checked; every one has an estimate.
+    """Read and check all cases; each has an estimate.
 
-    ``card_bytes`` is how much memory the card at hand has, where that is known: edges are then its own, and not those of the GPU
-    that a case names. Raises SpecError in one line, with the number of the case, for everything that is no matrix.
+    ``card_bytes`` is the memory of the GPU at hand, if known; ``edge`` then refers to it and not to the GPU that a case names.
+    Raises SpecError in one line, with the number of the case, for an invalid file.
     """
     where = f"matrix {str(path)!r}"
     try:
@@ -82,14 +82,14 @@ def read_matrix(path: Path, *, tensors: Tensors, card_bytes: int | None = None) 
         raise error if isinstance(error, SpecError) else SpecError(f"{where} is not TOML: {one_line(str(error))}") from None
     tables, defaults = data.pop("case", None), data.pop("defaults", {})
     if data:
-        raise SpecError(f"{where}: no such key {next(iter(data))!r}; it has [defaults] and [[case]] tables")
+        raise SpecError(f"{where} has the unknown key {next(iter(data))!r}; write [defaults] and [[case]] tables only")
     if not isinstance(tables, list) or not tables or not isinstance(defaults, dict):
         raise SpecError(f"{where} has no case; write [[case]] and the keys of a job file below it")
     return _cases(where, defaults, tables, _Here(tensors, card_bytes))
 
 
 class _Here(NamedTuple):
-    """On what cases are run: tensors, and the card's memory where it is known. [bytes]"""
+    """Where the cases run: the tensors, and the GPU's memory if known. [bytes]"""
 
     tensors: Tensors
     card_bytes: int | None
@@ -100,9 +100,9 @@ def _cases(where: str, defaults: dict[str, object], tables: list[object], on: _H
     for number, table in enumerate(tables, 1):
         here = f"{where}, case {number}"
         if not isinstance(table, dict):
-            raise SpecError(f"{here} is no table; write [[case]]")
-        for said in _each(_keys({**defaults, **table}), here):
-            case = _case(said, here, on)
+            raise SpecError(f"{here} is not a table; write [[case]]")
+        for keys in _each(_keys({**defaults, **table}), here):
+            case = _case(keys, here, on)
             cases.setdefault(case.task, case)
             if len(cases) > _MOST_CASES:
                 raise SpecError(f"{where} has more than {_MOST_CASES:,} cases; make several files")
@@ -110,12 +110,12 @@ def _cases(where: str, defaults: dict[str, object], tables: list[object], on: _H
 
 
 def _keys(table: Mapping[str, object]) -> dict[str, object]:
-    """Keys as flags write them, too: ``seq-len`` for ``seq_len``."""
+    """The table with ``-`` in keys replaced by ``_``, so that flags' spellings work."""
     return {key.replace("-", "_"): value for key, value in table.items()}
 
 
 def _each(table: dict[str, object], where: str) -> Iterator[dict[str, object]]:
-    """Every combination of the values that are listed. Raises SpecError where a list is empty, which would mean no case."""
+    """Every combination of the listed values. Raises SpecError for an empty list, which would give no case."""
     empty = next((key for key, value in table.items() if value == []), None)
     if empty is not None:
         raise SpecError(f"{where}: {empty} = [] lists no value; give it one or more, or leave it out")
@@ -123,14 +123,14 @@ def _each(table: dict[str, object], where: str) -> Iterator[dict[str, object]]:
     return (dict(zip(table, chosen, strict=True)) for chosen in product(*values))
 
 
-def _case(said: dict[str, object], where: str, on: _Here) -> Case:
-    own = read(Own, {key: value for key, value in said.items() if key in Own.__dataclass_fields__}, where=where)
-    request = request_of_keys({key: value for key, value in said.items() if key not in Own.__dataclass_fields__}, where=where)
+def _case(keys: dict[str, object], where: str, on: _Here) -> Case:
+    own = read(Own, {key: value for key, value in keys.items() if key in Own.__dataclass_fields__}, where=where)
+    request = request_of_keys({key: value for key, value in keys.items() if key not in Own.__dataclass_fields__}, where=where)
     try:
         job = on_a_card_of(as_installed(resolve(request).job), on.card_bytes)
         job = job if own.layers is None else _with_layers(job, own.layers)
         job = job if own.edge is None else at_the_edge(job, own.edge, alone=own.nproc is None)
-        estimate(job)  # which refuses what its engine does not do
+        estimate(job)  # raises for jobs that the engine cannot run
         return Case(_name(job, own), _task(job, own, on.tensors))
     except ZeroplanError as error:
         raise SpecError(f"{where}: {error}") from None
@@ -140,9 +140,9 @@ def _task(job: JobSpec, own: Own, tensors: Tensors) -> Task:
     ranks = job.mesh.world_size
     refuse_unrunnable(job)
     if own.nproc not in (None, ranks):
-        raise SpecError(f"nproc={own.nproc} does not fit the job's {ranks:,} GPUs; each process is one of them")
+        raise SpecError(f"nproc={own.nproc} does not fit the job's {ranks:,} GPUs; set nproc = {ranks}, or leave it out")
     if own.as_rank >= ranks:
-        raise SpecError(f"as_rank={own.as_rank} is not one of {ranks:,} ranks")
+        raise SpecError(f"as_rank={own.as_rank} is not one of {ranks:,} ranks; choose 0 to {ranks - 1}")
     real = own.nproc is not None and tensors != "fake"
     transport: Transport = ("nccl" if tensors == "cuda" else "gloo") if real else "fake"
     return Task(
@@ -157,7 +157,7 @@ def _task(job: JobSpec, own: Own, tensors: Tensors) -> Task:
 
 def _with_layers(job: JobSpec, layers: int) -> JobSpec:
     if layers > job.model.num_hidden_layers:
-        raise SpecError(f"layers={layers} is more than the {job.model.num_hidden_layers} of {job.model.name}")
+        raise SpecError(f"layers={layers} is more than the {job.model.num_hidden_layers} of {job.model.name}; use fewer")
     moe = job.model.moe
     if moe is not None and moe.num_dense_layers >= layers:
         moe = replace(moe, num_dense_layers=layers - 1)
@@ -165,10 +165,10 @@ def _with_layers(job: JobSpec, layers: int) -> JobSpec:
 
 
 def at_the_edge(job: JobSpec, share: float, *, alone: bool) -> JobSpec:
-    """The job with a batch so large that the estimate needs that share of the card's memory, ``alone`` on it or in its group.
+    """The job with a batch whose estimate needs that share of the GPU's memory, ``alone`` or in its group.
 
-    The fewest sequences of the job's length that need more, shortened to what is next to the share: above it where the share is
-    more than the card has, below it otherwise. Raises SpecError where that does not come within a percent.
+    Takes the fewest sequences of full length that need more, and shortens them to the nearest length: above the share if that is
+    more than 1, else below it. Raises SpecError if the result is off by more than a percent.
     """
     if estimate(job).capacity_bytes is None:
         raise SpecError(f"edge={share} is a share of a card's memory; name the card with gpu")
@@ -184,7 +184,7 @@ def at_the_edge(job: JobSpec, share: float, *, alone: bool) -> JobSpec:
 
 
 def _around(share_of: Callable[[int], float], share: float, *, most: int) -> tuple[int, int]:
-    """The two neighbours between which a share lies, that grows from 1 to the most."""
+    """The two neighbours, of 1 to ``most``, between which a growing share passes the target."""
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
@@ -196,7 +196,7 @@ def _sized(job: JobSpec, batch: int, steps: int) -> JobSpec:
     return replace(job, batch=replace(job.batch, micro_batch_size=batch, seq_len=_STEP * steps))
 
 
-def _share(job: JobSpec, alone: bool) -> float:  # noqa: FBT001  it is handed on
+def _share(job: JobSpec, alone: bool) -> float:  # noqa: FBT001  both callers pass their own flag on
     answer = estimate(job)
     return needed_bytes(answer, alone=alone) / (answer.capacity_bytes or 1)
 

@@ -1,4 +1,4 @@
-"""What a run needs of its card, and how much its card has: a verdict is about what was run, where it was run."""
+"""The memory that a run needs of its GPU, and the memory that the GPU has."""
 
 import ctypes
 from dataclasses import replace
@@ -14,9 +14,9 @@ _OK = 0
 
 
 def needed_bytes(answer: Estimate, *, alone: bool) -> int:
-    """The peak, and what the card gives outside the allocator. [bytes]
+    """The peak plus the memory outside the allocator. [bytes]
 
-    ``alone``, as one rank of a fake process group, a process has no communicators.
+    ``alone`` is one rank of a fake process group, which has no communicators.
     """
     if not alone:
         return answer.least_bytes
@@ -24,9 +24,9 @@ def needed_bytes(answer: Estimate, *, alone: bool) -> int:
 
 
 def card_bytes() -> int | None:
-    """All memory of the first GPU that this process sees, as its driver says; None where there is no driver or no GPU. [bytes]
+    """Total memory of the first visible GPU by its driver; None without driver or GPU. [bytes]
 
-    The driver's library is asked, without torch; no context is made.
+    Calls the driver's library directly, without torch, and creates no context.
     """
     try:
         driver = ctypes.CDLL(_DRIVER)
@@ -41,7 +41,7 @@ def card_bytes() -> int | None:
 
 
 def on_a_card_of(job: JobSpec, n_bytes: int | None) -> JobSpec:
-    """The job on the card that is there: of the GPU it names, with so much memory. [bytes]"""
+    """The job with its GPU's memory set to the memory at hand. [bytes]"""
     gpu = job.cluster.gpu
     if gpu is None or n_bytes in (None, gpu.memory_bytes.value):
         return job

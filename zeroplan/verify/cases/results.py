@@ -1,7 +1,6 @@
-"""Results of many cases in one file, a JSON object per line, each line whole: a kill loses at most the running case.
+"""Results of many cases in one file, one JSON object per line; a kill loses at most the running case.
 
-Beside the file stands a mark that says which case is running. Who finds one when it opens the file knows that the last run was
-ended in the middle of that case.
+A marker file beside it names the running case. If it exists when the file is opened, the last run was killed in that case.
 """
 
 import errno
@@ -22,15 +21,15 @@ from zeroplan.whole import write_whole
 
 Outcome = Literal["measured", "out of memory", "refused", "failed"]
 _BEGINNING = b'{"schema_version":'
-#: What need not be run again.
+#: Outcomes that need no further run.
 SETTLED: tuple[Outcome, ...] = ("measured", "out of memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result(Spec):
-    """What came of one case: the record of the fullest rank, or why there is none.
+    """The result of one case: the record of the rank with the highest peak, or the reason why there is none.
 
-    ``card_bytes`` is the memory of the GPU it ran on, where it did. [bytes]
+    ``card_bytes`` is the memory of the GPU on which it ran, if any. [bytes]
     """
 
     schema_version: Annotated[int, Range(1, SCHEMA_VERSION)] = SCHEMA_VERSION
@@ -42,20 +41,20 @@ class Result(Spec):
     card_bytes: CountOrZero | None = None
     record: Measurement | None = None
     ranks: Count = 1
-    """How many ranks left a record."""
+    """How many ranks wrote a record."""
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
 
 
-def what_is_run(task: Task) -> Task:
-    """A task by which results are found again: without where and how patiently it was run."""
+def without_run_options(task: Task) -> Task:
+    """The task without folder, store and timeout, which do not change the result."""
     return replace(task, store="", folder="", timeout_s=300.0)
 
 
 class Results:
-    """The results in a file, and a way to append one.
+    """The results in a file, and a way to append to them.
 
-    ``found`` are those that the file held, ``dropped`` what of its last line was cut off [bytes], and ``broken_off`` the case in
-    whose middle the last run was ended, where it was.
+    ``found`` are the results already in the file; ``dropped`` is the size of a half-written last line that was removed [bytes];
+    ``broken_off`` is the case in which the last run was killed, if any.
     """
 
     def __init__(self, descriptor: int, path: Path, found: list[Result], *, dropped: int = 0) -> None:
@@ -68,18 +67,18 @@ class Results:
         return self.path.with_name(f".{self.path.name}.running")
 
     def of(self, task: Task) -> Result | None:
-        """The last result of a case, where there is one."""
-        return next((one for one in reversed(self.found) if what_is_run(one.task) == what_is_run(task)), None)
+        """The last result of a case; None without one."""
+        return next((one for one in reversed(self.found) if without_run_options(one.task) == without_run_options(task)), None)
 
     def begin(self, name: str) -> None:
-        """Note which case is run now, before any time is spent on it."""
+        """Write the name of the case that is about to run into the marker file."""
         try:
             write_whole(self._mark, json.dumps({"case": name, "after": len(self.found)}), force=True)
         except OSError as error:
             raise _unwritten(self.path, error) from None
 
     def append(self, result: Result) -> None:
-        """Write one line, whole and on the disk before this returns; where that fails, nothing of it stays."""
+        """Append one line and flush it to disk; if that fails, remove the part written."""
         line = memoryview((json.dumps(asdict(result), ensure_ascii=False, separators=(",", ":")) + "\n").encode())
         before = os.fstat(self._descriptor).st_size
         try:
@@ -93,7 +92,7 @@ class Results:
         self.found.append(result)
 
     def end(self) -> None:
-        """Take the mark away: this run was not killed."""
+        """Remove the marker: this run was not killed."""
         with suppress(OSError):
             self._mark.unlink(missing_ok=True)
 
@@ -103,10 +102,10 @@ def _unwritten(path: Path, error: OSError) -> MeasurementError:
 
 
 def _broken_off(mark: Path, found: int) -> str | None:
-    """What a mark says, which is stale where the result has been written since; empty where it was half written itself."""
+    """The case in the marker file; None if its result has been written since, empty if the marker is incomplete."""
     try:
-        said = json.loads(mark.read_text(encoding="utf-8"))
-        return None if int(said["after"]) < found else str(said["case"])
+        marker = json.loads(mark.read_text(encoding="utf-8"))
+        return None if int(marker["after"]) < found else str(marker["case"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError):
@@ -115,10 +114,10 @@ def _broken_off(mark: Path, found: int) -> str | None:
 
 @contextmanager
 def opened(path: Path, *, say: Callable[[str], None]) -> Iterator[Results]:
-    """Open a file of results, made where there is none, for one writer at a time.
+    """Open a file of results for one writer at a time; create it if missing.
 
-    A last line that a killed run left half-written is cut off. Raises SpecError where the file holds anything else, and
-    MeasurementError where another run has it open or it cannot be written. ``say`` is told where the file system has no locks.
+    Removes a last line that a killed run left half-written. Raises SpecError if the file contains anything else, and
+    MeasurementError if another run has it open or it cannot be written. ``say`` receives a warning if the file system has no locks.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,19 +132,19 @@ def opened(path: Path, *, say: Callable[[str], None]) -> Iterator[Results]:
             yield results
         finally:
             results.end()
-            if not os.fstat(descriptor).st_size:  # nothing came of it
+            if not os.fstat(descriptor).st_size:  # no case was run
                 path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
 
 
-#: What a lock fails with where another holds it; anything else says that there are no locks to be had.
+#: Errors of a lock that another process holds; any other error means that the file system has no locks.
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 def _hold(descriptor: int, path: Path, say: Callable[[str], None]) -> None:
-    """Lock the file until it is closed or this process is gone, however it goes: no lock outlives its holder."""
-    import fcntl  # noqa: PLC0415  Windows, where results are read and compared, has none
+    """Lock the file until it is closed or this process ends."""
+    import fcntl  # noqa: PLC0415  absent on Windows, where results can still be read
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,11 +153,11 @@ def _hold(descriptor: int, path: Path, say: Callable[[str], None]) -> None:
             raise MeasurementError(
                 f"another run is writing to {str(path)!r}; wait for it, or name another --record-dir"
             ) from None
-        say(f"the file system of {str(path)!r} has no locks ({error.strerror}): see to it that no other run writes there")
+        say(f"the file system of {str(path)!r} has no locks ({error.strerror}): make sure that no other run writes there")
 
 
 def read_results(path: Path) -> list[Result]:
-    """The results in a file, without a last line that is half written. Raises SpecError in one line for any other file."""
+    """The results in a file, without a half-written last line. Raises SpecError for any other file."""
     if not path.is_file():
         raise SpecError(f"results {str(path)!r} is not a file; give the path of a .jsonl that `zeroplan verify --matrix` wrote")
     try:
@@ -169,18 +168,18 @@ def read_results(path: Path) -> list[Result]:
 
 
 def last_results(path: Path) -> list[Result]:
-    """The last result of each case in a file: one that failed may have been run again."""
-    return list({what_is_run(one.task): one for one in read_results(path)}.values())
+    """The last result of each case in a file, since a failed case may have been run again."""
+    return list({without_run_options(one.task): one for one in read_results(path)}.values())
 
 
 def _found(descriptor: int, path: Path) -> tuple[list[Result], int]:
-    """The whole lines, and how much of a half-written one was cut off. [bytes]"""
+    """The complete lines, and the size of a half-written one, which is removed. [bytes]"""
     data = path.read_bytes()
     half = data[data.rfind(b"\n") + 1 :]
     found = read_results(path)
-    written = half.rstrip(b"\0")  # a loss of power may leave room that was never filled
+    written = half.rstrip(b"\0")  # a power failure may leave unfilled space
     if written[: len(_BEGINNING)] != _BEGINNING[: len(written)]:
-        raise SpecError(f"results {str(path)!r} ends in something that is no result; take it out, or name another --record-dir")
+        raise SpecError(f"results {str(path)!r} ends in a line that is not a result; remove it, or name another --record-dir")
     if half:
         os.ftruncate(descriptor, len(data) - len(half))
     return found, len(half)
@@ -192,7 +191,7 @@ def _result(line: bytes, where: str) -> Result:
     except SpecError:
         raise
     except (ValueError, RecursionError):
-        raise SpecError(f"{where} is not JSON; take the line out, or name another --record-dir") from None
+        raise SpecError(f"{where} is not JSON; remove the line, or name another --record-dir") from None
     if not isinstance(data, dict):
-        raise SpecError(f"{where} is no result; take the line out, or name another --record-dir")
+        raise SpecError(f"{where} is not a result; remove the line, or name another --record-dir")
     return read(Result, data, where=where)

@@ -1,4 +1,4 @@
-"""Was the estimate right about a case: its numbers where it ran, and its verdict where it ran or ran out of memory?"""
+"""Compares the estimate of a case with its result: the numbers if it ran, and the verdict if it ran or ran out of memory."""
 
 from typing import NamedTuple
 
@@ -8,14 +8,14 @@ from zeroplan.verify.cases.needs import needed_bytes
 from zeroplan.verify.cases.results import Result
 
 BAND = 0.02
-"""Nearer than that to a card's capacity either verdict may be right."""
+"""Within this share of a GPU's capacity, either verdict counts as right."""
 
 
 class Judged(NamedTuple):
-    """A result beside its prediction. [bytes]
+    """A result and its prediction. [bytes]
 
-    ``predicted`` and ``measured`` are peaks, ``needed`` is the peak with what the card gives outside the allocator; ``fits`` is the
-    verdict, None where no card is known; ``agrees`` is None where there is nothing to judge.
+    ``predicted`` and ``measured`` are peaks; ``needed`` is the peak plus the memory outside the allocator; ``fits`` is the verdict,
+    None if no GPU is known; ``agrees`` is None if there is nothing to compare.
     """
 
     result: Result
@@ -27,22 +27,22 @@ class Judged(NamedTuple):
 
     @property
     def measured(self) -> int | None:
-        """The measured peak; None where there is no record."""
+        """The measured peak; None without a record. [bytes]"""
         return None if self.comparison is None else self.comparison.peak.measured
 
     @property
     def fits(self) -> bool | None:
-        """Whether the job was predicted to fit the card."""
+        """Whether the job was predicted to fit the GPU."""
         return None if self.capacity is None else self.needed <= self.capacity
 
     @property
     def at_the_edge(self) -> bool:
-        """Whether the prediction is so near to the capacity that either verdict may be right."""
+        """Whether the prediction is within the band around the capacity."""
         return self.capacity is not None and abs(self.needed / self.capacity - 1) < BAND
 
 
 def judged(result: Result, *, tolerance: float) -> Judged:
-    """Hold a result against the estimate of its job on the card that it ran on."""
+    """A result compared with the estimate of its job on the GPU that ran it."""
     answer = estimate(result.task.job)
     capacity = result.card_bytes or answer.capacity_bytes
     comparison = None if result.record is None else compare_with_estimate(result.record)

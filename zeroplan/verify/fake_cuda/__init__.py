@@ -1,1 +1,1 @@
-"""A CUDA GPU that is not there: torch takes fake tensors for tensors on it, and code that asks for one runs as it is."""
+"""A fake CUDA GPU: torch places fake tensors on it, and code that asks for a GPU runs unchanged."""

@@ -1,4 +1,4 @@
-"""The kernel of scaled dot product attention that CUDA takes, and what of torch is otherwise while a run is watched."""
+"""The attention kernel that CUDA would choose, and other differences of torch on a GPU while a run is watched."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,18 +6,17 @@ from typing import Literal
 
 import torch
 
-from zeroplan.verify.fake_cuda.torch_cuda import always
-from zeroplan.verify.replaced import replaced
+from zeroplan.verify.replaced import always, replaced
 
 _FLASH_HEAD_DIM = 256
 
 
 @contextmanager
 def decisions() -> Iterator[None]:
-    """Choose attention's kernel as CUDA does, and let host memory be pinned, which changes nothing on the GPU.
+    """Choose attention's kernel as CUDA does, and make pinning of host memory do nothing.
 
-    That a tensor is in use on a stream beside its own delays when its memory is used again, not when it is free.
-    Backward passes run in the calling thread: a thread of the device's own would number autograd's nodes anew.
+    ``record_stream`` delays when memory is reused, not when it is free, so it does nothing here either. Backward passes run in the
+    calling thread, since a thread per device would number autograd's nodes anew.
     """
     with (
         replaced(torch.nn.functional, "scaled_dot_product_attention", _attention),
@@ -33,11 +32,11 @@ Kernel = Literal["flash", "efficient", "math"]
 
 
 def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Kernel:
-    """Which kernel CUDA takes for these.
+    """The kernel that CUDA chooses for these operands.
 
-    Source: torch 2.13, ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``: flash needs 16 bits, one head size up to 256
-    and no mask; the memory-efficient one as many heads of keys as of queries (not so in later versions); each is taken in this
-    order. Left out: cuDNN's, which newer libraries prefer on Hopper and Blackwell.
+    Source: torch 2.13, ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``: flash needs 16 bits, one head size of 256 at
+    most and no mask; the memory-efficient kernel needs as many heads of keys as of queries (not so in later versions). Flash
+    has precedence. Left out: cuDNN's kernel, which newer libraries prefer on Hopper and Blackwell.
     """
     same_size = query.size(-1) == key.size(-1) == value.size(-1) <= _FLASH_HEAD_DIM
     if mask is None and same_size and query.dtype in (torch.float16, torch.bfloat16):
@@ -49,8 +48,8 @@ def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,  # noqa: FBT001, FBT002  torch's signature
 ) -> torch.Tensor:  # fmt: skip
-    query, key, value = (_as_autocast_has_it(one) for one in (query, key, value))
-    attn_mask = None if attn_mask is None else _as_autocast_has_it(attn_mask)
+    query, key, value = (_autocast(one) for one in (query, key, value))
+    attn_mask = None if attn_mask is None else _autocast(attn_mask)
     chosen = kernel(query, key, value, attn_mask)
     if chosen == "flash":
         return _flash(query, key, value, dropout_p, is_causal, scale)
@@ -66,11 +65,11 @@ def _attention(
     return out[0]  # type: ignore[no-any-return]
 
 
-_attention.__name__ = "scaled_dot_product_attention"  # by which others replace it in their turn
+_attention.__name__ = "scaled_dot_product_attention"  # other replacements look for this name
 
 
-def _as_autocast_has_it(operand: torch.Tensor) -> torch.Tensor:
-    """Attention is on autocast's list, and its kernel is chosen among operands that are cast."""
+def _autocast(operand: torch.Tensor) -> torch.Tensor:
+    """The operand in autocast's dtype, since CUDA chooses the kernel after autocast."""
     if not torch.is_autocast_enabled("cuda") or not operand.is_floating_point():
         return operand
     return operand.to(torch.get_autocast_dtype("cuda"))
@@ -89,7 +88,7 @@ def _flash(
 
 
 def _bias(query: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """A mask as the memory-efficient kernel takes it: numbers to add, rows padded to 16 elements."""
+    """The mask as the memory-efficient kernel needs it: numbers to add, rows padded to 16 elements."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:

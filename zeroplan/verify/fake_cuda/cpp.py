@@ -1,16 +1,15 @@
-"""What reaches into torch's C++: the only file that does, with a check behind every step.
+"""Makes torch's C++ report a CUDA GPU. The only file that writes to memory of C++; it checks every step.
 
 A CPU build of torch refuses ``device="cuda"`` in two places. Both can be changed from Python without a compiler:
 
-1. ``c10::impl::device_guard_impl_registry`` is an exported array of one device guard per device type, empty for CUDA. torch has a
-   guard that changes no device (``torch._C._acc``), for a backend written in Python; it is put in CUDA's place. It calls Python for
-   the kind of its devices and streams, also while an error of the script unwinds through C++, which ends the process. So its
-   table is copied, and what names a device or a stream is made to name CUDA's first without Python.
-2. ``at::detail::getCUDAHooks()`` is exported and returns an object whose virtual functions say whether CUDA was built and is
-   available. Its table is copied, and three entries are made to say yes. Then CUDA is the accelerator, on which autograd insists.
+1. ``c10::impl::device_guard_impl_registry`` is an exported array with one device guard per device type, empty for CUDA. torch has
+   a guard for backends written in Python (``torch._C._acc``), which this file registers for CUDA. That guard calls Python for the
+   kind of its devices and streams, even while a script's error unwinds through C++, which would end the process. So its virtual
+   table is copied, and the entries that name a device or stream return CUDA's first without Python.
+2. ``at::detail::getCUDAHooks()`` is exported and returns an object whose virtual functions report whether CUDA was built and is
+   available. Its table is copied, and three entries return true. CUDA is then the accelerator, which autograd requires.
 
-It works with builds for the CPU and for CUDA (torch 2.13 with CUDA 13.0 was tried, without a driver).
-This writes to memory of the process that belongs to C++. It is for a process that does nothing else.
+It works with CPU and CUDA builds (tried: torch 2.13 with CUDA 13.0, without a driver). Use it in a process that does nothing else.
 
 Source: torch 2.11 to 2.15, ``c10/core/impl/DeviceGuardImplInterface.h`` (``device_guard_impl_registry``),
 ``aten/src/ATen/detail/AcceleratorHooksInterface.h`` (the order of the virtual functions) and ``CUDAHooksInterface.h``. It follows
@@ -37,7 +36,7 @@ _DEVICE_TYPES = 22
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _GET_HOOKS = "_ZN2at6detail12getCUDAHooksEv"
 _IS_BUILT, _IS_AVAILABLE, _HAS_PRIMARY_CONTEXT = 2, 3, 4
-"""Entries in the table of ``AcceleratorHooksInterface``, behind two destructors."""
+"""Entries in the table of ``AcceleratorHooksInterface``, after two destructors."""
 _GUARDS_FUNCTIONS = [
     "type", "exchangeDevice", "getDevice", "setDevice", "uncheckedSetDevice", "getStream", "getDefaultStream",
     "getStreamFromGlobalPool", "getNewStream", "exchangeStream",
@@ -49,7 +48,7 @@ _FIRST_FUNCTIONS = {
     "c10/core/impl/DeviceGuardImplInterface.h": _GUARDS_FUNCTIONS,
 }
 _NAME_THE_CURRENT = tuple(map(_GUARDS_FUNCTIONS.index, ("exchangeDevice", "getDevice")))
-"""Streams stay those of cuda:0: autograd has a list of them, one for each device that the guard counts."""
+"""Streams stay those of cuda:0: autograd has a list with one entry per device that the guard counts."""
 _MACHINE: dict[str, Callable[[int], bytes]] = {
     "x86_64": lambda number: (
         b"\xb8" + number.to_bytes(4, "little") + bytes.fromhex("31d2c3")
@@ -57,28 +56,28 @@ _MACHINE: dict[str, Callable[[int], bytes]] = {
     "aarch64": lambda number: (0xD2800000 | number << 5).to_bytes(4, "little") + bytes.fromhex("010080d2c0035fd6"),
     # mov x0, number; mov x1, 0; ret
 }
-"""A function that returns a number of 16 bits, and 0 in the second register.
+"""Machine code that returns a 16-bit number, and 0 in the second register.
 
-1 is true, ``DeviceType`` CUDA, and with 0 in the second byte ``Device`` cuda:0, and its ``Stream`` 0; 2 in that byte is cuda:2.
+1 means true, ``DeviceType`` CUDA, and with 0 in the second byte ``Device`` cuda:0 and its ``Stream`` 0; 2 in that byte is cuda:2.
 """
 _SECOND_BYTE = 8
 _MOST_DEVICES = 128
-"""``c10::DeviceIndex`` has a sign and seven bits."""
+"""``c10::DeviceIndex`` is a signed byte."""
 _ENTRIES = 96
-"""As many entries of a table are copied; both have fewer."""
+"""Table entries to copy; both tables have fewer."""
 _BEFORE_TABLE = 2
-"""Entries in front of the table that belong to it: the offset to the top, and the type's information."""
+"""Entries in front of the table that belong to it: the offset to the top, and the type information."""
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 _GUARDS: list[ctypes.Array[ctypes.c_void_p]] = []
-"""The table of CUDA's guard, once it is put."""
+"""The table of CUDA's guard, once registered."""
 _KEPT: list[object] = []
-"""What C++ holds addresses of: it stays for as long as the process."""
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_KEPT))  # Python clears modules as it ends, and C++ goes on after it
+"""Objects whose addresses C++ holds; they must live as long as the process."""
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_KEPT))  # at exit Python clears modules before C++ is done
 
 
-def make_cuda_known() -> None:
-    """Have torch's C++ take CUDA for a device that is there. Raises NotHereError where that cannot be done, in one line."""
+def enable_cuda() -> None:
+    """Make torch's C++ report a CUDA GPU. Raises NotHereError where that is impossible."""
     if torch.cuda.is_available():
         raise NotHereError("this process sees a real GPU; hide it with CUDA_VISIBLE_DEVICES='' before torch is imported")
     require_platform()
@@ -86,20 +85,21 @@ def make_cuda_known() -> None:
         return
     _require_order()
     c10, aten = (_library(name) for name in ("libc10.so", "libtorch_cpu.so"))
-    _put_guard(c10)
-    _say_available(aten)
-    _check()
+    _register_guard(c10)
+    _report_available(aten)
+    if (found := torch._C._accelerator_getAccelerator()) != torch.device("cuda"):
+        raise _unknown(f"says that its accelerator is {found}")
 
 
 def require_platform() -> None:
-    """Raise NotHereError, in one line, where torch's C++ is laid out in a way that is not known here."""
+    """Raise NotHereError on platforms where the layout of torch's C++ objects is unknown."""
     here = f"{sys.platform} on {platform.machine()}"
     if not sys.platform.startswith("linux") or platform.machine() not in _MACHINE:
         raise NotHereError(f"a fake GPU needs Linux on x86-64 or ARM, and this is {here}; use a container or a virtual machine")
 
 
 def _require_order() -> None:
-    """Torch ships its headers: the functions must stand in the tables as they are known to."""
+    """Check in torch's own headers that the virtual functions have the known order."""
     for name, known in _FIRST_FUNCTIONS.items():
         header = Path(torch.__file__).parent / "include" / name
         if not header.is_file():
@@ -117,8 +117,8 @@ def _library(name: str) -> ctypes.CDLL:
         raise _unknown(f"has no {name}") from None
 
 
-def _put_guard(c10: ctypes.CDLL) -> None:
-    """Register torch's Python guard as CUDA's; the place through which it is registered gets back what it had."""
+def _register_guard(c10: ctypes.CDLL) -> None:
+    """Register torch's Python guard for CUDA, and restore the entry through which torch registers it."""
     try:
         registry = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(c10, _REGISTRY)
         register = torch._C._acc.register_python_privateuseone_device_guard
@@ -130,28 +130,28 @@ def _put_guard(c10: ctypes.CDLL) -> None:
         raise _unknown("keeps its device guards elsewhere")
     registry[_CUDA], registry[_PRIVATE_USE_1] = registry[_PRIVATE_USE_1], before
     _KEPT.append(guard)
-    _GUARDS.append(_answer_one(registry[_CUDA] or 0, _NAME_A_DEVICE))
+    _GUARDS.append(_return_one(registry[_CUDA] or 0, _NAME_A_DEVICE))
 
 
-def be_on(index: int) -> None:
-    """Have a device of C++ that names no index be this one: what ``tensor.cuda()`` and ``tensor.to("cuda")`` mean."""
+def set_current_device(index: int) -> None:
+    """Set the device that ``"cuda"`` without an index means, as in ``tensor.cuda()``."""
     for entries in _GUARDS if 0 <= index < _MOST_DEVICES else ():
         for entry in _NAME_THE_CURRENT:
             entries[_BEFORE_TABLE + entry] = _returns(1 | index << _SECOND_BYTE)
 
 
-def _say_available(aten: ctypes.CDLL) -> None:
-    """Have CUDA's hooks say that CUDA was built and is there."""
+def _report_available(aten: ctypes.CDLL) -> None:
+    """Make CUDA's hooks report that CUDA was built and is available."""
     try:
         hooks_of = aten[_GET_HOOKS]
     except AttributeError:
         raise _unknown("has no CUDA hooks") from None
     hooks_of.restype = ctypes.c_void_p
-    _answer_one(hooks_of(), (_IS_BUILT, _IS_AVAILABLE, _HAS_PRIMARY_CONTEXT))
+    _return_one(hooks_of(), (_IS_BUILT, _IS_AVAILABLE, _HAS_PRIMARY_CONTEXT))
 
 
-def _answer_one(instance: int, functions: tuple[int, ...]) -> "ctypes.Array[ctypes.c_void_p]":
-    """Have virtual functions of an object of C++ return 1, and 0 behind it. Returns its table."""
+def _return_one(instance: int, functions: tuple[int, ...]) -> "ctypes.Array[ctypes.c_void_p]":
+    """Make virtual functions of a C++ object return 1 (and 0 in the second register); return its new table."""
     table = ctypes.c_void_p.from_address(instance).value or 0
     start = table - _BEFORE_TABLE * _POINTER
     entries = (ctypes.c_void_p * _ENTRIES)(*(ctypes.c_void_p * _ENTRIES).from_address(start))
@@ -164,7 +164,7 @@ def _answer_one(instance: int, functions: tuple[int, ...]) -> "ctypes.Array[ctyp
 
 @cache
 def _returns(number: int) -> int:
-    """Return the address of a function, in a page of its own: written first, and executable from then on."""
+    """The address of a function that returns a number, in a page that is written first and executable afterwards."""
     page = mmap.mmap(-1, mmap.PAGESIZE)
     page.write(_MACHINE[platform.machine()](number))
     start = ctypes.c_char.from_buffer(page)
@@ -173,18 +173,12 @@ def _returns(number: int) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_EXEC):
         raise NotHereError(
-            f"this system lets no program make a function: {os.strerror(ctypes.get_errno())}; use another machine"
+            f"executable memory is forbidden here ({os.strerror(ctypes.get_errno())}), which a fake GPU needs; use another machine"
         )
     return address
 
 
-def _check() -> None:
-    found = torch._C._accelerator_getAccelerator()
-    if found != torch.device("cuda"):
-        raise _unknown(f"says that its accelerator is {found}")
-
-
-def _unknown(what: str) -> NotHereError:
+def _unknown(difference: str) -> NotHereError:
     return NotHereError(
-        f"torch {torch.__version__} {what}, so no GPU can be left out with it; known are 2.11 to 2.15 as their makers build them"
+        f"torch {torch.__version__} {difference}, so zeroplan cannot fake a GPU; install an official build of torch 2.11 to 2.15"
     )

@@ -1,7 +1,7 @@
-"""Whole numbers that ranks send each other: other ranks say what this one says.
+"""Values of whole numbers in collectives: every other rank is assumed to send what this rank sends.
 
-What comes from another rank is what this rank would send it. Numbers that follow from an assumed choice, such as how many tokens go
-to which expert, are multiplied by the imbalance: this rank's experts are chosen so many times as often as an even choice has it.
+Numbers that follow from an assumed choice, such as tokens per expert, are multiplied by the imbalance: this rank's experts are
+chosen that many times as often as an even choice would.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +18,12 @@ from zeroplan.verify.fake_cuda.known_values import Sure, forget, how_sure, keep,
 
 Tensors = Sequence[torch.Tensor]
 Pairs = Iterator[tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]]
-"""Tensors that a collective has filled, what they hold now (None where nobody knows), and what that is computed from."""
+"""Tensors that a collective fills, their new values (None if unknown), and the tensors from which those are computed."""
 NAMESPACES = ("c10d", "_c10d_functional")
 
 
 def exchange(func: OpOverload, args: Sequence[object], result: object, imbalance: float) -> bool:
-    """Set what a collective's results hold, and say whether that follows from an assumed choice."""
+    """Set the values of a collective's results; return whether they follow from an assumed choice."""
     found = _FILLED.get(func._opname)
     assumed = False
     for out, values, source in found(args, result) if found is not None else ():
@@ -44,14 +44,14 @@ def _fill(out: torch.Tensor, values: torch.Tensor | None, sure: Sure) -> None:
         forget(out)
     if values is None:
         return
-    if before is not None:  # others look at the same memory
+    if before is not None:  # other tensors share this memory
         keep(out, before.copy_(values.reshape(before.shape)), sure)
         return
     keep(out, values.reshape(out.shape).to(out.dtype), sure)
 
 
 def _group(args: Sequence[object]) -> tuple[int, int]:
-    """This rank within a collective's group, and how many there are."""
+    """This rank within a collective's group, and the group's size."""
     for one in args:
         if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type()):
             group = dist.ProcessGroup.unbox(one)
@@ -81,7 +81,7 @@ def _gathered_apart(args: Sequence[object], _: object) -> Pairs:
 
 
 def _to_all(args: Sequence[object], result: object) -> Pairs:
-    """From every rank what this one sends itself."""
+    """Every rank's piece equals the one that this rank sends to itself."""
     out, one = (args[0], args[1]) if _in_place(result, args) else (result, args[0])
     rank, ranks = _group(args)
     values = known(cast("torch.Tensor", one))
@@ -104,7 +104,7 @@ def _to_all_apart(args: Sequence[object], _: object) -> Pairs:
 
 
 def _reduced(args: Sequence[object], result: object) -> Pairs:
-    """Sums of whole numbers are so many times as large; anything else is what this rank has."""
+    """Sums of whole numbers are multiplied by the ranks; other reductions keep this rank's values."""
     _, ranks = _group(args)
     in_place = _in_place(result, args)
     sums = _SUMS[-1] if in_place else args[1] == "sum"
@@ -118,11 +118,11 @@ def _reduced(args: Sequence[object], result: object) -> Pairs:
 
 
 _SUMS = [False]
-"""Whether the all-reduce that runs sums; its operator hides that from Python."""
+"""Whether the running all-reduce is a sum; its operator hides that from Python."""
 
 
-def knowing_the_sum(all_reduce: Callable[..., object]) -> Callable[..., object]:
-    """``torch.distributed.all_reduce``, which lets it be known whether it sums."""
+def noting_sums(all_reduce: Callable[..., object]) -> Callable[..., object]:
+    """Wrap ``torch.distributed.all_reduce`` to note whether it sums."""
 
     @wraps(all_reduce)
     def known_to_sum(tensor: object, op: object = dist.ReduceOp.SUM, *args: object, **kwargs: object) -> object:
@@ -136,7 +136,7 @@ def knowing_the_sum(all_reduce: Callable[..., object]) -> Callable[..., object]:
 
 
 def _received(args: Sequence[object], result: object) -> Pairs:
-    """What one other rank sends is not known."""
+    """The values another rank sends are unknown."""
     for out in _listed(args[0] if isinstance(args[0], list | tuple) else result):
         yield out, None, None
 

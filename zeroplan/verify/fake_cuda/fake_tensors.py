@@ -1,4 +1,4 @@
-"""Tensors without bytes, and what engines and models must be told so that they do with them what they do with real ones."""
+"""Fake tensors for a run, and the replacements that let engines and models treat them like real ones."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -12,44 +12,44 @@ from zeroplan.verify.fake_cuda.attention import decisions
 from zeroplan.verify.fake_cuda.installed import CUDA
 from zeroplan.verify.pretended.fake_mode import QuickFakes
 from zeroplan.verify.pretended.optimizer_kernels import optimizer_kernels
-from zeroplan.verify.pretended.reducer import readable_bookkeeping
+from zeroplan.verify.pretended.reducer import real_reducer_integers
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.watching.watcher import Watcher
 
 
 @contextmanager
 def fake_tensors(watcher: Watcher, device: str = "cpu", *, strided: bool = False) -> Iterator[None]:
-    """Make every tensor fake that is made inside: shapes, dtypes and storages that say how large they are, but no bytes.
+    """Make all tensors made inside fake: shapes, dtypes and storages with a size, but no bytes.
 
-    ``strided`` says that a dimension may be sharded over two dimensions of the mesh.
+    ``strided``: a dimension may be sharded over two dimensions of the mesh.
     """
     as_on_cuda = (decisions(),) if device == CUDA else ()
     mode = _FakesOnTheGpu() if device == CUDA else QuickFakes()
     plain = () if strided else (_no_strided_shards(),)
-    with ExitStack() as answers:
-        for answer in (_unpacked_rows(), *plain, *as_with_bytes(watcher), *as_on_cuda, mode):
-            answers.enter_context(answer)
+    with ExitStack() as patches:
+        for patch in (_one_sequence_per_row(), *plain, *fake_tensor_patches(watcher), *as_on_cuda, mode):
+            patches.enter_context(patch)
         yield
 
 
-def as_with_bytes(watcher: Watcher) -> tuple[AbstractContextManager[None], ...]:
-    """What lets torch and the engines do with fake tensors what they do with real ones, each open as long as a run takes."""
-    return (_chunks_as_wanted(), _grouped_products(), _no_samples(), optimizer_kernels(), readable_bookkeeping(watcher))
+def fake_tensor_patches(watcher: Watcher) -> tuple[AbstractContextManager[None], ...]:
+    """The replacements that let torch and the engines run on fake tensors as on real ones, each a context manager."""
+    return (_lazy_chunks(), _grouped_mm_shapes(), _skip_trunc_normal(), optimizer_kernels(), real_reducer_integers(watcher))
 
 
 class _FakesOnTheGpu(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
-    """Fake tensors where a GPU is named that is not there: constants stay on the host until they are moved."""
+    """Fake tensors on a fake GPU: constants stay on the host until they are moved."""
 
     @property
     def avoid_device_init(self) -> bool:
-        """Whether to keep from touching the device."""
+        """True: the device cannot be touched."""
         return True
 
 
-def _unpacked_rows() -> AbstractContextManager[None]:
-    """Answer for fake tensors what transformers reads from real ones: each row of the batch is one sequence.
+def _one_sequence_per_row() -> AbstractContextManager[None]:
+    """Let transformers read that each row of a batch is one sequence, which it cannot from fake position ids.
 
-    Of fake position ids it cannot tell, and would build a mask for packed sequences that no real run has.
+    Otherwise it would build a mask for packed sequences, which no real run has.
     """
     from transformers import masking_utils  # noqa: PLC0415  takes seconds, and only a run needs it
 
@@ -64,7 +64,7 @@ def _unpacked_rows() -> AbstractContextManager[None]:
 
 
 class _Chunks:
-    """What ``torch.chunk`` gives, empty ones for what lacks, each made when it is asked for."""
+    """The result of ``torch.chunk``, with empty chunks for missing ones, each made on access."""
 
     def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
         self._tensor, self._dim, self._width = tensor, dim, -(-tensor.size(dim) // count)
@@ -75,19 +75,19 @@ class _Chunks:
         return self._tensor.narrow(self._dim, start, width) if width > 0 else self._tensor.new_empty(0)
 
 
-def _chunks_as_wanted() -> AbstractContextManager[None]:
-    """Spare FSDP2 the views of a parameter that belong to other ranks: it takes one, and a thousand fake ones take time."""
+def _lazy_chunks() -> AbstractContextManager[None]:
+    """Spare FSDP2 the views of other ranks' shards: it uses one of them, and a thousand fake views are slow."""
     return replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
 
 
 def _no_strided_shards() -> AbstractContextManager[None]:
-    """Spare DTensor the search for dimensions that are sharded twice, where none is: lists of tensors take long."""
+    """Spare DTensor the slow search for dimensions sharded twice, where there are none."""
     name = "_propagate_use_strided_shard_flag"  # since torch 2.13
     return replaced(_sharding_prop, name, lambda *_: None) if hasattr(_sharding_prop, name) else nullcontext()
 
 
-def _grouped_products() -> AbstractContextManager[None]:
-    """Let fake experts compute in fp32 and fp16, as real ones do: torch 2.13 refuses what its kernels take."""
+def _grouped_mm_shapes() -> AbstractContextManager[None]:
+    """Let fake experts compute in fp32 and fp16, which torch 2.13's kernels support but its shape function refuses."""
     original: Callable[..., object] = _meta_registrations._meta_grouped_mm_common
     shaped: Callable[..., object] = _meta_registrations._create_grouped_mm_output_tensor
 
@@ -99,8 +99,8 @@ def _grouped_products() -> AbstractContextManager[None]:
     return replaced(_meta_registrations, "_meta_grouped_mm_common", product)
 
 
-def _no_samples() -> AbstractContextManager[None]:
-    """Leave out what ``trunc_normal_`` samples, as torch does for meta tensors: since 2.13 it reads values to sample anew."""
+def _skip_trunc_normal() -> AbstractContextManager[None]:
+    """Skip the sampling of ``trunc_normal_``, as torch does for meta tensors: since 2.13 it reads values to resample."""
 
     def untouched(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         return tensor

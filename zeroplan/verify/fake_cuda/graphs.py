@@ -1,4 +1,4 @@
-"""CUDA graphs of a GPU that is not there: which pool of memory a capture asks, and for how long that pool is kept.
+"""CUDA graphs on a fake GPU: the memory pool of each capture, and when pools are released.
 
 Source: torch 2.13, ``torch/cuda/graphs.py`` and ``ATen/cuda/CUDAGraph.cpp`` (``capture_begin``, ``capture_end``, ``reset``), and
 ``c10/cuda/CUDACachingAllocator.cpp`` (``beginAllocateToPool``, ``releasePool``).
@@ -10,22 +10,24 @@ from itertools import count
 
 import torch
 
+from zeroplan.verify.replaced import always
+
 GENERAL = 0
-"""The pool that everything outside of captures shares."""
+"""The pool of everything outside captures."""
 Handle = tuple[int, int]
-"""A pool as scripts see it."""
+"""A pool's handle in scripts."""
 
 listeners: list[Callable[[int], None]] = []
-"""Called with every pool that no graph keeps any more."""
+"""Called with every pool that no graph uses any more."""
 _numbers = count(1)
 _keep: Counter[int] = Counter()
-"""How many graphs keep each pool."""
+"""How many graphs use each pool."""
 _underway: list[int] = []
-"""Pools of the captures that run."""
+"""Pools of the running captures."""
 
 
 def pool_in_use() -> int:
-    """Where memory is asked for now: the pool of the innermost capture, else ``GENERAL``."""
+    """The pool that serves requests now: that of the innermost capture, else ``GENERAL``."""
     return _underway[-1] if _underway else GENERAL
 
 
@@ -40,16 +42,16 @@ def graph_pool_handle() -> Handle:
 
 
 class Graph:
-    """``torch.cuda.CUDAGraph``. A capture runs its code once, with memory of a pool that the graph keeps."""
+    """``torch.cuda.CUDAGraph``: a capture runs its code once, with memory of a pool that the graph keeps."""
 
     _pool: int | None = None
     _captured = False
 
     def __init__(self, keep_graph: bool = False) -> None:  # noqa: FBT001, FBT002  torch's own order
-        """Take what a real one is made of."""
+        """Accept the arguments of a real graph."""
 
     def capture_begin(self, pool: Handle | None = None, *_: object, **__: object) -> None:
-        """Ask a private pool for memory from here on. Refuses what torch refuses."""
+        """Serve requests from a private pool from now on. Raises torch's own errors."""
         if self._captured:
             raise RuntimeError("This CUDAGraph instance already owns a captured graph. Create a new one.")
         if torch.cuda.current_stream() == torch.cuda.default_stream():
@@ -59,28 +61,25 @@ class Graph:
         _underway.append(self._pool)
 
     def capture_end(self) -> None:
-        """Ask the general pool again."""
+        """Serve requests from the general pool again."""
         if self._pool is None or self._pool not in _underway:
             raise RuntimeError("capture_end() called before capture_begin().")
         _underway.remove(self._pool)
         self._captured = True
 
     def replay(self) -> None:
-        """Run what was captured, which asks for nothing."""
+        """Check that there is a capture; a replay requests no memory."""
         if not self._captured:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
 
-    def instantiate(self) -> None:
-        """Nothing to make: a capture is ready."""
-
     def pool(self) -> Handle:
-        """Return the pool of the capture, for another graph to share."""
+        """The pool of the capture, which another graph may share."""
         if not self._captured or self._pool is None:
             raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
         return (0, self._pool)
 
     def reset(self) -> None:
-        """Let go of the pool. The allocator gives its segments back when it next empties its cache."""
+        """Release the pool; the allocator frees its segments when it next empties its cache."""
         if not self._captured or self._pool is None:
             return
         self._captured = False
@@ -89,15 +88,8 @@ class Graph:
             for listener in listeners:
                 listener(self._pool)
 
-    def register_generator_state(self, state: object) -> None:
-        """Nothing to note: no size depends on random numbers."""
-
-    def enable_debug_mode(self) -> None:
-        """Nothing to show."""
-
-    def debug_dump(self, debug_path: str) -> None:
-        """Nothing to show."""
+    instantiate = register_generator_state = enable_debug_mode = debug_dump = always(None)
 
     def __del__(self) -> None:
-        """Let go of the pool."""
+        """Release the pool."""
         self.reset()

@@ -1,13 +1,13 @@
 """Tensors without bytes on the GPU, and real ones on the host where a script reads them.
 
-On the host whole numbers and truths are real (token ids, indices, seeds, masks), so data sets, samplers and collators do what they
-always do. Floating-point numbers from a factory, which are weights, are fake; those made of data are real. On the GPU everything is
-fake. Whole numbers and truths there keep a real copy beside the fake tensor, as long as all that they are computed from has one:
-what a script reads of them is exact.
+On the host, integers and booleans are real (token ids, indices, seeds, masks), so that data sets, samplers and collators work as
+usual. Floating-point tensors from factories, which are weights, are fake; those made of data are real. On the GPU everything is
+fake. Integers and booleans there keep a real copy beside the fake tensor while all their inputs have one, so a script reads exact
+values.
 
-Where a value is not known, a healthy one is said and noted (:mod:`zeroplan.verify.fake_cuda.stand_ins`): 1 for a number, true for
-what asks whether all is well (``isfinite``, ``all``), else false, and of a mask that everything is chosen. A choice among scores is
-an even one (:mod:`zeroplan.verify.fake_cuda.choices`), and what ranks send each other is what this one sends
+An unknown value is replaced by a healthy one and noted (:mod:`zeroplan.verify.fake_cuda.stand_ins`): 1 for a number, true for
+checks that all is well (``isfinite``, ``all``), else false; a mask selects everything. Choices among scores are even
+(:mod:`zeroplan.verify.fake_cuda.choices`), and other ranks send what this rank sends
 (:mod:`zeroplan.verify.fake_cuda.exchanged`).
 """
 
@@ -24,37 +24,28 @@ from zeroplan.verify.fake_cuda.exchanged import NAMESPACES, exchange
 from zeroplan.verify.fake_cuda.known_values import Sure, forget, how_sure, keep, known
 from zeroplan.verify.fake_cuda.letters import Mail, carry
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
+from zeroplan.verify.nested import device_of
 from zeroplan.verify.pretended.fake_mode import QuickFakes
 
 _aten = torch.ops.aten
 _NUMBER = _aten._local_scalar_dense.default
 _HOST = torch.device("cpu")
 _MOST_ELEMENTS, _MOST_OF_CHOICES = 1 << 22, 1 << 25
-"""Larger tensors are not computed along: their values would cost more than they tell. Choices of experts decide sizes."""
+"""Values of larger tensors are not computed, which would be slow. Choices of experts have a higher limit: they decide sizes."""
 _WHOLE_BY_DEFAULT = {"randint", "randint_like", "randperm", "tril_indices", "triu_indices"}
 _WHOLE_FOR_WHOLE = {"arange", "full", "scalar_tensor"}
-#: What they ask is true of a healthy step.
+#: Comparisons that are true in a healthy step.
 _TRUE = {"all", "isfinite", "eq", "ge", "le", "equal"}
-#: A flag of an overflow is read as a number, of a view, on the host.
-_SAY_THE_SAME = {
-    "_to_copy",
-    "clone",
-    "detach",
-    "select",
-    "view",
-    "_unsafe_view",
-    "slice",
-    "squeeze",
-    "unsqueeze",
-    "max",
-    "amax",
-}
-#: They write 1 into their second argument where something is not finite.
-_LOOKS_FOR_INFINITY = {
+#: Operators through which a flag keeps its meaning until it is read on the host.
+_KEEP_FLAGS = frozenset(
+    ["_to_copy", "clone", "detach", "select", "view", "_unsafe_view", "slice", "squeeze", "unsqueeze", "max", "amax"]
+)
+#: These write 1 into their second argument if a value is not finite.
+_FINITE_CHECKS = {
     _aten._amp_foreach_non_finite_check_and_unscale_.default, _aten._amp_foreach_non_finite_check_and_unscale.default,
 }  # fmt: skip
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._unsafe_index.Tensor}
-#: What fills a tensor that is like another, or where among the arguments that is, counted from behind.
+#: The number that fills a tensor made like another, or its negative index among the arguments.
 _FILLED = {
     _aten.zeros_like.default: 0, _aten.new_zeros.default: 0, _aten.ones_like.default: 1, _aten.new_ones.default: 1,
     _aten.full_like.default: -1, _aten.new_full.default: -1,
@@ -65,13 +56,8 @@ Options = dict[str, object]
 Worst = Callable[..., torch.Tensor]
 
 
-def device_of(tensor: torch.Tensor) -> torch.device:
-    """Where a tensor is said to be."""
-    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-
-
 class _Values(NamedTuple):
-    """An operator's arguments with values in place of fake tensors, and how sure those are."""
+    """An operator's arguments with values in place of fake tensors, and how certain those are."""
 
     args: Sequence[object]
     options: Options
@@ -87,18 +73,18 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
 
     @property
     def avoid_device_init(self) -> bool:
-        """Whether to keep from touching the device."""
+        """True: the device cannot be touched."""
         return True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether ``torch.compile`` compiles among its own fake tensors, and the result runs among these."""
+        """True: ``torch.compile`` compiles with its own fake tensors, and its result runs with these."""
         return True
 
     def dispatch(
         self, func: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """Run an operator: for real on the host where that is exact, else on shapes alone."""
+        """Run an operator: for real on the host where that is exact, else on shapes only."""
         options = _cleaned(kwargs or {})
         tensors = [one for one in tree_leaves((args, options)) if isinstance(one, torch.Tensor)]
         fake = any(isinstance(one, FakeTensor) for one in tensors)
@@ -121,9 +107,9 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options, tensors: list[torch.Tensor]
     ) -> object:  # fmt: skip
         values = _values(func, args, options, tensors) if tensors else None
-        if values is None or (values.sure and _is_a_guess(func, tensors)):
+        if values is None or (values.sure and _compares_a_choice(func, tensors)):
             return self._unknown(func, types, args, options)
-        return self._computed_along(func, types, args, options, values)
+        return self._with_values(func, types, args, options, values)
 
     def _plain(self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options) -> object:
         return super().dispatch(func, types, args, options)
@@ -131,22 +117,22 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
     # --- values that are known ------------------------------------------------------------------------------------------
 
     def _made_on_the_gpu(self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options) -> object:
-        """Whole numbers made on the GPU have the values that the host would give them."""
+        """Make a tensor of integers on the GPU, with the values that the host computes."""
         result = self._plain(func, types, args, {**options, "generator": None} if "generator" in options else options)
         if isinstance(result, FakeTensor) and result.numel() <= _MOST_ELEMENTS and not func._opname.startswith("empty"):
             keep(result, func(*args, **{**options, "device": _HOST}), Sure.EXACT)
         return result
 
-    def _computed_along(
+    def _with_values(
         self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options,
         values: "_Values",
     ) -> object:  # fmt: skip
-        """Run an operator on shapes, and on the values beside them."""
+        """Run an operator on shapes, and on the known values beside them."""
         sure = values.sure
         device = _device_in(options)
         if func is _aten._to_copy.default and device is not None and device.type == "cpu":
             self._stand_ins.note_choice(sure, sized=cast("torch.Tensor", args[0]).numel() > 1)
-            return func(*values.args, **values.options)  # back on the host it is real again
+            return func(*values.args, **values.options)  # a copy to the host is real again
         if _is_floating(options.get("dtype")):
             return self._plain(func, types, args, options)
         if func in BY_VALUES:
@@ -161,7 +147,7 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         try:
             run: Callable[..., object] = ON_THE_HOST.get(func, func)
             made = run(*values.args, **values.options)
-        except RuntimeError:  # the host has no kernel for it: the shapes are there, the values are not
+        except RuntimeError:  # the host has no kernel for it: the values stay unknown
             return result
         for out, real in zip(tree_leaves(result), tree_leaves(made), strict=False):
             if isinstance(out, FakeTensor) and isinstance(real, torch.Tensor):
@@ -169,7 +155,7 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         return result
 
     def _beside(self, real: torch.Tensor, device: torch.device, sure: Sure) -> FakeTensor:
-        """A fake tensor like a real one, which it keeps as its values."""
+        """A fake tensor shaped like a real one, which becomes its values."""
         out = cast(
             "FakeTensor",
             self._plain(_aten.empty.memory_format, (), (list(real.shape),), {"dtype": real.dtype, "device": device}),
@@ -178,7 +164,7 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         return out
 
     def _exchanged(self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options) -> object:
-        """Run a collective on shapes, and set the whole numbers that it fills."""
+        """Run a collective on shapes, and set the integers that it fills."""
         result = self._plain(func, types, args, options)
         if self._mail is not None and carry(self._mail, func, args):
             return result
@@ -186,24 +172,24 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
             self._stand_ins.note_choice(Sure.EXCHANGED, sized=True)
         return result
 
-    # --- values that are not --------------------------------------------------------------------------------------------
+    # --- values that are unknown ----------------------------------------------------------------------------------------
 
     def _unknown(self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options) -> object:
-        """Run an operator on shapes alone; where its result's shape depends on values, as if everything were chosen."""
+        """Run an operator on shapes; if its result's shape depends on unknown values, as if everything were selected."""
         if func._schema.is_mutable:
             for one in tree_leaves(args[:1]):
                 if isinstance(one, FakeTensor):
                     forget(one)
-        if (made := self._made_up(func, args, options)) is not None:
+        if (made := self._assumed_result(func, args, options)) is not None:
             return made
         result = self._plain(func, types, self._places(args) if func in _INDEXED and len(args) > 1 else args, options)
-        self._set_what_is_known(func, args, options, result)
-        if func in _LOOKS_FOR_INFINITY:
+        self._set_known_values(func, args, options, result)
+        if func in _FINITE_CHECKS:
             cast("FakeTensor", args[1]).healthy = False  # type: ignore[attr-defined]
         return result
 
-    def _made_up(self, func: OpOverload, args: Sequence[object], options: Options) -> torch.Tensor | None:
-        """The result of an operator that needs values, where one can be made up."""
+    def _assumed_result(self, func: OpOverload, args: Sequence[object], options: Options) -> torch.Tensor | None:
+        """The assumed result of an operator that needs values; None if there is none."""
         if func is _aten._to_copy.default and _to_the_host(args, options):
             return self._on_the_host(cast("FakeTensor", args[0]), options)
         if (worst := BY_VALUES.get(func)) is not None:
@@ -213,35 +199,35 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
             return self._beside(even, cast("FakeTensor", args[0]).fake_device, Sure.ASSUMED)
         return None
 
-    def _set_what_is_known(self, func: OpOverload, args: Sequence[object], options: Options, result: object) -> None:
-        """What a result's values are though those that it is made of are not known: a filling, a choice, a truth."""
+    def _set_known_values(self, func: OpOverload, args: Sequence[object], options: Options, result: object) -> None:
+        """Set the values of a result that do not depend on unknown ones: a fill, an assumed choice, a boolean."""
         if isinstance(result, FakeTensor) and (number := _filled_with(func, args, result)) is not None:
             keep(result, torch.full(result.shape, number, dtype=result.dtype), Sure.EXACT)
             return
         found = choice(func, args, options, result)
         if found is not None and found[0].numel() <= _MOST_OF_CHOICES:
             keep(found[0], found[1](), Sure.ASSUMED)
-        if isinstance(result, FakeTensor) and (truth := _truth(func, args, result)) is not None:
+        if isinstance(result, FakeTensor) and (truth := _assumed_truth(func, args, result)) is not None:
             result.healthy = truth  # type: ignore[attr-defined]
 
     def _on_the_host(self, tensor: FakeTensor, options: Options) -> torch.Tensor:
-        """Whole numbers and truths that nobody knows, on the host, where those are real: each is what one would be read as."""
+        """Unknown integers or booleans copied to the host: each element is its assumed value."""
         dtype = cast("torch.dtype", options.get("dtype") or tensor.dtype)
-        said = getattr(tensor, "healthy", dtype is not torch.bool)
-        self._stand_ins.note(str(dtype).removeprefix("torch."), str(said if dtype is torch.bool else int(said)))
-        return torch.full(tensor.shape, said, dtype=dtype)
+        assumed = getattr(tensor, "healthy", dtype is not torch.bool)
+        self._stand_ins.note(str(dtype).removeprefix("torch."), str(assumed if dtype is torch.bool else int(assumed)))
+        return torch.full(tensor.shape, assumed, dtype=dtype)
 
     def _largest(self, func: OpOverload, worst: Worst, args: Sequence[object], options: Options) -> torch.Tensor:
-        """The largest result that an operator can have; with a mask that is known, the result that it has."""
+        """The largest possible result of an operator; with a known mask, the actual one."""
         masks = [one for one in args[1:2] if isinstance(one, torch.Tensor) and known(one) is not None]
         if masks:
             self._stand_ins.note_choice(how_sure(masks[0]), sized=True)
         else:
-            self._stand_ins.note(func._opname, "everything is chosen")
+            self._stand_ins.note(func._opname, "everything is selected")
         return worst(*args, **options)
 
     def number(self, tensor: torch.Tensor) -> object:
-        """What a script reads of a tensor of one element."""
+        """The number that a script reads from a tensor of one element."""
         values = known(tensor)
         if values is not None:
             self._stand_ins.note_choice(how_sure(tensor), sized=False)
@@ -249,12 +235,12 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
             return tensor.constant.item()
         truth = getattr(tensor, "healthy", tensor.dtype is not torch.bool)
-        said = truth if tensor.dtype is torch.bool else float(truth) if tensor.dtype.is_floating_point else int(truth)
-        self._stand_ins.note(str(tensor.dtype).removeprefix("torch."), str(said))
-        return said
+        assumed = truth if tensor.dtype is torch.bool else float(truth) if tensor.dtype.is_floating_point else int(truth)
+        self._stand_ins.note(str(tensor.dtype).removeprefix("torch."), str(assumed))
+        return assumed
 
     def equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Whether two tensors are equal: true, where that is not known."""
+        """Whether two tensors are equal; true if unknown."""
         first, second = known(one), known(other)
         if first is not None and second is not None:
             return torch.equal(first, second)
@@ -262,7 +248,7 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         return True
 
     def _places(self, args: Sequence[object]) -> Sequence[object]:
-        """Indices with each mask replaced by the places where it is true: all of them, where it is not known."""
+        """The indices with each mask replaced by the places where it is true; by all places if unknown."""
         first, indices, *rest = args
         found: list[torch.Tensor | None] = []
         for one in cast("Sequence[torch.Tensor | None]", indices):
@@ -271,7 +257,7 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
                 continue
             values = known(one)
             if values is None:
-                self._stand_ins.note("a mask as an index", "everything is chosen")
+                self._stand_ins.note("a mask as an index", "everything is selected")
             else:
                 self._stand_ins.note_choice(how_sure(one), sized=True)
             count = one.numel() if values is None else int(values.count_nonzero())
@@ -282,15 +268,15 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         return (first, found, *rest)
 
 
-def _truth(func: OpOverload, args: Sequence[object], result: FakeTensor) -> bool | None:
-    """What a truth is in a healthy step; a number that a truth was made into says the same. None for any other number."""
-    if func._opname in _SAY_THE_SAME and (truth := getattr(args[0], "healthy", None)) is not None:
+def _assumed_truth(func: OpOverload, args: Sequence[object], result: FakeTensor) -> bool | None:
+    """A boolean's value in a healthy step, or a number's that was made of a boolean; None for other numbers."""
+    if func._opname in _KEEP_FLAGS and (truth := getattr(args[0], "healthy", None)) is not None:
         return bool(truth)
     return func._opname in _TRUE if result.dtype is torch.bool else None
 
 
 def _to_the_host(args: Sequence[object], options: Options) -> bool:
-    """Whether whole numbers or truths that are on the GPU are copied to the host."""
+    """Whether integers or booleans are copied from the GPU to the host."""
     tensor, device = args[0], _device_in(options)
     if not isinstance(tensor, FakeTensor) or tensor.fake_device.type == "cpu" or device is None or device.type != "cpu":
         return False
@@ -298,7 +284,7 @@ def _to_the_host(args: Sequence[object], options: Options) -> bool:
 
 
 def _filled_with(func: OpOverload, args: Sequence[object], result: FakeTensor) -> float | None:
-    """The number that a new tensor like another is filled with; None for any other operator, and for floating-point numbers."""
+    """The number that fills a new tensor made like another; None for other operators and for floating-point numbers."""
     place = _FILLED.get(func)
     if place is None or result.is_floating_point() or result.is_complex() or result.numel() > _MOST_ELEMENTS:
         return None
@@ -306,7 +292,7 @@ def _filled_with(func: OpOverload, args: Sequence[object], result: FakeTensor) -
 
 
 def _cleaned(given: Mapping[str, object]) -> Options:
-    """Options without what fake memory cannot be: pinned."""
+    """The options without pinning, which fake memory does not support."""
     options = dict(given)
     if options.get("pin_memory"):
         options["pin_memory"] = None
@@ -333,7 +319,7 @@ def _is_floating(dtype: object) -> bool:
 
 
 def _is_whole(func: OpOverload, args: Sequence[object], options: Options) -> bool:
-    """Whether a factory makes whole numbers or truths."""
+    """Whether a factory makes integers or booleans."""
     if options.get("dtype") is not None:
         return not _is_floating(options["dtype"])
     if func._opname in _WHOLE_BY_DEFAULT:
@@ -344,7 +330,7 @@ def _is_whole(func: OpOverload, args: Sequence[object], options: Options) -> boo
 def _values(
     func: OpOverload, args: Sequence[object], options: Options, tensors: list[torch.Tensor]
 ) -> "_Values | None":  # fmt: skip
-    """The arguments with values in place of fake tensors; None where one is not known, or nobody may want the result."""
+    """The arguments with values in place of fake tensors; None if one is unknown, or if nothing needs the result."""
     if func.namespace != "aten" or "rand" in func._opname or func._opname in _NOT_COMPUTED_ALONG:
         return None
     for one in tensors:
@@ -360,13 +346,13 @@ def _most(sure: Sure) -> int:
     return _MOST_OF_CHOICES if sure else _MOST_ELEMENTS
 
 
-def _is_a_guess(func: OpOverload, tensors: list[torch.Tensor]) -> bool:
-    """Whether choices are compared with what they should be, one by one: of tokens with labels nobody knows that."""
+def _compares_a_choice(func: OpOverload, tensors: list[torch.Tensor]) -> bool:
+    """Whether assumed choices are compared with exact values element by element, as tokens with labels: that is unknown."""
     alike = len(tensors) == 2 and tensors[0].shape == tensors[1].shape
     return alike and func._opname in ("eq", "ne") and any(how_sure(one) is Sure.EXACT for one in tensors)
 
 
-#: Operators that return no tensor; C++ asks of what it has pinned whether it is.
+#: Operators that return no tensor.
 _READ: dict[OpOverload, Callable[..., object]] = {
     _NUMBER: HalfFakes.number,
     _aten.equal.default: HalfFakes.equal,

@@ -1,19 +1,19 @@
-"""Which operators run on the fake GPU: CUDA's own where it has one."""
+"""Registers the operators that have a kernel of their own on CUDA, so that torch does not decompose them."""
 
 import torch
 
 _LIBRARIES: list[torch.library.Library] = []
-"""Kernels are there as long as their library."""
+"""Keeps the registered kernels alive."""
 
 
 _CUDAS_ALONE, _NOT_CUDAS = frozenset({"aten::_fused_rms_norm"}), frozenset({"aten::native_channel_shuffle"})
-"""Where CUDA differs from the CPU: what has a kernel in a CUDA build alone, and what has none there (torch 2.13)."""
+"""Operators with a kernel in CUDA builds only, and operators without one there (torch 2.13)."""
 
 
-def give_own_kernels() -> None:
-    """Have an operator of its own on CUDA wherever CUDA has one: torch would take others apart into simpler ones.
+def register_kernels() -> None:
+    """Register a kernel on CUDA for every operator that has one; torch would decompose the others.
 
-    That is wherever the CPU has one, but for the few that are named. No kernel is ever called, since fake tensors answer before.
+    CUDA has one wherever the CPU has one, with few named exceptions. No kernel is ever called, since fake tensors answer before.
     """
     library = torch.library.Library("aten", "IMPL", "CUDA")  # type: ignore[no-untyped-call]
     has = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -25,4 +25,4 @@ def give_own_kernels() -> None:
 
 
 def _never(*_args: object, **_options: object) -> object:
-    raise AssertionError("a tensor on the fake GPU has bytes; all of them are meant to be fake")
+    raise AssertionError("a tensor on the fake GPU has bytes; all tensors there must be fake")

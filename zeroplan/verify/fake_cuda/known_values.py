@@ -1,8 +1,7 @@
-"""Real whole numbers and truths beside fake tensors, and how sure they are.
+"""Real integers and booleans beside fake tensors, and how certain they are.
 
-Values are exact where all that they are computed from is. Where a script chooses among scores that nobody knows (``topk``,
-``argmax``), the choice is assumed: every candidate is chosen as often as any other. What is computed from such a choice is assumed
-too.
+Values computed from exact values are exact. Where a script chooses by unknown scores (``topk``, ``argmax``), the choice is assumed
+to be even, and values computed from it count as assumed.
 """
 
 from collections.abc import Callable
@@ -14,25 +13,25 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Sure(IntEnum):
-    """How sure values are; of several, the highest holds for what is computed from them."""
+    """How certain values are; a result is as uncertain as its least certain input."""
 
     EXACT = 0
     ASSUMED = 1
-    """They follow from a choice that this rank is assumed to make."""
+    """They follow from an assumed choice of this rank."""
     EXCHANGED = 2
-    """They follow from choices that other ranks are assumed to make."""
+    """They follow from assumed choices of other ranks."""
 
 
 _STALE: set[int] = set()
-"""Addresses of values into which something unknown was written."""
+"""Addresses of values that were overwritten by unknown ones."""
 _NOT_EXACT: dict[int, Sure] = {}
-"""How sure values are that are not exact, by their address: views of the same memory are as sure."""
+"""Certainty of values that are not exact, by address, so that views of the same memory share it."""
 _AWAITED: dict[int, list[Callable[[], None]]] = {}
-"""What fetches values that another rank sends, by the address where they will be: they are waited for when they are read."""
+"""Functions that fetch values sent by another rank, by the address to fill; called at the first read."""
 
 
 def known(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The real values of a tensor where they are known; a real tensor's are its own."""
+    """The real values of a tensor, None if unknown; a real tensor's values are its own."""
     if not isinstance(tensor, FakeTensor):
         return tensor
     values = cast("torch.Tensor | None", getattr(tensor, "known", None))
@@ -44,15 +43,15 @@ def known(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def how_sure(tensor: torch.Tensor) -> Sure:
-    """How sure the values of a tensor are that has some."""
+    """How certain the known values of a tensor are."""
     values = getattr(tensor, "known", None)
     return Sure.EXACT if values is None else _NOT_EXACT.get(_address(values), Sure.EXACT)
 
 
 def keep(tensor: FakeTensor, values: torch.Tensor | None, sure: Sure | None = None) -> None:
-    """Set the real values beside a fake tensor; of floating-point numbers none are kept.
+    """Set the real values beside a fake tensor; floating-point values are not kept.
 
-    Without ``sure`` they are another tensor's, and as sure as they are there.
+    Without ``sure`` they belong to another tensor and keep its certainty.
     """
     keeps = values is not None and not values.is_floating_point() and not values.is_complex()
     tensor.known = values if keeps else None  # type: ignore[attr-defined]
@@ -69,7 +68,7 @@ def keep(tensor: FakeTensor, values: torch.Tensor | None, sure: Sure | None = No
 
 
 def forget(tensor: torch.Tensor) -> None:
-    """The values of a tensor, and of all that shares its memory, are not known any more."""
+    """Mark the values of a tensor, and of all that shares its memory, as unknown."""
     values = getattr(tensor, "known", None)
     if values is not None:
         _STALE.add(_address(values))
@@ -79,7 +78,7 @@ def forget(tensor: torch.Tensor) -> None:
 
 
 def await_values(tensor: FakeTensor, read: Callable[[], tuple[torch.Tensor, Sure] | None]) -> None:
-    """Have a tensor's values be those that ``read`` returns, which is called when they are first read; None of unknown ones."""
+    """Call ``read`` for a tensor's values when they are first read; ``read`` returns None if they are unknown."""
     values = getattr(tensor, "known", None)
     if values is None or _address(values) in _STALE:
         keep(tensor, torch.zeros(tensor.shape, dtype=tensor.dtype), Sure.EXACT)

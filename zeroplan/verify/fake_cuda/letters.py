@@ -1,6 +1,6 @@
-"""Whole numbers and truths that one rank sends to one other: what the other reads is what was sent, where both of them run.
+"""Integers and booleans sent from one rank to another: where both ranks run, the receiver reads the sent values.
 
-A receive waits for nothing. Its values are asked for when something reads them, as a program does once its receive is over.
+A receive does not wait. Its values are fetched when something reads them, as a program does after its receive.
 """
 
 import json
@@ -19,31 +19,31 @@ from zeroplan.verify.replaced import put
 
 LetterT = TypeVar("LetterT")
 _MOST_ELEMENTS = 1 << 18
-"""Larger tensors are sent without their values: they are no shapes, and seldom ids or masks of one micro-batch."""
+"""Larger tensors are sent without values: they are no shapes, and seldom ids or masks of a micro-batch."""
 _KIND = "values"
 _SEND, _RECEIVE = torch.ops.c10d.send.default, torch.ops.c10d.recv_.default
 _ON_THE_HOST: list[Callable[[], object]] = []
-"""What reads the letters for tensors of the host, which are real and have to be filled once they are waited for."""
+"""Functions that fill real tensors on the host with received values, called when the script waits."""
 
 
 class Mail(Protocol[LetterT]):
-    """Carries letters between the ranks that run."""
+    """Carries messages between the ranks that run."""
 
     def send(self, to: int, group: Sequence[int], kind: str, content: bytes | None) -> None:
-        """Send a letter, or count one that has no content."""
+        """Send a message; without content, only count it."""
         ...
 
     def expect(self, sender: int, group: Sequence[int], kind: str) -> LetterT:
-        """The next letter from a rank."""
+        """The next message from a rank."""
         ...
 
     def read(self, letter: LetterT) -> bytes:
-        """Wait for a letter and return its content."""
+        """Wait for a message and return its content."""
         ...
 
 
 def carry(mail: Mail[LetterT], func: OpOverload, args: Sequence[object]) -> bool:
-    """Send or expect the values of what one rank sends to another; whether this operator does either."""
+    """Send or expect the values of a send or receive; return whether the operator is one."""
     if func not in (_SEND, _RECEIVE):
         return False
     group = dist.get_process_group_ranks(dist.ProcessGroup.unbox(cast("torch.ScriptObject", args[1])))
@@ -70,7 +70,7 @@ def _content(tensor: torch.Tensor) -> bytes:
 def _values(
     mail: Mail[LetterT], letter: LetterT, dtype: torch.dtype, shape: torch.Size
 ) -> tuple[torch.Tensor, Sure] | None:  # fmt: skip
-    """What was sent; None where the sender did not know it either."""
+    """The sent values; None if the sender did not know them."""
     sent = json.loads(mail.read(letter))
     if sent is None:
         return None
@@ -90,8 +90,8 @@ def _fill(tensor: torch.Tensor, found: tuple[torch.Tensor, Sure] | None) -> None
         tensor.copy_(found[0])
 
 
-def fill_when_waited_for() -> None:
-    """Have real tensors of the host filled when the script waits for what they receive."""
+def fill_on_wait() -> None:
+    """Fill real tensors on the host when the script waits for their receive."""
     original: Callable[..., bool] = FakeWork.wait
 
     def wait(work: FakeWork, *args: object, **kwargs: object) -> bool:

@@ -1,4 +1,4 @@
-"""What ``torch.cuda.memory_*`` answers a script: what a watcher has counted, and what the allocator would have reserved."""
+"""The answers of ``torch.cuda.memory_*``: bytes counted by a watcher, and bytes the modelled allocator reserved."""
 
 from collections import defaultdict
 from typing import Protocol
@@ -7,18 +7,18 @@ from zeroplan.allocator import CachingAllocator
 
 
 class Counted(Protocol):
-    """Who counts the bytes of tensors on the GPU, and hears when free memory goes back to the driver."""
+    """Counts the bytes of tensors on the GPU, and is notified when the allocator frees its cache."""
 
     live_bytes: int
 
     def note_emptied(self) -> None:
-        """Note that the allocator gives back what is not in use."""
+        """Note that the allocator freed its cache."""
 
 
 class Memory:
-    """The figures of one GPU of ``total_bytes``.
+    """The figures of one GPU with ``total_bytes``. [bytes]
 
-    ``counted`` counts tensors once a run is watched; ``allocator`` is the model of CUDA's that follows the same requests. [bytes]
+    ``counted`` counts tensors once a run is watched; ``allocator`` models CUDA's allocator with the same requests.
     """
 
     def __init__(self, total_bytes: int) -> None:
@@ -38,7 +38,7 @@ class Memory:
         return self.allocated() if self.allocator is None else self.allocator.reserved_bytes
 
     def note(self) -> None:
-        """Look whether there is more than ever before."""
+        """Update the peaks."""
         self._highest = max(self._highest, self.allocated())
         self._highest_reserved = max(self._highest_reserved, self.reserved())
 
@@ -57,14 +57,14 @@ class Memory:
         self._highest, self._highest_reserved = self.allocated(), self.reserved()
 
     def empty_cache(self, *_: object, **__: object) -> None:
-        """``torch.cuda.empty_cache``: what is not in use goes back to the driver."""
+        """``torch.cuda.empty_cache``: free cached memory."""
         if self.allocator is not None:
             self.allocator.release_cached()
         if self.counted is not None:
             self.counted.note_emptied()
 
     def stats(self, *_: object, **__: object) -> dict[str, int]:
-        """``torch.cuda.memory_stats``: the bytes allocated, active, requested and reserved; every other figure is 0."""
+        """``torch.cuda.memory_stats``: bytes allocated, active, requested and reserved; all other figures are 0."""
         found = defaultdict(int, num_ooms=0, num_alloc_retries=0)  # torch.cuda.memory_summary reads a plain copy
         for what in ("allocated_bytes", "active_bytes", "requested_bytes"):
             found |= {f"{what}.all.current": self.allocated(), f"{what}.all.peak": self.most_allocated()}

@@ -1,8 +1,7 @@
-"""Every private name of torch that a fake GPU or a dry run leans on, in one list.
+"""All private names of torch that the fake GPU and dry runs use.
 
-A release of torch may take any of them away without a word. A test compares this list with the code, so that it is complete;
-another test and `zeroplan doctor` name what the installed torch does not have. What reaches into torch's C++ is checked where
-it is used (:mod:`zeroplan.verify.fake_cuda.cpp`).
+Any torch release may remove some. One test compares this list with the code; another one, and `zeroplan doctor`, report names that
+the installed torch lacks. Access to torch's C++ is checked where it is used (:mod:`zeroplan.verify.fake_cuda.cpp`).
 """
 
 import importlib
@@ -69,14 +68,14 @@ NAMES = (
 )  # fmt: skip
 
 OF_SOME_BUILDS = {
-    "torch._C._cuda_getCurrentRawStream": "builds for CUDA; a fake GPU puts one in its place elsewhere",
-    "torch._C._distributed_c10d._dump_nccl_trace_json": "builds with NCCL; a fake GPU puts one in its place elsewhere",
+    "torch._C._cuda_getCurrentRawStream": "only in CUDA builds; elsewhere the fake GPU defines it",
+    "torch._C._distributed_c10d._dump_nccl_trace_json": "only in builds with NCCL; elsewhere the fake GPU defines it",
 }
-"""Names that are replaced where they are there, and why they need not be."""
+"""Names that some builds lack, and why they may."""
 
 
 def gone() -> list[str]:
-    """The names that the installed torch does not have.
+    """The names that the installed torch lacks.
 
     >>> gone()
     []
@@ -85,7 +84,7 @@ def gone() -> list[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether a dotted name can be reached: modules are imported as far as they go, attributes follow.
+    """Whether a dotted name exists: modules are imported, then attributes followed.
 
     >>> exists("torch.Tensor._make_subclass"), exists("torch._C._no_such_name")
     (True, False)
@@ -106,8 +105,8 @@ def exists(name: str) -> bool:
 
 
 def why_not() -> str:
-    """Why nothing can be run on a fake GPU here, in a line; empty where it can."""
-    from zeroplan.verify.failures import NotHereError  # noqa: PLC0415  it is asked only where torch is installed
+    """The reason why nothing can run on a fake GPU here; empty if it can."""
+    from zeroplan.verify.failures import NotHereError  # noqa: PLC0415  needed only with torch
     from zeroplan.verify.fake_cuda.cpp import require_platform  # noqa: PLC0415  it imports torch
 
     try:
@@ -118,7 +117,7 @@ def why_not() -> str:
 
 
 def lacking(names: list[str]) -> str:
-    """What is wrong where these names are gone, and the way out, in a line; empty where none is.
+    """The error message for missing names, with the way out; empty without any.
 
     >>> lacking(["torch._C._no_such_name"]).partition(" has ")[2]
     'no torch._C._no_such_name, which a dry run needs; install torch 2.11 to 2.15'

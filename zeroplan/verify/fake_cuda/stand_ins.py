@@ -1,4 +1,4 @@
-"""What a script read that no tensor has, what it was given instead, and where in its code that was."""
+"""Values that a script read and no tensor has: the assumed value, and the line of code that read it."""
 
 import sys
 import sysconfig
@@ -13,7 +13,7 @@ _OURS_OR_TORCHS = {"torch", "zeroplan", "contextlib", "functools", "runpy", "imp
 
 
 class StandIn(NamedTuple):
-    """One value that was made up: what was read, what it was said to be, and the line that read it."""
+    """One assumed value: what was read, the value, and the line that read it."""
 
     read: str
     said: str
@@ -21,40 +21,41 @@ class StandIn(NamedTuple):
 
 
 class StandIns:
-    """Every value that was made up so far, and how often."""
+    """Every assumed value so far, and how often it was read."""
 
     def __init__(self) -> None:
         self.counts: Counter[StandIn] = Counter()
         self.sizes_of_choices = False
-        """Whether sizes may depend on choices among scores, which were assumed."""
+        """Whether sizes may depend on assumed choices among scores."""
 
     def note(self, read: str, said: str) -> None:
-        """Note that somebody reads what is not there."""
-        self.counts[StandIn(read, said, line_of(whose_line(sys._getframe(1))))] += 1
+        """Note a read of an unknown value."""
+        self.counts[StandIn(read, said, line_of(frame_to_name(sys._getframe(1))))] += 1
 
     def note_choice(self, assumed: int, *, sized: bool) -> None:
-        """Note that somebody reads what follows from an assumed choice among scores; ``sized`` says that it may decide sizes."""
+        """Note a read that follows from an assumed choice among scores; ``sized`` if it may decide sizes."""
         if assumed:
-            self.note("a choice among scores", "every candidate is chosen as often as any other")
+            self.note("a choice among scores", "every candidate is chosen equally often")
             self.sizes_of_choices |= sized
 
 
-def whose_line(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the user's own code; of a library's, where none of the user's is on the stack."""
+def frame_to_name(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the user's code; without one on the stack, the innermost of a library."""
     library: FrameType | None = None
     while frame is not None:
         kind = _kind(frame.f_code.co_filename)
         if kind == "user":
             return frame
         ours = frame.f_code.co_filename.startswith(_PACKAGE)
-        if kind == "library" and library is None and not ours and _package(frame) not in _OURS_OR_TORCHS:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if kind == "library" and library is None and not ours and package not in _OURS_OR_TORCHS:
             library = frame
         frame = frame.f_back
     return library
 
 
 def line_of(frame: FrameType | None) -> str:
-    """A frame as a person writes it: ``train.py:31``; of a library's module ``trl.trainer.sft_trainer:412``."""
+    """A frame in readable form: ``train.py:31``; in a library's module ``trl.trainer.sft_trainer:412``."""
     if frame is None:
         return ""
     name = str(frame.f_globals.get("__name__", ""))
@@ -64,23 +65,23 @@ def line_of(frame: FrameType | None) -> str:
 
 
 def line_at(filename: str, number: int) -> str:
-    """A line of a file as a person writes it."""
+    """A line of a file in readable form."""
     return f"{shown_file(filename)}:{number}"
 
 
 def user_line(filename: str, number: int) -> str:
-    """The same, where the file is the user's own; empty where it is a library's."""
+    """The same for the user's own files; empty for a library's."""
     return line_at(filename, number) if _kind(filename) == "user" else ""
 
 
 def count_as_library(folder: str) -> None:
-    """Take what lies in a folder for a library's: programs that a compiler has written."""
+    """Treat files in a folder as a library's: code that a compiler has written."""
     _GENERATED.append(folder.rstrip("/") + "/")
     _kind.cache_clear()
 
 
 def count_as_user(folder: str) -> None:
-    """Take what lies in a folder for the user's own code: a package that is run with ``-m``, which may be installed."""
+    """Treat files in a folder as the user's: a package run with ``-m`` may be installed."""
     _USERS.append(folder.rstrip("/") + "/")
     _kind.cache_clear()
     shown_file.cache_clear()
@@ -109,12 +110,8 @@ def _kind(filename: str) -> str:
 
 @cache
 def shown_file(filename: str) -> str:
-    """A file of the user's own as a person writes it: its path from here or within its package, else its name."""
+    """The user's file in readable form: its path from the current folder or its package, else its name."""
     for folder in (*(Path(one).parent for one in _USERS), Path.cwd()):
         if Path(filename).is_relative_to(folder):
             return str(Path(filename).relative_to(folder))
     return Path(filename).name
-
-
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -1,6 +1,6 @@
-"""``torch.cuda`` and ``torch.accelerator`` as they are where there are GPUs: every answer a script or a library asks for.
+"""``torch.cuda`` and ``torch.accelerator`` on a machine with GPUs: every function that scripts and libraries call.
 
-Nothing here is undone: it is for a process that does nothing else.
+Nothing is undone, so use it in a process that does nothing else.
 """
 
 import types
@@ -18,17 +18,17 @@ from zeroplan.spec.hardware import GpuSpec
 from zeroplan.verify.fake_cuda import cpp, graphs
 from zeroplan.verify.fake_cuda.memory import Memory
 from zeroplan.verify.fake_cuda.streams import Event, Stream, default_stream
-from zeroplan.verify.replaced import put
+from zeroplan.verify.replaced import always, put
 
 _REALLY_BUILT = torch.version.cuda is not None
 _CUDA_VERSION = "12.8"
 _NCCL_VERSION = (2, 27, 3)
 _STATE_BYTES = 16
-"""The state of CUDA's generator of random numbers: a seed and an offset."""
+"""The size of a CUDA random generator's state: a seed and an offset."""
 
 
 class Gpus(NamedTuple):
-    """The GPUs that this process sees: how many of which kind, which is its own, and what is counted on that."""
+    """The GPUs that this process sees: kind, number, its own index, and its own GPU's memory."""
 
     gpu: GpuSpec
     ranks: int
@@ -36,13 +36,8 @@ class Gpus(NamedTuple):
     memory: Memory
 
 
-def always(answer: object) -> Callable[..., object]:
-    """Make a function that gives one answer, whatever it is asked."""
-    return lambda *_, **__: answer
-
-
-def answer_for(gpus: Gpus) -> None:
-    """Have ``torch.cuda`` and ``torch.accelerator`` answer for these GPUs."""
+def patch_torch_cuda(gpus: Gpus) -> None:
+    """Make ``torch.cuda`` and ``torch.accelerator`` answer for these GPUs."""
     torch.cpu._default_cpu_stream = torch.cpu._current_stream = default_stream()
     answers = _constants(gpus) | _device(gpus) | _streams() | _memory(gpus.memory) | _random(gpus.ranks)
     for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random):
@@ -52,7 +47,7 @@ def answer_for(gpus: Gpus) -> None:
     for name in _OF_ANY_ACCELERATOR:
         setattr(torch.accelerator, name, answers[name])
     _accelerator(answers)
-    _elsewhere()
+    _patch_other_modules()
     _generators()
 
 
@@ -80,7 +75,7 @@ def _constants(gpus: Gpus) -> dict[str, Callable[..., object]]:
 
 
 def _properties(gpu: GpuSpec) -> types.SimpleNamespace:
-    major, minor = _capability(gpu)
+    major, minor = map(int, gpu.compute_capability.split("."))
     return types.SimpleNamespace(
         name=gpu.full_name, major=major, minor=minor, total_memory=int(gpu.memory_bytes.value), multi_processor_count=132,
         is_integrated=0, is_multi_gpu_board=0, warp_size=32, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048,
@@ -89,19 +84,14 @@ def _properties(gpu: GpuSpec) -> types.SimpleNamespace:
     )  # fmt: skip
 
 
-def _capability(gpu: GpuSpec) -> tuple[int, int]:
-    major, _, minor = gpu.compute_capability.partition(".")
-    return int(major), int(minor)
-
-
 def _device(gpus: Gpus) -> dict[str, Callable[..., object]]:
     current = [gpus.local_rank]
-    cpp.be_on(gpus.local_rank)
+    cpp.set_current_device(gpus.local_rank)
 
     def set_device(device: torch.device | int | str) -> None:
         index = device if isinstance(device, int) else cast("int | None", torch.device(device).index)
         current[0] = current[0] if index is None or index < 0 else index
-        cpp.be_on(current[0])
+        cpp.set_current_device(current[0])
 
     return {"current_device": lambda: current[0], "set_device": set_device}
 
@@ -117,7 +107,7 @@ def _streams() -> dict[str, Callable[..., object]]:
 _GRAPHS: dict[str, Callable[..., object]] = {
     "CUDAGraph": graphs.Graph, "graph_pool_handle": graphs.graph_pool_handle, "is_current_stream_capturing": graphs.is_capturing,
 }  # fmt: skip
-"""What ``torch.cuda.graph`` and ``make_graphed_callables``, which are torch's own, are made of."""
+"""The parts of ``torch.cuda.graph`` and ``make_graphed_callables``, which are torch's own."""
 
 
 def _set_stream(stream: Stream) -> None:
@@ -141,19 +131,19 @@ def _state(*_: object, **__: object) -> torch.Tensor:
 
 
 class CudaGenerator(torch.Generator):
-    """A GPU's generator: the host's, with a state of CUDA's size. Its numbers decide no size."""
+    """A GPU's generator: the host's with a state of CUDA's size. Its numbers affect no size."""
 
     get_state = _state
     device = property(always(torch.device("cuda")))
 
     def set_state(self, _: object) -> "CudaGenerator":
-        """Keep the host's own state, whose size is another."""
+        """Do nothing: the host's state has another size."""
         return self
 
     graphsafe_set_state = set_state  # type: ignore[assignment]  # torch's takes a generator
 
     def clone_state(self) -> "CudaGenerator":
-        """Another one in the same state."""
+        """A generator in the same state."""
         return CudaGenerator()
 
     graphsafe_get_state = clone_state
@@ -166,7 +156,7 @@ def _random(count: int) -> dict[str, Callable[..., object]]:
         "get_rng_state_all": lambda: [_state() for _ in range(count)],
         "default_generators": tuple(CudaGenerator() for _ in range(count)),  # type: ignore[dict-item]  # no function, but an answer
     }  # fmt: skip
-    return found | {name: always(None) for name in nothing}  # each its own: Dynamo has a rule for every function
+    return found | {name: always(None) for name in nothing}  # separate functions: Dynamo has one rule per function
 
 
 def _accelerator(answers: dict[str, Callable[..., object]]) -> None:
@@ -178,21 +168,21 @@ def _accelerator(answers: dict[str, Callable[..., object]]) -> None:
         setattr(accelerator, name, answers[like])
 
 
-def _elsewhere() -> None:
-    """What is asked under other names than ``torch.cuda``'s."""
+def _patch_other_modules() -> None:
+    """Replace functions outside ``torch.cuda``'s own namespace."""
     cuda = torch.cuda
     put(cuda.amp.common, amp_definitely_not_available=always(False))
     put(cuda.nccl, version=always(_NCCL_VERSION))
     put(cuda.nvtx, **dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), always(None)))
     put(cuda.graphs, **_GRAPHS)
     put(cuda.device, __init__=_choose, __enter__=always(None), __exit__=always(False))
-    put(dist.Logger, set_runtime_stats_and_log=always(None))  # type: ignore[attr-defined]  # DDP's timer is CUDA's, in C++
+    put(dist.Logger, set_runtime_stats_and_log=always(None))  # type: ignore[attr-defined]  # DDP's C++ timer would need CUDA
     if _REALLY_BUILT:
-        put(Reducer, prepare_for_forward=always(None))  # a CUDA build would take times with real events
-    put(fake_tensor, init_gpu_context=always(None))  # torch 2.11 makes a real tensor where CUDA is said to be there
+        put(Reducer, prepare_for_forward=always(None))  # a CUDA build would time with real events
+    put(fake_tensor, init_gpu_context=always(None))  # torch 2.11 would make a real CUDA tensor
     put(torch.version, cuda=_CUDA_VERSION)
     put(torch.backends.cuda, is_built=always(True))
-    torch._C._cuda_getCurrentRawStream = always(0)  # type: ignore[assignment]  # libraries import it where CUDA is there, and a CPU build has none
+    torch._C._cuda_getCurrentRawStream = always(0)  # libraries import it; CPU builds lack it
     for name in (
         "_cuda_CUDAAllocator_AllocatorState",
         "_set_cached_tensors_enabled",
@@ -208,7 +198,7 @@ def _choose(chosen: "torch.cuda.device", device: object) -> None:  # noqa: ARG00
 
 @cache
 def _generators() -> None:
-    """``torch.Generator("cuda")`` is the CPU's with a GPU's state."""
+    """Make ``torch.Generator("cuda")`` return the CPU's with a GPU's state."""
     real = torch.Generator
 
     class Kind(type):

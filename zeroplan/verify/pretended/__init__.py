@@ -1,1 +1,1 @@
-"""What stands in for what is not there: a GPU, the numbers of fake tensors, other ranks, a disk."""
+"""Stand-ins for what a simulated run lacks: a GPU, values of fake tensors, other ranks, a disk."""

@@ -1,21 +1,21 @@
-"""DeepSpeed's quantizer, which needs CUDA to be built, as far as memory goes: each function makes the tensors the real one makes.
+"""DeepSpeed's quantizer without its CUDA build: each function allocates what the real one does and computes nothing.
 
-Nothing is computed. Source: DeepSpeed 0.19.8, ``csrc/quantization/pt_binding.cpp``, the function of the same name.
+Source: DeepSpeed 0.19.8, ``csrc/quantization/pt_binding.cpp``, the function of the same name.
 """
 
 import torch
 
 
 class QuantizerBuilder:
-    """In the place of DeepSpeed's own, whose ``load`` compiles the kernels."""
+    """Replaces DeepSpeed's builder, whose ``load`` compiles the kernels."""
 
     def load(self) -> "_Quantizer":
-        """What the compiled module would be."""
+        """The stand-in for the compiled module."""
         return _Quantizer()
 
 
 class _Quantizer:
-    """The functions of the compiled module that ZeRO++ calls; symmetric quantization has one number for a group, its scale."""
+    """The functions that ZeRO++ calls; symmetric quantization has one number per group, its scale."""
 
     Symmetric = 0
 

@@ -1,10 +1,10 @@
-"""bitsandbytes' products with eight-bit weights: what its CUDA kernels take, written in torch's operators.
+"""Allocations of bitsandbytes' CUDA kernels for products with eight-bit weights, written in torch's operators.
 
 Source: bitsandbytes 0.50, ``backends/cuda/ops.py`` (``int8_vectorwise_quant``, ``int8_linear_matmul``, ``int8_mm_dequant``) and
 ``backends/default/ops.py`` (``int8_mixed_scaled_mm``, ``int8_scaled_mm``).
 
-Columns with a value beyond the threshold are multiplied in 16 bits, and these columns are kept for the backward. How many there
-are depends on values. Here all of them are: the most it can be.
+Columns with a value beyond the threshold are multiplied in 16 bits and kept for the backward. Their number depends on values;
+here it is all of them, the upper limit.
 """
 
 import bitsandbytes  # noqa: F401  it registers its operators with torch
@@ -17,7 +17,7 @@ Optional = torch.Tensor | None
 
 
 def _quantized(given: torch.Tensor, threshold: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-    """Whole numbers, a scale for each row, and the columns beyond the threshold."""
+    """Quantized integers, a scale per row, and the columns beyond the threshold."""
     columns = given.shape[-1]
     scales = given.new_empty(given.numel() // columns, dtype=torch.float32)
     numbers = torch.empty_like(given, dtype=torch.int8)
@@ -41,7 +41,7 @@ def _product(
 def _in_16_bits(
     whole: torch.Tensor, _rows: torch.Tensor, _columns: torch.Tensor, dtype: torch.dtype | None = None, bias: Optional = None
 ) -> torch.Tensor:
-    """The kernel knows fp16 alone, of biases, too."""
+    """The product in 16 bits; the kernel computes in fp16 only, biases too."""
     made = torch.empty_like(whole, dtype=torch.float16)
     if bias is not None and bias.dtype != torch.float16:
         made.add_(bias)
@@ -52,7 +52,7 @@ def _mixed(
     given: torch.Tensor, numbers: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor,
     beyond: Optional = None, bias: Optional = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The product of whole numbers, and that of the columns beyond the threshold with these of the weight, written out."""
+    """The product of integers, plus that of the columns beyond the threshold with dequantized weights."""
     if beyond is None:
         return _product(numbers, weight, rows, columns, bias, given.dtype), given.new_empty(0)
     kept = given[:, beyond].contiguous()

@@ -1,16 +1,18 @@
-"""Fake tensors without the detour through torch's cache of answers, where the answer is quicker than the key.
+"""Fake tensors without torch's cache of results where computing is faster than the cache key.
 
-Engines cut and join large buffers, one piece per rank, thousands per layer; optimizers work on lists of all parameters; models do
-a few things over and over. What is answered here is computed as torch would, by the operator itself on shapes alone.
+Engines cut and join large buffers, thousands of pieces per layer; optimizers work on lists of all parameters; models repeat a few
+operators. Those run the operator itself on shapes, with torch's result.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import cast
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
     disable_fake_tensor_cache,
@@ -18,38 +20,59 @@ from torch._subclasses.fake_tensor import (
 )
 
 _aten = torch.ops.aten
-#: Operators whose tensors are their first argument, or their first two, and that return one tensor beside them.
+#: Operators whose tensors are their first argument, or their first two, and that return one new tensor.
 _OF_ONE = frozenset({
     _aten.slice.Tensor, _aten.view.default, _aten._unsafe_view.default, _aten.t.default, _aten.transpose.int, _aten.detach.default,
     _aten.unsqueeze.default, _aten.expand.default, _aten.select.int, _aten.as_strided.default,
 })  # fmt: skip
 _OF_TWO = frozenset({_aten.mm.default})
-#: Of floating-point tensors of one shape, dtype and order of elements they make another such tensor.
+#: Operators whose result has the shape, dtype and strides of their floating-point arguments.
 _ALIKE_OF_ONE = frozenset({
     _aten.neg.default, _aten.pow.Tensor_Scalar, _aten.mul.Scalar, _aten.div.Scalar, _aten.rsqrt.default, _aten.silu.default,
 })  # fmt: skip
 _ALIKE_OF_TWO = frozenset({_aten.mul.Tensor, _aten.add.Tensor, _aten.silu_backward.default})
 _NEW = frozenset({_aten.empty.memory_format, _aten.empty_strided.default})
 _CAT = _aten.cat.default
+_NUMBER: OpOverload = _aten._local_scalar_dense.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _META = torch.device("meta")
 _GIVEN_A_STORAGE = frozenset({_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset})
-"""The cache would keep their storage alive: it is a part of the key."""
-_AS_IT_IS = nullcontext()
+"""The cache would keep their storage alive, since its key contains it."""
+_UNCHANGED = nullcontext()
+
+
+@contextmanager
+def unknown_numbers(answer: Callable[[torch.dtype], object]) -> Iterator[None]:
+    """Read numbers of fake tensors that are unknown as ``answer`` returns them inside; None keeps torch's error."""
+    original = fake_impls.op_implementations_dict[_NUMBER]
+
+    def number(mode: FakeTensorMode, func: object, tensor: FakeTensor) -> object:
+        try:
+            return original(mode, func, tensor)
+        except DataDependentOutputException:
+            if (assumed := answer(tensor.dtype)) is None:
+                raise
+            return assumed
+
+    fake_impls.op_implementations_dict[_NUMBER] = number
+    try:
+        yield
+    finally:
+        fake_impls.op_implementations_dict[_NUMBER] = original
 
 
 def _first_list(args: Sequence[object]) -> Sequence[FakeTensor]:
-    """The list that an operator on lists computes on; a number may go before it (``_foreach_pow`` of Adam with ``capturable``)."""
+    """The list on which an operator computes; a number may precede it (``_foreach_pow`` of Adam with ``capturable``)."""
     return cast("Sequence[FakeTensor]", next(one for one in args if isinstance(one, list | tuple)))
 
 
 class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
-    """torch's mode looks up what it answered before, by a key that costs more than the answer does."""
+    """torch's mode, without its cache for common operators: computing them is faster than the cache key."""
 
     def dispatch(
         self, func: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """Run an operator on fake tensors: the common ones at once, everything else as torch does."""
+        """Run an operator on fake tensors: common ones directly, others through torch's mode."""
         options = kwargs or {}
         if func in _NEW and isinstance(options.get("device"), torch.device):
             return self._new(func, args, options)
@@ -71,7 +94,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
             and self._device_of_all(_first_list(args)) is not None
         ):
             return self._foreach(func, args, options)
-        with disable_fake_tensor_cache(self) if func in _GIVEN_A_STORAGE else _AS_IT_IS:
+        with disable_fake_tensor_cache(self) if func in _GIVEN_A_STORAGE else _UNCHANGED:
             return super().dispatch(func, types, args, options)
 
     def _new(self, func: OpOverload, args: Sequence[object], options: Mapping[str, object]) -> FakeTensor:
@@ -81,7 +104,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
         return FakeTensor(self, made, device)
 
     def _like(self, func: OpOverload, args: Sequence[object]) -> torch.device | None:
-        """The device of the result, where an operator can be run as it stands."""
+        """The device of the result if the operator can run directly on shapes; else None."""
         if func in _OF_ONE:
             return self._device_of_all(args[:1])
         if func in _OF_TWO:
@@ -92,7 +115,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
         return None
 
     def _alike(self, func: OpOverload, args: Sequence[object]) -> FakeTensor | None:
-        """What the result is like, where it is like all that goes in."""
+        """An argument with the shape, dtype and strides of the result; None if there is none."""
         count = 1 if func in _ALIKE_OF_ONE else 2 if func in _ALIKE_OF_TWO else 0
         if not count or self._device_of_all(args[:count]) is None:
             return None
@@ -104,11 +127,11 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
         return first if alike else None
 
     def __deepcopy__(self, memo: object) -> "QuickFakes":
-        """Tensors name the mode they are of, and a copied one is of the same: ``nn.Transformer`` copies its layers."""
+        """This mode itself: copied tensors, as in ``nn.Transformer``, belong to the same mode."""
         return self
 
     def _foreach(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        """An operator on a list: in place there is nothing to do, else one new tensor for each."""
+        """Run an operator on a list: in place nothing to do, else one new tensor per element."""
         if func._opname.endswith("_"):
             return None
         with in_kernel_invocation_manager(self):
@@ -116,7 +139,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
         return [FakeTensor(self, one, like.fake_device) for one, like in zip(made, _first_list(args), strict=True)]
 
     def _device_of_all(self, tensors: object) -> torch.device | None:
-        """Where they are, if all are tensors of this mode, on one device, and none a number that torch follows."""
+        """The common device of tensors of this mode; None if devices differ or torch tracks a constant value of one."""
         found: torch.device | None = None
         for tensor in cast("Sequence[object]", tensors):
             if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.fake_mode is not self:

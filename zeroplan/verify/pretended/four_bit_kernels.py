@@ -1,4 +1,4 @@
-"""bitsandbytes' product with four-bit weights: what its CUDA kernel takes, written in torch's operators."""
+"""Allocations of bitsandbytes' CUDA kernel for products with four-bit weights, written in torch's operators."""
 
 import torch
 from bitsandbytes.nn import modules
@@ -14,9 +14,9 @@ def _written_out(
     bias: torch.Tensor | None = None, scales_8bit: torch.Tensor | None = None, _table: torch.Tensor | None = None,
     mean: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """What the product takes on CUDA: the weight in the compute dtype, from 1,537 tokens on, or where its rows are no whole blocks.
+    """The product's allocations on CUDA: from 1,537 tokens on, or if rows are no whole blocks, a dequantized weight.
 
-    With fewer tokens it depends on the GPU whether a kernel does without; the larger is taken, except for up to four tokens.
+    With fewer tokens the GPU decides whether a kernel avoids it; this makes it for more than four tokens, the upper limit.
     Source: bitsandbytes 0.50, backends/cuda/ops.py, ``gemm_4bit`` and ``_dequant_linear_fallback``.
     """
     if given.numel() // given.shape[-1] <= _FEW_TOKENS and given.shape[-1] % blocksize == 0:
@@ -25,7 +25,7 @@ def _written_out(
     added = None if wide is None or mean is None else wide + mean
     whole = torch.empty(shape, dtype=given.dtype, device=given.device)
     made = nn.functional.linear(given, whole, bias)
-    del wide, added  # alive until here, as there
+    del wide, added  # the kernel frees them here
     return made
 
 
@@ -33,9 +33,9 @@ _FEW_TOKENS = 4
 
 
 def _state_from_module(module: Linear4bit) -> None:
-    """Where an engine has put another tensor in a weight's place, its scales are the module's, as bitsandbytes has it.
+    """Where an engine replaced a weight's tensor, use the module's scales for it, as bitsandbytes does.
 
-    bitsandbytes makes a parameter of its own class of that tensor, without memory of its own, which a fake one cannot be.
+    bitsandbytes would make a parameter of its own class that shares the tensor's memory, which fails for a fake one.
     """
     if not isinstance(module.weight, FakeTensor):
         _from_module(module)

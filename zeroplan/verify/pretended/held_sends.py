@@ -1,6 +1,6 @@
-"""Sends and receives between two ranks that are over at once, and hold their tensors as NCCL's do.
+"""Sends and receives between two ranks that end at once and hold their tensors as NCCL's do.
 
-In a batch until it is waited for, else as long as it is referred to. Source: torch 2.13, ``pointToPoint`` in
+A batch holds them until it is waited for, a single one as long as it is referenced. Source: torch 2.13, ``pointToPoint`` in
 torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (``work->outputs_``).
 """
 
@@ -19,24 +19,24 @@ Function = Callable[..., "Work | None"]
 
 
 class Held:
-    """What a script waits for; beside its tensors it is what torch's group has returned."""
+    """A ``Work`` of torch's group that also holds tensors."""
 
     def __init__(self, work: Work | None, tensors: Sequence[torch.Tensor], *, batched: bool) -> None:
         self._work, self._tensors, self._batched = work, tensors, batched
 
     def wait(self, *args: object) -> bool:
-        """End it; a batch lets go of its tensors."""
+        """End the wait; a batch releases its tensors."""
         if self._batched:
             self._tensors = []
         return True if self._work is None else self._work.wait(*args)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> object:
-        """Anything else that torch's own has."""
+        """Any other attribute of torch's ``Work``."""
         return getattr(self._work, name)
 
 
-def hold_what_is_sent() -> None:
-    """Have sends and receives hold their tensors, to the end of the process."""
+def hold_sent_tensors() -> None:
+    """Make sends and receives hold their tensors, for the rest of the process."""
     alone = {name: _held(getattr(c10d, name)) for name in ("isend", "irecv")}
     for owner in (dist, c10d):
         put(owner, **alone, batch_isend_irecv=_batched(c10d.batch_isend_irecv))
@@ -52,7 +52,7 @@ def _held(function: Function) -> Function:
 
 
 def _batched(function: Callable[[list[dist.P2POp]], list[Work]]) -> Callable[[list[dist.P2POp]], list[Work]]:
-    """NCCL makes one of a batch."""
+    """NCCL returns one work for a batch."""
 
     @wraps(function)
     def batched(p2p_op_list: list[dist.P2POp]) -> list[Work]:

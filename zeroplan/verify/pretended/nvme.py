@@ -1,7 +1,7 @@
-"""NVMe for runs that have none: DeepSpeed's asynchronous reads and writes, which move nothing and note what is in each file.
+"""A stand-in for NVMe: DeepSpeed's asynchronous reads and writes move nothing; each file's size is noted.
 
-DeepSpeed's own code decides what is swapped out, when, and through which buffers; only its C++ handle, which needs ``libaio`` and
-tensors with bytes, has a stand-in. Page-locked buffers are asked of the operating system, not of torch's allocator.
+DeepSpeed's own code decides what is swapped, when, and through which buffers. Only its C++ handle is replaced, which needs
+``libaio`` and real tensors. Page-locked buffers come from the operating system, not from torch's allocator.
 Source: DeepSpeed 0.19.8, ``csrc/aio/py_lib/py_ds_aio.cpp`` and ``csrc/pin_memory/deepspeed_pin_tensor.cpp``.
 """
 
@@ -19,7 +19,7 @@ _SWAPPERS = partitioned_optimizer_swapper, partitioned_param_swapper, pipelined_
 
 
 class Disk:
-    """What is in each file. [bytes]"""
+    """The size of each file. [bytes]"""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -32,23 +32,23 @@ _LEFT = [0]
 
 
 def disk() -> Disk | None:
-    """The disk of the run that is under way, if it has one."""
+    """The disk of the current run, if any."""
     return _DISK[-1] if _DISK else None
 
 
 def left() -> int:
-    """What the last run left in its files. [bytes]"""
+    """The size of the last run's files. [bytes]"""
     return _LEFT[-1]
 
 
 class _Handle:
-    """``aio_handle``: what is asked for is done at once, and counted until it is waited for."""
+    """``aio_handle``: every request is done at once, and counted until it is waited for."""
 
     def __init__(self, **_options: object) -> None:
         self._pending = 0
 
     def async_pread(self, buffer: torch.Tensor, path: str, _offset: int) -> int:
-        assert _DISK[-1].files[path] >= buffer.nbytes  # noqa: S101  DeepSpeed reads what it has written
+        assert _DISK[-1].files[path] >= buffer.nbytes  # noqa: S101  DeepSpeed only reads files it has written
         self._pending += 1
         return 0
 
@@ -80,8 +80,8 @@ class _Builder:
 
 
 @contextmanager
-def stands_in() -> Iterator[None]:
-    """Have DeepSpeed take the stand-in for its handle, and a folder that is gone afterwards for the disk's."""
+def fake_nvme() -> Iterator[None]:
+    """Make DeepSpeed use the stand-in and a temporary folder inside."""
     with TemporaryDirectory() as folder, ExitStack() as stack:
         for module in _SWAPPERS:
             stack.enter_context(replaced(module, "AsyncIOBuilder", _Builder))

@@ -1,28 +1,25 @@
-"""What torch's optimizers need of fake tensors and do not get: kernels that only write in place, and numbers of a norm."""
+"""Fake implementations that torch's optimizers lack: kernels that write in place, and norms that Adafactor reads."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.optim import _adafactor
 
+from zeroplan.verify.pretended.fake_mode import unknown_numbers
 from zeroplan.verify.replaced import replaced
 
-#: They have no fake implementation (torch 2.11 to 2.15). On CUDA they ask for no memory that autograd or an engine sees
+#: Kernels without a fake implementation (torch 2.11 to 2.15). On CUDA they request no memory that autograd or an engine sees
 #: (``aten/src/ATen/native/cuda/FusedSgdKernel.cu`` and ``FusedAdagradKernel.cu``).
 _IN_PLACE = ("_fused_sgd_", "_fused_adagrad_")
 _STEPS = ("_single_tensor_adafactor", "_multi_tensor_adafactor")
-_NUMBER: OpOverload = torch.ops.aten._local_scalar_dense.default
 
 
 @contextmanager
 def optimizer_kernels() -> Iterator[None]:
     """Let fused SGD, fused Adagrad and Adafactor step over fake tensors.
 
-    Adafactor reads norms, which set how far it steps and no size: 1 is read.
+    Adafactor reads norms, which change its step but no size; it reads 1.
     """
     with ExitStack() as patches:
         for name in _IN_PLACE:
@@ -36,25 +33,7 @@ def _reading_ones(name: str) -> AbstractContextManager[None]:
     original: Callable[..., object] = getattr(_adafactor, name)
 
     def step(*args: object, **kwargs: object) -> object:
-        with _ones():
+        with unknown_numbers(lambda _: 1.0):
             return original(*args, **kwargs)
 
     return replaced(_adafactor, name, step)
-
-
-@contextmanager
-def _ones() -> Iterator[None]:
-    """Read 1 where a fake tensor's number is not known."""
-    known = fake_impls.op_implementations_dict[_NUMBER]
-
-    def number(mode: FakeTensorMode, func: object, tensor: FakeTensor) -> object:
-        try:
-            return known(mode, func, tensor)
-        except DataDependentOutputException:
-            return 1.0
-
-    fake_impls.op_implementations_dict[_NUMBER] = number
-    try:
-        yield
-    finally:
-        fake_impls.op_implementations_dict[_NUMBER] = known

@@ -1,8 +1,8 @@
-"""What ``DistributedDataParallel``'s reducer needs among fake tensors: numbers that it can read.
+"""Readable integers for the reducer of ``DistributedDataParallel`` among fake tensors.
 
-Its C++ writes down the shapes of the parameters and which gradient goes into which bucket in integer tensors, sends them to the
-other ranks and reads what has come. These few are real, here; parameters, gradients and buckets stay fake. They are left out of
-the record: four bytes or eight per parameter tensor or dimension, partly in host memory, gone before the next bucket is made.
+Its C++ stores parameter shapes and bucket assignments in integer tensors, sends them to other ranks and reads the result. These
+few tensors are real here; parameters, gradients and buckets stay fake. The record omits them: four or eight bytes per parameter
+or dimension, partly in host memory, freed before the next bucket is made.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +20,8 @@ from zeroplan.verify.replaced import replaced
 from zeroplan.verify.watching.collectives import COLLECTIVES
 from zeroplan.verify.watching.watcher import Watcher
 
-#: Functions that write and read such tensors (torch 2.13): the check of the constructor, and the rebuild in the second forward.
-_THEY_READ: tuple[tuple[object, str], ...] = (
+#: Functions that write and read such tensors (torch 2.13): the constructor's check, and the rebuild in the second forward.
+_READERS: tuple[tuple[object, str], ...] = (
     (distributed, "_verify_param_shape_across_processes"),
     (Reducer, "_rebuild_buckets"),
 )
@@ -29,10 +29,10 @@ _WRITTEN_IN = (torch.int32, torch.int64)
 
 
 @contextmanager
-def readable_bookkeeping(watcher: Watcher) -> Iterator[None]:
-    """Let the reducer keep its books in real tensors as long as this is open; the watcher sees only that they are sent."""
+def real_reducer_integers(watcher: Watcher) -> Iterator[None]:
+    """Let the reducer keep its integers in real tensors inside; the watcher only records that they are sent."""
     with ExitStack() as patches:
-        for owner, name in _THEY_READ:
+        for owner, name in _READERS:
             patches.enter_context(_on_real_integers(owner, name, watcher))
         yield
 
@@ -48,7 +48,7 @@ def _on_real_integers(owner: object, name: str, watcher: Watcher) -> AbstractCon
 
 
 class _RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
-    """Makes integer tensors real, and works for real with what is real; all else goes its way."""
+    """Makes integer tensors real, and runs operators on real tensors for real."""
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ class _RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             return func(*args, **options)
         if "device" in options:
             options = {**options, "device": torch.device("cpu")}  # the reducer's device may be the fake GPU
-        with unset_fake_temporarily(), nullcontext() if func in COLLECTIVES else self._watcher.looking_away():
+        with unset_fake_temporarily(), nullcontext() if func in COLLECTIVES else self._watcher.not_recording():
             return func(*args, **options)
 
 

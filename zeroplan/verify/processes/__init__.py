@@ -1,1 +1,1 @@
-"""Ranks as processes: who starts them, what each does, who hears of them, and what happens when one is lost."""
+"""Runs ranks as processes: starts them, receives their messages, and ends all of them if one is lost."""

@@ -1,7 +1,7 @@
-"""torch elastic's agent for one node: starts a process per rank, and when one is lost ends the others and says which it was.
+"""Runs torch elastic's agent for one node: one process per rank. If a rank is lost, the agent ends the others.
 
-Run by :mod:`zeroplan.verify.processes.launch` as a process of its own, ``python -m zeroplan.verify.processes.elastic TASK``. On
-standard output go the ranks' messages, which inherit it, and the agent's own: ``died``.
+:mod:`zeroplan.verify.processes.launch` starts this as ``python -m zeroplan.verify.processes.elastic TASK``. Standard output carries
+the ranks' messages and the agent's own ``died``.
 """
 
 import json
@@ -13,33 +13,33 @@ from pathlib import Path
 
 from zeroplan.spec.base import read
 from zeroplan.verify.processes.launch import how_ended
-from zeroplan.verify.processes.messages import Teller, leave_with_the_parent
+from zeroplan.verify.processes.messages import Messenger, leave_with_the_parent
 from zeroplan.verify.task import Task
 
 _ENDED_BY_THE_AGENT = -signal.SIGTERM
-"""The exit code of the ranks that the agent ends when it has lost one."""
+"""The exit code of ranks that the agent ends after it lost one."""
 
 
 def main() -> None:
-    """Start the ranks of the task that the first argument names, and wait for them."""
+    """Start the ranks of the task file in the first argument, and wait for them."""
     order = Path(sys.argv[1])
     task = read(Task, json.loads(order.read_text(encoding="utf-8")), where="task")
     leave_with_the_parent()
     lost = _lost(task, order)
     for rank, code in lost.items():
-        Teller(order, rank).tell(died=how_ended(code))
+        Messenger(order, rank).send(died=how_ended(code))
     sys.stderr.flush()
-    os._exit(1 if lost else 0)  # the rendezvous leaves threads that wait for a node nobody will add
+    os._exit(1 if lost else 0)  # the rendezvous leaves threads waiting for another node
 
 
 def _lost(task: Task, order: Path) -> dict[int, int]:
-    """Run the ranks; the exit codes of those that failed."""
+    """Run the ranks; return the exit codes of those that failed."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs  # noqa: PLC0415  takes seconds, and a task is read first
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs  # noqa: PLC0415  takes seconds
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it tells goes into a message
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is sent as a message instead
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

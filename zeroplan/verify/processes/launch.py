@@ -1,7 +1,7 @@
-"""Starts the ranks of a task, listens to them, and sees to it that all are gone when it returns, whatever happens.
+"""Starts the ranks of a task, receives their messages, and ends all processes before it returns.
 
-One process is started here: the rank itself, where one stands for all, or torch elastic's agent
-(:mod:`zeroplan.verify.processes.elastic`), which starts one per rank. torch is imported there and not here.
+It starts one process: the rank itself under the fake process group, else torch elastic's agent
+(:mod:`zeroplan.verify.processes.elastic`), which starts one per rank. Only those processes import torch.
 """
 
 import json
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,23 +23,23 @@ from zeroplan.current_folder import environment
 from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.measurement import Measurement
 from zeroplan.records import read_record
-from zeroplan.verify.failures import FailedError, NotHereError, of_a_transport, ran_out_of_memory, workload_raised
-from zeroplan.verify.processes.scratch import ORDER, no_place, scratch
+from zeroplan.verify.failures import FailedError, NotHereError, nccl_error, ran_out_of_memory, workload_raised
+from zeroplan.verify.processes.scratch import ORDER, no_temporary_folder, scratch
 from zeroplan.verify.task import Card, Task
 
 _GRACE_S = 2.0
 _LOST_S = 30.0
-"""How long the agent may take, on a busy machine, to hear of a rank whose connection is gone."""
+"""How long the agent may take, on a busy machine, to report a rank cause connection is gone. [s]"""
 _PEER_IS_GONE = re.compile(r"Connection closed by peer|Connection reset by peer|Broken pipe|remote (?:worker|process)")
 _TAIL_LINES = 15
 _PROGRESS_AFTER_S = 3.0
-#: What the process that is started here writes before a rank has a file of its own.
+#: Standard error of the started process, until a rank has a file of its own.
 STARTED_STDERR = "started.stderr"
 Message = dict[str, str]
 
 
 class Listener(NamedTuple):
-    """Who is told: of each record as it comes, of progress and of what went wrong, and of the card that a rank found."""
+    """Receives each record, progress and error reports, and the GPU that a rank found."""
 
     keep: Callable[[Measurement], None]
     say: Callable[[str], None]
@@ -48,7 +48,7 @@ class Listener(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A process, what it says (None when it has hung up), and the folder where the ranks' standard error goes."""
+    """A process, the queue of its messages (None at the end), and the folder with the ranks' standard error."""
 
     process: "subprocess.Popen[str]"
     messages: "queue.SimpleQueue[Message | None]"
@@ -56,10 +56,10 @@ class Started(NamedTuple):
 
 
 def launch(task: Task, *, keep: Callable[[Measurement], None], say: Callable[[str], None]) -> None:
-    """Run a task: every rank over gloo or NCCL, or the one rank under the fake group. ``keep`` is given each record as it comes.
+    """Run a task: every rank over gloo or NCCL, or one rank under the fake group. ``keep`` receives each record at once.
 
-    Raises SpecError where the workload is not there, and MeasurementError where a rank fails, dies, or is silent for the
-    task's ``timeout_s``; the tail of what the failing rank wrote has gone to ``say`` by then. All processes are gone on return.
+    Raises SpecError if the workload is missing, and MeasurementError if a rank fails, dies, or sends nothing for ``timeout_s``;
+    ``say`` then receives the last lines of the failing rank's standard error. All processes have ended on return.
     """
     with ordered(task) as order, running(command_of(task, order), task, order) as started:
         listen(task, started, Listener(keep, say, progress=say))
@@ -67,52 +67,54 @@ def launch(task: Task, *, keep: Callable[[Measurement], None], say: Callable[[st
 
 @contextmanager
 def ordered(task: Task) -> Iterator[Path]:
-    """The task as a file in a folder of its own, where ranks meet and leave what they have; gone afterwards."""
+    """Write the task into a file in a temporary folder, where ranks meet and write their records; yield the file."""
     with scratch() as folder:
         order = folder / ORDER
-        mine = replace(task, store=str(folder / "store"), folder=str(folder))
+        placed = replace(task, store=str(folder / "store"), folder=str(folder))
         try:
-            order.write_text(json.dumps(asdict(mine)), encoding="utf-8")
+            order.write_text(json.dumps(asdict(placed)), encoding="utf-8")
         except OSError as error:
-            raise no_place(error) from None
+            raise no_temporary_folder(error) from None
         yield order
 
 
 def command_of(task: Task, order: Path) -> list[str]:
-    """The process to start for a task."""
+    """The command that runs a task."""
     if task.transport == "fake":
         return [sys.executable, "-m", "zeroplan.verify.processes.worker", str(order)]
     return [sys.executable, "-m", "zeroplan.verify.processes.elastic", str(order)]
 
 
 def listen(task: Task, started: Started, to: Listener) -> None:
-    """Hear a task's ranks until each has left its record."""
+    """Receive the messages of a task's ranks until each has written its record."""
     began = time.monotonic()
     waiting = set(range(task.job.mesh.world_size)) if task.transport != "fake" else {task.rank or 0}
     while waiting:
         try:
-            # A collective that hangs fails in its own rank after timeout_s; silence is judged a little later, to hear of that.
+            # A hanging collective fails in its own rank after timeout_s, so the parent waits a little longer to receive that.
             message = started.messages.get(timeout=task.timeout_s + 2 * _GRACE_S)
         except queue.Empty:
-            raise _silent(task, waiting, started, to.say) from None
+            raise _timeout_error(task, waiting, started, to.say) from None
         if message is None:
-            raise _hung_up(task, waiting, started, to.say)
+            raise _launcher_died(task, waiting, started, to.say)
         if int(message.get("rank", -1)) not in waiting:
             continue
-        _heed(message, waiting, started, to)
+        _handle(message, waiting, started, to)
         if "say" in message and time.monotonic() - began > _PROGRESS_AFTER_S:
             to.progress(f"rank {message['rank']}: {message['say']}")
 
 
-def _silent(task: Task, waiting: set[int], started: Started, say: Callable[[str], None]) -> FailedError:
+def _timeout_error(task: Task, waiting: set[int], started: Started, say: Callable[[str], None]) -> FailedError:
     for rank in sorted(waiting):
         _show_tail(rank, started, say)
     names = ", ".join(map(str, sorted(waiting)))
-    return FailedError(f"no rank made progress for {task.timeout_s:g} s (waiting for rank {names}); ended")
+    return FailedError(
+        f"no rank made progress for {task.timeout_s:g} s (waiting for rank {names}), so all were ended; try a longer --timeout"
+    )
 
 
-def _hung_up(task: Task, waiting: set[int], started: Started, say: Callable[[str], None]) -> FailedError:
-    """The process that was started is gone without a word: the rank itself, or the one that launched the ranks."""
+def _launcher_died(task: Task, waiting: set[int], started: Started, say: Callable[[str], None]) -> FailedError:
+    """The error if the started process ended without a message: the rank itself, or the launcher of the ranks."""
     how = how_ended(started.process.wait())
     if task.transport == "fake":
         return _died(min(waiting), how, started, say)
@@ -126,14 +128,14 @@ def _hung_up(task: Task, waiting: set[int], started: Started, say: Callable[[str
     )
 
 
-def _heed(message: Message, waiting: set[int], started: Started, to: Listener) -> None:
+def _handle(message: Message, waiting: set[int], started: Started, to: Listener) -> None:
     if "record" in message:
         waiting.discard(int(message["rank"]))
         to.keep(read_record(Path(message["record"])))
     if "card" in message:
         to.card(Card(name=message["card"], total_bytes=int(message["total_bytes"])))
     if "ended" in message:
-        started.messages.put(message)  # for who waits for that
+        started.messages.put(message)  # the caller waits for it as well
         raise _died(int(message["rank"]), message["ended"], started, to.say)
     if "died" in message:
         raise _died(int(message["rank"]), message["died"], started, to.say)
@@ -150,7 +152,7 @@ def _died(rank: int, how: str, started: Started, say: Callable[[str], None]) -> 
 
 
 def _of_its_transport(rank: int, started: Started) -> str:
-    return of_a_transport(_written(_errors_of(rank, started)))
+    return nccl_error(_written(_errors_of(rank, started)))
 
 
 def _failure(message: Message, started: Started, say: Callable[[str], None]) -> ZeroplanError:
@@ -160,27 +162,27 @@ def _failure(message: Message, started: Started, say: Callable[[str], None]) -> 
             return ran_out_of_memory(rank, text)
         case "workload" if not _PEER_IS_GONE.search(text):
             return workload_raised(text, rank=rank, say=say)
-        case whose if whose in _ONE_LINE:
-            return _ONE_LINE[whose](text)
+        case cause if cause in _ONE_LINE:
+            return _ONE_LINE[cause](text)
     if (lost := _lost_before(rank, started, _LOST_S if _PEER_IS_GONE.search(text) else _GRACE_S)) is not None:
         return _died(int(lost["rank"]), lost["died"], started, say)
     if message["failed"] == "workload":
         return workload_raised(text, rank=rank, say=say)
     _show_tail(rank, started, say)
-    return FailedError(f"rank {rank} failed: {text.splitlines()[0] if text else 'it did not say why'}")
+    return FailedError(f"rank {rank} failed: {text.splitlines()[0] if text else 'it gave no reason'}")
 
 
 _ONE_LINE: dict[str, type[ZeroplanError]] = {"input": SpecError, "machine": NotHereError, "here": MeasurementError}
 
 
 def _lost_before(failed: int, started: Started, wait_s: float) -> Message | None:
-    """Of a rank that died and took the collective of one that failed with it, the agent hears a moment later."""
-    told, until = {failed}, time.monotonic() + wait_s
+    """The message about a rank that died first and broke another rank's collective; the agent reports it a moment later."""
+    failed_ranks, until = {failed}, time.monotonic() + wait_s
     with suppress(queue.Empty):
         while (message := started.messages.get(timeout=max(0.0, until - time.monotonic()))) is not None:
             if "failed" in message:
-                told.add(int(message["rank"]))
-            if "died" in message and int(message["rank"]) not in told:
+                failed_ranks.add(int(message["rank"]))
+            if "died" in message and int(message["rank"]) not in failed_ranks:
                 return message
     return None
 
@@ -200,7 +202,7 @@ def how_ended(code: int) -> str:
 
 
 def _show_tail(rank: int, started: Started, say: Callable[[str], None]) -> None:
-    """Show how a rank's standard error ends, which is that of the process started here before the rank has a file of its own."""
+    """Print the end of a rank's standard error, or of the started process's before the rank has a file of its own."""
     if not _show(_errors_of(rank, started), f"rank {rank}", say):
         _show(started.folder / STARTED_STDERR, f"rank {rank}", say)
 
@@ -209,11 +211,11 @@ def _errors_of(rank: int, started: Started) -> Path:
     return started.folder / f"rank{rank}.stderr"
 
 
-def _show(path: Path, whose: str, say: Callable[[str], None]) -> bool:
-    """Show the last lines of a file; whether there were any."""
+def _show(path: Path, writer: str, say: Callable[[str], None]) -> bool:
+    """Print the last lines of a file; return whether there were any."""
     lines = _written(path).splitlines()[-_TAIL_LINES:]
     if lines:
-        say("\n".join((f"--- last lines of {whose}'s standard error ---", *lines, "--- end ---")))
+        say("\n".join((f"--- last lines of {writer}'s standard error ---", *lines, "--- end ---")))
     return bool(lines)
 
 
@@ -231,7 +233,7 @@ def _read(process: "subprocess.Popen[str]", messages: "queue.SimpleQueue[Message
 
 @contextmanager
 def running(command: list[str], task: Task, order: Path) -> Iterator[Started]:
-    """The process for a task, in a session of its own; neither it nor a rank of its is left afterwards."""
+    """Start the process of a task in its own session; end it and its ranks afterwards."""
     process = _started(command, task, order)
     try:
         messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -244,23 +246,30 @@ def running(command: list[str], task: Task, order: Path) -> Iterator[Started]:
 def _started(command: list[str], task: Task, order: Path) -> "subprocess.Popen[str]":
     try:
         with (order.parent / STARTED_STDERR).open("wb") as sink:
-            return subprocess.Popen(  # noqa: S603  our own interpreter and module
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                text=True,
-                start_new_session=True,
-                env=environment_of(task),
+            return start_process(
+                command, environment_of(task), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink.fileno()
             )
     except OSError as error:
-        raise NotHereError(f"no process can be started here: {error.strerror}") from None
+        raise no_temporary_folder(error) from None
+
+
+def start_process(
+    command: Sequence[str], env: Mapping[str, str], *, stdin: int, stdout: int, stderr: int
+) -> "subprocess.Popen[str]":  # fmt: skip
+    """Start a process in a session of its own. Raises NotHereError if this machine cannot start one."""
+    try:
+        return subprocess.Popen(  # noqa: S603  our own interpreter and module
+            command, text=True, start_new_session=True, env=env, stdin=stdin, stdout=stdout, stderr=stderr
+        )
+    except OSError as error:
+        hint = "free memory or raise the limit of processes"
+        raise NotHereError(f"no process can be started here: {error.strerror}; {hint}") from None
 
 
 def environment_of(task: Task) -> dict[str, str]:
-    """What a launcher sets; elastic's agent sets each rank's own over it. gloo talks over the loopback."""
+    """The environment of a task's process; elastic's agent adds each rank's own. gloo uses the loopback."""
     ranks = str(task.job.mesh.world_size)
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if task.tensors == "fake" else {}  # a real GPU would be in the fake one's place
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if task.tensors == "fake" else {}  # a real GPU would replace the fake one
     return {
         **environment(),
         **hidden,
@@ -276,24 +285,24 @@ def environment_of(task: Task) -> dict[str, str]:
 
 
 def end_session(process: "subprocess.Popen[str]") -> None:
-    """Ask the processes to go, and after a moment make them; an interrupt meanwhile cannot stop this, and is heard afterwards.
+    """End a process and its session: close standard input, then SIGTERM, then SIGKILL. Interrupts are delayed until it is done.
 
-    Closing standard input is what every rank, whoever started it, takes for its parent's end.
+    Every rank takes a closed standard input as the end of its parent.
     """
     with _interrupts_later():
         _close(process.stdin)
-        _until(lambda: process.poll() is not None)
+        _wait_until(lambda: process.poll() is not None)
         for sign in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, sign)
-            _until(lambda: process.poll() is not None)
+            _wait_until(lambda: process.poll() is not None)
         process.wait()
         _close(process.stdout)
 
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Hold back an interrupt until the block ends; elsewhere than in the main thread there are none."""
+    """Delay an interrupt until the block ends; only the main thread receives any."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -307,7 +316,7 @@ def _interrupts_later() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-def _until(done: Callable[[], bool]) -> None:
+def _wait_until(done: Callable[[], bool]) -> None:
     until = time.monotonic() + _GRACE_S
     while time.monotonic() < until and not done():
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""How a rank's process talks to the one that launched it, and goes when that one is gone."""
+"""Messages from a rank's process to its launcher, and its end when the launcher ends."""
 
 import fcntl
 import json
@@ -9,17 +9,17 @@ import threading
 from pathlib import Path
 
 
-class Teller:
-    """Writes messages to the standard output that was there when it was made: one JSON object per line, with the rank.
+class Messenger:
+    """Writes messages to the standard output at its creation: one JSON object per line, with the rank.
 
-    Ranks that elastic's agent started share one pipe, so each line is written under a lock of the task's file.
+    Ranks under elastic's agent share one pipe, so a lock on the task's file protects each line.
     """
 
     def __init__(self, order: Path, rank: int) -> None:
         self._order, self._rank = order, rank
         self._to = os.dup(1)
 
-    def tell(self, **message: str) -> None:
+    def send(self, **message: str) -> None:
         """Send one message."""
         line = (json.dumps({"rank": str(self._rank), **message}) + "\n").encode()
         with self._order.open("rb") as lock:
@@ -28,11 +28,11 @@ class Teller:
                 line = line[os.write(self._to, line) :]
 
     def say(self, text: str) -> None:
-        """Tell how far it is."""
-        self.tell(say=text)
+        """Send a progress report."""
+        self.send(say=text)
 
     def keep_standard_output(self) -> None:
-        """Send what is printed from now on, as DeepSpeed does, to this rank's own file of standard error."""
+        """Redirect everything printed from now on, as DeepSpeed does, to this rank's file of standard error."""
         sink = os.open(self._order.with_name(f"rank{self._rank}.stderr"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -41,7 +41,7 @@ class Teller:
 
 
 def leave_with_the_parent() -> None:
-    """End this process and those it started when standard input, which the parent holds open, is closed."""
+    """End this process and its children when the parent closes standard input."""
     threading.Thread(target=_leave, daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""What one rank does, whoever started it: makes sure that it can run here, joins the others, measures."""
+"""Runs one rank, whatever started it: checks that it can run here, joins the others, measures."""
 
 import os
 from collections.abc import Callable
@@ -28,12 +28,12 @@ def measure(
     card: Callable[[str, int], None] = lambda _name, _bytes: None,
     store: "Store | None" = None,
 ) -> Measurement:
-    """Take the steps of a task as one of its ranks. ``card`` is told of the GPU, ``store`` is where ranks meet, if not in a file.
+    """Measure a task as one of its ranks. ``card`` receives the GPU; ranks meet in ``store``, else in the task's file.
 
-    Raises MeasurementError where a GPU is not to be had, or a rank does not join in time.
+    Raises MeasurementError if no GPU is available, or if a rank does not join in time.
     """
     if task.workload and task.job.mesh.pp > 1:
-        raise MeasurementError("a workload is not cut into pipeline stages here; leave --workload or --pipeline-parallel out")
+        raise MeasurementError("--workload cannot be split into pipeline stages; leave --workload or --pipeline-parallel out")
     os.environ.update(DS_ACCELERATOR="cpu" if task.tensors == "cpu" else "cuda", HF_HUB_OFFLINE="1")
     task = replace(task, job=as_installed(task.job))
     found = _simulated(task, rank, say) if task.tensors == "fake" else _measured(task, rank, store, say, card)
@@ -41,7 +41,7 @@ def measure(
 
 
 def _simulated(task: Task, rank: int, say: Callable[[str], None]) -> Measurement:
-    from zeroplan.verify.backends.simulate import simulate  # noqa: PLC0415  what goes wrong here is told like everything else
+    from zeroplan.verify.backends.simulate import simulate  # noqa: PLC0415  its errors are reported by the caller
     from zeroplan.verify.training.user_workload import user_workload  # noqa: PLC0415
 
     make = user_workload(task.workload, task.job) if task.workload else None
@@ -62,7 +62,7 @@ def _measured(
         from zeroplan.verify.backends.gpu_ready import ready  # noqa: PLC0415
 
         card(*ready(task))
-    met = store or _meeting(task)
+    met = store or _new_store(task)
     if task.transport != "fake":
         _await_all(met, rank=rank, ranks=task.job.mesh.world_size, timeout_s=task.timeout_s)
     made = user_workload(task.workload, task.job) if task.workload else None
@@ -71,7 +71,7 @@ def _measured(
     return found
 
 
-def _meeting(task: Task) -> "Store":
+def _new_store(task: Task) -> "Store":
     from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]  # noqa: PLC0415
 
     store: Store = HashStore() if task.transport == "fake" else FileStore(task.store, task.job.mesh.world_size)
@@ -79,7 +79,7 @@ def _meeting(task: Task) -> "Store":
 
 
 def _await_all(store: "Store", *, rank: int, ranks: int, timeout_s: float) -> None:
-    """Wait until every rank is here, so that the one that is missing can be named."""
+    """Wait until every rank has joined, so that an error can name the missing ones."""
     from torch.distributed import DistStoreError  # noqa: PLC0415
 
     names = [f"{_JOINED}/{number}" for number in range(ranks)]
@@ -88,7 +88,9 @@ def _await_all(store: "Store", *, rank: int, ranks: int, timeout_s: float) -> No
         store.wait(names, timedelta(seconds=timeout_s))
     except (DistStoreError, RuntimeError):
         missing = ", ".join(str(number) for number, name in enumerate(names) if not store.check([name]))
-        raise MeasurementError(f"rank {missing} of {ranks:,} did not join within {timeout_s:g} s; ended") from None
+        raise MeasurementError(
+            f"rank {missing} of {ranks:,} did not join within {timeout_s:g} s; look at its node and its log"
+        ) from None
 
 
 def _on_cpu(

@@ -1,7 +1,6 @@
-"""A run's own folder, beside the system's temporary files; what a killed run left there is removed by the next.
+"""A run's own folder among the system's temporary files; each run removes those of killed runs.
 
-Whoever made a folder holds a lock on it for as long as it lives, and the system lets go of the locks of the dead: what nobody
-holds is nobody's.
+A run holds a lock on its folder. The system releases the locks of dead processes, so an unlocked folder belongs to no run.
 """
 
 import os
@@ -14,17 +13,17 @@ from pathlib import Path
 from zeroplan.verify.failures import NotHereError
 
 _NEW, _HELD = "zeroplan-new-", "zeroplan-run-"
-#: What stands in each from the beginning: a folder without it was made by somebody else.
+#: A file in every folder from the beginning; a folder without it belongs to another program.
 ORDER = "task.json"
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A new folder, gone afterwards. Raises NotHereError where none can be made."""
+    """Yield a new folder and remove it afterwards. Raises NotHereError if none can be made."""
     try:
         folder, held = _made()
     except OSError as error:
-        raise no_place(error) from None
+        raise no_temporary_folder(error) from None
     try:
         yield folder
     finally:
@@ -32,16 +31,18 @@ def scratch() -> Iterator[Path]:
         os.close(held)
 
 
-def no_place(error: OSError) -> NotHereError:
-    """What is said where nothing can be written down for a run."""
-    return NotHereError(f"there is no place for temporary files: {error.strerror}; make room, or set TMPDIR to another folder")
+def no_temporary_folder(error: OSError) -> NotHereError:
+    """The error if a run's temporary files cannot be written."""
+    return NotHereError(
+        f"temporary files cannot be written: {error.strerror}; free disk space, or set TMPDIR to another folder"
+    )
 
 
 def _made() -> tuple[Path, int]:
-    """A folder and the descriptor that holds it: held before it has the name by which others look for it."""
+    """A folder and the descriptor of its lock. It is locked before it gets the name that other runs look for."""
     folder = Path(tempfile.mkdtemp(prefix=_NEW))
     held = os.open(folder, os.O_RDONLY)
-    with suppress(OSError):  # without locks, as some network file systems are, nobody can take one either
+    with suppress(OSError):  # some network file systems have no locks for anybody
         _lock(held)
     return folder.rename(folder.with_name(folder.name.replace(_NEW, _HELD))), held
 
@@ -52,8 +53,8 @@ def _lock(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def swept() -> str:
-    """Remove what killed runs left, and say how many folders that were; empty where there were none."""
+def remove_leftovers() -> str:
+    """Remove the folders of killed runs, and report how many; empty without any."""
     try:
         found = sorted(Path(tempfile.gettempdir()).glob(f"{_HELD}*"))
     except OSError:
@@ -64,7 +65,7 @@ def swept() -> str:
 
 
 def _removed(folder: Path) -> bool:
-    """Whether it was left by a run of this user's that is no more, and is gone now."""
+    """Whether the folder belonged to a dead run of this user and has been removed."""
     try:
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -74,7 +75,7 @@ def _removed(folder: Path) -> bool:
             return False
         _lock(held)
         shutil.rmtree(folder, ignore_errors=True)
-    except OSError:  # somebody holds it
+    except OSError:  # another process holds the lock
         return False
     finally:
         os.close(held)

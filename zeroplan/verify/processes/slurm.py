@@ -1,7 +1,7 @@
-"""A task as a job of Slurm's: submitted through submitit, awaited, taken up again by whoever has the folder.
+"""Runs a task as a Slurm job: submitted through submitit, awaited, and resumed by any process that has the folder.
 
-Everything of a job lies in one folder, which all nodes must see: its records, and in ``slurm/`` which job it is and what it runs
-(``job.json``), why a rank has no record (``failed/``), submitit's files and what ranks printed.
+All files of a job are in one folder, which all nodes must see: its records, and in ``slurm/`` the job's id and task (``job.json``),
+the reasons of ranks without a record (``failed/``), submitit's files and the ranks' output.
 """
 
 import io
@@ -24,7 +24,7 @@ from zeroplan.measurement import Measurement
 from zeroplan.records import read_record, record_paths
 from zeroplan.spec.base import Count, Spec, read
 from zeroplan.spec.hardware import node_size
-from zeroplan.verify.failures import FailedError, NotHereError, ran_out_of_memory, text_of, whose
+from zeroplan.verify.failures import FailedError, NotHereError, cause_of, ran_out_of_memory, text_of
 from zeroplan.verify.task import Task
 from zeroplan.whole import write_whole
 
@@ -32,16 +32,16 @@ _OUTPUT = "slurm"
 _STATE, _FAILED = f"{_OUTPUT}/job.json", f"{_OUTPUT}/failed"
 _POLL_S = 2.0
 _GATHER_S = 60.0
-"""How long files may take to be seen from here when the job has ended: network file systems keep what they knew. [s]"""
+"""How long files may take to appear here after the job has ended, because network file systems cache. [s]"""
 _PER_NODE = 8
 _NEVER = ("down", "drained", "inactive", "unavail", "limit", "invalid", "notallowed", "badconstraints", "held")
-"""What the reason of a pending job holds, in lower case, where waiting for other jobs will not start it."""
+"""Words in the reason of a pending job that will not start by waiting for other jobs."""
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted(Spec):
-    """What is asked of Slurm; ``options`` are sbatch's, by their long names."""
+    """The resources to request from Slurm; ``options`` are sbatch's, by their long names."""
 
     partition: str = ""
     account: str = ""
@@ -51,7 +51,7 @@ class Wanted(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted(Spec):
-    """A job that Slurm has taken."""
+    """A submitted Slurm job."""
 
     schema_version: int = 1
     job_id: str
@@ -59,14 +59,14 @@ class Submitted(Spec):
 
 
 def submit(task: Task, wanted: Wanted, folder: Path) -> Submitted:
-    """Hand a task to Slurm, one of its tasks per rank, and note it in the folder.
+    """Submit a task to Slurm, one Slurm task per rank, and note the job in the folder.
 
-    Raises MeasurementError where Slurm or submitit is not here, or in Slurm's own words where it refuses.
+    Raises MeasurementError if Slurm or submitit is missing, or with Slurm's own message if it refuses.
     """
     _refuse_where_there_is_none()
     if (folder / _STATE).exists():
-        raise SpecError(f"{str(folder)!r} holds a Slurm job already: take it up with --resume, or name another folder")
-    import submitit  # noqa: PLC0415  an extra, and asked for above
+        raise SpecError(f"{str(folder)!r} already has a Slurm job: continue it with --resume, or name another folder")
+    import submitit  # noqa: PLC0415  an optional package, checked above
 
     nodes, per_node = _layout(task)
     try:
@@ -84,7 +84,7 @@ def submit(task: Task, wanted: Wanted, folder: Path) -> Submitted:
             **({"account": wanted.account} if wanted.account else {}),
             **({"additional_parameters": wanted.options} if wanted.options else {}),
         )
-        with redirect_stderr(io.StringIO()):  # on which submitit repeats what sbatch said
+        with redirect_stderr(io.StringIO()):  # submitit repeats sbatch's message there
             job = executor.submit(as_rank, json.dumps(asdict(task)), str(folder.absolute()))
     except submitit.core.utils.FailedJobError as error:
         raise NotHereError(f"Slurm refuses the job: {_refusal(str(error))}") from None
@@ -99,32 +99,32 @@ def _refuse_where_there_is_none() -> None:
     if lacking := not_installed("submitit", by="--slurm"):
         raise MeasurementError(lacking)
     if shutil.which("sbatch") is None:
-        raise NotHereError("there is no Slurm here: sbatch is not on the path; run this where jobs are submitted")
+        raise NotHereError("Slurm is not installed here: sbatch is not on the path; run this on a node that submits jobs")
 
 
 def _exports() -> list[str]:
-    """What a job's shell sets before its ranks start: each is a ``python -m`` in the folder where the job was submitted."""
-    said = environment()
-    return [f"export {name}={shlex.quote(said[name])}" for name in ("PYTHONSAFEPATH", "PYTHONPATH")]
+    """Shell lines that set the Python path before the ranks start, as in the folder where the job was submitted."""
+    variables = environment()
+    return [f"export {name}={shlex.quote(variables[name])}" for name in ("PYTHONSAFEPATH", "PYTHONPATH")]
 
 
 def _layout(task: Task) -> tuple[int, int]:
-    """Nodes, and ranks on each."""
+    """The number of nodes, and of ranks per node."""
     ranks, cluster = task.job.mesh.world_size, task.job.cluster
     per_node = min(ranks, node_size(cluster) or _PER_NODE)
     if ranks % per_node:
-        raise SpecError(f"{ranks:,} ranks do not fill nodes of {per_node} alike; say how many share one with --gpus-per-node")
+        raise SpecError(f"{ranks:,} ranks do not fill nodes of {per_node} GPUs; set the ranks per node with --gpus-per-node")
     return math.ceil(ranks / per_node), per_node
 
 
-def _refusal(said: str) -> str:
-    r"""The first of what one of Slurm's programs said, which names what is wrong, without its own name.
+def _refusal(message: str) -> str:
+    r"""The first error line of a Slurm program, without the program's name.
 
     >>> _refusal("sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid partition")
     'invalid partition specified: x'
     """
-    lines = [line.partition("error: ")[2] for line in said.splitlines() if "error: " in line]
-    first = (lines or said.strip().splitlines() or ["it does not say why"])[0]
+    lines = [line.partition("error: ")[2] for line in message.splitlines() if "error: " in line]
+    first = (lines or message.strip().splitlines() or ["it gave no reason"])[0]
     return first.removeprefix("Batch job submission failed: ").strip()
 
 
@@ -132,8 +132,8 @@ def _refusal(said: str) -> str:
 
 
 def as_rank(task: str, folder: str) -> None:
-    """Be the rank that Slurm says; leave a record in the folder, or why there is none and a bad exit, which ends the others."""
-    import submitit  # noqa: PLC0415  who runs this has it
+    """Run the rank that Slurm assigned; write its record, or the reason of failure and exit with 1, which ends the others."""
+    import submitit  # noqa: PLC0415  every node that runs this has it
 
     from zeroplan.verify.processes.torchrun import measured_as_rank, meeting  # noqa: PLC0415  on the node only
 
@@ -141,21 +141,21 @@ def as_rank(task: str, folder: str) -> None:
     try:
         mine = read(Task, json.loads(task), where="task")
         measured_as_rank(mine, store=meeting(mine), folder=Path(folder))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, who waits is told
+    except (Exception, SystemExit) as error:  # noqa: BLE001  every error is reported to the waiting process
         rank = int(os.environ["RANK"])
-        why = {"rank": rank, "whose": whose(error), "text": text_of(error), "at": time.time()}
+        why = {"rank": rank, "cause": cause_of(error), "text": text_of(error), "at": time.time()}
         write_whole(Path(folder) / _FAILED / f"rank{rank}.json", json.dumps(why), force=True)
         os._exit(1)
 
 
-# Where it is awaited
+# On the submitting node
 
 
 def taken_up(folder: Path) -> Submitted:
-    """The job that a folder holds. Raises SpecError where it holds none."""
+    """The job in a folder. Raises SpecError if it has none."""
     path = folder / _STATE
     if not path.is_file():
-        raise SpecError(f"{str(folder)!r} holds no job of --slurm: it has no {_STATE}; name the --record-dir of one")
+        raise SpecError(f"{str(folder)!r} has no Slurm job ({_STATE} is missing); name the --record-dir of a --slurm run")
     try:
         return read(Submitted, json.loads(path.read_text(encoding="utf-8")), where=str(path))
     except ValueError as error:
@@ -163,35 +163,35 @@ def taken_up(folder: Path) -> Submitted:
 
 
 def wait(submitted: Submitted, folder: Path, *, say: Callable[[str], None]) -> list[Measurement]:
-    """Wait for a job to end, telling how it stands, and return the records of all its ranks.
+    """Wait for a job to end, report its state, and return the records of all its ranks.
 
-    Raises :class:`~zeroplan.verify.failures.NotHereError` where Slurm says that it will not start (the job is then taken back), and
-    what a rank failed of, or how the job ended, where there are fewer records than ranks.
+    Raises :class:`~zeroplan.verify.failures.NotHereError` if Slurm will not start it (the job is then cancelled). With fewer
+    records than ranks, raises the error of the first failed rank, or how the job ended.
     """
-    told, hopeless = "", 0
+    reported, hopeless = "", 0
     while True:
         state, reason = _state(submitted.job_id)
         if state in _OVER or not state:
             return _collected(submitted, folder, state)
         now = f"{state.lower()} ({reason})" if reason not in ("", "None") else state.lower()
-        if now != told:
+        if now != reported:
             say(f"Slurm job {submitted.job_id}: {now}")
-        told, hopeless = now, hopeless + 1 if state == "PENDING" and _will_not_start(reason) else 0
+        reported, hopeless = now, hopeless + 1 if state == "PENDING" and _will_not_start(reason) else 0
         if hopeless > 1:
-            _asked("scancel", submitted.job_id)
-            raise NotHereError(f"Slurm cannot start job {submitted.job_id}: {reason}; it was taken back")
+            _run("scancel", submitted.job_id)
+            raise NotHereError(f"Slurm cannot start job {submitted.job_id}: {reason}; it was cancelled")
         time.sleep(_POLL_S)
 
 
 def _state(job_id: str) -> tuple[str, str]:
-    """The state of a job and its reason; no state where Slurm has forgotten it, as it does a while after its end."""
-    said = _asked("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T|%r")
-    state, _, reason = said.strip().partition("|")
+    """A job's state and reason; empty if Slurm has forgotten it, some time after its end."""
+    line = _run("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T|%r")
+    state, _, reason = line.strip().partition("|")
     return state, reason
 
 
 def _will_not_start(reason: str) -> bool:
-    """Whether a pending job waits for something else than its turn.
+    """Whether a pending job waits for something other than its turn.
 
     >>> [_will_not_start(reason) for reason in ("Resources", "Priority", "ReqNodeNotAvail, UnavailableNodes:n1", "PartitionDown")]
     [False, False, True, True]
@@ -199,13 +199,13 @@ def _will_not_start(reason: str) -> bool:
     return any(word in reason.lower().replace(" ", "") for word in _NEVER)
 
 
-def _asked(*command: str) -> str:
+def _run(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603  Slurm's own programs
     except FileNotFoundError:
-        raise NotHereError(f"there is no Slurm here: {command[0]} is not on the path") from None
+        raise NotHereError(f"Slurm is not installed here: {command[0]} is not on the path") from None
     except subprocess.TimeoutExpired:
-        raise MeasurementError(f"Slurm does not answer: {command[0]} took more than a minute") from None
+        raise MeasurementError(f"Slurm does not answer: {command[0]} ran for more than a minute") from None
     if done.returncode and "Invalid job id" not in done.stderr:
         raise MeasurementError(f"Slurm does not answer: {_refusal(done.stderr)}")
     return done.stdout
@@ -226,7 +226,7 @@ def _records(folder: Path) -> list[Measurement]:
 
 
 def _failures(folder: Path) -> list[dict[str, str]]:
-    """Why ranks have no record, the first to fail first."""
+    """The reasons of ranks without a record, the first failure first."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in (folder / _FAILED).glob("rank*.json")]
     return sorted(found, key=lambda one: float(one["at"]))
 
@@ -234,13 +234,13 @@ def _failures(folder: Path) -> list[dict[str, str]]:
 def _why(submitted: Submitted, folder: Path, state: str, found: int) -> ZeroplanError:
     failures = _failures(folder)
     if not failures:
-        ended = f"ended {state.lower().replace('_', ' ')}" if state else "is not known to Slurm any more"
+        ended = f"ended {state.lower().replace('_', ' ')}" if state else "is no longer known to Slurm"
         return FailedError(
-            f"Slurm job {submitted.job_id} {ended} with {found} of {submitted.task.job.mesh.world_size:,} records; what its ranks "
-            f"printed is in {str(folder / _OUTPUT)!r}"
+            f"Slurm job {submitted.job_id} {ended} with {found} of {submitted.task.job.mesh.world_size:,} records; the output of "
+            f"its ranks is in {str(folder / _OUTPUT)!r}"
         )
     rank, text = failures[0]["rank"], failures[0]["text"].strip()
-    match failures[0]["whose"]:
+    match failures[0]["cause"]:
         case "input":
             return SpecError(text)
         case "machine" | "here":
@@ -248,5 +248,5 @@ def _why(submitted: Submitted, folder: Path, state: str, found: int) -> Zeroplan
         case "memory":
             return ran_out_of_memory(rank, text)
     return FailedError(
-        f"rank {rank} of Slurm job {submitted.job_id} failed: {text.splitlines()[-1] if text else 'it did not say why'}"
+        f"rank {rank} of Slurm job {submitted.job_id} failed: {text.splitlines()[-1] if text else 'it gave no reason'}"
     )

@@ -1,8 +1,7 @@
-"""A rank under torchrun, or whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: any number of nodes.
+"""Runs a rank under torchrun, or another launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, on any nodes.
 
 ``torchrun --nnodes 2 --nproc-per-node 8 ... -m zeroplan.verify.worker JOB --record-dir DIR``. Every rank measures and writes its
-record; rank 0 hears of all of them over the store through which ranks meet, so folders need not be shared, and prints the
-comparison.
+record. Rank 0 receives all of them through the ranks' store, so folders need not be shared, and prints the comparison.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from zeroplan.measurement import Measurement
 from zeroplan.resolve import resolve
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
-from zeroplan.verify.failures import OutOfMemoryError, ran_out_of_memory, text_of, whose
+from zeroplan.verify.failures import OutOfMemoryError, cause_of, ran_out_of_memory, text_of
 from zeroplan.verify.task import Task, refuse_unrunnable
 from zeroplan.whole import refuse_folder
 
@@ -39,72 +38,72 @@ _SET_BY_A_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure a job as rank ``RANK`` of ``WORLD_SIZE``; rank 0 prints the comparison. Returns the exit code, as the command's."""
+    """Measure a job as rank ``RANK`` of ``WORLD_SIZE``; rank 0 prints the comparison. Returns the command's exit code."""
     warnings.filterwarnings("ignore")
-    asked = _asked(arguments)
+    options = _parsed(arguments)
     try:
-        task = _task(asked)
-        return _answered(task, asked)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  one line, whatever it is
-        return _refused(error)
+        task = _task(options)
+        return _measure(task, options)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  every error becomes one line
+        return _report(error)
 
 
-def _asked(arguments: Sequence[str]) -> argparse.Namespace:
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m zeroplan.verify.worker",
-        description="One rank of a job, under torchrun: measured, and held against the estimate.",
+        description="Measure one rank of a job under torchrun, and compare it with the estimate.",
     )
-    parser.add_argument("job", metavar="JOB", type=Path, help="a job as a TOML or JSON file, as `zeroplan estimate` takes it")
+    parser.add_argument("job", metavar="JOB", type=Path, help="a job as a TOML or JSON file, as for `zeroplan estimate`")
     parser.add_argument("--backend", choices=("cuda", "cpu"), default="cuda", help="GPUs over NCCL, or CPU tensors over gloo")
-    parser.add_argument("--record-dir", metavar="DIR", type=Path, help="where each rank writes its record")
+    parser.add_argument("--record-dir", metavar="DIR", type=Path, help="folder for each rank's record")
     parser.add_argument("--steps", metavar="N", type=int, default=3, help="optimizer steps; the last counts (3)")
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=300.0, help="how long ranks wait for each other (300)"
     )
-    parser.add_argument("--tolerance", metavar="FRACTION", default="0.02", help="how far the two may be apart (0.02)")
+    parser.add_argument("--tolerance", metavar="FRACTION", default="0.02", help="largest accepted difference (0.02)")
     parser.add_argument("--workload", metavar="PACKAGE.MODULE:FUNCTION", default="", help="your own module instead")
     return parser.parse_args(arguments)
 
 
-def _task(asked: argparse.Namespace) -> Task:
+def _task(options: argparse.Namespace) -> Task:
     missing = [name for name in _SET_BY_A_LAUNCHER if name not in os.environ]
     if missing:
         raise MeasurementError(f"{', '.join(missing)} is not set: start this with torchrun, or use `zeroplan verify`")
-    request, ranks = read_job_file(asked.job), int(os.environ["WORLD_SIZE"])
+    request, ranks = read_job_file(options.job), int(os.environ["WORLD_SIZE"])
     if request.gpus not in (None, ranks):
         raise SpecError(
-            f"job file {str(asked.job)!r} is of {request.gpus:,} GPUs, and {ranks:,} ranks were started; make them equal"
+            f"job file {str(options.job)!r} is for {request.gpus:,} GPUs, and {ranks:,} ranks were started; make them equal"
         )
-    return task_of(resolve(replace(request, gpus=ranks)).job, asked)
+    return task_of(resolve(replace(request, gpus=ranks)).job, options)
 
 
-def task_of(job: JobSpec, asked: argparse.Namespace) -> Task:
-    """The task of all ranks of a job, in processes that are there already."""
+def task_of(job: JobSpec, options: argparse.Namespace) -> Task:
+    """The task of all ranks of a job whose processes already run."""
     refuse_unrunnable(job)
     return Task(
         job=job,
-        transport="nccl" if asked.backend == "cuda" else "gloo",
-        tensors=asked.backend,
-        steps=asked.steps,
-        workload=asked.workload,
-        timeout_s=asked.timeout,
+        transport="nccl" if options.backend == "cuda" else "gloo",
+        tensors=options.backend,
+        steps=options.steps,
+        workload=options.workload,
+        timeout_s=options.timeout,
     )
 
 
-def _answered(task: Task, asked: argparse.Namespace) -> int:
-    if asked.record_dir is not None:
-        refuse_folder(asked.record_dir, "--record-dir")
+def _measure(task: Task, options: argparse.Namespace) -> int:
+    if options.record_dir is not None:
+        refuse_folder(options.record_dir, "--record-dir")
     rank, store = int(os.environ["RANK"]), meeting(task)
-    found = measured_as_rank(task, store=store, folder=asked.record_dir)
+    found = measured_as_rank(task, store=store, folder=options.record_dir)
     if rank:
         return 0
-    folder = asked.record_dir
+    folder = options.record_dir
     with tempfile.TemporaryDirectory(prefix="zeroplan-") as temporary:
-        from zeroplan.verify.record import write_record  # noqa: PLC0415  a bad job needs none of it
+        from zeroplan.verify.record import write_record  # noqa: PLC0415  keeps errors in the job fast
 
         for record in (found, *_of_others(task, store)):
             write_record(record, Path(temporary))
-        command = [sys.executable, "-m", "zeroplan", "compare", temporary, "--tolerance", asked.tolerance]
+        command = [sys.executable, "-m", "zeroplan", "compare", temporary, "--tolerance", options.tolerance]
         done = subprocess.run(command, env=environment(), check=False)  # noqa: S603  our own interpreter and module
     if folder is not None:
         print(f"records: {folder}", file=sys.stderr)  # noqa: T201  this is a program
@@ -112,11 +111,11 @@ def _answered(task: Task, asked: argparse.Namespace) -> int:
 
 
 def meeting(task: Task) -> "Store":
-    """Where the ranks meet, as the launcher's environment says.
+    """The store where the ranks meet, by the launcher's environment variables.
 
-    Raises MeasurementError where rank 0's node is not to be reached.
+    Raises MeasurementError if rank 0's node cannot be reached.
     """
-    import torch.distributed as dist  # noqa: PLC0415  a bad job is told at once
+    import torch.distributed as dist  # noqa: PLC0415  keeps errors in the job fast
 
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
@@ -127,13 +126,15 @@ def meeting(task: Task) -> "Store":
         )
     except dist.DistError as error:
         first = str(error).splitlines()[0]
-        raise MeasurementError(f"rank 0's node does not answer at {where} within {task.timeout_s:g} s: {first}") from None
+        raise MeasurementError(
+            f"rank 0's node did not answer at {where} within {task.timeout_s:g} s: {first}; check MASTER_ADDR and MASTER_PORT"
+        ) from None
     store.set_timeout(timedelta(seconds=task.timeout_s))
     return store  # type: ignore[no-any-return]
 
 
 def measured_as_rank(task: Task, *, store: "Store", folder: Path | None) -> Measurement:
-    """Measure as this rank, write the record where a folder is named, and leave it for rank 0."""
+    """Measure as this rank, write the record into ``folder`` if given, and send it to rank 0."""
     from zeroplan.verify.processes.rank import measure  # noqa: PLC0415
     from zeroplan.verify.record import write_record  # noqa: PLC0415
 
@@ -153,7 +154,7 @@ def _of_others(task: Task, store: "Store") -> list[Measurement]:
         try:
             store.wait([name], timedelta(seconds=task.timeout_s))
         except RuntimeError:
-            raise MeasurementError(f"rank {rank} left no record within {task.timeout_s:g} s") from None
+            raise MeasurementError(f"rank {rank} sent no record within {task.timeout_s:g} s; look at its output") from None
         found.append(read(Measurement, json.loads(store.get(name)), where=f"rank {rank}'s record"))
     return found
 
@@ -162,12 +163,12 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201  this is a program
 
 
-def _refused(error: BaseException) -> int:
+def _report(error: BaseException) -> int:
     if not isinstance(error, ZeroplanError):
         traceback.print_exc()
     rank = os.environ.get("RANK", "?")
     text = text_of(error)
-    if whose(error) == "memory" and not isinstance(error, OutOfMemoryError):
+    if cause_of(error) == "memory" and not isinstance(error, OutOfMemoryError):
         text = str(ran_out_of_memory(rank, text))
     _say(f"zeroplan: {' '.join(text.split()) if isinstance(error, ZeroplanError) else f'rank {rank}: {text.splitlines()[-1]}'}")
     return _BAD_INPUT if isinstance(error, SpecError) else _CANNOT_RUN

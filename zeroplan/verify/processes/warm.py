@@ -1,8 +1,8 @@
-"""A process that has imported what cases need, and is copied for each: a case then begins in no time.
+"""A process that has imported everything cases need, and forks for each, so that a case starts at once.
 
-``python -m zeroplan.verify.processes.warm TENSORS ENGINE`` is started by :mod:`zeroplan.verify.cases.bulk`. To standard input come
-orders, a task and its environment in one flat JSON line; on standard output go the messages of the copy that does it, and ``ended``
-when it has. CUDA must not be touched here, since no copy of a process that has could use it.
+:mod:`zeroplan.verify.cases.bulk` starts ``python -m zeroplan.verify.processes.warm TENSORS ENGINE``. It reads orders from standard
+input, a task and its environment in one line of JSON. Standard output carries the fork's messages, then ``ended``. This process
+must not touch CUDA, which no fork could use afterwards.
 """
 
 import gc
@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 from zeroplan.verify.processes.launch import how_ended
-from zeroplan.verify.processes.messages import Teller, leave_with_the_parent
+from zeroplan.verify.processes.messages import Messenger, leave_with_the_parent
 
 _TORCH = (
     "torch",
@@ -30,13 +30,13 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "cuda": (*_TORCH, "zeroplan.verify.backends.gpu_ready", "zeroplan.verify.backends.cuda"),
 }
 _DEEPSPEED = ("zeroplan.verify.training.deepspeed",)
-"""It patches torch, so what other engines' cases are copied from must not know it."""
+"""It patches torch, so processes for other engines must not import it."""
 
 
 def main() -> None:
-    """Import, and then do one order after the other until there are no more."""
+    """Import, then run one order after the other until there are no more."""
     warnings.filterwarnings("ignore")
-    # Asked through NVML, whether there is a GPU makes no context, which copies could not use.
+    # With this variable torch looks for GPUs through NVML and creates no context, which forks could not use.
     os.environ.update(PYTORCH_NVML_BASED_CUDA_CHECK="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     messages = os.dup(1)
     os.dup2(2, 1)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _next() -> dict[str, str] | None:
-    """One line of standard input, read as it is: what is buffered here would be in every copy."""
+    """One line of standard input, read unbuffered, since every fork would inherit the buffer."""
     line = b""
     while not line.endswith(b"\n"):
         part = os.read(0, 1)
@@ -68,18 +68,18 @@ def _do(order: Path, environment: dict[str, str]) -> None:
     if not child:
         _be_the_rank(order, environment)
     _, status = os.waitpid(child, 0)
-    Teller(order, int(environment["RANK"])).tell(ended=how_ended(os.waitstatus_to_exitcode(status)))
+    Messenger(order, int(environment["RANK"])).send(ended=how_ended(os.waitstatus_to_exitcode(status)))
 
 
 def _be_the_rank(order: Path, environment: dict[str, str]) -> None:
-    """Do the task in this copy, which ends with it whatever happens."""
+    """Run the task in this fork, then exit in any case."""
     try:
-        from zeroplan.verify.processes.worker import act  # noqa: PLC0415  a copy's own
+        from zeroplan.verify.processes.worker import act  # noqa: PLC0415  imported in the fork only
 
         os.environ.update(environment)
         leave_with_the_parent()
         act(order)
-    except BaseException:  # noqa: BLE001  it must not go on as its parent
+    except BaseException:  # noqa: BLE001  the fork must not continue as its parent
         traceback.print_exc()
     os._exit(1)
 

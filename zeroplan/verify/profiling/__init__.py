@@ -1,1 +1,1 @@
-"""A module's profile, derived: its passes taken apart at a few shapes, and polynomials through what was counted."""
+"""Derives a module's profile: traces its passes at a few shapes and fits polynomials to the counted bytes."""

@@ -1,7 +1,7 @@
-"""One forward and backward pass of a module, cut into its parts: what is alive when, and whose is it? Data alone.
+"""The parts of one forward and backward pass of a module: what is alive when, and which block owns it. Data alone.
 
-Each block of the module, what is before the first and what is after the last are told apart by who asks for memory; a block's
-input belongs to it and not to the block that made it.
+The module that requests memory decides its owner: a block, the part before the first, or the part after the last. A block's input
+belongs to that block, not to the block that made it.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from zeroplan.spec.recipe import Kernels, Recompute
 
 
 class Manner(NamedTuple):
-    """How a module is executed."""
+    """The way a module is executed: bytes per element, autocast, kernels, recomputation."""
 
     element_bytes: int
     autocast: bool
@@ -21,23 +21,23 @@ class Manner(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which its weights are: those of autocast stay in 32 bits."""
+        """The dtype of its weights; under autocast they stay in 32 bits."""
         return torch.float32 if self.autocast or self.element_bytes == 4 else torch.bfloat16
 
 
 class Piece(NamedTuple):
-    """One tensor, or several alike, that are kept: by which part of the block, made by which operator. [bytes]"""
+    """Kept tensors with one reason: the part of the block and the operator that made them. [bytes]"""
 
     reason: str
     n_bytes: int
 
 
 class Instant(NamedTuple):
-    """A request for memory in a backward, and what is alive then.
+    """One request in a backward pass, and what is alive then.
 
-    ``saved`` of what the part keeps from its forward, ``working`` everything else [bytes]; ``gradients`` elements of weight
-    gradients made so far, ``current`` of them just now; ``casts`` elements of live weight casts; ``flash`` heads, head size and
-    key/value heads of a flash kernel at work.
+    ``saved`` is what the block keeps from its forward, ``working`` everything else [bytes]. ``gradients`` counts elements of weight
+    gradients so far, ``current`` those not yet passed on; ``casts`` elements of live weight casts. ``flash`` has heads, head size
+    and key/value heads of a running flash kernel.
     """
 
     name: str
@@ -49,8 +49,8 @@ class Instant(NamedTuple):
     flash: tuple[int, int, int] | None = None
 
 
-class HandedOn(NamedTuple):
-    """A weight's gradient as it is handed on, its operator done, and what is alive then as in :class:`Instant`. [bytes]"""
+class GradientReady(NamedTuple):
+    """The moment when autograd passes on a weight's gradient, and what is alive then as in :class:`Instant`. [bytes]"""
 
     name: str
     saved: int
@@ -58,7 +58,7 @@ class HandedOn(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A module that runs forward: whether it holds the blocks, and whether gradients flow to what it returns and what it takes."""
+    """A module in the forward: whether it contains the blocks, and whether gradients flow through its output and its input."""
 
     name: str
     holds_blocks: bool
@@ -66,58 +66,58 @@ class Called(NamedTuple):
     follows: bool
     noticed: bool
     shares: bool
-    """A weight of its own is another module's too, which has been called before."""
+    """Whether one of its weights also belongs to a module called earlier."""
 
 
 class Operations(NamedTuple):
-    """Of one forward: in matrix multiplications, and in attention's kernels, without what a causal one skips. [FLOPs]"""
+    """Operations of one forward, in matrix products and in attention; causal kernels skip the masked half. [FLOPs]"""
 
     matrices: int = 0
     attention: int = 0
 
 
 class BlockAnatomy(NamedTuple):
-    """One block. [bytes, and elements of casts]"""
+    """The parts of one block. [bytes; elements of casts]"""
 
     input_bytes: int
     kept: tuple[Piece, ...]
     forward: tuple[int, ...]
-    """What is alive at each request of its forward, beyond what was kept before it."""
+    """Bytes alive at each request of its forward, beyond those kept before it."""
     backward: tuple[Instant, ...]
-    handed: tuple[HandedOn, ...]
+    handed: tuple[GradientReady, ...]
     cast_elements: int
     operations: Operations
 
     @property
     def kept_bytes(self) -> int:
-        """All that it keeps."""
+        """Everything it keeps. [bytes]"""
         return sum(piece.n_bytes for piece in self.kept)
 
 
 class Anatomy(NamedTuple):
-    """A whole pass."""
+    """The parts of a whole pass."""
 
     blocks: tuple[BlockAnatomy, ...]
     shared: tuple[Piece, ...]
-    """Alive from before the first block to the end, the batch among it."""
+    """Alive from before the first block to the end, the batch included."""
     beside: tuple[Piece, ...]
-    """Alive while the blocks run forward, gone before the backward."""
+    """Alive during the blocks' forward, freed before the backward."""
     first_input_bytes: int
-    """The first block's input, where it is held through the forward though the block does not keep it."""
+    """The first block's input, if the caller holds it through the forward and the block does not. [bytes]"""
     loss: tuple[int, ...]
-    """What is alive at each request after the last block and before the backward, beyond what the blocks keep."""
+    """Bytes alive at each request between the last block and the backward, beyond those the blocks keep."""
     output_bytes: int
-    """Of what the module returns: what is given back when the training loop lets go of it."""
+    """The part of the module's output that is freed when the training loop drops it. [bytes]"""
     head: tuple[Instant, ...]
-    head_handed: tuple[HandedOn, ...]
+    head_handed: tuple[GradientReady, ...]
     last: tuple[int, ...]
-    """What is alive at each request of the backward before the first block, beyond what is shared."""
-    last_handed: tuple[HandedOn, ...]
+    """Bytes alive at each request of the backward below the first block, beyond the shared ones."""
+    last_handed: tuple[GradientReady, ...]
     cast: frozenset[str]
     """Parameters that autocast copied."""
     called: tuple[Called, ...]
-    """Every module in the order in which they are called, the first time."""
+    """Every module in the order of its first call."""
     tail: frozenset[str]
-    """Parameters outside the blocks whose gradients are handed on before the blocks' backward begins."""
+    """Parameters outside the blocks whose gradients are ready before the blocks' backward begins."""
     operations: Operations
-    """Of what is outside the blocks."""
+    """Operations outside the blocks."""

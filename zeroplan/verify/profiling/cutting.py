@@ -1,6 +1,6 @@
-"""Takes one pass of a module on fake tensors apart (:mod:`zeroplan.verify.profiling.anatomy`).
+"""Divides one pass of a module on fake tensors into its parts (:mod:`zeroplan.verify.profiling.anatomy`).
 
-No engine is there: engines have their own account of parameters, gradients and weight casts, and this is the rest.
+No engine runs: engines have their own model of parameters, gradients and weight casts, and this gives the rest.
 """
 
 from bisect import bisect_left, bisect_right
@@ -15,21 +15,21 @@ from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.fake_cuda.installed import CUDA, install_node
-from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, Called, HandedOn, Instant, Manner, Operations, Piece
+from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, Called, GradientReady, Instant, Manner, Operations, Piece
 from zeroplan.verify.profiling.watched import PassWatcher
 from zeroplan.verify.training.modules import prefixes_of
 from zeroplan.verify.training.recomputation import recompute_blocks
 from zeroplan.verify.training.workload import Workload, placed, store_as
-from zeroplan.verify.watching.recording import STILL_HELD, Block
+from zeroplan.verify.watching.recording import STILL_HELD, Block, live
 
 _NUMBER = 8
-"""A request of so many bytes is a single number (a loss, a count), which no account counts. [bytes]"""
+"""Requests up to this size with no dimensions are single numbers (a loss, a count), which no model counts. [bytes]"""
 _RANDOM_STATE = "aten._scaled_dot_product_flash_attention.default", 16
-"""Nor the state of a random generator that a flash kernel leaves, of so many bytes."""
+"""The random generator's state that a flash kernel leaves, and its size, is not counted either. [bytes]"""
 
 
 def anatomy(make: Callable[[], Workload], manner: Manner) -> Anatomy:
-    """Take one pass of a module on fake tensors apart; ``make`` builds it."""
+    """The parts of one pass of a module on fake tensors; ``make`` builds it."""
     device = CUDA if manner.kernels == "cuda" else "cpu"
     if device == CUDA:
         install_node()
@@ -41,7 +41,7 @@ def anatomy(make: Callable[[], Workload], manner: Manner) -> Anatomy:
 
 
 def watched(work: Workload, watcher: PassWatcher, autocast: AbstractContextManager[object]) -> Anatomy:
-    """Take one pass of a workload apart that is on the watcher's device, as its engine would execute it."""
+    """The parts of one pass of a workload on the watcher's device, executed as an engine would."""
     watcher.name_modules(work.module)
     watcher.observe(work, autocast)
     return _Cut(work, watcher).anatomy()
@@ -49,7 +49,7 @@ def watched(work: Workload, watcher: PassWatcher, autocast: AbstractContextManag
 
 def _prepare(work: Workload, manner: Manner) -> None:
     if not work.blocks:
-        raise MeasurementError("the workload has no list of blocks (an nn.ModuleList), so there is nothing to profile by")
+        raise MeasurementError("the workload has no list of blocks (an nn.ModuleList), so it cannot be profiled block by block")
     store_as(work.module, manner.dtype)
     recompute_blocks(work.blocks, manner.recompute)
 
@@ -58,7 +58,7 @@ _OUTSIDE = -1
 
 
 class _Cut:
-    """The parts of one pass: every request with its owner, a block's number, the head after the last, or nobody."""
+    """The parts of one pass: every request with its owner, a block's number, the head after the last, or none."""
 
     def __init__(self, work: Workload, watcher: PassWatcher) -> None:
         self._work, self._seen = work, watcher
@@ -79,12 +79,12 @@ class _Cut:
             one for one in self._requests if self._is_outside(one) and not self._is_kept(one) and one.born <= last < one.died
         ]
         self._first = self._first_input()
-        self._nobodys = (
+        self._unowned = (
             {id(one) for one in (*self._shared, *self._beside, *self._first)} | self._gradients.keys() | self._waiting
         )
 
     def anatomy(self) -> Anatomy:
-        """Put the parts together."""
+        """All parts of the pass."""
         seen, last = self._seen, self._seen.after[self._count - 1]
         returned = {id(one): one for one in seen.returned}.values()
         return Anatomy(
@@ -124,13 +124,13 @@ class _Cut:
         found = [one for name, one in self._seen.operations.items() if is_its(name)]
         return Operations(sum(one.matrices for one in found), sum(one.attention for one in found))
 
-    # --- whose is what
+    # --- the owners of requests
 
     def _check_order(self) -> None:
         self._entered = entered = [self._seen.before.get(at, -1) for at in range(self._count)]
         if -1 in entered or entered != sorted(entered):
             raise MeasurementError(
-                "the blocks of the workload do not run one after the other, so none can stand for the others"
+                "the blocks of the workload do not run one after the other, so one block cannot represent the others"
             )
 
     def _weight_gradients(self) -> dict[int, tuple[str, Block]]:
@@ -140,16 +140,16 @@ class _Cut:
             if block is None:
                 frozen = "gets no gradient" if parameter.requires_grad else "is frozen"
                 raise MeasurementError(
-                    f"parameter {name!r} {frozen}; a profile is of a module whose every parameter is trained"
+                    f"parameter {name!r} {frozen}; a profile needs every parameter of the module to be trained"
                 )
             found[id(block)] = (name, block)
         return found
 
     def _inputs_of(self, at: int) -> list[Block]:
-        """What a block works on; a table that was there before the first block and goes into others too is none of it."""
+        """The tensors a block works on, without tables from before the first block that other blocks read as well."""
         going_in = self._seen.outputs if at == self._count else self._seen.inputs[at]
         distinct = list({id(one): one for one in going_in if one.born > self._seen.began}.values())
-        if at == self._count:  # beside the hidden states a block may return what it keeps for itself, attention's weights say
+        if at == self._count:  # a block may also return tensors of its own, such as attention weights
             sizes = {one.n_bytes for one in self._inputs_of(at - 1)}
             return [one for one in distinct if one.n_bytes in sizes and one.born > self._seen.before[0]]
         if at:
@@ -182,7 +182,7 @@ class _Cut:
         return any(name.startswith(prefix) for prefix in self._names)
 
     def _tied_gradient(self) -> set[int]:
-        """The head's part of a tied head's gradient, which waits for the embedding's: by its shape."""
+        """The head's part of a tied gradient, which waits for the embedding's part; identified by its shape."""
         parameters: dict[int, tuple[int, torch.Size]] = {}
         for _, parameter in self._work.module.named_parameters(remove_duplicate=False):
             times, shape = parameters.get(id(parameter), (0, parameter.shape))
@@ -198,11 +198,11 @@ class _Cut:
     # --- the backward
 
     def _at_work(self, one: Block) -> int:
-        asking = f"{one.module}."
-        return next((at for at, name in enumerate(self._names) if asking.startswith(name)), _OUTSIDE)
+        requesting = f"{one.module}."
+        return next((at for at, name in enumerate(self._names) if requesting.startswith(name)), _OUTSIDE)
 
     def _backward_starts(self) -> list[int]:
-        """When the backward of each block begins: with the first request of one of its parts."""
+        """When each block's backward begins: at the first request of one of its modules."""
         first: dict[int, int] = {}
         for one in self._seen.blocks:
             if one.born > self._seen.backward and (at := self._at_work(one)) != _OUTSIDE:
@@ -213,30 +213,25 @@ class _Cut:
         return starts
 
     def _ends(self) -> int:
-        """When the first block has asked for its last."""
+        """When the first block makes its last request of the backward."""
         return max(one.born for one in self._seen.blocks if one.born > self._seen.backward and self._at_work(one) == 0)
 
-    # --- what is alive
+    # --- bytes alive
 
     def _counts(self, one: Block) -> bool:
-        return not self._is_fixed(one) and id(one) not in self._nobodys and one.kind is not Kind.WEIGHT_CASTS
+        return not self._is_fixed(one) and id(one) not in self._unowned and one.kind is not Kind.WEIGHT_CASTS
 
     def _of(self, at: int) -> list[Block]:
-        """What is alive on behalf of this part, or of those after it that have not given back; beside nobody's."""
+        """Owned requests of this part, or of later parts whose memory is not freed yet."""
         return [one for one in self._requests if self._owner[id(one)] >= at and self._counts(one)]
 
     def _curve(self, alive: Sequence[Block], start: int, end: int) -> list[tuple[Block, int]]:
-        """Each request after ``start`` and up to ``end``, and what of ``alive`` is alive then. [bytes]"""
-        changes = [0] * (self._seen.now + 2)
-        for one in alive:
-            changes[one.born] += one.n_bytes
-            if one.died != STILL_HELD:
-                changes[one.died] -= one.n_bytes
-        total = list(accumulate(changes))
+        """Each request after ``start`` and up to ``end``, with the bytes of ``alive`` alive then."""
+        total = live(alive, self._seen.now)
         return [(one, total[one.born]) for one in self._requests if start < one.born <= end]
 
     def _instants(self, at: int, start: int, end: int) -> tuple[Instant, ...]:
-        """What is so at each request; gradients and casts are the part's own, those of the head all that are in no block."""
+        """Every request of a part with its figures; the head's gradients and casts are those in no block."""
         of_it = self._of(at)
         kept = [one for one in of_it if self._is_kept(one) and self._owner[id(one)] == at]
         mine = self._names[at] if at < self._count else ""
@@ -259,20 +254,22 @@ class _Cut:
             found.append(Called(name, time < begun and until > ended, time > ended, follows, noticed, name in shared))
         return tuple(found)
 
-    def _handed(self, at: int, is_its: Callable[[str], bool]) -> tuple[HandedOn, ...]:
-        """What is alive when each gradient of a part is handed on, in that order."""
+    def _handed(self, at: int, is_its: Callable[[str], bool]) -> tuple[GradientReady, ...]:
+        """Bytes alive when each gradient of a part is ready, in that order."""
         alive = self._of(at)
         kept = [one for one in alive if self._is_kept(one) and self._owner[id(one)] == at]
         mine = self._names[at] if 0 <= at < self._count else ""
-        found = list[HandedOn]()
-        for name, time in sorted(self._seen.handed.items(), key=lambda pair: pair[1]):  # of equals the first to come
+        found = list[GradientReady]()
+        for name, time in sorted(
+            self._seen.handed.items(), key=lambda pair: pair[1]
+        ):  # the sort is stable, so equals keep their order
             if is_its(name):
                 saved = _alive_at(time, kept)
-                found.append(HandedOn(name.removeprefix(mine), saved, _alive_at(time, alive) - saved))
+                found.append(GradientReady(name.removeprefix(mine), saved, _alive_at(time, alive) - saved))
         return tuple(found)
 
     def _made(self, mine: str) -> "_Made":
-        """The weight gradients of a part in the order they are made."""
+        """The weight gradients of a part in the order in which they are made."""
         own = [one for name, one in self._gradients.values() if (name.startswith(mine) if mine else not self._inside(name))]
         own += [] if mine else [one for one in self._requests if id(one) in self._waiting]
         own.sort(key=lambda one: one.born)
@@ -287,7 +284,7 @@ class _Cut:
             saved=saved,
             working=n_bytes - saved,
             gradients=made.n_bytes[bisect_right(made.born, one.born)] // self._weight_bytes,
-            current=made.not_handed_on(one) // self._weight_bytes,
+            current=made.not_passed_on(one) // self._weight_bytes,
             casts=casts // 2,
             flash=self._seen.flash.get(id(one)),
         )
@@ -298,17 +295,17 @@ class _Cut:
 
 
 class _Made(NamedTuple):
-    """Weight gradients: when each is made, the bytes of so many of them, which requests they are, and until when they wait."""
+    """Weight gradients: when each is made, their cumulated bytes, their requests, and until when their operator holds them."""
 
     born: list[int]
     n_bytes: list[int]
     which: list[Block]
     until: dict[int, int]
 
-    def not_handed_on(self, asked: Block) -> int:
-        """Of those made by a request, itself among them, the bytes that their operator has yet to hand on."""
-        made = self.which[: bisect_right(self.born, asked.born)]
-        return sum(one.n_bytes for one in made if one is asked or self.until[id(one)] > asked.born)
+    def not_passed_on(self, request: Block) -> int:
+        """Bytes of gradients made up to a request that their operator still holds; the request itself included."""
+        made = self.which[: bisect_right(self.born, request.born)]
+        return sum(one.n_bytes for one in made if one is request or self.until[id(one)] > request.born)
 
 
 def _alive_at(time: int, blocks: Sequence[Block]) -> int:
@@ -322,7 +319,7 @@ def _is_number(one: Block, seen: PassWatcher) -> bool:
 
 
 def _pieces(kept: Sequence[Block], mine: str) -> tuple[Piece, ...]:
-    """What is kept, by who made it; of the same maker together."""
+    """Kept tensors, summed by the module and operator that made them."""
     sizes: dict[str, int] = {}
     for one in kept:
         reason = f"{_inner(one.module, mine)}{_short(one.operation)}"
@@ -331,11 +328,11 @@ def _pieces(kept: Sequence[Block], mine: str) -> tuple[Piece, ...]:
 
 
 def _inner(module: str, mine: str) -> str:
-    """The part of a block, as its own names go; what another part made is its input."""
-    asking = f"{module}."
-    if mine and not asking.startswith(mine):
+    """The module's name within its block; ``input`` for tensors that another part made."""
+    requesting = f"{module}."
+    if mine and not requesting.startswith(mine):
         return "input: "
-    name = asking.removeprefix(mine).rstrip(".")
+    name = requesting.removeprefix(mine).rstrip(".")
     return f"{name}: " if name else ""
 
 

@@ -1,31 +1,13 @@
-"""Polynomials of one pass, from its anatomies at several shapes; what follows none is bounded, and named."""
+"""Fits polynomials to the parts of one pass at several shapes; what fits none gets an upper bound and a remark."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from zeroplan.errors import MeasurementError
-from zeroplan.spec.profile import (
-    Amount,
-    Flash,
-    Handed,
-    Multiplied,
-    Part,
-    Point,
-    ProfiledBlock,
-    ProfiledPass,
-)
-from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, HandedOn, Instant, Operations, Piece
-from zeroplan.verify.profiling.polynomials import (
-    MULTIPLES,
-    Fit,
-    Shape,
-    covers,
-    less,
-    padded,
-    total,
-    value,
-)
+from zeroplan.spec.profile import Amount, Flash, Handed, Multiplied, Part, Point, ProfiledBlock, ProfiledPass
+from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, GradientReady, Instant, Operations, Piece
+from zeroplan.verify.profiling.polynomials import MULTIPLES, Fit, Shape, covers, less, padded, total, value
 
 
 class OtherProgramError(MeasurementError):
@@ -33,7 +15,7 @@ class OtherProgramError(MeasurementError):
 
 
 class Derived:
-    """Polynomials of one pass, from its anatomies at several shapes; what follows none is bounded, and named."""
+    """Polynomials of one pass, from its parts at several shapes; what fits none gets an upper bound and a remark."""
 
     def __init__(
         self, seen: dict[Shape, Anatomy], shapes: Sequence[Shape], held_out: Sequence[Shape], products: Sequence[str]
@@ -44,7 +26,7 @@ class Derived:
         self._multiple = 1
 
     def whole(self, traced: dict[str, int]) -> ProfiledPass:
-        """The pass, and what of it is not exact."""
+        """The profile of the pass, with remarks on what is not exact."""
         found = self._whole(traced)
         return replace(found, seq_multiple=self._multiple, remarks=tuple(self._remarks()))
 
@@ -53,8 +35,8 @@ class Derived:
             others = f" (and {len(self._bounded) - 1} more)" if self._bounded[1:] else ""
             most = max(shape.length for shape in (*self._shapes, *self._held_out))
             yield (
-                f"{self._bounded[0]}{others}: follows no polynomial in the batch and is counted as the most bytes per token that "
-                f"were seen, with sequences up to {most:,}"
+                f"{self._bounded[0]}{others}: no polynomial in the batch fits, so it counts as the most bytes per token that were "
+                f"measured, with sequences up to {most:,}"
             )
 
     def _whole(self, traced: dict[str, int]) -> ProfiledPass:
@@ -88,7 +70,7 @@ class Derived:
         )
 
     def _operations(self, seen: Sequence[Operations]) -> Multiplied | None:
-        """Polynomials of both kinds that give every count; None where there are none."""
+        """Polynomials that give every counted operation; None if there are none."""
         matrices, attention = self._exact([one.matrices for one in seen]), self._exact([one.attention for one in seen])
         return None if matrices is None or attention is None else Multiplied(matrices=matrices, attention=attention)
 
@@ -109,7 +91,7 @@ class Derived:
         )
 
     def _most(self, what: str, seen: Sequence[Sequence[int]]) -> tuple[Amount, ...]:
-        """Those of many sums of which none other is always larger."""
+        """The amounts that no other amount always exceeds."""
         self._same_program(what, [len(one) for one in seen])
         amounts = [self._amount(f"{what}, request {at}", column) for at, column in enumerate(zip(*seen, strict=True))]
         return tuple(_undominated(list(dict.fromkeys(amounts)), covers)) or (Amount(),)
@@ -119,7 +101,7 @@ class Derived:
         points = [self._point(what, column) for column in zip(*seen, strict=True)]
         return tuple(_undominated(list(dict.fromkeys(points)), _point_covers))
 
-    def _handed(self, what: str, seen: Sequence[Sequence[HandedOn]]) -> tuple[Handed, ...]:
+    def _handed(self, what: str, seen: Sequence[Sequence[GradientReady]]) -> tuple[Handed, ...]:
         self._same_program(what, [[one.name for one in handed] for handed in seen])
         return tuple(
             Handed(
@@ -150,11 +132,11 @@ class Derived:
             if one != seen[0]:
                 raise OtherProgramError(
                     f"{what}: {shape.sequences} x {shape.length} tokens run other operators than {shapes[0].sequences} x "
-                    f"{shapes[0].length}, and no polynomial has both"
+                    f"{shapes[0].length}, so no polynomial fits both"
                 )
 
     def _amount(self, what: str, counted: Sequence[int]) -> Amount:
-        """The polynomial through the counts, held against those at the shapes held out."""
+        """The polynomial through the counts, checked at the held-out shapes."""
         solved_at = len(self._shapes)
         found = self._fit.amount(counted[:solved_at])
         if found is None:
@@ -169,7 +151,7 @@ class Derived:
         return found
 
     def _bound(self, what: str, counted: Sequence[int]) -> Amount:
-        """So many bytes per token that none of the counts is above, where no polynomial goes through them."""
+        """Bytes per token that none of the counts exceeds, where no polynomial fits."""
         tokens = [shape.sequences * max(1, shape.length) for shape in (*self._shapes, *self._held_out)]
         per_token = max(-(-n_bytes // count) for n_bytes, count in zip(counted, tokens, strict=True))
         self._bounded.append(what)
@@ -180,7 +162,7 @@ T = TypeVar("T")
 
 
 def _undominated(found: list[T], covering: Callable[[T, T], bool]) -> Iterator[T]:
-    """Those that no other covers, whatever the batch; the later of equals."""
+    """The items that no other covers for every batch; the later of equals."""
     kept = list(found)
     for one in found:
         if any(other is not one and covering(other, one) for other in kept):

@@ -1,21 +1,21 @@
-"""At which shapes is a module traced? Those that polynomials are solved at, and those that are held out to check them."""
+"""The shapes at which a module is traced: those that determine polynomials, and those held out to check them."""
 
 from typing import NamedTuple
 
 from zeroplan.verify.profiling.polynomials import OF_MORE, OF_NOTHING, OF_ONE, OF_SEQUENCES, Shape
 
-#: Lengths that no kernel rounds; the odd ones that are held out show whether one does. [tokens]
+#: Lengths that kernels do not pad; the odd held-out ones show whether a kernel pads. [tokens]
 UNIT = 128
-#: How many units the length has at which it is asked whether short sequences are computed as long ones.
+#: The longest traced length, in units: it shows whether short sequences run the same operators as long ones.
 _FAR = 64
-#: How long sequences may be is looked for down to this where nothing says it. [tokens]
+#: The search for the longest accepted sequence ends here. [tokens]
 _LEAST_LIMIT = 16
 _SEVERAL, _OTHER = (2, 3), 5
-"""How many sequences polynomials are solved at, and how many are held out."""
+"""Numbers of sequences that determine polynomials, and the one held out."""
 
 
 class Shapes(NamedTuple):
-    """Shapes to solve at, shapes held out, and what can be told apart by them."""
+    """Shapes that determine polynomials, held-out shapes, and the products they distinguish."""
 
     solved: list[Shape]
     held_out: list[Shape]
@@ -23,9 +23,9 @@ class Shapes(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """How long the sequences are that a module is traced with. [tokens]
+    """The sequence lengths with which a module is traced. [tokens]
 
-    Those from ``least`` on, in steps of ``unit``, up to ``longest``; or of the one length ``only``, where 0 is the batch's own.
+    From ``least`` in steps of ``unit`` up to ``longest``; or the single length ``only``, where 0 means the batch's own.
     """
 
     unit: int
@@ -35,13 +35,13 @@ class Lengths(NamedTuple):
 
     @property
     def solved(self) -> tuple[int, int, int]:
-        """The three lengths that tell a constant, a product and a square apart."""
+        """The three lengths that distinguish a constant, a linear and a squared term."""
         first = 0 if self.least else 1
         return (self.least + first * self.unit, self.least + (first + 1) * self.unit, self.least + (first + 4) * self.unit)
 
     @property
     def far(self) -> int:
-        """The longest that is traced."""
+        """The longest traced length."""
         return self.longest // self.unit * self.unit
 
     @property
@@ -50,7 +50,7 @@ class Lengths(NamedTuple):
         return Shape(_SEVERAL[0], self.solved[1] if self.only is None else self.only)
 
     def shapes(self, *, several: bool) -> Shapes:
-        """Where to trace for one sequence, or for several."""
+        """The shapes to trace for one sequence, or for several."""
         counts, other = (_SEVERAL, _OTHER) if several else ((1,), 1)
         if self.only is not None:
             held_out = [Shape(other, self.only)] if several else []
@@ -64,10 +64,10 @@ class Lengths(NamedTuple):
 
 
 def lengths(longest: int | None, shortest: int | None) -> Lengths:
-    """The lengths for a module that takes up to ``longest``, computing those from ``shortest`` on alike.
+    """The lengths for a module with sequences up to ``longest`` that runs the same operators from ``shortest`` on.
 
-    The unit is a power of two, so that what kernels fill lengths up to divides it. Where there is no room for several lengths,
-    it is the shortest alone.
+    The unit is a power of two, so that the lengths to which kernels pad are multiples of it. Without room for several lengths, only
+    the shortest is traced.
 
     >>> lengths(None, None).solved, lengths(512, None).solved, lengths(512, 300), lengths(512, 510).only
     ((128, 256, 640), (64, 128, 320), Lengths(unit=32, least=320, longest=512, only=None), 510)
@@ -84,7 +84,7 @@ def lengths(longest: int | None, shortest: int | None) -> Lengths:
 
 
 def limits(found: Lengths) -> list[int]:
-    """How long sequences may be, to be tried from the longest on where nothing says it.
+    """Maximum lengths to try, the longest first, where nothing states it.
 
     >>> limits(lengths(None, None))
     [8192, 4096, 2048, 1024, 512, 256, 128, 64, 32, 16]

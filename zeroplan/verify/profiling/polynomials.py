@@ -9,13 +9,13 @@ from zeroplan.spec.profile import Amount
 
 
 class Shape(NamedTuple):
-    """Sequences in a batch, and tokens of each."""
+    """The number of sequences in a batch, and the tokens of each."""
 
     sequences: int
     length: int
 
 
-#: The products a number of bytes may be made of, as :class:`~zeroplan.spec.profile.Amount` names them.
+#: The terms of a polynomial, named as in :class:`~zeroplan.spec.profile.Amount`.
 _PRODUCTS: dict[str, Callable[[int, int], int]] = {
     "constant": lambda *_: 1,
     "micro_batch": lambda b, _: b,
@@ -24,7 +24,7 @@ _PRODUCTS: dict[str, Callable[[int, int], int]] = {
     "seq_len_squared": lambda _, s: s * s,
     "tokens_seq_len": lambda b, s: b * s * s,
 }  # fmt: skip
-#: What one sequence, several sequences, and several of a length that does not change can be told apart by.
+#: The terms that one sequence, several sequences, several of a fixed length, and one of a fixed length can distinguish.
 OF_ONE = ("constant", "tokens", "tokens_seq_len")
 OF_MORE = tuple(_PRODUCTS)
 OF_SEQUENCES = ("constant", "micro_batch")
@@ -32,7 +32,7 @@ OF_NOTHING = ("constant",)
 
 
 class Fit:
-    """The way from numbers at shapes to a polynomial, worked out once for many numbers."""
+    """Solves for polynomials through numbers at fixed shapes; the matrix is inverted once."""
 
     def __init__(self, shapes: Sequence[Shape], products: Sequence[str]) -> None:
         self._products = tuple(products)
@@ -40,7 +40,7 @@ class Fit:
         self._solving = _inverse([[Fraction(_PRODUCTS[name](*shape)) for name in products] for shape in shapes])
 
     def amount(self, counted: Sequence[int]) -> Amount | None:
-        """The polynomial through as many numbers as there are products; None where it has fractions."""
+        """The polynomial through as many numbers as there are terms; None if it has fractions."""
         solved = [sum(a * n for a, n in zip(row, counted, strict=True)) for row in self._solving]
         if any(Fraction(one).denominator != 1 for one in solved):
             return None
@@ -48,11 +48,11 @@ class Fit:
 
 
 MULTIPLES = (8, 16, 32, 64, 128)
-"""What kernels are known to fill lengths up to; those a polynomial is solved at are multiples of all of them."""
+"""Lengths to which kernels are known to pad; the determining lengths are multiples of all of them."""
 
 
 def padded(found: Amount, counted: Mapping[Shape, int], multiples: Sequence[int] = MULTIPLES) -> tuple[Amount, int] | None:
-    """The polynomial with what fills sequences up to one of ``multiples``, if that explains every count; and which.
+    """The polynomial with padding to one of ``multiples`` that explains every count, and that multiple; None without one.
 
     >>> padded(Amount(tokens=2), {Shape(2, 5): 20 + 6 * 4, Shape(1, 9): 18 + 7 * 4})
     (Amount(constant=0, micro_batch=0, seq_len=0, tokens=2, seq_len_squared=0, tokens_seq_len=0, padding=4), 8)
@@ -69,7 +69,7 @@ def padded(found: Amount, counted: Mapping[Shape, int], multiples: Sequence[int]
 
 
 def value(amount: Amount, shape: Shape, multiple: int = 1) -> int:
-    """What a polynomial gives at a shape, with sequences filled up to a multiple.
+    """The value of a polynomial at a shape, with sequences padded to a multiple.
 
     >>> value(Amount(constant=3, tokens=2), Shape(2, 5))
     23
@@ -80,7 +80,7 @@ def value(amount: Amount, shape: Shape, multiple: int = 1) -> int:
 
 
 def _inverse(matrix: list[list[Fraction]]) -> list[list[Fraction]]:
-    """Gauss and Jordan's way, in fractions: shapes that do not tell products apart are a mistake of ours."""
+    """The inverse of a matrix, by Gauss-Jordan elimination in fractions."""
     size = len(matrix)
     rows = [row + [Fraction(int(at == other)) for other in range(size)] for at, row in enumerate(matrix)]
     for at in range(size):
@@ -93,7 +93,7 @@ def _inverse(matrix: list[list[Fraction]]) -> list[list[Fraction]]:
     return [row[size:] for row in rows]
 
 
-#: What is never more than what, with one sequence and one token at least: each product by what divides it.
+#: For each term, the terms that are at least as large with one sequence and one token or more.
 _LARGER = {
     "constant": ("micro_batch", "seq_len", "tokens", "seq_len_squared", "tokens_seq_len"),
     "micro_batch": ("tokens", "tokens_seq_len"),
@@ -105,7 +105,7 @@ _LARGER = {
 
 
 def covers(first: Amount, second: Amount) -> bool:
-    """Whether ``first`` is at least ``second`` for every batch; what it lacks of one product it may have too much of a larger."""
+    """Whether ``first`` is at least ``second`` for every batch; a surplus in a larger term can make up for a smaller one."""
     if first.padding < second.padding:
         return False
     surplus = {name: getattr(first, name) - getattr(second, name) for name in _PRODUCTS}
@@ -121,10 +121,10 @@ def covers(first: Amount, second: Amount) -> bool:
 
 
 def total(*amounts: Amount) -> Amount:
-    """The sum of several."""
+    """The sum of polynomials."""
     return Amount(**{field.name: sum(getattr(one, field.name) for one in amounts) for field in fields(Amount)})
 
 
 def less(first: Amount, second: Amount) -> Amount:
-    """The difference of two."""
+    """The difference of two polynomials."""
     return Amount(**{field.name: getattr(first, field.name) - getattr(second, field.name) for field in fields(Amount)})

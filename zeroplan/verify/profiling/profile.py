@@ -1,7 +1,7 @@
-"""Derives a module's profile: its passes taken apart at a few shapes, and exact polynomials through what was counted.
+"""Derives a module's profile: traces its passes at a few shapes and fits exact polynomials to the counted bytes.
 
-One block of each kind stands for all of its kind, for several sequences and, since some modules treat it otherwise, for one.
-What follows no polynomial is said by name.
+One block of each kind represents its kind, once for several sequences and once for one, since some modules treat one differently.
+Remarks name what no polynomial fits.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,13 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zeroplan.errors import ZeroplanError
-from zeroplan.spec.profile import (
-    Modules,
-    Profile,
-    ProfiledPass,
-    Tensor,
-    Variant,
-)
+from zeroplan.spec.profile import Modules, Profile, ProfiledPass, Tensor, Variant
 from zeroplan.spec.recipe import Engine, Precision, Recompute
 from zeroplan.verify.environment import environment
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
@@ -27,24 +21,24 @@ from zeroplan.verify.profiling.lengths import Shapes, lengths, limits
 from zeroplan.verify.profiling.polynomials import Shape
 from zeroplan.verify.profiling.structure import Structure, structure_of
 from zeroplan.verify.profiling.subject import Subject
-from zeroplan.verify.watching.cycles import collected_when_told
+from zeroplan.verify.watching.cycles import manual_garbage_collection
 from zeroplan.verify.watching.tracker import Tracker
 
 
 class Wanted(NamedTuple):
-    """For which engines, precisions and kinds of recomputation."""
+    """The engines, precisions and kinds of recomputation to profile."""
 
     engines: tuple[Engine, ...] = ("fsdp2", "ddp")
     precisions: tuple[Precision, ...] = ("bf16-mixed", "bf16", "fp32")
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     shortest: int | None = None
-    """For sequences of so many tokens and more, where shorter ones are computed otherwise; where every length is, of that alone."""
+    """Profile sequences of this length and longer; if every length runs other operators, of this length alone. [tokens]"""
     fallback: int | None = None
-    """The same, where sequences of all lengths are not computed alike."""
+    """The ``shortest`` to use if short sequences run other operators than long ones. [tokens]"""
 
 
 def manners(wanted: Wanted) -> tuple[Manner, ...]:
-    """How the module is executed under what is wanted, on the fake GPU."""
+    """The ways the module is executed under the wanted settings, on the fake GPU."""
     found: list[Manner] = []
     for recompute in wanted.recompute:
         for engine in wanted.engines:
@@ -55,11 +49,11 @@ def manners(wanted: Wanted) -> tuple[Manner, ...]:
 
 
 def profile(subject: Subject, wanted: Wanted, *, say: Callable[[str], None]) -> Profile:
-    """Trace and derive; ``say`` is told how far it is.
+    """Trace a module and derive its profile; ``say`` receives the progress.
 
-    Raises :class:`~zeroplan.errors.MeasurementError` for modules that one block of each kind cannot stand for.
+    Raises :class:`~zeroplan.errors.MeasurementError` if one block of each kind cannot represent the others.
     """
-    with collected_when_told():  # once for all passes, each of which is followed by a collection
+    with manual_garbage_collection():  # one block for all passes, which collect themselves
         try:
             return _profile(subject, wanted, say)
         except OtherProgramError:
@@ -84,7 +78,7 @@ def _profile(subject: Subject, wanted: Wanted, say: Callable[[str], None]) -> Pr
         embeddings=tuple(_tensor(name, one, cast) for name, one in whole.outside if name not in tail),
         runs=runs,
         kinds={
-            kind: tuple(_tensor(name, one, cast, whole.prefix(at)) for name, one in whole.inside(at))
+            kind: tuple(_tensor(name, one, cast, whole.names[at]) for name, one in whole.inside(at))
             for kind, at in kinds.items()
         },
         tail=tuple(_tensor(name, one, cast) for name, one in whole.outside if name in tail),
@@ -100,13 +94,13 @@ def _profile(subject: Subject, wanted: Wanted, say: Callable[[str], None]) -> Pr
 
 
 def _variants(tracer: "_Tracer", every: tuple[Manner, ...], whole: Structure, shortest: int | None) -> tuple[Variant, ...]:
-    """Everything in every manner of execution: of all lengths or, where each runs other operators, of the shortest alone."""
+    """The profile in every manner: of all lengths or, if each length runs other operators, of the shortest alone."""
     try:
         return tuple(tracer.variant(manner, whole) for manner in every)
     except OtherProgramError as error:
         if shortest is None:
             raise OtherProgramError(
-                f"{error}; use --seq-len TOKENS for sequences of that length and longer alone, or of that length alone "
+                f"{error}; use --seq-len TOKENS for sequences of that length and longer, or of that length alone "
                 "where each length runs other operators"
             ) from None
         tracer.keep_to(shortest, str(error))
@@ -136,7 +130,7 @@ def _tensor(name: str, shape: tuple[int, ...], cast: frozenset[str], prefix: str
 
 
 class _Tracer:
-    """Takes a subject's passes apart, once per manner and shape."""
+    """Traces a subject's passes, once per manner and shape."""
 
     def __init__(self, subject: Subject, say: Callable[[str], None], shortest: int | None) -> None:
         self._subject, self._say, self._shortest = subject, say, shortest
@@ -147,37 +141,37 @@ class _Tracer:
 
     @property
     def shortest(self) -> int:
-        """The shortest sequences that the profile is of."""
+        """The shortest sequences that the profile covers. [tokens]"""
         return max(1, self._lengths.least)
 
     def structure(self, manner: Manner) -> Structure:
-        """Look at the whole module and trace it once, to see which blocks are alike."""
+        """The structure of the whole module, from one trace that shows which blocks are alike."""
         shorten = None if self._subject.shorten is None else self._shorten
         return structure_of(
             self._subject.whole, self._subject.layer_kinds, lambda: self._probe(manner), self._say, shorten=shorten
         )
 
     def _shorten(self, layers: int) -> None:
-        """Trace fewer blocks from now on; what was traced of all of them does not count."""
+        """Trace fewer blocks from now on, and drop earlier traces of all of them."""
         if self._subject.shorten is not None:
             self._subject.shorten(layers)
             self._traced.clear()
 
     def keep_to(self, length: int, why: str) -> None:
         """Trace sequences of one length from now on."""
-        self._say(f"{why}; the profile is of {length:,} tokens alone")
+        self._say(f"{why}; the profile covers {length:,} tokens alone")
         self._lengths, self.fixed_length = self._lengths._replace(only=length), length
         self.first.clear()
 
     def _probe(self, manner: Manner) -> Anatomy:
-        """Trace once at a length of ours or, where the module has a length of its own, at that."""
+        """One trace at a chosen length or, if the module accepts only its own batch, at that length."""
         try:
             if self._subject.longest is None:
                 self._find_longest(manner)
             found = self._anatomy(manner, self._lengths.probed)
         except ZeroplanError:
             raise
-        except Exception:  # whatever a user's module says to a length it was not made for
+        except Exception:  # a user's module may raise anything at a length it does not support
             if not self._subject.has_batch:
                 raise
             self._lengths = self._lengths._replace(only=0)
@@ -187,7 +181,7 @@ class _Tracer:
         return found
 
     def _find_longest(self, manner: Manner) -> None:
-        """How long sequences the module takes, where nothing says it; raises what it says to the shortest that is tried."""
+        """Find how long sequences the module accepts; raise its error at the shortest length tried."""
         tried = limits(self._lengths)
         for limit in tried:
             shape = Shape(1, limit)
@@ -215,7 +209,7 @@ class _Tracer:
         return anatomy(lambda: self._subject.make(shape), manner) if apart is None else apart(shape, manner)
 
     def variant(self, manner: Manner, whole: Structure) -> Variant:
-        """Everything in one manner of execution."""
+        """The profile in one manner of execution."""
         width = "autocast" if manner.autocast else f"{8 * manner.element_bytes} bits"
         self._say(f"tracing {width}, kernels {manner.kernels}, recomputation {manner.recompute}")
         one, more = (self._pass(manner, whole, several=several) for several in (False, True))
@@ -236,7 +230,7 @@ class _Tracer:
         return replace(found, remarks=(*found.remarks, *_unlike(seen[traced.solved[-1]], whole)))
 
     def _derived(self, seen: dict[Shape, Anatomy], traced: Shapes, whole: Structure) -> ProfiledPass:
-        """Polynomials for every length or, where odd ones run other operators, for multiples of the unit."""
+        """Polynomials for every length or, if odd lengths run other operators, for multiples of the unit."""
         unit = self._lengths.unit
         try:
             return Derived(seen, *traced).whole(whole.traced)
@@ -250,12 +244,12 @@ class _Tracer:
 
 
 def _unlike(seen: Anatomy, whole: Structure) -> Iterator[str]:
-    """Blocks of one kind must keep and peak alike."""
+    """A remark for each block that keeps or needs more than the block that represents its kind."""
     for at, block in enumerate(seen.blocks):
         kind = whole.kinds[at]
         like = seen.blocks[whole.traced[kind]]
         if block.kept_bytes != like.kept_bytes or _peak(block) > _peak(like):
-            yield f"block {at + 1} takes more, or keeps another number of bytes, than the {kind} that stands for it"
+            yield f"block {at + 1} needs more, or keeps another number of bytes, than the {kind} block that represents it"
 
 
 def _peak(block: BlockAnatomy) -> int:

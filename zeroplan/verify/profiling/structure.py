@@ -7,50 +7,44 @@ from typing import NamedTuple
 from torch import nn
 
 from zeroplan.errors import MeasurementError
-from zeroplan.spec.profile import (
-    Run,
-)
+from zeroplan.spec.profile import Run
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
-from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy
+from zeroplan.verify.profiling.anatomy import Anatomy
 from zeroplan.verify.training.modules import prefixes_of, shapes_of
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.tracker import Tracker
 
 
 class Structure(NamedTuple):
-    """Parameters in order with their shapes, blocks with their kinds."""
+    """Parameters in order with their shapes, and blocks with their kinds."""
 
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     names: tuple[str, ...]
-    """Of the blocks, as a prefix."""
+    """The blocks' names, each with a dot at the end."""
     kinds: tuple[str, ...]
     traced: dict[str, int]
-    """Which of the traced blocks stands for a kind."""
+    """For each kind, the index of the traced block that represents it."""
     tied: str | None
     buffer_bytes: int
 
     @property
     def outside(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Parameters that are in no block."""
+        """Parameters outside the blocks."""
         return [(name, shape) for name, shape in self.parameters if not any(name.startswith(prefix) for prefix in self.names)]
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Parameters outside the blocks as they are registered, and an empty name where the blocks are."""
+        """Parameters outside the blocks in the order of registration; an empty name stands for the blocks."""
         inside = [any(name.startswith(prefix) for prefix in self.names) for name, _ in self.parameters]
         names = ["" if within else name for within, (name, _) in zip(inside, self.parameters, strict=True)]
         return tuple(dict.fromkeys(names))
-
-    def prefix(self, at: int) -> str:
-        """What the names of a block's parts begin with."""
-        return self.names[at]
 
     def inside(self, at: int) -> list[tuple[str, tuple[int, ...]]]:
         """A block's parameters."""
         return [(name, shape) for name, shape in self.parameters if name.startswith(self.names[at])]
 
     def runs(self) -> tuple[dict[str, int], tuple[Run, ...]]:
-        """Where each kind is first met, and the runs."""
+        """The first index of each kind, and the runs of equal blocks."""
         runs: list[Run] = []
         for kind in self.kinds:
             layers = runs.pop().layers if runs and runs[-1].kind == kind else 0
@@ -62,15 +56,17 @@ def structure_of(
     make: Callable[[], Workload], layer_kinds: tuple[str, ...] | None, probe: Callable[[], Anatomy], say: Callable[[str], None],
     *, shorten: Callable[[int], None] | None = None,
 ) -> Structure:  # fmt: skip
-    """Build the whole module on fake tensors and look at it; ``probe`` takes one pass apart, to see which blocks are alike.
+    """The structure of a module, built on fake tensors; ``probe`` traces one pass to see which blocks are alike.
 
-    ``say`` is told of lists of modules that might be blocks, too, and are not. ``shorten`` is for a module that is there already,
-    on fake tensors: it is called with the number of blocks that have every kind among them.
+    ``say`` receives a line for each other list of modules that could be blocks. ``shorten``, for a module that already exists
+    on fake tensors, is called with the number of blocks that contains every kind.
     """
     with fake_tensors(Tracker(), "cpu") if shorten is None else nullcontext():
         whole = make()
         if not whole.blocks:
-            raise MeasurementError("the module has no list of blocks (an nn.ModuleList), and is profiled block by block")
+            raise MeasurementError(
+                "the module has no list of blocks (an nn.ModuleList), so it cannot be profiled block by block"
+            )
         names = prefixes_of(whole.module, whole.blocks)
         for one in _other_lists(whole, names):
             say(one)
@@ -81,7 +77,8 @@ def structure_of(
     seen = probe()
     traced = len(seen.blocks)
     if traced == len(keys):
-        keys = [(*key, _sizes(block)) for key, block in zip(keys, seen.blocks, strict=True)]
+        sizes = (sorted(piece.n_bytes for piece in block.kept) for block in seen.blocks)
+        keys = [(*key, *size) for key, size in zip(keys, sizes, strict=True)]
     named = _named(keys)
     if shorten is not None:
         traced = fewest(keys)
@@ -90,11 +87,11 @@ def structure_of(
 
 
 _FEWEST_LAYERS = 3
-"""A first, a last, and one between that stands for all."""
+"""A first, a last, and one between that represents the rest."""
 
 
 def fewest(keys: Sequence[object]) -> int:
-    """So many blocks, from the first, that every kind is among them and none of them only the last.
+    """How many first blocks contain every kind, with none of them only as the last.
 
     >>> fewest("aaaaaa"), fewest("aabaab")
     (3, 4)
@@ -103,22 +100,18 @@ def fewest(keys: Sequence[object]) -> int:
 
 
 def _keys(work: Workload, layer_kinds: tuple[str, ...] | None) -> list[tuple[object, ...]]:
-    """What tells kinds of blocks apart before anything runs: class, parameters, and what a configuration says."""
-    said = layer_kinds or ("",) * len(work.blocks)
-    return [(type(block).__name__, shapes_of(block), kind) for block, kind in zip(work.blocks, said, strict=False)]
-
-
-def _sizes(block: BlockAnatomy) -> tuple[int, ...]:
-    return tuple(sorted(piece.n_bytes for piece in block.kept))
+    """What distinguishes blocks before a run: class, parameters, and the configuration's kind of layer."""
+    kinds = layer_kinds or ("",) * len(work.blocks)
+    return [(type(block).__name__, shapes_of(block), kind) for block, kind in zip(work.blocks, kinds, strict=False)]
 
 
 def _other_lists(work: Workload, names: Sequence[str]) -> Iterator[str]:
-    """A line for each list of modules that could be blocks, too: an encoder-decoder has two."""
-    mine, said = names[0].rstrip(".").rpartition(".")[0], list[str]()
+    """A line for each list of modules that could be blocks as well: an encoder-decoder has two."""
+    mine, reported = names[0].rstrip(".").rpartition(".")[0], list[str]()
     for name, part in work.module.named_modules():
-        inside = f"{name}.".startswith((*names, *said)) or any(one.startswith(f"{name}.") for one in names)
+        inside = f"{name}.".startswith((*names, *reported)) or any(one.startswith(f"{name}.") for one in names)
         if isinstance(part, nn.ModuleList) and not inside and len(part) > 1 and all(map(_is_compound, part)):
-            said.append(f"{name}.")
+            reported.append(f"{name}.")
             yield (
                 f"{name!r} is a list of {len(part)} modules beside the {len(names)} blocks of {mine!r}: engines shard its modules "
                 "together with the root, here as in `zeroplan verify`; to shard each by itself, return a Workload "
@@ -127,38 +120,38 @@ def _other_lists(work: Workload, names: Sequence[str]) -> Iterator[str]:
 
 
 def _is_compound(module: nn.Module) -> bool:
-    """Whether a module is made of others and has parameters, as a block is; a single layer is not."""
+    """Whether a module has children and parameters, as a block has; a single layer has no children."""
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def _in_two_places(work: Workload, names: Sequence[str]) -> tuple[str, ...]:
-    """Parameters outside the blocks that stand in two places."""
+    """Parameters outside the blocks that have two names."""
     first: dict[int, str] = {}
     found: list[str] = []
     for name, parameter in work.module.named_parameters(remove_duplicate=False):
         if (known := first.setdefault(id(parameter), name)) == name:
             continue
         if any(one.startswith(tuple(names)) for one in (name, known)):
-            raise MeasurementError(f"{known!r} and {name!r} are one parameter; shared by blocks, it cannot be profiled")
+            raise MeasurementError(f"{known!r} and {name!r} are one parameter; a parameter shared by blocks cannot be profiled")
         found.append(known)
     return tuple(dict.fromkeys(found))
 
 
 def _tied(twice: Sequence[str], seen: Anatomy) -> str | None:
-    """The one of them whose gradient waits for what is before the blocks: the embedding that is the head, too.
+    """The shared parameter whose gradient waits for the embedding's backward: a tied head. None without one.
 
-    Those that only stand twice behind the blocks, as BERT's bias of its head, are parameters like any other.
+    Parameters shared only behind the blocks, as the bias of BERT's head, are like any other.
     """
     waiting = [name for name in twice if name not in seen.tail]
     if waiting[1:]:
         raise MeasurementError(
-            f"{waiting[0]!r} and {waiting[1]!r} each stand in two places; a module with two tied parameters cannot be profiled"
+            f"{waiting[0]!r} and {waiting[1]!r} each have two names; a module with two tied parameters cannot be profiled"
         )
     return next(iter(waiting), None)
 
 
 def _named(keys: Sequence[tuple[object, ...]]) -> list[str]:
-    """Kinds by the name of their class, numbered where several have one class."""
+    """The kinds' names: the class, numbered if several kinds have one class."""
     distinct = list(dict.fromkeys(keys))
     classes = [str(key[0]) for key in distinct]
     names = {
@@ -169,7 +162,7 @@ def _named(keys: Sequence[tuple[object, ...]]) -> list[str]:
 
 
 def _standing(kinds: Sequence[str]) -> dict[str, int]:
-    """Which block stands for its kind: one in the middle, neither the first nor the last where there are others."""
+    """The index of the block that represents each kind: a middle one, neither first nor last if possible."""
     places: dict[str, list[int]] = {}
     for at, kind in enumerate(kinds):
         places.setdefault(kind, []).append(at)

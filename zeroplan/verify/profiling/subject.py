@@ -1,4 +1,4 @@
-"""What is profiled: a module of the user's own or a class of transformers, in a batch of any shape."""
+"""The module to profile: a user's own or a class of transformers, with a batch of any shape."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class Subject(NamedTuple):
-    """A module in a batch of any shape.
+    """A module with a batch of any shape.
 
-    ``whole`` builds it with all its layers; ``make`` with as few as have every kind in ``layer_kinds``, which tells apart layers
-    that look alike; ``longest`` is how long sequences may be, where it says; ``has_batch`` that its batch is one of its own, made
-    larger and smaller. ``taken_apart`` runs a pass of a module that is there already, on fake tensors of its own, and ``shorten``
-    has it run so many of its blocks from then on.
+    ``whole`` builds it with all layers, ``make`` with as few as contain every kind in ``layer_kinds``, which distinguishes
+    layers of one class. ``longest`` is the maximum sequence length, if known. ``has_batch`` means that the module's own batch
+    is resized. ``taken_apart`` traces a module that already exists on fake tensors; ``shorten`` reduces it to some of its
+    blocks.
     """
 
     name: str
@@ -48,18 +48,14 @@ class Subject(NamedTuple):
 def of_workload(where: str) -> Subject:
     """The module, batch and loss of ``package.module:function``.
 
-    A function with parameters ``micro_batch`` and ``seq_len`` makes the batch; else its own is made larger and smaller: the first
-    dimension of every tensor is of sequences, the second, where it is as long as the first tensor's, of tokens.
+    A function with parameters ``micro_batch`` and ``seq_len`` makes the batch. Otherwise its own batch is resized: the first
+    dimension of every tensor is sequences; the second is tokens if it is as long as the first tensor's.
     """
     function = user_function(where)
     if takes_a_batch(named_function(where)):
         return Subject(where, f"workload {where}", lambda: function(1, 128), lambda shape: function(*shape))
     return Subject(
-        where,
-        f"workload {where}",
-        lambda: function(1, 1),
-        lambda shape: _resized(function(1, 1), shape),
-        has_batch=True,
+        where, f"workload {where}", lambda: function(1, 1), lambda shape: _resized(function(1, 1), shape), has_batch=True
     )
 
 
@@ -67,7 +63,7 @@ def _resized(work: Workload, shape: Shape) -> Workload:
     sizes = [tensor.shape for tensor in work.batch.values()]
     if not sizes or any(not size or size[0] != sizes[0][0] for size in sizes):
         raise MeasurementError(
-            "the workload's tensors do not begin with one dimension of sequences; give it micro_batch and seq_len"
+            "the workload's tensors differ in their first dimension, the sequences; give the function micro_batch and seq_len"
         )
     length = next((size[1] for size in sizes if len(size) > 1), None)
     return work._replace(batch={name: _like(tensor, length, shape) for name, tensor in work.batch.items()})
@@ -81,18 +77,19 @@ def _like(tensor: torch.Tensor, length: int | None, shape: Shape) -> torch.Tenso
 
 
 def of_config(named: str, attention: Attention) -> Subject:
-    """The causal language model that transformers builds for a ``config.json``, or for the folder that holds one.
+    """The causal language model that transformers builds for a ``config.json``, or for the folder that contains one.
 
-    Of a configuration for text and images it is the text part, and the name says so.
+    For a configuration of text and images, it is the text part, and the name says so.
     """
     path = Path(named) / "config.json" if Path(named).is_dir() else Path(named)
-    said = _mapping(path)
-    made, is_part = _configuration(said, path)
-    kinds = _kinds(made)
+    keys = _mapping(path)
+    made, is_part = _configuration(keys, path)
+    layers = int(made.num_hidden_layers)
+    kinds = layer_kinds(made, layers) or ("",) * layers
     few = _shortened(made, _enough(made, kinds, attention))
     return Subject(
         name=named_after(Path(named), path) + (" (text part)" if is_part else ""),
-        source=f"transformers' {said['model_type']}",
+        source=f"transformers' {keys['model_type']}",
         whole=lambda: _in_a_batch(made, attention, Shape(1, 8)),
         make=lambda shape: _in_a_batch(few, attention, shape),
         layer_kinds=kinds,
@@ -104,22 +101,22 @@ def of_config(named: str, attention: Attention) -> Subject:
 def _mapping(path: Path) -> dict[str, object]:
     try:
         text = read_text(path, what="configuration")
-        said = json.loads(text, object_pairs_hook=lambda pairs: each_key_once(pairs, f"configuration {str(path)!r}"))
+        keys = json.loads(text, object_pairs_hook=lambda pairs: each_key_once(pairs, f"configuration {str(path)!r}"))
     except SpecError:
         raise
     except (ValueError, RecursionError) as error:
         raise SpecError(f"configuration {str(path)!r} is not JSON: {one_line(str(error))}") from None
-    if not isinstance(said, dict) or not isinstance(said.get("model_type"), str):
-        raise SpecError(f"configuration {str(path)!r} names no model_type; it is not of transformers")
-    return said
+    if not isinstance(keys, dict) or not isinstance(keys.get("model_type"), str):
+        raise SpecError(f"configuration {str(path)!r} names no model_type; it is not one of transformers")
+    return keys
 
 
-def _configuration(said: Mapping[str, object], path: Path) -> "tuple[PreTrainedConfig, bool]":
-    """The configuration as transformers reads it, without dropout, cache and padding, as formulas have it; and if it is a part."""
+def _configuration(keys: Mapping[str, object], path: Path) -> "tuple[PreTrainedConfig, bool]":
+    """The configuration as transformers reads it, without dropout, cache and padding, and whether it is a text part."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  takes seconds
 
     try:
-        made: PreTrainedConfig = AutoConfig.for_model(**_decoded(said))  # type: ignore[arg-type]  # each family has its own keys
+        made: PreTrainedConfig = AutoConfig.for_model(**_decoded(keys))  # type: ignore[arg-type]  # each family has its own keys
     except Exception as error:
         raise SpecError(f"configuration {str(path)!r}: {one_line(str(error))[:300]}") from error
     is_part = not hasattr(made, "num_hidden_layers") and hasattr(made, "text_config")
@@ -127,7 +124,7 @@ def _configuration(said: Mapping[str, object], path: Path) -> "tuple[PreTrainedC
         made = made.text_config
     if type(made) not in AutoModelForCausalLM._model_mapping:
         raise SpecError(
-            f"configuration {str(path)!r}: transformers has no causal language model of type {said['model_type']!r}; "
+            f"configuration {str(path)!r}: transformers has no causal language model of type {keys['model_type']!r}; "
             "write a function that builds the model, a batch and its loss, and name it with --workload"
         )
     for key in [key for key in vars(made) if "dropout" in key or key.endswith("pdrop") or key == "layerdrop"]:
@@ -140,40 +137,40 @@ def _configuration(said: Mapping[str, object], path: Path) -> "tuple[PreTrainedC
     return made, is_part
 
 
-def _decoded(said: object) -> dict[str, object]:
-    """Numbers as transformers reads them: JSON has no infinity, and ``save_pretrained`` writes ``{"__float__": "Infinity"}``."""
+def _decoded(keys: object) -> dict[str, object]:
+    """The configuration with special floats decoded: ``save_pretrained`` writes infinity as ``{"__float__": "Infinity"}``."""
     from transformers import PreTrainedConfig  # noqa: PLC0415  takes seconds
 
-    decoded: dict[str, object] = PreTrainedConfig._decode_special_floats(said)
+    decoded: dict[str, object] = PreTrainedConfig._decode_special_floats(keys)
     return decoded
 
 
-#: Under which names a configuration says how long sequences may be.
+#: Keys with the maximum sequence length.
 _LIMITS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions")
 
 
 def longest_said(made: object) -> int | None:
-    """How long sequences may be, where the configuration says so. [tokens]"""
+    """The maximum sequence length in the configuration; None if it has none. [tokens]"""
     return next((limit for name in _LIMITS if isinstance(limit := getattr(made, name, None), int)), None)
 
 
-def _kinds(made: "PreTrainedConfig") -> tuple[str, ...]:
-    """What the configuration says of each layer's attention, where it says so."""
-    count, types = int(made.num_hidden_layers), getattr(made, "layer_types", None)
-    return tuple(map(str, types)) if isinstance(types, (list, tuple)) and len(types) == count else ("",) * count
+def layer_kinds(config: object, layers: int) -> tuple[str, ...] | None:
+    """The kind of each layer's attention in a transformers configuration; None if it has none."""
+    types = getattr(config, "layer_types", None)
+    return tuple(map(str, types)) if isinstance(types, (list, tuple)) and len(types) == layers else None
 
 
 def _enough(made: "PreTrainedConfig", kinds: tuple[str, ...], attention: Attention) -> int:
-    """So many layers that every kind is among them and none of them only the last."""
+    """How many layers contain every kind, with none of them only as the last."""
     blocks = find_blocks(causal_model(made, attention=attention, dtype=torch.float32, device="meta"))
     keys = [(shapes_of(block), kind) for block, kind in zip(blocks, kinds, strict=False)]
-    if getattr(made, "num_kv_shared_layers", 0):  # later layers read what earlier ones keep, and fewer would not do
+    if getattr(made, "num_kv_shared_layers", 0):  # later layers read the keys of earlier ones
         return len(keys)
     return fewest(keys)
 
 
 def _shortened(made: "PreTrainedConfig", layers: int) -> "PreTrainedConfig":
-    """The configuration with the first so many layers, and as many of each list that has one entry per layer."""
+    """The configuration with the first layers only, and with every per-layer list shortened."""
     few, count = deepcopy(made), int(made.num_hidden_layers)
     for name, listed in list(vars(few).items()):
         if isinstance(listed, list) and len(listed) == count:

@@ -1,4 +1,4 @@
-"""One forward and backward pass, watched: what is asked for, where each block begins and ends, and which tensors go in."""
+"""Watches one forward and backward pass: requests, where each block begins and ends, and the tensors that enter it."""
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ _FLASH_BACKWARD = "aten._scaled_dot_product_flash_attention_backward.default"
 
 
 class PassWatcher(Tracker):
-    """Remembers, beside all requests, where the passes of blocks begin and end and which tensors go in."""
+    """Also records where the passes of blocks begin and end, and the tensors that enter them."""
 
     def __init__(self, *, device: str) -> None:
         super().__init__(device=device)
@@ -28,22 +28,22 @@ class PassWatcher(Tracker):
         self.after: dict[int, int] = {}
         self.inputs: dict[int, list[Block]] = {}
         self.outputs: list[Block] = []
-        """Of the last block that ran."""
+        """The outputs of the last block that ran."""
         self.returned: list[Block] = []
         self.casts: dict[int, str] = {}
         self.flash: dict[int, tuple[int, int, int]] = {}
         self.called: dict[str, tuple[int, bool]] = {}
-        """When each module was called first, and whether gradients flow to what it takes."""
+        """For each module, when it was first called, and whether gradients flow to its input."""
         self.returning: dict[str, tuple[int, bool]] = {}
-        """When it returned, and whether they flow to that."""
+        """When it returned, and whether gradients flow to its output."""
         self.handed: dict[str, int] = {}
-        """When each weight's gradient was handed on."""
+        """When each weight's gradient was ready."""
         self.shapes: dict[int, torch.Size] = {}
-        """Of what a backward makes."""
+        """Shapes of tensors made in backward."""
         self.operations: dict[str, Operations] = {}
-        """Of every module's own forward, by its name."""
+        """The operations of every module's own forward, by name."""
         self.numbers: dict[int, bool] = {}
-        """Whether a request was made for a single number, a tensor without dimensions."""
+        """Whether a request was made for a tensor without dimensions."""
         self.began = self.backward = self.end = 0
         self._parameters: dict[int, str] = {}
         self._heads: list[torch.Size] = []
@@ -76,7 +76,7 @@ class PassWatcher(Tracker):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """Run an operator, record it, and count what a forward multiplies."""
+        """Run an operator, record it, and count the forward's operations."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         count = flop_registry.get(func._overloadpacket)
         if count is not None and self.began and not self.backward:
@@ -84,7 +84,7 @@ class PassWatcher(Tracker):
         return result
 
     def _multiplied(self, func: OpOverload, flops: int, args: tuple[object, ...]) -> None:
-        """Torch counts what a causal mask hides; a kernel skips it."""
+        """Add up operations; torch counts a causal mask's hidden half, which a kernel skips."""
         name = self._modules.current()
         before = self.operations.get(name, Operations())
         if "attention" not in func._opname:
@@ -96,7 +96,7 @@ class PassWatcher(Tracker):
         self.operations[name] = before._replace(attention=before.attention + flops)
 
     def memory(self, tensor: torch.Tensor | None) -> Block | None:
-        """The request that a tensor lies in."""
+        """The request that holds a tensor's memory."""
         return None if tensor is None else self._block_of(tensor)
 
     def _watched(self, name: str, module: nn.Module) -> Iterator["torch.utils.hooks.RemovableHandle"]:
@@ -136,8 +136,8 @@ class PassWatcher(Tracker):
         super()._see(func, tensor, cast_from, args)
         if isinstance(cast_from, nn.Parameter) and (cast := self._block_of(tensor)) is not None:
             self.casts[id(cast)] = self._parameters.get(id(cast_from), "")
-        if (asked := self._block_of(tensor)) is not None:
-            self.numbers.setdefault(id(asked), tensor.dim() == 0)
+        if (block := self._block_of(tensor)) is not None:
+            self.numbers.setdefault(id(block), tensor.dim() == 0)
         if self.backward and (made := self._block_of(tensor)) is not None:
             self.shapes.setdefault(id(made), tensor.shape)
         if str(func) == _FLASH_BACKWARD:
@@ -149,13 +149,13 @@ class PassWatcher(Tracker):
 
 
 def _is_causal(func: OpOverload, args: tuple[object, ...]) -> bool:
-    """Whether an attention kernel is told that its mask is causal."""
+    """Whether an attention operator has ``is_causal`` set."""
     at = next((at for at, one in enumerate(func._schema.arguments) if one.name == "is_causal"), len(args))
     return at < len(args) and bool(args[at])
 
 
 def _computing(work: Workload) -> dict[str, torch.Tensor]:
-    """The batch as an engine hands it on: where all weights are in 16 bits, numbers are cast to them."""
+    """The batch as an engine passes it: cast to 16 bits if all weights are."""
     dtypes = {parameter.dtype for parameter in work.module.parameters() if parameter.is_floating_point()}
     narrow = dtypes == {torch.bfloat16}
     return in_16_bits(work.batch) if narrow else dict(work.batch)

@@ -1,7 +1,6 @@
-"""Activation offload as torch has it: ``offload_wrapper`` around blocks, told which device's memory is to be pinned for.
+"""Activation offload by torch's ``offload_wrapper`` around blocks, on the run's own device.
 
-The wrapper asks for CUDA by name. Its function is called with the run's own device in CUDA's place, and what it brings back is
-named; everything else is torch's.
+The wrapper names CUDA. Its function is called with the run's device instead, and restored tensors get a kind; the rest is torch's.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -19,7 +18,7 @@ from zeroplan.verify.watching.watcher import Watcher
 
 
 def offload_blocks(module: nn.Module, blocks: Collection[nn.Module]) -> None:
-    """Put ``offload_wrapper`` around each block, in its place in the module."""
+    """Replace each block in the module by ``offload_wrapper`` around it."""
     wrapped = {id(block): offload_wrapper(block) for block in blocks}
     for parent in [part for part in module.modules() if not isinstance(part, OffloadWrapper)]:
         for name, child in parent.named_children():
@@ -28,8 +27,8 @@ def offload_blocks(module: nn.Module, blocks: Collection[nn.Module]) -> None:
 
 
 @contextmanager
-def moving_from(device: str, watcher: Watcher) -> Iterator[None]:
-    """Let the wrapper move from and to this device, as long as this is open."""
+def offloading_from(device: str, watcher: Watcher) -> Iterator[None]:
+    """Make the wrapper offload from this device, inside."""
 
     def saving(*, pin_memory: bool) -> save_on_cpu:
         hooks = save_on_cpu(pin_memory=pin_memory, device_type=device)

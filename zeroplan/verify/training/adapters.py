@@ -1,4 +1,4 @@
-"""Low-rank adapters as peft puts them into a model."""
+"""Low-rank adapters, added to a model by peft."""
 
 import warnings
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from zeroplan.spec.recipe import RecipeSpec
 
 
 def with_adapters(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, *, device: str = "cpu") -> nn.Module:
-    """Freeze a transformers model and put adapters beside its linear layers, quantised on the ``device`` where it says so.
+    """Freeze a transformers model and add adapters beside its linear layers, quantised on ``device`` if so configured.
 
-    peft makes adapters of 16-bit weights fp32 where that is what is trained. DeepSpeed casts the whole module to 16 bits, and is
-    handed it so.
+    Under mixed precision peft makes adapters of 16-bit weights fp32. DeepSpeed casts the whole module to 16 bits, so it gets
+    16-bit ones.
     """
     with warnings.catch_warnings(), torch.device(device):
-        warnings.simplefilter("ignore")  # peft calls what transformers is about to rename
+        warnings.simplefilter("ignore")  # peft calls functions that transformers has deprecated
         return _adapted(model, adapter, recipe)
 
 
@@ -37,9 +37,9 @@ def _adapted(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> nn.M
 
 
 def _quantise(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> None:
-    """Four bits as transformers loads them; under mixed precision everything else in fp32, as peft prepares it for autocast.
+    """Quantise to four bits as transformers does; under mixed precision cast the rest to fp32, as peft prepares it for autocast.
 
-    FSDP2 and DeepSpeed's stage 3 shard packed weights like others, so that they are stored as numbers of the compute dtype.
+    FSDP2 and DeepSpeed's stage 3 shard packed weights, so these are stored in the compute dtype.
     """
     from peft import prepare_model_for_kbit_training  # noqa: PLC0415
 
@@ -52,13 +52,13 @@ def _quantise(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> Non
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The transformers model inside peft's wrapper, whose parts have the names that they have without it."""
+    """The transformers model inside peft's wrapper, with its own names."""
     inside = getattr(module, "get_base_model", None)
     return module if inside is None else inside()
 
 
-def beside_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
-    """What quantised weights need beside themselves, and no module has for a parameter or buffer."""
+def quantisation_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors of quantised weights that are neither parameters nor buffers."""
     if getattr(unwrapped(module), "is_loaded_in_4bit", False):
         from zeroplan.verify.training.quantised import states_of  # noqa: PLC0415
 

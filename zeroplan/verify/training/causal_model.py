@@ -1,7 +1,7 @@
-"""The causal language model of transformers that a :class:`~zeroplan.spec.model.ModelSpec` stands for.
+"""The causal language model of transformers for a :class:`~zeroplan.spec.model.ModelSpec`.
 
-Built from a config alone, with transformers' own gradient checkpointing and attention. Dropout is off, as in the estimate;
-weights are whatever the allocator left.
+It is built from a config alone, with transformers' own gradient checkpointing and attention. Dropout is off, as in the estimate;
+weights are uninitialised.
 """
 
 import os
@@ -26,7 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config is all that is needed
 
 
 def config(spec: ModelSpec) -> dict[str, object]:
-    """Write the ``config.json`` that a shape stands for, without dropout, cache or special tokens.
+    """The ``config.json`` of a shape, without dropout, cache or special tokens.
 
     The reverse of :func:`zeroplan.catalog.config.model_from_config`.
     """
@@ -35,12 +35,9 @@ def config(spec: ModelSpec) -> dict[str, object]:
             f"a shape inferred from a parameter count leaves {spec.unplaced_parameters:,} parameters that no transformers model "
             "has; name a model instead"
         )
-    sizes = {_key(spec.family, field): value for field, value in _fields(spec).items()}
+    keys = config_keys(spec.family).keys
+    sizes = {keys.get(field, (field,))[0]: value for field, value in _fields(spec).items()}
     return {"model_type": spec.family, **sizes, **_peculiar(spec), **_OFF.get(spec.family, {}), **_PLAIN}
-
-
-def _key(family: str, field: str) -> str:
-    return config_keys(family).keys.get(field, (field,))[0]
 
 
 def _fields(spec: ModelSpec) -> dict[str, object]:
@@ -56,7 +53,7 @@ def _fields(spec: ModelSpec) -> dict[str, object]:
 
 
 def _peculiar(spec: ModelSpec) -> dict[str, object]:
-    """What only some families have."""
+    """Keys that only some families have."""
     made: dict[str, object] = {}
     if spec.family in WINDOWED_FAMILIES or config_keys(spec.family).optional_window:
         made["sliding_window"] = spec.sliding_window
@@ -66,7 +63,7 @@ def _peculiar(spec: ModelSpec) -> dict[str, object]:
         made["moe_intermediate_size"] = spec.moe.moe_intermediate_size
     if spec.moe is not None and spec.family == "qwen3_moe":
         made["mlp_only_layers"] = list(range(spec.moe.num_dense_layers))
-        made["norm_topk_prob"] = True  # as every published one; the class assumes otherwise
+        made["norm_topk_prob"] = True  # as in every published model; the class defaults to False
     if spec.family == "gpt_neox":
         made["use_parallel_residual"] = spec.parallel_residual
     if spec.family in FREE_ACTIVATION:
@@ -77,7 +74,7 @@ def _peculiar(spec: ModelSpec) -> dict[str, object]:
 
 
 def _linear(spec: ModelSpec) -> dict[str, object]:
-    """Linear attention, and the expert beside it that every token visits."""
+    """Linear attention, and the shared expert that every token visits."""
     if spec.linear is None or spec.moe is None:
         return {}
     shared = spec.moe.num_shared_experts * spec.moe.moe_intermediate_size
@@ -86,7 +83,7 @@ def _linear(spec: ModelSpec) -> dict[str, object]:
 
 
 def _latent(spec: ModelSpec) -> dict[str, object]:
-    """DeepSeek's attention and routing; groups of experts where there are enough of them."""
+    """DeepSeek's attention and routing, with groups of experts if there are enough."""
     if spec.mla is None or spec.moe is None:
         return {}
     grouped = spec.moe.num_experts % 8 == 0 and spec.moe.num_experts >= 16
@@ -99,7 +96,7 @@ def _latent(spec: ModelSpec) -> dict[str, object]:
 
 
 def layer_period(spec: ModelSpec) -> int:
-    """After how many layers the kinds of attention come again; dense first layers left out."""
+    """The number of layers after which the kinds of attention repeat; dense first layers are left out."""
     from transformers import AutoConfig  # noqa: PLC0415
 
     kinds = list(getattr(AutoConfig.for_model(**config(spec)), "layer_types", None) or [])  # type: ignore[arg-type]
@@ -107,7 +104,7 @@ def layer_period(spec: ModelSpec) -> int:
 
 
 def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, device: str) -> nn.Module:
-    """Build the causal language model of a shape, recomputed, adapted and frozen as is asked."""
+    """The causal language model of a shape with the recipe's recomputation, adapters and frozen parts."""
     from transformers import AutoConfig  # noqa: PLC0415  takes seconds, and user workloads need none
 
     made = AutoConfig.for_model(**config(spec))  # type: ignore[arg-type]  # each family has its own keys
@@ -131,7 +128,7 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
 
 
 def _freeze(model: "PreTrainedModel", frozen: FrozenSpec) -> None:
-    """Take what is not to be trained out of training, as a script does before it builds engine and optimizer."""
+    """Freeze the untrained parts, as a script does before it builds engine and optimizer."""
     parts: dict[str, nn.Module] = {
         "embedding": model.get_input_embeddings(),
         "norm": model.get_decoder().norm,  # type: ignore[no-untyped-call]
@@ -142,7 +139,7 @@ def _freeze(model: "PreTrainedModel", frozen: FrozenSpec) -> None:
 
 
 def causal_model(made: "PreTrainedConfig", *, attention: Attention, dtype: torch.dtype, device: str) -> nn.Module:
-    """Build the class of transformers for a configuration of theirs, uninitialised, in training mode."""
+    """A transformers model for a configuration, uninitialised, in training mode."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
     from transformers.initialization import no_init_weights  # noqa: PLC0415
 
@@ -157,7 +154,7 @@ def causal_model(made: "PreTrainedConfig", *, attention: Attention, dtype: torch
 
 
 def _upcast(_module: nn.Module, _batch: object, output: object) -> None:
-    """Hand the logits on in fp32, as accelerate's ``convert_outputs_to_fp32`` does."""
+    """Cast the logits to fp32, as accelerate's ``convert_outputs_to_fp32`` does."""
     output.logits = output.logits.float()  # type: ignore[attr-defined]  # a transformers output
 
 
@@ -167,7 +164,7 @@ _SIZES = (
 )  # fmt: skip
 _HEAD_PARTS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _PLAIN: dict[str, object] = {"use_cache": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-#: Dropout of the families that train with it.
+#: Settings that switch dropout off, for families that train with it.
 _OFF: dict[str, dict[str, object]] = {
     "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "opt": {"dropout": 0.0, "attention_dropout": 0.0},

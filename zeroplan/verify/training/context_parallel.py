@@ -1,7 +1,7 @@
-"""A causal language model trained on sequences that context-parallel ranks share, by torch's ``context_parallel``.
+"""Trains a causal language model with torch's ``context_parallel``, whose ranks share every sequence.
 
-Whoever trains so hands in positions and labels that are shifted already, cut like the ids. Attention is called as torch's own
-``scaled_dot_product_attention``, without a mask.
+The batch contains positions and shifted labels, cut like the ids. Attention is torch's ``scaled_dot_product_attention`` without
+a mask.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ Context = Callable[[], AbstractContextManager[object]]
 
 
 class ContextParallel(Fsdp2):
-    """``fully_shard`` over all ranks that have other tokens, and ``context_parallel`` around every pass.
+    """``fully_shard`` over all ranks with different tokens, and ``context_parallel`` around every pass.
 
-    ``beside`` makes what else is around a pass; ``experts`` are the meshes of experts on several ranks.
+    ``beside`` makes a second context around each pass; ``experts`` are the meshes of experts on several ranks.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ContextParallel(Fsdp2):
         super().__init__(work, job.recipe, sharding_ranks(job, mesh), experts=experts)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
-        """Run one forward and backward pass over this rank's share of every sequence."""
+        """Run one forward and backward pass on this rank's share of every sequence."""
         enter(Phase.FORWARD)
         buffers = list(self._work.batch.values())
         with ExitStack() as shared:
@@ -47,13 +47,13 @@ class ContextParallel(Fsdp2):
             super().micro_step(enter, last=last)
 
     def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
-        """Tell what is made of the batch, too."""
+        """Also label the cut copies of the batch."""
         self._cutting = partial(watcher.labelled, Kind.ACTIVATIONS)
         return super().labels(watcher)
 
 
 def with_positions(work: Workload, *, seq_len: int) -> Workload:
-    """The batch with what a rank cannot tell from its share alone: positions, and each token's next one."""
+    """The batch with positions and next tokens, which a rank cannot derive from its share."""
     ids = work.batch["input_ids"]
     positions = torch.arange(seq_len, device=ids.device).unsqueeze(0)
     labels = {"labels": ids.clone(), "shift_labels": ids.roll(-1, dims=1)}

@@ -19,7 +19,7 @@ from zeroplan.verify.watching.watcher import Watcher
 class Ddp:
     """``DistributedDataParallel``, alone or with ``ZeroRedundancyOptimizer``; mixed precision by autocast.
 
-    A single rank has nothing to reduce, and is wrapped only where the recipe says so.
+    A single rank is wrapped only if the recipe says so, since it has nothing to reduce.
     """
 
     kept: Kind | None = Kind.GRADIENTS
@@ -33,13 +33,13 @@ class Ddp:
         sharded = recipe.zero_stage == 1
         self.optimizer = zero_redundancy(parameters, recipe) if sharded else make_optimizer(parameters, recipe, work.blocks)
 
-    def hand_buckets_back(self) -> None:
-        """Reduce buckets by a hook: the reducer's C++ cannot read what a fake process group returns."""
+    def reduce_by_hook(self) -> None:
+        """Reduce buckets by a hook, since the reducer's C++ cannot read a fake process group's result."""
         if self._wrapper is not None:
-            self._wrapper.register_comm_hook(None, reduced_at_once)
+            self._wrapper.register_comm_hook(None, reduce_bucket)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
-        """Run one forward and backward pass; without reduction in all but the last, where the recipe says so."""
+        """Run one forward and backward pass; only the last one reduces gradients, unless the recipe says otherwise."""
         model = self._wrapper or self._work.module
         with nullcontext() if last or self._recipe.sync_every_micro_batch else self._no_sync():
             enter(Phase.FORWARD)
@@ -55,7 +55,7 @@ class Ddp:
         return nullcontext() if self._wrapper is None else self._wrapper.no_sync()
 
     def optimizer_step(self) -> None:
-        """Update all parameters, or this rank's and hear of the others'."""
+        """Update all parameters; with ZeroRedundancyOptimizer, this rank's, then receive the others."""
         self.optimizer.step()
 
     def zero_grad(self) -> None:
@@ -63,15 +63,15 @@ class Ddp:
         self.optimizer.zero_grad()
 
     def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
-        """Tell the buckets that the reducer makes in the second forward; the first ones are made with the engine."""
+        """Label the buckets that the reducer makes in the second forward; the first ones are made with the engine."""
         return labelled(watcher, Reducer, "_rebuild_buckets", Kind.REDUCE)
 
 
 def _wrapped(work: Workload, options: DdpOptions) -> DistributedDataParallel:
-    """DDP as the recipe has it.
+    """DDP with the recipe's options.
 
-    In a fake process group the reducer's C++ cannot pin its map of used parameters. There only what DDP's Python does about unused
-    ones is run, as it is from the second step on: the output is copied.
+    In a fake process group the reducer's C++ cannot pin its map of used parameters. DDP's Python then copies the output, as it does
+    for unused parameters from the second step on.
     """
     unused, static, fake = options.find_unused_parameters, options.static_graph, dist.get_backend().startswith("fake")
     wrapper = DistributedDataParallel(
@@ -86,8 +86,8 @@ def _wrapped(work: Workload, options: DdpOptions) -> DistributedDataParallel:
     return wrapper
 
 
-def reduced_at_once(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The hook: a bucket is reduced when this returns."""
+def reduce_bucket(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook that reduces the bucket before it returns."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     dist.all_reduce(bucket.buffer())
     future.set_result(bucket.buffer())
@@ -95,7 +95,7 @@ def reduced_at_once(_: None, bucket: GradBucket) -> torch.futures.Future[torch.T
 
 
 def autocast(recipe: RecipeSpec, device: str) -> AbstractContextManager[object]:
-    """The context in which a plain loop computes in mixed precision."""
+    """The autocast context of a plain loop with mixed precision."""
     if not recipe.precision.endswith("mixed"):
         return nullcontext()
     return torch.autocast(device, dtype=COMPUTE[recipe.precision])

@@ -1,4 +1,4 @@
-"""DeepSpeed behind the face of the other engines. It patches torch for good: only for a process that does nothing else."""
+"""DeepSpeed with the interface of the other engines. It patches torch for good, so use a separate process."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,16 +17,15 @@ from zeroplan.engines.deepspeed import optimizer_impl, steps_in_own_kernel
 from zeroplan.export import deepspeed as export
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.pretended import nvme
 from zeroplan.verify.replaced import replaced
-from zeroplan.verify.training.engine import Asking, all_labelled
+from zeroplan.verify.training.engine import Requesting, all_labelled
 from zeroplan.verify.training.optimizers import make_optimizer, trained
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
 
 _TRANSPORT = import_module("deepspeed.comm.torch")
-"""As an attribute of its package it is hidden behind the name of torch itself."""
+"""Its package's attribute of this name is torch itself."""
 
 #: Attributes of DeepSpeed's optimizers (0.18, 0.19) whose tensors are of one kind.
 _HOLDS = (
@@ -43,7 +42,7 @@ _HOLDS = (
 
 
 def configuration(job: JobSpec) -> dict[str, object]:
-    """Return the DeepSpeed configuration that a job describes, with what a run for verification needs."""
+    """The DeepSpeed configuration of a job, with the settings that verification needs."""
     disk = nvme.disk()
     return {
         **export.configuration(job, nvme_path=None if disk is None else disk.folder),
@@ -56,18 +55,18 @@ def configuration(job: JobSpec) -> dict[str, object]:
 class DeepSpeed:
     """``deepspeed.initialize`` with torch's optimizer.
 
-    Torch's fused Adam also stands for DeepSpeed's own, which needs a GPU.
+    Torch's fused Adam also replaces DeepSpeed's own, which needs a GPU.
     """
 
     kept: Kind | None = None
 
     def __init__(self, work: Workload, job: JobSpec) -> None:
-        self.optimizer = make_optimizer(trained(work.module), _with_its_default(job.recipe))
+        self.optimizer = make_optimizer(trained(work.module), replace(job.recipe, optimizer_impl=optimizer_impl(job.recipe)))
         if job.recipe.zero_stage == 3 and job.recipe.deepspeed.zero_init:
             self.optimizer.state.clear()  # under zero.Init parameters have no elements when an optimizer is built
         if steps_in_own_kernel(job.recipe):
-            deepspeed.runtime.engine.FusedAdam = type(self.optimizer)  # so that stage 0 wraps it like its own
-        # Inference's all-reduce among CPUs, no part of a step: compiling it takes long, and a build that was killed leaves a lock
+            deepspeed.runtime.engine.FusedAdam = type(self.optimizer)  # stage 0 then wraps it like its own
+        # This all-reduce among CPUs is for inference only. Compiling it is slow, and a killed build leaves a lock
         # (torch.utils.file_baton) on which every later process would wait for ever.
         with replaced(_TRANSPORT, "build_shm_op", lambda: None):
             self._engine, self._wrapper, *_ = deepspeed.initialize(
@@ -79,12 +78,12 @@ class DeepSpeed:
 
     @property
     def module(self) -> nn.Module:
-        """The workload's module, as DeepSpeed holds it."""
+        """The workload's module inside DeepSpeed's engine."""
         module: nn.Module = self._engine.module
         return module
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
-        """Run one forward and backward pass, and let DeepSpeed count it; the last of a step is counted by the optimizer's."""
+        """Run one forward and backward pass; except for a step's last one, call DeepSpeed's ``step`` to count it."""
         enter(Phase.FORWARD)
         output = self._engine(**self._work.batch)
         loss = self._work.loss(output)
@@ -97,22 +96,22 @@ class DeepSpeed:
             self._engine.step()
 
     def optimizer_step(self) -> None:
-        """Update this rank's share and gather the others'; gradients go with it."""
+        """Update this rank's share and gather the others; DeepSpeed drops the gradients."""
         self._engine.step()
         self._claim()
 
     def zero_grad(self) -> None:
-        """Nothing: DeepSpeed's own step does it."""
+        """Do nothing: DeepSpeed's own step drops the gradients."""
 
     @contextmanager
     def labels(self, watcher: Watcher) -> Iterator[None]:
-        """Tell the watcher whose DeepSpeed's flat tensors are, whenever they may have changed."""
+        """Give DeepSpeed's flat tensors their kinds, each time they may have changed."""
         self._watcher = watcher
         self._claim()
-        taken = self.optimizer.register_step_pre_hook(lambda *_: self._claim_taken())
+        hook = self.optimizer.register_step_pre_hook(lambda *_: self._claim_stepped())
         with ExitStack() as stack:
-            stack.callback(taken.remove)
-            stack.enter_context(all_labelled(watcher, ASKING))
+            stack.callback(hook.remove)
+            stack.enter_context(all_labelled(watcher, REQUESTING))
             yield
         self._watcher = None
 
@@ -121,25 +120,25 @@ class DeepSpeed:
             return
         claim_tensors(self._watcher, self.module, self._wrapper, self.optimizer)
 
-    def _claim_taken(self) -> None:
+    def _claim_stepped(self) -> None:
         if self._watcher is not None:
-            claim_taken(self._watcher, self._wrapper, self.optimizer)
+            claim_stepped(self._watcher, self._wrapper, self.optimizer)
 
 
 def claim_tensors(watcher: Watcher, module: nn.Module, wrapper: object, optimizer: torch.optim.Optimizer) -> None:
-    """Say whose DeepSpeed's flat tensors are: ``wrapper`` is its optimizer, around torch's."""
-    claim_taken(watcher, wrapper, optimizer)
+    """Give DeepSpeed's flat tensors their kinds; ``wrapper`` is its optimizer, around torch's."""
+    claim_stepped(watcher, wrapper, optimizer)
     for name, kind in _HOLDS:
         watcher.claim(kind, tensors(getattr(wrapper, name, None)))
-    shares = (getattr(parameter, "ds_tensor", None) for parameter in module.parameters())  # a frozen one's is in no group
+    shares = (getattr(parameter, "ds_tensor", None) for parameter in module.parameters())  # frozen parameters are in no group
     watcher.claim(Kind.PARAMETERS, (share for share in shares if share is not None))
     own = {id(parameter) for parameter in module.parameters()}  # stage 0 in fp32 updates the model itself
     watcher.claim(_MASTERS, (master for master in _masters(wrapper, optimizer) if id(master) not in own))
     watcher.claim(Kind.GATHER, (getattr(parameter, "ds_secondary_tensor", None) for parameter in module.parameters()))
 
 
-def claim_taken(watcher: Watcher, wrapper: object, optimizer: torch.optim.Optimizer) -> None:
-    """Say what the gradients are that the optimizer takes: within DeepSpeed's step they are copies."""
+def claim_stepped(watcher: Watcher, wrapper: object, optimizer: torch.optim.Optimizer) -> None:
+    """Give the gradients that the optimizer reads their kind; inside DeepSpeed's step they are copies."""
     watcher.claim(Kind.GRADIENTS, (master.grad for master in _masters(wrapper, optimizer)))
 
 
@@ -149,8 +148,8 @@ def _masters(wrapper: object, optimizer: torch.optim.Optimizer) -> list[torch.Te
     return [*masters, *getattr(wrapper, "fp32_partitioned_groups_flat", [])]
 
 
-#: Functions of DeepSpeed (0.18, 0.19) and what they ask memory for.
-ASKING: Asking = (
+#: Functions of DeepSpeed (0.18, 0.19) and the kind of memory they request.
+REQUESTING: Requesting = (
     (PartitionedParameterCoordinator, "fetch_sub_module", Kind.GATHER),
     (DeepSpeedZeroOptimizer_Stage3, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", Kind.REDUCE),
     (DeepSpeedZeroOptimizer, "setup_buckets", Kind.REDUCE),
@@ -164,12 +163,8 @@ ASKING: Asking = (
 _MASTERS = Kind.OPTIMIZER_STATE
 
 
-def _with_its_default(recipe: RecipeSpec) -> RecipeSpec:
-    return replace(recipe, optimizer_impl=optimizer_impl(recipe))
-
-
 def tensors(value: object) -> Iterator[torch.Tensor]:
-    """Find the tensors in lists, dicts and DeepSpeed's buckets."""
+    """The tensors in lists, dicts and DeepSpeed's buckets."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):

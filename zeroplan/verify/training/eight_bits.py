@@ -1,4 +1,4 @@
-"""bitsandbytes' AdamW with states in 8 bits. Its kernels know their shapes on fake tensors and write in place."""
+"""bitsandbytes' AdamW with 8-bit states. Its kernels return shapes on fake tensors and write in place."""
 
 import torch
 from bitsandbytes import optim
@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class AdamW8bit(optim.AdamW8bit):  # type: ignore[misc, name-defined]  # bitsandbytes has no types
-    """``bitsandbytes.optim.AdamW8bit`` (0.50); among fake tensors its two tables, made of numbers that are read, have none."""
+    """``bitsandbytes.optim.AdamW8bit`` (0.50) without values in its two tables among fake tensors."""
 
     def fill_qmap(self) -> None:
         """Make the tables of 256 codes."""

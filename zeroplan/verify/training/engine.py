@@ -1,7 +1,6 @@
-"""The engines themselves, unmodified, behind one small face: a micro-step, an optimizer step, gradients cleared.
+"""The interface of the engines, and the training loop for all of them: micro-steps, an optimizer step, zeroed gradients.
 
-One training loop (:func:`train`) serves them all. Only labels are put around the engines' functions, from outside, so that the
-watcher knows what a buffer is for.
+The engines run unmodified. Labels around their functions tell the watcher what each buffer is for.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,16 +19,16 @@ from zeroplan.verify.watching.watcher import Watcher
 
 
 class Engine(Protocol):
-    """What the training loop asks of an engine."""
+    """The methods that the training loop calls."""
 
     optimizer: torch.optim.Optimizer
     handed_on: Kind
-    """What the gradients are that autograd hands to parameters."""
+    """The kind of gradients that autograd passes to parameters."""
     kept: Kind | None
-    """What the gradients are that parameters have after a pass; None where they are what autograd has handed on."""
+    """The kind of gradients that parameters hold after a pass; None if it is the same."""
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
-        """Run one forward and backward pass; ``enter`` is told when each begins."""
+        """Run one forward and backward pass; ``enter`` is called when each begins."""
         ...
 
     def optimizer_step(self) -> None:
@@ -41,12 +40,12 @@ class Engine(Protocol):
         ...
 
     def labels(self, watcher: Watcher, /) -> AbstractContextManager[None]:
-        """Tell the watcher what the engine's own buffers are for, as long as this is open."""
+        """Label the engine's own buffers for the watcher, inside."""
         ...
 
 
 def train(engine: Engine, watcher: Watcher, *, module: nn.Module, steps: int, accumulate: int) -> None:
-    """Take ``steps`` optimizer steps of ``accumulate`` micro-batches each, and tell the watcher where it is."""
+    """Run ``steps`` optimizer steps of ``accumulate`` micro-batches each, and report phases and kinds to the watcher."""
     watcher.gradients_are(engine.handed_on)
     for step in range(steps):
         for micro in range(accumulate):
@@ -61,14 +60,14 @@ def train(engine: Engine, watcher: Watcher, *, module: nn.Module, steps: int, ac
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """What an optimizer holds; ``ZeroRedundancyOptimizer`` holds it in the one it wraps."""
+    """An optimizer's states; ``ZeroRedundancyOptimizer`` keeps them in the optimizer it wraps."""
     holder = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     for state in holder.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def stored_dtype(recipe: RecipeSpec) -> torch.dtype:
-    """The dtype in which a module is handed to the engine."""
+    """The dtype in which an engine receives a module."""
     if recipe.precision == "bf16" or (recipe.engine == "deepspeed" and recipe.precision == "bf16-mixed"):
         return torch.bfloat16
     if recipe.engine == "deepspeed" and recipe.precision == "fp16-mixed":
@@ -77,7 +76,7 @@ def stored_dtype(recipe: RecipeSpec) -> torch.dtype:
 
 
 def weights_dtype(job: JobSpec) -> torch.dtype:
-    """The dtype in which the job's model is handed to the engine: where it is frozen, that in which it computes."""
+    """The dtype in which an engine receives the job's model; frozen weights are in the compute dtype."""
     return stored_dtype(job.recipe) if job.model.adapter is None else COMPUTE[job.recipe.precision]
 
 
@@ -86,13 +85,13 @@ COMPUTE: dict[Precision, torch.dtype] = {
 }  # fmt: skip
 
 
-#: Functions of an engine, each by its owner and name, and what they ask memory for.
-Asking = tuple[tuple[object, str, Kind], ...]
+#: Functions of an engine, each by owner and name, and the kind of memory they request.
+Requesting = tuple[tuple[object, str, Kind], ...]
 
 
 @contextmanager
-def all_labelled(watcher: Watcher, asking: Asking) -> Iterator[None]:
-    """Say what for these functions ask for memory, as long as this is open; versions that lack one do without it."""
+def all_labelled(watcher: Watcher, asking: Requesting) -> Iterator[None]:
+    """Label the requests of these functions inside; functions that this version lacks are skipped."""
     with ExitStack() as patches:
         for owner, name, kind in asking:
             if hasattr(owner, name):
@@ -101,7 +100,7 @@ def all_labelled(watcher: Watcher, asking: Asking) -> Iterator[None]:
 
 
 def labelled(watcher: Watcher, owner: object, name: str, kind: Kind) -> AbstractContextManager[None]:
-    """Say what for a function of an engine asks for memory, as long as this is open."""
+    """Label the requests of one function of an engine, inside."""
     original: Callable[..., object] = getattr(owner, name)
 
     def asking(*args: object, **kwargs: object) -> object:

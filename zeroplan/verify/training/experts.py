@@ -1,8 +1,8 @@
-"""Experts on ranks of their own: transformers' dispatch of tokens, and FSDP2 with a second mesh, as torchtitan has it.
+"""Experts split over ranks: transformers' dispatch of tokens, and FSDP2 with a second mesh, as in torchtitan.
 
-The dispatch is transformers' own (``ep_dispatch_experts``, ``AllToAllEP``): every rank sends each pair of a token and an expert to
-the rank that has the expert, which sends the result back. ``fully_shard`` takes each block whole, the experts' weights on the ranks
-that have the same ones, everything else on all.
+The dispatch is transformers' own (``ep_dispatch_experts``, ``AllToAllEP``): every rank sends each pair of token and expert to the
+expert's rank, which returns the result. ``fully_shard`` wraps each block: experts' weights over the ranks with the same experts,
+everything else over all ranks.
 """
 
 from collections.abc import Callable
@@ -31,36 +31,36 @@ if TYPE_CHECKING:
     from zeroplan.verify.watching.watcher import Watcher
 
 Placement = Callable[[nn.Parameter], "ShardPlacementResult"]
-#: What of the libraries' own older ones lack: where a parameter goes, and the dispatch of tokens.
+#: Names that older libraries lack: FSDP2's placement of a parameter, and transformers' dispatch of tokens.
 _PLACEMENT, _DISPATCH = "ShardPlacementResult", "transformers.distributed.expert_parallel"
 
 
 class ExpertMeshes(NamedTuple):
-    """Ranks as experts see them: those that have the same ones and share them out, and those that have others."""
+    """The ranks as seen by experts: those with the same experts, which shard them, and those with different ones."""
 
     sharded: DeviceMesh
-    """With replicas in two dimensions."""
+    """Two dimensions with replicas."""
     dispatched: DeviceMesh
     alone: DeviceMesh
     """One rank: no other has the same tokens."""
 
 
 def dispatched(job: JobSpec, model: nn.Module, mesh: DeviceMesh, watcher: "Watcher") -> ExpertMeshes | None:
-    """Split the job's experts over its ranks, and say which those are; None where every rank has them all."""
+    """Split the job's experts over its ranks, and return the meshes; None if every rank has all experts."""
     if job.mesh.ep == 1:
         return None
     if not isinstance(next(model.parameters()), FakeTensor):
-        raise MeasurementError("experts on several ranks run on fake tensors only, evenly visited; use --backend simulate")
+        raise MeasurementError("experts on several ranks need fake tensors, with an even routing; use --backend simulate")
     if not hasattr(_fsdp_common, _PLACEMENT) or find_spec(_DISPATCH) is None:
         raise MeasurementError("experts on several ranks need torch 2.13 and transformers 5.23, or newer ones")
-    with watcher.looking_away():
+    with watcher.not_recording():
         meshes = expert_meshes(job.mesh, mesh.device_type)
     dispatch(model, meshes)
     return meshes
 
 
 def expert_meshes(mesh: MeshSpec, device: str) -> ExpertMeshes:
-    """Arrange the ranks for experts: neighbours have different ones."""
+    """The meshes of experts: neighbouring ranks have different experts."""
     replicas, names = mesh.dp_replicate, ("pp", "dp_replicate", "efsdp", "ep")
     with unset_fake_temporarily():
         ways = mesh.pp, replicas, mesh.dp_shard * mesh.cp // mesh.ep, mesh.ep
@@ -71,7 +71,7 @@ def expert_meshes(mesh: MeshSpec, device: str) -> ExpertMeshes:
 
 
 def dispatch(model: nn.Module, meshes: ExpertMeshes) -> None:
-    """Give this rank its experts, and let tokens come to them."""
+    """Give this rank its experts, and route tokens to them."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism  # noqa: PLC0415  takes seconds
 
     plan = model._expand_parallel_plan(model.ep_plan)  # type: ignore[operator]  # a transformers model
@@ -81,7 +81,7 @@ def dispatch(model: nn.Module, meshes: ExpertMeshes) -> None:
 
 
 def placement(block: nn.Module, mesh: DeviceMesh, meshes: ExpertMeshes) -> Placement | None:
-    """Where FSDP2 shards a block's parameters: experts among those ranks that have the same, along dim 1 where they are too few.
+    """FSDP2's placement of a block's parameters: experts over the ranks with the same experts, along dim 1 if they are too few.
 
     None for a block without experts. Source: torchtitan, distributed/fsdp.py, apply_fsdp_to_decoder.
     """
@@ -95,8 +95,8 @@ def placement(block: nn.Module, mesh: DeviceMesh, meshes: ExpertMeshes) -> Place
     return lambda parameter: theirs if parameter in experts else others
 
 
-def divide_by_nothing(model: nn.Module) -> None:
-    """Sum gradients, the experts' over fewer ranks than the others', and leave it to the loss to divide by all tokens.
+def disable_gradient_division(model: nn.Module) -> None:
+    """Make FSDP2 sum gradients, and leave it to the loss to divide by all tokens: experts are reduced over fewer ranks.
 
     Source: torchtitan, distributed/fsdp.py, disable_fsdp_gradient_division.
     """
@@ -111,11 +111,11 @@ def _info(mesh: DeviceMesh) -> FSDPMeshInfo:
     return HSDPMeshInfo(mesh=mesh, replicate_mesh_dim=0, shard_mesh_dim=1)
 
 
-# --- what fake tensors cannot say -------------------------------------------------------------------------------------------
+# --- counts that fake tensors do not have -----------------------------------------------------------------------------------
 
 
-def evenly_visited(job: JobSpec) -> AbstractContextManager[None]:
-    """Answer how many tokens come and go, which a router's choice says: as many from and to every rank."""
+def even_routing(job: JobSpec) -> AbstractContextManager[None]:
+    """Replace the tokens per rank, which depend on a router's choices, by an even split."""
     from transformers.distributed import expert_parallel  # noqa: PLC0415  takes seconds
 
     assert job.model.moe is not None  # noqa: S101  a job without experts has nothing to dispatch
@@ -125,7 +125,7 @@ def evenly_visited(job: JobSpec) -> AbstractContextManager[None]:
 
 
 class _Torch(ModuleType):
-    """torch, but for the counts that are stacked to be read."""
+    """torch, except for ``stack``, whose result is read as token counts."""
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__("torch")
@@ -135,7 +135,7 @@ class _Torch(ModuleType):
         return getattr(torch, name)
 
     def stack(self, counts: list[torch.Tensor]) -> "_Counts":
-        """Stack them, and know what they are."""
+        """The stacked counts, with an even split as their values."""
         return _Counts(torch.stack(counts), [self._sizes for _ in counts])
 
 
@@ -144,5 +144,5 @@ class _Counts(NamedTuple):
     sizes: list[list[int]]
 
     def tolist(self) -> list[list[int]]:
-        """Say how many each rank sends and gets."""
+        """How many tokens each rank sends and receives."""
         return self.sizes

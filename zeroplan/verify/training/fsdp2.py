@@ -1,4 +1,4 @@
-"""FSDP2 as PyTorch's own examples use it, and what its buffers are for."""
+"""FSDP2 as in PyTorch's own examples, with labels for its buffers."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,8 +17,8 @@ from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.adapters import unwrapped
-from zeroplan.verify.training.engine import COMPUTE, Asking, all_labelled
-from zeroplan.verify.training.experts import ExpertMeshes, divide_by_nothing, placement
+from zeroplan.verify.training.engine import COMPUTE, Requesting, all_labelled
+from zeroplan.verify.training.experts import ExpertMeshes, disable_gradient_division, placement
 from zeroplan.verify.training.modules import last_norm
 from zeroplan.verify.training.optimizers import make_optimizer, trained
 from zeroplan.verify.training.workload import Workload
@@ -26,7 +26,7 @@ from zeroplan.verify.watching.watcher import Watcher
 
 
 class Fsdp2:
-    """``fully_shard`` around every block and around the whole, as in PyTorch's own examples."""
+    """``fully_shard`` around every block and around the whole module, as in PyTorch's own examples."""
 
     handed_on = Kind.UNSHARDED_GRADIENTS
     kept: Kind | None = Kind.GRADIENTS
@@ -36,7 +36,7 @@ class Fsdp2:
     ) -> None:  # fmt: skip
         self._model = shard(work.module, work.blocks, recipe, mesh, experts)
         if next(work.module.parameters()).is_meta:
-            give_memory(work.module, "cpu" if recipe.fsdp2.cpu_offload else mesh.device_type)
+            allocate(work.module, "cpu" if recipe.fsdp2.cpu_offload else mesh.device_type)
         self._work, self._recipe = work, recipe
         self.optimizer = make_optimizer(trained(work.module), recipe, work.blocks)
 
@@ -46,7 +46,7 @@ class Fsdp2:
         forward_and_backward(self._work.module, self._work, enter, keep_logits=bool(self._recipe.keep_logits))
 
     def optimizer_step(self) -> None:
-        """Update this rank's chunks."""
+        """Update this rank's shards."""
         self.optimizer.step()
 
     def zero_grad(self) -> None:
@@ -54,14 +54,14 @@ class Fsdp2:
         self.optimizer.zero_grad()
 
     def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
-        """Tell buffers apart by the function of FSDP2 that asks for them."""
+        """Label buffers by the function of FSDP2 that requests them."""
         return fsdp2_labels(watcher)
 
 
 def shard(
     module: nn.Module, blocks: Iterable[nn.Module], recipe: RecipeSpec, mesh: DeviceMesh, experts: ExpertMeshes | None
 ) -> FSDPModule:  # fmt: skip
-    """Put ``fully_shard`` around every block and around the whole, over the ranks of a mesh."""
+    """Apply ``fully_shard`` to every block and to the whole module, over the ranks of a mesh."""
     policy, offload = mixed_precision(recipe), CPUOffloadPolicy() if recipe.fsdp2.cpu_offload else OffloadPolicy()
     for block in blocks:
         fully_shard(
@@ -73,15 +73,15 @@ def shard(
         _shard_ends(module, sharded, again=resharding(recipe))
     whole: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False, offload_policy=offload)
     if experts is not None:
-        divide_by_nothing(module)
+        disable_gradient_division(module)
     return whole
 
 
 def _shard_ends(module: nn.Module, sharded: Callable[..., object], *, again: bool | int) -> None:
-    """Units of their own for the embedding, and for the last norm with the head, which stays gathered until its backward.
+    """Make separate units of the embedding, and of the last norm with the head, which stays gathered until its backward.
 
-    accelerate 1.15, accelerate/utils/fsdp_utils.py, ``fsdp2_prepare_model``. A tied head leaves all of it to the whole.
-    A stage of a pipeline has an identity in place of what another has.
+    Source: accelerate 1.15, accelerate/utils/fsdp_utils.py, ``fsdp2_prepare_model``. A tied head stays in the root's unit. A
+    stage of a pipeline has an identity in place of modules of other stages.
     """
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
     here = [not isinstance(end, nn.Identity) for end in (embedding, head)]
@@ -93,8 +93,8 @@ def _shard_ends(module: nn.Module, sharded: Callable[..., object], *, again: boo
         sharded([last_norm(unwrapped(module)), head], reshard_after_forward=False)
 
 
-def give_memory(module: nn.Module, device: str) -> None:
-    """Memory for a sharded module that was built without any: this rank's chunks, with numbers in them."""
+def allocate(module: nn.Module, device: str) -> None:
+    """Allocate this rank's shards of a module built on the meta device, and fill them with numbers."""
     module.to_empty(device=device)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
@@ -105,7 +105,7 @@ def give_memory(module: nn.Module, device: str) -> None:
 def forward_and_backward(
     module: nn.Module, work: Workload, enter: Callable[[Phase], None], *, keep_logits: bool
 ) -> None:  # fmt: skip
-    """One forward and backward pass of a plain loop."""
+    """Run one forward and backward pass of a plain loop."""
     enter(Phase.FORWARD)
     output = module(**work.batch)
     if work.loss_goes_backward:
@@ -119,7 +119,7 @@ def forward_and_backward(
 
 
 def mixed_precision(recipe: RecipeSpec) -> MixedPrecisionPolicy:
-    """The dtypes in which FSDP2 computes and reduces; both are said, since what is not differs from one torch to the next."""
+    """The dtypes in which FSDP2 computes and reduces; both are set, since torch's defaults changed between releases."""
     if not recipe.precision.endswith("mixed"):
         return MixedPrecisionPolicy()
     param_dtype = COMPUTE[recipe.precision]
@@ -128,20 +128,20 @@ def mixed_precision(recipe: RecipeSpec) -> MixedPrecisionPolicy:
 
 
 def resharding(recipe: RecipeSpec) -> bool | int:
-    """Whether blocks are sharded again after their forward, or over how many ranks."""
+    """Whether blocks are resharded after their forward, or over how many ranks."""
     chosen = recipe.fsdp2.reshard_after_forward
     return recipe.zero_stage == 3 if chosen is None else chosen
 
 
 @contextmanager
 def fsdp2_labels(watcher: Watcher) -> Iterator[None]:
-    """Tell the tracker what FSDP2's buffers are for, by the function of FSDP2 that asks for them."""
-    with all_labelled(watcher, _ASKING), _reduced_gradients(watcher):
+    """Label FSDP2's buffers by the function that requests them."""
+    with all_labelled(watcher, _REQUESTING), _reduced_gradients(watcher):
         yield
 
 
-#: Not every torch has each: 2.15 leaves it to autograd to accumulate in another dtype.
-_ASKING: Asking = (
+#: Some torch releases lack some: 2.15 leaves accumulation in another dtype to autograd.
+_REQUESTING: Requesting = (
     (_fsdp_param_group, "foreach_all_gather", Kind.GATHER),
     (_fsdp_param_group, "foreach_reduce", Kind.REDUCE),
     (FSDPParamGroup, "wait_for_unshard", Kind.UNSHARDED_PARAMETERS),  # a single rank casts and copies there
@@ -153,7 +153,7 @@ _ASKING: Asking = (
 
 
 def _reduced_gradients(watcher: Watcher) -> AbstractContextManager[None]:
-    """What goes into a reduction are whole gradients."""
+    """Give whole gradients their kind when FSDP2 reduces them."""
     name = "foreach_reduce"
     original: Callable[..., object] = getattr(_fsdp_param_group, name)
 

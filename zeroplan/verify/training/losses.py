@@ -1,10 +1,10 @@
-"""Losses that are not transformers' own: in chunks, as torchtitan's ``ChunkedLossWrapper`` takes it.
+"""The chunked loss of torchtitan's ``ChunkedLossWrapper``; other losses are transformers' own.
 
-The model hands on hidden states instead of logits. An eighth of the tokens at a time goes through the head to the loss and back,
-before the next; the gradients of the hidden states gather in one fp32 buffer, from which the model's own backward then starts.
+The model returns hidden states instead of logits. Each eighth of the tokens passes through the head and the loss, forward and
+backward, before the next. One fp32 buffer collects the gradients of the hidden states, from which the model's backward starts.
 
-Source: torchtitan, 2026-08, ``components/loss.py``, ``ChunkedLossWrapper``, ``GradAccumulator``. Left out: a head that is a unit
-of FSDP2 by itself; here it belongs to the root, as in transformers.
+Source: torchtitan, 2026-08, ``components/loss.py``, ``ChunkedLossWrapper``, ``GradAccumulator``. Left out: a head that is its own
+FSDP2 unit; here it belongs to the root, as in transformers.
 """
 
 from collections.abc import Callable
@@ -20,18 +20,18 @@ from zeroplan.transformer.families.ending import CHUNKS
 
 
 def chunked_loss(module: nn.Module, labels: torch.Tensor) -> Callable[[object], torch.Tensor]:
-    """Take the head out of a causal language model's forward, and return the loss that goes through it in chunks."""
+    """Remove the head from a causal language model's forward, and return a loss that applies it in chunks."""
     _check_chunks(labels)
     loss = loss_of_hidden(module)
     return lambda output: loss(output.logits, labels)  # type: ignore[attr-defined]  # a transformers output
 
 
 def loss_of_hidden(module: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Do so, and return the loss of hidden states and labels, as a pipeline's schedule asks for it."""
+    """The same, as a loss of hidden states and labels, which a pipeline's schedule needs."""
     head: nn.Linear = module.get_output_embeddings()  # type: ignore[operator]  # a transformers model
-    head.forward = _as_it_is  # type: ignore[method-assign, assignment]
+    head.forward = lambda hidden: hidden  # type: ignore[method-assign, assignment]
     cap: float | None = getattr(module.config, "final_logit_softcapping", None)
-    if cap is not None:  # what the model's forward hands on are hidden states, which it must not bend
+    if cap is not None:  # the forward now returns hidden states, which it must not cap
         module.config.final_logit_softcapping = None  # type: ignore[union-attr]  # the same
     scaling: float | None = getattr(module.config, "logits_scaling", None)
     if scaling is not None:  # the same: the forward divides hidden states by one instead
@@ -39,27 +39,25 @@ def loss_of_hidden(module: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], 
     return lambda hidden, labels: _in_chunks(hidden, head, labels, _Bend(cap, scaling))
 
 
-def _as_it_is(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden
-
-
 class _Bend(NamedTuple):
-    """What comes between the head's product and the loss."""
+    """The operations between the head's product and the loss."""
 
     cap: float | None
-    """Of ``tanh``, as transformers' Gemma2ForCausalLM puts it on all logits at once."""
+    """The cap of ``tanh`` on logits, as in transformers' Gemma2ForCausalLM."""
     scaling: float | None
-    """What logits are divided by, as GraniteForCausalLM does."""
+    """The divisor of logits, as in GraniteForCausalLM."""
 
     def of(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits that the loss takes."""
+        """The logits for the loss."""
         divided = logits if self.scaling is None else logits / self.scaling
         return divided if self.cap is None else torch.tanh(divided / self.cap) * self.cap
 
 
 def _check_chunks(labels: torch.Tensor) -> None:
     if labels.numel() % CHUNKS:
-        raise MeasurementError(f"{labels.numel():,} tokens cannot be cut into the {CHUNKS} equal chunks of loss 'chunked'")
+        raise MeasurementError(
+            f"{labels.numel():,} tokens do not divide into {CHUNKS} chunks; change the batch, or use loss 'full'"
+        )
 
 
 def _in_chunks(hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, bend: _Bend) -> torch.Tensor:
@@ -82,7 +80,7 @@ def _in_chunks(hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, bend
 
 
 class _FromHere(torch.autograd.Function):
-    """The loss, whose backward hands the model the gradient that the chunks have made."""
+    """The loss, whose backward returns the gradient that the chunks have computed."""
 
     @staticmethod
     def forward(context: FunctionCtx, _hidden: torch.Tensor, gradient: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How a job's ranks are arranged, and which of them share parameters out."""
+"""Arranges a job's ranks in meshes, and gives the ranks that share parameters."""
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -6,15 +6,15 @@ from zeroplan.errors import MeasurementError
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.fake_cuda.installed import CUDA
 
-#: The mesh dimensions of the context-parallel and of the tensor-parallel ranks: neighbours.
+#: Names of the mesh dimensions of context-parallel and tensor-parallel ranks, which are neighbours.
 CONTEXT, TENSOR = "context", "tensor"
 _SHARD_AND_CONTEXT = "shard and context"
 
 
 def mesh_of(job: JobSpec, device: str = "cpu") -> DeviceMesh:
-    """The job's ranks as engines take them, as torchtitan arranges them.
+    """The job's device mesh, arranged as in torchtitan.
 
-    Pipeline stages outermost; then one dimension, or replicas of a sharded group; each a row where ranks share its work.
+    Pipeline stages are outermost; then shards, or replicas of a sharded group; then the ranks that share the work.
     """
     mesh = job.mesh
     split = {name: ways for name, ways in ((CONTEXT, mesh.cp), (TENSOR, mesh.tp)) if ways > 1}
@@ -31,7 +31,7 @@ def _named(device: str, ways: dict[str, int]) -> DeviceMesh:
 
 
 def sharding_ranks(job: JobSpec, mesh: DeviceMesh) -> DeviceMesh:
-    """Those that have other tokens and the same part of the model, in a mesh with names; with replicas in two dimensions."""
+    """The ranks that shard the same part of the model and have different tokens; two dimensions with replicas."""
     name = "shard"
     if job.mesh.cp > 1:
         name = _SHARD_AND_CONTEXT
@@ -42,7 +42,7 @@ def sharding_ranks(job: JobSpec, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def context_ranks(job: JobSpec, mesh: DeviceMesh) -> DeviceMesh:
-    """Those that share sequences. Raises MeasurementError on real tensors."""
-    if mesh.device_type != CUDA:  # of real positions, cut, transformers would make a mask, which the ring does not take
-        raise MeasurementError(f"cp={job.mesh.cp} is run on fake tensors alone; use --backend simulate")
+    """The ranks that share sequences. Raises MeasurementError on real tensors."""
+    if mesh.device_type != CUDA:  # transformers would make a mask of real positions, which the ring does not accept
+        raise MeasurementError(f"cp={job.mesh.cp} runs on fake tensors only; use --backend simulate")
     return mesh[CONTEXT]

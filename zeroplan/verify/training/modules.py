@@ -1,4 +1,4 @@
-"""What engines and profiles ask of a module: its stack of blocks, their names, its parameters."""
+"""The parts of a module that engines and profiles need: its stack of blocks, their names, its parameters."""
 
 from collections.abc import Sequence
 
@@ -6,23 +6,23 @@ from torch import nn
 
 
 def find_blocks(module: nn.Module) -> tuple[nn.Module, ...]:
-    """Find the stack of like parts: the longest list of modules."""
+    """The stack of blocks: the longest list of modules; empty without one."""
     stacks = [tuple(part) for part in module.modules() if isinstance(part, nn.ModuleList)]
     return max(stacks, key=len, default=())
 
 
 def shapes_of(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The parameters of a module, in order."""
+    """The names and shapes of a module's parameters, in order."""
     return tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
 
 
 def prefixes_of(module: nn.Module, blocks: Sequence[nn.Module]) -> tuple[str, ...]:
-    """What the names of all parts of a block begin with, block by block."""
+    """The prefix of the names in each block."""
     names = {id(part): name for name, part in module.named_modules()}
     return tuple(f"{names[id(block)]}." for block in blocks)
 
 
 def last_norm(model: nn.Module) -> nn.Module:
-    """Find the norm before the head: the last child of the model's body whose class is a norm's."""
+    """The norm before the head: the last child of the model's body whose class is a norm."""
     body = getattr(model, str(getattr(model, "base_model_prefix", "")), model)
     return [part for part in body.children() if "Norm" in type(part).__name__][-1]

@@ -1,4 +1,4 @@
-"""Optimizers, as a recipe asks for them: torch's, and those that are published elsewhere."""
+"""Builds a recipe's optimizer: torch's own, or one published elsewhere."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
@@ -27,14 +27,14 @@ _MUON, _EIGHT_BITS = "muon", "adamw-8bit"
 
 
 def trained(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that an optimizer is given: those that are not frozen."""
+    """The parameters for an optimizer: those that are not frozen."""
     return (parameter for parameter in module.parameters() if parameter.requires_grad)
 
 
 def make_optimizer(
     parameters: Iterator[nn.Parameter], recipe: RecipeSpec, blocks: Iterable[nn.Module] = ()
 ) -> torch.optim.Optimizer:
-    """Build the optimizer with its default arguments and the recipe's implementation; Muon takes matrices of the ``blocks``."""
+    """The optimizer with default arguments and the recipe's implementation; Muon updates matrices of the ``blocks``."""
     if recipe.optimizer == _MUON and blocks:
         return MuonAndAdamW(parameters, blocks, lr=1e-3)
     how = _implementation(recipe)
@@ -43,7 +43,7 @@ def make_optimizer(
 
 
 def zero_redundancy(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:
-    """The same in ``ZeroRedundancyOptimizer``, which gives each rank some of the parameters."""
+    """The same inside ``ZeroRedundancyOptimizer``, which gives each rank some of the parameters."""
     cls, arguments = _optimizer_class(recipe)
     return ZeroRedundancyOptimizer(parameters, optimizer_class=cls, **{**arguments, **_implementation(recipe)})  # type: ignore[arg-type]
 
@@ -53,13 +53,13 @@ def _optimizer_class(recipe: RecipeSpec) -> tuple[type[torch.optim.Optimizer], M
         return _eight_bits(), {"lr": 1e-3}
     if recipe.optimizer not in _OPTIMIZERS:
         measured = ", ".join((*_OPTIMIZERS, _EIGHT_BITS, f"{_MUON} under fsdp2 and ddp at stage 0"))
-        raise MeasurementError(f"optimizer {recipe.optimizer!r} cannot be run here; measured are {measured}")
+        raise MeasurementError(f"optimizer {recipe.optimizer!r} cannot be run here; use one of {measured}")
     return _OPTIMIZERS[recipe.optimizer]
 
 
 def _eight_bits() -> type[torch.optim.Optimizer]:
     if find_spec("bitsandbytes") is None:
-        raise NotHereError("8-bit AdamW is bitsandbytes', which is not installed; install bitsandbytes 0.50 or later")
+        raise NotHereError("adamw-8bit needs bitsandbytes, which is not installed; install bitsandbytes 0.50 or later")
     from zeroplan.verify.training.eight_bits import AdamW8bit  # noqa: PLC0415  it imports bitsandbytes
 
     return AdamW8bit

@@ -1,8 +1,8 @@
-"""One rank of a pipeline: its stages of transformers' module under FSDP2, driven by the schedules of torch's own pipelining.
+"""One rank of a pipeline: its stages of a transformers module under FSDP2, run by the schedules of torch's pipelining.
 
-Stages are cut as torchtitan cuts transformers' models: what a stage does not have is an identity, and every stage makes its own
-rotary tables. Token ids are on the ranks with the first stage, labels on those with the last. Shapes of what is sent are given
-to the stages, so that no pass is run to learn them.
+Stages are split as torchtitan splits transformers' models: modules of other stages are identities, and every stage makes its own
+rotary tables. Ranks with the first stage have token ids, those with the last have labels. Stages know the shapes they receive, so
+no extra pass is run to infer them.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ from zeroplan.verify.training.adapters import unwrapped
 from zeroplan.verify.training.causal_model import causal_module
 from zeroplan.verify.training.engine import COMPUTE, labelled, weights_dtype
 from zeroplan.verify.training.experts import dispatched
-from zeroplan.verify.training.fsdp2 import fsdp2_labels, give_memory, shard
+from zeroplan.verify.training.fsdp2 import allocate, fsdp2_labels, shard
 from zeroplan.verify.training.losses import loss_of_hidden
 from zeroplan.verify.training.meshes import TENSOR, context_ranks, sharding_ranks
 from zeroplan.verify.training.modules import find_blocks
@@ -50,7 +50,7 @@ _SCHEDULES = {
 
 
 class Pipelined:
-    """FSDP2 around every block of this rank's stages and around each stage, under a schedule of torch's pipelining."""
+    """FSDP2 around every block and each stage of this rank, run by a schedule of torch's pipelining."""
 
     handed_on = Kind.UNSHARDED_GRADIENTS
     kept: Kind | None = Kind.GRADIENTS
@@ -70,14 +70,14 @@ class Pipelined:
             if job.mesh.tp > 1:
                 split_module(part, find_blocks(part), mesh[TENSOR])
             shard(part, find_blocks(part), job.recipe, within, dispatched(job, part, mesh, watcher))
-        give_memory(self.module, "cpu" if job.recipe.fsdp2.cpu_offload else mesh.device_type)
+        allocate(self.module, "cpu" if job.recipe.fsdp2.cpu_offload else mesh.device_type)
         watcher.claim(Kind.PARAMETERS, (*self.module.parameters(), *self.module.buffers()))
         self._schedule = _schedule(job, self._stages, parts, mesh)
         self._ids, self._labels = (self._tokens(mesh.device_type, which) for which in ("is_first", "is_last"))
         self.optimizer = make_optimizer(trained(self.module), job.recipe)
 
     def _tokens(self, device: str, which: str) -> torch.Tensor | None:
-        """Ids of all micro-batches of a step, where this rank has the stage that reads them."""
+        """The ids of all micro-batches of a step if this rank has the stage that reads them, else None."""
         if not any(getattr(stage, which) for stage in self._stages):
             return None
         batch = self._job.batch
@@ -88,8 +88,8 @@ class Pipelined:
         return ids
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
-        """Take all micro-batches of a step."""
-        assert last  # noqa: S101  the schedule takes all of them in one call
+        """Run all micro-batches of a step."""
+        assert last  # noqa: S101  the schedule runs all of them in one call
         inputs = () if self._ids is None else (self._ids,)
         losses: list[torch.Tensor] | None = None if self._labels is None else []
         split = loss_parallel() if self._job.mesh.tp > 1 else nullcontext()
@@ -99,7 +99,7 @@ class Pipelined:
 
     @contextmanager
     def _shared(self) -> Iterator[None]:
-        """Cut all sequences of the step for the ranks that share them, positions like tokens, and restore them in the end.
+        """Cut all sequences of the step, ids, labels and positions, for context-parallel ranks, and restore them in the end.
 
         Source: torchtitan, 2025-10, train.py, forward_backward_step: one context around the schedule's step.
         """
@@ -113,7 +113,7 @@ class Pipelined:
             yield
 
     def _whole_positions(self, device: str) -> torch.Tensor | None:
-        """Positions of a whole sequence, where ranks share it; all of the rank's stages read them."""
+        """The positions of a whole sequence, which all of the rank's stages read; None without context parallelism."""
         if self._context is None:
             return None
         positions = torch.arange(self._job.batch.seq_len, device=device).unsqueeze(0)
@@ -126,7 +126,7 @@ class Pipelined:
         return cast("list[PipelineStage]", stages)
 
     def optimizer_step(self) -> None:
-        """Update this rank's chunks of its stages."""
+        """Update this rank's shards of its stages."""
         self.optimizer.step()
 
     def zero_grad(self) -> None:
@@ -135,7 +135,7 @@ class Pipelined:
 
     @contextmanager
     def labels(self, watcher: Watcher) -> Iterator[None]:
-        """Tell buffers apart by the function that asks for them; what is received counts among activations."""
+        """Label buffers by the function that requests them; received tensors count as activations."""
         self._cutting = partial(watcher.labelled, Kind.ACTIVATIONS)
         faked = dist.get_backend().startswith("fake")
         with ExitStack() as stack:
@@ -158,7 +158,7 @@ def _stages_of(job: JobSpec, rank: int) -> tuple[Stage, ...]:
 
 
 def _part(job: JobSpec, stage: Stage, positions: torch.Tensor | None) -> nn.Module:
-    """Build the stage's part of the model without memory, and let it take and return plain tensors."""
+    """The stage's part of the model on the meta device, with plain tensors as input and output."""
     module = causal_module(job.model, job.recipe, weights_dtype(job), "meta")
     whole = unwrapped(module)
     decoder: nn.Module = whole.get_decoder()  # type: ignore[operator]  # a transformers model
@@ -178,7 +178,7 @@ def _part(job: JobSpec, stage: Stage, positions: torch.Tensor | None) -> nn.Modu
 def _tensor_to_tensor(
     whole: nn.Module, decoder: nn.Module, stage: Stage, shared: torch.Tensor | None, *, tokens: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:  # fmt: skip
-    """Take and return plain tensors; positions are ``shared``, or made anew for all ``tokens`` in every pass."""
+    """A forward with plain tensors; positions are ``shared``, or made for all ``tokens`` in every pass."""
     run: Callable[..., object] = whole.forward if stage.is_last else decoder
 
     def forward(given: torch.Tensor) -> torch.Tensor:
@@ -214,17 +214,17 @@ def _schedule(job: JobSpec, mine: tuple[Stage, ...], parts: list[nn.Module], mes
 def _loss_of(
     last: nn.Module | None, vocab: int, *, shifted: bool, chunked: bool
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:  # fmt: skip
-    """Transformers' own loss; where it is on another rank, the schedule only asks whether there is one.
+    """Transformers' own loss; without the last stage, the schedule only checks that there is one.
 
-    ``shifted`` labels come as each token's next one, as a rank cannot tell from its share of a sequence. A ``chunked`` loss takes
-    hidden states, and goes backward through the head at once.
+    ``shifted`` labels are each token's next one, which a rank cannot derive from its share. A ``chunked`` loss reads hidden states,
+    and runs the head's backward at once.
     """
     if chunked and last is not None:
         return loss_of_hidden(last)
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        said = {"labels": labels, "shift_labels": labels} if shifted else {"labels": labels}
-        return cast("torch.Tensor", last.loss_function(logits=logits, **said, vocab_size=vocab))  # type: ignore[union-attr, operator]
+        arguments = {"labels": labels, "shift_labels": labels} if shifted else {"labels": labels}
+        return cast("torch.Tensor", last.loss_function(logits=logits, **arguments, vocab_size=vocab))  # type: ignore[union-attr, operator]
 
     return loss
 
@@ -241,12 +241,12 @@ def _returned(job: JobSpec, stage: Stage) -> torch.Tensor:
 
 
 def _tokens(job: JobSpec) -> int:
-    """Of every sequence, this rank's share."""
+    """This rank's tokens of every sequence."""
     return job.batch.seq_len // job.mesh.cp
 
 
 def _hidden(job: JobSpec) -> torch.Tensor:
-    """A rank's share of the hidden states: plain tensors between stages, as torchtitan's, along the sequence under TP."""
+    """A rank's share of the hidden states: plain tensors between stages, as in torchtitan, split along the sequence under TP."""
     return _of_each_token(job, job.model.hidden_size, tokens=_tokens(job) // job.mesh.tp)
 
 
@@ -257,7 +257,7 @@ def _of_each_token(job: JobSpec, width: int, *, tokens: int) -> torch.Tensor:
 
 @contextmanager
 def _phases(stages: list[PipelineStage], enter: Callable[[Phase], None]) -> Iterator[None]:
-    """Tell when a micro-batch goes forward and when backward; gradients are reduced as part of the backward."""
+    """Report when a micro-batch's forward and backward begin; reducing gradients counts as backward."""
     with ExitStack() as patches:
         for stage in stages:
             for name, phase in _PHASES:
@@ -279,11 +279,11 @@ def _in_phase(run: Callable[..., object], enter: Callable[[Phase], None], phase:
     return entered
 
 
-# --- where there is no other rank ------------------------------------------------------------------------------------------
+# --- replacements for other ranks -----------------------------------------------------------------------------------------
 
 
 def _unanswered() -> Iterator[AbstractContextManager[None]]:
-    """Let stages agree that shapes are given, and let sends hold what they send, where no other rank answers."""
+    """Let stages agree on their shapes, and let sends hold their tensors, without other ranks."""
     if not hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
         raise MeasurementError(
             f"pipelines are simulated with the schedules of torch 2.11 to 2.14, and this is {torch.__version__}; install 2.14"

@@ -1,4 +1,4 @@
-"""Optimizers that torch has not: Lion as its authors published it, and Muon beside the AdamW that it needs."""
+"""Optimizers that torch lacks: Lion as its authors published it, and Muon combined with the AdamW that it needs."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,7 +10,7 @@ class Lion(torch.optim.Optimizer):
     """Lion, one tensor after the other, with the temporaries of the authors' own code.
 
     Source: Chen et al. 2023, arXiv:2302.06675, algorithm 2; google/automl, ``lion/lion_pytorch.py``, ``Lion.step``, whose names are
-    kept: ``update`` of one tensor is alive until the next one's is made.
+    kept: ``update`` of one tensor stays alive until the next one is made.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class Lion(torch.optim.Optimizer):
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """``torch.optim.Muon`` for the matrices of the blocks and ``torch.optim.AdamW`` for everything else, as Muon's page says.
+    """``torch.optim.Muon`` for the matrices of the blocks and ``torch.optim.AdamW`` for the rest, as Muon's documentation says.
 
-    AdamW with ``foreach``, which is its default on CUDA.
+    AdamW runs with ``foreach``, its default on CUDA.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], blocks: Iterable[nn.Module], lr: float) -> None:
@@ -53,10 +53,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
         super().__init__(given, {})
         self._muon = torch.optim.Muon([one for one in given if id(one) in in_blocks], lr=lr)
         self._adamw = torch.optim.AdamW([one for one in given if id(one) not in in_blocks], lr=lr, foreach=True)
-        self._muon.state = self._adamw.state = self.state  # one place for what both keep
+        self._muon.state = self._adamw.state = self.state  # both optimizers share one state
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step with the one, then with the other."""
+        """Run both optimizers' steps."""
         del closure
         self._muon.step()  # type: ignore[no-untyped-call]
         self._adamw.step()

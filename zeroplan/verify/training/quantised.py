@@ -1,4 +1,4 @@
-"""Linear layers in four bits, as transformers and bitsandbytes put them into a model, and what their kernels take on CUDA."""
+"""Linear layers in four bits, added to a model as transformers and bitsandbytes do."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,20 +14,20 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from zeroplan.spec.adapter import AdapterSpec
-from zeroplan.verify.pretended import four_bit_kernels  # noqa: F401  importing it tells what the product takes
+from zeroplan.verify.pretended import four_bit_kernels  # noqa: F401  registers the product's allocations
 from zeroplan.verify.replaced import replaced
 
 
 def quantise(model: nn.Module, adapter: AdapterSpec, dtype: torch.dtype, *, storage: torch.dtype = torch.uint8) -> None:
-    """Put bitsandbytes' layers in the place of linear ones, all but the head, and their weights into four bits.
+    """Replace linear layers except the head by bitsandbytes' layers with four-bit weights.
 
-    ``dtype`` is what the weights were in, and what the layers compute in. One weight after the other is there whole, as when
-    transformers loads a checkpoint: what was made without memory gets some on torch's default device. ``storage`` is the dtype
-    that packed weights pretend to be of.
+    ``dtype`` is the weights' former and the layers' compute dtype. One whole weight at a time is in memory, as when
+    transformers loads a checkpoint; weights on the meta device are allocated on torch's default device. ``storage`` is the
+    declared dtype of packed weights.
     """
     nested = adapter.quantize == "nf4-double"
     before = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    asked = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+    quantisation = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=nested,
@@ -35,7 +35,7 @@ def quantise(model: nn.Module, adapter: AdapterSpec, dtype: torch.dtype, *, stor
         bnb_4bit_quant_storage=storage,
     )
     with unset_fake_temporarily():
-        replace_with_bnb_linear(model, get_keys_to_not_convert(model), asked)
+        replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantisation)
     with _table_of_scales(next(iter(before.values())).weight):
         for name, module in model.named_modules():
             if isinstance(module, Linear4bit):
@@ -47,7 +47,7 @@ def quantise(model: nn.Module, adapter: AdapterSpec, dtype: torch.dtype, *, stor
 
 
 def _fill(module: Linear4bit, linear: nn.Linear, *, nested: bool, storage: torch.dtype) -> None:
-    """Quantise one layer's weight; its bias stays."""
+    """Quantise one layer's weight and keep its bias."""
     weight = _with_memory(linear.weight)
     packed, state = quantize_4bit(weight, compress_statistics=nested, quant_type="nf4", quant_storage=storage)
     module.quant_state = state
@@ -56,7 +56,7 @@ def _fill(module: Linear4bit, linear: nn.Linear, *, nested: bool, storage: torch
 
 
 def _parameter(packed: torch.Tensor, state: QuantState, module: Linear4bit) -> nn.Parameter:
-    """A parameter as bitsandbytes has it; a fake tensor cannot be one, and has what is asked of one."""
+    """A bitsandbytes parameter; a fake tensor cannot be one, so it gets the same attributes."""
     if not isinstance(packed, FakeTensor):
         return Params4bit(
             packed, quant_state=state, compress_statistics=state.nested, quant_type="nf4", module=module, bnb_quantized=True
@@ -69,7 +69,7 @@ def _parameter(packed: torch.Tensor, state: QuantState, module: Linear4bit) -> n
 
 
 def _give_memory(model: nn.Module) -> None:
-    """Give memory to the parameters and buffers of a model that was made without."""
+    """Allocate the parameters and buffers of a model built on the meta device."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.device.type == "meta":
@@ -84,7 +84,7 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _table_of_scales(weight: torch.Tensor) -> AbstractContextManager[None]:
-    """What a byte stands for among scales is made of Python's numbers, once for all models; a fake table serves one."""
+    """Replace the table of codes for scales by a fake one for a fake model; bitsandbytes makes it once for all models."""
     if not isinstance(weight, FakeTensor):
         return nullcontext()
     return replaced(bitsandbytes.functional, "name2qmap", {"dynamic": torch.empty(256)})

@@ -1,9 +1,9 @@
-"""What a block recomputes in its backward: everything, or everything but the operators that are dear.
+"""Recomputation of blocks in backward: of everything, or of everything except expensive operators.
 
-Selective recomputation is torch's own ``create_selective_checkpoint_contexts`` with the policy that torchtitan made known: the
-outputs of attention kernels, of all-to-alls and of every second matrix product are kept, the first of a block among them. A
-product with a bias is another operator (``addmm``), neither counted nor kept. Later torchtitan also keeps outputs of ``addmm``,
-``bmm`` and ``topk``, and never a router's.
+Selective recomputation is torch's ``create_selective_checkpoint_contexts`` with torchtitan's policy: it keeps the outputs of
+attention kernels, of all-to-alls and of every second matrix product, beginning with a block's first. A product with a bias is
+another operator (``addmm``), neither counted nor kept. Later torchtitan also keeps outputs of ``addmm``, ``bmm`` and ``topk``, and
+never a router's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +23,10 @@ from zeroplan.spec.recipe import Recompute
 
 
 def checkpoint_options(recompute: Recompute) -> dict[str, object]:
-    """Return the keyword arguments of ``torch.utils.checkpoint.checkpoint``.
+    """The keyword arguments of ``torch.utils.checkpoint.checkpoint``.
 
-    The random-number state that a checkpoint saves is in host memory; among CPU tensors it would count. Selective recomputation
-    goes to a block's end, as torchtitan's does: stopped early, it would never take a last product that it kept, nor drop it.
+    The random-number state that a checkpoint saves is in host memory; on CPU tensors it would count. Selective recomputation
+    runs to the block's end, as in torchtitan: stopped early, it would neither use nor free the last product that it kept.
     """
     options: dict[str, object] = {"use_reentrant": False, "preserve_rng_state": False}
     if recompute == "selective":
@@ -35,7 +35,7 @@ def checkpoint_options(recompute: Recompute) -> dict[str, object]:
 
 
 def recompute_blocks(blocks: Sequence[nn.Module], recompute: Recompute) -> None:
-    """Have each block's backward run its forward again, whole or but for its dear operators."""
+    """Make each block's backward rerun its forward, whole or except for expensive operators."""
     for block in blocks if recompute != "none" else ():
         block.forward = _checkpointed(block.forward, checkpoint_options(recompute))
 
@@ -58,7 +58,7 @@ Policy = Callable[..., CheckpointPolicy]
 
 
 def every_second_product() -> Policy:
-    """Build the policy for one call of one block: it counts the products, in the forward and in the recomputation."""
+    """The policy for one call of one block: it counts products, in the forward and in the recomputation."""
     seen = {False: 0, True: 0}
 
     def policy(

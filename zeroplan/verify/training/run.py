@@ -1,4 +1,4 @@
-"""One training run under an engine, watched: on real or fake tensors, in a real process group or as one rank of a fake one."""
+"""Runs and watches one training run: on real or fake tensors, in a real process group or as one rank of a fake one."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,14 +18,14 @@ from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
-from zeroplan.verify.pretended.answered import answered
+from zeroplan.verify.pretended.engine_answers import engine_answers
 from zeroplan.verify.replaced import replaced
-from zeroplan.verify.training.activations_away import moving_from
-from zeroplan.verify.training.adapters import beside_parameters, unwrapped
+from zeroplan.verify.training.activations_away import offloading_from
+from zeroplan.verify.training.adapters import quantisation_tensors, unwrapped
 from zeroplan.verify.training.context_parallel import ContextParallel, with_positions
 from zeroplan.verify.training.ddp import Ddp
 from zeroplan.verify.training.engine import Engine, train, weights_dtype
-from zeroplan.verify.training.experts import dispatched, evenly_visited
+from zeroplan.verify.training.experts import dispatched, even_routing
 from zeroplan.verify.training.fsdp2 import Fsdp2
 from zeroplan.verify.training.meshes import mesh_of
 from zeroplan.verify.training.tensor_parallel import TensorParallel, split
@@ -37,21 +37,20 @@ def run(
     job: JobSpec, watcher: Watcher, *, rank: int = 0, steps: int = 2, fake: bool = True, device: str = "cpu",
     make: Callable[[], Workload] | None = None,
 ) -> None:  # fmt: skip
-    """Train as one rank of a fake process group, on fake tensors or on real ones.
+    """Train as one rank of a fake process group, on fake or real tensors.
 
-    Fake ones may be on a fake GPU (:mod:`zeroplan.verify.fake_cuda`). ``make`` builds another workload than the job's own
-    model.
+    Fake tensors may be on a fake GPU (:mod:`zeroplan.verify.fake_cuda`). ``make`` builds another workload than the job's own model.
     """
     fakes = fake_tensors(watcher, device, strided=job.mesh.tp > 1) if fake else nullcontext()
-    visits = evenly_visited(job) if job.mesh.ep > 1 else nullcontext()
-    with fake_ranks(job, rank, device) as mesh, answered(job.recipe, device), fakes, visits:
+    visits = even_routing(job) if job.mesh.ep > 1 else nullcontext()
+    with fake_ranks(job, rank, device) as mesh, engine_answers(job.recipe, device), fakes, visits:
         observe(job, watcher, mesh, steps=steps, make=make)
 
 
 def observe(
     job: JobSpec, watcher: Watcher, mesh: DeviceMesh, *, steps: int, make: Callable[[], Workload] | None = None
 ) -> None:
-    """Build model and engine and train, in the process group that is there."""
+    """Build model and engine and train, in the existing process group."""
     with warnings.catch_warnings(), watcher, _real_meshes(watcher):
         warnings.simplefilter("ignore")
         if job.mesh.pp > 1:
@@ -65,18 +64,18 @@ def observe(
         watcher.name_modules(unwrapped(work.module))
         watcher.claim(Kind.ACTIVATIONS, work.batch.values())
         engine = _build(job, work, mesh, watcher)
-        watcher.claim(Kind.PARAMETERS, (*work.module.parameters(), *work.module.buffers(), *beside_parameters(work.module)))
-        with engine.labels(watcher), moving_from(mesh.device_type, watcher):
+        watcher.claim(Kind.PARAMETERS, (*work.module.parameters(), *work.module.buffers(), *quantisation_tensors(work.module)))
+        with engine.labels(watcher), offloading_from(mesh.device_type, watcher):
             train(engine, watcher, module=work.module, steps=steps, accumulate=job.batch.grad_accum_steps)
-        watcher.claim(Kind.PARAMETERS, beside_parameters(work.module))  # biases are cast in the first forward
+        watcher.claim(Kind.PARAMETERS, quantisation_tensors(work.module))  # biases are cast in the first forward
 
 
 def _observe_pipeline(job: JobSpec, watcher: Watcher, mesh: DeviceMesh, *, steps: int) -> None:
-    """Let a schedule take all micro-batches of a step through this rank's stages."""
+    """Run all micro-batches of a step through this rank's stages by a pipeline schedule."""
     from zeroplan.verify.training.pipelined import Pipelined  # noqa: PLC0415  only a pipeline imports torch's pipelining
 
     engine = Pipelined(job, mesh, watcher)
-    with engine.labels(watcher), moving_from(mesh.device_type, watcher):
+    with engine.labels(watcher), offloading_from(mesh.device_type, watcher):
         train(engine, watcher, module=engine.module, steps=steps, accumulate=1)
 
 
@@ -92,13 +91,13 @@ def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> 
         with watcher.labelled(Kind.REDUCE):  # the reducer's buckets are made in its constructor
             engine = Ddp(work, job.recipe)
         if dist.get_backend().startswith(_FAKE):
-            engine.hand_buckets_back()
+            engine.reduce_by_hook()
         return engine
     if job.recipe.engine == "deepspeed":
         from zeroplan.verify.training.deepspeed import DeepSpeed  # noqa: PLC0415  it patches torch for good
 
         return DeepSpeed(work, job)
-    raise MeasurementError(f"engine {job.recipe.engine!r} cannot be run here; measured are fsdp2, ddp and deepspeed")
+    raise MeasurementError(f"engine {job.recipe.engine!r} cannot be run here; use fsdp2, ddp or deepspeed")
 
 
 _FAKE = "fake"
@@ -106,7 +105,7 @@ _FAKE = "fake"
 
 @contextmanager
 def fake_ranks(job: JobSpec, rank: int, device: str) -> Iterator[DeviceMesh]:
-    """One rank of the job's mesh under torch's fake process group, which moves nothing."""
+    """One rank of the job's mesh under torch's fake process group, which moves no data."""
     dist.init_process_group(_FAKE, rank=rank, world_size=job.mesh.world_size, store=FakeStore())
     if job.mesh.tp > 1:
         _forget_other_meshes(job.mesh, rank)
@@ -118,19 +117,19 @@ def fake_ranks(job: JobSpec, rank: int, device: str) -> Iterator[DeviceMesh]:
 
 @lru_cache(maxsize=1)
 def _forget_other_meshes(_: MeshSpec, __: int) -> None:
-    """Once when mesh or rank is another than before: DTensor keeps what it found out by ranks, groups that are gone among it."""
-    from torch.distributed.tensor import debug  # noqa: PLC0415  tensor parallelism alone needs it
+    """Clear DTensor's cache when mesh or rank changes, since it is keyed by ranks and refers to destroyed groups."""
+    from torch.distributed.tensor import debug  # noqa: PLC0415  only tensor parallelism needs it
 
     debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def _real_meshes(watcher: Watcher) -> Iterator[None]:
-    """Let FSDP2 and DTensor arrange ranks in real tensors, which they read, and keep them out of the record."""
+    """Let FSDP2 and DTensor keep ranks in real tensors, which they read, and leave those out of the record."""
 
     def arranged(original: Callable[..., object]) -> Callable[..., object]:
         def run(*args: object, **kwargs: object) -> object:
-            with unset_fake_temporarily(), watcher.looking_away():
+            with unset_fake_temporarily(), watcher.not_recording():
                 return original(*args, **kwargs)
 
         return run

@@ -1,8 +1,8 @@
-"""A causal language model of transformers split over tensor-parallel ranks, as torchtitan's backend for such models splits it.
+"""Splits a causal language model of transformers over tensor-parallel ranks, as torchtitan's backend for such models does.
 
-Matrices are split by heads and by the MLP's width, the embedding and the head by the vocabulary; what lies between them is split
-along the sequence. Source: torchtitan, 2026-04, experiments/transformers_modeling_backend/infra/parallelize.py,
-``apply_non_moe_tp``, whose plan this is; tied embeddings stay tied, as in torchtitan's own models.
+Matrices are split by heads and by the MLP's width, embedding and head by the vocabulary, tensors between them along the sequence.
+Source: torchtitan, 2026-04, experiments/transformers_modeling_backend/infra/parallelize.py, ``apply_non_moe_tp``. Tied embeddings
+stay tied, as in torchtitan's own models.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 
 class TensorParallel(Fsdp2):
-    """``fully_shard`` over the ranks that hold the same part of a split model, whose loss is made where its logits are."""
+    """``fully_shard`` over the ranks with the same part of a split model, whose loss is computed from split logits."""
 
     def __init__(self, work: Workload, job: JobSpec, mesh: DeviceMesh) -> None:
         super().__init__(work, job.recipe, sharding_ranks(job, mesh))
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
-        """Run one forward and backward pass, the loss from logits that are split by the vocabulary."""
+        """Run one forward and backward pass, with the loss of logits split by the vocabulary."""
         with loss_parallel():
             super().micro_step(enter, last=last)
 
 
 def split(work: Workload, mesh: DeviceMesh, *, seq_len: int) -> Workload:
-    """Split the model of a workload over neighbours; positions are handed in, since between matrices no rank sees all tokens."""
+    """Split a workload's model over neighbouring ranks; the batch gets positions, since no rank sees all tokens."""
     mesh = mesh[TENSOR]
     model = cast("PreTrainedModel", work.module)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -58,7 +58,7 @@ def split(work: Workload, mesh: DeviceMesh, *, seq_len: int) -> Workload:
 
 
 def split_module(module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
-    """Split a model, or a pipeline stage's part of one, in which what it does not have is an identity."""
+    """Split a model or a pipeline stage's part of one, whose missing modules are identities."""
     there = {name: style for name, style in _ROOT.items() if not isinstance(module.get_submodule(name), nn.Identity)}
     parallelize_module(module, mesh, there, src_data_rank=None)
     for block in blocks:

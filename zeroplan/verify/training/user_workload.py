@@ -1,4 +1,4 @@
-"""A user's own workload, ``package.module:function``: found, called, and made what an engine is handed."""
+"""A user's own workload, ``package.module:function``: imported, called, and converted for an engine."""
 
 import importlib
 import inspect
@@ -19,7 +19,7 @@ from zeroplan.verify.training.workload import Workload, in_16_bits, store_as
 
 
 def user_workload(where: str, job: JobSpec) -> Callable[[], Workload]:
-    """The workload that ``package.module:function`` names, its blocks recomputed and its weights stored as the job says."""
+    """The workload of ``package.module:function``, with the job's recomputation and weight dtype."""
     function = user_function(where)
 
     def make() -> Workload:
@@ -29,18 +29,18 @@ def user_workload(where: str, job: JobSpec) -> Callable[[], Workload]:
             work = work._replace(batch=in_16_bits(work.batch))
         recompute_blocks(work.blocks[: job.recipe.recompute_layers], job.recipe.recompute)
         if job.recipe.offload_activations:
-            raise MeasurementError("offload_activations is not run around the blocks of a workload; leave it out")
+            raise MeasurementError("offload_activations cannot be applied to a workload's blocks; leave it out")
         return work
 
     return make
 
 
 def user_function(where: str) -> Callable[[int, int], Workload]:
-    """Find the function that ``package.module:function`` names; it returns a module, a batch and a loss, or a Workload.
+    """The function ``package.module:function``, which returns a module, a batch and a loss, or a Workload.
 
-    The batch is a mapping of keyword arguments; the loss takes what the module returns and gives a scalar. Engines wrap the
-    blocks of a Workload one by one, or else the parts of the longest list of modules. A function with the parameters
-    ``micro_batch`` and ``seq_len`` is given the batch's.
+    The batch is a mapping of keyword arguments; the loss maps the module's output to a scalar. Engines wrap a Workload's
+    blocks, or else the elements of the longest list of modules. A function with parameters ``micro_batch`` and ``seq_len``
+    receives the batch's size.
     """
     function = named_function(where)
     if takes_a_batch(function):
@@ -49,19 +49,19 @@ def user_function(where: str) -> Callable[[int, int], Workload]:
 
 
 def named_function(where: str) -> Callable[..., object]:
-    """The function that ``package.module:function`` names."""
+    """The function at ``package.module:function``."""
     module_name, _, name = where.partition(":")
     if not module_name or not name or module_name.startswith("."):
-        raise SpecError(f"workload {where!r} is not of the form package.module:function")
+        raise SpecError(f"workload {where!r} does not have the form package.module:function")
     function = getattr(_imported(module_name, where), name, None)
     if not callable(function):
-        raise SpecError(f"workload {where!r} is not there: {module_name} has no function {name!r}")
+        raise SpecError(f"workload {where!r} does not exist: {module_name} has no function {name!r}")
     named: Callable[..., object] = function
     return named
 
 
 def takes_a_batch(function: Callable[..., object]) -> bool:
-    """Whether a function says by its parameters that it makes a batch of the size it is given."""
+    """Whether a function has the parameters for a batch's size."""
     try:
         return set(_OF_A_BATCH) <= inspect.signature(function).parameters.keys()
     except ValueError:  # a builtin
@@ -72,28 +72,28 @@ _OF_A_BATCH = ("micro_batch", "seq_len")
 
 
 def _imported(module_name: str, where: str) -> ModuleType:
-    """Import a module: from the current folder where it is there, whose other modules it then finds as a script would."""
+    """Import a module, from the current folder if it is there; the folder is then on the path, as for a script."""
     here = str(Path.cwd())
     if here not in sys.path and _holds(here, module_name):
         sys.path.insert(0, here)
     try:
         return importlib.import_module(module_name)
     except ImportError as error:
-        raise SpecError(f"workload {where!r} is not there: {error}") from error
+        raise SpecError(f"workload {where!r} cannot be imported: {error}") from error
 
 
 def _holds(folder: str, module_name: str) -> bool:
-    """Whether a module is in a folder, in its packages' folders below it; nothing is imported."""
+    """Whether a folder, with the packages below it, contains a module; nothing is imported."""
     *packages, name = module_name.split(".")
     found = PathFinder.find_spec(name, [str(Path(folder, *packages))])
     return found is not None and found.has_location
 
 
 def as_workload(made: object, where: str) -> Workload:
-    """What a function returned, as a workload."""
+    """A function's result as a workload."""
     if isinstance(made, Workload):
         return made
     match made:
         case (nn.Module() as module, Mapping() as batch, loss) if callable(loss):
             return Workload(module, batch, loss, find_blocks(module))
-    raise SpecError(f"workload {where!r} must return a module, a mapping of its arguments and a function that finds the loss")
+    raise SpecError(f"workload {where!r} must return a module, a mapping of its arguments and a function that returns the loss")

@@ -1,6 +1,6 @@
-"""What is trained: a module, an example batch, and where its output holds the loss.
+"""The trained module, an example batch, and the loss in the module's output.
 
-Of a job it is the causal language model of transformers (:mod:`zeroplan.verify.training.causal_model`) with transformers' own loss.
+A job's own workload is a causal language model of transformers (:mod:`zeroplan.verify.training.causal_model`) with its own loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +20,11 @@ from zeroplan.verify.training.modules import find_blocks
 
 
 class Workload(NamedTuple):
-    """A module, the keyword arguments of one forward pass, and the loss in what it returns.
+    """A module, the keyword arguments of one forward pass, and a function that gives the loss of its output.
 
-    ``blocks`` are the parts that engines wrap one by one, in order; ``loss_goes_backward`` says that the loss itself begins the
-    backward pass. ``forward`` calls the module where it does not take the batch as keywords; ``held`` gives what the training
-    loop holds of the output and of what it made of it, where that is not all of the output.
+    ``blocks`` are the parts that engines wrap, in order; ``loss_goes_backward`` means that the loss itself begins the backward
+    pass. ``forward`` calls the module if it does not accept the batch as keywords; ``held`` returns the tensors that the
+    training loop holds of the output, if not all.
     """
 
     module: nn.Module
@@ -37,9 +37,9 @@ class Workload(NamedTuple):
 
 
 def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu", batch_device: str | None = None) -> Workload:
-    """Build the causal language model of a job, its weights in ``dtype``, and one micro-batch of token ids.
+    """The causal language model of a job with weights in ``dtype``, and one micro-batch of token ids.
 
-    Under a fake tensor mode everything it builds is fake. The batch may be elsewhere, where the weights have no memory yet.
+    Under a fake tensor mode everything is fake. ``batch_device`` differs if the weights are on the meta device.
     """
     _refuse_what_cannot_run(job.recipe)
     module = causal_module(job.model, job.recipe, dtype, device)
@@ -56,19 +56,19 @@ def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu", batch_dev
 
 
 def placed(make: Callable[[], Workload], device: str) -> Workload:
-    """Build a workload on the device, wherever it does not say otherwise, and hand it its batch there."""
+    """A workload built on the device, with its batch moved there."""
     with torch.device(device):
         work = make()
     tensors = (*work.module.parameters(), *work.module.buffers(), *work.batch.values())
     if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
         raise MeasurementError(
-            "the workload has real tensors, made before the simulation began; make all of them inside the function"
+            "the workload has real tensors, made before the simulation; make all tensors inside the function"
         )
     return work._replace(batch={name: tensor.to(device) for name, tensor in work.batch.items()})
 
 
 def with_weights(made: Workload) -> Workload:
-    """Numbers instead of what the allocator left: denormal and infinite ones would cost time, or make an engine skip steps."""
+    """Fill the weights with numbers: denormal ones would slow the run down, infinite ones make an engine skip steps."""
     with torch.no_grad():
         for parameter in made.module.parameters():
             if parameter.is_floating_point():
@@ -82,24 +82,24 @@ def _refuse_what_cannot_run(recipe: RecipeSpec) -> None:
     if recipe.loss == "fused":
         raise MeasurementError("loss 'fused' is Liger's kernel and runs on GPUs only; use full or chunked, or --workload")
     if recipe.loss == "chunked" and recipe.engine != "fsdp2":
-        raise MeasurementError("loss 'chunked' goes backward before the engine knows; it runs under fsdp2 only")
+        raise MeasurementError("loss 'chunked' runs its own backward, which only fsdp2 supports; use loss 'full'")
 
 
 def store_as(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters, and leave buffers as they are."""
+    """Cast the parameters; leave buffers unchanged."""
     for parameter in module.parameters():
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
 
 
 def in_16_bits(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A batch as a module takes it whose weights are in 16 bits: its numbers cast, its whole numbers not."""
+    """A batch for a module with 16-bit weights: floating-point tensors are cast, integers are not."""
     return {name: one.bfloat16() if one.is_floating_point() else one for name, one in batch.items()}
 
 
 def loss_of_output(output: object) -> torch.Tensor:
-    """Find the loss as transformers' models return it."""
+    """The loss in a transformers output."""
     loss = getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):
-        raise MeasurementError("the model returned no loss; it needs labels")
+        raise MeasurementError("the model returned no loss; add labels to the batch")
     return loss

@@ -1,1 +1,1 @@
-"""What a run takes, seen: every request for memory and every collective, what each was for, and what they come to."""
+"""Records what a run requests: every allocation and every collective, with its purpose, and the totals."""

@@ -1,4 +1,4 @@
-"""The collectives of one step, as a record has them: alike ones together."""
+"""The collectives of one step as records list them: equal calls are summed."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -7,11 +7,11 @@ from zeroplan.measurement import CollectiveMeasured
 from zeroplan.verify.task import Transport
 from zeroplan.verify.watching.log import Call, Log
 
-_FAKE = "the process group is torch's fake one: collectives move no data, and this process is the only one"
+_FAKE = "the process group is torch's fake one: collectives move no data, and there is only this process"
 
 
 def collectives_of_step(log: Log, step: int) -> tuple[CollectiveMeasured, ...]:
-    """Calls of one step; what one rank says to itself is left out."""
+    """The summed collectives of one step, without those of groups of one rank."""
     beginning = f"{step}:"
     return summed(
         call._replace(phase=call.phase.removeprefix(beginning))
@@ -21,14 +21,14 @@ def collectives_of_step(log: Log, step: int) -> tuple[CollectiveMeasured, ...]:
 
 
 def summed(calls: Iterable[Call]) -> tuple[CollectiveMeasured, ...]:
-    """Calls of one step, by operation, dtype, phase and group."""
+    """Calls of one step, summed by operation, dtype, phase and group."""
     alike: defaultdict[tuple[str, str, str, int], list[Call]] = defaultdict(list)
     for call in calls:
         alike[call.operation, call.dtype, call.phase, call.group].append(call)
     return tuple(
-        CollectiveMeasured(operation=operation, dtype=dtype, phase=phase, group=group, calls=len(those),
-                           n_bytes=sum(one.n_bytes for one in those), seconds=_sum([one.seconds for one in those]))
-        for (operation, dtype, phase, group), those in alike.items()
+        CollectiveMeasured(operation=operation, dtype=dtype, phase=phase, group=group, calls=len(same),
+                           n_bytes=sum(one.n_bytes for one in same), seconds=_sum([one.seconds for one in same]))
+        for (operation, dtype, phase, group), same in alike.items()
     )  # fmt: skip
 
 
@@ -38,5 +38,5 @@ def _sum(seconds: list[float | None]) -> float | None:
 
 
 def only_one_process(transport: Transport) -> tuple[str, ...]:
-    """What must be said of a run under the fake process group."""
+    """The remark for a run under the fake process group; empty for other transports."""
     return (_FAKE,) if transport == "fake" else ()

@@ -1,4 +1,4 @@
-"""Which collectives are called, on how many ranks, and with how many bytes?"""
+"""Describes calls of collectives: operation, dtype, bytes and number of ranks."""
 
 from typing import cast
 
@@ -19,20 +19,20 @@ _NAMES = {
     "broadcast_": "broadcast", "reduce_": "reduce", "gather_": "gather", "scatter_": "scatter",
     "alltoall_": "all_to_all", "alltoall_base_": "all_to_all", "send": "send",
 }  # fmt: skip
-#: The operators behind ``torch.distributed`` and the names it gives them.
+#: The operators behind ``torch.distributed``, with the names of its functions.
 COLLECTIVES: dict[OpOverload, str] = {
-    getattr(torch.ops.c10d, name).default: said for name, said in _NAMES.items() if hasattr(torch.ops.c10d, name)
+    getattr(torch.ops.c10d, name).default: public for name, public in _NAMES.items() if hasattr(torch.ops.c10d, name)
 }
 _FUNCTIONAL = {
     "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_reduce": "all_reduce",
     "all_to_all_single": "all_to_all", "broadcast": "broadcast",
 }  # fmt: skip
-#: Those that return a tensor, which DTensor and transformers' experts call. A library's own ones join them once it is imported.
-COLLECTIVES |= {getattr(torch.ops._c10d_functional, name).default: said for name, said in _FUNCTIONAL.items()}
+#: Functional collectives, which DTensor and transformers' experts call. Libraries' own ones are added once imported.
+COLLECTIVES |= {getattr(torch.ops._c10d_functional, name).default: public for name, public in _FUNCTIONAL.items()}
 
 
 def call(func: OpOverload, args: tuple[object, ...], span: int) -> Call:
-    """Describe one call of a collective's operator."""
+    """The record of one call of a collective's operator."""
     if func.namespace != "c10d":
         return _functional(func, args, span)
     largest = largest_of(args)

@@ -1,4 +1,4 @@
-"""How memory goes along a forward or backward pass: its highest moment before the blocks, in each, and after them."""
+"""Memory along a forward or backward pass: the peak before the blocks, in each block, and after them."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -8,27 +8,27 @@ from zeroplan.measurement import CourseMeasured
 _BEFORE, _AFTER = -1, -2
 
 
-class Asked(NamedTuple):
-    """A request: the layer that was at work, if any was, and the bytes alive with it."""
+class Request(NamedTuple):
+    """One request: the layer that was running, if any, and the bytes then alive. [bytes]"""
 
     layer: int | None
     live_bytes: int
 
 
 class Pass(NamedTuple):
-    """One pass: what was alive when it began, every request in order, what was alive when it ended. [bytes]"""
+    """One pass: bytes alive at its start, its requests in order, bytes alive at its end. [bytes]"""
 
     begins: int
-    requests: Sequence[Asked]
+    requests: Sequence[Request]
     ends: int
 
 
 def course_of(passes: Iterable[Pass]) -> CourseMeasured | None:
-    """The highest of each place; None where the layers are not those of one model, each of which asks.
+    """The peak of each part of a pass; None unless every layer of one model made a request.
 
-    Of several passes blocks are those of the last, before and after the highest of all.
+    Of several passes, blocks are those of the last; before and after are the highest of all passes.
 
-    >>> course_of([Pass(1, (Asked(None, 2), Asked(0, 5), Asked(None, 6), Asked(1, 4), Asked(None, 3)), 2)])
+    >>> course_of([Pass(1, (Request(None, 2), Request(0, 5), Request(None, 6), Request(1, 4), Request(None, 3)), 2)])
     CourseMeasured(before_bytes=2, blocks=(6, 4), after_bytes=3)
     """
     places = [_places(one) for one in passes]
@@ -40,8 +40,8 @@ def course_of(passes: Iterable[Pass]) -> CourseMeasured | None:
 
 
 def _places(one: Pass) -> dict[int, int]:
-    """The highest of each layer, of what is before the first and after the last."""
-    last = max((at for at, asked in enumerate(one.requests) if asked.layer is not None), default=-1)
+    """The peak of each layer, and of the parts before the first and after the last."""
+    last = max((at for at, request in enumerate(one.requests) if request.layer is not None), default=-1)
     peaks = {_BEFORE: one.begins, _AFTER: one.ends}
     place = _BEFORE
     for at, (layer, live_bytes) in enumerate(one.requests):

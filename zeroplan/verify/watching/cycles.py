@@ -1,4 +1,4 @@
-"""Memory in reference cycles is released when the collector runs: here at the beginning of each phase, and never in between."""
+"""Runs the garbage collector only where the code asks for it: memory in reference cycles then has a fixed end."""
 
 import gc
 from collections.abc import Iterator
@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collected_when_told() -> Iterator[None]:
-    """Leave it to the enclosed code to call ``gc.collect``.
+def manual_garbage_collection() -> Iterator[None]:
+    """Turn automatic garbage collection off inside the block, so that only ``gc.collect`` runs it.
 
-    What was dropped before goes first, or it would be released into the recording. What is still there is left alone: torch's own
-    objects are many, and would be gone through at every call; code that runs often asks for this once, around everything.
+    Earlier garbage is collected first; otherwise its release would appear in the recording. ``gc.freeze`` then exempts torch's many
+    objects from every later collection. Code that runs often should wrap everything in one such block.
     """
     gc.collect()
     if not gc.isenabled():

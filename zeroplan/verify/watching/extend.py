@@ -1,8 +1,8 @@
-"""Layers are alike: what two runs with few layers say about one with many.
+"""Extends recordings of two runs with few layers to a run with many.
 
-A run of one more layer is the same run with stretches of requests and releases in it that repeat what stands before them. The
-long run is written down as it would be: every stretch as many times as layers are missing. What is released in a repeated
-stretch is the block that stands where the longer run's stood among its like, counted from the newest or from the oldest.
+A run with one more layer is the shorter run with repeated stretches of requests and releases. The long run contains each such
+stretch once per missing layer. A release in a repeated stretch frees the block at the same place among its like, counted from the
+newest or from the oldest.
 """
 
 import re
@@ -12,21 +12,20 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from zeroplan.errors import MeasurementError
-from zeroplan.ledger import Kind, Phase
+from zeroplan.ledger import Kind
 from zeroplan.verify.watching.recording import STILL_HELD, Block, Call, HostSeen, Recording, Span, layer_of
 
 _NUMBER = re.compile(r"\d+")
 
 
 class NotAlikeError(MeasurementError):
-    """Runs with few layers do not say what one with many takes."""
+    """Two runs with few layers differ in more than repeated stretches, so no longer run follows from them."""
 
 
 def extended(shorter: Recording, longer: Recording, times: int) -> Recording:
-    """Write down the run that is longer than ``shorter`` by ``times`` what ``longer`` is longer by.
+    """The run that exceeds ``shorter`` by ``times`` the difference between ``longer`` and ``shorter``.
 
-    Modules are named with ``*`` for the number of their layer. Raises :class:`NotAlikeError` where the two runs are not alike
-    enough to say.
+    Module names have ``*`` in place of the layer's number. Raises :class:`NotAlikeError` if the two runs are not alike enough.
     """
     calls = _calls(shorter, longer, times)
     few, more = _Events(without_flattening(shorter)), _Events(without_flattening(longer))
@@ -39,10 +38,12 @@ def extended(shorter: Recording, longer: Recording, times: int) -> Recording:
         signatures = more.signatures(index)
         stretches = _stretches(few.signatures(index), signatures)
         on = [more.layers_on(index, begin, end) for begin, end in stretches]
-        ahead = (1 - times) * sum(min(step, 0) for step in on)  # a backward begins with the last layers
+        ahead = (1 - times) * sum(min(step, 0) for step in on)  # a backward pass begins with the last layers
         for (begin, end), step in zip(stretches, on, strict=True):
             writer.repeat(index, done, begin, ahead)
-            for again in range(times):  # after the stretch before it, where more of its like stand to tell oldest from newest
+            for again in range(
+                times
+            ):  # repeats come after the original, where enough blocks are alive to tell oldest from newest
                 writer.repeat(index, 2 * begin - end, begin, ahead + (again + 1) * step)
             done, ahead = end, ahead + (times - 1) * step
         writer.repeat(index, done, len(signatures), ahead)
@@ -51,7 +52,7 @@ def extended(shorter: Recording, longer: Recording, times: int) -> Recording:
 
 
 def _host(few: HostSeen | None, more: HostSeen | None, times: int) -> HostSeen | None:
-    """Host memory beside the GPU: each figure as much more as it grows to, layers being alike."""
+    """Host memory of the long run: each figure grows linearly with the layers."""
     if few is None or more is None:
         return None
     columns = zip(few, more, strict=True)
@@ -59,31 +60,31 @@ def _host(few: HostSeen | None, more: HostSeen | None, times: int) -> HostSeen |
 
 
 def _calls(shorter: Recording, longer: Recording, times: int) -> list[Call]:
-    """Every collective of the last step as often as it grows to."""
+    """Every collective of the last step, as many times as the long run calls it."""
     less, found = (Counter(_of_the_last_step(recording)) for recording in (shorter, longer))
-    if less - found:  # a collective of the shorter run that is larger in the longer one, and may be two in a still longer one
+    if less - found:  # a collective grew with the layers; in a still longer run it may split in two
         raise NotAlikeError(_NOT_ALIKE)
     return [call for call, count in found.items() for _ in range(less[call] + times * (count - less[call]))]
 
 
 def _of_the_last_step(recording: Recording) -> Iterator[Call]:
-    """The collectives of the last step. Their moments are left out: they differ between runs that are otherwise alike."""
-    last = max(span.step for span in recording.spans if span.phase is Phase.STEP)
+    """The collectives of the last step without their moments, which differ between otherwise equal runs."""
+    last = recording.last_step
     return (call._replace(moment=0) for call in recording.calls if recording.spans[call.span].step == last)
 
 
-# --- what is of all layers at once -------------------------------------------------------------------------------------
+# --- blocks that cover all layers --------------------------------------------------------------------------------------
 
 
 def is_whole(block: Block) -> bool:
-    """Whether it is DDP's first bucket, which is one for all gradients, or is all gradients, until the second forward."""
+    """Whether a block is DDP's first bucket, which until the second forward covers all gradients, or is all gradients."""
     return block.span == 0 and block.kind in (Kind.REDUCE, Kind.GRADIENTS)
 
 
 def without_flattening(recording: Recording) -> Recording:
-    """Leave out what DDP's constructor takes and gives back: copies of parameters in pieces that end anywhere in a layer.
+    """The recording without the flattened parameter copies that DDP's constructor makes and frees.
 
-    There are at most two pieces, of 250 MiB and a tensor at the most, and never as many bytes as the bucket that comes after.
+    There are at most two such copies (250 MiB plus one tensor each), always smaller than the bucket that follows.
     """
     first = recording.spans[1].start if len(recording.spans) > 1 else recording.now
     passing = {block for block in recording.blocks if is_whole(block) and block.died <= first}
@@ -102,18 +103,18 @@ def without_flattening(recording: Recording) -> Recording:
 
 
 def _whole(shorter: Recording, longer: Recording, times: int) -> dict[Block, int]:
-    """Bytes in the long run of what is of all layers at once."""
+    """The size of blocks that cover all layers, in the long run. [bytes]"""
     few, more = ([block for block in recording.blocks if is_whole(block)] for recording in (shorter, longer))
     if len(few) != len(more):
         raise NotAlikeError(_NOT_ALIKE)
     return {other: one.n_bytes + times * (other.n_bytes - one.n_bytes) for one, other in zip(few, more, strict=True)}
 
 
-# --- what is alike -----------------------------------------------------------------------------------------------------
+# --- comparing two runs ------------------------------------------------------------------------------------------------
 
 
 _Like = tuple[str, str, int, int, Kind | None]
-"""What blocks have in common that stand for each other: operation, module, bytes, stream, kind."""
+"""The properties that make two blocks alike: operation, module, bytes, stream, kind."""
 
 
 def _like(block: Block) -> _Like:
@@ -122,11 +123,11 @@ def _like(block: Block) -> _Like:
 
 
 _Event = tuple[bool, _Like]
-"""A request or a release, and of what."""
+"""Whether an event is a request, and the properties of its block."""
 
 
 class _Events:
-    """A recording as a list of requests and releases, span by span."""
+    """A recording as a list of requests and releases, by span."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
@@ -139,30 +140,30 @@ class _Events:
             self._sort_releases(index)
 
     def _sort_releases(self, index: int) -> None:
-        """Give releases in a row one order: autocast gives back its casts in that of their addresses."""
+        """Sort consecutive releases: autocast frees its casts in the order of their addresses, which varies."""
         at = self.recording.spans[index].start + 1
-        for asked, run in groupby(self.of(index), key=lambda event: event[0]):
+        for is_request, run in groupby(self.of(index), key=lambda event: event[0]):
             events = list(run)
-            if not asked:
+            if not is_request:
                 self.at[at : at + len(events)] = sorted(events, key=lambda event: str(_like(event[1])))
             at += len(events)
 
     def of(self, index: int) -> list[tuple[bool, Block]]:
-        """Return the requests (True) and releases of a span."""
+        """The requests (True) and releases of a span."""
         spans = self.recording.spans
         end = spans[index + 1].start if index + 1 < len(spans) else self.recording.now
         return self.at[spans[index].start + 1 : end + 1]
 
     def signatures(self, index: int) -> list[_Event]:
-        """Return what is compared of a span's requests and releases."""
-        return [(asked, _like(block)) for asked, block in self.of(index)]
+        """The comparable properties of a span's requests and releases."""
+        return [(is_request, _like(block)) for is_request, block in self.of(index)]
 
     def layers_on(self, index: int, begin: int, end: int) -> int:
-        """How many layers further a stretch of a span is than the one before it that it repeats: negative in a backward."""
+        """The distance in layers between a stretch and the one that it repeats; negative in a backward pass."""
         events = self.of(index)
-        for (asked, one), (_, other) in zip(events[begin:end], events[2 * begin - end : begin], strict=True):
+        for (is_request, one), (_, other) in zip(events[begin:end], events[2 * begin - end : begin], strict=True):
             here, there = layer_of(one), layer_of(other)
-            if asked and here is not None and there is not None:
+            if is_request and here is not None and there is not None:
                 return here - there
         return 0
 
@@ -171,7 +172,7 @@ _NOBODY = Block(0, 0, "", "", 0)
 
 
 def unnumbered(module: str) -> str:
-    """Return a module's name without the number of its layer.
+    """A module's name with ``*`` in place of numbers.
 
     >>> unnumbered("model.layers.3.mlp")
     'model.layers.*.mlp'
@@ -180,7 +181,7 @@ def unnumbered(module: str) -> str:
 
 
 def _stretches(few: list[_Event], more: list[_Event]) -> list[tuple[int, int]]:
-    """Find where ``more`` has what ``few`` has not: stretches that repeat the one before (a layer, a layer's tensors)."""
+    """The stretches that ``more`` has and ``few`` has not, each a repeat of the one before it."""
     found: list[tuple[int, int]] = []
     at = ahead = 0
     while True:
@@ -193,12 +194,12 @@ def _stretches(few: list[_Event], more: list[_Event]) -> list[tuple[int, int]]:
 
 
 def _alike(few: list[_Event], more: list[_Event]) -> int:
-    """Count how many first events are the same."""
+    """How many leading events are equal."""
     return next((at for at, (one, other) in enumerate(zip(few, more, strict=False)) if one != other), min(len(few), len(more)))
 
 
 def _added(few: list[_Event], more: list[_Event], stop: int, ahead: int) -> int:
-    """Return the length of the stretch after which the two runs are alike again."""
+    """The length of the stretch after which the two runs are alike again."""
     there = stop + ahead
     for added in range(1, min(there, len(more) - there) + 1):
         repeats = more[there : there + added] == more[there - added : there]
@@ -208,15 +209,15 @@ def _added(few: list[_Event], more: list[_Event], stop: int, ahead: int) -> int:
 
 
 _ENOUGH = 2
-"""Events that must be alike after a stretch; all later ones are compared too, or the search fails."""
-_NOT_ALIKE = "runs with few layers are not alike enough to say what many layers take; run all layers"
+"""Events that must be equal after a stretch; all later events are compared as well."""
+_NOT_ALIKE = "runs with few layers differ too much to derive the memory of many layers; run all layers"
 
 
-# --- the long run ------------------------------------------------------------------------------------------------------
+# --- writing the long run ----------------------------------------------------------------------------------------------
 
 
 class _Writer:
-    """Writes the long run, event by event, after a model that it repeats."""
+    """Writes the long run event by event, copying stretches of a shorter run."""
 
     def __init__(self, model: _Events, whole: dict[Block, int]) -> None:
         self.blocks: list[Block] = []
@@ -227,10 +228,10 @@ class _Writer:
         self._alive: dict[_Like, list[Block]] = defaultdict(list)
 
     def repeat(self, index: int, begin: int, end: int, ahead: int) -> None:
-        """Write a stretch of a span of the model once, its layers that many further on."""
-        for asked, block in self._model.of(index)[begin:end]:
+        """Append a stretch of one span, with layer numbers shifted by ``ahead``."""
+        for is_request, block in self._model.of(index)[begin:end]:
             self.now += 1
-            if asked:
+            if is_request:
                 self._request(block, ahead)
             else:
                 self._release(block)
@@ -251,12 +252,12 @@ class _Writer:
 
 
 def _places(events: _Events) -> dict[Block, int]:
-    """Where each block stands among its like when it is released: from the oldest (0, 1...) or the newest (-1, -2...)."""
+    """The place of each block among its like when it is released: from the oldest (0, 1...) or the newest (-1, -2...)."""
     alive: dict[_Like, list[Block]] = defaultdict(list)
     places: dict[Block, int] = {}
-    for asked, block in events.at[1:]:
+    for is_request, block in events.at[1:]:
         like = alive[_like(block)]
-        if asked:
+        if is_request:
             like.append(block)
         else:
             from_oldest = like.index(block)

@@ -1,9 +1,8 @@
-"""A process group that hands every collective on and counts it: over gloo between real processes, or to torch's fake group.
+"""A process group that runs every collective on gloo or on torch's fake group, and logs it.
 
-Gloo works on threads of its own, which hold the tensors of a collective a moment longer than the caller does, and whose
-releases no profiler of this thread sees. Here a collective has ended, and gloo has let go, before the call returns; so the
-memory of a rank is what this rank's own code holds, as it is with NCCL, where work runs on streams. Bytes and results are
-gloo's.
+Gloo's threads hold the tensors of a collective longer than the caller, and the profiler does not see their releases. Here every
+call returns only when the collective has ended and gloo has released its tensors. A rank's memory is then what its own code
+holds, as with NCCL. Bytes and results are gloo's.
 """
 
 import sys
@@ -13,13 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # the last is in no stub
-    FakeProcessGroup,
-    ProcessGroupGloo,
-    Store,
-    Work,
-    _create_work_from_future,
-)
+from torch._C._distributed_c10d import FakeProcessGroup, ProcessGroupGloo, Store, Work, _create_work_from_future  # type: ignore[attr-defined]  # the last is in no stub
 from torch.profiler import record_function
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -29,39 +22,39 @@ from zeroplan.verify.task import Transport
 from zeroplan.verify.watching import nccl
 from zeroplan.verify.watching.log import Call, Log
 
-#: Under these names the profiler shows what the transport itself requests, on this thread and on gloo's.
+#: Names under which the profiler shows requests of the transport itself, on this thread and on gloo's.
 TRANSPORT = ("zeroplan: transport", "gloo:")
-_LETTING_GO_S = 60.0
+_RELEASE_TIMEOUT_S = 60.0
 
 
 class WatchedGroup(dist.ProcessGroup):
-    """A process group over another one, whose collectives end before they return."""
+    """A process group around another one; its collectives end before they return."""
 
     def __init__(self, inner: object, ranks: tuple[int, int], log: Log) -> None:
         super().__init__(*ranks)  # type: ignore[call-arg, arg-type]  # the form for Python's own groups is in no stub
         self._inner, self._ranks, self._log = inner, ranks[1], log
 
     def size(self) -> int:
-        """How many ranks it has."""
+        """The number of ranks."""
         return self._ranks
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name
-        """The name under which torch files it."""
+        """The name under which torch registers the backend."""
         return "watched"
 
     @property
     def group_name(self) -> str:  # type: ignore[override]  # torch's own alias of a text
-        """The name under which torch registered it."""
+        """The name under which torch registered this group."""
         return dist.distributed_c10d._world.pg_names[self]
 
     def _start_coalescing(self, _device: torch.device) -> None:
-        """Collectives run one by one."""
+        """Do nothing: collectives run one by one."""
 
     def _end_coalescing(self, _device: torch.device) -> Work:
         return _ended([])
 
-    def handed_on(self, operation: str, run: Callable[..., Work], arguments: tuple[object, ...]) -> Work:
-        """Run a collective to its end and note it; what the transport itself requests is seen by no mode."""
+    def run_and_log(self, operation: str, run: Callable[..., Work], arguments: tuple[object, ...]) -> Work:
+        """Run a collective to its end and log it; dispatch modes do not see the transport's own requests."""
         if largest := largest_of(arguments):
             self._log.calls.append(Call(operation, dtype_name(largest[0]), self._ranks, bytes_of(largest), self._log.phase))
         buffers = list(tensors_in(arguments))
@@ -72,7 +65,7 @@ class WatchedGroup(dist.ProcessGroup):
         return _ended(list(tensors_in(arguments[0])) if operation in ("all_reduce", "broadcast") else [])
 
     def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> Work:
-        """Send to one rank, and note it; it ends when the other has received, so nobody may wait for that here."""
+        """Send to one rank and log it, without waiting: a send ends only when the other rank has received."""
         self._log.calls.append(Call("send", dtype_name(tensors[0]), self._ranks, tensors[0].nbytes, self._log.phase))
         return self._peer("send", tensors, destination, tag)
 
@@ -87,11 +80,11 @@ class WatchedGroup(dist.ProcessGroup):
 
     @property
     def inner(self) -> object:
-        """The group that does the work."""
+        """The wrapped group, which does the work."""
         return self._inner
 
 
-#: What DTensor asks for, with lists of a single tensor, and no transport has in Python: it is the other on each of them.
+#: DTensor calls these with lists of one tensor; no transport offers them in Python. The other method runs once per tensor.
 _OF_LISTS = {
     "allgather_into_tensor_coalesced": "_allgather_base", "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
 }  # fmt: skip
@@ -115,13 +108,13 @@ def _method(operation: str, names: tuple[str, ...]) -> Callable[..., Work]:
         run = next((found for name in names if (found := getattr(self.inner, name, None))), None)
         run = run or _one_by_one(self.inner, names)
         if run is None:
-            raise MeasurementError(f"this torch's {operation} is not one that zeroplan can hand on")
-        return self.handed_on(operation, lambda *given: run(*given, **options), arguments)
+            raise MeasurementError(f"zeroplan does not know this torch's {operation}; install a tested release of torch")
+        return self.run_and_log(operation, lambda *given: run(*given, **options), arguments)
 
     return collective
 
 
-#: Every collective by the names that torch calls it (newer ones first), and what a ledger calls it.
+#: Every collective: its name in ledgers, and the method names that torch uses for it (newer ones first).
 _COLLECTIVES: dict[str, tuple[tuple[str, ...], ...]] = {
     "all_reduce": (("allreduce",), ("allreduce_coalesced",)),
     "broadcast": (("broadcast",),),
@@ -150,10 +143,10 @@ def _ended(tensors: list[torch.Tensor]) -> Work:
 
 
 def _holders(buffers: list[torch.Tensor]) -> list[int]:
-    """How many hold each tensor, its storage or its Python object.
+    """The number of references to each tensor, its storage and its Python object.
 
-    A worker thread of gloo's holds any of them, the last one longest: it lets go of the tensor first and then waits for Python's
-    lock to let go of the object. Who counted tensors only would drop an object that the worker then frees, unseen.
+    Gloo's worker releases the tensor first, then waits for Python's lock to release the object. Counting tensors alone would let
+    the worker free the object later, unseen.
     """
     return [
         sys.getrefcount(tensor) + tensor._use_count() + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
@@ -162,17 +155,19 @@ def _holders(buffers: list[torch.Tensor]) -> list[int]:
 
 
 def _await_release(buffers: list[torch.Tensor], before: list[int]) -> None:
-    until = time.monotonic() + _LETTING_GO_S
+    until = time.monotonic() + _RELEASE_TIMEOUT_S
     while any(now > then for now, then in zip(_holders(buffers), before, strict=True)):
         if time.monotonic() > until:
-            raise MeasurementError("gloo did not let go of a buffer after its collective; the record would be wrong")
+            raise MeasurementError(
+                f"gloo still held a buffer {_RELEASE_TIMEOUT_S:g} s after its collective, which spoils the record; run it again"
+            )
         time.sleep(0)
 
 
 def join(transport: Transport, store: Store, *, rank: int, ranks: int, timeout_s: float) -> Log:
     """Make this process a rank of the default process group, and return the log of its collectives.
 
-    NCCL's own group is used as it is, and its calls are read afterwards (:mod:`zeroplan.verify.watching.nccl`).
+    NCCL's own group is used unchanged; its calls are read after the run (:mod:`zeroplan.verify.watching.nccl`).
     """
     log = Log()
     if transport == "nccl":

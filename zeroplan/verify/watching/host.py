@@ -1,7 +1,7 @@
-"""How much host memory does a run hold beside the GPU's, and how much of it is pinned?
+"""Host memory that a run holds beside the GPU's, and how much of it is pinned.
 
-Seen is what is made by operators and by pinning. What torch's allocator of pinned memory takes for it is a model of that
-allocator: blocks of whole powers of two, kept for the next request of their size and never given back.
+Tensors are seen when operators or pinning make them. Torch's allocator of pinned memory is modelled: its blocks are powers of
+two, are reused for requests of the same size, and are never freed.
 """
 
 import weakref
@@ -26,11 +26,10 @@ class _Watch(weakref.ref[torch.UntypedStorage]):
 
 
 class HostMemory:
-    """Tensors in host memory, part by part of a run.
+    """Tensors in host memory, for each part of a run.
 
-    ``highest`` is the most bytes of each part so far, ``held`` what is there when it ends; ``pinned`` what the allocator of
-    pinned memory has taken by then beyond the tensors in it; ``taken`` the most that is taken in all, blocks that wait to be used
-    again among it. [bytes]
+    ``highest``: most bytes of the part so far. ``held``: bytes at its end. ``pinned``: bytes that the pinned allocator holds then
+    beyond its tensors. ``taken``: most bytes held in all, free pinned blocks included. [bytes]
     """
 
     def __init__(self) -> None:
@@ -42,11 +41,11 @@ class HostMemory:
 
     @property
     def seen(self) -> HostSeen:
-        """What was seen so far."""
+        """The figures so far."""
         return HostSeen(tuple(self.highest), tuple(self.held), tuple(self.pinned), tuple(self.taken))
 
     def enter(self) -> None:
-        """Begin another part of the run."""
+        """Begin the next part of the run."""
         for column in (self.highest, self.held):
             column.append(self._live)
         self.pinned.append(self._taken - self._live_pinned)
@@ -57,7 +56,7 @@ class HostMemory:
         return self._live - self._live_pinned + self._taken
 
     def see(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:
-        """Look at a tensor in host memory, which may have been asked for as pinned."""
+        """Count a tensor in host memory; ``pinned`` if it was requested so."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._watches or not storage.nbytes():
             return
@@ -88,7 +87,7 @@ class HostMemory:
 
     @contextmanager
     def pinning(self) -> Iterator[None]:
-        """Let pinning copy into a tensor of its own, as it does."""
+        """Make ``pin_memory`` copy into a new tensor, as torch does with a GPU."""
         with replaced(torch.Tensor, "pin_memory", lambda tensor, *_: self._pin(tensor)):
             yield
 
@@ -97,6 +96,6 @@ class HostMemory:
             return tensor
         self._pins = True
         try:
-            return tensor.detach().clone()  # some of a script's tensors have values
+            return tensor.detach().clone()  # some tensors of a script have values
         finally:
             self._pins = False

@@ -1,8 +1,8 @@
-"""Operators of other libraries whose CUDA kernels are Python that asks torch for memory: what a tracker sees inside them."""
+"""Operators of libraries whose CUDA kernels are Python that allocates through torch, with the operators they run."""
 
 from collections.abc import Callable
 
 from torch._ops import OpOverload
 
 INSIDE: dict[OpOverload, Callable[..., object]] = {}
-"""By operator, what it does on a GPU, written in torch's operators."""
+"""For each operator, the function that makes its GPU allocations with torch's operators."""

@@ -1,6 +1,6 @@
-"""What libraries ask torch's allocator for, read from a recording: scratch of attention's kernels, workspaces of products.
+"""Memory that libraries request from torch's allocator: scratch of attention kernels, workspaces of matrix products.
 
-No formula gives these to the byte, and which kernel runs is the library's choice; so a record names them as they were seen.
+No formula gives these to the byte, and the library chooses the kernel. Records therefore contain them as measured.
 """
 
 import re
@@ -14,7 +14,7 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_gr
 
 
 def attention_of(timeline: Timeline) -> AttentionMeasured | None:
-    """The operators that computed attention, and the most scratch that one of them held; None where none ran."""
+    """The operators that computed attention, and the most scratch one of them held; None if none ran. [bytes]"""
     found = {name for event in timeline.allocations for name in event.operators if _ATTENTION.fullmatch(name)}
     if not found:
         return None
@@ -22,20 +22,20 @@ def attention_of(timeline: Timeline) -> AttentionMeasured | None:
 
 
 def _scratch(timeline: Timeline) -> Iterator[tuple[int, int]]:
-    """What attention's operators ask for and give back before they are done: times with the change in bytes."""
+    """Requests of attention's operators that are released before the operator returns: times and changes in bytes."""
     open_requests: dict[int, Allocation] = {}
     for event in timeline.allocations:
         if event.n_bytes > 0:
             open_requests[event.address] = event
-        elif (asked := open_requests.pop(event.address, None)) is not None and _within(asked, event):
-            yield asked.time_ns, asked.n_bytes
-            yield event.time_ns, -asked.n_bytes
+        elif (request := open_requests.pop(event.address, None)) is not None and _within(request, event):
+            yield request.time_ns, request.n_bytes
+            yield event.time_ns, -request.n_bytes
 
 
-def _within(asked: Allocation, given_back: Allocation) -> bool:
-    """Whether a block was given back inside the attention operator that it was asked for in."""
-    at = next((at for at, name in enumerate(asked.operators) if _ATTENTION.fullmatch(name)), None)
-    return at is not None and given_back.operators[: at + 1] == asked.operators[: at + 1]
+def _within(request: Allocation, release: Allocation) -> bool:
+    """Whether a block was released inside the attention operator that requested it."""
+    at = next((at for at, name in enumerate(request.operators) if _ATTENTION.fullmatch(name)), None)
+    return at is not None and release.operators[: at + 1] == request.operators[: at + 1]
 
 
 def _most(changes: Iterable[tuple[int, int]]) -> int:
@@ -47,7 +47,7 @@ def _most(changes: Iterable[tuple[int, int]]) -> int:
 
 
 def kept_by_products(alive: Iterable[Allocation], owned: frozenset[int]) -> int:
-    """Blocks that a matrix product asked for itself, that are nobody's and that outlive the step: its library's. [bytes]"""
+    """Blocks that a matrix product requested, that no tensor owns and that outlive the step: its library's workspace. [bytes]"""
     return sum(
         block.n_bytes for block in alive if block.address not in owned and block.operators and block.operators[-1] in _PRODUCTS
     )

@@ -1,4 +1,4 @@
-"""The collectives that a process called, and which part of the run it was. Data alone."""
+"""The log of a process's collectives and phases. Data alone."""
 
 import time
 from bisect import bisect_right
@@ -7,12 +7,11 @@ from typing import NamedTuple
 from zeroplan.errors import MeasurementError
 
 _STEP_NS = 10**8
-"""Smaller corrections of a clock are made by letting it run a little faster or slower, and both clocks share those: ntpd steps
-from 128 ms on. [ns]"""
+"""Larger clock changes raise an error. ntpd slews smaller ones, which affects both clocks alike, and steps from 128 ms. [ns]"""
 
 
 class Call(NamedTuple):
-    """One collective: bytes of its largest buffer, the phase it began in, and how long it took where that is known."""
+    """One collective: bytes of its largest buffer, the phase in which it began, its duration if known."""
 
     operation: str
     dtype: str
@@ -23,17 +22,17 @@ class Call(NamedTuple):
 
 
 class Log:
-    """The collectives of this process, in order; ``phase`` is set by whoever runs the step."""
+    """The collectives of this process, in order; the training loop sets ``phase``."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self._since: list[tuple[int, str]] = [(0, "")]
         self._ahead: list[tuple[int, int]] = []
-        """By how much at least and at most the clock of the system was ahead of the one that only counts. [ns]"""
+        """Bounds of the lead of the system clock over the monotonic clock, at each reading. [ns]"""
 
     @property
     def phase(self) -> str:
-        """Which part of the run it is."""
+        """The current phase of the run."""
         return self._since[-1][1]
 
     @phase.setter
@@ -41,7 +40,7 @@ class Log:
         self._since.append((self._now(), phase))
 
     def phase_at(self, time_ns: int) -> str:
-        """Which part of the run it was then, by the clock of the system."""
+        """The phase of the run at a time of the system clock."""
         return self._since[bisect_right(self._since, (time_ns, "\uffff")) - 1][1]
 
     def _now(self) -> int:
@@ -50,10 +49,12 @@ class Log:
         return now
 
     def require_a_steady_clock(self) -> None:
-        """Raise MeasurementError where the clock of the system was set since the first phase.
+        """Raise MeasurementError if the system clock was set since the first phase.
 
-        torch's profiler and flight recorder put what happened in order by that clock.
+        torch's profiler and flight recorder order events by that clock.
         """
         self._now()
         if max(low for low, _ in self._ahead) - min(high for _, high in self._ahead) > _STEP_NS:
-            raise MeasurementError("this machine's clock was set during the run, which mixes up what was seen; run it again")
+            raise MeasurementError(
+                "this machine's clock was set during the run, so the order of events is unknown; run it again"
+            )

@@ -1,4 +1,4 @@
-"""Which module is at work whenever an operator runs, forward and backward?"""
+"""The module that is running when an operator is called, in forward and backward."""
 
 from bisect import bisect_right
 from contextlib import ExitStack
@@ -9,9 +9,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 
 class ModulesAtWork:
-    """The module that is being called, or in backward the one whose forward made the node.
+    """The module being called; in backward, the module whose forward made the autograd node.
 
-    Autograd numbers its nodes as they are made; the numbers at which modules are entered and left tell whose a node is.
+    Autograd numbers its nodes in order. The numbers at which modules are entered and left identify the module of a node.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class ModulesAtWork:
         self._hooks = ExitStack()
 
     def __enter__(self) -> None:
-        """Begin to listen."""
+        """Register the hooks."""
         for handle in (
             register_module_forward_pre_hook(self._entered),
             register_module_forward_hook(self._left, always_call=True),
@@ -30,16 +30,16 @@ class ModulesAtWork:
             self._hooks.callback(handle.remove)
 
     def __exit__(self, *error: object) -> None:
-        """Listen no more."""
+        """Remove the hooks."""
         self._hooks.close()
 
     @property
     def is_called(self) -> bool:
-        """Whether a module's forward runs, within a backward that of a recomputation."""
+        """Whether a module's forward is running; within a backward, that is a recomputation."""
         return bool(self._calls)
 
     def current(self) -> str:
-        """Return the fully qualified name, empty outside all or where it is not known."""
+        """The fully qualified name of the running module; empty outside all modules or if unknown."""
         if self._calls:
             return self._calls[-1]
         node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()

@@ -1,4 +1,4 @@
-"""Which block is at work, told to a watcher that sees operators alone: a word whenever one begins, forward and backward."""
+"""Reports which block is running, for watchers that see operators only."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ Say = Callable[[int | None], None]
 
 
 class Places:
-    """Says the number of a block when its forward begins, again when its backward does, and None for what is outside all blocks.
+    """Calls ``say`` with a block's number when its forward or backward begins, and with None outside all blocks.
 
     A hook on a block's output runs before those of engines, which gather in theirs, and adds no node to autograd's graph.
     """
@@ -25,16 +25,16 @@ class Places:
         self._hooks = ExitStack()
 
     def __enter__(self) -> None:
-        """Begin to listen."""
+        """Register the hooks."""
         for handle in (register_module_forward_pre_hook(self._entered), register_module_forward_hook(self._left)):
             self._hooks.callback(handle.remove)
 
     def __exit__(self, *error: object) -> None:
-        """Listen no more."""
+        """Remove the hooks."""
         self._hooks.close()
 
     def name(self, root: nn.Module) -> None:
-        """Listen to the blocks of a model, and to what stands beside them."""
+        """Watch the blocks of a model, and the modules beside them."""
         names = dict(root.named_modules())
         for name, module in names.items():
             layer = layer_named(name)

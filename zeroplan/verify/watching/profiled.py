@@ -1,4 +1,4 @@
-"""A watcher that reads torch's profiler: real execution on real tensors, to the byte; nothing is dispatched differently."""
+"""A watcher that reads torch's profiler: real execution on real tensors, to the byte, with unchanged dispatch."""
 
 import gc
 from bisect import bisect_right
@@ -18,26 +18,26 @@ from zeroplan.ledger import Kind, Phase
 from zeroplan.measurement import PhaseMeasured, StepMeasured
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.watching.allocations import Allocation, Timeline, mark, recorded
-from zeroplan.verify.watching.courses import Asked, Pass, course_of
-from zeroplan.verify.watching.cycles import collected_when_told
+from zeroplan.verify.watching.courses import Pass, Request, course_of
+from zeroplan.verify.watching.cycles import manual_garbage_collection
 from zeroplan.verify.watching.group import TRANSPORT
 from zeroplan.verify.watching.log import Log
 from zeroplan.verify.watching.places import Places
 
-#: What the CPU's kernels request and CUDA's do not: padded and cast copies inside ``_chunk_cat``, and the cast copy of an
-#: addition of two dtypes (when gradients accumulate in another dtype than they are computed in).
+#: Requests that the CPU's kernels make and CUDA's do not: padded and cast copies inside ``_chunk_cat``, and the cast copy in an
+#: addition of two dtypes (when gradients accumulate in another dtype than the one they are computed in).
 CPU_ONLY = ("aten::_chunk_cat", "fsdp::chunk_cat_mixed_dtype", "aten::add_")
-#: Kernels of oneDNN, with scratch of their own where cuBLAS has a workspace.
+#: Kernels of oneDNN, with their own scratch where cuBLAS has a workspace.
 ONEDNN = (
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
 )  # fmt: skip
 _ASIDE, _LABEL, _START, _PLACE = "zeroplan: aside", "kind: ", "start", "place "
-KINDS_ARE_TOLD = (
-    "kinds are by owner where a parameter, gradient or state owns a block, and by the function that asked elsewhere; what "
-    "neither tells is counted as temporaries or, if it outlives a forward pass, activations"
+KINDS_REMARK = (
+    "kinds follow the owner where a parameter, gradient or optimizer state owns a block, else the function that requested it; "
+    "other blocks are counted as activations if they outlive a forward pass, else as temporaries"
 )
-"""What must be said of a record whose kinds are a :class:`Ledger`'s."""
+"""How a :class:`Ledger` assigns kinds, as a remark of the record."""
 _LOSS = ("aten::log_softmax", "aten::nll_loss_nd", "aten::cross_entropy_loss")
 
 
@@ -51,7 +51,7 @@ class Span(NamedTuple):
 
 
 class _Claim(NamedTuple):
-    """Whose tensors stood at which addresses, at a mark."""
+    """Addresses of tensors of one kind, at a mark."""
 
     mark: str
     kind: Kind
@@ -59,7 +59,7 @@ class _Claim(NamedTuple):
 
 
 class Profiled(AbstractContextManager["Profiled"]):
-    """Records the enclosed code; afterwards ``timeline`` is what a GPU would have been asked for, or what one gave."""
+    """Records the enclosed code; afterwards ``timeline`` has a GPU's requests, or on a GPU its allocations."""
 
     def __init__(self, log: Log, say: Callable[[str], None], *, device: str = "cpu") -> None:
         self.timeline = Timeline()
@@ -73,17 +73,17 @@ class Profiled(AbstractContextManager["Profiled"]):
 
     def __enter__(self) -> Self:
         """Begin to record."""
-        self._stack.enter_context(collected_when_told())
+        self._stack.enter_context(manual_garbage_collection())
         self._everything = self._stack.enter_context(recorded(self._device))
         self._stack.enter_context(self._modules)
         self._mark(-1, Phase.INIT)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the recording and leave out what only a CPU has."""
+        """End the recording and drop requests that only a CPU makes."""
         self._stack.__exit__(kind, error, trace)
         if error is None:
-            self.timeline = _as_asked(self._everything, self._device)
+            self.timeline = _without_watching(self._everything, self._device)
 
     def enter(self, phase: Phase, step: int) -> None:
         """Begin a phase of a step."""
@@ -99,7 +99,7 @@ class Profiled(AbstractContextManager["Profiled"]):
         mark(name)
 
     def name_modules(self, root: nn.Module) -> None:
-        """Note whenever a block of the model begins."""
+        """Mark the beginning of each block of the model."""
         self._modules.name(root)
 
     def _began(self, layer: int | None) -> None:
@@ -108,7 +108,7 @@ class Profiled(AbstractContextManager["Profiled"]):
         mark(name)
 
     def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Note whose memory stands at these addresses now; the last word counts."""
+        """Note the kind of the memory at these addresses now; a later claim wins."""
         addresses = frozenset(_address(tensor) for tensor in tensors if tensor is not None)
         if addresses:
             name = f"claim {len(self.claims)}"
@@ -116,24 +116,24 @@ class Profiled(AbstractContextManager["Profiled"]):
             mark(name)
 
     def gradients_are(self, kind: Kind) -> None:
-        """Leave them temporaries until they are claimed: addresses do not say what autograd hands on."""
+        """Do nothing: gradients stay temporaries until claimed, since their addresses do not identify them earlier."""
 
     def labelled(self, kind: Kind) -> AbstractContextManager[None]:
-        """Give everything requested inside a name that the profiler keeps."""
+        """Give everything requested inside a kind, by a name that the profiler keeps."""
         return record_function(_LABEL + kind.value)
 
-    def looking_away(self) -> AbstractContextManager[None]:
-        """Leave out what is requested inside."""
+    def not_recording(self) -> AbstractContextManager[None]:
+        """Leave out requests made inside."""
         return record_function(_ASIDE)
 
     def spans(self) -> Iterator[Span]:
-        """The parts of the run, in order; the last one, after the training, has no end and is left out."""
+        """The parts of the run, in order; without the last one, after the training, which has no end."""
         for (step, phase, start), (_, _, end) in zip(self._entered, self._entered[1:], strict=False):
             yield Span(step, phase, start, end)
 
 
-def _as_asked(everything: Timeline, device: str) -> Timeline:
-    """A recording without the watching itself, and without what only a CPU has."""
+def _without_watching(everything: Timeline, device: str) -> Timeline:
+    """A recording without the watching itself, and without requests that only a CPU makes."""
     if device != "cpu":
         return everything.without(_ASIDE)
     return everything.without(*CPU_ONLY, *TRANSPORT, _ASIDE).without_scratch(*ONEDNN)
@@ -145,11 +145,11 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 class Ledger:
-    """What each block of a recording is for.
+    """The kind of each block of a recording.
 
-    Blocks are told apart by address and time of request. In order: whose it was when somebody claimed it; what outlives the run
-    (states, if a step made them, else ``standing``); the label under which it was requested; what a forward leaves behind for
-    its backward (by a size in ``sizes``, else activations); the rest are temporaries.
+    Address and time of request identify a block. In order of precedence: the kind that the training loop claimed; for blocks that
+    outlive the run, optimizer state if a step made them, else ``standing``; the label at the request; for blocks that a forward
+    leaves for its backward, a kind by size (``sizes``), else activations. The rest are temporaries.
     """
 
     def __init__(self, seen: Profiled, *, sizes: dict[int, Kind], standing: Kind) -> None:
@@ -192,7 +192,7 @@ class Ledger:
         return self._sizes.get(block.n_bytes, rest)
 
     def kinds(self, time_ns: int) -> dict[str, int]:
-        """What is alive at a time, by kind, the largest first. [bytes]"""
+        """Bytes alive at a time, by kind, the largest first. [bytes]"""
         sums: dict[str, int] = {}
         for block in self._timeline.alive(time_ns):
             known = self._kinds.get((block.address, block.time_ns)) or self._otherwise(block, Kind.TEMPORARY)
@@ -200,11 +200,11 @@ class Ledger:
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     def initialisation(self) -> PhaseMeasured:
-        """The highest moment before the first step."""
+        """The peak before the first step."""
         return self._phase(Phase.INIT, [span for span in self._spans if span.step < 0])
 
     def steps(self) -> tuple[StepMeasured, ...]:
-        """Every step: its phases and what is held when it ends."""
+        """Every step: its phases and the bytes held when it ends."""
         steps = sorted({span.step for span in self._spans if span.step >= 0})
         return (*(self._step(step) for step in steps[:-1]), *(self._with_courses(step) for step in steps[-1:]))
 
@@ -217,11 +217,11 @@ class Ledger:
 
     def _pass(self, span: Span) -> Pass:
         requests = (event for event in self._timeline.between(span.start, span.end) if event.n_bytes > 0)
-        asked = [Asked(self._at_work(span, event.time_ns), event.live_bytes) for event in requests]
-        return Pass(self._timeline.live_bytes(span.start), asked, self._timeline.live_bytes(span.end))
+        found = [Request(self._at_work(span, event.time_ns), event.live_bytes) for event in requests]
+        return Pass(self._timeline.live_bytes(span.start), found, self._timeline.live_bytes(span.end))
 
     def _at_work(self, span: Span, time_ns: int) -> int | None:
-        """The layer that began last within a span; None outside all."""
+        """The layer that began last within a span; None outside all layers."""
         begun = bisect_right(self._places, time_ns, key=itemgetter(0)) - 1
         return self._places[begun][1] if begun >= 0 and self._places[begun][0] >= self._timeline.marks[span.start] else None
 
@@ -247,12 +247,12 @@ class Ledger:
 
 
 def ledger_of(seen: Profiled, job: JobSpec) -> Ledger:
-    """What each block of a job's run is for."""
+    """The kinds of the blocks of a job's run."""
     return Ledger(seen, sizes=_sizes_of_one_kind(job), standing=Kind.REDUCE if job.recipe.engine == "ddp" else Kind.TEMPORARY)
 
 
 def _sizes_of_one_kind(job: JobSpec) -> dict[int, Kind]:
-    """Sizes that only one kind of tensor has: one number per token and entry of the vocabulary; DeepSpeed's bucket. [bytes]"""
+    """Sizes that only one kind of tensor has: one number per token and vocabulary entry; DeepSpeed's bucket. [bytes]"""
     elements = job.batch.micro_batch_size * job.batch.seq_len * job.model.vocab_size
     sizes = {2 * elements: Kind.LOGITS, 4 * elements: Kind.LOGITS}
     if job.recipe.engine == "deepspeed":

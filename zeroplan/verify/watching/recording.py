@@ -1,24 +1,26 @@
-"""What a watcher saw of a run: blocks of memory in program order, the parts of the run, the collectives. Data alone."""
+"""The recording of a run: blocks of memory in program order, the parts of the run, the collectives. Data alone."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 from zeroplan.ledger import Beside, Kind, Phase
+from zeroplan.script_trace import live_bytes
 
 STILL_HELD = 2**62
-"""When a block dies that outlives the recording."""
+"""``died`` of a block that outlives the recording."""
 
-#: A Python number becomes a tensor by this operator, in host memory even where there is a GPU.
+#: The operator that makes a tensor of a Python number, in host memory even with a GPU.
 LIFTED = "aten.lift_fresh.default"
 
 
 class Block:
-    """One request for memory and, in time, its release. Moments are counted in requests and releases so far.
+    """One request for memory and its release. Moments count requests and releases.
 
-    ``stream`` is 0 for the default stream; others are numbered as they are first used. ``layer`` is the number of the layer that
-    asked, where the module's name does not have it any more. ``pool`` is that of a CUDA graph, else 0.
+    ``stream`` is 0 for the default stream; others are numbered in order of first use. ``layer`` is the layer's number if the
+    module's name no longer contains it. ``pool`` is the memory pool of a CUDA graph, else 0.
     """
 
     __slots__ = ("born", "died", "kind", "layer", "module", "n_bytes", "operation", "pool", "recomputed", "span", "stream")
@@ -37,7 +39,7 @@ class Block:
         self.pool = 0
 
     def again(self, *, born: int, module: str) -> "Block":
-        """Return a block like this one, asked for at another moment by another module."""
+        """A block like this one, requested at another moment by another module."""
         other = Block(self.n_bytes, born, self.operation, module, self.span, self.stream)
         other.kind, other.recomputed, other.layer, other.pool = self.kind, self.recomputed, self.layer, self.pool
         return other
@@ -48,7 +50,7 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 @cache
 def layer_named(module: str) -> int | None:
-    """The number of the layer that a module is in, the first in its name; None outside all.
+    """The number of the layer that a module is in: the first number in its name; None outside all layers.
 
     >>> layer_named("transformer.h.3.ln_1"), layer_named("transformer.ln_f")
     (3, None)
@@ -58,12 +60,17 @@ def layer_named(module: str) -> int | None:
 
 
 def layer_of(block: Block) -> int | None:
-    """The number of the layer that asked for a block; None outside all."""
+    """The number of the layer that requested a block; None outside all layers."""
     return layer_named(block.module) if block.layer is None else block.layer
 
 
+def live(blocks: Sequence[Block], now: int) -> list[int]:
+    """Bytes alive before the first request and after every moment up to ``now``. [bytes]"""
+    return live_bytes(now, *([getattr(block, name) for block in blocks] for name in ("n_bytes", "born", "died")))
+
+
 class Span(NamedTuple):
-    """A part of the run: which step (the first is 0; -1 before it), which phase, and the moment it began."""
+    """A part of the run: its step (the first is 0; -1 before it), its phase, and the moment it began."""
 
     step: int
     phase: Phase | Beside
@@ -71,7 +78,7 @@ class Span(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One collective; ``n_bytes`` are those of the largest buffer, ``span`` the part of the run, ``moment`` when it was called."""
+    """One collective; ``n_bytes`` is its largest buffer, ``span`` the part of the run, ``moment`` when it was called."""
 
     operation: str
     dtype: str
@@ -82,10 +89,10 @@ class Call(NamedTuple):
 
 
 class HostSeen(NamedTuple):
-    """Host memory beside a GPU, for each part of the run.
+    """Host memory beside a GPU, for each part of the run. [bytes]
 
-    The most in it, what is there at the end, what the allocator of pinned memory has taken by then beyond its tensors, and the most
-    that is taken in all, its free blocks among it. [bytes]
+    ``highest`` is the peak, ``held`` the bytes at the end, ``pinned`` what the pinned allocator then holds beyond its tensors.
+    ``taken`` is the peak of everything held, free pinned blocks included.
     """
 
     highest: tuple[int, ...]
@@ -98,11 +105,10 @@ class HostSeen(NamedTuple):
 class Recording:
     """A run: its blocks in the order of their requests, its parts, its collectives, and the last moment.
 
-    ``host`` is host memory beside the GPU's, where that was watched. ``emptied`` has the moments at which the program gave the
-    allocator's free memory back. ``let_go`` has the private pools that no CUDA graph kept any more, after which moment.
-    ``workspaces`` has the moments of matrix products on streams beside the default one, the first of each thread and stream:
-    cuBLAS takes a workspace there. None where a watcher did not look at streams.
-    ``from_the_start``: what is gone when the first step begins was on the card as well.
+    ``host`` is host memory beside the GPU's, if it was watched. ``emptied`` lists the moments of ``torch.cuda.empty_cache``.
+    ``let_go`` has private pools that no CUDA graph uses after a moment. ``workspaces`` has the moments of the first matrix product
+    of each thread on each stream beside the default one, where cuBLAS allocates a workspace; None if streams were not watched.
+    With ``from_the_start``, blocks freed before the first step count as well.
     """
 
     blocks: list[Block]
@@ -114,3 +120,8 @@ class Recording:
     let_go: tuple[tuple[int, int], ...] = ()
     workspaces: frozenset[int] | None = None
     from_the_start: bool = False
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last optimizer step."""
+        return max(span.step for span in self.spans if span.phase is Phase.STEP)

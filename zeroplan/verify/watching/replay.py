@@ -1,12 +1,11 @@
-"""A recording replayed through the model of CUDA's allocator: what ``memory_allocated`` and ``memory_reserved`` would show.
+"""Replays a recording through the model of CUDA's allocator: ``memory_allocated`` and ``memory_reserved`` over time.
 
-The card of ``verify`` is empty before the first step but for what initialisation leaves there: how a model is built (whole on the
-card, on the host, on the meta device) is the user's choice, and what it takes for a while is counted apart from the steps. A script
-has made that choice: its recording counts from the start.
+In ``verify`` the GPU holds only what initialisation leaves. Temporary memory of building the model is not part of the steps:
+where a model is built (GPU, host, meta device) is the user's choice. A script has made that choice: its recording counts from
+the start.
 
-To the tensors come cuBLAS's workspaces, which torch takes from the same allocator and keeps: one when the forward pass first
-multiplies matrices, one when autograd's thread does, and as many for each further stream. Python
-numbers that became tensors stay in host memory.
+The replay adds cuBLAS's workspaces, which torch allocates once and keeps: one for the forward's thread and one for autograd's, at
+their first matrix product, and as many for each further stream. Tensors made of Python numbers stay in host memory.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,16 +18,16 @@ from zeroplan.verify.watching.recording import LIFTED, STILL_HELD, Block, Record
 
 #: Operators that run in cuBLAS.
 MULTIPLICATIONS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
-#: The forward pass runs in one thread, autograd in another, and each has a handle of cuBLAS with a workspace.
+#: Forward and autograd run in different threads; each has a cuBLAS handle with a workspace.
 _THREADS = 2
-#: How near the smallest room is looked for. [fraction of what is allocated]
+#: Tolerance of the search for the smallest room. [fraction of the allocated bytes]
 _NEAR = 1 / 250
 
 
 class Replay(NamedTuple):
-    """What the allocator would show after every request and release.
+    """The allocator's figures after every request and release. [bytes]
 
-    ``taken`` is what is allocated and what CUDA graphs keep beside it in their pools. [bytes]
+    ``taken`` is the allocated memory plus what CUDA graphs keep in their pools.
     """
 
     allocated: list[int]
@@ -44,16 +43,16 @@ class Replays(NamedTuple):
 
     @classmethod
     def of(cls, recording: Recording, *, workspace_bytes: int) -> "Replays":
-        """Replay a recording twice."""
+        """Replay a recording with both settings."""
         return cls(*(replay(recording, workspace_bytes=workspace_bytes, expandable_segments=how) for how in (False, True)))
 
     def measured(
         self, recording: Recording, *, workspace_bytes: int, room_bytes: int | None = None, least_room: bool = False
     ) -> tuple[AllocatorMeasured, ...]:  # fmt: skip
-        """What the allocator shows in the end.
+        """The allocator's figures for each setting.
 
-        With ``room_bytes``, what came of it on a card that has so much for the allocator; with ``least_room``, in how little the
-        run goes through, which takes some more replays.
+        ``room_bytes`` adds a replay on a GPU with that much memory for it. ``least_room`` also searches for the smallest room
+        in which the run succeeds, which needs some more replays.
         """
         start = _last_step(recording)
         found = []
@@ -73,7 +72,7 @@ class Replays(NamedTuple):
 
 
 def replay(recording: Recording, *, workspace_bytes: int, expandable_segments: bool = False) -> Replay:
-    """Replay a recording; the thread of the forward pass and autograd's take a workspace of ``workspace_bytes`` each."""
+    """Replay a recording; the forward's thread and autograd's each allocate ``workspace_bytes``."""
     card = CachingAllocator(expandable_segments=expandable_segments)
     shown = Replay([0], [0], [0])
     for _ in _Requests(recording, workspace_bytes, expandable=expandable_segments).played(card):
@@ -84,7 +83,7 @@ def replay(recording: Recording, *, workspace_bytes: int, expandable_segments: b
 
 
 class _Requests:
-    """What a recording asks of the allocator, with some settings of it."""
+    """The requests of a recording, for one setting of the allocator."""
 
     def __init__(self, recording: Recording, workspace_bytes: int, *, expandable: bool) -> None:
         self._recording = recording
@@ -98,25 +97,25 @@ class _Requests:
         self._let_go = pools_by_moment(recording.let_go)
 
     def played(self, card: CachingAllocator) -> Iterator[Block]:
-        """Make every request of a card and give back what is released; yields after each, in order."""
+        """Make every request and release on a GPU; yield the block after each, in order."""
         chunks: dict[Block, Chunk] = {}
-        for moment, (block, asked) in enumerate(self._events):
+        for moment, (block, is_request) in enumerate(self._events):
             for pool in self._let_go.get(moment, ()):
                 card.let_go(pool)
             if moment in self._emptied:
                 card.release_cached()
-            if block.born in self._multiply and asked:
+            if block.born in self._multiply and is_request:
                 card.request(self._workspace_bytes)
-            if block.born in self._elsewhere and asked:
+            if block.born in self._elsewhere and is_request:
                 card.request(self._workspace_bytes, block.stream, block.pool)
-            if asked and block.operation != LIFTED and block.died > self._counted_from:
+            if is_request and block.operation != LIFTED and block.died > self._counted_from:
                 chunks[block] = card.request(block.n_bytes, block.stream, block.pool)
             elif block in chunks:
                 card.release(chunks.pop(block))
             yield block
 
     def on_card(self, room_bytes: int) -> OnCardMeasured:
-        """What comes of it on a card that has so much for the allocator."""
+        """The result on a GPU with so much memory for the allocator."""
         card = CachingAllocator(expandable_segments=self._expandable, room_bytes=room_bytes)
         last, done, before = _last_step(self._recording), 0, 0
         try:
@@ -125,7 +124,7 @@ class _Requests:
         except CardFullError:
             return OnCardMeasured(
                 room_bytes=room_bytes, fits=False, reserved_bytes=card.highest_bytes, retries=card.retries,
-                phase=_phase_at(self._recording, done + 1),
+                phase=next(span.phase.value for span in reversed(self._recording.spans) if span.start <= done),
             )  # fmt: skip
         return OnCardMeasured(
             room_bytes=room_bytes, fits=True, reserved_bytes=card.highest_bytes, retries=card.retries,
@@ -133,7 +132,7 @@ class _Requests:
         )  # fmt: skip
 
     def least_room(self, allocated_bytes: int, reserved_bytes: int) -> int:
-        """The smallest room in which it goes through, to a 250th of what is allocated at most. [bytes]"""
+        """The smallest room in which the run succeeds, to 1/250 of the allocated bytes. [bytes]"""
         too_small, enough = allocated_bytes, reserved_bytes
         if self.on_card(too_small).fits:
             return too_small
@@ -144,7 +143,7 @@ class _Requests:
 
 
 def pools_by_moment(let_go: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """Private pools that were let go of, by the moment after which.
+    """The private pools released, by the moment after which.
 
     >>> pools_by_moment([(5, 1), (5, 2)])
     {5: [1, 2]}
@@ -156,14 +155,8 @@ def pools_by_moment(let_go: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def _last_step(recording: Recording) -> int:
-    """When the last step begins, in requests and releases."""
-    last = max(span.step for span in recording.spans if span.phase is Phase.STEP)
-    return next(span.start for span in recording.spans if span.step == last)
-
-
-def _phase_at(recording: Recording, moment: int) -> str:
-    """The phase of a moment."""
-    return next(span.phase.value for span in reversed(recording.spans) if span.start < moment)
+    """The moment at which the last step begins."""
+    return next(span.start for span in recording.spans if span.step == recording.last_step)
 
 
 def _events(recording: Recording) -> list[tuple[Block, bool]]:
@@ -171,11 +164,11 @@ def _events(recording: Recording) -> list[tuple[Block, bool]]:
     events: list[tuple[int, Block, bool]] = [(block.born, block, True) for block in recording.blocks]
     events += [(block.died, block, False) for block in recording.blocks if block.died != STILL_HELD]
     events.sort(key=lambda event: event[0])
-    return [(block, asked) for _, block, asked in events]
+    return [(block, is_request) for _, block, is_request in events]
 
 
 def _first_multiplications(recording: Recording) -> set[int]:
-    """When the forward pass and autograd first multiply matrices; on the default stream alone where the others are known."""
+    """When forward and autograd first multiply matrices; only on the default stream where other streams are recorded."""
     anywhere = recording.workspaces is None
     first: dict[Phase | Beside, int] = {}
     for block in recording.blocks:

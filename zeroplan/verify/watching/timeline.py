@@ -1,52 +1,46 @@
-"""What a recording says: the highest moment of every phase, what is alive then and for what, what is held between steps."""
+"""Summarises a recording: the peak of every phase, the kinds alive at that moment, the bytes held between steps."""
 
 from collections import Counter, defaultdict
 from dataclasses import replace
-from itertools import accumulate
 
 from zeroplan.ledger import OF_A_STEP, Beside, Kind, Phase
 from zeroplan.measurement import CollectiveMeasured, CourseMeasured, PhaseMeasured, StepMeasured
 from zeroplan.verify.watching.collected import summed
-from zeroplan.verify.watching.courses import Asked, Pass, course_of
+from zeroplan.verify.watching.courses import Pass, Request, course_of
 from zeroplan.verify.watching.log import Call
-from zeroplan.verify.watching.recording import STILL_HELD, Block, Recording, layer_of
+from zeroplan.verify.watching.recording import STILL_HELD, Block, Recording, layer_of, live
 
 
 class Timeline:
-    """Bytes alive after every request and release of a recording, and in ``counted`` as an allocator counts them. [bytes]"""
+    """Bytes alive after every request and release; in ``counted`` as the allocator counts them. [bytes]"""
 
     def __init__(self, recording: Recording, *, counted: list[int] | None = None) -> None:
         self.recording = recording
         self.counted = counted
-        changes = [0] * (recording.now + 1)
-        for block in recording.blocks:
-            changes[block.born] += block.n_bytes
-            if block.died != STILL_HELD:
-                changes[block.died] -= block.n_bytes
-        self.live = list(accumulate(changes))
+        self.live = live(recording.blocks, recording.now)
         self._events: list[tuple[Block, int] | None] = [None] * (recording.now + 1)
         for block in recording.blocks:
             self._events[block.born] = (block, 1)
             if block.died != STILL_HELD:
                 self._events[block.died] = (block, -1)
         self._known: list[Counter[Kind]] = [Counter()]
-        """What is alive by kind after every so many moments: a run of many steps is asked about many."""
+        """Bytes alive by kind after every ``_OFTEN`` moments, so that many queries of a long run stay fast."""
 
     def window(self, index: int) -> slice:
-        """Return the moments of a span, its beginning included."""
+        """The moments of a span, its beginning included."""
         spans = self.recording.spans
         end = spans[index + 1].start if index + 1 < len(spans) else self.recording.now
         return slice(spans[index].start, end + 1)
 
     def peak(self, index: int) -> tuple[int, int]:
-        """Return the most bytes alive in a span, and the moment; the earliest of equals."""
+        """The most bytes alive in a span, and the earliest moment with that many."""
         window = self.window(index)
         live = self.live[window]
         most = max(live)
         return most, window.start + live.index(most)
 
     def kinds(self, moment: int) -> dict[str, int]:
-        """Return what is alive at a moment, by kind."""
+        """Bytes alive at a moment, by kind. [bytes]"""
         while len(self._known) <= moment // _OFTEN:
             last = len(self._known) - 1
             self._known.append(self._moved(self._known[last], last * _OFTEN, (last + 1) * _OFTEN))
@@ -54,7 +48,7 @@ class Timeline:
         return {kind.value: n_bytes for kind, n_bytes in found.items() if n_bytes}
 
     def _moved(self, alive: Counter[Kind], after: int, until: int) -> Counter[Kind]:
-        """What is alive at a moment, from what was alive at an earlier one."""
+        """Bytes alive by kind at a moment, computed from an earlier moment."""
         found = alive.copy()
         for event in self._events[after + 1 : until + 1]:
             if event is not None:
@@ -63,22 +57,19 @@ class Timeline:
         return found
 
     def by_kind(self) -> dict[str, list[int]]:
-        """Return what is alive after every request and release, kind by kind. [bytes]"""
-        changes: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(self.live))
+        """Bytes alive after every request and release, by kind. [bytes]"""
+        blocks: defaultdict[str, list[Block]] = defaultdict(list)
         for block in self.recording.blocks:
-            of_its_kind = changes[self.kind(block).value]
-            of_its_kind[block.born] += block.n_bytes
-            if block.died < len(self.live):
-                of_its_kind[block.died] -= block.n_bytes
-        return {kind: list(accumulate(of_its_kind)) for kind, of_its_kind in changes.items()}
+            blocks[self.kind(block).value].append(block)
+        return {kind: live(of_its_kind, self.recording.now) for kind, of_its_kind in blocks.items()}
 
     def at(self, moment: int) -> Block | None:
-        """Return the block that was asked for at a moment."""
+        """The block requested at a moment; None at a release."""
         event = self._events[moment]
         return None if event is None or event[1] < 0 else event[0]
 
     def kind(self, block: Block) -> Kind:
-        """What a block is for; what nobody said is told by where it was asked for."""
+        """The kind of a block; if nothing claimed it, the place of its request decides."""
         if block.kind is not None:
             return block.kind
         phase = self.recording.spans[block.span].phase
@@ -93,10 +84,10 @@ class Timeline:
 
 
 def is_of_the_loss(block: Block, phase: Phase | Beside) -> bool:
-    """Whether a block is logits or the loss's own: asked for by the whole module itself, or in forward by its last layer.
+    """Whether a block is logits or belongs to the loss: requested by the root module, or in forward by its last layer.
 
-    What that layer makes in backward is no longer logits, but the gradients of its weight and of its input; and in forward, a
-    cast of that input is none yet, nor is what it is gathered in from other ranks.
+    In backward the last layer makes gradients of its weight and input, which are not logits. In forward, a cast of its input or a
+    gather of it from other ranks is not logits either.
     """
     if block.module == _HEAD:
         return phase is Phase.FORWARD and block.operation not in _OF_ITS_INPUT
@@ -104,21 +95,21 @@ def is_of_the_loss(block: Block, phase: Phase | Beside) -> bool:
 
 
 _OFTEN = 4096
-"""Moments between two at which what is alive is kept."""
+"""Moments between two stored sums of bytes by kind."""
 _FORWARDS = (Beside.EVALUATION, Beside.NO_GRAD)
 _HEAD = "lm_head"
 _OF_ITS_INPUT = ("aten._to_copy.default", "_c10d_functional.all_gather_into_tensor.default", "aten.cat.default")
 
 
 def initialisation(timeline: Timeline) -> PhaseMeasured:
-    """Summarise what happened before the first step."""
+    """The peak before the first step."""
     spans = timeline.recording.spans
     first = next(index for index, span in enumerate(spans) if span.phase in OF_A_STEP)
     return phase_measured(timeline, Phase.INIT, [index for index in range(first) if spans[index].phase is Phase.INIT])
 
 
 def steps_measured(timeline: Timeline) -> tuple[StepMeasured, ...]:
-    """Summarise every step of a recording."""
+    """The figures of every step of a recording."""
     steps = sorted({span.step for span in timeline.recording.spans if span.phase is Phase.STEP})
     measured = tuple(_step(timeline, step) for step in steps)
     return (*measured[:-1], _with_courses(timeline, steps[-1], measured[-1]))
@@ -128,7 +119,7 @@ def _step(timeline: Timeline, step: int) -> StepMeasured:
     spans = timeline.recording.spans
     indices = [index for index, span in enumerate(spans) if span.step == step and span.phase is not Phase.INIT]
     phases = [phase for phase in dict.fromkeys(spans[index].phase for index in indices) if isinstance(phase, Phase)]
-    if not any(span.step > step and span.phase is Phase.STEP for span in spans):  # after the last nothing is held for another
+    if not any(span.step > step and span.phase is Phase.STEP for span in spans):  # the last step holds nothing for a later one
         indices = indices[: 1 + max(at for at, index in enumerate(indices) if spans[index].phase in OF_A_STEP)]
     end, host = timeline.window(indices[-1]).stop - 1, timeline.recording.host
     return StepMeasured(
@@ -144,7 +135,7 @@ def _step(timeline: Timeline, step: int) -> StepMeasured:
 
 
 def phase_measured(timeline: Timeline, phase: Phase | Beside, indices: list[int]) -> PhaseMeasured:
-    """Summarise some parts of a run as one phase: its highest moment, and what is alive then."""
+    """The figures of several parts of a run as one phase: its peak, and the kinds alive then."""
     most, moment = max((timeline.peak(index) for index in indices), key=lambda peak: peak[0])
     block, host = timeline.at(moment), timeline.recording.host
     counted = None if timeline.counted is None else max(max(timeline.counted[timeline.window(index)]) for index in indices)
@@ -161,12 +152,12 @@ def phase_measured(timeline: Timeline, phase: Phase | Beside, indices: list[int]
 
 def _with_courses(timeline: Timeline, step: int, measured: StepMeasured) -> StepMeasured:
     spans = timeline.recording.spans
-    asked: dict[int, list[Block]] = {index: [] for index, span in enumerate(spans) if span.step == step}
+    by_span: dict[int, list[Block]] = {index: [] for index, span in enumerate(spans) if span.step == step}
     for block in timeline.recording.blocks:
-        if block.span in asked:
-            asked[block.span].append(block)
+        if block.span in by_span:
+            by_span[block.span].append(block)
     phases = tuple(
-        replace(phase, course=_course(timeline, {at: asked[at] for at in asked if spans[at].phase.value == phase.phase}))
+        replace(phase, course=_course(timeline, {at: by_span[at] for at in by_span if spans[at].phase.value == phase.phase}))
         for phase in measured.phases
     )
     return replace(measured, phases=phases)
@@ -175,14 +166,13 @@ def _with_courses(timeline: Timeline, step: int, measured: StepMeasured) -> Step
 def _course(timeline: Timeline, passes: dict[int, list[Block]]) -> CourseMeasured | None:
     found = []
     for index, blocks in passes.items():
-        window, asked = timeline.window(index), [Asked(layer_of(block), timeline.live[block.born]) for block in blocks]
-        found.append(Pass(timeline.live[window.start], asked, timeline.live[window.stop - 1]))
+        window, requests = timeline.window(index), [Request(layer_of(block), timeline.live[block.born]) for block in blocks]
+        found.append(Pass(timeline.live[window.start], requests, timeline.live[window.stop - 1]))
     return course_of(found)
 
 
 def collectives(recording: Recording) -> tuple[CollectiveMeasured, ...]:
     """Add up the collectives of the last step."""
-    spans = recording.spans
-    last = max(span.step for span in spans if span.phase is Phase.STEP)
+    spans, last = recording.spans, recording.last_step
     calls = (call for call in recording.calls if spans[call.span].step == last and spans[call.span].phase in OF_A_STEP)
     return summed(Call(call.operation, call.dtype, call.group, call.n_bytes, spans[call.span].phase.value) for call in calls)

@@ -1,14 +1,13 @@
-"""Which memory is asked for and given back while a training step runs: by whom, when and for what?
+"""Records which memory a training step requests and releases: which module, when, for what.
 
-A :class:`Tracker` sees every operator that reaches a device. It holds no tensor: a block of memory is known by a weak
-reference to its storage, and is given back when the storage dies or is resized. What one kernel takes and gives back inside
-itself is not seen.
+A :class:`Tracker` sees every operator on a device. It holds no tensor: it keeps a weak reference to each storage, and a block ends
+when its storage dies or is resized. Memory that a kernel allocates and frees internally is not seen.
 
-Autograd adds and scatters gradients in place, but not while a dispatch mode watches. There the record says what happens when
-nobody does: the result takes over the block of the operand.
+Autograd adds and scatters gradients in place, but not while a dispatch mode is active. The record shows what happens without a
+mode: the result reuses the block of the operand.
 
-What a gradient is is known only when autograd hands it to its parameter. It is named then from its birth on, with the terms
-that were added up to it.
+A gradient is known only when autograd passes it to its parameter. It then gets its kind from its birth on, as do the terms summed
+into it.
 """
 
 import gc
@@ -21,6 +20,7 @@ from typing import Protocol, Self, cast
 import torch
 from torch import nn
 from torch._ops import OpOverload
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import OpSchema
@@ -28,9 +28,10 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroplan.ledger import Beside, Kind, Phase
+from zeroplan.verify.nested import device_of
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.watching.collectives import COLLECTIVES, call
-from zeroplan.verify.watching.cycles import collected_when_told
+from zeroplan.verify.watching.cycles import manual_garbage_collection
 from zeroplan.verify.watching.host import HostMemory
 from zeroplan.verify.watching.inside import INSIDE
 from zeroplan.verify.watching.modules_at_work import ModulesAtWork
@@ -39,13 +40,13 @@ from zeroplan.verify.watching.timeline import is_of_the_loss
 
 
 class Holder(Protocol):
-    """What a block of memory belongs to, for as long as it does."""
+    """The owner of a block of memory, while it owns it."""
 
     block: Block | None
 
 
 class _Watch(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage, and the block that is its memory now, if it has any."""
+    """A weak reference to a storage, and the block that is its memory now, if any."""
 
     __slots__ = ("block", "key")
     block: Block | None
@@ -55,8 +56,8 @@ class _Watch(weakref.ref[torch.UntypedStorage]):
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
     """Records blocks, spans and collectives of the enclosed code.
 
-    ``blocks`` are in program order; ``live_bytes`` is what is alive now. What is on another ``device`` is left out.
-    ``say`` is told where the run is; ``host``, if given, sees what is in host memory beside another device.
+    ``blocks`` are in program order; ``live_bytes`` is alive now. Memory of other devices than ``device`` is ignored.
+    ``say`` receives the progress; ``host``, if given, records host memory beside another device.
     """
 
     def __init__(
@@ -71,22 +72,22 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self.live_bytes = 0
         self._watches: dict[int, _Watch] = {}
         self._label: Kind | None = None
-        self._handed_on = Kind.GRADIENTS
+        self._gradient_kind = Kind.GRADIENTS
         self._terms: dict[Block, tuple[Block, ...]] = {}
-        self._looking_away = False
+        self._paused = False
         self._modules = ModulesAtWork()
         self._hooks = ExitStack()
         self._streams = {_place(torch.cpu.current_stream()): 0}
 
     @property
     def recording(self) -> Recording:
-        """What was seen so far."""
+        """The recording so far."""
         return Recording(self.blocks, self.spans, self.calls, self.now, None if self._host is None else self._host.seen)
 
-    # --- what the training loop says ------------------------------------------------------------------------------------
+    # --- called by the training loop ------------------------------------------------------------------------------------
 
     def enter(self, phase: Phase | Beside, step: int, *, collect: bool = True) -> None:
-        """Begin a phase of a step. What nobody can reach is freed before, unless ``collect`` is false."""
+        """Begin a phase of a step. Unreachable memory is collected before, unless ``collect`` is false."""
         if self._say is not None and phase is not Phase.INIT:
             self._say(f"step {step + 1}: {phase.value}")
         if collect:
@@ -98,23 +99,23 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             self._host.enter()
 
     def name_modules(self, root: nn.Module) -> None:
-        """Learn the fully qualified names of a module's parts."""
+        """Note the fully qualified names of a module's parts."""
         self._modules.names = {id(module): name for name, module in root.named_modules()}
 
     def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None], *, over: bool = True) -> None:
-        """Say what these tensors are for, from their birth on; ``over=False`` leaves what is already said."""
+        """Give tensors a kind, from their birth on; ``over=False`` keeps a kind they already have."""
         for tensor in tensors:
             block = None if tensor is None else self._block_of(tensor)
             if block is not None and (over or block.kind is None):
                 block.kind = kind
 
     def gradients_are(self, kind: Kind) -> None:
-        """Say what the gradients are that autograd hands to parameters."""
-        self._handed_on = kind
+        """Set the kind of gradients that autograd passes to parameters."""
+        self._gradient_kind = kind
 
     @contextmanager
     def labelled(self, kind: Kind) -> Iterator[None]:
-        """Whatever is asked for inside is of this kind."""
+        """Give this kind to everything requested inside."""
         outer, self._label = self._label, kind
         try:
             yield
@@ -122,13 +123,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             self._label = outer
 
     @contextmanager
-    def looking_away(self) -> Iterator[None]:
-        """What is asked for inside is no part of the run."""
-        outer, self._looking_away = self._looking_away, True
+    def not_recording(self) -> Iterator[None]:
+        """Ignore requests made inside."""
+        outer, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._looking_away = outer
+            self._paused = outer
 
     def _block_of(self, tensor: torch.Tensor) -> Block | None:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -136,20 +137,20 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         return None if watch is None else watch.block
 
     def _settle_forward(self) -> None:
-        """What a forward leaves behind is kept for backward."""
+        """Mark what a forward leaves behind as activations or logits, kept for backward."""
         span = len(self.spans) - 1
         for watch in self._watches.values():
             block = watch.block
             if block is not None and block.kind is None and block.span == span:
                 block.kind = Kind.LOGITS if is_of_the_loss(block, Phase.FORWARD) else Kind.ACTIVATIONS
 
-    # --- what torch does ------------------------------------------------------------------------------------------------
+    # --- called by torch ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self._hooks.enter_context(collected_when_told())
+        self._hooks.enter_context(manual_garbage_collection())
         self._hooks.enter_context(self._modules)
         self._hooks.enter_context(self._resizes())
-        self._hooks.enter_context(self._thoughts_of_dtensor())
+        self._hooks.enter_context(self._ignoring_dtensor_trials())
         if self._host is not None:
             self._hooks.enter_context(self._host.pinning())
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -161,18 +162,18 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled; leave the dispatch unwrapped, which is faster."""
+        """Leave the dispatch unwrapped, which is faster; nothing here is compiled."""
         return False
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """Run the operator and look at the storages it returns."""
+        """Run the operator and record the storages it returns."""
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked at every turn, and answered without going through the modes
+            return args[0].fake_device  # a frequent query, answered here without passing through the modes
         if DTensor in types:
             return NotImplemented
-        if self._looking_away:
+        if self._paused:
             return func(*args, **kwargs) if kwargs else func(*args)
         if func in COLLECTIVES:
             self.calls.append(call(func, args, len(self.spans) - 1)._replace(moment=self.now))
@@ -190,7 +191,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         return result
 
     def _watched_inside(self, func: OpOverload) -> Callable[..., object]:
-        """See the operators that one consists of on a GPU; modes above this one do not."""
+        """The GPU operators of which this one consists, recorded; modes above this one do not see them."""
         if self._device == "cpu":
             return func
 
@@ -218,7 +219,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
     def _see(
         self, func: OpOverload, tensor: torch.Tensor, cast_from: object = None, args: tuple[object, ...] = ()
     ) -> None:  # fmt: skip
-        device = (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
+        device = device_of(tensor).type
         if device != self._device:
             if device == "cpu" and self._host is not None and (not func.is_view or func is _LIFTED):
                 self._host.see(tensor)
@@ -226,28 +227,28 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         storage = tensor.untyped_storage()
         watch = self._watches.get(storage._cdata)
         if watch is None:
-            if (func.is_view and func is not _LIFTED and not _is_a_copy(tensor, args)) or _is_meta(tensor):
-                return  # a view of what was there before the recording, or a shape without memory
+            if func.is_view and func is not _LIFTED and not _is_a_copy(tensor, args):
+                return  # a view of what was there before the recording
             watch = self._watch(storage)
             if n_bytes := storage.nbytes():
                 block = self._request(watch, n_bytes, func)
                 if isinstance(cast_from, nn.Parameter) and block.kind is None and n_bytes < cast_from.nbytes:
-                    block.kind = Kind.WEIGHT_CASTS  # a wider copy is what a model makes itself, and keeps as it keeps others
+                    block.kind = Kind.WEIGHT_CASTS  # a wider copy is the model's own, and is kept like its other tensors
         elif (n_bytes := storage.nbytes()) != (watch.block.n_bytes if watch.block is not None else 0):
             self._resized(watch, n_bytes, func)
 
     def _note_gradient(self, args: tuple[object, ...]) -> None:
-        """Name what ``AccumulateGrad`` keeps, copies or adds up, and what that was made of."""
+        """Give the gradient kind to what ``AccumulateGrad`` keeps, copies or adds, and to the terms summed into it."""
         if not isinstance(getattr(torch._C._current_autograd_node(), "variable", None), nn.Parameter):
             return
         found = [block for block in map(self._block_of, _tensors(args)) if block is not None]
         for block in found:
             if block.kind is None:
-                block.kind = self._handed_on
-                found += self._terms.get(block, ())  # the list grows while it is gone through
+                block.kind = self._gradient_kind
+                found += self._terms.get(block, ())  # the list grows during the loop
 
     def _note_terms(self, result: torch.Tensor, args: tuple[object, ...]) -> None:
-        """Remember what autograd added up to this."""
+        """Remember which blocks autograd summed into this one."""
         block = self._block_of(result)
         if block is not None and torch._C._current_autograd_node() is not None:
             terms = (term for term in map(self._block_of, _tensors(args)) if term is not None and term is not block)
@@ -270,7 +271,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         return block
 
     def _stream(self) -> int:
-        """Which stream the engine has chosen: torch's CPU module keeps it, though it has no streams."""
+        """The number of the engine's current stream, which torch's CPU module stores although it has no streams."""
         return self._number(torch.cpu.current_stream())
 
     def _number(self, stream: object) -> int:
@@ -288,7 +289,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             self._release(gone.block)
 
     def _resized(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> None:
-        """A resize asks for the new memory before it gives back the old."""
+        """Record a resize: torch requests the new memory before it releases the old."""
         old = watch.block
         watch.block = None
         if n_bytes:
@@ -299,7 +300,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             self._release(old)
 
     def _resizes(self) -> AbstractContextManager[None]:
-        """Follow the resizing of storages, which is no operator."""
+        """Record resizes of storages, which are no operators."""
         original = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> None:
@@ -310,12 +311,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
         return replaced(torch.UntypedStorage, "resize_", resize_)
 
-    def _thoughts_of_dtensor(self) -> AbstractContextManager[None]:
-        """Look away while DTensor tries an operator on fake tensors of the whole shape, to learn what it returns."""
+    def _ignoring_dtensor_trials(self) -> AbstractContextManager[None]:
+        """Ignore the operators that DTensor tries on fake tensors of the whole shape to learn the result's."""
         original = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def unseen(propagator: ShardingPropagator, schema: OpSchema) -> object:
-            with self.looking_away():
+            with self.not_recording():
                 return original(propagator, schema)
 
         return replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen)
@@ -325,10 +326,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         old.block, new.block = None, old.block
 
     def _unwatched_in_place(self, func: OpOverload, args: tuple[object, ...]) -> bool:
-        """Whether autograd would do this in place if no mode were watching.
+        """Whether autograd would do this in place without a dispatch mode.
 
-        ``input_buffer.cpp can_accumulate_inplace`` asks for a dense operand of which nobody else holds tensor or storage;
-        the tensor's count includes what brings it here.
+        ``input_buffer.cpp can_accumulate_inplace`` needs a dense operand whose tensor and storage nothing else holds. The tensor's
+        count includes the references that bring it here.
         """
         operand = args[0]
         if not isinstance(operand, torch.Tensor) or not isinstance(args[1], torch.Tensor | int | tuple | list):
@@ -341,7 +342,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             return watch.block.operation in _ZEROS
         alone = torch._C._storage_Use_Count(storage._cdata) == _STORAGE_AND_PYTHON
         users: int = operand._use_count()  # type: ignore[attr-defined]  # torch leaves it out of its stubs
-        return alone and users == _BUFFER_STACK_AND_PYTHON and _is_dense(operand)
+        return alone and users == _BUFFER_STACK_AND_PYTHON and is_dense(operand)
 
 
 def _tensors(args: tuple[object, ...]) -> Iterator[torch.Tensor]:
@@ -349,32 +350,23 @@ def _tensors(args: tuple[object, ...]) -> Iterator[torch.Tensor]:
 
 
 def _is_a_copy(tensor: torch.Tensor, args: tuple[object, ...]) -> bool:
-    """Whether what may return a view has made a copy: ``to`` or ``contiguous``, where autograd has not taken them apart."""
+    """Whether an operator that may return a view made a copy: ``to`` or ``contiguous``, not decomposed by autograd."""
     given = [argument.untyped_storage()._cdata for argument in _tensors(args)]
     return bool(given) and tensor.untyped_storage()._cdata not in given
-
-
-def _is_meta(tensor: torch.Tensor) -> bool:
-    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-    return device.type == "meta"
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
 
 
 _ADD = torch.ops.aten.add.Tensor
 _CAST = torch.ops.aten._to_copy.default
 _DEVICE = torch.ops.prim.device.default
-#: A tensor of Python numbers comes in by an operator that counts as a view.
+#: A tensor of Python numbers is made by an operator that counts as a view.
 _LIFTED = torch.ops.aten.lift_fresh.default
-assert str(_LIFTED) == LIFTED  # noqa: S101  the allocator's replay knows it by this name
-#: What autograd does in place where nobody watches: sums of gradients, and gradients scattered into zeros.
+assert str(_LIFTED) == LIFTED  # noqa: S101  the replay compares this name
+#: What autograd does in place without a mode: sums of gradients, and gradients scattered into zeros.
 _DONE_IN_PLACE = frozenset({
     _ADD, torch.ops.aten.scatter.src, torch.ops.aten.scatter.value, torch.ops.aten.scatter_add.default,
     torch.ops.aten.index_put.default, torch.ops.aten.index_add.default,
 })  # fmt: skip
-#: By these ``AccumulateGrad`` takes a gradient over: as it is, as a copy, added to what is there (accumulate_grad.h).
+#: The operators of ``AccumulateGrad``: it keeps a gradient, copies it, or adds it (accumulate_grad.h).
 _AT_A_PARAMETER = frozenset({
     torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.add_.Tensor, torch.ops.aten.copy_.default,
     torch.ops.aten.add.Tensor,
@@ -385,5 +377,5 @@ _BUFFER_STACK_AND_PYTHON = 4
 
 
 def _place(stream: object) -> int:
-    """What tells a stream from others. An object's identity does not: another may have it once that is gone."""
+    """The identity of a stream. Python's ``id`` is not enough: a later object may reuse it."""
     return int(getattr(stream, "place", id(stream)))

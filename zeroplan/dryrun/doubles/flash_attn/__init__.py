@@ -1,4 +1,4 @@
-"""What scripts import of ``flash_attn``, for a machine where it cannot be installed."""
+"""A double of ``flash_attn`` for machines on which it cannot be installed."""
 
 from .flash_attn_interface import (
     flash_attn_func,

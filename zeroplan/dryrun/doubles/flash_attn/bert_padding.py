@@ -1,16 +1,16 @@
-"""Sequences without their padding, and back: shapes and kept tensors as in flash-attn 2.8, ``flash_attn/bert_padding.py``."""
+"""Removes padding from sequences and restores it: shapes and kept tensors as in flash-attn 2.8, ``bert_padding.py``."""
 
 import torch
 from torch import nn
 
 
 def index_first_axis(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Some rows of a tensor."""
+    """The rows of a tensor at the indices."""
     return x.index_select(0, indices)
 
 
 def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
-    """A tensor of zeros with some rows given."""
+    """A tensor of zeros with the values in the rows at the indices."""
     out = values.new_zeros((first_axis_dim, *values.shape[1:]))
     out[indices] = values
     return out
@@ -19,7 +19,7 @@ def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis
 def unpad_input(
     hidden_states: torch.Tensor, attention_mask: torch.Tensor, unused_mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:  # fmt: skip
-    """The tokens that a mask leaves, their places, the offsets of the sequences, the longest, and their lengths."""
+    """The unmasked tokens, their indices, the sequences' offsets, the longest length, and the lengths."""
     every = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = every.sum(dim=-1, dtype=torch.int32)
     indices = torch.nonzero(every.flatten(), as_tuple=False).flatten()
@@ -29,5 +29,5 @@ def unpad_input(
 
 
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    """Tokens at their places among zeros: batch, sequence, and the rest of the shape."""
+    """The tokens at their indices among zeros, with shape batch, sequence, and the rest."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).view(batch, seqlen, *hidden_states.shape[1:])

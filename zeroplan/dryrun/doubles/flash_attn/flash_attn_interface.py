@@ -1,8 +1,8 @@
-"""Flash attention on torch's operator of the same kernels: the same results, and the same tensors kept for backward.
+"""flash-attn by torch's operator with the same kernels: the same results, and the same tensors kept for backward.
 
 Source: flash-attn 2.8, ``flash_attn/flash_attn_interface.py``: ``FlashAttnFunc`` keeps query, key, value, the output and one number
-per row, with heads filled up to a multiple of 8; ``FlashAttnQKVPackedFunc`` keeps views and returns one gradient. What the kernels
-take inside while they run is left out, as it is of torch's operator.
+per row, with heads padded to a multiple of 8; ``FlashAttnQKVPackedFunc`` keeps views and returns one gradient. Memory inside the
+kernels is left out, as for torch's operator.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 
 from .kernels import _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_backward, _flash_attn_varlen_forward
 
@@ -19,7 +19,7 @@ __all__ = [
     "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
 ]  # fmt: skip
 _MULTIPLE = 8
-"""Heads are filled up to a multiple of so many numbers."""
+"""Head sizes are padded to a multiple of this."""
 Windows = tuple[int, int]
 
 
@@ -28,8 +28,8 @@ def flash_attn_func(
     causal: bool = False, window_size: Windows = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,  # noqa: ARG001, FBT001, FBT002
     deterministic: bool = False, return_attn_probs: bool = False,  # noqa: ARG001, FBT001, FBT002
 ) -> object:  # fmt: skip
-    """Attention of tensors of batch, sequence, heads and head size."""
-    note("flash-attn", "torch's flash attention, which keeps the same")
+    """Attention of tensors with shape batch, sequence, heads, head size."""
+    note("flash-attn", "torch's flash attention, which keeps the same tensors")
     found = _attention(q, k, v, None, None, q.size(1), k.size(1), dropout_p, causal=causal, scale=softmax_scale)
     return (*found, None) if return_attn_probs else found[0]
 
@@ -40,8 +40,8 @@ def flash_attn_varlen_func(
     window_size: Windows = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,  # noqa: ARG001
     deterministic: bool = False, return_attn_probs: bool = False, block_table: torch.Tensor | None = None,  # noqa: ARG001, FBT001, FBT002
 ) -> object:  # fmt: skip
-    """Attention of sequences in a row, each from one of the offsets to the next: tokens, heads and head size."""
-    note("flash-attn", "torch's flash attention, which keeps the same")
+    """Attention of packed sequences, split at the offsets: tokens, heads, head size."""
+    note("flash-attn", "torch's flash attention, which keeps the same tensors")
     found = _attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), dropout_p, causal=causal, scale=softmax_scale
     )
@@ -52,8 +52,8 @@ def flash_attn_qkvpacked_func(
     qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,  # noqa: FBT001, FBT002
     *_: object, return_attn_probs: bool = False, **__: object,
 ) -> object:  # fmt: skip
-    """Attention of one tensor of batch, sequence, three, heads and head size."""
-    note("flash-attn", "torch's flash attention, which keeps the same")
+    """Attention of one tensor with shape batch, sequence, three, heads, head size."""
+    note("flash-attn", "torch's flash attention, which keeps the same tensors")
     out, rows = _Packed.apply(qkv, None, qkv.size(1), dropout_p, softmax_scale, causal)  # type: ignore[no-untyped-call]
     return (out, rows, None) if return_attn_probs else out
 
@@ -62,15 +62,17 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, *_: object, return_attn_probs: bool = False, **__: object,  # noqa: FBT001, FBT002
 ) -> object:  # fmt: skip
-    """Attention of one tensor of tokens, three, heads and head size."""
-    note("flash-attn", "torch's flash attention, which keeps the same")
+    """Attention of one tensor with shape tokens, three, heads, head size."""
+    note("flash-attn", "torch's flash attention, which keeps the same tensors")
     out, rows = _Packed.apply(qkv, cu_seqlens, int(max_seqlen), dropout_p, softmax_scale, causal)  # type: ignore[no-untyped-call]
     return (out, rows, None) if return_attn_probs else out
 
 
 def flash_attn_with_kvcache(*_: object, **__: object) -> object:
-    """Refuse: generation is no part of a training step."""
-    raise NotImplementedError("flash_attn_with_kvcache has no double in a dry run; leave generation out, or install flash-attn")
+    """Raise: generation is no part of a training step."""
+    raise NotImplementedError(
+        "flash_attn_with_kvcache is not supported in a dry run; leave generation out, or install flash-attn"
+    )
 
 
 def _attention(
@@ -87,7 +89,7 @@ def _attention(
 
 
 class _Packed(torch.autograd.Function):
-    """Query, key and value are views of one tensor, and so are their gradients."""
+    """Attention with query, key and value as views of one tensor, and so their gradients."""
 
     @staticmethod
     def forward(

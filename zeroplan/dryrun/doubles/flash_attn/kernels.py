@@ -1,15 +1,15 @@
-"""flash-attn's kernels as libraries call them: what they return, and what they ask torch for while they run.
+"""flash-attn's kernels as libraries call them: the shapes of their results, and their allocations through torch.
 
 Source: flash-attn 2.8.4, ``csrc/flash_attn/flash_api.cpp`` (``mha_fwd``, ``mha_varlen_fwd``, ``mha_bwd``, ``mha_varlen_bwd``) and
-``flash_attn/flash_attn_interface.py``. Left out: what attention with dropout returns of its scores, and paged keys.
+``flash_attn/flash_attn_interface.py``. Left out: the scores that attention with dropout returns, and paged keys.
 """
 
 import torch
 
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 
 _ROWS = 128
-"""Rows of queries are filled up to a multiple of so many."""
+"""Rows of queries are padded to a multiple of this."""
 Optional = torch.Tensor | None
 
 
@@ -18,7 +18,7 @@ def _flash_attn_forward(
     window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Optional = None,  # noqa: ARG001
     return_softmax: bool = False,  # noqa: ARG001, FBT001, FBT002
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The output, one number per row, no scores, and the state of the random numbers."""
+    """The output, one number per row, no scores, and the random generator's state."""
     batch, rows, heads, _ = q.shape
     return _results(q, (batch, heads, rows))
 
@@ -30,7 +30,7 @@ def _flash_attn_varlen_forward(
     block_table: Optional = None, leftpad_k: Optional = None, seqused_k: Optional = None, zero_tensors: bool = False,  # noqa: ARG001, FBT001, FBT002
     num_splits: int = 0,  # noqa: ARG001
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The same of sequences in a row."""
+    """The same for packed sequences."""
     tokens, heads, _ = q.shape
     return _results(q, (heads, tokens))
 
@@ -48,7 +48,7 @@ def _flash_attn_backward(
     window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Optional = None, deterministic: bool = False,  # noqa: ARG001, FBT001, FBT002
     rng_state: Optional = None,  # noqa: ARG001
 ) -> torch.Tensor:  # fmt: skip
-    """One number per row; gradients go into ``dq``, ``dk`` and ``dv``."""
+    """One number per row; gradients are written to ``dq``, ``dk`` and ``dv``."""
     batch, rows, heads, _ = q.shape
     rows = _up(rows, _ROWS)
     return _gradients(q, k, (batch, rows, heads), (batch, heads, rows))
@@ -61,7 +61,7 @@ def _flash_attn_varlen_backward(
     window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Optional = None, deterministic: bool = False,  # noqa: ARG001, FBT001, FBT002
     rng_state: Optional = None, zero_tensors: bool = False,  # noqa: ARG001, FBT001, FBT002
 ) -> torch.Tensor:  # fmt: skip
-    """The same of sequences in a row."""
+    """The same for packed sequences."""
     tokens, heads, _ = q.shape
     rows = tokens + _ROWS * (cu_seqlens_q.numel() - 1)
     return _gradients(q, k, (rows, heads), (heads, rows))
@@ -70,7 +70,7 @@ def _flash_attn_varlen_backward(
 def _gradients(
     query: torch.Tensor, key: torch.Tensor, sums: tuple[int, ...], rows: tuple[int, ...]
 ) -> torch.Tensor:  # fmt: skip
-    """Sums in fp32, and gradients of keys and values for every head of the queries, as long as the kernel runs."""
+    """The kernel's buffers: fp32 sums, and gradients of keys and values for every head of the queries."""
     _noted()
     size, heads = query.size(-1), query.size(-2)
     per_row = query.new_empty(rows, dtype=torch.float32)
@@ -85,4 +85,4 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _noted() -> None:
-    note("flash-attn", "its results' shapes, and what its kernels ask for")
+    note("flash-attn", "its results' shapes, and its kernels' allocations")

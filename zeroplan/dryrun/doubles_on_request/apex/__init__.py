@@ -1,4 +1,4 @@
-"""What scripts import of ``apex``: its norms and its Adam."""
+"""A double of ``apex``: its norms and its Adam."""
 
 from . import normalization, optimizers
 

@@ -1,7 +1,7 @@
-"""What scripts import of ``deep_ep``: its buffer for experts' tokens, and the types around it.
+"""A double of ``deep_ep``: its buffer for experts' tokens, and the types around it.
 
-Source: DeepEP of July 2026, ``deep_ep/buffers/legacy.py`` and ``csrc/legacy/buffer.hpp``: the interface of versions 1 and, beside a
-new one, 2.
+Source: DeepEP of July 2026, ``deep_ep/buffers/legacy.py`` and ``csrc/legacy/buffer.hpp``: the interface of version 1, which
+version 2 keeps beside a new one.
 """
 
 import torch
@@ -11,13 +11,13 @@ from .config import Config
 from .utils import EventHandle, EventOverlap
 
 topk_idx_t = torch.int64
-"""What the experts' numbers are."""
+"""The dtype of expert indices."""
 
 
 def __getattr__(name: str) -> object:
     if name.startswith("__"):
         raise AttributeError(name)
-    raise ImportError(f"deep_ep.{name} has no double in a dry run; take Buffer")
+    raise ImportError(f"deep_ep.{name} is not supported in a dry run; use Buffer")
 
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]

@@ -1,4 +1,4 @@
-"""``deep_ep.Buffer``: what its calls return and ask torch for, by shape."""
+"""``deep_ep.Buffer``: shapes of its results, and its allocations through torch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,28 +9,28 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroplan.dryrun import outside_buffers
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 from zeroplan.verify.fake_cuda.known_values import Sure, keep
 
 from . import config as sizes
 from .config import ALIGNMENT, PEERS, Config
-from .memory import taken
+from .memory import allocations
 from .routes import Layout, Ranks, layout, per_local_expert, received
 from .utils import EventHandle, EventOverlap
 
 Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""Tokens in 16 bits, or in 8 with their scales."""
+"""Tokens in 16 bits, or in 8 bits with their scales."""
 Handle = tuple[Any, ...]
 Hook = Callable[[], None] | None
 Dispatched = tuple[Tokens, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]
-"""Tokens that arrive, their experts and weights, how many each expert has, what the way back needs, and an event."""
+"""The received tokens, their experts and weights, the count of each expert, the handle for combine, and an event."""
 _SOURCE_BYTES = 8
 
 
 class Buffer:
     """Buffers of one group of ranks, and the exchange of tokens through them.
 
-    Nothing is sent. What arrives is as many tokens as this rank would send itself, from every rank.
+    Nothing is sent. Every rank is assumed to send as many tokens as this rank sends to itself.
     """
 
     num_sms: int = 20
@@ -41,86 +41,86 @@ class Buffer:
         num_qps_per_rank: int = 24, allow_nvlink_for_low_latency_mode: bool = True, allow_mnnvl: bool = False,  # noqa: ARG002, FBT001, FBT002
         explicitly_destroy: bool = False, enable_shrink: bool = False, comm: object = None,  # noqa: ARG002, FBT001, FBT002
     ) -> None:  # fmt: skip
-        self._taken: list[Any] = []
+        self._buffers: list[Any] = []
         if group is None:
-            raise ValueError("deep_ep.Buffer has no double for ranks of MPI in a dry run; give it a process group")
+            raise ValueError("deep_ep.Buffer without a process group (MPI) is not supported in a dry run; pass a process group")
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self._check()
         self._ranks = Ranks(self.rank, self.group_size, max(1, self.group_size // PEERS))
         self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-        note("DeepEP", "its results' shapes: each rank sends what this one does, and buffers count beside the allocator")
-        self._taken += taken(num_nvl_bytes, num_rdma_bytes)
-        outside_buffers.take(self._taken)
+        note("DeepEP", "its results' shapes: each rank sends what this one sends, and buffers count outside the allocator")
+        self._buffers += allocations(num_nvl_bytes, num_rdma_bytes)
+        outside_buffers.take(self._buffers)
 
     def _check(self) -> None:
         size = self.group_size
         if size > PEERS and size % PEERS:
-            raise RuntimeError(f"DeepEP takes up to {PEERS} ranks or whole nodes of {PEERS}, not {size} ranks")
+            raise RuntimeError(f"DeepEP needs up to {PEERS} ranks or whole nodes of {PEERS}, not {size} ranks")
         if self.num_nvl_bytes % ALIGNMENT or self.num_rdma_bytes % ALIGNMENT:
-            raise RuntimeError(f"the sizes of DeepEP's buffers are whole multiples of {ALIGNMENT} bytes")
+            raise RuntimeError(f"the sizes of DeepEP's buffers must be multiples of {ALIGNMENT} bytes")
         if self.num_rdma_bytes and size <= PEERS and not self.low_latency_mode:
-            raise RuntimeError("DeepEP has a buffer for RDMA between nodes or in low-latency mode")
+            raise RuntimeError("DeepEP uses a buffer for RDMA only between nodes or in low-latency mode")
 
     def destroy(self) -> None:
-        """Give the buffers back."""
+        """Free the buffers."""
         if not self.explicitly_destroy:
             raise AssertionError("`explicitly_destroy` flag must be set")
         self._give_back()
 
     def _give_back(self) -> None:
-        outside_buffers.give_back(self._taken)
-        self._taken = []
+        outside_buffers.give_back(self._buffers)
+        self._buffers = []
 
     def __del__(self) -> None:
-        """Give the buffers back, unless the script is to do that itself."""
+        """Free the buffers, unless the script must do that itself."""
         if not self.explicitly_destroy:
             self._give_back()
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise AttributeError(f"deep_ep.Buffer.{name} has no double in a dry run")
+        raise AttributeError(f"deep_ep.Buffer.{name} is not supported in a dry run")
 
     # --- settings -------------------------------------------------------------------------------------------------------
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Whether kernels for Hopper are there."""
+        """True: kernels for Hopper are available."""
         return True
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set how many multiprocessors the kernels take."""
+        """Set the number of multiprocessors for the kernels."""
         if new_num_sms % 2:
             raise AssertionError("The SM count must be even")
         Buffer.num_sms = new_num_sms
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """What DeepEP recommends for sending."""
+        """DeepEP's recommended settings for dispatch."""
         return sizes.tuned(num_ranks, Buffer.num_sms, combines=False)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """What DeepEP recommends for sending back."""
+        """DeepEP's recommended settings for combine."""
         return sizes.tuned(num_ranks, Buffer.num_sms, combines=True)
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int,  # noqa: ARG004
     ) -> int:  # fmt: skip
-        """What the buffer for low-latency kernels must have. [bytes]"""
+        """The required size of the buffer for low-latency kernels. [bytes]"""
         return sizes.low_latency_hint(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     @staticmethod
     def capture() -> EventOverlap:
-        """Return an event on the current stream."""
+        """An event on the current stream."""
         return EventOverlap(EventHandle())
 
     def get_comm_stream(self) -> torch.cuda.Stream:
-        """Return the stream of the exchange."""
+        """The stream of the exchange."""
         return self._stream
 
     # --- between training ranks -----------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Buffer:
         self, topk_idx: torch.Tensor, num_experts: int, previous_event: EventOverlap | None = None, async_finish: bool = False,  # noqa: FBT001, FBT002
         allocate_on_comm_stream: bool = False,  # noqa: FBT001, FBT002
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:  # fmt: skip
-        """Count which tokens go where."""
+        """Count the tokens for each rank, node and expert."""
         found = layout(topk_idx, num_experts, self._ranks)
         with self._exchange(previous_event, asynchronous=async_finish, there=allocate_on_comm_stream) as event:
             per_rank = _holding(_ints(self.group_size), found.per_rank, found.sure)
@@ -152,10 +152,10 @@ class Buffer:
             if handle is not None:
                 return self._again(x, handle, channels), None, None, None, None, event
             if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
-                raise AssertionError("dispatch takes what get_dispatch_layout returns, or a handle")
+                raise AssertionError("dispatch needs the results of get_dispatch_layout, or a handle")
             if topk_idx is None or topk_weights is None:
                 raise NotImplementedError(
-                    "deep_ep.Buffer.dispatch without topk_idx and topk_weights has no double in a dry run"
+                    "deep_ep.Buffer.dispatch without topk_idx and topk_weights is not supported in a dry run"
                 )
             found = layout(topk_idx, len(num_tokens_per_expert), self._ranks)
             arrived = received(found, self._ranks)
@@ -173,14 +173,14 @@ class Buffer:
         config: Config | None = None, previous_event: EventOverlap | None = None, async_finish: bool = False,  # noqa: ARG002, FBT001, FBT002
         allocate_on_comm_stream: bool = False,  # noqa: FBT001, FBT002
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:  # fmt: skip
-        """Send tokens back to where they came from, and add them up."""
+        """Send tokens back to their ranks, and sum them."""
         sent = handle[0] if self._between_nodes else handle[5]
         with self._exchange(previous_event, asynchronous=async_finish, there=allocate_on_comm_stream) as event:
             weights = None if topk_weights is None else _like(topk_weights, len(sent))
             return _like(x, len(sent)), weights, event
 
     def _handle(self, sent: int, count: int, channels: int, found: Layout, is_token_in_rank: torch.Tensor) -> Handle:
-        """What a dispatch keeps for its way back."""
+        """The tensors that a dispatch keeps for combine."""
         ranks, nodes = self.group_size, self._ranks.nodes
         if not self._between_nodes:
             return (
@@ -195,12 +195,12 @@ class Buffer:
         )  # fmt: skip
 
     def _again(self, x: Tokens, handle: Handle, channels: int) -> Tokens:
-        """Send other tokens the way that a dispatch went before. Within a node the kernel writes its notes again."""
+        """Send other tokens along an earlier dispatch's route; within a node the kernel writes its bookkeeping again."""
         if self._between_nodes:
             return cast("Tokens", _like(x, len(handle[7])))
         tokens, _ = _parts(x)
         arrived = cast("Tokens", _like(x, len(handle[3])))
-        _notes = _ints(len(handle[3])), _ints(self.group_size, channels), _ints(len(tokens), self.group_size)
+        _bookkeeping = _ints(len(handle[3])), _ints(self.group_size, channels), _ints(len(tokens), self.group_size)
         return arrived
 
     @property
@@ -210,7 +210,7 @@ class Buffer:
     # --- with low latency -----------------------------------------------------------------------------------------------
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Nothing to clean."""
+        """Do nothing."""
 
     def low_latency_dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
@@ -218,7 +218,7 @@ class Buffer:
         dispatch_wait_recv_cost_stats: torch.Tensor | None = None, use_fp8: bool = True, round_scale: bool = False,  # noqa: ARG002, FBT001, FBT002
         use_ue8m0: bool = False, async_finish: bool = False, return_recv_hook: bool = False,  # noqa: FBT001, FBT002
     ) -> tuple[Tokens, torch.Tensor, Handle, EventOverlap, Hook]:  # fmt: skip
-        """Send tokens to their experts, each with room for all that may come."""
+        """Send tokens to their experts, each with room for the maximum."""
         most, hidden = num_max_dispatch_tokens_per_rank, x.shape[1]
         self._check_low_latency(len(x), most, hidden, num_experts)
         local, room = num_experts // self.group_size, self.group_size * most
@@ -242,7 +242,7 @@ class Buffer:
             )
 
     def _counts(self, topk_idx: torch.Tensor, experts: int, room: int) -> torch.Tensor:
-        """How many tokens each of this rank's experts receives."""
+        """The number of tokens for each of this rank's experts."""
         found = layout(topk_idx, experts, self._ranks)
         local = experts // self.group_size
         counts = torch.tensor(per_local_expert(received(found, self._ranks), local, 1), device="cpu").clamp(max=room)
@@ -253,17 +253,17 @@ class Buffer:
         use_logfmt: bool = False, zero_copy: bool = False, async_finish: bool = False, return_recv_hook: bool = False,  # noqa: ARG002, FBT001, FBT002
         out: torch.Tensor | None = None, combine_wait_recv_cost_stats: torch.Tensor | None = None,  # noqa: ARG002
     ) -> tuple[torch.Tensor, EventOverlap, Hook]:  # fmt: skip
-        """Send tokens back and add them up with their weights."""
+        """Send tokens back and sum them with their weights."""
         with self._exchange(None, asynchronous=async_finish, there=False) as event:
             combined = out if out is not None else _empty(len(topk_weights), x.shape[2], dtype=x.dtype)
         return combined, event, _hook(wanted=return_recv_hook)
 
     @contextmanager
     def _exchange(self, before: EventOverlap | None, *, asynchronous: bool, there: bool) -> Iterator[EventOverlap]:
-        """An exchange on its stream: what it waits for, whose memory it asks for, and the event that it returns."""
+        """Run an exchange on its stream: wait, allocate on the right stream, and set the returned event."""
         current = torch.cuda.current_stream()
         if there and (before is None or not asynchronous):
-            raise AssertionError("allocate_on_comm_stream goes with previous_event and async_finish")
+            raise AssertionError("allocate_on_comm_stream needs previous_event and async_finish")
         if before is None or before.event is None:
             self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream if there else current), torch.no_grad():
@@ -280,12 +280,12 @@ def _parts(x: Tokens) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _on_arrival(found: Layout) -> Sure:
-    """How sure it is what comes from other ranks."""
+    """How certain the tokens of other ranks are."""
     return Sure.EXACT if found.sure is Sure.EXACT else Sure.EXCHANGED
 
 
 def _like(x: Tokens, count: int) -> Any:  # noqa: ANN401  tokens as they came
-    """As many tokens as arrive, and their scales."""
+    """Empty tensors for the received tokens, and their scales."""
     tokens, scales = _parts(x)
     found = tokens.new_empty((count, *tokens.shape[1:]))
     return found if scales is None else (found, scales.new_empty((count, *scales.shape[1:])))
@@ -300,7 +300,7 @@ def _ints(*shape: int) -> torch.Tensor:
 
 
 def _holding(tensor: torch.Tensor, values: torch.Tensor, sure: Sure) -> torch.Tensor:
-    """A tensor whose numbers are known."""
+    """Set a tensor's known values."""
     keep(cast("FakeTensor", tensor), values.to(tensor.dtype), sure)
     return tensor
 

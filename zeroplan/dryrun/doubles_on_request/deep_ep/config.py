@@ -1,17 +1,17 @@
-"""How large DeepEP's buffers are to be: its own arithmetic (``csrc/legacy/config.hpp``)."""
+"""The sizes of DeepEP's buffers, by its own arithmetic (``csrc/legacy/config.hpp``)."""
 
 from typing import NamedTuple
 
 from zeroplan.numeric import round_up
 
 PEERS = 8
-"""Ranks of one node, which NVLink connects."""
+"""Ranks of one node, connected by NVLink."""
 ALIGNMENT = 128
 _INT, _FLOAT, _INDEX, _INT4, _SOURCE = 4, 4, 8, 16, 8
-"""Bytes of numbers, of a copy of four at once, and of where a token comes from."""
+"""Sizes of numbers, of a vectorised copy of four, and of a token's source. [bytes]"""
 _MOST_CHOICES = _MOST_SCALES = 128
 
-#: By ranks: tokens that dispatch and combine send at once over NVLink; that they receive there; the same two over RDMA, of both.
+#: By ranks: tokens sent at once over NVLink by dispatch and combine; tokens received there; the same two over RDMA, for both.
 _TUNED = {
     2: (24, 10, 256, (6, 128), (6, 128)), 4: (6, 9, 256, (6, 128), (6, 128)), 8: (6, 4, 256, (6, 128), (6, 128)),
     16: (36, 4, 288, (20, 128), (12, 128)), 24: (32, 1, 288, (8, 128), (8, 128)), 32: (32, 1, 288, (8, 128), (8, 128)),
@@ -21,7 +21,7 @@ _TUNED = {
 
 
 class Config(NamedTuple):
-    """``deep_ep.Config``: multiprocessors, and how many tokens are sent and received at once."""
+    """``deep_ep.Config``: multiprocessors, and the numbers of tokens sent and received at once."""
 
     num_sms: int
     num_max_nvl_chunked_send_tokens: int
@@ -31,18 +31,18 @@ class Config(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """How many of them there are: two multiprocessors serve one."""
+        """The number of channels; two multiprocessors serve one."""
         return self.num_sms // 2
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """What the buffer for NVLink should have, for tokens of so many bytes. [bytes]"""
+        """The recommended buffer for NVLink, for tokens of ``hidden_bytes``. [bytes]"""
         nodes, peers = max(num_ranks // PEERS, 1), min(num_ranks, PEERS)
         tokens = self.num_max_nvl_chunked_recv_tokens
         each = (2 * nodes + 3) * _INT + tokens * (hidden_bytes + _beside_token())
         return int(round_up(self.channels * peers * each, ALIGNMENT))
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """What the buffer for RDMA should have; nothing within a node. [bytes]"""
+        """The recommended buffer for RDMA; 0 within a node. [bytes]"""
         if num_ranks <= PEERS:
             return 0
         sent = self.num_max_rdma_chunked_send_tokens
@@ -52,12 +52,12 @@ class Config(NamedTuple):
 
 
 def _beside_token() -> int:
-    """What a token may have beside its numbers. [bytes]"""
+    """The most bytes that a token has beside its values. [bytes]"""
     return _SOURCE + _MOST_CHOICES * (_INDEX + _FLOAT) + _MOST_SCALES * _FLOAT
 
 
 def tuned(num_ranks: int, num_sms: int, *, combines: bool) -> Config:
-    """What DeepEP recommends for so many ranks."""
+    """DeepEP's recommended settings for a number of ranks."""
     if num_ranks not in _TUNED:
         raise AssertionError(f"Unsupported number of EP ranks: {num_ranks}")
     dispatched, combined, received, *over_rdma = _TUNED[num_ranks]
@@ -65,7 +65,7 @@ def tuned(num_ranks: int, num_sms: int, *, combines: bool) -> Config:
 
 
 def low_latency_bytes(tokens: int, hidden: int, experts: int) -> int:
-    """What the buffer for low-latency kernels must have, of two turns that overlap. [bytes]"""
+    """The required buffer for low-latency kernels, double-buffered. [bytes]"""
     scales = hidden // 128
     dispatched = _INT4 + max(2 * hidden, hidden + scales * _FLOAT)
     combined = scales * 4 + 2 * hidden
@@ -75,5 +75,5 @@ def low_latency_bytes(tokens: int, hidden: int, experts: int) -> int:
 
 
 def low_latency_hint(tokens: int, hidden: int, experts: int) -> int:
-    """The same in whole units, one more than they need. [bytes]"""
+    """The same, rounded up by one more alignment unit. [bytes]"""
     return (low_latency_bytes(tokens, hidden, experts) + ALIGNMENT) // ALIGNMENT * ALIGNMENT

@@ -1,4 +1,4 @@
-"""What a buffer of DeepEP takes from the card, beside torch's allocator (``csrc/legacy/buffer.hpp``)."""
+"""GPU memory that a buffer of DeepEP allocates outside torch's allocator (``csrc/legacy/buffer.hpp``)."""
 
 from collections.abc import Iterator
 
@@ -10,16 +10,16 @@ from .config import PEERS
 
 _WORKSPACE = 32 * MIB
 _PAGE = 2 * MIB
-"""What CUDA gives memory in."""
+"""CUDA's allocation granularity. [bytes]"""
 _HEAP_GROWS_BY = 512 * MIB
-"""What DeepEP sets as ``NVSHMEM_CUMEM_GRANULARITY``."""
+"""``NVSHMEM_CUMEM_GRANULARITY`` as DeepEP sets it. [bytes]"""
 _SIGNALS = PEERS * (4 + 8 + 8)
 """Barrier signals, and pointers to all ranks' buffers and signals. [bytes]"""
 _SOURCE = "DeepEP, csrc/legacy/buffer.hpp"
 
 
-def taken(num_nvl_bytes: int, num_rdma_bytes: int) -> Iterator[OutsideBuffer]:
-    """What a buffer takes: for NVLink by cudaMalloc, a workspace, and of NVSHMEM's heap, which grows by large pieces."""
+def allocations(num_nvl_bytes: int, num_rdma_bytes: int) -> Iterator[OutsideBuffer]:
+    """A buffer's allocations: for NVLink by cudaMalloc, a workspace, and NVSHMEM's heap, which grows in large pieces."""
     yield _exactly("DeepEP's workspace", _WORKSPACE)
     if num_nvl_bytes:
         yield _exactly("DeepEP's buffer for NVLink", int(round_up(num_nvl_bytes + _SIGNALS, _PAGE)))

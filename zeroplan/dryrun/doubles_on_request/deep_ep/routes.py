@@ -1,8 +1,7 @@
-"""Which rank and expert each token goes to, and what comes from other ranks.
+"""The rank and expert of each token, and the tokens that come from other ranks.
 
-Experts that a script has chosen for certain are taken as they are. Where the choice is an assumed one, every expert is chosen as
-often as any other, and the experts of one token lie on as many ranks as they can. DeepEP sends a token once to each rank, so that
-is the most that an even choice sends.
+Exactly known choices are used unchanged. An assumed choice is even: every expert is chosen equally often, and a token's experts
+are on as many ranks as possible. DeepEP sends a token once to each rank, so this is the most that an even choice sends.
 """
 
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from zeroplan.verify.fake_cuda.known_values import Sure, how_sure, known
 
 
 class Ranks(NamedTuple):
-    """This rank within a group, its size, and how many nodes it spans."""
+    """This rank within a group, the group's size, and its number of nodes."""
 
     rank: int
     size: int
@@ -23,7 +22,7 @@ class Ranks(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How many tokens go where, as real numbers, and how sure that is."""
+    """The numbers of tokens by destination, as real tensors, and how certain they are."""
 
     per_rank: torch.Tensor
     per_node: torch.Tensor
@@ -34,7 +33,7 @@ class Layout(NamedTuple):
 
 
 def layout(topk_idx: torch.Tensor, experts: int, ranks: Ranks) -> Layout:
-    """Where the tokens of this rank go."""
+    """The destinations of this rank's tokens."""
     with unset_fake_temporarily():
         chosen, sure = _chosen(topk_idx, experts, ranks.size)
         goes = torch.zeros(len(chosen), experts + 1, dtype=torch.bool).scatter_(
@@ -60,9 +59,9 @@ def _chosen(topk_idx: torch.Tensor, experts: int, ranks: int) -> tuple[torch.Ten
 
 
 def received(found: Layout, ranks: Ranks) -> torch.Tensor:
-    """The experts of every token that arrives, as numbers among this rank's own; -1 for those elsewhere.
+    """The experts of every received token, numbered within this rank; -1 for experts elsewhere.
 
-    Every rank sends what this one sends itself, times the imbalance where the choice is an assumed one.
+    Every rank sends what this rank sends to itself, times the imbalance if the choice is assumed.
     """
     with unset_fake_temporarily():
         local = len(found.per_expert) // ranks.size
@@ -74,7 +73,7 @@ def received(found: Layout, ranks: Ranks) -> torch.Tensor:
 
 
 def per_local_expert(arrived: torch.Tensor, local: int, alignment: int) -> list[int]:
-    """How many tokens each of this rank's experts gets, filled up to whole units."""
+    """The number of tokens for each of this rank's experts, rounded up to the alignment."""
     with unset_fake_temporarily():
         counts: list[int] = torch.bincount(arrived[arrived >= 0].flatten(), minlength=local).tolist()
     return [-(-count // alignment) * alignment for count in counts]

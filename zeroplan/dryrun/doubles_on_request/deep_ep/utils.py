@@ -1,4 +1,4 @@
-"""DeepEP's events. Nothing waits in a dry run, and the order of streams is kept."""
+"""DeepEP's events: nothing waits, but the order of streams is kept."""
 
 from collections.abc import Callable
 from typing import Self
@@ -14,12 +14,12 @@ class EventHandle:
         self._event.record()
 
     def current_stream_wait(self) -> None:
-        """Have the current stream wait for it."""
+        """Make the current stream wait for the event."""
         self._event.wait()
 
 
 class EventOverlap:
-    """What a call of a buffer returns to wait for; ``extra_tensors`` live as long as it does."""
+    """An event returned by a buffer's call; ``extra_tensors`` live as long as it."""
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
         self.event, self.extra_tensors = event, extra_tensors
@@ -27,7 +27,7 @@ class EventOverlap:
         self._afterwards: Callable[[], object] | None = None
 
     def current_stream_wait(self, release_handle: bool = False) -> None:  # noqa: FBT001, FBT002  DeepEP's own order
-        """Have the current stream wait."""
+        """Make the current stream wait."""
         if self.event is None:
             raise AssertionError("the call that returned this event was not asynchronous")
         self.event.current_stream_wait()
@@ -42,7 +42,7 @@ class EventOverlap:
         self._afterwards = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> Self:  # noqa: FBT001, FBT002  DeepEP's own order
-        """Say whether to forget the event at the end of a ``with``."""
+        """Set whether the event is dropped at the end of a ``with``."""
         self._releases = release_handle
         return self
 
@@ -50,7 +50,7 @@ class EventOverlap:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait."""
+        """Wait for the event."""
         if self.event is not None:
             self.current_stream_wait(self._releases)
         self._releases = False

@@ -1,1 +1,1 @@
-"""What scripts import of ``transformer_engine``: linear layers and norms of its PyTorch package, in 16 or 32 bits."""
+"""A double of ``transformer_engine``: linear layers and norms of its PyTorch package, in 16 or 32 bits."""

@@ -1,4 +1,4 @@
-"""Rotated queries and keys as flash-attn's kernel leaves them: one result per pass, tables of cosines and sines kept.
+"""flash-attn's rotary embedding: one result per pass, with tables of cosines and sines kept.
 
 Source: flash-attn 2.8, ``flash_attn/layers/rotary.py`` and ``flash_attn/ops/triton/rotary.py`` (``apply_rotary``).
 """
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 
 Offsets = int | torch.Tensor
 
 
 class ApplyRotaryEmb(torch.autograd.Function):
-    """The kernel, launched on nothing."""
+    """The kernel's allocations."""
 
     @staticmethod
     def forward(
@@ -36,7 +36,7 @@ def apply_rotary_emb(
     seqlen_offsets: Offsets = 0, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None,  # noqa: ARG001
 ) -> torch.Tensor:  # fmt: skip
     """A tensor of queries or keys, rotated."""
-    note("flash-attn", "its results' shapes, and what its kernels ask for")
+    note("flash-attn", "its results' shapes, and its kernels' allocations")
     rotated: torch.Tensor = ApplyRotaryEmb.apply(x, cos, sin, inplace, seqlen_offsets, cu_seqlens)  # type: ignore[no-untyped-call]
     return rotated
 

@@ -1,4 +1,4 @@
-"""apex's norms: what they keep for the backward, and what their kernels ask torch for.
+"""apex's norms: tensors kept for backward, and kernels' allocations through torch.
 
 Source: apex of July 2026, ``apex/normalization/fused_layer_norm.py`` (modules, ``save_for_backward``), ``csrc/layer_norm_cuda.cpp``
 (results, fp32 statistics for 16 bits) and ``csrc/layer_norm_cuda_kernel.cu`` (``HostLayerNormGradient``, ``HostRMSNormGradient``:
@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 
 _PARTS = 16
-"""In which gradients of weights are added up."""
+"""The number of partial sums of a weight's gradient."""
 
 
 class _Norm(torch.autograd.Function):
-    """A norm over the last dimensions. ``centred`` has it keep means, ``small`` its output in place of its input."""
+    """A norm over the last dimensions. ``centred`` keeps means; ``small`` keeps the output instead of the input."""
 
     @staticmethod
     def forward(
         ctx: Any, given: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, over: Sequence[int],  # noqa: ANN401
         centred: bool, small: bool, dtype: torch.dtype,  # noqa: FBT001
     ) -> torch.Tensor:  # fmt: skip
-        note("apex's norms", "their results' shapes, what they keep, and what their kernels ask for")
+        note("apex's norms", "their results' shapes, kept tensors, and kernels' allocations")
         given = given.contiguous()
         weight, bias = (one if one is None else one.contiguous() for one in (weight, bias))
         out = torch.empty_like(given, dtype=dtype)
@@ -52,7 +52,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _cast(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """As autocast has it: norms run in its dtype."""
+    """The tensor in autocast's dtype, in which norms run."""
     if tensor is None or not torch.is_autocast_enabled("cuda") or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype("cuda"))
@@ -74,37 +74,37 @@ class _Module(nn.Module):
         if self._centred:
             self.bias = nn.Parameter(torch.zeros(shape)) if elementwise_affine else None
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  as apex names it
-        """Its input, normalized."""
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  the name in apex
+        """The normalized input."""
         bias = self.bias if self._centred else None
         if not input.is_cuda and self._centred:
             return nn.functional.layer_norm(input, self.normalized_shape, self.weight, bias, self.eps)
         if not input.is_cuda:
             return nn.functional.rms_norm(input, self.normalized_shape, self.weight, self.eps)
         given, weight, shift = _cast(input), _cast(self.weight), _cast(bias)
-        dtype = (weight if self._mixed else given).dtype  # type: ignore[union-attr]  # a mixed one has weights
+        dtype = (weight if self._mixed else given).dtype  # type: ignore[union-attr]  # mixed norms always have weights
         made: torch.Tensor = _Norm.apply(  # type: ignore[no-untyped-call]
             given, weight, shift, self.normalized_shape, self._centred, self.memory_efficient, dtype
         )
         return made
 
     def extra_repr(self) -> str:
-        """Its settings."""
+        """The module's settings."""
         return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
 
 class FusedLayerNorm(_Module):
-    """``apex.normalization.FusedLayerNorm``: its output has the dtype of its input."""
+    """``apex.normalization.FusedLayerNorm``; the output has the input's dtype."""
 
 
 class FusedRMSNorm(_Module):
-    """``apex.normalization.FusedRMSNorm``: its output has the dtype of its input."""
+    """``apex.normalization.FusedRMSNorm``; the output has the input's dtype."""
 
     _centred = False
 
 
 class _Mixed(_Module):
-    """The output has the dtype of the weight, which there always is."""
+    """A norm whose output has the weight's dtype; it always has a weight."""
 
     _mixed = True
 

@@ -1,6 +1,6 @@
-"""apex's Adam: its states, and nothing beside them while it steps.
+"""apex's Adam: its states; its step allocates nothing else.
 
-Source: apex of July 2026, ``apex/optimizers/fused_adam.py``; its kernel asks torch for no memory (``csrc/multi_tensor_adam.cu``).
+Source: apex of July 2026, ``apex/optimizers/fused_adam.py``; its kernel allocates nothing (``csrc/multi_tensor_adam.cu``).
 """
 
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """``apex.optimizers.FusedAdam``: two states in fp32 of every parameter; master copies with ``master_weights``."""
+    """``apex.optimizers.FusedAdam``: two fp32 states per parameter, and master copies with ``master_weights``."""
 
     def __init__(
         self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),  # noqa: ANN401, FBT001, FBT002
@@ -23,7 +23,7 @@ class FusedAdam(torch.optim.Optimizer):
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
         if master_weights and not capturable:
             raise RuntimeError("Master weights is currently only supported with the capturable version.")
-        note("apex's FusedAdam", "its states; its kernel takes nothing beside them")
+        note("apex's FusedAdam", "its states; its kernel allocates nothing else")
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         self.set_grad_none, self.capturable, self.master_weights = set_grad_none, capturable, master_weights
@@ -33,11 +33,11 @@ class FusedAdam(torch.optim.Optimizer):
         ]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: FBT001
-        """Clear gradients as the constructor was told."""
+        """Clear gradients by the constructor's setting, unless overridden."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None, **_: object) -> Any:  # noqa: ANN401
-        """Take a step: the first makes the states."""
+        """Run a step; the first one makes the states."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
@@ -52,7 +52,7 @@ class FusedAdam(torch.optim.Optimizer):
 def __getattr__(name: str) -> object:
     if name.startswith("__"):
         raise AttributeError(name)
-    raise ImportError(f"apex.optimizers.{name} has no double in a dry run; install apex, or take FusedAdam")
+    raise ImportError(f"apex.optimizers.{name} is not supported in a dry run; install apex, or use FusedAdam")
 
 
 __all__ = ["FusedAdam"]

@@ -1,12 +1,12 @@
-"""Transformer Engine's linear layers and norms without FP8: what they keep for the backward, and what their kernels ask torch for.
+"""Transformer Engine's linear layers and norms without FP8: tensors kept for backward, and kernels' allocations through torch.
 
-Source: Transformer Engine 2.20 (August 2026), ``pytorch/module/linear.py`` and ``layernorm_linear.py`` (what is saved, casts under
-autocast, gradients), ``pytorch/ops/basic/rmsnorm.py`` and ``layer_norm.py``, ``csrc/extensions/normalization.cpp`` (fp32
-statistics), ``pytorch/cpp_extensions/gemm.py`` (``get_cublas_workspace``), and ``common/normalization`` (sums of the gradients of a
-norm's weights in fp32, for each block of threads; one block per multiprocessor is counted).
+Source: Transformer Engine 2.20 (August 2026), ``pytorch/module/linear.py`` and ``layernorm_linear.py`` (saved tensors, casts
+under autocast, gradients), ``pytorch/ops/basic/rmsnorm.py`` and ``layer_norm.py``, ``csrc/extensions/normalization.cpp`` (fp32
+statistics), ``pytorch/cpp_extensions/gemm.py`` (``get_cublas_workspace``), and ``common/normalization`` (fp32 sums of the
+gradients of a norm's weights for each block of threads; one block per multiprocessor is counted).
 
-Products are torch's own here, so cuBLAS's workspaces count beside that of Transformer Engine: too much where a script multiplies
-with nothing else. Left out: FP8, tensor and sequence parallelism, and all other modules; they end the run in one line.
+Products are torch's own here, so cuBLAS's workspaces count beside Transformer Engine's: too much if a script multiplies with
+nothing else. FP8, tensor and sequence parallelism and all other modules are left out; using them ends the run with an error.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.replacements import note
 
 _HOPPER = 9
 
 
 @cache
 def _workspace(device: int) -> torch.Tensor:
-    """What its products share on a GPU, to the end of the process."""
+    """The workspace that all products share on a GPU."""
     large = torch.cuda.get_device_properties(device).major >= _HOPPER
     return torch.empty((32 << 20) + 1024 if large else 4 << 20, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
 def _used(tensor: torch.Tensor) -> None:
-    note("Transformer Engine's layers", "what they keep, and what their kernels ask for; products are torch's")
+    note("Transformer Engine's layers", "their kept tensors and kernels' allocations; products are torch's")
     _workspace(tensor.get_device())
 
 
@@ -43,7 +43,7 @@ def _cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | Non
 
 
 class _Linear(torch.autograd.Function):
-    """A product. It keeps its input where its weight is trained, and its weight, both as they were cast."""
+    """A product. It keeps its weight, and its input if the weight is trained, both after the cast."""
 
     @staticmethod
     def forward(
@@ -72,7 +72,7 @@ def _product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 def _gradients(
     gradient: torch.Tensor, rows: torch.Tensor | None, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """Of weight and bias: one product makes both."""
+    """The gradients of weight and bias."""
     of_bias = None if bias is None else torch.empty_like(bias)
     if rows is None:
         return None, of_bias
@@ -80,7 +80,7 @@ def _gradients(
 
 
 def _normed(rows: torch.Tensor, size: int, *, centred: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """The output, and fp32 statistics of each row: means where it is centred, and deviations."""
+    """The output, and fp32 statistics of each row: means if centred, and deviations."""
     count = rows.numel() // size
     mean = rows.new_empty(count, dtype=torch.float32) if centred else None
     return torch.empty_like(rows), mean, rows.new_empty(count, dtype=torch.float32)
@@ -98,7 +98,7 @@ def _norm_gradients(
 
 
 class _NormLinear(torch.autograd.Function):
-    """A norm and a product. It keeps the norm's input and output, statistics and both weights."""
+    """A norm and a product. It keeps the norm's input and output, the statistics and both weights."""
 
     @staticmethod
     def forward(
@@ -125,7 +125,7 @@ class _NormLinear(torch.autograd.Function):
         if of_normed is not None:
             flowing = flowing + of_normed
         if ctx.trained and not ctx.shown:
-            normed.data = normed.new_empty(0)  # nobody else has it (``clear_tensor_data``)
+            normed.data = normed.new_empty(0)  # no other reference exists (``clear_tensor_data``)
         of_rows, of_scale, of_shift = _norm_gradients(rows, scale, centred=ctx.centred)
         del flowing
         return of_rows, of_scale, of_shift, of_weight, of_bias, None, None, None
@@ -138,7 +138,7 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, centred: bool  # noqa: ANN401, FBT001
     ) -> torch.Tensor:  # fmt: skip
-        note("Transformer Engine's layers", "what they keep, and what their kernels ask for; products are torch's")
+        note("Transformer Engine's layers", "their kept tensors and kernels' allocations; products are torch's")
         rows, cast = given.contiguous().to(dtype), weight.to(dtype)
         shift = _cast(bias, dtype)
         normed, mean, deviation = _normed(rows, weight.numel(), centred=centred)
@@ -156,11 +156,11 @@ class _Norm(torch.autograd.Function):
 
 
 def _refuse(what: str) -> None:
-    raise NotImplementedError(f"Transformer Engine's {what} has no double in a dry run; leave it out here")
+    raise NotImplementedError(f"Transformer Engine's {what} is not supported in a dry run; leave it out here")
 
 
 class _Layer(nn.Module):
-    """Parameters of a linear layer, on the GPU at once."""
+    """The parameters of a linear layer, allocated on the GPU at once."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, params_dtype: torch.dtype | None, device: Any,  # noqa: ANN401
@@ -223,7 +223,7 @@ class LayerNormLinear(_Layer):
         self.layer_norm_bias = nn.Parameter(torch.zeros(in_features, **self._made)) if centred else None
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **_: object) -> Any:  # noqa: ANN401, ARG002, FBT001
-        """The product of its normed input, and the normed input where it was asked for."""
+        """The product of its normed input, and the normed input if requested."""
         bias = None if self.return_bias else self.bias
         made = _NormLinear.apply(  # type: ignore[no-untyped-call]
             inp, self.layer_norm_weight, self.layer_norm_bias, self.weight, bias, _dtype(inp),
@@ -236,7 +236,7 @@ class LayerNormLinear(_Layer):
 
 
 class RMSNorm(nn.Module):
-    """``transformer_engine.pytorch.RMSNorm``: it runs in the dtype of its weight, or autocast's."""
+    """``transformer_engine.pytorch.RMSNorm``, in the dtype of its weight, or autocast's."""
 
     _centred = False
 
@@ -256,8 +256,8 @@ class RMSNorm(nn.Module):
         self.eps, self.weight = eps, nn.Parameter(torch.ones(shape, **made))
         self.bias = nn.Parameter(torch.zeros(shape, **made)) if self._centred else None
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  as its operation names it
-        """Its input, normed."""
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  the name in Transformer Engine
+        """The normed input."""
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else self.weight.dtype
         made: torch.Tensor = _Norm.apply(input, self.weight, self.bias, dtype, self._centred)  # type: ignore[no-untyped-call]
         return made
@@ -270,7 +270,7 @@ class LayerNorm(RMSNorm):
 
 
 def autocast(enabled: bool = True, *_: object, **__: object) -> AbstractContextManager[None]:  # noqa: FBT001, FBT002
-    """Nothing, where it is switched off: FP8 has no double."""
+    """Do nothing if switched off; FP8 is not supported."""
     if enabled:
         _refuse("FP8 (autocast, fp8_autocast)")
     return nullcontext()
@@ -283,7 +283,7 @@ def __getattr__(name: str) -> object:
     if name.startswith("__"):
         raise AttributeError(name)
     raise ImportError(
-        f"transformer_engine.pytorch.{name} has no double in a dry run; install Transformer Engine, or leave it out here"
+        f"transformer_engine.pytorch.{name} is not supported in a dry run; install Transformer Engine, or leave it out here"
     )
 
 

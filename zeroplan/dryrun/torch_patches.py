@@ -1,4 +1,4 @@
-"""What of torch itself is otherwise where tensors have no bytes: moving modules, addresses, loaders, threads, saving."""
+"""Replacements in torch for tensors without bytes: moving modules, addresses, loaders, threads, saving."""
 
 import concurrent.futures
 import sys
@@ -16,16 +16,15 @@ from torch.optim import optimizer
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
-from zeroplan.dryrun.stood_in import note, noting
+from zeroplan.dryrun.replacements import note, noting
 from zeroplan.verify.fake_cuda.graphs import Graph
 from zeroplan.verify.fake_cuda.known_values import how_sure, keep, known
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
-from zeroplan.verify.fake_cuda.torch_cuda import always
-from zeroplan.verify.replaced import put
+from zeroplan.verify.replaced import always, put
 
 
 def change_torch(stand_ins: StandIns) -> None:
-    """Put in order what fake tensors lack; ``torch.compile`` is another matter."""
+    """Install all replacements except ``torch.compile``'s."""
     _let_tensors_move()
     _give_addresses()
     _let_kinds_be_fake()
@@ -35,10 +34,7 @@ def change_torch(stand_ins: StandIns) -> None:
     _load_in_this_process()
     _leave_out_randomness()
     put(torch, save=noting("torch.save", "nothing is written", always(None)))
-    put(
-        torch.amp.GradScaler,
-        _maybe_opt_step=noting("the gradient scaler's overflow check", "every step is taken", _take_the_step),
-    )
+    put(torch.amp.GradScaler, _maybe_opt_step=noting("the gradient scaler's overflow check", "every step runs", _always_step))
     captured = "captured code runs once, in a pool of memory of its own, and replaying does nothing"
     put(Graph, capture_begin=noting("CUDA graphs", captured, Graph.capture_begin))
     put(torch.Tensor, is_pinned=always(False), pin_memory=lambda tensor, *_: tensor)
@@ -46,7 +42,7 @@ def change_torch(stand_ins: StandIns) -> None:
 
 
 def _let_tensors_move() -> None:
-    """``parameter.data = other`` and ``module.to``: a fake tensor's device is Python's, and goes along."""
+    """``parameter.data = other`` and ``module.to``: copy the fake tensor's device, which is a Python attribute, as well."""
     data: Any = torch._C.TensorBase.data
 
     def put_data(mine: FakeTensor, other: torch.Tensor) -> None:
@@ -60,7 +56,7 @@ def _let_tensors_move() -> None:
     swap: Callable[..., None] = torch.utils.swap_tensors
 
     def put_data_of_host(mine: torch.Tensor, other: torch.Tensor) -> None:
-        """A tensor of the host that gets a fake one's data becomes a fake one, and keeps what hangs on it."""
+        """Turn a host tensor that gets a fake tensor's data into a fake one, and keep its attributes."""
         if not isinstance(other, FakeTensor) or type(mine) not in (torch.Tensor, nn.Parameter):
             data.__set__(mine, other)
             return
@@ -69,13 +65,13 @@ def _let_tensors_move() -> None:
             made = nn.Parameter(other, wants) if isinstance(mine, nn.Parameter) else other.detach().requires_grad_(wants)
         for name in ("__class__", "__dict__"):
             setattr(mine, name, getattr(made, name))
-        torch._C._swap_tensor_impl(mine, made)  # swap_tensors refuses a tensor of which a fake copy was made before
+        torch._C._swap_tensor_impl(mine, made)  # swap_tensors refuses tensors that have a fake copy
         vars(mine).update(beside)
 
     torch.Tensor.data = property(data.__get__, put_data_of_host)  # type: ignore[assignment]
 
     def swap_tensors(mine: torch.Tensor, other: torch.Tensor) -> None:
-        """A module that moves keeps its parameters' objects, as it does where tensors have bytes."""
+        """Keep the parameter objects of a module that moves, as real modules do."""
         both = isinstance(mine, FakeTensor) and isinstance(other, FakeTensor)
         if both and torch._has_compatible_shallow_copy_type(mine, other):
             put_data(mine, other)  # type: ignore[arg-type]
@@ -87,7 +83,7 @@ def _let_tensors_move() -> None:
 
 
 def _give_addresses() -> None:
-    """Libraries tell tensors apart by their addresses: a fake one has that of its storage's object."""
+    """Give fake tensors an address, that of the storage object: libraries tell tensors apart by address."""
     address: Callable[..., int] = torch.Tensor.data_ptr
     storage_address: Callable[..., int] = torch.UntypedStorage.data_ptr
 
@@ -104,7 +100,7 @@ def _give_addresses() -> None:
 
 
 def _let_kinds_be_fake() -> None:
-    """A library's own kind of parameter, made of a fake tensor: both at once."""
+    """Make a library's own parameter class of a fake tensor: a class that is both."""
     make: Callable[..., torch.Tensor] = torch.Tensor._make_subclass
 
     def make_subclass(kind: type[torch.Tensor], data: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
@@ -118,10 +114,10 @@ def _let_kinds_be_fake() -> None:
 
 
 def _let_parameters_be_made_again() -> None:
-    """``type(parameter)(data, requires_grad=...)`` is how accelerate puts a parameter on another device, or loads it.
+    """Let ``type(parameter)(data, requires_grad=...)`` make a parameter of a fake one, as accelerate does to move or load it.
 
-    (1.15, ``init_on_device`` and ``set_module_tensor_to_device``.) The type of a fake parameter is that of all fake tensors, which
-    torch makes in another way.
+    (1.15, ``init_on_device`` and ``set_module_tensor_to_device``.) A fake parameter's type is that of all fake tensors, whose
+    constructor has other arguments.
     """
     make: Callable[..., FakeTensor] = FakeTensor.__new__
 
@@ -134,9 +130,9 @@ def _let_parameters_be_made_again() -> None:
 
 
 def _let_optimizers_take_lists() -> None:
-    """Let optimizers take a fake parameter for a parameter; they would update one parameter after the other otherwise.
+    """Let optimizers accept fake parameters in lists; otherwise they would update one parameter at a time.
 
-    By default it steps in lists where it knows the class of every parameter (torch 2.13, ``optim/optimizer.py``,
+    By default they use lists if they know the class of every parameter (torch 2.13, ``optim/optimizer.py``,
     ``_default_to_fused_or_foreach``).
     """
     optimizer._foreach_supported_types.append(FakeTensor)
@@ -144,7 +140,7 @@ def _let_optimizers_take_lists() -> None:
 
 @cache
 def _fake_kind(kind: type[torch.Tensor]) -> type[torch.Tensor]:
-    """A class that is both. Libraries know a class by its name."""
+    """A subclass of both FakeTensor and the library's class, with the library's name, by which libraries identify it."""
 
     def new(_: type, *args: object, **kwargs: object) -> torch.Tensor:
         return kind.__new__(kind, *args, **kwargs)
@@ -162,7 +158,7 @@ def _fake_kind(kind: type[torch.Tensor]) -> type[torch.Tensor]:
 
 
 def _beside(tensor: torch.Tensor) -> dict[str, object]:
-    """What a tensor of a library's own kind has beside its numbers: scales, for example.
+    """Attributes of a library's tensor class beside its values, such as scales.
 
     accelerate writes ``requires_grad`` there, which every tensor has anyway (``init_on_device``, 1.15).
     """
@@ -173,7 +169,7 @@ def _beside(tensor: torch.Tensor) -> dict[str, object]:
 
 
 def _let_values_be_read(stand_ins: StandIns) -> None:
-    """``tolist`` and ``numpy``: the values that are known, else ones."""
+    """Let ``tolist`` and ``numpy`` return known values, else ones."""
     to_list, one_by_one, numpy = torch.Tensor.tolist, FakeTensor.tolist, torch.Tensor.numpy
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,7 +182,7 @@ def _let_values_be_read(stand_ins: StandIns) -> None:
             return torch.ones(tensor.shape, dtype=tensor.dtype)
 
     def read_first(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Lists of tensors are read in C++, which knows of no mode: their numbers are read here."""
+        """Read the numbers of tensors in a list first, since C++ reads such lists without any mode."""
 
         def made(data: object, *args: object, **kwargs: object) -> torch.Tensor:
             first = data
@@ -204,7 +200,7 @@ def _let_values_be_read(stand_ins: StandIns) -> None:
 
 
 def _load_in_this_process() -> None:
-    """Modes belong to a thread: loaders work in this one, and what was to run in a pool of threads runs here."""
+    """Run data loaders and thread pools in this thread, since modes belong to a thread."""
     made = DataLoader.__init__
 
     def loader(self: DataLoader[object], *args: object, **kwargs: object) -> None:
@@ -219,7 +215,7 @@ def _load_in_this_process() -> None:
         future: concurrent.futures.Future[object] = concurrent.futures.Future()
         try:
             future.set_result(job(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001  whatever it is, whoever asks for the result is told
+        except Exception as error:  # noqa: BLE001  the future carries every error
             future.set_exception(error)
         return future
 
@@ -228,10 +224,10 @@ def _load_in_this_process() -> None:
 
 
 def _leave_out_randomness() -> None:
-    """States of generators are set where they have bytes; DTensor is told that its mesh has none."""
+    """Set generators' states only if they have values, and make DTensor use no random generator."""
     import torch.distributed.tensor  # noqa: PLC0415  its modules hold the function by name
 
-    for name, module in list(sys.modules.items()):  # as an operator of higher order it would be seen by no watcher
+    for name, module in list(sys.modules.items()):  # watchers do not see higher-order operators
         if name.startswith("torch.distributed.tensor"):
             put(module, is_rng_supported_mesh=always(False))
     set_state = torch.set_rng_state
@@ -246,12 +242,12 @@ def _leave_out_randomness() -> None:
 
 
 COMPILER = "torch.compile"
-"""What is named where it is left out."""
+"""The name of the compiler in the list of replacements."""
 
 
-def leave_out_compilation(why: str) -> None:
-    """Leave ``torch.compile`` out: the code runs as it is, which keeps more."""
-    left_out = (COMPILER, f"left out, the code runs as it is ({why})")
+def skip_compilation(why: str) -> None:
+    """Leave ``torch.compile`` out: the code runs uncompiled, which keeps more memory."""
+    left_out = (COMPILER, f"left out, the code runs uncompiled ({why})")
 
     def compiled(model: Any = None, *_: object, **__: object) -> object:  # noqa: ANN401
         if model is None:
@@ -265,8 +261,8 @@ def leave_out_compilation(why: str) -> None:
     put(nn.Module, compile=noting(*left_out, always(None)))
 
 
-def _take_the_step(_: object, optimizer: Any, _state: object, *args: object, **kwargs: object) -> object:  # noqa: ANN401
-    """A gradient scaler's step is taken: nothing overflowed."""
+def _always_step(_: object, optimizer: Any, _state: object, *args: object, **kwargs: object) -> object:  # noqa: ANN401
+    """Run a gradient scaler's step without its overflow check."""
     return optimizer.step(*args, **kwargs)
 
 
@@ -279,7 +275,7 @@ def _flex_attention(
     scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: object = None,  # noqa: ARG001, FBT001, FBT002
     *, return_aux: object = None,
 ) -> object:  # fmt: skip
-    """Flex attention's compiled kernel keeps what flash attention keeps: its output, and one number per row."""
+    """Flex attention by flash attention's operator, which keeps the same: the output, and one number per row."""
     if torch.compiler.is_dynamo_compiling():
         comptime(_note_flex_attention)  # once, when the graph is traced
     else:
@@ -301,7 +297,7 @@ def _kept_by_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
 
 
 class _OtherValues(torch.autograd.Function):
-    """Attention whose values have another size than its keys, which flash attention refuses and flex attention takes."""
+    """Attention with values of another size than keys, which flash attention refuses and flex attention supports."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
