@@ -11,7 +11,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import Compute, HeadPass
 from zeroplan.transformer.families.definition import Around, Held, definition_of
-from zeroplan.transformer.families.parts import OF_THE_BATCH, SAVED, TEMPORARY
+from zeroplan.transformer.families.tags import OF_THE_BATCH, SAVED, TEMPORARY
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, values_of, widths
 from zeroplan.transformer.params import is_frozen, layout
 from zeroplan.transformer.symbols import T, T_p, V, V_p, b, h, r, s

@@ -12,8 +12,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.profile import Amount, Flash, Handed, Part, Point, Profile, ProfiledPass, Tensor, Variant
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HandedOn, HeadPass
-from zeroplan.transformer.families.attention import FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
-from zeroplan.transformer.families.parts import BLOCK_INPUT
+from zeroplan.transformer.families.tags import BLOCK_INPUT, FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter, operator_of
 
 TRACE = "a trace of the module, in its profile"

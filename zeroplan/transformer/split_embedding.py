@@ -5,8 +5,8 @@ from zeroplan.numeric import minimum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import AtEmbedding, Compute
-from zeroplan.transformer.families.parts import GRADIENT, TEMPORARY
 from zeroplan.transformer.families.sharded import GATHER
+from zeroplan.transformer.families.tags import GRADIENT, TEMPORARY
 from zeroplan.transformer.families.widths import widths
 
 EMBEDDING = "torch 2.13, torch/distributed/tensor/_ops/_embedding_ops.py, embedding_dense_backward_strategy"

@@ -32,7 +32,7 @@ from zeroplan.spec.profile import Profile, model_of
 from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import Compute, HeadPass
-from zeroplan.transformer.families.attention import FLASH_SCRATCH
+from zeroplan.transformer.families.tags import FLASH_SCRATCH
 from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import layout

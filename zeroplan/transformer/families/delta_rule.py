@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from zeroplan.expr import NOTHING, Size, at_least, at_most, ceil
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.definition import Block
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.families.widths import CHUNK
 from zeroplan.transformer.symbols import A, D, I, T, b, e, s
@@ -89,7 +89,7 @@ def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
     ]
     tape.release(*bare)
     units = [_unit_length(tape, one, name) for one, name in zip(wide, ("queries", "keys"), strict=False)]
-    scaled = op.multiplied(tape, units[0], Site("queries, scaled", RULE))
+    scaled = op.multiplied(tape, units[0], "queries, scaled", Site("queries, scaled", RULE))
     tape.release(units[0], *wide[:2])
     rows = (scaled, "queries", A * D), (units[1], "keys", A * D), (wide[2], "values", A * I)
     query, key, value = (_longer(tape, one, name, FILLED * width) for one, name, width in rows)

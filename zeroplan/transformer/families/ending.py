@@ -20,12 +20,17 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import At, BackwardPoint, Compute, Place
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.definition import definition_of
+from zeroplan.transformer.families.definition import Training, definition_of
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.norms import AT_FINAL_NORM, LAYER_FINAL, LAYER_NORM
-from zeroplan.transformer.families.parts import GRADIENT, HEAD_INPUT, HELD_NORM, SAVED, TEMPORARY
-from zeroplan.transformer.families.program import Training
-from zeroplan.transformer.families.sharded import SHARED_OUT, gathered, norm
+from zeroplan.transformer.families.sharded import TENSOR_PARALLEL, gathered, norm
+from zeroplan.transformer.families.tags import (
+    AT_FINAL_NORM,
+    GRADIENT,
+    HEAD_INPUT,
+    HELD_NORM,
+    SAVED,
+    TEMPORARY,
+)
 from zeroplan.transformer.families.tape import (
     Alive,
     Arriving,
@@ -226,9 +231,9 @@ def _with_the_loss(moments: list[Alive], dtypes: dict[str, bool]) -> tuple[Alive
 
 def _tape_of(ending: Ending) -> Tape:
     tape = Tape(wide=ending.wide, autocast=ending.wide_residual, saving=True)
-    tape.manner = SHARED_OUT if ending.sharded else Manner(norms_frozen=ending.frozen_norm)
+    tape.manner = TENSOR_PARALLEL if ending.sharded else Manner(norms_frozen=ending.frozen_norm)
     if ending.frozen_head:
-        from zeroplan.transformer.families.trained import linear  # noqa: PLC0415  others need not wait for it
+        from zeroplan.transformer.families.frozen import linear  # noqa: PLC0415  others need not wait for it
 
         training = Training("frozen", tracked=True, keeps_inputs=ending.keeps_inputs)
         tape.manner = tape.manner._replace(linear=partial(linear, training=training))
@@ -236,10 +241,7 @@ def _tape_of(ending: Ending) -> Tape:
 
 
 def _final_norm(tape: Tape, given: Value, family: str) -> Value:
-    how = definition_of(family).program.norm
-    if how is None:
-        return op.layer_norm(tape, given, LAYER_FINAL, LAYER_NORM)
-    return norm(tape, given, "final norm", how, AT_FINAL_NORM)
+    return norm(tape, given, "final norm", definition_of(family).program.norm, AT_FINAL_NORM)
 
 
 def _name(tape: Tape, normal: Value) -> None:

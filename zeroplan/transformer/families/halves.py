@@ -18,11 +18,10 @@ from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.definition import definition_of
+from zeroplan.transformer.families.definition import Block, definition_of
 from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.parts import INCOMING
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.tags import INCOMING
 from zeroplan.transformer.families.tape import Store, Tape, Value
 from zeroplan.transformer.families.traced import Index, Places, Plan, Sizes, of_a_rank, program_of, run_forward, structure_of
 from zeroplan.transformer.families.widths import beyond_the_window, values_of, widths

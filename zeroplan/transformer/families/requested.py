@@ -16,10 +16,10 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss, Recompute
 from zeroplan.transformer.blocks import Compute
+from zeroplan.transformer.families.definition import Block
 from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
-from zeroplan.transformer.families.parts import INCOMING
-from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.sharded import SHARES
+from zeroplan.transformer.families.tags import INCOMING
 from zeroplan.transformer.families.tape import Deed, Do, Store, Tape, Value
 from zeroplan.transformer.families.traced import run_forward, structure_of, torchtitan_structure
 from zeroplan.transformer.families.widths import beyond_the_window, in_one_chunk, values_of, widths

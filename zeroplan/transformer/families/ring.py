@@ -8,9 +8,9 @@ Source: torch 2.13, ``torch/distributed/tensor/experimental/_context_parallel/_a
 """
 
 from zeroplan.expr import Size
-from zeroplan.transformer.families.attend import Attended, Heads, HeadSize, flash_scratch, in_order_of_tokens
-from zeroplan.transformer.families.attention import FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
+from zeroplan.transformer.families.attention import Attended, Heads, HeadSize, flash_scratch, in_order_of_tokens
 from zeroplan.transformer.families.operators import GRADIENT, TEMPORARY, TENSOR, gradient, tensor
+from zeroplan.transformer.families.tags import FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
 from zeroplan.transformer.families.tape import Arriving, Store, Tape
 from zeroplan.transformer.symbols import T_2, T, a, c, e, k, q, v
 

@@ -14,13 +14,11 @@ from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place
-from zeroplan.transformer.families.attend import head_size
-from zeroplan.transformer.families.attention import CUDA_ALONE
-from zeroplan.transformer.families.definition import definition_of
+from zeroplan.transformer.families.attention import head_size
+from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.parts import BLOCK_INPUT, INCOMING
-from zeroplan.transformer.families.program import Block, Chunks, Program, Training
-from zeroplan.transformer.families.sharded import SHARED_OUT, SHARES
+from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL
+from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
 from zeroplan.transformer.families.tape import Alive, Handed, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, grouped_heads, in_one_chunk, quantities, values_of
 from zeroplan.transformer.symbols import T, T_p, h, r
@@ -224,7 +222,7 @@ def structure_of(
         x.kernels,
         model.parallel_residual,
         model.activation,
-        model.attention_bias and model.family != "qwen2",
+        model.attention_bias and model.family not in ("qwen2", "glm4"),
         model.mlp_bias,
         x.expert_ranks > 1,
         compute.cp,
@@ -435,11 +433,11 @@ def run_forward(
     )
     value = _block_input(tape, given, T_p * h if structure.sharded else T * h, program.source)
     if training is not None:
-        from zeroplan.transformer.families.trained import freeze  # noqa: PLC0415  others need not wait for it
+        from zeroplan.transformer.families.frozen import freeze  # noqa: PLC0415  others need not wait for it
 
         freeze(tape, value, training)
     if structure.sharded:
-        tape.manner = SHARED_OUT
+        tape.manner = TENSOR_PARALLEL
     return tape, value, program.block(tape, value, structure)
 
 
