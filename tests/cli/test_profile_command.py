@@ -110,7 +110,7 @@ def test_whatever_is_changed_it_is_an_answer_or_one_line(file: Path, run: Run):
     [
         (("--engine", "paper"), "does not take a profile"),
         (("--engine", "deepspeed", "--stage", "2", "--offload-optimizer", "cpu"), "offload with engine 'deepspeed'"),
-        (("--precision", "fp32"), "says nothing of 32 bits with recomputation none; it has 16 bits"),
+        (("--precision", "fp32"), "does not cover 32 bits with recomputation none; it covers 16 bits"),
         (("--attention", "eager"), "was made with attention 'sdpa'"),
         (("--loss", "fused"), "traced with its own loss"),
         (("--model", "gpt2"), "--model and --profile are given"),

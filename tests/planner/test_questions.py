@@ -157,7 +157,7 @@ def test_what_a_plan_needs_to_know():
     with pytest.raises(SpecError, match=r"a plan needs a GPU to fit; add --gpu NAME \(`zeroplan gpus` lists them\)"):
         plan(job(model="gpt2"), Fixed())
     traced = replace(job(model="gpt2", gpu="h100"), model=model_of(by_hand()))
-    with pytest.raises(SpecError, match="the profile of by hand does not say how many operations its module takes"):
+    with pytest.raises(SpecError, match="the profile of by hand does not contain the number of operations of its module"):
         plan(traced, Fixed())
     with pytest.raises(SpecError, match="no engine offers"):
         plan(job(model="gpt2", gpu="h100", gpus=2), Fixed(engine="megatron", offload_optimizer="cpu"))

@@ -106,4 +106,4 @@ def test_where_nothing_is_saved_nothing_is_run_again() -> None:
     tape = Tape(wide=False, autocast=False, saving=False)
     given = Value(tape.make(Kind.ACTIVATIONS, "input", e * T * h, "here"), e, T * h)
     op.linear(tape, given, f, HERE)
-    assert [one.stores for one in tape.until_last_saved()] == [()]
+    assert [one.stores for one in tape.moments_until_last_saved()] == [()]

@@ -1,4 +1,4 @@
-"""What does the backward of an embedding take that is split by the vocabulary over tensor-parallel ranks?"""
+"""The backward of an embedding that is split by the vocabulary over tensor-parallel ranks."""
 
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import minimum
@@ -13,9 +13,9 @@ EMBEDDING = "torch 2.13, torch/distributed/tensor/_ops/_embedding_ops.py, embedd
 
 
 def at_the_embedding(model: ModelSpec, compute: Compute, batch: Batch) -> AtEmbedding:
-    """What the embedding's backward takes beside the gradients that are there: DTensor makes that of the whole embedding.
+    """Return what the embedding's backward allocates.
 
-    It takes the rank's share of it afterwards.
+    DTensor makes the gradient of the whole embedding on every rank, and then cuts the rank's share from it.
     """
     x = widths(model, compute, batch)
     gathered = x.element * x.tokens * x.hidden

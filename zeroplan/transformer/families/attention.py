@@ -125,7 +125,7 @@ def _kernel(
         return arriving
 
     tape.add("attention", (made,), (*(one.store for one in operands), made.store, *sums, *extra), backward, of=operands)
-    tape.by_kernel(made.store, *sums)
+    tape.kernel_output(made.store, *sums)
     tape.drop(*sums)
     tape.release(*operands)
     return made
@@ -263,7 +263,7 @@ def of_one_tensor(tape: Tape, heads: Heads) -> Attended:
     With several sequences the products save copies of the views. The softmax stays in the dtype of the scores.
     """
     joint = heads.query.store
-    tape.part_by_batch(joint)
+    tape.split_by_batch(joint)
     operands = [_copied(tape, value, name) for value, name in ((heads.query, "queries"), (heads.key, "keys"))]
     scores = run(
         tape, (heads.query, heads.key), "scores", Site("attention: scores", GPT2), dtype=e, shape=a * T * s,
@@ -346,7 +346,7 @@ def _operand(
         return made, (made.store,)
     size = value.dtype * value.shape * at_most(1, b - 1)
     if copied_for_several:
-        tape.part_by_batch(value.store)
+        tape.split_by_batch(value.store)
         copy = tape.make(TENSOR, f"{site.name}, copied for the product", size, site.source)
         copies.own.append(copy)
         return value, (value.store, copy)

@@ -57,7 +57,7 @@ def _attention(tape: Tape, normal: Value, given: Value) -> tuple[Value, Value]:
 
 def _flattened(tape: Tape, joint: Value) -> tuple[Store, ...]:
     """``reshape`` to one dimension for batch and heads: views of a single sequence, copies of several."""
-    tape.part_by_batch(joint.store)
+    tape.split_by_batch(joint.store)
     names = (("queries", q), ("keys", k), ("values", v))
     return tuple(
         tape.make(op.TENSOR, f"{name}, batch and heads in one", e * T * width * at_most(1, b - 1), ATTENTION)

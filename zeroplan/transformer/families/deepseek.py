@@ -184,7 +184,7 @@ def _logits_in_32_bits(tape: Tape, flat: Value) -> Value:
 
     tape.add("router: cast of the weight gradient", (weight,), (), cast_back, of=None)
     made = op.tensor(tape, "output of the router", 4, T * E, ROUTER)
-    tape.product(made.store)
+    tape.matrix_product(made.store)
     backward = op.makes("gradient of a factor of the router", ROUTER, given, weight)
     tape.add("router", (made,), (given.store, weight.store), backward, of=(given, weight))
     tape.release(given, weight)

@@ -285,7 +285,7 @@ def _exchanged(tape: Tape, value: Value, reason: str, source: str) -> Value:
     """``all_to_all_single``; its backward is another one. torchtitan's selective recomputation keeps its output."""
     site = Site(f"all-to-all: {reason}", source)
     made = op.run(tape, value, reason, site, gradient=f"gradient, sent back, of {reason}")
-    tape.by_kernel(made.store)
+    tape.kernel_output(made.store)
     return made
 
 

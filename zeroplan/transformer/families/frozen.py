@@ -15,7 +15,7 @@ from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Training
 from zeroplan.transformer.families.operators import TEMPORARY
-from zeroplan.transformer.families.tape import Arriving, Manner, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Arriving, Mode, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import T, e, z
 
 AUTOCAST = "torch 2.13, aten/src/ATen/autocast_mode.cpp, cached_cast"
@@ -28,9 +28,9 @@ CLONE = "peft 0.21, tuners/lora/bnb.py, Linear4bit.forward"
 
 def freeze(tape: Tape, given: Value, training: Training) -> None:
     """Make the tape run a block's linear layers and norms as ``training`` describes, before its program runs over ``given``."""
-    tape.manner = Manner(partial(linear, training=training), norms_frozen=training.weights != "trained")
+    tape.mode = Mode(partial(linear, training=training), norms_frozen=training.weights != "trained")
     if not training.tracked:
-        tape.constants.add(given)
+        tape.untracked.add(given)
 
 
 def linear(
@@ -62,7 +62,7 @@ def _frozen_linear(tape: Tape, value: Value, width: Size, site: Site, *, bias: b
     """Run a frozen linear layer, which saves only its weight. DeepSpeed's stage-3 layer saves its input too, after its product."""
     made = op.tensor(tape, f"output of the {site.name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
     if not bias:
-        tape.product(made.store)
+        tape.matrix_product(made.store)
     backward = op.makes(f"gradient through the {site.name}", site.source, value)
     saved = (value.store,) if keeps_input else ()
     tape.add(
@@ -78,7 +78,7 @@ def _copied_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: 
     given = op.cast(tape, value, e, Site(f"input of the {site.name}", site.source))
     made = op.tensor(tape, f"output of the {site.name}", e, T * width, site.source)
     if not bias:
-        tape.product(made.store)
+        tape.matrix_product(made.store)
     backward = op.makes(f"gradient through the {site.name}", site.source, given)
     tape.add(site.name, (made,), (copies[-1],), backward, of=(value,))
     tape.drop(*copies)

@@ -27,7 +27,7 @@ def _rotated(tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
     """Return queries and keys in their own dtype. Tables in fp32 make fp32 products; FSDP2's cast copies of the tables do not."""
     tables: Width = e if block.casts_inputs else 4
     copies = (tape.make(op.TENSOR, "rotary cos and sin, cast", 2 * e * s * d, CAST),) if block.casts_inputs else ()
-    tape.course.copied += copies
+    tape.history.input_copies += copies
     bare = [
         op.rotary(tape, one, Site(f"{name}, turned", ATTENTION), tables=tables, saved=copies)
         for one, name in ((query, "queries"), (key, "keys"))

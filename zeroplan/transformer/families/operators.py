@@ -149,8 +149,8 @@ def linear(
     tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, addmm: bool = False
 ) -> Value:  # fmt: skip
     """``nn.Linear`` from ``reads`` to ``width`` features. It saves its input."""
-    if tape.manner.linear is not None:
-        return tape.manner.linear(tape, value, width, site, reads=reads, bias=bias)
+    if tape.mode.linear is not None:
+        return tape.mode.linear(tape, value, width, site, reads=reads, bias=bias)
     return trained_linear(tape, value, width, site, reads=reads, bias=bias, addmm=addmm)
 
 
@@ -175,7 +175,7 @@ def trained_linear(
         casts.append(_weight(tape, width, site, tracked=False, of="bias"))
     made = tensor(tape, f"output of the {site.name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
     if not bias:
-        tape.product(made.store)
+        tape.matrix_product(made.store)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         reason = f"gradient through the {site.name}"
@@ -203,7 +203,7 @@ def _weight(tape: Tape, elements: Size, site: Site, *, tracked: bool, of: str) -
     """
     if tracked:
         tape.casts.append(elements)
-        tape.course.deeds.append((Do.CAST, elements))
+        tape.history.actions.append((Do.CAST, elements))
     else:
         tape.cached.append(elements)
     made = Value(Store(TEMPORARY, "", NOTHING, ""), e, elements)
@@ -396,7 +396,7 @@ def _rms_norm(tape: Tape, value: Value, kind: Norm, weight: Size, rows: Size, si
     tape.release(wide, scale)
     if kind.kind == "cast, then weighted":
         narrow = cast(tape, normal, value.dtype, site._replace(name=f"{site.name}: normalised input"), NORMALISED)
-        made = _weighted(tape, narrow, () if tape.manner.norms_frozen else (narrow.store,), weight, site)
+        made = _weighted(tape, narrow, () if tape.mode.norms_frozen else (narrow.store,), weight, site)
         tape.release(narrow, normal)  # the fp32 one has a variable until the norm returns
     else:
         made = _weighted_in_32_bits(tape, normal, value.dtype, weight, site, one_plus=kind.kind == "one plus weight")
@@ -408,7 +408,7 @@ def _weighted_in_32_bits(tape: Tape, normal: Value, dtype: Width, weight: Size, 
     """Multiply by the weight, or by 1 + weight, then cast to ``dtype``. 1 + weight is a tensor, which the product saves."""
     name = site.name
     plus = (tape.make(TENSOR, f"{name}: one plus its weight, fp32", 4 * weight, site.source),) if one_plus else ()
-    scaled = _weighted(tape, normal, plus if tape.manner.norms_frozen else (normal.store, *plus), weight, site)
+    scaled = _weighted(tape, normal, plus if tape.mode.norms_frozen else (normal.store, *plus), weight, site)
     tape.drop(*plus)
     if one_plus:
         tape.release(normal)  # its variable holds the product from here on
@@ -454,7 +454,7 @@ def _times_root(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
 
 def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: Size, site: Site) -> Value:
     """Multiply by the weight, which has the residual stream's dtype: the product has the wider dtype of the two."""
-    frozen = tape.manner.norms_frozen
+    frozen = tape.mode.norms_frozen
     made = tensor(tape, f"output of the {site.name}", wider(tape, value.dtype, r), value.shape, site.source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:

@@ -16,7 +16,7 @@ from zeroplan.transformer.families.experts import experts_here, router
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import KINDS_IN_TURN, Layout, Parameter
-from zeroplan.transformer.params_gated import fused_experts, gated, head_norms, in_turns, key_width, query_width, two_norms
+from zeroplan.transformer.params_gated import alternating, fused_experts, gated, head_norms, key_width, query_width, two_norms
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
 from zeroplan.transformer.symbols import A, D, I, J, T, a, c, d, d_4, e, h, k, k_4, k_d, l, m, n, q, q_4, r, s, v
 
@@ -200,7 +200,7 @@ def _tensors(model: ModelSpec) -> Layout:
         *linear("mlp.shared_expert_gate", hidden, 1),
         *two_norms(model),
     )
-    return in_turns(model, KINDS_IN_TURN[1], (*_of_linear(model), *after), (*_of_full(model), *after))
+    return alternating(model, KINDS_IN_TURN[1], (*_of_linear(model), *after), (*_of_full(model), *after))
 
 
 def _of_linear(model: ModelSpec) -> Parameters:

@@ -10,7 +10,7 @@ from zeroplan.ledger import Kind, Module
 from zeroplan.transformer.blocks import Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.operators import Norm
-from zeroplan.transformer.families.tape import Manner, Site, Tape, Value
+from zeroplan.transformer.families.tape import Mode, Site, Tape, Value
 from zeroplan.transformer.families.widths import SPLIT
 from zeroplan.transformer.symbols import T, T_p, b, e, h
 
@@ -24,7 +24,7 @@ _SUMMED_OVER_RANKS = {Module.O: "output of attention", Module.DOWN: "output of t
 
 def norm(tape: Tape, given: Value, name: str, kind: Norm, place: Place) -> Value:
     """Run a norm of the residual stream. Over a share of the sequence it is a DTensor's, so that autograd sums gradients anew."""
-    if not tape.manner.sharded:
+    if not tape.mode.sharded:
         return op.norm(tape, given, name, kind, place=place)
     share = Value(tape.hold(given.store), given.dtype, given.shape)
     tape.add(name, (share,), (), op.passes(given), of=(given,), place=place)
@@ -40,7 +40,7 @@ def gathered(tape: Tape, value: Value, name: str) -> Value:
     The all-gather returns a batch's sequences rank by rank; a copy reorders them. Each reader's gradient is a DTensor, one rank's
     term of a sum, and autograd never adds DTensors in place.
     """
-    if not tape.manner.sharded:
+    if not tape.mode.sharded:
         tape.hold(value.store)
         return value
     by_rank = tape.make(Kind.TEMPORARY, f"{name}, gathered rank by rank", e * T * h * at_most(1, b - 1), GATHER)
@@ -64,7 +64,7 @@ def _linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, b
 
 
 #: How a tensor-parallel rank runs its layers.
-TENSOR_PARALLEL = Manner(_linear, sharded=True)
+TENSOR_PARALLEL = Mode(_linear, sharded=True)
 
 
 def _scattered(tape: Tape, value: Value, name: str) -> Value:

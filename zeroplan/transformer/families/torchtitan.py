@@ -15,7 +15,7 @@ from zeroplan.transformer.families.definition import Block
 from zeroplan.transformer.families.ending import cross_entropy
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import AT_FINAL_NORM
-from zeroplan.transformer.families.tape import Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.symbols import T, V, c, d, e, h, k, q, s, v
 
@@ -63,8 +63,8 @@ def rotations(x: Widths) -> Line:
     return Line(Kind.PARAMETERS, 4 * x.seq_len * x.head_dim, "rotary positions, complex numbers", "4·s·d", ROTARY)
 
 
-def ending(tape: Tape) -> tuple[Store, Value]:
-    """Run final norm, head and loss; return the input and the loss. The loop frees the logits once it has the loss."""
+def ending(tape: Tape) -> Value:
+    """Run final norm, head and loss; return the loss. The training loop frees the logits once it has the loss."""
     given = Value(tape.make(op.TENSOR, "final norm: its input", e * T * h, NORM), e, T * h)
     normal = op.norm(tape, given, "final norm", _NORM, place=AT_FINAL_NORM)
     tape.release(given)
@@ -74,4 +74,4 @@ def ending(tape: Tape) -> tuple[Store, Value]:
     loss, names = cross_entropy(tape, logits, ())
     tape.drop(*names)
     tape.release(logits)
-    return given.store, loss
+    return loss
