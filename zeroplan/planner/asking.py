@@ -1,4 +1,4 @@
-"""From a request, as flags and job files make one, to what the planner searches: what is given, and what is decided."""
+"""Turns a request from flags or a job file into a search: what is fixed, and what the planner decides."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,17 +26,17 @@ from zeroplan.spec.hardware import SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.transformer.params import parameter_count
 
-#: Fields of a request that the search decides where they are not given.
+#: Fields of a request that the search decides unless they are given.
 SEARCHED = ("engine", "stage", "replicas", "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel",
              "pipeline_schedule", "pipeline_stages_per_rank", "pipeline_layers", "micro_batch", "grad_accum", "optimizer_impl",
              "recompute", "recompute_layers", "loss", "offload_optimizer", "offload_param")  # fmt: skip
 
-#: Options of one engine, which stay with it whatever else is tried.
+#: Options of one engine. The search keeps them whatever else it tries.
 _OPTIONS = ("ddp", "fsdp2", "deepspeed", "megatron")
 
 
 class Question(NamedTuple):
-    """What is asked for beside the job: an objective, or the largest or smallest of something."""
+    """What a user asks for beside the job: an objective, or the largest or smallest number of something."""
 
     objective: Objective = "throughput"
     global_batch: int | None = None
@@ -50,7 +50,7 @@ class Question(NamedTuple):
 
 
 def told_by_a_setup(request: Request) -> tuple[Request, tuple[str, ...]]:
-    """The request with what the set-up it names decides, and what is to be known of that; defaults are left to the search."""
+    """Return the request with the values of the set-up that it names, and notes about these. The search decides defaults."""
     found = with_setup(request)
     if found.deepspeed is not None:
         raise SpecError(
@@ -64,7 +64,7 @@ def told_by_a_setup(request: Request) -> tuple[Request, tuple[str, ...]]:
 
 
 def ask(request: Request, question: Question, *, extra: Path | None = None, unsaid: Unsaid | None = None) -> Plan:
-    """Answer a question on a request; raises SpecError in one line where it contradicts itself or asks for the impossible."""
+    """Return the plan for a question on a request. Raises SpecError in one line for a contradiction or an impossible wish."""
     request, told = told_by_a_setup(request)
     _refuse(request, question)
     fixed = _fixed(request, question)
@@ -103,7 +103,7 @@ _IN_BF16 = (
 
 
 def _trained_otherwise(answer: Plan) -> Iterator[str]:
-    """Say where the best layout does not train as was asked, but for the batch that it takes at once."""
+    """Yield a note where the best layout does not train as requested, apart from its micro-batch."""
     if answer.best is None:
         return
     asked, found = answer.base.recipe, answer.best.layout.job.recipe
@@ -114,15 +114,15 @@ def _trained_otherwise(answer: Plan) -> Iterator[str]:
 
 
 def _base(request: Request, extra: Path | None) -> Resolved:
-    """The job that is searched around: what the search decides is left out of it."""
+    """Return the job around which the planner searches, without the fields that the search decides."""
     base, notes = resolve(replace(request, **dict.fromkeys((*SEARCHED, *_OPTIONS))), extra=extra)
     options = {name: said for name in _OPTIONS if (said := getattr(request, name)) is not None}
-    gpu_of(base)  # is named, or the plan refused
+    gpu_of(base)  # raises SpecError without a GPU
     return Resolved(replace(base, recipe=replace(base.recipe, **options)), notes)
 
 
 def _with_the_largest_model(request: Request, fixed: Fixed, extra: Path | None, unsaid: Unsaid | None) -> Request:
-    """The request with the most parameters with which some layout fits, or the fewest that are tried where none does."""
+    """Return the request with the most parameters for which some layout fits, or the fewest tried if none does."""
 
     def at(count: int) -> JobSpec:
         return _base(replace(request, params=count), extra).job
@@ -213,7 +213,7 @@ def _fixed(request: Request, question: Question) -> Fixed:
 
 
 def _extreme(base: JobSpec, fixed: Fixed, question: Question, unsaid: Unsaid | None) -> tuple[JobSpec, Fixed, tuple[str, ...]]:
-    """The job with the longest sequence or the largest micro-batch that fits; as it was where neither is asked for."""
+    """Return the job with the longest sequence or the largest micro-batch that fits; unchanged if neither is requested."""
     if question.max_seq:
         longest = longest_sequence(base, fixed, unsaid)
         if not longest:

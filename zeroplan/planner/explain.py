@@ -1,4 +1,4 @@
-"""Why is the best layout the best, and what holds it back?"""
+"""Explains why the best layout is the best, and what limits it."""
 
 from zeroplan.planner.objectives import TIE, complexity_of
 from zeroplan.planner.result import Layout, More
@@ -6,14 +6,14 @@ from zeroplan.steptime import StepTime
 from zeroplan.steptime.parts import Does
 from zeroplan.units import GB
 
-#: What two digits of GB, and one of a per cent, do not show.
+#: Differences that two digits of GB, or one of a per cent, do not show.
 _SMALL, _TOLD = 5 * 10**6, 0.0005
-#: What the links are the cause of.
+#: Parts of a step that the links cause.
 _WAITING = (Does.SENDING, Does.SENDING_AT_STEP, Does.COPYING)
 
 
 def why_not(rival: Layout, its: StepTime, best: Layout, winner: StepTime) -> str:
-    """In a sentence: slower, by how much and by which part; or as quick, and why it still comes after."""
+    """Return a sentence: how much slower the rival is and in which part, or why an equally fast rival comes second."""
     slower = best.tokens_per_s / rival.tokens_per_s - 1
     if slower < TIE:
         more = rival.least_bytes - best.least_bytes
@@ -32,7 +32,7 @@ def _per(time: StepTime) -> str:
 
 
 def _largest_excess(its: StepTime, winner: StepTime) -> tuple[str, float]:
-    """The part that takes so much longer, for as many tokens."""
+    """Return the part whose time grows most, for the same number of tokens."""
     scale = float(its.tokens) / float(winner.tokens)
     before = {part.name: float(part.seconds) * scale for part in winner.parts}
     excess = {part.name: float(part.seconds) - before.get(part.name, 0.0) for part in its.parts}
@@ -41,7 +41,7 @@ def _largest_excess(its: StepTime, winner: StepTime) -> tuple[str, float]:
 
 
 def binding(time: StepTime, further: More | None) -> str:
-    """What holds the best layout back: memory, where more of it would buy speed; else the largest part of its step."""
+    """Return what limits the best layout: memory, where more would gain speed, else the largest part of its step."""
     largest = max(time.parts, key=lambda part: float(part.seconds))
     share = float(largest.seconds) / float(time.seconds)
     if further is not None:
