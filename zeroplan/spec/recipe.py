@@ -1,4 +1,4 @@
-"""How it is trained: the structure that a search loops over; every field is one value, free to be branched on."""
+"""The training recipe: structure that a search loops over and that formulas may branch on."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -9,12 +9,12 @@ from zeroplan.spec.pipeline import PipelineSchedule
 
 Kernels = Literal["cuda", "cpu"]
 Engine = Literal["paper", "ddp", "fsdp2", "deepspeed", "megatron"]
-#: Engines that are closed forms: there is nothing to run.
+#: Engines that are closed forms, without a run.
 ON_PAPER: tuple[Engine, ...] = ("paper", "megatron")
 Stage = Literal[0, 1, 2, 3]
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp32"]
 Optimizer = Literal["adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "adamw-8bit"]
-#: Adam in both its forms, which step alike.
+#: Both forms of Adam, which step alike.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
 OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
@@ -112,12 +112,12 @@ class MegatronOptions(Spec):
     """False is ``--no-create-attention-mask-in-dataloader``: no mask of one byte per pair of tokens comes with a batch."""
 
     def check_rules(self) -> None:
-        """Refuse what Megatron-LM refuses (megatron/training/arguments.py, validate_args)."""
+        """Raise SpecError where Megatron-LM does (megatron/training/arguments.py, validate_args)."""
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise SpecError("megatron.overlap_param_gather needs megatron.overlap_grad_reduce=true; set both, or neither")
 
 
-#: What users set ``reduce_bucket_size`` to where the default's buffers are too large: a tenth of it. [elements]
+#: A common ``reduce_bucket_size`` where the default's buffers are too large: a tenth of it. [elements]
 SMALL_BUCKET = 50_000_000
 
 
@@ -197,7 +197,7 @@ class DeepSpeedOptions(Spec):
 
     @property
     def offloads(self) -> bool:
-        """Whether anything is away from the GPU."""
+        """Whether anything is off the GPU."""
         return self.offload_optimizer != "none" or self.offload_param != "none"
 
     @property
@@ -208,31 +208,31 @@ class DeepSpeedOptions(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeSpec(Spec):
-    """Everything about the run that is structure rather than number.
+    """Everything about the run that is structure, not a number.
 
-    ``optimizer_impl=None`` means the engine's own default: foreach under torch (CUDA), fused under DeepSpeed, whose Adam has a
+    ``optimizer_impl=None``: the engine's own default: foreach under torch (CUDA), fused under DeepSpeed, whose Adam has a
     kernel of its own unless ``deepspeed.torch_adam`` is set.
     """
 
     engine: Engine = "fsdp2"
-    """Whose code holds the model."""
+    """The engine that holds the model."""
     zero_stage: Stage = 3
     """What is sharded: nothing, optimizer state, gradients too, parameters too."""
     precision: Precision = "bf16-mixed"
-    """Dtypes of weights and of what computes; ``mixed`` keeps fp32 weights for the optimizer."""
+    """Dtypes of weights and of computing; ``mixed`` keeps fp32 weights for the optimizer."""
     optimizer: Optimizer = "adamw"
-    """Which optimizer, with torch's default arguments."""
+    """The optimizer, with torch's default arguments."""
     optimizer_impl: OptimizerImpl | None = None
-    """How it steps: all tensors at once, by one kernel, or one by one."""
+    """Its implementation: all tensors at once, one kernel, or one tensor after the other."""
     recompute: Recompute = "none"
-    """What of a block's forward is run again in its backward."""
+    """What of a block's forward the backward recomputes."""
     recompute_layers: Count | None = None
-    """Of how many blocks, from the first; None: of all (Megatron-LM's ``--recompute-method block``)."""
+    """How many blocks, from the first; None: all (Megatron-LM's ``--recompute-method block``)."""
     offload_activations: bool = False
-    """What blocks keep for their backward is in host memory until then: ``offload_wrapper`` around every block, outside its
+    """Blocks' saved tensors are in host memory until the backward: ``offload_wrapper`` around every block, outside its
     checkpoint."""
     attention: Attention = "sdpa"
-    """Which implementation: torch's ``scaled_dot_product_attention``, FlashAttention, or operators written out."""
+    """The implementation: torch's ``scaled_dot_product_attention``, FlashAttention, or eager operators."""
     activation_model: ActivationModel = "module"
     """``module``: what autograd saves for the transformers module; ``megatron``: Korthikanti et al. 2022."""
     sequence_parallel: bool = False
@@ -245,7 +245,7 @@ class RecipeSpec(Spec):
     sync_every_micro_batch: bool = True
     """Gradients are reduced after every micro-batch (plain loop) rather than after the last one (``no_sync``)."""
     pipeline_schedule: PipelineSchedule | None = None
-    """In which order pipeline ranks take their micro-batches (torch.distributed.pipelining); ``None``: 1f1b."""
+    """The order in which pipeline ranks run their micro-batches (torch.distributed.pipelining); ``None``: 1f1b."""
     pipeline_stages_per_rank: Annotated[int, Range(1, 1000)] | None = None
     """``None``: 1 with gpipe and 1f1b, else 2."""
     pipeline_layers: str | None = None
@@ -259,7 +259,7 @@ class RecipeSpec(Spec):
     megatron: MegatronOptions = MegatronOptions()
     """Megatron-LM's own options."""
     kernels: Kernels = "cuda"
-    """Whose kernels compute: a GPU's, or a CPU's, where a run without a GPU is to be held against the estimate."""
+    """The kernels: a GPU's, or a CPU's to compare the estimate with a run without a GPU."""
 
     @property
     def wraps_one_rank(self) -> bool:
@@ -268,7 +268,7 @@ class RecipeSpec(Spec):
 
     @property
     def keeps_gathered_linears(self) -> bool:
-        """Whether torch's ``linear`` runs on weights that DeepSpeed gathers, and keeps them for the backward."""
+        """Whether torch's ``linear`` runs on weights that DeepSpeed gathers, and saves them for the backward."""
         return self.engine == "deepspeed" and self.zero_stage == 3 and not self.deepspeed.memory_efficient_linear
 
     @property
@@ -283,7 +283,7 @@ class RecipeSpec(Spec):
 
     @property
     def layers_by_hand(self) -> tuple[int, ...] | None:
-        """Layers of each pipeline stage, where they are given.
+        """Return the layers of each pipeline stage, if given.
 
         >>> RecipeSpec(pipeline_layers="7,9,9,7").layers_by_hand
         (7, 9, 9, 7)
@@ -301,7 +301,7 @@ class RecipeSpec(Spec):
         return any(one is not None for one in (self.pipeline_schedule, self.pipeline_stages_per_rank, self.pipeline_layers))
 
     def check_rules(self) -> None:
-        """Refuse what would be ignored: an answer must not look as if it had been heeded."""
+        """Raise SpecError for options that would be ignored."""
         if self.keep_logits and self.loss != "full":
             raise SpecError(f"keep_logits with loss={self.loss!r} has no logits to keep; use loss 'full', or leave it out")
         if self.activation_model == "megatron" and self.engine != "paper":
@@ -317,7 +317,7 @@ class RecipeSpec(Spec):
             )
 
     def _check_recompute_layers(self, layers: int) -> None:
-        """Refuse what has nothing to do, and what is not modelled."""
+        """Raise SpecError for options without an effect, and for what is not modelled."""
         if self.recompute == "none":
             raise SpecError(f"recompute_layers={layers} with recompute 'none' has nothing to do; use 'full', or leave it out")
         for asked, instead in (
@@ -328,7 +328,7 @@ class RecipeSpec(Spec):
                 raise SpecError(f"recompute_layers={layers} with {asked} is not modelled; use {instead}, or leave it out")
 
     def _check_offloaded_activations(self) -> None:
-        """Refuse what is not modelled with them."""
+        """Raise SpecError for what is not modelled with offloaded activations."""
         if self.engine == "paper":
             raise SpecError("offload_activations with engine 'paper' is not modelled; use engine 'fsdp2' or 'ddp'")
         if self.recompute == "none":
