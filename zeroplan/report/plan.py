@@ -1,4 +1,4 @@
-"""A plan as text, Markdown and plain data: the layout, its memory and time by part, the others and why not, what fell."""
+"""A plan as text, Markdown and plain data: the layout, its memory and time by part, the rivals, the rejected layouts."""
 
 import textwrap
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ _MOST_OF_FRONT = 6
 
 
 class Beside(NamedTuple):
-    """What is told beside the plan itself: the command for this layout, a token budget, a price, files that were written."""
+    """What accompanies a plan: the command for this layout, a token budget, a price, written files."""
 
     command: str
     tokens: int | None = None
@@ -49,7 +49,7 @@ def plan_text(plan: Plan, beside: Beside) -> str:
 
 
 def plan_markdown(plan: Plan, beside: Beside) -> str:
-    """Return the same as Markdown, its tables as they stand in a terminal."""
+    """Return the same as Markdown, with the terminal's tables."""
     best = "Nothing fits" if plan.best is None else layout_words(plan.best.layout.job)
     command = f"\n\n`{beside.command}`" if plan.best is not None else ""
     return f"## {best}{command}\n\n```text\n{plan_text(plan, beside)}\n```"
@@ -64,7 +64,7 @@ def _head(plan: Plan) -> Iterator[str]:
 
 
 def layout_words(job: JobSpec) -> str:
-    """A layout in a line: engine and stage, what it recomputes, how the batch is cut."""
+    """Return a layout in a line: engine and stage, what it recomputes, how the batch is cut."""
     recipe, batch = job.recipe, job.batch
     words = [engine_words(job)]
     words += [f"{job.mesh.dp_replicate} replicas of {job.mesh.dp_shard} shards"] if job.mesh.dp_replicate > 1 else []
@@ -153,12 +153,12 @@ def _time(best: Best, beside: Beside) -> Iterator[str]:
 
 
 def days(best: Layout, tokens: int) -> float:
-    """How long a token budget takes. [days]"""
+    """Return the time of a token budget. [days]"""
     return tokens / (best.tokens_per_s * best.job.mesh.world_size) / _DAY_S
 
 
 def cost(best: Layout, tokens: int, price_per_gpu_hour: float) -> float:
-    """What a token budget costs, in the price's own currency."""
+    """Return the cost of a token budget, in the price's own currency."""
     return tokens / best.tokens_per_s / 3600 * price_per_gpu_hour
 
 
