@@ -1,4 +1,4 @@
-"""The files that run a job, as ``zeroplan plan --emit`` writes them, for the page to hand out."""
+"""The files that run a job, as ``zeroplan plan --emit`` writes them, for download from the page."""
 
 from zeroplan.errors import SpecError
 from zeroplan.export.files import TARGETS, Target, export
@@ -12,7 +12,7 @@ _NOBODY = "nobody runs the paper's account; choose ddp, fsdp2 or deepspeed"
 
 
 def configurations(job: JobSpec) -> list[dict[str, object]]:
-    """For each target its files, the command that runs them and what they leave to the training script, or why there are none."""
+    """Return for each target its files, its command and what they leave to the training script, or why there are none."""
     return [_configuration(job, target) for target in TARGETS]
 
 

@@ -1,4 +1,4 @@
-"""What can be moved on the page: each control once, with its choices or its range, by the name of the flag that it is."""
+"""The controls of the page, each with its choices or its range, by the name of its flag."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -13,7 +13,7 @@ Kind = Literal["choice", "number", "text"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """One control: the flag's name, what it is called, what may be chosen, or from where to where it goes in doublings."""
+    """One control: the flag's name, its label, its choices, or its range in doublings."""
 
     name: str
     label: str
@@ -24,19 +24,19 @@ class Control:
     most: int = 1
     default: str = ""
     empty: str = "default"
-    """What nothing chosen is called."""
+    """The label of no choice."""
     hint: str = ""
 
 
-#: What the flag says, and what a request has for it.
+#: The flag's values, with the request's value for each.
 KEEP_LOGITS: dict[str, bool | Literal["fp32"]] = {"no": False, "yes": True, "fp32": "fp32"}
 _WHAT, _WHERE, _SPLIT, _HOW, _FED = "Model", "GPUs", "Split of the model", "Recipe", "Batch"
 _AUTO = ""
-"""Nothing chosen: what the command line takes then."""
+"""The command line's default, for no choice."""
 
 
 def controls() -> tuple[Control, ...]:
-    """Every control, in the order of the page."""
+    """Return every control, in the order of the page."""
     return (
         Control(name="model", label="Model", group=_WHAT, kind="text", choices=tuple(model_names()), default="llama-3.1-8b"),
         Control(name="lora_rank", label="LoRA rank", group=_WHAT, choices=(_AUTO, "4", "8", "16", "32", "64", "128", "256"),
