@@ -102,16 +102,16 @@ def test_the_largest_model_of_another_optimizer_and_stage():
 
 
 def test_what_no_file_can_say_is_left_out_of_the_extremes():
-    """With FSDP2 unsaid, the answer is that of the other engines."""
+    """With FSDP2 inexpressible, the answer is that of the other engines."""
     base = job(model="llama-3.2-1b", gpu="a10-24gb", gpus=2, seq_len=1024)
     others = replace(ALONE, engine="ddp", zero_stage=0, micro_batch_size=None)
     either = replace(others, engine=None, zero_stage=None)
 
-    def unsaid(recipe: RecipeSpec, _: Degrees) -> str:
+    def inexpressible(recipe: RecipeSpec, _: Degrees) -> str:
         return "" if (recipe.engine, recipe.zero_stage) == ("ddp", 0) else "it has no words for it"
 
-    assert longest_sequence(base, either, unsaid) == longest_sequence(base, others) < longest_sequence(base, either)
-    assert largest_batch(base, either, unsaid) == largest_batch(base, others) < largest_batch(base, either)
+    assert longest_sequence(base, either, inexpressible) == longest_sequence(base, others) < longest_sequence(base, either)
+    assert largest_batch(base, either, inexpressible) == largest_batch(base, others) < largest_batch(base, either)
 
 
 def test_the_longest_sequence_of_ranks_that_split_a_model_with_a_window_ends_before_it():

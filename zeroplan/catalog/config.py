@@ -11,7 +11,15 @@ from typing import NamedTuple, TypeAlias
 
 from zeroplan.catalog.config_keys import OTHER_KINDS, SAME_AS
 from zeroplan.catalog.config_parts import text_part
-from zeroplan.catalog.config_rest import LINEAR_FIELDS, activation_of, config_keys, listed, quantised, the_rest, unknown_keys
+from zeroplan.catalog.config_rest import (
+    LINEAR_FIELDS,
+    activation_of,
+    config_keys,
+    listed,
+    notes_on_other_keys,
+    quantised,
+    unknown_keys,
+)
 from zeroplan.catalog.text import one_line, read_text, shown, strict_json
 from zeroplan.errors import NoFormulasError, SpecError, unknown_name
 from zeroplan.spec.family import FAMILIES, LINEAR_FAMILIES, MOE_FAMILIES, ONE_WIDTH_FAMILIES, PLAIN_HEADS
@@ -54,7 +62,9 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
     _demand_required(source)
     model = _spec(source, f"{name} (text part)".lstrip() if is_part else name)
     beside = quantised(config) if is_part else ()
-    return ConfigRead(model, (*of_parts, *_treated(text.get("model_type"), treat_as), *beside, *the_rest(text, source.family)))
+    return ConfigRead(
+        model, (*of_parts, *_treated(text.get("model_type"), treat_as), *beside, *notes_on_other_keys(text, source.family))
+    )
 
 
 def _treated(model_type: object, treat_as: str | None) -> Iterator[str]:

@@ -36,7 +36,7 @@ def text_part(config: Config) -> TextPart:
         return TextPart(config, is_part=False)
     tied = _tied(config, text)
     found = text if tied is None else {**text, "tie_word_embeddings": tied}
-    return TextPart(found, is_part=True, notes=(*_left_out(config), *_tied_otherwise(config, text, tied)))
+    return TextPart(found, is_part=True, notes=(*_left_out(config), *_tied_by_text_part(config, text, tied)))
 
 
 def _tied(config: Config, text: Config) -> object:
@@ -52,7 +52,7 @@ def _tied(config: Config, text: Config) -> object:
     return inner if outer is None else outer
 
 
-def _tied_otherwise(config: Config, text: Config, tied: object) -> Iterator[str]:
+def _tied_by_text_part(config: Config, text: Config, tied: object) -> Iterator[str]:
     inner = text.get("tie_word_embeddings")
     if inner is None or inner == tied:
         return

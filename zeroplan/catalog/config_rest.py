@@ -45,7 +45,7 @@ def config_keys(family: str) -> ConfigKeys:
     return definition_of(family).config
 
 
-def the_rest(config: Config, family: str) -> tuple[str, ...]:
+def notes_on_other_keys(config: Config, family: str) -> tuple[str, ...]:
     """Return a note on each thing that is not counted; raises SpecError for what would be counted wrongly."""
     _refuse_values(config, family)
     _refuse_layer_types(config, family)

@@ -145,13 +145,13 @@ def flags(said: Mapping[str, str]) -> Iterator[str]:
     """Yield the command line's flags for the controls, without default values."""
     for name, control in _controls().items():
         text = said.get(name, "").strip()
-        if text and not _goes_without_saying(control, text):
+        if text and not _is_default(control, text):
             key = _model_key(text) if name == "model" else name
             for one in text.split() if name == _SETTINGS else (text,):
                 yield from ("--" + key.replace("_", "-"), one)
 
 
-def _goes_without_saying(control: Control, text: str) -> bool:
+def _is_default(control: Control, text: str) -> bool:
     """Whether a value is the command line's default."""
     return control.name in _SAME_BY_DEFAULT and text == control.default
 
@@ -179,14 +179,14 @@ def _value(control: Control, text: str) -> object:
             return parse_tokens(text, what=control.label)
         return parse_count(text, what=control.label, examples="8 or 1024")
     if text not in control.choices:
-        raise _no_choice(control, text)
+        raise _invalid_choice(control, text)
     return KEEP_LOGITS[text] if control.name == "keep_logits" else int(text) if text.isdigit() else text
 
 
 _FEW = 12
 
 
-def _no_choice(control: Control, text: str) -> ZeroplanError:
+def _invalid_choice(control: Control, text: str) -> ZeroplanError:
     """Return all choices if they are few, else the nearest ones."""
     choices = [choice for choice in control.choices if choice]
     if len(choices) > _FEW:

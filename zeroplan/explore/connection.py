@@ -8,7 +8,7 @@ PATIENCE_S = 10.0
 """The time limit for a whole request, from the connection's beginning or the last answer. [s]"""
 
 
-class Impatient(H11Protocol):
+class TimedConnection(H11Protocol):
     """uvicorn's HTTP protocol with a limit of ``PATIENCE_S`` for each request, and for the client to read the answer.
 
     Computing the answer has no limit.
@@ -35,9 +35,9 @@ class Impatient(H11Protocol):
     def _wait(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(PATIENCE_S, self._lose_patience)
+        self._timer = self.loop.call_later(PATIENCE_S, self._close_idle)
 
-    def _lose_patience(self) -> None:
+    def _close_idle(self) -> None:
         computing = bool(self.cycle) and not self.cycle.response_complete  # no cycle before the first request
         if computing and not self.transport.get_write_buffer_size():
             self._wait()

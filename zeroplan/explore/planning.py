@@ -8,7 +8,7 @@ from zeroplan.explore.answers import DESCRIBE, flags, request_of
 from zeroplan.explore.controls import controls
 from zeroplan.export.accelerate import as_accelerate_has_it
 from zeroplan.export.command import estimate_command
-from zeroplan.export.files import TARGETS, Target, unsaid_by
+from zeroplan.export.files import TARGETS, Target, inexpressible_in
 from zeroplan.planner.asking import Question, ask
 from zeroplan.planner.objectives import OBJECTIVES
 from zeroplan.planner.result import Layout, Plan
@@ -44,7 +44,7 @@ def planned_payload(said: Mapping[str, str]) -> dict[str, object]:
     request = as_accelerate_has_it(request) if target == "accelerate" else request
     if (request.gpus or 1) > _MOST_GPUS:
         raise SpecError(f"{request.gpus:,} GPUs are more than the page plans for, {_MOST_GPUS:,}; run `zeroplan plan` instead")
-    plan = ask(request, question, unsaid=unsaid_by(target))
+    plan = ask(request, question, inexpressible=inexpressible_in(target))
     best = "" if plan.best is None else estimate_command(plan.best.layout.job, request)
     return {
         "schema_version": SCHEMA_VERSION,

@@ -70,11 +70,13 @@ def cannot_split(mesh: Split, target: Target) -> str:
     ('', 'the file for accelerate has no words for tp=2')
     """
     degrees = {"tp": mesh.tp, "cp": mesh.cp, "pp": mesh.pp, "ep": mesh.ep}
-    unsaid = ", ".join(f"{name}={ways}" for name, ways in degrees.items() if ways != 1 and name not in _DEGREES.get(target, ()))
-    return f"the file for {target} has no words for {unsaid}" if unsaid else ""
+    inexpressible = ", ".join(
+        f"{name}={ways}" for name, ways in degrees.items() if ways != 1 and name not in _DEGREES.get(target, ())
+    )
+    return f"the file for {target} has no words for {inexpressible}" if inexpressible else ""
 
 
-def unsaid_by(target: Target | None) -> Callable[[RecipeSpec, Split], str] | None:
+def inexpressible_in(target: Target | None) -> Callable[[RecipeSpec, Split], str] | None:
     """Return the check of every layout in a search for a file format; None without one."""
     if target is None:
         return None

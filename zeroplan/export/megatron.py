@@ -44,7 +44,7 @@ def _as_megatron_holds_it(job: JobSpec) -> Estimate | None:
 def missing(recipe: RecipeSpec) -> str:
     """Return what of a recipe Megatron's arguments cannot express; empty if they can express all."""
     sharded = recipe.engine == "fsdp2"
-    for unsaid, said in (
+    for inexpressible, said in (
         (recipe.engine not in ("ddp", "fsdp2", "megatron"), f"Megatron-LM has no {recipe.engine}"),
         (
             recipe.recompute == "selective" and recipe.engine != "megatron",
@@ -62,7 +62,7 @@ def missing(recipe: RecipeSpec) -> str:
             "of pipelines only 1F1B is written, and interleaved 1F1B of engine megatron",
         ),
     ):
-        if unsaid:
+        if inexpressible:
             return said
     return ""
 

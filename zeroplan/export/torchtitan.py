@@ -48,7 +48,7 @@ _Value = str | int | bool
 def missing(recipe: RecipeSpec) -> str:
     """Return what of a recipe torchtitan cannot express; empty if it can express all."""
     sharded = recipe.engine == "fsdp2"
-    for unsaid, said in (
+    for inexpressible, said in (
         (not sharded and not (recipe.engine == "ddp" and recipe.zero_stage == 0), "torchtitan runs FSDP2, or DDP without ZeRO"),
         (
             recipe.recompute_layers is not None,
@@ -69,7 +69,7 @@ def missing(recipe: RecipeSpec) -> str:
         (recipe.pipeline_stages_per_rank is not None, "how many stages a rank has is left to torchtitan"),
         (recipe.pipeline_layers is not None, "which layers a stage has is left to torchtitan"),
     ):
-        if unsaid:
+        if inexpressible:
             return said
     return ""
 

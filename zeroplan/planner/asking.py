@@ -19,7 +19,7 @@ from zeroplan.planner.questions import (
     longest_sequence,
 )
 from zeroplan.planner.result import Plan
-from zeroplan.planner.search import Unsaid
+from zeroplan.planner.search import Inexpressible
 from zeroplan.planner.space import Fixed, gpu_of
 from zeroplan.resolve import Request, Resolved, beyond_positions, mesh_of, resolve, with_setup
 from zeroplan.spec.hardware import SharesSpec
@@ -49,7 +49,7 @@ class Question(NamedTuple):
     search_optimizer: bool = False
 
 
-def told_by_a_setup(request: Request) -> tuple[Request, tuple[str, ...]]:
+def with_setup_defaults(request: Request) -> tuple[Request, tuple[str, ...]]:
     """Return the request with the values of the set-up that it names, and notes about these. The search decides defaults."""
     found = with_setup(request)
     if found.deepspeed is not None:
@@ -63,13 +63,13 @@ def told_by_a_setup(request: Request) -> tuple[Request, tuple[str, ...]]:
     return replace(found.request, **kept), (*instead, *found.notes)  # type: ignore[arg-type]  # Request checks every field
 
 
-def ask(request: Request, question: Question, *, extra: Path | None = None, unsaid: Unsaid | None = None) -> Plan:
+def ask(request: Request, question: Question, *, extra: Path | None = None, inexpressible: Inexpressible | None = None) -> Plan:
     """Return the plan for a question on a request. Raises SpecError in one line for a contradiction or an impossible wish."""
-    request, told = told_by_a_setup(request)
+    request, told = with_setup_defaults(request)
     _refuse(request, question)
     fixed = _fixed(request, question)
     if question.max_params:
-        request = _with_the_largest_model(request, fixed, extra, unsaid)
+        request = _with_the_largest_model(request, fixed, extra, inexpressible)
     base, notes = _base(replace(request, seq_len=SEQUENCE_STEP) if question.max_seq else request, extra)
     if request.pipeline_layers is not None:
         raise SpecError("--pipeline-layers has nothing to do in a search, which cuts stages evenly; leave it out")
@@ -80,16 +80,16 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, unsa
         )
     base = replace(base, cluster=replace(base.cluster, shares=question.shares))
     if question.min_gpus:
-        answer = fewest_gpus(base, fixed, objective=question.objective, mfu=question.mfu, unsaid=unsaid)
+        answer = fewest_gpus(base, fixed, objective=question.objective, mfu=question.mfu, inexpressible=inexpressible)
     elif question.objective == "cost":
-        answer = cheapest(base, fixed, mfu=question.mfu, unsaid=unsaid)
+        answer = cheapest(base, fixed, mfu=question.mfu, inexpressible=inexpressible)
     else:
-        base, fixed, found = _extreme(base, fixed, question, unsaid)
-        answer = plan(base, fixed, objective=question.objective, mfu=question.mfu, unsaid=unsaid)
+        base, fixed, found = _extreme(base, fixed, question, inexpressible)
+        answer = plan(base, fixed, objective=question.objective, mfu=question.mfu, inexpressible=inexpressible)
         notes = (*notes, *found)
     if question.max_params and answer.best is not None:
         notes = (f"the largest model that fits: {parameter_count(base.model):,} parameters (in two digits)", *notes)
-    return replace(answer, notes=(*told, *notes, *_trained_otherwise(answer)))
+    return replace(answer, notes=(*told, *notes, *_training_notes(answer)))
 
 
 _IN_8_BITS = (
@@ -102,7 +102,7 @@ _IN_BF16 = (
 )
 
 
-def _trained_otherwise(answer: Plan) -> Iterator[str]:
+def _training_notes(answer: Plan) -> Iterator[str]:
     """Yield a note where the best layout does not train as requested, apart from its micro-batch."""
     if answer.best is None:
         return
@@ -121,13 +121,13 @@ def _base(request: Request, extra: Path | None) -> Resolved:
     return Resolved(replace(base, recipe=replace(base.recipe, **options)), notes)
 
 
-def _with_the_largest_model(request: Request, fixed: Fixed, extra: Path | None, unsaid: Unsaid | None) -> Request:
+def _with_the_largest_model(request: Request, fixed: Fixed, extra: Path | None, inexpressible: Inexpressible | None) -> Request:
     """Return the request with the most parameters for which some layout fits, or the fewest tried if none does."""
 
     def at(count: int) -> JobSpec:
         return _base(replace(request, params=count), extra).job
 
-    return replace(request, params=largest_model(at, fixed, unsaid) or LEAST_PARAMETERS)
+    return replace(request, params=largest_model(at, fixed, inexpressible) or LEAST_PARAMETERS)
 
 
 def _refuse(request: Request, question: Question) -> None:
@@ -212,10 +212,12 @@ def _fixed(request: Request, question: Question) -> Fixed:
     )
 
 
-def _extreme(base: JobSpec, fixed: Fixed, question: Question, unsaid: Unsaid | None) -> tuple[JobSpec, Fixed, tuple[str, ...]]:
+def _extreme(
+    base: JobSpec, fixed: Fixed, question: Question, inexpressible: Inexpressible | None
+) -> tuple[JobSpec, Fixed, tuple[str, ...]]:
     """Return the job with the longest sequence or the largest micro-batch that fits; unchanged if neither is requested."""
     if question.max_seq:
-        longest = longest_sequence(base, fixed, unsaid)
+        longest = longest_sequence(base, fixed, inexpressible)
         if not longest:
             return base, replace(fixed, micro_batch_size=1), (f"not even {SEQUENCE_STEP} tokens fit",)
         said = f"the longest sequence that fits: {longest:,} tokens (a multiple of {SEQUENCE_STEP})"
@@ -226,7 +228,7 @@ def _extreme(base: JobSpec, fixed: Fixed, question: Question, unsaid: Unsaid | N
         notes = tuple(note for note in (said, beyond_positions(found)) if note)
         return found, replace(fixed, micro_batch_size=1), notes
     if question.max_batch:
-        largest = largest_batch(base, fixed, unsaid)
+        largest = largest_batch(base, fixed, inexpressible)
         if not largest:
             return base, replace(fixed, micro_batch_size=1), ("not even one sequence fits",)
         said = f"the largest micro-batch that fits: {largest:,} sequences per data-parallel rank"

@@ -14,7 +14,7 @@ from zeroplan.planner.objectives import Field, Objective, field, ordered, pareto
 from zeroplan.planner.partly import partly_recomputed
 from zeroplan.planner.result import Best, Cloud, Layout, More, Plan, Rival
 from zeroplan.planner.rules import Fallen, NoLayoutError, Rule
-from zeroplan.planner.search import Found, Unsaid, job_at, search
+from zeroplan.planner.search import Found, Inexpressible, job_at, search
 from zeroplan.planner.space import Column, Fixed, check_batch, gpu_of
 from zeroplan.spec.job import JobSpec
 from zeroplan.steptime import StepTime, step_time
@@ -76,7 +76,7 @@ def plan(
     *,
     objective: Objective = "throughput",
     mfu: float | None = None,
-    unsaid: Unsaid | None = None,
+    inexpressible: Inexpressible | None = None,
 ) -> Plan:
     """Return the best layout of ``base``'s model on its GPUs, and why it is the best.
 
@@ -94,11 +94,11 @@ def plan(
             f"the degrees that are asked for do not divide {base.mesh.world_size:,} GPUs; use others, or more GPUs"
         )
     check_batch(base, fixed, splits)
-    found, tally = search(base, fixed, mfu=mfu, unsaid=unsaid)
+    found, tally = search(base, fixed, mfu=mfu, inexpressible=inexpressible)
     if not found:
         raise NoLayoutError(_nothing_starts(tally.fallen))
     if objective != "headroom":  # more blocks never reduce them
-        found = (*found, *partly_recomputed(base, found, fixed, mfu=mfu, unsaid=unsaid))
+        found = (*found, *partly_recomputed(base, found, fixed, mfu=mfu, inexpressible=inexpressible))
     layouts, room = field(found), int(gpu.memory_bytes.value)
     fits, easy = layouts.least_bytes <= room, layouts.comfortable_bytes <= room
     considered = layouts.layouts + sum(one.layouts for one in tally.fallen)

@@ -37,11 +37,11 @@ def degrees(base: JobSpec, fixed: Fixed) -> Iterator[Degrees]:
         one = Degrees(tp, cp, pp, ep)
         if one != WHOLE and fixed.engine not in (None, *SPLITTING):
             continue
-        if gpus % one.model_ranks == 0 and (gpus // pp) % ep == 0 and _worth_a_look(one, base, fixed):
+        if gpus % one.model_ranks == 0 and (gpus // pp) % ep == 0 and _is_tried(one, base, fixed):
             yield one
 
 
-def _worth_a_look(one: Degrees, base: JobSpec, fixed: Fixed) -> bool:
+def _is_tried(one: Degrees, base: JobSpec, fixed: Fixed) -> bool:
     """Whether to try this way. Unrequested pipelines leave matrices and experts whole, or split them as far as possible.
 
     Each layout of a pipeline takes time to evaluate. Requested degrees are always tried.

@@ -14,14 +14,14 @@ from zeroplan.planner.columns import entries_of
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ADAM, RecipeSpec
-from zeroplan.steptime import StepTime, stepped
+from zeroplan.steptime import StepTime, with_optimizer_step
 from zeroplan.timeline import own_pools
 from zeroplan.trace import Entry, highest_of
 from zeroplan.transformer.params import trained_layout
 from zeroplan.weights import Highest
 
 
-class Told(NamedTuple):
+class SharedResults(NamedTuple):
     """The results of a structure's layouts that the structure with the fused Adam reuses."""
 
     working: Highest
@@ -34,7 +34,7 @@ class Told(NamedTuple):
     time: StepTime
 
 
-def lists_of(recipe: RecipeSpec) -> RecipeSpec | None:
+def recipe_in_lists(recipe: RecipeSpec) -> RecipeSpec | None:
     """Return the same recipe with Adam in lists, whose results serve the fused one; None if there is none.
 
     There is none where the implementation decides which rank holds most (ZeroRedundancyOptimizer), or where the CPU runs the
@@ -46,7 +46,7 @@ def lists_of(recipe: RecipeSpec) -> RecipeSpec | None:
     return replace(recipe, optimizer_impl="foreach")
 
 
-def of_lists(account: Account, time: StepTime, recipe: RecipeSpec) -> tuple[Highest, Told]:
+def results_in_lists(account: Account, time: StepTime, recipe: RecipeSpec) -> tuple[Highest, SharedResults]:
     """Return the highest moments with Adam in lists, and the results that the fused Adam reuses."""
     state, pools = next(line for line in account.states if line.kind is Kind.OPTIMIZER_STATE), own_pools(recipe)
     entries = entries_of(account.moments)
@@ -57,7 +57,7 @@ def of_lists(account: Account, time: StepTime, recipe: RecipeSpec) -> tuple[High
     without = highest_of((one for one, has in zip(others, has_states, strict=True) if not has), pools)
     step = highest_of(map(_without_temporaries, steps), pools)
     own = working.or_of(without).or_of(highest_of(steps, pools))
-    return own, Told(working, without, step, account.states, time)
+    return own, SharedResults(working, without, step, account.states, time)
 
 
 def _without_temporaries(step: Entry) -> Entry:
@@ -65,11 +65,13 @@ def _without_temporaries(step: Entry) -> Entry:
     return step._replace(alive=tuple(alive))
 
 
-def of_fused(known: Told, model: ModelSpec, recipe: RecipeSpec, cluster: ClusterSpec) -> tuple[Highest, StepTime]:
+def results_of_fused(
+    known: SharedResults, model: ModelSpec, recipe: RecipeSpec, cluster: ClusterSpec
+) -> tuple[Highest, StepTime]:
     """Return memory, without library workspaces, and time of the layouts with the fused Adam. [bytes, s]"""
     whole = trained_layout(model)
     tensors = len(whole.embeddings) + len(whole.tail) + sum(run.layers * len(run.parameters) for run in whole.runs)
     counters = step_counters(recipe.optimizer, "fused", tensors)
     pool, n_bytes = own_pools(recipe).get(Kind.OPTIMIZER_STATE, 0), sum(int(line.n_bytes) for line in counters)
     held = known.working.or_of(known.step).beside(n_bytes, pool).or_of(known.without)
-    return held, stepped(known.time, (*known.states, *counters), recipe, cluster)
+    return held, with_optimizer_step(known.time, (*known.states, *counters), recipe, cluster)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from zeroplan.errors import SpecError
 from zeroplan.planner.objectives import TIE, tokens
-from zeroplan.planner.search import Found, Unsaid, evaluated, job_at
+from zeroplan.planner.search import Found, Inexpressible, evaluated, job_at
 from zeroplan.planner.space import WHOLE, Column, Fixed, Grid, room_of
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -23,7 +23,7 @@ from zeroplan.spec.recipe import RecipeSpec
 _CLOSELY = 8
 
 
-class _Chance(NamedTuple):
+class _Candidate(NamedTuple):
     """A layout that fits with all blocks recomputed, and not with none."""
 
     recipe: RecipeSpec
@@ -37,7 +37,7 @@ class _Chance(NamedTuple):
 
 
 def partly_recomputed(
-    base: JobSpec, found: Sequence[Found], fixed: Fixed, *, mfu: float | None = None, unsaid: Unsaid | None = None
+    base: JobSpec, found: Sequence[Found], fixed: Fixed, *, mfu: float | None = None, inexpressible: Inexpressible | None = None
 ) -> tuple[Found, ...]:
     """Return layouts that recompute only the first blocks, as few as fit, each clearly faster than all known before.
 
@@ -48,10 +48,12 @@ def partly_recomputed(
     room = room_of(base)
     need = _needed(found, room)
     quickest = max((float(rates[need(one) <= room].max(initial=0.0)) for one, rates in _rated(found)), default=0.0)
-    chances = sorted(_chances(base, found, need, room), key=lambda one: -one.tokens_per_s)
+    chances = sorted(_candidates(base, found, need, room), key=lambda one: -one.tokens_per_s)
     made: list[Found] = []
     for chance in chances[:_CLOSELY]:
-        if chance.tokens_per_s <= (1 + TIE) * quickest or (unsaid is not None and unsaid(_with(chance.recipe, 1), WHOLE)):
+        if chance.tokens_per_s <= (1 + TIE) * quickest or (
+            inexpressible is not None and inexpressible(_with(chance.recipe, 1), WHOLE)
+        ):
             continue
         one = _least(base, chance, need, room, mfu)
         if one is not None and _rates(one)[0] > (1 + TIE) * quickest:
@@ -82,7 +84,7 @@ def _with(recipe: RecipeSpec, layers: int) -> RecipeSpec:
     return replace(recipe, recompute_layers=layers)
 
 
-def _chances(base: JobSpec, found: Sequence[Found], need: _Need, room: int) -> Iterator[_Chance]:
+def _candidates(base: JobSpec, found: Sequence[Found], need: _Need, room: int) -> Iterator[_Candidate]:
     layers = base.model.num_hidden_layers
     none = {(one.recipe, _layouts(one.grid)): one for one in found if one.recipe.recompute == "none"}
     for every in found:
@@ -95,7 +97,7 @@ def _chances(base: JobSpec, found: Sequence[Found], need: _Need, room: int) -> I
             share = (int(much[at]) - room) / (int(much[at]) - int(little[at]))
             enough = min(layers, int(share * layers) + 1)
             seconds = (1 - enough / layers) / rates[at] + enough / layers / slower[at]
-            yield _Chance(every.recipe, _only(every.grid, int(at)), enough, float(1 / seconds))
+            yield _Candidate(every.recipe, _only(every.grid, int(at)), enough, float(1 / seconds))
 
 
 def _layouts(grid: Grid) -> tuple[object, ...]:
@@ -119,7 +121,7 @@ def _only(grid: Grid, at: int) -> Grid:
     return grid.only(np.arange(rows)[:, None] == row).with_batches(np.arange(columns)[None, :] == column)
 
 
-def _least(base: JobSpec, chance: _Chance, need: _Need, room: int, mfu: float | None) -> Found | None:
+def _least(base: JobSpec, chance: _Candidate, need: _Need, room: int, mfu: float | None) -> Found | None:
     """Return the layout with the fewest recomputed blocks that fits; None if that takes all blocks."""
     low, high, layers = 1, base.model.num_hidden_layers - 1, chance.layers
     best: Found | None = None

@@ -13,7 +13,7 @@ from zeroplan.planner.degrees import degrees, degrees_of
 from zeroplan.planner.objectives import TIE, Objective
 from zeroplan.planner.result import Plan
 from zeroplan.planner.rules import NoLayoutError
-from zeroplan.planner.search import Unsaid, evaluated, weights_alone_are_too_large
+from zeroplan.planner.search import Inexpressible, evaluated, weights_alone_are_too_large
 from zeroplan.planner.space import (
     MOST_TOKENS,
     Column,
@@ -35,18 +35,20 @@ _MOST_GPUS, _MOST_SEQUENCES, _MOST_TOKENS = 4096, 4096, 1 << 20
 SEQUENCE_STEP = 128
 
 
-def fewest_gpus(base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, unsaid: Unsaid | None = None) -> Plan:
+def fewest_gpus(
+    base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, inexpressible: Inexpressible | None = None
+) -> Plan:
     """Return the plan on the fewest GPUs on which anything fits: powers of two up to a node, then whole nodes.
 
     It doubles the number until something fits, then bisects: with more GPUs no GPU needs more memory.
     """
 
     def on(gpus: int) -> Plan | NoLayoutError:
-        return _on(gpus, base, fixed, objective=objective, mfu=mfu, unsaid=unsaid)
+        return _on(gpus, base, fixed, objective=objective, mfu=mfu, inexpressible=inexpressible)
 
     per_node = gpus_per_node(base)
     nodes = range(per_node, _MOST_GPUS + 1, per_node)
-    counts = [gpus for gpus in (*_parts_of_a_node(per_node), *nodes) if _goes_onto(gpus, base, fixed)]
+    counts = [gpus for gpus in (*_parts_of_a_node(per_node), *nodes) if _divides(gpus, base, fixed)]
     if not counts:
         raise SpecError(
             f"model and batch go evenly onto no number of GPUs that is tried (whole nodes of {per_node}, up to {_MOST_GPUS:,}); "
@@ -65,11 +67,13 @@ def fewest_gpus(base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float
 
 
 def _on(
-    gpus: int, base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, unsaid: Unsaid | None
+    gpus: int, base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, inexpressible: Inexpressible | None
 ) -> Plan | NoLayoutError:  # fmt: skip
     """Return the plan on this number of GPUs, or why no layout can be tried on it; another number may have an answer."""
     try:
-        return plan(replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed, objective=objective, mfu=mfu, unsaid=unsaid)
+        return plan(
+            replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed, objective=objective, mfu=mfu, inexpressible=inexpressible
+        )
     except NoLayoutError as refusal:
         return refusal
 
@@ -82,7 +86,7 @@ def _plans(answers: Sequence[Plan | NoLayoutError]) -> list[Plan]:
     return plans
 
 
-def _goes_onto(gpus: int, base: JobSpec, fixed: Fixed) -> bool:
+def _divides(gpus: int, base: JobSpec, fixed: Fixed) -> bool:
     """Whether some way to split the model, and the batch, divides this number of GPUs."""
     if gpus % (fixed.dp_replicate or 1):
         return False
@@ -114,14 +118,16 @@ def _parts_of_a_node(per_node: int) -> list[int]:
     return [gpus for gpus in (1, 2, 4, 8, 16) if gpus < per_node]
 
 
-def cheapest(base: JobSpec, fixed: Fixed, *, mfu: float | None, unsaid: Unsaid | None = None) -> Plan:
+def cheapest(base: JobSpec, fixed: Fixed, *, mfu: float | None, inexpressible: Inexpressible | None = None) -> Plan:
     """Return the plan with the most tokens per GPU and second, on at most the given GPUs; of equal ones that with most GPUs.
 
     It skips numbers of GPUs on which no layout can be tried; raises the refusal of the largest if that is all of them.
     """
     most = base.mesh.world_size
-    fewer = (gpus for gpus in reversed(_counts(gpus_per_node(base), most - 1)) if _goes_onto(gpus, base, fixed))
-    answers = _plans([_on(gpus, base, fixed, objective="cost", mfu=mfu, unsaid=unsaid) for gpus in (most, *fewer)])
+    fewer = (gpus for gpus in reversed(_counts(gpus_per_node(base), most - 1)) if _divides(gpus, base, fixed))
+    answers = _plans(
+        [_on(gpus, base, fixed, objective="cost", mfu=mfu, inexpressible=inexpressible) for gpus in (most, *fewer)]
+    )
     fitting = [answer for answer in answers if answer.best is not None and not answer.best.tight] or answers
     rates = [0.0 if answer.best is None else answer.best.layout.tokens_per_s for answer in fitting]
     return next(answer for answer, rate in zip(fitting, rates, strict=True) if rate * math.exp(TIE) >= max(rates))
@@ -143,27 +149,27 @@ def _fewest(on: Callable[[int], Plan | NoLayoutError], counts: list[int]) -> Pla
 
 
 @remembering()
-def longest_sequence(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) -> int:
+def longest_sequence(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None = None) -> int:
     """Return the longest sequence with which some layout fits, one sequence per micro-batch; 0 if none does. [tokens]"""
     most = base.model.max_position_embeddings if base.model.positions else _MOST_TOKENS
     units = np.unique(np.geomspace(1, most // SEQUENCE_STEP, 48).astype(np.int64))
-    coarse = _most(base, fixed, units * SEQUENCE_STEP, tokens=True, unsaid=unsaid)
+    coarse = _most(base, fixed, units * SEQUENCE_STEP, tokens=True, inexpressible=inexpressible)
     finer = coarse // SEQUENCE_STEP + np.arange(0, 1 + max(1, coarse // SEQUENCE_STEP // 4), dtype=np.int64)
     fine = finer[finer * SEQUENCE_STEP <= most] * SEQUENCE_STEP
-    return max(coarse, _most(base, fixed, fine[fine > 0], tokens=True, unsaid=unsaid))
+    return max(coarse, _most(base, fixed, fine[fine > 0], tokens=True, inexpressible=inexpressible))
 
 
 @remembering()
-def largest_batch(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) -> int:
+def largest_batch(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None = None) -> int:
     """Return the largest micro-batch with which some layout fits; 0 if none does. [sequences per data-parallel rank]"""
     most = max(1, min(_MOST_SEQUENCES, MOST_TOKENS // base.batch.seq_len))
     sizes = np.unique(np.geomspace(1, most, 64).astype(np.int64))
-    coarse = _most(base, fixed, sizes, tokens=False, unsaid=unsaid)
+    coarse = _most(base, fixed, sizes, tokens=False, inexpressible=inexpressible)
     finer = coarse + np.arange(0, 1 + max(1, coarse // 4), dtype=np.int64)
-    return max(coarse, _most(base, fixed, finer[(finer > 0) & (finer <= most)], tokens=False, unsaid=unsaid))
+    return max(coarse, _most(base, fixed, finer[(finer > 0) & (finer <= most)], tokens=False, inexpressible=inexpressible))
 
 
-def largest_model(at: Callable[[int], JobSpec], fixed: Fixed, unsaid: Unsaid | None = None) -> int:
+def largest_model(at: Callable[[int], JobSpec], fixed: Fixed, inexpressible: Inexpressible | None = None) -> int:
     """Return the most parameters, in two digits, with which some layout fits one sequence; 0 if none does.
 
     ``at`` returns the job with a number of parameters, whose shape it infers as ``--params`` does. Blocks are recomputed and
@@ -178,8 +184,8 @@ def largest_model(at: Callable[[int], JobSpec], fixed: Fixed, unsaid: Unsaid | N
     below, above = -1, len(counts)
     while above - below > 1:
         middle = (below + above) // 2
-        below, above = (middle, above) if _fits(at(counts[middle]), fixed, unsaid) else (below, middle)
-    further = (count for count in reversed(counts[above + 1 : above + 1 + _BEYOND]) if _fits(at(count), fixed, unsaid))
+        below, above = (middle, above) if _fits(at(counts[middle]), fixed, inexpressible) else (below, middle)
+    further = (count for count in reversed(counts[above + 1 : above + 1 + _BEYOND]) if _fits(at(count), fixed, inexpressible))
     return next(further, counts[below] if below >= 0 else 0)
 
 
@@ -191,11 +197,11 @@ def _two_digits(most: int) -> list[int]:
 
 
 @remembering()
-def _fits(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None) -> bool:
+def _fits(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None) -> bool:
     """Whether some structure fits comfortably, with the requested micro-batch or one sequence."""
     gpus, room, size = base.mesh.world_size, room_of(base), fixed.micro_batch_size or 1
     one = np.ones(1, dtype=np.int64)
-    for recipe, split in _wholly_sharded(base, fixed, unsaid):
+    for recipe, split in _smallest_structures(base, fixed, inexpressible):
         if weights_alone_are_too_large(base, recipe, split):
             continue
         sharing = gpus // split.model_ranks
@@ -216,13 +222,15 @@ def _fits(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None) -> bool:
     return False
 
 
-def _wholly_sharded(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None) -> Iterator[tuple[RecipeSpec, Degrees]]:
+def _smallest_structures(
+    base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None
+) -> Iterator[tuple[RecipeSpec, Degrees]]:
     """Yield the structures with the least memory: no smaller shards between forward and backward, no offload unless requested."""
     for recipe in structures(base, fixed, offload=False):
         if recipe.engine == "fsdp2" and ways_of_resharding(recipe.fsdp2) is not None:
             continue
         for split in degrees_of(recipe, base, fixed):
-            if unsaid is None or not unsaid(recipe, split):
+            if inexpressible is None or not inexpressible(recipe, split):
                 yield recipe, split
 
 
@@ -230,12 +238,12 @@ def _wholly_sharded(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None) -> Itera
 LEAST_PARAMETERS, _BEYOND = 50_000_000, 3
 
 
-def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, unsaid: Unsaid | None) -> int:
+def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, inexpressible: Inexpressible | None) -> int:
     """Return the largest value with which some structure fits comfortably, fully sharded and without unrequested offload."""
     gpus, room = base.mesh.world_size, room_of(base)
     longest = replace(base, batch=replace(base.batch, seq_len=int(values.max()))) if tokens and len(values) else base
     most = 0
-    for recipe, split in _wholly_sharded(longest, fixed, unsaid):
+    for recipe, split in _smallest_structures(longest, fixed, inexpressible):
         told = _modelled(values, base, split) if tokens else values
         told = told[told > most]  # smaller values are known to fit
         if not told.size:

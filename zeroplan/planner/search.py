@@ -20,7 +20,7 @@ from zeroplan.memo import remembering
 from zeroplan.numeric import Int, for_each_value
 from zeroplan.planner.columns import highest
 from zeroplan.planner.degrees import degrees_of, scheduled
-from zeroplan.planner.fused import Told, lists_of, of_fused, of_lists
+from zeroplan.planner.fused import SharedResults, recipe_in_lists, results_in_lists, results_of_fused
 from zeroplan.planner.rules import Rule, Tally
 from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, numbers, room_of, structures
 from zeroplan.spec.hardware import GpuSpec
@@ -60,20 +60,20 @@ class Searched(NamedTuple):
 
 
 #: Returns what of a recipe or of a way to split the model the requested file format cannot express; empty if nothing.
-Unsaid = Callable[[RecipeSpec, Degrees], str]
+Inexpressible = Callable[[RecipeSpec, Degrees], str]
 
 
-def search(base: JobSpec, fixed: Fixed, *, mfu: float | None = None, unsaid: Unsaid | None = None) -> Searched:
+def search(base: JobSpec, fixed: Fixed, *, mfu: float | None = None, inexpressible: Inexpressible | None = None) -> Searched:
     """Return every layout that some engine can start, evaluated. ``base`` has the model, the GPUs and the sequence length.
 
     Offload costs time, so that the search tries it only if nothing fits without it, or on request.
     """
-    with remembering(), _nothing_collected():
-        return _search(base, fixed, mfu, unsaid)
+    with remembering(), _without_garbage_collection():
+        return _search(base, fixed, mfu, inexpressible)
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """Turn garbage collection off: a search keeps nearly all that it makes until its end."""
     collects = gc.isenabled()
     gc.disable()
@@ -84,9 +84,9 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-def _search(base: JobSpec, fixed: Fixed, mfu: float | None, unsaid: Unsaid | None) -> Searched:
+def _search(base: JobSpec, fixed: Fixed, mfu: float | None, inexpressible: Inexpressible | None) -> Searched:
     tally = Tally()
-    space = _Space(base, fixed, tally, mfu, unsaid, {})
+    space = _Space(base, fixed, tally, mfu, inexpressible, {})
     found = list(_searched(space, offload=False))
     if not any(bool(one.fits(base).any()) for one in found):
         found += _searched(space, offload=True)
@@ -109,7 +109,7 @@ def _programs(base: JobSpec, grid: Grid) -> Iterator[Grid]:
 
 
 #: Results that other structures reuse, by recipe and degrees.
-Known = dict[tuple[RecipeSpec, Degrees], Told]
+Known = dict[tuple[RecipeSpec, Degrees], SharedResults]
 
 
 class _Space(NamedTuple):
@@ -119,7 +119,7 @@ class _Space(NamedTuple):
     fixed: Fixed
     tally: Tally
     mfu: float | None
-    unsaid: Unsaid | None
+    inexpressible: Inexpressible | None
     known: Known
     whatever_weighs: bool = False
 
@@ -128,15 +128,15 @@ def _searched(space: _Space, *, offload: bool) -> Iterator[Found]:
     base, fixed = space.base, space.fixed
     for structure in structures(base, fixed, offload=offload):
         for split in degrees_of(structure, base, fixed):
-            missing = "" if space.unsaid is None else space.unsaid(structure, split)
+            missing = "" if space.inexpressible is None else space.inexpressible(structure, split)
             if missing:
                 space.tally.cut(Rule.EMITTED, numbers(structure, base, fixed, split).grid.layouts, missing)
                 continue
             for recipe in scheduled(structure, split, fixed):
-                yield from _of_structure(space, recipe, split)
+                yield from _evaluate_structure(space, recipe, split)
 
 
-def _of_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator[Found]:
+def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator[Found]:
     base, fixed, tally = space.base, space.fixed, space.tally
     grid, indivisible = numbers(recipe, base, fixed, split)
     tally.cut(Rule.DIVISIBILITY, indivisible)
@@ -149,7 +149,7 @@ def _of_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator
         tally.cut(Rule.EXPERTS, grid.layouts - grid.only(even).layouts)
         grid = grid.only(even)
     if split.pp > 1:
-        grid = _filling(grid, recipe, fixed, tally)
+        grid = _runnable_batches(grid, recipe, fixed, tally)
     if not space.whatever_weighs and weights_alone_are_too_large(base, recipe, split):
         tally.cut(Rule.WEIGHTS, grid.layouts)
     elif grid.layouts:
@@ -164,7 +164,7 @@ def _of_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
 
 
-def _filling(grid: Grid, recipe: RecipeSpec, fixed: Fixed, tally: Tally) -> Grid:
+def _runnable_batches(grid: Grid, recipe: RecipeSpec, fixed: Fixed, tally: Tally) -> Grid:
     """Return the batches that a pipeline can run; unrequested interleaving only where one stage per rank would idle long."""
     filling = grid.with_batches(grid.grad_accum_steps % grid.pp == 0)
     tally.cut(Rule.PIPELINE, grid.layouts - filling.layouts)
@@ -232,13 +232,13 @@ def evaluated(
     ``known``: results of structures with the same grid, to which this adds its own; ``ranks``: pipeline ranks computed before.
     """
     if grid.pp > 1 and recipe.engine != "megatron":
-        return _one_by_one(base, recipe, grid, mfu=mfu, ranks=ranks or _pipelines(base, recipe, grid))
+        return _layout_by_layout(base, recipe, grid, mfu=mfu, ranks=ranks or _pipelines(base, recipe, grid))
     job_at(base, recipe, grid, 0)  # raises SpecError as for a single job
     card = outside_column(grid, base.cluster.gpu)
     if grid.pp > 1:
-        needs, time = _of_megatron(base, recipe, grid, mfu)
+        needs, time = _megatron_pipeline(base, recipe, grid, mfu)
     else:
-        found, time = _told(base, recipe, grid, card, mfu, {} if known is None else known)
+        found, time = _memory_and_time(base, recipe, grid, card, mfu, {} if known is None else known)
         needs = _needed(found, recipe, base)
     least = grid.row(needs.least_bytes + card)
     # Where nothing fits, the comfortable figure is not needed.
@@ -246,23 +246,23 @@ def evaluated(
     return Found(recipe, grid, least, comfortable, grid.times(time.seconds))
 
 
-def _told(
+def _memory_and_time(
     base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column, mfu: float | None, known: Known
 ) -> tuple[Highest, StepTime]:  # fmt: skip
     """Return the highest moments and the time; for a fused Adam from the results for Adam in lists."""
-    split, lists = grid.degrees, lists_of(recipe)
+    split, lists = grid.degrees, recipe_in_lists(recipe)
     before = None if lists is None else known.pop((lists, split), None)
     if before is not None:
-        return of_fused(before, base.model, recipe, base.cluster)
+        return results_of_fused(before, base.model, recipe, base.cluster)
     account = _account(base, recipe, grid, card)
     time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu)
-    if recipe.optimizer_impl != "foreach" or lists_of(replace(recipe, optimizer_impl="fused")) is None:
+    if recipe.optimizer_impl != "foreach" or recipe_in_lists(replace(recipe, optimizer_impl="fused")) is None:
         return highest(account.moments, recipe), time
-    found, known[recipe, split] = of_lists(account, time, recipe)
+    found, known[recipe, split] = results_in_lists(account, time, recipe)
     return found, time
 
 
-def _of_megatron(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | None) -> tuple[Needed, StepTime]:
+def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | None) -> tuple[Needed, StepTime]:
     """Return what the fullest rank of Megatron's pipeline needs (the first, the second or the last), and the time."""
     from zeroplan.engines.megatron import account_of_rank  # noqa: PLC0415  only this engine needs it
 
@@ -287,7 +287,7 @@ def _needed(found: Highest, recipe: RecipeSpec, base: JobSpec) -> Needed:
     return Needed(peak, reserved_as_seen(Band(peak, held, held), recipe.engine, gpu).expected_bytes)
 
 
-def _one_by_one(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None, ranks: "Weigher") -> Found:
+def _layout_by_layout(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None, ranks: "Weigher") -> Found:
     """Return the figures layout by layout: the order of a pipeline's schedule depends on its numbers."""
     from zeroplan.engines.pipeline import ranks_in_question  # noqa: PLC0415  keeps start-up fast
     from zeroplan.engines.pipeline.weighed import fullest  # noqa: PLC0415  as above

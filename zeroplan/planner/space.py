@@ -209,11 +209,11 @@ def structures(base: JobSpec, fixed: Fixed, *, offload: bool) -> Iterator[Recipe
 
 
 def _structures(base: JobSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
-    for recipe in _trained_as(base.recipe, fixed):
+    for recipe in _optimizers_and_precisions(base.recipe, fixed):
         yield from _of_engines(replace(base, recipe=recipe), fixed)
 
 
-def _trained_as(recipe: RecipeSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
+def _optimizers_and_precisions(recipe: RecipeSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
     """Yield the recipe with each optimizer and precision to try: the requested ones, and narrower ones on request."""
     for precision in dict.fromkeys((recipe.precision, *(("bf16",) if fixed.search_precision else ()))):
         for optimizer in dict.fromkeys((recipe.optimizer, *(("adamw-8bit",) if fixed.search_optimizer else ()))):
@@ -284,15 +284,15 @@ def _fsdp2(options: Fsdp2Options, fixed: Fixed, stage: Stage) -> Iterator[Fsdp2O
 
 def _deepspeed(base: JobSpec, fixed: Fixed, stage: Stage) -> Iterator[DeepSpeedOptions]:
     devices: tuple[OffloadDevice, ...] = ("none", "cpu")
-    for options in (base.recipe.deepspeed,) if fixed.deepspeed is not None else _unsaid_of_deepspeed(base, stage):
+    for options in (base.recipe.deepspeed,) if fixed.deepspeed is not None else _default_deepspeed_options(base, stage):
         for optimizer in devices if fixed.offload_optimizer is None else (fixed.offload_optimizer,):
             for weights in devices if fixed.offload_param is None else (fixed.offload_param,):
                 away = optimizer != "none" or weights != "none"
-                if _sensible(optimizer, weights, stage, fixed) and not (away and options.zero_hpz_partition_size > 1):
+                if _is_worth_trying(optimizer, weights, stage, fixed) and not (away and options.zero_hpz_partition_size > 1):
                     yield replace(options, offload_optimizer=optimizer, offload_param=weights)
 
 
-def _unsaid_of_deepspeed(base: JobSpec, stage: Stage) -> Iterator[DeepSpeedOptions]:
+def _default_deepspeed_options(base: JobSpec, stage: Stage) -> Iterator[DeepSpeedOptions]:
     """Yield DeepSpeed's options: reductions beside the backward, default or small buckets, hpZ or not.
 
     hpZ is a second copy of the weights in each node. Stage 3 also tries small buckets without prefetching.
@@ -328,21 +328,21 @@ def room_of(base: JobSpec) -> int:
     return 0 if gpu is None else int(gpu.memory_bytes.value)
 
 
-def _sensible(optimizer: OffloadDevice, weights: OffloadDevice, stage: Stage, fixed: Fixed) -> bool:
+def _is_worth_trying(optimizer: OffloadDevice, weights: OffloadDevice, stage: Stage, fixed: Fixed) -> bool:
     """Whether a combination is worth the search's time. A requested one always is; an engine that refuses it reports that."""
     if (fixed.offload_optimizer or "none", fixed.offload_param or "none") != ("none", "none"):
         return True
     return (stage > 0 or optimizer == "none") and (weights == "none" or (stage == 3 and optimizer != "none"))
 
 
-class Gridded(NamedTuple):
+class GridAndRejected(NamedTuple):
     """The grid of one structure, and the layouts that divisibility rejects."""
 
     grid: Grid
     indivisible: int
 
 
-def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, degrees: Degrees = WHOLE) -> Gridded:
+def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, degrees: Degrees = WHOLE) -> GridAndRejected:
     """Return every arrangement of the GPUs and every batch for this recipe and these degrees."""
     gpus = base.mesh.world_size
     sharing = gpus // degrees.model_ranks
@@ -352,7 +352,7 @@ def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, degrees: Degrees = 
         replicas, gpus, micro_batch_size=sequences, grad_accum_steps=steps, seq_len=base.batch.seq_len, degrees=degrees
     )
     among = grid.dp_shard * (degrees.cp * degrees.tp)
-    return Gridded(grid.only(among % degrees.ep == 0), indivisible * len(replicas))
+    return GridAndRejected(grid.only(among % degrees.ep == 0), indivisible * len(replicas))
 
 
 def _replicas(recipe: RecipeSpec, gpus: int, fixed: Fixed, *, pipelined: bool) -> Column:
@@ -408,7 +408,7 @@ def check_batch(base: JobSpec, fixed: Fixed, splits: Sequence[Degrees]) -> None:
         )
     total = fixed.global_batch_size
     if total is not None and not any(is_cut_evenly(total, base.mesh.world_size, one, fixed) for one in splits):
-        raise NoLayoutError(_how_uneven(base.mesh.world_size, min(splits, key=_model_ranks), fixed, total))
+        raise NoLayoutError(_uneven_sizes(base.mesh.world_size, min(splits, key=_model_ranks), fixed, total))
 
 
 def is_cut_evenly(total: int, gpus: int, split: Degrees, fixed: Fixed) -> bool:
@@ -431,7 +431,7 @@ def _model_ranks(split: Degrees) -> int:
     return split.model_ranks
 
 
-def _how_uneven(gpus: int, split: Degrees, fixed: Fixed, total: int) -> str:
+def _uneven_sizes(gpus: int, split: Degrees, fixed: Fixed, total: int) -> str:
     size, steps = fixed.micro_batch_size, fixed.grad_accum_steps
     sharing = gpus // split.model_ranks
     if total % sharing:

@@ -37,8 +37,8 @@ def dry_run_text(found: DryRun, *, verbose: bool = False, unit: Unit = GIBIBYTES
         list(_collectives(found, table)) if verbose else [],
         list(_operators(found)) if verbose else [],
         list(_savings(found, small)) if verbose else [],
-        list(_made_up(found, most)),
-        [*_stood_in(found, verbose=verbose), *_remarks(found, verbose=verbose)],
+        list(_assumed_values(found, most)),
+        [*_replaced_code(found, verbose=verbose), *_remarks(found, verbose=verbose)],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -110,10 +110,10 @@ def _what(found: DryRun) -> str:
     steps = plural(len(found.steps), "optimizer step")
     host = "" if found.host_bytes is None else f" and {found.host_bytes / 2**30:.1f} GiB of this machine's memory"
     ran = f"{found.command[0]} ran as rank {found.rank} of {found.gpus:,} without a GPU: {steps}, {found.seconds:.0f} s{host}."
-    return f"{ran}{_companions(found)}"
+    return f"{ran}{_other_ranks(found)}"
 
 
-def _companions(found: DryRun) -> str:
+def _other_ranks(found: DryRun) -> str:
     """Return a sentence about the other ranks that ran; empty if none did."""
     if not found.companions:
         return ""
@@ -240,7 +240,7 @@ def _savings(found: DryRun, unit: Unit) -> Iterator[str]:
         )  # fmt: skip
 
 
-def _made_up(found: DryRun, most: int | None) -> Iterator[str]:
+def _assumed_values(found: DryRun, most: int | None) -> Iterator[str]:
     """Yield values that the script read and that fake tensors do not have."""
     if not found.made_up:
         return
@@ -254,7 +254,7 @@ def _made_up(found: DryRun, most: int | None) -> Iterator[str]:
         yield f"  {len(found.made_up) - most} more: add -v."
 
 
-def _stood_in(found: DryRun, *, verbose: bool) -> Iterator[str]:
+def _replaced_code(found: DryRun, *, verbose: bool) -> Iterator[str]:
     """Yield library code that a replacement stood in for: the names, or with the replacement."""
     if not found.stood_in:
         return

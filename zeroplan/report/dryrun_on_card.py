@@ -41,7 +41,12 @@ class CardComparison(NamedTuple):
 def on_card_text(found: CardComparison, *, unit: Unit = GIBIBYTES) -> str:
     """Return the comparison as text of ``COLUMNS`` columns."""
     small = small_unit(found.predicted, unit)
-    parts = [_filled(_judgement(found)), _filled(_what(found)), list(_table(found, small)), list(_driver(found, small))]
+    parts = [
+        _filled(_verdict_on_dry_run(found)),
+        _filled(_what(found)),
+        list(_table(found, small)),
+        list(_driver(found, small)),
+    ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -70,7 +75,7 @@ def _filled(text: str) -> list[str]:
     return textwrap.wrap(text, COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
-def _judgement(found: CardComparison) -> str:
+def _verdict_on_dry_run(found: CardComparison) -> str:
     full = found.ranks[0].ended == "out of memory"
     if full:
         which = "Agrees" if found.agrees else "DISAGREES"

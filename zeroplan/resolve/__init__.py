@@ -109,7 +109,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         mesh=mesh_of(request, gpus),
         batch=BatchSpec(micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1),
     )
-    complete, program_notes = _as_its_program(read, complete, chosen)
+    complete, program_notes = _with_program_of_setup(read, complete, chosen)
     notes = (
         *model_notes,
         seq_note,
@@ -117,7 +117,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         *program_notes,
         *config_notes,
         beyond_positions(complete),
-        *_unheeded(complete.recipe),
+        *_ignored_options(complete.recipe),
     )
     return Resolved(complete, tuple(note for note in notes if note))
 
@@ -136,7 +136,7 @@ def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
     return read_beside(request, Path(request.from_file), chosen)
 
 
-def _as_its_program(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
+def _with_program_of_setup(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
     """Return the job with the modules and units of a set-up's own program, if they are modelled, and notes."""
     if read.own is None and not read.own_units:
         return complete, ()
@@ -370,7 +370,7 @@ def _offload(request: Request, engine: Engine) -> dict[str, object]:
     return {"fsdp2": replace(request.fsdp2 or Fsdp2Options(), cpu_offload=True)}
 
 
-def _unheeded(recipe: RecipeSpec) -> Iterator[str]:
+def _ignored_options(recipe: RecipeSpec) -> Iterator[str]:
     """Yield the options that are set for an engine that does not run this job."""
     defaults = RecipeSpec()
     for group in ("ddp", "fsdp2", "deepspeed"):

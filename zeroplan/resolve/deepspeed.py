@@ -17,7 +17,7 @@ def config_beside(found: SetupRead, model: ModelSpec, chosen: Sequence[str]) -> 
     request, full = found.request, found.complete
     data, where = found.deepspeed or parsed_config(Path(request.deepspeed_config or ""))
     beside = Beside(model.hidden_size, request.gpus or 1, full.precision, full.micro_batch, full.grad_accum)
-    config, asked = config_of(data, where, beside), _asked(request.deepspeed or DeepSpeedOptions(), chosen)
+    config, asked = config_of(data, where, beside), _set_by_user(request.deepspeed or DeepSpeedOptions(), chosen)
     _refuse_contradictions(request, asked, config, where)
     taken = {name: stated for name, stated in config.options.items() if name not in asked}
     said: dict[str, object] = {name: stated.value for name, stated in config.flags.items()}
@@ -42,7 +42,7 @@ def _contradiction(mine: str, where: str, stated: Stated) -> str:
     return f"{mine} contradicts {where}, where {stated}; leave one of them out"
 
 
-def _asked(options: DeepSpeedOptions, chosen: Sequence[str]) -> dict[str, object]:
+def _set_by_user(options: DeepSpeedOptions, chosen: Sequence[str]) -> dict[str, object]:
     """Return the options that are set beside the file: one by one, or by a value that is not the default."""
     default, names = DeepSpeedOptions(), [field.name for field in fields(DeepSpeedOptions)]
     return {name: mine for name in names if (mine := getattr(options, name)) != getattr(default, name) or name in chosen}

@@ -59,7 +59,7 @@ class Spec:
         for name, admissible in _admissible(type(self)):  # type: ignore[arg-type]  # mypy reads the dataclass's hash as the class's
             value = getattr(self, name)
             if not any(check.admits(value) for check in admissible):
-                raise SpecError(f"{name}={value!r} is not {_wanted(admissible)}{_meant(value, admissible)}")
+                raise SpecError(f"{name}={value!r} is not {_accepted(admissible)}{_suggestion(value, admissible)}")
         self.check_rules()
 
     def check_rules(self) -> None:
@@ -94,13 +94,13 @@ def largest(cls: type[Spec], field: str) -> int | None:
     return next((int(check.bounds.high) for check in checks if check.type is int and check.bounds is not None), None)
 
 
-def _wanted(admissible: tuple[_Check, ...]) -> str:
+def _accepted(admissible: tuple[_Check, ...]) -> str:
     """Return what a field accepts, without the None that leaves it out."""
     said = [check.wording for check in admissible if check.wording and check.type is not NoneType]
     return " or ".join(said) or "nothing"
 
 
-def _meant(value: object, admissible: tuple[_Check, ...]) -> str:
+def _suggestion(value: object, admissible: tuple[_Check, ...]) -> str:
     from zeroplan.synonyms import meant  # noqa: PLC0415  only an error pays for it
 
     choices = [str(choice) for check in admissible for choice in check.choices]
@@ -131,7 +131,7 @@ def _wording(plain: type, bounds: Range | None) -> str:
 
 S = TypeVar("S")
 #: Errors of pydantic without a value to show.
-_SAYS_ALL = ("value_error", "missing", "unexpected_keyword_argument", "extra_forbidden")
+_WITHOUT_VALUE = ("value_error", "missing", "unexpected_keyword_argument", "extra_forbidden")
 #: What pydantic appends to the location of an error in ``str | int``, and plainer words for its messages.
 _UNION_ARMS = ("str", "int", "float", "bool")
 _WORDS = {
@@ -173,7 +173,7 @@ def _in_one_line(error: "ValidationError", cls: type) -> str:
     wrong = _WORDS.get(first["type"]) or first["msg"].removeprefix("Value error, ")
     if first["type"] == "unexpected_keyword_argument" and len(loc) == 1:
         wrong += nearest_fields(cls, str(loc[0]))
-    shown = "" if first["type"] in _SAYS_ALL else f" (it is {first['input']!r:.80})"
+    shown = "" if first["type"] in _WITHOUT_VALUE else f" (it is {first['input']!r:.80})"
     return f"{key + ': ' if key else ''}{wrong}{shown}"
 
 

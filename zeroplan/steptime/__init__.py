@@ -27,7 +27,7 @@ from zeroplan.steptime.parts import Part, StepTime
 from zeroplan.steptime.sending import exposed
 from zeroplan.steptime.work import work
 
-__all__ = ["Efficiency", "Part", "StepTime", "efficiency", "shares_of", "step_time", "stepped"]
+__all__ = ["Efficiency", "Part", "StepTime", "efficiency", "shares_of", "step_time", "with_optimizer_step"]
 
 
 def step_time(
@@ -64,7 +64,7 @@ def step_time(
     return StepTime(parts, flops, tokens, peak_flops_per_s(gpu, recipe))
 
 
-def stepped(time: StepTime, states: tuple[Line, ...], recipe: RecipeSpec, cluster: ClusterSpec) -> StepTime:
+def with_optimizer_step(time: StepTime, states: tuple[Line, ...], recipe: RecipeSpec, cluster: ClusterSpec) -> StepTime:
     """Return the time of a step with another optimizer step, on the GPU, with these states. [s]"""
     gpu, here = cluster.gpu, links(cluster)
     assert gpu is not None  # noqa: S101  a step without a GPU has no time

@@ -69,15 +69,15 @@ def computing(
     ``mfu`` replaces the fitted shares: all operations, including recomputed ones, at that share of the dense peak.
     """
     backward = MATRIX_BACKWARD if model.adapter is None else MATRIX_BACKWARD - 1  # frozen weights have no gradients
-    peak, again = peak_flops_per_s(gpu, recipe), _again(model, recipe)
+    peak, again = peak_flops_per_s(gpu, recipe), _recomputation(model, recipe)
     if mfu is not None:
         said = f"at {mfu:.0%} of the dense peak, as asked"
-        return _as_asked(asked, (backward, kernel.backward), again, mfu * peak, batch.grad_accum_steps, said)
+        return _at_given_mfu(asked, (backward, kernel.backward), again, mfu * peak, batch.grad_accum_steps, said)
     rates = _Rates(peak, gpu.memory_bandwidth_bytes_per_s.value, share)
-    return _bound(asked, (backward, kernel), again, rates, batch.grad_accum_steps)
+    return _at_fitted_shares(asked, (backward, kernel), again, rates, batch.grad_accum_steps)
 
 
-class _Again(NamedTuple):
+class _Recomputation(NamedTuple):
     """What of the blocks' forward the backward recomputes."""
 
     blocks: float
@@ -89,20 +89,20 @@ class _Again(NamedTuple):
     """It recomputes all of attention, and nothing else."""
 
 
-def _again(model: ModelSpec, recipe: RecipeSpec) -> _Again:
+def _recomputation(model: ModelSpec, recipe: RecipeSpec) -> _Recomputation:
     if recipe.engine == "megatron" and recipe.recompute == "selective":
-        return _Again(0.0, multiplies=False, reason="attention once more", core=True)
+        return _Recomputation(0.0, multiplies=False, reason="attention once more", core=True)
     said, layers, of = _WHAT_AGAIN[recipe.recompute], recipe.recompute_layers, model.num_hidden_layers
     multiplies = recipe.recompute == "full"
     if layers is None or layers >= of:
-        return _Again(float(recipe.recompute != "none"), multiplies, said)
-    return _Again(
+        return _Recomputation(float(recipe.recompute != "none"), multiplies, said)
+    return _Recomputation(
         layers / of, multiplies, f"{said}, in {layers} of {of} blocks" if not multiplies else _FIRST.format(layers, of)
     )
 
 
-def _as_asked(
-    asked: Work, backward: tuple[float, float], again: _Again, rate: float, steps: Int, reason: str
+def _at_given_mfu(
+    asked: Work, backward: tuple[float, float], again: _Recomputation, rate: float, steps: Int, reason: str
 ) -> Computing:  # fmt: skip
     """Return the time with every operation at one rate; ``backward``: the time of matrices and of attention in forwards."""
     matrices, attention = asked.blocks_flops + asked.head_flops, asked.attention_flops
@@ -122,7 +122,7 @@ class _Rates(NamedTuple):
     share: Efficiency
 
 
-def _bound(asked: Work, how: tuple[float, Kernel], again: _Again, rates: _Rates, steps: Int) -> Computing:
+def _at_fitted_shares(asked: Work, how: tuple[float, Kernel], again: _Recomputation, rates: _Rates, steps: Int) -> Computing:
     """Return the time of matrix products, attention and memory-bound operators, each at its share of the data sheet's rate."""
     share, bandwidth = rates.share, rates.share.bandwidth * rates.bandwidth
     backward, kernel = how

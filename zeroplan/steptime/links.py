@@ -57,7 +57,7 @@ def strided(size: Int, stride: Int, per_node: int) -> Group:
     return Group(size, minimum(size, maximum(1, per_node // stride)))
 
 
-def to_the_next(group: Group) -> Group:
+def pair_of(group: Group) -> Group:
     """Return two neighbours of a group in the worst case: in two nodes if the group spans several."""
     return Group(2, 2 - crosses(group))
 

@@ -88,7 +88,7 @@ class _Passes(NamedTuple):
     backward_s: Float
 
 
-class _Busy(NamedTuple):
+class _RankTime(NamedTuple):
     """A rank's part of the step before the optimizer. [s]"""
 
     parts: tuple[Part, ...]
@@ -114,7 +114,7 @@ def megatron_time(
     if pp > 1:
         parts = (*parts, _bubble(busy, ends, case))
     fullest = max(ranks.values(), key=lambda rank: rank.elements + rank.experts)
-    parts = (*parts, *_after(fullest, case, machine, busy[fullest.at].computing))
+    parts = (*parts, *_after_backward(fullest, case, machine, busy[fullest.at].computing))
     whole, passes = layout(model), batch.grad_accum_steps / (1.0 * case.split * pp)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len * passes
     scores = 2.0 * model.num_hidden_layers * attention_widths(model) * (batch.seq_len + 1) / 2.0
@@ -160,7 +160,7 @@ def _scores(rank: Rank, case: _Case) -> tuple[Float, Float]:
     return rank.layers * raw / int(case.mesh.tp), rank.layers * 1.0 * kept
 
 
-def _busy(rank: Rank, case: _Case, machine: _Machine) -> _Busy:
+def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
     """Return a rank's computing and waiting for all micro-batches."""
     asked, recipe, steps = _work(rank, case), case.recipe, case.batch.grad_accum_steps
     busy = computing(asked, case.model, recipe, case.batch, machine.gpu, machine.share, machine.mfu, kernel=case.kernel)
@@ -174,17 +174,17 @@ def _busy(rank: Rank, case: _Case, machine: _Machine) -> _Busy:
     if int(case.mesh.tp) > 1:
         parts = (*parts, _between_tensor_ranks(calls, case, machine, columns))
     if int(case.mesh.cp) > 1:
-        parts = (*parts, _around_the_ring(calls, case, machine, attention))
+        parts = (*parts, _ring_attention(calls, case, machine, attention))
     if case.model.moe is not None and int(case.mesh.ep) > 1:
         parts = (*parts, _to_experts(calls, machine))
     if int(case.mesh.pp) == 1:
-        return _Busy(parts, passes, 0.0)
+        return _RankTime(parts, passes, 0.0)
     sends = _sends(calls, case, machine)
     beside = chunks_per_rank(recipe, case.mesh) > 1 and recipe.megatron.overlap_p2p_comm
     waits = longest(sends - busy.forward_s - busy.backward_s, 0.0 * sends) if beside else sends
     reason = "beside the other chunks' passes" if beside else "the next pass waits for what it receives"
     sent = Part("waiting for sends between stages", waits, sends - waits, reason, _SENDS, Does.SENDING)
-    return _Busy((*parts, sent), passes, sends - waits)
+    return _RankTime((*parts, sent), passes, sends - waits)
 
 
 def _adding_up(rank: Rank, case: _Case, machine: _Machine) -> Part:
@@ -212,7 +212,7 @@ def _is_row(name: str) -> bool:
     return name.rpartition(".")[0].rpartition(".")[2] in ("o_proj", "down_proj", "c_proj")
 
 
-def _slowest(ranks: tuple[_Busy, ...]) -> tuple[Part, ...]:
+def _slowest(ranks: tuple[_RankTime, ...]) -> tuple[Part, ...]:
     """Return the parts of the slowest rank; for columns, of the slowest rank in each layout."""
     first, *others = ranks
     parts, total = first.parts, first.total_s
@@ -232,7 +232,7 @@ def _chosen(condition: object, yes: Float, no: Float) -> Float:
     return where(condition, yes, no)  # type: ignore[arg-type,return-value]  # of times as of sizes
 
 
-def _bubble(busy: dict[int, _Busy], ends: dict[int, int], case: _Case) -> Part:
+def _bubble(busy: dict[int, _RankTime], ends: dict[int, int], case: _Case) -> Part:
     """Return the slowest rank's wait while the pipeline fills and drains, including sends that are hidden otherwise."""
     times = tuple(one.total_s + one.sends_s for at, one in busy.items() for _ in range(ends[at]))
     chunks = chunks_per_rank(case.recipe, case.mesh)
@@ -263,7 +263,7 @@ def _between_tensor_ranks(calls: tuple[Collective, ...], case: _Case, machine: _
     return Part("waiting for tensor-parallel ranks", waits, takes - waits, reason, f"{_BESIDE}; {SOURCE}", Does.SENDING)
 
 
-def _around_the_ring(calls: tuple[Collective, ...], case: _Case, machine: _Machine, attention: Float) -> Part:
+def _ring_attention(calls: tuple[Collective, ...], case: _Case, machine: _Machine, attention: Float) -> Part:
     """Return waits for the ring: keys and values of the next part travel while attention computes with this one's."""
     beside = {Phase.FORWARD: attention, Phase.BACKWARD: (case.kernel.backward + (case.recipe.recompute == "full")) * attention}
     cp, tp, per_node = int(case.mesh.cp), int(case.mesh.tp), machine.here.per_node
@@ -294,7 +294,7 @@ def _sends(calls: tuple[Collective, ...], case: _Case, machine: _Machine) -> Flo
     return together(seconds(call._replace(group=2), apart, machine.here) for call in sends)
 
 
-def _after(rank: Rank, case: _Case, machine: _Machine, passes: _Passes) -> tuple[Part, ...]:
+def _after_backward(rank: Rank, case: _Case, machine: _Machine, passes: _Passes) -> tuple[Part, ...]:
     """Return gradient reduction, optimizer step and the gather of its weights; one micro-batch hides overlapped ones."""
     mesh, per_node, own = case.mesh, machine.here.per_node, case.recipe.megatron
     reduced: Float = 0.0

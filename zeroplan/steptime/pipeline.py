@@ -86,7 +86,7 @@ def pipeline_parts(
         costs = tuple(
             _costs(_work_of((one,), model, recipe, mesh, batch), model, recipe, batch, gpu, share, mfu) for one in stages
         )
-        idle, source = longest(_played(schedule, costs, pp, chunks, steps) - bubble.pace_s, 0.0), ZERO_BUBBLE
+        idle, source = longest(_simulated_s(schedule, costs, pp, chunks, steps) - bubble.pace_s, 0.0), ZERO_BUBBLE
     waits = Part("pipeline bubble", idle, 0.0 * idle, f"{pp} ranks fill and drain, {schedule}", source, Does.IDLING)
     copies = _copies(account, recipe, slowest, gpu.architecture, passes=steps * layers)
     return (*slowest.parts, waits, *copies, *_traffic(account.collectives, slowest, recipe, mesh, batch, here))
@@ -119,7 +119,7 @@ def _costs(
     return Costs(whole.forward_s / steps, (whole.backward_s - weights) / steps, weights / steps)
 
 
-def _played(schedule: PipelineSchedule, costs: tuple[Costs, ...], pp: int, chunks: int, steps: int) -> Float:
+def _simulated_s(schedule: PipelineSchedule, costs: tuple[Costs, ...], pp: int, chunks: int, steps: int) -> Float:
     """Return the time from the first pass of any rank to the last."""
     places = tuple(Place(schedule, rank, pp, chunks, steps) for rank in range(pp))
     stages = tuple(indices_of_rank(schedule, rank=rank, pp=pp, stages=len(costs)) for rank in range(pp))

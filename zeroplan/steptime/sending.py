@@ -15,9 +15,9 @@ from zeroplan.steptime.links import (
     Links,
     crosses,
     neighbours,
+    pair_of,
     seconds,
     strided,
-    to_the_next,
 )
 from zeroplan.steptime.parts import Does, Part
 
@@ -54,7 +54,7 @@ def exposed(
     for call in calls:
         group = group_of(call, recipe, mesh, here)
         time = _time(call, group, model, recipe, here)
-        bare = _bare(call, recipe)
+        bare = _hidden_part(call, recipe)
         windows[call.phase] = windows[call.phase].and_of(time, group, _uncovered(time, call, bare, passes))
     beside = {
         Phase.FORWARD: busy.forward_s,
@@ -82,7 +82,7 @@ def group_of(call: Collective, recipe: RecipeSpec, mesh: Mesh, here: Links) -> G
     """Return where a collective's ranks are: neighbours if they split the model; ``tp`` apart for sequences and shards."""
     if recipe.engine == "fsdp2" and call.among is Among.SEQUENCE:
         shared = strided(call.group, mesh.tp, here.per_node)
-        return to_the_next(shared) if call.operation == "all_to_all" else shared
+        return pair_of(shared) if call.operation == "all_to_all" else shared
     if recipe.engine != "fsdp2" or call.near:
         return neighbours(call.group, here.per_node)
     if call.among is Among.SHARDS_OF_EXPERTS:
@@ -101,7 +101,7 @@ def _time(call: Collective, group: Group, model: ModelSpec, recipe: RecipeSpec, 
     return seconds(call, group, here)
 
 
-def _bare(call: Collective, recipe: RecipeSpec) -> str:
+def _hidden_part(call: Collective, recipe: RecipeSpec) -> str:
     """Return what of a collective computing can hide: ``none``, all but the ``first`` call, or all but a ``bucket``."""
     if call.phase is Phase.STEP or call.operation == "all_to_all":
         return "none"  # experts wait for their tokens
@@ -109,10 +109,10 @@ def _bare(call: Collective, recipe: RecipeSpec) -> str:
         return "none" if call.near or call.is_root else "first"  # the next matrix waits for it
     if recipe.engine == "ddp":
         return "bucket" if call.phase is Phase.BACKWARD else "none"
-    return "first" if _hides(call, recipe) else "none"
+    return "first" if _overlaps(call, recipe) else "none"
 
 
-def _hides(call: Collective, recipe: RecipeSpec) -> bool:
+def _overlaps(call: Collective, recipe: RecipeSpec) -> bool:
     """Whether DeepSpeed overlaps a collective of a pass with computing.
 
     Source: DeepSpeed 0.19, runtime/zero/partitioned_param_coordinator.py, ``fetch_sub_module``, which prefetches only for a
