@@ -20,8 +20,8 @@ def test_the_answer_has_all_that_is_promised(run: Run):
     code, out, err = run(*ASKED, "--tokens", "1e9", "--price-per-gpu-hour", "2")
     assert (code, err) == (0, "")
     for said in ("Best for throughput:", "zeroplan estimate --model llama-3.2-1b", "together, at the peak", "Time of a step",
-                 "matrix multiplications", "tokens/s per GPU", "MFU", "days and cost", "Binding:", "One more GB would buy",
-                 "why they are not the best", "Time against memory", "What fell, and to which rule"):  # fmt: skip
+                 "matrix multiplications", "tokens/s per GPU", "MFU", "days and cost", "Limited by", "One more GB would buy",
+                 "why they are not the best", "Time against memory", "Rejected layouts, by rule"):  # fmt: skip
         assert said in out, said
     front = out.partition("Time against memory")[2].partition("\n\n")[0].splitlines()[1:]
     assert "sequences per GPU" in " ".join(

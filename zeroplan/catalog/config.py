@@ -202,7 +202,7 @@ def _ignored(config: Config) -> str:
 
 def _known_family(treat_as: str) -> str:
     if treat_as not in FAMILIES:
-        raise unknown_name("architecture", treat_as, FAMILIES, f"--treat-as takes one of {', '.join(FAMILIES)}")
+        raise unknown_name("architecture", treat_as, FAMILIES, f"--treat-as accepts one of {', '.join(FAMILIES)}")
     return treat_as
 
 

@@ -17,8 +17,8 @@ HARMLESS: dict[str, tuple[str, ...]] = {
         "finetuning_task", "language", "license", "revision", "unsloth_version", "unsloth_fixed", "transformers.js_config",
         "quantization", "tokenizer_class", "task_specific_params", "prefix", "text_config_dict", "vision_config_dict",
     ),
-    "the recipe says in which dtype weights are trained": ("dtype", "torch_dtype", "use_bfloat16", "bf16", "fp16", "fp32"),
-    "--attention and the engine say how it is computed": (
+    "the recipe sets the dtype of trained weights": ("dtype", "torch_dtype", "use_bfloat16", "bf16", "fp16", "fp32"),
+    "--attention and the engine decide how it computes": (
         "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset",
         "experts_implementation", "_experts_implementation", "use_flash_attn", "use_flash_attention_2", "torchscript",
         "attn_config", "compile", "gradient_checkpointing",

@@ -28,7 +28,7 @@ def hub_config(name: str, *, unknown: UnknownNameError) -> Path:
     try:
         from huggingface_hub import hf_hub_download  # noqa: PLC0415  optional, and slow to load
     except ImportError:
-        raise UnknownNameError(f"{unknown}; to ask the Hub, pip install huggingface_hub") from None
+        raise UnknownNameError(f"{unknown}; to fetch it from the Hub, pip install huggingface_hub") from None
     try:
         found = _within(_ALL_S, lambda: _downloaded(name))
         return Path(found or hf_hub_download(name, "config.json", local_files_only=True))

@@ -26,7 +26,7 @@ def way_to_the_hub(name: str) -> str:
     """Return how to ask the Hub for a name that the catalogue does not have; empty if it cannot be the Hub's.
 
     >>> way_to_the_hub("mine/good")
-    '; --model hf:mine/good on the command line asks the Hugging Face Hub'
+    '; --model hf:mine/good on the command line fetches it from the Hugging Face Hub'
     """
     name = repository_of(name) or name
-    return f"; --model hf:{name} on the command line asks the Hugging Face Hub" if is_repository(name) else ""
+    return f"; --model hf:{name} on the command line fetches it from the Hugging Face Hub" if is_repository(name) else ""

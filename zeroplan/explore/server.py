@@ -68,11 +68,11 @@ _GUARDED: dict[int | str, dict[str, object]] = {
     414: {"description": "The address is too long."},
     421: {"description": "The request names another host."},
     431: {"description": "The headers are too long."},
-    429: {"description": "Too many questions at once; `error` says so in one line."},
+    429: {"description": "Too many questions at once; `error` has one line about it."},
 }
 _REFUSED: dict[int | str, dict[str, object]] = {
     **_GUARDED,
-    422: {"description": "What is described is no job; `error` says why in one line."},
+    422: {"description": "The description is not a valid job; `error` has the reason in one line."},
 }
 
 

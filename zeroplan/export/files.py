@@ -115,7 +115,7 @@ def export(job: JobSpec, target: Target) -> Export:
     """Return the files that run a job; raises SpecError if the target cannot express it."""
     missing = cannot_say(job.recipe, target) or cannot_split(job.mesh, target)
     if missing:
-        raise SpecError(f"--emit {target} cannot say this layout: {missing}")
+        raise SpecError(f"--emit {target} cannot express this layout: {missing}")
     if job.model.adapter is None:
         return _WRITERS[target](job)
     if target == "fsdp2":
@@ -195,7 +195,7 @@ _WRITERS: dict[Target, Callable[[JobSpec], Export]] = {
     "torchtitan": _torchtitan,
     "megatron": _megatron,
 }
-_LEARNING_RATE = "the learning rate is DeepSpeed's default until optimizer.params.lr says another"
+_LEARNING_RATE = "the learning rate is DeepSpeed's default unless optimizer.params.lr sets another"
 
 
 def _script_recomputes(job: JobSpec) -> tuple[str, ...]:
@@ -223,7 +223,7 @@ def _nodes(job: JobSpec) -> tuple[int, int]:
     per_node = node_size(cluster) or 8
     if world > per_node and world % per_node:
         raise SpecError(
-            f"{world:,} GPUs are no whole nodes of {per_node}, which launchers need; say --gpus-per-node, or another --gpus"
+            f"{world:,} GPUs are no whole nodes of {per_node}, which launchers need; add --gpus-per-node, or use another --gpus"
         )
     return min(per_node, world), -(-world // per_node)
 

@@ -125,7 +125,7 @@ _IN_SCRIPT: dict[str, _Said] = {
 def _recomputed(_: _Words, value: _Value) -> list[str]:
     if value == "full":
         return ["in the training script: model.gradient_checkpointing_enable()"]
-    return [f"in the training script: recomputation {value}, which no key of the file says"]
+    return [f"in the training script: recomputation {value}, which no key of the file sets"]
 
 
 # DeepSpeed

@@ -54,7 +54,8 @@ def with_setup_defaults(request: Request) -> tuple[Request, tuple[str, ...]]:
     found = with_setup(request)
     if found.deepspeed is not None:
         raise SpecError(
-            "--from with a DeepSpeed configuration: it decides already; ask `zeroplan estimate`, or `zeroplan advise`"
+            "--from with a DeepSpeed configuration: the file already fixes what a plan would search; use `zeroplan estimate`, or "
+            "`zeroplan advise`"
         )
     kept = {
         name: value for name, value in found.filled.items() if name not in SEARCHED and getattr(found.request, name) is None
@@ -93,12 +94,12 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, inex
 
 
 _IN_8_BITS = (
-    "Adam's states in 8 bits (bitsandbytes) are rounded: this layout does not train as the asked optimizer does; hold its loss "
-    "against a run with that, or leave --search-optimizer out"
+    "Adam's states in 8 bits (bitsandbytes) are rounded: this layout trains differently from the requested optimizer; "
+    "compare its loss with a run of that one, or leave --search-optimizer out"
 )
 _IN_BF16 = (
-    "weights and states in bf16 without an fp32 copy lose updates that are small beside their weight: this layout does not train "
-    "as the asked precision does; hold its loss against a run with that, or leave --search-optimizer out"
+    "weights and states in bf16 without an fp32 copy lose updates that are small beside their weight: this layout trains "
+    "differently from the requested precision; compare its loss with a run of that one, or leave --search-optimizer out"
 )
 
 
@@ -134,34 +135,42 @@ def _refuse(request: Request, question: Question) -> None:
     asked = (question.min_gpus, question.max_seq, question.max_batch, question.max_params, question.objective == "cost")
     if sum(asked) > 1:
         raise SpecError(
-            "--min-gpus, --max-seq, --max-batch, --max-params and --objective cost are five questions; ask one at a time"
+            "--min-gpus, --max-seq, --max-batch, --max-params and --objective cost are five different questions; use one of them"
         )
     named = next((name for name in WAYS_TO_NAME if getattr(request, name) is not None), "")
     for flag, said, instead in (
-        ("--engine paper", request.engine == "paper", "nobody runs the paper; use ddp, fsdp2 or deepspeed"),
-        ("--deepspeed-config", request.deepspeed_config is not None, "it decides already; ask `zeroplan estimate`"),
-        ("--min-gpus", question.min_gpus and request.gpus is not None, "it looks for --gpus; leave one of them out"),
-        ("--max-seq", question.max_seq and request.seq_len is not None, "it looks for --seq-len; leave one of them out"),
+        (
+            "--engine paper",
+            request.engine == "paper",
+            "engine paper is a formula without a program; use ddp, fsdp2 or deepspeed",
+        ),
+        (
+            "--deepspeed-config",
+            request.deepspeed_config is not None,
+            "the file already fixes what a plan would search; use `zeroplan estimate`",
+        ),
+        ("--min-gpus", question.min_gpus and request.gpus is not None, "it searches --gpus; leave one of them out"),
+        ("--max-seq", question.max_seq and request.seq_len is not None, "it searches --seq-len; leave one of them out"),
         (
             "--max-seq",
             question.max_seq and (request.micro_batch or 1) > 1,
-            "it takes one sequence at a time; leave --micro-batch out",
+            "it uses micro-batches of one sequence; leave --micro-batch out",
         ),
         (
             "--search-optimizer",
             question.search_optimizer and request.optimizer is not None and request.precision is not None,
-            "--optimizer and --precision leave nothing to look for; leave one of them out",
+            "--optimizer and --precision leave nothing to search; leave one of them out",
         ),
-        ("--max-params", question.max_params and bool(named), f"it looks for a model; leave --{named} out"),
+        ("--max-params", question.max_params and bool(named), f"it searches the model; leave --{named} out"),
         (
             "--max-batch",
             question.max_batch and request.micro_batch is not None,
-            "it looks for --micro-batch; leave one of them out",
+            "it searches --micro-batch; leave one of them out",
         ),
         (
             "--max-batch",
             question.max_batch and question.global_batch is not None,
-            "it makes the global batch; leave one of them out",
+            "it determines the global batch; leave one of them out",
         ),
     ):
         if said:
@@ -173,7 +182,7 @@ def _refuse_values(request: Request, question: Question) -> None:
     if question.mfu is not None and question.shares is not None:
         raise SpecError("--mfu and --calibrate are two rates at which a GPU computes; leave one of them out")
     if question.mfu is not None and not 0 < question.mfu <= 1:
-        raise SpecError(f"--mfu {question.mfu} is no share of the peak; give a number above 0 and up to 1, as 0.45")
+        raise SpecError(f"--mfu {question.mfu} is not a share of the peak; use a number above 0 and up to 1, such as 0.45")
     if request.engine is not None and request.stage is not None and request.stage not in ENGINE_STAGES[request.engine]:
         offered = ", ".join(map(str, ENGINE_STAGES[request.engine]))
         raise SpecError(

@@ -90,9 +90,7 @@ def plan(
         check_operations(profile_of(base.model))
     splits = tuple(degrees(base, fixed))
     if not splits:
-        raise NoLayoutError(
-            f"the degrees that are asked for do not divide {base.mesh.world_size:,} GPUs; use others, or more GPUs"
-        )
+        raise NoLayoutError(f"the requested degrees do not divide {base.mesh.world_size:,} GPUs; use others, or more GPUs")
     check_batch(base, fixed, splits)
     found, tally = search(base, fixed, mfu=mfu, inexpressible=inexpressible)
     if not found:
@@ -138,9 +136,7 @@ def time_of(job: JobSpec, *, mfu: float | None = None) -> StepTime:
 def _nothing_starts(fallen: Sequence[Fallen]) -> str:
     largest = max(fallen, key=lambda one: (bool(one.example), one.layouts), default=None)  # an engine says most
     if largest is None:
-        return (
-            "no engine offers what is asked for: its stage, offload or options belong to another engine; leave one of them out"
-        )
+        return "no engine has this combination: the stage, offload or options belong to another engine; leave one of them out"
     return f"no layout can be tried: {largest.example or largest.rule.value}"
 
 

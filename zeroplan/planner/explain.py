@@ -7,7 +7,7 @@ from zeroplan.steptime.parts import Does
 from zeroplan.units import GB
 
 #: Differences that two digits of GB, or one of a per cent, do not show.
-_SMALL, _TOLD = 5 * 10**6, 0.0005
+_SMALL, _VISIBLE_SLOWDOWN = 5 * 10**6, 0.0005
 #: Parts of a step that the links cause.
 _WAITING = (Does.SENDING, Does.SENDING_AT_STEP, Does.COPYING)
 
@@ -18,11 +18,11 @@ def why_not(rival: Layout, its: StepTime, best: Layout, winner: StepTime) -> str
     if slower < TIE:
         more = rival.least_bytes - best.least_bytes
         if more > _SMALL:
-            return f"as quick, but needs {more / GB:,.2f} GB more"
+            return f"as fast, but needs {more / GB:,.2f} GB more"
         than = f"with {-more / GB:,.2f} GB less" if more < -_SMALL else "and as small"
         if complexity_of(rival.job) > complexity_of(best.job):
-            return f"as quick, {than}, but asks more of the recipe"
-        return f"{f'{slower:.1%} slower' if slower > _TOLD else 'as quick'}, {than}"
+            return f"as fast, {than}, but with a more complex recipe"
+        return f"{f'{slower:.1%} slower' if slower > _VISIBLE_SLOWDOWN else 'as fast'}, {than}"
     name, seconds = _largest_excess(its, winner)
     return f"{slower:.1%} slower: {seconds:,.2f} s more for every {_per(its)} in {name}"
 
@@ -45,7 +45,7 @@ def binding(time: StepTime, further: More | None) -> str:
     largest = max(time.parts, key=lambda part: float(part.seconds))
     share = float(largest.seconds) / float(time.seconds)
     if further is not None:
-        return f"memory: a layout that is {further.gain:.1%} quicker needs {further.missing_bytes / GB:,.2f} GB more"
+        return f"memory: with {further.missing_bytes / GB:,.2f} GB more a layout that is {further.gain:.1%} faster would fit"
     if largest.does in _WAITING:
         return f"the links: {largest.name} takes {share:.0%} of the step"
-    return f"the GPU's own rate: {largest.name} takes {share:.0%} of the step"
+    return f"the GPU's speed: {largest.name} takes {share:.0%} of the step"

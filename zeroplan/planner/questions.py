@@ -51,8 +51,8 @@ def fewest_gpus(
     counts = [gpus for gpus in (*_parts_of_a_node(per_node), *nodes) if _divides(gpus, base, fixed)]
     if not counts:
         raise SpecError(
-            f"model and batch go evenly onto no number of GPUs that is tried (whole nodes of {per_node}, up to {_MOST_GPUS:,}); "
-            "ask for other degrees, or another batch"
+            f"model and batch divide no number of GPUs that is tried (whole nodes of {per_node}, up to {_MOST_GPUS:,}); "
+            "use other degrees, or another batch"
         )
     answers: list[Plan | NoLayoutError] = []
     below = 0

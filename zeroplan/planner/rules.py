@@ -18,7 +18,7 @@ class Rule(StrEnum):
     BUBBLE = "a pipeline of one stage on each rank waits so little already that several on each would buy nearly nothing"
     RESHARDING = "reshard_after_forward does not divide the ranks that shard, or is all of them"
     EXPERTS = "the ranks that have the same experts do not divide the widths of their weights"
-    EMITTED = "the file that is asked for cannot say it"
+    EMITTED = "the requested file cannot express it"
     ENGINE = "the engine refuses it, or it is not modelled"
     WEIGHTS = "the whole model's weights, which its stage does not shard, do not fit the GPU"
     MEMORY = "it does not fit the GPU"

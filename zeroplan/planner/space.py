@@ -447,6 +447,6 @@ def _uneven_sizes(gpus: int, split: Degrees, fixed: Fixed, total: int) -> str:
         return f"{flag} {said:,} does not divide the {each:,} sequences of a GPU in --global-batch {total:,}"
     rounds = steps if steps is not None else each // (size or 1)
     return (
-        f"{rounds:,} micro-batches of --global-batch {total:,} are no multiple of the {split.pp:,} stages of a pipeline; "
+        f"{rounds:,} micro-batches of --global-batch {total:,} are not a multiple of the {split.pp:,} stages of a pipeline; "
         "use another --global-batch, or another --pipeline-parallel"
     )

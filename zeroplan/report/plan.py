@@ -172,7 +172,7 @@ def _budget(best: Layout, beside: Beside) -> Iterator[str]:
 
 
 def _why(best: Best) -> Iterator[str]:
-    yield f"Binding: {best.binding}"
+    yield f"Limited by {best.binding}"
     more = best.one_more_gb
     if more is None:
         yield "One more GB would buy nothing."
@@ -192,7 +192,7 @@ def _others(plan: Plan) -> Iterator[str]:
 def _front(plan: Plan) -> Iterator[str]:
     if len(plan.front) < 2:
         return
-    yield f"{'Time against memory: nothing is both quicker and smaller':<58}{'GB':>8}{'tokens/s per GPU':>20}"
+    yield f"{'Time against memory: nothing is both faster and smaller':<58}{'GB':>8}{'tokens/s per GPU':>20}"
     for one in spread(plan.front, _MOST_OF_FRONT):
         words, *more = textwrap.wrap(layout_words(one.job), _OF_A_ROW, subsequent_indent="  ")
         yield f"  {words:<{_OF_A_ROW + 1}}{one.least_bytes / GB:>8,.1f}{one.tokens_per_s:>20,.0f}"
@@ -214,7 +214,7 @@ def _nothing(plan: Plan) -> Iterator[str]:
 def _fallen(plan: Plan) -> Iterator[str]:
     if not plan.fallen:
         return
-    yield "What fell, and to which rule"
+    yield "Rejected layouts, by rule"
     for one in plan.fallen:
         yield f"  {one.layouts:>8,}  {one.rule.value}"
         if one.example:

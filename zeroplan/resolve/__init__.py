@@ -64,7 +64,7 @@ def job(**said: object) -> JobSpec:
     """
     for name in said:
         if name not in Request.__dataclass_fields__:
-            raise TypeError(f"job() takes no {name!r}{nearest_fields(Request, name)}")
+            raise TypeError(f"job() has no parameter {name!r}{nearest_fields(Request, name)}")
     return resolve(with_fetched(Request(**said))).job  # type: ignore[arg-type]  # Request checks every field
 
 
@@ -188,7 +188,7 @@ def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
         return model
     if model.adapter is None and request.lora_rank is None:
         flag = f"--lora-targets {request.lora_targets}" if request.quantize is None else f"--quantize {request.quantize}"
-        raise SpecError(f"{flag} needs adapters of some rank; add --lora-rank 16, say")
+        raise SpecError(f"{flag} needs the adapters' rank; add --lora-rank, for example 16")
     return replace(model, adapter=AdapterSpec(**said) if model.adapter is None else replace(model.adapter, **said))  # type: ignore[arg-type]
 
 
@@ -200,7 +200,7 @@ def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, tuple[str, 
             f"a job has one model, but {said}; use one of --params 7e9, --model NAME, --config PATH, --profile FILE"
         )
     if request.treat_as is not None and (request.config is None and not isinstance(request.model, str)):
-        raise SpecError(f"--treat-as {request.treat_as!r} says how to read a config.json, but none is read; leave it out")
+        raise SpecError(f"--treat-as {request.treat_as!r} sets how to read a config.json, but none is read; leave it out")
     if request.profile is not None:
         from zeroplan.catalog.profile import read_profile  # noqa: PLC0415  keeps start-up fast
 
@@ -364,7 +364,7 @@ def _offload(request: Request, engine: Engine) -> dict[str, object]:
         raise SpecError(f"{flags} with engine {engine!r} is not modelled; use engine 'deepspeed' or 'fsdp2'")
     if away != {"cpu"} or len(asked) < len(("optimizer", "param")):
         raise SpecError(
-            f"{flags} with engine 'fsdp2': its CPUOffloadPolicy takes parameters, gradients and optimizer to host memory together; "
+            f"{flags} with engine 'fsdp2': its CPUOffloadPolicy offloads parameters, gradients and optimizer together; "
             "use --offload-optimizer cpu --offload-param cpu, or engine 'deepspeed'"
         )
     return {"fsdp2": replace(request.fsdp2 or Fsdp2Options(), cpu_offload=True)}

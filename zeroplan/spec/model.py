@@ -189,7 +189,7 @@ class ModelSpec(Spec):
 
     def _check_frozen(self, frozen: FrozenSpec) -> None:
         if self.adapter is not None:
-            raise SpecError("beside adapters everything is frozen; leave --freeze and --freeze-layers out")
+            raise SpecError("with adapters everything else is frozen; leave --freeze and --freeze-layers out")
         if self.family not in FREEZABLE_FAMILIES:
             there = ", ".join(FREEZABLE_FAMILIES)
             raise SpecError(f"frozen parts of a {self.family} model are not modelled; families that may be frozen are {there}")
@@ -218,9 +218,7 @@ class ModelSpec(Spec):
                 f"use a multiple of {2 * turned}"
             )
         if self.family in LEARNED_POSITIONS and not self.positions:
-            raise SpecError(
-                f"family={self.family!r} adds learned positions: positions=0 leaves it without; say how many there are"
-            )
+            raise SpecError(f"family={self.family!r} adds learned positions: positions=0 leaves it without; set their number")
         if self.sliding_window is not None and self.family not in WINDOWED_FAMILIES:
             raise NoFormulasError(
                 f"a sliding window of a {self.family} model (sliding_window={self.sliding_window:,}) has no formula; leave it out "

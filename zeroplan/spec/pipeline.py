@@ -104,7 +104,7 @@ def check_schedule(
         raise SpecError(f"schedule '1f1b' needs as many micro-batches as ranks, {pp}, not {micro_batches}; accumulate more")
     if schedule.startswith("interleaved"):
         if each == 1:
-            raise SpecError(f"schedule {schedule!r} needs several stages on each rank; use 1f1b, or ask for more")
+            raise SpecError(f"schedule {schedule!r} needs several stages on each rank; use 1f1b, or set more")
         rounds = max(1, micro_batches // pp)
         if micro_batches % rounds:
             raise SpecError(

@@ -221,7 +221,7 @@ class Profile(Profiled):
             raise SpecError(f"the profile's runs are of {', '.join(sorted(kinds))}, its kinds {', '.join(sorted(self.kinds))}")
         for kind in kinds:
             if not kind.isidentifier():
-                raise SpecError(f"kind {kind!r} is not a name; it stands in formulas")
+                raise SpecError(f"kind {kind!r} is not a name, which formulas need")
         for one in (part for variant in self.variants for part in (variant.one, variant.more)):
             if set(one.blocks) != kinds or not (one.loss and one.head and one.last):
                 raise SpecError(
@@ -246,7 +246,7 @@ def _check_order(profile: Profile) -> None:
             *((profile.kinds[kind], block.handed) for kind, block in one.blocks.items()),
         ):
             if sorted(each.name for each in handed) != sorted(tensor.name for tensor in named):
-                raise SpecError("the profile does not say of each parameter when its gradient is handed on")
+                raise SpecError("the profile lacks the order in which the parameters' gradients are ready")
 
 
 def model_of(profile: Profile) -> ModelSpec:

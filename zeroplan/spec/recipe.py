@@ -292,7 +292,7 @@ class RecipeSpec(Spec):
             return None
         words = [word.strip() for word in self.pipeline_layers.split(",")]
         if not all(word.isdecimal() for word in words):
-            raise SpecError(f"pipeline_layers={self.pipeline_layers!r} is no list of layers; write 7,9,9,7")
+            raise SpecError(f"pipeline_layers={self.pipeline_layers!r} is not a list of layers; write, for example, 7,9,9,7")
         return tuple(map(int, words))
 
     @property

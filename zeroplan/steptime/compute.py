@@ -21,7 +21,7 @@ from zeroplan.steptime.work import ATTENTION_BACKWARD, MATRIX_BACKWARD, SAVED_BA
 #: addcmul 3, sqrt 2, div 2, add 2, addcdiv 4).
 _FUSED_ACCESSES, _UNFUSED_ACCESSES = 7.0, 20.0
 _STEP_SOURCE = "torch 2.13, torch/optim/adamw.py, _multi_tensor_adamw and _fused_adamw"
-_PASSES = "a saved tensor is written and read in forward, read with two gradients beside it in backward"
+_PASSES = "forward writes and reads each saved tensor, backward reads it and moves two gradients"
 
 
 class Kernel(NamedTuple):

@@ -32,5 +32,5 @@ def copies_of_states(account: Account, recipe: RecipeSpec, busy: Computing, arch
     takes: Float = elements * width * times / pcie_bytes_per_s(architecture)
     beside = busy.forward_s + busy.backward_s
     left = longest(takes - beside, 0.0 * takes)
-    reason = "gradients to the host, weights back, beside forward and backward as far as those last"
+    reason = "gradients to the host and weights back, overlapped with forward and backward"
     return Part("copies to and from the host", left, takes - left, reason, PCIE_SOURCE, Does.COPYING)

@@ -182,7 +182,7 @@ def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
     sends = _sends(calls, case, machine)
     beside = chunks_per_rank(recipe, case.mesh) > 1 and recipe.megatron.overlap_p2p_comm
     waits = longest(sends - busy.forward_s - busy.backward_s, 0.0 * sends) if beside else sends
-    reason = "beside the other chunks' passes" if beside else "the next pass waits for what it receives"
+    reason = "overlapped with the other chunks' passes" if beside else "the next pass waits for what it receives"
     sent = Part("waiting for sends between stages", waits, sends - waits, reason, _SENDS, Does.SENDING)
     return _RankTime((*parts, sent), passes, sends - waits)
 
@@ -259,7 +259,7 @@ def _between_tensor_ranks(calls: tuple[Collective, ...], case: _Case, machine: _
         per_layer = 2 * forwards + (2 if call.operation == "all_gather" else 0)
         beside = time * (_BESIDE_PER_LAYER / per_layer) if call.phase is Phase.BACKWARD else 0.0 * time
         waits = waits + (time - beside) + longest(beside - columns, 0.0 * time)
-    reason = "the next matrix waits for activations; in backward a half goes on beside multiplications"
+    reason = "the next matrix waits for activations; in backward half of it overlaps with matrix products"
     return Part("waiting for tensor-parallel ranks", waits, takes - waits, reason, f"{_BESIDE}; {SOURCE}", Does.SENDING)
 
 
@@ -307,7 +307,7 @@ def _after_backward(rank: Rank, case: _Case, machine: _Machine, passes: _Passes)
     beside = _Passes(*(each / case.batch.grad_accum_steps for each in passes))
     waits = longest(reduced - beside.backward_s * own.overlap_grad_reduce, 0.0 * reduced)
     waits = waits + longest(gathered - beside.forward_s * own.overlap_param_gather, 0.0 * gathered)
-    reason = "gradients when the last backward is over, weights after the step; beside a micro-batch where asked for"
+    reason = "gradients after the last backward, weights after the step; overlapped with a micro-batch if set"
     name, hidden = "collectives around the optimizer step", reduced + gathered - waits
     sent = Part(name, waits, hidden, reason, f"{_AFTER}; {SOURCE}", Does.SENDING_AT_STEP)
     copied = (line._replace(kind=Kind.OPTIMIZER_STATE) for line in step_lines(rank, case.recipe, mesh))  # written and read too

@@ -175,7 +175,7 @@ def _traffic(
     within = _sent("collectives within a stage", among, 0.0 * among, "of ranks that split it: the next matrix waits")
     return (
         _sent("waiting for all-gathers", waits, gathers - waits, "gathered ahead of the block that needs it"),
-        _sent("reducing gradients", reductions, 0.0 * reductions, "after the last backward, beside nothing"),
+        _sent("reducing gradients", reductions, 0.0 * reductions, "after the last backward, not overlapped"),
         *((within,) if is_split else ()),
         _sent("sends between stages", sends, 0.0 * sends, "the next pass waits for what it receives"),
     )

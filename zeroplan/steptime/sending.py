@@ -67,7 +67,7 @@ def exposed(
 _NAMES = {
     Phase.FORWARD: ("waiting for all-gathers in forward", "gathered ahead of the block that needs it"),
     Phase.BACKWARD: ("waiting for collectives in backward", "gathered ahead, reduced behind"),
-    Phase.STEP: ("collectives around the optimizer step", "nothing goes on beside it"),
+    Phase.STEP: ("collectives around the optimizer step", "not overlapped"),
 }
 
 

@@ -122,7 +122,7 @@ def check_operations(profile: Profile) -> None:
 
 _NO_OPERATIONS = (
     "the profile of {} does not contain the number of operations of its module, so there is no step time; "
-    "make it anew, or use --model or --config"
+    "make a new one, or use --model or --config"
 )
 
 

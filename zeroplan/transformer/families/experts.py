@@ -326,9 +326,9 @@ def _zeroed(tape: Tape, value: Value, beyond: Store, name: str, *, in_place: boo
     made = (
         Value(value.store, value.dtype, value.shape)
         if in_place
-        else op.tensor(tape, f"{name}, of no expert's pairs nought", value.dtype, value.shape, EXPERTS)
+        else op.tensor(tape, f"{name}, pairs of no expert set to zero", value.dtype, value.shape, EXPERTS)
     )
-    backward = op.makes(f"gradient of the {name}, of no expert's pairs nought", EXPERTS, value)
+    backward = op.makes(f"gradient of the {name}, pairs of no expert set to zero", EXPERTS, value)
     tape.add(f"{name}: no expert's pairs", (made,), (beyond,), backward, of=(value,))
     if not in_place:
         tape.release(value)

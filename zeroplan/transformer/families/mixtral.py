@@ -66,7 +66,7 @@ _MIXTRAL = ConfigKeys(
     required=(*SIZES, *_EXPERTS),
     keys={"num_experts": ("num_local_experts", "num_experts")},
     counted_as={
-        "router_jitter_noise": (0.0, "the noise takes up to 1 % of a block more"),
+        "router_jitter_noise": (0.0, "the noise adds up to 1 % of a block"),
         "output_router_logits": _LOGITS,
     },
     harmless={_ROUTER_LOSS: ("router_aux_loss_coef",)},
@@ -78,7 +78,7 @@ _QWEN3_MOE = ConfigKeys(
     keys={"num_experts": ("num_experts", "num_local_experts")},
     optional_window=True,
     counted_as={
-        "norm_topk_prob": (True, "without the division the router takes some bytes per token less"),
+        "norm_topk_prob": (True, "without the division the router saves some bytes per token less"),
         "output_router_logits": _LOGITS,
     },
     assumed={"norm_topk_prob": False},

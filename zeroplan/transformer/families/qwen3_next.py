@@ -244,7 +244,7 @@ _CONFIG = ConfigKeys(
     keys={"num_experts": ("num_experts", "num_local_experts")},
     only={"mlp_only_layers": ([],), "full_attention_interval": (4,), "partial_rotary_factor": (0.25,)},
     counted_as={
-        "norm_topk_prob": (True, "without the division the router takes some bytes per token less"),
+        "norm_topk_prob": (True, "without the division the router saves some bytes per token less"),
         "output_router_logits": (False, "the loss of the router and its logits take some bytes per token and expert more"),
     },
     read=("shared_expert_intermediate_size",),

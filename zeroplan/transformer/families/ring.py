@@ -73,7 +73,7 @@ def _forward(tape: Tape, heads: Heads, ranks: int) -> Store:
     merged = make("output so far, fp32", 4 * T * q)
     for other in range(1, ranks):
         if other < ranks - 1:
-            tape.drop(tape.make(TEMPORARY, "keys and values that nobody reads", _PAIR, FORWARD))
+            tape.drop(tape.make(TEMPORARY, "keys and values that nothing reads", _PAIR, FORWARD))
         if other == 1:
             tape.drop(*copies)
         new = make("output of half the queries for another rank's keys", e * T_2 * q), make("its log-sum-exp", 4 * T_2 * a)
@@ -133,7 +133,7 @@ class _RingBackward:
         """Run the kernel for another rank's keys, with half of the queries."""
         tape = self.tape
         if other < self.ranks - 1:
-            another = self._held("keys and values that nobody reads", _PAIR)
+            another = self._held("keys and values that nothing reads", _PAIR)
             tape.drop(self.pair)
             self.pair = another
         half = (self._held("half of the log-sum-exp", 4 * T_2 * a),)
