@@ -128,7 +128,7 @@ def test_a_length_that_is_fixed_is_the_default_and_no_other_is_taken(file: Path,
     assert (code, json.loads(out)["job"]["batch"]["seq_len"]) == (0, 77)
     code, _, err = run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", "78")
     assert code == 2
-    assert "is of sequences of 77" in err
+    assert "covers sequences of 77 tokens, not of 78" in err
 
 
 def test_shorter_sequences_than_were_traced_are_refused(file: Path, run: Run):
@@ -136,7 +136,7 @@ def test_shorter_sequences_than_were_traced_are_refused(file: Path, run: Run):
     assert run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", "1024")[0] == 0
     code, _, err = run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", "1023")
     assert code == 2
-    assert "is of sequences of 1,024 and more" in err
+    assert "covers sequences of 1,024 tokens and more" in err
 
 
 def test_a_length_between_multiples_counts_as_the_next_where_the_profile_says_so(file: Path, run: Run):

@@ -68,7 +68,7 @@ def test_where_nothing_fits_the_closest_is_on_the_most_gpus():
 
 def test_no_number_of_gpus_takes_an_uneven_batch():
     said = (
-        "model and batch divide no number of GPUs that is tried (whole nodes of 8, up to 4,096); ask for other degrees, "
+        "model and batch divide no number of GPUs that is tried (whole nodes of 8, up to 4,096); use other degrees, "
         "or another batch"
     )
     with pytest.raises(SpecError, match=re.escape(said)):
@@ -159,7 +159,7 @@ def test_what_a_plan_needs_to_know():
     traced = replace(job(model="gpt2", gpu="h100"), model=model_of(by_hand()))
     with pytest.raises(SpecError, match="the profile of by hand does not contain the number of operations of its module"):
         plan(traced, Fixed())
-    with pytest.raises(SpecError, match="no engine offers"):
+    with pytest.raises(SpecError, match="no engine has this combination"):
         plan(job(model="gpt2", gpu="h100", gpus=2), Fixed(engine="megatron", offload_optimizer="cpu"))
     said = "--grad-accum 3 does not divide the 8 sequences of a GPU in --global-batch 64"
     with pytest.raises(SpecError, match=said):

@@ -76,7 +76,7 @@ def _entries(axes: Axes, series: ParetoSeries, theme: Theme) -> Iterator[LegendE
         star = Line2D([], [], linestyle="none", marker="*", **_star(theme))
         yield (star,), _words(f"best for {series.objective}", series.best)
         ring = Line2D([], [], color=theme.ink, linewidth=1.2, marker="o", markerfacecolor="none", markersize=8)
-        yield (ring,), f"the front: nothing that fits is\nboth faster and smaller ({len(series.front):,})"
+        yield (ring,), f"the front: nothing that fits is\nboth quicker and smaller ({len(series.front):,})"
     for engine in ENGINES:
         counts = {
             face: sum(spot.layouts for spot in series.spots if (spot.engine, spot.verdict) == (engine, face)) for face in _FACES
