@@ -165,10 +165,10 @@ def _tables(question: _Question, *, recomputed: bool) -> tuple[tuple[Line, ...],
 
     Where every block has a copy, nothing needs the tables after the forward.
     """
-    of_the_family = definition_of(question.model.family).tables
-    if of_the_family is None:
+    tables = definition_of(question.model.family).tables_of(question.model)
+    if tables is None:
         return (), ()
-    size, reason, source, in_32_bits, copied = of_the_family(question.model)
+    size, reason, source, in_32_bits, copied = tables
     lines = (Held(size, reason, source).line(SAVED, question.values),)
     cast = in_32_bits and question.x.casts_inputs and question.x.element != _FP32
     return ((), lines) if cast or (copied and not recomputed) else (lines, ())

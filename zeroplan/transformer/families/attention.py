@@ -399,8 +399,7 @@ def masked(tape: Tape, value: Value, site: Site) -> Value:
 def softmax(tape: Tape, scores: Value, dtype: Width, source: str) -> Value:
     """Softmax in fp32, which saves its result, then a cast to ``dtype``. ``scores`` stay."""
     wide = cast(tape, scores, 4, Site("masked scores", source))
-    made = tensor(tape, "softmax of the scores", 4, scores.shape, source)
-    tape.add("attention: softmax", (made,), (made.store,), makes("gradient of the scores", source, wide), of=(wide,))
+    made = op.pointwise(tape, wide, "softmax of the scores", Site("attention: softmax", source), saves_result=True)
     tape.release(wide)
     weights = cast(tape, made, dtype, Site("softmax of the scores", source))
     tape.release(made)

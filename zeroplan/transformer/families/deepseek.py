@@ -177,16 +177,12 @@ def _logits_in_32_bits(tape: Tape, flat: Value) -> Value:
     """Multiply fp32 copies of the router's input and weight. It saves both copies."""
     given = op.cast(tape, flat, 4, Site("input of the router", ROUTER))
     weight = Value(tape.make(TENSOR, "router's weight in fp32", 4 * E * h, ROUTER), 4, E * h)
-
-    def cast_back(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(E * h)
-        return []
-
-    tape.add("router: cast of the weight gradient", (weight,), (), cast_back, of=None)
-    made = op.tensor(tape, "output of the router", 4, T * E, ROUTER)
+    tape.add("router: cast of the weight gradient", (weight,), (), op.makes_weight_gradient(E * h), of=None)
+    made = op.run(
+        tape, (given, weight), "output of the router", Site("router", ROUTER), dtype=4, shape=T * E,
+        saved=(given.store, weight.store), gradient="gradient of a factor of the router",
+    )  # fmt: skip
     tape.matrix_product(made.store)
-    backward = op.makes("gradient of a factor of the router", ROUTER, given, weight)
-    tape.add("router", (made,), (given.store, weight.store), backward, of=(given, weight))
     tape.release(given, weight)
     return made
 
@@ -238,10 +234,6 @@ def _query_parameters(mla: MlaSpec, model: ModelSpec) -> Parameters:
     )
 
 
-def _tables(_model: ModelSpec) -> Tables:
-    return Tables(2 * r * s * o)
-
-
 _CONFIG = ConfigKeys(
     defaults={"max_position_embeddings": 4096, "num_key_value_heads": 128},
     fixed={"moe_layer_freq": 1, "mlp_bias": False},
@@ -274,6 +266,7 @@ _EXPERTS = ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn", *gated_modul
 FAMILIES = {
     "deepseek_v3": Definition(
         layer(Layer(LLAMA_NORM, _attention, _mlp, f"{DEEPSEEK}, DeepseekV3DecoderLayer.forward")), _tensors, _CONFIG,
-        before_and_after(_LATENT, gated_modules("mlp")), before_and_after(_LATENT, _EXPERTS), _tables,
+        before_and_after(_LATENT, gated_modules("mlp")), before_and_after(_LATENT, _EXPERTS),
+        Tables(2 * r * s * o),
     )
 }  # fmt: skip

@@ -18,6 +18,9 @@ from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.symbols import d, r, s
 
+#: ``counted_as`` of models with a router.
+ROUTER_LOGITS = (False, "the loss of the router and its logits take some bytes per token and expert more")
+ROUTER_LOSS = {"the loss of the router, which output_router_logits switches on": ("router_aux_loss_coef",)}
 ROTARY = "transformers 5.23, models/llama/modeling_llama.py, LlamaRotaryEmbedding.forward"
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -181,7 +184,7 @@ class ConfigKeys(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The tables of rotary positions that all layers share."""
+    """The tables of rotary positions that all layers share, by default Llama's: whole heads in the residual stream's dtype."""
 
     size: Size = 2 * r * s * d
     """[bytes]"""
@@ -222,11 +225,6 @@ class Around(NamedTuple):
     """How many attention masks it makes for eager attention."""
 
 
-def rotary_tables(_model: ModelSpec) -> Tables:
-    """Return Llama's tables: cosines and sines of whole heads, in the dtype of the residual stream."""
-    return Tables()
-
-
 class Definition(NamedTuple):
     """One family."""
 
@@ -239,10 +237,14 @@ class Definition(NamedTuple):
     """The modules of a dense block in the order in which they run; a module comes before those inside it."""
     expert_modules: Names = ()
     """The modules of a block with experts, in the same order."""
-    tables: Callable[[ModelSpec], Tables] | None = rotary_tables
-    """Its tables of rotary positions; None in families without them."""
+    tables: Tables | Callable[[ModelSpec], Tables] | None = Tables()
+    """Its tables of rotary positions, or a function of the model; None in families without them."""
     around: Around = Around()
     """What its forward holds outside the blocks."""
+
+    def tables_of(self, model: ModelSpec) -> Tables | None:
+        """Return the tables of rotary positions of one of the family's models."""
+        return self.tables(model) if callable(self.tables) else self.tables
 
 
 def definition_of(family: str) -> Definition:

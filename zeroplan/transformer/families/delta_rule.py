@@ -100,9 +100,10 @@ def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
     learning = _times(tape, key, beta, "keys times beta")
     tape.drop(tape.make(op.TEMPORARY, "ones of a chunk's mask", Size(((CHUNK * CHUNK,),)), RULE))
     mask = tape.make(op.TENSOR, "mask of a chunk, booleans", Size(((CHUNK * CHUNK,),)), RULE)
-    summed = op.tensor(tape, "decay, summed up within chunks", 4, FILLED * A, RULE)
-    beside = ("decay's gradient, turned round and summed up", 8 * FILLED * A)
-    tape.add("decay, summed up", (summed,), (), op.makes("gradient of the decay", RULE, decay, beside=beside), of=(decay,))
+    summed = op.run(
+        tape, decay, "decay, summed up within chunks", Site("decay, summed up", RULE), dtype=4, shape=FILLED * A,
+        gradient="gradient of the decay", beside=("decay's gradient, turned round and summed up", 8 * FILLED * A),
+    )  # fmt: skip
     in_chunks = op.view(tape, query, Site("queries in chunks", RULE)), op.view(tape, key, Site("keys in chunks", RULE))
     tape.summed_anew.add(key)  # the gradient of its chunks is a view
     held = value, beta, decay, learnt, learning, summed
@@ -115,9 +116,8 @@ def _for_each_head(tape: Tape, value: Value, name: str, *, repeated: bool) -> Va
     """Return queries or keys for every head of values: copies, or a view whose gradient is copied."""
     if not repeated:
         return _in_chunks(tape, value, name)
-    made = op.tensor(tape, f"{name}, repeated for each head of values", value.dtype, T * A * D, RULE)
-    tape.add(f"{name}, repeated", (made,), (), op.makes(f"gradient of the {name}", RULE, value), of=(value,))
-    return made
+    reason, of = f"{name}, repeated for each head of values", f"gradient of the {name}"
+    return op.run(tape, value, reason, Site(f"{name}, repeated", RULE), shape=T * A * D, gradient=of)
 
 
 def _in_chunks(tape: Tape, value: Value, name: str) -> Value:
@@ -147,26 +147,12 @@ def _unit_length(tape: Tape, value: Value, name: str) -> Value:
 
 def _longer(tape: Tape, value: Value, name: str, shape: Size) -> Value:
     """``F.pad`` to whole chunks, which copies even where it pads nothing."""
-    made = op.tensor(tape, f"{name}, filled up to whole chunks", 4, shape, RULE)
-    tape.add(f"{name}, filled up", (made,), (), op.makes(f"gradient of the {name}", RULE, value), of=(value,))
-    return made
+    reason, of = f"{name}, filled up to whole chunks", f"gradient of the {name}"
+    return op.run(tape, value, reason, Site(f"{name}, filled up", RULE), dtype=4, shape=shape, gradient=of)
 
 
 def _times(tape: Tape, value: Value, factor: Value, reason: str) -> Value:
-    """``value * factor``, with one factor per row: its backward sums the factor's gradient over each row. It saves both."""
-    made = op.tensor(tape, reason, 4, value.shape, RULE)
-    saved = op.factors(tape, (value, (value.store,)), (factor, (factor.store,)))
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary(f"gradient of a factor of {reason}, not yet summed", 4 * value.shape, RULE)
-        return [
-            (one, op.gradient(tape, one, f"gradient of a factor of {reason}", RULE))
-            for one in (value, factor)
-            if tape.follows(one)
-        ]
-
-    tape.add(reason, (made,), saved, backward, of=(value, factor))
-    return made
+    return op.times_per_row(tape, value, factor, reason, 4, RULE)
 
 
 # --- inside every chunk ------------------------------------------------------------------------------------------------------
@@ -210,9 +196,8 @@ def _pairwise(tape: Tape, ready: _Ready) -> Value:
         return [(ready.decay, op.gradient(tape, ready.decay, "gradient of the decay, summed", RULE)) for _ in range(2)]
 
     tape.add("decay between tokens", (pairs,), (), backward, of=(ready.decay,))
-    masked = op.tensor(tape, "logarithms of decay, masked", 4, PAIRS, RULE)
-    gradient = op.makes("gradient of the decay between tokens, masked", RULE, pairs)
-    tape.add("decay between tokens: mask", (masked,), (ready.mask,), gradient, of=(pairs,))
+    site, of = Site("decay between tokens: mask", RULE), "gradient of the decay between tokens, masked"
+    masked = op.run(tape, pairs, "logarithms of decay, masked", site, saved=(ready.mask,), gradient=of)
     tape.release(pairs)
     made = _exponential(tape, masked, "decay between tokens")
     tape.release(masked)
@@ -304,8 +289,8 @@ def _decayed(tape: Tape, ready: _Ready, inside: _Inside, state: Value, *, severa
     query = _times(tape, ready.query, growth, "queries, decayed")
     tape.release(ready.query, growth)
     keys, decays = (ready.key, ready.decay) if several else (_unfollowed(tape, ready.key), _unfollowed(tape, ready.decay))
-    rest = op.tensor(tape, "logarithms of decay to a chunk's end", 4, FILLED * A, RULE)
-    tape.add("decay to a chunk's end", (rest,), (), op.makes("gradient of the decay", RULE, decays), of=(decays,))
+    site, of = Site("decay to a chunk's end", RULE), "gradient of the decay"
+    rest = op.run(tape, decays, "logarithms of decay to a chunk's end", site, dtype=4, shape=FILLED * A, gradient=of)
     shrinking = _exponential(tape, rest, "decay to a chunk's end")
     tape.release(rest)
     key = _times(tape, keys, shrinking, "keys, decayed")
@@ -466,8 +451,7 @@ def _written(tape: Tape, core: Value, part: Value, rows: Size) -> Value:
 
 def _cut(tape: Tape, core: Value) -> Value:
     """Return the output in the order of tokens, without padding and cast. It releases ``core``."""
-    whole = op.tensor(tape, "output of linear attention, in order", 4, core.shape, RULE)
-    tape.add("output in order", (whole,), (), op.passes(core), of=(core,))
+    whole = op.run(tape, core, "output of linear attention, in order", Site("output in order", RULE), dtype=4)
     tape.release(core)
     made = op.tensor(tape, "output of linear attention", e, T * A * I, RULE)
 

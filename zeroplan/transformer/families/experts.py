@@ -155,11 +155,7 @@ def _grouped_product(tape: Tape, value: Value, site: tuple[str, Size, Size], end
 def _bias(tape: Tape, name: str, width: Size, sorting: _Sorting, experts: Size) -> Value:
     """Return the bias of each pair's expert, a row per pair. It saves the experts of the pairs."""
     made = op.tensor(tape, f"experts: bias of the {name} projection for each pair", r, T * t * width, EXPERTS)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(experts * width, waits=experts == x)
-        return []
-
+    backward = op.makes_weight_gradient(experts * width, waits=experts == x)
     tape.add(f"experts: bias of the {name} projection", (made,), (sorting.experts,), backward, of=None)
     return made
 

@@ -108,10 +108,7 @@ def _tensors(model: ModelSpec) -> Layout:
     return alike(model, (*attention, *mlp, *(norm for name in names for norm in rms_norm(name, hidden))))
 
 
-def _tables(_model: ModelSpec) -> Tables:
-    return Tables(4 * r * s * d_4, "rotary cos and sin, of half of each head", ROTARY, copied=True)
-
-
+_TABLES = Tables(4 * r * s * d_4, "rotary cos and sin, of half of each head", ROTARY, copied=True)
 _CONFIG = ConfigKeys(
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
     fixed={"mlp_bias": False},
@@ -121,4 +118,4 @@ _MODULES = (
     "input_layernorm", "self_attn", *ATTENTION_MODULES, "post_self_attn_layernorm",
     "post_attention_layernorm", "mlp", "mlp.gate_up_proj", "mlp.activation_fn", "mlp.down_proj", "post_mlp_layernorm",
 )  # fmt: skip
-FAMILIES = {"glm4": Definition(_LAYER, _tensors, _CONFIG, _MODULES, tables=_tables)}
+FAMILIES = {"glm4": Definition(_LAYER, _tensors, _CONFIG, _MODULES, tables=_TABLES)}

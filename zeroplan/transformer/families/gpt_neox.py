@@ -88,9 +88,6 @@ _MODULES = (
 )  # fmt: skip
 
 
-def _tables(_model: ModelSpec) -> Tables:
-    """A quarter of each head is turned (``rotary_pct`` of GPTNeoXConfig, 0.25 in every published model)."""
-    return Tables(2 * r * s * d_4, "rotary cos and sin, of a quarter of each head", ROTARY)
-
-
-FAMILIES = {"gpt_neox": Definition(Program(_layer, LAYER, LAYER_NORM), _tensors, _CONFIG, _MODULES, tables=_tables)}
+#: ``rotary_pct`` of GPTNeoXConfig is 0.25 in every published model.
+_TABLES = Tables(2 * r * s * d_4, "rotary cos and sin, of a quarter of each head", ROTARY)
+FAMILIES = {"gpt_neox": Definition(Program(_layer, LAYER, LAYER_NORM), _tensors, _CONFIG, _MODULES, tables=_TABLES)}

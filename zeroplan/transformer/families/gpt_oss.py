@@ -6,6 +6,8 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import Attention, Rotated
 from zeroplan.transformer.families.definition import (
     ATTENTION_MODULES,
+    ROUTER_LOGITS,
+    ROUTER_LOSS,
     SIZES,
     Around,
     Block,
@@ -142,25 +144,20 @@ _CONFIG = ConfigKeys(
     fixed={"mlp_bias": True},
     required=(*SIZES, "num_experts", "num_experts_per_tok"),
     keys={"num_experts": ("num_local_experts", "num_experts")},
-    counted_as={
-        "output_router_logits": (False, "the loss of the router and its logits take some bytes per token and expert more"),
-    },
+    counted_as={"output_router_logits": ROUTER_LOGITS},
     harmless={
         "numbers in a formula, which change no tensor": ("swiglu_alpha", "swiglu_limit"),
-        "the loss of the router, which output_router_logits switches on": ("router_aux_loss_coef",),
+        **ROUTER_LOSS,
         "its experts have an activation of their own": ("hidden_act",),
         "another name of num_experts_per_tok": ("experts_per_token",),
     },
 )  # fmt: skip
 
 
-def _tables(_model: ModelSpec) -> Tables:
-    return Tables(r * s * d, "rotary cos and sin, of half a head", ROTARY)
-
-
 _MODULES = before_and_after(ATTENTION_MODULES, ("mlp", "mlp.router", "mlp.experts"))
 FAMILIES = {
     "gpt_oss": Definition(
-        Program(_layer, LAYER, NORM), _tensors, _CONFIG, expert_modules=_MODULES, tables=_tables, around=Around(masks=2)
+        Program(_layer, LAYER, NORM), _tensors, _CONFIG, expert_modules=_MODULES,
+        tables=Tables(r * s * d, "rotary cos and sin, of half a head", ROTARY), around=Around(masks=2),
     )
-}
+}  # fmt: skip

@@ -7,6 +7,8 @@ from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Layer, layer
 from zeroplan.transformer.families.definition import (
     ATTENTION_MODULES,
+    ROUTER_LOGITS,
+    ROUTER_LOSS,
     SIZES,
     Block,
     ConfigKeys,
@@ -58,8 +60,6 @@ def _qwen3_moe(model: ModelSpec) -> Layout:
 
 
 _EXPERTS = ("num_experts", "num_experts_per_tok")
-_ROUTER_LOSS = "the loss of the router, which output_router_logits switches on"
-_LOGITS = (False, "the loss of the router and its logits take some bytes per token and expert more")
 _MIXTRAL = ConfigKeys(
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8},
     fixed={"attention_bias": False, "mlp_bias": False},
@@ -67,9 +67,9 @@ _MIXTRAL = ConfigKeys(
     keys={"num_experts": ("num_local_experts", "num_experts")},
     counted_as={
         "router_jitter_noise": (0.0, "the noise adds up to 1 % of a block"),
-        "output_router_logits": _LOGITS,
+        "output_router_logits": ROUTER_LOGITS,
     },
-    harmless={_ROUTER_LOSS: ("router_aux_loss_coef",)},
+    harmless=ROUTER_LOSS,
 )
 _QWEN3_MOE = ConfigKeys(
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
@@ -79,12 +79,12 @@ _QWEN3_MOE = ConfigKeys(
     optional_window=True,
     counted_as={
         "norm_topk_prob": (True, "without the division the router saves some bytes per token less"),
-        "output_router_logits": _LOGITS,
+        "output_router_logits": ROUTER_LOGITS,
     },
     assumed={"norm_topk_prob": False},
     read=("mlp_only_layers", "decoder_sparse_step"),
     harmless={
-        _ROUTER_LOSS: ("router_aux_loss_coef",),
+        **ROUTER_LOSS,
         "read by no decoder of these families": ("max_window_layers",),
     },
 )

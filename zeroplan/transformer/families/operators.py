@@ -47,6 +47,16 @@ def makes(reason: str, source: str, *values: Value, beside: tuple[str, Size] | N
     return backward
 
 
+def makes_weight_gradient(elements: Size, *, waits: bool = False) -> Backward:
+    """Return a backward that makes only the gradient of a weight (:meth:`Tape.weight_gradient`)."""
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.weight_gradient(elements, waits=waits)
+        return []
+
+    return backward
+
+
 def run(
     tape: Tape, inputs: Value | tuple[Value, ...], reason: str, site: Site, *, dtype: Width | None = None,
     shape: Size | None = None, saved: tuple[Store, ...] = (), gradient: str = "", beside: tuple[str, Size] | None = None,
@@ -207,12 +217,7 @@ def _weight(tape: Tape, elements: Size, site: Site, *, tracked: bool, of: str) -
     else:
         tape.cached.append(elements)
     made = Value(Store(TEMPORARY, "", NOTHING, ""), e, elements)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(elements)
-        return []
-
-    tape.add(f"{site.name}: cast of the {of} gradient", (made,), (), backward, of=None)
+    tape.add(f"{site.name}: cast of the {of} gradient", (made,), (), makes_weight_gradient(elements), of=None)
     return made
 
 
@@ -299,6 +304,20 @@ def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) ->
         return [(one, as_narrow(tape, one, wide, made, site.source)) for one, wide in zip(followed, bare, strict=True)]
 
     tape.add(site.name, (made,), saved, backward, of=(first, second), place=site.place)
+    return made
+
+
+def times_per_row(tape: Tape, value: Value, factor: Value, reason: str, dtype: Width, source: str) -> Value:
+    """``value * factor`` with one factor per row, whose gradient the backward sums over each row. It saves both."""
+    made = tensor(tape, reason, dtype, value.shape, source)
+    saved = factors(tape, (value, (value.store,)), (factor, (factor.store,)))
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary(f"gradient of a factor of {reason}, not yet summed", dtype * value.shape, source)
+        of = f"gradient of a factor of {reason}"
+        return [(one, gradient(tape, one, of, source)) for one in (value, factor) if tape.follows(one)]
+
+    tape.add(reason, (made,), saved, backward, of=(value, factor))
     return made
 
 

@@ -10,7 +10,17 @@ from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads
 from zeroplan.transformer.families.decoder import Layer, gated_mlp, rotated
-from zeroplan.transformer.families.definition import SIZES, Block, ConfigKeys, Definition, Program, Tables, gated_modules
+from zeroplan.transformer.families.definition import (
+    ROUTER_LOGITS,
+    ROUTER_LOSS,
+    SIZES,
+    Block,
+    ConfigKeys,
+    Definition,
+    Program,
+    Tables,
+    gated_modules,
+)
 from zeroplan.transformer.families.delta_rule import Given, gated_delta_rule
 from zeroplan.transformer.families.experts import experts_here, router
 from zeroplan.transformer.families.operators import Norm
@@ -172,15 +182,7 @@ def _moe(tape: Tape, normal: Value, block: Block) -> Value:
 
 def _weighted(tape: Tape, shared: Value, gate: Value) -> Value:
     """Multiply the shared expert's output by its gate, one number per token. It saves both."""
-    made = op.tensor(tape, "output of the shared expert, gated", e, T * h, MOE)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        arriving = [(shared, op.gradient(tape, shared, "gradient of the shared expert's output", MOE))]
-        tape.temporary("gradient of the shared expert's gate, not yet summed", e * T * h, MOE)
-        return [*arriving, (gate, op.gradient(tape, gate, "gradient of the shared expert's gate", MOE))]
-
-    tape.add("gating of the shared expert", (made,), (shared.store, gate.store), backward, of=(shared, gate))
-    return made
+    return op.times_per_row(tape, shared, gate, "output of the shared expert, gated", e, MOE)
 
 
 _LINEAR = Layer(NORM, _linear_attention, _moe, LAYER)
@@ -230,10 +232,7 @@ def _of_full(model: ModelSpec) -> Parameters:
     )
 
 
-def _tables(_model: ModelSpec) -> Tables:
-    return Tables(2 * r * s * d_4, "rotary cos and sin, of a quarter of each head", ROTARY)
-
-
+_TABLES = Tables(2 * r * s * d_4, "rotary cos and sin, of a quarter of each head", ROTARY)
 _LINEAR_SIZES = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 _CONFIG = ConfigKeys(
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 256, "linear_conv_kernel_dim": 4},
@@ -245,10 +244,10 @@ _CONFIG = ConfigKeys(
     only={"mlp_only_layers": ([],), "full_attention_interval": (4,), "partial_rotary_factor": (0.25,)},
     counted_as={
         "norm_topk_prob": (True, "without the division the router saves some bytes per token less"),
-        "output_router_logits": (False, "the loss of the router and its logits take some bytes per token and expert more"),
+        "output_router_logits": ROUTER_LOGITS,
     },
     read=("shared_expert_intermediate_size",),
-    harmless={"the loss of the router, which output_router_logits switches on": ("router_aux_loss_coef",)},
+    harmless=ROUTER_LOSS,
 )  # fmt: skip
 _MODULES = (
     "linear_attn", "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.norm", "linear_attn.out_proj", "self_attn",
@@ -260,6 +259,6 @@ _EXPERTS = (
 FAMILIES = {
     "qwen3_next": Definition(
         Program(_layer, LAYER, NORM), _tensors, _CONFIG,
-        expert_modules=("input_layernorm", *_MODULES, "post_attention_layernorm", *_EXPERTS), tables=_tables,
+        expert_modules=("input_layernorm", *_MODULES, "post_attention_layernorm", *_EXPERTS), tables=_TABLES,
     )
 }  # fmt: skip
