@@ -295,7 +295,7 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None, replay: bool = F
 
 
 def _replay(job: JobSpec) -> "StepReplay":
-    from zeroplan.replay import StepReplay  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.replay import StepReplay  # noqa: PLC0415  keeps start-up fast
 
     return StepReplay(job)
 

@@ -1,6 +1,7 @@
-"""Sizes as expressions: whole numbers in symbols, which print their formula, have a value for any batch, and compare as data.
+"""Sizes as expressions in symbols. An expression prints its formula, has a value for any batch, and compares as data.
 
-A size is written as arithmetic on symbols, once. Its text is the formula that ``--explain`` prints:
+Code writes a size once, as arithmetic on symbols. Its text is the formula that ``--explain`` prints:
+
 
 >>> e, T, s, h, f, b = symbols("e T s h f b")
 >>> size = e * T * (h + f) + 8 * T
@@ -19,23 +20,23 @@ from typing import NamedTuple, TypeAlias, Union
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 
 Values: TypeAlias = Mapping[str, Int]
-"""The number of every symbol, a column where it differs from layout to layout."""
+"""The value of every symbol; a column where it differs between layouts."""
 Monomial: TypeAlias = tuple[str, ...]
 """A product of symbols and of functions of them, in alphabetical order."""
 
 
 class Symbol(NamedTuple):
-    """The name of a number, as the legend has it."""
+    """The name of a number, as in the legend."""
 
     text: str
 
     def value(self, values: Values) -> Int:
-        """Look the number up."""
+        """Return the number."""
         return values[self.text]
 
 
 class Call(NamedTuple):
-    """A function of sizes: its text, and how it is worked out."""
+    """A function of sizes: its text, and its value from those of the symbols."""
 
     text: str
     value: Callable[[Values], Int]
@@ -46,62 +47,62 @@ Term: TypeAlias = tuple[Factor, ...]
 
 
 class Size:
-    """A sum of products, in the order in which it was written. Equal where the text is.
+    """A sum of products, in the order in which it was written. Two sizes are equal if their texts are.
 
-    Immutable. ``+``, ``-`` and ``*`` take sizes and ints.
+    Immutable. ``+``, ``-`` and ``*`` accept sizes and ints.
     """
 
     __slots__ = ("terms", "text")
 
     def __init__(self, terms: tuple[Term, ...]) -> None:
-        """Take the products; a difference is a product that begins with -1."""
+        """``terms``: the products. One that begins with -1 is subtracted."""
         self.terms = terms
         self.text = _text(terms)
 
     def __str__(self) -> str:
-        """The formula."""
+        """Return the formula."""
         return self.text
 
     def __repr__(self) -> str:
-        """The formula, and what it is."""
+        """Return the formula and the class."""
         return f"Size({self.text})"
 
     def __hash__(self) -> int:
-        """Of the text."""
+        """Return the hash of the text."""
         return hash(self.text)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both are written alike."""
+        """Whether both have the same text."""
         return isinstance(other, Size) and self.text == other.text
 
     def __add__(self, other: "Size | int") -> "Size":
-        """Put the other's products behind."""
+        """Append the other's products."""
         return Size((*self.terms, *_terms(other)))
 
     def __radd__(self, other: int) -> "Size":
-        """Put the number in front."""
+        """Prepend a number."""
         return Size(((other,), *self.terms))
 
     def __sub__(self, other: "Size | int") -> "Size":
-        """Put the other's products behind, each taken away."""
+        """Append the other's products, negated."""
         return Size((*self.terms, *map(_negative, _terms(other))))
 
     def __rsub__(self, other: int) -> "Size":
-        """Take this away from a number."""
+        """Subtract this size from a number."""
         return Size(((other,), *map(_negative, self.terms)))
 
     def __mul__(self, other: "Size | int") -> "Size":
-        """Put the other's factors behind; a sum becomes one factor."""
+        """Append the other's factors; a sum becomes one factor."""
         return Size(((*_factors(self), *_factors(other)),))
 
     def __rmul__(self, other: int) -> "Size":
-        """Put the number in front."""
+        """Prepend a number as a factor."""
         return Size(((other, *_factors(self)),))
 
     def value(self, values: Values) -> Int:
-        """The number that this stands for; a column where a symbol's is one.
+        """Return the number, or a column where a symbol's value is one.
 
-        Raises KeyError for a symbol without a number.
+        Raises KeyError for a symbol without a value.
         """
         total: Int = 0
         for term in self.terms:
@@ -112,17 +113,17 @@ class Size:
         return total
 
     def has(self, symbol: "Size") -> bool:
-        """Whether a symbol is a factor anywhere in this, arguments of functions left out."""
+        """Whether a symbol is a factor anywhere in this size. It does not look into arguments of functions."""
         ((name,),) = symbol.terms
         factors = (factor for term in self.terms for factor in term)
         return any(factor.has(symbol) if isinstance(factor, Size) else factor == name for factor in factors)
 
     def replacing(self, others: "Mapping[str, Size | int]") -> "Size":
-        """The same with other sizes in the place of symbols, by their names; arguments of functions stay."""
+        """Return the size with other sizes in place of symbols. It does not replace symbols in arguments of functions."""
         return Size(tuple(tuple(part for factor in term for part in _replaced(factor, others)) for term in self.terms))
 
     def multiplied_out(self, widths: Mapping[str, int]) -> Mapping[Monomial, int]:
-        """A number for each product of symbols; symbols in ``widths`` are numbers.
+        """Return the coefficient of each product of symbols; symbols in ``widths`` are numbers.
 
         >>> e, T, h = symbols("e T h")
         >>> dict((e * T * (h + 1)).multiplied_out({"e": 2}))
@@ -156,7 +157,7 @@ def _replaced(factor: Factor, others: "Mapping[str, Size | int]") -> Term:
 
 
 def _text(terms: tuple[Term, ...], *, tight: bool = False) -> str:
-    """The formula; ``tight`` where it stands in brackets."""
+    """Return the formula; ``tight``: without spaces, for brackets."""
     minus, plus = ("-", "+") if tight else (" - ", " + ")
     made = ""
     for term in terms:
@@ -167,7 +168,7 @@ def _text(terms: tuple[Term, ...], *, tight: bool = False) -> str:
 
 
 def _powers(term: Term) -> list[str]:
-    """The text of each factor; two equal ones that stand together are a square."""
+    """Return the text of each factor; two equal neighbours become a square."""
     made: list[str] = []
     for factor in term:
         text = _factor_text(factor)
@@ -184,7 +185,7 @@ def _factor_text(factor: Factor) -> str:
     return f"({_text(factor.terms, tight=True)})" if isinstance(factor, Size) else factor.text
 
 
-#: No size at all, where there is one in general.
+#: The empty sum, 0.
 NOTHING = Size(())
 
 
@@ -192,27 +193,27 @@ NOTHING = Size(())
 
 
 def symbols(names: str) -> tuple[Size, ...]:
-    """A size for each of some names, which spaces part."""
+    """Return a size for each name in a string of names with spaces."""
     return tuple(Size(((Symbol(name),),)) for name in names.split())
 
 
 def ceil(size: Size, divisor: int) -> Size:
-    """The smallest whole number that is not below ``size / divisor``."""
+    """Return the smallest whole number not below ``size / divisor``."""
     return call(f"ceil({_tight(size)}/{divisor})", lambda values: ceil_div(size.value(values), divisor))
 
 
 def at_most(limit: int, size: Size) -> Size:
-    """The size, or the limit where that is less."""
+    """Return the size, at most ``limit``."""
     return call(f"min({limit}, {_tight(size)})", lambda values: minimum(limit, size.value(values)))
 
 
 def at_least(limit: int, size: Size) -> Size:
-    """The size, or the limit where that is more."""
+    """Return the size, at least ``limit``."""
     return call(f"max({limit}, {_tight(size)})", lambda values: maximum(limit, size.value(values)))
 
 
 def call(text: str, work_out: Callable[[Values], Int]) -> Size:
-    """What a function makes of the values of symbols, with the text that stands for it."""
+    """Return a size that ``work_out`` computes from the values of symbols, with its text."""
     return Size(((Call(text, work_out),),))
 
 

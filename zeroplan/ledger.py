@@ -1,7 +1,7 @@
 """The result types: a line of bytes with its reason, a named moment of the step, a collective.
 
-Every formula ends as a :class:`Line`. Totals, peaks, tables, plots and the comparison with a measurement are views of the
-same lines, so nothing is added up twice.
+Every formula returns :class:`Line`. Totals, peaks, tables, plots and the comparison with a measurement read the same lines, so
+that each sum is computed in one place.
 """
 
 from enum import StrEnum
@@ -12,43 +12,43 @@ from zeroplan.numeric import Int, maximum
 
 
 class Kind(StrEnum):
-    """What a line of memory is for, from its birth to its end; estimates and measurements name the same bytes alike.
+    """The kind of a line of memory, from its allocation to its release. Estimates and measurements use the same kinds.
 
-    Where a tensor is one thing first and another later, it is named after what it becomes.
+    A tensor that changes its purpose has the kind of its last one.
     """
 
     PARAMETERS = "parameters"
-    """The weights that this rank keeps from step to step, as wide as the engine keeps them."""
+    """The weights that this rank keeps from step to step, in the engine's dtype."""
     GRADIENTS = "gradients"
-    """What the optimizer's step reads on this rank, and what is added up to it: its share, or all where nothing is sharded."""
+    """The gradients that the optimizer's step reads on this rank, and their accumulation: its share, or all without sharding."""
     OPTIMIZER_STATE = "optimizer state"
-    """What the optimizer keeps between steps, the copy of the weights that it updates included."""
+    """The optimizer's states between steps, including the copy of the weights that it updates."""
     WEIGHT_CASTS = "weight casts"
     """Autocast's 16-bit copies of weights."""
     ACTIVATIONS = "activations"
-    """What a forward, or its recomputation, leaves for the backward, the batch and tables for all layers among it."""
+    """What a forward, or its recomputation, saves for the backward, including the batch and the tables that all layers share."""
     ACTIVATION_GRADIENTS = "activation gradients"
-    """Gradients of activations on their way back; a measurement cannot tell them from temporaries."""
+    """Gradients of activations in the backward. A measurement cannot distinguish them from temporaries."""
     LOGITS = "logits and loss"
-    """Logits, what the loss makes of them in forward, and the gradients of both; not those of the head's weight and input."""
+    """Logits, the loss's tensors in the forward, and the gradients of both; not those of the head's weight and input."""
     GATHER = "all-gather buffers"
-    """What a gather fills, as long as it is not yet the parameters of the layer that computes."""
+    """The output buffer of an all-gather, until it becomes the parameters of the layer that computes."""
     UNSHARDED_PARAMETERS = "unsharded parameters"
-    """Gathered weights while, or as long as, they can be computed with."""
+    """Gathered weights while a layer can compute with them."""
     UNSHARDED_GRADIENTS = "unsharded gradients"
-    """Whole gradients where the optimizer takes something else: a share of them, or the view of a bucket they are moved to."""
+    """Whole gradients where the optimizer reads something else: a share of them, or the bucket into which they are moved."""
     REDUCE = "reduce buffers"
-    """What gradients are copied into to be reduced, and what comes out until it is the rank's own."""
+    """Input of a gradient reduction, and its output until that becomes the rank's own."""
     OPTIMIZER_TEMPORARY = "optimizer temporaries"
-    """What the optimizer's step makes and drops, the norm and the casts before the update included."""
+    """Temporaries of the optimizer's step, including the norm and the casts before the update."""
     TEMPORARY = "temporaries"
-    """What a pass makes by the way and drops before its end: held by a name in forward, within an operator, before a cast."""
+    """Temporaries of a pass: held by a variable in the forward, inside an operator, or before a cast."""
     WORKSPACE = "library workspaces"
-    """What libraries ask torch for and keep, cuBLAS's workspaces."""
+    """What libraries request from torch and keep: cuBLAS's workspaces."""
 
 
 class Phase(StrEnum):
-    """Which part of the step a moment belongs to."""
+    """The part of the step, or of the script, that a moment belongs to."""
 
     INIT = "initialisation"
     FORWARD = "forward"
@@ -62,10 +62,10 @@ OF_A_STEP = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.STEP)
 
 
 class Beside(StrEnum):
-    """What a training script does beside its steps."""
+    """The phases of a training script outside its steps."""
 
     LOADING = "loading"
-    """From the start of the process to the first training forward: the model is built, loaded, wrapped and moved."""
+    """From the start of the process to the first training forward: building, loading, wrapping and moving the model."""
     EVALUATION = "evaluation"
     """Forwards of the trained model in evaluation mode, and what the script makes of their results."""
     NO_GRAD = "forward without gradients"
@@ -73,37 +73,37 @@ class Beside(StrEnum):
     GENERATION = "generation"
     """``generate`` of transformers."""
     SAVING = "saving"
-    """State dicts and what writes them."""
+    """State dicts, and writing them."""
     AFTER = "after training"
-    """What follows once the script has let go of its model or optimizer."""
+    """After the script has freed its model or optimizer."""
 
 
 class Role(StrEnum):
-    """What a tensor is in the model's pass, where an engine has to know; most lines have no role."""
+    """The role of a tensor in the model's pass, where engines need it. Most lines have none."""
 
     NONE = ""
     BLOCK_INPUT = "block input"
-    """The hidden states that a block reads, or the very same tensor under its first norm's name."""
+    """The hidden states that a block reads, also where the first norm saves that tensor itself."""
     INCOMING = "incoming gradient"
-    """The gradient that comes in at the end of a block."""
+    """The gradient of a block's output."""
     OPERAND = "operand"
-    """What a matrix product read and keeps for the gradient of its weight."""
+    """The input of a matrix product, saved for the gradient of its weight."""
     NORMALISED = "normalised input"
-    """What a norm multiplied with its weight and keeps for that weight's gradient."""
+    """The input of a norm's product with its weight, saved for the gradient of that weight."""
     OUTPUT = "output"
-    """What a linear layer returned."""
+    """The output of a linear layer."""
     NAMED = "held by name"
-    """Held by a name in the model's forward alone, and gone when that is over."""
+    """Held only by a variable of the model's forward until that is over."""
     BATCH = "batch"
     """Token ids and positions."""
     LABELS = "labels"
-    """Labels as the loss makes them ready."""
+    """Labels as the loss prepares them."""
     UNTIL_NEXT_STEP = "until the next step"
-    """It outlives the optimizer's step, and goes when the next step begins, before any moment of it."""
+    """It is alive after the optimizer's step and freed at the beginning of the next step, before any of its moments."""
 
 
 class Module(StrEnum):
-    """The module that a tensor or an operator belongs to, where an engine has to know; by the names that Llama gives them."""
+    """The module of a tensor or operator, where engines need it, under Llama's names."""
 
     NONE = ""
     Q = "self_attn.q_proj"
@@ -118,7 +118,7 @@ class Module(StrEnum):
     ATTENTION_NORM = "input_layernorm"
     MLP_NORM = "post_attention_layernorm"
     AFTER_ATTENTION_NORM = "post_attention_layernorm"
-    """The same name, where norms stand after attention and MLP."""
+    """The same name, in families with norms after attention and MLP."""
     BEFORE_MLP_NORM = "pre_feedforward_layernorm"
     AFTER_MLP_NORM = "post_feedforward_layernorm"
     Q_NORM = "self_attn.q_norm"
@@ -128,29 +128,29 @@ class Module(StrEnum):
 
 
 class OffGpu(StrEnum):
-    """What a run without a GPU takes in the place of a tensor on one."""
+    """How a run without a GPU differs from a run with one, for a tensor."""
 
     SAME = ""
     NO_TENSOR = "no tensor"
-    """Nothing on fake tensors either: a CUDA kernel takes it inside itself."""
+    """It does not exist on fake tensors either: it is inside a CUDA kernel."""
     NOTHING = "nothing"
-    """Nothing where a CPU's kernels run; so for the others."""
+    """It does not exist where CPU kernels run."""
     TWICE = "twice"
-    """A copy more, but where a selective checkpoint keeps what the kernel returned."""
+    """A second copy exists, unless a selective checkpoint keeps the kernel's output."""
     HALF = "half"
-    """16 bits, where CUDA's autocast has 32."""
+    """16 bits where CUDA's autocast uses 32."""
     COMPUTE_DTYPE = "compute dtype"
-    """The compute dtype, where CUDA has 32 bits."""
+    """The compute dtype where CUDA uses 32 bits."""
 
 
 class Tag(NamedTuple):
-    """What code may know of a tensor beyond its kind; the words of a line are for people alone."""
+    """What code may read about a tensor beside its kind; a line's words are for people alone."""
 
     role: Role = Role.NONE
     module: Module = Module.NONE
     off_gpu: OffGpu = OffGpu.SAME
     blocks: tuple[tuple[str, int], ...] = ()
-    """How many blocks of each kind a line sums up, of which it is what they keep for their backward."""
+    """The number of blocks of each kind whose saved tensors the line sums."""
 
 
 #: The tag of most tensors.
@@ -161,21 +161,21 @@ class Line(NamedTuple):
     """A number of bytes and why they are there."""
 
     kind: Kind
-    """What the memory is for."""
+    """The kind of memory."""
     n_bytes: Int
-    """How much of it."""
+    """How many bytes."""
     reason: str
-    """What lies there, in words."""
+    """What it is, in words."""
     formula: str = ""
-    """The arithmetic, in the symbols of the estimate's legend (``4·P/N``); a test evaluates it and demands ``n_bytes``."""
+    """The arithmetic, in the symbols of the estimate's legend (``4·P/N``). A test evaluates it and expects ``n_bytes``."""
     source: str = ""
     """The paper and equation, or the file and symbol of the engine."""
     tag: Tag = PLAIN
-    """What code may know of it."""
+    """What code may read about it."""
 
 
 class Band(NamedTuple):
-    """A figure that cannot be known to the byte: the least, the expected and the most it may be. [bytes]"""
+    """A figure that is not known to the byte: the least, the expected and the most. [bytes]"""
 
     low_bytes: Int
     """The least."""
@@ -185,7 +185,7 @@ class Band(NamedTuple):
     """The most."""
 
     def plus(self, n_bytes: Int) -> "Band":
-        """Shift the whole band.
+        """Return the band shifted by ``n_bytes``.
 
         >>> Band(1, 2, 3).plus(10)
         Band(low_bytes=11, expected_bytes=12, high_bytes=13)
@@ -197,59 +197,59 @@ class Moment(NamedTuple):
     """A named moment of the training step and everything alive then."""
 
     name: str
-    """What goes on."""
+    """What happens."""
     phase: Phase
-    """In which part of the step."""
+    """The phase of the step."""
     lines: tuple[Line, ...]
     """Everything that is alive."""
     of_forward: bool = False
-    """It belongs to the forward, as code may have to know of a moment of the loss."""
+    """It belongs to the forward. Code needs to know this of the loss's moments."""
 
     @property
     def total_bytes(self) -> Int:
-        """Sum of the lines. [bytes]"""
+        """The sum of the lines. [bytes]"""
         return total_bytes(self.lines)
 
     def beside(self, lines: tuple[Line, ...]) -> "Moment":
-        """Put lines that are alive as well before its own."""
+        """Return the moment with ``lines`` before its own."""
         return self._replace(lines=lines + self.lines)
 
 
 class Among(StrEnum):
-    """Which ranks of the mesh take part in a collective."""
+    """Which ranks of the mesh are in a collective."""
 
     SHARDS = "shards"
-    """Those that share out parameters, gradients or states: the data-parallel ranks, where nothing else is said."""
+    """The ranks that shard parameters, gradients or states: by default the data-parallel ranks."""
     REPLICAS = "replicas"
-    """Those that hold the same share."""
+    """The ranks that hold the same shard."""
     SHARDS_OF_EXPERTS = "shards of experts"
-    """Those that share out the same experts."""
+    """The ranks that shard the same experts."""
     EXPERTS = "experts"
-    """Those that each have experts of their own, and send tokens to each other."""
+    """The ranks that hold different experts and exchange tokens."""
     SEQUENCE = "sequence"
-    """Those that share a sequence."""
+    """The ranks that split a sequence."""
     TENSOR = "tensor"
-    """Those that split matrices."""
+    """The ranks that split matrices."""
     STAGES = "stages"
     """Two stages of a pipeline."""
 
 
 class Collective(NamedTuple):
-    """One kind of collective call in a training step, on one group of ranks."""
+    """One kind of collective call in a training step, in one group of ranks."""
 
     operation: str
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ..."""
     what: str
-    """What is sent."""
+    """What the ranks exchange."""
     when: str
-    """In which part of the step."""
+    """The part of the step, in words."""
     group: Int
-    """Ranks that take part."""
+    """Ranks in the group."""
     calls: Int
-    """How often per step."""
+    """Calls per step."""
     n_bytes: Int
-    """Payload of one call, in the sense of the operation's largest buffer (the gathered, the to-be-scattered or the reduced
-    tensor); of an average one where calls are not alike."""
+    """Payload of one call: the bytes of the operation's largest buffer (the gathered, the to-be-scattered or the reduced
+    tensor); the average where calls differ."""
     sent_bytes: Int
     """What one GPU sends in the whole step with a ring: (group - 1)/group of the payload per pass."""
     volume_elements: Int
@@ -257,15 +257,15 @@ class Collective(NamedTuple):
     source: str = ""
     """The file and symbol of the engine."""
     of_all: Int | None = None
-    """Payload of all calls, to the byte, where they are not alike."""
+    """Payload of all calls, to the byte, where calls differ."""
     near: bool = False
-    """The group is of ranks that may share a node, among others that do not."""
+    """The ranks of the group may share a node; those of other groups do not."""
     phase: Phase = Phase.BACKWARD
-    """In which part of the step, for code: ``when`` is for people."""
+    """The part of the step, for code; ``when`` is for people."""
     among: Among = Among.SHARDS
-    """Which ranks take part, for code: ``what`` is for people."""
+    """Which ranks are in it, for code; ``what`` is for people."""
     is_root: bool = False
-    """Of what is outside the blocks, beside whose collectives nothing is computed."""
+    """It belongs to what is outside the blocks. Nothing computes beside these collectives."""
 
     @property
     def payload_bytes(self) -> Int:
@@ -274,7 +274,7 @@ class Collective(NamedTuple):
 
 
 def total_bytes(lines: tuple[Line, ...]) -> Int:
-    """Sum of the lines. [bytes]
+    """Return the sum of the lines. [bytes]
 
     >>> total_bytes((Line(Kind.PARAMETERS, 2, "a"), Line(Kind.GRADIENTS, 3, "b")))
     5
@@ -287,7 +287,7 @@ _n_bytes = attrgetter("n_bytes")
 
 
 def bytes_by_kind(lines: tuple[Line, ...]) -> dict[Kind, Int]:
-    """Sum of the lines of each kind that occurs, in order of first occurrence. [bytes]"""
+    """Return the sum of each kind's lines, in order of first occurrence. [bytes]"""
     by_kind: dict[Kind, Int] = {}
     for line in lines:
         by_kind[line.kind] = by_kind.get(line.kind, 0) + line.n_bytes
@@ -295,5 +295,5 @@ def bytes_by_kind(lines: tuple[Line, ...]) -> dict[Kind, Int]:
 
 
 def peak_bytes(moments: tuple[Moment, ...]) -> Int:
-    """Largest total among the moments; a column where any line is one. [bytes]"""
+    """Return the largest total among the moments; a column where a line is one. [bytes]"""
     return maximum(0, *(moment.total_bytes for moment in moments))

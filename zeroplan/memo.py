@@ -1,7 +1,7 @@
-"""What one question works out many times over, kept until it is answered.
+"""A cache that lives as long as one question.
 
-A search asks about thousands of layouts, most of which share blocks, stages and passes. Inside :func:`remembering` functions that
-call :func:`recalled` work each of them out once. Outside of it nothing is kept.
+A search asks about thousands of layouts, most of which share blocks, stages and passes. Inside :func:`remembering`, functions
+that call :func:`recalled` compute each of them once. Outside of it nothing is cached.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -18,7 +18,7 @@ _known: ContextVar[dict[Hashable, object] | None] = ContextVar("known", default=
 
 @contextmanager
 def remembering() -> Iterator[None]:
-    """Keep what is worked out, until the outermost such block ends."""
+    """Cache results until the outermost such block ends."""
     if _known.get() is not None:
         yield
         return
@@ -30,7 +30,7 @@ def remembering() -> Iterator[None]:
 
 
 def recalled(key: Callable[[], Hashable], make: Callable[[], Made]) -> Made:
-    """What has been made under a key, or is now; without a question that is being answered it is made without asking for a key.
+    """Return the cached value of a key, or compute and cache it. Outside :func:`remembering` it computes without a key.
 
     >>> with remembering():
     ...     one, again, other = (recalled(lambda key=key: key, list) for key in ("one", "one", "other"))
@@ -47,7 +47,7 @@ def recalled(key: Callable[[], Hashable], make: Callable[[], Made]) -> Made:
 
 
 def as_key(value: Int) -> Hashable:
-    """A number as a part of a key; of a column what is in it.
+    """Return a number as part of a key; a column by its content.
 
     >>> as_key(3)
     3

@@ -1,7 +1,7 @@
-"""Exact arithmetic that a plain int and an int64 column share.
+"""Exact arithmetic on ints and on int64 columns.
 
-A formula takes ``Int`` and uses only ``+ - * //`` and the functions below, so the same source serves one job and a grid of
-jobs. NumPy is imported only when a column is met: a single job never pays for it.
+A formula accepts ``Int`` and uses only ``+ - * //`` and the functions below, so that the same source serves one job and a grid
+of jobs. NumPy is imported only for columns, so that a single job starts fast.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ def ceil_div(a: int, b: int) -> int: ...
 @overload
 def ceil_div(a: Int, b: Int) -> Int: ...
 def ceil_div(a: Int, b: Int) -> Int:
-    """Smallest integer not below ``a / b``; exact for ints and int64 columns.
+    """Return the smallest integer not below ``a / b``; exact for ints and int64 columns.
 
     >>> ceil_div(10, 4), ceil_div(8, 4)
     (3, 2)
@@ -38,7 +38,7 @@ def round_up(a: int, multiple: int) -> int: ...
 @overload
 def round_up(a: Int, multiple: Int) -> Int: ...
 def round_up(a: Int, multiple: Int) -> Int:
-    """Smallest multiple of ``multiple`` not below ``a``.
+    """Return the smallest multiple of ``multiple`` not below ``a``.
 
     >>> round_up(10, 4), round_up(0, 4)
     (12, 0)
@@ -47,7 +47,7 @@ def round_up(a: Int, multiple: Int) -> Int:
 
 
 def next_power_of_2(a: Int) -> Int:
-    """Smallest power of two not below ``a``, which is at least 1; exact for ints and for int64 columns up to 2^62.
+    """Return the smallest power of two not below ``a``, which is at least 1; exact for ints and for int64 columns up to 2^62.
 
     >>> next_power_of_2(1), next_power_of_2(5), next_power_of_2(8)
     (1, 8, 8)
@@ -61,7 +61,7 @@ def next_power_of_2(a: Int) -> Int:
 
 
 def maximum(first: Int, *others: Int) -> Int:
-    """Largest of several values, element by element where one is a column.
+    """Return the largest of several values, element by element for columns.
 
     >>> maximum(3, 7, 5)
     7
@@ -76,7 +76,7 @@ def maximum(first: Int, *others: Int) -> Int:
 
 
 def minimum(first: Int, *others: Int) -> Int:
-    """Smallest of several values, element by element where one is a column.
+    """Return the smallest of several values, element by element for columns.
 
     >>> minimum(3, 7, 5)
     3
@@ -91,7 +91,7 @@ def minimum(first: Int, *others: Int) -> Int:
 
 
 def longest(first: Float, *others: Float) -> Float:
-    """Largest of several times or rates, element by element where one is a column.
+    """Return the largest of several times or rates, element by element for columns.
 
     >>> longest(0.5, 2.0), longest(1.0)
     (2.0, 1.0)
@@ -100,7 +100,7 @@ def longest(first: Float, *others: Float) -> Float:
 
 
 def shortest(first: Float, *others: Float) -> Float:
-    """Smallest of several times or rates, element by element where one is a column.
+    """Return the smallest of several times or rates, element by element for columns.
 
     >>> shortest(0.5, 2.0), shortest(1.0)
     (0.5, 1.0)
@@ -109,7 +109,7 @@ def shortest(first: Float, *others: Float) -> Float:
 
 
 def together(times: Iterable[Float]) -> Float:
-    """Sum of times or rates, one after the other: the built-in sum rounds a float otherwise than a column (Python 3.12).
+    """Return the sum of times or rates in order. The built-in sum rounds floats differently from columns (Python 3.12).
 
     >>> together((0.5, 2.0)), together(())
     (2.5, 0.0)
@@ -121,29 +121,30 @@ def together(times: Iterable[Float]) -> Float:
 
 
 def where(condition: Bool, yes: Int, no: Int) -> Int:
-    """``yes`` where the condition holds, else ``no``.
+    """Return ``yes`` where the condition holds, else ``no``.
 
     >>> where(2 > 1, 10, 20)
     10
     """
     if isinstance(condition, bool):
         return yes if condition else no
-    import numpy as np  # noqa: PLC0415  a single job never needs it
+    import numpy as np  # noqa: PLC0415  keeps start-up fast
 
     return cast("Int", np.where(condition, yes, no))
 
 
 def for_each_value(function: Callable[[int], int], values: Int) -> Int:
-    """Apply a function of one plain int to ``values``: once per distinct element of a column.
+    """Return a function's value for each of ``values``; it runs once per distinct element of a column.
 
-    For what no formula can say, such as a greedy assignment.
+    For functions without a formula, such as a greedy assignment.
+
 
     >>> for_each_value(lambda ranks: 10 // ranks, 3)
     3
     """
     if isinstance(values, int):
         return function(values)
-    import numpy as np  # noqa: PLC0415  a single job never needs it
+    import numpy as np  # noqa: PLC0415  keeps start-up fast
 
     distinct, positions = np.unique(values, return_inverse=True)
     results = np.array([function(int(value)) for value in distinct], dtype=np.int64)
@@ -153,6 +154,6 @@ def for_each_value(function: Callable[[int], int], values: Int) -> Int:
 def _pairwise(a: Int, b: Int, *, larger: bool) -> Int:
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return max(a, b) if larger else min(a, b)
-    import numpy as np  # noqa: PLC0415  a single job never needs it
+    import numpy as np  # noqa: PLC0415  keeps start-up fast
 
     return cast("Int", (np.maximum if larger else np.minimum)(a, b))

@@ -1,10 +1,10 @@
-"""A training step as a program writes it down: what is allocated, what is freed, and the moments at which most is alive.
+"""A training step as a program of allocations and releases, and the moments at which memory can peak.
 
-An engine's program puts and drops lines in the order of the engine's code. Nobody lists who is alive: it follows. Memory can
-only peak right before something is dropped, so every drop after a rise becomes a moment.
+An engine's program puts and drops lines in the order of the engine's code. The trace keeps what is alive. Memory can only peak
+right before a release, so that every release after an allocation records a moment.
 
-What is alive at a moment is kept as it was put, key by key. So the peak is found without going through the lines of every
-moment, and a moment's lines are put together only where somebody reads them.
+A moment stores the groups of lines that are alive, key by key. The peak is the sum of the groups' totals, and a moment's lines
+are joined only when code reads them.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -16,23 +16,23 @@ from zeroplan.weights import EMPTY, Highest, Pools, Weight, most, on_one_stream,
 
 
 class Inside:
-    """Moments that follow each other beside the same lines, such as the points of a block's backward."""
+    """Consecutive moments beside the same other lines, such as the points of a block's backward."""
 
     def __init__(self, points: Iterable[tuple[str, tuple[tuple[Line, ...], ...]]]) -> None:
-        """Take the name of each, and what is alive of it beside those lines, in parts."""
+        """``points``: the name of each moment, and its lines in groups."""
         self.points = tuple(points)
         self._highest: Highest | None = None
         self._totals: list[int] = []
 
     @property
     def totals(self) -> list[int]:
-        """What each of them has; ints, not columns. [bytes]"""
+        """The total of each moment; ints, not columns. [bytes]"""
         if not self._totals:
             self._totals = [sum(map(total_bytes, parts)) for _, parts in self.points]  # type: ignore[arg-type]  # of one job
         return self._totals
 
     def highest(self, pools: Pools) -> Highest:
-        """The most of them, and the most in each pool; an engine's pools are always the same. [bytes]"""
+        """Return the highest total, and the highest of each pool. An engine always has the same pools. [bytes]"""
         if self._highest is None:
             every = [line for _, parts in self.points for lines in parts for line in lines]
             if on_one_stream(every, pools):
@@ -44,23 +44,23 @@ class Inside:
 
 
 class Entry(NamedTuple):
-    """A moment as it was written down, or several that follow each other beside the same lines."""
+    """A recorded moment, or several consecutive ones beside the same lines."""
 
     name: str
     phase: Phase
     of_forward: bool
     alive: tuple[tuple[Line, ...], ...]
-    """What was alive, as it was put."""
+    """The groups of lines that were alive."""
     inside: Inside | None = None
-    """Where there are several: what each of them has beside that, their names behind this one's."""
+    """With several moments, the lines of each beside those; their names follow this one's."""
 
     @property
     def n_moments(self) -> int:
-        """How many moments it is."""
+        """The number of moments."""
         return 1 if self.inside is None else len(self.inside.points)
 
     def moment(self, at: int = 0) -> Moment:
-        """Put the lines of one of them together."""
+        """Return one of the moments, with its lines joined."""
         name, parts = self.name, self.alive
         if self.inside is not None:
             point, beside = self.inside.points[at]
@@ -69,30 +69,30 @@ class Entry(NamedTuple):
 
 
 def entry_of(moment: Moment) -> Entry:
-    """A moment that was put together elsewhere."""
+    """Return an entry for an existing moment."""
     return Entry(moment.name, moment.phase, moment.of_forward, (moment.lines,))
 
 
 class Moments(Sequence[Moment]):
-    """Moments that a program has written down; each is put together when it is first asked for.
+    """The recorded moments of a program. Each is built when code first reads it.
 
     Equal to a tuple of the same moments.
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
-        """Take what was written down, in its order."""
+        """``entries``: what the trace recorded, in order."""
         self.entries = tuple(entries)
         self._made: tuple[Moment, ...] | None = None
 
     @property
     def made(self) -> tuple[Moment, ...]:
-        """All of them."""
+        """All moments."""
         if self._made is None:
             self._made = tuple([entry.moment(at) for entry in self.entries for at in range(entry.n_moments)])
         return self._made
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of moments."""
         return sum(entry.n_moments for entry in self.entries)
 
     @overload
@@ -100,35 +100,35 @@ class Moments(Sequence[Moment]):
     @overload
     def __getitem__(self, at: slice) -> tuple[Moment, ...]: ...
     def __getitem__(self, at: int | slice) -> Moment | tuple[Moment, ...]:
-        """One of them, or some."""
+        """Return one moment, or a slice of them."""
         return self.made[at]
 
     def __iter__(self) -> Iterator[Moment]:
-        """Each in turn."""
+        """Iterate over all moments."""
         return iter(self.made)
 
     def __eq__(self, other: object) -> bool:
-        """Whether all are alike."""
+        """Whether all moments are equal."""
         return isinstance(other, (tuple, Moments)) and self.made == tuple(other)
 
     def __hash__(self) -> int:
-        """Of the moments."""
+        """Return the hash of the moments."""
         return hash(self.made)
 
     def __repr__(self) -> str:
-        """All of them, as a tuple's."""
+        """Return the moments as a tuple's text."""
         return repr(self.made)
 
     @property
     def are_columns(self) -> bool:
-        """Whether sizes are columns, not ints."""
+        """Whether some sizes are columns."""
         every = (line for entry in self.entries for lines in entry.alive for line in lines)
         points = [point for entry in self.entries if entry.inside for point in entry.inside.points]
         inside = (line for _, parts in points for lines in parts for line in lines)
         return not all(isinstance(line.n_bytes, int) for line in (*every, *inside))
 
     def peak(self) -> Moment:
-        """The highest, the earliest of equals. Sizes are ints here."""
+        """Return the highest moment, the first of equal ones. Sizes must be ints."""
         sizes: dict[int, int] = {}
         best, highest, at = self.entries[0], -1, 0
         for entry in self.entries:
@@ -145,12 +145,12 @@ class Moments(Sequence[Moment]):
         return best.moment(at)
 
     def highest(self, pools: Pools) -> Highest:
-        """The peak, and the most in each pool; ints or columns. [bytes]"""
+        """Return the peak, and the highest total of each pool; ints or columns. [bytes]"""
         return highest_of(self.entries, pools)
 
 
 def highest_of(entries: Iterable[Entry], pools: Pools) -> Highest:
-    """The peak of what was written down, and the most in each pool outside the initialisation; ints or columns. [bytes]"""
+    """Return the peak of the entries, and the highest total of each pool outside the initialisation; ints or columns. [bytes]"""
     weights: dict[int, Weight] = {}
     single: list[Weight] = []
     begun: list[Weight] = []
@@ -171,7 +171,7 @@ def highest_of(entries: Iterable[Entry], pools: Pools) -> Highest:
 
 
 def beside(inside: Highest, weight: Weight) -> Highest:
-    """The same beside other lines."""
+    """Return the same with other lines beside it."""
     if not isinstance(weight, dict):
         pools = [one + more for one, more in zip(inside.pools, weight, strict=True)]
         return Highest(inside.peak_bytes + total(weight), tuple(pools))
@@ -183,7 +183,7 @@ def beside(inside: Highest, weight: Weight) -> Highest:
 
 
 class Trace:
-    """What is alive while a program runs, and the moments so far.
+    """Records what is alive while a program runs, and its moments.
 
     >>> from zeroplan.ledger import Kind
     >>> trace, one, two = Trace(), Line(Kind.PARAMETERS, 4, "weights"), Line(Kind.ACTIVATIONS, 2, "an input")
@@ -196,29 +196,29 @@ class Trace:
     """
 
     def __init__(self) -> None:
-        """Begin with nothing alive."""
+        """Start with nothing alive."""
         self._alive: dict[Hashable, tuple[Line, ...]] = {}
         self._together: tuple[tuple[Line, ...], ...] | None = ()
         self._entries: list[Entry] = []
         self._name, self._phase, self._of_forward = "", Phase.FORWARD, False
         self._risen = False
         self.recording = True
-        """Whether moments are kept. A program turns this off for layers that cannot hold the maximum."""
+        """Whether it records moments. A program turns this off for layers that cannot hold the maximum."""
 
     def at(self, name: str, phase: Phase, *, of_forward: bool = False) -> None:
-        """Name what follows. Moments do not reach across phases."""
+        """Name the moments that follow. A moment never spans two phases."""
         if self._risen and (phase is not self._phase or of_forward is not self._of_forward):
             self._close()
         self._name, self._phase, self._of_forward = name, phase, of_forward
 
     def put(self, key: Hashable, *lines: Line) -> None:
-        """Allocate these lines under a key. What the key has held so far becomes part of them."""
+        """Allocate lines under a key. They replace, and may contain, what the key held."""
         self.hold(key, *lines)
         if lines:
             self._risen = True
 
     def hold(self, key: Hashable, *lines: Line) -> None:
-        """Hold lines that were alive before, under another key or as a part of something: nothing is allocated."""
+        """Hold lines that are already alive, under another key or as part of something: it allocates nothing."""
         if lines:
             self._alive[key] = lines
             self._together = None
@@ -235,26 +235,26 @@ class Trace:
                 self._together = None
 
     def shrink(self, key: Hashable, *lines: Line) -> None:
-        """Free a part of what a key holds: these lines stay."""
+        """Free part of what a key holds; ``lines`` stay."""
         if self._risen and key in self._alive:
             self._close()
         self.hold(key, *lines)
 
     def pass_by(self, *lines: Line) -> None:
-        """Allocate lines and free them again."""
+        """Allocate lines and free them at once."""
         if lines and self.recording:
             self._write_down((*self._alive_now(), lines))
         self._risen = self._risen and not lines
 
     def pass_through(self, inside: Inside, name: str, phase: Phase) -> None:
-        """Allocate and free again what each of several moments has, one after the other."""
+        """Allocate and free the lines of each of several moments, one after the other."""
         self.at(name, phase)
         if self.recording and inside.points:
             self._write_down(self._alive_now(), inside)
         self._risen = self._risen and not inside.points
 
     def rename(self, key: Hashable, new: Hashable) -> None:
-        """Hold what a key holds under another one."""
+        """Hold a key's lines under another key."""
         if key in self._alive:
             self._alive[new] = self._alive.pop(key)
             self._together = None
@@ -265,17 +265,17 @@ class Trace:
 
     @property
     def written(self) -> int:
-        """How many entries have been written down so far."""
+        """The number of entries recorded so far."""
         return len(self._entries)
 
     def finished(self) -> tuple[Entry, ...]:
-        """Every moment, the last one included."""
+        """Return all entries, including the last moment."""
         if self._risen:
             self._close()
         return tuple(self._entries)
 
     def _close(self) -> None:
-        """Write a moment down, of all that is alive after a rise."""
+        """Record a moment after an allocation."""
         if self.recording:
             self._write_down(self._alive_now())
         self._risen = False

@@ -1,6 +1,6 @@
-"""What lines come to, pool by pool of the caching allocator: sums of ints, and of columns by their shape.
+"""The sums of lines in each pool of the caching allocator: of ints, and of columns by their shape.
 
-A figure that holds for a whole row or column of layouts is added up as such; the grid is met only in the end.
+Values that hold for a whole row or column of layouts are summed as such; only the end broadcasts them to the grid.
 """
 
 import math
@@ -12,50 +12,50 @@ from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, maximum
 
 Pools: TypeAlias = Mapping[Kind, int]
-"""The kinds that are not in the pool of the stream that computes, which is pool 0, each with the number of its pool."""
-#: The caching allocator has one pool for each stream; engines use these, by their numbers.
+"""The kinds of memory in a pool other than 0, with the number of their pool. Pool 0 is that of the compute stream."""
+#: The caching allocator has one pool per stream. These are the pools that engines use, by number.
 POOLS = ("compute", "gather", "reduce")
-#: Everything is on one stream.
+#: All kinds are in the pool of the compute stream.
 ONE_POOL: Pools = {}
 
 Weight: TypeAlias = Sequence[Int] | dict[tuple[int, tuple[int, ...]], Int]
-"""Bytes in each pool; where some are columns, the sums by pool and shape."""
+"""Bytes in each pool; with columns, sums by pool and shape."""
 
 
 _kind, _n_bytes = attrgetter("kind"), attrgetter("n_bytes")
 
 
 class Highest(NamedTuple):
-    """The peak of moments, and what their blocks come to in each pool of the allocator. [bytes]"""
+    """The peak of some moments, and the highest total of each pool. [bytes]"""
 
     peak_bytes: Int
     pools: tuple[Int, ...]
-    """What each pool of the allocator holds at most in a step, by its number."""
+    """The highest total of each pool in a step, by its number."""
 
     @property
     def streams_bytes(self) -> Int:
-        """The sum of what each pool holds at most, since blocks are used again within a pool alone."""
+        """The sum of the pools' highest totals: the allocator reuses blocks only within a pool."""
         return summed(self.pools)
 
     def beside(self, n_bytes: Int, pool: int) -> "Highest":
-        """The same where so much more lies in a pool at every moment."""
+        """Return the same with ``n_bytes`` more in one pool at every moment."""
         pools = tuple([held + n_bytes if at == pool else held for at, held in enumerate(self.pools)])
         return Highest(self.peak_bytes + n_bytes, pools)
 
     def or_of(self, other: "Highest") -> "Highest":
-        """The higher of both, of the peak and of every pool."""
+        """Return the higher of both, for the peak and for each pool."""
         if isinstance(self.peak_bytes, int) and isinstance(other.peak_bytes, int):
             return Highest(max(self.peak_bytes, other.peak_bytes), tuple(map(max, self.pools, other.pools)))
         pools = tuple([maximum(*both) for both in zip(self.pools, other.pools, strict=True)])
         return Highest(maximum(self.peak_bytes, other.peak_bytes), pools)
 
 
-#: Of no moment.
+#: The sums of no moments.
 EMPTY = Highest(0, (0,) * len(POOLS))
 
 
 def weigh(lines: Sequence[Line], pools: Pools) -> Weight:
-    """Add lines up. [bytes]
+    """Return the sums of lines by pool. [bytes]
 
     >>> weigh((Line(Kind.GATHER, 3, ""), Line(Kind.PARAMETERS, 4, ""), Line(Kind.GRADIENTS, 5, "")), {Kind.GATHER: 1})
     [9, 3, 0]
@@ -67,7 +67,7 @@ def weigh(lines: Sequence[Line], pools: Pools) -> Weight:
     ints: list[Int] = [0, 0, 0]
     columns: dict[tuple[int, tuple[int, ...]], Int] = {}
     for line in lines:
-        n_bytes, pool = line[1], pools.get(line[0], 0)  # by their places, which is quicker than by name
+        n_bytes, pool = line[1], pools.get(line[0], 0)  # indexes are faster than names
         if isinstance(n_bytes, int):
             ints[pool] += n_bytes
         else:
@@ -79,12 +79,12 @@ def weigh(lines: Sequence[Line], pools: Pools) -> Weight:
 
 
 def on_one_stream(lines: Sequence[Line], pools: Pools) -> bool:
-    """Whether all lines are ints in the pool of the stream that computes: their sum is all that there is to know."""
+    """Whether all lines are ints in the pool of the compute stream, so that one sum is enough."""
     return set(map(type, map(_n_bytes, lines))) <= {int} and pools.keys().isdisjoint(map(_kind, lines))
 
 
 def together(weights: Iterable[Weight]) -> Weight:
-    """Add weights up. [bytes]"""
+    """Return the sum of several sums by pool. [bytes]"""
     ints: list[Int] = [0] * len(POOLS)
     columns: dict[tuple[int, tuple[int, ...]], Int] = {}
     for weight in weights:
@@ -101,7 +101,7 @@ def together(weights: Iterable[Weight]) -> Weight:
 
 
 def in_pools(weight: Weight) -> tuple[Int, ...]:
-    """What each pool holds. [bytes]"""
+    """Return the total of each pool. [bytes]"""
     if not isinstance(weight, dict):
         return tuple(weight)
     by_pool: list[list[Int]] = [[], [], []]
@@ -111,12 +111,12 @@ def in_pools(weight: Weight) -> tuple[Int, ...]:
 
 
 def total(weight: Weight) -> Int:
-    """What all pools hold together. [bytes]"""
+    """Return the total of all pools. [bytes]"""
     return summed(weight.values()) if isinstance(weight, dict) else weight[0] + weight[1] + weight[2]
 
 
 def most(weights: Iterable[Weight]) -> Highest:
-    """The highest of them, and the most in each pool. [bytes]"""
+    """Return the highest total, and the highest of each pool. [bytes]"""
     highest: Int = 0
     computing: Int = 0
     gather: Int = 0
@@ -138,7 +138,7 @@ def most(weights: Iterable[Weight]) -> Highest:
 
 
 def summed(values: Collection[Int]) -> Int:
-    """Sum of ints and of columns that broadcast: those of one shape first, the smaller ones before the larger.
+    """Return the sum of ints and of columns that broadcast: columns of one shape first, small ones before large ones.
 
     >>> summed((1, 2, 3))
     6

@@ -107,7 +107,7 @@ def test_the_command_line_asks_by_name_and_says_how(capsys: pytest.CaptureFixtur
     run = running(capsys)
     code, out, err = run("estimate", "--model", "mine/good")
     assert (code, out) == (2, "")
-    assert err.endswith("; --model hf:mine/good on the command line asks the Hugging Face Hub\n")
+    assert err.endswith("; --model hf:mine/good on the command line fetches it from the Hugging Face Hub\n")
     assert ASKED == []
     code, out, _ = run("plan", "--model", "hf:mine/good", "--gpu", "l4-24gb", "--gpus", "2", "--seq-len", "128", "--json")
     assert (code, "zeroplan estimate --model hf:mine/good " in out, ASKED != []) == (0, True, True)

@@ -65,13 +65,13 @@ def test_it_listens_on_the_loopback_alone_and_leaves_nothing_behind(served: int,
 def test_it_closes_connections_that_nobody_uses(monkeypatch: pytest.MonkeyPatch):
     import uvicorn
 
-    from zeroplan.explore.connection import Impatient
+    from zeroplan.explore.connection import TimedConnection
 
     served: list[uvicorn.Config] = []
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, **_: served.append(self.config))
     with explore._listening(0) as listening:
         explore._serve(listening, None)
-    assert [config.http for config in served] == [Impatient]
+    assert [config.http for config in served] == [TimedConnection]
 
 
 def test_a_port_that_is_taken_is_one_line(run: Run):

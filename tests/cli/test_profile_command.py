@@ -110,7 +110,7 @@ def test_whatever_is_changed_it_is_an_answer_or_one_line(file: Path, run: Run):
     [
         (("--engine", "paper"), "does not take a profile"),
         (("--engine", "deepspeed", "--stage", "2", "--offload-optimizer", "cpu"), "offload with engine 'deepspeed'"),
-        (("--precision", "fp32"), "says nothing of 32 bits with recomputation none; it has 16 bits"),
+        (("--precision", "fp32"), "does not cover 32 bits with recomputation none; it covers 16 bits"),
         (("--attention", "eager"), "was made with attention 'sdpa'"),
         (("--loss", "fused"), "traced with its own loss"),
         (("--model", "gpt2"), "--model and --profile are given"),
@@ -128,7 +128,7 @@ def test_a_length_that_is_fixed_is_the_default_and_no_other_is_taken(file: Path,
     assert (code, json.loads(out)["job"]["batch"]["seq_len"]) == (0, 77)
     code, _, err = run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", "78")
     assert code == 2
-    assert "is of sequences of 77" in err
+    assert "covers sequences of 77 tokens, not of 78" in err
 
 
 def test_shorter_sequences_than_were_traced_are_refused(file: Path, run: Run):
@@ -136,7 +136,7 @@ def test_shorter_sequences_than_were_traced_are_refused(file: Path, run: Run):
     assert run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", "1024")[0] == 0
     code, _, err = run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", "1023")
     assert code == 2
-    assert "is of sequences of 1,024 and more" in err
+    assert "covers sequences of 1,024 tokens and more" in err
 
 
 def test_a_length_between_multiples_counts_as_the_next_where_the_profile_says_so(file: Path, run: Run):

@@ -105,7 +105,7 @@ def test_heads_larger_than_128_are_filled_up_to_a_multiple_of_64(size: int, colu
 def test_it_is_what_the_estimate_says(sequences: int, length: int, size: int, key_heads: int):
     from zeroplan.dryrun.scratch import SCRATCH
     from zeroplan.transformer.blocks import Compute
-    from zeroplan.transformer.families.attend import flash_scratch, head_size
+    from zeroplan.transformer.families.attention import flash_scratch, head_size
     from zeroplan.transformer.families.widths import quantities, widths
 
     said: Mapping[str, object] = tiny_config("llama") | {
@@ -204,7 +204,7 @@ def test_a_forward_of_large_heads_adds_its_output_up_in_32_bits():
 def test_the_memory_efficient_kernels_is_what_the_estimate_says(size: int, value_size: int, *, half: bool):
     from zeroplan.dryrun.scratch import Heads, efficient_backward_bytes
     from zeroplan.transformer.blocks import Compute
-    from zeroplan.transformer.families.attend import efficient_scratch, head_size
+    from zeroplan.transformer.families.attention import efficient_scratch, head_size
     from zeroplan.transformer.families.widths import key_parts, widths
 
     shape = tiny_config("llama") | {

@@ -234,7 +234,7 @@ def test_stages_may_be_cut_by_hand() -> None:
 @pytest.mark.parametrize(
     ("layers", "said"),
     [("4,4", "8 layers to 2 stages, and there are 8 layers and 4 stages"), ("2,2,2,1", "7 layers to 4 stages"),
-     ("0,4,2,2", "leave one without a layer"), ("2,x,2,2", "is no list of layers; write 7,9,9,7")],
+     ("0,4,2,2", "leave one without a layer"), ("2,x,2,2", "is not a list of layers; write, for example, 7,9,9,7")],
 )  # fmt: skip
 def test_stages_cut_by_hand_are_those_of_the_model(layers: str, said: str) -> None:
     with pytest.raises(SpecError, match=said):

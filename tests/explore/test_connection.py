@@ -62,7 +62,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
             sender = stack.enter_context(socket.create_connection(listening.getsockname(), timeout=FOREVER_S))
             sender.sendall(sent)
             config = uvicorn.Config(
-                answers, log_level="warning", lifespan="off", http=connection.Impatient, timeout_keep_alive=600
+                answers, log_level="warning", lifespan="off", http=connection.TimedConnection, timeout_keep_alive=600
             )
             server = uvicorn.Server(config)
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

@@ -221,7 +221,7 @@ def test_what_a_target_cannot_say_is_refused():
     assert cannot_say(partly.recipe, "fsdp2") == ""
     deepspeed = described(engine="deepspeed", stage=2, recompute="selective")
     for one, target in ((chunked, "fsdp2"), (partly, "accelerate"), (partly, "deepspeed"), (deepspeed, "deepspeed")):
-        with pytest.raises(SpecError, match=f"--emit {target} cannot say"):
+        with pytest.raises(SpecError, match=f"--emit {target} cannot express"):
             export(one, target)
 
 

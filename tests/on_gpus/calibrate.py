@@ -20,7 +20,7 @@ from zeroplan.engines.device import communicators, workspace
 from zeroplan.errors import ZeroplanError
 from zeroplan.estimator import account_of
 from zeroplan.timeline import reserved
-from zeroplan.transformer.families.attention import FLASH_SCRATCH
+from zeroplan.transformer.families.tags import FLASH_SCRATCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

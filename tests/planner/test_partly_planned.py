@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from zeroplan import SpecError, estimate
-from zeroplan.export.files import unsaid_by
+from zeroplan.export.files import inexpressible_in
 from zeroplan.planner.asking import Question, ask
 from zeroplan.planner.result import Plan
 from zeroplan.resolve import Request
@@ -44,7 +44,7 @@ def test_it_is_quicker_than_all_blocks_and_found_only_unasked(planned: Plan):
 
 
 def test_a_file_that_cannot_say_it_is_not_planned():
-    plan = ask(ASKED, Question(global_batch=1024), unsaid=unsaid_by("torchtitan"))
+    plan = ask(ASKED, Question(global_batch=1024), inexpressible=inexpressible_in("torchtitan"))
     assert all(recipe.recompute_layers is None for recipe in plan.cloud.recipes)
 
 

@@ -68,12 +68,12 @@ def test_where_nothing_fits_the_closest_is_on_the_most_gpus():
 
 def test_no_number_of_gpus_takes_an_uneven_batch():
     said = (
-        "model and batch go evenly onto no number of GPUs that is tried (whole nodes of 8, up to 4,096); ask for other degrees, "
+        "model and batch divide no number of GPUs that is tried (whole nodes of 8, up to 4,096); use other degrees, "
         "or another batch"
     )
     with pytest.raises(SpecError, match=re.escape(said)):
         fewest(job(**LARGE), replace(ALONE, global_batch_size=640, micro_batch_size=7))
-    with pytest.raises(SpecError, match="the degrees that are asked for do not divide 4 GPUs; use others, or more GPUs"):
+    with pytest.raises(SpecError, match="the requested degrees do not divide 4 GPUs; use others, or more GPUs"):
         plan(job(**LARGE, gpus=4), replace(ALONE, tp=8))
 
 
@@ -102,16 +102,16 @@ def test_the_largest_model_of_another_optimizer_and_stage():
 
 
 def test_what_no_file_can_say_is_left_out_of_the_extremes():
-    """With FSDP2 unsaid, the answer is that of the other engines."""
+    """With FSDP2 inexpressible, the answer is that of the other engines."""
     base = job(model="llama-3.2-1b", gpu="a10-24gb", gpus=2, seq_len=1024)
     others = replace(ALONE, engine="ddp", zero_stage=0, micro_batch_size=None)
     either = replace(others, engine=None, zero_stage=None)
 
-    def unsaid(recipe: RecipeSpec, _: Degrees) -> str:
+    def inexpressible(recipe: RecipeSpec, _: Degrees) -> str:
         return "" if (recipe.engine, recipe.zero_stage) == ("ddp", 0) else "it has no words for it"
 
-    assert longest_sequence(base, either, unsaid) == longest_sequence(base, others) < longest_sequence(base, either)
-    assert largest_batch(base, either, unsaid) == largest_batch(base, others) < largest_batch(base, either)
+    assert longest_sequence(base, either, inexpressible) == longest_sequence(base, others) < longest_sequence(base, either)
+    assert largest_batch(base, either, inexpressible) == largest_batch(base, others) < largest_batch(base, either)
 
 
 def test_the_longest_sequence_of_ranks_that_split_a_model_with_a_window_ends_before_it():
@@ -157,9 +157,9 @@ def test_what_a_plan_needs_to_know():
     with pytest.raises(SpecError, match=r"a plan needs a GPU to fit; add --gpu NAME \(`zeroplan gpus` lists them\)"):
         plan(job(model="gpt2"), Fixed())
     traced = replace(job(model="gpt2", gpu="h100"), model=model_of(by_hand()))
-    with pytest.raises(SpecError, match="the profile of by hand does not say how many operations its module takes"):
+    with pytest.raises(SpecError, match="the profile of by hand does not contain the number of operations of its module"):
         plan(traced, Fixed())
-    with pytest.raises(SpecError, match="no engine offers"):
+    with pytest.raises(SpecError, match="no engine has this combination"):
         plan(job(model="gpt2", gpu="h100", gpus=2), Fixed(engine="megatron", offload_optimizer="cpu"))
     said = "--grad-accum 3 does not divide the 8 sequences of a GPU in --global-batch 64"
     with pytest.raises(SpecError, match=said):
@@ -169,7 +169,10 @@ def test_what_a_plan_needs_to_know():
 def test_a_deepspeed_configuration_leaves_nothing_to_plan(tmp_path: Path):
     file = tmp_path / "own.json"
     file.write_text('{"zero_optimization": {"stage": 2}}')
-    with pytest.raises(SpecError, match="--from with a DeepSpeed configuration: it decides already; ask `zeroplan estimate`"):
+    with pytest.raises(
+        SpecError,
+        match="--from with a DeepSpeed configuration: the file already fixes what a plan would search; use `zeroplan estimate`",
+    ):
         ask(Request(model="gpt2", gpu="h100", from_file=str(file)), Question())
 
 
@@ -193,7 +196,7 @@ def test_quantised_weights_are_never_too_large_by_their_count_alone():
     assert not weights_alone_are_too_large(packed, packed.recipe)
 
 
-@pytest.mark.parametrize(("engine", "gpus", "words"), [("ddp", 64, "the links: "), ("ddp", 1, "the GPU's own rate: ")])
+@pytest.mark.parametrize(("engine", "gpus", "words"), [("ddp", 64, "the links: "), ("ddp", 1, "the GPU's speed: ")])
 def test_what_holds_a_layout_back_is_the_largest_part_of_its_step(engine: Engine, gpus: int, words: str):
     """Sixteen tokens on each of 64 GPUs wait for gradients; alone they compute, or step."""
     found = time_of(job(model="llama-3.2-1b", gpu="h100", gpus=gpus, gpus_per_node=1, engine=engine, stage=0, seq_len=16))
@@ -237,6 +240,8 @@ def test_numbers_of_gpus_on_which_no_layout_can_be_tried_say_nothing_of_the_othe
 
 def test_where_no_number_of_gpus_has_a_layout_the_reason_is_that_of_the_most():
     asked = Request(model="llama-3.1-8b", gpu="h100", gpus=6, pipeline_parallel=3, engine="fsdp2", tensor_parallel=1)
-    said = "2 micro-batches of --global-batch 4 are no multiple of the 3 stages of a pipeline; use another --global-batch, or "
+    said = (
+        "2 micro-batches of --global-batch 4 are not a multiple of the 3 stages of a pipeline; use another --global-batch, or "
+    )
     with pytest.raises(SpecError, match=f"^{said}another --pipeline-parallel$"):
         ask(asked, Question(objective="cost", global_batch=4))

@@ -53,7 +53,7 @@ OF_MODELS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: model("gpt2", attention_bias=True, mlp_bias=True),
-        "family='gpt2' adds learned positions: positions=0 leaves it without; say how many there are",
+        "family='gpt2' adds learned positions: positions=0 leaves it without; set their number",
     ),
     (
         lambda: model("mixtral", moe=MOE),
@@ -82,7 +82,7 @@ OF_PROFILES: list[tuple[Callable[[], object], str]] = [
             runs=tuple(replace(run, kind=f"{run.kind} one") for run in by_hand().runs),
             kinds={f"{kind} one": tensors for kind, tensors in by_hand().kinds.items()},
         ),
-        "is not a name; it stands in formulas",
+        "is not a name, which formulas need",
     ),
     (
         lambda: of_one_variant(loss=()),

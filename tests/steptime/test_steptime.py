@@ -209,7 +209,7 @@ def test_frozen_weights_take_no_gradients_and_four_bits_multiply_alike():
 def test_a_step_without_a_gpu_has_no_time():
     with pytest.raises(SpecError, match="--gpu"):
         timed(job(model="gpt2"))
-    with pytest.raises(SpecError, match="profile of by hand does not say how many operations its module takes"):
+    with pytest.raises(SpecError, match="profile of by hand does not contain the number of operations of its module"):
         timed(replace(job(model="gpt2", gpu="h100", precision="bf16"), model=model_of(by_hand())))
     with pytest.raises(SpecError, match="GPU 'v100-sxm2-32gb' has no bf16 rate in its entry, so no time can be given"):
         timed(job(model="gpt2", gpu="v100-sxm2-32gb", precision="bf16-mixed"))

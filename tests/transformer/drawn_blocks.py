@@ -32,7 +32,7 @@ from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.attention import SCRATCH
+from zeroplan.transformer.families.tags import SCRATCH
 from zeroplan.transformer.params import layout, runs_in_order
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.fake_cuda.installed import CUDA, install_node

@@ -19,7 +19,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BlockPass, Compute
-from zeroplan.transformer.families.attention import SCRATCH
+from zeroplan.transformer.families.tags import SCRATCH
 from zeroplan.transformer.head import head_pass
 
 pytestmark = pytest.mark.torch

@@ -82,7 +82,7 @@ def test_of_equal_moments_one_stays() -> None:
 
 def test_what_two_operators_saved_stays_until_the_second_has_read_it() -> None:
     """Made again by a recomputation, it is nobody's name any more: gone with its last reader."""
-    tape = Tape(wide=False, autocast=False, saving=True, again=True)
+    tape = Tape(wide=False, autocast=False, saving=True, recomputed=True)
     shared = tape.make(Kind.ACTIVATIONS, "read twice", e * T * h, "here")
     tape.hold(shared)  # one for each operator
     tape.used(shared)
@@ -106,4 +106,4 @@ def test_where_nothing_is_saved_nothing_is_run_again() -> None:
     tape = Tape(wide=False, autocast=False, saving=False)
     given = Value(tape.make(Kind.ACTIVATIONS, "input", e * T * h, "here"), e, T * h)
     op.linear(tape, given, f, HERE)
-    assert [one.stores for one in tape.until_last_saved()] == [()]
+    assert [one.stores for one in tape.moments_until_last_saved()] == [()]

@@ -1,1 +1,1 @@
-"""Published figures as TOML, each with its source, and what reads them."""
+"""Published figures as TOML files, each with its source, and the code that reads them."""

@@ -1,8 +1,8 @@
-"""What does a Hugging Face ``config.json`` say about the shape of a model?
+"""Reads the shape of a model from a Hugging Face ``config.json``.
 
 Keys, aliases and defaults are those of the configuration classes of transformers 5.23
-(``models/<family>/configuration_<family>.py``). What a config leaves to a default that sizes the model in a way no real
-``config.json`` does is asked for instead; what would change the parameters in a way zeroplan has no formula for is refused.
+(``models/<family>/configuration_<family>.py``). If a config lacks a key whose default sizes the model as no real
+``config.json`` does, the reader asks for the key. It refuses what would change the parameters without a formula in zeroplan.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,15 @@ from typing import NamedTuple, TypeAlias
 
 from zeroplan.catalog.config_keys import OTHER_KINDS, SAME_AS
 from zeroplan.catalog.config_parts import text_part
-from zeroplan.catalog.config_rest import LINEAR_FIELDS, activation_of, config_keys, listed, quantised, the_rest, unknown_keys
+from zeroplan.catalog.config_rest import (
+    LINEAR_FIELDS,
+    activation_of,
+    config_keys,
+    listed,
+    notes_on_other_keys,
+    quantised,
+    unknown_keys,
+)
 from zeroplan.catalog.text import one_line, read_text, shown, strict_json
 from zeroplan.errors import NoFormulasError, SpecError, unknown_name
 from zeroplan.spec.family import FAMILIES, LINEAR_FAMILIES, MOE_FAMILIES, ONE_WIDTH_FAMILIES, PLAIN_HEADS
@@ -19,15 +27,15 @@ from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 
 Config: TypeAlias = Mapping[str, object]
 _LARGEST = 10**7
-"""Above every width, vocabulary and context in use."""
+"""More than every width, vocabulary and context in use."""
 
 
 def model_from_config(config: Mapping[str, object], *, name: str = "", treat_as: str | None = None) -> ModelSpec:
-    """Read the shape of the model that a ``config.json`` describes.
+    """Return the shape of the model that a ``config.json`` describes.
 
-    Of a multimodal config (Gemma 3, LLaVA) it is the text part, and the name says so. ``treat_as`` names a family whose
-    formulas are to be used whatever ``model_type`` says. Of what is left out :func:`config_with_notes` has notes;
-    multi-token-prediction layers, which transformers does not build, are none.
+    For a multimodal config (Gemma 3, LLaVA) this is the text part, which its name contains. ``treat_as``: the family whose
+    formulas to use whatever ``model_type`` is. :func:`config_with_notes` also returns notes on what is not counted.
+    Multi-token-prediction layers need no note, since transformers does not build them.
 
     >>> model_from_config({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
     ...                    "vocab_size": 50257}).intermediate_size
@@ -37,14 +45,14 @@ def model_from_config(config: Mapping[str, object], *, name: str = "", treat_as:
 
 
 class ConfigRead(NamedTuple):
-    """A model's shape, and a note on each thing in its ``config.json`` that is not counted."""
+    """A model's shape, and notes on what of its ``config.json`` is not counted."""
 
     model: ModelSpec
     notes: tuple[str, ...]
 
 
 def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as: str | None = None) -> ConfigRead:
-    """Read the same, and what the config says that is not counted."""
+    """Return the shape, with notes on what of the config is not counted."""
     if not isinstance(config, Mapping):
         raise SpecError(f"config.json holds {shown(config)}, not a JSON object; give the model's own config.json")
     _refuse_other_kinds(config)
@@ -54,7 +62,9 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
     _demand_required(source)
     model = _spec(source, f"{name} (text part)".lstrip() if is_part else name)
     beside = quantised(config) if is_part else ()
-    return ConfigRead(model, (*of_parts, *_treated(text.get("model_type"), treat_as), *beside, *the_rest(text, source.family)))
+    return ConfigRead(
+        model, (*of_parts, *_treated(text.get("model_type"), treat_as), *beside, *notes_on_other_keys(text, source.family))
+    )
 
 
 def _treated(model_type: object, treat_as: str | None) -> Iterator[str]:
@@ -67,22 +77,22 @@ def _treated(model_type: object, treat_as: str | None) -> Iterator[str]:
 
 
 def read_config(path: Path, *, treat_as: str | None = None, name: str = "") -> ModelSpec:
-    """Read the shape of the model whose ``config.json`` is ``path`` or lies in the folder ``path``.
+    """Return the shape of the model in the ``config.json`` at ``path`` or in the folder ``path``.
 
-    Named ``name``, or after the folder, or after file and folder where ``path`` is the file.
+    Its name is ``name``, or the folder's, or that of file and folder if ``path`` is the file.
     """
     return read_config_with_notes(path, treat_as=treat_as, name=name).model
 
 
 def read_config_with_notes(path: Path, *, treat_as: str | None = None, name: str = "") -> ConfigRead:
-    """Read the same, and what the file says that is not counted."""
+    """Return the same with notes on what of the file is not counted."""
     file = _config_file(path)
     config = strict_json(read_text(file, what="config.json"), f"config.json {str(file)!r}")
     return config_with_notes(config, name=name or named_after(path, file), treat_as=treat_as)  # type: ignore[arg-type]  # it refuses what is no object
 
 
 def named_after(path: Path, file: Path) -> str:
-    """What a model is called whose configuration is ``file``: the folder, or folder and file where ``path`` is the file itself."""
+    """Return a name for the model of a configuration file: the folder's, or folder and file if ``path`` is the file."""
     folder = file.resolve().parent.name
     return folder if file != path else f"{folder}/{file.name}".lstrip("/")
 
@@ -100,17 +110,17 @@ def _config_file(path: Path) -> Path:
 
 
 class _Source(NamedTuple):
-    """A config and the family whose keys and defaults it is read with."""
+    """A config, and the family whose keys and defaults apply."""
 
     config: Config
     family: str
 
     def keys(self, field: str) -> tuple[str, ...]:
-        """Under which keys ``field`` may stand."""
+        """Return the keys under which ``field`` may be."""
         return config_keys(self.family).keys.get(field, (field,))
 
     def key(self, field: str) -> str:
-        """Under which key ``field`` stands, or would."""
+        """Return the key under which ``field`` is, or would be."""
         return next((key for key in self.keys(field) if self.config.get(key) is not None), self.keys(field)[0])
 
     def states(self, field: str) -> bool:
@@ -118,7 +128,7 @@ class _Source(NamedTuple):
         return self.config.get(self.key(field)) is not None
 
     def value(self, field: str) -> object:
-        """Look ``field`` up: the config's value, or the class's default where the key is absent; None where it is null."""
+        """Return the value of ``field``: the config's, or the class's default if the key is absent; None if it is null."""
         found = {key: self.config[key] for key in self.keys(field) if self.config.get(key) is not None}
         if len(found) > 1 and any(value != found[self.key(field)] for value in found.values()):
             pairs = " and ".join(f"{key}={shown(value)}" for key, value in found.items())
@@ -128,7 +138,7 @@ class _Source(NamedTuple):
         return config_keys(self.family).defaults.get(field)
 
     def integer(self, field: str, fallback: int | None = None, *, least: int = 1) -> int:
-        """``field`` as an integer; ``fallback`` where the config and the class say nothing."""
+        """Return ``field`` as an integer; ``fallback`` if neither config nor class has a value."""
         found = self.optional_integer(field, least=least)
         if found is not None:
             return found
@@ -137,7 +147,7 @@ class _Source(NamedTuple):
         return fallback
 
     def optional_integer(self, field: str, *, least: int = 1) -> int | None:
-        """``field`` as an integer, or None where it has no value."""
+        """Return ``field`` as an integer, or None without a value."""
         value, key = self.value(field), self.key(field)
         if value is None:
             return None
@@ -148,7 +158,7 @@ class _Source(NamedTuple):
         return value
 
     def flag(self, field: str) -> bool:
-        """``field`` as true or false; false where nothing says otherwise."""
+        """Return ``field`` as a boolean; False without a value."""
         value = self.value(field)
         if value is not None and not isinstance(value, bool):
             raise SpecError(f"{self.key(field)}={shown(value)} in config.json is neither true nor false; write one of them")
@@ -156,7 +166,7 @@ class _Source(NamedTuple):
 
 
 def _refuse_other_kinds(config: Config) -> None:
-    """Refuse what is no decoder-only transformer, whatever the user wants it treated as."""
+    """Raise SpecError for anything but a decoder-only transformer, whatever the user wants to treat it as."""
     model_type = config.get("model_type")
     kinds = [f"model_type {shown(model_type)} is {kind}" for kind, types in OTHER_KINDS.items() if model_type in types]
     if config.get("is_encoder_decoder") is True:
@@ -192,12 +202,12 @@ def _ignored(config: Config) -> str:
 
 def _known_family(treat_as: str) -> str:
     if treat_as not in FAMILIES:
-        raise unknown_name("architecture", treat_as, FAMILIES, f"--treat-as takes one of {', '.join(FAMILIES)}")
+        raise unknown_name("architecture", treat_as, FAMILIES, f"--treat-as accepts one of {', '.join(FAMILIES)}")
     return treat_as
 
 
 def _refuse_other_architectures(source: _Source) -> None:
-    """Refuse keys that add or remove parameters in a way the family's class does not know."""
+    """Raise SpecError for keys that add or remove parameters unknown to the family's class."""
     config, family = source
     for key, only in config_keys(family).fixed.items():
         if config.get(key) is not None and config[key] != only:
@@ -303,7 +313,7 @@ def _head_dim(source: _Source, hidden: int, heads: int) -> int:
 
 
 def _positions(family: str, context: int) -> int:
-    """Rows of a learned position table; OPT's has two more than its context (``OPTLearnedPositionalEmbedding.offset``)."""
+    """Return the rows of a learned position table; OPT has two more (``OPTLearnedPositionalEmbedding.offset``)."""
     return {"gpt2": context, "opt": context + 2}.get(family, 0)
 
 
@@ -313,7 +323,7 @@ def _bias(source: _Source, field: str) -> bool:
 
 
 def _of_neox(source: _Source) -> dict[str, object]:
-    """Where the MLP of a GPT-NeoX reads."""
+    """Return whether GPT-NeoX's MLP reads the same input as attention."""
     if source.family != "gpt_neox":
         return {}
     in_parallel = source.config.get("use_parallel_residual") is None or source.flag("use_parallel_residual")
@@ -327,7 +337,7 @@ def _window(source: _Source) -> int | None:
 
 
 def _some_layers_have_it(source: _Source) -> bool:
-    """Qwen2 and Qwen3 have a window from layer ``max_window_layers`` on, 28 unless they say so; Qwen3-MoE in all layers."""
+    """Return the window. Qwen2 and Qwen3 have it from layer ``max_window_layers`` on (default 28), Qwen3-MoE in all layers."""
     if source.family == "qwen3_moe":
         return True
     return source.integer("max_window_layers", 28, least=0) < source.integer("num_hidden_layers")
@@ -347,7 +357,7 @@ def _moe(source: _Source) -> MoeSpec | None:
 
 
 def _shared_experts(source: _Source) -> int:
-    """How many experts every token visits; of a family that has one of any width, as many as are as wide together."""
+    """Return the number of shared experts; for one shared expert of any width, as many as have that width together."""
     if source.family not in LINEAR_FAMILIES:
         return source.integer("num_shared_experts", 0)
     shared, width = source.integer("shared_expert_intermediate_size"), source.integer("moe_intermediate_size")
@@ -366,7 +376,7 @@ def _linear(source: _Source) -> LinearSpec | None:
 
 
 def _dense_layers(source: _Source) -> int:
-    """Layers with a dense MLP before those with experts."""
+    """Return the number of layers with a dense MLP before those with experts."""
     if source.family != "qwen3_moe":
         return source.integer("num_dense_layers", 0, least=0)
     layers = source.config.get("mlp_only_layers")

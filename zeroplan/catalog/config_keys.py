@@ -1,6 +1,6 @@
-"""Which kinds of models are known by their ``model_type`` alone?"""
+"""The kinds of models that are known by their ``model_type`` alone."""
 
-#: The same classes under other names.
+#: Other names of the same classes.
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 OTHER_KINDS: dict[str, tuple[str, ...]] = {
     "an encoder-decoder model": (

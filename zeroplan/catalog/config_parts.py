@@ -1,4 +1,4 @@
-"""Which part of a multimodal model's ``config.json`` is its language model, and what does counting that part alone leave out?"""
+"""Finds the language model in a multimodal model's ``config.json``, and what counting it alone leaves out."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -8,12 +8,12 @@ from zeroplan.spec.family import FAMILIES
 
 Config = Mapping[str, object]
 
-#: Models whose head is the embedding where the language model's own part of the file says so, too, by their ``model_type``.
-#: Source: transformers 5.23, ``models/<model>/configuration_<model>.py``.
+#: Models whose head is tied if the language model's part of the file says so too, by their ``model_type``. Source: transformers
+#: 5.23, ``models/<model>/configuration_<model>.py``.
 TIED_BY_THE_TEXT = (
     "llava", "llava_next_video", "llava_onevision", "fast_vlm", "video_llama_3", "shieldgemma2", "perception_lm", "vibevoice",
 )  # fmt: skip
-#: Kinds of vision towers that are plain transformers of two matrices in each MLP, or of three.
+#: Kinds of vision towers that are plain transformers, with two or three matrices in each MLP.
 _TWO_MATRICES = (
     "siglip_vision_model", "clip_vision_model", "idefics2_vision", "idefics3_vision", "smolvlm_vision", "internvl_vision",
     "kimi_k25_vision",
@@ -22,7 +22,7 @@ _THREE_MATRICES = ("pixtral", "ovis2_vision")
 
 
 class TextPart(NamedTuple):
-    """The language model's config, and what reading it alone leaves out; no notes where it is the whole."""
+    """Return the language model's config, and notes on what it leaves out; no notes if it is the whole model."""
 
     config: Config
     is_part: bool
@@ -30,21 +30,21 @@ class TextPart(NamedTuple):
 
 
 def text_part(config: Config) -> TextPart:
-    """Find the config of the language model, with the outer part's word on tied embeddings."""
+    """Return the language model's config, with the whole model's value for tied embeddings."""
     text = config.get("text_config")
     if config.get("model_type") in FAMILIES or not isinstance(text, Mapping):
         return TextPart(config, is_part=False)
     tied = _tied(config, text)
     found = text if tied is None else {**text, "tie_word_embeddings": tied}
-    return TextPart(found, is_part=True, notes=(*_left_out(config), *_tied_otherwise(config, text, tied)))
+    return TextPart(found, is_part=True, notes=(*_left_out(config), *_tied_by_text_part(config, text, tied)))
 
 
 def _tied(config: Config, text: Config) -> object:
-    """Whether the head is the embedding: transformers asks the whole model's config, not its part's.
+    """Whether the head is tied: transformers reads the whole model's config, not its part's.
 
-    Source: transformers 5.23, ``modeling_utils.py``, ``get_expanded_tied_weights_keys``. Where the whole says nothing, what the
-    text part says or its family assumes is taken: some classes assume a tied head then, but loading a checkpoint that has both
-    weights leaves them apart (``tie_weights``).
+    Source: transformers 5.23, ``modeling_utils.py``, ``get_expanded_tied_weights_keys``. Without a value there, that of the
+    text part or its family's default counts. Some classes assume a tied head then, but loading a checkpoint with both weights
+    leaves them apart (``tie_weights``).
     """
     kind, outer, inner = config.get("model_type"), config.get("tie_word_embeddings"), text.get("tie_word_embeddings")
     if kind in TIED_BY_THE_TEXT and inner is True and outer is False:
@@ -52,7 +52,7 @@ def _tied(config: Config, text: Config) -> object:
     return inner if outer is None else outer
 
 
-def _tied_otherwise(config: Config, text: Config, tied: object) -> Iterator[str]:
+def _tied_by_text_part(config: Config, text: Config, tied: object) -> Iterator[str]:
     inner = text.get("tie_word_embeddings")
     if inner is None or inner == tied:
         return
@@ -80,7 +80,7 @@ def _left_out(config: Config) -> Iterator[str]:
 
 
 def _counted(part: Config) -> str:
-    """Describe a plain transformer's size by the matrices of its layers; nothing where a size is missing."""
+    """Return the size of a plain transformer from the matrices of its layers; empty if a size is missing."""
     kind = part.get("model_type")
     matrices = 2 if kind in _TWO_MATRICES else 3
     sizes = [part.get(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers")]

@@ -1,6 +1,6 @@
-"""What does a ``config.json`` say beside the sizes of tensors: what is refused, and what does the answer have to name?
+"""Checks the keys of a ``config.json`` that size no tensor: which are refused, and which need a note.
 
-Every key is used, or known not to matter, or refused with values that no formula covers, or named in a note.
+The reader uses every key, or ignores it as harmless, or refuses values without a formula, or names it in a note.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,9 +28,9 @@ _FIELDS = (
 )  # fmt: skip
 _EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts", "num_dense_layers")
 _LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-#: Behind ``linear_``.
+#: Suffixes of ``linear_``.
 LINEAR_FIELDS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-#: Keys that every family's reader looks at to refuse another architecture.
+#: Keys that the readers of all families check in order to refuse another architecture.
 _LOOKED_AT = (
     "num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "word_embed_proj_dim", "text_config", "layer_types",
 )  # fmt: skip
@@ -41,12 +41,12 @@ _ROPE = ("rope_parameters", "rope_scaling")
 
 
 def config_keys(family: str) -> ConfigKeys:
-    """What a family's ``config.json`` holds."""
+    """Return the description of a family's ``config.json``."""
     return definition_of(family).config
 
 
-def the_rest(config: Config, family: str) -> tuple[str, ...]:
-    """Return a note on each thing that is not counted; raises SpecError where it would be counted wrongly."""
+def notes_on_other_keys(config: Config, family: str) -> tuple[str, ...]:
+    """Return a note on each thing that is not counted; raises SpecError for what would be counted wrongly."""
     _refuse_values(config, family)
     _refuse_layer_types(config, family)
     notes = (
@@ -65,7 +65,7 @@ def activation_of(config: Config, family: str) -> Activation | None:
     said, usual = config.get(key), USUAL_ACTIVATION[family]
     if family in ("bloom", "gpt_oss") or said is None or said == usual:
         return None
-    if family not in FREE_ACTIVATION and said in SAVES_ITS_INPUT:  # usual is one of these
+    if family not in FREE_ACTIVATION and said in SAVES_ITS_INPUT:  # the usual one is among these
         return None
     known = get_args(Activation) if family in FREE_ACTIVATION else SAVES_ITS_INPUT
     if said not in known:
@@ -77,7 +77,7 @@ def activation_of(config: Config, family: str) -> Activation | None:
 
 @cache
 def known_keys(family: str) -> frozenset[str]:
-    """Return every key that is used, refused, named or known not to matter where the config is one of ``family``."""
+    """Return every key that is used, refused, named or harmless in a config of ``family``."""
     fields = (
         *_FIELDS,
         *(_EXPERT_FIELDS if family in MOE_FAMILIES else ()),
@@ -96,13 +96,13 @@ def known_keys(family: str) -> frozenset[str]:
 
 
 def unknown_keys(config: Config, family: str) -> tuple[str, ...]:
-    """Return the keys that are read by nothing here."""
+    """Return the keys that nothing here reads."""
     known = known_keys(family)
     return tuple(str(key) for key in config if key not in known and config[key] is not None)
 
 
 def listed(keys: Iterable[str]) -> str:
-    """Write keys for a line, the first dozen of them."""
+    """Return keys for one line, at most the first dozen."""
     every = list(keys)
     more = len(every) - _MOST_NAMED
     return ", ".join(shown(key)[1:-1] for key in every[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
@@ -127,7 +127,7 @@ def _refuse_values(config: Config, family: str) -> None:
 
 
 def _values(config: Config, key: str) -> Iterator[object]:
-    """The key's value, and that of the same name among rotary positions."""
+    """Yield the key's value, and that of the same key in the rotary parameters."""
     yield config.get(key)
     for name in _ROPE:
         inner = config.get(name)
@@ -136,7 +136,7 @@ def _values(config: Config, key: str) -> Iterator[object]:
 
 
 def _refuse_layer_types(config: Config, family: str) -> None:
-    """Refuse kinds of attention in another order than the family's class makes of its other keys."""
+    """Raise SpecError for kinds of attention in another order than the family's class derives from its other keys."""
     said = config.get("layer_types")
     if said is None:
         return
@@ -153,7 +153,7 @@ def _refuse_layer_types(config: Config, family: str) -> None:
 
 
 def _windowed(config: Config, family: str, layer: int) -> bool:
-    """Whether a layer of Qwen2 or Qwen3 sees a window by its other keys, which the size of that window is then refused for."""
+    """Whether other keys give a layer of Qwen2 or Qwen3 a window; the size of that window is then refused."""
     first = config.get("max_window_layers", 28)
     return (
         config_keys(family).optional_window
@@ -192,7 +192,7 @@ def _another_head(config: Config) -> Iterator[str]:
 
 
 def quantised(config: Config) -> Iterator[str]:
-    """Yield how the checkpoint's weights are stored, where that is not how they are trained."""
+    """Yield a note on how the checkpoint stores its weights, if they are not trained that way."""
     said = config.get("quantization_config")
     if said is None:
         return

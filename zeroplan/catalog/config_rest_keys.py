@@ -1,24 +1,24 @@
-"""What do the keys mean that a ``config.json`` of any family may have and that size no tensor: which matter, which do not, and why?
+"""The keys that size no tensor in the ``config.json`` of any family: which matter, which do not, and why.
 
-A family's own keys are in its file (``zeroplan/transformer/families``). A test holds both against every key of every class.
+A family's own keys are in its file (``zeroplan/transformer/families``). A test compares both with every key of every class.
 """
 
-#: Keys with which every family's formulas hold for these values alone; a key that is absent or null has the class's default.
+#: Keys with the only values that the formulas of all families cover; absent or null means the class's default.
 ONLY: dict[str, tuple[object, ...]] = {
     "output_hidden_states": (False,),
     "output_attentions": (False,),
     "per_layer_config": ({},),
 }
 
-#: Keys that change no tensor of a training step, by the reason, in every family.
+#: Keys that change no tensor of a training step in any family, by the reason.
 HARMLESS: dict[str, tuple[str, ...]] = {
     "names, versions and code": (
         "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "auto_map", "custom_pipelines",
         "finetuning_task", "language", "license", "revision", "unsloth_version", "unsloth_fixed", "transformers.js_config",
         "quantization", "tokenizer_class", "task_specific_params", "prefix", "text_config_dict", "vision_config_dict",
     ),
-    "the recipe says in which dtype weights are trained": ("dtype", "torch_dtype", "use_bfloat16", "bf16", "fp16", "fp32"),
-    "--attention and the engine say how it is computed": (
+    "the recipe sets the dtype of trained weights": ("dtype", "torch_dtype", "use_bfloat16", "bf16", "fp16", "fp32"),
+    "--attention and the engine decide how it computes": (
         "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset",
         "experts_implementation", "_experts_implementation", "use_flash_attn", "use_flash_attention_2", "torchscript",
         "attn_config", "compile", "gradient_checkpointing",

@@ -1,8 +1,8 @@
-"""What does a DeepSpeed configuration (``ds_config.json``) say about a job?
+"""Reads a job from a DeepSpeed configuration (``ds_config.json``).
 
-Keys are DeepSpeed 0.19's. What changes memory and has a field in a job goes into it; what changes memory and has none is
-refused; what changes none is left alone; a key that is not known here is named in a note. ``"auto"`` is filled in as transformers'
-Trainer does (transformers 5.23, integrations/deepspeed.py), by the flags beside the file, or by DeepSpeed's default.
+Keys are DeepSpeed 0.19's. Keys that change memory go into the job's fields, or are refused if there is no field. The reader
+ignores keys that change no memory, and names unknown keys in a note. It fills in ``"auto"`` as transformers' Trainer does
+(transformers 5.23, integrations/deepspeed.py), from the flags beside the file, or with DeepSpeed's default.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ _AUTO = "auto"
 
 
 class Beside(NamedTuple):
-    """What the file's ``"auto"`` values are filled in with: the model's width, the ranks, and flags where they are given."""
+    """The values for the file's ``"auto"``: the model's width, the ranks, and given flags."""
 
     hidden_size: int
     ranks: int
@@ -28,14 +28,14 @@ class Beside(NamedTuple):
 
 
 class Stated(NamedTuple):
-    """What the file says, and under which key; ``auto`` where the value is only what is filled in."""
+    """A value of the file and its key; ``auto``: the value was filled in."""
 
     key: str
     value: object
     auto: bool = False
 
     def __str__(self) -> str:
-        """Say it in a sentence."""
+        """Return it as a sentence."""
         if isinstance(self.value, bool):
             return f"{self.key} is {str(self.value).lower()}"
         if isinstance(self.value, int):
@@ -44,7 +44,7 @@ class Stated(NamedTuple):
 
 
 class DeepSpeedConfig(NamedTuple):
-    """What the file says of a job: by the flag it stands for, and by the option of DeepSpeed."""
+    """The file's values for a job, by flag and by option of DeepSpeed."""
 
     flags: Mapping[str, Stated]
     options: Mapping[str, Stated]
@@ -52,7 +52,7 @@ class DeepSpeedConfig(NamedTuple):
 
 
 def parsed_config(path: Path) -> tuple[dict[str, object], str]:
-    """The keys and values of a file, and what it is called in an error; raises SpecError in one line where it has none."""
+    """Return the keys and values of a file, and its name for errors; raises SpecError in one line for an invalid file."""
     where = f"DeepSpeed configuration {str(path)!r}"
     data = strict_json(read_text(path, what="DeepSpeed configuration"), where)
     if not isinstance(data, dict):
@@ -61,15 +61,15 @@ def parsed_config(path: Path) -> tuple[dict[str, object], str]:
 
 
 def config_of(data: Mapping[str, object], where: str, beside: Beside) -> DeepSpeedConfig:
-    """Read what is parsed already: a file of its own, or a section of another program's.
+    """Return the values of a parsed configuration: a file of its own, or a section of another program's.
 
-    Raises SpecError in one line for what is not modelled. Left out: what DeepSpeed itself would refuse beyond what is looked at.
+    Raises SpecError in one line for what is not modelled. Does not check everything that DeepSpeed itself would refuse.
     """
     return _Reader(data, where, beside).read()
 
 
 class _Reader:
-    """One file, read once."""
+    """The reader of one file."""
 
     def __init__(self, data: Mapping[str, object], where: str, beside: Beside) -> None:
         self._where, self._beside, self._data = where, beside, data
@@ -91,7 +91,7 @@ class _Reader:
         self._note_unknown_keys()
         return DeepSpeedConfig(self._flags, self._options, tuple(self._notes))
 
-    # What is refused, and what is not known
+    # What is refused, and what is unknown
 
     def _refuse_what_is_not_modelled(self) -> None:
         for prefix, section, refused in (("", self._data, _REFUSED), ("zero_optimization.", self._zero, _ZERO_REFUSED)):
@@ -140,7 +140,7 @@ class _Reader:
         self._read_low_precision_states(low["bf16-mixed"])
 
     def _resolve_auto_precision(self, auto: list[str]) -> None:
-        """The Trainer's ``bf16`` and ``fp16`` decide, which are ``--precision`` here; not given, the file's own is taken."""
+        """Read the precision: the Trainer's ``bf16`` and ``fp16``, which are ``--precision`` here, or else the file's own."""
         key, asked = f"{auto[0][:4]}.enabled", self._beside.precision
         if asked is None:
             self._notes.append(f"{key} is auto and --precision not given: {auto[0]} taken")
@@ -148,7 +148,7 @@ class _Reader:
         self._flags["precision"] = Stated(key, (asked or auto[0]) if fits else auto[0])
 
     def _read_low_precision_states(self, bf16: Mapping[str, object]) -> None:
-        """Both kept in bf16 is the precision ``bf16``; only one of them is not modelled."""
+        """Read dtypes: weights and states both in bf16 are the precision ``bf16``; one of them alone is not modelled."""
         keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
         low = [self._switch(bf16.get(key, False), f"bf16.{key}") is True for key in keys]
         if not any(low) or self._flags["precision"].value != "bf16-mixed":
@@ -158,7 +158,7 @@ class _Reader:
         self._flags["precision"] = Stated(f"bf16.{keys[0]}", "bf16")
 
     def _read_offload(self) -> None:
-        """Where optimizer and parameters go; what only NVMe needs (buffers, pipelines) is left out with ``cpu``, a path always."""
+        """Read the devices of optimizer and parameters. With ``cpu`` it ignores what only NVMe needs, and always ignores paths."""
         for name in ("offload_optimizer", "offload_param"):
             section, key = self._object(self._zero.get(name) or {}, f"zero_optimization.{name}"), f"zero_optimization.{name}"
             device = section.get("device", "none")
@@ -174,7 +174,7 @@ class _Reader:
             self._set_option(f"{name}_pin_memory", f"{key}.pin_memory", section.get("pin_memory", True))
 
     def _read_nvme(self, name: str, section: Mapping[str, object]) -> None:
-        """Buffers and pipelines, and what DeepSpeed reads and writes at a time, which is taken as its default."""
+        """Read NVMe's buffers and pipelines, and assume DeepSpeed's default for the size of its reads and writes."""
         if section.get("device") != "nvme":
             return
         for inner in _NVME_KEYS[name]:
@@ -191,7 +191,7 @@ class _Reader:
                 self._notes += [] if said in self._notes else [said]
 
     def _read_optimizer(self) -> None:
-        """DeepSpeed's Adam and AdamW are its FusedAdam, or torch's own where ``torch_adam`` is set (runtime/engine.py)."""
+        """Read the optimizer. DeepSpeed's Adam and AdamW are its FusedAdam, or torch's with ``torch_adam`` (runtime/engine.py)."""
         section = self._section("optimizer")
         kind = section.get("type")
         if kind is None:
@@ -201,7 +201,7 @@ class _Reader:
             raise SpecError(f"{self._where}: optimizer.type={shown(kind)} is not modelled; Adam and AdamW are")
         params = self._object(section.get("params", {}), "optimizer.params")
         torchs = self._switch(params.get("torch_adam", False), "optimizer.params.torch_adam") is True
-        default = "offload_optimizer" not in self._flags  # torch's own goes tensor by tensor on the host
+        default = "offload_optimizer" not in self._flags  # torch's own steps one tensor after the other on the host
         listed = params.get("foreach") is True or (params.get("foreach") is None and default)
         fused = not torchs or self._switch(params.get("fused", False), "optimizer.params.fused") is True
         self._flags["optimizer"] = Stated("optimizer.type", name)
@@ -210,7 +210,7 @@ class _Reader:
             self._options["torch_adam"] = Stated("optimizer.params.torch_adam", value=True)
 
     def _read_batch(self) -> None:
-        """Two of three numbers make the third, as DeepSpeed has it (``_set_batch_related_parameters``)."""
+        """Read the batch: two of three numbers give the third, as in DeepSpeed (``_set_batch_related_parameters``)."""
         keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         total, micro, steps = (self._count(key) for key in keys)
         for flag, key, value in (("micro_batch", keys[1], micro), ("grad_accum", keys[2], steps)):
@@ -247,7 +247,7 @@ class _Reader:
             self._set_option(name, key_shown, int(value) if isinstance(value, float) and value.is_integer() else value)  # 5e8
 
     def _auto(self, name: str) -> object:
-        """What the Trainer fills in (``trainer_config_finalize``), or DeepSpeed's default, which it takes for ``"auto"``."""
+        """Return the Trainer's value for ``"auto"`` (``trainer_config_finalize``), or DeepSpeed's default."""
         width, third = self._beside.hidden_size, self._flags["stage"].value == 3
         if name == "reduce_bucket_size":
             return width * width
@@ -280,7 +280,7 @@ class _Reader:
             raise SpecError(f"{self._where}: communication_data_type={communicated!r} beside {own} weights is not modelled")
 
     def _read_clipping(self) -> None:
-        """Norms are taken either way, and gradients are clipped in place: nothing changes."""
+        """Ignore gradient clipping: DeepSpeed computes norms either way and clips in place."""
         limit = self._data.get("gradient_clipping", 0.0)
         if limit == _AUTO:
             return
@@ -333,7 +333,7 @@ class _Reader:
 
 
 def _is_off(value: object, harmless: object) -> bool:
-    """Whether a key leaves out what it stands for."""
+    """Whether a key's value leaves its feature out."""
     if harmless is True:
         return value is None or value is True or value == _AUTO
     if isinstance(value, dict):
@@ -343,7 +343,7 @@ def _is_off(value: object, harmless: object) -> bool:
 
 
 def _option_keys() -> Iterator[tuple[str, str]]:
-    """Keys of ``zero_optimization`` and their options; DeepSpeed takes ``stage3_`` keys without their prefix too."""
+    """Yield the keys of ``zero_optimization`` with their options; ``stage3_`` keys also without their prefix."""
     for field in fields(DeepSpeedOptions):
         ours = ("grad_accum_dtype", "torch_adam", "zero_init", "flatten_on_accelerator", "gpus_per_node")
         if field.name not in ours and not field.name.startswith("offload_"):
@@ -363,13 +363,13 @@ _DTYPES = {
     for spelt in spellings
 }
 
-#: Keys of a section that matter for NVMe alone.
+#: Keys of a section that only NVMe reads.
 _NVME_KEYS = {
     "offload_optimizer": ("buffer_count", "pipeline_read", "pipeline_write"),
     "offload_param": ("buffer_count", "buffer_size", "max_in_cpu"),
 }
 
-#: Keys that change memory and have no field in a job, and the value at which they do not.
+#: Keys that change memory without a field in a job, with the value that changes nothing.
 _ZERO_REFUSED: dict[str, object] = {
     "cpu_offload": None, "cpu_offload_param": None, "zenflow": None,
     "zero_quantized_nontrainable_weights": None,

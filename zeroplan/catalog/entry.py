@@ -1,4 +1,4 @@
-"""How one TOML entry of a catalogue becomes tables, or one line of complaint."""
+"""Reads one TOML entry of a catalogue, or raises one line of error."""
 
 import tomllib
 from pathlib import Path
@@ -8,7 +8,7 @@ from zeroplan.errors import SpecError
 
 
 def read_toml(path: Path, *, what: str) -> dict[str, object]:
-    """Read one TOML entry; ``SpecError`` says in one line where it breaks.
+    """Return one TOML entry as tables; raises ``SpecError`` with the place of an error in one line.
 
     >>> from tempfile import NamedTemporaryFile
     >>> with NamedTemporaryFile(suffix=".toml") as file:
@@ -21,5 +21,5 @@ def read_toml(path: Path, *, what: str) -> dict[str, object]:
         return tomllib.loads(text)
     except RecursionError:
         raise SpecError(f"{what} {str(path)!r} is nested too deep to read; write it flat") from None
-    except ValueError as error:  # TOMLDecodeError, and a number of thousands of digits
+    except ValueError as error:  # TOMLDecodeError, or a number of thousands of digits
         raise SpecError(f"{what} {str(path)!r} is not TOML: {one_line(str(error))}") from None

@@ -1,6 +1,7 @@
-"""Which accelerator is meant by a name, and its published figures.
+"""Finds an accelerator by name, with its published figures.
 
-One TOML file per accelerator in ``gpus/``; the file's stem is the canonical name, and ``gpus/README.md`` tells the lineage.
+``gpus/`` has one TOML file per accelerator. The file's stem is the canonical name, and ``gpus/README.md`` describes the
+sources.
 """
 
 from functools import cache
@@ -17,9 +18,9 @@ _FOLDER = Path(__file__).parent / "gpus"
 
 
 def gpu(name: str, *, extra: Path | None = None) -> GpuSpec:
-    """Return the accelerator called ``name``: a canonical name, an alias or what torch calls the device.
+    """Return the accelerator called ``name``: a canonical name, an alias or torch's name of the device.
 
-    Case, blanks and underscores do not matter. ``extra`` is a folder of entries that come before the shipped ones.
+    Ignores case, blanks and underscores. ``extra``: a folder of entries that override the shipped ones.
 
     >>> gpu("H100").name, gpu("rtx 4090").name, gpu("NVIDIA A100-SXM4-80GB").name
     ('h100-sxm-80gb', 'rtx-4090-24gb', 'a100-sxm-80gb')
@@ -50,7 +51,7 @@ def _entry(file: Path) -> GpuSpec:
 
 
 def checked_entry(file: Path) -> GpuSpec:
-    """Read one entry with every check; ``SpecError`` names the file, the key and the value in one line."""
+    """Return one entry with every check; ``SpecError`` names the file, the key and the value in one line."""
     fields = read_toml(file, what=_WHAT)
     where = f"{_WHAT} {str(file)!r}"
     if "name" in fields:
@@ -60,7 +61,7 @@ def checked_entry(file: Path) -> GpuSpec:
 
 @cache
 def _shipped(file: Path) -> GpuSpec:
-    """Build one of zeroplan's own entries directly: a test holds each against :func:`checked_entry`."""
+    """Return one of zeroplan's own entries without checks; a test compares each with :func:`checked_entry`."""
     fields = read_toml(file, what=_WHAT)
     built = {key: _figure(key, value) if isinstance(value, dict) else value for key, value in fields.items()}
     built["aliases"] = tuple(fields.get("aliases", ()))  # type: ignore[arg-type]

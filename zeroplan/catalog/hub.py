@@ -1,7 +1,7 @@
-"""A model's config.json from the Hugging Face Hub, where huggingface_hub is installed.
+"""Fetches a model's config.json from the Hugging Face Hub, if huggingface_hub is installed.
 
-Only the command line's ``--model`` and the keyword of :func:`zeroplan.job` get here, with a name that names the Hub. Files and the
-page have nothing fetched.
+Only the command line's ``--model`` and the keyword of :func:`zeroplan.job` fetch, for names on the Hub. Job files and the
+browser page do not.
 """
 
 import socket
@@ -15,20 +15,20 @@ from zeroplan.catalog.text import one_line
 from zeroplan.errors import UnknownNameError
 
 _ANSWER_S, _ALL_S = 5.0, 20.0
-"""How long one answer of the Hub may take, and everything together, looking its host up among it. [s]"""
+"""Time limits of one answer of the Hub, and of everything together, with the look-up of its host. [s]"""
 _LONGEST_REASON = 160
 
 
 def hub_config(name: str, *, unknown: UnknownNameError) -> Path:
-    """The config.json of the model that the Hub calls ``owner/name``, fetched, or what is kept of it here; no other file is.
+    """Return the config.json of the Hub's model ``owner/name``, fetched or from the local cache. It fetches no other file.
 
-    The Hub's client sends the user's token where there is one. ``unknown`` is what the catalogue said to the name; it is raised
-    again, with the way out, where the Hub gives nothing.
+    The Hub's client sends the user's token if there is one. ``unknown``: the catalogue's error for the name; it is raised
+    again, with the way out, if the Hub has no file.
     """
     try:
         from huggingface_hub import hf_hub_download  # noqa: PLC0415  optional, and slow to load
     except ImportError:
-        raise UnknownNameError(f"{unknown}; to ask the Hub, pip install huggingface_hub") from None
+        raise UnknownNameError(f"{unknown}; to fetch it from the Hub, pip install huggingface_hub") from None
     try:
         found = _within(_ALL_S, lambda: _downloaded(name))
         return Path(found or hf_hub_download(name, "config.json", local_files_only=True))
@@ -41,9 +41,9 @@ _UNREACHED = f"it cannot be reached within {_ALL_S:g} s, and nothing is kept her
 
 
 def _downloaded(name: str) -> str | None:
-    """The path of the file, fetched where it has changed; None where the Hub's host takes no connection, or is not to be asked.
+    """Return the path of the file, fetched if it has changed; None if the Hub cannot be reached or is switched off.
 
-    The client would try again for half a minute without a network.
+    Without a network the Hub's client would retry for half a minute.
     """
     from huggingface_hub import constants, hf_hub_download  # noqa: PLC0415  as above
 
@@ -58,13 +58,13 @@ def _downloaded(name: str) -> str | None:
 
 
 def _within(seconds: float, call: Callable[[], str | None]) -> str | None:
-    """What a call returns or raises; None where it takes longer, and is then left behind, to end with the program at the latest."""
+    """Return or raise what a call returns or raises; None if it takes longer. It then runs on in the background."""
     done: SimpleQueue[tuple[str | None, Exception | None]] = SimpleQueue()
 
     def run() -> None:
         try:
             done.put((call(), None))
-        except Exception as error:  # noqa: BLE001  raised again where it is waited for
+        except Exception as error:  # noqa: BLE001  raised again by the caller
             done.put((None, error))
 
     Thread(target=run, daemon=True).start()

@@ -1,4 +1,4 @@
-"""How a name says that a model is the Hugging Face Hub's: ``hf:owner/name``, or the address of its page."""
+"""Names that refer to the Hugging Face Hub: ``hf:owner/name``, or the address of a model's page."""
 
 import re
 
@@ -8,7 +8,7 @@ _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
 def repository_of(name: str) -> str | None:
-    """What stands behind the Hub's name in the name of a model; None where the Hub is not named.
+    """Return the part after the Hub's name in a model's name; None if the name is not the Hub's.
 
     >>> repository_of("hf:mine/good"), repository_of("https://huggingface.co/mine/good"), repository_of("mine/good")
     ('mine/good', 'mine/good', None)
@@ -18,15 +18,15 @@ def repository_of(name: str) -> str | None:
 
 
 def is_repository(name: str) -> bool:
-    """Whether a repository may be called so: ``owner/name``."""
+    """Whether a repository may have this name: ``owner/name``."""
     return _REPOSITORY.fullmatch(name) is not None
 
 
 def way_to_the_hub(name: str) -> str:
-    """How the Hub is asked for a name that the catalogue does not know; empty for what is none of its names.
+    """Return how to ask the Hub for a name that the catalogue does not have; empty if it cannot be the Hub's.
 
     >>> way_to_the_hub("mine/good")
-    '; --model hf:mine/good on the command line asks the Hugging Face Hub'
+    '; --model hf:mine/good on the command line fetches it from the Hugging Face Hub'
     """
     name = repository_of(name) or name
-    return f"; --model hf:{name} on the command line asks the Hugging Face Hub" if is_repository(name) else ""
+    return f"; --model hf:{name} on the command line fetches it from the Hugging Face Hub" if is_repository(name) else ""

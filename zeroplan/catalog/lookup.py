@@ -1,4 +1,7 @@
-"""How a name finds its file: one TOML file per entry, its stem the canonical name, aliases inside; a user's folder first."""
+"""Finds the file of a name.
+
+There is one TOML file per entry. Its stem is the canonical name, and it lists aliases. A user's folder comes first.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +15,7 @@ _LONGEST_SHOWN = 60
 
 
 class Shelf(NamedTuple):
-    """One kind of entry: what it is called, where the shipped ones lie, and how to read the aliases of one."""
+    """One kind of entry: its word, the folder of the shipped ones, and the reader of an entry's aliases."""
 
     what: str
     folder: Path
@@ -21,7 +24,7 @@ class Shelf(NamedTuple):
 
 
 def normal(name: str) -> str:
-    """Fold what does not matter in a name: case, blanks, underscores.
+    """Return a name without case, blanks and underscores.
 
     >>> normal(" RTX_4090 24GB")
     'rtx-4090-24gb'
@@ -32,7 +35,7 @@ def normal(name: str) -> str:
 def find(shelf: Shelf, name: str, *, extra: Path | None) -> Path:
     """Return the file of the entry called ``name``, canonically or by an alias; an entry of ``extra`` wins.
 
-    A canonical name opens no file; an alias opens the entries that begin like it first. Raises UnknownNameError with the
+    A canonical name opens no file. An alias opens entries with the same beginning first. Raises UnknownNameError with the
     nearest names.
     """
     wanted, own, shipped = normal(name), own_files(extra), shipped_files(shelf.folder)
@@ -47,19 +50,19 @@ def find(shelf: Shelf, name: str, *, extra: Path | None) -> Path:
 
 
 def files(shelf: Shelf, *, extra: Path | None) -> dict[str, Path]:
-    """Every entry's file by its canonical name, sorted; reads none."""
+    """Return every entry's file by its canonical name, sorted; opens none."""
     together = {**shipped_files(shelf.folder), **own_files(extra)}
     return {name: together[name] for name in sorted(together)}
 
 
 @cache
 def shipped_files(folder: Path) -> Mapping[str, Path]:
-    """The entries that come with zeroplan, which do not change while it runs."""
+    """Return the entries that come with zeroplan, which do not change while it runs."""
     return _named(folder.iterdir())
 
 
 def own_files(folder: Path | None) -> Mapping[str, Path]:
-    """The entries of a user's own folder."""
+    """Return the entries of a user's own folder."""
     if folder is None:
         return {}
     try:

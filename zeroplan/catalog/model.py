@@ -1,6 +1,6 @@
-"""Which models does zeroplan know by name, and where do their shapes come from?
+"""Finds a model by name, with its shape.
 
-One TOML file per model in ``models/`` holds the keys of its ``config.json``; ``models/README.md`` tells their lineage.
+``models/`` has one TOML file per model with the keys of its ``config.json``; ``models/README.md`` describes the sources.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from zeroplan.spec.base import Range, Spec, read
 from zeroplan.spec.hardware import Figure
 from zeroplan.spec.model import ModelSpec
 
-#: Flags that name a model, of which a job has one.
+#: Flags that name a model. A job has one of them.
 WAYS_TO_NAME = ("model", "params", "config", "profile")
 _WHAT = "model entry"
 _FOLDER = Path(__file__).parent / "models"
@@ -25,20 +25,20 @@ _FOLDER = Path(__file__).parent / "models"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry(Spec):
-    """One model of the catalogue: its shape, where it is published, and what its makers say it counts."""
+    """One model of the catalogue: its shape, its source, and its makers' own counts."""
 
     spec: ModelSpec
     source: str
     released: Annotated[int, Range(1900, 2999)]
     aliases: tuple[str, ...] = ()
     published_parameters: Figure | None = None
-    """All parameters. The note says ``exact``, or how the figure is printed and what it leaves out."""
+    """All parameters. The note is ``exact``, or describes how the figure is printed and what it leaves out."""
     published_active_parameters: Figure | None = None
     """Parameters one token uses, for a mixture of experts."""
 
     @property
     def name(self) -> str:
-        """The name in the catalogue: that of the file."""
+        """The name in the catalogue, which is the file's."""
         return self.spec.name
 
 
@@ -52,7 +52,7 @@ class _Written(Spec):
     released: Annotated[int, Range(1900, 2999)]
     aliases: tuple[str, ...] = ()
     nulls: tuple[str, ...] = ()
-    """Keys of the config that are null, which TOML cannot say."""
+    """Keys of the config that are null, which TOML cannot express."""
     published_parameters: Figure | None = None
     published_active_parameters: Figure | None = None
 
@@ -60,8 +60,8 @@ class _Written(Spec):
 def model(name: str, *, extra: Path | None = None) -> ModelSpec:
     """Return the shape of the model called ``name``: a canonical name or an alias.
 
-    Case, blanks and underscores do not matter, and a repository on the Hub may be named with its owner or without. ``extra``
-    is a folder of entries that come before the shipped ones.
+    Ignores case, blanks and underscores. A repository on the Hub may be named with its owner or without. ``extra``: a folder of
+    entries that override the shipped ones.
 
     >>> model("Llama 3.1 8B").num_key_value_heads, model("meta-llama/Llama-3.1-8B-Instruct").name
     (8, 'llama-3.1-8b')
@@ -71,7 +71,7 @@ def model(name: str, *, extra: Path | None = None) -> ModelSpec:
 
 
 def model_entry(name: str, *, extra: Path | None = None) -> ModelEntry:
-    """Return a model's whole entry: its shape, where it is published, and what its makers say it counts."""
+    """Return a model's whole entry: its shape, its source, and its makers' own counts."""
     return _entry(find(_SHELF, name, extra=extra))
 
 
@@ -85,7 +85,7 @@ def model_names(*, extra: Path | None = None) -> tuple[str, ...]:
 
 
 def models(*, extra: Path | None = None) -> tuple[ModelEntry, ...]:
-    """Return every entry, sorted by name; one of ``extra`` stands in for the shipped one of its name.
+    """Return every entry, sorted by name; an entry of ``extra`` replaces the shipped one of its name.
 
     >>> len(models()) == len(model_names())
     True
@@ -116,7 +116,7 @@ def _checked_entry(file: Path) -> ModelEntry:
 
 @cache
 def _shipped_shape(file: Path) -> ModelSpec:
-    """Read the shape alone of one of zeroplan's own entries: a test holds each against the checked entry."""
+    """Return the shape alone of one of zeroplan's own entries; a test compares each with the checked entry."""
     fields = read_toml(file, what=_WHAT)
     return _shape(file, str(fields["model_type"]), fields["config"], fields.get("nulls", ()))  # type: ignore[arg-type]
 
@@ -130,7 +130,7 @@ def _shape(file: Path, model_type: str, config: Mapping[str, object], nulls: Ite
 
 
 def _aliases(file: Path) -> frozenset[str]:
-    """Aliases as they may be asked for; those that are repositories with their owner and without."""
+    """Return aliases for look-up; repositories with their owner and without."""
     written = read_toml(file, what=_WHAT).get("aliases", ())
     named = [normal(str(alias)) for alias in written] if isinstance(written, list) else []
     return frozenset((*named, *(alias.rpartition("/")[2] for alias in named)))

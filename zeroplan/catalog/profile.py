@@ -10,10 +10,10 @@ from zeroplan.spec.profile import SCHEMA_VERSION, Profile, model_of
 
 
 def read_profile(named: str) -> ModelSpec:
-    """The model that a profile describes.
+    """Return the model that a profile describes.
 
-    Raises :class:`~zeroplan.errors.SpecError`, in one line, for everything that is no profile: no file, a folder, a JSON cut short
-    or of something else, another version, figures out of range, parts that do not fit each other.
+    Raises :class:`~zeroplan.errors.SpecError`, in one line, for anything but a profile: no file, a folder, a JSON that is cut
+    short or of something else, another version, figures out of range, parts that do not fit each other.
     """
     if not named:
         raise SpecError("--profile '' names no file; give the path of what `zeroplan profile` wrote")

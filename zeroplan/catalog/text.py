@@ -1,4 +1,4 @@
-"""How a user's file is read, and how what stands in it is shown in one line."""
+"""Reads a user's files, and shows their values in one line."""
 
 import json
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import TypeVar
 from zeroplan.errors import SpecError
 from zeroplan.units import MIB
 
-#: No config.json comes near it; whatever is larger is something else.
+#: Larger than any config.json.
 LARGEST_FILE_BYTES = 16 * MIB
 _SHOWN = 60
 _SAVED_RUN = b'{"content":"zeroplan dryrun"'
@@ -21,7 +21,7 @@ Key = TypeVar("Key")
 
 
 def read_text(path: Path, *, what: str) -> str:
-    """Read a regular UTF-8 file of at most ``LARGEST_FILE_BYTES``, or say in one line why not."""
+    """Return the text of a regular UTF-8 file of at most ``LARGEST_FILE_BYTES``; raises an error of one line."""
     try:
         fault = _fault(path, what)
         if fault:
@@ -38,7 +38,7 @@ def read_text(path: Path, *, what: str) -> str:
 
 
 def _fault(path: Path, what: str) -> str | None:
-    """Say why ``path`` is not to be opened: asked before anything is read."""
+    """Return why ``path`` cannot be opened; called before anything is read."""
     if "\0" in str(path) or not path.exists():
         return "does not exist; check the path"
     if not path.is_file():
@@ -49,7 +49,7 @@ def _fault(path: Path, what: str) -> str | None:
 
 
 def strict_json(text: str, where: str) -> object:
-    """What a JSON file holds, with each key once; ``where`` is what the file is called in an error."""
+    """Return the content of a JSON file, in which each key occurs once; ``where``: the file's name in errors."""
     try:
         return json.loads(text, object_pairs_hook=lambda pairs: each_key_once(pairs, where))
     except RecursionError:
@@ -61,7 +61,7 @@ def strict_json(text: str, where: str) -> object:
 
 
 def each_key_once(pairs: Iterable[tuple[Key, object]], where: str) -> dict[Key, object]:
-    """Keys and values as a table; refuses a key that stands twice, of which JSON would take the last."""
+    """Return keys and values as a table; raises for a key that occurs twice, of which JSON would take the last."""
     together: dict[Key, object] = {}
     for key, value in pairs:
         if key in together:
@@ -71,12 +71,12 @@ def each_key_once(pairs: Iterable[tuple[Key, object]], where: str) -> dict[Key, 
 
 
 def written_json(path: Path, *, what: str) -> object:
-    """What a file holds that zeroplan writes itself, a ``what``."""
+    """Return the content of a file that zeroplan writes itself, a ``what``."""
     return complete_json(read_text(path, what=what), what=what, where=f"{what} {str(path)!r}")
 
 
 def complete_json(text: str | bytes, *, what: str, where: str) -> object:
-    """What the text of such a file holds, with each key once; ``where`` is what the file is called in an error."""
+    """Return the content of such a file's text, in which each key occurs once; ``where``: the file's name in errors."""
     try:
         return json.loads(text, object_pairs_hook=lambda pairs: each_key_once(pairs, where))
     except RecursionError:
@@ -88,7 +88,7 @@ def complete_json(text: str | bytes, *, what: str, where: str) -> object:
 
 
 def shown(value: object) -> str:
-    """Show a value in a one-line message: at most 60 characters of it.
+    """Return a value for a one-line message, at most 60 characters of it.
 
     >>> shown("llama"), shown(10**10000)
     ("'llama'", 'a number of thousands of digits')
@@ -101,5 +101,5 @@ def shown(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """``text`` with its line breaks and runs of spaces folded to single spaces."""
+    """Return ``text`` with line breaks and runs of spaces folded to single spaces."""
     return " ".join(text.split())

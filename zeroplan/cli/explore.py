@@ -74,12 +74,12 @@ def _listening(port: int) -> "socket.socket":
 def _serve(listening: "socket.socket", run: bytes | None) -> None:
     import uvicorn  # noqa: PLC0415  only this command needs it
 
-    from zeroplan.explore.connection import Impatient  # noqa: PLC0415
+    from zeroplan.explore.connection import TimedConnection  # noqa: PLC0415
     from zeroplan.explore.server import LONGEST_QUERY, explore_app  # noqa: PLC0415
 
     # Of the two readers of HTTP that uvicorn knows, this one bounds what it reads before it answers.
     config = uvicorn.Config(
         explore_app(run), log_level="warning", lifespan="off", access_log=False, server_header=False, timeout_keep_alive=5,
-        limit_concurrency=256, http=Impatient, h11_max_incomplete_event_size=4 * LONGEST_QUERY,
+        limit_concurrency=256, http=TimedConnection, h11_max_incomplete_event_size=4 * LONGEST_QUERY,
     )  # fmt: skip
     uvicorn.Server(config).run(sockets=[listening])

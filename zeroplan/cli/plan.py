@@ -99,14 +99,14 @@ def plan_command(
 def _planned(asked: Asked, question: "Question", target: "Target | None") -> "tuple[Plan, Request, tuple[str, ...]]":
     """The plan, what was asked by then, and what must be said of the file that is to be written."""
     from zeroplan.export.accelerate import as_accelerate_has_it  # noqa: PLC0415  see plan_command
-    from zeroplan.export.files import unsaid_by  # noqa: PLC0415
-    from zeroplan.planner.asking import ask, told_by_a_setup  # noqa: PLC0415
+    from zeroplan.export.files import inexpressible_in  # noqa: PLC0415
+    from zeroplan.planner.asking import ask, with_setup_defaults  # noqa: PLC0415
     from zeroplan.transformer.params import parameter_count  # noqa: PLC0415
 
     looked_for = {"seq_len": question.max_seq, "gpus": question.min_gpus}
-    told, from_setup = told_by_a_setup(asked.to_search([name for name, wanted in looked_for.items() if wanted]))
+    told, from_setup = with_setup_defaults(asked.to_search([name for name, wanted in looked_for.items() if wanted]))
     request = as_accelerate_has_it(told) if target == "accelerate" else told
-    answer = ask(request, question, extra=asked.extra, unsaid=unsaid_by(target))
+    answer = ask(request, question, extra=asked.extra, inexpressible=inexpressible_in(target))
     answer = replace(answer, notes=(*from_setup, *answer.notes))
     notes = (_HELD,) if request.keep_logits != told.keep_logits else ()
     if answer.best is not None:

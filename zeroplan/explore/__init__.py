@@ -1,5 +1,5 @@
-"""A local page to move a job's numbers by hand and watch its memory follow.
+"""A local page with controls for a job's numbers, which shows its memory at once.
 
-``controls`` says what can be moved, ``answers`` turns what the page asks into plain data through the same functions as the command
-line, ``server`` serves it on the loopback, ``page/`` draws it and holds no formula.
+``controls`` lists the controls. ``answers`` turns the page's questions into plain data with the command line's functions.
+``server`` serves it on the loopback. ``page/`` draws it and contains no formula.
 """

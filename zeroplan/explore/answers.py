@@ -1,4 +1,4 @@
-"""What the page asks, answered as plain data by the functions that answer the command line. Nothing is kept between questions."""
+"""Answers the page's questions as plain data, with the command line's functions. It keeps nothing between questions."""
 
 import shlex
 from collections.abc import Hashable, Iterator, Mapping
@@ -25,7 +25,7 @@ from zeroplan.units import parse_count, parse_tokens
 
 SCHEMA_VERSION = 1
 
-#: Of the controls what describes the job to the planner, whose search decides the others.
+#: The controls that describe the job to the planner; its search decides the others.
 DESCRIBE = ("model", "lora_rank", "quantize", "gpu", "gpus", "precision", "optimizer", "attention", "seq_len")
 
 
@@ -39,7 +39,7 @@ def _label(name: str) -> str:
 
 
 def controls_payload() -> dict[str, object]:
-    """What can be moved, and the colours of what is drawn."""
+    """Return the controls, and the colours of the drawings."""
     return {
         "schema_version": SCHEMA_VERSION,
         "controls": [plain(control) for control in _controls().values()],
@@ -49,15 +49,15 @@ def controls_payload() -> dict[str, object]:
 
 
 def answer_payload(said: Mapping[str, str]) -> dict[str, object]:
-    """The whole answer to what is said of a job, flag by flag: the estimate as ``--json`` has it, and what is drawn of it.
+    """Return the whole answer for a job from flags: the estimate of ``--json``, and the data of the drawings.
 
-    Raises :class:`~zeroplan.errors.ZeroplanError`, one line, for what is no job.
+    Raises :class:`~zeroplan.errors.ZeroplanError`, one line, for an invalid job.
     """
     return answer_of(resolved_of(said), command(said), name_a_gpu=f"Choose yours under {_label('gpu')}.")
 
 
 def answer_of(resolved: Resolved, command: str, *, name_a_gpu: str = NAME_A_GPU) -> dict[str, object]:
-    """The answer for a job that is complete, and the command line that gives it; ``name_a_gpu`` is how its reader names one."""
+    """Return the answer for a complete job, with its command line; ``name_a_gpu``: how a reader names a GPU."""
     answer = estimate(resolved.job)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -73,7 +73,7 @@ def answer_of(resolved: Resolved, command: str, *, name_a_gpu: str = NAME_A_GPU)
 
 
 def _speed(job: JobSpec) -> dict[str, object]:
-    """How long a step takes, as modelled, and how many tokens a GPU trains on per second; or ``refusal``: why nobody knows."""
+    """Return the modelled step time and the tokens per GPU and second; or ``refusal``: why there is none."""
     if job.cluster.gpu is None:
         return {"refusal": "not known without a GPU"}
     try:
@@ -84,18 +84,18 @@ def _speed(job: JobSpec) -> dict[str, object]:
 
 
 def changes_payload(said: Mapping[str, str]) -> dict[str, object]:
-    """What would make the job fit, where it does not."""
+    """Return changes that would make the job fit, if it does not."""
     return changes_of(resolved_of(said))
 
 
 def changes_of(resolved: Resolved) -> dict[str, object]:
-    """The same for a job that is complete."""
+    """Return the same for a complete job."""
     found = remedies(estimate(resolved.job))
     return {"schema_version": SCHEMA_VERSION, "changes": [change._asdict() for change in found]}
 
 
 def plain(value: object) -> object:
-    """A series as dicts and lists; ``dataclasses.asdict`` copies every text besides, which takes longer than the answer."""
+    """Return a series as dicts and lists. ``dataclasses.asdict`` also copies every text, which takes longer than the answer."""
     if isinstance(value, (str, int, float)) or value is None:
         return value
     if isinstance(value, (tuple, list)):
@@ -109,12 +109,12 @@ def _names(series: Hashable) -> tuple[str, ...]:
 
 
 def resolved_of(said: Mapping[str, str]) -> Resolved:
-    """The job that is described; what is left empty is left to the defaults of the command line."""
+    """Return the job of the controls; empty ones get the command line's defaults."""
     return resolve(request_of(said), chosen=tuple(key.removeprefix("deepspeed.") for key in _set_keys(said)))
 
 
 def request_of(said: Mapping[str, str]) -> Request:
-    """What is said, not yet completed."""
+    """Return the request of the controls, not yet completed."""
     unknown = said.keys() - _controls().keys()
     if unknown:
         raise SpecError(f"the page has no control {min(unknown)!r}; it has {', '.join(_controls())}")
@@ -138,22 +138,22 @@ def _set_keys(said: Mapping[str, str]) -> list[str]:
 
 
 def command(said: Mapping[str, str]) -> str:
-    """The command line that gives the same answer, defaults of the command line left out."""
+    """Return the command line of the same answer, without default values."""
     return shlex.join(("zeroplan", "estimate", *flags(said)))
 
 
 def flags(said: Mapping[str, str]) -> Iterator[str]:
-    """The flags of the command line for what is said, its defaults left out."""
+    """Yield the command line's flags for the controls, without default values."""
     for name, control in _controls().items():
         text = said.get(name, "").strip()
-        if text and not _goes_without_saying(control, text):
+        if text and not _is_default(control, text):
             key = _model_key(text) if name == "model" else name
             for one in text.split() if name == _SETTINGS else (text,):
                 yield from ("--" + key.replace("_", "-"), one)
 
 
-def _goes_without_saying(control: Control, text: str) -> bool:
-    """Whether it is what the command line takes anyway."""
+def _is_default(control: Control, text: str) -> bool:
+    """Whether a value is the command line's default."""
     return control.name in _SAME_BY_DEFAULT and text == control.default
 
 
@@ -164,7 +164,7 @@ _SAME_BY_DEFAULT = (
 
 
 def _model_key(text: str) -> str:
-    """A name of the catalogue, or how many parameters."""
+    """Return a model's flag: a name of the catalogue, or a number of parameters."""
     try:
         parse_count(text, what="--params")
     except SpecError:
@@ -180,15 +180,15 @@ def _value(control: Control, text: str) -> object:
             return parse_tokens(text, what=control.label)
         return parse_count(text, what=control.label, examples="8 or 1024")
     if text not in control.choices:
-        raise _no_choice(control, text)
+        raise _invalid_choice(control, text)
     return KEEP_LOGITS[text] if control.name == "keep_logits" else int(text) if text.isdigit() else text
 
 
 _FEW = 12
 
 
-def _no_choice(control: Control, text: str) -> ZeroplanError:
-    """Name all choices where there are few, the nearest ones where there are many."""
+def _invalid_choice(control: Control, text: str) -> ZeroplanError:
+    """Return all choices if they are few, else the nearest ones."""
     choices = [choice for choice in control.choices if choice]
     if len(choices) > _FEW:
         return unknown_name(control.label, text, choices, "choose one from its list")

@@ -1,29 +1,29 @@
-"""The files that run a job, as ``zeroplan plan --emit`` writes them, for the page to hand out."""
+"""The files that run a job, as ``zeroplan plan --emit`` writes them, for download from the page."""
 
 from zeroplan.errors import SpecError
 from zeroplan.export.files import TARGETS, Target, export
 from zeroplan.spec.job import JobSpec
 
 _HELD = (
-    "accelerate hands on logits in fp32, and a loop that does not let go of them holds them while it goes backward: the memory "
-    "above is without; --keep-logits fp32 counts them"
+    "accelerate returns logits in fp32, and a loop that keeps them holds them in the backward. The memory above does not count "
+    "that; --keep-logits fp32 does"
 )
-_NOBODY = "nobody runs the paper's account; choose ddp, fsdp2 or deepspeed"
+_NO_PROGRAM = "engine paper is a formula without a program; choose ddp, fsdp2 or deepspeed"
 
 
 def configurations(job: JobSpec) -> list[dict[str, object]]:
-    """For each target its files, the command that runs them and what they leave to the training script, or why there are none."""
+    """Return for each target its files, its command and what they leave to the training script, or why there are none."""
     return [_configuration(job, target) for target in TARGETS]
 
 
 def _configuration(job: JobSpec, target: Target) -> dict[str, object]:
     said: dict[str, object] = {"target": target, "files": [], "launch": "", "notes": [], "refusal": ""}
     if job.recipe.engine == "paper":
-        return {**said, "refusal": _NOBODY}
+        return {**said, "refusal": _NO_PROGRAM}
     try:
         made = export(job, target)
     except SpecError as refusal:
-        return {**said, "refusal": str(refusal).removeprefix(f"--emit {target} cannot say this layout: ")}
+        return {**said, "refusal": str(refusal).removeprefix(f"--emit {target} cannot express this layout: ")}
     held = target == "accelerate" and not job.recipe.keep_logits and job.recipe.precision != "fp32"
     notes = [*made.notes, *((_HELD,) if held else ())]
     return {**said, "files": [file._asdict() for file in made.files], "launch": made.launch, "notes": notes}

@@ -1,4 +1,4 @@
-"""What can be moved on the page: the controls that options of a job declare, each by the name of its flag."""
+"""The controls of the page, each with its choices or its range, by the name of its flag."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ Kind = Literal["choice", "number", "text"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """One control: its flag's name, its label, and its choices, or its range in doublings."""
+    """One control: the flag's name, its label, its choices, or its range in doublings."""
 
     name: str
     label: str
@@ -25,7 +25,7 @@ class Control:
     most: int = 1
     default: str = ""
     empty: str = "default"
-    """How the page names the empty choice."""
+    """The label of no choice."""
     hint: str = ""
 
 

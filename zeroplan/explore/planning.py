@@ -1,4 +1,4 @@
-"""What should be run on these GPUs? The planner's answer, each layout with the state of the controls that shows it."""
+"""The planner's answer for these GPUs, each layout with the values of the controls that show it."""
 
 import shlex
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from zeroplan.explore.answers import DESCRIBE, flags, request_of
 from zeroplan.explore.controls import controls
 from zeroplan.export.accelerate import as_accelerate_has_it
 from zeroplan.export.command import estimate_command
-from zeroplan.export.files import TARGETS, Target, unsaid_by
+from zeroplan.export.files import TARGETS, Target, inexpressible_in
 from zeroplan.planner.asking import Question, ask
 from zeroplan.planner.objectives import OBJECTIVES
 from zeroplan.planner.result import Layout, Plan
@@ -19,20 +19,20 @@ from zeroplan.units import parse_count
 
 SCHEMA_VERSION = 1
 
-#: What is asked beside the controls: what it is called, and its flag.
+#: Fields beside the controls: labels and flags.
 ASKED = {
     "global_batch": ("Sequences of all GPUs per step", "--global-batch"), "objective": ("Best for", "--objective"),
     "file": ("To run from", "--emit"),
 }  # fmt: skip
 _OBJECTIVES = tuple(one for one in OBJECTIVES if one != "cost")
-"""Cost asks for plans on fewer GPUs, too: too long for a page that waits."""
+"""The cost objective also plans on fewer GPUs, which takes too long for a page."""
 _MOST_GPUS = 4096
 
 
 def planned_payload(said: Mapping[str, str]) -> dict[str, object]:
-    """The best layouts for the model, the GPUs and the sequence that are said, as ``zeroplan plan --json`` has them.
+    """Return the best layouts for the model, GPUs and sequence, as in ``zeroplan plan --json``.
 
-    Beside each stand the controls' values that show it in full, and why it is the best or is not.
+    Each has the values of the controls that show it in full, and why it is the best or is not.
     """
     request, question, target = (
         request_of({name: said[name] for name in DESCRIBE if name in said}),
@@ -44,7 +44,7 @@ def planned_payload(said: Mapping[str, str]) -> dict[str, object]:
     request = as_accelerate_has_it(request) if target == "accelerate" else request
     if (request.gpus or 1) > _MOST_GPUS:
         raise SpecError(f"{request.gpus:,} GPUs are more than the page plans for, {_MOST_GPUS:,}; run `zeroplan plan` instead")
-    plan = ask(request, question, unsaid=unsaid_by(target))
+    plan = ask(request, question, inexpressible=inexpressible_in(target))
     best = "" if plan.best is None else estimate_command(plan.best.layout.job, request)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -90,12 +90,12 @@ def _layout(layout: Layout, request: Request, why: str) -> dict[str, object]:
     return {**layout_payload(layout), "why": why, "said": said_of(layout.job, request)}
 
 
-#: Flags without a control whose value is what the page takes anyway.
+#: Flags without a control whose value is the page's default.
 _TAKEN_ANYWAY = (("--lora-targets", "all-linear"),)
 
 
 def said_of(job: JobSpec, request: Request) -> dict[str, str] | None:
-    """The controls' values that are this job, by the flags of its command; None where a flag has no control."""
+    """Return the controls' values for a job, from the flags of its command; None if a flag has no control."""
     names, words = {control.name for control in controls()}, iter(shlex.split(estimate_command(job, request))[2:])
     said: dict[str, str] = {}
     for flag in words:

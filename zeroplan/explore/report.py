@@ -1,4 +1,4 @@
-"""One answer as one file: the page with its style, its script and what it shows inside, for a mail or a ticket."""
+"""One answer as one file: the page with its style, its script and its data, for a mail or a ticket."""
 
 import json
 from importlib.resources import files
@@ -13,9 +13,9 @@ _LINK = "The address of this page holds the job: copy it to come back, or to sho
 
 
 def report_html(resolved: Resolved, command: str) -> str:
-    """The page for one job, complete in itself: it loads nothing, from nowhere.
+    """Return the page for one job as a single file, which loads nothing else.
 
-    ``command`` is the command line that gives the same answer.
+    ``command``: the command line of the same answer.
     """
     told = {
         "colours": controls_payload()["colours"],

@@ -10,7 +10,7 @@ from zeroplan.script_trace import SavedRun
 
 
 def run_page(saved: SavedRun) -> bytes:
-    """The page as HTML; without matplotlib, or of a run without blocks, it has no pictures."""
+    """Return the page as HTML. Without matplotlib, or for a run without blocks, it has no pictures."""
     title = escape(f"Dry run of {saved.run.command[0]}")
     pictures = "" if saved.trace is None or not_installed("matplotlib", by="drawing") else _pictures(saved)
     return (

@@ -1,7 +1,7 @@
-"""The page on the loopback: what it may be asked, by whom, and how much of it at a time.
+"""Serves the page on the loopback, and limits the source, size and rate of requests.
 
-Nothing leaves this machine, and nothing of another site gets in: requests must name this host and come from this page. No state
-is kept; every answer follows from its address.
+Nothing leaves this machine, and other sites have no access: requests must name this host and come from this page. The server
+keeps no state; every answer depends only on its address.
 """
 
 import json
@@ -27,7 +27,7 @@ _Question = Callable[[Request], Awaitable[Response]]
 _App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
 LONGEST_QUERY = 2000
-"""Bytes of an address behind the question mark."""
+"""The largest size of an address after the question mark. [bytes]"""
 _LONGEST_HEADERS = 8000
 _PER_SECOND, _AT_ONCE = 1000.0, 2000.0
 _PLANS_PER_SECOND, _PLANS_AT_ONCE, _TURN_S = 2.0, 20.0, 10.0
@@ -43,7 +43,7 @@ _HEADERS = {
 
 
 def explore_app(run: bytes | None = None) -> _App:
-    """The application, with its guards around it; ``run`` is the page of a saved dry run, served as ``/run``."""
+    """Return the application with its guards; ``run``: the page of a saved dry run, served as ``/run``."""
     app = FastAPI(title="zeroplan", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     for path, (name, media_type) in _PAGE.items():
         app.add_api_route(path, _file(name, media_type), methods=["GET"], include_in_schema=False)
@@ -51,7 +51,9 @@ def explore_app(run: bytes | None = None) -> _App:
         page = Response(run, media_type="text/html")
         app.add_api_route("/run", lambda: page, methods=["GET"], include_in_schema=False)
     app.add_api_route("/api/controls", _controls, methods=["GET"], responses=_GUARDED)
-    plan = Planning(planned_payload).__call__  # a method: that an object is awaited when called, older releases do not see
+    plan = Planning(
+        planned_payload
+    ).__call__  # a method, since older releases do not see that an object is awaitable when called
     questions: dict[str, _Question] = {"answer": _answer, "changes": _changes, "plan": plan}
     for name, question in questions.items():
         app.add_api_route(
@@ -66,16 +68,16 @@ _GUARDED: dict[int | str, dict[str, object]] = {
     414: {"description": "The address is too long."},
     421: {"description": "The request names another host."},
     431: {"description": "The headers are too long."},
-    429: {"description": "Too many questions at once; `error` says so in one line."},
+    429: {"description": "Too many questions at once; `error` has one line about it."},
 }
 _REFUSED: dict[int | str, dict[str, object]] = {
     **_GUARDED,
-    422: {"description": "What is described is no job; `error` says why in one line."},
+    422: {"description": "The description is not a valid job; `error` has the reason in one line."},
 }
 
 
 def _said_of(question: str) -> dict[str, object]:
-    """What may be said of a job, for the schema: the controls, and what a plan is asked beside them."""
+    """Return the fields of a request for the schema: the controls, and what a plan needs beside them."""
     said = [(control.name, control.label, control.choices) for control in controls() if control.name not in ("model", "set")]
     said += [("model", "Model", ()), ("set", "Options of the engine", ())]
     said += [(name, label, ()) for name, (label, _) in ASKED.items()] if question == "plan" else []
@@ -105,9 +107,9 @@ async def _changes(request: Request) -> Response:
 
 
 class Planning:
-    """Plans one question after the other, beside the other answers, since a plan takes seconds; so many per minute.
+    """Answers plans one after the other, beside other answers, since a plan takes seconds; limited per minute.
 
-    A question that was answered is answered again at no cost. What waits too long for its turn is told to wait.
+    It caches answers. A question that would wait too long is refused with a time to retry.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ def _answered(what: str, request: Request) -> Response:
 
 @lru_cache(maxsize=512)
 def _said(what: str, said: tuple[tuple[str, str], ...]) -> bytes:
-    """An answer as it goes out; the same question, as when somebody moves a slider to and fro, is answered once."""
+    """Return an answer's bytes. A cache serves repeated questions, as when a slider moves back and forth."""
     return _text(_ANSWERS[what](dict(said)))
 
 
@@ -163,7 +165,7 @@ def _text(data: dict[str, object]) -> bytes:
 
 
 class Guarded:
-    """Lets in what this page asks on this machine, so much of it per second, and says of every answer how it may be used."""
+    """Accepts only requests of this page on this machine, at a limited rate, and sets security headers on every answer."""
 
     def __init__(self, app: _App, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._app, self._bucket = app, Bucket(_PER_SECOND, _AT_ONCE, clock)
@@ -205,14 +207,14 @@ class Guarded:
 
 
 class Bucket:
-    """So many at once, and so many per second after that."""
+    """A token bucket: a burst, and a rate per second."""
 
     def __init__(self, per_second: float, at_once: float, clock: Callable[[], float]) -> None:
         self._per_second, self._at_once, self._clock = per_second, at_once, clock
         self._left, self._at = at_once, clock()
 
     def gives(self) -> bool:
-        """Whether there is one left; takes it."""
+        """Take a token, and return whether there was one."""
         now = self._clock()
         self._left = min(self._at_once, self._left + (now - self._at) * self._per_second)
         self._at = now
@@ -226,6 +228,6 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def _name_of(host: str) -> str:
-    """A host without its port."""
+    """Return a host without its port."""
     name, colon, port = host.rpartition(":")
     return name if colon and port.isdigit() else host

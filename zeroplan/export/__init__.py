@@ -1,1 +1,1 @@
-"""A job, written for what runs it: a command line, a configuration file, a script."""
+"""Writes a job for the program that runs it: a command line, a configuration file, a script."""

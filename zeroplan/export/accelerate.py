@@ -1,4 +1,4 @@
-"""A job as the YAML that ``accelerate launch`` reads (accelerate 1.15, commands/config/config_args.py, ClusterConfig)."""
+"""A job as YAML for ``accelerate launch`` (accelerate 1.15, commands/config/config_args.py, ClusterConfig)."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,12 +12,12 @@ _MIXED = {"bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 
 
 def accelerate_yaml(job: JobSpec, *, nodes: int, deepspeed_file: str) -> str:
-    """Return the YAML of a DDP, FSDP2 or DeepSpeed layout; DeepSpeed's own configuration stands in a file beside it."""
+    """Return the YAML of a DDP, FSDP2 or DeepSpeed layout; DeepSpeed's own configuration is in a file beside it."""
     return "".join(f"{line}\n" for line in _lines(job, nodes, deepspeed_file))
 
 
 def as_accelerate_has_it(request: Request) -> Request:
-    """What is asked for, as accelerate would run it: it hands on logits in fp32, which a loop that says nothing holds in backward.
+    """Return the recipe as accelerate would run it: the model returns logits in fp32, which the training loop holds by default.
 
     Its FSDP2 reduces gradients in the dtype it computes in (accelerate 1.15, utils/dataclasses.py, ``set_mixed_precision``).
     """

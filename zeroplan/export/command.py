@@ -17,9 +17,9 @@ _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def estimate_command(job: JobSpec, asked: Request, *, from_run: str | None = None) -> str:
-    """Return the command; ``asked`` says how the model was named, ``from_run`` the saved run that it comes from.
+    """Return the command; ``asked``: how the user named the model; ``from_run``: the saved run that the job comes from.
 
-    A run's own settings replace the defaults, so the command names every setting.
+    A run's own settings replace the defaults, so that the command then names every setting.
 
     >>> from zeroplan.resolve import resolve
     >>> asked = Request(model="gpt2", gpus=2, gpu="h100")
@@ -103,7 +103,7 @@ def _recipe(job: JobSpec) -> Iterator[str]:
 
 
 def _options(recipe: RecipeSpec) -> Iterator[str]:
-    """Of the engine's own options those that are not its defaults; where things are offloaded to has flags."""
+    """Yield the engine's options that differ from its defaults; offload has its own flags."""
     if recipe.engine not in _SETTINGS:
         return
     group = getattr(recipe, recipe.engine)

@@ -8,7 +8,7 @@ from zeroplan.spec.recipe import ADAM, RecipeSpec
 _OFFLOADED = ("offload_optimizer", "offload_param")
 #: Options of a job that are no keys of ``zero_optimization``.
 _OURS = ("grad_accum_dtype", "torch_adam", "zero_init", "flatten_on_accelerator", "gpus_per_node")
-#: Keys that DeepSpeed 0.18 refuses as unknown: written only where they say other than its default.
+#: Keys that DeepSpeed 0.18 refuses as unknown: written only if they differ from its default.
 _LATE: dict[str, object] = {"compute_grad_norm": True, "stage3_allgather_sequential": False}
 
 _PRECISIONS: dict[str, dict[str, object]] = {
@@ -33,9 +33,9 @@ def configuration(job: JobSpec, *, nvme_path: str | None = None) -> dict[str, ob
 
 
 def with_optimizer(job: JobSpec) -> dict[str, object]:
-    """The same with the optimizer that DeepSpeed builds itself, for Adam and AdamW; others are handed to it.
+    """Return the same with the optimizer that DeepSpeed builds itself, for Adam and AdamW; scripts build others.
 
-    The learning rate is left to the user: without one DeepSpeed takes its optimizer's default.
+    Leaves out the learning rate: DeepSpeed uses its optimizer's default without one.
     """
     config, recipe = configuration(job), job.recipe
     if recipe.optimizer not in ADAM:
@@ -45,7 +45,7 @@ def with_optimizer(job: JobSpec) -> dict[str, object]:
 
 
 def _adam_params(recipe: RecipeSpec) -> dict[str, object]:
-    """The parameters that choose torch's Adam and how it steps; none for DeepSpeed's own."""
+    """Return the parameters that select torch's Adam and its implementation; none for DeepSpeed's own."""
     if recipe.optimizer_impl is None:
         return {"torch_adam": True} if recipe.deepspeed.torch_adam else {}
     if recipe.optimizer_impl == "fused":
@@ -63,7 +63,7 @@ def _zero(recipe: RecipeSpec, nvme_path: str | None) -> dict[str, object]:
 
 
 def _offloaded(said: dict[str, object], nvme_path: str | None) -> dict[str, object]:
-    """The sections of what is offloaded, from options that have the section's name before their own."""
+    """Return the sections for offload, from the options with the section's name as prefix."""
     sections: dict[str, object] = {}
     path = {} if nvme_path is None else {"nvme_path": nvme_path}
     for section in _OFFLOADED:

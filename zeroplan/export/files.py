@@ -1,4 +1,4 @@
-"""Which files run a layout, and with which command? One writer per target; what a target cannot say is refused, not dropped."""
+"""The files that run a layout, and the command. There is one writer per target. It refuses what its target cannot express."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from zeroplan.whole import unwritten, write_all
 
 Target = Literal["deepspeed", "accelerate", "fsdp2", "torchtitan", "megatron"]
 TARGETS: tuple[Target, ...] = ("deepspeed", "accelerate", "fsdp2", "torchtitan", "megatron")
-#: Degrees that a target has words for.
+#: Degrees that a target can express.
 _DEGREES: dict[str, tuple[str, ...]] = {
     "torchtitan": ("tp", "cp", "pp", "ep"),
     "megatron": ("tp", "cp", "pp", "ep"),
@@ -26,13 +26,13 @@ _DEGREES: dict[str, tuple[str, ...]] = {
 }
 _LAUNCHED_BY_ACCELERATE = ("ddp", "fsdp2", "deepspeed")
 
-#: Names that nobody gives a file of their own, which ``--force`` would replace.
+#: Names that no user gives a file, so that ``--force`` replaces nothing else.
 DEEPSPEED_FILE, ACCELERATE_FILE = "deepspeed-zeroplan.json", "accelerate-zeroplan.yaml"
 TORCHTITAN_MODULE, TORCHTITAN_FILE, MEGATRON_FILE = "torchtitan_zeroplan", "torchtitan-zeroplan.toml", "megatron-zeroplan.txt"
 
 
 class File(NamedTuple):
-    """One file by its name."""
+    """One file with its name."""
 
     name: str
     text: str
@@ -47,7 +47,7 @@ class Export(NamedTuple):
 
 
 def cannot_say(recipe: RecipeSpec, target: Target) -> str:
-    """What of a recipe a target has no words for; empty where it has.
+    """Return what of a recipe a target cannot express; empty if it can express all.
 
     >>> cannot_say(RecipeSpec(), "fsdp2"), cannot_say(RecipeSpec(), "deepspeed")
     ('', 'its engine is fsdp2')
@@ -63,19 +63,21 @@ def cannot_say(recipe: RecipeSpec, target: Target) -> str:
 
 
 def cannot_split(mesh: Split, target: Target) -> str:
-    """What of the ways in which a model is split a target has no words for; empty where it has.
+    """Return what of the degrees a target cannot express; empty if it can express all.
 
     >>> from zeroplan.spec.mesh import MeshSpec
     >>> cannot_split(MeshSpec(dp_shard=8), "accelerate"), cannot_split(MeshSpec(dp_shard=4, tp=2), "accelerate")
     ('', 'the file for accelerate has no words for tp=2')
     """
     degrees = {"tp": mesh.tp, "cp": mesh.cp, "pp": mesh.pp, "ep": mesh.ep}
-    unsaid = ", ".join(f"{name}={ways}" for name, ways in degrees.items() if ways != 1 and name not in _DEGREES.get(target, ()))
-    return f"the file for {target} has no words for {unsaid}" if unsaid else ""
+    inexpressible = ", ".join(
+        f"{name}={ways}" for name, ways in degrees.items() if ways != 1 and name not in _DEGREES.get(target, ())
+    )
+    return f"the file for {target} has no words for {inexpressible}" if inexpressible else ""
 
 
-def unsaid_by(target: Target | None) -> Callable[[RecipeSpec, Split], str] | None:
-    """What a search asks of every layout where a file is to be written; None where none is."""
+def inexpressible_in(target: Target | None) -> Callable[[RecipeSpec, Split], str] | None:
+    """Return the check of every layout in a search for a file format; None without one."""
     if target is None:
         return None
     return lambda recipe, split: cannot_say(recipe, target) or cannot_split(split, target)
@@ -110,10 +112,10 @@ _MISSING_FROM_OTHERS: tuple[Missing, ...] = (
 
 
 def export(job: JobSpec, target: Target) -> Export:
-    """Return the files that run a job; raises SpecError where the target cannot say it."""
+    """Return the files that run a job; raises SpecError if the target cannot express it."""
     missing = cannot_say(job.recipe, target) or cannot_split(job.mesh, target)
     if missing:
-        raise SpecError(f"--emit {target} cannot say this layout: {missing}")
+        raise SpecError(f"--emit {target} cannot express this layout: {missing}")
     if job.model.adapter is None:
         return _WRITERS[target](job)
     if target == "fsdp2":
@@ -144,7 +146,7 @@ def _accelerate(job: JobSpec) -> Export:
 
 
 def _accumulates(job: JobSpec) -> str:
-    """Accelerate keeps whole gradients until the last micro-batch unless it is told to reduce after each."""
+    """Return accelerate's files. It keeps whole gradients until the last micro-batch unless told to reduce after each."""
     steps, each = job.batch.grad_accum_steps, job.recipe.sync_every_micro_batch
     plugin = f"GradientAccumulationPlugin(num_steps={steps}, sync_each_batch={each})"
     said = f"says Accelerator(gradient_accumulation_plugin={plugin}) and " if steps > 1 else ""
@@ -160,7 +162,7 @@ def _fsdp2(job: JobSpec) -> Export:
 
 
 def _torchtitan(job: JobSpec) -> Export:
-    """Both forms; loss in chunks is 0.3's alone."""
+    """Return torchtitan's files in both forms; only 0.3 has a loss in chunks."""
     launch = f"torchrun {_ranks(job)}-m torchtitan.train --module {TORCHTITAN_MODULE} --config planned"
     files = [File(f"{TORCHTITAN_MODULE}.py", torchtitan.torchtitan_function(job, launch))]
     notes = ["torchtitan's own modules, with FlexAttention, save a little more or less than transformers', which are counted"]
@@ -180,7 +182,7 @@ def _megatron(job: JobSpec) -> Export:
 
 
 def _ranks(job: JobSpec) -> str:
-    """What torchrun is told of nodes and GPUs."""
+    """Return torchrun's arguments for nodes and GPUs."""
     gpus, nodes = _nodes(job)
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500 " if nodes > 1 else "--standalone "
     return f"{several}--nproc-per-node {gpus} "
@@ -193,7 +195,7 @@ _WRITERS: dict[Target, Callable[[JobSpec], Export]] = {
     "torchtitan": _torchtitan,
     "megatron": _megatron,
 }
-_LEARNING_RATE = "the learning rate is DeepSpeed's default until optimizer.params.lr says another"
+_LEARNING_RATE = "the learning rate is DeepSpeed's default unless optimizer.params.lr sets another"
 
 
 def _script_recomputes(job: JobSpec) -> tuple[str, ...]:
@@ -216,18 +218,18 @@ def _json(job: JobSpec) -> str:
 
 
 def _nodes(job: JobSpec) -> tuple[int, int]:
-    """GPUs on a node, and nodes."""
+    """Return the GPUs per node, and the nodes."""
     cluster, world = job.cluster, job.mesh.world_size
     per_node = node_size(cluster) or 8
     if world > per_node and world % per_node:
         raise SpecError(
-            f"{world:,} GPUs are no whole nodes of {per_node}, which launchers need; say --gpus-per-node, or another --gpus"
+            f"{world:,} GPUs are no whole nodes of {per_node}, which launchers need; add --gpus-per-node, or use another --gpus"
         )
     return min(per_node, world), -(-world // per_node)
 
 
 def write(made: Export, folder: Path, *, force: bool) -> tuple[Path, ...]:
-    """Write the files into a folder; raises SpecError where one is there already and ``force`` is not given."""
+    """Write the files into a folder; raises SpecError if one exists and ``force`` is not given."""
     paths = tuple(folder / file.name for file in made.files)
     try:
         write_all({path: file.text for path, file in zip(paths, made.files, strict=True)}, force=force)

@@ -1,4 +1,4 @@
-"""A job as a training script for FSDP2 (``fully_shard``): a loop over random tokens, to be filled with data."""
+"""A job as a training script for FSDP2 (``fully_shard``): a loop over random tokens, for the user's data."""
 
 from zeroplan.export.fsdp2_split import pieces
 from zeroplan.spec.job import JobSpec
@@ -81,7 +81,7 @@ _SELECTIVE = """    from functools import partial
     kinds = {type(block) for block in blocks(model)}
     wrapping.apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=lambda one: type(one) in kinds)
 """
-#: Only the first blocks, in place of every block of their kind.
+#: Only the first blocks, in place of all blocks of their kind.
 _FIRST = """    first = set(blocks(model)[:{layers}])
 """
 _EVERY = "    kinds = {type(block) for block in blocks(model)}\n", "lambda one: type(one) in kinds"
@@ -89,7 +89,7 @@ _CHECKPOINTING = {"none": "", "full": _FULL, "selective": _SELECTIVE}
 
 
 def reshards(recipe: RecipeSpec) -> bool:
-    """Whether parameters are sharded again between forward and backward, over however many ranks.
+    """Return the argument for resharding parameters between forward and backward, over some ranks or all.
 
     >>> reshards(RecipeSpec(zero_stage=3)), reshards(RecipeSpec(zero_stage=2))
     (True, False)
@@ -99,11 +99,11 @@ def reshards(recipe: RecipeSpec) -> bool:
 
 
 FSDP2_FILE = "fsdp2-zeroplan.py"
-"""What the script is called."""
+"""Return the script's name."""
 
 
 def fsdp2_script(job: JobSpec) -> str:
-    """Return the script; it needs torch and transformers, and runs on CPU ranks too."""
+    """Return the script. It needs torch and transformers, and also runs on CPU ranks."""
     recipe, mesh, batch = job.recipe, job.mesh, job.batch
     ways = recipe.fsdp2.reshard_after_forward
     policies, imports = _policies(recipe)
@@ -146,7 +146,7 @@ def _checkpointing(recipe: RecipeSpec) -> str:
 
 
 def _policies(recipe: RecipeSpec) -> tuple[str, str]:
-    """What ``fully_shard`` is told of precision and offload, and the names that takes."""
+    """Return ``fully_shard``'s arguments for precision and offload, and the names that they import."""
     said, names = "", ["fully_shard"]
     if recipe.precision == "bf16-mixed":
         reduced = "float32" if recipe.fsdp2.reduce_dtype == "fp32" else "bfloat16"

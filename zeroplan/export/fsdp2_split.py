@@ -1,4 +1,4 @@
-"""What a training script for FSDP2 says more where ranks split the model, or share sequences: the same as ``verify`` runs."""
+"""The additions to a training script for FSDP2 where ranks split the model or sequences: the same as in ``verify``."""
 
 from typing import NamedTuple
 
@@ -6,28 +6,28 @@ from zeroplan.spec.mesh import MeshSpec
 
 
 class Pieces(NamedTuple):
-    """The places of the script that differ."""
+    """The parts of the script that differ."""
 
     imports: str
     degrees: str
-    """Constants beside the replicas and the shards."""
+    """Constants beside the numbers of replicas and shards."""
     world: str
-    """All ranks, in the script's constants."""
+    """The number of all ranks, in the script's constants."""
     mesh: str
     among: str
     """The part of the mesh that shards."""
     helpers: str
     unmasked: bool
-    """Attention is called without a mask."""
+    """Arguments that call attention without a mask."""
     splitting: str
     tokens: str
-    """Where tokens come from, and what is said of all batches."""
+    """The source of the tokens, and comments on all batches."""
     step: str
     """One forward and backward pass."""
 
 
 def pieces(mesh: MeshSpec) -> Pieces:
-    """What the script says of a mesh."""
+    """Return the script's comments on a mesh."""
     if mesh.model_ranks == 1:
         return _plain(mesh)
     context, tensor = mesh.cp > 1, mesh.tp > 1

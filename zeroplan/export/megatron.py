@@ -1,7 +1,7 @@
 """A job as Megatron-LM's arguments (megatron/training/arguments.py), one per line.
 
-Shape, degrees, batch, precision and recomputation are said; data, tokenizer, learning rate and checkpoints are the user's. Of a
-layout of torch's DDP the engine ``megatron`` says what Megatron-LM itself would hold; of its FSDP2 nothing does.
+They contain shape, degrees, batch, precision and recomputation. The user adds data, tokenizer, learning rate and checkpoints.
+For torch's DDP a note gives the memory under the engine ``megatron``; there is none for FSDP2.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _OTHER_BUFFERS = "Megatron-LM holds weights and gradients in buffers of its own,
 
 
 def megatron_notes(job: JobSpec) -> tuple[str, ...]:
-    """What Megatron-LM itself would hold of the layout, where that is modelled."""
+    """Return what Megatron-LM itself would hold of the layout, if that is modelled."""
     if job.recipe.engine == "megatron":
         return ()
     own = None if job.recipe.engine != "ddp" else _as_megatron_holds_it(job)
@@ -37,14 +37,14 @@ def _as_megatron_holds_it(job: JobSpec) -> Estimate | None:
     try:
         recipe = replace(job.recipe, engine="megatron", optimizer_impl=None, sync_every_micro_batch=True)
         return estimate(replace(job, recipe=recipe))
-    except SpecError:  # some of the blocks recomputed, which it has no formula for
+    except SpecError:  # it has no formula for recomputing some blocks
         return None
 
 
 def missing(recipe: RecipeSpec) -> str:
-    """What of a recipe Megatron's arguments have no words for; empty where they have."""
+    """Return what of a recipe Megatron's arguments cannot express; empty if they can express all."""
     sharded = recipe.engine == "fsdp2"
-    for unsaid, said in (
+    for inexpressible, said in (
         (recipe.engine not in ("ddp", "fsdp2", "megatron"), f"Megatron-LM has no {recipe.engine}"),
         (
             recipe.recompute == "selective" and recipe.engine != "megatron",
@@ -62,13 +62,13 @@ def missing(recipe: RecipeSpec) -> str:
             "of pipelines only 1F1B is written, and interleaved 1F1B of engine megatron",
         ),
     ):
-        if unsaid:
+        if inexpressible:
             return said
     return ""
 
 
 def megatron_arguments(job: JobSpec) -> str:
-    """Return the arguments, a line for each with its value."""
+    """Return the arguments, one per line with its value."""
     _refuse(job)
     lines = (*_shape(job.model), *_degrees(job), *_batch(job), *_recipe(job.recipe), *_implementation(job.recipe.megatron))
     return "".join(f"{line}\n" for line in lines)
@@ -133,7 +133,7 @@ def _degrees(job: JobSpec) -> Iterator[str]:
 
 
 def _chunks(job: JobSpec) -> Iterator[str]:
-    """How a pipeline's layers are cut."""
+    """Yield the arguments for cutting a pipeline's layers."""
     schedule, pp = job.recipe.pipeline_schedule, job.mesh.pp
     each = stages_per_rank(schedule or "1f1b", job.recipe.pipeline_stages_per_rank) if pp > 1 else 1
     if each > 1:
@@ -176,7 +176,7 @@ def _recipe(recipe: RecipeSpec) -> Iterator[str]:
 
 
 def _implementation(options: MegatronOptions) -> Iterator[str]:
-    """What the layers and the loss are made of; no family that is written has dropout unless it is asked for."""
+    """Yield the arguments for layers and loss; families that are written have dropout only on request."""
     yield f"--hidden-dropout {0.1 if options.hidden_dropout else 0.0}"
     yield f"--attention-dropout {0.1 if options.attention_dropout else 0.0}"
     if options.transformer_impl != "transformer_engine":

@@ -1,4 +1,4 @@
-"""A change of a job in the words of the file it came from: which key, and what it becomes."""
+"""A job's change in the words of the file that it came from: the key, and its new value."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -15,14 +15,14 @@ _Value = object
 
 
 class Changed(NamedTuple):
-    """One field of a job that is another after a change: ``recipe.recompute``, ``deepspeed.offload_optimizer``."""
+    """One field of a job that a change sets: ``recipe.recompute``, ``deepspeed.offload_optimizer``."""
 
     name: str
     value: _Value
 
 
 def changed(before: JobSpec, after: JobSpec) -> tuple[Changed, ...]:
-    """Every field that differs, engines' options one by one."""
+    """Return every field that differs, engines' options one by one."""
     found: list[Changed] = []
     for part in ("recipe", "mesh", "batch"):
         old, new = getattr(before, part), getattr(after, part)
@@ -44,10 +44,10 @@ def changed(before: JobSpec, after: JobSpec) -> tuple[Changed, ...]:
 def in_its_words(
     before: JobSpec, after: JobSpec, kind: "Kind", keys: Mapping[str, str], deepspeed: str = ""
 ) -> tuple[str, ...]:
-    """The keys to change, with their values, as the file writes them; what has no key in it is the training script's.
+    """Return the keys to change with their values, in the file's syntax. Without a key the setting is the training script's.
 
-    ``keys`` are the keys that the file itself has for a job's flags, where it could have used another; ``deepspeed`` is where
-    DeepSpeed's own keys stand, as :func:`deepspeed_place` says it.
+    ``keys``: the file's keys for a job's flags, where there are several possible ones; ``deepspeed``: where DeepSpeed's own
+    keys are, from :func:`deepspeed_place`.
     """
     words = _Words(before, after, keys, deepspeed)
     told: list[str] = []
@@ -68,7 +68,7 @@ class _Words(NamedTuple):
     deepspeed: str
 
     def key(self, flag: str, otherwise: str) -> str:
-        """The key that the file has, where it has one."""
+        """Return the key that the file has, if it has one."""
         return self.keys.get(flag, otherwise)
 
 
@@ -99,7 +99,7 @@ def _nothing(_: _Words, __: _Value) -> list[str]:
     return []
 
 
-#: What no file has a key for.
+#: Fields for which no file has a key.
 _IN_SCRIPT: dict[str, _Said] = {
     "recipe.attention": _script('attn_implementation="{value}"'),
     "recipe.loss": _script("head and loss in one kernel, Liger's fused linear cross-entropy"),
@@ -125,7 +125,7 @@ _IN_SCRIPT: dict[str, _Said] = {
 def _recomputed(_: _Words, value: _Value) -> list[str]:
     if value == "full":
         return ["in the training script: model.gradient_checkpointing_enable()"]
-    return [f"in the training script: recomputation {value}, which no key of the file says"]
+    return [f"in the training script: recomputation {value}, which no key of the file sets"]
 
 
 # DeepSpeed
@@ -135,7 +135,7 @@ _SECTION = "deepspeed_config"
 
 
 def deepspeed_place(where: str) -> str:
-    """Where DeepSpeed's keys stand, from what their configuration is called in an error.
+    """Return where DeepSpeed's keys are, from their configuration's name in errors.
 
     >>> deepspeed_place("DeepSpeed configuration 'here/ds_config.json'"), deepspeed_place("TrainingArguments 'a.json': deepspeed")
     ('in ds_config.json: ', 'deepspeed.')
@@ -158,7 +158,7 @@ def _deepspeed_batch(key: str, flag: str) -> _Said:
 
 
 def _deepspeed_option(key: str) -> _Said:
-    """Where a configuration is accelerate's own section, its words; else DeepSpeed's."""
+    """Return accelerate's words if the configuration is accelerate's own section, else DeepSpeed's."""
     section, _, option = key.rpartition(".")
     inline = {"stage": "zero_stage", "device": f"{section.rpartition('.')[2]}_device"}
 
@@ -208,7 +208,7 @@ _DEEPSPEED: dict[str, _Said] = {
 
 
 def _sharding(yes: str, no: str) -> _Said:
-    """Stage 3 or 2 of FSDP2, in a file that has FSDP2; DeepSpeed's stage where the engine is DeepSpeed."""
+    """Return stage 3 or 2 of FSDP2 in a file with FSDP2, or DeepSpeed's stage if the engine is DeepSpeed."""
 
     def said(words: _Words, value: _Value) -> list[str]:
         if words.after.recipe.engine == "deepspeed":

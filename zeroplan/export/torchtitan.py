@@ -1,6 +1,6 @@
 """A job for torchtitan: a function that returns its configuration (0.3), and the same as TOML (up to 0.2).
 
-Since 0.3 a run is described by a Python function, up to 0.2 by a TOML file (config/README.md and config/manager.py of either).
+Since 0.3 a Python function describes a run, up to 0.2 a TOML file (config/README.md and config/manager.py of either).
 """
 
 import json
@@ -14,14 +14,14 @@ from zeroplan.spec.recipe import DdpOptions, RecipeSpec, ways_of_resharding
 
 
 class _Flavor(NamedTuple):
-    """A model as torchtitan names it: the module, the flavour, the function that configures a run of it."""
+    """A model under torchtitan's names: the module, the flavour, the function that configures a run of it."""
 
     module: str
     flavor: str
     function: str
 
 
-#: By the catalogue's names (0.3, models/<module>/config_registry.py).
+#: Models by the catalogue's names (0.3, models/<module>/config_registry.py).
 _FLAVORS = {
     "llama-3.1-8b": _Flavor("llama3", "8B", "llama3_8b"),
     "llama-3.1-70b": _Flavor("llama3", "70B", "llama3_70b"),
@@ -46,9 +46,9 @@ _Value = str | int | bool
 
 
 def missing(recipe: RecipeSpec) -> str:
-    """What of a recipe torchtitan has no words for; empty where it has."""
+    """Return what of a recipe torchtitan cannot express; empty if it can express all."""
     sharded = recipe.engine == "fsdp2"
-    for unsaid, said in (
+    for inexpressible, said in (
         (not sharded and not (recipe.engine == "ddp" and recipe.zero_stage == 0), "torchtitan runs FSDP2, or DDP without ZeRO"),
         (
             recipe.recompute_layers is not None,
@@ -69,7 +69,7 @@ def missing(recipe: RecipeSpec) -> str:
         (recipe.pipeline_stages_per_rank is not None, "how many stages a rank has is left to torchtitan"),
         (recipe.pipeline_layers is not None, "which layers a stage has is left to torchtitan"),
     ):
-        if unsaid:
+        if inexpressible:
             return said
     return ""
 
@@ -91,7 +91,7 @@ def _flavor(job: JobSpec) -> _Flavor:
 
 
 def _tables(job: JobSpec) -> dict[str, dict[str, _Value]]:
-    """Tables and keys that both forms have."""
+    """Return the tables and keys that both forms have."""
     return {
         "training": _training(job),
         "parallelism": _parallelism(job),
@@ -169,7 +169,7 @@ def planned():
 
 
 def torchtitan_function(job: JobSpec, launch: str) -> str:
-    """Return the Python file whose ``planned`` torchtitan 0.3 takes with ``--module`` and ``--config``."""
+    """Return the Python file with the function ``planned`` for torchtitan 0.3's ``--module`` and ``--config``."""
     flavor, tables = _flavor(job), _tables(job)
     tables["training"]["disable_cuda_graphs"] = True
     lines = [f"config.{name}.{key} = {_python(value)}" for name, table in tables.items() for key, value in table.items()]

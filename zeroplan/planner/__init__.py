@@ -1,6 +1,6 @@
-"""What should be run? The best layout that fits, and why it is the best.
+"""Finds the best layout that fits, and why it is the best.
 
-The space is what the memory model knows: engines and stages, replicas, tensor, context, pipeline and expert parallelism,
+The search covers what the memory model covers: engines and stages, replicas, tensor, context, pipeline and expert parallelism,
 recomputation, micro-batches, optimizer implementations, the loss in chunks, offload.
 """
 

@@ -1,4 +1,4 @@
-"""From a request, as flags and job files make one, to what the planner searches: what is given, and what is decided."""
+"""Turns a request from flags or a job file into a search: what is fixed, and what the planner decides."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -19,22 +19,22 @@ from zeroplan.planner.questions import (
     longest_sequence,
 )
 from zeroplan.planner.result import Plan
-from zeroplan.planner.search import Unsaid
+from zeroplan.planner.search import Inexpressible
 from zeroplan.planner.space import Fixed, gpu_of
 from zeroplan.resolve import OPTIONS, Request, Resolved, beyond_positions, mesh_of, resolve, with_setup
 from zeroplan.spec.hardware import SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.transformer.params import parameter_count
 
-#: Fields of a request that the search decides where they are not given.
+#: Fields of a request that the search decides unless they are given.
 SEARCHED = tuple(one.field for one in OPTIONS.values() if one.option.searched)
 
-#: Options of one engine, which stay with it whatever else is tried.
+#: Options of one engine. The search keeps them whatever else it tries.
 _OPTIONS = ("ddp", "fsdp2", "deepspeed", "megatron")
 
 
 class Question(NamedTuple):
-    """What is asked for beside the job: an objective, or the largest or smallest of something."""
+    """What a user asks for beside the job: an objective, or the largest or smallest number of something."""
 
     objective: Objective = "throughput"
     global_batch: int | None = None
@@ -47,12 +47,13 @@ class Question(NamedTuple):
     search_optimizer: bool = False
 
 
-def told_by_a_setup(request: Request) -> tuple[Request, tuple[str, ...]]:
-    """The request with what the set-up it names decides, and what is to be known of that; defaults are left to the search."""
+def with_setup_defaults(request: Request) -> tuple[Request, tuple[str, ...]]:
+    """Return the request with the values of the set-up that it names, and notes about these. The search decides defaults."""
     found = with_setup(request)
     if found.deepspeed is not None:
         raise SpecError(
-            "--from with a DeepSpeed configuration: it decides already; ask `zeroplan estimate`, or `zeroplan advise`"
+            "--from with a DeepSpeed configuration: the file already fixes what a plan would search; use `zeroplan estimate`, or "
+            "`zeroplan advise`"
         )
     kept = {
         name: value for name, value in found.filled.items() if name not in SEARCHED and getattr(found.request, name) is None
@@ -61,13 +62,13 @@ def told_by_a_setup(request: Request) -> tuple[Request, tuple[str, ...]]:
     return replace(found.request, **kept), (*instead, *found.notes)  # type: ignore[arg-type]  # Request checks every field
 
 
-def ask(request: Request, question: Question, *, extra: Path | None = None, unsaid: Unsaid | None = None) -> Plan:
-    """Answer a question on a request; raises SpecError in one line where it contradicts itself or asks for the impossible."""
-    request, told = told_by_a_setup(request)
+def ask(request: Request, question: Question, *, extra: Path | None = None, inexpressible: Inexpressible | None = None) -> Plan:
+    """Return the plan for a question on a request. Raises SpecError in one line for a contradiction or an impossible wish."""
+    request, told = with_setup_defaults(request)
     _refuse(request, question)
     fixed = _fixed(request, question)
     if question.max_params:
-        request = _with_the_largest_model(request, fixed, extra, unsaid)
+        request = _with_the_largest_model(request, fixed, extra, inexpressible)
     base, notes = _base(replace(request, seq_len=SEQUENCE_STEP) if question.max_seq else request, extra)
     if request.pipeline_layers is not None:
         raise SpecError("--pipeline-layers has nothing to do in a search, which cuts stages evenly; leave it out")
@@ -78,30 +79,30 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, unsa
         )
     base = replace(base, cluster=replace(base.cluster, shares=question.shares))
     if question.min_gpus:
-        answer = fewest_gpus(base, fixed, objective=question.objective, mfu=question.mfu, unsaid=unsaid)
+        answer = fewest_gpus(base, fixed, objective=question.objective, mfu=question.mfu, inexpressible=inexpressible)
     elif question.objective == "cost":
-        answer = cheapest(base, fixed, mfu=question.mfu, unsaid=unsaid)
+        answer = cheapest(base, fixed, mfu=question.mfu, inexpressible=inexpressible)
     else:
-        base, fixed, found = _extreme(base, fixed, question, unsaid)
-        answer = plan(base, fixed, objective=question.objective, mfu=question.mfu, unsaid=unsaid)
+        base, fixed, found = _extreme(base, fixed, question, inexpressible)
+        answer = plan(base, fixed, objective=question.objective, mfu=question.mfu, inexpressible=inexpressible)
         notes = (*notes, *found)
     if question.max_params and answer.best is not None:
         notes = (f"the largest model that fits: {parameter_count(base.model):,} parameters (in two digits)", *notes)
-    return replace(answer, notes=(*told, *notes, *_trained_otherwise(answer)))
+    return replace(answer, notes=(*told, *notes, *_training_notes(answer)))
 
 
 _IN_8_BITS = (
-    "Adam's states in 8 bits (bitsandbytes) are rounded: this layout does not train as the asked optimizer does; hold its loss "
-    "against a run with that, or leave --search-optimizer out"
+    "Adam's states in 8 bits (bitsandbytes) are rounded: this layout trains differently from the requested optimizer; "
+    "compare its loss with a run of that one, or leave --search-optimizer out"
 )
 _IN_BF16 = (
-    "weights and states in bf16 without an fp32 copy lose updates that are small beside their weight: this layout does not train "
-    "as the asked precision does; hold its loss against a run with that, or leave --search-optimizer out"
+    "weights and states in bf16 without an fp32 copy lose updates that are small beside their weight: this layout trains "
+    "differently from the requested precision; compare its loss with a run of that one, or leave --search-optimizer out"
 )
 
 
-def _trained_otherwise(answer: Plan) -> Iterator[str]:
-    """Say where the best layout does not train as was asked, but for the batch that it takes at once."""
+def _training_notes(answer: Plan) -> Iterator[str]:
+    """Yield a note where the best layout does not train as requested, apart from its micro-batch."""
     if answer.best is None:
         return
     asked, found = answer.base.recipe, answer.best.layout.job.recipe
@@ -112,54 +113,62 @@ def _trained_otherwise(answer: Plan) -> Iterator[str]:
 
 
 def _base(request: Request, extra: Path | None) -> Resolved:
-    """The job that is searched around: what the search decides is left out of it."""
+    """Return the job around which the planner searches, without the fields that the search decides."""
     base, notes = resolve(replace(request, **dict.fromkeys((*SEARCHED, *_OPTIONS))), extra=extra)
     options = {name: said for name in _OPTIONS if (said := getattr(request, name)) is not None}
-    gpu_of(base)  # is named, or the plan refused
+    gpu_of(base)  # raises SpecError without a GPU
     return Resolved(replace(base, recipe=replace(base.recipe, **options)), notes)
 
 
-def _with_the_largest_model(request: Request, fixed: Fixed, extra: Path | None, unsaid: Unsaid | None) -> Request:
-    """The request with the most parameters with which some layout fits, or the fewest that are tried where none does."""
+def _with_the_largest_model(request: Request, fixed: Fixed, extra: Path | None, inexpressible: Inexpressible | None) -> Request:
+    """Return the request with the most parameters for which some layout fits, or the fewest tried if none does."""
 
     def at(count: int) -> JobSpec:
         return _base(replace(request, params=count), extra).job
 
-    return replace(request, params=largest_model(at, fixed, unsaid) or LEAST_PARAMETERS)
+    return replace(request, params=largest_model(at, fixed, inexpressible) or LEAST_PARAMETERS)
 
 
 def _refuse(request: Request, question: Question) -> None:
     asked = (question.min_gpus, question.max_seq, question.max_batch, question.max_params, question.objective == "cost")
     if sum(asked) > 1:
         raise SpecError(
-            "--min-gpus, --max-seq, --max-batch, --max-params and --objective cost are five questions; ask one at a time"
+            "--min-gpus, --max-seq, --max-batch, --max-params and --objective cost are five different questions; use one of them"
         )
     named = next((name for name in WAYS_TO_NAME if getattr(request, name) is not None), "")
     for flag, said, instead in (
-        ("--engine paper", request.engine == "paper", "nobody runs the paper; use ddp, fsdp2 or deepspeed"),
-        ("--deepspeed-config", request.deepspeed_config is not None, "it decides already; ask `zeroplan estimate`"),
-        ("--min-gpus", question.min_gpus and request.gpus is not None, "it looks for --gpus; leave one of them out"),
-        ("--max-seq", question.max_seq and request.seq_len is not None, "it looks for --seq-len; leave one of them out"),
+        (
+            "--engine paper",
+            request.engine == "paper",
+            "engine paper is a formula without a program; use ddp, fsdp2 or deepspeed",
+        ),
+        (
+            "--deepspeed-config",
+            request.deepspeed_config is not None,
+            "the file already fixes what a plan would search; use `zeroplan estimate`",
+        ),
+        ("--min-gpus", question.min_gpus and request.gpus is not None, "it searches --gpus; leave one of them out"),
+        ("--max-seq", question.max_seq and request.seq_len is not None, "it searches --seq-len; leave one of them out"),
         (
             "--max-seq",
             question.max_seq and (request.micro_batch or 1) > 1,
-            "it takes one sequence at a time; leave --micro-batch out",
+            "it uses micro-batches of one sequence; leave --micro-batch out",
         ),
         (
             "--search-optimizer",
             question.search_optimizer and request.optimizer is not None and request.precision is not None,
-            "--optimizer and --precision leave nothing to look for; leave one of them out",
+            "--optimizer and --precision leave nothing to search; leave one of them out",
         ),
-        ("--max-params", question.max_params and bool(named), f"it looks for a model; leave --{named} out"),
+        ("--max-params", question.max_params and bool(named), f"it searches the model; leave --{named} out"),
         (
             "--max-batch",
             question.max_batch and request.micro_batch is not None,
-            "it looks for --micro-batch; leave one of them out",
+            "it searches --micro-batch; leave one of them out",
         ),
         (
             "--max-batch",
             question.max_batch and question.global_batch is not None,
-            "it makes the global batch; leave one of them out",
+            "it determines the global batch; leave one of them out",
         ),
     ):
         if said:
@@ -171,7 +180,7 @@ def _refuse_values(request: Request, question: Question) -> None:
     if question.mfu is not None and question.shares is not None:
         raise SpecError("--mfu and --calibrate are two rates at which a GPU computes; leave one of them out")
     if question.mfu is not None and not 0 < question.mfu <= 1:
-        raise SpecError(f"--mfu {question.mfu} is no share of the peak; give a number above 0 and up to 1, as 0.45")
+        raise SpecError(f"--mfu {question.mfu} is not a share of the peak; use a number above 0 and up to 1, such as 0.45")
     if request.engine is not None and request.stage is not None and request.stage not in ENGINE_STAGES[request.engine]:
         offered = ", ".join(map(str, ENGINE_STAGES[request.engine]))
         raise SpecError(
@@ -192,10 +201,12 @@ def _fixed(request: Request, question: Question) -> Fixed:
     )
 
 
-def _extreme(base: JobSpec, fixed: Fixed, question: Question, unsaid: Unsaid | None) -> tuple[JobSpec, Fixed, tuple[str, ...]]:
-    """The job with the longest sequence or the largest micro-batch that fits; as it was where neither is asked for."""
+def _extreme(
+    base: JobSpec, fixed: Fixed, question: Question, inexpressible: Inexpressible | None
+) -> tuple[JobSpec, Fixed, tuple[str, ...]]:
+    """Return the job with the longest sequence or the largest micro-batch that fits; unchanged if neither is requested."""
     if question.max_seq:
-        longest = longest_sequence(base, fixed, unsaid)
+        longest = longest_sequence(base, fixed, inexpressible)
         if not longest:
             return base, replace(fixed, micro_batch_size=1), (f"not even {SEQUENCE_STEP} tokens fit",)
         said = f"the longest sequence that fits: {longest:,} tokens (a multiple of {SEQUENCE_STEP})"
@@ -206,7 +217,7 @@ def _extreme(base: JobSpec, fixed: Fixed, question: Question, unsaid: Unsaid | N
         notes = tuple(note for note in (said, beyond_positions(found)) if note)
         return found, replace(fixed, micro_batch_size=1), notes
     if question.max_batch:
-        largest = largest_batch(base, fixed, unsaid)
+        largest = largest_batch(base, fixed, inexpressible)
         if not largest:
             return base, replace(fixed, micro_batch_size=1), ("not even one sequence fits",)
         said = f"the largest micro-batch that fits: {largest:,} sequences per data-parallel rank"

@@ -1,4 +1,4 @@
-"""From everything that was evaluated to an answer."""
+"""Chooses the answer from all evaluated layouts."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from zeroplan.planner.objectives import Field, Objective, field, ordered, pareto
 from zeroplan.planner.partly import partly_recomputed
 from zeroplan.planner.result import Best, Cloud, Layout, More, Plan, Rival
 from zeroplan.planner.rules import Fallen, NoLayoutError, Rule
-from zeroplan.planner.search import Found, Unsaid, job_at, search
+from zeroplan.planner.search import Found, Inexpressible, job_at, search
 from zeroplan.planner.space import Column, Fixed, check_batch, gpu_of
 from zeroplan.spec.job import JobSpec
 from zeroplan.steptime import StepTime, step_time
@@ -24,26 +24,26 @@ _MOST_RIVALS = 5
 
 
 class _Field(NamedTuple):
-    """Everything that was evaluated, in order, and what of it fits."""
+    """All evaluated layouts, their order, and which of them fit."""
 
     base: JobSpec
     found: tuple[Found, ...]
     layouts: Field
     order: Column
-    """Positions, the best first."""
+    """Indexes of layouts, the best first."""
     fits: NDArray[np.bool_]
     easy: NDArray[np.bool_]
-    """Fits with what the allocator caches."""
+    """It fits together with the allocator's cache."""
     room_bytes: int
     mfu: float | None
 
     @property
     def kept(self) -> NDArray[np.bool_]:
-        """What is chosen from: the tight ones only where there are no others."""
+        """The candidates: tight layouts only if no other fits."""
         return self.easy if self.easy.any() else self.fits
 
     def layout(self, at: np.int64) -> Layout:
-        """One layout with its figures."""
+        """Return one layout with its figures."""
         one, layouts = self.found[int(self.layouts.structure[at])], self.layouts
         return Layout(
             job_at(self.base, one.recipe, one.grid, int(layouts.at[at])),
@@ -54,14 +54,14 @@ class _Field(NamedTuple):
         )
 
     def as_asked(self, order: Column) -> tuple[int, ...]:
-        """The first layout in this order that trains as was asked: with this optimizer, in this precision."""
+        """Return the first layout in this order with the requested optimizer and precision."""
         asked = self.base.recipe.optimizer, self.base.recipe.precision
         alike = [(one.recipe.optimizer, one.recipe.precision) == asked for one in self.found]
         among = order[np.array(alike)[self.layouts.structure[order]]]
         return tuple(among[:1].tolist())
 
     def firsts(self, order: Column) -> tuple[np.int64, ...]:
-        """The first layout of every engine and stage, in this order."""
+        """Return the first layout of each engine and stage, in this order."""
         firsts: dict[tuple[str, int], np.int64] = {}
         for structure in dict.fromkeys(self.layouts.structure[order].tolist()):
             recipe = self.found[structure].recipe
@@ -76,29 +76,27 @@ def plan(
     *,
     objective: Objective = "throughput",
     mfu: float | None = None,
-    unsaid: Unsaid | None = None,
+    inexpressible: Inexpressible | None = None,
 ) -> Plan:
     """Return the best layout of ``base``'s model on its GPUs, and why it is the best.
 
-    Raises :class:`~zeroplan.errors.SpecError` where what is asked for contradicts itself, and its subclass
+    Raises :class:`~zeroplan.errors.SpecError` for a contradiction, and its subclass
     :class:`~zeroplan.planner.rules.NoLayoutError` where no layout can be tried on this number of GPUs.
     """
     gpu = gpu_of(base)
     if base.model.profile is not None:
-        from zeroplan.transformer.profiled import check_operations, profile_of  # noqa: PLC0415  only a profile pays for it
+        from zeroplan.transformer.profiled import check_operations, profile_of  # noqa: PLC0415  keeps start-up fast
 
         check_operations(profile_of(base.model))
     splits = tuple(degrees(base, fixed))
     if not splits:
-        raise NoLayoutError(
-            f"the degrees that are asked for do not divide {base.mesh.world_size:,} GPUs; use others, or more GPUs"
-        )
+        raise NoLayoutError(f"the requested degrees do not divide {base.mesh.world_size:,} GPUs; use others, or more GPUs")
     check_batch(base, fixed, splits)
-    found, tally = search(base, fixed, mfu=mfu, unsaid=unsaid)
+    found, tally = search(base, fixed, mfu=mfu, inexpressible=inexpressible)
     if not found:
         raise NoLayoutError(_nothing_starts(tally.fallen))
-    if objective != "headroom":  # which more blocks never lessen
-        found = (*found, *partly_recomputed(base, found, fixed, mfu=mfu, unsaid=unsaid))
+    if objective != "headroom":  # more blocks never reduce them
+        found = (*found, *partly_recomputed(base, found, fixed, mfu=mfu, inexpressible=inexpressible))
     layouts, room = field(found), int(gpu.memory_bytes.value)
     fits, easy = layouts.least_bytes <= room, layouts.comfortable_bytes <= room
     considered = layouts.layouts + sum(one.layouts for one in tally.fallen)
@@ -122,7 +120,7 @@ def plan(
 
 
 def _best(answers: _Field) -> Best:
-    """The first of those that fit, computed once more as a job of its own."""
+    """Return the first layout that fits, estimated once more as a single job."""
     layout = answers.layout(answers.order[answers.kept[answers.order]][0])
     time = time_of(layout.job, mfu=answers.mfu)
     one_more, further = _bought(answers, layout)
@@ -131,21 +129,19 @@ def _best(answers: _Field) -> Best:
 
 
 def time_of(job: JobSpec, *, mfu: float | None = None) -> StepTime:
-    """The time of one job's step, part by part. [s]"""
+    """Return the time of one job's step, part by part. [s]"""
     return step_time(account_of(job, job.batch), job.model, job.recipe, job.mesh, job.batch, job.cluster, mfu=mfu)
 
 
 def _nothing_starts(fallen: Sequence[Fallen]) -> str:
-    largest = max(fallen, key=lambda one: (bool(one.example), one.layouts), default=None)  # an engine's words say most
+    largest = max(fallen, key=lambda one: (bool(one.example), one.layouts), default=None)  # an engine says most
     if largest is None:
-        return (
-            "no engine offers what is asked for: its stage, offload or options belong to another engine; leave one of them out"
-        )
+        return "no engine has this combination: the stage, offload or options belong to another engine; leave one of them out"
     return f"no layout can be tried: {largest.example or largest.rule.value}"
 
 
 def _rivals(answers: _Field, best: Best) -> tuple[Rival, ...]:
-    """The second best, the best that trains as was asked where the best does not, and the best of the other engines and stages."""
+    """Return the second best layout, the best one that trains as requested, and the best of other engines and stages."""
     fitting = answers.order[answers.kept[answers.order]]
     chosen = dict.fromkeys((*fitting[1:2].tolist(), *answers.as_asked(fitting), *(int(at) for at in answers.firsts(fitting))))
     chosen.pop(int(fitting[0]), None)
@@ -154,7 +150,7 @@ def _rivals(answers: _Field, best: Best) -> tuple[Rival, ...]:
 
 
 def _closest(answers: _Field) -> tuple[Rival, ...]:
-    """Where nothing fits: of every engine and stage what needs least."""
+    """Return the layout of each engine and stage that needs the least memory, for the case that nothing fits."""
     order = np.argsort(answers.layouts.least_bytes, kind="stable")
     near = sorted((answers.layout(at) for at in answers.firsts(order)), key=lambda one: one.least_bytes)
     return tuple(Rival(one, _too_much(one.least_bytes - answers.room_bytes)) for one in near[:_MOST_RIVALS])
@@ -165,7 +161,7 @@ def _too_much(n_bytes: int) -> str:
 
 
 def _bought(answers: _Field, best: Layout) -> tuple[More | None, More | None]:
-    """What one more GB would buy, and the least memory that buys anything, up to twice the GPU's: both in tokens/s."""
+    """Return what one more GB would gain, and the least memory up to twice the GPU's that gains anything, in tokens/s."""
     layouts, room = answers.layouts, answers.room_bytes
     missing, gains = layouts.comfortable_bytes - room, layouts.tokens_per_s / best.tokens_per_s - 1
     worth = (missing > 0) & (missing <= room) & (gains > _WORTH)
@@ -181,5 +177,5 @@ def _bought(answers: _Field, best: Layout) -> tuple[More | None, More | None]:
     return (more(within[np.argmax(gains[within])]) if len(within) else None), more(nearest)
 
 
-#: A gain below what the model can tell is none.
+#: The model cannot distinguish smaller gains.
 _WORTH = 0.01

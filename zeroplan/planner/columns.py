@@ -1,4 +1,4 @@
-"""The highest of the moments of many layouts at once."""
+"""The highest moments of many layouts at once."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from zeroplan.weights import Highest
 
 
 def highest(moments: Iterable[Moment], recipe: RecipeSpec) -> Highest:
-    """The peak, and what each pool of the allocator holds at most. [bytes]
+    """Return the peak, and the highest total of each pool of the allocator. [bytes]
 
     >>> from zeroplan.ledger import Kind, Line, Phase
     >>> gather, hold = Line(Kind.GATHER, 3, ""), Line(Kind.PARAMETERS, 4, "")
@@ -22,5 +22,5 @@ def highest(moments: Iterable[Moment], recipe: RecipeSpec) -> Highest:
 
 
 def entries_of(moments: Iterable[Moment]) -> tuple[Entry, ...]:
-    """Moments as they were written down, or as if they had been."""
+    """Return the recorded entries of moments, or entries made from them."""
     return moments.entries if isinstance(moments, Moments) else tuple(map(entry_of, moments))

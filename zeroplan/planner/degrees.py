@@ -1,8 +1,7 @@
-"""In which ways may a model be split over GPUs, beside its data? Tensor, context, pipeline and expert parallelism.
+"""The ways to split a model over GPUs: tensor, context, pipeline and expert parallelism.
 
-These degrees are structure: every combination is looked at by itself, under the engines that have them: FSDP2
-and Megatron-Core. Tensor parallelism stays within a node; a sequence is cut only into parts of many tokens; what divides nothing
-evenly is not tried.
+Degrees are structure: the search looks at each combination by itself, under the engines that support it (FSDP2, Megatron-Core).
+Tensor parallelism stays within a node. Parts of a sequence have many tokens. Degrees that do not divide evenly are not tried.
 """
 
 from collections.abc import Iterator
@@ -14,18 +13,18 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.pipeline import SPLIT, PipelineSchedule
 from zeroplan.spec.recipe import Engine, RecipeSpec, ways_of_resharding
 
-#: Engines that split a model over ranks.
+#: Engines that can split a model.
 SPLITTING: tuple[Engine, ...] = ("fsdp2", "megatron")
-#: Schedules of a pipeline that are tried where none is asked for; the first is what runs where nothing is said.
+#: Pipeline schedules that the search tries; the first is the default.
 SCHEDULES: tuple[PipelineSchedule | None, ...] = (None, "interleaved-1f1b", "interleaved-zero-bubble", "zbv")
-#: A rank with fewer tokens of a sequence than this would wait more than it computes, and none is tried. [tokens]
+#: The fewest tokens of a sequence per rank. With fewer, a rank would wait longer than it computes. [tokens]
 LEAST_OF_A_SEQUENCE = 4096
 
 
 def degrees(base: JobSpec, fixed: Fixed) -> Iterator[Degrees]:
-    """Every way of splitting the model that divides the GPUs, the plainest first; what is given is taken as it is.
+    """Yield every way to split the model that divides the GPUs, the plainest first. Given degrees stay as they are.
 
-    An engine that does not split a model leaves it whole.
+    An engine that cannot split a model leaves it whole.
     """
     gpus = base.mesh.world_size // (fixed.dp_replicate or 1)
     ways = product(
@@ -38,14 +37,14 @@ def degrees(base: JobSpec, fixed: Fixed) -> Iterator[Degrees]:
         one = Degrees(tp, cp, pp, ep)
         if one != WHOLE and fixed.engine not in (None, *SPLITTING):
             continue
-        if gpus % one.model_ranks == 0 and (gpus // pp) % ep == 0 and _worth_a_look(one, base, fixed):
+        if gpus % one.model_ranks == 0 and (gpus // pp) % ep == 0 and _is_tried(one, base, fixed):
             yield one
 
 
-def _worth_a_look(one: Degrees, base: JobSpec, fixed: Fixed) -> bool:
-    """Beside a pipeline that is not asked for matrices and experts stay together, or are split as far as it goes.
+def _is_tried(one: Degrees, base: JobSpec, fixed: Fixed) -> bool:
+    """Whether to try this way. Unrequested pipelines leave matrices and experts whole, or split them as far as possible.
 
-    Each layout of a pipeline takes its time. What is asked for is looked at.
+    Each layout of a pipeline takes time to evaluate. Requested degrees are always tried.
     """
     if one.pp == 1 or fixed.pp is not None:
         return True
@@ -54,7 +53,7 @@ def _worth_a_look(one: Degrees, base: JobSpec, fixed: Fixed) -> bool:
 
 
 def degrees_of(recipe: RecipeSpec, base: JobSpec, fixed: Fixed) -> Iterator[Degrees]:
-    """Those that the recipe's engine has; pipelines beside the plainest of its recipes, since each layout takes its time."""
+    """Yield the ways that the recipe's engine supports; pipelines only with its plainest recipes, to save time."""
     for one in degrees(base, fixed):
         if one.pp > 1 and not _plain(recipe, fixed):
             continue
@@ -63,10 +62,10 @@ def degrees_of(recipe: RecipeSpec, base: JobSpec, fixed: Fixed) -> Iterator[Degr
 
 
 def scheduled(recipe: RecipeSpec, split: Degrees, fixed: Fixed) -> Iterator[RecipeSpec]:
-    """The recipe with every schedule of a pipeline that is tried: one stage on each rank, several that take turns, split backwards.
+    """Yield the recipe with each pipeline schedule to try: one stage per rank, interleaved stages, split backwards.
 
-    What no schedule that splits backwards is modelled with has none of them. Megatron's tensor-parallel ranks split the sequence,
-    too: it takes less memory and as long.
+    Split backwards are left out where they are not modelled. Megatron's tensor-parallel ranks also split the sequence, which
+    takes less memory and the same time.
     """
     if recipe.engine == "megatron" and split.tp > 1:
         recipe = replace(recipe, sequence_parallel=True)
@@ -80,14 +79,14 @@ def scheduled(recipe: RecipeSpec, split: Degrees, fixed: Fixed) -> Iterator[Reci
 
 
 def _may_split(recipe: RecipeSpec, split: Degrees) -> bool:
-    """Whether backwards may be split, as far as can be seen here: whole stages, nothing recomputed, nor sharded between passes."""
+    """Whether backwards may be split: whole stages, no recomputation, no sharding between passes."""
     plain = recipe.engine == "fsdp2" and recipe.recompute == "none" and recipe.zero_stage == 2
     plain = plain and not (recipe.fsdp2.ends_apart or recipe.fsdp2.of_torch_2_15)
     return plain and split.tp == split.cp == split.ep == 1
 
 
 def _plain(recipe: RecipeSpec, fixed: Fixed) -> bool:
-    """Whether nothing is said that was not asked for and has a match that is as quick and as small, or nearly so."""
+    """Whether the recipe sets nothing beyond the request that has an equally fast and small alternative."""
     return (
         (recipe.optimizer_impl != "foreach" or fixed.optimizer_impl is not None)
         and (recipe.loss == "full" or fixed.loss is not None)
@@ -100,25 +99,25 @@ def _powers(most: int) -> Iterator[int]:
 
 
 def _tensors(base: JobSpec) -> Iterator[int]:
-    """Within a node, and so that every rank has whole heads of keys and values."""
+    """Tensor degrees within a node that give every rank whole key/value heads."""
     heads = base.model.num_key_value_heads
     return (ways for ways in _powers(gpus_per_node(base)) if heads % ways == 0)
 
 
 def _contexts(base: JobSpec) -> Iterator[int]:
-    """So that every rank has two even parts of a long sequence, one from its beginning and one from its end."""
+    """Context degrees that give every rank two equal parts of a long sequence, one from its beginning and one from its end."""
     length = base.batch.seq_len
     most = max(1, length // LEAST_OF_A_SEQUENCE)
     return (ways for ways in _powers(most) if ways == 1 or length % (2 * ways) == 0)
 
 
 def _pipelines(base: JobSpec) -> Iterator[int]:
-    """So that every stage has as many layers."""
+    """Pipeline degrees that give every stage the same number of layers."""
     layers = base.model.num_hidden_layers
     return (ways for ways in _powers(layers) if layers % ways == 0)
 
 
 def _experts(base: JobSpec) -> Iterator[int]:
-    """So that every rank has as many experts."""
+    """Expert degrees that give every rank the same number of experts."""
     experts = 1 if base.model.moe is None else base.model.moe.num_experts
     return (ways for ways in _powers(experts) if experts % ways == 0)

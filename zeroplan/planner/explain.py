@@ -1,4 +1,4 @@
-"""Why is the best layout the best, and what holds it back?"""
+"""Explains why the best layout is the best, and what limits it."""
 
 from zeroplan.planner.objectives import TIE, complexity_of
 from zeroplan.planner.result import Layout, More
@@ -6,23 +6,23 @@ from zeroplan.steptime import StepTime
 from zeroplan.steptime.parts import Does
 from zeroplan.units import GB
 
-#: What two digits of GB, and one of a per cent, do not show.
-_SMALL, _TOLD = 5 * 10**6, 0.0005
-#: What the links are the cause of.
+#: Differences that two digits of GB, or one of a per cent, do not show.
+_SMALL, _VISIBLE_SLOWDOWN = 5 * 10**6, 0.0005
+#: Parts of a step that the links cause.
 _WAITING = (Does.SENDING, Does.SENDING_AT_STEP, Does.COPYING)
 
 
 def why_not(rival: Layout, its: StepTime, best: Layout, winner: StepTime) -> str:
-    """In a sentence: slower, by how much and by which part; or as quick, and why it still comes after."""
+    """Return a sentence: how much slower the rival is and in which part, or why an equally fast rival comes second."""
     slower = best.tokens_per_s / rival.tokens_per_s - 1
     if slower < TIE:
         more = rival.least_bytes - best.least_bytes
         if more > _SMALL:
-            return f"as quick, but needs {more / GB:,.2f} GB more"
+            return f"as fast, but needs {more / GB:,.2f} GB more"
         than = f"with {-more / GB:,.2f} GB less" if more < -_SMALL else "and as small"
         if complexity_of(rival.job) > complexity_of(best.job):
-            return f"as quick, {than}, but asks more of the recipe"
-        return f"{f'{slower:.1%} slower' if slower > _TOLD else 'as quick'}, {than}"
+            return f"as fast, {than}, but with a more complex recipe"
+        return f"{f'{slower:.1%} slower' if slower > _VISIBLE_SLOWDOWN else 'as fast'}, {than}"
     name, seconds = _largest_excess(its, winner)
     return f"{slower:.1%} slower: {seconds:,.2f} s more for every {_per(its)} in {name}"
 
@@ -32,7 +32,7 @@ def _per(time: StepTime) -> str:
 
 
 def _largest_excess(its: StepTime, winner: StepTime) -> tuple[str, float]:
-    """The part that takes so much longer, for as many tokens."""
+    """Return the part whose time grows most, for the same number of tokens."""
     scale = float(its.tokens) / float(winner.tokens)
     before = {part.name: float(part.seconds) * scale for part in winner.parts}
     excess = {part.name: float(part.seconds) - before.get(part.name, 0.0) for part in its.parts}
@@ -41,11 +41,11 @@ def _largest_excess(its: StepTime, winner: StepTime) -> tuple[str, float]:
 
 
 def binding(time: StepTime, further: More | None) -> str:
-    """What holds the best layout back: memory, where more of it would buy speed; else the largest part of its step."""
+    """Return what limits the best layout: memory, where more would gain speed, else the largest part of its step."""
     largest = max(time.parts, key=lambda part: float(part.seconds))
     share = float(largest.seconds) / float(time.seconds)
     if further is not None:
-        return f"memory: a layout that is {further.gain:.1%} quicker needs {further.missing_bytes / GB:,.2f} GB more"
+        return f"memory: with {further.missing_bytes / GB:,.2f} GB more a layout that is {further.gain:.1%} faster would fit"
     if largest.does in _WAITING:
         return f"the links: {largest.name} takes {share:.0%} of the step"
-    return f"the GPU's own rate: {largest.name} takes {share:.0%} of the step"
+    return f"the GPU's speed: {largest.name} takes {share:.0%} of the step"

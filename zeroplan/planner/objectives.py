@@ -1,4 +1,4 @@
-"""Which layout is better? Order by what is asked for; what the model cannot tell apart goes to the simpler recipe."""
+"""Orders layouts by the objective. Layouts that the model cannot distinguish are ordered by the simplicity of their recipes."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
@@ -16,12 +16,12 @@ from zeroplan.spec.recipe import SMALL_BUCKET, RecipeSpec, ways_of_resharding
 Objective = Literal["throughput", "headroom", "cost"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
-#: Rates that differ by less count as equal: a step's time is not known any better.
+#: Rates that differ by less count as equal, since step times are not more accurate.
 TIE = 0.005
 
 
 class Field(NamedTuple):
-    """All layouts of all structures side by side, a column each."""
+    """All layouts of all structures, one column per figure."""
 
     structure: Column
     at: Column
@@ -29,17 +29,17 @@ class Field(NamedTuple):
     comfortable_bytes: Column
     seconds: NDArray[np.float64]
     tokens_per_s: NDArray[np.float64]
-    """Of one GPU."""
+    """Tokens per second of one GPU."""
     complexity: Column
 
     @property
     def layouts(self) -> int:
-        """How many there are."""
+        """The number of layouts."""
         return len(self.at)
 
 
 def field(found: Sequence[Found]) -> Field:
-    """Put what was found side by side."""
+    """Return the figures of all structures in one set of columns."""
     return Field(
         np.concatenate([np.full(one.grid.layouts, index, dtype=np.int64) for index, one in enumerate(found)]),
         np.concatenate([np.arange(one.grid.layouts, dtype=np.int64) for one in found]),
@@ -52,7 +52,7 @@ def field(found: Sequence[Found]) -> Field:
 
 
 def tokens(one: Found) -> NDArray[np.float64]:
-    """Tokens of a step on one GPU, layout by layout."""
+    """Return the tokens of a step on one GPU, for each layout."""
     grid = one.grid
     of_the_group = 1.0 * grid.micro_batch_size * grid.grad_accum_steps * grid.seq_len
     return grid.times(of_the_group / (grid.tp * grid.cp * grid.pp))
@@ -64,7 +64,7 @@ def _complexities(one: Found) -> Column:
 
 
 def complexity_of(job: JobSpec) -> int:
-    """How much a whole layout asks of a user: its recipe, replicas, and every way in which the model is split."""
+    """Return the complexity of a whole layout: its recipe, replicas, and the ways in which it splits the model."""
     return complexity(job.recipe) + int(_arranged(job.mesh))
 
 
@@ -77,7 +77,7 @@ _ENGINES = (*ENGINES, "megatron")
 
 
 def complexity(recipe: RecipeSpec) -> int:
-    """How much a recipe asks of a user: what it sets beyond the plainest run, then the engine.
+    """Return the complexity of a recipe: what it sets beyond the plainest run, then the engine.
 
     >>> complexity(RecipeSpec(engine="ddp", zero_stage=0)) < complexity(RecipeSpec()) < complexity(RecipeSpec(recompute="full"))
     True
@@ -99,9 +99,9 @@ def complexity(recipe: RecipeSpec) -> int:
 
 
 def ordered(layouts: Field, objective: Objective, quickest: float) -> Column:
-    """Positions, the best first. On a number of GPUs that is given, what is quickest costs least.
+    """Return indexes of layouts, the best first. On a given number of GPUs the fastest layout costs least.
 
-    ``quickest`` is the rate from which ties are counted: what is at most a tie slower is as quick. [tokens/s]
+    ``quickest``: the rate from which ties count; a layout slower by at most a tie is as fast. [tokens/s]
     """
     rates = np.floor(np.log(quickest / layouts.tokens_per_s) / TIE)
     if objective == "headroom":
@@ -110,7 +110,7 @@ def ordered(layouts: Field, objective: Objective, quickest: float) -> Column:
 
 
 def pareto(layouts: Field, kept: NDArray[np.bool_]) -> Column:
-    """Positions of the layouts that nothing else beats in both tokens/s and memory, the quickest first."""
+    """Return indexes of the layouts that no other beats in both tokens/s and memory, the fastest first."""
     order = np.lexsort((layouts.least_bytes, -layouts.tokens_per_s))
     order = order[kept[order]]
     memory = layouts.least_bytes[order]

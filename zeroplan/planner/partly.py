@@ -1,7 +1,8 @@
-"""How many blocks need be recomputed, where none is too few to fit and all are more than is needed?
+"""Layouts that recompute only the first blocks, where no recomputation does not fit and full recomputation fits.
 
-Memory falls and time grows with every block more, so the least number that fits is the quickest. It is looked for by bisection, in
-the layouts that promise most: those that would beat everything found so far, if they take what lies between.
+Memory falls and time grows with every recomputed block, so that the fewest blocks that fit are the fastest. A bisection finds
+them in the most promising layouts: those that would beat everything found so far if their figures are linear in the number of
+blocks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,44 +14,46 @@ from numpy.typing import NDArray
 
 from zeroplan.errors import SpecError
 from zeroplan.planner.objectives import TIE, tokens
-from zeroplan.planner.search import Found, Unsaid, evaluated, job_at
+from zeroplan.planner.search import Found, Inexpressible, evaluated, job_at
 from zeroplan.planner.space import WHOLE, Column, Fixed, Grid, room_of
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 
-#: Layouts that are looked at closely.
+#: The number of layouts to bisect.
 _CLOSELY = 8
 
 
-class _Chance(NamedTuple):
+class _Candidate(NamedTuple):
     """A layout that fits with all blocks recomputed, and not with none."""
 
     recipe: RecipeSpec
-    """With all, selectively or fully."""
+    """The recipe with all blocks recomputed, selectively or fully."""
     grid: Grid
-    """Of this layout alone."""
+    """The grid of this layout alone."""
     layers: int
-    """So many are enough, as far as memory falls evenly or faster."""
+    """The number of blocks that is enough if memory is linear or convex in it."""
     tokens_per_s: float
-    """What that would give, as far as time grows evenly."""
+    """The rate with that many blocks, if time is linear in them."""
 
 
 def partly_recomputed(
-    base: JobSpec, found: Sequence[Found], fixed: Fixed, *, mfu: float | None = None, unsaid: Unsaid | None = None
+    base: JobSpec, found: Sequence[Found], fixed: Fixed, *, mfu: float | None = None, inexpressible: Inexpressible | None = None
 ) -> tuple[Found, ...]:
-    """Return layouts that recompute the first so many blocks alone, as few as fit, each clearly quicker than all known before.
+    """Return layouts that recompute only the first blocks, as few as fit, each clearly faster than all known before.
 
-    Nothing where a user has decided on recomputation.
+    Returns none where the user decides about recomputation.
     """
     if fixed.recompute is not None or fixed.recompute_layers is not None or base.cluster.gpu is None:
         return ()
     room = room_of(base)
     need = _needed(found, room)
     quickest = max((float(rates[need(one) <= room].max(initial=0.0)) for one, rates in _rated(found)), default=0.0)
-    chances = sorted(_chances(base, found, need, room), key=lambda one: -one.tokens_per_s)
+    chances = sorted(_candidates(base, found, need, room), key=lambda one: -one.tokens_per_s)
     made: list[Found] = []
     for chance in chances[:_CLOSELY]:
-        if chance.tokens_per_s <= (1 + TIE) * quickest or (unsaid is not None and unsaid(_with(chance.recipe, 1), WHOLE)):
+        if chance.tokens_per_s <= (1 + TIE) * quickest or (
+            inexpressible is not None and inexpressible(_with(chance.recipe, 1), WHOLE)
+        ):
             continue
         one = _least(base, chance, need, room, mfu)
         if one is not None and _rates(one)[0] > (1 + TIE) * quickest:
@@ -63,7 +66,7 @@ _Need = Callable[[Found], Column]
 
 
 def _needed(found: Sequence[Found], room: int) -> _Need:
-    """What must fit: with what the allocator is expected to cache, unless nothing fits so."""
+    """Return what must fit: memory with the allocator's expected cache, unless nothing fits with it."""
     if any(bool((one.comfortable_bytes <= room).any()) for one in found):
         return lambda one: one.comfortable_bytes
     return lambda one: one.least_bytes
@@ -81,7 +84,7 @@ def _with(recipe: RecipeSpec, layers: int) -> RecipeSpec:
     return replace(recipe, recompute_layers=layers)
 
 
-def _chances(base: JobSpec, found: Sequence[Found], need: _Need, room: int) -> Iterator[_Chance]:
+def _candidates(base: JobSpec, found: Sequence[Found], need: _Need, room: int) -> Iterator[_Candidate]:
     layers = base.model.num_hidden_layers
     none = {(one.recipe, _layouts(one.grid)): one for one in found if one.recipe.recompute == "none"}
     for every in found:
@@ -94,16 +97,16 @@ def _chances(base: JobSpec, found: Sequence[Found], need: _Need, room: int) -> I
             share = (int(much[at]) - room) / (int(much[at]) - int(little[at]))
             enough = min(layers, int(share * layers) + 1)
             seconds = (1 - enough / layers) / rates[at] + enough / layers / slower[at]
-            yield _Chance(every.recipe, _only(every.grid, int(at)), enough, float(1 / seconds))
+            yield _Candidate(every.recipe, _only(every.grid, int(at)), enough, float(1 / seconds))
 
 
 def _layouts(grid: Grid) -> tuple[object, ...]:
-    """The layouts of a grid as a key: a pipeline has a grid for each number of micro-batches."""
+    """Return the layouts of a grid as a key: a pipeline has one grid per number of micro-batches."""
     return grid.degrees, *(np.asarray(numbers).tobytes() for numbers in grid[:5])
 
 
 def _is_modelled(base: JobSpec, every: Found) -> bool:
-    """Whether a job may recompute some blocks alone, with this engine and these ways of splitting the model."""
+    """Whether a job with this engine and these degrees may recompute only some blocks."""
     try:
         job_at(base, _with(every.recipe, 1), every.grid, 0)
     except SpecError:
@@ -112,14 +115,14 @@ def _is_modelled(base: JobSpec, every: Found) -> bool:
 
 
 def _only(grid: Grid, at: int) -> Grid:
-    """One layout of a grid."""
+    """Return one layout of a grid."""
     rows, columns = grid.shape
     row, column = divmod(at, columns)
     return grid.only(np.arange(rows)[:, None] == row).with_batches(np.arange(columns)[None, :] == column)
 
 
-def _least(base: JobSpec, chance: _Chance, need: _Need, room: int, mfu: float | None) -> Found | None:
-    """The layout with as few blocks recomputed as fit; None where that is all of them."""
+def _least(base: JobSpec, chance: _Candidate, need: _Need, room: int, mfu: float | None) -> Found | None:
+    """Return the layout with the fewest recomputed blocks that fits; None if that takes all blocks."""
     low, high, layers = 1, base.model.num_hidden_layers - 1, chance.layers
     best: Found | None = None
     while low <= high:

@@ -1,4 +1,4 @@
-"""What is the smallest or largest number with which something fits: GPUs, tokens and sequences at once, parameters?"""
+"""Finds the smallest or largest number with which some layout fits: GPUs, tokens, sequences, or parameters."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from zeroplan.planner.degrees import degrees, degrees_of
 from zeroplan.planner.objectives import TIE, Objective
 from zeroplan.planner.result import Plan
 from zeroplan.planner.rules import NoLayoutError
-from zeroplan.planner.search import Unsaid, evaluated, weights_alone_are_too_large
+from zeroplan.planner.search import Inexpressible, evaluated, weights_alone_are_too_large
 from zeroplan.planner.space import (
     MOST_TOKENS,
     Column,
@@ -29,28 +29,30 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import ADAM, RecipeSpec, ways_of_resharding
 
-#: Nobody asks for more GPUs, sequences or tokens than this.
+#: The largest numbers of GPUs, sequences and tokens that are tried.
 _MOST_GPUS, _MOST_SEQUENCES, _MOST_TOKENS = 4096, 4096, 1 << 20
-#: Sequence lengths are tried in multiples of this. [tokens]
+#: Sequence lengths are multiples of this. [tokens]
 SEQUENCE_STEP = 128
 
 
-def fewest_gpus(base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, unsaid: Unsaid | None = None) -> Plan:
-    """The plan on the fewest GPUs on which anything fits: powers of two up to a node, then whole nodes.
+def fewest_gpus(
+    base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, inexpressible: Inexpressible | None = None
+) -> Plan:
+    """Return the plan on the fewest GPUs on which anything fits: powers of two up to a node, then whole nodes.
 
-    Doubled until something fits, then halved in between: more GPUs never need more memory each.
+    It doubles the number until something fits, then bisects: with more GPUs no GPU needs more memory.
     """
 
     def on(gpus: int) -> Plan | NoLayoutError:
-        return _on(gpus, base, fixed, objective=objective, mfu=mfu, unsaid=unsaid)
+        return _on(gpus, base, fixed, objective=objective, mfu=mfu, inexpressible=inexpressible)
 
     per_node = gpus_per_node(base)
     nodes = range(per_node, _MOST_GPUS + 1, per_node)
-    counts = [gpus for gpus in (*_parts_of_a_node(per_node), *nodes) if _goes_onto(gpus, base, fixed)]
+    counts = [gpus for gpus in (*_parts_of_a_node(per_node), *nodes) if _divides(gpus, base, fixed)]
     if not counts:
         raise SpecError(
-            f"model and batch go evenly onto no number of GPUs that is tried (whole nodes of {per_node}, up to {_MOST_GPUS:,}); "
-            "ask for other degrees, or another batch"
+            f"model and batch divide no number of GPUs that is tried (whole nodes of {per_node}, up to {_MOST_GPUS:,}); "
+            "use other degrees, or another batch"
         )
     answers: list[Plan | NoLayoutError] = []
     below = 0
@@ -65,25 +67,27 @@ def fewest_gpus(base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float
 
 
 def _on(
-    gpus: int, base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, unsaid: Unsaid | None
+    gpus: int, base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, inexpressible: Inexpressible | None
 ) -> Plan | NoLayoutError:  # fmt: skip
-    """The plan on so many GPUs, or why no layout can be tried on them: another number may still have an answer."""
+    """Return the plan on this number of GPUs, or why no layout can be tried on it; another number may have an answer."""
     try:
-        return plan(replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed, objective=objective, mfu=mfu, unsaid=unsaid)
+        return plan(
+            replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed, objective=objective, mfu=mfu, inexpressible=inexpressible
+        )
     except NoLayoutError as refusal:
         return refusal
 
 
 def _plans(answers: Sequence[Plan | NoLayoutError]) -> list[Plan]:
-    """Those that are plans; raises the first refusal where none is."""
+    """Return the plans among the answers; raises the first refusal if there are none."""
     plans = [answer for answer in answers if isinstance(answer, Plan)]
     if not plans:
         raise next(answer for answer in answers if isinstance(answer, NoLayoutError))
     return plans
 
 
-def _goes_onto(gpus: int, base: JobSpec, fixed: Fixed) -> bool:
-    """Whether some way of splitting the model goes onto so many GPUs evenly, and the batch with it."""
+def _divides(gpus: int, base: JobSpec, fixed: Fixed) -> bool:
+    """Whether some way to split the model, and the batch, divides this number of GPUs."""
     if gpus % (fixed.dp_replicate or 1):
         return False
     total, there = fixed.global_batch_size, replace(base, mesh=MeshSpec(dp_shard=gpus))
@@ -92,7 +96,7 @@ def _goes_onto(gpus: int, base: JobSpec, fixed: Fixed) -> bool:
 
 
 def _doubling(counts: list[int]) -> Iterator[int]:
-    """Of rising counts those that are twice the one before, or the next above that, and the last.
+    """Yield rising counts that are at least twice the one before, and the last count.
 
     >>> list(_doubling([1, 2, 4, 8, 16, 24, 32, 40])), list(_doubling([24, 40, 48, 72, 80, 88]))
     ([1, 2, 4, 8, 16, 32, 40], [24, 48, 88])
@@ -105,7 +109,7 @@ def _doubling(counts: list[int]) -> Iterator[int]:
 
 
 def _counts(per_node: int, most: int) -> list[int]:
-    """Powers of two up to a node, then nodes in powers of two."""
+    """Return powers of two up to a node, then numbers of nodes in powers of two."""
     nodes = [per_node << doublings for doublings in range(13)]
     return [gpus for gpus in (*_parts_of_a_node(per_node), *nodes) if gpus <= most]
 
@@ -114,21 +118,23 @@ def _parts_of_a_node(per_node: int) -> list[int]:
     return [gpus for gpus in (1, 2, 4, 8, 16) if gpus < per_node]
 
 
-def cheapest(base: JobSpec, fixed: Fixed, *, mfu: float | None, unsaid: Unsaid | None = None) -> Plan:
-    """The plan that does most tokens per GPU and second, on as many GPUs as there are or fewer; of equals the one on most GPUs.
+def cheapest(base: JobSpec, fixed: Fixed, *, mfu: float | None, inexpressible: Inexpressible | None = None) -> Plan:
+    """Return the plan with the most tokens per GPU and second, on at most the given GPUs; of equal ones that with most GPUs.
 
-    Numbers of GPUs on which no layout can be tried are left out; raises the refusal of the largest where that is all of them.
+    It skips numbers of GPUs on which no layout can be tried; raises the refusal of the largest if that is all of them.
     """
     most = base.mesh.world_size
-    fewer = (gpus for gpus in reversed(_counts(gpus_per_node(base), most - 1)) if _goes_onto(gpus, base, fixed))
-    answers = _plans([_on(gpus, base, fixed, objective="cost", mfu=mfu, unsaid=unsaid) for gpus in (most, *fewer)])
+    fewer = (gpus for gpus in reversed(_counts(gpus_per_node(base), most - 1)) if _divides(gpus, base, fixed))
+    answers = _plans(
+        [_on(gpus, base, fixed, objective="cost", mfu=mfu, inexpressible=inexpressible) for gpus in (most, *fewer)]
+    )
     fitting = [answer for answer in answers if answer.best is not None and not answer.best.tight] or answers
     rates = [0.0 if answer.best is None else answer.best.layout.tokens_per_s for answer in fitting]
     return next(answer for answer, rate in zip(fitting, rates, strict=True) if rate * math.exp(TIE) >= max(rates))
 
 
 def _fewest(on: Callable[[int], Plan | NoLayoutError], counts: list[int]) -> Plan | None:
-    """The plan on the smallest of rising counts on which anything fits, halved; None where nothing does."""
+    """Return the plan on the smallest of rising counts on which anything fits, by bisection; None if nothing fits."""
     answer = None
     while counts:
         middle = len(counts) // 2
@@ -143,32 +149,32 @@ def _fewest(on: Callable[[int], Plan | NoLayoutError], counts: list[int]) -> Pla
 
 
 @remembering()
-def longest_sequence(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) -> int:
-    """The most tokens per sequence with which some layout fits, one sequence at a time; 0 where none does. [tokens]"""
+def longest_sequence(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None = None) -> int:
+    """Return the longest sequence with which some layout fits, one sequence per micro-batch; 0 if none does. [tokens]"""
     most = base.model.max_position_embeddings if base.model.positions else _MOST_TOKENS
     units = np.unique(np.geomspace(1, most // SEQUENCE_STEP, 48).astype(np.int64))
-    coarse = _most(base, fixed, units * SEQUENCE_STEP, tokens=True, unsaid=unsaid)
+    coarse = _most(base, fixed, units * SEQUENCE_STEP, tokens=True, inexpressible=inexpressible)
     finer = coarse // SEQUENCE_STEP + np.arange(0, 1 + max(1, coarse // SEQUENCE_STEP // 4), dtype=np.int64)
     fine = finer[finer * SEQUENCE_STEP <= most] * SEQUENCE_STEP
-    return max(coarse, _most(base, fixed, fine[fine > 0], tokens=True, unsaid=unsaid))
+    return max(coarse, _most(base, fixed, fine[fine > 0], tokens=True, inexpressible=inexpressible))
 
 
 @remembering()
-def largest_batch(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) -> int:
-    """The most sequences per data-parallel rank at once with which some layout fits; 0 where none does."""
+def largest_batch(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None = None) -> int:
+    """Return the largest micro-batch with which some layout fits; 0 if none does. [sequences per data-parallel rank]"""
     most = max(1, min(_MOST_SEQUENCES, MOST_TOKENS // base.batch.seq_len))
     sizes = np.unique(np.geomspace(1, most, 64).astype(np.int64))
-    coarse = _most(base, fixed, sizes, tokens=False, unsaid=unsaid)
+    coarse = _most(base, fixed, sizes, tokens=False, inexpressible=inexpressible)
     finer = coarse + np.arange(0, 1 + max(1, coarse // 4), dtype=np.int64)
-    return max(coarse, _most(base, fixed, finer[(finer > 0) & (finer <= most)], tokens=False, unsaid=unsaid))
+    return max(coarse, _most(base, fixed, finer[(finer > 0) & (finer <= most)], tokens=False, inexpressible=inexpressible))
 
 
-def largest_model(at: Callable[[int], JobSpec], fixed: Fixed, unsaid: Unsaid | None = None) -> int:
-    """The most parameters, in two digits, with which some layout fits one sequence at a time; 0 where none does.
+def largest_model(at: Callable[[int], JobSpec], fixed: Fixed, inexpressible: Inexpressible | None = None) -> int:
+    """Return the most parameters, in two digits, with which some layout fits one sequence; 0 if none does.
 
-    ``at`` gives the job with so many parameters, its shape inferred as ``--params`` infers it. Blocks are recomputed and Adam steps
-    in its fused kernel, which takes least, unless something else is asked for. Counts are halved; since a larger shape may need a
-    little less, where another published one lends its depth, the next few above are tried, too.
+    ``at`` returns the job with a number of parameters, whose shape it infers as ``--params`` does. Blocks are recomputed and
+    Adam uses its fused kernel, which takes least memory, unless the user decides otherwise. The search bisects. A larger shape
+    may need a little less memory where it follows another published depth, so that it also tries the next few counts.
     """
     base = at(LEAST_PARAMETERS)
     fixed = replace(fixed, recompute=fixed.recompute or "full")
@@ -178,24 +184,24 @@ def largest_model(at: Callable[[int], JobSpec], fixed: Fixed, unsaid: Unsaid | N
     below, above = -1, len(counts)
     while above - below > 1:
         middle = (below + above) // 2
-        below, above = (middle, above) if _fits(at(counts[middle]), fixed, unsaid) else (below, middle)
-    further = (count for count in reversed(counts[above + 1 : above + 1 + _BEYOND]) if _fits(at(count), fixed, unsaid))
+        below, above = (middle, above) if _fits(at(counts[middle]), fixed, inexpressible) else (below, middle)
+    further = (count for count in reversed(counts[above + 1 : above + 1 + _BEYOND]) if _fits(at(count), fixed, inexpressible))
     return next(further, counts[below] if below >= 0 else 0)
 
 
 def _two_digits(most: int) -> list[int]:
-    """Counts of two significant digits, a byte each at the most."""
+    """Return counts of two significant digits, up to one byte per parameter."""
     decades = range(len(str(LEAST_PARAMETERS)) - 2, len(str(most)) - 1)
     counts = (digits * 10**decade for decade in decades for digits in range(10, 100))
     return [count for count in counts if LEAST_PARAMETERS <= count <= most]
 
 
 @remembering()
-def _fits(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None) -> bool:
-    """Whether any structure fits comfortably, with the batch that is asked for, or one sequence."""
+def _fits(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None) -> bool:
+    """Whether some structure fits comfortably, with the requested micro-batch or one sequence."""
     gpus, room, size = base.mesh.world_size, room_of(base), fixed.micro_batch_size or 1
     one = np.ones(1, dtype=np.int64)
-    for recipe, split in _wholly_sharded(base, fixed, unsaid):
+    for recipe, split in _smallest_structures(base, fixed, inexpressible):
         if weights_alone_are_too_large(base, recipe, split):
             continue
         sharing = gpus // split.model_ranks
@@ -216,28 +222,30 @@ def _fits(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None) -> bool:
     return False
 
 
-def _wholly_sharded(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None) -> Iterator[tuple[RecipeSpec, Degrees]]:
-    """Every structure that takes as little as it can: no smaller shards between forward and backward, no offload unless asked."""
+def _smallest_structures(
+    base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None
+) -> Iterator[tuple[RecipeSpec, Degrees]]:
+    """Yield the structures with the least memory: no smaller shards between forward and backward, no offload unless requested."""
     for recipe in structures(base, fixed, offload=False):
         if recipe.engine == "fsdp2" and ways_of_resharding(recipe.fsdp2) is not None:
             continue
         for split in degrees_of(recipe, base, fixed):
-            if unsaid is None or not unsaid(recipe, split):
+            if inexpressible is None or not inexpressible(recipe, split):
                 yield recipe, split
 
 
-#: No smaller transformer is looked for; and how many counts above the first that does not fit are tried.
+#: The smallest transformer that is tried, and how many counts above the first that does not fit are tried.
 LEAST_PARAMETERS, _BEYOND = 50_000_000, 3
 
 
-def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, unsaid: Unsaid | None) -> int:
-    """The largest of these values with which any structure fits comfortably; whole shards, no replicas, no offload unless asked."""
+def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, inexpressible: Inexpressible | None) -> int:
+    """Return the largest value with which some structure fits comfortably, fully sharded and without unrequested offload."""
     gpus, room = base.mesh.world_size, room_of(base)
     longest = replace(base, batch=replace(base.batch, seq_len=int(values.max()))) if tokens and len(values) else base
     most = 0
-    for recipe, split in _wholly_sharded(longest, fixed, unsaid):
+    for recipe, split in _smallest_structures(longest, fixed, inexpressible):
         told = _modelled(values, base, split) if tokens else values
-        told = told[told > most]  # what fits already need not be asked again
+        told = told[told > most]  # smaller values are known to fit
         if not told.size:
             continue
         ones = np.ones(len(told), dtype=np.int64)
@@ -259,6 +267,6 @@ def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, unsaid: 
 
 
 def _modelled(lengths: Column, base: JobSpec, split: Degrees) -> Column:
-    """Those within the sliding window, where ranks split the model: beyond it that is not modelled."""
+    """Return the lengths that are modelled: within the sliding window where ranks split the model."""
     window = base.model.sliding_window
     return lengths if window is None or split.tp * split.cp == 1 else lengths[lengths < window]

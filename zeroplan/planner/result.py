@@ -1,4 +1,4 @@
-"""What the planner answers: the best layout, the best of the others, and why."""
+"""The planner's answer: the best layout, the best of the others, and the reasons."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,13 +16,13 @@ class Layout(NamedTuple):
 
     job: JobSpec
     least_bytes: int
-    """Allocated peak and what is outside the allocator: what must fit."""
+    """Allocated peak and memory outside the allocator: what must fit."""
     comfortable_bytes: int
-    """The same with what the allocator caches."""
+    """The same with the allocator's expected cache."""
     seconds: float
-    """Of one optimizer step."""
+    """Time of one optimizer step."""
     tokens_per_s: float
-    """Of one GPU."""
+    """Rate of one GPU."""
 
 
 class Rival(NamedTuple):
@@ -33,19 +33,19 @@ class Rival(NamedTuple):
 
 
 class More(NamedTuple):
-    """What more memory would buy."""
+    """What more memory would gain."""
 
     layout: Layout
     missing_bytes: int
-    """How much more a GPU needs for it."""
+    """Memory that a GPU lacks for it."""
     gain: float
-    """Of tokens/s, as a share."""
+    """Gain in tokens/s, as a share."""
 
 
 class Best(NamedTuple):
-    """The best layout, in full: its memory, its time, what holds it back.
+    """The best layout in full: its memory, its time, and what limits it.
 
-    ``tight`` says that it fits only while the allocator's cache stays small.
+    ``tight``: it fits only while the allocator's cache stays small.
     """
 
     layout: Layout
@@ -57,7 +57,7 @@ class Best(NamedTuple):
 
 
 class Cloud(NamedTuple):
-    """Every layout that was computed, as columns; ``layouts.structure`` says which of the recipes each has."""
+    """All computed layouts as columns; ``layouts.structure`` is the index of each one's recipe."""
 
     recipes: tuple[RecipeSpec, ...]
     layouts: Field
@@ -65,10 +65,10 @@ class Cloud(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The answer to one question; ``best`` is None where nothing fits, and ``rivals`` then are the closest.
+    """The answer to one question; ``best`` is None where nothing fits, and ``rivals`` are then the closest layouts.
 
-    ``considered`` counts every layout, ``evaluated`` those whose memory and time were computed; ``fallen`` says which rule took
-    the others. ``front`` are the layouts that nothing else beats in both time and memory, ``cloud`` all that were computed.
+    ``considered`` counts all layouts, ``evaluated`` those whose memory and time were computed; ``fallen`` lists the rules that
+    rejected the others. ``front``: the layouts that no other beats in both time and memory; ``cloud``: all computed layouts.
     """
 
     base: JobSpec

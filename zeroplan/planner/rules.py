@@ -1,4 +1,4 @@
-"""Why does a layout fall? Every rule has a name, a sentence and a count."""
+"""The rules that reject layouts. Each has a name, a sentence and a count."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -7,18 +7,18 @@ from zeroplan.errors import SpecError
 
 
 class NoLayoutError(SpecError):
-    """On this number of GPUs no layout can be tried; on another one some may."""
+    """No layout can be tried on this number of GPUs; another number may have some."""
 
 
 class Rule(StrEnum):
-    """What cuts layouts, in the order in which they are asked."""
+    """Rules that reject layouts, in the order in which they apply."""
 
     DIVISIBILITY = "the micro-batch does not divide the batch of a GPU"
     PIPELINE = "its micro-batches are fewer than the pipeline's ranks, or no multiple of them"
     BUBBLE = "a pipeline of one stage on each rank waits so little already that several on each would buy nearly nothing"
     RESHARDING = "reshard_after_forward does not divide the ranks that shard, or is all of them"
     EXPERTS = "the ranks that have the same experts do not divide the widths of their weights"
-    EMITTED = "the file that is asked for cannot say it"
+    EMITTED = "the requested file cannot express it"
     ENGINE = "the engine refuses it, or it is not modelled"
     WEIGHTS = "the whole model's weights, which its stage does not shard, do not fit the GPU"
     MEMORY = "it does not fit the GPU"
@@ -26,7 +26,7 @@ class Rule(StrEnum):
 
 
 class Fallen(NamedTuple):
-    """How many layouts a rule took, and what it said first."""
+    """How many layouts a rule rejected, and its first message."""
 
     rule: Rule
     layouts: int
@@ -34,19 +34,19 @@ class Fallen(NamedTuple):
 
 
 class Tally:
-    """Counts what falls."""
+    """Counts rejected layouts."""
 
     def __init__(self) -> None:
         self._counts: dict[Rule, int] = {}
         self._examples: dict[Rule, str] = {}
 
     def cut(self, rule: Rule, layouts: int, example: str = "") -> None:
-        """Count layouts that fell to a rule."""
+        """Count layouts that a rule rejected."""
         if layouts:
             self._counts[rule] = self._counts.get(rule, 0) + layouts
             self._examples.setdefault(rule, example)
 
     @property
     def fallen(self) -> tuple[Fallen, ...]:
-        """What fell to each rule, in the order of the rules."""
+        """Return what each rule rejected, in the order of the rules."""
         return tuple(Fallen(rule, self._counts[rule], self._examples[rule]) for rule in Rule if rule in self._counts)

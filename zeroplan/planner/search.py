@@ -20,7 +20,7 @@ from zeroplan.memo import remembering
 from zeroplan.numeric import Int, for_each_value
 from zeroplan.planner.columns import highest
 from zeroplan.planner.degrees import degrees_of, scheduled
-from zeroplan.planner.fused import Told, lists_of, of_fused, of_lists
+from zeroplan.planner.fused import SharedResults, recipe_in_lists, results_in_lists, results_of_fused
 from zeroplan.planner.rules import Rule, Tally
 from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, numbers, room_of, structures
 from zeroplan.spec.hardware import GpuSpec
@@ -42,9 +42,9 @@ class Found(NamedTuple):
     recipe: RecipeSpec
     grid: Grid
     least_bytes: Column
-    """Allocated peak and what is outside the allocator: what must fit."""
+    """Allocated peak and memory outside the allocator: what must fit."""
     comfortable_bytes: Column
-    """Expected reserved and what is outside."""
+    """Expected reserved memory and memory outside the allocator."""
     seconds: NDArray[np.float64]
 
     def fits(self, base: JobSpec) -> NDArray[np.bool_]:
@@ -53,28 +53,28 @@ class Found(NamedTuple):
 
 
 class Searched(NamedTuple):
-    """Everything that was evaluated, and what fell before."""
+    """All evaluated structures, and the rejected layouts."""
 
     found: tuple[Found, ...]
     tally: Tally
 
 
-#: What of a recipe, or of a way to split the model, the file that is asked for cannot say; empty where it can.
-Unsaid = Callable[[RecipeSpec, Degrees], str]
+#: Returns what of a recipe or of a way to split the model the requested file format cannot express; empty if nothing.
+Inexpressible = Callable[[RecipeSpec, Degrees], str]
 
 
-def search(base: JobSpec, fixed: Fixed, *, mfu: float | None = None, unsaid: Unsaid | None = None) -> Searched:
-    """Evaluate every layout that some engine starts. ``base`` has the model, the GPUs and the sequence length.
+def search(base: JobSpec, fixed: Fixed, *, mfu: float | None = None, inexpressible: Inexpressible | None = None) -> Searched:
+    """Return every layout that some engine can start, evaluated. ``base`` has the model, the GPUs and the sequence length.
 
-    Offload, which costs time, is looked at where nothing fits without it, or where it is asked for.
+    Offload costs time, so that the search tries it only if nothing fits without it, or on request.
     """
-    with remembering(), _nothing_collected():
-        return _search(base, fixed, mfu, unsaid)
+    with remembering(), _without_garbage_collection():
+        return _search(base, fixed, mfu, inexpressible)
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Look for no garbage meanwhile: nearly all that a search makes is remembered until it ends."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Turn garbage collection off: a search keeps nearly all that it makes until its end."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -84,20 +84,20 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-def _search(base: JobSpec, fixed: Fixed, mfu: float | None, unsaid: Unsaid | None) -> Searched:
+def _search(base: JobSpec, fixed: Fixed, mfu: float | None, inexpressible: Inexpressible | None) -> Searched:
     tally = Tally()
-    space = _Space(base, fixed, tally, mfu, unsaid, {})
+    space = _Space(base, fixed, tally, mfu, inexpressible, {})
     found = list(_searched(space, offload=False))
     if not any(bool(one.fits(base).any()) for one in found):
         found += _searched(space, offload=True)
-    if not found and any(one.rule is Rule.WEIGHTS for one in tally.fallen):  # how far off is the closest?
+    if not found and any(one.rule is Rule.WEIGHTS for one in tally.fallen):  # then find the closest ones
         tally = Tally()
         found += _searched(space._replace(tally=tally, whatever_weighs=True), offload=False)
     return Searched(tuple(found), tally)
 
 
 def _programs(base: JobSpec, grid: Grid) -> Iterator[Grid]:
-    """The parts of a grid that are one program: a profile tells one sequence from several."""
+    """Yield the parts of a grid that are one program: profiles distinguish one sequence from several."""
     if base.model.profile is None:
         if grid.layouts:
             yield grid
@@ -108,18 +108,18 @@ def _programs(base: JobSpec, grid: Grid) -> Iterator[Grid]:
             yield grid.with_batches(kept)
 
 
-#: What structures have told of others: by recipe, and by how the model is split.
-Known = dict[tuple[RecipeSpec, Degrees], Told]
+#: Results that other structures reuse, by recipe and degrees.
+Known = dict[tuple[RecipeSpec, Degrees], SharedResults]
 
 
 class _Space(NamedTuple):
-    """What is searched, how, and who counts what falls."""
+    """A search: its job, what is fixed, and the counts of rejected layouts."""
 
     base: JobSpec
     fixed: Fixed
     tally: Tally
     mfu: float | None
-    unsaid: Unsaid | None
+    inexpressible: Inexpressible | None
     known: Known
     whatever_weighs: bool = False
 
@@ -128,15 +128,15 @@ def _searched(space: _Space, *, offload: bool) -> Iterator[Found]:
     base, fixed = space.base, space.fixed
     for structure in structures(base, fixed, offload=offload):
         for split in degrees_of(structure, base, fixed):
-            missing = "" if space.unsaid is None else space.unsaid(structure, split)
+            missing = "" if space.inexpressible is None else space.inexpressible(structure, split)
             if missing:
                 space.tally.cut(Rule.EMITTED, numbers(structure, base, fixed, split).grid.layouts, missing)
                 continue
             for recipe in scheduled(structure, split, fixed):
-                yield from _of_structure(space, recipe, split)
+                yield from _evaluate_structure(space, recipe, split)
 
 
-def _of_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator[Found]:
+def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator[Found]:
     base, fixed, tally = space.base, space.fixed, space.tally
     grid, indivisible = numbers(recipe, base, fixed, split)
     tally.cut(Rule.DIVISIBILITY, indivisible)
@@ -149,7 +149,7 @@ def _of_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator
         tally.cut(Rule.EXPERTS, grid.layouts - grid.only(even).layouts)
         grid = grid.only(even)
     if split.pp > 1:
-        grid = _filling(grid, recipe, fixed, tally)
+        grid = _runnable_batches(grid, recipe, fixed, tally)
     if not space.whatever_weighs and weights_alone_are_too_large(base, recipe, split):
         tally.cut(Rule.WEIGHTS, grid.layouts)
     elif grid.layouts:
@@ -164,8 +164,8 @@ def _of_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
 
 
-def _filling(grid: Grid, recipe: RecipeSpec, fixed: Fixed, tally: Tally) -> Grid:
-    """The batches with which a pipeline runs; interleaved unasked only where one stage on each rank would wait for long."""
+def _runnable_batches(grid: Grid, recipe: RecipeSpec, fixed: Fixed, tally: Tally) -> Grid:
+    """Return the batches that a pipeline can run; unrequested interleaving only where one stage per rank would idle long."""
     filling = grid.with_batches(grid.grad_accum_steps % grid.pp == 0)
     tally.cut(Rule.PIPELINE, grid.layouts - filling.layouts)
     if recipe.pipeline_schedule is None or fixed.pipeline_schedule is not None:
@@ -175,22 +175,23 @@ def _filling(grid: Grid, recipe: RecipeSpec, fixed: Fixed, tally: Tally) -> Grid
     return waiting
 
 
-#: With so many micro-batches per rank a pipeline waits for a sixteenth of its step.
+#: Micro-batches per rank with which a pipeline idles for a sixteenth of its step.
 FULL_ENOUGH = 16
 
 
 def _pipelines(base: JobSpec, recipe: RecipeSpec, grid: Grid) -> "Weigher":
-    """The ranks of a pipeline, each weighed once: what is weighed first is asked about again."""
-    from zeroplan.engines.pipeline.weighed import Weigher  # noqa: PLC0415  only pipelines need it
+    """Return the ranks of a pipeline, with a cache of those computed."""
+    from zeroplan.engines.pipeline.weighed import Weigher  # noqa: PLC0415  keeps start-up fast
 
-    job = job_at(base, recipe, grid, 0)  # is asked what a single job is asked
+    job = job_at(base, recipe, grid, 0)  # raises SpecError as for a single job
     return Weigher(job.model, job.recipe, job.mesh, own_pools(recipe))
 
 
 def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, ranks: "Weigher") -> Grid:
-    """The batches with which the first and the last rank of a pipeline fit the GPU; the others need no closer look.
+    """Return the batches with which the first and the last rank of a pipeline fit the GPU.
 
-    As many micro-batches are in flight with each of them, so that what does not fit with some sequences at once does not with more.
+    Larger micro-batches have the same number in flight, so that if some number of sequences does not fit, more do not fit
+    either.
     """
     gpu = base.cluster.gpu
     beside = _workspaces(base, recipe)
@@ -206,7 +207,7 @@ def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, rank
 
 
 def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degrees = WHOLE) -> bool:
-    """Whether a rank's part of the weights, which every stage below 3 gathers or holds, is more than the GPU has."""
+    """Whether a rank's share of the weights, which every stage below 3 gathers or holds, exceeds the GPU."""
     gpu = base.cluster.gpu
     if base.model.is_quantised:
         return False
@@ -215,7 +216,7 @@ def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degree
 
 
 def _resharded(recipe: RecipeSpec, grid: Grid) -> NDArray[np.bool_]:
-    """Whether ``reshard_after_forward`` as a number makes sense: a true factor of the ranks that shard."""
+    """Whether ``reshard_after_forward`` as a number is possible: a proper factor of the sharding ranks."""
     ways = ways_of_resharding(recipe.fsdp2)
     if recipe.engine != "fsdp2" or ways is None:
         return np.ones_like(grid.dp_shard, dtype=np.bool_)
@@ -226,44 +227,43 @@ def evaluated(
     base: JobSpec, recipe: RecipeSpec, grid: Grid, *,
     mfu: float | None = None, known: Known | None = None, ranks: "Weigher | None" = None,
 ) -> Found:  # fmt: skip
-    """Figures of all layouts of one structure; raises SpecError where the engine does not take it.
+    """Return the figures of all layouts of one structure; raises SpecError where the engine refuses it.
 
-    ``known`` is what structures with the same grid have told of others, and takes up what this one tells; ``ranks`` has
-    pipeline ranks that were weighed before.
+    ``known``: results of structures with the same grid, to which this adds its own; ``ranks``: pipeline ranks computed before.
     """
     if grid.pp > 1 and recipe.engine != "megatron":
-        return _one_by_one(base, recipe, grid, mfu=mfu, ranks=ranks or _pipelines(base, recipe, grid))
-    job_at(base, recipe, grid, 0)  # is asked what a single job is asked
+        return _layout_by_layout(base, recipe, grid, mfu=mfu, ranks=ranks or _pipelines(base, recipe, grid))
+    job_at(base, recipe, grid, 0)  # raises SpecError as for a single job
     card = outside_column(grid, base.cluster.gpu)
     if grid.pp > 1:
-        needs, time = _of_megatron(base, recipe, grid, mfu)
+        needs, time = _megatron_pipeline(base, recipe, grid, mfu)
     else:
-        found, time = _told(base, recipe, grid, card, mfu, {} if known is None else known)
+        found, time = _memory_and_time(base, recipe, grid, card, mfu, {} if known is None else known)
         needs = _needed(found, recipe, base)
     least = grid.row(needs.least_bytes + card)
-    # Where nothing fits, nobody asks how comfortably.
+    # Where nothing fits, the comfortable figure is not needed.
     comfortable = grid.row(needs.comfortable_bytes + card) if least.min() <= room_of(base) else least
     return Found(recipe, grid, least, comfortable, grid.times(time.seconds))
 
 
-def _told(
+def _memory_and_time(
     base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column, mfu: float | None, known: Known
 ) -> tuple[Highest, StepTime]:  # fmt: skip
-    """Highest moments and time; of a fused Adam from what the one in lists has told."""
-    split, lists = grid.degrees, lists_of(recipe)
+    """Return the highest moments and the time; for a fused Adam from the results for Adam in lists."""
+    split, lists = grid.degrees, recipe_in_lists(recipe)
     before = None if lists is None else known.pop((lists, split), None)
     if before is not None:
-        return of_fused(before, base.model, recipe, base.cluster)
+        return results_of_fused(before, base.model, recipe, base.cluster)
     account = _account(base, recipe, grid, card)
     time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu)
-    if recipe.optimizer_impl != "foreach" or lists_of(replace(recipe, optimizer_impl="fused")) is None:
+    if recipe.optimizer_impl != "foreach" or recipe_in_lists(replace(recipe, optimizer_impl="fused")) is None:
         return highest(account.moments, recipe), time
-    found, known[recipe, split] = of_lists(account, time, recipe)
+    found, known[recipe, split] = results_in_lists(account, time, recipe)
     return found, time
 
 
-def _of_megatron(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | None) -> tuple[Needed, StepTime]:
-    """Of a pipeline in closed form what its fullest rank needs (the first, the second or the last), and its time."""
+def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | None) -> tuple[Needed, StepTime]:
+    """Return what the fullest rank of Megatron's pipeline needs (the first, the second or the last), and the time."""
     from zeroplan.engines.megatron import account_of_rank  # noqa: PLC0415  only this engine needs it
 
     ranks = [account_of_rank(at, base.model, recipe, grid, grid) for at in sorted({0, 1, grid.pp - 1})]
@@ -280,16 +280,16 @@ def _workspaces(base: JobSpec, recipe: RecipeSpec) -> Int:
 
 
 def _needed(found: Highest, recipe: RecipeSpec, base: JobSpec) -> Needed:
-    """What tensors and workspaces take, and what the allocator is expected to reserve for them. [bytes]"""
+    """Return what tensors and workspaces need, and what the allocator is expected to reserve for them. [bytes]"""
     gpu, workspaces = base.cluster.gpu, _workspaces(base, recipe)
     peak = found.peak_bytes + workspaces
     held = expected_bytes(peak, found.streams_bytes + workspaces, shares_of(recipe, "default"))
     return Needed(peak, reserved_as_seen(Band(peak, held, held), recipe.engine, gpu).expected_bytes)
 
 
-def _one_by_one(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None, ranks: "Weigher") -> Found:
-    """The same, layout by layout: of a pipeline the order of a schedule depends on its numbers."""
-    from zeroplan.engines.pipeline import ranks_in_question  # noqa: PLC0415  only pipelines need it
+def _layout_by_layout(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None, ranks: "Weigher") -> Found:
+    """Return the figures layout by layout: the order of a pipeline's schedule depends on its numbers."""
+    from zeroplan.engines.pipeline import ranks_in_question  # noqa: PLC0415  keeps start-up fast
     from zeroplan.engines.pipeline.weighed import fullest  # noqa: PLC0415  as above
 
     least, comfortable, seconds = np.zeros(grid.layouts, np.int64), np.zeros(grid.layouts, np.int64), np.zeros(grid.layouts)
@@ -305,12 +305,12 @@ def _one_by_one(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | N
 
 
 def job_at(base: JobSpec, recipe: RecipeSpec, grid: Grid, at: int) -> JobSpec:
-    """One layout as a job."""
+    """Return one layout as a job."""
     return replace(base, recipe=recipe, mesh=grid.mesh_at(at), batch=grid.batch_at(at, base.batch))
 
 
 def _account(base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column) -> Account:
-    """The engine's account; DeepSpeed's construction goes through host memory where the GPU has no room, as for a single job."""
+    """Return the engine's account; DeepSpeed builds in host memory where the GPU lacks room, as for a single job."""
     engine, gpu = engine_module(recipe.engine), base.cluster.gpu
     account = engine.account(base.model, recipe, grid, grid)
     if gpu is None or not flattens_on_the_gpu(recipe):
@@ -322,7 +322,7 @@ def _account(base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column) -> Acc
 
 
 def outside_column(grid: Grid, gpu: GpuSpec | None) -> Column:
-    """Context and communicators, expected. [bytes]"""
+    """Return the expected size of context and communicators. [bytes]"""
     name = "" if gpu is None else gpu.name
 
     def taken(groups: int) -> int:

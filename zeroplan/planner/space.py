@@ -1,7 +1,7 @@
-"""Which layouts are there to choose from? Structures are looped over in Python, numbers are columns.
+"""The layouts to choose from. Python loops over structures; numbers are columns.
 
-A *structure* is a recipe: engine, stage, recomputation, optimizer implementation, loss, offload. *Numbers* are how many replicas
-there are and how many sequences go through a GPU at once; accumulation follows from the global batch.
+A *structure* is a recipe: engine, stage, recomputation, optimizer implementation, loss, offload. *Numbers* are replicas and
+sequences per micro-batch; gradient accumulation follows from the global batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,28 +40,28 @@ from zeroplan.spec.recipe import (
 Column = NDArray[np.int64]
 
 ENGINES: tuple[Engine, ...] = ("ddp", "fsdp2", "deepspeed")
-"""Those that are tried where none is asked for: Megatron-LM is another training program, whose memory is a closed form."""
+"""The engines that are tried by default. Megatron-LM is another training program, whose memory is a closed form."""
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _IMPLEMENTATIONS: tuple[OptimizerImpl, ...] = ("foreach", "fused")
-#: Micro-batches that are tried where no global batch is asked for.
+#: Micro-batches that are tried without a global batch.
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 
-#: More tokens than any GPU holds at once, and more sequences than any step has.
+#: More tokens than any GPU holds, and more sequences than any step has.
 MOST_TOKENS, _MOST_OF_A_GPU = 1 << 24, 1 << 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed(Spec):
-    """What a user has decided; None leaves it to the search."""
+    """What the user has decided; None leaves a field to the search."""
 
     engine: Engine | None = None
     zero_stage: Stage | None = None
     recompute: Recompute | None = None
     recompute_layers: Count | None = None
     search_optimizer: bool = False
-    """Adam's states in 8 bits are tried, too, which trains otherwise."""
+    """Also try Adam's states in 8 bits, which changes the training."""
     search_precision: bool = False
-    """Weights and states in bf16 alone are tried, too, which trains otherwise."""
+    """Also try weights and states in bf16 alone, which changes the training."""
     optimizer_impl: OptimizerImpl | None = None
     loss: Loss | None = None
     offload_optimizer: OffloadDevice | None = None
@@ -83,7 +83,7 @@ class Fixed(Spec):
 
 
 class Degrees(NamedTuple):
-    """One way of splitting the model, beside its data."""
+    """One way to split the model."""
 
     tp: int = 1
     cp: int = 1
@@ -92,19 +92,19 @@ class Degrees(NamedTuple):
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that work on one and the same sequence."""
+        """Ranks that work on the same sequence."""
         return self.tp * self.cp * self.pp
 
 
-#: The model whole on every rank, but for what a ZeRO stage shards.
+#: The model is whole on every rank, apart from ZeRO's sharding.
 WHOLE = Degrees()
 
 
 class Grid(NamedTuple):
-    """The numbers of all layouts of one structure, under the names that formulas ask for.
+    """The numbers of all layouts of one structure, under the names that formulas read.
 
-    Every arrangement of the GPUs meets every batch. Arrangements stand one below the other and batches side by side, so that a
-    formula that asks for one of the two is worked out once for each and not for each pair.
+    Every arrangement of the GPUs is combined with every batch. Arrangements are rows and batches columns, so that a formula
+    that reads only one of them runs once per row or column and not once per pair.
     """
 
     dp_replicate: Column
@@ -119,52 +119,52 @@ class Grid(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Arrangements of the GPUs, and batches."""
+        """The number of arrangements of the GPUs, and of batches."""
         return self.dp_replicate.shape[0], self.micro_batch_size.shape[1]
 
     @property
     def layouts(self) -> int:
-        """How many there are."""
+        """The number of layouts."""
         arrangements, batches = self.shape
         return arrangements * batches
 
     @property
     def degrees(self) -> Degrees:
-        """How the model is split in all of them."""
+        """How all of them split the model."""
         return Degrees(self.tp, self.cp, self.pp, self.ep)
 
     def row(self, value: Int) -> Column:
-        """Stand a figure of each layout in one row; one that all share, or all of an arrangement or batch, as often as it holds."""
+        """Return one figure per layout in one row, broadcast from a number, a row or a column."""
         return np.broadcast_to(np.asarray(value, dtype=np.int64), self.shape).reshape(-1)
 
     def times(self, value: Float) -> NDArray[np.float64]:
-        """The same for a time or a rate."""
+        """Return the same for a time or a rate."""
         return np.broadcast_to(np.asarray(value, dtype=np.float64), self.shape).reshape(-1)
 
     def only(self, kept: NDArray[np.bool_]) -> "Grid":
-        """The arrangements that are kept, one answer of a column below the other."""
+        """Return the grid with the kept arrangements; ``kept``: a column of booleans."""
         return self._replace(dp_replicate=self.dp_replicate[kept[:, 0]], dp_shard=self.dp_shard[kept[:, 0]])
 
     def with_batches(self, kept: NDArray[np.bool_]) -> "Grid":
-        """The batches that are kept, one answer of a row beside the other."""
+        """Return the grid with the kept batches; ``kept``: a row of booleans."""
         seq_len = self.seq_len if isinstance(self.seq_len, int) else self.seq_len[:, kept[0]]
         sizes, steps = self.micro_batch_size[:, kept[0]], self.grad_accum_steps[:, kept[0]]
         return self._replace(micro_batch_size=sizes, grad_accum_steps=steps, seq_len=seq_len)
 
     def mesh_at(self, at: int) -> MeshSpec:
-        """How the GPUs are arranged in one layout."""
+        """Return the arrangement of the GPUs in one layout."""
         row = at // self.shape[1]
         replicas, shards = int(self.dp_replicate[row, 0]), int(self.dp_shard[row, 0])
         return MeshSpec(dp_replicate=replicas, dp_shard=shards, tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep)
 
     def numbers_at(self, at: int) -> Numbers:
-        """The same of a batch, unchecked, as formulas take it."""
+        """Return the batch of one layout, without checks, for formulas."""
         column = at % self.shape[1]
         length = self.seq_len if isinstance(self.seq_len, int) else int(self.seq_len[0, column])
         return Numbers(int(self.micro_batch_size[0, column]), length, int(self.grad_accum_steps[0, column]))
 
     def batch_at(self, at: int, base: BatchSpec) -> BatchSpec:
-        """The batch of one layout; ``base`` says what is no number of the grid."""
+        """Return the batch of one layout; ``base`` has its other fields."""
         column = at % self.shape[1]
         return replace(
             base,
@@ -183,7 +183,7 @@ def grid_of(
     seq_len: Column | int,
     degrees: Degrees = WHOLE,
 ) -> Grid:
-    """Every one of so many replicas with every batch; a sequence length for each batch, or one for all."""
+    """Return the grid of every number of replicas with every batch; one sequence length per batch, or one for all."""
     over = replicas[:, None]
     length = seq_len if isinstance(seq_len, int) else seq_len[None, :]
     shards = gpus // degrees.model_ranks // over
@@ -191,9 +191,9 @@ def grid_of(
 
 
 def structures(base: JobSpec, fixed: Fixed, *, offload: bool) -> Iterator[RecipeSpec]:
-    """Every recipe that the search tries, with or without offload; whether its engine takes it is asked later.
+    """Yield every recipe that the search tries, with or without offload. Engines may refuse some of them later.
 
-    What a user has decided on offload holds either way.
+    What the user has decided about offload holds either way.
     """
     if base.recipe.fsdp2.modules == "torchtitan":
         raise SpecError("--modules torchtitan is not searched: its layouts are few; use `zeroplan estimate`, or leave it out")
@@ -209,12 +209,12 @@ def structures(base: JobSpec, fixed: Fixed, *, offload: bool) -> Iterator[Recipe
 
 
 def _structures(base: JobSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
-    for recipe in _trained_as(base.recipe, fixed):
+    for recipe in _optimizers_and_precisions(base.recipe, fixed):
         yield from _of_engines(replace(base, recipe=recipe), fixed)
 
 
-def _trained_as(recipe: RecipeSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
-    """What the optimizer keeps, and in how many bits: as it is asked for, or narrower where that is to be looked for."""
+def _optimizers_and_precisions(recipe: RecipeSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
+    """Yield the recipe with each optimizer and precision to try: the requested ones, and narrower ones on request."""
     for precision in dict.fromkeys((recipe.precision, *(("bf16",) if fixed.search_precision else ()))):
         for optimizer in dict.fromkeys((recipe.optimizer, *(("adamw-8bit",) if fixed.search_optimizer else ()))):
             yield replace(recipe, precision=precision, optimizer=optimizer)
@@ -243,12 +243,12 @@ def _of_stage(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iter
                     yield replace(recipe, **said, **options)  # type: ignore[arg-type]  # checked there
 
 
-#: Engines with an optimizer's kernel of their own.
+#: Engines with their own optimizer kernels.
 _OWN_STEP: tuple[Engine, ...] = ("deepspeed", "megatron")
 
 
 def _options(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iterator[Mapping[str, object]]:
-    """The engine's own options, offload among them."""
+    """Yield the engine's options to try, including offload."""
     recipe = base.recipe
     asked = (fixed.offload_optimizer, fixed.offload_param)
     if engine == "ddp":
@@ -265,12 +265,12 @@ def _options(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Itera
 
 
 def _overlapped(stage: Stage) -> MegatronOptions:
-    """Megatron's overlaps, which cost no memory."""
+    """Return Megatron's overlaps, which cost no memory."""
     return MegatronOptions(overlap_grad_reduce=True, overlap_param_gather=stage > 0)
 
 
 def _fsdp2(options: Fsdp2Options, fixed: Fixed, stage: Stage) -> Iterator[Fsdp2Options]:
-    """FSDP2 takes parameters, gradients and optimizer to the host together, or leaves all of them on the GPU."""
+    """Yield FSDP2's options. It offloads parameters, gradients and optimizer together, or nothing."""
     asked = {fixed.offload_optimizer, fixed.offload_param} - {None}
     kept = fixed.fsdp2 is not None and options.cpu_offload
     reshard: tuple[bool | int | None, ...] = (
@@ -284,18 +284,18 @@ def _fsdp2(options: Fsdp2Options, fixed: Fixed, stage: Stage) -> Iterator[Fsdp2O
 
 def _deepspeed(base: JobSpec, fixed: Fixed, stage: Stage) -> Iterator[DeepSpeedOptions]:
     devices: tuple[OffloadDevice, ...] = ("none", "cpu")
-    for options in (base.recipe.deepspeed,) if fixed.deepspeed is not None else _unsaid_of_deepspeed(base, stage):
+    for options in (base.recipe.deepspeed,) if fixed.deepspeed is not None else _default_deepspeed_options(base, stage):
         for optimizer in devices if fixed.offload_optimizer is None else (fixed.offload_optimizer,):
             for weights in devices if fixed.offload_param is None else (fixed.offload_param,):
                 away = optimizer != "none" or weights != "none"
-                if _sensible(optimizer, weights, stage, fixed) and not (away and options.zero_hpz_partition_size > 1):
+                if _is_worth_trying(optimizer, weights, stage, fixed) and not (away and options.zero_hpz_partition_size > 1):
                     yield replace(options, offload_optimizer=optimizer, offload_param=weights)
 
 
-def _unsaid_of_deepspeed(base: JobSpec, stage: Stage) -> Iterator[DeepSpeedOptions]:
-    """Reductions beside the backward, buckets as they come or a tenth, a second copy of the weights in each node (hpZ) or none.
+def _default_deepspeed_options(base: JobSpec, stage: Stage) -> Iterator[DeepSpeedOptions]:
+    """Yield DeepSpeed's options: reductions beside the backward, default or small buckets, hpZ or not.
 
-    At stage 3 smaller buckets with and without gathering ahead.
+    hpZ is a second copy of the weights in each node. Stage 3 also tries small buckets without prefetching.
     """
     options, per_node = base.recipe.deepspeed, gpus_per_node(base)
     if stage in (1, 2):
@@ -311,39 +311,39 @@ def _unsaid_of_deepspeed(base: JobSpec, stage: Stage) -> Iterator[DeepSpeedOptio
 
 
 def gpus_per_node(base: JobSpec) -> int:
-    """GPUs that share a node; eight where it is not known."""
+    """Return the GPUs per node; 8 if unknown."""
     return node_size(base.cluster) or 8
 
 
 def gpu_of(base: JobSpec) -> GpuSpec:
-    """The GPU that a plan is for; raises SpecError where none is named."""
+    """Return the GPU of a plan; raises SpecError without one."""
     if base.cluster.gpu is None:
         raise SpecError("a plan needs a GPU to fit; add --gpu NAME (`zeroplan gpus` lists them)")
     return base.cluster.gpu
 
 
 def room_of(base: JobSpec) -> int:
-    """What the GPU has; 0 where none is named. [bytes]"""
+    """Return the memory of the GPU; 0 without one. [bytes]"""
     gpu = base.cluster.gpu
     return 0 if gpu is None else int(gpu.memory_bytes.value)
 
 
-def _sensible(optimizer: OffloadDevice, weights: OffloadDevice, stage: Stage, fixed: Fixed) -> bool:
-    """Whether a combination is worth the search's time: what was asked for always is, an engine that refuses it says so."""
+def _is_worth_trying(optimizer: OffloadDevice, weights: OffloadDevice, stage: Stage, fixed: Fixed) -> bool:
+    """Whether a combination is worth the search's time. A requested one always is; an engine that refuses it reports that."""
     if (fixed.offload_optimizer or "none", fixed.offload_param or "none") != ("none", "none"):
         return True
     return (stage > 0 or optimizer == "none") and (weights == "none" or (stage == 3 and optimizer != "none"))
 
 
-class Gridded(NamedTuple):
-    """What one structure's grid was made of, and what divisibility took from it."""
+class GridAndRejected(NamedTuple):
+    """The grid of one structure, and the layouts that divisibility rejects."""
 
     grid: Grid
     indivisible: int
 
 
-def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, degrees: Degrees = WHOLE) -> Gridded:
-    """Every arrangement of the GPUs and of the batch under this recipe, the model split in one way."""
+def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, degrees: Degrees = WHOLE) -> GridAndRejected:
+    """Return every arrangement of the GPUs and every batch for this recipe and these degrees."""
     gpus = base.mesh.world_size
     sharing = gpus // degrees.model_ranks
     replicas = _replicas(recipe, sharing, fixed, pipelined=degrees.pp > 1)
@@ -352,11 +352,11 @@ def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, degrees: Degrees = 
         replicas, gpus, micro_batch_size=sequences, grad_accum_steps=steps, seq_len=base.batch.seq_len, degrees=degrees
     )
     among = grid.dp_shard * (degrees.cp * degrees.tp)
-    return Gridded(grid.only(among % degrees.ep == 0), indivisible * len(replicas))
+    return GridAndRejected(grid.only(among % degrees.ep == 0), indivisible * len(replicas))
 
 
 def _replicas(recipe: RecipeSpec, gpus: int, fixed: Fixed, *, pipelined: bool) -> Column:
-    """Replicas that divide the GPUs and leave at least two to shard over; of a pipeline none but those asked for."""
+    """Return replicas that divide the GPUs and leave at least two ranks to shard; for pipelines only requested ones."""
     if fixed.dp_replicate is not None:
         return np.array([fixed.dp_replicate], dtype=np.int64)
     several = recipe.engine == "fsdp2" and not pipelined
@@ -365,14 +365,14 @@ def _replicas(recipe: RecipeSpec, gpus: int, fixed: Fixed, *, pipelined: bool) -
 
 @lru_cache(maxsize=256)
 def _divisors(number: int, most: int) -> Column:
-    """Every divisor up to ``most``, and 1 in any case; not to be written to."""
+    """Return every divisor up to ``most``, and 1. The result is cached: do not modify it."""
     tried: Column = np.arange(1, max(1, most) + 1, dtype=np.int64)
     divides: NDArray[np.bool_] = number % tried == 0
     return tried[divides]
 
 
 def _batches(base: JobSpec, fixed: Fixed, sharing: int) -> tuple[Column, Column, int]:
-    """Sequences per micro-batch, how many micro-batches, and how many sizes do not divide the batch of one of ``sharing``."""
+    """Return sequences per micro-batch, micro-batches, and how many sizes do not divide the batch of one of ``sharing`` ranks."""
     total, size, steps = fixed.global_batch_size, fixed.micro_batch_size, fixed.grad_accum_steps
     most = max(1, MOST_TOKENS // base.batch.seq_len)
     if total is None:
@@ -392,9 +392,9 @@ def _batches(base: JobSpec, fixed: Fixed, sharing: int) -> tuple[Column, Column,
 
 
 def check_batch(base: JobSpec, fixed: Fixed, splits: Sequence[Degrees]) -> None:
-    """Refuse a batch that contradicts itself, or that no GPU holds: columns are exact only up to 2^63.
+    """Raise SpecError for a batch that contradicts itself or exceeds any GPU: columns are exact only up to 2^63.
 
-    ``splits`` has every way of splitting the model that is tried.
+    ``splits``: every way to split the model that is tried.
     """
     ranks = base.mesh.world_size // min(one.model_ranks for one in splits)
     tokens = base.batch.seq_len * (fixed.micro_batch_size or 1)
@@ -408,11 +408,11 @@ def check_batch(base: JobSpec, fixed: Fixed, splits: Sequence[Degrees]) -> None:
         )
     total = fixed.global_batch_size
     if total is not None and not any(is_cut_evenly(total, base.mesh.world_size, one, fixed) for one in splits):
-        raise NoLayoutError(_how_uneven(base.mesh.world_size, min(splits, key=_model_ranks), fixed, total))
+        raise NoLayoutError(_uneven_sizes(base.mesh.world_size, min(splits, key=_model_ranks), fixed, total))
 
 
 def is_cut_evenly(total: int, gpus: int, split: Degrees, fixed: Fixed) -> bool:
-    """Whether the batch can be cut over so many GPUs, the model split so: every pipeline takes whole rounds of micro-batches.
+    """Whether the batch divides over the GPUs with these degrees. Every pipeline needs whole rounds of micro-batches.
 
     >>> is_cut_evenly(500, 64, Degrees(tp=8, pp=2), Fixed()), is_cut_evenly(500, 64, Degrees(tp=8, cp=2), Fixed())
     (False, True)
@@ -431,7 +431,7 @@ def _model_ranks(split: Degrees) -> int:
     return split.model_ranks
 
 
-def _how_uneven(gpus: int, split: Degrees, fixed: Fixed, total: int) -> str:
+def _uneven_sizes(gpus: int, split: Degrees, fixed: Fixed, total: int) -> str:
     size, steps = fixed.micro_batch_size, fixed.grad_accum_steps
     sharing = gpus // split.model_ranks
     if total % sharing:
@@ -447,6 +447,6 @@ def _how_uneven(gpus: int, split: Degrees, fixed: Fixed, total: int) -> str:
         return f"{flag} {said:,} does not divide the {each:,} sequences of a GPU in --global-batch {total:,}"
     rounds = steps if steps is not None else each // (size or 1)
     return (
-        f"{rounds:,} micro-batches of --global-batch {total:,} are no multiple of the {split.pp:,} stages of a pipeline; "
+        f"{rounds:,} micro-batches of --global-batch {total:,} are not a multiple of the {split.pp:,} stages of a pipeline; "
         "use another --global-batch, or another --pipeline-parallel"
     )

@@ -1,4 +1,4 @@
-"""Advice as text and plain data: the job as it is, each change with what it frees and costs, and the key to change."""
+"""Advice as text and plain data: the job, each change with what it frees and costs, and the key to change."""
 
 import textwrap
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ _WORDS = {"fits": "fits", "tight": "tight", "does not fit": "too much", "unknown
 _ORDER = "what costs no time first, what frees most for the time it costs next, what changes the training or the bill last"
 _UNTIMED = "what frees most first, what changes the training or the bill last; what each costs in time is not known here"
 
-#: The change in the words of the file that was read; its flags where there was none.
+#: The change in the words of the file, or as flags without a file.
 InWords = Callable[[Advice], tuple[str, ...]]
 
 

@@ -1,4 +1,4 @@
-"""Series drawn in a terminal: rows of coloured signs, as wide as asked for; letters where there are no signs."""
+"""Series as rows of coloured signs in a terminal, of any width; letters where a terminal has no signs."""
 
 import textwrap
 from collections.abc import Iterator
@@ -31,11 +31,11 @@ Row = tuple[Segment, ...]
 
 _LEAST_BAR = 10
 _FRONT = 10
-"""Rows of a front of more layouts: both ends, and some between."""
+"""Rows of a front with more layouts: both ends, and some between."""
 
 
 def stages_bars(series: StagesSeries, *, width: int, signs: bool) -> list[Row]:
-    """A bar per stage, with the capacity marked in it."""
+    """Return a bar per stage, with the capacity marked."""
     return [
         *_head(series.caption, width),
         *_stages(series, width, signs=signs),
@@ -64,7 +64,7 @@ def _indented(words: str, width: int) -> Iterator[Row]:
 
 
 def _marked(bar: list[Segment], room: int, capacity: int | None, longest: int, *, signs: bool) -> list[Segment]:
-    """The bar filled up to its room, a line where the GPU's capacity is."""
+    """Return a bar filled up to its width, with a line at the GPU's capacity."""
     cells = [(sign, segment.colour) for segment in bar for sign in segment.text]
     cells += [(" ", "")] * (room - len(cells))
     if capacity is not None and (at := round(capacity / longest * room)) <= room:
@@ -75,7 +75,7 @@ def _marked(bar: list[Segment], room: int, capacity: int | None, longest: int, *
 
 
 def _bar(parts: tuple[Part, ...], room: int, longest: int, *, signs: bool) -> list[Segment]:
-    """Parts beside each other; ends are rounded, so that the whole is as long as it should be."""
+    """Return parts side by side. Their ends are rounded, so that the total length is right."""
     made, before, end = [], 0, 0
     for part in parts:
         end += part.n_bytes
@@ -98,7 +98,7 @@ def _legend(stacks: list[tuple[Part, ...]], *, signs: bool) -> Iterator[Row]:
 
 
 def timeline_bars(series: TimelineSeries, *, width: int, signs: bool) -> list[Row]:
-    """A bar per moment, the peak marked; below it what a record took in each phase."""
+    """Return a bar per moment, with the peak marked, and below it a record's peak in each phase."""
     return [
         *_head(series.caption, width),
         *_instants(series, width, signs=signs),
@@ -129,13 +129,13 @@ def _instants(series: TimelineSeries, width: int, *, signs: bool) -> Iterator[Ro
 
 
 def _padded(name: str, width: int, *, signs: bool) -> str:
-    """A name on so much room: shortened, or filled up."""
+    """Return a name at a fixed width: shortened, or padded."""
     end = "…" if signs else ".."
     return name.ljust(width) if len(name) <= width else f"{name[: width - len(end)]}{end}"
 
 
 def scaling_bars(series: ScalingSeries, *, width: int, signs: bool) -> list[Row]:
-    """A group of bars per number of GPUs, one per stage, on a logarithmic scale."""
+    """Return a group of bars per number of GPUs, one per stage, on a logarithmic scale."""
     return [*_head(series.caption, width), *_scaled(series, width, signs=signs), (), *_begin(series, width)]
 
 
@@ -172,7 +172,7 @@ def _begins(line: ScalingLine, capacity: int | None) -> str:
 
 
 def heat_bars(series: HeatSeries, *, width: int, signs: bool) -> list[Row]:
-    """A table of micro-batches and sequence lengths in doublings, each figure with a sign for fits, tight, does not."""
+    """Return a table of micro-batches and sequence lengths in doublings, with signs for fits, tight and does not fit."""
     ups, downs = _doubled(series.seq_lens, series.own[1]), _doubled(series.micro_batches, series.own[0])
     most = max(1, (width - 10) // 9)
     across = ups if len(ups) <= most else [*ups[: most - 1], ups[-1]]
@@ -207,7 +207,7 @@ def _cell(series: HeatSeries, batch: int, length: int, *, signs: bool) -> Segmen
 
 
 def pareto_bars(series: "ParetoSeries", *, width: int, signs: bool) -> list[Row]:
-    """A row per layout of the front, the quickest first, the best one marked; below how many layouts there are."""
+    """Return a row per layout of the front, the fastest first, the best one marked, and the number of layouts."""
     named = {*spread(series.front, _FRONT), *(() if series.best is None else (series.best,))}
     front = sorted(named, key=lambda one: (-one.tokens_per_s, one.needed_bytes))
     rows: list[Row] = [*_head(series.caption, width)]
@@ -226,7 +226,7 @@ def pareto_bars(series: "ParetoSeries", *, width: int, signs: bool) -> list[Row]
 
 
 def _layouts(series: "ParetoSeries") -> Iterator[Row]:
-    """How many there are of each engine, and how they fit."""
+    """Yield the number of layouts of each engine, and how they fit."""
     for engine, look in ENGINES.items():
         counts = {v: sum(one.layouts for one in series.spots if (one.engine, one.verdict) == (engine, v)) for v in _SHADES}
         said = ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items() if count)
@@ -235,7 +235,7 @@ def _layouts(series: "ParetoSeries") -> Iterator[Row]:
 
 
 def validation_bars(series: ValidationSeries, *, width: int, signs: bool) -> list[Row]:
-    """A row per run, the largest error first: predicted, measured, and the error as a bar."""
+    """Return a row per run, the largest error first: predicted, measured, and the error as a bar."""
     rows: list[Row] = [*_head(series.caption, width)]
     runs = sorted(series.runs, key=lambda run: -abs(run.error))
     name_width = min(max(len(run.name) for run in runs), max(16, width - 50))

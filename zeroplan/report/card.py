@@ -1,4 +1,4 @@
-"""What the card holds at the peak, as rows that add up: tensors, context and communicators, what the allocator caches."""
+"""The card's memory at the peak, as rows that add up: tensors, context and communicators, the allocator's cache."""
 
 from collections.abc import Iterator
 
@@ -8,9 +8,9 @@ from zeroplan.report.tables import Table
 
 
 def card_rows(answer: Estimate, table: Table) -> Iterator[str]:
-    """From the allocated peak to what nvidia-smi would show, then host memory and NVMe where something is offloaded.
+    """Yield rows from the allocated peak to nvidia-smi's figure, then host memory and NVMe if something is offloaded.
 
-    The allocator returns cached blocks to the driver before it runs out of memory, so the job fits without them.
+    The allocator returns cached blocks to the driver before it runs out of memory, so that the job fits without them.
     """
     yield table.total("peak allocated", answer.peak_bytes, "torch's max_memory_allocated")
     for part in answer.outside:
@@ -23,14 +23,14 @@ def card_rows(answer: Estimate, table: Table) -> Iterator[str]:
 
 
 def cached(answer: Estimate) -> Band:
-    """What the allocator keeps of freed blocks beside the peak, as far as the card has room for it. [bytes]"""
+    """Return the freed blocks that the allocator keeps beside the peak, up to the card's size. [bytes]"""
     beside = (int(end) - answer.peak_bytes for end in answer.reserved)
     room = answer.room_bytes
     return Band(*(size if room is None else min(size, max(room, 0)) for size in beside))
 
 
 def shown_by_nvidia_smi(answer: Estimate) -> Band:
-    """What is reserved and what lies outside the allocator, as far as the card reaches. [bytes]"""
+    """Return reserved memory and memory outside the allocator, up to the card's size. [bytes]"""
     both = (int(a) + int(b) for a, b in zip(answer.reserved, answer.outside_band, strict=True))
     capacity = answer.capacity_bytes
     return Band(*(size if capacity is None else max(answer.least_bytes, min(size, capacity)) for size in both))

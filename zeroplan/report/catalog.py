@@ -12,7 +12,7 @@ from zeroplan.units import GB, GIB, format_size
 
 
 def gpu_table(chosen: Sequence[GpuSpec]) -> str:
-    """One line per accelerator: memory as torch reports it, dense bf16 (or fp16) peak, bandwidth, link in the node."""
+    """Return one line per accelerator: memory as torch reports it, dense bf16 (or fp16) peak, bandwidth, link in the node."""
     head = f"{'name':<28}{'GB':>8}{'GiB':>8}{'TFLOP/s':>9}{'TB/s':>7}{'link GB/s':>11}  link in the node"
     rows = [
         f"{one.name:<28}{one.memory_bytes.value / GB:>8.1f}{one.memory_bytes.value / GIB:>8.1f}"
@@ -30,7 +30,7 @@ def _half_precision(one: GpuSpec) -> float:
 
 
 def gpu_text(one: GpuSpec) -> str:
-    """Every figure of one accelerator with its source, note, and what it follows from."""
+    """Return every figure of one accelerator with its source, its note, and its derivation."""
     head = [
         f"{one.full_name} ({one.name})",
         f"{one.vendor}, {one.architecture}, compute capability {one.compute_capability}, {one.released}",
@@ -64,7 +64,7 @@ def _figure(name: str, figure: Figure) -> Iterator[str]:
 
 
 def model_table(chosen: Sequence[ModelEntry]) -> str:
-    """One line per model, by size."""
+    """Return one line per model, by size."""
     head = f"{'name':<26}{'parameters':>20}{'active':>20}{'layers':>8}{'hidden':>8}{'vocab':>9}  family"
     rows = [
         f"{one.name:<26}{parameter_count(one.spec):>20,}{_active(one):>20}{one.spec.num_hidden_layers:>8}"
@@ -80,7 +80,7 @@ def _active(one: ModelEntry) -> str:
 
 
 def model_text(one: ModelEntry) -> str:
-    """Shape, parameters tensor by tensor, published count, source."""
+    """Return shape, parameters tensor by tensor, published count, source."""
     return "\n".join([*_model_head(one), "", *_shape(one), "", *_tensors(one)])
 
 
@@ -102,7 +102,7 @@ def _shape(one: ModelEntry) -> Iterator[str]:
         if is_dataclass(value):
             yield from (_entry(f"{field.name}.{part.name}", getattr(value, part.name)) for part in fields(value))
         elif field.name == "parallel_residual":
-            if one.spec.family == "gpt_neox":  # of which alone it says anything
+            if one.spec.family == "gpt_neox":  # the only family that has it
                 yield _entry(field.name, value)
         elif field.name != "name" and value not in (None, 0, False):
             yield _entry(field.name, value)

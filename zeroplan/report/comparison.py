@@ -1,4 +1,4 @@
-"""Predicted against measured, line by line, the largest disagreement first: as text, as Markdown, as data for JSON."""
+"""Predicted and measured figures side by side, the largest difference first: as text, as Markdown, as data for JSON."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -9,7 +9,7 @@ from zeroplan.report.words import item, model_words, paragraphs, plural
 from zeroplan.units import GB, GIB, KB, KIB, MB, MIB, format_gb, format_size
 
 _WHAT = 34
-_ALLOCATOR = "CUDA's allocator, not judged"  # what it shows depends on the order of requests, too
+_ALLOCATOR = "CUDA's allocator, not judged"  # it also depends on the order of requests
 
 
 def comparison_text(comparison: Comparison, measurement: Measurement, *, tolerance: float) -> str:
@@ -41,7 +41,7 @@ def comparison_markdown(comparison: Comparison, measurement: Measurement, *, tol
 
 
 def comparison_payload(comparison: Comparison, measurement: Measurement, *, tolerance: float) -> dict[str, object]:
-    """Return the comparison as data; ``json.dumps`` takes it as it is. An error of nothing measured is null."""
+    """Return the comparison as data for ``json.dumps``. An error without a measurement is null."""
     return {
         "agrees": comparison.agrees(tolerance),
         "tolerance": tolerance,
@@ -60,27 +60,27 @@ def comparison_payload(comparison: Comparison, measurement: Measurement, *, tole
 
 
 def rank_line(comparison: Comparison, measurement: Measurement) -> str:
-    """One rank in a line: its peak and what it holds between steps."""
+    """Return one rank in a line: its peak and what it holds between steps."""
     peak, held = comparison.peak.measured, comparison.held.measured
     return f"- rank {measurement.rank}: peak {format_size(peak)}, held between steps {format_size(held)}"
 
 
 def headline(measurement: Measurement) -> str:
-    """What was run."""
+    """Return what was run."""
     job = measurement.job
     what = f"workload {measurement.workload}" if measurement.workload else model_words(measurement.job)
     return f"{what}, {job.recipe.engine} ZeRO stage {job.recipe.zero_stage}, rank {measurement.rank} of {job.mesh.world_size:,}"
 
 
 def _own_workload(measurement: Measurement) -> list[str]:
-    """Say that two different things may stand side by side."""
+    """Return a warning that two different jobs may be compared."""
     measured = "measured is the workload with its own module and batch"
     predicted = f"predicted is the job, {model_words(measurement.job)} at the job's batch and sequence length"
     return [f"{measured}; {predicted}: the two agree as far as they are the same"] if measurement.workload else []
 
 
 def how_line(measurement: Measurement) -> str:
-    """How and where it was run."""
+    """Return how and where it was run."""
     environment, steps = measurement.environment, len(measurement.steps)
     versions = ", ".join(f"{name} {version}" for name, version in environment.packages.items())
     on = environment.device or environment.platform
@@ -91,7 +91,7 @@ def how_line(measurement: Measurement) -> str:
 
 
 def verdict(comparison: Comparison, *, tolerance: float) -> str:
-    """Whether it agrees within the tolerance, and where not, with the figures."""
+    """Return whether both agree within the tolerance, and the figures of those that do not."""
     beyond = comparison.beyond(tolerance)
     within = f"within {100 * tolerance:g} %"
     if not beyond:
@@ -106,7 +106,7 @@ def verdict(comparison: Comparison, *, tolerance: float) -> str:
 
 
 def _of_the_allocator(comparison: Comparison) -> tuple[Compared, ...]:
-    """What it counts at the peak, and what it reserves beside the middle of the estimate's band."""
+    """Return what the estimate counts at the peak, and the middle of its band of reserved memory."""
     middles = (
         Compared(f"reserved, {_SETTINGS[one.settings]}", int(one.band.expected_bytes), one.measured)
         for one in comparison.reserved
@@ -118,7 +118,7 @@ _SETTINGS = {"default": "default", "expandable_segments": "expandable segments"}
 
 
 def reserved_lines(comparison: Comparison) -> Iterator[str]:
-    """Whether what is reserved lies in the estimate's bands, and what comes of it on a card of the job's size."""
+    """Yield whether reserved memory is within the estimate's bands, and the result on a card of the job's size."""
     for one in comparison.reserved:
         where = "inside" if one.inside else "OUTSIDE"
         band = f"{format_gb(int(one.band.low_bytes))} to {format_gb(int(one.band.high_bytes))}"
@@ -129,7 +129,7 @@ def reserved_lines(comparison: Comparison) -> Iterator[str]:
 
 
 def _on_card(one: Reserved) -> str:
-    """What came of the requests on a card of the job's size."""
+    """Return the result of the requests on a card of the job's size."""
     card = one.card
     assert card is not None  # noqa: S101  its callers have looked
     begin = f"Replayed with a card of this size, {_SETTINGS[one.settings]}: the allocator has {format_gb(card.room_bytes)}"
@@ -143,7 +143,7 @@ def _on_card(one: Reserved) -> str:
 
 
 def _reserved_payload(one: Reserved) -> dict[str, object]:
-    """One figure beside its band, as data."""
+    """Return one figure beside its band, as data."""
     low, expected, high = map(int, one.band)
     band = {"low_bytes": low, "expected_bytes": expected, "high_bytes": high}
     card = None if one.card is None else asdict(one.card)
@@ -159,7 +159,7 @@ def _by_disagreement(rows: tuple[Compared, ...]) -> list[Compared]:
 
 
 def compared_table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
-    """A table of what was predicted and what was measured, in one pair of units, the largest disagreement first."""
+    """A table of predicted and measured figures in one pair of units, the largest difference first."""
     ordered = _by_disagreement(rows)
     if not ordered:
         return
@@ -172,7 +172,7 @@ def compared_table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
 
 
 def _unit(rows: list[Compared]) -> tuple[str, int, str, int]:
-    """One pair of units for the whole table, so that figures can be compared by eye."""
+    """Return one pair of units for the whole table, so that figures can be compared by eye."""
     largest = max(max(row.predicted, row.measured) for row in rows)
     if largest >= GB:
         return ("GB", GB, "GiB", GIB)
@@ -195,7 +195,7 @@ def _markdown_table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
 
 
 def percent(error: float) -> str:
-    """An error as a reader takes it in; what is many times off is said so.
+    """Return an error for a reader; large ones as a multiple.
 
     >>> percent(-0.00001), percent(0.5), percent(11.0)
     ('+0.00 %', '+50.00 %', '12 times')
@@ -206,17 +206,17 @@ def percent(error: float) -> str:
 
 
 def _error(row: Compared, shown_in: int) -> str:
-    """The error of a row of a table in a unit; where both figures are 0.000 there, it would be an error of nothing seen."""
+    """Return the error of a row of a table in a unit; none if both figures print as 0.000."""
     seen = max(row.predicted, row.measured) / shown_in >= _LEAST_SHOWN
     return percent(row.error) if seen else "negligible"
 
 
-#: What three decimals round to 0.001.
+#: The smallest value that three decimals round to 0.001.
 _LEAST_SHOWN = 0.0005
 
 
 def row_payload(row: Compared) -> dict[str, object]:
-    """One figure as data; an error of nothing measured is null."""
+    """Return one figure as data; an error without a measurement is null."""
     error = None if row.error == float("inf") else row.error
     return {"what": row.what, "predicted_bytes": row.predicted, "measured_bytes": row.measured, "error": error}
 

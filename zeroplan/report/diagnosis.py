@@ -1,4 +1,4 @@
-"""What a snapshot says, as text and as data for JSON: the moment, what was in use and who asked for it, and what to do."""
+"""A snapshot's diagnosis, as text and as data for JSON: the moment, what was in use and who requested it, and what to do."""
 
 import textwrap
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from zeroplan.units import GB, GIB, format_size
 
 SCHEMA_VERSION = 1
 _WORTH_IT = 0.03
-"""Which part of what was reserved must be saved for the setting to be named."""
+"""The share of reserved memory that a setting must save to be named."""
 _WHAT, _SITE = 34, 46
 
 
 def diagnosis_text(found: Diagnosis, *, where: str, rows: tuple[Compared, ...] = (), job: str = "") -> str:
-    """Return the whole diagnosis; ``rows`` hold what an estimate of ``job`` said against it."""
+    """Return the whole diagnosis; ``rows``: the comparison with an estimate of ``job``."""
     parts = [
         list(_head(found, where)),
         list(_held(found.held)),
@@ -29,7 +29,7 @@ def diagnosis_text(found: Diagnosis, *, where: str, rows: tuple[Compared, ...] =
 
 
 def diagnosis_payload(found: Diagnosis, *, where: str, rows: tuple[Compared, ...] = ()) -> dict[str, object]:
-    """Return the diagnosis as data; ``json.dumps`` takes it as it is. [bytes]"""
+    """Return the diagnosis as data for ``json.dumps``. [bytes]"""
     return {
         "schema_version": SCHEMA_VERSION,
         "snapshot": where,
@@ -66,7 +66,7 @@ def _head(found: Diagnosis, where: str) -> Iterator[str]:
 
 
 def _during(part: str) -> str:
-    """Where in a training loop, as the end of a clause."""
+    """Return the place in a training loop, as the end of a clause."""
     return part if part == Part.OTHER else f"in the {part}"
 
 
@@ -79,7 +79,7 @@ def _held(held: tuple[Held, ...]) -> Iterator[str]:
 
 
 def _site(held: Held, at: int) -> str:
-    """A place, and the share of its kind that it asked for where it is not all."""
+    """Return a place, and its share of its kind if that is not all."""
     site = held.sites[at]
     share = "" if site.n_bytes == held.n_bytes else f" ({100 * site.n_bytes / held.n_bytes:.0f} %)"
     room = _SITE - len(share)
@@ -92,7 +92,7 @@ def _advice(found: Diagnosis) -> Iterator[str]:
 
 
 def _advised(found: Diagnosis) -> Iterator[str]:
-    """What follows from it, for those who may not know."""
+    """Yield what follows from it, for readers new to it."""
     if found.failure is not None:
         yield _of_a_failure(found.failure, found)
     if found.replayed is not None and found.replayed.requests:
@@ -105,7 +105,7 @@ def _advised(found: Diagnosis) -> Iterator[str]:
 
 
 def _of_the_allocator(replayed: Replayed, reserved_bytes: int) -> Iterator[str]:
-    """What expandable segments would have reserved, and why that may be believed."""
+    """Yield what expandable segments would have reserved, and the evidence for it."""
     saved = reserved_bytes - replayed.expandable_bytes
     if saved > _WORTH_IT * reserved_bytes:
         yield (

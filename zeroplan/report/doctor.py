@@ -1,4 +1,4 @@
-"""What is installed and what works here, as a table and as data."""
+"""The installed packages and what works with them, as a table and as data."""
 
 import platform
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ Versions = dict[str, str | None]
 
 
 def versions() -> Versions:
-    """Every package that something needs, with its version or None; zeroplan and Python first."""
+    """Return every package that something needs, with its version or None; zeroplan and Python first."""
     found: Versions = {"zeroplan": version("zeroplan"), "python": platform.python_version()}
     return found | {package.name: installed(package) for package in PACKAGES}
 

@@ -1,4 +1,4 @@
-"""A dry run's answer on one screen: does it fit, when is the peak, what is alive then, what the card holds, what was made up."""
+"""A dry run's answer on one screen: whether it fits, the peak, what is alive then, what the card holds, what was assumed."""
 
 import re
 import textwrap
@@ -37,25 +37,25 @@ def dry_run_text(found: DryRun, *, verbose: bool = False, unit: Unit = GIBIBYTES
         list(_collectives(found, table)) if verbose else [],
         list(_operators(found)) if verbose else [],
         list(_savings(found, small)) if verbose else [],
-        list(_made_up(found, most)),
-        [*_stood_in(found, verbose=verbose), *_remarks(found, verbose=verbose)],
+        list(_assumed_values(found, most)),
+        [*_replaced_code(found, verbose=verbose), *_remarks(found, verbose=verbose)],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def small_unit(found: DryRun, unit: Unit) -> Unit:
-    """The unit, or of a small script the next smaller one, so that its rows say something."""
+    """Return the unit; for a small script the next smaller one, so that its rows are not all zero."""
     name, n_bytes = unit.smaller[0]
     return unit if found.peak_bytes >= unit.n_bytes else Unit(name, n_bytes, unit.smaller[1:])
 
 
 def needed_bytes(found: DryRun) -> int:
-    """What the card must have: the peak as the allocator counts it, what CUDA graphs keep, what lies outside. [bytes]"""
+    """Return what the card must have: the allocator's peak, what CUDA graphs keep, what is outside. [bytes]"""
     return _counted(found) + found.kept_by_graphs_bytes + int(total_band(outside(found)).expected_bytes)
 
 
 def outside(found: DryRun) -> tuple[Outside, ...]:
-    """The context, a communicator for each size of group that the last step sent in, and libraries' own buffers. [bytes]
+    """Return context, a communicator for each size of group that the last step used, and libraries' own buffers. [bytes]
 
     Groups of one size count once.
     """
@@ -72,14 +72,14 @@ def _counted(found: DryRun) -> int:
 
 
 def fits(found: DryRun) -> bool:
-    """Whether the job goes through on its card, in a replay of its requests with a card of that size."""
+    """Whether the job runs on its card, by a replay of its requests with a card of that size."""
     shown = found.allocator[0].card
     whole = int(gpu_named(found.gpu).memory_bytes.value)
     return needed_bytes(found) <= whole and (shown is None or shown.fits)
 
 
 def verdict(found: DryRun, unit: Unit) -> str:
-    """One sentence: whether it fits, what it needs, what the card has."""
+    """Return one sentence: whether it fits, what it needs, what the card has."""
     gpu = gpu_named(found.gpu)
     has, needs = int(gpu.memory_bytes.value), needed_bytes(found)
     routed = routing(found)
@@ -94,7 +94,7 @@ def verdict(found: DryRun, unit: Unit) -> str:
 
 
 def routing(found: DryRun) -> str:
-    """What sizes depend on beside the script: choices among scores, which were assumed. Empty where they do not."""
+    """Return what sizes depend on beside the script: assumed choices among scores. Empty if none."""
     if found.imbalance is None:
         return ""
     if found.imbalance == 1:
@@ -110,11 +110,11 @@ def _what(found: DryRun) -> str:
     steps = plural(len(found.steps), "optimizer step")
     host = "" if found.host_bytes is None else f" and {found.host_bytes / 2**30:.1f} GiB of this machine's memory"
     ran = f"{found.command[0]} ran as rank {found.rank} of {found.gpus:,} without a GPU: {steps}, {found.seconds:.0f} s{host}."
-    return f"{ran}{_companions(found)}"
+    return f"{ran}{_other_ranks(found)}"
 
 
-def _companions(found: DryRun) -> str:
-    """A sentence about the ranks that ran beside the one that was asked for; empty where none did."""
+def _other_ranks(found: DryRun) -> str:
+    """Return a sentence about the other ranks that ran; empty if none did."""
     if not found.companions:
         return ""
     ranks, sends = ", ".join(map(str, found.companions)), "it sends" if len(found.companions) == 1 else "they send"
@@ -133,7 +133,7 @@ def _peak(found: DryRun, unit: Unit) -> str:
 
 
 def _phases(found: DryRun, table: Table, *, verbose: bool) -> Iterator[str]:
-    """The peak of everything that the script did, and on which line it was; the steps in one row, with their highest peak."""
+    """Yield the peaks of all the script's phases with their lines of code; all steps are one row with their highest peak."""
     if not found.phases:
         return
     yield table.head("Peak of each phase")
@@ -146,7 +146,7 @@ def _phases(found: DryRun, table: Table, *, verbose: bool) -> Iterator[str]:
 
 
 def _where(one: PhaseOfRun) -> str:
-    """The line of a phase's peak, as much of it as there is room for."""
+    """Return the line of code of a phase's peak, shortened to the room."""
     room = COLUMNS - _NAME - 16
     return one.line if len(one.line) <= room else f"…{one.line[1 - room :]}"
 
@@ -156,7 +156,7 @@ def _largest(one: PhaseOfRun) -> list[tuple[str, int]]:
 
 
 def _alive(found: DryRun, table: Table, most: int | None) -> Iterator[str]:
-    """What is alive at the peak, and what the card holds then."""
+    """Yield what is alive at the peak, and what the card holds then."""
     yield table.head("On the card at the peak")
     kinds = sorted(found.steps[-1].peak.kinds.items(), key=lambda one: -one[1])
     yield from _rows(kinds, table, most)
@@ -170,7 +170,7 @@ def _alive(found: DryRun, table: Table, most: int | None) -> Iterator[str]:
 
 
 def _rows(rows: Iterable[tuple[str, int]], table: Table, most: int | None) -> Iterator[str]:
-    """The largest, and the rest in one row."""
+    """Yield the largest rows, and the rest in one row."""
     every = list(rows)
     shown = every if most is None or len(every) <= most else every[: most - 1]
     yield from (table.row(name, n_bytes) for name, n_bytes in shown)
@@ -179,7 +179,7 @@ def _rows(rows: Iterable[tuple[str, int]], table: Table, most: int | None) -> It
 
 
 def _named(title: str, parts: Sequence[Part], table: Table, most: int | None) -> Iterator[str]:
-    """Bytes by module or line, the kinds of each together, layers of one kind in one row."""
+    """Yield bytes by module or line, kinds together, layers of one kind in one row."""
     found: Counter[str] = Counter()
     for part in parts:
         found[shown_name(part.name)] += part.n_bytes
@@ -188,7 +188,7 @@ def _named(title: str, parts: Sequence[Part], table: Table, most: int | None) ->
 
 
 def shown_name(name: str) -> str:
-    """A name with layers of one kind together, without wrappers, and with its end where it is long.
+    """Return a name with layers of one kind together, without wrappers, and only its end if it is long.
 
     >>> shown_name("module.layers.3._checkpoint_wrapped_module.mlp")
     'layers.*.mlp'
@@ -213,7 +213,7 @@ def _collectives(found: DryRun, table: Table) -> Iterator[str]:
 
 
 def _operators(found: DryRun) -> Iterator[str]:
-    """What the operators of the last step compute and move."""
+    """Yield what the operators of the last step compute and move."""
     if (one := found.operators) is None:
         return
     again = f", {_teras(one.recomputed_flops)} of them again in the backward" if one.recomputed_flops else ""
@@ -229,7 +229,7 @@ def _teras(flops: int) -> str:
 
 
 def _savings(found: DryRun, unit: Unit) -> Iterator[str]:
-    """What would free how much, as upper bounds."""
+    """Yield what would free how much, as upper bounds."""
     if found.savings:
         yield "What would free how much of the last step's peak, at most"
     for one in found.savings:
@@ -240,8 +240,8 @@ def _savings(found: DryRun, unit: Unit) -> Iterator[str]:
         )  # fmt: skip
 
 
-def _made_up(found: DryRun, most: int | None) -> Iterator[str]:
-    """Values that the script read and no fake tensor has."""
+def _assumed_values(found: DryRun, most: int | None) -> Iterator[str]:
+    """Yield values that the script read and that fake tensors do not have."""
     if not found.made_up:
         return
     yield "Made-up values: the script read these, and fake tensors have none"
@@ -254,8 +254,8 @@ def _made_up(found: DryRun, most: int | None) -> Iterator[str]:
         yield f"  {len(found.made_up) - most} more: add -v."
 
 
-def _stood_in(found: DryRun, *, verbose: bool) -> Iterator[str]:
-    """Library code that something else replaced: the names alone, or with what took their place."""
+def _replaced_code(found: DryRun, *, verbose: bool) -> Iterator[str]:
+    """Yield library code that a replacement stood in for: the names, or with the replacement."""
     if not found.stood_in:
         return
     if not verbose:

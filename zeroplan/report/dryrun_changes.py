@@ -1,4 +1,4 @@
-"""What changed between two dry runs: peak, kinds, modules, lines of code, what is sent. As data, and as one table."""
+"""The differences between two dry runs: peak, kinds, modules, lines of code, traffic. As data, and as one table."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,13 +11,13 @@ from zeroplan.units import GIBIBYTES, Unit
 
 _TOTALS = "In all"
 _MOST = 4
-"""Rows of each group; with the heads and the totals at most 26 lines."""
+"""Rows of each group; with headings and totals at most 26 lines."""
 _NAME, _AMOUNT, _CHANGE = 42, 11, 12
 """Columns of the table. [signs]"""
 
 
 class Change(NamedTuple):
-    """One figure before and after; 0 where it was not there. [bytes]"""
+    """One figure before and after; 0 where it did not exist. [bytes]"""
 
     group: str
     name: str
@@ -26,15 +26,15 @@ class Change(NamedTuple):
 
     @property
     def change_bytes(self) -> int:
-        """How much it grew."""
+        """The growth."""
         return self.after_bytes - self.before_bytes
 
 
 def changes(before: SavedRun, after: SavedRun) -> tuple[Change, ...]:
-    """The totals of two runs, and every kind, module, line and collective that came, went, grew or shrank, the largest first.
+    """Return the totals of two runs, and every kind, module, line and collective that changed, the largest first.
 
-    Kinds, modules and lines are of the highest moment of each run's last step. A line of code is known by its file and its text,
-    so that it stays the same where lines above it came or went.
+    Kinds, modules and lines are of the highest moment of each run's last step. A line of code is identified by its file and its
+    text, so that lines above it may change.
     """
     first, second = before.run, after.run
     groups: tuple[tuple[str, Mapping[str, int], Mapping[str, int]], ...] = (
@@ -77,7 +77,7 @@ def _sent(run: DryRun) -> Counter[str]:
 
 
 def _lines(before: SavedRun, after: SavedRun) -> tuple[Counter[str], Counter[str]]:
-    """Bytes by line, by the name that the later run has for it."""
+    """Return bytes by line, under the later run's name for it."""
     now = {key: name for name, key in _keys(after).items()}
     found: list[Counter[str]] = []
     for saved in (before, after):
@@ -90,7 +90,7 @@ def _lines(before: SavedRun, after: SavedRun) -> tuple[Counter[str], Counter[str
 
 
 def _keys(saved: SavedRun) -> dict[str, str]:
-    """What a line is known by: its file and text; its name alone where the text is not known."""
+    """Return a line's identity: its file and text; its name alone if the text is not known."""
     if saved.trace is None:
         return {}
     named = zip(saved.trace.lines, saved.trace.sources, strict=True)
@@ -111,7 +111,7 @@ def changes_text(before: SavedRun, after: SavedRun, *, where: str, unit: Unit = 
 
 
 def _head(before: DryRun, after: DryRun, where: str) -> str:
-    """The file, and what of the job is another."""
+    """Return the file, and the differences of the job."""
     sides = ((before.gpus, after.gpus, "ranks"), (before.gpu, after.gpu, "GPU"), (before.rank, after.rank, "rank"))
     other = "".join(f"; {name} {one} before, {two} after" for one, two, name in sides if one != two)
     room = COLUMNS - len("Against ") - len(other) - 1
@@ -123,7 +123,7 @@ def _columns(unit: Unit) -> str:
 
 
 def _few(rows: Sequence[Change], unit: Unit) -> Iterator[str]:
-    """The largest changes, and the rest in one row."""
+    """Yield the largest changes, and the rest in one row."""
     shown = rows if len(rows) <= _MOST else rows[: _MOST - 1]
     yield from _rows(shown, unit)
     if rest := rows[len(shown) :]:

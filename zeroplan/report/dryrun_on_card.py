@@ -1,4 +1,4 @@
-"""A script's run on real GPUs beside its dry run, as text and as data."""
+"""A script's run on real GPUs and its dry run side by side, as text and as data."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ _WHAT, _AMOUNT = 30, 11
 
 
 class CardComparison(NamedTuple):
-    """What ran, rank by rank with the fullest first, what the dry run says of it, and how far the two may be apart."""
+    """A run rank by rank, the fullest first, its dry run, and the tolerance."""
 
     ranks: tuple[RankOnCard, ...]
     predicted: DryRun
@@ -27,12 +27,12 @@ class CardComparison(NamedTuple):
 
     @property
     def rows(self) -> OnCard:
-        """The fullest rank beside the dry run."""
+        """Return the fullest rank beside the dry run."""
         return held_against(self.ranks[0], self.predicted)
 
     @property
     def agrees(self) -> bool:
-        """Whether the dry run is right: of its figures, or where the card was full that the script does not fit."""
+        """Whether the dry run's figures are right, or, on a full card, its verdict that the script does not fit."""
         if self.ranks[0].ended == "out of memory":
             return not fits(self.predicted) and not self.rows.beyond(self.tolerance)
         return not self.rows.beyond(self.tolerance)
@@ -41,7 +41,12 @@ class CardComparison(NamedTuple):
 def on_card_text(found: CardComparison, *, unit: Unit = GIBIBYTES) -> str:
     """Return the comparison as text of ``COLUMNS`` columns."""
     small = small_unit(found.predicted, unit)
-    parts = [_filled(_judgement(found)), _filled(_what(found)), list(_table(found, small)), list(_driver(found, small))]
+    parts = [
+        _filled(_verdict_on_dry_run(found)),
+        _filled(_what(found)),
+        list(_table(found, small)),
+        list(_driver(found, small)),
+    ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -70,7 +75,7 @@ def _filled(text: str) -> list[str]:
     return textwrap.wrap(text, COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
-def _judgement(found: CardComparison) -> str:
+def _verdict_on_dry_run(found: CardComparison) -> str:
     full = found.ranks[0].ended == "out of memory"
     if full:
         which = "Agrees" if found.agrees else "DISAGREES"
@@ -113,7 +118,7 @@ def _percent(row: Compared) -> str:
 
 
 def _driver(found: CardComparison, unit: Unit) -> Iterator[str]:
-    """What lies outside the allocator: context, kernels, NCCL's buffers."""
+    """Yield memory outside the allocator: context, kernels, NCCL's buffers."""
     first = found.ranks[0]
     card, parts = first.card, outside_beside(0, found.predicted.gpu) if first.alone else outside(found.predicted)
     band = total_band(parts)

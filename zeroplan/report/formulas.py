@@ -1,4 +1,4 @@
-"""A line's formula with the job's numbers in the place of its symbols."""
+"""A line's formula with the job's numbers in place of its symbols."""
 
 import re
 from collections.abc import Iterable
@@ -10,12 +10,12 @@ _WORDS = {"ceil", "max", "min", "pow2"}
 
 
 def symbols_of(formulas: Iterable[str]) -> set[str]:
-    """The symbols that formulas are written in."""
+    """The symbols of formulas."""
     return {name for formula in formulas for name in _SYMBOL.findall(formula)} - _WORDS
 
 
 def with_numbers(formula: str, answer: Estimate) -> str:
-    """Put numbers in the place of symbols: ``4·P/N`` becomes ``4·6738415616/8``."""
+    """Return a formula with numbers in place of symbols: ``4·P/N`` becomes ``4·6738415616/8``."""
     values = answer.legend
 
     def number(match: re.Match[str]) -> str:

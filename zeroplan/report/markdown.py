@@ -23,9 +23,9 @@ from zeroplan.units import GB, GIB, GIBIBYTES, MB, MIB, format_size
 def estimate_markdown(
     answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] | None = None, *, explain: bool = False
 ) -> str:
-    """Return the whole answer as Markdown tables; with ``explain`` the peak is listed line by line with formula and source.
+    """Return the whole answer as Markdown tables; ``explain``: list the peak line by line with formula and source.
 
-    ``changes`` None means that none were looked for; where they were and there are none, the answer says so.
+    ``changes``: None if none were looked for. If none were found, the answer says that none helps.
     """
     parts = [
         [f"## {headline(answer)}", "", *(f"{line}  " for line in job_lines(answer))],

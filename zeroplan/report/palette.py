@@ -1,8 +1,8 @@
-"""Which colour, hatch and sign stand for a kind of memory, a stage or an engine, in every picture of the product.
+"""The colour, hatch and sign of each kind of memory, stage and engine, in every picture.
 
-Colours are Okabe and Ito's, which the colour-blind tell apart (Okabe and Ito 2008, Color Universal Design), and others of the
-same hue for what belongs to the same thing. Any two kinds differ in lightness or in hatch, so that they are told apart in grey,
-too. Data alone: a page in a browser may use it as it is.
+Colours are Okabe and Ito's, which colour-blind readers can distinguish (Okabe and Ito 2008, Color Universal Design), and others
+of the same hue for related things. Any two kinds differ in lightness or in hatch, so that they differ in grey too. Data alone:
+a page in a browser may use it as it is.
 """
 
 from typing import Literal, NamedTuple
@@ -12,12 +12,12 @@ from zeroplan.ledger import Kind
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 
-#: What the card gives beside the allocator; no kind of the ledger, since it is known as a band only.
+#: Memory of the card outside the allocator. It is no kind of the ledger, since only a band is known.
 OUTSIDE = "context and communicators"
 
 
 class Look(NamedTuple):
-    """How a kind looks: its colour, its hatch on paper, and its sign in a terminal, with a letter where there are no signs."""
+    """The look of a kind: its colour, its hatch on paper, and its sign in a terminal, or a letter without signs."""
 
     colour: str
     hatch: str
@@ -25,7 +25,7 @@ class Look(NamedTuple):
     letter: str
 
 
-#: From the bottom of a stack to its top: what stays all the time first.
+#: From the bottom of a stack to its top: constant memory first.
 LOOKS: dict[str, Look] = {
     Kind.PARAMETERS.value: Look(BLUE, "", "█", "P"),
     Kind.OPTIMIZER_STATE.value: Look(GREEN, "..", "▓", "O"),
@@ -47,7 +47,7 @@ ORDER = tuple(LOOKS)
 
 
 class LineLook(NamedTuple):
-    """How a line in a plot looks: colour, mark, dashes."""
+    """The look of a line in a plot: colour, mark, dashes."""
 
     colour: str
     mark: str
@@ -70,13 +70,13 @@ ENGINES: dict[str, LineLook] = {
 
 
 class Theme(NamedTuple):
-    """Paper or screen: what is behind, what is written, what is ruled."""
+    """Paper or screen: the colours of background, text and lines."""
 
     paper: str
     ink: str
     faint: str
     warn: str
-    """A limit, and what is beyond it."""
+    """The colours of a limit, and of what is beyond it."""
 
 
 THEMES = {
@@ -86,7 +86,7 @@ THEMES = {
 
 
 def lightness(colour: str) -> float:
-    """How light a colour is in grey, from 0 to 1 (the luma of Rec. 601, as greyscale printing does).
+    """Return the lightness of a colour in grey, from 0 to 1 (the luma of Rec. 601, as in greyscale printing).
 
     >>> lightness("#000000"), lightness("#FFFFFF")
     (0.0, 1.0)
@@ -95,12 +95,12 @@ def lightness(colour: str) -> float:
     return round(0.299 * red + 0.587 * green + 0.114 * blue, 6)
 
 
-#: Of lightness: darker colours carry white, lighter ones dark grey.
+#: Lightness below which text is white, and above which it is dark grey.
 _DARK = 0.55
 
 
 def on(colour: str) -> str:
-    """What is legible on a colour: a hatch, a number.
+    """Return the colour of a legible hatch or number on a colour.
 
     >>> on(BLUE), on(YELLOW)
     ('#FFFFFF', '#333333')

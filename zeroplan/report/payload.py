@@ -41,7 +41,7 @@ class MomentPayload(TypedDict):
 
 
 def estimate_payload(answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = ()) -> dict[str, object]:
-    """Return the answer in the shape of ``zeroplan estimate --json``; ``json.dumps`` takes it as it is."""
+    """Return the answer of ``zeroplan estimate --json``, for ``json.dumps``."""
     return {
         "schema_version": SCHEMA_VERSION,
         "job": asdict(answer.job),
@@ -79,7 +79,7 @@ def estimate_payload(answer: Estimate, notes: Sequence[str] = (), changes: Seque
 
 
 def _replay(answer: Estimate) -> dict[str, object] | None:
-    """What a replay of the step's requests shows with each of the allocator's settings; None where there is none."""
+    """Return the results of a replay with each of the allocator's settings; None without a replay."""
     step, room = answer.replay, answer.allocator_room_bytes
     if step is None:
         return None

@@ -1,4 +1,4 @@
-"""A plan as text, Markdown and plain data: the layout, its memory and time by part, the others and why not, what fell."""
+"""A plan as text, Markdown and plain data: the layout, its memory and time by part, the rivals, the rejected layouts."""
 
 import textwrap
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ _MOST_OF_FRONT = 6
 
 
 class Beside(NamedTuple):
-    """What is told beside the plan itself: the command for this layout, a token budget, a price, files that were written."""
+    """What accompanies a plan: the command for this layout, a token budget, a price, written files."""
 
     command: str
     tokens: int | None = None
@@ -51,7 +51,7 @@ def plan_text(plan: Plan, beside: Beside) -> str:
 
 
 def plan_markdown(plan: Plan, beside: Beside) -> str:
-    """Return the same as Markdown, its tables as they stand in a terminal."""
+    """Return the same as Markdown, with the terminal's tables."""
     best = "Nothing fits" if plan.best is None else layout_words(plan.best.layout.job)
     command = f"\n\n`{beside.command}`" if plan.best is not None else ""
     return f"## {best}{command}\n\n```text\n{plan_text(plan, beside)}\n```"
@@ -66,7 +66,7 @@ def _head(plan: Plan) -> Iterator[str]:
 
 
 def layout_words(job: JobSpec) -> str:
-    """A layout in a line: engine and stage, what it recomputes, how the batch is cut."""
+    """Return a layout in a line: engine and stage, what it recomputes, how the batch is cut."""
     recipe, batch = job.recipe, job.batch
     words = [engine_words(job)]
     words += [f"{job.mesh.dp_replicate} replicas of {job.mesh.dp_shard} shards"] if job.mesh.dp_replicate > 1 else []
@@ -155,12 +155,12 @@ def _time(best: Best, beside: Beside) -> Iterator[str]:
 
 
 def days(best: Layout, tokens: int) -> float:
-    """How long a token budget takes. [days]"""
+    """Return the time of a token budget. [days]"""
     return tokens / (best.tokens_per_s * best.job.mesh.world_size) / _DAY_S
 
 
 def cost(best: Layout, tokens: int, price_per_gpu_hour: float) -> float:
-    """What a token budget costs, in the price's own currency."""
+    """Return the cost of a token budget, in the price's own currency."""
     return tokens / best.tokens_per_s / 3600 * price_per_gpu_hour
 
 
@@ -174,7 +174,7 @@ def _budget(best: Layout, beside: Beside) -> Iterator[str]:
 
 
 def _why(best: Best) -> Iterator[str]:
-    yield f"Binding: {best.binding}"
+    yield f"Limited by {best.binding}"
     more = best.one_more_gb
     if more is None:
         yield "One more GB would buy nothing."
@@ -194,7 +194,7 @@ def _others(plan: Plan) -> Iterator[str]:
 def _front(plan: Plan) -> Iterator[str]:
     if len(plan.front) < 2:
         return
-    yield f"{'Time against memory: nothing is both quicker and smaller':<58}{'GB':>8}{'tokens/s per GPU':>20}"
+    yield f"{'Time against memory: nothing is both faster and smaller':<58}{'GB':>8}{'tokens/s per GPU':>20}"
     for one in spread(plan.front, _MOST_OF_FRONT):
         words, *more = textwrap.wrap(layout_words(one.job), _OF_A_ROW, subsequent_indent="  ")
         yield f"  {words:<{_OF_A_ROW + 1}}{one.least_bytes / GB:>8,.1f}{one.tokens_per_s:>20,.0f}"
@@ -216,7 +216,7 @@ def _nothing(plan: Plan) -> Iterator[str]:
 def _fallen(plan: Plan) -> Iterator[str]:
     if not plan.fallen:
         return
-    yield "What fell, and to which rule"
+    yield "Rejected layouts, by rule"
     for one in plan.fallen:
         yield f"  {one.layouts:>8,}  {one.rule.value}"
         if one.example:

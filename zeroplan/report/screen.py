@@ -1,6 +1,6 @@
-"""The answer on one screen: does it fit, when is the peak, what does the card hold, how much is sent.
+"""The answer on one screen: whether it fits, the peak, what the card holds, how much is sent.
 
-At most 26 lines of 80 columns. The table of the peak and the notes give way first: ``--verbose`` shows all of them.
+At most 26 lines of 80 columns. The table of the peak and the notes are shortened first; ``--verbose`` shows all of them.
 """
 
 import textwrap
@@ -28,7 +28,7 @@ _FEWEST_KINDS, _KINDS_BEFORE_NOTES, _MOST_KINDS = 2, 4, 7
 _MOST_CHANGES = 3
 _GAPS = 4
 _REMARK = 33
-"""Columns left for a remark beside a row's name and number. [signs]"""
+"""Columns for a remark beside a row's name and number. [signs]"""
 
 
 def screen_text(answer: Estimate, notes: Sequence[str], changes: Sequence[Remedy] | None, unit: Unit) -> str:
@@ -48,7 +48,7 @@ def screen_text(answer: Estimate, notes: Sequence[str], changes: Sequence[Remedy
 
 
 def _spaced(parts: Sequence[Sequence[str]], gaps: int) -> str:
-    """The parts with an empty line between them, as far as there are empty lines to spend."""
+    """Return the parts with empty lines between them, as many as there is room for."""
     spaced = [[*part, ""] if at < gaps else part for at, part in enumerate(parts)]
     return "\n".join(line for part in spaced for line in part)
 
@@ -58,7 +58,7 @@ def _filled(text: str) -> list[str]:
 
 
 def _changes(answer: Estimate, changes: Sequence[Remedy] | None, unit: Unit) -> Iterator[str]:
-    """The nearest changes as flags to copy, each with what it needs."""
+    """Yield the nearest changes as flags to copy, each with what it needs."""
     if changes is not None and not changes and answer.fits is False:
         yield from _filled(NO_CHANGE)
     for one in (changes or ())[:_MOST_CHANGES]:
@@ -78,7 +78,7 @@ def _summary(answer: Estimate, unit: Unit) -> Iterator[str]:
 
 
 def _kinds(answer: Estimate, table: Table, *, at_most: int) -> list[str]:
-    """What the peak consists of, the largest first; the smallest in one row where there are too many."""
+    """Return the lines of the peak, the largest first; the smallest in one row if there are too many."""
     kinds = kinds_by_size(answer.peak.lines)
     shown = kinds if len(kinds) <= at_most else kinds[: at_most - 1]
     rest = kinds[len(shown) :]
@@ -93,7 +93,7 @@ def _kinds(answer: Estimate, table: Table, *, at_most: int) -> list[str]:
 
 
 def main_reason(lines: Sequence[Line], width: int) -> str:
-    """The reason of the largest line, shortened to a width, and how many lines more there are."""
+    """Return the reason of the largest line, shortened to a width, and the number of other lines."""
     there = [line for line in lines if line.n_bytes]
     largest = max(there, key=lambda line: int(line.n_bytes))
     others = "" if len(there) == 1 else f"; {len(there) - 1} more"
@@ -109,7 +109,7 @@ def _sent(answer: Estimate, unit: Unit) -> str:
 
 
 def _notes(notes: Sequence[str], room: int) -> Iterator[str]:
-    """As many notes as there is room for, whole, and how many more there are."""
+    """Yield as many whole notes as there is room for, and the number of the others."""
     filled = [_filled(f"Note: {note}") for note in notes]
     shown = next(n for n in range(len(notes), -1, -1) if not n or sum(map(len, filled[:n])) + (n < len(notes)) <= room)
     yield from (line for lines in filled[:shown] for line in lines)

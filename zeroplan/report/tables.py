@@ -1,4 +1,4 @@
-"""Rows of an answer in a terminal: what something is, how large it is in one unit, and a remark."""
+"""Rows of an answer in a terminal: a name, a size in one unit, and a remark."""
 
 from typing import NamedTuple
 
@@ -10,28 +10,28 @@ _AMOUNT = 10
 
 
 class Table(NamedTuple):
-    """How wide the first column is, and the unit of the second."""
+    """The width of the first column, and the unit of the second."""
 
     unit: Unit = GIBIBYTES
     what: int = 34
 
     def head(self, title: str, remark: str = "") -> str:
-        """The heading of the columns, with the unit."""
+        """Return the heading of the columns, with the unit."""
         return f"{title:<{self.what + 2}}{self.unit.name:>{_AMOUNT}}  {remark}".rstrip()
 
     def row(self, what: str, n_bytes: int, remark: str = "") -> str:
-        """One row, indented below its heading."""
+        """Return one row, indented below its heading."""
         return f"  {what:<{self.what}.{self.what}}{self.unit.amount(n_bytes):>{_AMOUNT}}  {remark}".rstrip()
 
     def total(self, what: str, n_bytes: int, remark: str = "") -> str:
-        """The sum of the rows above."""
+        """Return the sum of the rows above."""
         return f"= {what:<{self.what}.{self.what}}{self.unit.amount(n_bytes):>{_AMOUNT}}  {remark}".rstrip()
 
     def band_row(self, what: str, band: Band) -> str:
-        """One row with its expected size, and the ends of the band where they differ."""
+        """Return one row with its expected size, and the ends of the band if they differ."""
         return self.row(what, int(band.expected_bytes), self.span(band))
 
     def span(self, band: Band) -> str:
-        """The ends of a band; empty where both print alike, and alike to what is expected between them."""
+        """Return the ends of a band; empty if both print like the expected value."""
         low, high = (self.unit.amount(int(end)) for end in (band.low_bytes, band.high_bytes))
         return "" if low == high else f"{low} to {high}"

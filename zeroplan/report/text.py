@@ -43,9 +43,9 @@ def estimate_text(
 ) -> str:
     """Return the answer on one screen (26 lines of 80 columns), or whole.
 
-    ``verbose`` adds every kind of memory, every pipeline rank, every collective and every note; ``explain`` also adds each line's
-    formula, numbers and source. ``changes`` None means that none were looked for; where they were and there are none, the
-    answer says so.
+    ``verbose`` adds every kind of memory, every pipeline rank, every collective and every note; ``explain`` also adds each
+    line's formula, numbers and source. ``changes``: None if none were looked for. If none were found, the answer says that none
+    helps.
     """
     if verbose or explain:
         return _whole(answer, notes, changes, Table(unit), explain=explain)
@@ -91,7 +91,7 @@ def _peak(answer: Estimate, table: Table, *, explain: bool) -> Iterator[str]:
 
 
 def _pipeline(answer: Estimate, table: Table) -> Iterator[str]:
-    """The peak of every pipeline rank, and what it has of the model."""
+    """Yield the peak of every pipeline rank, and its part of the model."""
     if not answer.pipeline:
         return
     yield table.head("Pipeline ranks, allocated by tensors")
@@ -120,7 +120,7 @@ def _verdict(answer: Estimate, changes: Sequence[Remedy] | None, table: Table) -
 
 
 def _changes(changes: Sequence[Remedy], table: Table) -> Iterator[str]:
-    """Each change as flags to copy, with what it would need and in words: a table, or where flags are long, one by one."""
+    """Yield each change as flags to copy, with what it would need and in words: a table, or one by one if flags are long."""
     title = f"It would fit with {'one of these' if len(changes) > 1 else 'this change'}"
     width = max(table.what, *(len(change.flags) for change in changes))
     if width + 12 > WIDTH:
@@ -168,7 +168,7 @@ def _communication(answer: Estimate, unit: Unit, *, explain: bool) -> Iterator[s
 
 
 def _kept(answer: Estimate, unit: Unit) -> Iterator[str]:
-    """Tensor by tensor what the peak gives as one line: what one block keeps from its forward to its backward."""
+    """Yield tensor by tensor the peak's line of what one block keeps from its forward to its backward."""
     for kind, lines in answer.kept:
         yield f"What one {kind} block keeps from its forward to its backward"
         yield from _explained(answer, lines, unit)

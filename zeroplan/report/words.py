@@ -1,4 +1,4 @@
-"""What every rendering of an answer shares: how text is laid out, what the job is, what a parameter costs, whether it fits."""
+"""What all renderings of an answer share: text layout, the job in words, bytes per parameter, whether it fits."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WIDTH = 100
-"""Of a terminal, for running text. [signs]"""
+"""Columns of running text in a terminal. [signs]"""
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 NO_CHANGE = (
     "Nothing that zeroplan tries makes it fit: recomputation, a higher ZeRO stage, smaller micro-batches, shorter sequences, "
@@ -31,33 +31,33 @@ NO_CHANGE = (
 
 
 def paragraphs(parts: Iterable[Sequence[str]]) -> str:
-    """Parts of an answer, line by line, an empty line between them; a part without lines is left out."""
+    """Return the parts of an answer, line by line, with an empty line between them; empty parts are left out."""
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def item(text: str, width: int = WIDTH) -> str:
-    """One of a list."""
+    """Return one item of a list."""
     return textwrap.fill(text, width, initial_indent="  - ", subsequent_indent="    ")
 
 
 def notes_part(notes: Sequence[str]) -> list[str]:
-    """The notes of an answer under their heading; nothing where there are none."""
+    """Return the notes of an answer under their heading; nothing without notes."""
     return ["Notes", *map(item, notes)] if notes else []
 
 
 def every_note(answer: Estimate, notes: Sequence[str]) -> list[str]:
-    """What was filled in, what is not exact, and what an engine's account has to say."""
+    """Return what was filled in, what is not exact, and the notes of an engine's account."""
     return [*notes, *([answer.approximate] if answer.approximate else []), *answer.notes]
 
 
 def kinds_by_size(lines: tuple[Line, ...]) -> list[tuple[Kind, int]]:
-    """Bytes by kind, the largest first; kinds without bytes are left out."""
+    """Return bytes by kind, the largest first, without empty kinds."""
     kinds = [(kind, int(n_bytes)) for kind, n_bytes in bytes_by_kind(lines).items() if n_bytes]
     return sorted(kinds, key=lambda one: -one[1])
 
 
 def spread(front: Sequence[T], most: int) -> list[T]:
-    """All of a front, or where there are more than so many both ends and some between.
+    """Return a whole front, or both ends and some between if it is long.
 
     >>> spread("abcde", 3)
     ['a', 'c', 'e']
@@ -67,19 +67,19 @@ def spread(front: Sequence[T], most: int) -> list[T]:
 
 
 def headline(answer: Estimate) -> str:
-    """What is trained, on how many GPUs, how."""
+    """Return the model, the GPUs and the recipe in words."""
     return headline_of(answer.job)
 
 
 def headline_of(job: JobSpec) -> str:
-    """The same of a job."""
+    """Return the model, the GPUs and the recipe of a job in words."""
     engine = engine_words(job)
     stage = "" if "DeepSpeed stage" in engine else f"ZeRO stage {job.recipe.zero_stage}: "
     return f"{subject(job)}, {stage}{engine}"
 
 
 def engine_words(job: JobSpec) -> str:
-    """An engine as it is called at this stage; on one GPU that DDP does not wrap there is none."""
+    """Return an engine's name at this stage; on one GPU without DDP there is none."""
     recipe = job.recipe
     if recipe.engine == "ddp" and job.mesh.world_size == 1 and not recipe.wraps_one_rank:
         return "plain loop"
@@ -87,14 +87,14 @@ def engine_words(job: JobSpec) -> str:
 
 
 def subject(job: JobSpec) -> str:
-    """What is trained, on how many GPUs."""
+    """Return the model and the number of GPUs in words."""
     gpus = job.mesh.world_size
     gpu = plural(gpus, "GPU") if job.cluster.gpu is None else f"{gpus:,} x {job.cluster.gpu.full_name}"
     return f"{model_words(job)} on {gpu}"
 
 
 def model_words(job: JobSpec) -> str:
-    """The model's name, or its family's, and how it is trained where not in full.
+    """Return the model's name, or its family's, and how it is trained if not in full.
 
     >>> from zeroplan import job
     >>> model_words(job(model="llama-3.1-8b", lora_rank=16, quantize="nf4"))
@@ -105,7 +105,7 @@ def model_words(job: JobSpec) -> str:
 
 
 def method_words(model: ModelSpec) -> str:
-    """LoRA, QLoRA with its number format, or frozen parts; empty where every parameter is trained."""
+    """Return LoRA, QLoRA with its number format, or frozen parts; empty if every parameter is trained."""
     adapter = model.adapter
     if adapter is None:
         return "" if model.frozen is None else "frozen parts"
@@ -113,7 +113,7 @@ def method_words(model: ModelSpec) -> str:
 
 
 def partly_trained(model: ModelSpec) -> str:
-    """Which layers have adapters, or which parts are frozen; empty where every parameter is trained."""
+    """Return the layers with adapters, or the frozen parts; empty if every parameter is trained."""
     if model.adapter is not None:
         return f"adapters in {model.adapter.targets}"
     if model.frozen is None:
@@ -123,14 +123,14 @@ def partly_trained(model: ModelSpec) -> str:
 
 
 def recipe_line(recipe: RecipeSpec) -> str:
-    """Precision, optimizer, recomputation, attention, and the release of transformers where one is asked for."""
+    """Return precision, optimizer, recomputation and attention in words, and the release of transformers if it is given."""
     away = ", activations offloaded" if recipe.offload_activations else ""
     release = "" if recipe.transformers is None else f", transformers {recipe.transformers}"
     return f"{recipe.precision}, {_optimizer(recipe)}, {recompute_words(recipe)}{away}, attention {recipe.attention}{release}"
 
 
 def recompute_words(recipe: RecipeSpec) -> str:
-    """What is recomputed, and of how many blocks where not of all.
+    """Return what is recomputed, and in how many blocks if not in all.
 
     >>> recompute_words(RecipeSpec(recompute="full", recompute_layers=8))
     'recomputation full of the first 8 blocks'
@@ -140,13 +140,13 @@ def recompute_words(recipe: RecipeSpec) -> str:
 
 
 def batch_line(batch: BatchSpec, mesh: MeshSpec) -> str:
-    """What one data-parallel rank is fed in one forward pass, and how often per step."""
+    """Return one data-parallel rank's micro-batch, and the micro-batches per step."""
     accumulated = "" if batch.grad_accum_steps == 1 else f", {batch.grad_accum_steps:,} micro-batches per step"
     return f"{sequences(batch)} per {those_that_share(mesh)} and micro-batch{accumulated}"
 
 
 def those_that_share(mesh: MeshSpec) -> str:
-    """Who takes a micro-batch together: a GPU, or those that split a model or a sequence.
+    """Return who runs a micro-batch together: a GPU, or the ranks that split a model or a sequence.
 
     >>> those_that_share(MeshSpec(dp_shard=8)), those_that_share(MeshSpec(dp_shard=2, tp=2, pp=2))
     ('GPU', '4 GPUs')
@@ -156,12 +156,12 @@ def those_that_share(mesh: MeshSpec) -> str:
 
 
 def sequences(batch: BatchSpec) -> str:
-    """How many sequences of how many tokens."""
+    """Return the number of sequences and their tokens."""
     return f"{plural(batch.micro_batch_size, 'sequence')} of {plural(batch.seq_len, 'token')}"
 
 
 def mesh_line(mesh: MeshSpec) -> str:
-    """Replicas, shards and ranks that split the model, where there is more than shards."""
+    """Return replicas, shards and ranks that split the model, if there is more than shards."""
     if mesh.dp_replicate * mesh.model_ranks * mesh.ep == 1:
         return ""
     ways = ((mesh.tp, "tensor"), (mesh.cp, "context"), (mesh.pp, "pipeline"), (mesh.ep, "expert"))
@@ -170,7 +170,7 @@ def mesh_line(mesh: MeshSpec) -> str:
 
 
 def job_lines(answer: Estimate) -> Iterator[str]:
-    """The model's size, the recipe and the batch, one line each."""
+    """Yield the model's size, the recipe and the batch, one line each."""
     recipe, batch, mesh = answer.job.recipe, answer.job.batch, answer.job.mesh
     active = "" if answer.active_parameters == answer.parameters else f", {answer.active_parameters:,} of them used per token"
     if active or "parameters" not in answer.job.model.name:
@@ -190,7 +190,7 @@ def job_lines(answer: Estimate) -> Iterator[str]:
 
 
 def plural(count: int, noun: str) -> str:
-    """A count with its noun: ``1 GPU``, ``8 GPUs``.
+    """Return a count with its noun: ``1 GPU``, ``8 GPUs``.
 
     >>> plural(1, "GPU"), plural(1024, "GPU")
     ('1 GPU', '1,024 GPUs')
@@ -199,7 +199,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def _optimizer(recipe: RecipeSpec) -> str:
-    """The optimizer and the implementation of its step, with a word on whose choice that is."""
+    """Return the optimizer and the implementation of its step, and who chose it."""
     carried_out = step_implementation(recipe)
     if carried_out is None:
         return recipe.optimizer
@@ -207,9 +207,9 @@ def _optimizer(recipe: RecipeSpec) -> str:
 
 
 def per_parameter(answer: Estimate, kind: Kind | None = None) -> str:
-    """Bytes per parameter of a kind of state, or of all: ``4 x Ψ``, or ``4 x Ψ / 8`` where the ranks share it evenly.
+    """Return bytes per parameter of a kind of state, or of all: ``4 x Ψ``, or ``4 x Ψ / 8`` if the ranks share it evenly.
 
-    Where they do not (whole copies beside shards, padding, uneven chunks), what one rank alone would hold and what this one
+    If they do not (whole copies beside shards, padding, uneven chunks): what one rank alone would hold, and what this one
     holds.
     """
     whole, here, mesh = _unsharded(answer.job), answer.states_by_kind, answer.job.mesh
@@ -225,7 +225,7 @@ def per_parameter(answer: Estimate, kind: Kind | None = None) -> str:
 
 @lru_cache(maxsize=16)
 def _unsharded(job: JobSpec) -> Mapping[Kind, int]:
-    """The states of the same job on one data-parallel rank, which holds everything; an answer asks for each kind of them."""
+    """Return the states of the same job on one data-parallel rank, which holds everything; cached per job."""
     fsdp2 = replace(job.recipe.fsdp2, reshard_after_forward=None, cpu_offload=False, modules="transformers")
     here = replace(job.recipe.deepspeed, offload_optimizer="none", offload_param="none")
     recipe = replace(
@@ -244,7 +244,7 @@ NAME_A_GPU = "Check: --gpu NAME."
 
 
 def verdict_sentence(answer: Estimate, unit: Unit | None = None, *, name_a_gpu: str = NAME_A_GPU) -> str:
-    """Whether the job fits, with how much room; where no GPU is named, how large a GPU it needs, and ``name_a_gpu``.
+    """Return whether the job fits, with how much room; without a GPU how large a GPU it needs, and ``name_a_gpu``.
 
     Without a unit, in GB and GiB.
     """
@@ -264,7 +264,7 @@ def verdict_sentence(answer: Estimate, unit: Unit | None = None, *, name_a_gpu: 
 
 
 def replay_sentence(answer: Estimate, unit: Unit) -> str:
-    """What the allocator reserves in a replay of the step's requests; empty where there is none."""
+    """Return what the allocator reserves in a replay of the step's requests; empty without a replay."""
     if answer.replay is None:
         return ""
     default, expandable = (answer.replay.replayed(settings) for settings in SETTINGS)
@@ -284,7 +284,7 @@ def _unusable(shown: "Replayed", unit: Unit) -> str:
 
 
 def allocator_sentence(answer: Estimate, unit: Unit | None = None) -> str:
-    """What happens where the allocator would reserve more than the GPU has for it; empty where it would not, or none is named."""
+    """Return what happens if the allocator would reserve more than the GPU has; empty if it would not, or without a GPU."""
     room, band = answer.allocator_room_bytes, answer.reserved
     if room is None or answer.verdict == "does not fit" or int(band.high_bytes) <= room:
         return ""
@@ -300,7 +300,7 @@ def allocator_sentence(answer: Estimate, unit: Unit | None = None) -> str:
 
 
 def _on_the_card(shown: "OnCard", room: int, size: Callable[[int], str]) -> str:
-    """What became of a replay on a card with so much room for the allocator."""
+    """Return the result of a replay on a card with this much room for the allocator."""
     has = f"Replayed with the {size(room)} that the allocator has"
     if not shown.fits:
         where = "" if shown.phase is None else f" in the {shown.phase.value}"
@@ -311,7 +311,7 @@ def _on_the_card(shown: "OnCard", room: int, size: Callable[[int], str]) -> str:
 
 
 def _with_fragmentation(answer: Estimate, room: int, size: Callable[[int], str]) -> str:
-    """Whether the peak fits with what cannot be given back, by the smallest room in which like jobs ran."""
+    """Whether the peak fits with what cannot be freed, by the smallest room in which similar jobs ran."""
     _, expected, most = map(int, answer.under_pressure())
     if most <= room:
         return f"With fragmentation the peak needs {size(most)} at most, which fits."

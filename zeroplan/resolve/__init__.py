@@ -1,7 +1,7 @@
-"""From what a user says (names, files, counts, flags) to a complete job, with a note on everything that was filled in.
+"""From the user's input (names, files, counts, flags) to a complete job, with a note on everything that was filled in.
 
-A :class:`Request` is what a command line or a job file holds; :func:`resolve` looks names up, reads configurations, infers a
-shape where only a parameter count is known, and applies the defaults a PyTorch user would meet.
+A :class:`Request` contains what a command line or a job file has. :func:`resolve` looks names up, reads configurations, infers
+a shape if only a parameter count is known, and fills in the defaults of a PyTorch user.
 """
 
 import math
@@ -49,30 +49,30 @@ _DEFAULT_SEQ_LEN = 4096
 
 
 class Resolved(NamedTuple):
-    """A complete job, and what was filled in to complete it."""
+    """A complete job, and notes on what was filled in."""
 
     job: JobSpec
     notes: tuple[str, ...]
 
 
 def job(**said: object) -> JobSpec:
-    """Build a complete job from what a user would say; the keywords are the fields of :class:`Request`.
+    """Return a complete job from a user's input; the keywords are the fields of :class:`Request`.
 
-    ``model="hf:owner/name"`` has the model's config.json fetched from the Hugging Face Hub, where the catalogue does not know it.
+    ``model="hf:owner/name"`` fetches the model's config.json from the Hugging Face Hub unless the catalogue has it.
 
     >>> job(params="7e9", gpus=8, stage=3).recipe.engine
     'fsdp2'
     """
     for name in said:
         if name not in Request.__dataclass_fields__:
-            raise TypeError(f"job() takes no {name!r}{nearest_fields(Request, name)}")
+            raise TypeError(f"job() has no parameter {name!r}{nearest_fields(Request, name)}")
     return resolve(with_fetched(Request(**said))).job  # type: ignore[arg-type]  # Request checks every field
 
 
 def with_fetched(request: Request, *, extra: Path | None = None) -> Request:
-    """The request with the config.json of its model, fetched where its name names the Hub and the catalogue does not know it.
+    """Return the request with its model's config.json, fetched if its name is on the Hub and not in the catalogue.
 
-    Raises UnknownNameError where the Hub gives none within a while.
+    Raises UnknownNameError if the Hub does not answer in time.
     """
     repository = repository_of(request.model) if isinstance(request.model, str) else None
     if repository is None or not is_repository(repository):
@@ -87,14 +87,14 @@ def with_fetched(request: Request, *, extra: Path | None = None) -> Request:
 
 
 def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str] = ()) -> Resolved:
-    """Complete a request. ``extra`` is a folder of the user's own catalogue entries (``models/*.toml``, ``gpus/*.toml``).
+    """Return the complete job of a request. ``extra``: a folder of the user's entries (``models/*.toml``, ``gpus/*.toml``).
 
-    ``chosen`` names options of DeepSpeed that were asked for one by one, so that a DeepSpeed configuration that says otherwise
-    is refused even where the default was asked for.
+    ``chosen``: the DeepSpeed options that the user set one by one. A DeepSpeed configuration with another value is then refused
+    even if the option has its default.
 
     Raises :class:`~zeroplan.errors.SpecError` or :class:`~zeroplan.errors.UnknownNameError`, one line each.
     """
-    own_folder(extra, "models")  # a catalogue that is none is refused even where nothing is looked up in it
+    own_folder(extra, "models")  # raises for an invalid catalogue even if no name is looked up
     read = with_setup(request, chosen)
     model, model_notes = _model(read.request, extra)
     model = _partly_frozen(_fine_tuned(model, read.request), read.request)
@@ -110,7 +110,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         mesh=mesh_of(request, gpus),
         batch=BatchSpec(micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1),
     )
-    complete, program_notes = _as_its_program(read, complete, chosen)
+    complete, program_notes = _with_program_of_setup(read, complete, chosen)
     notes = (
         *model_notes,
         seq_note,
@@ -118,15 +118,15 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         *program_notes,
         *config_notes,
         beyond_positions(complete),
-        *_unheeded(complete.recipe),
+        *_ignored_options(complete.recipe),
     )
     return Resolved(complete, tuple(note for note in notes if note))
 
 
 def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
-    """Read the set-up that a request names, if it does, and add what it says; what is said beside it must be the same.
+    """Return the request with the values of the set-up file that it names. Values beside the file must be the same.
 
-    Raises SpecError in one line where the file is none, says what is not modelled, or contradicts a flag.
+    Raises SpecError in one line for an invalid file, for what is not modelled, or for a flag that contradicts it.
     """
     if request.from_file is None:
         return SetupRead(request)
@@ -137,8 +137,8 @@ def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
     return read_beside(request, Path(request.from_file), chosen)
 
 
-def _as_its_program(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
-    """The job with the modules and units of a set-up's own program, where they are modelled, and notes."""
+def _with_program_of_setup(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
+    """Return the job with the modules and units of a set-up's own program, if they are modelled, and notes."""
     if read.own is None and not read.own_units:
         return complete, ()
     from zeroplan.resolve.set_up import by_its_own_modules, by_its_own_units  # noqa: PLC0415  only a set-up pays for it
@@ -149,7 +149,7 @@ def _as_its_program(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -
 
 
 def _with_deepspeed_config(found: SetupRead, model: ModelSpec, chosen: Sequence[str]) -> tuple[Request, tuple[str, ...]]:
-    """Add what a DeepSpeed configuration says, of its own or of a set-up; what is said beside it must be the same."""
+    """Return the request with the values of a DeepSpeed configuration. Values beside the file must be the same."""
     if found.request.deepspeed_config is None and found.deepspeed is None:
         return found.complete, ()
     if found.request.deepspeed_config == "":
@@ -160,9 +160,9 @@ def _with_deepspeed_config(found: SetupRead, model: ModelSpec, chosen: Sequence[
 
 
 def recipe_of(request: Request, *, chosen: Sequence[str] = ()) -> RecipeSpec:
-    """The recipe of a request, its set-up and DeepSpeed configuration read, whatever its model is.
+    """Return the recipe of a request with its set-up and DeepSpeed configuration, for any model.
 
-    Sizes that DeepSpeed's ``auto`` takes from the model are those of some other model. Raises what :func:`resolve` raises.
+    Sizes that DeepSpeed's ``auto`` takes from the model are those of another model. Raises what :func:`resolve` raises.
     """
     any_model = find_model("llama-2-7b")
     found, _ = _with_deepspeed_config(with_setup(request, chosen), any_model, chosen)
@@ -173,7 +173,7 @@ def recipe_of(request: Request, *, chosen: Sequence[str] = ()) -> RecipeSpec:
 
 
 def _partly_frozen(model: ModelSpec, request: Request) -> ModelSpec:
-    """Freeze what is asked for; a job file's model may have something frozen already."""
+    """Return the model with the requested frozen parts. A job file's model may have some already."""
     said = {"parts": request.freeze, "layers": request.freeze_layers}
     asked = {name: value for name, value in said.items() if value is not None}
     if not asked or (model.frozen is None and asked == {"layers": 0}):
@@ -182,14 +182,14 @@ def _partly_frozen(model: ModelSpec, request: Request) -> ModelSpec:
 
 
 def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
-    """Put adapters into the model where they are asked for; a job file's model may have some already."""
+    """Return the model with the requested adapters. A job file's model may have some already."""
     asked = {"rank": request.lora_rank, "targets": request.lora_targets, "quantize": request.quantize}
     said = {name: value for name, value in asked.items() if value is not None}
     if not said or (model.adapter is None and said == {"quantize": "none"}):
         return model
     if model.adapter is None and request.lora_rank is None:
         flag = f"--lora-targets {request.lora_targets}" if request.quantize is None else f"--quantize {request.quantize}"
-        raise SpecError(f"{flag} needs adapters of some rank; add --lora-rank 16, say")
+        raise SpecError(f"{flag} needs the adapters' rank; add --lora-rank, for example 16")
     return replace(model, adapter=AdapterSpec(**said) if model.adapter is None else replace(model.adapter, **said))  # type: ignore[arg-type]
 
 
@@ -201,9 +201,9 @@ def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, tuple[str, 
             f"a job has one model, but {said}; use one of --params 7e9, --model NAME, --config PATH, --profile FILE"
         )
     if request.treat_as is not None and (request.config is None and not isinstance(request.model, str)):
-        raise SpecError(f"--treat-as {request.treat_as!r} says how to read a config.json, but none is read; leave it out")
+        raise SpecError(f"--treat-as {request.treat_as!r} sets how to read a config.json, but none is read; leave it out")
     if request.profile is not None:
-        from zeroplan.catalog.profile import read_profile  # noqa: PLC0415  only a profile pays for it
+        from zeroplan.catalog.profile import read_profile  # noqa: PLC0415  keeps start-up fast
 
         return read_profile(request.profile), ()
     if request.config == "":
@@ -242,7 +242,7 @@ def _named_model(name: str, treat_as: str | None, extra: Path | None) -> tuple[M
 
 
 def own_folder(extra: Path | None, kind: str) -> Path | None:
-    """A sub-folder of the user's catalogue, where there is one."""
+    """Return a sub-folder of the user's catalogue, or None."""
     if extra is None:
         return None
     if not _is_folder(extra):
@@ -267,13 +267,13 @@ def _parameters(params: str | float | None) -> int:
 
 
 def cluster_of(request: Request, extra: Path | None) -> ClusterSpec:
-    """The GPU that a request names, and how many share a node."""
+    """Return the request's GPU, and the number of GPUs per node."""
     gpu = find_gpu(request.gpu, extra=own_folder(extra, "gpus")) if isinstance(request.gpu, str) else request.gpu
     return ClusterSpec(gpu=gpu, gpus_per_node=request.gpus_per_node, shares=request.shares)
 
 
 def _on_nodes(recipe: RecipeSpec, cluster: ClusterSpec, chosen: Sequence[str]) -> RecipeSpec:
-    """Tell DeepSpeed's quantized gradients, which alone ask, how many GPUs share a node, where nobody said it to them."""
+    """Return the recipe with the GPUs per node for DeepSpeed's quantized gradients, unless they are given."""
     known, options = node_size(cluster), recipe.deepspeed
     said = "gpus_per_node" in chosen or options.gpus_per_node != DeepSpeedOptions().gpus_per_node
     if known is None or said or not options.zero_quantized_gradients:
@@ -282,7 +282,7 @@ def _on_nodes(recipe: RecipeSpec, cluster: ClusterSpec, chosen: Sequence[str]) -
 
 
 def mesh_of(request: Request, gpus: int) -> MeshSpec:
-    """How so many GPUs are arranged; raises :class:`~zeroplan.errors.SpecError` where the degrees do not divide them."""
+    """Return the arrangement of the GPUs; raises :class:`~zeroplan.errors.SpecError` if the degrees do not divide them."""
     ways = {
         "--replicas": request.replicas or 1,
         "--tensor-parallel": request.tensor_parallel or 1,
@@ -298,7 +298,7 @@ def mesh_of(request: Request, gpus: int) -> MeshSpec:
 
 
 def _default_stage(engine: Engine | None, gpus: int) -> Stage:
-    """What is meant where no stage is said: everything sharded, or the plainest that the engine has for so many GPUs.
+    """Return the default stage: full sharding, or the plainest that the engine has for this many GPUs.
 
     >>> _default_stage(None, 8), _default_stage(None, 1), _default_stage("ddp", 8), _default_stage("megatron", 8)
     (3, 0, 0, 1)
@@ -311,7 +311,7 @@ def _default_stage(engine: Engine | None, gpus: int) -> Stage:
 
 
 def _with_modules(request: Request) -> Request:
-    """Say whose modules train among FSDP2's options, where that was asked for by itself."""
+    """Return FSDP2's options with the requested modules."""
     if request.modules is None:
         return request
     options = request.fsdp2 or Fsdp2Options()
@@ -328,7 +328,7 @@ def _recipe(request: Request, stage: Stage) -> RecipeSpec:
 
 
 def _offload(request: Request, engine: Engine) -> dict[str, object]:
-    """The engine's own options for what is offloaded: DeepSpeed takes optimizer and parameters one by one, FSDP2 both or none."""
+    """Return the engine's own options for offload: DeepSpeed offloads optimizer and parameters separately, FSDP2 both or none."""
     asked = {name: value for name in ("offload_optimizer", "offload_param") if (value := getattr(request, name)) is not None}
     if not asked:
         return {}
@@ -342,14 +342,14 @@ def _offload(request: Request, engine: Engine) -> dict[str, object]:
         raise SpecError(f"{flags} with engine {engine!r} is not modelled; use engine 'deepspeed' or 'fsdp2'")
     if away != {"cpu"} or len(asked) < len(("optimizer", "param")):
         raise SpecError(
-            f"{flags} with engine 'fsdp2': its CPUOffloadPolicy takes parameters, gradients and optimizer to host memory together; "
+            f"{flags} with engine 'fsdp2': its CPUOffloadPolicy offloads parameters, gradients and optimizer together; "
             "use --offload-optimizer cpu --offload-param cpu, or engine 'deepspeed'"
         )
     return {"fsdp2": replace(request.fsdp2 or Fsdp2Options(), cpu_offload=True)}
 
 
-def _unheeded(recipe: RecipeSpec) -> Iterator[str]:
-    """Name the options that were set for an engine which does not run this job."""
+def _ignored_options(recipe: RecipeSpec) -> Iterator[str]:
+    """Yield the options that are set for an engine that does not run this job."""
     defaults = RecipeSpec()
     for group in ("ddp", "fsdp2", "deepspeed"):
         if group != recipe.engine and getattr(recipe, group) != getattr(defaults, group):
@@ -364,7 +364,7 @@ def _seq_len(request: Request, model: ModelSpec) -> tuple[int, str]:
 
 
 def beyond_positions(complete: JobSpec) -> str:
-    """Say where a sequence is longer than the model was configured for; empty where it is not."""
+    """Return a note if a sequence is longer than the model was configured for, else an empty string."""
     longest, asked = complete.model.max_position_embeddings, complete.batch.seq_len
     if asked <= longest:
         return ""

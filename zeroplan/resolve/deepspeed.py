@@ -1,4 +1,4 @@
-"""What does DeepSpeed's own configuration say of a job, and does it agree with what is said beside it?"""
+"""Reads a DeepSpeed configuration into a request, and checks that it agrees with other flags."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -13,11 +13,11 @@ from zeroplan.spec.recipe import DeepSpeedOptions
 
 
 def config_beside(found: SetupRead, model: ModelSpec, chosen: Sequence[str]) -> tuple[Request, tuple[str, ...]]:
-    """Add what the configuration says, and what is to be known of it; raises SpecError where it contradicts what is said."""
+    """Return the request with the configuration's values, and notes; raises SpecError if it contradicts a flag."""
     request, full = found.request, found.complete
     data, where = found.deepspeed or parsed_config(Path(request.deepspeed_config or ""))
     beside = Beside(model.hidden_size, request.gpus or 1, full.precision, full.micro_batch, full.grad_accum)
-    config, asked = config_of(data, where, beside), _asked(request.deepspeed or DeepSpeedOptions(), chosen)
+    config, asked = config_of(data, where, beside), _set_by_user(request.deepspeed or DeepSpeedOptions(), chosen)
     _refuse_contradictions(request, asked, config, where)
     taken = {name: stated for name, stated in config.options.items() if name not in asked}
     said: dict[str, object] = {name: stated.value for name, stated in config.flags.items()}
@@ -42,12 +42,12 @@ def _contradiction(mine: str, where: str, stated: Stated) -> str:
     return f"{mine} contradicts {where}, where {stated}; leave one of them out"
 
 
-def _asked(options: DeepSpeedOptions, chosen: Sequence[str]) -> dict[str, object]:
-    """The options that were asked for beside the file: one by one, or visibly, since they are not the default."""
+def _set_by_user(options: DeepSpeedOptions, chosen: Sequence[str]) -> dict[str, object]:
+    """Return the options that are set beside the file: one by one, or by a value that is not the default."""
     default, names = DeepSpeedOptions(), [field.name for field in fields(DeepSpeedOptions)]
     return {name: mine for name in names if (mine := getattr(options, name)) != getattr(default, name) or name in chosen}
 
 
 def _quoted(where: str) -> str:
-    """The file in what a configuration is called in an error."""
+    """Return the file's name for an error."""
     return where.partition("'")[2].partition("'")[0]

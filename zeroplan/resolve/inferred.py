@@ -1,4 +1,4 @@
-"""From a number of parameters to a shape that has exactly so many."""
+"""From a number of parameters to a shape that has exactly that many."""
 
 import math
 from dataclasses import replace
@@ -8,22 +8,22 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.params import parameter_count
 
-#: Shapes a bare parameter count is measured against: dense, decoder-only, each the published one nearest to its size.
+#: Published shapes that a parameter count is compared with: dense, decoder-only.
 REFERENCE_MODELS = (
     "smollm2-135m", "smollm2-360m", "tinyllama-1.1b", "smollm2-1.7b", "llama-3.2-3b", "llama-2-7b", "llama-2-13b",
     "mistral-small-24b", "yi-34b", "llama-2-70b", "mistral-large-123b", "llama-3.1-405b",
 )  # fmt: skip
-#: Beyond this ratio of sizes a reference shape is scaled in depth and width too, not only in the width of its MLP.
+#: Beyond this ratio of sizes depth and width are scaled too, not only the width of the MLP.
 _NEAR = 1.5
 _MOST_PARAMETERS = 10**15
 
 
 def infer_model(parameters: int) -> tuple[ModelSpec, str]:
-    """Return a shape with exactly this many parameters, and a sentence on where it comes from.
+    """Return a shape with exactly this many parameters, and a sentence about its origin.
 
-    The published shape nearest in size lends depth, width, heads and vocabulary; its MLP is widened or narrowed to meet the
-    count, and what no whole width can meet is one vector beside the embeddings. Where no published shape is near, depth and
-    width are scaled by the cube root of the ratio first.
+    It has depth, width, heads and vocabulary of the published shape nearest in size. The width of its MLP meets the count, and
+    a vector beside the embeddings holds the remainder. If no published shape is near, depth and width are first scaled by the
+    cube root of the ratio.
     """
     if parameters > _MOST_PARAMETERS:
         raise SpecError(f"--params {parameters:,} is beyond {_MOST_PARAMETERS:,}; no transformer of that size can be inferred")
@@ -69,7 +69,7 @@ def _scaled(near: ModelSpec, ratio: float, parameters: int) -> ModelSpec:
 
 
 def _with_mlp_for(shape: ModelSpec, parameters: int) -> ModelSpec:
-    """Widen or narrow the MLP so that the count is met from below, and put what is left into one vector."""
+    """Return the shape with the widest MLP that does not exceed the count, and the remainder in one vector."""
     narrow = replace(shape, name="", intermediate_size=1)
     without = parameter_count(narrow)
     per_unit = parameter_count(replace(narrow, intermediate_size=2)) - without

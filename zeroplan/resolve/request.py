@@ -1,4 +1,4 @@
-"""What a user says about a job, before anything is filled in: the flags of a command line, the keys of a job file."""
+"""The user's input for a job: the flags of a command line, the keys of a job file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -237,10 +237,10 @@ class Request(Spec):
     shares: Annotated[SharesSpec | None, Option(sets="cluster.shares")] = None
     """What a measured step reached of the GPU's rates, likewise."""
     fetched: str | None = None
-    """Where the config.json lies that was fetched for ``model``: the command line and :func:`zeroplan.job` fill it in."""
+    """The config.json fetched for ``model``; the command line and :func:`zeroplan.job` fill it in."""
 
     def overridden_by(self, other: "Request") -> "Request":
-        """Return this request with everything that ``other`` says instead; another model replaces the model as a whole."""
+        """Return this request with the values of ``other`` in place of its own; another model replaces the whole model."""
         said = {field.name: value for field in fields(other) if (value := getattr(other, field.name)) is not None}
         base = (
             replace(self, **dict.fromkeys((*WAYS_TO_NAME, "treat_as", "fetched"))) if said.keys() & set(WAYS_TO_NAME) else self
@@ -265,9 +265,9 @@ def request_of(complete: JobSpec) -> Request:
 
 
 class SetupRead(NamedTuple):
-    """A request with what a set-up says of it.
+    """A request with the values of a set-up.
 
-    ``filled`` holds only where DeepSpeed's own configuration, which the set-up may name, does not say otherwise.
+    ``filled`` holds unless DeepSpeed's own configuration, which the set-up may name, contains another value.
     """
 
     request: Request
@@ -276,15 +276,15 @@ class SetupRead(NamedTuple):
     deepspeed: "DeepSpeedPart | None" = None
     kind: "Kind | None" = None
     keys: Mapping[str, str] = {}
-    """Under which key the file has a flag's value."""
+    """The file's keys for flags' values."""
     own: "OwnModules | None" = None
-    """Whose modules the file's program trains, where they are modelled."""
+    """The modules that the file's program trains, if they are modelled."""
     own_units: str = ""
-    """The program that shards embedding and head as FSDP2 units of their own, if the file's does."""
+    """The program that makes embedding and head FSDP2 units of their own, if the file's does."""
 
     @property
     def complete(self) -> Request:
-        """The request with what is filled in."""
+        """The request with the filled-in values."""
         request = self.request
         left = {name: value for name, value in self.filled.items() if getattr(request, name) is None}
         steps = request.grad_accum or left.get("grad_accum")

@@ -1,4 +1,4 @@
-"""What does a set-up of another program's say of a job, and does it agree with what is said beside it?"""
+"""Reads another program's set-up into a request, and checks that it agrees with other flags."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -15,7 +15,7 @@ from zeroplan.spec.torchtitan import refusals
 
 
 def read_beside(request: Request, path: Path, chosen: Sequence[str]) -> SetupRead:
-    """Add what the file says to a request; raises SpecError where it is none, or contradicts what is said."""
+    """Return the request with the file's values; raises SpecError for an invalid file or a contradiction."""
     setup = read_setup(path, gpus=request.gpus)
     where = f"{name_of(setup.kind)} {str(path)!r}"
     if setup.deepspeed is not None and request.deepspeed_config is not None:
@@ -31,7 +31,7 @@ def read_beside(request: Request, path: Path, chosen: Sequence[str]) -> SetupRea
 
 
 def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
-    """The job with the modules that the file's program trains, unless others are asked for or these not modelled, and notes."""
+    """Return the job with the modules of the file's program, unless others are requested or these not modelled; and notes."""
     own, recipe = read.own, complete.recipe
     if own is None:
         return complete, ()
@@ -45,9 +45,9 @@ def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]
 
 
 def by_its_own_units(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
-    """The job with the FSDP2 units that the file's program makes, unless others are asked for or these not modelled, and a note.
+    """Return the job with the FSDP2 units of the file's program, unless others are requested or they are not modelled; and a note.
 
-    A tied head is in one unit with the embedding anyway. A job of DDP has the units that it would have under FSDP2.
+    A tied head is in one unit with the embedding anyway. A job with DDP gets the units that it would have under FSDP2.
     """
     recipe = complete.recipe
     is_asked = recipe.fsdp2.shards_ends or "fsdp2.ends_apart" in chosen
@@ -62,7 +62,7 @@ def by_its_own_units(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) 
 
 
 def _engine_options(request: Request, setup: Setup, where: str, chosen: Sequence[str]) -> dict[str, object]:
-    """Options of an engine that the file says, beside those that are asked for."""
+    """Return the file's options of an engine, beside the requested ones."""
     groups: dict[str, object] = {}
     for name, told in setup.options.items():
         group, _, option = name.partition(".")
@@ -70,13 +70,13 @@ def _engine_options(request: Request, setup: Setup, where: str, chosen: Sequence
             continue
         default = getattr(RecipeSpec(), group)
         now = groups.get(group, getattr(request, group) or default)
-        asked = option if group == "deepspeed" else name  # as they are handed on
+        asked = option if group == "deepspeed" else name  # passed on unchanged
         value = option_taken(name, told, getattr(now, option), getattr(default, option), where, chosen=asked in chosen)
         groups[group] = replace(now, **{option: value})  # type: ignore[type-var]  # one of the engines' options
     return groups
 
 
 def _asks_for_another(request: Request, engine: str) -> bool:
-    """Whether an engine or a stage is asked for that another engine than this one runs."""
+    """Whether the request has an engine or a stage of another engine."""
     asked = request.engine or (None if request.stage is None else DEFAULT_ENGINE[request.stage])
     return asked not in (None, engine)

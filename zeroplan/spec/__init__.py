@@ -1,1 +1,1 @@
-"""What the user says: frozen, strict descriptions without a formula."""
+"""Descriptions of a job by the user: frozen, strictly checked, without formulas."""

@@ -1,4 +1,4 @@
-"""How a model is fine-tuned: low-rank adapters beside frozen weights."""
+"""Fine-tuning with low-rank adapters beside frozen weights."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -8,23 +8,23 @@ from zeroplan.spec.base import Range, Spec
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-#: What stands for several linear layers at once; ``all-linear`` is peft's own word.
+#: Names for several linear layers; ``all-linear`` is peft's own.
 GROUPS: dict[str, tuple[str, ...]] = {"all-linear": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
 
 Quantize = Literal["none", "nf4", "nf4-double"]
 
-#: Families whose linear layers have these names, and whose adapted blocks are modelled.
+#: Families whose linear layers have these names and whose blocks with adapters are modelled.
 ADAPTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "granite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec(Spec):
-    """LoRA as peft builds it, QLoRA where weights are quantised.
+    """LoRA as peft builds it; QLoRA where weights are quantised.
 
-    Beside each targeted linear layer is a product of two matrices of ``rank``; all else is frozen. ``targets`` names the linear
-    layers of a block as peft does, separated by commas, or ``all-linear``, ``attention`` or ``mlp``. Frozen weights are in the
-    compute dtype, adapters in the dtype that the precision gives to trained parameters (fp32 under mixed precision, as peft makes
-    them). Without dropout, biases of adapters, DoRA, and trained embeddings or heads.
+    Each targeted linear layer gets a product of two matrices of ``rank``; everything else is frozen. ``targets`` names linear
+    layers of a block as peft does, separated by commas, or ``all-linear``, ``attention`` or ``mlp``. Frozen weights have the
+    compute dtype. Adapters have the dtype of trained parameters (fp32 under mixed precision, as in peft). Leaves out dropout,
+    biases of adapters, DoRA, and trained embeddings or heads.
 
     >>> AdapterSpec(rank=8, targets="v_proj,q_proj").layers
     ('q_proj', 'v_proj')
@@ -33,10 +33,10 @@ class AdapterSpec(Spec):
     rank: Annotated[int, Range(1, 10**5)]
     targets: str = "all-linear"
     quantize: Quantize = "none"
-    """The blocks' linear weights in bitsandbytes' four bits; ``nf4-double``: the scales of their blocks quantised too."""
+    """The blocks' linear weights in bitsandbytes' four bits; ``nf4-double``: their scales are quantised too."""
 
     def check_rules(self) -> None:
-        """Refuse names that no linear layer has."""
+        """Raise SpecError for names of no linear layer."""
         if not self.targets:
             raise SpecError("LoRA needs linear layers; name some (q_proj,v_proj), or all-linear")
         for name in self.targets.split(","):
@@ -46,6 +46,6 @@ class AdapterSpec(Spec):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The names of the adapted linear layers, in the order in which a block runs them."""
+        """Return the names of the adapted linear layers, in the order in which a block runs them."""
         named = {one for name in self.targets.split(",") for one in GROUPS.get(name.strip(), (name.strip(),))}
         return tuple(name for name in GROUPS["all-linear"] if name in named)

@@ -1,8 +1,8 @@
 """The base of every description: a frozen dataclass that checks itself.
 
-Plain dataclasses, because a description is built on the way to every answer and importing a validation framework would take
-longer than the answer. Files and other foreign data come in through :func:`read`, which lets pydantic check types, unknown keys
-and nesting against the same classes; ranges and rules stand once, here and in the classes, and serve both ways in.
+Plain dataclasses, because every answer builds a description, and importing a validation framework would take longer than the
+answer. Files and other foreign data go through :func:`read`, where pydantic checks types, unknown keys and nesting against the
+same classes. Ranges and rules are defined once, here and in the classes, for both ways.
 """
 
 from collections.abc import Mapping
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 
 class Range(NamedTuple):
-    """Smallest and largest value of an integer or float field."""
+    """The smallest and largest value of an int or float field."""
 
     low: float
     high: float
 
 
-#: Counts a person may describe; the ceilings keep every product of interest inside int64.
+#: Counts in a description. The limits keep every product of interest within int64.
 Count = Annotated[int, Range(1, 10**15)]
 CountOrZero = Annotated[int, Range(0, 10**15)]
 Dimension = Annotated[int, Range(1, 10**7)]
-#: Ranks of a job, along one way of splitting it and altogether.
+#: Ranks of a job: of one degree, and of all together.
 MOST_RANKS = 10**6
 Degree = Annotated[int, Range(1, MOST_RANKS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A frozen description of something; equal descriptions are equal and hash alike.
+    """A frozen description. Equal descriptions are equal and hash alike.
 
     Raises :class:`~zeroplan.errors.SpecError` when a field has the wrong type or is out of its range.
     """
@@ -59,7 +59,7 @@ class Spec:
         for name, admissible in _admissible(type(self)):  # type: ignore[arg-type]  # mypy reads the dataclass's hash as the class's
             value = getattr(self, name)
             if not any(check.admits(value) for check in admissible):
-                raise SpecError(f"{name}={value!r} is not {_wanted(admissible)}{_meant(value, admissible)}")
+                raise SpecError(f"{name}={value!r} is not {_accepted(admissible)}{_suggestion(value, admissible)}")
         self.check_rules()
 
     def check_rules(self) -> None:
@@ -67,7 +67,7 @@ class Spec:
 
 
 class _Check(NamedTuple):
-    """One type a field may have, with its bounds or its choices."""
+    """A type of a field, with its bounds or its choices."""
 
     type: type
     bounds: Range | None
@@ -89,18 +89,18 @@ def _admissible(cls: type[Spec]) -> tuple[tuple[str, tuple[_Check, ...]], ...]:
 
 
 def largest(cls: type[Spec], field: str) -> int | None:
-    """The largest whole number that a field takes; None where it has no such bound."""
+    """The largest integer that a field accepts; None without such a bound."""
     checks = dict(_admissible(cls))[field]  # type: ignore[arg-type]  # mypy reads the dataclass's hash as the class's
     return next((int(check.bounds.high) for check in checks if check.type is int and check.bounds is not None), None)
 
 
-def _wanted(admissible: tuple[_Check, ...]) -> str:
-    """What a field takes; that it may be left out goes without saying."""
+def _accepted(admissible: tuple[_Check, ...]) -> str:
+    """Return what a field accepts, without the None that leaves it out."""
     said = [check.wording for check in admissible if check.wording and check.type is not NoneType]
     return " or ".join(said) or "nothing"
 
 
-def _meant(value: object, admissible: tuple[_Check, ...]) -> str:
+def _suggestion(value: object, admissible: tuple[_Check, ...]) -> str:
     from zeroplan.synonyms import meant  # noqa: PLC0415  only an error pays for it
 
     choices = [str(choice) for check in admissible for choice in check.choices]
@@ -130,9 +130,9 @@ def _wording(plain: type, bounds: Range | None) -> str:
 
 
 S = TypeVar("S")
-#: Errors of pydantic's whose words are all there is to say; of others the value is shown.
-_SAYS_ALL = ("value_error", "missing", "unexpected_keyword_argument", "extra_forbidden")
-#: What pydantic appends to the place of an error inside ``str | int``, and its words where ours are plainer.
+#: Errors of pydantic without a value to show.
+_WITHOUT_VALUE = ("value_error", "missing", "unexpected_keyword_argument", "extra_forbidden")
+#: What pydantic appends to the location of an error in ``str | int``, and plainer words for its messages.
 _UNION_ARMS = ("str", "int", "float", "bool")
 _WORDS = {
     "unexpected_keyword_argument": "no such key", "missing": "is missing", "int_type": "is no whole number",
@@ -158,14 +158,14 @@ def read(cls: type[S], data: Mapping[str, object], *, where: str) -> S:
 
 @cache
 def _reader(cls: type) -> "TypeAdapter[object]":
-    """What pydantic reads a class with, which takes longer to make than to use."""
+    """Return pydantic's reader of a class, which takes longer to build than to run."""
     from pydantic import TypeAdapter  # noqa: PLC0415
 
     return TypeAdapter(cls)
 
 
 def _in_one_line(error: "ValidationError", cls: type) -> str:
-    """The error that says most: a key that is misspelt is missing too, and the misspelling says more."""
+    """Return the most useful error: a misspelt key is also missing, and the misspelling is the better hint."""
     errors = error.errors(include_url=False)
     first = next((one for one in errors if one["type"] == "unexpected_keyword_argument"), errors[0])
     loc = first["loc"][:-1] if first["loc"][1:] and first["loc"][-1] in _UNION_ARMS else first["loc"]
@@ -173,12 +173,12 @@ def _in_one_line(error: "ValidationError", cls: type) -> str:
     wrong = _WORDS.get(first["type"]) or first["msg"].removeprefix("Value error, ")
     if first["type"] == "unexpected_keyword_argument" and len(loc) == 1:
         wrong += nearest_fields(cls, str(loc[0]))
-    shown = "" if first["type"] in _SAYS_ALL else f" (it is {first['input']!r:.80})"
+    shown = "" if first["type"] in _WITHOUT_VALUE else f" (it is {first['input']!r:.80})"
     return f"{key + ': ' if key else ''}{wrong}{shown}"
 
 
 def nearest_fields(cls: type, key: str) -> str:
-    """What an unknown key may have meant, as the end of a sentence: another program's word for a field, or a misspelling."""
+    """Return a suggestion for an unknown key, as the end of a sentence: another program's name for a field, or a misspelling."""
     import difflib  # noqa: PLC0415  only an error pays for it
 
     from zeroplan.synonyms import ours_for  # noqa: PLC0415

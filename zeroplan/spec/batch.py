@@ -1,4 +1,4 @@
-"""How much is fed per step: each an int in a job and an int or a column in a formula."""
+"""The batch of a step: ints in a job, ints or columns in formulas."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -8,11 +8,11 @@ from zeroplan.spec.base import Count, Spec
 
 
 class Batch(Protocol):
-    """What a formula may ask of a batch."""
+    """The fields of a batch that formulas read."""
 
     @property
     def micro_batch_size(self) -> Int:
-        """Sequences in one forward pass of a data-parallel rank: a GPU, or those that split a model or a sequence."""
+        """Sequences in one forward pass of a data-parallel rank: one GPU, or the ranks that split a model or a sequence."""
         ...
 
     @property
@@ -27,7 +27,7 @@ class Batch(Protocol):
 
 
 class Numbers(NamedTuple):
-    """A batch as formulas take it, of numbers that have been checked."""
+    """A batch for formulas, of checked numbers."""
 
     micro_batch_size: int
     seq_len: int

@@ -1,4 +1,4 @@
-"""Which parameters of a model are not trained, where there are no adapters."""
+"""Frozen parameters of a model without adapters."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -6,16 +6,16 @@ from typing import Annotated
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Range, Spec
 
-#: Parts outside the blocks that can be frozen: the embedding, the final norm, the head.
+#: Parts outside the blocks that can be frozen.
 PARTS = ("embedding", "norm", "head")
 
-#: Families whose blocks are modelled with frozen parts around and below them.
+#: Families that are modelled with frozen parts and frozen first blocks.
 FREEZABLE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "granite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenSpec(Spec):
-    """What ``requires_grad_(False)`` was called on: parts outside the blocks, and the first ``layers`` blocks.
+    """The parameters with ``requires_grad_(False)``: parts outside the blocks, and the first ``layers`` blocks.
 
     >>> FrozenSpec(parts="head, embedding", layers=8).names
     ('embedding', 'head')
@@ -26,7 +26,7 @@ class FrozenSpec(Spec):
     layers: Annotated[int, Range(0, 10**4)] = 0
 
     def check_rules(self) -> None:
-        """Refuse names that no part has, and nothing at all."""
+        """Raise SpecError for unknown names, and if nothing is frozen."""
         for name in self.parts.split(",") if self.parts else ():
             if name.strip() not in PARTS:
                 raise SpecError(f"no part {name.strip()!r} can be frozen; there are {', '.join(PARTS)}, and --freeze-layers")

@@ -1,4 +1,4 @@
-"""What it runs on: one accelerator and how many of them share a node."""
+"""The hardware of a job: one accelerator and the number of them per node."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure(Spec):
-    """One published figure with its provenance."""
+    """One published figure with its source."""
 
     value: Annotated[float, Range(1e-9, 1e20)]
     source: str
@@ -21,17 +21,17 @@ class Figure(Spec):
     """Date of that source, as exactly as it is known: ``2023``, ``2025-05-16``."""
     note: str = ""
     check: dict[str, float] | None = None
-    """Factors whose product is the figure, where it can be derived: units, FMA per clock, FLOP per FMA, clock."""
+    """Factors whose product is the figure, if it can be derived: units, FMA per clock, FLOP per FMA, clock."""
 
     def check_rules(self) -> None:
-        """Refuse a figure that nobody vouches for."""
+        """Raise SpecError for a figure without a source."""
         if not self.source.strip():
             raise SpecError(f"the figure {self.value} has no source; name the document and table")
         if self.check is not None and not all(factor > 0 for factor in self.check.values()):
             raise SpecError(f"check={self.check} of the figure {self.value} has a factor that is not positive")
 
     def __hash__(self) -> int:
-        """Leave out ``check``: a dict has no hash."""
+        """Hash without ``check``: a dict has no hash."""
         return hash((self.value, self.source))
 
 
@@ -53,7 +53,7 @@ class GpuSpec(Spec):
     full_name: str
     """Its name in answers."""
     vendor: Literal["nvidia", "amd"]
-    """Who makes it."""
+    """Its vendor."""
     architecture: str
     """Its generation: ``Hopper``, ``CDNA 3``."""
     compute_capability: str
@@ -61,28 +61,28 @@ class GpuSpec(Spec):
     released: Annotated[int, Range(1990, 2999)]
     """Year."""
     aliases: tuple[str, ...] = ()
-    """Other names it is found by."""
+    """Other names under which it is found."""
     gpus_per_node: Annotated[int, Range(1, 1024)] = 8
     """GPUs of the usual server or fast-interconnect domain."""
     marketing_memory_gb: Figure
-    """The number on the box."""
+    """The advertised size."""
     memory_bytes: ByteFigure
-    """What ``torch.cuda.get_device_properties(0).total_memory`` reports, without ECC's and the firmware's part."""
+    """``total_memory`` of ``torch.cuda.get_device_properties(0)``, without the part of ECC and firmware."""
     memory_bandwidth_bytes_per_s: Figure
-    """Peak of its memory."""
+    """Peak rate of its memory."""
     dense_flops_per_s: dict[Dtype, Figure]
-    """Peak of matrix multiplications without sparsity, by operand dtype; fp16, bf16 and narrower accumulate in fp32."""
+    """Peak rates of matrix products without sparsity, by operand dtype; fp16, bf16 and narrower accumulate in fp32."""
     node_link: str
-    """What connects all GPUs of a node: ``NVLink 4``, ``PCIe 4.0 x16``; a bridge that only joins pairs does not."""
+    """The link between all GPUs of a node: ``NVLink 4``, ``PCIe 4.0 x16``; not a bridge that only joins pairs."""
     node_link_bytes_per_s: Figure
     """Per GPU and direction."""
     network_link: str = ""
-    """What connects nodes, in the vendor's reference server."""
+    """The link between nodes, in the vendor's reference server."""
     network_link_bytes_per_s: Figure | None = None
     """Per GPU, between nodes, in the vendor's reference server."""
 
     def check_rules(self) -> None:
-        """Refuse an accelerator that computes nothing, or in no known way."""
+        """Raise SpecError for an accelerator without rates, or with unknown ones."""
         if self.vendor == "nvidia" and not re.fullmatch(r"[0-9]{1,2}\.[0-9]", self.compute_capability):
             raise SpecError(
                 f"compute_capability={self.compute_capability!r} of an NVIDIA GPU is not like '9.0'; write its number"
@@ -91,7 +91,7 @@ class GpuSpec(Spec):
             raise SpecError("dense_flops_per_s is empty; give at least one dtype's peak")
 
     def __hash__(self) -> int:
-        """Leave out the table of rates: a dict has no hash."""
+        """Hash without the table of rates: a dict has no hash."""
         return hash((self.name, self.memory_bytes.value))
 
 
@@ -100,34 +100,34 @@ _Share = Annotated[float, Range(0.001, 1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharesSpec(Spec):
-    """What a measured step reached of the data sheet's rates, in place of the fitted shares, and where that was."""
+    """Shares of the data sheet's rates that a measured step reached, in place of the fitted shares, and the run."""
 
     matrices: _Share
-    """Of the dense peak, in matrix multiplications."""
+    """Share of the dense peak in matrix products."""
     attention: _Share
-    """Of the dense peak, in a fused causal attention kernel."""
+    """Share of the dense peak in a fused causal attention kernel."""
     bandwidth: _Share
-    """Of the memory's bandwidth, in operators that are bound by it."""
+    """Share of the memory's bandwidth in memory-bound operators."""
     stepping: _Share
-    """Of the memory's bandwidth, in the optimizer's step."""
+    """Share of the memory's bandwidth in the optimizer's step."""
     source: str
     """The run, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec(Spec):
-    """The GPU, if one is named, and how many share a node."""
+    """The GPU, if named, and the number of GPUs per node."""
 
     gpu: GpuSpec | None = None
-    """The accelerator; None where only the need is asked for."""
+    """The accelerator; None to ask only for the need."""
     gpus_per_node: Count | None = None
-    """How many share a node; None for the accelerator's usual server."""
+    """GPUs per node; None for the accelerator's usual server."""
     shares: SharesSpec | None = None
-    """What a step measured there reached of its rates; None for the fitted shares."""
+    """Shares of the rates that a measured step reached; None for the fitted shares."""
 
 
 def node_size(cluster: ClusterSpec) -> int | None:
-    """How many GPUs share a node: as said, or as in the GPU's usual server; None where neither is known.
+    """Return the GPUs per node: as given, or of the GPU's usual server; None if unknown.
 
     >>> node_size(ClusterSpec()), node_size(ClusterSpec(gpus_per_node=4))
     (None, 4)

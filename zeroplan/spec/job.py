@@ -22,7 +22,7 @@ from zeroplan.spec.split import (
 )
 from zeroplan.spec.torchtitan import check_torchtitan
 
-#: Which ZeRO stages each engine offers, and under what name.
+#: The ZeRO stages of each engine, with their names.
 ENGINE_STAGES: dict[Engine, dict[Stage, str]] = {
     "paper": {0: "plain data parallelism", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"},
     "ddp": {0: "DDP", 1: "DDP + ZeroRedundancyOptimizer"},
@@ -31,12 +31,12 @@ ENGINE_STAGES: dict[Engine, dict[Stage, str]] = {
     "deepspeed": {0: "DeepSpeed stage 0", 1: "DeepSpeed stage 1", 2: "DeepSpeed stage 2", 3: "DeepSpeed stage 3"},
 }
 
-#: What a PyTorch user would run for a stage.
+#: The engine of a PyTorch user for each stage.
 DEFAULT_ENGINE: dict[Stage, Engine] = {0: "ddp", 1: "ddp", 2: "fsdp2", 3: "fsdp2"}
 
 
 def engine_at(stage: Stage, engine: Engine) -> Engine:
-    """The engine itself where it offers the stage, otherwise what a PyTorch user would run.
+    """Return the engine itself if it offers the stage, else that of a PyTorch user.
 
     >>> engine_at(1, "fsdp2"), engine_at(1, "deepspeed")
     ('ddp', 'deepspeed')
@@ -56,18 +56,18 @@ class JobSpec(Spec):
     """
 
     model: ModelSpec
-    """What is trained."""
+    """The model."""
     cluster: ClusterSpec = ClusterSpec()
-    """On what."""
+    """The hardware."""
     recipe: RecipeSpec = RecipeSpec()
-    """How."""
+    """The training recipe."""
     mesh: MeshSpec = MeshSpec()
-    """On how many ranks, arranged how."""
+    """The ranks and their arrangement."""
     batch: BatchSpec = BatchSpec()
-    """Fed with how much."""
+    """The batch."""
 
     def check_rules(self) -> None:
-        """Refuse what contradicts itself."""
+        """Raise SpecError for contradictions."""
         engine, stage = self.recipe.engine, self.recipe.zero_stage
         offered = ENGINE_STAGES[engine]
         if stage not in offered:
@@ -107,11 +107,11 @@ class JobSpec(Spec):
 
     @property
     def _has_more_before_blocks(self) -> bool:
-        """Whether the model has parameters before its blocks beside the table of tokens."""
+        """Whether the model has parameters before its blocks beside the token embedding."""
         return bool(self.model.positions) or self.model.family == "bloom"
 
     def _check_ends_apart(self) -> None:
-        """Refuse what is not modelled where embedding and head are units of their own."""
+        """Raise SpecError for what is not modelled with embedding and head as units of their own."""
         recipe = self.recipe
         if not recipe.fsdp2.ends_apart:
             return
@@ -124,12 +124,12 @@ class JobSpec(Spec):
                 raise SpecError(f"fsdp2.ends_apart with {asked} is not modelled; use {instead}, or leave ends_apart out")
 
     def _check_fused_loss(self) -> None:
-        """Refuse Liger's loss where Liger does: liger_kernel, transformers/monkey_patch.py, ``apply_liger_kernel_to_granite``."""
+        """Raise SpecError where Liger has no fused loss (transformers/monkey_patch.py, ``apply_liger_kernel_to_granite``)."""
         if self.recipe.loss == "fused" and self.model.family in DIVIDED_LOGITS:
             raise SpecError(f"loss 'fused': Liger has none for family {self.model.family!r}; use loss 'full' or 'chunked'")
 
     def _check_nodes(self) -> None:
-        """Refuse two numbers of GPUs that share a node, of which DeepSpeed's quantized gradients ask."""
+        """Raise SpecError for two different numbers of GPUs per node, with DeepSpeed's quantized gradients."""
         known, said = node_size(self.cluster), self.recipe.deepspeed.gpus_per_node
         if known is not None and known != said:
             raise SpecError(
@@ -137,7 +137,7 @@ class JobSpec(Spec):
             )
 
     def _check_model_ranks(self) -> None:
-        """Refuse ways of splitting the model that the engine does not have, or that are not modelled."""
+        """Raise SpecError for degrees that the engine does not support or that are not modelled."""
         engine, mesh = self.recipe.engine, self.mesh
         if engine == "megatron":
             check_megatron(self.model, self.recipe, mesh, self.batch)
@@ -159,7 +159,7 @@ class JobSpec(Spec):
             )
 
     def _check_expert_ranks(self) -> None:
-        """Refuse experts that cannot be split over so many ranks, and what is not modelled with them."""
+        """Raise SpecError for experts that do not divide over the ranks, and for what is not modelled with them."""
         ep, moe, recipe = self.mesh.ep, self.model.moe, self.recipe
         if moe is None:
             raise SpecError(f"ep={ep} needs a model with experts, and this one ({self.model.family}) has none; leave ep out")
@@ -177,7 +177,7 @@ class JobSpec(Spec):
         self._check_chunks_of_experts(moe.num_experts)
 
     def _check_chunks_of_experts(self, experts: int) -> None:
-        """Refuse what ``fully_shard`` refuses: along dim 1, where experts are fewer than ranks, chunks must be even."""
+        """Raise SpecError where ``fully_shard`` does: along dim 1, with fewer experts than ranks, chunks must be even."""
         sharing, ep, widths = self.mesh.dp_shard * self.mesh.cp, self.mesh.ep, widths_of_experts(self.model)
         if not shards_of_experts_are_even(experts, widths, sharing, ep):
             first, second = widths
@@ -187,7 +187,7 @@ class JobSpec(Spec):
             )
 
     def _check_pipeline(self) -> None:
-        """Refuse what is not modelled on pipeline ranks, and what torch's schedules refuse."""
+        """Raise SpecError for what is not modelled on pipeline ranks, and for what torch's schedules refuse."""
         recipe, model = self.recipe, self.model
         for asked, instead in (
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
@@ -214,7 +214,7 @@ class JobSpec(Spec):
             self._check_frozen_stages(model.frozen.layers)
 
     def _not_in_two_halves(self) -> Iterator[tuple[str | bool, str]]:
-        """What is not modelled with schedules that take a backward in two halves."""
+        """Yield what is not modelled with schedules that split backwards."""
         mesh, model, options = self.mesh, self.model, self.recipe.fsdp2
         if self.recipe.pipeline_schedule not in SPLIT:
             return
@@ -229,7 +229,7 @@ class JobSpec(Spec):
             yield asked and f"schedule {self.recipe.pipeline_schedule!r} and {what}", "1f1b or interleaved-1f1b"
 
     def _frozen_in_stages(self) -> Iterator[tuple[str | bool, str]]:
-        """Units that FSDP2 gathers for a backward that does not come: what no gradient reaches, below what one does."""
+        """Yield frozen parts whose units FSDP2 gathers for a backward that never runs, and what to use instead."""
         recipe, frozen, embeds = self.recipe, self.model.frozen, self.model.adapter is not None
         embeds = embeds or (frozen is not None and "embedding" in frozen.names)
         resharding = recipe.fsdp2.reshard_after_forward
@@ -240,7 +240,7 @@ class JobSpec(Spec):
         yield recipe.fsdp2.ends_apart and "fsdp2.ends_apart and a frozen embedding at stage 3", "stage 2"
 
     def _check_frozen_stages(self, layers: int) -> None:
-        """Refuse stages with nothing to train: the optimizer of such a rank has no parameters."""
+        """Raise SpecError for pipeline stages without trained parameters: such a rank's optimizer would be empty."""
         recipe, pp = self.recipe, self.mesh.pp
         each = stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank)
         first, *_ = cut(self.model.num_hidden_layers, pp * each, recipe.layers_by_hand)
@@ -251,7 +251,7 @@ class JobSpec(Spec):
             )
 
     def _check_what_a_profile_tells(self) -> None:
-        """Refuse what the trace of a module with its own loss says nothing of."""
+        """Raise SpecError for what the trace of a module with its own loss does not contain."""
         recipe = self.recipe
         if recipe.engine in ON_PAPER:
             raise SpecError(f"engine {recipe.engine!r} does not take a profile; use fsdp2, ddp or deepspeed")
@@ -267,7 +267,7 @@ class JobSpec(Spec):
             raise SpecError("keep_logits='fp32' with a profile is not modelled; use yes or no")
 
     def _check_adapter(self) -> None:
-        """Refuse what is not modelled with adapters."""
+        """Raise SpecError for what is not modelled with adapters."""
         recipe = self.recipe
         deepspeed, quantised = recipe.engine == "deepspeed", self.model.is_quantised
         for asked, instead in (
@@ -283,7 +283,7 @@ class JobSpec(Spec):
                 raise SpecError(f"LoRA with {asked} is not modelled yet; use {instead}")
 
     def _check_frozen(self) -> None:
-        """Refuse what is not modelled with frozen parameters."""
+        """Raise SpecError for what is not modelled with frozen parameters."""
         recipe = self.recipe
         if recipe.engine not in ("ddp", "fsdp2", "deepspeed"):
             raise SpecError(
@@ -301,14 +301,14 @@ class JobSpec(Spec):
                 raise SpecError(f"frozen parameters with {asked} are not modelled yet; use {instead}")
 
     def _check_offloaded_activations(self) -> None:
-        """Refuse what is not modelled with them: GPT-2 hands its mask to a block in a place where it is saved like the input."""
+        """Raise SpecError for what is not modelled with offloaded activations: GPT-2's block saves its mask like its input."""
         if self.model.profile is not None:
             raise SpecError("offload_activations with a profile is not modelled; leave it out")
         if self.model.family == "gpt2" and self.recipe.attention == "eager":
             raise SpecError("offload_activations with gpt2 and attention 'eager' is not modelled; use attention 'sdpa'")
 
     def _check_recompute_layers(self, layers: int) -> None:
-        """Refuse more blocks than there are, and what is not modelled where not all are treated alike."""
+        """Raise SpecError for more blocks than there are, and for what is not modelled if not all blocks are recomputed."""
         model = self.model
         if layers > model.num_hidden_layers:
             raise SpecError(
@@ -320,7 +320,7 @@ class JobSpec(Spec):
             )
 
     def _check_resharding(self) -> None:
-        """Refuse what ``fully_shard`` refuses (torch 2.13 _fsdp_init.py, ``_get_post_forward_mesh_info``)."""
+        """Raise SpecError where ``fully_shard`` does (torch 2.13 _fsdp_init.py, ``_get_post_forward_mesh_info``)."""
         ways, ranks = ways_of_resharding(self.recipe.fsdp2), self.mesh.dp_shard
         if self.recipe.engine == "fsdp2" and ways is not None and ranks % ways:
             raise SpecError(

@@ -1,4 +1,4 @@
-"""How the ranks are arranged: degrees of parallelism, each an int in a job and an int or a column in a formula."""
+"""The arrangement of the ranks: degrees of parallelism, ints in a job, ints or columns in formulas."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,16 +9,16 @@ from zeroplan.spec.base import MOST_RANKS, Degree, Spec
 
 
 class Split(Protocol):
-    """The ways in which a model is split over ranks, beside its data."""
+    """The degrees that split a model."""
 
     @property
     def tp(self) -> Int:
-        """Tensor-parallel ranks, which split matrices (and with sequence parallelism what lies between them)."""
+        """Tensor-parallel ranks, which split matrices (and with sequence parallelism the tensors between them)."""
         ...
 
     @property
     def cp(self) -> Int:
-        """Context-parallel ranks, which split a sequence; what is sharded over ``dp_shard`` is sharded over them, too."""
+        """Context-parallel ranks, which split a sequence; what ``dp_shard`` shards is sharded over them too."""
         ...
 
     @property
@@ -28,12 +28,12 @@ class Split(Protocol):
 
     @property
     def ep(self) -> Int:
-        """Expert-parallel ranks, which split the experts: no ranks of their own, but a part of ``dp_shard · cp · tp``."""
+        """Expert-parallel ranks, which split the experts: a subset of the ranks of ``dp_shard · cp · tp``."""
         ...
 
 
 class Mesh(Split, Protocol):
-    """What a formula may ask of a layout."""
+    """The fields of an arrangement that formulas read."""
 
     @property
     def dp_replicate(self) -> Int:
@@ -42,7 +42,7 @@ class Mesh(Split, Protocol):
 
     @property
     def dp_shard(self) -> Int:
-        """Ranks that share one copy of what the ZeRO stage shards. With stage 0, the data-parallel ranks."""
+        """Ranks that share one copy of what the ZeRO stage shards; with stage 0, the data-parallel ranks."""
         ...
 
 
@@ -58,7 +58,7 @@ class MeshSpec(Spec):
     ep: Degree = 1
 
     def check_rules(self) -> None:
-        """Refuse experts on ranks that are not there, and more ranks than ``--gpus`` takes."""
+        """Raise SpecError for experts on ranks that do not exist, and for more ranks than ``--gpus`` allows."""
         if self.world_size > MOST_RANKS:
             raise SpecError(
                 f"dp_replicate={self.dp_replicate} x dp_shard={self.dp_shard} x tp={self.tp} x cp={self.cp} x pp={self.pp} are "
@@ -73,7 +73,7 @@ class MeshSpec(Spec):
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that work on one and the same sequence: ``tp · cp · pp``."""
+        """Ranks that work on the same sequence: ``tp · cp · pp``."""
         return self.tp * self.cp * self.pp
 
     @property

@@ -1,4 +1,4 @@
-"""What model is trained: its shape, in the words of a Hugging Face ``config.json``."""
+"""The model: its shape, in the words of a Hugging Face ``config.json``."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
@@ -38,7 +38,7 @@ class MoeSpec(Spec):
     """Leading layers that keep a dense MLP of ``intermediate_size``."""
 
     def check_rules(self) -> None:
-        """Refuse what contradicts itself."""
+        """Raise SpecError for contradictions."""
         if self.num_experts_per_tok > self.num_experts:
             raise SpecError(
                 f"num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts={self.num_experts}; "
@@ -51,7 +51,7 @@ class MlaSpec(Spec):
     """Low-rank projections of multi-head latent attention (DeepSeek-V2/V3)."""
 
     q_lora_rank: Dimension | None
-    """Rank of compressed queries; None where they are not compressed."""
+    """Rank of compressed queries; None if they are not compressed."""
     kv_lora_rank: Dimension
     """Rank of the latent that keys and values come from."""
     qk_nope_head_dim: Dimension
@@ -75,10 +75,10 @@ class LinearSpec(Spec):
     value_head_dim: Dimension
     """Width of one head of values."""
     conv_kernel_dim: Annotated[int, Range(1, 10**3)] = 4
-    """Tokens that the convolution sees."""
+    """Tokens that the convolution covers."""
 
     def check_rules(self) -> None:
-        """Refuse what contradicts itself."""
+        """Raise SpecError for contradictions."""
         if self.num_value_heads % self.num_key_heads:
             raise SpecError(
                 f"num_key_heads={self.num_key_heads} does not divide num_value_heads={self.num_value_heads}; each key head serves "
@@ -87,20 +87,20 @@ class LinearSpec(Spec):
 
 
 class Profiled(Spec):
-    """What a profile is to a job that has none: :class:`zeroplan.spec.profile.Profile`, which only those that have one load."""
+    """The base class of :class:`zeroplan.spec.profile.Profile`, which only jobs with a profile load."""
 
     __slots__ = ()
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: "_Handler") -> object:
-        """Tell pydantic, which reads foreign data, what there is to read."""
+        """Tell pydantic, which reads foreign data, to read the real class."""
         from zeroplan.spec.profile import Profile  # noqa: PLC0415  no job without a profile pays for it
 
         return handler(source) if cls is not Profiled else handler.generate_schema(Profile)
 
 
 class _Handler(Protocol):
-    """What pydantic hands over."""
+    """The handler that pydantic passes."""
 
     def __call__(self, source: object, /) -> object: ...
 
@@ -112,7 +112,7 @@ class ModelSpec(Spec):
     """Shape of a decoder-only transformer."""
 
     name: str = ""
-    """What the model is called in answers."""
+    """The model's name in answers."""
     family: Family | Literal["profile"]
     """The architecture, by its ``model_type``; ``profile`` for a traced module."""
     hidden_size: Dimension
@@ -140,25 +140,25 @@ class ModelSpec(Spec):
     mlp_bias: bool = False
     """The MLP's projections have biases."""
     sliding_window: Count | None = None
-    """Tokens that attention sees back; None for all."""
+    """The window of attention, in tokens; None for full attention."""
     hidden_act: Activation | None = None
-    """The MLP's activation function, where it is not the family's usual one."""
+    """The MLP's activation function, if it is not the family's usual one."""
     parallel_residual: bool = True
-    """Of a GPT-NeoX: attention and MLP read the same input; no other family has it."""
+    """GPT-NeoX only: attention and MLP read the same input."""
     moe: MoeSpec | None = None
-    """Experts, where the family has some."""
+    """Experts, in families with experts."""
     mla: MlaSpec | None = None
-    """Latent attention, where the family has it."""
+    """Latent attention, in families with it."""
     linear: LinearSpec | None = None
-    """Linear attention, where most of the family's layers have it."""
+    """Linear attention, in families with it."""
     unplaced_parameters: Annotated[int, Range(0, 10**15)] = 0
-    """Parameters that a shape inferred from a bare count leaves over, held as one vector beside the embeddings."""
+    """Parameters that an inferred shape does not cover: one vector beside the embeddings."""
     profile: Profiled | None = None
-    """A module found by tracing it, which stands in place of a family's formulas; the other sizes are then unused."""
+    """A traced module in place of a family's formulas; the other sizes are then unused."""
     adapter: AdapterSpec | None = None
-    """Low-rank adapters that are trained while everything else is frozen; None: everything is trained."""
+    """Trained low-rank adapters beside frozen weights; None: no adapters."""
     frozen: FrozenSpec | None = None
-    """What is not trained of a model without adapters."""
+    """The frozen parameters of a model without adapters."""
 
     @property
     def activation(self) -> Activation:
@@ -167,11 +167,11 @@ class ModelSpec(Spec):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the blocks' linear weights are in four bits."""
+        """Whether the blocks' linear weights are quantised to four bits."""
         return self.adapter is not None and self.adapter.quantize != "none"
 
     def check_rules(self) -> None:
-        """Refuse what contradicts itself."""
+        """Raise SpecError for contradictions."""
         if self.num_attention_heads % self.num_key_value_heads:
             raise SpecError(
                 f"num_key_value_heads={self.num_key_value_heads} does not divide "
@@ -189,7 +189,7 @@ class ModelSpec(Spec):
 
     def _check_frozen(self, frozen: FrozenSpec) -> None:
         if self.adapter is not None:
-            raise SpecError("beside adapters everything is frozen; leave --freeze and --freeze-layers out")
+            raise SpecError("with adapters everything else is frozen; leave --freeze and --freeze-layers out")
         if self.family not in FREEZABLE_FAMILIES:
             there = ", ".join(FREEZABLE_FAMILIES)
             raise SpecError(f"frozen parts of a {self.family} model are not modelled; families that may be frozen are {there}")
@@ -218,9 +218,7 @@ class ModelSpec(Spec):
                 f"use a multiple of {2 * turned}"
             )
         if self.family in LEARNED_POSITIONS and not self.positions:
-            raise SpecError(
-                f"family={self.family!r} adds learned positions: positions=0 leaves it without; say how many there are"
-            )
+            raise SpecError(f"family={self.family!r} adds learned positions: positions=0 leaves it without; set their number")
         if self.sliding_window is not None and self.family not in WINDOWED_FAMILIES:
             raise NoFormulasError(
                 f"a sliding window of a {self.family} model (sliding_window={self.sliding_window:,}) has no formula; leave it out "

@@ -1,7 +1,7 @@
-"""How a model is cut into pipeline stages, and which of them a rank has: structure alone, for the estimate and the run alike.
+"""How a model is cut into pipeline stages, and which stages a rank has, for estimates and runs alike.
 
 Stages are cut as torchtitan cuts them (2026-08, ``distributed/pipeline_parallel.py``, ``_generate_llm_fqn_per_model_part``):
-the embedding counts as one layer, the final norm and head as one, and earlier stages have the layers that do not divide.
+the embedding counts as one layer, the final norm and head as one, and earlier stages get the remaining layers.
 """
 
 from functools import lru_cache
@@ -12,18 +12,18 @@ from zeroplan.errors import SpecError
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
 
-#: Schedules with one stage on each rank; the others have two, unless more are asked for (torchtitan's default).
+#: Schedules with one stage per rank; the others have two by default (torchtitan's default).
 SINGLE: tuple[PipelineSchedule, ...] = ("gpipe", "1f1b")
 
-#: Schedules that take a backward in two halves: gradients of inputs first, those of weights later.
+#: Schedules that split a backward in two halves: gradients of inputs first, those of weights later.
 SPLIT: tuple[PipelineSchedule, ...] = ("interleaved-zero-bubble", "zbv")
 
-#: Families whose stages are cut without special handling: one kind of attention, no positions added to the embedding.
+#: Families whose stages need no special handling: one kind of attention, no positions added to the embedding.
 PIPELINED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3")
 
 
 class Stage(NamedTuple):
-    """A stretch of layers, and whether the embedding stands before it or the final norm and the head after it."""
+    """A stage: its layers, and whether it has the embedding or the final norm and head."""
 
     number: int
     start: int
@@ -33,12 +33,12 @@ class Stage(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """How many there are."""
+        """The number of layers."""
         return self.stop - self.start
 
 
 def stages_per_rank(schedule: PipelineSchedule, asked: int | None) -> int:
-    """How many stages each rank has.
+    """Return the number of stages per rank.
 
     >>> stages_per_rank("1f1b", None), stages_per_rank("interleaved-1f1b", None), stages_per_rank("interleaved-1f1b", 4)
     (1, 2, 4)
@@ -48,9 +48,9 @@ def stages_per_rank(schedule: PipelineSchedule, asked: int | None) -> int:
 
 @lru_cache(maxsize=1024)
 def cut(layers: int, stages: int, by_hand: tuple[int, ...] | None = None) -> tuple[Stage, ...]:
-    """Cut so many layers into stages, first to last; ``by_hand`` gives the layers of each.
+    """Return the stages, first to last; ``by_hand`` gives the layers of each.
 
-    Raises SpecError where a stage would have no layer, or where the layers by hand are not those of the model.
+    Raises SpecError if a stage would have no layer, or if the layers by hand are not those of the model.
 
     >>> [stage.layers for stage in cut(32, 4)], [stage.start for stage in cut(32, 4, (6, 9, 9, 8))]
     ([8, 9, 8, 7], [0, 6, 15, 24])
@@ -71,13 +71,13 @@ def cut(layers: int, stages: int, by_hand: tuple[int, ...] | None = None) -> tup
 
 
 def _evenly(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage as torchtitan has them."""
+    """Return the layers of each stage, as torchtitan cuts them."""
     each, more = divmod(layers + 2, stages)
     return tuple(each + (index < more) - (index == 0) - (index == stages - 1) for index in range(stages))
 
 
 def indices_of_rank(schedule: PipelineSchedule, *, rank: int, pp: int, stages: int) -> tuple[int, ...]:
-    """Which stages a rank has: every pp-th, or for the V of ``zbv`` one on the way down and one on the way up.
+    """Return the stages of a rank: every pp-th, or for the V of ``zbv`` one on the way down and one on the way up.
 
     >>> indices_of_rank("interleaved-1f1b", rank=1, pp=4, stages=8), indices_of_rank("zbv", rank=1, pp=4, stages=8)
     ((1, 5), (1, 6))
@@ -91,7 +91,7 @@ def check_schedule(
     schedule: PipelineSchedule, asked: int | None, *, pp: int, layers: int, micro_batches: int,
     by_hand: tuple[int, ...] | None = None,
 ) -> None:  # fmt: skip
-    """Refuse what torch's schedules refuse, and stages without a layer.
+    """Raise SpecError where torch's schedules do, and for stages without a layer.
 
     Source: torch 2.13, torch/distributed/pipelining/schedules.py, ``__init__`` of each schedule.
     """
@@ -104,7 +104,7 @@ def check_schedule(
         raise SpecError(f"schedule '1f1b' needs as many micro-batches as ranks, {pp}, not {micro_batches}; accumulate more")
     if schedule.startswith("interleaved"):
         if each == 1:
-            raise SpecError(f"schedule {schedule!r} needs several stages on each rank; use 1f1b, or ask for more")
+            raise SpecError(f"schedule {schedule!r} needs several stages on each rank; use 1f1b, or set more")
         rounds = max(1, micro_batches // pp)
         if micro_batches % rounds:
             raise SpecError(

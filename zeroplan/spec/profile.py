@@ -1,4 +1,4 @@
-"""What a module costs, found by tracing it: the file that ``zeroplan profile`` writes and ``--profile`` reads. Data alone."""
+"""The memory of a traced module: the data of the file that ``zeroplan profile`` writes and ``--profile`` reads."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,11 +15,11 @@ Coefficient = Annotated[int, Range(-(10**15), 10**15)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount(Spec):
-    """A number of bytes for any batch: a sum of products of tokens and sequences. [bytes]
+    """Bytes for any batch, as a sum of products of tokens and sequences.
 
-    ``micro_batch`` is per sequence, ``seq_len`` per position of one sequence, ``tokens`` per token, ``seq_len_squared`` per pair
-    of positions, ``tokens_seq_len`` per pair in every sequence; ``padding`` is per position that fills each sequence up to a
-    multiple of so many as the pass says.
+    ``micro_batch`` is per sequence, ``seq_len`` per position of one sequence, ``tokens`` per token, ``seq_len_squared`` per
+    pair of positions, ``tokens_seq_len`` per pair in every sequence; ``padding`` is per position that pads a sequence to a
+    multiple of ``seq_multiple``.
     """
 
     constant: Coefficient = 0
@@ -33,7 +33,7 @@ class Amount(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor(Spec):
-    """One parameter; ``autocast`` says that ``torch.autocast`` copies it."""
+    """One parameter; ``autocast``: ``torch.autocast`` copies it."""
 
     name: str
     shape: tuple[Dimension, ...]
@@ -42,7 +42,7 @@ class Tensor(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part(Spec):
-    """Tensors that are kept, and who makes them."""
+    """Saved tensors, and the operator that makes them."""
 
     reason: str
     amount: Amount
@@ -50,7 +50,7 @@ class Part(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flash(Spec):
-    """A flash-attention kernel at work in a backward: its heads, their size, the key/value heads."""
+    """A flash-attention kernel that runs in a backward: its heads, their size, the key/value heads."""
 
     heads: Dimension
     head_dim: Dimension
@@ -61,8 +61,8 @@ class Flash(Spec):
 class Point(Spec):
     """A moment of the backward where memory can peak.
 
-    ``saved`` is what is still kept from the forward, ``working`` gradients and temporaries; ``gradients``, ``current`` and
-    ``casts`` count elements as :class:`zeroplan.transformer.blocks.BackwardPoint` does.
+    ``saved``: tensors still saved from the forward; ``working``: gradients and temporaries; ``gradients``, ``current`` and
+    ``casts`` count elements as in :class:`zeroplan.transformer.blocks.BackwardPoint`.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Point(Spec):
     flash: Flash | None = None
 
     def check_rules(self) -> None:
-        """Refuse a gradient that is being made and not counted among those made so far."""
+        """Raise SpecError for a gradient in the making that does not count among those made."""
         if self.current > self.gradients:
             raise SpecError(
                 f"point {self.name!r} of the profile has current={self.current:,}, more than its gradients={self.gradients:,}; "
@@ -84,7 +84,7 @@ class Point(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handed(Spec):
-    """A weight whose gradient autograd hands on, in the order in which it does, and what is alive then as in :class:`Point`."""
+    """A weight whose gradient is ready, in autograd's order, and what is alive then as in :class:`Point`."""
 
     name: str
     saved: Amount
@@ -93,7 +93,7 @@ class Handed(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multiplied(Spec):
-    """Operations of one forward, for any batch: of matrix multiplications, and of attention's kernels. [FLOPs]"""
+    """Operations of one forward, for any batch: of matrix products, and of attention's kernels. [FLOPs]"""
 
     matrices: Amount = Amount()
     attention: Amount = Amount()
@@ -101,10 +101,10 @@ class Multiplied(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledBlock(Spec):
-    """One kind of block in one manner of execution: its input, what it keeps, and the moments it can peak at.
+    """One kind of block, computed in one way: its input, what it keeps, and the moments where it can peak.
 
-    ``forward`` is what is alive beyond ``kept`` at its highest moment forward: the largest of these. ``operations`` are None
-    where nobody has counted them, or they follow no polynomial.
+    ``forward``: candidates for the highest total beyond ``kept`` in its forward. ``operations``: None if not counted, or if
+    they follow no polynomial.
     """
 
     input: Amount
@@ -120,11 +120,11 @@ class ProfiledBlock(Spec):
 class ProfiledPass(Spec):
     """A whole pass: every kind of block, and what is outside them.
 
-    ``shared`` is alive from before the first block to the end, ``beside`` while blocks run forward, ``first_input`` is the first
-    block's where it is held by name; ``loss`` what is alive between the last block and the backward, ``head`` the moments from
-    the loss's backward to the last block's, ``last`` what is alive below the first block's backward: each the largest of these.
-    ``seq_multiple`` is what kernels fill lengths up to; where lengths that are no multiples of ``counted_by`` run other operators,
-    they count as the next multiple. ``remarks`` say what is not exact. ``operations`` are those outside the blocks.
+    ``shared``: alive from before the first block to the end; ``beside``: while blocks run forward; ``first_input``: the first
+    block's input where a variable holds it; ``loss``: between the last block and the backward; ``head``: moments from the
+    loss's backward to the last block's; ``last``: after the first block's backward. Each of these lists candidates for the
+    largest. ``seq_multiple``: kernels pad lengths to a multiple of it. Lengths that are no multiple of ``counted_by`` run other
+    operators and count as the next multiple. ``remarks``: what is not exact. ``operations``: those outside the blocks.
     """
 
     seq_multiple: Annotated[int, Range(1, 4096)] = 1
@@ -145,7 +145,7 @@ class ProfiledPass(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant(Spec):
-    """One manner of execution; ``one`` for a single sequence, which some modules treat otherwise, ``more`` for several."""
+    """One way to compute; ``one`` for a single sequence, which some modules handle differently, ``more`` for several."""
 
     element_bytes: Literal[2, 4]
     autocast: bool
@@ -165,10 +165,10 @@ class Run(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modules(Spec):
-    """Modules in the order in which they run forward: those that hold the blocks, those before and after, those in each kind.
+    """Modules in the order of their forward: those that contain the blocks, those before and after, and those in each kind.
 
-    Gradients do not flow to what the ``unfollowed`` return, nor to what the ``unnoticed`` take. ``tied`` is the one after the
-    blocks that has an embedding's weight for its own.
+    No gradients reach the outputs of ``unfollowed`` modules, nor the inputs of ``unnoticed`` ones. ``tied`` is the module after
+    the blocks that shares an embedding's weight.
     """
 
     holding: tuple[str, ...]
@@ -182,13 +182,12 @@ class Modules(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile(Profiled):
-    """A module, traced.
+    """A traced module.
 
-    ``source`` says what was traced; ``embeddings`` are the parameters outside the blocks whose gradients come last, ``tail`` the
-    others, ``tied_head`` names one of the embeddings that is the head, too; ``order`` has both as the module registers them, and
-    an empty name where the blocks are; ``kinds`` are the parameters of one block of each kind. ``seq_len`` is set where
-    sequences cannot be made longer or shorter, ``shortest`` where shorter ones were not looked at. ``longest`` is how long the
-    module's configuration says sequences may be.
+    ``source``: what was traced; ``embeddings``: parameters outside the blocks whose gradients come last; ``tail``: the others
+    outside; ``tied_head``: the embedding that is also the head; ``order``: both as the module registers them, with an empty
+    name for the blocks; ``kinds``: the parameters of one block of each kind. ``seq_len`` is set if the length is fixed;
+    ``shortest``: shorter sequences were not traced; ``longest``: the longest sequence in the module's configuration.
     """
 
     schema_version: Literal[2] = 2
@@ -210,11 +209,11 @@ class Profile(Profiled):
     variants: tuple[Variant, ...]
 
     def __hash__(self) -> int:
-        """Leave out the tables: a dict has no hash, and the name tells most profiles apart."""
+        """Hash without the tables: a dict has no hash, and the name distinguishes most profiles."""
         return hash((self.name, self.source, len(self.variants)))
 
     def check_rules(self) -> None:
-        """Refuse a profile whose parts do not fit each other."""
+        """Raise SpecError for a profile with inconsistent parts."""
         if not self.runs or not self.variants:
             raise SpecError("a profile has at least one block and one variant")
         kinds = {run.kind for run in self.runs}
@@ -222,7 +221,7 @@ class Profile(Profiled):
             raise SpecError(f"the profile's runs are of {', '.join(sorted(kinds))}, its kinds {', '.join(sorted(self.kinds))}")
         for kind in kinds:
             if not kind.isidentifier():
-                raise SpecError(f"kind {kind!r} is not a name; it stands in formulas")
+                raise SpecError(f"kind {kind!r} is not a name, which formulas need")
         for one in (part for variant in self.variants for part in (variant.one, variant.more)):
             if set(one.blocks) != kinds or not (one.loss and one.head and one.last):
                 raise SpecError(
@@ -234,7 +233,7 @@ class Profile(Profiled):
 
 
 def _check_order(profile: Profile) -> None:
-    """Refuse a profile that leaves out when a parameter comes, or when its gradient is handed on."""
+    """Raise SpecError for a profile without the order of parameters or of gradients."""
     if set(profile.modules.kinds) != set(profile.kinds):
         raise SpecError("the profile does not name the modules of each kind of block")
     outside = [tensor.name for tensor in (*profile.embeddings, *profile.tail)]
@@ -247,11 +246,11 @@ def _check_order(profile: Profile) -> None:
             *((profile.kinds[kind], block.handed) for kind, block in one.blocks.items()),
         ):
             if sorted(each.name for each in handed) != sorted(tensor.name for tensor in named):
-                raise SpecError("the profile does not say of each parameter when its gradient is handed on")
+                raise SpecError("the profile lacks the order in which the parameters' gradients are ready")
 
 
 def model_of(profile: Profile) -> ModelSpec:
-    """The model a job has of a profile: sizes that only formulas use are 1."""
+    """Return the model of a job with a profile. Sizes that only formulas read are 1."""
     return ModelSpec(
         name=profile.name,
         family="profile",

@@ -1,4 +1,4 @@
-"""How it is trained: the structure that a search loops over; every field is one value, free to be branched on."""
+"""The training recipe: structure that a search loops over and that formulas may branch on."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -9,12 +9,12 @@ from zeroplan.spec.pipeline import PipelineSchedule
 
 Kernels = Literal["cuda", "cpu"]
 Engine = Literal["paper", "ddp", "fsdp2", "deepspeed", "megatron"]
-#: Engines that are closed forms: there is nothing to run.
+#: Engines that are closed forms, without a run.
 ON_PAPER: tuple[Engine, ...] = ("paper", "megatron")
 Stage = Literal[0, 1, 2, 3]
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp32"]
 Optimizer = Literal["adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "adamw-8bit"]
-#: Adam in both its forms, which step alike.
+#: Both forms of Adam, which step alike.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
 OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
@@ -34,9 +34,9 @@ class DdpOptions(Spec):
     bucket_cap_mb: Count | None = None
     """MiB of gradients that close a bucket. ``None``: 25, and 1 for the first bucket."""
     find_unused_parameters: bool = False
-    """DDP copies the model's output after every forward (``_DDPSink``), and reduces a map of the parameters that were used."""
+    """DDP copies the model's output after every forward (``_DDPSink``), and reduces a map of the used parameters."""
     static_graph: bool = False
-    """DDP learns from the first step which parameters are used, and nothing is copied from the second step on."""
+    """DDP learns from the first step which parameters are used, and copies nothing from the second step on."""
     wrap_one_rank: bool = False
     """A single rank is wrapped in DDP too, as it is for ``gradient_as_bucket_view``. Otherwise one rank runs a plain loop, as
     accelerate and transformers' Trainer do."""
@@ -47,23 +47,24 @@ class Fsdp2Options(Spec):
     """Arguments of ``fully_shard``; torch's defaults."""
 
     reshard_after_forward: bool | Annotated[int, Range(2, 10**6)] | None = None
-    """``None``: True at stage 3, False at stage 2; an int keeps that many ways of sharding between forward and backward."""
+    """``None``: True at stage 3, False at stage 2; an int keeps the parameters in that many shards between forward and
+    backward."""
     reduce_dtype: Literal["fp32", "param"] = "fp32"
     """Under mixed precision: gradients are reduced in fp32, or in the parameters' compute dtype."""
     cpu_offload: bool = False
     """``CPUOffloadPolicy``: shards of parameters and gradients and the optimizer are in host memory, and the optimizer runs
     there."""
     torch: Literal["2.13", "2.15"] | None = None
-    """Whose ``fully_shard`` it is: 2.13 has the code of 2.11 to 2.14 where it matters (2.11.0, 2.12.0, 2.13.0, 2.14.0 and 2.14.1
-    were looked at), 2.15 that of 2.15.0. ``None``: 2.13, and in a run whichever is installed."""
+    """The torch release of ``fully_shard``: 2.13 covers 2.11 to 2.14, whose code is the same where it matters (2.11.0, 2.12.0,
+    2.13.0, 2.14.0 and 2.14.1 were checked); 2.15 covers 2.15.0. ``None``: 2.13; a run uses the installed release."""
 
     modules: WhoseModules = "transformers"
-    """Whose program trains: transformers' modules, with all that is outside the blocks in one unit, or torchtitan's own Llama 3
-    (0.2.2), whose embedding, and whose last norm and head, are units of their own."""
+    """The training program: transformers' modules, with everything outside the blocks in one unit, or torchtitan's own Llama 3
+    (0.2.2), whose embedding, and last norm with head, are two units of their own."""
 
     ends_apart: bool = False
-    """The embedding is a ``fully_shard`` unit of its own, and so are the last norm and the head together, which stay gathered until
-    their backward: as accelerate 1.15 and torchtitan have it. A tied head leaves all of it in one unit."""
+    """The embedding is a ``fully_shard`` unit of its own, and so are last norm and head together, which stay gathered until
+    their backward, as in accelerate 1.15 and torchtitan. A tied head keeps all of it in one unit."""
 
     @property
     def shards_ends(self) -> bool:
@@ -72,12 +73,12 @@ class Fsdp2Options(Spec):
 
     @property
     def of_torch_2_15(self) -> bool:
-        """Whether it is the code of torch 2.15."""
+        """Whether the code is that of torch 2.15."""
         return self.torch == "2.15"
 
 
 def ways_of_resharding(options: Fsdp2Options) -> int | None:
-    """How many ways of sharding are kept between forward and backward, where ``reshard_after_forward`` is a number.
+    """Return the shards between forward and backward, if ``reshard_after_forward`` is a number.
 
     >>> ways_of_resharding(Fsdp2Options(reshard_after_forward=8)), ways_of_resharding(Fsdp2Options(reshard_after_forward=True))
     (8, None)
@@ -88,9 +89,9 @@ def ways_of_resharding(options: Fsdp2Options) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronOptions(Spec):
-    """Megatron-LM's own arguments (2026-08), with its names and, but for dropout, its defaults.
+    """Megatron-LM's own arguments (2026-08), with its names and, except for dropout, its defaults.
 
-    The overlaps change time alone; the others change what is held.
+    The overlaps change only time; the others change memory.
     """
 
     overlap_grad_reduce: bool = False
@@ -100,24 +101,24 @@ class MegatronOptions(Spec):
     overlap_p2p_comm: bool = True
     """False is ``--no-overlap-p2p-communication``: an interleaved pipeline waits for every send, as 1F1B does."""
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
-    """``--transformer-impl``: whose layers they are. ``local`` has attention written out alone, whose scores pass a buffer."""
+    """``--transformer-impl``: the layers' implementation. ``local`` has only eager attention, whose scores go through a buffer."""
     cross_entropy_fusion_impl: Literal["native", "te"] | None = None
     """``--cross-entropy-loss-fusion`` with this ``--cross-entropy-fusion-impl``: ``native`` makes a further fp32 copy of the
     logits. ``None``: not fused."""
     hidden_dropout: bool | None = None
     """Whether ``--hidden-dropout`` is above 0: masks are kept. ``None``: with GPT-2's family alone (Megatron-LM: 0.1, always)."""
     attention_dropout: bool | None = None
-    """Whether ``--attention-dropout`` is above 0; masks are kept where attention is written out. ``None``: as above."""
+    """Whether ``--attention-dropout`` is above 0; eager attention then keeps masks. ``None``: as above."""
     create_attention_mask_in_dataloader: bool = True
     """False is ``--no-create-attention-mask-in-dataloader``: no mask of one byte per pair of tokens comes with a batch."""
 
     def check_rules(self) -> None:
-        """Refuse what Megatron-LM refuses (megatron/training/arguments.py, validate_args)."""
+        """Raise SpecError where Megatron-LM does (megatron/training/arguments.py, validate_args)."""
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise SpecError("megatron.overlap_param_gather needs megatron.overlap_grad_reduce=true; set both, or neither")
 
 
-#: What users set ``reduce_bucket_size`` to where the default's buffers are too large: a tenth of it. [elements]
+#: A common ``reduce_bucket_size`` where the default's buffers are too large: a tenth of it. [elements]
 SMALL_BUCKET = 50_000_000
 
 
@@ -126,12 +127,12 @@ class DeepSpeedOptions(Spec):
     """The keys of DeepSpeed's ``zero_optimization`` that change memory; DeepSpeed's defaults, sizes in elements.
 
     Four fields are not keys of that section: ``grad_accum_dtype`` is in ``data_types``, ``torch_adam`` in ``optimizer.params``;
-    ``zero_init`` and ``flatten_on_accelerator`` say how the model comes to the GPU. ``offload_optimizer`` and ``offload_param``
-    are sections of their own there, whose keys stand here with the section's name before them.
+    ``zero_init`` and ``flatten_on_accelerator`` set how the model gets to the GPU. ``offload_optimizer`` and ``offload_param`` are
+    sections of their own there; here their keys have the section's name as prefix.
     """
 
     reduce_bucket_size: Count = 500_000_000
-    """Elements that a bucket of gradients takes before it is reduced."""
+    """Elements of gradients that fill a bucket, which is then reduced."""
     overlap_comm: bool | None = None
     """``None``: True at stage 3, False below."""
     contiguous_gradients: bool = True
@@ -139,19 +140,19 @@ class DeepSpeedOptions(Spec):
     reduce_scatter: bool = True
     """A bucket is averaged for the ranks that own it, through a copy where several do; False all-reduces the bucket itself."""
     compute_grad_norm: bool = True
-    """Stages 1 and 2 only: False skips the gradient norm, which is taken in fp64."""
+    """Stages 1 and 2 only: False skips the gradient norm, which is computed in fp64."""
     sub_group_size: Count = 1_000_000_000
-    """Stage 3: elements of its share that a rank steps at a time."""
+    """Stage 3: elements of its share that a rank updates at a time."""
     stage3_prefetch_bucket_size: CountOrZero = 50_000_000
-    """Elements that are gathered ahead of use."""
+    """Elements that are gathered ahead of their use."""
     stage3_param_persistence_threshold: CountOrZero = 100_000
     """Parameters of fewer elements are never released."""
     stage3_model_persistence_threshold: Annotated[int, Range(0, 2**63 - 1)] = 2**63 - 1
-    """Elements that may stay gathered in that way."""
+    """Elements that may stay gathered for that reason."""
     stage3_max_live_parameters: CountOrZero = 1_000_000_000
     """Elements that may be gathered before something has to be released."""
     stage3_max_reuse_distance: CountOrZero = 1_000_000_000
-    """A parameter that is used again within so many elements is not released."""
+    """A parameter that is used again within this many elements is not released."""
     stage3_allgather_sequential: bool = False
     """Parameters are gathered one by one instead of in flat groups."""
     memory_efficient_linear: bool = True
@@ -164,9 +165,9 @@ class DeepSpeedOptions(Spec):
     zero_quantized_gradients: bool = False
     """ZeRO++: gradients are reduced in 4 bits, within nodes and then across."""
     gpus_per_node: Degree = 8
-    """GPUs that one process sees; no key, and asked for by ``zero_quantized_gradients`` alone."""
+    """GPUs that one process sees. It is no key of DeepSpeed; only ``zero_quantized_gradients`` reads it."""
     grad_accum_dtype: Literal["fp32", "param"] = "param"
-    """``data_types.grad_accum_dtype``: what gradients of several micro-batches are summed in."""
+    """``data_types.grad_accum_dtype``: the dtype of the sum of several micro-batches' gradients."""
     torch_adam: bool = False
     """``optimizer.params.torch_adam``: Adam is torch's, not DeepSpeed's own kernel; also where a script gives DeepSpeed torch's."""
     zero_init: bool = True
@@ -175,7 +176,7 @@ class DeepSpeedOptions(Spec):
     """Stages 1 and 2: the flat copy of the weights is made on the GPU, as DeepSpeed does while it has room for both;
     otherwise it goes through host memory, so this copy alone never makes a job fail."""
     offload_optimizer: OffloadDevice = "none"
-    """``offload_optimizer.device``: where the fp32 weights and the optimizer's state are; the CPU takes the step."""
+    """``offload_optimizer.device``: where the fp32 weights and the optimizer's state are; the CPU runs the step."""
     offload_optimizer_pin_memory: bool = True
     """The optimizer's tensors are in page-locked memory."""
     offload_optimizer_buffer_count: Count = 4
@@ -197,7 +198,7 @@ class DeepSpeedOptions(Spec):
 
     @property
     def offloads(self) -> bool:
-        """Whether anything is away from the GPU."""
+        """Whether anything is off the GPU."""
         return self.offload_optimizer != "none" or self.offload_param != "none"
 
     @property
@@ -208,31 +209,31 @@ class DeepSpeedOptions(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeSpec(Spec):
-    """Everything about the run that is structure rather than number.
+    """Everything about the run that is structure, not a number.
 
-    ``optimizer_impl=None`` means the engine's own default: foreach under torch (CUDA), fused under DeepSpeed, whose Adam has a
+    ``optimizer_impl=None``: the engine's own default: foreach under torch (CUDA), fused under DeepSpeed, whose Adam has a
     kernel of its own unless ``deepspeed.torch_adam`` is set.
     """
 
     engine: Engine = "fsdp2"
-    """Whose code holds the model."""
+    """The engine that holds the model."""
     zero_stage: Stage = 3
     """What is sharded: nothing, optimizer state, gradients too, parameters too."""
     precision: Precision = "bf16-mixed"
-    """Dtypes of weights and of what computes; ``mixed`` keeps fp32 weights for the optimizer."""
+    """Dtypes of weights and of computing; ``mixed`` keeps fp32 weights for the optimizer."""
     optimizer: Optimizer = "adamw"
-    """Which optimizer, with torch's default arguments."""
+    """The optimizer, with torch's default arguments."""
     optimizer_impl: OptimizerImpl | None = None
-    """How it steps: all tensors at once, by one kernel, or one by one."""
+    """Its implementation: all tensors at once, one kernel, or one tensor after the other."""
     recompute: Recompute = "none"
-    """What of a block's forward is run again in its backward."""
+    """What of a block's forward the backward recomputes."""
     recompute_layers: Count | None = None
-    """Of how many blocks, from the first; None: of all (Megatron-LM's ``--recompute-method block``)."""
+    """How many blocks, from the first; None: all (Megatron-LM's ``--recompute-method block``)."""
     offload_activations: bool = False
-    """What blocks keep for their backward is in host memory until then: ``offload_wrapper`` around every block, outside its
+    """Blocks' saved tensors are in host memory until the backward: ``offload_wrapper`` around every block, outside its
     checkpoint."""
     attention: Attention = "sdpa"
-    """Which implementation: torch's ``scaled_dot_product_attention``, FlashAttention, or operators written out."""
+    """The implementation: torch's ``scaled_dot_product_attention``, FlashAttention, or eager operators."""
     activation_model: ActivationModel = "module"
     """``module``: what autograd saves for the transformers module; ``megatron``: Korthikanti et al. 2022."""
     sequence_parallel: bool = False
@@ -245,7 +246,7 @@ class RecipeSpec(Spec):
     sync_every_micro_batch: bool = True
     """Gradients are reduced after every micro-batch (plain loop) rather than after the last one (``no_sync``)."""
     pipeline_schedule: PipelineSchedule | None = None
-    """In which order pipeline ranks take their micro-batches (torch.distributed.pipelining); ``None``: 1f1b."""
+    """The order in which pipeline ranks run their micro-batches (torch.distributed.pipelining); ``None``: 1f1b."""
     pipeline_stages_per_rank: Annotated[int, Range(1, 1000)] | None = None
     """``None``: 1 with gpipe and 1f1b, else 2."""
     pipeline_layers: str | None = None
@@ -261,7 +262,7 @@ class RecipeSpec(Spec):
     transformers: str | None = None
     """The release of transformers whose modules train, as ``4.48`` (:mod:`zeroplan.spec.releases`); ``None``: 5.23."""
     kernels: Kernels = "cuda"
-    """Whose kernels compute: a GPU's, or a CPU's, where a run without a GPU is to be held against the estimate."""
+    """The kernels: a GPU's, or a CPU's to compare the estimate with a run without a GPU."""
 
     @property
     def wraps_one_rank(self) -> bool:
@@ -270,7 +271,7 @@ class RecipeSpec(Spec):
 
     @property
     def keeps_gathered_linears(self) -> bool:
-        """Whether torch's ``linear`` runs on weights that DeepSpeed gathers, and keeps them for the backward."""
+        """Whether torch's ``linear`` runs on weights that DeepSpeed gathers, and saves them for the backward."""
         return self.engine == "deepspeed" and self.zero_stage == 3 and not self.deepspeed.memory_efficient_linear
 
     @property
@@ -285,7 +286,7 @@ class RecipeSpec(Spec):
 
     @property
     def layers_by_hand(self) -> tuple[int, ...] | None:
-        """Layers of each pipeline stage, where they are given.
+        """Return the layers of each pipeline stage, if given.
 
         >>> RecipeSpec(pipeline_layers="7,9,9,7").layers_by_hand
         (7, 9, 9, 7)
@@ -294,7 +295,7 @@ class RecipeSpec(Spec):
             return None
         words = [word.strip() for word in self.pipeline_layers.split(",")]
         if not all(word.isdecimal() for word in words):
-            raise SpecError(f"pipeline_layers={self.pipeline_layers!r} is no list of layers; write 7,9,9,7")
+            raise SpecError(f"pipeline_layers={self.pipeline_layers!r} is not a list of layers; write, for example, 7,9,9,7")
         return tuple(map(int, words))
 
     @property
@@ -303,7 +304,7 @@ class RecipeSpec(Spec):
         return any(one is not None for one in (self.pipeline_schedule, self.pipeline_stages_per_rank, self.pipeline_layers))
 
     def check_rules(self) -> None:
-        """Refuse what would be ignored: an answer must not look as if it had been heeded."""
+        """Raise SpecError for options that would be ignored."""
         if self.keep_logits and self.loss != "full":
             raise SpecError(f"keep_logits with loss={self.loss!r} has no logits to keep; use loss 'full', or leave it out")
         if self.activation_model == "megatron" and self.engine != "paper":
@@ -319,7 +320,7 @@ class RecipeSpec(Spec):
             )
 
     def _check_recompute_layers(self, layers: int) -> None:
-        """Refuse what has nothing to do, and what is not modelled."""
+        """Raise SpecError for options without an effect, and for what is not modelled."""
         if self.recompute == "none":
             raise SpecError(f"recompute_layers={layers} with recompute 'none' has nothing to do; use 'full', or leave it out")
         for asked, instead in (
@@ -330,7 +331,7 @@ class RecipeSpec(Spec):
                 raise SpecError(f"recompute_layers={layers} with {asked} is not modelled; use {instead}, or leave it out")
 
     def _check_offloaded_activations(self) -> None:
-        """Refuse what is not modelled with them."""
+        """Raise SpecError for what is not modelled with offloaded activations."""
         if self.engine == "paper":
             raise SpecError("offload_activations with engine 'paper' is not modelled; use engine 'fsdp2' or 'ddp'")
         if self.recompute == "none":

@@ -1,4 +1,4 @@
-"""Which jobs can tensor-parallel ranks split, under FSDP2 and DTensor, and of which can context-parallel ranks share sequences?"""
+"""The jobs that tensor-parallel ranks can split under FSDP2 and DTensor, and those that context-parallel ranks can split."""
 
 from zeroplan.errors import SpecError
 from zeroplan.numeric import Bool, Int
@@ -9,13 +9,13 @@ from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 
 #: Families whose blocks are split as torchtitan splits them.
 SPLIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-#: Families whose sequences are shared where their experts are on several ranks.
+#: Families with context parallelism while their experts are on several ranks.
 SHARED_BESIDE_EXPERTS = ("mixtral", "qwen3_moe")
 _OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
 
 
 def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, mesh: MeshSpec) -> None:
-    """Refuse what DTensor cannot split evenly, and what is not modelled with it, in one line.
+    """Raise SpecError for what DTensor cannot split evenly, and for what is not modelled with it.
 
     >>> from zeroplan.spec.model import ModelSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -45,7 +45,7 @@ def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec
 
 
 def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, mesh: MeshSpec) -> None:
-    """Refuse sequences that do not come out even, and what is not modelled with ranks that share them, in one line.
+    """Raise SpecError for sequences that do not divide evenly, and for what is not modelled with context parallelism.
 
     >>> from zeroplan.spec.model import ModelSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -63,7 +63,7 @@ def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpe
     in_32_bits = recipe.precision == "fp32"
     for asked, instead in (
         (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
-        (in_32_bits and "precision 'fp32', for which no kernel takes grouped heads,", "bf16-mixed"),
+        (in_32_bits and "precision 'fp32', for which no kernel accepts grouped heads,", "bf16-mixed"),
         (recipe.fsdp2.cpu_offload and "offload to host memory", "no offload"),
         (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "true or false for it"),
         *_of_model_and_batch(model, recipe, batch),
@@ -84,9 +84,9 @@ def _check_family_of_shared_sequences(model: ModelSpec, mesh: MeshSpec) -> None:
 
 
 def shards_of_experts_are_even(experts: int, widths: tuple[int, int], sharing: Int, ep: int) -> Bool:
-    """Whether ``fully_shard`` can cut experts among so many ranks that shard: along dim 1, where these are more than experts.
+    """Whether ``fully_shard`` can shard experts over this many ranks: along dim 1, if there are more ranks than experts.
 
-    ``widths`` are those of the two weights along it, :func:`widths_of_experts`.
+    ``widths``: those of the two weights along dim 1, :func:`widths_of_experts`.
 
     >>> shards_of_experts_are_even(8, (192, 64), 16, 2), shards_of_experts_are_even(8, (192, 64), 20, 2)
     (True, False)
@@ -96,7 +96,7 @@ def shards_of_experts_are_even(experts: int, widths: tuple[int, int], sharing: I
 
 
 def widths_of_experts(model: ModelSpec) -> tuple[int, int]:
-    """Widths along dim 1 of the experts' two weights, as they lie."""
+    """Return the widths of the experts' two weights along dim 1."""
     width = 0 if model.moe is None else model.moe.moe_intermediate_size
     return width if model.family == "gpt_oss" else 2 * width, model.hidden_size
 

@@ -9,7 +9,7 @@ from zeroplan.spec.recipe import RecipeSpec
 
 
 def check_torchtitan(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
-    """Refuse what torchtitan's program does not do, and what of it is not modelled, where a job says that it runs."""
+    """Raise SpecError for what torchtitan's program does not do or what is not modelled of it."""
     if recipe.fsdp2.modules != "torchtitan":
         return
     for asked, instead in refusals(model, recipe, mesh):
@@ -17,7 +17,7 @@ def check_torchtitan(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> No
 
 
 def refusals(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str, str]]:
-    """What torchtitan's program does not do, or is not modelled of it, and what to use instead."""
+    """Yield what torchtitan's program does not do or is not modelled of it, and what to use instead."""
     for asked, instead in (*_of_the_model(model), *_of_the_recipe(recipe), *_of_the_ranks(mesh)):
         if isinstance(asked, str):
             yield asked, instead

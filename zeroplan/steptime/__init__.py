@@ -1,11 +1,11 @@
-"""How long does an optimizer step take, part by part? Ints and columns alike; nothing here is measured on the user's machine.
+"""The time of an optimizer step, part by part, for ints and columns. Nothing is measured on the user's machine.
 
-Forward and backward compute while collectives go on beside them, as the engine lets them: FSDP2 gathers the next block while
-this one computes and reduces the last one's gradients, DDP reduces bucket by bucket during the backward, DeepSpeed gathers ahead
-at stage 3 and reduces beside the backward where ``overlap_comm`` is on. What goes on beside adds nothing but what is longer than
-the computing, and what has nothing to hide behind: of tensor-parallel ranks, which wait for each other's activations, all.
+Collectives overlap with forward and backward as the engine allows. FSDP2 gathers the next block and reduces the last one's
+gradients while this block computes. DDP reduces bucket by bucket during the backward. DeepSpeed prefetches at stage 3, and
+reduces beside the backward with ``overlap_comm``. An overlapped collective adds only what exceeds the computing. Others add all
+of their time, such as those of tensor-parallel ranks, which wait for each other's activations.
 
-Left out: data loading, launch of small kernels, stragglers, congestion, checkpoints.
+Leaves out data loading, launches of small kernels, stragglers, congestion, checkpoints.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from zeroplan.steptime.parts import Part, StepTime
 from zeroplan.steptime.sending import exposed
 from zeroplan.steptime.work import work
 
-__all__ = ["Efficiency", "Part", "StepTime", "efficiency", "shares_of", "step_time", "stepped"]
+__all__ = ["Efficiency", "Part", "StepTime", "efficiency", "shares_of", "step_time", "with_optimizer_step"]
 
 
 def step_time(
@@ -41,13 +41,13 @@ def step_time(
     mfu: float | None = None,
     share: Efficiency | None = None,
 ) -> StepTime:
-    """Return the parts of one step; raises SpecError without a GPU, or for a model whose operations nobody has counted. [s]"""
+    """Return the parts of one step; raises SpecError without a GPU, or for a model without counts of operations. [s]"""
     gpu, here = cluster.gpu, links(cluster)
     if gpu is None or here is None:
         raise SpecError("a step's time needs a GPU; add --gpu NAME (`zeroplan gpus` lists them)")
     share = share or shares_of(cluster, recipe.engine)
     if recipe.engine == "megatron":
-        from zeroplan.steptime.megatron import megatron_time  # noqa: PLC0415  the others' answers need not wait for it
+        from zeroplan.steptime.megatron import megatron_time  # noqa: PLC0415  keeps start-up fast
 
         return megatron_time(model, recipe, mesh, batch, here, gpu, share, mfu)
     if account.pipeline:
@@ -64,8 +64,8 @@ def step_time(
     return StepTime(parts, flops, tokens, peak_flops_per_s(gpu, recipe))
 
 
-def stepped(time: StepTime, states: tuple[Line, ...], recipe: RecipeSpec, cluster: ClusterSpec) -> StepTime:
-    """Return the time of a step that is the same but for the optimizer's own, on the GPU, with these states. [s]"""
+def with_optimizer_step(time: StepTime, states: tuple[Line, ...], recipe: RecipeSpec, cluster: ClusterSpec) -> StepTime:
+    """Return the time of a step with another optimizer step, on the GPU, with these states. [s]"""
     gpu, here = cluster.gpu, links(cluster)
     assert gpu is not None  # noqa: S101  a step without a GPU has no time
     assert here is not None  # noqa: S101  likewise
@@ -78,8 +78,8 @@ def _on_a_pipeline(
     account: Account, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, gpu: GpuSpec,
     *, mfu: float | None, share: Efficiency,
 ) -> StepTime:  # fmt: skip
-    """The slowest rank's parts; each rank has its part of the operations, and all of them work on the same tokens."""
-    from zeroplan.steptime.pipeline import pipeline_parts  # noqa: PLC0415  the others' answers need not wait for it
+    """Return the slowest rank's parts. Each rank runs its share of the operations, and all of them work on the same tokens."""
+    from zeroplan.steptime.pipeline import pipeline_parts  # noqa: PLC0415  keeps start-up fast
 
     parts = pipeline_parts(account, model, recipe, mesh, batch, here, gpu, share, mfu)
     step = stepping(account, recipe, gpu, share, on_host=_steps_on_host(recipe), ranks_per_node=here.per_node)
@@ -97,7 +97,7 @@ def _steps_on_host(recipe: RecipeSpec) -> bool:
 
 
 def _copies(account: Account, recipe: RecipeSpec, batch: Batch, busy: Computing, architecture: str) -> Iterator[Part]:
-    """Copies over PCIe of what is in host memory: gradients after every backward, weights for every pass where they live there."""
+    """Yield copies over PCIe of offloaded tensors: gradients after every backward, weights on the host for every pass."""
     steps = batch.grad_accum_steps
     if recipe.offload_activations:
         yield copies_of_activations(steps * bytes_by_kind(account.host).get(Kind.ACTIVATIONS, 0), architecture)

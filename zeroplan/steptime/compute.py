@@ -1,4 +1,4 @@
-"""How long does a GPU compute in one step, and how much of that in forward, backward and the optimizer's step?"""
+"""The time that a GPU computes in one step, in forward, backward and the optimizer's step."""
 
 from typing import NamedTuple
 
@@ -16,43 +16,43 @@ from zeroplan.steptime.efficiency import HOST_BYTES_PER_S, HOST_SOURCE, Efficien
 from zeroplan.steptime.parts import Does, Part
 from zeroplan.steptime.work import ATTENTION_BACKWARD, MATRIX_BACKWARD, SAVED_BACKWARD, SAVED_FORWARD, Work
 
-#: Reads and writes of one element in a step of Adam: weight, both moments read and written, gradient read; tensor by tensor or
-#: in lists every operator goes through memory (torch 2.13, optim/adamw.py, _multi_tensor_adamw: decay 2, lerp 3, mul 2,
+#: Reads and writes of one element in a step of Adam. Fused: weight, both moments read and written, gradient read. In lists or
+#: tensor by tensor every operator goes through memory (torch 2.13, optim/adamw.py, _multi_tensor_adamw: decay 2, lerp 3, mul 2,
 #: addcmul 3, sqrt 2, div 2, add 2, addcdiv 4).
 _FUSED_ACCESSES, _UNFUSED_ACCESSES = 7.0, 20.0
 _STEP_SOURCE = "torch 2.13, torch/optim/adamw.py, _multi_tensor_adamw and _fused_adamw"
-_PASSES = "a saved tensor is written and read in forward, read with two gradients beside it in backward"
+_PASSES = "forward writes and reads each saved tensor, backward reads it and moves two gradients"
 
 
 class Kernel(NamedTuple):
-    """How attention is computed."""
+    """How attention computes."""
 
     fused: bool
     backward: float
-    """Forwards that a backward takes."""
+    """The time of its backward, in forwards."""
     reason: str
 
 
 #: Dao 2023, arXiv:2307.08691, section 4.1.
 FUSED = Kernel(fused=True, backward=ATTENTION_BACKWARD, reason="without what a causal mask hides, a backward of 2.5 forwards")
-#: Scores written out: matrix multiplications like others, without regard to the mask.
+#: Eager attention: matrix products like others, without regard to the mask.
 WRITTEN_OUT = Kernel(
     fused=False, backward=MATRIX_BACKWARD, reason="scores written out, those that a mask hides too, a backward of 2 forwards"
 )
 
 
 class Computing(NamedTuple):
-    """The parts that compute, and the windows in which something else may go on. [s]"""
+    """The parts that compute, and the windows in which collectives may overlap. [s]"""
 
     parts: tuple[Part, ...]
     forward_s: Float
-    """Of all micro-batches of the step."""
+    """The forwards of all micro-batches."""
     backward_s: Float
-    """The same, recomputation included."""
+    """The backwards of all micro-batches, with recomputation."""
 
 
 def peak_flops_per_s(gpu: GpuSpec, recipe: RecipeSpec) -> float:
-    """Dense peak in the dtype that matrices are multiplied in; raises SpecError where the GPU has none. [FLOPs/s]"""
+    """Return the dense peak in the dtype of matrix products; raises SpecError if the GPU has none. [FLOPs/s]"""
     name = widths(recipe.precision).name
     figure = gpu.dense_flops_per_s.get(name)  # type: ignore[call-overload]  # the names of two tables
     if figure is None:
@@ -64,47 +64,47 @@ def computing(
     asked: Work, model: ModelSpec, recipe: RecipeSpec, batch: Batch, gpu: GpuSpec, share: Efficiency, mfu: float | None,
     *, kernel: Kernel = FUSED,
 ) -> Computing:  # fmt: skip
-    """Time of forward, backward and recomputation of a step.
+    """Return the time of forward, backward and recomputation of a step.
 
-    ``mfu`` stands in place of the fitted shares: all operations, recomputed ones too, at that share of the dense peak.
+    ``mfu`` replaces the fitted shares: all operations, including recomputed ones, at that share of the dense peak.
     """
-    backward = MATRIX_BACKWARD if model.adapter is None else MATRIX_BACKWARD - 1  # no gradients of frozen weights
-    peak, again = peak_flops_per_s(gpu, recipe), _again(model, recipe)
+    backward = MATRIX_BACKWARD if model.adapter is None else MATRIX_BACKWARD - 1  # frozen weights have no gradients
+    peak, again = peak_flops_per_s(gpu, recipe), _recomputation(model, recipe)
     if mfu is not None:
         said = f"at {mfu:.0%} of the dense peak, as asked"
-        return _as_asked(asked, (backward, kernel.backward), again, mfu * peak, batch.grad_accum_steps, said)
+        return _at_given_mfu(asked, (backward, kernel.backward), again, mfu * peak, batch.grad_accum_steps, said)
     rates = _Rates(peak, gpu.memory_bandwidth_bytes_per_s.value, share)
-    return _bound(asked, (backward, kernel), again, rates, batch.grad_accum_steps)
+    return _at_fitted_shares(asked, (backward, kernel), again, rates, batch.grad_accum_steps)
 
 
-class _Again(NamedTuple):
-    """What of the blocks' forward the backward runs again."""
+class _Recomputation(NamedTuple):
+    """What of the blocks' forward the backward recomputes."""
 
     blocks: float
-    """Share of the blocks, taken to be alike."""
+    """The share of the blocks that it recomputes."""
     multiplies: bool
-    """Matrix multiplications and attention too."""
+    """It recomputes matrix products and attention too."""
     reason: str
     core: bool = False
-    """Attention alone, and all of it."""
+    """It recomputes all of attention, and nothing else."""
 
 
-def _again(model: ModelSpec, recipe: RecipeSpec) -> _Again:
+def _recomputation(model: ModelSpec, recipe: RecipeSpec) -> _Recomputation:
     if recipe.engine == "megatron" and recipe.recompute == "selective":
-        return _Again(0.0, multiplies=False, reason="attention once more", core=True)
+        return _Recomputation(0.0, multiplies=False, reason="attention once more", core=True)
     said, layers, of = _WHAT_AGAIN[recipe.recompute], recipe.recompute_layers, model.num_hidden_layers
     multiplies = recipe.recompute == "full"
     if layers is None or layers >= of:
-        return _Again(float(recipe.recompute != "none"), multiplies, said)
-    return _Again(
+        return _Recomputation(float(recipe.recompute != "none"), multiplies, said)
+    return _Recomputation(
         layers / of, multiplies, f"{said}, in {layers} of {of} blocks" if not multiplies else _FIRST.format(layers, of)
     )
 
 
-def _as_asked(
-    asked: Work, backward: tuple[float, float], again: _Again, rate: float, steps: Int, reason: str
+def _at_given_mfu(
+    asked: Work, backward: tuple[float, float], again: _Recomputation, rate: float, steps: Int, reason: str
 ) -> Computing:  # fmt: skip
-    """Every operation at one rate; a backward takes so many forwards of matrices, and so many of attention."""
+    """Return the time with every operation at one rate; ``backward``: the time of matrices and of attention in forwards."""
     matrices, attention = asked.blocks_flops + asked.head_flops, asked.attention_flops
     times = again.blocks if again.multiplies else 0.0
     forward = steps * (matrices + attention) / rate
@@ -115,15 +115,15 @@ def _as_asked(
 
 
 class _Rates(NamedTuple):
-    """What a data sheet says, and the shares of it that are reached."""
+    """Rates of a data sheet, and the shares of them that a GPU reaches."""
 
     peak: float
     bandwidth: float
     share: Efficiency
 
 
-def _bound(asked: Work, how: tuple[float, Kernel], again: _Again, rates: _Rates, steps: Int) -> Computing:
-    """Matrix multiplications, attention and what memory bounds, each at its own share of the data sheet's rate."""
+def _at_fitted_shares(asked: Work, how: tuple[float, Kernel], again: _Recomputation, rates: _Rates, steps: Int) -> Computing:
+    """Return the time of matrix products, attention and memory-bound operators, each at its share of the data sheet's rate."""
     share, bandwidth = rates.share, rates.share.bandwidth * rates.bandwidth
     backward, kernel = how
     reached = share.attention if kernel.fused else share.matrices
@@ -163,7 +163,7 @@ def _part(name: str, seconds: Float, reason: str, source: str) -> Part:
 def stepping(
     account: Account, recipe: RecipeSpec, gpu: GpuSpec, share: Efficiency, *, on_host: bool, ranks_per_node: int
 ) -> Part:
-    """Time of the optimizer's step: what it reads and writes, at the rate of the memory it is in.
+    """Return the time of the optimizer's step: what it reads and writes, at the rate of that memory.
 
     Optimizers other than Adam read and write their states and the weights once, and read the gradients.
     """

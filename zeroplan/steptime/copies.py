@@ -1,4 +1,4 @@
-"""How long do copies over PCIe take, of what is in host memory?"""
+"""The time of copies over PCIe of offloaded tensors."""
 
 from zeroplan.engines.account import Account
 from zeroplan.ledger import Kind, bytes_by_kind
@@ -9,21 +9,21 @@ from zeroplan.steptime.efficiency import PCIE_SOURCE, pcie_bytes_per_s
 from zeroplan.steptime.parts import Does, Part
 from zeroplan.transformer.offloaded import SAVED_ON_CPU
 
-#: Bytes on the host per parameter under Adam: weight and both moments, in the optimizer's width.
+#: Bytes on the host per parameter with Adam: weight and both moments, in the optimizer's dtype.
 _HELD_BYTES = {"bf16-mixed": 12, "fp16-mixed": 12, "bf16": 6, "fp32": 12}
 
 
 def copies_of_activations(kept: Int, architecture: str) -> Part:
-    """So many bytes of a step, down in forward and up in backward, on the stream that computes, which waits for them. [s]"""
+    """Return the time of copying some bytes down in forward and up in backward, for which the compute stream waits. [s]"""
     takes: Float = 2.0 * kept / pcie_bytes_per_s(architecture)
     reason = "inputs of blocks to the host in forward and back in backward, on the stream that computes"
     return Part("copies of activations", takes, 0.0 * takes, reason, f"{PCIE_SOURCE}; {SAVED_ON_CPU}", Does.COPYING)
 
 
 def copies_of_states(account: Account, recipe: RecipeSpec, busy: Computing, architecture: str, *, times: Float) -> Part:
-    """So many times a copy of all that is trained: gradients down, weights up. [s]
+    """Return the time of copying all trained parameters a number of times: gradients down, weights up. [s]
 
-    They go on beside forward and backward as far as those last.
+    The copies overlap with forward and backward.
     """
     host = bytes_by_kind(account.host)
     held: Int = host.get(Kind.OPTIMIZER_STATE, 0) + host.get(Kind.PARAMETERS, 0)
@@ -32,5 +32,5 @@ def copies_of_states(account: Account, recipe: RecipeSpec, busy: Computing, arch
     takes: Float = elements * width * times / pcie_bytes_per_s(architecture)
     beside = busy.forward_s + busy.backward_s
     left = longest(takes - beside, 0.0 * takes)
-    reason = "gradients to the host, weights back, beside forward and backward as far as those last"
+    reason = "gradients to the host and weights back, overlapped with forward and backward"
     return Part("copies to and from the host", left, takes - left, reason, PCIE_SOURCE, Does.COPYING)

@@ -1,9 +1,9 @@
-"""How much of what a data sheet promises does a GPU reach in training? Shares, each with what it was measured on.
+"""The shares of a data sheet's rates that a GPU reaches in training, and what they were measured on.
 
 Shares of the dense peak and of the memory's bandwidth are fitted to half of the published throughput in
-``tests/golden/throughput.toml`` (A100 and H100, FSDP); the other half was never looked at, and docs/plan.md gives the errors of
-both. Of Megatron-LM's matrices on A100, which tensor-parallel ranks split, it is likewise one share of its own. An architecture
-without such rows has Hopper's shares, and the answer says so.
+``tests/golden/throughput.toml`` (A100 and H100, FSDP). The other half was held out, and docs/plan.md has the errors of both.
+The share of Megatron-LM's matrices on A100, which tensor-parallel ranks split, is fitted likewise. Architectures without such
+rows use Hopper's shares, and the answer contains a note about it.
 """
 
 from typing import NamedTuple
@@ -15,20 +15,20 @@ _NOT_FITTED = "Hopper's, for want of published runs on this architecture"
 
 
 class Efficiency(NamedTuple):
-    """Shares of one architecture's rates, from 0 to 1, and where they come from."""
+    """Shares of one architecture's rates, from 0 to 1, and their source."""
 
     matrices: float
-    """Of the dense peak, in matrix multiplications."""
+    """Share of the dense peak in matrix products."""
     attention: float
-    """Of the dense peak, in a fused causal attention kernel, masked half left out."""
+    """Share of the dense peak in a fused causal attention kernel, without the masked half."""
     bandwidth: float
-    """Of the memory's bandwidth, in operators that are bound by it."""
+    """Share of the memory's bandwidth in memory-bound operators."""
     source: str
     stepping: float | None = None
-    """Of the memory's bandwidth, in the optimizer's step, where that was measured apart."""
+    """Share of the memory's bandwidth in the optimizer's step, if measured apart."""
 
     def scaled(self, factor: float, *, stepping: float) -> "Efficiency":
-        """The same shares times a factor, and the optimizer's step times another; none beyond the data sheet."""
+        """Return the shares times a factor, and the optimizer's share times another; none beyond the data sheet."""
         parts = (self.matrices, self.attention, self.bandwidth)
         matrices, attention, bandwidth = (min(factor * share, 1.0) for share in parts)
         return Efficiency(matrices, attention, bandwidth, self.source, min(stepping * (self.stepping or self.bandwidth), 1.0))
@@ -40,8 +40,8 @@ _MEGATRON = "matrices fitted to half of the published runs in tests/golden/throu
 _AMPERE_MEGATRON = _AMPERE._replace(matrices=0.67, source=_MEGATRON)
 _EFFICIENCIES = {"Ampere": _AMPERE, "Hopper": _HOPPER}
 
-#: What a ring reaches of its links: all-gather and reduce-scatter on eight H200, 361.4 and 362.9 of 450 GB/s; all-reduce on
-#: eight A100, 235 of 300 GB/s, on eight B200 without NVLS 682 of 900 GB/s.
+#: The share of its links that a ring reaches: all-gather and reduce-scatter on eight H200, 361.4 and 362.9 of 450 GB/s;
+#: all-reduce on eight A100, 235 of 300 GB/s, on eight B200 without NVLS 682 of 900 GB/s.
 LINK_SHARE = 0.80
 LINK_SOURCE = (
     "github.com/stas00/ml-engineering, network/README.md: all-gather 361, reduce-scatter 363 of 450 GB/s on 8 H200; "
@@ -73,7 +73,7 @@ def efficiency(architecture: str, engine: str = "") -> Efficiency:
 
 
 def shares_of(cluster: ClusterSpec, engine: str) -> Efficiency:
-    """The shares of a cluster's GPU: those that a step there was measured to reach, or its architecture's."""
+    """Return the shares of a cluster's GPU: those measured in a step there, or its architecture's."""
     if cluster.shares is not None:
         told = cluster.shares
         return Efficiency(told.matrices, told.attention, told.bandwidth, told.source, told.stepping)
@@ -81,5 +81,5 @@ def shares_of(cluster: ClusterSpec, engine: str) -> Efficiency:
 
 
 def pcie_bytes_per_s(architecture: str) -> float:
-    """What a copy between host and device reaches in one direction, over x16. [bytes/s]"""
+    """Return the rate of a copy between host and device in one direction, over x16. [bytes/s]"""
     return PCIE_SHARE * _PCIE_BYTES_PER_S[_PCIE_OF.get(architecture, 5)]

@@ -1,8 +1,8 @@
-"""How long does a collective take on these links? An alpha-beta model of NCCL's ring, and for all-reduces of its tree.
+"""The time of a collective on a cluster's links: an alpha-beta model of NCCL's ring, and of its tree for all-reduces.
 
-A ring that spans nodes enters and leaves each node through as many network cards as the group has members there, so the group's
-rate is theirs together, or that of the links within the node where those are slower. A tree sums along a chain within each node and
-up and down two trees of nodes, each of which has half of the data: fewer hops, and between two nodes half of what a ring sends.
+A ring over several nodes uses as many network cards per node as the group has members there. The group's rate is the sum of
+theirs, or the rate of the links within the node if that is lower. A tree sums along a chain within each node, and up and down
+two trees of nodes with half of the data each. It has fewer hops, and sends half of what a ring sends between two nodes.
 """
 
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from zeroplan.numeric import Float, Int, ceil_div, for_each_value, longest, maxi
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.steptime.efficiency import LINK_SHARE, LINK_SOURCE
 
-#: NCCL's own figures for its ring with the Simple protocol (2.14, src/graph/tuning.cc, ``baseLat`` and ``hwLat``). [s]
+#: NCCL's figures for its ring with the Simple protocol (2.14, src/graph/tuning.cc, ``baseLat`` and ``hwLat``). [s]
 _BASE_S, _NVLINK_HOP_S, _PCIE_HOP_S, _NETWORK_HOP_S = 8.4e-6, 3.4e-6, 5.7e-6, 9.6e-6
 _LATENCY_SOURCE = "NCCL 2.14, src/graph/tuning.cc, ncclTopoTuneModel (ring and tree, Simple)"
 SOURCE = f"{LINK_SOURCE}; {_LATENCY_SOURCE}"
-#: Of its tree with the same protocol, per hop on any link. [s]
+#: The tree's latency per hop with the same protocol, on any link. [s]
 _TREE_HOP_S = 28e-6
 
 
@@ -30,7 +30,7 @@ class Links(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Where the ranks of a process group are: how many there are, and how many of them share a node."""
+    """A process group: its size, and how many of its ranks share a node."""
 
     size: Int
     members: Int
@@ -48,29 +48,29 @@ def links(cluster: ClusterSpec) -> Links | None:
 
 
 def neighbours(size: Int, per_node: int) -> Group:
-    """A group of consecutive ranks, as of shards."""
+    """Return a group of consecutive ranks, such as shards."""
     return Group(size, minimum(size, per_node))
 
 
 def strided(size: Int, stride: Int, per_node: int) -> Group:
-    """A group of ranks that are ``stride`` apart, as of replicas."""
+    """Return a group of ranks that are ``stride`` apart, such as replicas."""
     return Group(size, minimum(size, maximum(1, per_node // stride)))
 
 
-def to_the_next(group: Group) -> Group:
-    """Where the two are, at the worst, of which one hands on to the other: in two nodes if the group is in several."""
+def pair_of(group: Group) -> Group:
+    """Return two neighbours of a group in the worst case: in two nodes if the group spans several."""
     return Group(2, 2 - crosses(group))
 
 
 def seconds(call: Collective, group: Group, here: Links) -> Float:
-    """Time of all calls of a step, one after the other. [s]
+    """Return the time of all calls of a step, one after the other. [s]
 
-    In an all-to-all every GPU sends to every other at once: over its own network card what leaves the node, over the links within
-    the node the rest.
+    In an all-to-all every GPU sends to every other at once: over its network card to other nodes, over the node's links within
+    it.
 
-    A call takes NCCL's latency once per hop of the ring, and what one GPU sends takes the group's rate; an all-reduce across nodes
-    goes through the tree where that is quicker, as NCCL chooses. Leaves out NVLS and in-network reduction, which are quicker for
-    all-reduces, other protocols than Simple, which are for small messages, and what other traffic takes.
+    A call takes NCCL's latency once per hop of the ring, and sends at the group's rate. An all-reduce across nodes uses the
+    tree where that is faster, as NCCL chooses. Leaves out NVLS and in-network reduction, which make all-reduces faster;
+    protocols for small messages; and other traffic.
     """
     if call.operation == "all_to_all":
         return _exchange_seconds(call, group, here)
@@ -81,9 +81,10 @@ def seconds(call: Collective, group: Group, here: Links) -> Float:
 
 
 def _tree_seconds(call: Collective, group: Group, here: Links) -> Float:
-    """All calls through NCCL's tree. A ring sends 2·(k - 1)/k of what is summed, k ranks; the tree's rates are of the whole.
+    """Return the time of all calls through NCCL's tree. Its rates are of the whole sum; a ring of k ranks sends 2·(k - 1)/k of it.
 
-    Two nodes send it once each way; of more, those inside a tree send a half up and two halves down, those at its end a half.
+    Two nodes send it once each way. With more nodes, inner nodes of a tree send a half up and two halves down, its ends one
+    half.
     """
     whole = call.sent_bytes * group.size / (2.0 * maximum(1, group.size - 1))
     nodes = ceil_div(group.size, group.members)
@@ -98,7 +99,7 @@ def _floor_log2(nodes: int) -> int:
 
 
 def _exchange_seconds(call: Collective, group: Group, here: Links) -> Float:
-    """Neither a ring nor a tree: what is sent leaves at once, and what crosses and what does not goes side by side."""
+    """Return the time of all-to-alls: each GPU sends at once, to its own node and to others side by side."""
     others = maximum(1, group.size - 1)
     away = call.sent_bytes * (group.size - group.members) / others
     inside = (call.sent_bytes - away) / (LINK_SHARE * here.node_bytes_per_s)
@@ -108,7 +109,7 @@ def _exchange_seconds(call: Collective, group: Group, here: Links) -> Float:
 
 
 def rate(group: Group, here: Links) -> Float:
-    """What one GPU of the group sends at. [bytes/s]"""
+    """Return the rate at which one GPU of the group sends. [bytes/s]"""
     inside = LINK_SHARE * here.node_bytes_per_s
     if here.network_bytes_per_s is None:
         return inside
@@ -117,12 +118,12 @@ def rate(group: Group, here: Links) -> Float:
 
 
 def crosses(group: Group) -> Int:
-    """1 where the group spans nodes, else 0."""
+    """Return 1 where the group spans nodes, else 0."""
     return where(group.size > group.members, 1, 0)
 
 
 def latency(operation: str, group: Group, here: Links) -> Float:
-    """What a call takes with nothing to send. [s]"""
+    """Return the time of an empty call. [s]"""
     passes = 2 if operation == "all_reduce" else 1
     nodes = ceil_div(group.size, group.members)
     hops, between = passes * (group.size - 1), passes * (nodes - 1)

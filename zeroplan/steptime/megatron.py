@@ -1,11 +1,11 @@
-"""How long does a step of Megatron-Core take: the slowest pipeline rank's work, the bubble, what is sent and waited for?
+"""The time of a step of Megatron-Core: the slowest pipeline rank's work, the bubble, and waits for collectives and sends.
 
-A rank computes its layers for every micro-batch. Tensor-parallel ranks wait for each other's activations, but for those that
-Megatron gathers and reduces beside a matrix multiplication in backward. Every micro-batch adds its gradients up in buffers. They
-are reduced when the last backward is over, and weights gathered after the optimizer's step, unless their overlap is asked for.
+A rank computes its layers for every micro-batch. Tensor-parallel ranks wait for each other's activations, except for those that
+Megatron gathers and reduces beside a matrix product in the backward. Every micro-batch adds its gradients to buffers. The ranks
+reduce these after the last backward and gather weights after the optimizer's step, unless overlaps are on.
 
-Left out: the tied embedding's sum, the maxima and sums of a vocabulary-parallel loss, the gradient's norm, kernels that
-Transformer Engine fuses, and what collectives and multiplications take from each other.
+Leaves out the tied embedding's sum, the maxima and sums of a vocabulary-parallel loss, the gradient's norm, kernels that
+Transformer Engine fuses, and the slowdown of collectives and matrix products beside each other.
 """
 
 from dataclasses import replace
@@ -47,12 +47,12 @@ _BESIDE = (
 _ADDED = "Megatron-LM 2026-08, megatron/core/tensor_parallel/layers.py, _wgrad_gemm (main_grad)"
 _SENDS = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, and arguments.py (overlap_p2p_comm)"
 _AFTER = "Megatron-LM 2026-08, megatron/core/distributed/distributed_data_parallel_config.py"
-#: Gathers and sums of a layer's two column-parallel matrices in backward, which go on beside a matrix multiplication.
+#: Collectives of a layer's two column-parallel matrices in the backward that overlap with a matrix product.
 _BESIDE_PER_LAYER = 2
 
 
 class _Machine(NamedTuple):
-    """What computes and sends."""
+    """The GPU, its links and the shares of their rates."""
 
     gpu: GpuSpec
     here: Links
@@ -64,7 +64,7 @@ class _Machine(NamedTuple):
 
 
 class _Case(NamedTuple):
-    """What is asked for."""
+    """The job."""
 
     model: ModelSpec
     recipe: RecipeSpec
@@ -77,24 +77,24 @@ class _Case(NamedTuple):
 
     @property
     def split(self) -> int:
-        """Ranks that share a micro-batch's tokens or matrices."""
+        """Ranks that split a micro-batch's tokens or matrices."""
         return int(self.mesh.tp) * int(self.mesh.cp)
 
 
 class _Passes(NamedTuple):
-    """Forwards and backwards. [s]"""
+    """Times of forwards and backwards. [s]"""
 
     forward_s: Float
     backward_s: Float
 
 
-class _Busy(NamedTuple):
+class _RankTime(NamedTuple):
     """A rank's part of the step before the optimizer. [s]"""
 
     parts: tuple[Part, ...]
     computing: _Passes
     sends_s: Float
-    """What goes to the neighbours beside the computing."""
+    """Sends to neighbours beside the computing."""
 
     @property
     def total_s(self) -> Float:
@@ -105,16 +105,16 @@ def megatron_time(
     model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, gpu: GpuSpec, share: Efficiency,
     mfu: float | None,
 ) -> StepTime:  # fmt: skip
-    """The parts of a step. [s]"""
+    """Return the parts of a step. [s]"""
     case, machine, pp = _Case(model, recipe, mesh, batch), _Machine(gpu, here, share, mfu), int(mesh.pp)
-    ends = {0: 1, pp - 1: 1} | ({1: pp - 2} if pp > 2 else {})  # ranks between the ends are alike in time
+    ends = {0: 1, pp - 1: 1} | ({1: pp - 2} if pp > 2 else {})  # ranks between the ends take equal time
     ranks = {at: rank_of(at, model, recipe, mesh, batch) for at in sorted(ends)}
     busy = {at: _busy(rank, case, machine) for at, rank in ranks.items()}
     parts = _slowest(tuple(busy.values()))
     if pp > 1:
         parts = (*parts, _bubble(busy, ends, case))
     fullest = max(ranks.values(), key=lambda rank: rank.elements + rank.experts)
-    parts = (*parts, *_after(fullest, case, machine, busy[fullest.at].computing))
+    parts = (*parts, *_after_backward(fullest, case, machine, busy[fullest.at].computing))
     whole, passes = layout(model), batch.grad_accum_steps / (1.0 * case.split * pp)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len * passes
     scores = 2.0 * model.num_hidden_layers * attention_widths(model) * (batch.seq_len + 1) / 2.0
@@ -126,7 +126,7 @@ def megatron_time(
 
 
 def _work(rank: Rank, case: _Case) -> Work:
-    """What one micro-batch asks of a rank, its part of matrices and tokens."""
+    """Return the work of one micro-batch on a rank, its share of matrices and tokens."""
     model, mesh, batch = case.model, case.mesh, case.batch
     whole, share = layout(model), rank.layers / model.num_hidden_layers
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len
@@ -139,7 +139,7 @@ def _work(rank: Rank, case: _Case) -> Work:
         share * run.layers * total_bytes(whole_layer_lines(model, run.kind, plain, mesh, batch)) for run in whole.runs
     )
     raw, kept = (0.0, 0.0) if case.kernel.fused else _scores(rank, case)
-    through = head_lines(model, case.recipe, mesh, batch)[:2]  # 16-bit logits and copies are read on the way to the fp32 ones
+    through = head_lines(model, case.recipe, mesh, batch)[:2]  # 16-bit logits and copies are read once to make the fp32 ones
     logits = 1.0 * total_bytes(through) if rank.has_head else 0.0 * tokens
     of_rank = tokens / case.split
     return Work(
@@ -154,14 +154,14 @@ def _work(rank: Rank, case: _Case) -> Work:
 
 
 def _scores(rank: Rank, case: _Case) -> tuple[Float, Float]:
-    """Of attention that is written out: scores before the softmax, which nothing keeps, and what is kept of them. [bytes]"""
+    """Return eager attention's scores before the softmax, which nothing keeps, and what is kept of them. [bytes]"""
     kept = scores_line(case.model, case.recipe, case.mesh, case.batch).n_bytes
     raw = 2.0 * case.model.num_attention_heads * case.batch.seq_len * case.batch.seq_len * case.batch.micro_batch_size
     return rank.layers * raw / int(case.mesh.tp), rank.layers * 1.0 * kept
 
 
-def _busy(rank: Rank, case: _Case, machine: _Machine) -> _Busy:
-    """A rank's computing and waiting for all micro-batches."""
+def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
+    """Return a rank's computing and waiting for all micro-batches."""
     asked, recipe, steps = _work(rank, case), case.recipe, case.batch.grad_accum_steps
     busy = computing(asked, case.model, recipe, case.batch, machine.gpu, machine.share, machine.mfu, kernel=case.kernel)
     calls = tuple(collectives_of(rank, case.model, recipe, case.mesh, case.batch))
@@ -174,21 +174,21 @@ def _busy(rank: Rank, case: _Case, machine: _Machine) -> _Busy:
     if int(case.mesh.tp) > 1:
         parts = (*parts, _between_tensor_ranks(calls, case, machine, columns))
     if int(case.mesh.cp) > 1:
-        parts = (*parts, _around_the_ring(calls, case, machine, attention))
+        parts = (*parts, _ring_attention(calls, case, machine, attention))
     if case.model.moe is not None and int(case.mesh.ep) > 1:
         parts = (*parts, _to_experts(calls, machine))
     if int(case.mesh.pp) == 1:
-        return _Busy(parts, passes, 0.0)
+        return _RankTime(parts, passes, 0.0)
     sends = _sends(calls, case, machine)
     beside = chunks_per_rank(recipe, case.mesh) > 1 and recipe.megatron.overlap_p2p_comm
     waits = longest(sends - busy.forward_s - busy.backward_s, 0.0 * sends) if beside else sends
-    reason = "beside the other chunks' passes" if beside else "the next pass waits for what it receives"
+    reason = "overlapped with the other chunks' passes" if beside else "the next pass waits for what it receives"
     sent = Part("waiting for sends between stages", waits, sends - waits, reason, _SENDS, Does.SENDING)
-    return _Busy((*parts, sent), passes, sends - waits)
+    return _RankTime((*parts, sent), passes, sends - waits)
 
 
 def _adding_up(rank: Rank, case: _Case, machine: _Machine) -> Part:
-    """Reading and writing the buffer of gradients, once for every micro-batch (``--mfu`` has it in its share)."""
+    """Return the time to read and write the gradient buffer, once per micro-batch; ``--mfu`` includes it."""
     gradients = next(line.n_bytes for line in states_of(rank, case.recipe, case.mesh) if line.kind is Kind.GRADIENTS)
     bandwidth = machine.share.bandwidth * machine.gpu.memory_bandwidth_bytes_per_s.value
     takes = case.batch.grad_accum_steps * 2.0 * gradients / bandwidth * (machine.mfu is None)
@@ -197,7 +197,7 @@ def _adding_up(rank: Rank, case: _Case, machine: _Machine) -> Part:
 
 @lru_cache(maxsize=256)
 def _column_share(model: ModelSpec) -> float:
-    """Of the matrices that a token meets in the blocks, those that tensor-parallel ranks split by columns."""
+    """Return the share of column-parallel matrices among those that a token meets in the blocks."""
     whole = layout(model)
     split = sum(
         run.layers * parameter.numel
@@ -212,8 +212,8 @@ def _is_row(name: str) -> bool:
     return name.rpartition(".")[0].rpartition(".")[2] in ("o_proj", "down_proj", "c_proj")
 
 
-def _slowest(ranks: tuple[_Busy, ...]) -> tuple[Part, ...]:
-    """The parts of the rank that takes longest; of columns, in each layout of its own."""
+def _slowest(ranks: tuple[_RankTime, ...]) -> tuple[Part, ...]:
+    """Return the parts of the slowest rank; for columns, of the slowest rank in each layout."""
     first, *others = ranks
     parts, total = first.parts, first.total_s
     for other in others:
@@ -232,8 +232,8 @@ def _chosen(condition: object, yes: Float, no: Float) -> Float:
     return where(condition, yes, no)  # type: ignore[arg-type,return-value]  # of times as of sizes
 
 
-def _bubble(busy: dict[int, _Busy], ends: dict[int, int], case: _Case) -> Part:
-    """What the slowest rank waits while the pipeline fills and drains, sends that are hidden otherwise among it."""
+def _bubble(busy: dict[int, _RankTime], ends: dict[int, int], case: _Case) -> Part:
+    """Return the slowest rank's wait while the pipeline fills and drains, including sends that are hidden otherwise."""
     times = tuple(one.total_s + one.sends_s for at, one in busy.items() for _ in range(ends[at]))
     chunks = chunks_per_rank(case.recipe, case.mesh)
     idle = Bubble(times, chunks, case.batch.grad_accum_steps).idle_s  # type: ignore[arg-type]  # a column, too
@@ -247,7 +247,7 @@ def _bubble(busy: dict[int, _Busy], ends: dict[int, int], case: _Case) -> Part:
 
 
 def _between_tensor_ranks(calls: tuple[Collective, ...], case: _Case, machine: _Machine, columns: Float) -> Part:
-    """Sums, or gathers and scatters, of activations; in backward those of column-parallel inputs beside a multiplication."""
+    """Return waits for collectives of activations; in the backward those of column-parallel inputs overlap with a product."""
     forwards = 2 if case.recipe.recompute == "full" else 1
     takes: Float = 0.0
     waits: Float = 0.0
@@ -259,12 +259,12 @@ def _between_tensor_ranks(calls: tuple[Collective, ...], case: _Case, machine: _
         per_layer = 2 * forwards + (2 if call.operation == "all_gather" else 0)
         beside = time * (_BESIDE_PER_LAYER / per_layer) if call.phase is Phase.BACKWARD else 0.0 * time
         waits = waits + (time - beside) + longest(beside - columns, 0.0 * time)
-    reason = "the next matrix waits for activations; in backward a half goes on beside multiplications"
+    reason = "the next matrix waits for activations; in backward half of it overlaps with matrix products"
     return Part("waiting for tensor-parallel ranks", waits, takes - waits, reason, f"{_BESIDE}; {SOURCE}", Does.SENDING)
 
 
-def _around_the_ring(calls: tuple[Collective, ...], case: _Case, machine: _Machine, attention: Float) -> Part:
-    """Keys and values of the next part travel while attention computes with this one's."""
+def _ring_attention(calls: tuple[Collective, ...], case: _Case, machine: _Machine, attention: Float) -> Part:
+    """Return waits for the ring: keys and values of the next part travel while attention computes with this one's."""
     beside = {Phase.FORWARD: attention, Phase.BACKWARD: (case.kernel.backward + (case.recipe.recompute == "full")) * attention}
     cp, tp, per_node = int(case.mesh.cp), int(case.mesh.tp), machine.here.per_node
     apart = Group(2, 2 if cp * tp <= per_node else 1)
@@ -286,7 +286,7 @@ def _to_experts(calls: tuple[Collective, ...], machine: _Machine) -> Part:
 
 
 def _sends(calls: tuple[Collective, ...], case: _Case, machine: _Machine) -> Float:
-    """Hidden states and their gradients; where the pipeline spans nodes, between the two neighbours in different ones."""
+    """Return the time of sending hidden states and their gradients, between nodes if the pipeline spans several."""
     mesh, per_node = case.mesh, machine.here.per_node
     ranks = mesh.dp_shard * mesh.tp * mesh.cp * mesh.pp
     apart = Group(2, where(ranks > per_node, 1, 2))
@@ -294,8 +294,8 @@ def _sends(calls: tuple[Collective, ...], case: _Case, machine: _Machine) -> Flo
     return together(seconds(call._replace(group=2), apart, machine.here) for call in sends)
 
 
-def _after(rank: Rank, case: _Case, machine: _Machine, passes: _Passes) -> tuple[Part, ...]:
-    """Gradients, the optimizer's step, and the weights of the distributed one; what overlaps goes on beside one micro-batch."""
+def _after_backward(rank: Rank, case: _Case, machine: _Machine, passes: _Passes) -> tuple[Part, ...]:
+    """Return gradient reduction, optimizer step and the gather of its weights; one micro-batch hides overlapped ones."""
     mesh, per_node, own = case.mesh, machine.here.per_node, case.recipe.megatron
     reduced: Float = 0.0
     gathered: Float = 0.0
@@ -307,10 +307,10 @@ def _after(rank: Rank, case: _Case, machine: _Machine, passes: _Passes) -> tuple
     beside = _Passes(*(each / case.batch.grad_accum_steps for each in passes))
     waits = longest(reduced - beside.backward_s * own.overlap_grad_reduce, 0.0 * reduced)
     waits = waits + longest(gathered - beside.forward_s * own.overlap_param_gather, 0.0 * gathered)
-    reason = "gradients when the last backward is over, weights after the step; beside a micro-batch where asked for"
+    reason = "gradients after the last backward, weights after the step; overlapped with a micro-batch if set"
     name, hidden = "collectives around the optimizer step", reduced + gathered - waits
     sent = Part(name, waits, hidden, reason, f"{_AFTER}; {SOURCE}", Does.SENDING_AT_STEP)
-    copied = (line._replace(kind=Kind.OPTIMIZER_STATE) for line in step_lines(rank, case.recipe, mesh))  # written and read, too
+    copied = (line._replace(kind=Kind.OPTIMIZER_STATE) for line in step_lines(rank, case.recipe, mesh))  # written and read too
     states = Account((*states_of(rank, case.recipe, mesh), *copied), (), ())
     step = stepping(states, case.recipe, machine.gpu, machine.share, on_host=False, ranks_per_node=per_node)
     return sent, step

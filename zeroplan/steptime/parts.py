@@ -1,4 +1,4 @@
-"""The result type of step time: a part of the step with its seconds and its reason, as a ledger's line has its bytes."""
+"""The result type of step time: a part of the step with its seconds and its reason."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -11,24 +11,24 @@ class Does(StrEnum):
 
     COMPUTING = "computing"
     STEPPING = "stepping"
-    """The optimizer's own arithmetic."""
+    """The optimizer's own computing."""
     SENDING = "sending"
     """It sends, or waits for what others send."""
     SENDING_AT_STEP = "sending around the optimizer's step"
     COPYING = "copying"
-    """To host memory, and from it."""
+    """It copies to or from host memory."""
     IDLING = "idling"
-    """It has nothing to do until a pipeline is full."""
+    """It idles until a pipeline is full."""
 
 
 class Part(NamedTuple):
-    """A part of a step and why it takes that long; what is hidden behind other parts is named, and not added up."""
+    """A part of a step and its reason. Time that is hidden behind other parts is listed but not added."""
 
     name: str
     seconds: Float
-    """What it adds to the step."""
+    """Time that it adds to the step."""
     hidden_s: Float
-    """What of it goes on behind the other parts."""
+    """Time of it that is hidden behind other parts."""
     reason: str
     source: str
     does: Does = Does.COMPUTING
@@ -39,9 +39,9 @@ class StepTime(NamedTuple):
 
     parts: tuple[Part, ...]
     model_flops: Float
-    """What the model's formula asks of one GPU: no recomputation, causal attention. [FLOPs]"""
+    """Operations of the model's formula on one GPU: no recomputation, causal attention. [FLOPs]"""
     tokens: Float
-    """Of one GPU."""
+    """Tokens of one GPU."""
     peak_flops_per_s: float
 
     @property
@@ -51,10 +51,10 @@ class StepTime(NamedTuple):
 
     @property
     def tokens_per_s(self) -> Float:
-        """Of one GPU. [tokens/s]"""
+        """Rate of one GPU. [tokens/s]"""
         return self.tokens / self.seconds
 
     @property
     def mfu(self) -> Float:
-        """Share of the dense peak that the model's own operations use, the masked half of attention left out."""
+        """Share of the dense peak that the model's own operations use, without the masked half of attention."""
         return self.model_flops / (self.seconds * self.peak_flops_per_s)

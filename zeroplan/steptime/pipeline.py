@@ -1,11 +1,11 @@
-"""How long does a step take on a pipeline: the slowest rank's work, the wait for the pipeline to fill and drain, what is sent?
+"""The time of a step on a pipeline: the slowest rank's work, the wait for the pipeline to fill and drain, and sends.
 
-A rank works on its stages for every micro-batch. The slowest one sets the pace; before it begins and after it ends the others
-work on the first and the last micro-batch alone. With several stages on each rank it begins that much sooner. A schedule that
-splits backwards is played through instead.
+A rank runs its stages for every micro-batch, and the slowest rank sets the pace. Before it begins and after it ends, the others
+work on the first and the last micro-batch alone. With several stages per rank it begins sooner by that factor. Schedules with
+split backwards are simulated instead.
 
-Left out: waits inside a step that unequal stages cause beyond the slowest one's pace, where nothing is played; sends that meet on
-one link.
+Leaves out, without a simulation, waits within a step that unequal stages cause beyond the slowest one's pace; and sends that
+share a link.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ ZERO_BUBBLE = "Qi et al. 2024, arXiv:2401.10241, section 2; the order of torch 2
 
 
 class Bubble(NamedTuple):
-    """The times of all micro-batches on each rank, and how many stages a rank has. [s]"""
+    """The times of all micro-batches on each rank, and the stages per rank. [s]"""
 
     ranks: tuple[Float, ...]
     chunks: int
@@ -46,14 +46,14 @@ class Bubble(NamedTuple):
 
     @property
     def pace_s(self) -> Float:
-        """What the slowest rank works."""
+        """The slowest rank's work."""
         return longest(*self.ranks)
 
     @property
     def idle_s(self) -> Float:
-        """What it waits for the pipeline to fill and to drain: one micro-batch on every other rank, on one stage each.
+        """Its wait for the pipeline to fill and drain: one micro-batch on one stage of every other rank.
 
-        Equal ranks wait (p - 1)/(v·m) of what they work.
+        Equal ranks wait (p - 1)/(v·m) of their work.
 
         >>> Bubble((8.0,) * 4, chunks=1, micro_batches=8).idle_s, Bubble((8.0,) * 4, chunks=2, micro_batches=8).idle_s
         (3.0, 1.5)
@@ -65,7 +65,7 @@ def pipeline_parts(
     account: Account, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, gpu: GpuSpec,
     share: Efficiency, mfu: float | None,
 ) -> tuple[Part, ...]:  # fmt: skip
-    """The parts of a step but for the optimizer's: those of the slowest rank, the bubble, collectives and sends. [s]"""
+    """Return the parts of a step without the optimizer's: those of the slowest rank, the bubble, collectives and sends. [s]"""
     schedule, pp = recipe.pipeline_schedule or "1f1b", int(mesh.pp)
     chunks = stages_per_rank(schedule, recipe.pipeline_stages_per_rank)
     stages = cut(model.num_hidden_layers, pp * chunks, recipe.layers_by_hand)
@@ -86,7 +86,7 @@ def pipeline_parts(
         costs = tuple(
             _costs(_work_of((one,), model, recipe, mesh, batch), model, recipe, batch, gpu, share, mfu) for one in stages
         )
-        idle, source = longest(_played(schedule, costs, pp, chunks, steps) - bubble.pace_s, 0.0), ZERO_BUBBLE
+        idle, source = longest(_simulated_s(schedule, costs, pp, chunks, steps) - bubble.pace_s, 0.0), ZERO_BUBBLE
     waits = Part("pipeline bubble", idle, 0.0 * idle, f"{pp} ranks fill and drain, {schedule}", source, Does.IDLING)
     copies = _copies(account, recipe, slowest, gpu.architecture, passes=steps * layers)
     return (*slowest.parts, waits, *copies, *_traffic(account.collectives, slowest, recipe, mesh, batch, here))
@@ -97,7 +97,7 @@ def _layers(schedule: PipelineSchedule, stages: tuple[Stage, ...], rank: int, pp
 
 
 def _copies(account: Account, recipe: RecipeSpec, busy: Computing, architecture: str, *, passes: int) -> Iterator[Part]:
-    """Copies over PCIe: gradients once a step, weights whenever they are gathered, hidden states in all ``passes`` of blocks."""
+    """Yield copies over PCIe: gradients once a step, weights at every gather, hidden states in all ``passes`` of blocks."""
     if recipe.offload_activations:
         hidden = next(call.n_bytes for call in account.collectives if call.operation == SEND)
         yield copies_of_activations(passes * hidden, architecture)
@@ -111,7 +111,7 @@ def _copies(account: Account, recipe: RecipeSpec, busy: Computing, architecture:
 def _costs(
     asked: Work, model: ModelSpec, recipe: RecipeSpec, batch: Batch, gpu: GpuSpec, share: Efficiency, mfu: float | None
 ) -> Costs:  # fmt: skip
-    """One micro-batch on one stage: gradients of weights take as long as the matrix multiplications of a forward."""
+    """Return the time of one micro-batch on one stage: weight gradients take as long as the forward's matrix products."""
     whole = computing(asked, model, recipe, batch, gpu, share, mfu)
     matrices = asked._replace(attention_flops=0.0, blocks_bytes=0.0, head_bytes=0.0)
     weights = computing(matrices, model, recipe, batch, gpu, share, mfu).forward_s
@@ -119,8 +119,8 @@ def _costs(
     return Costs(whole.forward_s / steps, (whole.backward_s - weights) / steps, weights / steps)
 
 
-def _played(schedule: PipelineSchedule, costs: tuple[Costs, ...], pp: int, chunks: int, steps: int) -> Float:
-    """From the first pass of any rank to the last."""
+def _simulated_s(schedule: PipelineSchedule, costs: tuple[Costs, ...], pp: int, chunks: int, steps: int) -> Float:
+    """Return the time from the first pass of any rank to the last."""
     places = tuple(Place(schedule, rank, pp, chunks, steps) for rank in range(pp))
     stages = tuple(indices_of_rank(schedule, rank=rank, pp=pp, stages=len(costs)) for rank in range(pp))
     return played(tuple(map(order_of, places)), stages, costs)
@@ -131,7 +131,7 @@ def _largest(seconds: Float) -> float:
 
 
 def _work_of(stages: tuple[Stage, ...], model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Work:
-    """What one micro-batch asks of a rank: its layers, and with the last stage the head and the loss."""
+    """Return the work of one micro-batch on a rank: its layers, and head and loss on the last stage."""
     asked = [_work_of_stage(stage, model, recipe, mesh, batch) for stage in stages]
     return Work(*map(together, zip(*asked, strict=True)))
 
@@ -147,10 +147,10 @@ def _work_of_stage(stage: Stage, model: ModelSpec, recipe: RecipeSpec, mesh: Mes
 def _traffic(
     calls: tuple[Collective, ...], busy: Computing, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links
 ) -> tuple[Part, ...]:  # fmt: skip
-    """Gathers hide behind a micro-batch's passes but for the first block's; reductions come when all passes are over.
+    """Return waits for collectives and sends. Gathers hide behind a micro-batch's passes, except the first block's.
 
-    Schedules wait for what they receive: a send takes its time in full once each way in every micro-batch. So does what ranks that
-    split a stage send each other.
+    Reductions come after all passes. Schedules wait for what they receive: a send takes its full time once each way per
+    micro-batch, and so do sends within a stage.
     """
     gathers: Float = 0.0
     bare: Float = 0.0
@@ -175,7 +175,7 @@ def _traffic(
     within = _sent("collectives within a stage", among, 0.0 * among, "of ranks that split it: the next matrix waits")
     return (
         _sent("waiting for all-gathers", waits, gathers - waits, "gathered ahead of the block that needs it"),
-        _sent("reducing gradients", reductions, 0.0 * reductions, "after the last backward, beside nothing"),
+        _sent("reducing gradients", reductions, 0.0 * reductions, "after the last backward, not overlapped"),
         *((within,) if is_split else ()),
         _sent("sends between stages", sends, 0.0 * sends, "the next pass waits for what it receives"),
     )

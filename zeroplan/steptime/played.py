@@ -1,9 +1,9 @@
-"""How long do the passes of a schedule take, played through in the order in which each rank takes them?
+"""The time of a schedule's passes, simulated in the order in which each rank runs them.
 
-A pass begins when its rank is free and what it needs is there: a forward needs that of the stage before, gradients of inputs need
-those of the stage behind. The first stage has no input: there the second half of a backward is all of it.
+A pass begins when its rank is free and its input is there: a forward needs that of the stage before, input gradients need those
+of the stage after. The first stage has no input, so that its backward is one pass.
 
-Left out: the time of sends, which is a part of its own.
+Leaves out the time of sends, which is a separate part.
 """
 
 from typing import NamedTuple
@@ -13,14 +13,14 @@ from zeroplan.numeric import Float, longest
 
 
 class Costs(NamedTuple):
-    """Of one micro-batch on one stage. [s]"""
+    """Times of one micro-batch's passes on one stage. [s]"""
 
     forward: Float
     inputs: Float
     weights: Float
 
     def of(self, kind: Pass, stage: int) -> Float:
-        """One pass of a stage, by its number in the pipeline."""
+        """Return the time of one pass of a stage, by its number in the pipeline."""
         if kind == "forward":
             return self.forward
         if stage == 0:
@@ -29,9 +29,10 @@ class Costs(NamedTuple):
 
 
 def played(orders: tuple[tuple[Action, ...], ...], stages: tuple[tuple[int, ...], ...], costs: tuple[Costs, ...]) -> Float:
-    """When the last rank is done; ``stages`` are each rank's, by the number of their costs. [s]
+    """Return the time at which the last rank ends; ``stages``: each rank's stages, by index of their costs. [s]
 
-    Two ranks and one micro-batch: four forwards, three times inputs with one time weights between, and the first stage's backward.
+    Two ranks and one micro-batch: four forwards, three input passes with one weight pass between, and the first stage's
+    backward.
 
     >>> one = tuple(Action(kind, chunk, 0) for kind, chunk in (("forward", 0), ("forward", 1), ("input", 1), ("weights", 1),
     ...                                                         ("input", 0), ("weights", 0)))
@@ -57,7 +58,7 @@ def played(orders: tuple[tuple[Action, ...], ...], stages: tuple[tuple[int, ...]
 
 
 def _needed(kind: Pass, stage: int, micro_batch: int, stages: int) -> tuple[str, int, int] | None:
-    """What another stage must have done; a stage's own passes are in order by themselves."""
+    """Return the pass of another stage that must have ended; a stage's own passes are in order."""
     if kind == "forward" and stage:
         return kind, stage - 1, micro_batch
     if kind == "input" and stage < stages - 1:

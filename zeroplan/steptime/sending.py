@@ -1,4 +1,4 @@
-"""How much do collectives add to a step, given what each engine lets go on beside its computing?"""
+"""The time that collectives add to a step, given what each engine overlaps with computing."""
 
 from typing import NamedTuple
 
@@ -15,29 +15,29 @@ from zeroplan.steptime.links import (
     Links,
     crosses,
     neighbours,
+    pair_of,
     seconds,
     strided,
-    to_the_next,
 )
 from zeroplan.steptime.parts import Does, Part
 
 
 class _Sent(NamedTuple):
-    """What goes over the links in one window of the step. [s]"""
+    """Collectives in one window of the step. [s]"""
 
     inside: Float = 0.0
-    """On the links within a node."""
+    """Time on the links within a node."""
     across: Float = 0.0
-    """Over the network."""
+    """Time on the network."""
     bare: Float = 0.0
-    """Of both, what has nothing to hide behind."""
+    """Time of both that nothing can hide."""
 
     @property
     def takes(self) -> Float:
         return longest(self.inside, self.across)
 
     def and_of(self, time: Float, group: Group, bare: Float) -> "_Sent":
-        """Add a collective, which goes over one of the two links."""
+        """Return the sum with one more collective, on one of the two links."""
         over = crosses(group)
         return _Sent(self.inside + (1 - over) * time, self.across + over * time, self.bare + bare)
 
@@ -45,16 +45,16 @@ class _Sent(NamedTuple):
 def exposed(
     calls: tuple[Collective, ...], model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, busy: Computing
 ) -> tuple[Part, ...]:
-    """The parts of a step in which a GPU waits for others, in forward, backward and after it. [s]
+    """Return the parts of a step in which a GPU waits for others, in forward, backward and after it. [s]
 
-    Traffic within nodes and between them goes on at once, in different groups.
+    Traffic within nodes and between them runs side by side, in different groups.
     """
     passes = batch.grad_accum_steps
     windows = {Phase.FORWARD: _Sent(), Phase.BACKWARD: _Sent(), Phase.STEP: _Sent()}
     for call in calls:
         group = group_of(call, recipe, mesh, here)
         time = _time(call, group, model, recipe, here)
-        bare = _bare(call, recipe)
+        bare = _hidden_part(call, recipe)
         windows[call.phase] = windows[call.phase].and_of(time, group, _uncovered(time, call, bare, passes))
     beside = {
         Phase.FORWARD: busy.forward_s,
@@ -67,7 +67,7 @@ def exposed(
 _NAMES = {
     Phase.FORWARD: ("waiting for all-gathers in forward", "gathered ahead of the block that needs it"),
     Phase.BACKWARD: ("waiting for collectives in backward", "gathered ahead, reduced behind"),
-    Phase.STEP: ("collectives around the optimizer step", "nothing goes on beside it"),
+    Phase.STEP: ("collectives around the optimizer step", "not overlapped"),
 }
 
 
@@ -79,10 +79,10 @@ def _part(phase: Phase, sent: _Sent, beside: Float) -> Part:
 
 
 def group_of(call: Collective, recipe: RecipeSpec, mesh: Mesh, here: Links) -> Group:
-    """Where a collective's ranks are: those that split the model are neighbours, those of a sequence and of shards ``tp`` apart."""
+    """Return where a collective's ranks are: neighbours if they split the model; ``tp`` apart for sequences and shards."""
     if recipe.engine == "fsdp2" and call.among is Among.SEQUENCE:
         shared = strided(call.group, mesh.tp, here.per_node)
-        return to_the_next(shared) if call.operation == "all_to_all" else shared
+        return pair_of(shared) if call.operation == "all_to_all" else shared
     if recipe.engine != "fsdp2" or call.near:
         return neighbours(call.group, here.per_node)
     if call.among is Among.SHARDS_OF_EXPERTS:
@@ -92,31 +92,31 @@ def group_of(call: Collective, recipe: RecipeSpec, mesh: Mesh, here: Links) -> G
 
 
 def _time(call: Collective, group: Group, model: ModelSpec, recipe: RecipeSpec, here: Links) -> Float:
-    """Time of a collective; DDP's, which stands for as many as there are buckets, has the latency of each."""
+    """Return the time of a collective. DDP's one line stands for all buckets and has the latency of each."""
     if recipe.engine == "ddp" and call.operation == "all_reduce":
-        from zeroplan.engines.ddp import bucket_count  # noqa: PLC0415  the others' answers need not wait for it
+        from zeroplan.engines.ddp import bucket_count  # noqa: PLC0415  keeps start-up fast
 
         buckets = bucket_count(model, 4)
         return seconds(call._replace(calls=buckets * call.calls), group, here)
     return seconds(call, group, here)
 
 
-def _bare(call: Collective, recipe: RecipeSpec) -> str:
-    """What of a collective hides behind computing: ``none``, all but the ``first`` call or all but a ``bucket``."""
+def _hidden_part(call: Collective, recipe: RecipeSpec) -> str:
+    """Return what of a collective computing can hide: ``none``, all but the ``first`` call, or all but a ``bucket``."""
     if call.phase is Phase.STEP or call.operation == "all_to_all":
-        return "none"  # the experts wait for their tokens
+        return "none"  # experts wait for their tokens
     if recipe.engine == "fsdp2":
-        return "none" if call.near or call.is_root else "first"  # the next matrix waits for what is sent nearby
+        return "none" if call.near or call.is_root else "first"  # the next matrix waits for it
     if recipe.engine == "ddp":
         return "bucket" if call.phase is Phase.BACKWARD else "none"
-    return "first" if _hides(call, recipe) else "none"
+    return "first" if _overlaps(call, recipe) else "none"
 
 
-def _hides(call: Collective, recipe: RecipeSpec) -> bool:
-    """Whether DeepSpeed lets a collective of a pass go on beside the computing.
+def _overlaps(call: Collective, recipe: RecipeSpec) -> bool:
+    """Whether DeepSpeed overlaps a collective of a pass with computing.
 
-    Source: DeepSpeed 0.19, runtime/zero/partitioned_param_coordinator.py, ``fetch_sub_module``, which gathers ahead for a bucket
-    that is not of size 0 alone.
+    Source: DeepSpeed 0.19, runtime/zero/partitioned_param_coordinator.py, ``fetch_sub_module``, which prefetches only for a
+    bucket size above 0.
     """
     options = recipe.deepspeed
     if call.operation == "all_gather":
@@ -125,20 +125,20 @@ def _hides(call: Collective, recipe: RecipeSpec) -> bool:
 
 
 def _uncovered(time: Float, call: Collective, bare: str, passes: Int) -> Float:
-    """Of a collective's time what nothing can hide."""
+    """Return the part of a collective's time that nothing can hide."""
     if bare == "none":
         return time
-    if bare == "bucket":  # the last, which is reduced when the backward is over
-        from zeroplan.engines.ddp import BUCKET_BYTES  # noqa: PLC0415  the others' answers need not wait for it
+    if bare == "bucket":  # the last bucket, which is reduced after the backward
+        from zeroplan.engines.ddp import BUCKET_BYTES  # noqa: PLC0415  keeps start-up fast
 
         return time * (1.0 * BUCKET_BYTES / longest(1.0 * call.n_bytes, 1.0 * BUCKET_BYTES))
     return time * (passes / longest(1.0 * call.calls, 1.0 * passes))
 
 
 def _share_beside(recipe: RecipeSpec, passes: Int) -> Float:
-    """Share of the step's backwards beside which gradients are reduced: all, or the last micro-batch's."""
+    """Return the share of the step's backwards that gradient reductions overlap with: all, or the last micro-batch's."""
     if recipe.sync_every_micro_batch and not (recipe.engine == "deepspeed" and recipe.zero_stage < 2):
         return 1.0
-    if recipe.engine == "fsdp2":  # parameters are gathered in every backward
+    if recipe.engine == "fsdp2":  # every backward gathers parameters
         return 1.0
     return 1.0 / passes

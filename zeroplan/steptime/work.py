@@ -1,4 +1,4 @@
-"""How much does one micro-batch ask of a GPU: operations in matrix multiplications and attention, bytes moved by the rest?"""
+"""The work of one micro-batch on a GPU: operations of matrix products and attention, and bytes that other operators move."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,43 +22,43 @@ from zeroplan.transformer.flops import (
 from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.params import layout
 
-#: A matrix multiplication's backward multiplies twice.
+#: A matrix product's backward multiplies twice.
 MATRIX_BACKWARD = 2.0
 #: A fused attention kernel multiplies five times in backward, twice in forward (Dao 2023, arXiv:2307.08691, section 4.1).
 ATTENTION_BACKWARD = 2.5
-#: A tensor that autograd saves is written once and read by the next operator; its backward reads it, reads the gradient that
-#: comes in and writes the one that goes on.
+#: A saved tensor is written once and read by the next operator. Its backward reads it, reads the incoming gradient and writes
+#: the outgoing one.
 SAVED_FORWARD, SAVED_BACKWARD = 2.0, 3.0
 
 
 class Work(NamedTuple):
-    """Of one forward of one micro-batch on one GPU."""
+    """The work of one micro-batch's forward on one GPU."""
 
     blocks_flops: Float
-    """Matrix multiplications of the blocks."""
+    """Matrix products of the blocks."""
     head_flops: Float
     attention_flops: Float
-    """Scores and their product with the values; of a causal kernel, what it does not skip."""
+    """Scores and their product with the values; of a causal kernel without what it skips."""
     blocks_bytes: Float
     """What autograd saves in the blocks without recomputation."""
     head_bytes: Float
-    """Logits and what the loss makes of them, at the most."""
+    """The largest total of logits and the loss's tensors."""
     weights_bytes: Float
-    """The matrices that are multiplied with, once."""
+    """The matrices, read once."""
     core_bytes: Float = 0.0
-    """Of what autograd saves in the blocks, what selective recomputation of attention alone writes once more."""
+    """What selective recomputation of attention alone writes again of the blocks' saved tensors."""
 
     @property
     def flops(self) -> Float:
-        """Everything that is multiplied. [FLOPs]"""
+        """All operations. [FLOPs]"""
         return self.blocks_flops + self.head_flops + self.attention_flops
 
 
 def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp: int = 1, expert_ranks: int = 1) -> Work:
-    """Count one micro-batch on one of ``tp`` ranks that split it, or of ``cp`` that share its sequences. [FLOPs, bytes]
+    """Return the work of one micro-batch on one of ``tp`` or ``cp`` ranks that split it. [FLOPs, bytes]
 
-    Experts count as often as tokens choose them, evenly spread. Leaves out: sliding windows, which only some kernels skip;
-    weights that are frozen, whose gradients nobody takes; writing out weights in four bits.
+    Experts count as often as tokens choose them, evenly. Leaves out sliding windows, which only some kernels skip; frozen
+    weights, which have no gradients; and dequantising weights in four bits.
     """
     compute = compute_of(recipe, tp=tp, ep=expert_ranks, cp=cp)
     numbers = batch.micro_batch_size, batch.seq_len
@@ -69,7 +69,7 @@ def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp:
 
 
 def _counted(model: ModelSpec, recipe: RecipeSpec, batch: Batch, compute: Compute) -> Work:
-    """The same of a model whose blocks have formulas."""
+    """Return the work of a model with formulas."""
     whole, tp, cp = layout(_multiplied(model)), compute.tp, compute.cp
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len
     in_blocks = block_matrices(whole)
@@ -77,7 +77,7 @@ def _counted(model: ModelSpec, recipe: RecipeSpec, batch: Batch, compute: Comput
     keys = batch.seq_len * 1.0 if recipe.attention == "eager" else (batch.seq_len + 1) / 2.0
     scores = 2.0 * attention_layers(model) * attention_widths(model)
     if cp > 1:
-        from zeroplan.transformer.context import local_batch  # noqa: PLC0415  the others' answers need not wait for it
+        from zeroplan.transformer.context import local_batch  # noqa: PLC0415  keeps start-up fast
 
         batch, tokens = local_batch(batch, cp), tokens / cp
     saved = together(1.0 * run.layers * total_bytes(block_pass(model, run.kind, compute, batch).saved) for run in whole.runs)
@@ -93,8 +93,8 @@ def _counted(model: ModelSpec, recipe: RecipeSpec, batch: Batch, compute: Comput
 
 
 def _profiled(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Work:
-    """The same of a traced module: its operations as they were counted, and every parameter as a matrix that is read."""
-    from zeroplan.transformer.profiled import profile_of, profiled_operations, without_recompute  # noqa: PLC0415  only a profile pays
+    """Return the work of a traced module: its counted operations, with every parameter as a matrix."""
+    from zeroplan.transformer.profiled import profile_of, profiled_operations, without_recompute  # noqa: PLC0415  keeps start-up fast
 
     profile, whole, compute = profile_of(model), layout(model), compute_of(recipe)
     done, plain = profiled_operations(profile, compute, batch), without_recompute(profile, compute)
@@ -117,7 +117,7 @@ def _profiled(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Work:
 
 
 def _multiplied(model: ModelSpec) -> ModelSpec:
-    """The model as it is multiplied with: weights in four bits are first written out."""
+    """Return the model whose weights are multiplied: those in four bits are dequantised first."""
     if model.adapter is None or model.adapter.quantize == "none":
         return model
     return replace(model, adapter=replace(model.adapter, quantize="none"))

@@ -1,1 +1,1 @@
-"""What a model costs before anyone shards it: parameters, activations, head and loss, FLOPs."""
+"""The memory and FLOPs of a model before any sharding: parameters, activations, head and loss."""

@@ -1,6 +1,6 @@
-"""The types that activations.py and head.py fill in: what one block, and the part outside the blocks, costs in one pass.
+"""The types that activations.py and head.py return: the memory of one block, and of the part outside the blocks, in one pass.
 
-An engine combines these with its own states and buffers; nothing here knows about ranks.
+Engines combine these with their own states and buffers.
 """
 
 from enum import StrEnum
@@ -13,35 +13,35 @@ from zeroplan.spec.releases import NOW, Release
 
 
 class Compute(NamedTuple):
-    """How a module is executed: structure that formulas branch on."""
+    """How a module computes: the structure that formulas branch on."""
 
     element_bytes: int
     """Bytes of an activation in the compute dtype: 2 for bf16 and fp16, 4 for fp32."""
     autocast: bool
-    """The weights are fp32 and each matrix multiplication casts its operands (DDP under ``torch.autocast``)."""
+    """The weights are fp32, and ``torch.autocast`` casts the operands of each matrix product (DDP)."""
     attention: Attention
     kernels: Kernels = "cuda"
-    """Whose attention kernels: a CPU's flash kernel takes what CUDA's refuses, but writes heads of two sizes out."""
+    """The device of attention's kernels. A CPU's flash kernel runs where CUDA's does not, except for heads of two sizes."""
     recompute: Recompute = "none"
-    """What the backward runs again; formulas answer for each kind at once, a profile for one."""
+    """What the backward recomputes. A family's formulas cover all kinds at once, a profile's variant one."""
     keeps_inputs: bool = False
-    """A linear layer saves its input, though its weight is frozen, as DeepSpeed's own for stage 3 does."""
+    """Linear layers with frozen weights save their inputs, as DeepSpeed's stage-3 layer does."""
     offloaded: bool = False
-    """What blocks keep for their backward goes to host memory (:mod:`zeroplan.transformer.offloaded`)."""
+    """Blocks' saved tensors are in host memory until the backward (:mod:`zeroplan.transformer.offloaded`)."""
     expert_ranks: int = 1
-    """Ranks that share the experts out; tokens go to the rank of their expert and come back."""
+    """Ranks that split the experts. Tokens go to the rank of their expert and come back."""
     tp: int = 1
     """Ranks that split matrices and, between them, the sequence (:mod:`zeroplan.transformer.families.sharded`)."""
     cp: int = 1
-    """Ranks that share a sequence; the batch that is asked about is one rank's (:mod:`zeroplan.transformer.families.ring`)."""
+    """Ranks that split a sequence (:mod:`zeroplan.transformer.families.ring`). The batch is one rank's share."""
     casts_inputs: bool = False
-    """Whatever a block is given is cast to the compute dtype first, tables of positions too, as FSDP2 does."""
+    """The engine casts a block's inputs to the compute dtype first, including tables of positions, as FSDP2 does."""
     release: Release = NOW
     """What the release of transformers does otherwise than the one that the formulas follow."""
 
 
 class At(StrEnum):
-    """What runs at a point of a backward, where an engine has to know."""
+    """What runs at a point of a backward, where engines need to know it."""
 
     ANYWHERE = ""
     LOSS = "loss"
@@ -50,19 +50,19 @@ class At(StrEnum):
     NORM = "norm"
     """A norm within a block."""
     LINEAR = "linear layer"
-    """One without the adapter that it may have."""
+    """The layer itself, without its adapter."""
     ADAPTER_A = "adapter, A"
     ADAPTER_B = "adapter, B"
     ADAPTED = "layer with an adapter"
-    """What such a layer does beside its linear layers."""
+    """Other operators of a layer with an adapter."""
     MODULE = "module"
-    """Another module, without a weight."""
+    """Another module without a weight."""
     BETWEEN = "between modules"
-    """No module's operator; the place names the linear layer that has gone backward before."""
+    """An operator outside those modules. The place names the linear layer whose backward ran last."""
     WEIGHTING = "weighting of the experts"
     """The product of the experts' outputs and routing weights, before any gradient of the experts' weights is made."""
     RUN_AGAIN = "run again"
-    """A block that was checkpointed is being recomputed, where that may be higher than its backward."""
+    """The recomputation of a checkpointed block."""
 
 
 class Place(NamedTuple):
@@ -70,22 +70,21 @@ class Place(NamedTuple):
 
     at: At = At.ANYWHERE
     module: Module = Module.NONE
-    """Whose operator runs; of a recomputation whose output has just been made."""
+    """The module whose operator runs; in a recomputation, the module that has just allocated its output."""
 
 
 class BackwardPoint(NamedTuple):
     """A moment inside the backward pass of one block where memory can peak.
 
-    ``lines`` holds what is alive of this block's activations then: the tensors still saved, the gradients that flow, and
-    temporaries, including the gradient that came in from the block above. It holds no weight gradient and no weight cast,
-    since their lifetime is the engine's: ``gradients`` counts the elements of this block's weight gradients made so far
-    (the current one included), ``current_gradient`` the elements of those being made at this very moment, which the engine has
-    not yet added to others or moved (0 between two), and ``live_casts`` the elements of the block's weights whose autocast
-    copy is still alive. Under autocast a weight gradient is made in the compute dtype and then cast to fp32: the short-lived
-    first one is a line, the second counts in ``gradients``. ``place`` is what engines may know of the point, whose name is for
-    people alone. ``handed_on``, at the chunked loss alone, is what is alive when the gradient made here is handed on: the operator
-    is done, and what it read and saved is gone. ``before`` is what is alive before the operator makes anything, where its module is
-    gathered then: at linear layers that are frozen, and at the weighting of experts.
+    ``lines``: the block's activations alive then: tensors still saved, gradients of activations with the one from the block above,
+    and temporaries. Engines decide how long weight gradients and weight casts live, so that these are counts of elements:
+    ``gradients``: weight gradients of this block made so far, including the current one; ``current_gradient``: those being made at
+    this moment, which the engine has not yet added or moved; ``live_casts``: weights whose autocast copy is still alive. Under
+    autocast a weight gradient is made in the compute dtype and then cast to fp32. The first, short-lived tensor is a line, the
+    second counts in ``gradients``. ``place``: where in the model it is; ``name`` is for readers alone. ``handed_on``: only in the
+    chunked loss: what is alive when the gradient reaches its weight, after the operator has freed what it read and saved.
+    ``before``: what is alive before the operator allocates anything, at places where an engine gathers its module: frozen linear
+    layers, and the weighting of experts.
     """
 
     name: str
@@ -99,9 +98,9 @@ class BackwardPoint(NamedTuple):
 
 
 class HandedOn(NamedTuple):
-    """When autograd hands on the gradients of an operator's weights: those made so far, and what is alive beside them.
+    """The weight gradients of an operator reach their weights: elements made so far, and what is alive beside them.
 
-    Outside the blocks only a profile says so.
+    Outside the blocks only profiles contain these.
     """
 
     gradients: int
@@ -109,29 +108,29 @@ class HandedOn(NamedTuple):
 
 
 class BlockPass(NamedTuple):
-    """What one block costs in one forward and backward pass.
+    """The memory of one block in one forward and backward pass.
 
-    ``saved``: tensors autograd keeps from its forward to its backward, in program order, without recomputation and without
-    weight casts; ``checkpoint``: what remains of it under full recomputation (its input); ``selective``: what remains under
+    ``saved``: tensors that autograd saves from its forward to its backward, in program order, without recomputation and without
+    weight casts; ``checkpoint``: what it keeps under full recomputation (its input); ``selective``: what it keeps under
     per-operation selective recomputation; ``forward``: what is alive beyond ``saved`` at the highest point of its forward;
-    ``forward_recompute``: what is alive beyond what is kept then, under recomputation; ``cast_elements``: elements
-    of the weights whose autocast copy is kept until their backward (matrices; the copies of biases die with the forward);
-    ``away``: what is in host memory from its forward to its backward, where activations are offloaded.
+    ``forward_recompute``: the same beyond what it keeps, under recomputation; ``cast_elements``: elements of the weights whose
+    autocast copy lives to their backward (matrices; copies of biases live to the end of the forward); ``away``: what is in host
+    memory between its forward and its backward, where activations are offloaded.
 
-    An engine adds, for block i (counted from 0), beside its own memory and what ``HeadPass`` says:
+    For block i (counted from 0) an engine adds to its own memory and to ``HeadPass``:
 
     - without recomputation, forward: ``saved`` of blocks 0..i, plus ``forward``; backward at a point p: ``saved`` of blocks
       0..i-1, plus ``p.lines``;
     - under full recomputation, forward: ``checkpoint`` of blocks 0..i, plus ``forward_recompute``; backward at p:
       ``checkpoint`` of blocks 0..i-1, plus ``checkpoint_in_backward``, plus ``p.lines``. The recomputation itself is never
       higher than the highest point. ``checkpoint_in_backward`` is the block's input, or nothing where the first norm saves
-      that very tensor, so that ``p.lines`` has it already;
+      that tensor itself, so that ``p.lines`` contains it;
     - under selective recomputation, as under full with ``selective`` in place of ``checkpoint`` and of blocks 0..i-1 only.
 
-    In a backward come the weight gradients that p counts, and under autocast ``p.live_casts`` and the ``cast_elements`` of
-    blocks 0..i-1, at 2 bytes; in a forward the ``cast_elements`` of blocks 0..i, also under recomputation, since autocast
-    drops its copies only when its context ends (then full recomputation keeps none of them for the backward). The gradient
-    that came in from the block above is one of ``p.lines``.
+    A backward adds the weight gradients that p counts, and under autocast ``p.live_casts`` and the ``cast_elements`` of blocks
+    0..i-1, at 2 bytes. A forward adds the ``cast_elements`` of blocks 0..i, also under recomputation: autocast drops its copies
+    only when its context ends. Full recomputation keeps none of them for the backward. The gradient from the block above is one
+    of ``p.lines``.
     """
 
     saved: tuple[Line, ...]
@@ -145,15 +144,15 @@ class BlockPass(NamedTuple):
     away: tuple[Line, ...] = ()
     handed: tuple[HandedOn, ...] = ()
     before_experts: tuple[Line, ...] = ()
-    """What is alive in the forward when the experts begin, where a block has any."""
+    """What is alive in the forward when the experts begin, in blocks with experts."""
 
     @property
     def entered(self) -> tuple[Line, ...]:
-        """What is alive in the block's own forward beside what it keeps: its input, where that is offloaded."""
+        """What is alive in the block's own forward beside what it keeps: an offloaded input."""
         return self.checkpoint if self.away else ()
 
     def kept(self, recompute: Recompute) -> tuple[Line, ...]:
-        """Return what the block keeps on the GPU from its forward to its backward under this kind of recomputation."""
+        """Return what the block keeps on the GPU from its forward to its backward, with this recomputation."""
         if recompute == "none":
             return self.saved
         if recompute == "selective":
@@ -162,21 +161,18 @@ class BlockPass(NamedTuple):
 
 
 class HeadPass(NamedTuple):
-    """What the part outside the blocks costs: embedding, rotary tables, final norm, head, loss.
+    """The memory of the part outside the blocks: embedding, rotary tables, final norm, head, loss.
 
-    ``shared``: tables alive through the whole pass (rotary cos and sin, input ids; an eager attention mask where blocks are
-    recomputed);
-    ``forward``: alive beside the blocks while they run forward, gone before the loss (an eager attention mask, embeddings
-    that the model's forward holds by name and that are no block's input);
-    ``first_input``: held by name likewise, but block 0's input: it counts from block 1 on;
-    ``saved``: kept from the forward of the final norm and head until their backward, the loss's own tensors apart;
-    ``loss``: what the loss keeps from its forward to its backward;
-    ``loss_forward``: logits and the loss's own tensors at its highest point, beyond ``saved`` (``loss`` is part of them);
-    ``points``: every moment of the backward outside the blocks where memory can peak, with all that is alive beyond the
-    blocks and ``shared``, and the weight gradients made (the loss, the head's multiplication, the final norm);
-    ``output``: bytes of logits that stay alive if the training loop keeps the model's output;
-    ``below_blocks``: what the backward of the part before the blocks takes at its highest, beyond ``shared`` and the gradient that
-    flows into it; empty where that part is a mere table.
+    ``shared``: alive in the whole pass: rotary cos and sin, input ids; with recomputation an eager attention mask; ``forward``:
+    alive while the blocks run forward and freed before the loss: an eager attention mask, and embeddings that variables of the
+    model's forward hold, except block 0's input; ``first_input``: block 0's input, where a variable holds it; it counts from
+    block 1 on; ``saved``: what final norm and head keep until their backward, without the loss's own tensors; ``loss``: what
+    the loss keeps from its forward to its backward; ``loss_forward``: logits and the loss's own tensors at its highest point,
+    beyond ``saved``, with ``loss``; ``points``: every moment of the backward outside the blocks where memory can peak (the
+    loss, the head's product, the final norm): all that is alive beyond the blocks and ``shared``, and the weight gradients
+    made; ``output``: logits that stay alive if the training loop keeps the model's output; ``below_blocks``: what the backward
+    of the part before the blocks adds at its peak to ``shared`` and its incoming gradient; empty where that part is a plain
+    embedding.
     """
 
     shared: tuple[Line, ...]
@@ -192,24 +188,24 @@ class HeadPass(NamedTuple):
     below_blocks: tuple[Line, ...] = ()
     hidden_formula: str = "r·T·h"
     with_blocks: tuple[Line, ...] = ()
-    """The last ones of ``shared``, which blocks alone need, so that they go with the first block's backward."""
+    """The last lines of ``shared``, which only blocks need: freed after the first block's backward."""
     norm_forward: tuple[tuple[Line, ...], ...] = ()
-    """Moments of the final norm's forward, for engines that gather the head meanwhile; none of a profile."""
+    """Moments of the final norm's forward, for engines that gather the head meanwhile; profiles have none."""
     handed: tuple[HandedOn, ...] = ()
-    """Of the weights after the blocks."""
+    """Arrivals of gradients of the weights after the blocks."""
     handed_below: tuple[HandedOn, ...] = ()
-    """Of those before them."""
+    """Arrivals of gradients of the weights before the blocks."""
 
     @property
     def at_embedding(self) -> tuple[Line, ...]:
-        """What of ``shared`` is alive when the embedding goes backward."""
+        """The lines of ``shared`` that are alive in the embedding's backward."""
         return self.shared[: len(self.shared) - len(self.with_blocks)]
 
 
 class AtEmbedding(NamedTuple):
-    """What the backward of an embedding takes that is split over tensor-parallel ranks.
+    """What the backward of an embedding that is split over tensor-parallel ranks allocates.
 
-    The gradient of its output before and after it is put in order, and that of the whole embedding.
+    The gradient of its output, rank by rank and in order, and the gradient of the whole embedding.
     """
 
     gathered: Line

@@ -1,6 +1,6 @@
-"""Which tensors does a model have that are no parameters: rotary frequencies, a scale, a routing bias?
+"""The buffers of a model, tensors that are no parameters: rotary frequencies, a scale, a routing bias.
 
-Too small to matter in memory; engines that keep them alike on all ranks send them.
+They are too small to matter in memory, but engines that synchronise buffers over ranks send them.
 """
 
 from functools import lru_cache
@@ -20,8 +20,8 @@ _FREQUENCIES_TWICE = 2 * _FP32
 def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
     """Return the bytes of all buffers of ``model`` with elements of ``element_bytes``. [bytes]
 
-    Frequencies of the rotary embedding, twice, for each kind of layer that has its own (Gemma 3, OLMo 3); Gemma's scale of the
-    embedding; DeepSeek's bias of each router; of a profile what its module had. Source: transformers 5.23,
+    They are the frequencies of the rotary embedding, twice, for each kind of layer that has its own (Gemma 3, OLMo 3); Gemma's
+    scale of the embedding; DeepSeek's bias of each router. A profile lists its module's buffers. Source: transformers 5.23,
     ``models/<family>/modeling_<family>.py``.
 
     >>> buffer_bytes(ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -29,7 +29,7 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
     16
     """
     if model.profile is not None:
-        from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  a model without a profile need not wait for it
+        from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  keeps start-up fast
 
         return profile_of(model).buffer_bytes
     scale = element_bytes if model.family in ("gemma2", "gemma3_text") else 0

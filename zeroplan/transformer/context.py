@@ -1,4 +1,4 @@
-"""What is otherwise outside the blocks where context-parallel ranks share a sequence: the batch, and labels that come shifted."""
+"""What context parallelism changes outside the blocks: a rank's share of the batch, and labels that arrive shifted."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ BUFFERS = "torch 2.13, torch/distributed/tensor/experimental/_context_parallel/_
 
 
 class LocalBatch(NamedTuple):
-    """The batch as one rank has it: a share of every sequence."""
+    """One rank's batch: a share of every sequence."""
 
     micro_batch_size: Int
     seq_len: Int
@@ -19,7 +19,7 @@ class LocalBatch(NamedTuple):
 
 
 def local_batch(batch: Batch, ranks: int) -> LocalBatch:
-    """One of ``ranks`` shares of the batch's sequences.
+    """Return one rank's share of the batch's sequences.
 
     >>> from zeroplan.spec.batch import BatchSpec
     >>> local_batch(BatchSpec(seq_len=8192), 4).seq_len
@@ -29,19 +29,19 @@ def local_batch(batch: Batch, ranks: int) -> LocalBatch:
 
 
 def whole_sequences(batch: Batch, ranks: int, reason: str = "ids, labels and positions of whole sequences") -> Line:
-    """The batch as the loop has it, from step to step: ids, labels, shifted labels and positions; ``batch`` is one rank's share."""
+    """Return the training loop's whole batch: ids, labels, shifted labels and positions. ``batch``: one rank's share."""
     n_bytes = 8 * ranks * batch.seq_len * (3 * batch.micro_batch_size + 1)
     return Line(Kind.ACTIVATIONS, n_bytes, reason, f"8·{ranks}·s·(3·b+1)", BUFFERS)
 
 
 def with_shared_sequences(head: HeadPass, batch: Batch, ranks: int) -> HeadPass:
-    """The same head over a rank's share; ``batch`` is the rank's.
+    """Return the head over one rank's share of the sequences, ``batch``.
 
-    ``context_parallel`` cuts the batch in place, which gives no memory back, and has copies of all of it to restore; it holds the
-    shares by name, the last of them twice. The loss takes labels that are shifted already.
+    ``context_parallel`` cuts the batch in place, which frees no memory, and keeps copies of the whole batch to restore it. Its
+    variables hold the shares, the last of them twice. The loss gets shifted labels.
     """
     others = [line for line in head.shared if line.tag.role is not Role.BATCH]
-    whole = whole_sequences(batch, ranks, "copies of them, to be restored")
+    whole = whole_sequences(batch, ranks, "copies of them, to restore them")
     n_bytes = 8 * batch.seq_len * (3 * batch.micro_batch_size + 2)
     shares = Line(Kind.ACTIVATIONS, n_bytes, "this rank's shares of them", "8·s·(3·b+2)", BUFFERS)
     points = tuple([point._replace(lines=_without_labels(point.lines)) for point in head.points])

@@ -1,4 +1,4 @@
-"""With which matrices is a token multiplied, and how wide is its attention: what operations are counted by."""
+"""The matrices that multiply a token, and the widths of its attention: what FLOPs are counted from."""
 
 from zeroplan.spec.family import GLOBAL_LAYERS
 from zeroplan.spec.model import ModelSpec
@@ -7,16 +7,16 @@ from zeroplan.transformer.parameters import Layout, Parameter
 
 
 def matmul_parameters(model: ModelSpec, layout: Layout) -> int:
-    """Elements of the matrices one token is multiplied with: a token's own experts only, the head, no embedding lookup.
+    """Return the elements of the matrices that multiply one token: its own experts and the head, but no embedding lookup.
 
-    Leaves out vectors (norms, biases). A tied head is the embedding table used as a matrix, so it counts.
+    Leaves out vectors (norms, biases). A tied head counts: it uses the embedding table as a matrix.
     """
     tied_head = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
     return block_matrices(layout) + _matrices(layout.tail) + tied_head
 
 
 def block_matrices(layout: Layout) -> int:
-    """Those of them that are in the blocks. [elements]"""
+    """Return those of them that are in the blocks. [elements]"""
     return sum(run.layers * _matrices(run.parameters) for run in layout.runs)
 
 
@@ -25,22 +25,22 @@ def _matrices(parameters: tuple[Parameter, ...]) -> int:
 
 
 def attention_widths(model: ModelSpec) -> int:
-    """Width of the queries plus width of the attention output; twice a·d except under latent attention."""
+    """Return the width of the queries plus that of the attention output: 2·a·d, except under latent attention."""
     values = model.head_dim if model.mla is None else model.mla.v_head_dim
     return model.num_attention_heads * (model.head_dim + values)
 
 
 def attention_layers(model: ModelSpec) -> int:
-    """Layers that score every token against those before it: all of them, but for those of linear attention."""
+    """Return the number of layers that score each token against earlier ones: all except those of linear attention."""
     return model.num_hidden_layers // GLOBAL_LAYERS[model.family] if model.linear is not None else model.num_hidden_layers
 
 
 def linear_attention_flops(model: ModelSpec) -> int:
-    """Multiplications and additions of all linear attention for one token, forward, beside the projections. [FLOPs]
+    """Return the operations of all linear attention for one token, forward, without the projections. [FLOPs]
 
-    Of each head and chunk of C tokens: two products of keys and queries, 4·C²·D; two triangular systems, C²·(D+I); attention within
-    the chunk, 2·C²·I; the state read twice and written once, 6·C·D·I. Source: transformers 5.23,
-    ``models/qwen3_next/modeling_qwen3_next.py``, ``torch_chunk_gated_delta_rule``; that of ``fla`` multiplies as much.
+    For each head and chunk of C tokens: two products of keys and queries, 4·C²·D; two triangular systems, C²·(D+I); attention
+    within the chunk, 2·C²·I; the state read twice and written once, 6·C·D·I. Source: transformers 5.23,
+    ``models/qwen3_next/modeling_qwen3_next.py``, ``torch_chunk_gated_delta_rule``; ``fla``'s kernel multiplies as much.
     """
     if model.linear is None:
         return 0

@@ -1,4 +1,4 @@
-"""What do the parts outside the blocks cost in one pass: embedding, position tables, final norm, head and loss?"""
+"""The memory outside the blocks in one pass: embedding, position tables, final norm, head and loss."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import Compute, HeadPass
 from zeroplan.transformer.families.definition import Around, Held, definition_of
-from zeroplan.transformer.families.parts import OF_THE_BATCH, SAVED, TEMPORARY
+from zeroplan.transformer.families.tags import OF_THE_BATCH, SAVED, TEMPORARY
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, values_of, widths
 from zeroplan.transformer.params import is_frozen, layout
 from zeroplan.transformer.symbols import T, T_p, V, V_p, b, h, r, s
@@ -35,8 +35,8 @@ _EAGER = {
 _WINDOW = Held(s * s, "mask of the sliding window, booleans", MASK)
 
 
-class _Asked(NamedTuple):
-    """A model, how it runs, and the value of every symbol."""
+class _Question(NamedTuple):
+    """A model, how it computes, and the value of every symbol."""
 
     model: ModelSpec
     compute: Compute
@@ -54,12 +54,11 @@ def head_pass(
     loss: Loss = "full",
     fp32_output: bool = False,
 ) -> HeadPass:
-    """Return what the model holds outside its blocks, with one of the losses of ``families/ending.py``.
+    """Return the memory outside the blocks, with one of the losses of ``families/ending.py``.
 
-    ``recomputed`` says that blocks are recomputed in backward: they need an eager attention mask until the end, and keep the
-    first block's input themselves. ``fp32_output`` says that the model's output is upcast before it is handed on, as
-    accelerate does. Leaves out: dropout after the embedding, the loss itself and the sum of label
-    weights (4 bytes each).
+    ``recomputed``: the backward recomputes blocks, which need an eager attention mask until then and keep the first block's input
+    themselves. ``fp32_output``: the model's output is upcast before it is returned, as accelerate does. Leaves out dropout after
+    the embedding, the loss itself and the sum of label weights (4 bytes each).
     """
     numbers = batch.micro_batch_size, batch.seq_len
     return recalled(
@@ -72,20 +71,20 @@ def _made(
     model: ModelSpec, compute: Compute, batch: Batch, loss: Loss, *, recomputed: bool, fp32_output: bool
 ) -> HeadPass:  # fmt: skip
     if model.profile is not None:
-        from zeroplan.transformer.profiled import profile_of, profiled_head  # noqa: PLC0415  only a profile pays for it
+        from zeroplan.transformer.profiled import profile_of, profiled_head  # noqa: PLC0415  keeps start-up fast
 
         return profiled_head(profile_of(model), compute, batch)
-    from zeroplan.transformer.families.ending import ending_pass  # noqa: PLC0415  a profile's answers need not wait for it
+    from zeroplan.transformer.families.ending import ending_pass  # noqa: PLC0415  keeps start-up fast
 
-    asked = _asked(model, compute, batch)
-    around = (_whole if compute.tp == 1 else _of_a_rank)(asked, recomputed=recomputed)
+    question = _question(model, compute, batch)
+    around = (_whole if compute.tp == 1 else _of_a_rank)(question, recomputed=recomputed)
     beside = sum(line.n_bytes for line in (*around.forward, *around.first_input))
-    ending = ending_pass(model, compute, asked.x, asked.values, loss, beside=beside)
+    ending = ending_pass(model, compute, question.x, question.values, loss, beside=beside)
     wide = _WIDE if compute.tp == 1 else _WIDE_SHARE
     return around._replace(
         saved=ending.saved,
         loss_forward=ending.forward,
-        output=(wide.line(Kind.LOGITS, asked.values),) if fp32_output and ending.output else ending.output,
+        output=(wide.line(Kind.LOGITS, question.values),) if fp32_output and ending.output else ending.output,
         loss=ending.kept,
         points=ending.points,
         norm_forward=ending.norm,
@@ -93,31 +92,31 @@ def _made(
 
 
 def output_bytes(model: ModelSpec, compute: Compute, batch: Batch, *, fp32_output: bool) -> Int:
-    """What the model's output takes, with a loss that is not split, as :func:`head_pass` has it. [bytes]"""
+    """Return the size of the model's output, with a loss over all tokens at once, as in :func:`head_pass`. [bytes]"""
     if model.profile is not None:
         return total_bytes(head_pass(model, compute, batch, fp32_output=fp32_output).output)
-    from zeroplan.transformer.families import ending  # noqa: PLC0415  a profile's answers need not wait for it
+    from zeroplan.transformer.families import ending  # noqa: PLC0415  keeps start-up fast
 
-    asked = _asked(model, compute, batch)
-    own = ending.output_bytes(ending.ending_of(model, compute, asked.x, "full"), asked.values)
+    question = _question(model, compute, batch)
+    own = ending.output_bytes(ending.ending_of(model, compute, question.x, "full"), question.values)
     if not fp32_output or (isinstance(own, int) and not own):
         return own
-    return (_WIDE if compute.tp == 1 else _WIDE_SHARE).size.value(asked.values)
+    return (_WIDE if compute.tp == 1 else _WIDE_SHARE).size.value(question.values)
 
 
-def _asked(model: ModelSpec, compute: Compute, batch: Batch) -> _Asked:
+def _question(model: ModelSpec, compute: Compute, batch: Batch) -> _Question:
     x = widths(model, compute, batch)
-    return _Asked(model, compute, x, values_of(model, x, compute.tp), definition_of(model.family).around)
+    return _Question(model, compute, x, values_of(model, x, compute.tp), definition_of(model.family).around)
 
 
-def _whole(asked: _Asked, *, recomputed: bool) -> HeadPass:
-    """What is before the blocks and beside them."""
-    model, compute, x, values, around = asked
-    masks, away = _masks(asked), compute.offloaded
+def _whole(question: _Question, *, recomputed: bool) -> HeadPass:
+    """Return what is alive before the blocks and beside them."""
+    model, compute, x, values, around = question
+    masks, away = _masks(question), compute.offloaded
     kept = tuple([line._replace(kind=SAVED) for line in masks if recomputed])
-    (tables, left) = _tables(asked, recomputed=recomputed)
-    leaf = (_LEAF.line(SAVED, values),) if is_frozen(model, "embedding") and _is_leaf_apart(asked, recomputed) else ()
-    named = around.names_input and not (leaf and away) and (away or not recomputed) and (away or not _first_saves_it(asked))
+    (tables, left) = _tables(question, recomputed=recomputed)
+    leaf = (_LEAF.line(SAVED, values),) if is_frozen(model, "embedding") and _is_leaf_apart(question, recomputed) else ()
+    named = around.names_input and not (leaf and away) and (away or not recomputed) and (away or not _first_saves_it(question))
     return HeadPass(
         (*(one.line(SAVED, values) for one in (_IDS, *around.kept)), *tables, *leaf, *kept),
         (),
@@ -130,27 +129,27 @@ def _whole(asked: _Asked, *, recomputed: bool) -> HeadPass:
     )
 
 
-def _is_leaf_apart(asked: _Asked, recomputed: bool) -> bool:  # noqa: FBT001  it is all that is asked
-    """Whether the output of a frozen embedding, which autograd follows where blocks are recomputed, is no block's input there.
+def _is_leaf_apart(question: _Question, recomputed: bool) -> bool:  # noqa: FBT001  one of two arguments
+    """Whether the output of a frozen embedding is alive apart from block 0's input.
 
-    The graph holds it, since it is where the graph ends (``AccumulateGrad``).
+    Where blocks are recomputed autograd follows it, and the graph holds it as its end (``AccumulateGrad``).
     """
-    return asked.compute.offloaded or (recomputed and asked.around.scales_embeddings)
+    return question.compute.offloaded or (recomputed and question.around.scales_embeddings)
 
 
-def _first_saves_it(asked: _Asked) -> bool:
-    """Whether block 0 saves its input as it is, where it counts then."""
-    from zeroplan.transformer.families.traced import saves_its_input  # noqa: PLC0415  a profile's answers need not wait for it
+def _first_saves_it(question: _Question) -> bool:
+    """Whether block 0 saves its input itself, so that the input counts there."""
+    from zeroplan.transformer.families.traced import saves_its_input  # noqa: PLC0415  keeps start-up fast
 
-    return saves_its_input(asked.model, layout(asked.model).runs[0].kind, asked.compute, asked.x)
+    return saves_its_input(question.model, layout(question.model).runs[0].kind, question.compute, question.x)
 
 
-def _of_a_rank(asked: _Asked, *, recomputed: bool) -> HeadPass:
-    """The same on a tensor-parallel rank, which has a share of the sequence between the blocks' matrices."""
-    values, (tables, _) = asked.values, _tables(asked, recomputed=recomputed)
-    named = not recomputed and not _first_saves_it(asked)
+def _of_a_rank(question: _Question, *, recomputed: bool) -> HeadPass:
+    """Return the same for a tensor-parallel rank, which has a share of the sequence between the blocks' matrices."""
+    values, (tables, _) = question.values, _tables(question, recomputed=recomputed)
+    named = not recomputed and not _first_saves_it(question)
     return HeadPass(
-        (*(one.line(SAVED, values) for one in (_IDS, *asked.around.kept, _POSITIONS)), *tables),
+        (*(one.line(SAVED, values) for one in (_IDS, *question.around.kept, _POSITIONS)), *tables),
         (),
         (),
         (),
@@ -161,28 +160,28 @@ def _of_a_rank(asked: _Asked, *, recomputed: bool) -> HeadPass:
     )
 
 
-def _tables(asked: _Asked, *, recomputed: bool) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
-    """The tables of positions that all layers share, and in their place those that go with the model's forward.
+def _tables(question: _Question, *, recomputed: bool) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+    """Return the tables of positions that all layers share, and tables that are freed with the model's forward.
 
-    Where every block has a copy of them, nothing of theirs is needed after it.
+    Where every block has a copy, nothing needs the tables after the forward.
     """
-    of_the_family = definition_of(asked.model.family).tables
-    if of_the_family is None:
+    tables = definition_of(question.model.family).tables_of(question.model)
+    if tables is None:
         return (), ()
-    size, reason, source, in_32_bits, copied = of_the_family(asked.model)
-    lines = (Held(size, reason, source).line(SAVED, asked.values),)
-    cast = in_32_bits and asked.x.casts_inputs and asked.x.element != _FP32
+    size, reason, source, in_32_bits, copied = tables
+    lines = (Held(size, reason, source).line(SAVED, question.values),)
+    cast = in_32_bits and question.x.casts_inputs and question.x.element != _FP32
     return ((), lines) if cast or (copied and not recomputed) else (lines, ())
 
 
-def _masks(asked: _Asked) -> tuple[Line, ...]:
-    """Masks that the model's forward makes; booleans where a sequence is at least as long as a sliding window."""
-    if asked.x.attention == "flash":
+def _masks(question: _Question) -> tuple[Line, ...]:
+    """Return the masks that the model's forward makes: booleans where a sequence is at least as long as a sliding window."""
+    if question.x.attention == "flash":
         return ()
-    if asked.x.attention == "eager":
-        return (_EAGER[asked.around.masks].line(TEMPORARY, asked.values),)
-    is_masked = beyond_the_window(asked.model, asked.x)
-    if is_masked is False:
+    if question.x.attention == "eager":
+        return (_EAGER[question.around.masks].line(TEMPORARY, question.values),)
+    is_mquestion = beyond_the_window(question.model, question.x)
+    if is_mquestion is False:
         return ()
-    mask = _WINDOW.line(TEMPORARY, asked.values)
-    return (mask._replace(n_bytes=where(is_masked, mask.n_bytes, 0)),)
+    mask = _WINDOW.line(TEMPORARY, question.values)
+    return (mask._replace(n_bytes=where(is_mquestion, mask.n_bytes, 0)),)

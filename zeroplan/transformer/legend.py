@@ -1,4 +1,4 @@
-"""What the symbols in the formulas of ``zeroplan.transformer`` stand for, and their values for one job."""
+"""The meaning of the symbols in the formulas of ``zeroplan.transformer``, and their values for one job."""
 
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
@@ -6,7 +6,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.widths import of_linear_attention, ranks, symbols, widths
 
-#: Symbol to meaning, in the order a report prints them.
+#: Symbols with their meaning, in the order in which reports print them.
 SYMBOLS: dict[str, str] = {
     "b": "micro-batch: sequences in one forward pass of a data-parallel rank",
     "s": "tokens per sequence",
@@ -41,7 +41,7 @@ SYMBOLS: dict[str, str] = {
 
 
 def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> dict[str, Int]:
-    """Return the value of every symbol of ``SYMBOLS``, of a profile those of the batch; experts count 0 in a dense model."""
+    """Return the value of every symbol of ``SYMBOLS``; for a profile those of the batch. Experts are 0 in a dense model."""
     x = widths(model, compute, batch)
     if model.profile is not None:
         return {"b": x.micro_batch, "s": x.seq_len, "T": x.tokens, "e": x.element, "r": x.residual}

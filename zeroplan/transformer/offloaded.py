@@ -1,21 +1,21 @@
-"""What does a block cost whose checkpoint is in host memory between its forward and its backward?
+"""The memory of a block whose checkpoint is in host memory between its forward and its backward.
 
-``offload_wrapper`` saves every tensor of a block's graph in host memory. Of a block that is recomputed that is its input alone:
-what the checkpoint itself sees is not saved, and what selective recomputation keeps is held by a dictionary, not by the graph.
+``offload_wrapper`` saves every tensor of a block's graph in host memory. The graph of a recomputed block saves only its input. What
+selective recomputation keeps is in a dictionary, not in the graph.
 """
 
 from zeroplan.ledger import Line
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass
 
-#: What is moved, and when it comes back.
+#: Source of what moves, and of when it returns.
 SAVED_ON_CPU = "torch 2.13, torch/autograd/graph.py, save_on_cpu"
 
 
 def input_away(block: BlockPass) -> BlockPass:
-    """The same block, recomputed in part or whole, with its input in host memory.
+    """Return the same block, recomputed in part or whole, with its input in host memory.
 
-    The input comes back for the recomputation and goes with it, unless the block's first operator saves that very tensor, which
-    the points of its backward count then. Source: torch 2.13, ``torch/utils/checkpoint.py``, ``_CheckpointFrame.get_inputs``.
+    The input returns for the recomputation and is freed after it, unless the block's first operator saves that tensor itself: then
+    the points of the backward contain it. Source: torch 2.13, ``torch/utils/checkpoint.py``, ``_CheckpointFrame.get_inputs``.
     """
     back = block.checkpoint_in_backward
     points = tuple([_with_input(point, back) for point in block.points]) if back else block.points
@@ -23,5 +23,5 @@ def input_away(block: BlockPass) -> BlockPass:
 
 
 def _with_input(point: BackwardPoint, back: tuple[Line, ...]) -> BackwardPoint:
-    """Have the input beside what the recomputation has made; it is gone at any other point."""
+    """Add the input to a point of the recomputation; it is not alive at other points."""
     return point._replace(lines=(*point.lines, *back)) if point.place.at is At.RUN_AGAIN else point

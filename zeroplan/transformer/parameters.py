@@ -1,4 +1,4 @@
-"""The type that params.py fills in: one parameter tensor of a module, under the name transformers gives it."""
+"""The types that params.py returns: parameter tensors under transformers' names, and a model's layout of them."""
 
 import math
 from typing import NamedTuple
@@ -21,24 +21,24 @@ class Parameter(NamedTuple):
     active_share: tuple[int, int] = (1, 1)
     """Numerator and denominator of the share of elements one token uses: (top-k, experts) for routed experts."""
     frozen: bool = False
-    """It gets no gradient: the weights beside adapters."""
+    """It gets no gradient."""
     quantised: bool = False
-    """It is held in four bits."""
+    """It is stored in four bits."""
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of its elements."""
         return math.prod(self.shape)
 
     @property
     def active(self) -> int:
-        """Elements that one token uses."""
+        """The number of elements that one token uses."""
         top_k, experts = self.active_share
         return self.numel * top_k // experts
 
 
 def operator_of(name: str) -> str:
-    """The module whose weight and bias get their gradients from one operator; any other parameter is by itself.
+    """Return the module whose weight and bias get their gradients from one operator; the name itself for other parameters.
 
     >>> operator_of("mlp.up.bias"), operator_of("mlp.experts.down_proj")
     ('mlp.up', 'mlp.experts.down_proj')
@@ -47,7 +47,7 @@ def operator_of(name: str) -> str:
     return module if own in ("weight", "bias") else name
 
 
-#: Kinds of layers that take turns, the last of each turn second: of a window, and of linear attention.
+#: Kinds of layers that alternate, the last one of each period second: with windows, and with linear attention.
 KINDS_IN_TURN = (("local", "global"), ("linear", "full"))
 
 
@@ -55,29 +55,29 @@ class BlockRun(NamedTuple):
     """Consecutive layers of one kind: ``layers`` of them with the same parameters."""
 
     kind: str
-    """``dense`` or ``moe``; ``local`` or ``global`` attention, ``linear`` or ``full``; with adapters ``first``, whose input has no
-    gradient, and ``dense``."""
+    """``dense`` or ``moe``; ``local`` or ``global`` attention, ``linear`` or ``full``; with adapters ``first`` (its input has no
+    gradient) and ``dense``."""
     layers: int
     parameters: tuple[Parameter, ...]
     plain: bool = False
-    """Its blocks are not recomputed, while those before them are."""
+    """Its blocks are not recomputed; those before them are."""
 
     @property
     def name(self) -> str:
-        """What symbols call it: its kind, and whether it is plain."""
+        """Its name in formulas: its kind, with a prefix if it is plain."""
         return f"plain_{self.kind}" if self.plain else self.kind
 
     @property
     def words(self) -> str:
-        """The same for a reader."""
+        """Its name in reports."""
         return f"plain {self.kind}" if self.plain else self.kind
 
 
 class Layout(NamedTuple):
     """A model's parameters in the order of ``model.parameters()``: embeddings, runs of blocks, final norm and head.
 
-    A tied head does not appear in ``tail``: it is the embedding, and ``tied_head`` is that embedding under the embedding's
-    own name, seen as a matrix multiplication's weight, which autocast casts.
+    ``tail`` does not contain a tied head. ``tied_head`` is the embedding under its own name as the weight of a matrix product,
+    which autocast casts.
     """
 
     embeddings: tuple[Parameter, ...]
@@ -85,4 +85,4 @@ class Layout(NamedTuple):
     tail: tuple[Parameter, ...]
     tied_head: Parameter | None = None
     buffers: tuple[Line, ...] = ()
-    """What modules hold beside parameters, where it is known: of a profile; rotary tables and their like are left out."""
+    """Buffers of a profile's module. Leaves out a family's rotary tables and the like."""

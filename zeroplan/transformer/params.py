@@ -1,8 +1,8 @@
-"""Which parameter tensors does a model have, and how many parameters is that?
+"""The parameter tensors of a model, and their number.
 
 Names, shapes and order are those of ``named_parameters()`` of the causal-LM class that transformers 5.23 builds for the
-family (``models/<family>/modeling_<family>.py``). Buffers (rotary tables, masks, DeepSeek's routing bias) are no parameters,
-and neither are modules that transformers leaves out of the causal-LM class (multi-token prediction, vision towers).
+family (``models/<family>/modeling_<family>.py``). Leaves out buffers (rotary tables, masks, DeepSeek's routing bias), and modules
+that are not in the causal-LM class (multi-token prediction, vision towers).
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from zeroplan.transformer.params_adapted import adapted_layout, only_trained, pa
 
 @lru_cache(maxsize=256)
 def layout(model: ModelSpec) -> Layout:
-    """Every parameter tensor of ``model``, in the order of ``model.named_parameters()``.
+    """Return every parameter tensor of ``model``, in the order of ``model.named_parameters()``.
 
-    The names in a run are relative to its block. OPT registers its final norm before its blocks, so it stands with the
+    The names in a run are relative to its block. OPT registers its final norm before its blocks, so that it is among the
     embeddings. ``unplaced_parameters`` form one vector at the end of the embeddings.
 
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -28,7 +28,7 @@ def layout(model: ModelSpec) -> Layout:
     ('model.embed_tokens.weight', (4, 8))
     """
     if model.profile is not None:
-        from zeroplan.transformer.profiled import profile_of, profiled_layout  # noqa: PLC0415  only a profile pays for it
+        from zeroplan.transformer.profiled import profile_of, profiled_layout  # noqa: PLC0415  keeps start-up fast
 
         return profiled_layout(profile_of(model))
     built = definition_of(model.family).tensors(model)
@@ -48,28 +48,28 @@ def layout(model: ModelSpec) -> Layout:
 
 @lru_cache(maxsize=256)
 def trained_layout(model: ModelSpec) -> Layout:
-    """The parameters that get gradients, in the same order: all of them, or those of the adapters."""
+    """Return the parameters that get gradients, in the same order."""
     return only_trained(layout(model)) if has_frozen(model) else layout(model)
 
 
 def has_frozen(model: ModelSpec) -> bool:
-    """Whether some parameters are not trained."""
+    """Whether some parameters are frozen."""
     return model.adapter is not None or model.frozen is not None
 
 
 def is_frozen(model: ModelSpec, part: str) -> bool:
-    """Whether a part outside the blocks, ``embedding``, ``norm`` or ``head``, is not trained."""
+    """Whether a part outside the blocks (``embedding``, ``norm`` or ``head``) is frozen."""
     return model.adapter is not None or (model.frozen is not None and part in model.frozen.names)
 
 
 @lru_cache(maxsize=256)
 def trained_count(model: ModelSpec) -> int:
-    """Parameters that are trained. [elements]"""
+    """Return the number of trained parameters. [elements]"""
     return _total(trained_layout(model), lambda parameter: parameter.numel)
 
 
 def runs_in_order(model: ModelSpec) -> tuple[int, ...]:
-    """Return the run of every layer, first to last; of kinds of attention that take turns the last one sees the whole sequence.
+    """Return the index of each layer's run, first to last. In a period of alternating layers the last one has full attention.
 
     >>> runs_in_order(ModelSpec(family="gemma2", hidden_size=8, intermediate_size=16, num_hidden_layers=5, num_attention_heads=2,
     ...     num_key_value_heads=1, head_dim=4, vocab_size=10, sliding_window=8))
@@ -87,7 +87,7 @@ def runs_in_order(model: ModelSpec) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def parameter_count(model: ModelSpec) -> int:
-    """All parameters, tied embeddings once. [elements]
+    """Return the number of parameters, tied embeddings once. [elements]
 
     >>> parameter_count(ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2,
     ...     num_attention_heads=2, num_key_value_heads=1, head_dim=4, vocab_size=10))  # 2·80 + 2·(192 + 384 + 16) + 8
@@ -98,7 +98,7 @@ def parameter_count(model: ModelSpec) -> int:
 
 @lru_cache(maxsize=256)
 def active_parameter_count(model: ModelSpec) -> int:
-    """Parameters one token uses: ``top_k / experts`` of the routed experts, everything else whole. [elements]
+    """Return the number of parameters that one token uses: ``top_k / experts`` of the routed experts, and all others. [elements]
 
     The input embedding counts whole, as with Mistral and Qwen; OpenAI, DeepSeek and Moonshot leave it out of their figures.
     """

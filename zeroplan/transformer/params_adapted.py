@@ -1,4 +1,4 @@
-"""Which parameters does a model have once peft has put low-rank adapters into it?
+"""The parameters of a model with peft's low-rank adapters, or with frozen parts.
 
 Source: peft 0.21, ``tuners/lora/layer.py``, ``LoraLayer.update_layer``: the linear layer becomes ``base_layer`` of its wrapper,
 and ``lora_A`` (rank, in) and ``lora_B`` (out, rank) follow it.
@@ -13,10 +13,10 @@ from zeroplan.transformer.params_modules import Parameters
 
 
 def adapted_layout(whole: Layout, adapter: AdapterSpec) -> Layout:
-    """Freeze a model and put adapters into its blocks.
+    """Return a frozen model with adapters in its blocks.
 
-    The first block stands alone, as a kind of its own: nothing before it is trained, so that its input may have no gradient.
-    Where kinds of attention take turns, it is a local one.
+    The first block is a kind of its own: nothing before it is trained, so that its input may have no gradient. Where kinds of
+    attention alternate, it is a local one.
     """
     first = next((run for run in whole.runs if run.kind == "local"), whole.runs[0])
     runs = tuple(run for old in whole.runs for run in _with_adapters(old, adapter, apart=old is first))
@@ -27,10 +27,10 @@ def adapted_layout(whole: Layout, adapter: AdapterSpec) -> Layout:
 
 
 def partly_frozen_layout(whole: Layout, frozen: FrozenSpec) -> Layout:
-    """Freeze parts of a model, and the first blocks.
+    """Return a model with frozen parts and frozen first blocks.
 
-    What is before the first trained parameter stands apart: ``frozen`` blocks, which no gradient reaches, and the ``first`` that is
-    trained, whose input has none. Above a trained embedding frozen blocks hand the gradient ``through``.
+    Before the first trained parameter there are two kinds: ``frozen`` blocks, which no gradient reaches, and the ``first`` trained
+    block, whose input has no gradient. Above a trained embedding the frozen blocks are ``through``: gradients pass them.
     """
     names, (run,) = frozen.names, whole.runs
     reached = "embedding" not in names
@@ -46,14 +46,14 @@ def partly_frozen_layout(whole: Layout, frozen: FrozenSpec) -> Layout:
 
 
 def only_trained(whole: Layout) -> Layout:
-    """Leave the frozen parameters out; runs of blocks stay, whatever is left in them."""
+    """Return the layout without frozen parameters. Runs of blocks stay even if they are empty."""
     runs = tuple(run._replace(parameters=_without_frozen(run.parameters)) for run in whole.runs)
     tied = whole.tied_head if whole.tied_head is not None and not whole.tied_head.frozen else None
     return Layout(_without_frozen(whole.embeddings), runs, _without_frozen(whole.tail), tied)
 
 
 def only_frozen(whole: Layout) -> Layout:
-    """Leave the parameters out that are trained; runs of blocks stay."""
+    """Return the layout without trained parameters. Runs of blocks stay."""
     runs = tuple(run._replace(parameters=_frozen_of(run.parameters)) for run in whole.runs)
     return Layout(_frozen_of(whole.embeddings), runs, _frozen_of(whole.tail))
 

@@ -1,4 +1,4 @@
-"""Which parameters do Llama and its descendants have in common: RMSNorm, attention of three projections, a gated MLP or experts."""
+"""Parameters that Llama and its descendants share: RMSNorm, attention of three projections, a gated MLP or experts."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,14 @@ from zeroplan.transformer.params_modules import Parameters, embedding, linear, r
 
 
 def alike(model: ModelSpec, block: Parameters) -> Layout:
-    """A model whose blocks have the same parameters, though some may see a window and others everything."""
+    """Return a model whose blocks have the same parameters; some may have a window and others full attention."""
     if model.sliding_window is not None and model.family in GLOBAL_LAYERS:
-        return in_turns(model, KINDS_IN_TURN[0], block, block)
+        return alternating(model, KINDS_IN_TURN[0], block, block)
     return _around(model, (BlockRun("dense", model.num_hidden_layers, block),))
 
 
 def with_experts(model: ModelSpec, attention: Parameters, routed: Callable[[MoeSpec], Parameters]) -> Layout:
-    """A model of dense blocks, where it has any, before those with experts."""
+    """Return a model of dense blocks, if any, followed by blocks with experts."""
     assert model.moe is not None  # noqa: S101  these families always have it
     n_dense, norms = model.moe.num_dense_layers, two_norms(model)
     dense = (*attention, *gated("mlp", model, model.intermediate_size), *norms)
@@ -38,8 +38,8 @@ def _around(model: ModelSpec, runs: tuple[BlockRun, ...]) -> Layout:
     )
 
 
-def in_turns(model: ModelSpec, kinds: tuple[str, str], often: Parameters, rare: Parameters) -> Layout:
-    """A model of two kinds of layers that take turns, as if each kind stood together, that of the last layer last.
+def alternating(model: ModelSpec, kinds: tuple[str, str], often: Parameters, rare: Parameters) -> Layout:
+    """Return a model of two alternating kinds of layers, one run per kind; the kind of the last layer comes last.
 
     Sums over all layers are exact whatever the order.
     """
@@ -51,7 +51,7 @@ def in_turns(model: ModelSpec, kinds: tuple[str, str], often: Parameters, rare: 
 
 
 def attention_of(model: ModelSpec, *, bias: bool = False, output_bias: bool | None = None) -> Parameters:
-    """Three projections and that of the output, whose bias goes with the others' unless it is said."""
+    """Return three projections and the output projection. ``output_bias`` defaults to ``bias``."""
     hidden, query, key = model.hidden_size, query_width(model), key_width(model)
     return (
         *linear("self_attn.q_proj", hidden, query, bias=bias),
@@ -62,18 +62,18 @@ def attention_of(model: ModelSpec, *, bias: bool = False, output_bias: bool | No
 
 
 def head_norms(model: ModelSpec) -> Parameters:
-    """Norms over each head's queries and keys."""
+    """Return the norms over each head's queries and keys."""
     return (*rms_norm("self_attn.q_norm", model.head_dim), *rms_norm("self_attn.k_norm", model.head_dim))
 
 
 def two_norms(model: ModelSpec) -> Parameters:
-    """Those before attention and before the MLP."""
+    """Return the norms before attention and before the MLP."""
     names = "input_layernorm", "post_attention_layernorm"
     return tuple([norm for name in names for norm in rms_norm(name, model.hidden_size)])
 
 
 def gated(name: str, model: ModelSpec, width: int, *, bias: bool = False) -> Parameters:
-    """A gated MLP."""
+    """Return the parameters of a gated MLP."""
     return (
         *linear(f"{name}.gate_proj", model.hidden_size, width, bias=bias),
         *linear(f"{name}.up_proj", model.hidden_size, width, bias=bias),
@@ -82,7 +82,7 @@ def gated(name: str, model: ModelSpec, width: int, *, bias: bool = False) -> Par
 
 
 def fused_experts(model: ModelSpec, moe: MoeSpec) -> Parameters:
-    """All experts of a layer in two tensors, each (experts, out, in), as transformers 5 fuses them."""
+    """Return all experts of a layer in two tensors, each (experts, out, in), as transformers 5 fuses them."""
     hidden, width = model.hidden_size, moe.moe_intermediate_size
     return (
         of_experts("mlp.experts.gate_up_proj", moe, 2 * width, hidden),
@@ -91,16 +91,16 @@ def fused_experts(model: ModelSpec, moe: MoeSpec) -> Parameters:
 
 
 def of_experts(name: str, moe: MoeSpec, *shape: int) -> Parameter:
-    """Weights of all experts, which autocast leaves alone: ``grouped_mm`` is not on its list (``integrations/moe.py``)."""
+    """Return the weight of all experts. Autocast does not cast it: ``grouped_mm`` is not on its list (``integrations/moe.py``)."""
     share = (moe.num_experts_per_tok, moe.num_experts)
     return Parameter(name, (moe.num_experts, *shape), active_share=share)
 
 
 def query_width(model: ModelSpec) -> int:
-    """Of all query heads together."""
+    """Return the width of all query heads."""
     return model.num_attention_heads * model.head_dim
 
 
 def key_width(model: ModelSpec) -> int:
-    """Of all key heads together."""
+    """Return the width of all key heads."""
     return model.num_key_value_heads * model.head_dim

@@ -1,4 +1,4 @@
-"""Which parameters does one module have: linear maps, embeddings, norms, and the head that closes a model."""
+"""The parameters of single modules: linear layers, embeddings, norms, and a model's head."""
 
 from typing import TypeAlias
 
@@ -15,12 +15,12 @@ def linear(name: str, n_in: int, n_out: int, *, bias: bool = False) -> Parameter
 
 
 def conv1d(name: str, n_in: int, n_out: int) -> Parameters:
-    """GPT-2's ``Conv1D`` (``pytorch_utils.py``): a linear map whose weight is (in, out)."""
+    """GPT-2's ``Conv1D`` (``pytorch_utils.py``): a linear layer whose weight is (in, out)."""
     return (Parameter(f"{name}.weight", (n_in, n_out), autocast=True), Parameter(f"{name}.bias", (n_out,), autocast=True))
 
 
 def embedding(name: str, rows: int, width: int) -> Parameters:
-    """``nn.Embedding``: a table looked up by row, which autocast leaves alone."""
+    """``nn.Embedding``, which autocast does not cast."""
     return (Parameter(f"{name}.weight", (rows, width)),)
 
 
@@ -44,7 +44,7 @@ def two_layer_mlp(model: ModelSpec) -> Parameters:
 
 
 def whole(model: ModelSpec, *, embeddings: Parameters, runs: tuple[BlockRun, ...], norm: Parameters, tied_to: str) -> Layout:
-    """Close a layout with its head: of its own, or tied to ``tied_to``."""
+    """Return the layout of a model with its head: a weight of its own, or tied to ``tied_to``."""
     head = Parameter("lm_head.weight", (model.vocab_size, model.hidden_size), autocast=True)
     if not model.tie_word_embeddings:
         return Layout(embeddings, runs, (*norm, head))

@@ -1,4 +1,4 @@
-"""Which share of each parameter does one tensor-parallel rank hold?"""
+"""A tensor-parallel rank's share of each parameter."""
 
 from functools import lru_cache
 
@@ -7,14 +7,14 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params import layout
 
-#: Modules of a block that are split by what they make, and those that are split by what they read.
+#: Modules of a block whose output features are split, and those whose input features are split.
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_COLUMNS = ("o_proj", "down_proj")
 
 
 @lru_cache(maxsize=256)
 def split_layout(model: ModelSpec, ranks: int) -> Layout:
-    """What one of ``ranks`` holds: norms whole, embedding and head by the vocabulary, matrices by heads and the MLP's width.
+    """Return one rank's share: norms whole, embedding and head split by the vocabulary, matrices by heads and the MLP's width.
 
     Source: torchtitan, 2026-04, experiments/transformers_modeling_backend/infra/parallelize.py, apply_non_moe_tp.
 

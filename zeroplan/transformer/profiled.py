@@ -1,4 +1,4 @@
-"""A profile in the place of a family's formulas: the parameters, blocks and head of a module that was traced."""
+"""Parameters, blocks and head of a traced module, from its profile in place of a family's formulas."""
 
 from functools import lru_cache
 from itertools import groupby
@@ -12,8 +12,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.profile import Amount, Flash, Handed, Part, Point, Profile, ProfiledPass, Tensor, Variant
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HandedOn, HeadPass
-from zeroplan.transformer.families.attention import FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
-from zeroplan.transformer.families.parts import BLOCK_INPUT
+from zeroplan.transformer.families.tags import BLOCK_INPUT, FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter, operator_of
 
 TRACE = "a trace of the module, in its profile"
@@ -26,13 +25,13 @@ _SYMBOLS = (
 
 
 def profile_of(model: ModelSpec) -> Profile:
-    """The profile of a model that has one."""
+    """Return the profile of a model that has one."""
     return cast("Profile", model.profile)
 
 
 @lru_cache(maxsize=16)
 def profiled_layout(profile: Profile) -> Layout:
-    """Every parameter, and the buffers, which nobody shards."""
+    """Return every parameter, and the buffers, which no engine shards."""
     every = {tensor.name: _parameter(tensor) for tensor in profile.embeddings}
     tied = None if profile.tied_head is None else every[profile.tied_head]._replace(autocast=_is_cast(profile))
     buffers = Line(Kind.PARAMETERS, profile.buffer_bytes, "buffers, whole on every rank", str(profile.buffer_bytes), BUFFERS)
@@ -53,18 +52,18 @@ def _is_cast(profile: Profile) -> bool:
     return next(tensor.autocast for tensor in profile.embeddings if tensor.name == profile.tied_head)
 
 
-_OTHER_KERNELS = "the module was traced with a GPU's kernels, and this is of a CPU's"
+_OTHER_KERNELS = "the module was traced with a GPU's kernels, and this estimate is for a CPU's"
 
 
 def profiled_remarks(profile: Profile, compute: Compute) -> str:
-    """What of a profile is not exact in this manner of execution, one sentence after another; empty where all is."""
+    """Return what of a profile is not exact for this way to compute, in sentences; empty where everything is."""
     variant = _variant(profile, compute)
     others = (_OTHER_KERNELS,) if variant.kernels != compute.kernels else ()
     return " ".join(f"{remark}." for remark in dict.fromkeys((*variant.one.remarks, *variant.more.remarks, *others)))
 
 
 def profiled_block(profile: Profile, kind: str, compute: Compute, batch: Batch) -> BlockPass:
-    """What one block of this kind costs, as traced in this manner of execution."""
+    """Return the memory of one block of this kind, as traced for this way to compute."""
     one = _pass(profile, compute, batch)
     scale, block = _Scale(one, batch), one.blocks[kind]
     kept, block_input = (
@@ -86,7 +85,7 @@ def profiled_block(profile: Profile, kind: str, compute: Compute, batch: Batch) 
 
 
 def profiled_head(profile: Profile, compute: Compute, batch: Batch) -> HeadPass:
-    """What lies outside the blocks, with the module's own loss."""
+    """Return the memory outside the blocks, with the module's own loss."""
     one = _pass(profile, compute, batch)
     scale = _Scale(one, batch)
     hidden = scale.line(Kind.ACTIVATIONS, one.blocks[profile.runs[0].kind].input, "")
@@ -107,7 +106,7 @@ def profiled_head(profile: Profile, compute: Compute, batch: Batch) -> HeadPass:
 
 
 class Operations(NamedTuple):
-    """Of one forward of a micro-batch: matrix multiplications in the blocks and outside them, and attention. [FLOPs]"""
+    """Operations of one micro-batch's forward: matrix products in the blocks and outside them, and attention. [FLOPs]"""
 
     blocks: Int
     outside: Int
@@ -115,15 +114,15 @@ class Operations(NamedTuple):
 
 
 def check_operations(profile: Profile) -> None:
-    """Refuse a profile in none of whose manners of execution operations were counted; SpecError."""
+    """Raise SpecError for a profile without counts of operations in any variant."""
     passes = [one for variant in profile.variants for one in (variant.one, variant.more)]
     if not any(_has_operations(one) for one in passes):
         raise SpecError(_NO_OPERATIONS.format(profile.name))
 
 
 _NO_OPERATIONS = (
-    "the profile of {} does not say how many operations its module takes, so it has no time; "
-    "make it anew, or use --model or --config"
+    "the profile of {} does not contain the number of operations of its module, so there is no step time; "
+    "make a new one, or use --model or --config"
 )
 
 
@@ -132,34 +131,34 @@ def _has_operations(one: ProfiledPass) -> bool:
 
 
 def profiled_operations(profile: Profile, compute: Compute, batch: Batch) -> Operations:
-    """What was counted in the trace; SpecError for a profile that has none."""
+    """Return the operations counted in the trace; SpecError for a profile without counts."""
     one = _pass(profile, compute, batch)
     blocks, scale = [(one.blocks[run.kind].operations, run.layers) for run in profile.runs], _Scale(one, batch)
     if one.operations is None or not _has_operations(one):
         raise SpecError(_NO_OPERATIONS.format(profile.name))
     matrices, attention = 0 * scale.bytes(one.operations.matrices), scale.bytes(one.operations.attention)
     for each, layers in blocks:
-        assert each is not None  # noqa: S101  as was just asked
+        assert each is not None  # noqa: S101  checked above
         matrices = matrices + layers * scale.bytes(each.matrices)
         attention = attention + layers * scale.bytes(each.attention)
     return Operations(matrices, scale.bytes(one.operations.matrices), attention)
 
 
 def without_recompute(profile: Profile, compute: Compute) -> Compute:
-    """The same manner of execution without recomputation, where it was traced."""
+    """Return the same way to compute without recomputation, where that was traced."""
     wanted = (compute.element_bytes, compute.autocast, "none")
     there = any((one.element_bytes, one.autocast, one.recompute) == wanted for one in profile.variants)
     return compute._replace(recompute="none") if there else compute
 
 
 def _below(most: Line, hidden: Line) -> Line:
-    reason = "beyond the gradient that flows into the part before the blocks, at its highest"
+    reason = "part before the blocks at its peak, beyond its incoming gradient"
     formula = f"max(0, {most.formula} - ({hidden.formula}))" if most.formula else ""
     return Line(Kind.TEMPORARY, maximum(0, most.n_bytes - hidden.n_bytes), reason, formula, TRACE)
 
 
 def _pass(profile: Profile, compute: Compute, batch: Batch) -> ProfiledPass:
-    """The pass that was traced in this manner, for one sequence or for several."""
+    """Return the pass that was traced in this way, for one sequence or for several."""
     _check_length(profile, batch)
     _check_not_shorter(profile, batch)
     variant = _variant(profile, compute)
@@ -167,7 +166,7 @@ def _pass(profile: Profile, compute: Compute, batch: Batch) -> ProfiledPass:
     if isinstance(is_one, bool):
         return variant.one if is_one else variant.more
     if is_one.any() and not is_one.all():
-        raise SpecError("micro-batches of one sequence and of several are different programs; ask for them one after the other")
+        raise SpecError("micro-batches of one sequence and of several are different programs; estimate them in separate calls")
     return variant.one if is_one.all() else variant.more
 
 
@@ -175,8 +174,8 @@ def _check_length(profile: Profile, batch: Batch) -> None:
     differs = profile.seq_len is not None and batch.seq_len != profile.seq_len
     if differs if isinstance(differs, bool) else differs.any():
         raise SpecError(
-            f"the profile of {profile.name} is of sequences of {profile.seq_len:,} and cannot tell of {batch.seq_len}; leave "
-            "--seq-len out, or profile the length you mean"
+            f"the profile of {profile.name} covers sequences of {profile.seq_len:,} tokens, not of {batch.seq_len}; leave "
+            "--seq-len out, or make a profile of that length"
         )
 
 
@@ -184,7 +183,7 @@ def _check_not_shorter(profile: Profile, batch: Batch) -> None:
     shorter = batch.seq_len < profile.shortest
     if shorter if isinstance(shorter, bool) else shorter.any():
         raise SpecError(
-            f"the profile of {profile.name} is of sequences of {profile.shortest:,} and more and cannot tell of {batch.seq_len}; "
+            f"the profile of {profile.name} covers sequences of {profile.shortest:,} tokens and more, not of {batch.seq_len}; "
             "make another with --seq-len"
         )
 
@@ -192,7 +191,7 @@ def _check_not_shorter(profile: Profile, batch: Batch) -> None:
 def _variant(profile: Profile, compute: Compute) -> Variant:
     if compute.attention != profile.attention:
         raise SpecError(
-            f"the profile of {profile.name} was made with attention {profile.attention!r} and cannot tell of "
+            f"the profile of {profile.name} was made with attention {profile.attention!r}, not "
             f"{compute.attention!r}; leave --attention out, or make another profile"
         )
     wanted = (compute.element_bytes, compute.autocast, compute.recompute)
@@ -200,8 +199,8 @@ def _variant(profile: Profile, compute: Compute) -> Variant:
     if not found:
         there = dict.fromkeys(_manner(one.element_bytes, one.autocast, one.recompute) for one in profile.variants)
         raise SpecError(
-            f"the profile of {profile.name} says nothing of {_manner(*wanted)}; it has {', '.join(there)}; make one of that, too "
-            "(of a script: zeroplan dryrun --profile all)"
+            f"the profile of {profile.name} does not cover {_manner(*wanted)}; it covers {', '.join(there)}; make one for "
+            "that, too (of a script: zeroplan dryrun --profile all)"
         )
     return next((one for one in found if one.kernels == compute.kernels), found[0])
 
@@ -211,11 +210,11 @@ def _manner(element_bytes: int, autocast: bool, recompute: str) -> str:  # noqa:
 
 
 class _Scale:
-    """Amounts of a pass for one batch."""
+    """Turns a pass's amounts into bytes for one batch."""
 
     def __init__(self, one: ProfiledPass, batch: Batch) -> None:
         sequences, length = batch.micro_batch_size, round_up(batch.seq_len, one.counted_by)
-        self._has_formulas = one.counted_by == 1  # symbols stand for the batch, not for the next multiple
+        self._has_formulas = one.counted_by == 1  # symbols mean the batch, not the next multiple
         self._sequences, self._length, self._multiple = sequences, length, one.seq_multiple
         tokens, padding = sequences * length, round_up(length, one.seq_multiple) - length
         self._values: tuple[Int, ...] = (
@@ -223,7 +222,7 @@ class _Scale:
         )  # fmt: skip
 
     def bytes(self, amount: Amount) -> Int:
-        """The number for this batch."""
+        """Return an amount for this batch."""
         total: Int = 0
         for (name, _), value in zip(_SYMBOLS, self._values, strict=True):
             if times := getattr(amount, name):
@@ -231,43 +230,43 @@ class _Scale:
         return total
 
     def most(self, kind: Kind, amounts: tuple[Amount, ...], reason: str) -> Line:
-        """The largest of several."""
+        """Return the largest of several amounts as a line."""
         n_bytes = maximum(0, *(self.bytes(amount) for amount in amounts))
         formula = ", ".join(_formula(amount, self._multiple) for amount in amounts)
         return Line(kind, n_bytes, reason, f"max(0, {formula})" if self._has_formulas else "", TRACE)
 
     def line(self, kind: Kind, amount: Amount, reason: str) -> Line:
-        """A line with its formula."""
+        """Return an amount as a line with its formula."""
         formula = _formula(amount, self._multiple) if self._has_formulas else ""
         return Line(kind, self.bytes(amount), reason, formula, TRACE)
 
     def parts(self, parts: tuple[Part, ...], kind: Kind = Kind.ACTIVATIONS) -> tuple[Line, ...]:
-        """Lines of what is kept."""
+        """Return the parts that a pass keeps as lines."""
         return tuple(self.line(kind, part.amount, part.reason) for part in parts)
 
     def point(self, point: Point, compute: Compute, kind: Kind = Kind.ACTIVATIONS) -> BackwardPoint:
-        """A moment of the backward, with the flash kernel's scratch where one is at work."""
+        """Return a moment of the backward, with the flash kernel's workspace where that kernel runs."""
         lines = (
-            self.line(kind, point.saved, "saved, not yet given back"),
-            self.line(kind, point.working, "gradients that flow, and temporaries"),
+            self.line(kind, point.saved, "saved, not yet freed"),
+            self.line(kind, point.working, "gradients of activations, and temporaries"),
             *(() if point.flash is None or compute.kernels == "cpu" else (self._scratch(point.flash, compute),)),
         )
         return BackwardPoint(point.name, lines, point.gradients, point.current, point.casts)
 
     def handed(self, handed: tuple[Handed, ...], tensors: tuple[Tensor, ...]) -> tuple[HandedOn, ...]:
-        """What is alive as gradients are handed on: those of one module, a weight and its bias, are made at once."""
+        """Return what is alive when gradients reach their weights. A weight and its bias get theirs together."""
         numel = {tensor.name: prod(tensor.shape) for tensor in tensors}
         found, made = list[HandedOn](), 0
         for _, together in groupby(handed, key=lambda one: operator_of(one.name)):
             first, *others = together
             made += sum(numel[one.name] for one in (first, *others))
-            saved = self.line(Kind.ACTIVATIONS, first.saved, "saved, not yet given back")
-            working = self.line(Kind.ACTIVATION_GRADIENTS, first.working, "gradients that flow")
+            saved = self.line(Kind.ACTIVATIONS, first.saved, "saved, not yet freed")
+            working = self.line(Kind.ACTIVATION_GRADIENTS, first.working, "gradients of activations")
             found.append(HandedOn(made, (saved, working)))
         return tuple(found)
 
     def _scratch(self, flash: Flash, compute: Compute) -> Line:
-        """As :mod:`zeroplan.transformer.families.attention` has it."""
+        """Return the workspace as in ``flash_scratch`` of :mod:`zeroplan.transformer.families.attention`."""
         filled = 32 if flash.head_dim <= 128 else 64
         row = 4 * flash.heads * (ceil_div(flash.head_dim, filled) * filled + 1)
         repeated = 0 if flash.heads == flash.kv_heads else 2 * compute.element_bytes * flash.heads * flash.head_dim

@@ -1,4 +1,4 @@
-"""What a published closed form says about activations: Korthikanti et al. 2022.
+"""A published closed form of activations: Korthikanti et al. 2022.
 
 Independent of the tensor-by-tensor account in ``activations``: 16-bit activations, one-byte dropout masks, scores kept,
 an ungated MLP of four times the hidden width, and embeddings, final norm and logits left out.
@@ -17,10 +17,10 @@ KORTHIKANTI = "Korthikanti et al. 2022, arXiv:2205.05198"
 def megatron_layer_lines(
     model: ModelSpec, mesh: Mesh, batch: Batch, *, sequence_parallel: bool, recompute: Recompute
 ) -> tuple[Line, ...]:
-    """Return what Korthikanti's closed form says one layer of ``model`` keeps on one rank.
+    """Return what one layer of ``model`` keeps on one rank by Korthikanti's closed form. [bytes]
 
-    The model's own MLP width, grouped heads and gating do not enter: the form is that of a GPT-3 layer. Lines are rounded up
-    one by one, so that their sum can be a byte or two above the form where ``tp`` does not divide.
+    The form is that of a GPT-3 layer: it ignores the model's own MLP width, grouped heads and gating. Each line is rounded up, so
+    that their sum can be a byte or two above the form where ``tp`` does not divide.
     """
     hidden, tp = batch.micro_batch_size * batch.seq_len * model.hidden_size, mesh.tp
     if recompute == "full":

@@ -1,21 +1,21 @@
-"""What does the backward of an embedding take that is split by the vocabulary over tensor-parallel ranks?"""
+"""The backward of an embedding that is split by the vocabulary over tensor-parallel ranks."""
 
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import minimum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import AtEmbedding, Compute
-from zeroplan.transformer.families.parts import GRADIENT, TEMPORARY
 from zeroplan.transformer.families.sharded import GATHER
+from zeroplan.transformer.families.tags import GRADIENT, TEMPORARY
 from zeroplan.transformer.families.widths import widths
 
 EMBEDDING = "torch 2.13, torch/distributed/tensor/_ops/_embedding_ops.py, embedding_dense_backward_strategy"
 
 
 def at_the_embedding(model: ModelSpec, compute: Compute, batch: Batch) -> AtEmbedding:
-    """What the embedding's backward takes beside the gradients that are there: DTensor makes that of the whole embedding.
+    """Return what the embedding's backward allocates.
 
-    It takes the rank's share of it afterwards.
+    DTensor makes the gradient of the whole embedding on every rank, and then cuts the rank's share from it.
     """
     x = widths(model, compute, batch)
     gathered = x.element * x.tokens * x.hidden

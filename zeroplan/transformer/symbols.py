@@ -1,4 +1,4 @@
-"""The symbols that blocks' sizes are written in, as the legend explains them (``legend.py``), and shares of some of them."""
+"""The symbols in the sizes of blocks, which ``legend.py`` explains, and fractions of some of them."""
 
 from zeroplan.expr import symbols
 
@@ -8,6 +8,6 @@ u, w, o, V = symbols("u w o V")
 A, J, D, I, l = symbols("A J D I l")  # noqa: E741  as the legend has them
 e, r = symbols("e r")
 
-#: Half of a rank's tokens, a tensor-parallel rank's share of them and of the vocabulary; key/value heads; a quarter of each head,
+#: Half of a rank's tokens; a tensor-parallel rank's share of tokens and of the vocabulary; key/value heads; a quarter of each head,
 #: query and key; half of a head's rotary part; the width of a head of values.
 T_2, T_p, V_p, k_d, d_4, q_4, k_4, o_2, c_a = symbols("T/2 T/p V/p k/d d/4 q/4 k/4 o/2 c/a")

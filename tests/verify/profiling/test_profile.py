@@ -32,7 +32,7 @@ from zeroplan.spec.profile import Profile, model_of
 from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import Compute, HeadPass
-from zeroplan.transformer.families.attention import FLASH_SCRATCH
+from zeroplan.transformer.families.tags import FLASH_SCRATCH
 from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import layout
@@ -297,7 +297,7 @@ def test_a_batch_of_its_own_is_made_larger_and_smaller() -> None:
 
 def test_what_a_profile_says_nothing_of_is_refused(odd: Profile) -> None:
     model = model_of(odd)
-    with pytest.raises(SpecError, match="says nothing of 16 bits with recomputation selective; it has 16 bits with"):
+    with pytest.raises(SpecError, match="does not cover 16 bits with recomputation selective; it covers 16 bits with"):
         estimate(JobSpec(model=model, recipe=RecipeSpec(recompute="selective")))
     with pytest.raises(SpecError, match="does not take a profile"):
         JobSpec(model=model, recipe=RecipeSpec(engine="paper"))

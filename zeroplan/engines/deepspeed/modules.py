@@ -9,8 +9,7 @@ from functools import lru_cache
 
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.families.definition import definition_of
-from zeroplan.transformer.families.parts import GATED_MODULES, Names
+from zeroplan.transformer.families.definition import GATED_MODULES, Names, definition_of
 
 #: Families whose expert layer DeepSpeed gathers and releases as one module, router and all (``leaf_module_config.py``).
 LEAF_FAMILIES = ("mixtral", "qwen3_moe")

@@ -13,7 +13,7 @@ from zeroplan.ledger import Kind, Line, Role, total_bytes
 from zeroplan.memo import recalled
 from zeroplan.numeric import Bool, Int, where
 from zeroplan.transformer.blocks import BackwardPoint, HandedOn
-from zeroplan.transformer.families.parts import HEAD_INPUT
+from zeroplan.transformer.families.tags import HEAD_INPUT
 
 if TYPE_CHECKING:
     import numpy as np

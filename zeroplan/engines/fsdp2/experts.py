@@ -2,7 +2,7 @@
 
 A block is one ``fully_shard`` unit of two groups, as torchtitan makes it: the experts' weights on F = N/ep ranks, everything else
 on N. The second is gathered, copied out and reduced after the first, and in the backward the first after the second. Tokens go to
-their expert's rank and back by transformers' own all-to-all (:mod:`zeroplan.transformer.families.dispatched`).
+their expert's rank and back by transformers' own all-to-all (:mod:`zeroplan.transformer.families.experts`).
 
 Left out: explicit prefetching, with which torchtitan gathers one block ahead in forward too; uneven routing.
 """

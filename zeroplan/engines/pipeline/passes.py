@@ -36,7 +36,7 @@ from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Phase, Role
 from zeroplan.trace import Entry, Trace
 from zeroplan.transformer.blocks import At, BlockPass
-from zeroplan.transformer.families.norms import AT_MLP_NORM
+from zeroplan.transformer.families.tags import AT_MLP_NORM
 
 
 def forward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> tuple[Entry, ...]:

@@ -22,7 +22,7 @@ from zeroplan.spec.pipeline import SPLIT, Stage
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import At, BackwardPoint
 from zeroplan.transformer.families.halves import Halves, block_halves, head_halves
-from zeroplan.transformer.families.parts import SAVED
+from zeroplan.transformer.families.tags import SAVED
 from zeroplan.transformer.parameters import BlockRun, Layout
 from zeroplan.transformer.params import layout
 from zeroplan.transformer.params_split import split_layout

@@ -11,7 +11,7 @@ from zeroplan.engines.fsdp2.plan import ACCUMULATE, REDUCE, Plan
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.trace import Trace
 from zeroplan.transformer.blocks import AtEmbedding
-from zeroplan.transformer.families.parts import HELD_NORM
+from zeroplan.transformer.families.tags import HELD_NORM
 
 
 def whole_embedding(plan: Plan) -> int:

@@ -1,1 +1,14 @@
-"""Blocks of the architectures that are modelled tensor by tensor, put together from shared parts."""
+"""The blocks of each family of models, operator by operator: what they keep for the backward and where their memory peaks.
+
+Start with the file of your family; its docstring and program follow transformers' ``modeling_<family>.py``:
+
+- ``llama.py``: Llama, Mistral, Qwen2, **Qwen3**, Granite. ``mixtral.py``: Mixtral, Qwen3-MoE. ``qwen3_next.py``: Qwen3-Next.
+- ``gemma.py``: Gemma 2 and 3. ``olmo2.py``: OLMo 2 and 3. ``phi3.py``, ``glm4.py``, ``gpt2.py``, ``gpt_neox.py``, ``opt.py``,
+  ``bloom.py``, ``gpt_oss.py``: one family each. ``deepseek.py``: DeepSeek-V3. ``torchtitan.py``: torchtitan's own Llama 3.
+
+The families share ``decoder.py`` (layer, attention, MLPs), ``attention.py`` (kernels), ``experts.py``, ``activation.py`` and
+``operators.py`` (what each operator allocates and saves). ``sharded.py``, ``ring.py`` and ``frozen.py`` replace some operators
+under tensor and context parallelism and fine-tuning. ``definition.py`` lists what a family's file defines.
+
+``tape.py`` runs a program. ``traced.py``, ``ending.py``, ``halves.py`` and ``requested.py`` turn the tape into lines for engines.
+"""

@@ -1,7 +1,7 @@
-"""Activation functions of an MLP, by the names that transformers gives them: what each allocates, saves and makes backward.
+"""Activation functions of an MLP, by transformers' names. Measured on fake tensors of a fake GPU.
 
-Measured on fake tensors of a fake GPU. Most are one operator that saves what it reads or what it makes; GELU is also written
-out in single operators, of which some save their factors.
+Most are one operator that saves its input or its result. Three kinds of GELU are written in single operators, some of which save
+their factors.
 """
 
 from collections.abc import Callable
@@ -12,40 +12,56 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value
 
 ACTIVATIONS = "transformers 5.23, activations.py"
-#: One operator that saves its result, since its derivative is a function of that.
+#: Their derivative is a function of their result.
 _SAVES_RESULT = ("relu", "sigmoid", "tanh")
 
 
 def activated(tape: Tape, value: Value, name: str, reason: str, source: str) -> Value:
-    """What the activation function ``name`` makes of a tensor; ``reason`` is what the result is called. The name for it stays."""
-    written_out = _WRITTEN_OUT.get(name)
-    if written_out is not None:
-        return written_out(tape, value, reason)
+    """Run the activation function ``name``; ``reason`` names its result. ``value`` stays."""
+    in_single_operators = _IN_SINGLE_OPERATORS.get(name)
+    if in_single_operators is not None:
+        return in_single_operators(tape, value, reason)
     site = _site(name)._replace(source=source)
     return op.pointwise(tape, value, reason, site, saves_result=name in _SAVES_RESULT)
 
 
-# --- written out in single operators --------------------------------------------------------------------------------------
+# --- GELU in single operators ------------------------------------------------------------------------------------------------
 
 
 def _gelu_new(tape: Tape, value: Value, reason: str) -> Value:
-    """``0.5·x·(1 + tanh(0.798·(x + 0.045·x³)))``: CUDA's autocast computes the cube, and what follows from it, in fp32."""
-    half = _times_a_number(tape, value, "half of x")
+    """``0.5·x·(1 + tanh(0.798·(x + 0.045·x³)))``. CUDA's autocast computes the cube, and what follows from it, in fp32."""
+    half = _times_constant(tape, value, "half of x")
     small = _small_cube(tape, value)
     inside = op.add(tape, value, small, "gelu: x + 0.045·x³", _site("gelu: x + 0.045·x³"))
     tape.release(small)
-    steep = op.scaled(tape, inside, "gelu: argument of tanh", _site("gelu: argument of tanh"))
-    bent = op.pointwise(tape, steep, "gelu: tanh", _site("gelu: tanh"), saves_result=True)
-    tape.release(steep)
-    raised = op.raised(tape, bent, "gelu: 1 + tanh", _site("gelu: 1 + tanh"))
+    return _of_tanh(tape, op.scaled(tape, inside, "gelu: argument of tanh", _site("gelu: argument of tanh")), half, reason)
+
+
+def _gelu_fast(tape: Tape, value: Value, reason: str) -> Value:
+    """``0.5·x·(1 + tanh(0.798·x·(1 + 0.045·x·x)))``. Four operators save their factors."""
+    half, steep, small = (_times_constant(tape, value, name) for name in ("half of x", "0.798·x", "0.045·x"))
+    square = op.product(tape, small, value, "gelu: 0.045·x·x", _site("gelu: 0.045·x·x"))
+    tape.release(small)
+    more = op.plus_constant(tape, square, "gelu: 1 + 0.045·x·x", _site("gelu: 1 + 0.045·x·x"))
+    tape.release(square)
+    inside = op.product(tape, steep, more, "gelu: argument of tanh", _site("gelu: argument of tanh"))
+    tape.release(steep, more)
+    return _of_tanh(tape, inside, half, reason)
+
+
+def _of_tanh(tape: Tape, inside: Value, half: Value, reason: str) -> Value:
+    """``half·(1 + tanh(inside))``, which releases both."""
+    bent = op.pointwise(tape, inside, "gelu: tanh", _site("gelu: tanh"), saves_result=True)
+    tape.release(inside)
+    more = op.plus_constant(tape, bent, "gelu: 1 + tanh", _site("gelu: 1 + tanh"))
     tape.release(bent)
-    made = op.product(tape, half, raised, reason, _site("gelu"))
-    tape.release(half, raised)
+    made = op.product(tape, half, more, reason, _site("gelu"))
+    tape.release(half, more)
     return made
 
 
 def _small_cube(tape: Tape, value: Value) -> Value:
-    """``0.045·x³``; ``pow`` saves its base, of which CUDA's autocast makes a copy in fp32."""
+    """``0.045·x³``. ``pow`` saves its base, of which CUDA's autocast makes an fp32 copy."""
     base = op.cast(tape, value, CAST_BY_CUDA, _site("gelu: x, base of pow"))
     cube = op.tensor(tape, "gelu: x³", base.dtype, base.shape, ACTIVATIONS)
 
@@ -59,27 +75,9 @@ def _small_cube(tape: Tape, value: Value) -> Value:
     return op.scaled(tape, cube, "gelu: 0.045·x³", _site("gelu: 0.045·x³"))
 
 
-def _gelu_fast(tape: Tape, value: Value, reason: str) -> Value:
-    """``0.5·x·(1 + tanh(0.798·x·(1 + 0.045·x·x)))``, of which four operators save their factors."""
-    half, steep, small = (_times_a_number(tape, value, name) for name in ("half of x", "0.798·x", "0.045·x"))
-    square = op.product(tape, small, value, "gelu: 0.045·x·x", _site("gelu: 0.045·x·x"))
-    tape.release(small)
-    more = op.raised(tape, square, "gelu: 1 + 0.045·x·x", _site("gelu: 1 + 0.045·x·x"))
-    tape.release(square)
-    inside = op.product(tape, steep, more, "gelu: argument of tanh", _site("gelu: argument of tanh"))
-    tape.release(steep, more)
-    bent = op.pointwise(tape, inside, "gelu: tanh", _site("gelu: tanh"), saves_result=True)
-    tape.release(inside)
-    raised = op.raised(tape, bent, "gelu: 1 + tanh", _site("gelu: 1 + tanh"))
-    tape.release(bent)
-    made = op.product(tape, half, raised, reason, _site("gelu"))
-    tape.release(half, raised)
-    return made
-
-
 def _quick_gelu(tape: Tape, value: Value, reason: str) -> Value:
     """``x·sigmoid(1.702·x)``."""
-    steep = _times_a_number(tape, value, "1.702·x")
+    steep = _times_constant(tape, value, "1.702·x")
     bent = op.pointwise(tape, steep, "gelu: sigmoid", _site("gelu: sigmoid"), saves_result=True)
     tape.release(steep)
     made = op.product(tape, value, bent, reason, _site("gelu"))
@@ -87,17 +85,15 @@ def _quick_gelu(tape: Tape, value: Value, reason: str) -> Value:
     return made
 
 
-def _times_a_number(tape: Tape, value: Value, name: str) -> Value:
-    """Scale; the name for ``value`` stays."""
-    tape.hold(value.store)
-    return op.scaled(tape, value, f"gelu: {name}", _site(f"gelu: {name}"))
+def _times_constant(tape: Tape, value: Value, name: str) -> Value:
+    return op.multiplied(tape, value, f"gelu: {name}", _site(f"gelu: {name}"))
 
 
 def _site(name: str) -> Site:
     return Site(name, ACTIVATIONS, Module.ACTIVATION, At.MODULE)
 
 
-_WRITTEN_OUT: dict[str, Callable[[Tape, Value, str], Value]] = {
+_IN_SINGLE_OPERATORS: dict[str, Callable[[Tape, Value, str], Value]] = {
     "gelu_new": _gelu_new,
     "gelu_fast": _gelu_fast,
     "quick_gelu": _quick_gelu,

@@ -1,16 +1,490 @@
-"""Where attention is written down, and what only CUDA's kernels take, inside themselves."""
+"""Attention from queries, keys and values to its output: the kernels of ``scaled_dot_product_attention``, and eager attention.
 
-from zeroplan.ledger import OffGpu, Tag
+With several sequences in a batch, a batched matrix product copies operands that are not contiguous. It saves the copy in place of
+the original, so that only Python variables keep the original alive.
+"""
 
-LLAMA = "transformers 5.23, models/llama/modeling_llama.py, LlamaAttention.forward"
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
+
+from zeroplan.expr import Size, at_least, at_most, ceil
+from zeroplan.ledger import PLAIN
+from zeroplan.spec.releases import Release
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.operators import TEMPORARY, TENSOR, Factor, cast, factors, makes, run, tensor
+from zeroplan.transformer.families.tags import CUDA_ALONE, FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH, TWICE_ON_CPU
+from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value, Width
+from zeroplan.transformer.symbols import T, a, b, c, c_a, d, e, q, r, s, y
+
 SDPA = "transformers 5.23, integrations/sdpa_attention.py, sdpa_attention_forward"
 EAGER = "transformers 5.23, models/llama/modeling_llama.py, eager_attention_forward"
-FLASH_BACKWARD = "torch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd"
+GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, eager_attention_forward"
+SINKS = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, eager_attention_forward"
 CHOICE = "torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, can_use_mem_efficient_attention"
 MATH = "torch 2.13, aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math"
+EFFICIENT_BACKWARD = "torch 2.13, aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h, workspace_size"
 
-#: Of what a kernel takes inside itself; a comparison with a run that has no such kernel leaves it out by this tag.
-SCRATCH = Tag(off_gpu=OffGpu.NO_TENSOR)
-FLASH_SCRATCH = "scratch of the flash-attention backward kernel (CUDA)"
-#: Of what a CPU's kernels do not make; a comparison with those leaves it out.
-CUDA_ALONE = Tag(off_gpu=OffGpu.NOTHING)
+
+HeadSize = Literal["small", "middle", "large"]
+"""Up to 64, up to 128 and beyond: the kernels that CUDA has for a head."""
+
+
+def head_size(widest: int) -> HeadSize:
+    """Return the size of a head whose queries or values, whichever are wider, have ``widest`` elements."""
+    return "small" if widest <= 64 else "middle" if widest <= 128 else "large"
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values before attention, and how they lie in memory."""
+
+    query: Value
+    key: Value
+    value: Value
+    grouped: bool
+    """Several query heads share a key/value head."""
+    one_key: bool
+    """There is a single key/value head, so that repeating it makes a view."""
+    joined: bool = False
+    """Applying rotary positions copied queries and keys head by head, so that they are contiguous."""
+    joint: bool = False
+    """The values are a view of a joint projection's output."""
+
+
+class Attended(NamedTuple):
+    """What attention returns: its output, and the attention weights where eager attention computes them."""
+
+    context: Value
+    weights: Value | None = None
+
+
+Attend = Callable[[Tape, Heads], Attended]
+
+# --- kernels of scaled_dot_product_attention ---------------------------------------------------------------------------------
+
+
+def flash(tape: Tape, heads: Heads, *, size: HeadSize = "small") -> Attended:
+    """Run the flash kernel, which does not repeat keys and values for grouped heads.
+
+    Its output has the layout of the queries. Where these lie head by head, a copy of the output is in the order of tokens; the
+    kernel saves the output and the output projection saves the copy.
+    """
+    operands = _cast_heads(tape, heads.query, heads.key, heads.value)
+    scratch = (FLASH_SCRATCH, flash_scratch(size, grouped=heads.grouped, copied=heads.joined), FLASH_BACKWARD)
+    made = _kernel(tape, operands, scratch, copied=heads.joined)
+    return Attended(in_order_of_tokens(tape, made, "attention output in the order of tokens") if heads.joined else made)
+
+
+def efficient(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
+    """Run CUDA's memory-efficient kernel, which takes fp32. Its output is in the order of tokens."""
+    operands = _cast_heads(tape, heads.query, heads.key, heads.value)
+    return Attended(_kernel(tape, operands, _scratch(tape, size), padded=True, twice=heads.joined))
+
+
+def of_a_release(tape: Tape, heads: Heads, *, release: Release, kernel: Attend) -> Attended:
+    """Run the kernel on what an older release of transformers copies for it. The copies live until the kernel has run.
+
+    Source: transformers 4.48.1, integrations/sdpa_attention.py, sdpa_attention_forward; 4.45.2, LlamaSdpaAttention.forward.
+    """
+    query, key, value = heads.query, heads.key, heads.value
+    copies = []
+    if release.repeats_keys and heads.grouped:
+        key, value = _repeated(tape, heads, SDPA)
+        copies += [key, value]
+    if release.copies_heads:
+        copied = release.repeats_keys and heads.grouped and not heads.one_key
+        query = _contiguous(tape, query, "queries")
+        copies.append(query)
+        if not copied:
+            key, value = _contiguous(tape, key, "keys"), _contiguous(tape, value, "values")
+            copies += [key, value]
+    grouped = heads.grouped and not release.repeats_keys
+    made = kernel(tape, Heads(query, key, value, grouped, heads.one_key and grouped, joined=release.copies_heads))
+    tape.release(*copies)
+    return made
+
+
+def _contiguous(tape: Tape, value: Value, name: str) -> Value:
+    """Copy heads that lie token by token into an order head by head, as ``contiguous()`` does."""
+    made = tensor(tape, f"{name}, copied head by head", value.dtype, value.shape, SDPA)
+    tape.add(f"{name}, copied", (made,), (), op.passes(value), of=(value,))
+    return made
+
+
+def with_mask(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
+    """Run CUDA's memory-efficient kernel with an explicit mask; keys and values are repeated for grouped heads.
+
+    The model passes the mask as booleans. Each layer makes numbers of it, in rows padded to 16 elements, and saves them.
+    """
+    key, value = _repeated(tape, heads, SDPA)
+    operands = _cast_heads(tape, heads.query, key, value)
+    mask = tape.make(TENSOR, "mask in numbers, rows of 16", 16 * e * b * s * ceil(s, 16), SDPA)
+    tape.drop(tape.make(TEMPORARY, "mask, inverted", b * s * s, SDPA))
+    unfilled = e * b * s * s * at_most(1, 16 * ceil(s, 16) - s)
+    tape.drop(tape.make(TEMPORARY, "mask in numbers, its rows not yet filled up", unfilled, SDPA))
+    made = _kernel(tape, operands, _scratch(tape, size), mask, padded=True, twice=heads.joined)
+    tape.drop(mask)
+    if heads.grouped:
+        tape.release(key, value)
+    return Attended(made)
+
+
+Scratch = tuple[str, Size, str]
+"""Reason, size and source of the workspace of a kernel's backward."""
+
+
+def _kernel(
+    tape: Tape,
+    operands: tuple[Value, Value, Value],
+    scratch: Scratch,
+    *extra: Store,
+    padded: bool = False,
+    copied: bool = False,
+    twice: bool = False,
+) -> Value:
+    """Run one kernel. It saves its operands, its output and a log-sum-exp per row; some kernels pad these to rows of 32."""
+    reason = "attention output" if copied else "attention output, input of the output projection"
+    made = tensor(tape, f"{reason}, twice on a CPU" if twice else reason, e, T * c, SDPA, TWICE_ON_CPU if twice else PLAIN)
+    sums = [tape.make(TENSOR, "log-sum-exp of the scores, fp32", 4 * T * a, SDPA)]
+    if padded:
+        padding = 128 * a * b * ceil(s, 32) - 4 * T * a
+        sums.append(tape.make(TENSOR, "rows that fill up log-sum-exp, on CUDA", padding, CHOICE, CUDA_ALONE))
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        arriving = [(one, op.gradient(tape, one, "gradients of q, k and v", SDPA)) for one in operands]
+        tape.temporary(*scratch, SCRATCH)
+        return arriving
+
+    tape.add("attention", (made,), (*(one.store for one in operands), made.store, *sums, *extra), backward, of=operands)
+    tape.kernel_output(made.store, *sums)
+    tape.drop(*sums)
+    tape.release(*operands)
+    return made
+
+
+def _scratch(tape: Tape, size: HeadSize) -> Scratch:
+    reason = "scratch of the memory-efficient attention kernel's backward (CUDA)"
+    return reason, efficient_scratch(size, half=not tape.wide), EFFICIENT_BACKWARD
+
+
+def efficient_scratch(size: HeadSize, *, half: bool) -> Size:
+    """Return the workspace inside the memory-efficient kernel's backward on CUDA. [bytes]
+
+    It holds blocks of the queries' gradient in fp32, each with 16 bytes beside it, for large heads blocks of the keys' and values'
+    gradients, and a sum per row. In fp32 torch makes the sums first, from the product of output and gradient. Blocks are those of
+    GPUs with 163 KiB of shared memory (compute capability 8.0, 9.0, 10.0). Other GPUs use smaller ones for heads beyond 64.
+    """
+    rows, keys = {"small": (64, 64), "middle": (128, 128 if half else 64), "large": (128, 64)}[size]
+    workspace = 4 * a * b * ceil(s, rows) * ceil(d, keys) * (rows * keys + 4)
+    if size == "large" and half:
+        workspace = workspace + 4 * a * b * y * (keys * rows) * (ceil(d, rows) + ceil(c_a, rows))
+    sums = 4 * T * a
+    if half:
+        return sums + workspace
+    before = 4 * T * c + 2 * sums
+    return before + at_least(0, sums + workspace - before)
+
+
+def flash_scratch(size: HeadSize, *, grouped: bool, copied: bool = False) -> Size:
+    """Return the workspace inside the flash kernel's backward on CUDA. [bytes]
+
+    It holds the queries' gradients in fp32 and a sum per row; the kernel pads heads to a multiple of 32, those beyond 128 to one of
+    64. Grouped heads add gradients of keys and values per query head. ``copied``: the output is not in the order of tokens, so
+    that the backward copies it.
+    """
+    filled = 64 if size == "large" else 32
+    taken = 512 * a * b * ceil(s, 128) * (filled * ceil(d, filled) + 1)
+    if grouped:
+        taken = taken + 2 * e * T * q
+    return taken + e * T * c if copied else taken
+
+
+def _cast_heads(tape: Tape, query: Value, key: Value, value: Value) -> tuple[Value, Value, Value]:
+    return (
+        cast(tape, query, e, Site("queries", SDPA)),
+        cast(tape, key, e, Site("keys", SDPA)),
+        cast(tape, value, e, Site("values", SDPA)),
+    )
+
+
+def in_order_of_tokens(tape: Tape, value: Value, reason: str) -> Value:
+    """``transpose(1, 2).contiguous()`` where that copies, which releases ``value``. The gradient is a view."""
+    made = run(tape, value, f"{reason}, input of the output projection", Site("order of tokens", SDPA))
+    tape.release(value)
+    return made
+
+
+# --- attention in single operators -------------------------------------------------------------------------------------------
+
+
+def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False, sinks: bool = False) -> Attended:
+    """Run eager attention. It repeats keys and values for grouped heads, and saves the scores' softmax.
+
+    ``capped``: ``tanh`` caps the scores before the mask (Gemma 2). ``sinks``: each head adds one learned score (gpt-oss).
+    """
+    copies = Copies([], [])
+    key, value = _repeated(tape, heads, source)
+    in_order, one_key = heads.grouped or heads.joined, heads.one_key and heads.grouped
+    operands = (
+        _operand(tape, heads.query, copies, Site("queries", source), contiguous=heads.joined),
+        _operand(tape, key, copies, Site("keys", source), contiguous=in_order, copied_for_several=one_key),
+    )
+    scores = _scores(tape, operands, copies, Site("attention: scores", source), capped=capped)
+    if sinks:
+        weights, named = _softmax_with_sinks(tape, scores, value.dtype)
+    else:
+        weights, named = softmax(tape, scores, heads.query.dtype, source), ()
+    tape.release(scores)
+    context = _weighted_values(tape, weights, value, copies, heads, source)
+    tape.drop(*copies.in_place)
+    tape.release(*named)
+    if heads.grouped:
+        tape.release(key, value)
+    return Attended(context, weights)
+
+
+def in_32_bits(tape: Tape, heads: Heads) -> Attended:
+    """Run attention as torch writes it in fp32 operators where no kernel takes the heads.
+
+    On CUDA these are grouped heads in fp32, on a CPU heads of two sizes in any dtype. It multiplies queries and keys, repeated for
+    each query head, by the root of the scale. Leaves out the booleans of the causal mask and the temporaries of ``_safe_softmax``.
+    """
+    names = ("queries", "keys", "values")
+    copies, operands = Copies([], []), _cast_heads(tape, heads.query, heads.key, heads.value)
+    bare = query_32, *by_key = [
+        cast(tape, one, 4, Site(f"{name}, fp32", MATH)) for name, one in zip(names, operands, strict=True)
+    ]
+    query = _multiplied(tape, query_32, "queries, scaled")
+    mask = tape.make(TEMPORARY, "causal mask in numbers", 4 * s * s, MATH)
+    if heads.grouped:
+        by_key = [_cloned(tape, one, name) for name, one in zip(names[1:], by_key, strict=True)]
+    key = _multiplied(tape, by_key[0], "keys, repeated and scaled" if heads.grouped else "keys, scaled")
+    given = _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined, dtype=4), (key, (key.store,))
+    scores = _product(tape, given, copies, "scores", a * T * s, MATH)
+    tape.release(key)
+    with_mask = masked(tape, scores, Site("attention: scores", MATH))
+    tape.release(scores)
+    weights = softmax(tape, with_mask, 4, MATH)
+    tape.release(with_mask)
+    beside_keys = heads.joint and by_key[1].store is heads.value.store
+    contiguous = heads.grouped
+    value = _operand(
+        tape, by_key[1], copies, Site("values", MATH), contiguous=contiguous, copied_for_several=beside_keys, dtype=4
+    )
+    made = _product(tape, ((weights, (weights.store,)), value), copies, "attention output, head by head", T * c, MATH)
+    narrow = cast(tape, made, e, Site("attention output, head by head", MATH))
+    tape.release(made, weights, *(by_key if heads.grouped else ()), query, *bare, *operands)
+    tape.drop(mask, *copies.in_place)
+    return Attended(in_order_of_tokens(tape, narrow, "attention output"))
+
+
+def _multiplied(tape: Tape, value: Value, reason: str) -> Value:
+    return op.multiplied(tape, value, reason, Site(f"attention: {reason}", MATH))
+
+
+def _cloned(tape: Tape, value: Value, name: str) -> Value:
+    """``repeat_interleave``: a copy for each query head, even of a single key/value head."""
+    site = Site(f"attention: {name}, repeated", MATH)
+    return run(tape, value, f"{name}, repeated for each query head", site, shape=T * q, gradient=f"gradient of the {name}")
+
+
+def of_one_tensor(tape: Tape, heads: Heads) -> Attended:
+    """Run GPT-2's eager attention. Queries, keys and values are views of one tensor.
+
+    With several sequences the products save copies of the views. The softmax stays in the dtype of the scores.
+    """
+    joint = heads.query.store
+    tape.split_by_batch(joint)
+    operands = [_copied(tape, value, name) for value, name in ((heads.query, "queries"), (heads.key, "keys"))]
+    scores = run(
+        tape, (heads.query, heads.key), "scores", Site("attention: scores", GPT2), dtype=e, shape=a * T * s,
+        saved=(joint, *operands), gradient="gradients of queries and keys",
+    )  # fmt: skip
+    tape.drop(*operands)
+    site = Site("attention: scores", GPT2)
+    factor = op.scaled(tape, scores, "scores, scaled", site)
+    with_mask = masked(tape, factor, site)
+    tape.release(factor)
+    bent = op.pointwise(tape, with_mask, "softmax of the scores", Site("attention: softmax", GPT2), saves_result=True)
+    tape.release(with_mask)
+    weights = cast(tape, bent, e, Site("softmax of the scores", GPT2))
+    tape.release(bent)
+    return Attended(_of_copied_values(tape, weights, heads.value), weights)
+
+
+def _copied(tape: Tape, value: Value, name: str) -> Store:
+    return tape.make(TENSOR, f"{name}, copied for the product", e * value.shape * at_most(1, b - 1), GPT2)
+
+
+def _of_copied_values(tape: Tape, weights: Value, value: Value) -> Value:
+    operand = _copied(tape, value, "values")
+    by_head = (weights, (weights.store,)), (value, (value.store, operand))
+    made = _product(tape, by_head, Copies([operand], []), "attention output, head by head", T * c, GPT2)
+    return in_order_of_tokens(tape, made, "attention output")
+
+
+#: Families whose eager attention differs from Llama's.
+EAGER_OF: dict[str, Attend] = {
+    "gemma2": partial(eager, capped=True),
+    "gpt_oss": partial(eager, source=SINKS, sinks=True),
+    "gpt2": of_one_tensor,
+}
+
+
+def _repeated(tape: Tape, heads: Heads, source: str) -> tuple[Value, Value]:
+    """``repeat_kv``: copies of keys and values for each query head, views of a single head, or the same where none are grouped."""
+    if not heads.grouped:
+        return heads.key, heads.value
+    return _repeat(tape, heads.key, heads, "keys", source), _repeat(tape, heads.value, heads, "values", source)
+
+
+def _repeat(tape: Tape, value: Value, heads: Heads, name: str, source: str) -> Value:
+    reason, of = f"{name}, repeated for each query head", f"gradient of the {name}"
+    if not heads.one_key:
+        return run(tape, value, reason, Site(reason, source), shape=T * q, gradient=of)
+    made = Value(tape.hold(value.store), value.dtype, T * q)
+    tape.add(reason, (made,), (), makes(of, source, value), of=(value,))
+    return made
+
+
+class Copies(NamedTuple):
+    """Copies of operands that one product made."""
+
+    own: list[Store]
+    """Copies that only the product needs."""
+    in_place: list[Store]
+    """Copies that the product saves in place of an original that the tape counts as saved. They live as long as its variable."""
+
+    def used(self, tape: Tape, product: Value) -> None:
+        """Free the copies that nothing needs after the product."""
+        tape.drop(*self.own)
+        self.own.clear()
+        if not (tape.saving and tape.follows(product)):
+            tape.drop(*self.in_place)
+            self.in_place.clear()
+
+
+def _operand(
+    tape: Tape, value: Value, copies: Copies, site: Site, *, contiguous: bool, copied_for_several: bool = False, dtype: Width = e,
+) -> Factor:  # fmt: skip
+    """Return a factor of a batched product in ``dtype``, with the tensors that the product saves of it.
+
+    ``copied_for_several``: a product of a single sequence reads the tensor itself; one of several reads and saves a copy.
+    """
+    if tape.is_wide(value.dtype) != tape.is_wide(dtype):
+        made = cast(tape, value, dtype, site)
+        copies.own.append(made.store)
+        return made, (made.store,)
+    size = value.dtype * value.shape * at_most(1, b - 1)
+    if copied_for_several:
+        tape.split_by_batch(value.store)
+        copy = tape.make(TENSOR, f"{site.name}, copied for the product", size, site.source)
+        copies.own.append(copy)
+        return value, (value.store, copy)
+    if not contiguous:
+        copies.in_place.append(tape.make(TEMPORARY, f"{site.name}, copied for the product", size, site.source))
+    return value, (value.store,)
+
+
+def _product(
+    tape: Tape, operands: tuple[Factor, Factor], copies: Copies, reason: str, shape: Size, source: str,
+    of: str = "gradient of a factor of the product",
+) -> Value:  # fmt: skip
+    """Run a batched product of two operands, and free the copies that it alone needed."""
+    (first, _), (second, _) = operands
+    name = "product with the values" if reason.startswith("attention output") else reason
+    made = run(
+        tape, (first, second), reason, Site(f"attention: {name}", source), dtype=first.dtype if source == MATH else e, shape=shape,
+        saved=factors(tape, *operands), gradient=of,
+    )  # fmt: skip
+    copies.used(tape, made)
+    return made
+
+
+def _scores(tape: Tape, operands: tuple[Factor, Factor], copies: Copies, site: Site, *, capped: bool) -> Value:
+    made = _product(tape, operands, copies, "scores", a * T * s, site.source, of="gradients of queries and keys")
+    factor = op.scaled(tape, made, "scores, scaled", site)
+    if capped:
+        divided = op.scaled(tape, factor, "scores, divided by the cap", site)
+        tanh = Site("attention: tanh of the scores", site.source)
+        bent = op.pointwise(tape, divided, "tanh of the scores", tanh, saves_result=True)
+        tape.release(divided)
+        factor = op.scaled(tape, bent, "scores, capped", site)
+    with_mask = masked(tape, factor, site)
+    tape.release(factor)
+    return with_mask
+
+
+def masked(tape: Tape, value: Value, site: Site) -> Value:
+    """Add the mask, which has the residual stream's dtype and no gradient. ``value`` stays."""
+    dtype = op.wider(tape, value.dtype, r)
+    made = tensor(tape, "scores, masked", dtype, value.shape, site.source)
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        return [op.narrowed(tape, value, taken[0], made, site)]
+
+    tape.add(site.name, (made,), (), backward, of=(value,))
+    return made
+
+
+def softmax(tape: Tape, scores: Value, dtype: Width, source: str) -> Value:
+    """Softmax in fp32, which saves its result, then a cast to ``dtype``. ``scores`` stay."""
+    wide = cast(tape, scores, 4, Site("masked scores", source))
+    made = op.pointwise(tape, wide, "softmax of the scores", Site("attention: softmax", source), saves_result=True)
+    tape.release(wide)
+    weights = cast(tape, made, dtype, Site("softmax of the scores", source))
+    tape.release(made)
+    return weights
+
+
+def _weighted_values(tape: Tape, weights: Value, value: Value, copies: Copies, heads: Heads, source: str) -> Value:
+    several = heads.one_key if heads.grouped else heads.joint
+    by_token = _operand(tape, weights, copies, Site("softmax of the scores", source), contiguous=True)
+    site = Site("values", source)
+    by_head = _operand(tape, value, copies, site, contiguous=heads.grouped, copied_for_several=several)
+    made = _product(tape, (by_token, by_head), copies, "attention output, head by head", T * c, source)
+    return in_order_of_tokens(tape, made, "attention output")
+
+
+# --- gpt-oss: one learned score per head, the sink ---------------------------------------------------------------------------
+
+
+def _softmax_with_sinks(tape: Tape, scores: Value, dtype: Width) -> tuple[Value, tuple[Value, ...]]:
+    """Return the softmax of scores and sink, cast to ``dtype`` without the sink, and what the function's variables hold."""
+    joined = _with_a_sink(tape, scores)
+    lowered = _less_the_highest(tape, joined)
+    tape.release(joined)
+    made = op.pointwise(tape, lowered, "softmax of scores and sink", Site("attention: softmax", SINKS), saves_result=True)
+    without = Value(tape.hold(made.store), made.dtype, a * T * s)
+    backward = makes("gradient of the softmax, with the sink's", SINKS, made)
+    tape.add("attention: softmax without the sink", (without,), (), backward, of=(made,))
+    return cast(tape, without, dtype, Site("softmax of the scores", SINKS)), (lowered, made, without)
+
+
+def _with_a_sink(tape: Tape, scores: Value) -> Value:
+    made = tensor(tape, "scores and sink", scores.dtype, a * T * (s + 1), SINKS)
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        tape.weight_gradient(a)
+        return [op.through(scores, taken[0])]
+
+    tape.add("attention: scores and sink", (made,), (), backward, of=None)
+    return made
+
+
+def _less_the_highest(tape: Tape, joined: Value) -> Value:
+    """Subtract the highest score of each row. Gradients flow through that score too."""
+    highest = tensor(tape, "highest scores", joined.dtype, T * a, SINKS)
+    place = tape.make(TENSOR, "places of the highest scores, int64", 8 * T * a, SINKS)
+    backward = makes("gradient of the highest scores, among zeros", SINKS, joined)
+    tape.add("attention: highest scores", (highest,), (place,), backward, of=(joined,))
+    tape.drop(place)
+    made = tensor(tape, "scores and sink, less the highest", joined.dtype, joined.shape, SINKS)
+
+    def difference(tape: Tape, taken: list[Store]) -> Arriving:
+        tape.temporary("gradient of the highest scores, not yet summed", joined.dtype * joined.shape, SINKS)
+        return [op.through(joined, taken[0]), (highest, op.gradient(tape, highest, "gradient of the highest scores", SINKS))]
+
+    tape.add("attention: difference from the highest", (made,), (), difference, of=(joined, highest))
+    tape.release(highest)
+    return made

@@ -1,33 +1,34 @@
-"""Blocks of BLOOM: LayerNorm, a joint projection, attention written out with ALiBi, and a GELU that saves its input only."""
+"""BLOOM: LayerNorm, a joint projection, eager attention with ALiBi, and a GELU that saves only its input."""
 
 from zeroplan.expr import Size, at_most
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.attend import in_order_of_tokens, masked, softmax
-from zeroplan.transformer.families.definition import Around, ConfigKeys, Definition, Held
-from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM, STATISTICS
-from zeroplan.transformer.families.program import Block, Program
+from zeroplan.transformer.families.attention import in_order_of_tokens, masked, softmax
+from zeroplan.transformer.families.decoder import LAYER_NORM
+from zeroplan.transformer.families.definition import Around, Block, ConfigKeys, Definition, Held, Program
+from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM, STATISTICS
 from zeroplan.transformer.families.tape import Site, Store, Tape, Value
 from zeroplan.transformer.parameters import BlockRun, Layout
 from zeroplan.transformer.params_modules import embedding, layer_norm, linear, two_layer_mlp, whole
 from zeroplan.transformer.symbols import T, a, b, c, e, f, h, k, q, r, s, v
 
-MODEL = "transformers 5.23, models/bloom/modeling_bloom.py, BloomModel.forward"
-LAYER = "transformers 5.23, models/bloom/modeling_bloom.py, BloomBlock.forward"
-ATTENTION = "transformers 5.23, models/bloom/modeling_bloom.py, BloomAttention.forward"
-MLP = "transformers 5.23, models/bloom/modeling_bloom.py, BloomMLP.forward"
-GELU = "transformers 5.23, models/bloom/modeling_bloom.py, bloom_gelu_forward and bloom_gelu_back"
+BLOOM = "transformers 5.23, models/bloom/modeling_bloom.py"
+MODEL = f"{BLOOM}, BloomModel.forward"
+LAYER = f"{BLOOM}, BloomBlock.forward"
+ATTENTION = f"{BLOOM}, BloomAttention.forward"
+MLP = f"{BLOOM}, BloomMLP.forward"
+GELU = f"{BLOOM}, bloom_gelu_forward and bloom_gelu_back"
 
 
-def bloom(tape: Tape, given: Value, block: Block) -> Value:
-    """One block; the attention weights are among its outputs, so that those of the block below are alive while it runs."""
+def _layer(tape: Tape, given: Value, block: Block) -> Value:
+    """Run one layer. It returns its attention weights too, so that those of the block below are alive while it runs."""
     below: tuple[Store, ...] = ()
     if not tape.saving and not block.alone:
         below = (tape.make(op.TENSOR, "attention weights of the block below, one of its outputs", e * a * T * s, LAYER),)
-    normal = op.layer_norm(tape, given, LAYER_BEFORE_ATTENTION, LAYER_NORM)
+    normal = op.norm(tape, given, "norm before attention", LAYER_NORM, place=AT_ATTENTION_NORM)
     middle, weights = _attention(tape, normal, given)
     tape.release(normal)
-    normal = op.layer_norm(tape, middle, LAYER_BEFORE_MLP, LAYER_NORM)
+    normal = op.norm(tape, middle, "norm before the MLP", LAYER_NORM, place=AT_MLP_NORM)
     inner = op.linear(tape, normal, f, Site("first MLP projection", MLP), bias=True)
     active = _gelu(tape, inner)
     tape.release(inner)
@@ -39,7 +40,7 @@ def bloom(tape: Tape, given: Value, block: Block) -> Value:
 
 
 def _attention(tape: Tape, normal: Value, given: Value) -> tuple[Value, Value]:
-    """Attention and the residual addition, which it does itself; and the attention weights."""
+    """Run attention and the residual addition, which its module does itself. Return the sum and the attention weights."""
     joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION), bias=True)
     query, key, value = op.slices(tape, joint, (T * q, T * k, T * v), Site("slices of q, k and v", ATTENTION))
     copies = _flattened(tape, joint)
@@ -58,7 +59,7 @@ def _attention(tape: Tape, normal: Value, given: Value) -> tuple[Value, Value]:
 
 def _flattened(tape: Tape, joint: Value) -> tuple[Store, ...]:
     """``reshape`` to one dimension for batch and heads: views of a single sequence, copies of several."""
-    tape.part_by_batch(joint.store)
+    tape.split_by_batch(joint.store)
     names = (("queries", q), ("keys", k), ("values", v))
     return tuple(
         tape.make(op.TENSOR, f"{name}, batch and heads in one", e * T * width * at_most(1, b - 1), ATTENTION)
@@ -67,26 +68,22 @@ def _flattened(tape: Tape, joint: Value) -> tuple[Store, ...]:
 
 
 def _product(tape: Tape, factors: tuple[Value, Value], saved: tuple[Store, ...], reason: str, shape: Size) -> Value:
-    made = op.tensor(tape, reason, e, shape, ATTENTION)
-
-    backward = op.makes("gradient of a factor of the product", ATTENTION, *factors)
-    tape.add(f"attention: {reason}", (made,), saved, backward, of=factors)
-    return made
+    site, of = Site(f"attention: {reason}", ATTENTION), "gradient of a factor of the product"
+    return op.run(tape, factors, reason, site, dtype=e, shape=shape, saved=saved, gradient=of)
 
 
 def _gelu(tape: Tape, value: Value) -> Value:
     formula = value.dtype * value.shape
     terms = tape.make(op.TEMPORARY, "terms of tanh GELU", 3 * formula, GELU)
-    made = op.tensor(tape, "gelu, input of the second projection", value.dtype, value.shape, GELU)
+    made = op.run(
+        tape, value, "gelu, input of the second projection", Site("gelu", GELU), saved=(value.store,),
+        gradient="gradient of the input of gelu", beside=("terms of tanh GELU's derivative", 4 * formula),
+    )  # fmt: skip
     tape.drop(terms)
-
-    backward = op.makes("gradient of the input of gelu", GELU, value, beside=("terms of tanh GELU's derivative", 4 * formula))
-    tape.add("gelu", (made,), (value.store,), backward, of=(value,))
     return made
 
 
 def _tensors(model: ModelSpec) -> Layout:
-    """ALiBi positions, so no table; a norm after the embedding."""
     hidden, token = model.hidden_size, "transformer.word_embeddings"
     block = (
         *layer_norm("input_layernorm", hidden),
@@ -130,10 +127,10 @@ _MODULES = (
 )  # fmt: skip
 _AROUND = Around(
     kept=(
-        Held(r * T * h, "norm after the embedding: its input", LAYER_NORM),
-        Held(8 * T, "norm after the embedding: mean and reciprocal standard deviation", LAYER_NORM, STATISTICS),
+        Held(r * T * h, "norm after the embedding: its input", LAYER_NORM.source),
+        Held(8 * T, "norm after the embedding: mean and reciprocal standard deviation", LAYER_NORM.source, STATISTICS),
         Held(r * a * T, "ALiBi", MODEL),
     ),
     names_input=False,
 )
-FAMILIES = {"bloom": Definition(Program(bloom, LAYER), _tensors, _CONFIG, _MODULES, tables=None, around=_AROUND)}
+FAMILIES = {"bloom": Definition(Program(_layer, LAYER, LAYER_NORM), _tensors, _CONFIG, _MODULES, tables=None, around=_AROUND)}

@@ -1,30 +1,149 @@
-"""Blocks of DeepSeek-V3: latent attention; a gated MLP in the first layers, routed and shared experts in the others."""
+"""DeepSeek-V3: latent attention; a gated MLP in the first layers, routed and shared experts in the others."""
 
+from functools import partial
+
+from zeroplan.expr import Size
 from zeroplan.ledger import Module
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
+from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition, Tables
-from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, gated_mlp, layer
-from zeroplan.transformer.families.latent import latent_attention
-from zeroplan.transformer.families.operators import TEMPORARY, TENSOR
-from zeroplan.transformer.families.pairs import picked
-from zeroplan.transformer.families.parts import before_and_after, gated_modules
-from zeroplan.transformer.families.program import Block
-from zeroplan.transformer.families.routed import Routing, divided_by_their_sum, experts_here
+from zeroplan.transformer.families.attention import Attend, Attended, Heads, eager, efficient, in_32_bits
+from zeroplan.transformer.families.decoder import LLAMA_NORM, Layer, gated_mlp, layer
+from zeroplan.transformer.families.definition import (
+    SIZES,
+    Block,
+    ConfigKeys,
+    Definition,
+    Tables,
+    before_and_after,
+    gated_modules,
+)
+from zeroplan.transformer.families.experts import Routing, divided_by_their_sum, experts_here, picked
+from zeroplan.transformer.families.operators import GRADIENT, TEMPORARY, TENSOR
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import fused_experts, gated, query_width, with_experts
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
-from zeroplan.transformer.symbols import E, T, h, m, n, o, r, s, t
+from zeroplan.transformer.symbols import E, T, a, c, e, h, m, n, o, o_2, q, r, s, t, u, w
 
-LAYER = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3DecoderLayer.forward"
-MLP = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3MLP.forward"
-ROUTER = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3TopkRouter.forward"
-MOE = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3MoE.forward"
+DEEPSEEK = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py"
+LATENT = f"{DEEPSEEK}, DeepseekV3Attention.forward"
+EXPAND = f"{DEEPSEEK}, DeepseekV3Attention.expand_kv"
+ROTARY = f"{DEEPSEEK}, apply_rotary_pos_emb_interleave"
+EAGER = f"{DEEPSEEK}, eager_attention_forward"
+MLP = f"{DEEPSEEK}, DeepseekV3MLP.forward"
+ROUTER = f"{DEEPSEEK}, DeepseekV3TopkRouter.forward"
+MOE = f"{DEEPSEEK}, DeepseekV3MoE.forward"
+COPY = "torch 2.13, torch/csrc/autograd/functions/tensor.cpp, CopySlices::apply_impl"
+
+# --- multi-head latent attention: low-rank projections, heads of two sizes, one rotary key for all heads ---------------------
+
+#: The width of all heads' queries (or keys) without their rotary part, and that of keys without it and values together.
+BARE = q - a * o
+JOINT = q - a * o + c
+
+
+def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
+    """Run latent attention. The module's variables keep every intermediate tensor to its end."""
+    queries = _queries(tape, normal, block)
+    bare, turning = op.chunk(tape, queries, (T * BARE, T * a * o), Site("parts of the queries", LATENT))
+    name = "first projection of keys and values"
+    compressed = op.linear(tape, normal, w + o, Site(name, LATENT), bias=block.attention_bias)
+    latent, rotary_key = op.chunk(tape, compressed, (T * w, T * o), Site("latent and rotary key", LATENT))
+    latent_norm = _norm(tape, latent, "norm of the latent", w)
+    turned = (
+        _rotated(tape, turning, "rotary part of the queries", a * o_2),
+        _rotated(tape, rotary_key, "rotary key", o_2),
+    )
+    tape.release(latent, turning, rotary_key)
+    query = op.joined(tape, (bare, turned[0]), "queries", T * q, Site("both parts of the queries", LATENT))
+    key, value = _expanded(tape, latent_norm, turned[1])
+    context, weights = _attend(block)(tape, Heads(query, key, value, grouped=False, one_key=False, joint=True))
+    made = op.linear(tape, context, h, Site("output projection", LATENT), reads=c, bias=block.attention_bias)
+    tape.release(queries, bare, compressed, latent_norm, *turned, query, key, value, context)
+    return Attended(made, weights)
+
+
+def _attend(block: Block) -> Attend:
+    """Return the kernel for heads of two sizes. CUDA's flash kernel refuses them, and a CPU has no other kernel."""
+    if block.attention == "eager":
+        return partial(_by_head, attend=partial(eager, source=EAGER))
+    if block.one_size:
+        return partial(_by_head, attend=block.attend)
+    return partial(_by_head, attend=in_32_bits) if block.kernels == "cpu" else partial(efficient, size=block.head_size)
+
+
+def _by_head(tape: Tape, heads: Heads, *, attend: Attend) -> Attended:
+    """Run ``attend`` on queries and keys that are contiguous, since they were joined head by head."""
+    return attend(tape, heads._replace(joined=True))
+
+
+def _queries(tape: Tape, normal: Value, block: Block) -> Value:
+    """Project queries with one matrix, or with two low-rank ones and a norm between them."""
+    if not block.compressed:
+        return op.linear(tape, normal, q, Site("q projection", LATENT))
+    name = "first projection of the queries"
+    compressed = op.linear(tape, normal, u, Site(name, LATENT), bias=block.attention_bias)
+    latent = _norm(tape, compressed, "norm of the compressed queries", u)
+    tape.release(compressed)
+    made = op.linear(tape, latent, q, Site("second projection of the queries", LATENT), reads=u)
+    tape.release(latent)
+    return made
+
+
+def _norm(tape: Tape, value: Value, name: str, width: Size) -> Value:
+    return op.norm(tape, value, name, LLAMA_NORM, weight=width, place=Place(At.NORM))
+
+
+def _rotated(tape: Tape, value: Value, name: str, half: Size) -> Value:
+    """Apply rotary positions to pairs of neighbours: rotate even and odd elements, then join them."""
+    even, odd = op.slices(tape, value, (T * half, T * half), Site(f"even and odd elements of the {name}", ROTARY))
+    dtype = op.wider(tape, value.dtype, r)
+    halves = tape.make(TEMPORARY, f"{name}: both halves turned", dtype * value.shape, ROTARY)
+    made = op.tensor(tape, f"{name}, turned", dtype, value.shape, ROTARY)
+    tape.drop(halves)
+    backward = op.makes(f"gradient of the {name}, half", ROTARY, even, odd)
+    tape.add(f"rotary positions of the {name}", (made,), (), backward, of=(even, odd))
+    tape.release(even, odd)
+    return made
+
+
+def _expanded(tape: Tape, latent: Value, rotary_key: Value) -> tuple[Value, Value]:
+    """Return keys and values of all heads. One projection makes values and the keys' first part; heads share the rotary key."""
+    joint = op.linear(tape, latent, JOINT, Site("projection to keys and values", EXPAND), reads=w)
+    bare, value = op.chunk(tape, joint, (T * BARE, T * c), Site("keys and values", EXPAND))
+    spread = Value(tape.hold(rotary_key.store), rotary_key.dtype, T * a * o)
+    summed = op.makes("gradient of the rotary key, summed over heads", EXPAND, rotary_key)
+    tape.add("rotary key for every head", (spread,), (), summed, of=(rotary_key,))
+    whole = Value(tape.make(TENSOR, "keys", e * T * q, EXPAND), e, T * q)
+    first = _copied_into(tape, whole, None, bare, "first part of the keys")
+    made = _copied_into(tape, whole, first, spread, "rotary part of the keys")
+    tape.release(joint, bare, spread)
+    return made, value
+
+
+def _copied_into(tape: Tape, whole: Value, before: Value | None, part: Value, name: str) -> Value:
+    """``whole[...].copy_(part)``. Its backward copies the gradient of the whole tensor, and then the part of it."""
+    made = Value(whole.store, whole.dtype, whole.shape)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        copy = tape.make(GRADIENT, "gradient of the keys, copied", made.dtype * made.shape, COPY)
+        passed = tape.make(GRADIENT, f"gradient of the {name}", made.dtype * part.shape, COPY)
+        if before is None:
+            tape.scratch.append(copy)
+            return [(part, op.as_narrow(tape, part, passed, made, COPY))]
+        tape.temporary("zeros in its place", made.dtype * part.shape, COPY)
+        return [(before, copy), (part, op.as_narrow(tape, part, passed, made, COPY))]
+
+    tape.add(name, (made,), (), backward, of=(part,) if before is None else (before, part))
+    return made
+
+
+# --- router and experts ------------------------------------------------------------------------------------------------------
 
 
 def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    """A gated MLP in the first layers; then routed and shared experts, whose module holds the routing by name to its end."""
+    """Run the gated MLP of the first layers, or routed and shared experts. The routing tensors live to the module's end."""
     if not block.routed:
         return gated_mlp(tape, normal, block, MLP)
     routing = _router(tape, normal, block)
@@ -32,7 +151,7 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     with tape.inside(Module.EXPERTS):
         routed = experts_here(tape, flat, routing.weights)
     tape.release(flat)
-    shared = gated_mlp(tape, normal, block, MOE, width=n * m, of="shared experts: ")
+    shared = gated_mlp(tape, normal, block, MOE, width=n * m, prefix="shared experts: ")
     made = op.add(tape, routed, shared, "output of routed and shared experts", Site("sum of routed and shared experts", MOE))
     tape.drop(routing.indices)
     tape.release(routed, shared, routing.weights, routing.logits)
@@ -40,43 +159,36 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
 
 
 def _router(tape: Tape, normal: Value, block: Block) -> Routing:
-    """Sigmoid scores in fp32, whose multiplication autocast runs in 16 bits nevertheless."""
+    """Run the router. Its scores are sigmoids in fp32; autocast runs its matrix product in 16 bits all the same."""
     flat = op.view(tape, normal, Site("router: its input", ROUTER))
     in_32_bits = not (block.wide or block.autocast)
     logits = _logits_in_32_bits(tape, flat) if in_32_bits else op.linear(tape, flat, E, Site("router", ROUTER))
     tape.release(flat)
     scores = op.pointwise(tape, logits, "router: scores of all experts", Site("router: sigmoid", ROUTER), saves_result=True)
-    indices = _best(tape)
+    indices = _top_experts(tape)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
     tape.release(scores)
     shares = divided_by_their_sum(tape, chosen, CAST_BY_CUDA if block.autocast else 4, ROUTER)
-    weights = op.tensor(tape, "router: weights, scaled", shares.dtype, shares.shape, ROUTER)
-    backward = op.makes("gradient of the weights before they are scaled", ROUTER, shares)
-    tape.add("router: scaling", (weights,), (), backward, of=(shares,))
-    tape.release(shares)
+    weights = op.scaled(tape, shares, "router: weights, scaled", Site("router: scaling", ROUTER))
     return Routing(logits, weights, indices)
 
 
 def _logits_in_32_bits(tape: Tape, flat: Value) -> Value:
-    """The product of fp32 copies of the router's input and weight."""
+    """Multiply fp32 copies of the router's input and weight. It saves both copies."""
     given = op.cast(tape, flat, 4, Site("input of the router", ROUTER))
     weight = Value(tape.make(TENSOR, "router's weight in fp32", 4 * E * h, ROUTER), 4, E * h)
-
-    def cast_back(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(E * h)
-        return []
-
-    tape.add("router: cast of the weight gradient", (weight,), (), cast_back, of=None)
-    made = op.tensor(tape, "output of the router", 4, T * E, ROUTER)
-    tape.product(made.store)
-    backward = op.makes("gradient of a factor of the router", ROUTER, given, weight)
-    tape.add("router", (made,), (given.store, weight.store), backward, of=(given, weight))
+    tape.add("router: cast of the weight gradient", (weight,), (), op.makes_weight_gradient(E * h), of=None)
+    made = op.run(
+        tape, (given, weight), "output of the router", Site("router", ROUTER), dtype=4, shape=T * E,
+        saved=(given.store, weight.store), gradient="gradient of a factor of the router",
+    )  # fmt: skip
+    tape.matrix_product(made.store)
     tape.release(given, weight)
     return made
 
 
-def _best(tape: Tape) -> Store:
-    """The experts of each token, chosen by score and bias from the best groups. What there is for each group is left out."""
+def _top_experts(tape: Tape) -> Store:
+    """Return the indices of each token's experts, chosen by score and bias from the best groups. Leaves out tensors per group."""
     biased = tape.make(TEMPORARY, "router: scores and bias, mask of groups, scores within them, fp32", 12 * T * E, ROUTER)
     outside = tape.make(TEMPORARY, "router: which experts are in no chosen group", T * E, ROUTER)
     indices = tape.make(TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
@@ -84,7 +196,7 @@ def _best(tape: Tape) -> Store:
     return indices
 
 
-# --- tensors, and the keys of config.json ---------------------------------------------------------------------------------
+# --- parameters, and the keys of config.json ---------------------------------------------------------------------------------
 
 
 def _tensors(model: ModelSpec) -> Layout:
@@ -96,16 +208,15 @@ def _tensors(model: ModelSpec) -> Layout:
             *(gated("mlp.shared_experts", model, shared) if shared else ()),
         )
 
-    return with_experts(model, _attention(model), routed)
+    return with_experts(model, _attention_parameters(model), routed)
 
 
-def _attention(model: ModelSpec) -> Parameters:
-    """Queries, and keys with values, through low-rank projections."""
+def _attention_parameters(model: ModelSpec) -> Parameters:
     assert model.mla is not None  # noqa: S101  the family always has it
     mla, hidden, heads = model.mla, model.hidden_size, model.num_attention_heads
     latent = mla.kv_lora_rank
     return (
-        *_queries(mla, model),
+        *_query_parameters(mla, model),
         *linear("self_attn.kv_a_proj_with_mqa", hidden, latent + mla.qk_rope_head_dim, bias=model.attention_bias),
         *rms_norm("self_attn.kv_a_layernorm", latent),
         *linear("self_attn.kv_b_proj", latent, heads * (mla.qk_nope_head_dim + mla.v_head_dim)),
@@ -113,7 +224,7 @@ def _attention(model: ModelSpec) -> Parameters:
     )
 
 
-def _queries(mla: MlaSpec, model: ModelSpec) -> Parameters:
+def _query_parameters(mla: MlaSpec, model: ModelSpec) -> Parameters:
     if mla.q_lora_rank is None:
         return linear("self_attn.q_proj", model.hidden_size, query_width(model))
     return (
@@ -121,10 +232,6 @@ def _queries(mla: MlaSpec, model: ModelSpec) -> Parameters:
         *rms_norm("self_attn.q_a_layernorm", mla.q_lora_rank),
         *linear("self_attn.q_b_proj", mla.q_lora_rank, query_width(model)),
     )
-
-
-def _tables(_model: ModelSpec) -> Tables:
-    return Tables(2 * r * s * o)
 
 
 _CONFIG = ConfigKeys(
@@ -158,7 +265,8 @@ _LATENT = (
 _EXPERTS = ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn", *gated_modules("mlp.shared_experts"))
 FAMILIES = {
     "deepseek_v3": Definition(
-        layer(Branches(LLAMA_NORM, latent_attention, _mlp, LAYER)), _tensors, _CONFIG,
-        before_and_after(_LATENT, gated_modules("mlp")), before_and_after(_LATENT, _EXPERTS), _tables,
+        layer(Layer(LLAMA_NORM, _attention, _mlp, f"{DEEPSEEK}, DeepseekV3DecoderLayer.forward")), _tensors, _CONFIG,
+        before_and_after(_LATENT, gated_modules("mlp")), before_and_after(_LATENT, _EXPERTS),
+        Tables(2 * r * s * o),
     )
 }  # fmt: skip

@@ -1,49 +1,193 @@
-"""What a family's file says of it, beside the row of its traits (``zeroplan/spec/family.py``)."""
+"""What a family's file defines, and the structure of a block that its program branches on."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from zeroplan.expr import Size, Values
-from zeroplan.ledger import PLAIN, Kind, Line, Tag
-from zeroplan.spec.family import TRAITS
+from zeroplan.ledger import PLAIN, Kind, Line, Module, Tag
+from zeroplan.spec.adapter import Quantize
+from zeroplan.spec.family import HEAD_NORMS, TRAITS, Activation
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.families.parts import GATED_MODULES, Names
-from zeroplan.transformer.families.program import Program
+from zeroplan.spec.recipe import Attention, Kernels, Recompute
+from zeroplan.spec.releases import NOW, Release
+from zeroplan.transformer.families import attention as kernels_of
+from zeroplan.transformer.families.attention import Attend, HeadSize
+from zeroplan.transformer.families.operators import Norm
+from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.symbols import d, r, s
 
+#: ``counted_as`` of models with a router.
+ROUTER_LOGITS = (False, "the loss of the router and its logits take some bytes per token and expert more")
+ROUTER_LOSS = {"the loss of the router, which output_router_logits switches on": ("router_aux_loss_coef",)}
 ROTARY = "transformers 5.23, models/llama/modeling_llama.py, LlamaRotaryEmbedding.forward"
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
+# --- the structure of a block ------------------------------------------------------------------------------------------------
+
+Chunks = Literal["none", "one", "several"]
+"""Into how many chunks linear attention cuts a sequence; none where the block has no linear attention."""
+
+
+class Program(NamedTuple):
+    """A family's block: the function that runs its ``forward`` on a tape, the source of that forward, and its norm."""
+
+    block: "Callable[[Tape, Value, Block], Value]"
+    source: str
+    norm: Norm
+
+
+class Training(NamedTuple):
+    """How a block is trained, where some of its weights are frozen or its input gets no gradient."""
+
+    weights: Literal["adapted", "frozen", "trained"]
+    """Adapted: frozen, in the compute dtype, with adapters. Frozen: without adapters, in the dtype of trained weights."""
+    tracked: bool
+    """Autograd follows the block's input."""
+    keeps_inputs: bool = False
+    """Frozen linear layers save their inputs."""
+    layers: tuple[str, ...] = ()
+    """Names of the linear layers that have adapters."""
+    quantize: Quantize = "none"
+
+    @property
+    def wide_residual(self) -> bool:
+        """Whether autocast leaves the residual stream in fp32: peft casts norms and embeddings of a quantised model to fp32."""
+        return self.quantize != "none" or self.weights != "adapted"
+
+    def adapts(self, module: Module) -> bool:
+        """Whether a linear layer has an adapter."""
+        return module.rpartition(".")[2] in self.layers
+
+
+class Block(NamedTuple):
+    """The structure of one block. Two blocks of equal structure allocate the same tensors."""
+
+    family: str
+    wide: bool
+    """The compute dtype is fp32."""
+    autocast: bool
+    attention: Attention
+    masked: bool
+    """``scaled_dot_product_attention`` gets a mask."""
+    grouped: bool
+    """Several query heads share a key/value head."""
+    one_key: bool
+    """There is a single key/value head."""
+    attention_bias: bool
+    kernels: Kernels
+    parallel: bool = True
+    """Attention and MLP read the same input (GPT-NeoX)."""
+    activation: Activation = "silu"
+    """The MLP's activation function."""
+    output_bias: bool = False
+    """Attention's output projection has a bias."""
+    mlp_bias: bool = False
+    dispatched: bool = False
+    """The experts are spread over several ranks."""
+    ring: int = 1
+    """Context-parallel ranks, which split the sequence."""
+    head_size: HeadSize = "small"
+    """The size of the wider of a head's queries and values."""
+    routed: bool = False
+    """This block has experts."""
+    compressed: bool = False
+    """Latent attention projects its queries with two matrices."""
+    casts_inputs: bool = False
+    """The engine casts the block's inputs to the compute dtype first."""
+    one_size: bool = False
+    """Latent attention's values are as wide as its queries."""
+    alone: bool = False
+    """The model has a single block, so that no attention weights of a block below are alive (BLOOM)."""
+    training: Training | None = None
+    """None: all of the block is trained."""
+    sharded: bool = False
+    """Tensor-parallel ranks split matrices and, between them, the sequence."""
+    recompute: Recompute = "none"
+    """Set only for blocks that are split over ranks or partly frozen."""
+    chunks: Chunks = "none"
+    release: Release = NOW
+    """What the release of transformers does otherwise."""
+
+    @property
+    def head_norms(self) -> bool:
+        """Whether the block normalises queries and keys over each head."""
+        return self.family in HEAD_NORMS
+
+    @property
+    def attend(self) -> Attend:
+        """The kernel that attention runs. Source for CUDA's choice: torch 2.13, sdp_utils.cpp."""
+        if self.ring > 1:
+            from zeroplan.transformer.families.ring import ring_attention  # noqa: PLC0415  keeps start-up fast
+
+            return partial(ring_attention, ranks=self.ring, size=self.head_size)
+        if self.attention == "eager":
+            return kernels_of.EAGER_OF.get(self.family, kernels_of.eager)
+        if self.attention == "flash":
+            return partial(kernels_of.flash, size=self.head_size)
+        if self.masked:
+            return partial(kernels_of.with_mask, size=self.head_size)
+        if self.release == NOW:
+            return self._kernel(grouped=self.grouped)
+        kernel = self._kernel(grouped=self.grouped and not self.release.repeats_keys)
+        return partial(kernels_of.of_a_release, release=self.release, kernel=kernel)
+
+    def _kernel(self, *, grouped: bool) -> Attend:
+        if self.wide and self.kernels == "cuda":
+            return kernels_of.in_32_bits if grouped else partial(kernels_of.efficient, size=self.head_size)
+        return partial(kernels_of.flash, size=self.head_size)
+
+
+# --- names of a block's modules, in the order in which they run --------------------------------------------------------------
+
+Names: TypeAlias = tuple[str, ...]
+ATTENTION_MODULES: Names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+
+
+def gated_modules(name: str) -> Names:
+    """Return the modules of the gated MLP ``name``."""
+    return (name, f"{name}.gate_proj", f"{name}.act_fn", f"{name}.up_proj", f"{name}.down_proj")
+
+
+def before_and_after(attention: Names, mlp: Names) -> Names:
+    """Return the modules of a block with one norm before attention and one before the MLP."""
+    return ("input_layernorm", "self_attn", *attention, "post_attention_layernorm", *mlp)
+
+
+GATED_MODULES = before_and_after(ATTENTION_MODULES, gated_modules("mlp"))
+
+# --- a family ----------------------------------------------------------------------------------------------------------------
+
 
 class ConfigKeys(NamedTuple):
-    """What a family's ``config.json`` holds. Source: ``models/<family>/configuration_<family>.py`` of transformers 5.23."""
+    """How to read a family's ``config.json``. Source: ``models/<family>/configuration_<family>.py`` of transformers 5.23."""
 
     defaults: Mapping[str, int | bool] = {}
-    """What the class assumes where a config is silent. Not here: key/value heads = heads, head_dim = hidden / heads, no window."""
+    """The class's defaults, beside those of every family: key/value heads = heads, head_dim = hidden / heads, no window."""
     fixed: Mapping[str, bool | int] = {}
-    """What the class has fixed: a config that says otherwise describes another architecture."""
+    """Values that the class fixes. A config with another value describes another architecture."""
     required: tuple[str, ...] = SIZES
-    """Fields that a config must state."""
+    """Fields that a config must contain."""
     keys: Mapping[str, tuple[str, ...]] = {}
-    """The keys of a field, where that is not the field's own name; the first is the family's own."""
+    """The JSON keys of a field whose key is not the field's name; the first is the family's own."""
     activation: str = "hidden_act"
-    """The key of the MLP's activation function."""
+    """The JSON key of the MLP's activation function."""
     optional_window: bool = False
-    """A window counts only where ``use_sliding_window`` says so."""
+    """The window counts only where ``use_sliding_window`` is true."""
     window_every: int | None = None
-    """After how many layers the kinds of attention come again, all but the last of which see a window, where that costs nothing."""
+    """The period of a pattern of layers, all but the last of which have a window, where the pattern changes no tensor."""
     dropout: Mapping[str, float] = {"attention_dropout": 0.0}
-    """Rates of dropout that the class reads, with its default."""
+    """The dropout rates that the class reads, with their defaults."""
     only: Mapping[str, tuple[object, ...]] = {}
-    """Keys with which the formulas hold for these values alone; absent or null is the class's default."""
+    """Keys with the only values that the formulas cover; absent or null means the class's default."""
     not_null: tuple[str, ...] = ()
-    """Keys that may be absent, but not null."""
+    """Keys that may be absent but not null."""
     counted_as: Mapping[str, tuple[object, str]] = {}
-    """Keys whose other values leave small tensors uncounted: the value that is counted, and what another one does."""
+    """Keys with the value that the formulas count, and which small tensors another value adds or removes."""
     assumed: Mapping[str, object] = {}
-    """Of such a key that is absent: what the class assumes, where that is not what is counted."""
+    """The class's default of such a key, where it differs from the counted value."""
     read: tuple[str, ...] = ()
     """Keys that the reader looks at for this family alone."""
     harmless: Mapping[str, tuple[str, ...]] = {}
@@ -51,7 +195,7 @@ class ConfigKeys(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Tables of positions that all layers share while the model runs."""
+    """The tables of rotary positions that all layers share, by default Llama's: whole heads in the residual stream's dtype."""
 
     size: Size = 2 * r * s * d
     """[bytes]"""
@@ -60,11 +204,11 @@ class Tables(NamedTuple):
     in_32_bits: bool = False
     """They are fp32 whatever the model's dtype."""
     copied: bool = False
-    """Every layer saves copies of its own, so that only a layer that is run again needs them after the forward."""
+    """Every layer saves copies of its own, so that after the forward only a recomputation needs the tables."""
 
 
 class Held(NamedTuple):
-    """A tensor that the model's forward holds around its blocks."""
+    """A tensor that the model's ``forward`` holds outside its blocks."""
 
     size: Size
     """[bytes]"""
@@ -73,28 +217,23 @@ class Held(NamedTuple):
     tag: Tag = PLAIN
 
     def line(self, kind: Kind, values: Values) -> Line:
-        """The tensor for one batch."""
+        """Return the tensor as a line, for one batch."""
         return Line(kind, self.size.value(values), self.reason, self.size.text, self.source, self.tag)
 
 
 class Around(NamedTuple):
-    """What the model's forward holds around its blocks, beside token ids and tables."""
+    """What the model's ``forward`` holds outside its blocks, beside token ids and rotary tables."""
 
     kept: tuple[Held, ...] = ()
-    """Through the whole pass."""
+    """Tensors that live from the forward to the end of the backward."""
     named: tuple[Held, ...] = ()
-    """By a name, until the forward is over; not block 0's input."""
+    """Tensors that a Python variable keeps until the forward is done; block 0's input is not among them."""
     names_input: bool = True
-    """It has a name for block 0's input."""
+    """A Python variable of the forward keeps block 0's input."""
     scales_embeddings: bool = False
-    """Block 0's input is a multiple of the embedding's output, made outside the embedding."""
+    """The model multiplies the embedding's output by a constant, outside the embedding module, before block 0."""
     masks: int = 1
-    """It makes so many masks for attention that is written out."""
-
-
-def rotary_tables(_model: ModelSpec) -> Tables:
-    """Llama's: cosines and sines of whole heads, in the dtype of the residual stream."""
-    return Tables()
+    """How many attention masks it makes for eager attention."""
 
 
 class Definition(NamedTuple):
@@ -106,16 +245,20 @@ class Definition(NamedTuple):
     """Its parameters, in the order of ``named_parameters()`` of its causal-LM class."""
     config: ConfigKeys = ConfigKeys()
     modules: Names = GATED_MODULES
-    """The modules of a block in the order in which they run, a module before those inside it."""
+    """The modules of a dense block in the order in which they run; a module comes before those inside it."""
     expert_modules: Names = ()
-    """The same of a block with experts."""
-    tables: Callable[[ModelSpec], Tables] | None = rotary_tables
-    """Its tables of rotary positions; None where heads are not turned."""
+    """The modules of a block with experts, in the same order."""
+    tables: Tables | Callable[[ModelSpec], Tables] | None = Tables()
+    """Its tables of rotary positions, or a function of the model; None in families without them."""
     around: Around = Around()
-    """What its forward holds around the blocks."""
+    """What its forward holds outside the blocks."""
+
+    def tables_of(self, model: ModelSpec) -> Tables | None:
+        """Return the tables of rotary positions of one of the family's models."""
+        return self.tables(model) if callable(self.tables) else self.tables
 
 
 def definition_of(family: str) -> Definition:
-    """Load a family's file; the others stay on disk."""
+    """Return a family's definition. Only the file of that family is imported."""
     there: dict[str, Definition] = import_module(f"zeroplan.transformer.families.{TRAITS[family].file}").FAMILIES
     return there[family]

@@ -1,15 +1,15 @@
-"""Linear attention by the gated delta rule, chunk by chunk: torch's operators, which transformers runs without ``fla``'s kernels.
+"""Linear attention by the gated delta rule, chunk by chunk, in the torch operators that transformers runs without ``fla``.
 
-Everything is in fp32, but for products under autocast. A sequence is filled up to whole chunks. What a turn of the loop over chunks
-keeps stays until the backward comes to it. The tape runs the first turn, the last and the one before that; of the others, which
-allocate what that one does, it counts what they keep.
+Everything is in fp32, except matrix products under autocast. The sequence is padded to whole chunks. A loop over chunks carries
+a state; each iteration saves tensors until its backward. The tape runs the first iteration, the last, and the one before the
+last. The other iterations allocate what that one does; the tape counts what they save.
 """
 
 from typing import NamedTuple, TypeAlias
 
 from zeroplan.expr import NOTHING, Size, at_least, at_most, ceil
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.definition import Block
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.families.widths import CHUNK
 from zeroplan.transformer.symbols import A, D, I, T, b, e, s
@@ -17,7 +17,7 @@ from zeroplan.transformer.symbols import A, D, I, T, b, e, s
 RULE = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, torch_chunk_gated_delta_rule"
 L2_NORM = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, l2norm"
 
-#: Chunks of a sequence, and tokens of all sequences once these are filled up.
+#: Chunks of a sequence, and tokens of all sequences with padding.
 CHUNKS = ceil(s, CHUNK)
 FILLED = CHUNK * b * CHUNKS
 #: One number for every pair of tokens of a chunk, in every head; the states of all heads.
@@ -25,18 +25,18 @@ PAIRS, STATE = FILLED * CHUNK * A, b * A * D * I
 #: Of one chunk: rows as wide as a key and as a value, and pairs.
 KEY_ROWS, VALUE_ROWS, CHUNK_PAIRS = CHUNK * b * A * D, CHUNK * b * A * I, CHUNK * CHUNK * b * A
 
-#: One where there is a chunk between the first and the last, else nothing.
+#: 1 where there is a chunk between the first and the last, else 0.
 BETWEEN = at_most(1, CHUNKS - 2)
 
-#: One where a sequence is whole chunks, and where there are several sequences, else nothing.
+#: 1 where a sequence is whole chunks, else 0; 1 where there are several sequences, else 0.
 WHOLE, SEQUENCES = 1 - at_most(1, CHUNK * CHUNKS - s), at_most(1, b - 1)
 
-#: What is there in so many turns: a number, or 0 and 1 where a sequence may have too few of them.
+#: How many iterations a tensor stands for: a number, or an expression of 0 or 1 where a sequence may have too few chunks.
 Times: TypeAlias = Size | int
 
 
 class Given(NamedTuple):
-    """What the rule is applied to: queries, keys and values, how fast a state learns, and the logarithm of how fast it decays."""
+    """Inputs of the rule: queries, keys, values, the learning rate beta, and the logarithm of the decay."""
 
     query: Value
     key: Value
@@ -46,14 +46,14 @@ class Given(NamedTuple):
 
 
 def gated_delta_rule(tape: Tape, given: Given, block: Block) -> Value:
-    """``torch_chunk_gated_delta_rule``, which holds most of what it makes by name to its end."""
+    """Run ``torch_chunk_gated_delta_rule``. Its variables keep most of its tensors to its end."""
     ready = _filled_up(tape, given, block)
     inside = _inside_chunks(tape, ready, block)
     several = block.chunks == "several"
     state = _zeros(tape, "first state of linear attention", STATE)
     core = _zeros(tape, "output of linear attention, filled in chunk by chunk", FILLED * A * I)
     scan = _decayed(tape, ready, inside, state, several=several)
-    done = _all_turns(tape, scan._replace(copied=_copied_in_turns(tape, block)), core, several=several)
+    done = _loop(tape, scan._replace(copied=_copied_in_loop(tape, block)), core, several=several)
     made = _cut(tape, done.core)
     tape.drop(ready.mask)
     tape.release(*ready.held, *inside, *scan.own, *done.new, *done.before)
@@ -64,7 +64,7 @@ def gated_delta_rule(tape: Tape, given: Given, block: Block) -> Value:
 
 
 class _Ready(NamedTuple):
-    """Filled-up tensors; queries and keys are of unit length."""
+    """Padded tensors. Queries and keys have unit length."""
 
     query: Value
     key: Value
@@ -73,10 +73,10 @@ class _Ready(NamedTuple):
     learning: Value
     """Keys times beta."""
     decay: Value
-    """Summed up within each chunk."""
+    """Its cumulative sum within each chunk."""
     mask: Store
     held: tuple[Value, ...]
-    """What is held by name to the end; queries and keys are not."""
+    """Tensors that variables keep to the end; queries and keys are not among them."""
 
 
 def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
@@ -89,7 +89,7 @@ def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
     ]
     tape.release(*bare)
     units = [_unit_length(tape, one, name) for one, name in zip(wide, ("queries", "keys"), strict=False)]
-    scaled = op.multiplied(tape, units[0], Site("queries, scaled", RULE))
+    scaled = op.multiplied(tape, units[0], "queries, scaled", Site("queries, scaled", RULE))
     tape.release(units[0], *wide[:2])
     rows = (scaled, "queries", A * D), (units[1], "keys", A * D), (wide[2], "values", A * I)
     query, key, value = (_longer(tape, one, name, FILLED * width) for one, name, width in rows)
@@ -100,11 +100,12 @@ def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
     learning = _times(tape, key, beta, "keys times beta")
     tape.drop(tape.make(op.TEMPORARY, "ones of a chunk's mask", Size(((CHUNK * CHUNK,),)), RULE))
     mask = tape.make(op.TENSOR, "mask of a chunk, booleans", Size(((CHUNK * CHUNK,),)), RULE)
-    summed = op.tensor(tape, "decay, summed up within chunks", 4, FILLED * A, RULE)
-    beside = ("decay's gradient, turned round and summed up", 8 * FILLED * A)
-    tape.add("decay, summed up", (summed,), (), op.makes("gradient of the decay", RULE, decay, beside=beside), of=(decay,))
+    summed = op.run(
+        tape, decay, "decay, summed up within chunks", Site("decay, summed up", RULE), dtype=4, shape=FILLED * A,
+        gradient="gradient of the decay", beside=("decay's gradient, turned round and summed up", 8 * FILLED * A),
+    )  # fmt: skip
     in_chunks = op.view(tape, query, Site("queries in chunks", RULE)), op.view(tape, key, Site("keys in chunks", RULE))
-    tape.summed_anew.add(key)  # the gradient of its chunks comes as a view
+    tape.summed_anew.add(key)  # the gradient of its chunks is a view
     held = value, beta, decay, learnt, learning, summed
     tape.release(query, key)
     values, keys = _in_chunks(tape, learnt, "values"), _in_chunks(tape, learning, "keys")
@@ -112,16 +113,15 @@ def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
 
 
 def _for_each_head(tape: Tape, value: Value, name: str, *, repeated: bool) -> Value:
-    """Queries or keys of every head of values: copies, or a view whose gradient is copied."""
+    """Return queries or keys for every head of values: copies, or a view whose gradient is copied."""
     if not repeated:
         return _in_chunks(tape, value, name)
-    made = op.tensor(tape, f"{name}, repeated for each head of values", value.dtype, T * A * D, RULE)
-    tape.add(f"{name}, repeated", (made,), (), op.makes(f"gradient of the {name}", RULE, value), of=(value,))
-    return made
+    reason, of = f"{name}, repeated for each head of values", f"gradient of the {name}"
+    return op.run(tape, value, reason, Site(f"{name}, repeated", RULE), shape=T * A * D, gradient=of)
 
 
 def _in_chunks(tape: Tape, value: Value, name: str) -> Value:
-    """A view, whose gradient comes in another order and is copied."""
+    """Return a view whose gradient has another memory order and is copied."""
     return op.slices(tape, value, (value.shape,), Site(f"{name}, in another order", RULE))[0]
 
 
@@ -146,37 +146,23 @@ def _unit_length(tape: Tape, value: Value, name: str) -> Value:
 
 
 def _longer(tape: Tape, value: Value, name: str, shape: Size) -> Value:
-    """``F.pad`` to whole chunks, a copy even of whole ones."""
-    made = op.tensor(tape, f"{name}, filled up to whole chunks", 4, shape, RULE)
-    tape.add(f"{name}, filled up", (made,), (), op.makes(f"gradient of the {name}", RULE, value), of=(value,))
-    return made
+    """``F.pad`` to whole chunks, which copies even where it pads nothing."""
+    reason, of = f"{name}, filled up to whole chunks", f"gradient of the {name}"
+    return op.run(tape, value, reason, Site(f"{name}, filled up", RULE), dtype=4, shape=shape, gradient=of)
 
 
 def _times(tape: Tape, value: Value, factor: Value, reason: str) -> Value:
-    """``value * factor``, which has one number for a row of the value's: its gradient is summed over rows."""
-    made = op.tensor(tape, reason, 4, value.shape, RULE)
-    saved = op.factors(tape, (value, (value.store,)), (factor, (factor.store,)))
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary(f"gradient of a factor of {reason}, not yet summed", 4 * value.shape, RULE)
-        return [
-            (one, op.gradient(tape, one, f"gradient of a factor of {reason}", RULE))
-            for one in (value, factor)
-            if tape.follows(one)
-        ]
-
-    tape.add(reason, (made,), saved, backward, of=(value, factor))
-    return made
+    return op.times_per_row(tape, value, factor, reason, 4, RULE)
 
 
 # --- inside every chunk ------------------------------------------------------------------------------------------------------
 
 
 class _Inside(NamedTuple):
-    """What chunks are made of alone, without the state."""
+    """What each chunk computes by itself, without the state."""
 
     decays: Value
-    """Of every pair."""
+    """For every pair of tokens."""
     system: Value
     """Triangular, for each chunk."""
     attention: Value
@@ -184,7 +170,7 @@ class _Inside(NamedTuple):
     keys: Value
     """Keys times beta, decayed."""
     values: Value
-    """Those that a chunk adds to the state."""
+    """The values that a chunk adds to the state."""
     reading: Value
     """Keys that read the state."""
 
@@ -202,7 +188,7 @@ def _inside_chunks(tape: Tape, ready: _Ready, block: Block) -> _Inside:
 
 
 def _pairwise(tape: Tape, ready: _Ready) -> Value:
-    """``(c_i - c_j)`` for each pair, masked, then its exponential."""
+    """Return the exponential of ``c_i - c_j`` for each pair, masked."""
     pairs = op.tensor(tape, "logarithms of decay between tokens", 4, PAIRS, RULE)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -210,9 +196,8 @@ def _pairwise(tape: Tape, ready: _Ready) -> Value:
         return [(ready.decay, op.gradient(tape, ready.decay, "gradient of the decay, summed", RULE)) for _ in range(2)]
 
     tape.add("decay between tokens", (pairs,), (), backward, of=(ready.decay,))
-    masked = op.tensor(tape, "logarithms of decay, masked", 4, PAIRS, RULE)
-    gradient = op.makes("gradient of the decay between tokens, masked", RULE, pairs)
-    tape.add("decay between tokens: mask", (masked,), (ready.mask,), gradient, of=(pairs,))
+    site, of = Site("decay between tokens: mask", RULE), "gradient of the decay between tokens, masked"
+    masked = op.run(tape, pairs, "logarithms of decay, masked", site, saved=(ready.mask,), gradient=of)
     tape.release(pairs)
     made = _exponential(tape, masked, "decay between tokens")
     tape.release(masked)
@@ -224,11 +209,12 @@ def _exponential(tape: Tape, value: Value, reason: str) -> Value:
 
 
 def _copied(tape: Tape, block: Block) -> tuple[Size, Size]:
-    """Elements of the copies that the product of the system and that of attention make of both their operands.
+    """Return the elements of the operand copies in the product of the triangular system, and in that of attention.
 
-    In fp32 ``Tensor.to`` copies nothing, and padding by nothing keeps the order in memory: there tokens do not lie next to those
-    of their chunk. Where heads share keys and there are several sequences, the loop copies its parts of queries and keys as well.
-    They stand in for the whole queries and keys, which nobody keeps then; of each there is one chunk less, which is taken off here.
+    In fp32 ``Tensor.to`` copies nothing, and padding by nothing keeps the memory order, in which a chunk's tokens are not
+    neighbours. So both products copy their operands. Where heads share keys and there are several sequences, the loop copies
+    its chunks of queries and keys too, and nothing keeps the whole tensors. Each of these has one chunk less, which this
+    subtracts.
     """
     rows = 2 * FILLED * A * D * WHOLE
     if not tape.wide:
@@ -238,8 +224,8 @@ def _copied(tape: Tape, block: Block) -> tuple[Size, Size]:
     return rows, (rows - 2 * KEY_ROWS * WHOLE * SEQUENCES if block.grouped else rows)
 
 
-def _copied_in_turns(tape: Tape, block: Block) -> Size:
-    """What the loop's last products hold of such copies, beside the whole tensors; those taken off above are there as well."""
+def _copied_in_loop(tape: Tape, block: Block) -> Size:
+    """Return the bytes of such copies in the loop's last products, including those that :func:`_copied` subtracts."""
     if not (tape.wide and block.grouped):
         return NOTHING
     kept = 2 * CHUNKS if tape.saving and block.chunks == "several" else NOTHING
@@ -258,7 +244,7 @@ def _scores(tape: Tape, first: Value, second: Value, decays: Value, reason: str,
 
 
 def _solved(tape: Tape, system: Value, right: Value, reason: str) -> Value:
-    """``torch.linalg.solve_triangular``, which saves its matrix and its result."""
+    """``torch.linalg.solve_triangular``. It saves its matrix and its result."""
     made = op.tensor(tape, reason, 4, right.shape, RULE)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -274,7 +260,7 @@ def _solved(tape: Tape, system: Value, right: Value, reason: str) -> Value:
 
 
 class _Scan(NamedTuple):
-    """What the loop takes its turns' parts from."""
+    """The tensors from which each iteration of the loop takes its chunk."""
 
     values: Value
     reading: Value
@@ -282,33 +268,33 @@ class _Scan(NamedTuple):
     key: Value
     attention: Value
     decay: Value
-    """Of a whole chunk."""
+    """The decay over a whole chunk."""
     state: Value
-    """The first, zeros."""
+    """The first state, zeros."""
     own: tuple[Value, ...]
-    """What is held by name to the end."""
+    """Tensors that variables keep to the end."""
     copied: Size = NOTHING
-    """Bytes of copies that the last turn's product of queries or keys finds or makes."""
+    """Bytes of operand copies that are alive in the last iteration."""
 
 
 def _zeros(tape: Tape, reason: str, shape: Size) -> Value:
     made = Value(tape.make(op.TENSOR, reason, 4 * shape, RULE), 4, shape)
-    tape.constants.add(made)
+    tape.untracked.add(made)
     return made
 
 
 def _decayed(tape: Tape, ready: _Ready, inside: _Inside, state: Value, *, several: bool) -> _Scan:
-    """Queries as they read the state, keys as they are added to it; of a single chunk that state is read by nobody."""
+    """Return decayed queries, which read the state, and decayed keys, which update it. Nothing reads the state after one chunk."""
     growth = _exponential(tape, ready.decay, "decay since a chunk's beginning, for queries")
     query = _times(tape, ready.query, growth, "queries, decayed")
     tape.release(ready.query, growth)
     keys, decays = (ready.key, ready.decay) if several else (_unfollowed(tape, ready.key), _unfollowed(tape, ready.decay))
-    rest = op.tensor(tape, "logarithms of decay to a chunk's end", 4, FILLED * A, RULE)
-    tape.add("decay to a chunk's end", (rest,), (), op.makes("gradient of the decay", RULE, decays), of=(decays,))
+    site, of = Site("decay to a chunk's end", RULE), "gradient of the decay"
+    rest = op.run(tape, decays, "logarithms of decay to a chunk's end", site, dtype=4, shape=FILLED * A, gradient=of)
     shrinking = _exponential(tape, rest, "decay to a chunk's end")
     tape.release(rest)
     key = _times(tape, keys, shrinking, "keys, decayed")
-    saved = not several and tape.saving  # by the decayed keys' own graph, which nobody reads
+    saved = not several and tape.saving  # by the graph of the decayed keys, which has no backward
     tape.release(ready.key, *(() if saved else (shrinking,)))
     (last,) = op.slices(tape, decays, (b * A * CHUNKS,), Site("decay of whole chunks", RULE))
     decay = _exponential(tape, last, "decay of whole chunks")
@@ -318,38 +304,38 @@ def _decayed(tape: Tape, ready: _Ready, inside: _Inside, state: Value, *, severa
 
 
 def _unfollowed(tape: Tape, value: Value) -> Value:
-    """The same tensor, to which no gradient comes this way."""
+    """Return the same tensor without a gradient on this path."""
     made = Value(value.store, value.dtype, value.shape)
-    tape.constants.add(made)
+    tape.untracked.add(made)
     return made
 
 
-class _Turn(NamedTuple):
-    """What a turn of the loop leaves by name."""
+class _Iteration(NamedTuple):
+    """What the variables of an iteration hold at its end."""
 
     core: Value
     state: Value
     new: tuple[Value, ...] = ()
-    """New values, which the next turn's take the name of."""
+    """New values; the next iteration assigns the same variable."""
     before: tuple[Value, ...] = ()
-    """Attention to chunks before, of which the same holds."""
+    """Attention to earlier chunks, likewise."""
 
 
-def _all_turns(tape: Tape, scan: _Scan, core: Value, *, several: bool) -> _Turn:
-    """The loop; where there are two chunks, the turn between the first and the last is counted as nothing."""
-    done = _Turn(core, scan.state)
+def _loop(tape: Tape, scan: _Scan, core: Value, *, several: bool) -> _Iteration:
+    """Run the loop. With two chunks, the iteration between the first and the last counts zero bytes."""
+    done = _Iteration(core, scan.state)
     if several:
-        done = _turn(tape, scan, done, times=1, after=BETWEEN)
-        done = _turn(tape, scan, done._replace(state=_other_turns(tape, done.state)), times=BETWEEN)
+        done = _iteration(tape, scan, done, times=1, after=BETWEEN)
+        done = _iteration(tape, scan, done._replace(state=_other_iterations(tape, done.state)), times=BETWEEN)
         if not tape.autocast:
-            tape.summed_anew.add(done.state)  # gradients of products come as views
-    return _turn(tape, scan, done, times=1, last=True)
+            tape.summed_anew.add(done.state)  # gradients of products are views
+    return _iteration(tape, scan, done, times=1, last=True)
 
 
-def _turn(tape: Tape, scan: _Scan, done: _Turn, *, times: Times, after: Times = 1, last: bool = False) -> _Turn:
-    """One chunk: what it reads of the state, its own attention, and the state after it, which nobody needs after the last.
+def _iteration(tape: Tape, scan: _Scan, done: _Iteration, *, times: Times, after: Times = 1, last: bool = False) -> _Iteration:
+    """Run one chunk: read the state, run attention within the chunk, and make the next state, which the last chunk leaves unused.
 
-    ``after``: how often that is there beside the last turn's.
+    ``after``: how many of the next state there are beside the last iteration's.
     """
     values, reading, state = _part(tape, scan.values, VALUE_ROWS, times), _part(tape, scan.reading, KEY_ROWS, times), done.state
     known = op.matmul(tape, reading, state, _rows("values that the state knows", times), _site("values known"))
@@ -366,31 +352,31 @@ def _turn(tape: Tape, scan: _Scan, done: _Turn, *, times: Times, after: Times = 
     inside = op.matmul(tape, within, new, _rows("attention within a chunk", times), _site("attention within a chunk"))
     both = op.add(tape, before, inside, "output of a chunk", _site("sum of a chunk's output"))
     tape.release(within, inside)
-    core = _written(tape, done.core, both, _so_often(VALUE_ROWS, times))
+    core = _written(tape, done.core, both, _repeated(VALUE_ROWS, times))
     tape.release(both)
     following = state
     if last:
-        size = 12 * STATE + scan.copied  # not all of it at once where keys are copied: an upper bound
-        tape.drop(tape.make(op.TEMPORARY, "the last state, which nobody reads, and keys in order", size, RULE))
+        size = 12 * STATE + scan.copied  # an upper bound: with copied keys not all of it is alive at once
+        tape.drop(tape.make(op.TEMPORARY, "the last state, which nothing reads, and keys in order", size, RULE))
     else:
         following = _next_state(tape, scan, state, new, (times, after))
     tape.release(state)
-    return _Turn(core, following, (new,), (before,))
+    return _Iteration(core, following, (new,), (before,))
 
 
 def _rows(reason: str, times: Times) -> tuple[str, Size]:
-    return reason, _so_often(VALUE_ROWS, times)
+    return reason, _repeated(VALUE_ROWS, times)
 
 
 def _next_state(tape: Tape, scan: _Scan, state: Value, new: Value, often: tuple[Times, Times]) -> Value:
-    """``state * decay + key.T @ new``; how often the turn is there, and how often what it makes."""
+    """``state * decay + key.T @ new``. ``often``: how many iterations, and how many results, this stands for."""
     times, after = often
     decay, key = _part(tape, scan.decay, b * A, times), _part(tape, scan.key, KEY_ROWS, times)
     decayed = _times(tape, state, decay, "state, decayed")
     added = op.matmul(
-        tape, key, new, ("what a chunk adds to the state", _so_often(STATE, times)), _site("addition to the state")
+        tape, key, new, ("what a chunk adds to the state", _repeated(STATE, times)), _site("addition to the state")
     )
-    made = Value(tape.make(op.TENSOR, "state after a chunk", _so_often(4 * STATE, after), RULE), 4, STATE)
+    made = Value(tape.make(op.TENSOR, "state after a chunk", _repeated(4 * STATE, after), RULE), 4, STATE)
 
     def backward(tape: Tape, taken: list[Store]) -> Arriving:
         return [op.narrowed(tape, one, taken[0], made, _site("state after a chunk")) for one in (decayed, added)]
@@ -400,8 +386,8 @@ def _next_state(tape: Tape, scan: _Scan, state: Value, new: Value, often: tuple[
     return made
 
 
-def _other_turns(tape: Tape, state: Value) -> Value:
-    """What the turns keep that are neither the first nor one of the last two."""
+def _other_iterations(tape: Tape, state: Value) -> Value:
+    """Count what the iterations save that are neither the first nor one of the last two."""
     others = at_least(0, CHUNKS - 3)
     size = 4 * STATE + (e * (2 * STATE + 3 * KEY_ROWS + 2 * VALUE_ROWS + CHUNK_PAIRS) if tape.autocast else 4 * VALUE_ROWS)
     kept = tape.make(op.TENSOR, "states and new values of the chunks between", size * others, RULE)
@@ -412,7 +398,7 @@ def _other_turns(tape: Tape, state: Value) -> Value:
     return made
 
 
-def _so_often(size: Size, times: Times) -> Size:
+def _repeated(size: Size, times: Times) -> Size:
     return size if isinstance(times, int) else size * times
 
 
@@ -421,11 +407,11 @@ def _site(name: str) -> Site:
 
 
 def _part(tape: Tape, whole: Value, shape: Size, times: Times) -> Value:
-    """One chunk of a tensor, a view, whose gradient is put into zeros of the whole's size."""
-    made = Value(tape.hold(whole.store), whole.dtype, _so_often(shape, times))
+    """Return one chunk of a tensor, a view. Its backward writes the gradient into zeros of the whole tensor's size."""
+    made = Value(tape.hold(whole.store), whole.dtype, _repeated(shape, times))
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        size = _so_often(whole.dtype * whole.shape, times)
+        size = _repeated(whole.dtype * whole.shape, times)
         return [(whole, tape.make(op.GRADIENT, "gradient of a chunk, among zeros", size, RULE))]
 
     tape.add("part of a chunk", (made,), (), backward, of=(whole,))
@@ -445,7 +431,7 @@ def _less(tape: Tape, value: Value, known: Value) -> Value:
 
 
 def _written(tape: Tape, core: Value, part: Value, rows: Size) -> Value:
-    """``core[:, :, i] = part``, in place; the backward copies the whole gradient. The name for ``core`` goes over."""
+    """``core[:, :, i] = part`` in place, whose backward copies the whole gradient. It releases ``core``."""
     made = Value(tape.hold(core.store), 4, core.shape)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -464,9 +450,8 @@ def _written(tape: Tape, core: Value, part: Value, rows: Size) -> Value:
 
 
 def _cut(tape: Tape, core: Value) -> Value:
-    """The output in the order of tokens, cut to the sequence and cast; the name goes over."""
-    whole = op.tensor(tape, "output of linear attention, in order", 4, core.shape, RULE)
-    tape.add("output in order", (whole,), (), op.passes(core), of=(core,))
+    """Return the output in the order of tokens, without padding and cast. It releases ``core``."""
+    whole = op.run(tape, core, "output of linear attention, in order", Site("output in order", RULE), dtype=4)
     tape.release(core)
     made = op.tensor(tape, "output of linear attention", e, T * A * I, RULE)
 

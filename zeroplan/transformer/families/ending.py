@@ -1,11 +1,11 @@
-"""What follows the blocks as a program: the final norm, the head's product, and one of three losses.
+"""The operators after the blocks: the final norm, the head's matrix product, and one of three losses.
 
-*full*: the logits of all tokens at once, as transformers does it. *chunked*: an eighth of the tokens at a time, each chunk going
-forward and backward before the next, as torchtitan's ``ChunkedLossWrapper`` does it. *fused*: Liger's fused linear cross-entropy,
-which makes the gradients in the forward and never holds more logits than about the hidden states' size.
+*full*: transformers computes the logits of all tokens at once. *chunked*: torchtitan's ``ChunkedLossWrapper`` runs an eighth of the
+tokens forward and backward before the next. *fused*: Liger's fused linear cross-entropy makes the gradients in the forward, and
+never holds more logits than about the bytes of the hidden states.
 
-Left out: the loss itself and the sum of label weights (4 bytes each), a last chunk that is smaller than the others, the fp32
-accumulation that Liger's ``accum_dtype`` asks for.
+Leaves out the loss itself and the sum of label weights (4 bytes each), a last chunk smaller than the others, and the fp32
+accumulation of Liger's ``accum_dtype``.
 """
 
 from collections.abc import Callable
@@ -20,21 +20,26 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import At, BackwardPoint, Compute, Place
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.definition import definition_of
+from zeroplan.transformer.families.definition import Training, definition_of
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.norms import AT_FINAL_NORM, LAYER_FINAL, LAYER_NORM
-from zeroplan.transformer.families.parts import GRADIENT, HEAD_INPUT, HELD_NORM, SAVED, TEMPORARY
-from zeroplan.transformer.families.program import Training
-from zeroplan.transformer.families.sharded import SHARED_OUT, gathered, norm
+from zeroplan.transformer.families.sharded import TENSOR_PARALLEL, gathered, norm
+from zeroplan.transformer.families.tags import (
+    AT_FINAL_NORM,
+    GRADIENT,
+    HEAD_INPUT,
+    HELD_NORM,
+    SAVED,
+    TEMPORARY,
+)
 from zeroplan.transformer.families.tape import (
+    Action,
     Alive,
+    Arrival,
     Arriving,
     Backward,
-    Deed,
     Do,
     Half,
-    Handed,
-    Manner,
+    Mode,
     Site,
     Store,
     Tape,
@@ -55,7 +60,7 @@ FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cro
 PARALLEL = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel"
 LOGITS, WEIGHT = Kind.LOGITS, Kind.UNSHARDED_GRADIENTS
 
-#: Families that bend the logits through ``tanh`` before the loss.
+#: Families that cap the logits with ``tanh`` before the loss.
 CAPPED = ("gemma2",)
 
 LABELS = Tag(Role.LABELS)
@@ -63,25 +68,25 @@ AT_LOSS = Place(At.LOSS)
 CHUNKS = 8
 """torchtitan 2026-08, ChunkedLossWrapper.Config.num_chunks."""
 BEFORE_LOSS = "before the loss, beyond its peak"
-"""The reason of the line that says how far an earlier moment of the forward is above the loss."""
+"""The reason of the line with the bytes by which an earlier moment of the forward is above the loss."""
 _HEAD = Site("head", HEAD, Module.HEAD, At.HEAD)
 
 
 class Ending(NamedTuple):
-    """The structure of what follows the blocks: with the same, it allocates the same."""
+    """The structure of what follows the blocks. Equal structures allocate the same tensors."""
 
     family: str
     wide: bool
     """The compute dtype is fp32."""
     wide_residual: bool
-    """The residual stream is fp32, and autocast casts what is multiplied."""
+    """The residual stream is fp32, and autocast casts the inputs of matrix products."""
     loss: Loss
     frozen_norm: bool = False
     frozen_head: bool = False
     keeps_inputs: bool = False
     """A frozen head saves its input."""
     sharded: bool = False
-    """The vocabulary, and before the head the sequence, is split over ranks."""
+    """Tensor-parallel ranks split the vocabulary, and before the head the sequence."""
     wide_logits: bool = False
     """The model returns logits in fp32."""
     shifts_logits: bool = False
@@ -89,11 +94,11 @@ class Ending(NamedTuple):
 
 
 class EndingPass(NamedTuple):
-    """What follows the blocks in one pass.
+    """The memory of what follows the blocks in one pass.
 
-    ``saved``: what norm and head keep for their backward, ``kept`` what the loss does; ``forward``: what is alive at the loss's
-    highest point, ``kept`` included, ``saved`` not; ``points``: the moments of the backward, with all of it; ``output``: the
-    logits that the model returns, where there are any.
+    ``saved``: what norm and head keep for their backward; ``kept``: what the loss keeps; ``forward``: what is alive at the highest
+    point of the loss, with ``kept`` and without ``saved``; ``points``: the moments of the backward, with everything; ``output``:
+    the logits that the model returns, if any.
     """
 
     saved: tuple[Line, ...]
@@ -102,38 +107,38 @@ class EndingPass(NamedTuple):
     points: tuple[BackwardPoint, ...]
     output: tuple[Line, ...]
     norm: tuple[tuple[Line, ...], ...] = ()
-    """Moments of the final norm's forward, with all of it."""
+    """Moments of the final norm's forward, with everything alive."""
 
 
 class _Ran(NamedTuple):
-    """A loss that has run forward."""
+    """A loss whose forward has run."""
 
     loss: Value
     kept: tuple[Store, ...]
     """What it keeps for its backward."""
     names: tuple[Store, ...]
-    """What its forward holds by name."""
+    """What its forward's variables hold."""
     output: tuple[Store, ...] = ()
     earlier: tuple[Alive, ...] = ()
-    """Moments of a backward that it has run by itself."""
-    handed: tuple[Handed, ...] = ()
-    """When gradients came to their weights in that."""
+    """Moments of the backward that a chunked loss runs in its forward."""
+    arrivals: tuple[Arrival, ...] = ()
+    """Arrivals of weight gradients in that backward."""
 
 
 class _Planned(NamedTuple):
-    """What a structure came to; what the loss keeps and the logits are places among the plan's tensors."""
+    """The plan of a structure, with indexes of what the loss keeps and of the logits."""
 
     plan: Plan
     kept: Places
     output: Places
     in_the_model: tuple[Placed, ...]
-    """The forward's moments while the model that has the blocks has not returned: those of the final norm."""
+    """The moments of the final norm's forward, before the inner model returns."""
 
 
 def ending_pass(model: ModelSpec, compute: Compute, x: Widths, values: Values, loss: Loss, *, beside: Int = 0) -> EndingPass:
-    """What follows the blocks, for one batch; ``values`` are those of all symbols.
+    """Return the memory of what follows the blocks, for one batch; ``values``: those of all symbols.
 
-    ``beside`` are the bytes that the model's forward holds by name until it returns, after the final norm.
+    ``beside``: bytes that variables of the model's forward hold until it returns, after the final norm.
     """
     ending = ending_of(model, compute, x, loss)
     return recalled(
@@ -142,20 +147,20 @@ def ending_pass(model: ModelSpec, compute: Compute, x: Widths, values: Values, l
 
 
 def _written(ending: Ending, values: Values, beside: Int) -> EndingPass:
-    """The plan of a structure as what follows the blocks, for one batch."""
+    """Return the memory of a structure, for one batch."""
     plan, kept_places, output, in_the_model = _plan_of(ending)
     sizes = Sizes(plan, values)
     saved = tuple([place for place in plan.saved if place not in kept_places])
     kept = sizes.lines(kept_places)
     beyond = top(sizes, "none", autocast=ending.wide_residual, above=BEFORE_LOSS, within=Within(in_the_model, beside))
     forward = (*kept, *(line for line in beyond if not any(line is one for one in kept)))
-    points = _handed_on(sizes) if plan.handed else sizes.points("none")
+    points = _handed_on(sizes) if plan.arrivals else sizes.points("none")
     norm = tuple([sizes.lines(one.stores) for one in in_the_model])
     return EndingPass(sizes.lines(saved), kept, forward, points, sizes.lines(output), norm)
 
 
 def output_bytes(ending: Ending, values: Values) -> Int:
-    """What the logits take that the model hands on. [bytes]"""
+    """Return the size of the logits that the model returns. [bytes]"""
     plan, _, output, _ = _plan_of(ending)
     n_bytes: Int = 0
     for place in output:
@@ -164,7 +169,7 @@ def output_bytes(ending: Ending, values: Values) -> Int:
 
 
 def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: Loss) -> Ending:
-    """The structure of what follows a model's blocks."""
+    """Return the structure of what follows a model's blocks."""
     frozen_norm, frozen_head = is_frozen(model, "norm"), is_frozen(model, "head")
     is_wide, keeps = x.element == 4, frozen_head and compute.keeps_inputs
     release = compute.release
@@ -175,7 +180,7 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: Loss) -> Endi
 
 
 def _handed_on(sizes: Sizes) -> tuple[BackwardPoint, ...]:
-    """The points, with what is alive when a chunk's gradient of the head is handed on."""
+    """Return the points, with what is alive when a chunk's gradient reaches the head's weight."""
     (handed,) = sizes.handed("none")
     return tuple(
         [
@@ -196,13 +201,13 @@ def _plan_of(ending: Ending) -> _Planned:
     tape.drop(*names)
     tape.run_backward(ran.loss, ran.loss.store)
     points = index.moments(_with_the_loss([*ran.earlier, *tape.moments], dtypes))
-    handed, source = index.handed(ran.handed), _source(ending)
-    plan = Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), (), source, {}, handed)
+    arrivals, source = index.arrivals(ran.arrivals), _source(ending)
+    plan = Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), (), source, {}, arrivals)
     return _Planned(of_a_rank(plan) if ending.sharded else plan, kept, output, within)
 
 
 def ran_forward(ending: Ending) -> tuple[Tape, Value]:
-    """Run the program of a structure forward: the tape, and the loss."""
+    """Run the program of a structure forward. Return the tape and the loss."""
     tape = _tape_of(ending)
     ran, names, _ = _run(tape, ending)
     tape.drop(*names)
@@ -210,7 +215,7 @@ def ran_forward(ending: Ending) -> tuple[Tape, Value]:
 
 
 def _run(tape: Tape, ending: Ending) -> tuple[_Ran, tuple[Store, ...], list[Alive]]:
-    """Run it forward, all names still there: the loss, what the names stand for, and the moments of the final norm."""
+    """Run it forward. Return the loss, the tensors that variables still hold, and the moments of the final norm."""
     shape = T_p * h if ending.sharded else T * h
     given = Value(tape.make(SAVED, "final norm: its input", r * shape, _source(ending)), r, shape)
     normal = _final_norm(tape, given, ending.family)
@@ -227,7 +232,7 @@ def _source(ending: Ending) -> str:
 
 
 def _with_the_loss(moments: list[Alive], dtypes: dict[str, bool]) -> tuple[Alive, ...]:
-    """Moments that can be the highest, and one of the loss at least, which engines ask for."""
+    """Return the moments that can be the highest, and at least one of the loss, which engines ask for."""
     found = highest(moments, **dtypes)
     at_loss = tuple([one for one in moments if one.place.at is At.LOSS])
     return found if any(one in found for one in at_loss) else (*at_loss[-1:], *found)
@@ -235,24 +240,21 @@ def _with_the_loss(moments: list[Alive], dtypes: dict[str, bool]) -> tuple[Alive
 
 def _tape_of(ending: Ending) -> Tape:
     tape = Tape(wide=ending.wide, autocast=ending.wide_residual, saving=True)
-    tape.manner = SHARED_OUT if ending.sharded else Manner(norms_frozen=ending.frozen_norm)
+    tape.mode = TENSOR_PARALLEL if ending.sharded else Mode(norms_frozen=ending.frozen_norm)
     if ending.frozen_head:
-        from zeroplan.transformer.families.trained import linear  # noqa: PLC0415  others need not wait for it
+        from zeroplan.transformer.families.frozen import linear  # noqa: PLC0415  keeps start-up fast
 
         training = Training("frozen", tracked=True, keeps_inputs=ending.keeps_inputs)
-        tape.manner = tape.manner._replace(linear=partial(linear, training=training))
+        tape.mode = tape.mode._replace(linear=partial(linear, training=training))
     return tape
 
 
 def _final_norm(tape: Tape, given: Value, family: str) -> Value:
-    how = definition_of(family).program.norm
-    if how is None:
-        return op.layer_norm(tape, given, LAYER_FINAL, LAYER_NORM)
-    return norm(tape, given, "final norm", how, AT_FINAL_NORM)
+    return norm(tape, given, "final norm", definition_of(family).program.norm, AT_FINAL_NORM)
 
 
 def _name(tape: Tape, normal: Value) -> None:
-    """The norm's output is named after what needs it: the head's product, or the model's forward alone."""
+    """Give the norm's output the reason of what needs it: the head's product, or only a variable of the model's forward."""
     store = normal.store
     if store in tape.saved:
         store.reason, store.tag = "input of the head", HEAD_INPUT
@@ -261,7 +263,7 @@ def _name(tape: Tape, normal: Value) -> None:
 
 
 def _product(tape: Tape, read: Value) -> Value:
-    """The head's product, whose result are logits."""
+    """Run the head's product and return the logits."""
     made = op.linear(tape, read, V, _HEAD)
     made.store.kind, made.store.reason = LOGITS, "logits"
     for store in tape.operators[-1].saved:
@@ -273,7 +275,7 @@ def _product(tape: Tape, read: Value) -> Value:
 
 
 def _all_at_once(tape: Tape, read: Value, ending: Ending) -> _Ran:
-    """All logits at once; labels are padded, then shifted."""
+    """Run the full loss: all logits at once. Labels are padded, then shifted."""
     product = _product(tape, read)
     before = set(tape.saved)
     logits = _capped(tape, product) if ending.family in CAPPED else product
@@ -314,14 +316,14 @@ def _shifted_labels(tape: Tape) -> Store:
 
 
 def _labels(tape: Tape) -> tuple[Store, Store]:
-    """With one sequence the shifted labels are a view of the padded ones, which are one longer."""
+    """Make padded and shifted labels. With one sequence the shifted ones are a view of the padded ones, which are one longer."""
     one = at_least(0, 2 - b)
     padded = tape.make(LOGITS, "labels, padded", 8 * (T + b) - 8 * (T + 1) * one, FULL, LABELS)
     return padded, tape.make(LOGITS, "labels, shifted", 8 * T + 8 * one, FULL, LABELS)
 
 
 def _capped(tape: Tape, logits: Value) -> Value:
-    """Bend the logits through ``tanh``, whose result is kept until the gradient has passed it."""
+    """Cap the logits with ``tanh``, which saves its result."""
     divided = _logits(tape, logits, "logits, divided", CAP)
     tape.add("cap", (divided,), (), _makes("gradient of the logits", logits), of=(logits,))
     tape.release(logits)
@@ -340,7 +342,7 @@ def _logits(tape: Tape, like: Value, reason: str, source: str, dtype: Width | No
 
 
 def _makes(reason: str, value: Value) -> Backward:
-    """The backward that makes a gradient of logits."""
+    """Return a backward that makes a gradient of logits."""
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         return [(value, tape.make(LOGITS, reason, value.dtype * value.shape, FULL))]
@@ -349,7 +351,7 @@ def _makes(reason: str, value: Value) -> Backward:
 
 
 def _wide(tape: Tape, logits: Value) -> Value:
-    """The logits in fp32; themselves, where they are."""
+    """Return the logits in fp32: a copy, or themselves."""
     if tape.is_wide(logits.dtype):
         tape.hold(logits.store)
         return logits
@@ -363,9 +365,9 @@ def _scalar() -> Value:
 
 
 def cross_entropy(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
-    """The loss, and what its forward holds by name.
+    """Run cross-entropy. Return the loss and what its variables hold. It saves log-softmax in fp32 and the labels.
 
-    Labels go once the gradient of log-softmax is made, at a moment that the next is above: a row of logits is longer than a label.
+    Its backward frees the labels a moment early. The next moment is higher all the same: a row of logits is longer than a label.
     """
     wide = _wide(tape, logits)
     softmax = _logits(tape, wide, "log-softmax of the logits, fp32", FULL)
@@ -383,7 +385,7 @@ def cross_entropy(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple
 
 
 def _over_ranks(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
-    """The same where each rank has its share of the vocabulary; both backwards are one."""
+    """Run cross-entropy over a rank's share of the vocabulary. One backward covers log-softmax and loss."""
     wide = _wide(tape, logits)
     less = _logits(tape, wide, "logits less the largest of their row, fp32", PARALLEL)
     rows = tape.make(LOGITS, "largest logit, sum and logarithm of each row, fp32", 12 * T, PARALLEL)
@@ -401,29 +403,29 @@ def _over_ranks(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[V
 
 
 def _in_chunks(tape: Tape, read: Value, ending: Ending) -> _Ran:
-    """A chunk of tokens at a time, forward and backward; the hidden gradients gather in one fp32 buffer, and are cast in the end.
+    """Run a chunk of tokens at a time forward and backward. Gradients of hidden states fill one fp32 buffer, cast at the end.
 
-    Told is a later chunk, whose gradient of the head is added to that of those before. Equal to a run of it where the head is part
-    of FSDP2's root unit.
+    The tape runs a later chunk, which adds its gradient of the head to the sum so far. Equal to a run where the head is part of
+    FSDP2's root unit.
     """
     labels = tape.make(LOGITS, "labels", 8 * T, CHUNKED)
     buffer = tape.make(GRADIENT, "gradients of the head's input, fp32 buffer", 4 * T * h, CHUNKED)
     chunk, weights = _tape_of(ending), () if ending.frozen_head else (h * V,)
     chunk.alive = dict(tape.alive)
-    forward, handed = _one_chunk(chunk, read, ending, weights)
+    forward, arrivals = _one_chunk(chunk, read, ending, weights)
     _of_a_chunk({store: None for moment in (*forward, *chunk.moments) for store in moment.stores if store not in tape.alive})
-    chunk.course.deeds += [(Do.RELEASE, store) for store in chunk.alive if store not in tape.alive]
-    tape.course.deeds += [*chunk.course.deeds, *(CHUNKS - 1) * _added(chunk)]
+    chunk.history.actions += [(Do.RELEASE, store) for store in chunk.alive if store not in tape.alive]
+    tape.history.actions += [*chunk.history.actions, *(CHUNKS - 1) * _added(chunk)]
     joined = _joined(tape, read)
     tape.moments += forward
     tape.gradients += weights
-    return _Ran(joined, (labels, buffer), (labels, buffer), (), tuple(chunk.moments), handed)
+    return _Ran(joined, (labels, buffer), (labels, buffer), (), tuple(chunk.moments), arrivals)
 
 
 def _one_chunk(
     tape: Tape, read: Value, ending: Ending, weights: tuple[Size, ...]
-) -> tuple[list[Alive], tuple[Handed, ...]]:  # fmt: skip
-    """Run a chunk forward and backward, beside the gradients of ``weights`` that are there already; its logits keep their name."""
+) -> tuple[list[Alive], tuple[Arrival, ...]]:  # fmt: skip
+    """Run a chunk forward and backward, while earlier gradients of ``weights`` are alive. A variable keeps its logits."""
     view = Value(tape.hold(read.store), read.dtype, read.shape)
     logits = _product(tape, view)
     tape.release(view)
@@ -433,24 +435,24 @@ def _one_chunk(
     tape.drop(*names)
     tape.gradients += weights
     tape.run_backward(loss, loss.store)
-    return forward, tuple(tape.handed)
+    return forward, tuple(tape.arrivals)
 
 
-def _added(chunk: Tape) -> list[Deed]:
-    """What a later chunk does, whose gradient of the head is added to that of those before."""
+def _added(chunk: Tape) -> list[Action]:
+    """Return the actions of a later chunk, which adds its gradient of the head to the sum of earlier ones."""
     one = Store(WEIGHT, "gradient of the head's weight, from a chunk", e * h * V, CHUNKED)
-    later: dict[Do, Deed] = {Do.GRADIENT: (Do.REQUEST, one), Do.ARRIVE: (Do.RELEASE, one)}
-    return [later.get(do, (do, thing)) for do, thing in chunk.course.deeds]
+    later: dict[Do, Action] = {Do.GRADIENT: (Do.REQUEST, one), Do.ARRIVE: (Do.RELEASE, one)}
+    return [later.get(do, (do, thing)) for do, thing in chunk.history.actions]
 
 
 def _of_a_chunk(stores: dict[Store, None]) -> None:
-    """Make tensors of a program over all tokens those of a chunk."""
+    """Replace all tokens by those of a chunk in the sizes of these tensors."""
     for store in stores:
         store.size, store.reason = store.size.replacing({"T": ceil(T, CHUNKS)}), f"{store.reason}, of a chunk"
 
 
 def _joined(tape: Tape, read: Value) -> Value:
-    """The loss of all chunks, whose backward hands on the gradient that they have made."""
+    """Make the loss of all chunks. Its backward returns the gradient that the chunks have filled."""
     reason = "gradient of the head's input"
     cast = () if tape.is_wide(read.dtype) else (tape.make(GRADIENT, f"{reason}, of all chunks", r * T * h, CHUNKED),)
     tape.drop(*cast)
@@ -460,10 +462,10 @@ def _joined(tape: Tape, read: Value) -> Value:
 
 
 def _fused(tape: Tape, read: Value, ending: Ending) -> _Ran:
-    """Gradients of hidden states and of the head's weight are made in the forward, a chunk of logits at a time.
+    """Run Liger's loss, whose forward makes the gradients of hidden states and of the head's weight chunk by chunk.
 
-    A chunk has next_pow2(ceil(T / ceil(V/h))) tokens, at most T. Under autocast the copy of the transposed weight, a view, is made
-    anew for each. Read in Liger's source, not run.
+    A chunk has next_pow2(ceil(T / ceil(V/h))) tokens, at most T. Autocast copies the transposed weight, a view, for each
+    chunk. Read in Liger's source, not run.
     """
     padded, shifted = _labels(tape)
     through = tape.make(GRADIENT, "gradient of the head's input, made in the forward", r * T * h, FUSED)
@@ -483,7 +485,7 @@ def _fused(tape: Tape, read: Value, ending: Ending) -> _Ran:
         for store in made:
             del tape.alive[store]
             tape.gradients.append(h * V)
-            tape.course.deeds += [(Do.RELEASE, store), (Do.GRADIENT, h * V), (Do.ARRIVE, None)]  # the same memory
+            tape.history.actions += [(Do.RELEASE, store), (Do.GRADIENT, h * V), (Do.ARRIVE, None)]  # the same memory
         return [op.through(read, through)]
 
     tape.add("loss", (loss,), (through, *made), backward, of=None, place=AT_LOSS)

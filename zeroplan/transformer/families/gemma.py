@@ -1,16 +1,27 @@
-"""Blocks of Gemma 2 and Gemma 3: norms before and after each branch, scaled in fp32; Gemma 3 also norms queries and keys."""
+"""Gemma 2 and Gemma 3: norms before and after each branch, which multiply by 1 + weight in fp32.
+
+Gemma 3 also normalises queries and keys over each head.
+"""
 
 from functools import partial
 
 from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import At, Place
-from zeroplan.transformer.families.attend import Attended
-from zeroplan.transformer.families.definition import Around, ConfigKeys, Definition, Tables
-from zeroplan.transformer.families.gated import Branches, gated_mlp, layer, three_projections
-from zeroplan.transformer.families.operators import NormAs
-from zeroplan.transformer.families.parts import ATTENTION_MODULES, Names, gated_modules
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.attention import Attended
+from zeroplan.transformer.families.decoder import Attention, Layer, gated_mlp, layer
+from zeroplan.transformer.families.definition import (
+    ATTENTION_MODULES,
+    Around,
+    Block,
+    ConfigKeys,
+    Definition,
+    Names,
+    Tables,
+    gated_modules,
+)
+from zeroplan.transformer.families.operators import Norm
+from zeroplan.transformer.families.tags import AFTER_ATTENTION_AND_MLP, AT_ATTENTION_NORM
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.families.widths import kinds_of_layers
 from zeroplan.transformer.parameters import Layout
@@ -18,21 +29,21 @@ from zeroplan.transformer.params_gated import alike, attention_of, gated, head_n
 from zeroplan.transformer.params_modules import rms_norm
 from zeroplan.transformer.symbols import d, r, s
 
-LAYER = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3DecoderLayer.forward"
-ATTENTION = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3Attention.forward"
-MODEL = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3TextModel.forward"
-MLP = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3MLP.forward"
-NORM = NormAs(one_plus=True, source="transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3RMSNorm.forward")
+GEMMA = "transformers 5.23, models/gemma3/modeling_gemma3.py"
+MODEL = f"{GEMMA}, Gemma3TextModel.forward"
+NORM = Norm("one plus weight", f"{GEMMA}, Gemma3RMSNorm.forward")
+_PLAIN = Attention(f"{GEMMA}, Gemma3Attention.forward")
 
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
-    return three_projections(tape, normal, block, ATTENTION, NORM if block.head_norms else None)
+    return (_PLAIN._replace(norm=NORM) if block.head_norms else _PLAIN).run(tape, normal, block)
 
 
-_PARTS = Branches(
-    NORM, _attention, partial(gated_mlp, source=MLP), LAYER,
-    before_mlp=Place(At.NORM, Module.BEFORE_MLP_NORM),
-    after=(Place(At.NORM, Module.AFTER_ATTENTION_NORM), Place(At.NORM, Module.AFTER_MLP_NORM)),
+_LAYER = layer(
+    Layer(
+        NORM, _attention, partial(gated_mlp, source=f"{GEMMA}, Gemma3MLP.forward"), f"{GEMMA}, Gemma3DecoderLayer.forward",
+        before=(AT_ATTENTION_NORM, Place(At.NORM, Module.BEFORE_MLP_NORM)), after=AFTER_ATTENTION_AND_MLP,
+    )
 )  # fmt: skip
 
 
@@ -45,7 +56,7 @@ def _tensors(model: ModelSpec) -> Layout:
 
 
 def _tables(model: ModelSpec) -> Tables:
-    """Gemma 3's local and global layers have angles of their own."""
+    """Gemma 3 has one table for its local layers and one for its global ones."""
     if kinds_of_layers(model) == 1:
         return Tables()
     return Tables(4 * r * s * d, "rotary cos and sin, of local and of global layers", MODEL)
@@ -84,12 +95,11 @@ _GEMMA_3 = ConfigKeys(
     },
     harmless=_HARMLESS,
 )  # fmt: skip
-_NORMS_AFTER = (
+_WITH_HEAD_NORMS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.o_proj",
 )  # fmt: skip
-_PROGRAM = layer(_PARTS)
-_AROUND = Around(masks=2)  # one for layers with a window, one for those without
+_AROUND = Around(masks=2)  # one for layers with a window, one for the others
 FAMILIES = {
-    "gemma2": Definition(_PROGRAM, _tensors, _GEMMA_2, _modules(ATTENTION_MODULES), around=_AROUND),
-    "gemma3_text": Definition(_PROGRAM, _tensors, _GEMMA_3, _modules(_NORMS_AFTER), tables=_tables, around=_AROUND),
+    "gemma2": Definition(_LAYER, _tensors, _GEMMA_2, _modules(ATTENTION_MODULES), around=_AROUND),
+    "gemma3_text": Definition(_LAYER, _tensors, _GEMMA_3, _modules(_WITH_HEAD_NORMS), tables=_tables, around=_AROUND),
 }

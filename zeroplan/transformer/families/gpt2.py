@@ -1,32 +1,33 @@
-"""Blocks of the GPT-2 kind: LayerNorm, one joint projection for q, k and v, an MLP of two matrices. Dropout is off."""
+"""GPT-2: LayerNorm, one joint projection for q, k and v, an MLP of two matrices. Dropout is off."""
+
+from functools import partial
 
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.activation import activated
-from zeroplan.transformer.families.attend import Attended, Heads
-from zeroplan.transformer.families.definition import Around, ConfigKeys, Definition, Held
-from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
-from zeroplan.transformer.families.parts import OF_THE_BATCH
-from zeroplan.transformer.families.program import Block, Program
+from zeroplan.transformer.families.attention import Attended, Heads
+from zeroplan.transformer.families.decoder import LAYER_NORM, two_layer_mlp
+from zeroplan.transformer.families.definition import Around, Block, ConfigKeys, Definition, Held, Program
+from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM, OF_THE_BATCH
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import BlockRun, Layout
 from zeroplan.transformer.params_modules import conv1d, embedding, layer_norm, whole
-from zeroplan.transformer.symbols import T, c, f, h, k, q, r, s, v
+from zeroplan.transformer.symbols import T, c, h, k, q, r, s, v
 
-MODEL = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Model.forward"
-LAYER = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Block.forward"
-ATTENTION = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Attention.forward"
-MLP = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2MLP.forward"
+GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py"
+MODEL = f"{GPT2}, GPT2Model.forward"
+LAYER = f"{GPT2}, GPT2Block.forward"
+ATTENTION = f"{GPT2}, GPT2Attention.forward"
+_mlp = partial(two_layer_mlp, source=f"{GPT2}, GPT2MLP.forward", addmm=True)
 
 
-def gpt2(tape: Tape, given: Value, block: Block) -> Value:
-    """One block; it holds attention's output, and the weights where they are written out, by name to its end."""
-    normal = op.layer_norm(tape, given, LAYER_BEFORE_ATTENTION, LAYER_NORM)
-    attended, weights = _attention(tape, normal, block)
+def _layer(tape: Tape, given: Value, block: Block) -> Value:
+    """Run one layer. Its variables keep attention's output, and the weights of eager attention, to the end."""
     addition = Site("residual addition", LAYER)
+    normal = op.norm(tape, given, "norm before attention", LAYER_NORM, place=AT_ATTENTION_NORM)
+    attended, weights = _attention(tape, normal, block)
     middle = op.add(tape, attended, given, "residual stream between attention and MLP", addition)
     tape.release(normal)
-    normal = op.layer_norm(tape, middle, LAYER_BEFORE_MLP, LAYER_NORM)
+    normal = op.norm(tape, middle, "norm before the MLP", LAYER_NORM, place=AT_MLP_NORM)
     branch = _mlp(tape, normal, block)
     made = op.add(tape, middle, branch, "block output", addition)
     tape.release(branch, normal, middle, attended)
@@ -44,17 +45,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     return Attended(made, weights)
 
 
-def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    inner = op.linear(tape, normal, f, Site("first MLP projection", MLP), bias=True, addmm=True)
-    active = activated(tape, inner, block.activation, "activation, input of the second projection", MLP)
-    tape.release(inner)
-    made = op.linear(tape, active, h, Site("second MLP projection", MLP), reads=f, bias=True, addmm=True)
-    tape.release(active)
-    return made
-
-
 def _tensors(model: ModelSpec) -> Layout:
-    """Learned positions, ``Conv1D`` maps."""
     hidden = model.hidden_size
     block = (
         *layer_norm("ln_1", hidden),
@@ -110,4 +101,4 @@ _AROUND = Around(
     ),
     names_input=False,
 )
-FAMILIES = {"gpt2": Definition(Program(gpt2, LAYER), _tensors, _CONFIG, _MODULES, tables=None, around=_AROUND)}
+FAMILIES = {"gpt2": Definition(Program(_layer, LAYER, LAYER_NORM), _tensors, _CONFIG, _MODULES, tables=None, around=_AROUND)}

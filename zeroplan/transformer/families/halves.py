@@ -1,12 +1,12 @@
-"""A backward in two halves, gradients of inputs first and those of weights later: of a block, and of what follows the blocks.
+"""A backward in two halves, first gradients of inputs and then those of weights: of a block, and of what follows the blocks.
 
-``torch.distributed.pipelining`` splits it so under zero-bubble schedules (torch 2.13, ``_backward.py``). The first half frees
-nothing, since the graph is still needed, and the gradients that meet an operator with a weight stay for the second half. That
-goes through the weights in the order of ``parameters()``, from the first block to the last, and lets go of the gradients, and
-of what the operator saved, when the weight's own gradient is made; what else the graph saved goes when the last weight is done.
+``torch.distributed.pipelining`` splits backwards so under zero-bubble schedules (torch 2.13, ``_backward.py``). The first half
+frees nothing that was saved, and keeps the output gradients of operators with weights. The second half makes the weight gradients
+in the order of ``parameters()``, from the first block to the last. After each weight it frees the output gradient and what the
+operator saved; after the last weight it frees the rest.
 
-The programs are those of a backward in one go (``tape.py``). Left out: weights that operators of their own lead to (routers
-and experts under autocast, sinks), recomputation.
+The programs are those of an ordinary backward (``tape.py``). Leaves out recomputation, and weights that autograd reaches through
+other operators: routers and experts under autocast, sinks.
 """
 
 from functools import lru_cache
@@ -18,11 +18,10 @@ from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.definition import definition_of
+from zeroplan.transformer.families.definition import Block, definition_of
 from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.parts import INCOMING
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.tags import INCOMING
 from zeroplan.transformer.families.tape import Store, Tape, Value
 from zeroplan.transformer.families.traced import Index, Places, Plan, Sizes, of_a_rank, program_of, run_forward, structure_of
 from zeroplan.transformer.families.widths import beyond_the_window, values_of, widths
@@ -33,36 +32,36 @@ SPLIT_BACKWARD = "torch 2.13, torch/distributed/pipelining/_backward.py, stage_b
 
 
 class Point(NamedTuple):
-    """A moment of the first half where memory can be highest: what is alive that the forward has not left."""
+    """A moment of the first half where memory can peak: what is alive beyond what the forward saved."""
 
     name: str
     lines: tuple[Line, ...]
 
 
 class Weights(NamedTuple):
-    """Weights whose gradients are made together in the second half."""
+    """Weights whose gradients the second half makes together."""
 
     name: str
     numel: int
     beside: tuple[Line, ...]
-    """What making them takes beside them."""
+    """Temporaries beside them."""
     freed: Int
-    """What goes when they are made: gradients that waited, and what their operator saved. [bytes]"""
+    """Bytes freed after them: the output gradient, and what their operator saved."""
 
 
 class Halves(NamedTuple):
-    """One block, or what stands behind the blocks, in a backward of two halves."""
+    """One block, or what follows the blocks, in a backward of two halves."""
 
     held: Int
-    """Gradients that stay from the first half to the second, the one that flows out among them. [bytes]"""
+    """Bytes of gradients that live from the first half to the second, including the gradient of the input."""
     points: tuple[Point, ...]
-    """Of the first half, in its order."""
+    """Moments of the first half, in order."""
     weights: tuple[Weights, ...]
-    """Of the second, in its order."""
+    """Weights of the second half, in order."""
 
 
 class _Planned(NamedTuple):
-    """What a structure came to. ``weights``: for each operator with weights its name, what is there beside, and what goes."""
+    """The plan of a structure. ``weights``: each operator's name, its temporaries, and what is freed after it."""
 
     plan: Plan
     is_sharded: bool
@@ -71,23 +70,23 @@ class _Planned(NamedTuple):
 
 
 def why_not(model: ModelSpec, compute: Compute) -> tuple[str, str] | None:
-    """What of a job is not told here, and what to use instead; ``None`` where everything is."""
-    for untold, instead in (
+    """Return what of a job is not modelled, and what to use instead; None where everything is."""
+    for unmodelled, instead in (
         (model.moe is not None and "experts", "a dense model"),
         (
             compute.recompute != "none" and f"recompute {compute.recompute!r} (which would run for each weight)",
             "recompute none",
         ),
     ):
-        if untold:
-            return untold, instead
+        if unmodelled:
+            return unmodelled, instead
     return None
 
 
 def block_halves(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> Halves:
-    """One block of a run of dense ones."""
+    """Return one block of a run of dense blocks."""
     x = widths(model, compute, batch)
-    is_masked = run.kind != "global" and _always(beyond_the_window(model, x))
+    is_masked = run.kind != "global" and _for_all(beyond_the_window(model, x))
     structure = structure_of(model, run.kind, compute, x, masked=is_masked)
     modules = _modules(run.parameters)
     as_run = [name for name in definition_of(structure.family).modules if name in modules]
@@ -96,7 +95,7 @@ def block_halves(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch
 
 
 def head_halves(model: ModelSpec, tail: tuple[Parameter, ...], compute: Compute, batch: Batch) -> Halves:
-    """Final norm, head and loss, with the parameters of the first two."""
+    """Return final norm, head and loss, with the parameters of the first two."""
     x = widths(model, compute, batch)
     modules = _modules(tail)
     planned = _plan_of(ending_of(model, compute, x, "full"), tuple(range(len(modules))))
@@ -104,7 +103,7 @@ def head_halves(model: ModelSpec, tail: tuple[Parameter, ...], compute: Compute,
 
 
 def _modules(parameters: tuple[Parameter, ...]) -> dict[str, int]:
-    """The elements of every module, in the order of ``parameters()``; a weight and its bias get their gradients together."""
+    """Return the elements of every module, in the order of ``parameters()``. A weight and its bias get their gradients together."""
     numel: dict[str, int] = {}
     for one in parameters:
         name = one.name.rpartition(".")[0]
@@ -112,8 +111,8 @@ def _modules(parameters: tuple[Parameter, ...]) -> dict[str, int]:
     return numel
 
 
-def _always(found: object) -> bool:
-    """Whether something holds for all batches; no search has columns of lengths of which it holds for some."""
+def _for_all(found: object) -> bool:
+    """Whether something holds for all batches. No search mixes lengths for which it holds with others."""
     return bool(found.all()) if hasattr(found, "all") else bool(found)
 
 
@@ -131,7 +130,7 @@ def _halves(planned: _Planned, values: Values, numel: tuple[int, ...]) -> Halves
 
 @lru_cache(maxsize=256)
 def _plan_of(structure: Block | Ending, order: tuple[int, ...]) -> _Planned:
-    """Run the program of a structure forward, backward to its input, and through its weights, the ``order`` of which is given."""
+    """Run a structure's program forward, backward to its input, and then through its weights in this ``order``."""
     tape, output, incoming = _forward(structure)
     index, kept = Index(), {*tape.saved, incoming}
     tape.run_to_inputs(output, incoming)
@@ -139,7 +138,7 @@ def _plan_of(structure: Block | Ending, order: tuple[int, ...]) -> _Planned:
     wide = structure.wide
     points = index.moments(highest(moments, wide=wide, autocast=False, scratch_apart=True))
     held = index.of([store for store in tape.alive if store not in kept])
-    left = tape.left[::-1]
+    left = tape.deferred[::-1]
     made = [(left[at].operator.name, tape.run_weights(left[at])) for at in order]
     weights = tuple([(name, index.of(beside), index.of(freed)) for name, (beside, freed) in made])
     plan = Plan(tuple(index.stores), (), {}, points, (), (), (), (), SPLIT_BACKWARD, {})
@@ -147,7 +146,7 @@ def _plan_of(structure: Block | Ending, order: tuple[int, ...]) -> _Planned:
 
 
 def _forward(structure: Block | Ending) -> tuple[Tape, Value, Store]:
-    """A program that has run: its tape, what it returns, and the gradient of that."""
+    """Run the program forward. Return its tape, its output and the output's gradient."""
     if isinstance(structure, Ending):
         tape, loss = ran_forward(structure)
         return tape, loss, loss.store

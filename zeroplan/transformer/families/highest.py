@@ -1,4 +1,4 @@
-"""Which moments of a tape can be the highest for some batch: those at which no other has at least as much of everything."""
+"""Which moments of a tape can be the highest for some batch: those that no other moment covers in every amount."""
 
 from itertools import chain
 from typing import NamedTuple
@@ -7,9 +7,9 @@ from zeroplan.expr import Monomial, Size
 from zeroplan.ledger import OffGpu
 from zeroplan.transformer.families.tape import Alive
 
-#: What is never more than what: a token's numbers are at least as many as its heads, its heads at least one; keys are at most as
-#: wide as queries; a norm's weight has a token's width; the rotary part of a head
-#: is part of it; a pair of a token and an expert has its vectors; a share of the sequence is no more than all of it.
+#: Amounts that are never more than others. A model has at least as many features as heads, and at least one head. Keys are at most
+#: as wide as queries. A norm's weight has a token's width. The rotary part of a head is part of the head. Each pair of a token and
+#: an expert has vectors. A share of the sequence is at most the sequence.
 _AT_MOST: dict[Monomial, tuple[Monomial, ...]] = {
     ("T",): (("T", "h"), ("T", "q"), ("T", "f")),
     ("T", "a"): (("T", "q"), ("T", "h"), ("T", "f")),
@@ -25,7 +25,7 @@ _AT_MOST: dict[Monomial, tuple[Monomial, ...]] = {
     ("T/p",): (("T/p", "h"), ("T", "h")),
     ("T/p", "h"): (("T", "h"),),
 }
-#: Values are as wide as keys and attention's output as queries, but for latent attention.
+#: Values are as wide as keys, and attention's output as queries, except under latent attention.
 _AS_WIDE = {"v": "k", "c": "q"}
 
 Amounts = dict[Monomial, int]
@@ -34,11 +34,10 @@ Amounts = dict[Monomial, int]
 def highest(
     moments: list[Alive], *, wide: bool, autocast: bool, scratch_apart: bool = False, latent: bool = False
 ) -> tuple[Alive, ...]:  # fmt: skip
-    """Leave out moments at which no more is alive than at another, whatever the batch.
+    """Return the moments that no other covers, whatever the batch.
 
-    ``scratch_apart``: nor without what kernels take inside themselves on CUDA alone, where several do at different moments.
-
-    ``latent``: values and attention's output have widths of their own.
+    ``scratch_apart``: count the workspace of CUDA kernels apart, where several run at different moments. A CPU has none, and other
+    moments may be its highest. ``latent``: values and attention's output have widths of their own.
     """
     counting = Counting((4 if wide else 2, 4 if wide or autocast else 2), {} if latent else _AS_WIDE, {})
     amounts = [_amounts(moment, counting, scratch_apart=scratch_apart) for moment in moments]
@@ -50,23 +49,23 @@ def highest(
 
 
 def _is_covered(at: int, kept: list[int], amounts: list[Amounts]) -> bool:
-    for other in kept:  # noqa: SIM110  a generator would double the calls, of which a tape makes most here
+    for other in kept:  # noqa: SIM110  a generator would double the calls here, where a tape spends most of its time
         if other != at and _covers(amounts[other], amounts[at]):
             return True
     return False
 
 
 class Counting(NamedTuple):
-    """How sizes are counted: bytes of e and r, symbols that stand for others, and what has been counted already."""
+    """How to count sizes: the bytes of e and r, symbols of equal value, and a cache."""
 
     widths: tuple[int, int]
     alike: dict[str, str]
     known: dict[tuple[str, Monomial], tuple[tuple[Monomial, int], ...]]
-    """By the text of a size, and its mark."""
+    """Counted amounts, by the text of a size and its mark."""
 
 
 def _first_of_equals(amounts: list[Amounts]) -> list[int]:
-    """Of moments that are alike, as those of every turn of a ring, the first."""
+    """Return the first of equal moments, such as those of every step of a ring."""
     first: dict[frozenset[tuple[Monomial, int]], int] = {}
     for at, one in enumerate(amounts):
         first.setdefault(frozenset(one.items()), at)
@@ -90,7 +89,7 @@ def _amounts(moment: Alive, counting: Counting, *, scratch_apart: bool) -> Amoun
 
 
 def _counted(size: Size, counting: Counting, mark: Monomial) -> tuple[tuple[Monomial, int], ...]:
-    """What a size is of, each with its mark and in one order."""
+    """Return the amounts of a size, each with its mark, symbols sorted."""
     return tuple(
         (mark + tuple(sorted(counting.alike.get(symbol, symbol) for symbol in monomial)), times)
         for monomial, times in size.multiplied_out(dict(zip("er", counting.widths, strict=True))).items()
@@ -98,11 +97,11 @@ def _counted(size: Size, counting: Counting, mark: Monomial) -> tuple[tuple[Mono
 
 
 def _covers(first: Amounts, second: Amounts) -> bool:
-    """Whether ``first`` is at least ``second``; what it lacks of one amount it may have too much of a larger one."""
+    """Whether ``first`` is at least ``second``. A surplus of a larger amount makes up for a lack of a smaller one."""
     lacks = False
-    for key in chain(second, first):  # most pairs differ among the first of these, and there are many
+    for key in chain(second, first):  # the common case: a difference among the first of many
         if first.get(key, 0) < second.get(key, 0):
-            if key not in _AT_MOST:  # nothing larger stands for it
+            if key not in _AT_MOST:  # no larger amount can make up for it
                 return False
             lacks = True
     surplus = {key: first.get(key, 0) - second.get(key, 0) for key in {**first, **second}} if lacks else {}

@@ -1,69 +1,33 @@
-"""Blocks of OLMo 2 and 3: norms after attention and after the MLP, and over queries and keys of all heads; positions in fp32."""
+"""OLMo 2 and 3: norms after attention and after the MLP, and over the queries and keys of all heads; positions in fp32."""
 
-from zeroplan.expr import Size
-from zeroplan.ledger import Module
+from functools import partial
+
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.attend import Attended, Heads
-from zeroplan.transformer.families.definition import Around, ConfigKeys, Definition, Tables
-from zeroplan.transformer.families.gated import gated_mlp
-from zeroplan.transformer.families.operators import NormAs
-from zeroplan.transformer.families.parts import gated_modules
-from zeroplan.transformer.families.program import Block, Program
+from zeroplan.transformer.families.decoder import Attention, Layer, Rotated, gated_mlp, layer
+from zeroplan.transformer.families.definition import Around, Block, ConfigKeys, Definition, Tables, gated_modules
+from zeroplan.transformer.families.operators import Norm
+from zeroplan.transformer.families.tags import AFTER_ATTENTION_AND_MLP
 from zeroplan.transformer.families.tape import Site, Tape, Value, Width
 from zeroplan.transformer.families.widths import kinds_of_layers
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import alike, attention_of, gated, key_width, query_width
 from zeroplan.transformer.params_modules import rms_norm
-from zeroplan.transformer.symbols import c, d, e, h, k, q, s, v
+from zeroplan.transformer.symbols import d, e, s
 
-LAYER = "transformers 5.23, models/olmo2/modeling_olmo2.py, Olmo2DecoderLayer.forward"
-ATTENTION = "transformers 5.23, models/olmo2/modeling_olmo2.py, Olmo2Attention.forward"
-MLP = "transformers 5.23, models/olmo2/modeling_olmo2.py, Olmo2MLP.forward"
+OLMO2 = "transformers 5.23, models/olmo2/modeling_olmo2.py"
+ATTENTION = f"{OLMO2}, Olmo2Attention.forward"
+ROTARY = f"{OLMO2}, Olmo2RotaryEmbedding.forward"
 CAST = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_state.py, FSDPState._pre_forward"
-ROTARY = "transformers 5.23, models/olmo2/modeling_olmo2.py, Olmo2RotaryEmbedding.forward"
-AFTER_ATTENTION, AFTER_MLP = Place(At.NORM, Module.AFTER_ATTENTION_NORM), Place(At.NORM, Module.AFTER_MLP_NORM)
-NORM = NormAs(one_plus=False, wide=True, source="transformers 5.23, models/olmo2/modeling_olmo2.py, Olmo2RMSNorm.forward")
+NORM = Norm("weighted, then cast", f"{OLMO2}, Olmo2RMSNorm.forward")
 
 
-def olmo2(tape: Tape, given: Value, block: Block) -> Value:
-    """One decoder layer; attention and MLP read the residual stream itself."""
-    addition = Site("residual addition", LAYER)
-    attended, weights = _attention(tape, given, block)
-    normal = op.rms_norm(tape, attended, "norm after attention", NORM, place=AFTER_ATTENTION)
-    tape.release(attended)
-    middle = op.add(tape, given, normal, "residual stream between attention and MLP", addition)
-    tape.release(normal)
-    branch = gated_mlp(tape, middle, block, MLP)
-    normal = op.rms_norm(tape, branch, "norm after the MLP", NORM, place=AFTER_MLP)
-    tape.release(branch)
-    made = op.add(tape, middle, normal, "block output", addition)
-    tape.release(normal, middle)
-    if weights is not None:
-        tape.release(weights)
-    return made
-
-
-def _attention(tape: Tape, given: Value, block: Block) -> Attended:
-    bias = block.attention_bias
-    query = _normed(tape, given, q, ("queries", Module.Q, Module.Q_NORM), bias=bias)
-    key = _normed(tape, given, k, ("keys", Module.K, Module.K_NORM), bias=bias)
-    value = op.linear(tape, given, v, Site("v projection", ATTENTION, Module.V), bias=bias)
-    turned_query, turned_key = _turned(tape, query, key, block)
-    tape.release(query, key)
-    context, weights = block.attend(tape, Heads(turned_query, turned_key, value, block.grouped, block.one_key))
-    made = op.linear(tape, context, h, Site("output projection", ATTENTION, Module.O), reads=c, bias=bias)
-    tape.release(value, turned_query, turned_key, context)
-    return Attended(made, weights)
-
-
-def _turned(tape: Tape, query: Value, key: Value, block: Block) -> tuple[Value, Value]:
-    """Queries and keys in their dtype again; tables in fp32 make fp32 of them, tables that a block has a copy of do not."""
+def _rotated(tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
+    """Return queries and keys in their own dtype. Tables in fp32 make fp32 products; FSDP2's cast copies of the tables do not."""
     tables: Width = e if block.casts_inputs else 4
     copies = (tape.make(op.TENSOR, "rotary cos and sin, cast", 2 * e * s * d, CAST),) if block.casts_inputs else ()
-    tape.course.copied += copies
+    tape.history.input_copies += copies
     bare = [
         op.rotary(tape, one, Site(f"{name}, turned", ATTENTION), tables=tables, saved=copies)
         for one, name in ((query, "queries"), (key, "keys"))
@@ -76,13 +40,16 @@ def _turned(tape: Tape, query: Value, key: Value, block: Block) -> tuple[Value, 
     return made
 
 
-def _normed(tape: Tape, given: Value, width: Size, of: tuple[str, Module, Module], *, bias: bool) -> Value:
-    """Queries or keys of all heads, normalised together."""
-    name, linear, norm = of
-    bare = op.linear(tape, given, width, Site(f"projection to {name}", ATTENTION, linear), bias=bias)
-    made = op.rms_norm(tape, bare, f"norm of the {name}", NORM, weight=width, place=Place(At.NORM, norm))
-    tape.release(bare)
-    return made
+_LAYER = layer(
+    Layer(
+        NORM,
+        Attention(ATTENTION, norm=NORM, norm_at_once=True, norm_over_heads=True, rotated=_rotated).run,
+        partial(gated_mlp, source=f"{OLMO2}, Olmo2MLP.forward"),
+        f"{OLMO2}, Olmo2DecoderLayer.forward",
+        before=None,
+        after=AFTER_ATTENTION_AND_MLP,
+    )
+)
 
 
 def _tensors(model: ModelSpec) -> Layout:
@@ -99,7 +66,7 @@ def _tensors(model: ModelSpec) -> Layout:
 
 
 def _tables(model: ModelSpec) -> Tables:
-    """OLMo 3's local and global layers have tables of their own."""
+    """OLMo 3 has one table for its local layers and one for its global ones."""
     if not TRAITS[model.family].angles_of_kinds or kinds_of_layers(model) == 1:
         return Tables(8 * s * d, "rotary cos and sin, fp32", ROTARY, in_32_bits=True)
     return Tables(16 * s * d, "rotary cos and sin, of local and of global layers, fp32", ROTARY, in_32_bits=True)
@@ -111,5 +78,5 @@ _MODULES = (
     "self_attn", "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj",
     "self_attn.o_proj", "post_attention_layernorm", *gated_modules("mlp"), "post_feedforward_layernorm",
 )  # fmt: skip
-_OLMO_2 = Definition(Program(olmo2, LAYER, NORM), _tensors, _CONFIG, _MODULES, tables=_tables)
+_OLMO_2 = Definition(_LAYER, _tensors, _CONFIG, _MODULES, tables=_tables)
 FAMILIES = {"olmo2": _OLMO_2, "olmo3": _OLMO_2._replace(config=_OLMO_3, around=Around(masks=2))}

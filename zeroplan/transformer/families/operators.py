@@ -1,15 +1,14 @@
-"""The operators that blocks are written in, each with what it allocates, what it saves, and what its backward makes.
+"""The operators that blocks are made of: what each allocates, what it saves for the backward, and what its backward allocates.
 
-Tensors keep transformers' names; sizes are those of the eager operators of torch 2.13.
+Sizes are those of the eager operators of torch 2.13. Tensors have the names of transformers' variables.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from zeroplan.expr import NOTHING, Size
 from zeroplan.ledger import PLAIN, Kind, Role, Tag
 from zeroplan.transformer.blocks import Place
-from zeroplan.transformer.families.attention import CUDA_ALONE
-from zeroplan.transformer.families.norms import NORMALISED, STATISTICS, NormNames
+from zeroplan.transformer.families.tags import CUDA_ALONE, NORMALISED, STATISTICS
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Backward, Do, Site, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import T, b, e, h, r
 
@@ -17,28 +16,28 @@ TENSOR, GRADIENT, TEMPORARY = Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS, Kind.
 
 
 def tensor(tape: Tape, reason: str, dtype: Width, shape: Size, source: str, tag: Tag = PLAIN) -> Value:
-    """Allocate a tensor that gradients flow to."""
+    """Allocate and return a tensor that gets a gradient."""
     return Value(tape.make(TENSOR, reason, dtype * shape, source, tag), dtype, shape)
 
 
 def gradient(tape: Tape, value: Value, reason: str, source: str, tag: Tag = PLAIN) -> Store:
-    """Allocate the gradient of a tensor."""
+    """Allocate and return the gradient of a tensor."""
     return tape.make(GRADIENT, reason, value.dtype * value.shape, source, tag)
 
 
 def through(value: Value, passed: Store) -> tuple[Value, Store]:
-    """Hand a gradient on as it is."""
+    """Return ``passed`` itself as the gradient of ``value``."""
     passed.holds += 1
     return value, passed
 
 
 def passes(*values: Value) -> Backward:
-    """The backward that hands its gradient on as it is, to each of ``values``."""
+    """Return a backward that makes nothing: its gradient is also the gradient of each of ``values``."""
     return lambda _tape, taken: [through(value, taken[0]) for value in values]
 
 
 def makes(reason: str, source: str, *values: Value, beside: tuple[str, Size] | None = None) -> Backward:
-    """The backward that makes a gradient of each of ``values``; ``beside`` it, and before, a temporary: its reason and size."""
+    """Return a backward that allocates a gradient of each of ``values``, after a temporary ``beside`` (reason, size)."""
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         if beside is not None:
@@ -48,44 +47,98 @@ def makes(reason: str, source: str, *values: Value, beside: tuple[str, Size] | N
     return backward
 
 
-def wider(tape: Tape, first: Width, second: Width) -> Width:
-    """The dtype of a result of two; the first where both are alike."""
-    return second if tape.is_wide(second) and not tape.is_wide(first) else first
+def makes_weight_gradient(elements: Size, *, waits: bool = False) -> Backward:
+    """Return a backward that makes only the gradient of a weight (:meth:`Tape.weight_gradient`)."""
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.weight_gradient(elements, waits=waits)
+        return []
+
+    return backward
 
 
-def cast(tape: Tape, value: Value, dtype: Width, site: Site, tag: Tag = PLAIN) -> Value:
-    """``Tensor.to``: the same tensor where it has that dtype already, else a copy. The name for ``value`` stays."""
-    if tape.is_wide(value.dtype) == tape.is_wide(dtype):
-        tape.hold(value.store)
-        return value
-    suffix = {4: " in fp32", e: ", cast"}.get(dtype, "")
-    made = tensor(tape, f"{site.name}{suffix}", dtype, value.shape, site.source, tag)
+def run(
+    tape: Tape, inputs: Value | tuple[Value, ...], reason: str, site: Site, *, dtype: Width | None = None,
+    shape: Size | None = None, saved: tuple[Store, ...] = (), gradient: str = "", beside: tuple[str, Size] | None = None,
+    tag: Tag = PLAIN,
+) -> Value:  # fmt: skip
+    """Run an operator with one output, by default of the first input's dtype and elements.
 
-    backward = makes(f"gradient through the {site.name}", site.source, value)
-    tape.add(f"{site.name}: cast", (made,), (), backward, of=(value,), place=site.place)
+    ``gradient`` is the reason of the gradients that its backward allocates; without one, the output's gradient passes as it is.
+    """
+    inputs = (inputs,) if isinstance(inputs, Value) else inputs
+    dtype = inputs[0].dtype if dtype is None else dtype
+    made = tensor(tape, reason, dtype, inputs[0].shape if shape is None else shape, site.source, tag)
+    backward = makes(gradient, site.source, *inputs, beside=beside) if gradient else passes(*inputs)
+    tape.add(site.name, (made,), saved, backward, of=inputs, place=site.place)
     return made
 
 
+def wider(tape: Tape, first: Width, second: Width) -> Width:
+    """Return the dtype of an operator's result for inputs of two dtypes; the first where both are equally wide."""
+    return second if tape.is_wide(second) and not tape.is_wide(first) else first
+
+
+# --- casts, views and sums ---------------------------------------------------------------------------------------------------
+
+
+def cast(tape: Tape, value: Value, dtype: Width, site: Site, tag: Tag = PLAIN) -> Value:
+    """``Tensor.to``: the same tensor where it has that dtype already, else a copy. ``value`` stays."""
+    if tape.is_wide(value.dtype) == tape.is_wide(dtype):
+        tape.hold(value.store)
+        return value
+    name, suffix = site.name, {4: " in fp32", e: ", cast"}.get(dtype, "")
+    at = site._replace(name=f"{name}: cast")
+    return run(tape, value, f"{name}{suffix}", at, dtype=dtype, gradient=f"gradient through the {name}", tag=tag)
+
+
 def view(tape: Tape, value: Value, site: Site) -> Value:
-    """``Tensor.view``: the same memory under a name of its own, to which a gradient comes before it comes to the whole."""
+    """``Tensor.view``: the same memory. Its gradients are summed before they reach ``value``."""
     made = Value(tape.hold(value.store), value.dtype, value.shape)
     tape.add(f"{site.name}: view", (made,), (), passes(value), of=(value,), place=site.place)
     return made
 
 
+def slices(tape: Tape, whole: Value, shapes: tuple[Size, ...], site: Site) -> tuple[Value, ...]:
+    """``x[..., a:b]`` for each shape: views. The backward of each writes its gradient into zeros of the whole tensor's size."""
+    views = tuple(Value(tape.hold(whole.store), whole.dtype, shape) for shape in shapes)
+    for view in views:
+        tape.add(site.name, (view,), (), makes(f"gradient of the {site.name}", site.source, whole), of=(whole,))
+    return views
+
+
+def chunk(tape: Tape, whole: Value, shapes: tuple[Size, ...], site: Site) -> tuple[Value, ...]:
+    """``x.chunk(n, dim=-1)``: views. One backward joins their gradients."""
+    views = tuple(Value(tape.hold(whole.store), whole.dtype, shape) for shape in shapes)
+    tape.add(site.name, views, (), makes(f"gradients of the {site.name}, joined", site.source, whole), of=(whole,))
+    return views
+
+
+def joined(tape: Tape, parts: tuple[Value, ...], reason: str, shape: Size, site: Site) -> Value:
+    """``cat`` in the widest dtype. Gradients of the parts are views; a narrower part's gradient is a cast copy."""
+    dtype = parts[0].dtype
+    for part in parts[1:]:
+        dtype = wider(tape, dtype, part.dtype)
+    return _of_terms(tape, parts, reason, dtype, shape, site)
+
+
 def add(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
-    """``first + second`` in the wider dtype; the gradient goes to both, cast for one that is narrower."""
-    made = tensor(tape, reason, wider(tape, first.dtype, second.dtype), first.shape, site.source)
+    """``first + second`` in the wider dtype. The gradient goes to both, cast for one that is narrower."""
+    return _of_terms(tape, (first, second), reason, wider(tape, first.dtype, second.dtype), first.shape, site)
+
+
+def _of_terms(tape: Tape, terms: tuple[Value, ...], reason: str, dtype: Width, shape: Size, site: Site) -> Value:
+    made = tensor(tape, reason, dtype, shape, site.source)
 
     def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        return [narrowed(tape, value, taken[0], made, site) for value in (first, second) if tape.follows(value)]
+        return [narrowed(tape, one, taken[0], made, site) for one in terms if tape.follows(one)]
 
-    tape.add(site.name, (made,), (), backward, of=(first, second), place=site.place)
+    tape.add(site.name, (made,), (), backward, of=terms, place=site.place)
     return made
 
 
 def as_narrow(tape: Tape, value: Value, passed: Store, made: Value, source: str) -> Store:
-    """A gradient in the dtype of its tensor: cast where an operator has made it in the wider one of its result."""
+    """Return the gradient of an input: ``passed``, or a cast copy where the operator made it in its result's wider dtype."""
     if tape.is_wide(value.dtype) == tape.is_wide(made.dtype):
         return passed
     tape.scratch.append(passed)
@@ -93,18 +146,21 @@ def as_narrow(tape: Tape, value: Value, passed: Store, made: Value, source: str)
 
 
 def narrowed(tape: Tape, value: Value, taken: Store, made: Value, site: Site) -> tuple[Value, Store]:
-    """Hand on the gradient of a sum to one of its terms, cast where that is narrower."""
+    """Return a sum's gradient as that of one term: the same tensor, or a cast copy for a narrower term."""
     if tape.is_wide(value.dtype) == tape.is_wide(made.dtype):
         return through(value, taken)
     return value, gradient(tape, value, "gradient of the residual stream, cast for the branch", site.source)
 
 
+# --- matrix products ---------------------------------------------------------------------------------------------------------
+
+
 def linear(
     tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, addmm: bool = False
 ) -> Value:  # fmt: skip
-    """``nn.Linear`` over ``reads`` features, making ``width``; under autocast with casts of its input, weight and bias."""
-    if tape.manner.linear is not None:
-        return tape.manner.linear(tape, value, width, site, reads=reads, bias=bias)
+    """``nn.Linear`` from ``reads`` to ``width`` features. It saves its input."""
+    if tape.mode.linear is not None:
+        return tape.mode.linear(tape, value, width, site, reads=reads, bias=bias)
     return trained_linear(tape, value, width, site, reads=reads, bias=bias, addmm=addmm)
 
 
@@ -113,12 +169,12 @@ def trained_linear(
 ) -> Value:  # fmt: skip
     """``nn.Linear`` whose weight is trained.
 
-    Autocast makes the copies from the last argument to the first, so that the gradient of the input is cast first. ``addmm`` is
-    of a layer that calls it with the bias first (``Conv1D`` of transformers), whose gradient is therefore cast first.
+    Autocast casts the arguments from the last to the first, so that the backward casts the input's gradient first. ``addmm``:
+    the layer calls ``addmm`` with the bias first (transformers' ``Conv1D``), so that the backward casts the bias's gradient first.
     """
     matrix = reads * width
     weights = [width, matrix] if bias else [matrix]
-    kept = matrix if tape.follows(value) else None  # the weight's copy is needed for the gradient of the input alone
+    kept = matrix if tape.follows(value) else None  # only the gradient of the input needs the weight's copy
     before = weights[addmm:] if tape.autocast else []
     casts = [
         _weight(tape, elements, site, tracked=elements is kept, of="weight" if elements is matrix else "bias")
@@ -129,7 +185,7 @@ def trained_linear(
         casts.append(_weight(tape, width, site, tracked=False, of="bias"))
     made = tensor(tape, f"output of the {site.name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
     if not bias:
-        tape.product(made.store)
+        tape.matrix_product(made.store)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         reason = f"gradient through the {site.name}"
@@ -151,29 +207,24 @@ def trained_linear(
 
 
 def _weight(tape: Tape, elements: Size, site: Site, *, tracked: bool, of: str) -> Value:
-    """Autocast's copy of a weight or bias: its gradient is made in 16 bits and then cast.
+    """Make autocast's copy of a weight or bias. Its gradient is made in 16 bits and then cast.
 
-    The engine counts the bytes of a weight's copy, which is kept for the backward; that of a bias goes with the forward.
+    The engine counts the bytes of a weight's copy, which lives to the backward. A bias's copy lives to the end of the forward.
     """
     if tracked:
         tape.casts.append(elements)
-        tape.course.deeds.append((Do.CAST, elements))
+        tape.history.actions.append((Do.CAST, elements))
     else:
         tape.cached.append(elements)
     made = Value(Store(TEMPORARY, "", NOTHING, ""), e, elements)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(elements)
-        return []
-
-    tape.add(f"{site.name}: cast of the {of} gradient", (made,), (), backward, of=None)
+    tape.add(f"{site.name}: cast of the {of} gradient", (made,), (), makes_weight_gradient(elements), of=None)
     return made
 
 
 def convolution(tape: Tape, value: Value, width: Size, taps: Size, site: Site) -> Value:
-    """``F.conv1d`` of each of ``width`` channels alone over so many tokens, filled up at both ends and cut to the sequence.
+    """Depthwise ``F.conv1d`` of ``width`` channels over ``taps`` tokens, padded at both ends and cut to the sequence.
 
-    Its input comes in the weight's dtype, of which autocast makes its own.
+    The module casts its input to the weight's dtype; autocast then makes a copy of its own.
     """
     elements = width * taps
     wide = cast(tape, value, r, Site(f"input of the {site.name}, in its weight's dtype", site.source))
@@ -197,133 +248,102 @@ def convolution(tape: Tape, value: Value, width: Size, taps: Size, site: Site) -
     return cut
 
 
-class NormAs(NamedTuple):
-    """How a family writes RMSNorm: ``one_plus`` scales by 1 + weight in fp32 (Gemma), else by the weight.
+Factor = tuple[Value, tuple[Store, ...]]
+"""A factor of a product, and the tensors that the product saves of it for the gradient of the other factor."""
 
-    ``wide``: by the weight before the result is cast (gpt-oss), where Llama casts first.
+
+def factors(tape: Tape, first: Factor, second: Factor) -> tuple[Store, ...]:
+    """Return what a product saves: of each factor only where autograd follows the other."""
+    return (*(first[1] if tape.follows(second[0]) else ()), *(second[1] if tape.follows(first[0]) else ()))
+
+
+def matmul(
+    tape: Tape, first: Value, second: Value, made_as: tuple[str, Size], site: Site, copies: tuple[Store, ...] = ()
+) -> Value:  # fmt: skip
+    """``first @ second`` in their dtype, or in autocast's; ``made_as``: the result's name and elements. It saves both factors.
+
+    ``copies``: contiguous copies that the kernel reads in place of its factors, and saves too.
     """
-
-    one_plus: bool
-    source: str
-    wide: bool = False
-
-
-def rms_norm(
-    tape: Tape,
-    value: Value,
-    name: str,
-    kind: NormAs,
-    *,
-    weight: Size = h,
-    rows: Size = T,
-    place: Place | None = None,
-) -> Value:
-    """RMSNorm from single operators, in fp32; ``weight`` is its weight's elements."""
-    at, module = place or Place()
-    site = Site(name, kind.source, module, at)
-    wide = cast(tape, value, 4, site._replace(name=f"{name}: its input"))
-    scale, named = _scale(tape, wide, rows, site, names_mean=not kind.one_plus)
-    normal = _times(tape, wide, scale, site)
-    tape.release(wide, scale)
-    if kind.one_plus or kind.wide:
-        made = _scaled_in_32_bits(tape, normal, value.dtype, kind, weight, site)
-    else:
-        narrow = cast(tape, normal, value.dtype, site._replace(name=f"{name}: normalised input"), NORMALISED)
-        made = _weighted(tape, narrow, () if tape.manner.norms_frozen else (narrow.store,), weight, site)
-        tape.release(narrow, normal)  # the fp32 one has a name until the norm returns
-    tape.drop(*named)
+    reason, shape = made_as
+    dtype = e if tape.autocast else first.dtype
+    right = cast(tape, second, dtype, Site(f"second factor of the {site.name}", site.source))
+    left = cast(tape, first, dtype, Site(f"first factor of the {site.name}", site.source))
+    saved = (*factors(tape, (left, (left.store,)), (right, (right.store,))), *copies)
+    of = f"gradient of a factor of the {site.name}"
+    made = run(tape, (right, left), reason, site, dtype=dtype, shape=shape, saved=saved, gradient=of)
+    tape.release(left, right)
     return made
 
 
-def _scaled_in_32_bits(tape: Tape, normal: Value, dtype: Width, kind: NormAs, weight: Size, site: Site) -> Value:
-    """Scale by the weight, or by one plus it, before the cast to ``dtype``; one plus a weight is a tensor, which is saved."""
-    name = site.name
-    plus = (tape.make(TENSOR, f"{name}: one plus its weight, fp32", 4 * weight, kind.source),) if kind.one_plus else ()
-    scaled = _weighted(tape, normal, plus if tape.manner.norms_frozen else (normal.store, *plus), weight, site)
-    tape.drop(*plus)
-    if kind.one_plus:
-        tape.release(normal)  # its name stands for the product from here on
-    made = cast(tape, scaled, dtype, site._replace(name=f"output of the {name}"))
-    tape.release(scaled)
-    if not kind.one_plus:
-        tape.release(normal)
+# --- elementwise operators ---------------------------------------------------------------------------------------------------
+
+
+def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result: bool = False) -> Value:
+    """An activation function in one operator. It saves its input (SiLU, GELU) or its result (ReLU). ``value`` stays."""
+    made = tensor(tape, reason, value.dtype, value.shape, site.source)
+    backward = makes(f"gradient of the input of {site.name}", site.source, value)
+    saved = made.store if saves_result else value.store
+    tape.add(site.name, (made,), (saved,), backward, of=(value,), place=site.place)
     return made
 
 
-def _scale(tape: Tape, wide: Value, rows: Size, site: Site, *, names_mean: bool) -> tuple[Value, tuple[Store, ...]]:
-    """``rsqrt(mean(x²) + eps)``, of which the root is saved and pow saves its base; and the mean, where it has a name."""
-    square = tensor(tape, f"{site.name}: square of its input", 4, wide.shape, site.source)
+def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
+    """``first * second`` in the wider dtype. It saves each factor where autograd follows the other.
 
-    def power(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("derivative of pow, fp32", 8 * wide.shape, site.source, pieces=2)
-        return [(wide, gradient(tape, wide, "gradient of the norm's input, fp32", site.source))]
-
-    tape.add(site.name, (square,), (wide.store,), power, of=(wide,), place=site.place)
-    mean = tape.make(TEMPORARY, f"{site.name}: mean of its input's squares", 4 * rows, site.source)
-    tape.release(square)
-    root = tensor(tape, f"{site.name}: reciprocal root mean square", 4, rows, site.source)
-
-    backward = makes("gradient of the squared input", site.source, square)
-    tape.add(f"{site.name}: reciprocal root", (root,), (root.store,), backward, of=(square,), place=site.place)
-    if names_mean:
-        return root, (mean,)
-    tape.drop(mean)
-    return root, ()
-
-
-def _times(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
-    made = tensor(tape, f"{site.name}: normalised input", 4, wide.shape, site.source, NORMALISED)
+    The backward makes a narrower factor's gradient in the wider dtype, and casts it afterwards.
+    """
+    made = tensor(tape, reason, wider(tape, first.dtype, second.dtype), first.shape, site.source)
+    saved = factors(tape, (first, (first.store,)), (second, (second.store,)))
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        direct = gradient(tape, wide, "gradient of the input beside its square, fp32", site.source)
-        tape.temporary("gradient of the root mean square, not yet summed", 4 * wide.shape, site.source)
-        return [(wide, direct), (root, gradient(tape, root, "gradient of the reciprocal root mean square", site.source))]
+        followed = [one for one in (first, second) if tape.follows(one)]
+        name = f"gradient of a factor of the {site.name}"
+        bare = [tape.make(GRADIENT, name, wider(tape, one.dtype, made.dtype) * one.shape, site.source) for one in followed]
+        if any(tape.is_wide(one.dtype) != tape.is_wide(made.dtype) for one in followed):
+            tape.used(*saved)
+        return [(one, as_narrow(tape, one, wide, made, site.source)) for one, wide in zip(followed, bare, strict=True)]
 
-    saved = (wide.store, root.store)
-    tape.add(f"{site.name}: product with the root", (made,), saved, backward, of=(wide,), place=site.place)
+    tape.add(site.name, (made,), saved, backward, of=(first, second), place=site.place)
     return made
 
 
-def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: Size, site: Site) -> Value:
-    """Multiply by the weight, which has the residual stream's dtype: the product is in the wider one of the two."""
-    frozen = tape.manner.norms_frozen
-    made = tensor(tape, f"output of the {site.name}", wider(tape, value.dtype, r), value.shape, site.source)
+def times_per_row(tape: Tape, value: Value, factor: Value, reason: str, dtype: Width, source: str) -> Value:
+    """``value * factor`` with one factor per row, whose gradient the backward sums over each row. It saves both."""
+    made = tensor(tape, reason, dtype, value.shape, source)
+    saved = factors(tape, (value, (value.store,)), (factor, (factor.store,)))
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        followed, reason = tape.follows(value), "gradient of the normalised input"
-        passed = tape.make(GRADIENT, reason, made.dtype * made.shape, site.source) if followed else None
-        if not frozen:
-            unsummed = ("gradient of the norm's weight, not yet summed", made.dtype * made.shape, site.source)
-            tape.weight_gradient(weight, unsummed=unsummed, read=saved)
-        return [] if passed is None else [(value, as_narrow(tape, value, passed, made, site.source))]
+        tape.temporary(f"gradient of a factor of {reason}, not yet summed", dtype * value.shape, source)
+        of = f"gradient of a factor of {reason}"
+        return [(one, gradient(tape, one, of, source)) for one in (value, factor) if tape.follows(one)]
 
-    of = (value,) if frozen else None
-    tape.add(f"{site.name}: product with its weight", (made,), saved, backward, of=of, place=site.place)
+    tape.add(reason, (made,), saved, backward, of=(value, factor))
     return made
 
 
-def layer_norm(tape: Tape, value: Value, names: NormNames, source: str) -> Value:
-    """``torch.nn.LayerNorm``, one operator: it saves its input, and a mean and a deviation per token, fp32 on CUDA."""
-    name = names.name
-    made = tensor(tape, f"output of the {name}", value.dtype, value.shape, source)
-    kept = tape.make(TENSOR, names.scale, 8 * T, source, STATISTICS)
+def plus_constant(tape: Tape, value: Value, reason: str, site: Site) -> Value:
+    """Add a constant. It saves nothing; the gradient passes as it is. ``value`` stays."""
+    return run(tape, value, reason, site)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(h)
-        tape.weight_gradient(h)
-        return [(value, gradient(tape, value, f"gradient through the {name}", source))] if tape.follows(value) else []
 
-    tape.add(name, (made,), (value.store, kept), backward, of=None, place=names.place)
-    tape.drop(kept)
+def multiplied(tape: Tape, value: Value, reason: str, site: Site) -> Value:
+    """Multiply by a constant. It saves nothing. ``value`` stays."""
+    return run(tape, value, reason, site, gradient=f"gradient through the {site.name}")
+
+
+def scaled(tape: Tape, value: Value, reason: str, site: Site) -> Value:
+    """Multiply by a constant and release ``value``: the forward stores the product under the same variable."""
+    made = multiplied(tape, value, reason, site)
+    tape.release(value)
     return made
 
 
 def rotary(
     tape: Tape, value: Value, site: Site, *, part: Size | None = None, tables: Width = r, saved: tuple[Store, ...] = ()
 ) -> Value:  # fmt: skip
-    """``x·cos + rotate_half(x)·sin``, the tables in the residual stream's dtype or another.
+    """``x·cos + rotate_half(x)·sin`` with ``tables`` of that dtype. It saves nothing of the block. ``value`` stays.
 
-    ``part`` is what is turned of it, where that is not all; ``saved`` are tables that are the block's own.
+    ``part``: the elements that positions rotate, where these are not all; ``saved``: the block's own copies of the tables.
     """
     dtype = wider(tape, value.dtype, tables)
     turned_part = value.shape if part is None else part
@@ -343,112 +363,127 @@ def rotary(
     return made
 
 
-def slices(tape: Tape, whole: Value, shapes: tuple[Size, ...], site: Site) -> tuple[Value, ...]:
-    """``x[..., a:b]`` for each shape: views, whose gradients are each put into zeros of the whole's size."""
-    views = tuple(Value(tape.hold(whole.store), whole.dtype, shape) for shape in shapes)
-    for view in views:
-        tape.add(site.name, (view,), (), makes(f"gradient of the {site.name}", site.source, whole), of=(whole,))
-    return views
+# --- norms -------------------------------------------------------------------------------------------------------------------
 
 
-def chunk(tape: Tape, whole: Value, shapes: tuple[Size, ...], site: Site) -> tuple[Value, ...]:
-    """``x.chunk(n, dim=-1)``: views, whose gradients are joined."""
-    views = tuple(Value(tape.hold(whole.store), whole.dtype, shape) for shape in shapes)
+class Norm(NamedTuple):
+    """How a family writes its norms.
 
-    tape.add(site.name, views, (), makes(f"gradients of the {site.name}, joined", site.source, whole), of=(whole,))
-    return views
-
-
-def joined(tape: Tape, parts: tuple[Value, ...], reason: str, shape: Size, site: Site) -> Value:
-    """``cat`` in the wider dtype; the gradients are parts of the whole one, cast for a part that is narrower."""
-    dtype = parts[0].dtype
-    for part in parts[1:]:
-        dtype = wider(tape, dtype, part.dtype)
-    made = tensor(tape, reason, dtype, shape, site.source)
-
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        return [narrowed(tape, part, taken[0], made, site) for part in parts]
-
-    tape.add(site.name, (made,), (), backward, of=parts)
-    return made
-
-
-def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result: bool = False) -> Value:
-    """An activation in one operator: SiLU and GELU save their input, ReLU its result."""
-    made = tensor(tape, reason, value.dtype, value.shape, site.source)
-
-    backward = makes(f"gradient of the input of {site.name}", site.source, value)
-    saved = made.store if saves_result else value.store
-    tape.add(site.name, (made,), (saved,), backward, of=(value,), place=site.place)
-    return made
-
-
-def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
-    """``first * second`` in the wider dtype; each is saved for the gradient of the other, where autograd follows that.
-
-    The gradient of a factor that is narrower is made in the wider dtype, and cast when the operator is done.
+    ``layer``: ``nn.LayerNorm``. ``fused``: ``torch.nn.RMSNorm``. The others are RMSNorm in single operators, in fp32: Llama's
+    casts its result back and then multiplies by the weight, gpt-oss multiplies and then casts, Gemma multiplies by 1 + weight.
     """
-    made = tensor(tape, reason, wider(tape, first.dtype, second.dtype), first.shape, site.source)
-    saved = factors(tape, (first, (first.store,)), (second, (second.store,)))
+
+    kind: Literal["layer", "fused", "cast, then weighted", "weighted, then cast", "one plus weight"]
+    source: str
+
+
+def norm(
+    tape: Tape, value: Value, name: str, kind: Norm, *, weight: Size = h, rows: Size = T, place: Place | None = None
+) -> Value:  # fmt: skip
+    """Run a norm of ``rows`` rows whose weight has ``weight`` elements."""
+    at, module = place or Place()
+    site = Site(name, kind.source, module, at)
+    if kind.kind in ("layer", "fused"):
+        return _norm_in_one_operator(tape, value, site, is_layer=kind.kind == "layer")
+    return _rms_norm(tape, value, kind, weight, rows, site)
+
+
+def _norm_in_one_operator(tape: Tape, value: Value, site: Site, *, is_layer: bool) -> Value:
+    """It saves its input and statistics per token: LayerNorm mean and deviation, in fp32 on CUDA, RMSNorm one fp32 number."""
+    name = site.name
+    made = tensor(tape, f"output of the {name}", value.dtype, value.shape, site.source)
+    if is_layer:
+        kept = tape.make(TENSOR, f"{name}: mean and reciprocal standard deviation", 8 * T, site.source, STATISTICS)
+    else:
+        kept = tape.make(TENSOR, f"{name}: reciprocal root mean square", 4 * T, site.source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        followed = [one for one in (first, second) if tape.follows(one)]
-        name = f"gradient of a factor of the {site.name}"
-        bare = [tape.make(GRADIENT, name, wider(tape, one.dtype, made.dtype) * one.shape, site.source) for one in followed]
-        if any(tape.is_wide(one.dtype) != tape.is_wide(made.dtype) for one in followed):
-            tape.used(*saved)
-        return [(one, as_narrow(tape, one, wide, made, site.source)) for one, wide in zip(followed, bare, strict=True)]
+        for _ in range(1 + is_layer):
+            tape.weight_gradient(h)
+        return [(value, gradient(tape, value, f"gradient through the {name}", site.source))] if tape.follows(value) else []
 
-    tape.add(site.name, (made,), saved, backward, of=(first, second), place=site.place)
+    tape.add(name, (made,), (value.store, kept), backward, of=None, place=site.place)
+    tape.drop(kept)
     return made
 
 
-def matmul(
-    tape: Tape, first: Value, second: Value, made_as: tuple[str, Size], site: Site, copies: tuple[Store, ...] = ()
-) -> Value:  # fmt: skip
-    """``first @ second`` of operands of one dtype, or of autocast's copies of them; what is made is its name and elements.
-
-    ``copies``: what the kernel reads in place of operands whose rows do not lie in order, and saves.
-    """
-    reason, shape = made_as
-    dtype = e if tape.autocast else first.dtype
-    right = cast(tape, second, dtype, Site(f"second factor of the {site.name}", site.source))
-    left = cast(tape, first, dtype, Site(f"first factor of the {site.name}", site.source))
-    made = tensor(tape, reason, dtype, shape, site.source)
-    backward = makes(f"gradient of a factor of the {site.name}", site.source, right, left)
-    saved = factors(tape, (left, (left.store,)), (right, (right.store,)))
-    tape.add(site.name, (made,), (*saved, *copies), backward, of=(left, right), place=site.place)
-    tape.release(left, right)
+def _rms_norm(tape: Tape, value: Value, kind: Norm, weight: Size, rows: Size, site: Site) -> Value:
+    """It saves its input in fp32, the reciprocal root mean square, and what it multiplies by the weight."""
+    wide = cast(tape, value, 4, site._replace(name=f"{site.name}: its input"))
+    scale, named = _reciprocal_root(tape, wide, rows, site, names_mean=kind.kind != "one plus weight")
+    normal = _times_root(tape, wide, scale, site)
+    tape.release(wide, scale)
+    if kind.kind == "cast, then weighted":
+        narrow = cast(tape, normal, value.dtype, site._replace(name=f"{site.name}: normalised input"), NORMALISED)
+        made = _weighted(tape, narrow, () if tape.mode.norms_frozen else (narrow.store,), weight, site)
+        tape.release(narrow, normal)  # the fp32 one has a variable until the norm returns
+    else:
+        made = _weighted_in_32_bits(tape, normal, value.dtype, weight, site, one_plus=kind.kind == "one plus weight")
+    tape.drop(*named)
     return made
 
 
-Factor = tuple[Value, tuple[Store, ...]]
-
-
-def factors(tape: Tape, first: Factor, second: Factor) -> tuple[Store, ...]:
-    """What a product saves of its factors: of each what is kept of it, for the gradient of the other."""
-    return (*(first[1] if tape.follows(second[0]) else ()), *(second[1] if tape.follows(first[0]) else ()))
-
-
-def raised(tape: Tape, value: Value, reason: str, site: Site) -> Value:
-    """Add a number. The name for ``value`` stays; the gradient passes as it is."""
-    made = tensor(tape, reason, value.dtype, value.shape, site.source)
-    tape.add(site.name, (made,), (), passes(value), of=(value,), place=site.place)
+def _weighted_in_32_bits(tape: Tape, normal: Value, dtype: Width, weight: Size, site: Site, *, one_plus: bool) -> Value:
+    """Multiply by the weight, or by 1 + weight, then cast to ``dtype``. 1 + weight is a tensor, which the product saves."""
+    name = site.name
+    plus = (tape.make(TENSOR, f"{name}: one plus its weight, fp32", 4 * weight, site.source),) if one_plus else ()
+    scaled = _weighted(tape, normal, plus if tape.mode.norms_frozen else (normal.store, *plus), weight, site)
+    tape.drop(*plus)
+    if one_plus:
+        tape.release(normal)  # its variable holds the product from here on
+    made = cast(tape, scaled, dtype, site._replace(name=f"output of the {name}"))
+    tape.release(scaled)
+    if not one_plus:
+        tape.release(normal)
     return made
 
 
-def multiplied(tape: Tape, value: Value, site: Site) -> Value:
-    """Multiply by a number. The name for ``value`` stays."""
-    made = tensor(tape, site.name, value.dtype, value.shape, site.source)
-    backward = makes(f"gradient through the {site.name}", site.source, value)
-    tape.add(site.name, (made,), (), backward, of=(value,), place=site.place)
+def _reciprocal_root(tape: Tape, wide: Value, rows: Size, site: Site, *, names_mean: bool) -> tuple[Value, tuple[Store, ...]]:
+    """Return ``rsqrt(mean(x²) + eps)``, and the mean where it has a variable. ``pow`` saves x, ``rsqrt`` its result."""
+    square = tensor(tape, f"{site.name}: square of its input", 4, wide.shape, site.source)
+
+    def power(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("derivative of pow, fp32", 8 * wide.shape, site.source, pieces=2)
+        return [(wide, gradient(tape, wide, "gradient of the norm's input, fp32", site.source))]
+
+    tape.add(site.name, (square,), (wide.store,), power, of=(wide,), place=site.place)
+    mean = tape.make(TEMPORARY, f"{site.name}: mean of its input's squares", 4 * rows, site.source)
+    tape.release(square)
+    root = tensor(tape, f"{site.name}: reciprocal root mean square", 4, rows, site.source)
+    backward = makes("gradient of the squared input", site.source, square)
+    tape.add(f"{site.name}: reciprocal root", (root,), (root.store,), backward, of=(square,), place=site.place)
+    if names_mean:
+        return root, (mean,)
+    tape.drop(mean)
+    return root, ()
+
+
+def _times_root(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
+    made = tensor(tape, f"{site.name}: normalised input", 4, wide.shape, site.source, NORMALISED)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        direct = gradient(tape, wide, "gradient of the input beside its square, fp32", site.source)
+        tape.temporary("gradient of the root mean square, not yet summed", 4 * wide.shape, site.source)
+        return [(wide, direct), (root, gradient(tape, root, "gradient of the reciprocal root mean square", site.source))]
+
+    saved = (wide.store, root.store)
+    tape.add(f"{site.name}: product with the root", (made,), saved, backward, of=(wide,), place=site.place)
     return made
 
 
-def scaled(tape: Tape, value: Value, reason: str, site: Site) -> Value:
-    """Multiply by a number; the name goes over to the product."""
-    made = tensor(tape, reason, value.dtype, value.shape, site.source)
+def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: Size, site: Site) -> Value:
+    """Multiply by the weight, which has the residual stream's dtype: the product has the wider dtype of the two."""
+    frozen = tape.mode.norms_frozen
+    made = tensor(tape, f"output of the {site.name}", wider(tape, value.dtype, r), value.shape, site.source)
 
-    tape.add(site.name, (made,), (), makes("gradient of the scores", site.source, value), of=(value,), place=site.place)
-    tape.release(value)
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        followed, reason = tape.follows(value), "gradient of the normalised input"
+        passed = tape.make(GRADIENT, reason, made.dtype * made.shape, site.source) if followed else None
+        if not frozen:
+            unsummed = ("gradient of the norm's weight, not yet summed", made.dtype * made.shape, site.source)
+            tape.weight_gradient(weight, unsummed=unsummed, read=saved)
+        return [] if passed is None else [(value, as_narrow(tape, value, passed, made, site.source))]
+
+    of = (value,) if frozen else None
+    tape.add(f"{site.name}: product with its weight", (made,), saved, backward, of=of, place=site.place)
     return made

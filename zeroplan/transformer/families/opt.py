@@ -1,41 +1,21 @@
-"""Blocks of OPT: LayerNorm, three projections with biases, an MLP with ReLU."""
+"""OPT: LayerNorm, three projections with biases, an MLP of two matrices with ReLU. Dropout is off."""
+
+from functools import partial
 
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.activation import activated
-from zeroplan.transformer.families.attend import Attended, Heads
-from zeroplan.transformer.families.definition import SIZES, Around, ConfigKeys, Definition, Held
-from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
-from zeroplan.transformer.families.program import Block, Program
+from zeroplan.transformer.families.attention import Attended, Heads
+from zeroplan.transformer.families.decoder import LAYER_NORM, Layer, layer, two_layer_mlp
+from zeroplan.transformer.families.definition import SIZES, Around, Block, ConfigKeys, Definition, Held
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import BlockRun, Layout
 from zeroplan.transformer.params_modules import embedding, layer_norm, linear, whole
-from zeroplan.transformer.symbols import T, c, f, h, k, q, r, v
+from zeroplan.transformer.symbols import T, c, h, k, q, r, v
 
-MODEL = "transformers 5.23, models/opt/modeling_opt.py, OPTDecoder.forward"
-LAYER = "transformers 5.23, models/opt/modeling_opt.py, OPTDecoderLayer.forward"
-ATTENTION = "transformers 5.23, models/opt/modeling_opt.py, OPTAttention.forward"
-
-
-def opt(tape: Tape, given: Value, block: Block) -> Value:
-    """One decoder layer with its norms before the branches."""
-    normal = op.layer_norm(tape, given, LAYER_BEFORE_ATTENTION, LAYER_NORM)
-    attended, weights = _attention(tape, normal, block)
-    tape.release(normal)
-    middle = op.add(tape, given, attended, "residual stream between attention and MLP", Site("residual addition", LAYER))
-    tape.release(attended)
-    normal = op.layer_norm(tape, middle, LAYER_BEFORE_MLP, LAYER_NORM)
-    inner = op.linear(tape, normal, f, Site("first MLP projection", LAYER), bias=True)
-    tape.release(normal)
-    active = activated(tape, inner, block.activation, f"{block.activation}, input of the second projection", LAYER)
-    tape.release(inner)
-    branch = op.linear(tape, active, h, Site("second MLP projection", LAYER), reads=f, bias=True)
-    tape.release(active)
-    made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
-    tape.release(branch, middle)
-    if weights is not None:
-        tape.release(weights)
-    return made
+OPT = "transformers 5.23, models/opt/modeling_opt.py"
+MODEL = f"{OPT}, OPTDecoder.forward"
+LAYER = f"{OPT}, OPTDecoderLayer.forward"
+ATTENTION = f"{OPT}, OPTAttention.forward"
 
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
@@ -47,6 +27,11 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     made = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c, bias=True)
     tape.release(query, key, value, context)
     return Attended(made, weights)
+
+
+_LAYER = layer(
+    Layer(LAYER_NORM, _attention, partial(two_layer_mlp, source=LAYER, frees_input=True), LAYER, mlp_frees_input=True)
+)
 
 
 def _tensors(model: ModelSpec) -> Layout:
@@ -96,4 +81,4 @@ _AROUND = Around(
     ),
     names_input=False,
 )
-FAMILIES = {"opt": Definition(Program(opt, LAYER), _tensors, _CONFIG, _MODULES, tables=None, around=_AROUND)}
+FAMILIES = {"opt": Definition(_LAYER, _tensors, _CONFIG, _MODULES, tables=None, around=_AROUND)}

@@ -1,46 +1,55 @@
-"""Blocks of Qwen3-Next: three of linear attention to each of full attention with a gate; routed experts and a gated shared one."""
+"""Qwen3-Next: three blocks of linear attention to each block of gated full attention; routed experts and a gated shared one.
+
+``delta_rule.py`` has the recurrence of the linear attention.
+"""
 
 from zeroplan.expr import NOTHING
 from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.attend import Attended, Heads
-from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition, Tables
+from zeroplan.transformer.families.attention import Attended, Heads
+from zeroplan.transformer.families.decoder import Layer, gated_mlp, rotated
+from zeroplan.transformer.families.definition import (
+    ROUTER_LOGITS,
+    ROUTER_LOSS,
+    SIZES,
+    Block,
+    ConfigKeys,
+    Definition,
+    Program,
+    Tables,
+    gated_modules,
+)
 from zeroplan.transformer.families.delta_rule import Given, gated_delta_rule
-from zeroplan.transformer.families.gated import Branches, gated_mlp, two_branches
-from zeroplan.transformer.families.operators import NormAs
-from zeroplan.transformer.families.parts import gated_modules
-from zeroplan.transformer.families.program import Block, Program
-from zeroplan.transformer.families.routed import experts_here, router
+from zeroplan.transformer.families.experts import experts_here, router
+from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import KINDS_IN_TURN, Layout, Parameter
-from zeroplan.transformer.params_gated import fused_experts, gated, head_norms, in_turns, key_width, query_width, two_norms
+from zeroplan.transformer.params_gated import alternating, fused_experts, gated, head_norms, key_width, query_width, two_norms
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
 from zeroplan.transformer.symbols import A, D, I, J, T, a, c, d, d_4, e, h, k, k_4, k_d, l, m, n, q, q_4, r, s, v
 
-LAYER = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, Qwen3NextDecoderLayer.forward"
-LINEAR = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, Qwen3NextGatedDeltaNet.forward"
-ATTENTION = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, Qwen3NextAttention.forward"
-MOE = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, Qwen3NextSparseMoeBlock.forward"
-ROTARY = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, Qwen3NextRotaryEmbedding.forward"
-NORM = NormAs(one_plus=True, source="transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, Qwen3NextRMSNorm.forward")
-GATED_NORM = NormAs(
-    one_plus=False, source="transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, Qwen3NextRMSNormGated.forward"
-)
+QWEN3_NEXT = "transformers 5.23, models/qwen3_next/modeling_qwen3_next.py"
+LAYER = f"{QWEN3_NEXT}, Qwen3NextDecoderLayer.forward"
+LINEAR = f"{QWEN3_NEXT}, Qwen3NextGatedDeltaNet.forward"
+ATTENTION = f"{QWEN3_NEXT}, Qwen3NextAttention.forward"
+MOE = f"{QWEN3_NEXT}, Qwen3NextSparseMoeBlock.forward"
+ROTARY = f"{QWEN3_NEXT}, Qwen3NextRotaryEmbedding.forward"
+NORM = Norm("one plus weight", f"{QWEN3_NEXT}, Qwen3NextRMSNorm.forward")
+GATED_NORM = Norm("cast, then weighted", f"{QWEN3_NEXT}, Qwen3NextRMSNormGated.forward")
 _ONE = NOTHING + 1
 
 
-def qwen3_next(tape: Tape, given: Value, block: Block) -> Value:
-    """One decoder layer."""
-    return two_branches(tape, given, block, _LINEAR if block.chunks != "none" else _FULL)
+def _layer(tape: Tape, given: Value, block: Block) -> Value:
+    return (_LINEAR if block.chunks != "none" else _FULL).run(tape, given, block)
 
 
 # --- linear attention --------------------------------------------------------------------------------------------------------
 
 
 def _linear_attention(tape: Tape, normal: Value, block: Block) -> Attended:
-    """``Qwen3NextGatedDeltaNet``, which holds its projections by name to its end."""
+    """Run ``Qwen3NextGatedDeltaNet``. Its variables keep its projections to its end."""
     wide = 2 * J * D + 2 * A * I
     joint = op.linear(tape, normal, wide, Site("joint projection of q, k, v and z", LINEAR))
     rates = op.linear(tape, normal, 2 * A, Site("joint projection of beta and decay", LINEAR))
@@ -67,14 +76,12 @@ def _linear_attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _in_order(tape: Tape, value: Value, name: str) -> Value:
-    """A contiguous copy, whose gradient passes as a view."""
-    made = op.tensor(tape, f"{name} of linear attention", e, value.shape, LINEAR)
-    tape.add(f"{name}, in order", (made,), (), op.passes(value), of=(value,))
-    return made
+    """Return a contiguous copy, whose gradient is a view."""
+    return op.run(tape, value, f"{name} of linear attention", Site(f"{name}, in order", LINEAR), dtype=e)
 
 
 def _mixed(tape: Tape, parts: tuple[Value, ...]) -> Value:
-    """Queries, keys and values joined, and put through the convolution and SiLU."""
+    """Join queries, keys and values, then run the convolution and SiLU."""
     wide = 2 * J * D + A * I
     joined = op.joined(
         tape, parts, "queries, keys and values, joined", T * wide, Site("joined queries, keys and values", LINEAR)
@@ -86,7 +93,7 @@ def _mixed(tape: Tape, parts: tuple[Value, ...]) -> Value:
 
 
 def _decay(tape: Tape, given: Value) -> Value:
-    """``-exp(A) * softplus(a + bias)`` in fp32: logarithms of how fast states decay."""
+    """Return ``-exp(A) * softplus(a + bias)`` in fp32: the logarithms of the states' rates of decay."""
     wide = op.cast(tape, given, 4, Site("decay", LINEAR))
     raised = op.tensor(tape, "decay and its bias", 4, T * A, LINEAR)
 
@@ -113,8 +120,8 @@ def _decay(tape: Tape, given: Value) -> Value:
 
 
 def _gated_norm(tape: Tape, value: Value, gate: Value) -> Value:
-    """The norm of each head, times SiLU of the gate in fp32."""
-    normal = op.rms_norm(tape, value, "norm of linear attention", GATED_NORM, weight=I, rows=T * A)
+    """Normalise each head, and multiply by SiLU of the gate in fp32."""
+    normal = op.norm(tape, value, "norm of linear attention", GATED_NORM, weight=I, rows=T * A)
     wide = op.cast(tape, gate, 4, Site("z of linear attention", LINEAR))
     active = op.pointwise(tape, wide, "silu of z", Site("z: silu", LINEAR))
     made = op.product(tape, normal, active, "norm of linear attention times its gate", Site("gating of the norm", LINEAR))
@@ -132,16 +139,13 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     joint = op.linear(tape, normal, 2 * q, Site("joint projection of queries and gate", ATTENTION, Module.Q), bias=bias)
     bare, behind = op.chunk(tape, joint, (T * q, T * q), Site("queries and gate", ATTENTION))
     gate = _in_order(tape, behind, "gate")
-    query = op.rms_norm(tape, bare, "norm of the queries", NORM, weight=d, rows=T * a, place=Place(At.NORM, Module.Q_NORM))
+    query = op.norm(tape, bare, "norm of the queries", NORM, weight=d, rows=T * a, place=Place(At.NORM, Module.Q_NORM))
     tape.release(joint, bare, behind)
     bare = op.linear(tape, normal, k, Site("k projection", ATTENTION, Module.K), bias=bias)
-    key = op.rms_norm(tape, bare, "norm of the keys", NORM, weight=d, rows=T * k_d, place=Place(At.NORM, Module.K_NORM))
+    key = op.norm(tape, bare, "norm of the keys", NORM, weight=d, rows=T * k_d, place=Place(At.NORM, Module.K_NORM))
     tape.release(bare)
     value = op.linear(tape, normal, v, Site("v projection", ATTENTION, Module.V), bias=bias)
-    turned = (
-        op.rotary(tape, query, Site("queries", ATTENTION), part=T * q_4),
-        op.rotary(tape, key, Site("keys", ATTENTION), part=T * k_4),
-    )
+    turned = rotated(tape, query, key, block, source=ATTENTION, partly=(T * q_4, T * k_4))
     tape.release(query, key)
     context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, joined=True))
     opened = op.pointwise(tape, gate, "sigmoid of the gate", Site("gate: sigmoid", ATTENTION), saves_result=True)
@@ -159,9 +163,9 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _moe(tape: Tape, normal: Value, block: Block) -> Value:
-    """A shared expert with a gate, and routed ones; the module holds the routing by name to its end."""
+    """Run the gated shared expert and the routed experts. The routing tensors live to the module's end."""
     flat = op.view(tape, normal, Site("experts: their input", MOE))
-    shared = gated_mlp(tape, flat, block, MOE, width=n * m, of="shared expert: ")
+    shared = gated_mlp(tape, flat, block, MOE, width=n * m, prefix="shared expert: ")
     routing = router(tape, flat, narrowed=True)
     with tape.inside(Module.EXPERTS):
         routed = experts_here(tape, flat, routing.weights)
@@ -177,22 +181,14 @@ def _moe(tape: Tape, normal: Value, block: Block) -> Value:
 
 
 def _weighted(tape: Tape, shared: Value, gate: Value) -> Value:
-    """The shared expert's output times its gate, one number for each token."""
-    made = op.tensor(tape, "output of the shared expert, gated", e, T * h, MOE)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        arriving = [(shared, op.gradient(tape, shared, "gradient of the shared expert's output", MOE))]
-        tape.temporary("gradient of the shared expert's gate, not yet summed", e * T * h, MOE)
-        return [*arriving, (gate, op.gradient(tape, gate, "gradient of the shared expert's gate", MOE))]
-
-    tape.add("gating of the shared expert", (made,), (shared.store, gate.store), backward, of=(shared, gate))
-    return made
+    """Multiply the shared expert's output by its gate, one number per token. It saves both."""
+    return op.times_per_row(tape, shared, gate, "output of the shared expert, gated", e, MOE)
 
 
-_LINEAR = Branches(NORM, _linear_attention, _moe, LAYER)
-_FULL = Branches(NORM, _attention, _moe, LAYER)
+_LINEAR = Layer(NORM, _linear_attention, _moe, LAYER)
+_FULL = Layer(NORM, _attention, _moe, LAYER)
 
-# --- tensors, and the keys of config.json ------------------------------------------------------------------------------------
+# --- parameters, and the keys of config.json ------------------------------------------------------------------------------------
 
 
 def _tensors(model: ModelSpec) -> Layout:
@@ -206,7 +202,7 @@ def _tensors(model: ModelSpec) -> Layout:
         *linear("mlp.shared_expert_gate", hidden, 1),
         *two_norms(model),
     )
-    return in_turns(model, KINDS_IN_TURN[1], (*_of_linear(model), *after), (*_of_full(model), *after))
+    return alternating(model, KINDS_IN_TURN[1], (*_of_linear(model), *after), (*_of_full(model), *after))
 
 
 def _of_linear(model: ModelSpec) -> Parameters:
@@ -225,7 +221,7 @@ def _of_linear(model: ModelSpec) -> Parameters:
 
 
 def _of_full(model: ModelSpec) -> Parameters:
-    """Three projections, of which that of the queries makes a gate as well, that of the output, and norms of heads."""
+    """Return the parameters of full attention. The projection of the queries also makes the gate."""
     hidden, query, key, bias = model.hidden_size, query_width(model), key_width(model), model.attention_bias
     return (
         *linear("self_attn.q_proj", hidden, 2 * query, bias=bias),
@@ -236,11 +232,7 @@ def _of_full(model: ModelSpec) -> Parameters:
     )
 
 
-def _tables(_model: ModelSpec) -> Tables:
-    """A quarter of each head is turned."""
-    return Tables(2 * r * s * d_4, "rotary cos and sin, of a quarter of each head", ROTARY)
-
-
+_TABLES = Tables(2 * r * s * d_4, "rotary cos and sin, of a quarter of each head", ROTARY)
 _LINEAR_SIZES = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 _CONFIG = ConfigKeys(
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 256, "linear_conv_kernel_dim": 4},
@@ -251,11 +243,11 @@ _CONFIG = ConfigKeys(
     keys={"num_experts": ("num_experts", "num_local_experts")},
     only={"mlp_only_layers": ([],), "full_attention_interval": (4,), "partial_rotary_factor": (0.25,)},
     counted_as={
-        "norm_topk_prob": (True, "without the division the router takes some bytes per token less"),
-        "output_router_logits": (False, "the loss of the router and its logits take some bytes per token and expert more"),
+        "norm_topk_prob": (True, "without the division the router saves some bytes per token less"),
+        "output_router_logits": ROUTER_LOGITS,
     },
     read=("shared_expert_intermediate_size",),
-    harmless={"the loss of the router, which output_router_logits switches on": ("router_aux_loss_coef",)},
+    harmless=ROUTER_LOSS,
 )  # fmt: skip
 _MODULES = (
     "linear_attn", "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.norm", "linear_attn.out_proj", "self_attn",
@@ -266,7 +258,7 @@ _EXPERTS = (
 )  # fmt: skip
 FAMILIES = {
     "qwen3_next": Definition(
-        Program(qwen3_next, LAYER, NORM), _tensors, _CONFIG,
-        expert_modules=("input_layernorm", *_MODULES, "post_attention_layernorm", *_EXPERTS), tables=_tables,
+        Program(_layer, LAYER, NORM), _tensors, _CONFIG,
+        expert_modules=("input_layernorm", *_MODULES, "post_attention_layernorm", *_EXPERTS), tables=_TABLES,
     )
 }  # fmt: skip

@@ -1,8 +1,7 @@
-"""What a block, or what follows the blocks, requests and releases one after the other, forward and backward.
+"""The memory requests and releases of a block, or of what follows the blocks, in order, forward and backward.
 
-The same programs that give a block's moments (``traced.py``, ``ending.py``) run once per structure; what they did to memory is
-read off the tape. Sizes have values for every batch. The engine that runs the block says what becomes of its input, its output
-and its weights' gradients.
+The programs behind a block's moments (``traced.py``, ``ending.py``) run once per structure, and their tapes record the requests.
+Sizes have values for every batch. The engine that runs the block decides about its input, its output and its weights' gradients.
 """
 
 from collections.abc import Iterable
@@ -16,59 +15,59 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss, Recompute
 from zeroplan.transformer.blocks import Compute
+from zeroplan.transformer.families.definition import Block
 from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
-from zeroplan.transformer.families.parts import INCOMING
-from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.sharded import SHARES
-from zeroplan.transformer.families.tape import Deed, Do, Store, Tape, Value
+from zeroplan.transformer.families.tags import INCOMING
+from zeroplan.transformer.families.tape import Action, Do, Store, Tape, Value
 from zeroplan.transformer.families.traced import run_forward, structure_of, torchtitan_structure
 from zeroplan.transformer.families.widths import beyond_the_window, in_one_chunk, values_of, widths
 from zeroplan.transformer.symbols import r
 
 
 class Done(NamedTuple):
-    """One deed: what is done, and the place of what it is done to among a program's tensors."""
+    """One action, and the index of its object among a program's tensors and weights."""
 
     do: Do
     place: int
 
 
 class Requested(NamedTuple):
-    """A program's deeds, and the tensors they are done to. Places of tensors that there are not are -1."""
+    """A program's actions, and the tensors and weights that they act on. The index of an absent tensor is -1."""
 
     things: tuple[Store | Size, ...]
-    """Tensors, and of weights their elements."""
+    """Tensors, and the elements of weights."""
     forward: tuple[Done, ...]
     backward: tuple[Done, ...]
     given: int
-    """What the program is given. The engine requests it, and releases the name that it has while the program runs."""
+    """The program's input. The engine requests it, and ends its variable."""
     made: int
-    """What it returns. Its name is the engine's."""
+    """The program's output. The engine ends its variable."""
     incoming: int
-    """The gradient of what it returns, which the engine hands to it."""
+    """The gradient of the output, which the engine makes."""
     outgoing: int
-    """The gradient of what it is given, which it leaves to the engine."""
+    """The gradient of the input, which the engine frees."""
     saves_given: bool
-    """It saves what it is given, and releases it in its backward."""
+    """The program saves its input and frees it in its backward."""
 
 
 class Instruction(NamedTuple):
-    """One deed of one batch."""
+    """One action for one batch."""
 
     do: Do
     place: int
     size: int = 0
-    """Of a tensor in bytes, of a weight in elements."""
+    """Bytes of a tensor, elements of a weight."""
     pieces: int = 1
-    """How many tensors of that size."""
+    """The number of tensors of that size."""
     kind: Kind = Kind.UNSHARDED_GRADIENTS
     reason: str = "gradient of a weight"
     multiplies: bool = False
-    """A product of matrices makes it: the output of a linear layer, or the gradient through one."""
+    """A matrix product makes it: the output of a linear layer, or the gradient through one."""
 
 
 class Sized(NamedTuple):
-    """A program's deeds for one batch, and the places of what it shares with its neighbours (:class:`Requested`)."""
+    """A program's actions for one batch, with the indexes of the tensors it shares with its neighbours."""
 
     forward: tuple[Instruction, ...]
     backward: tuple[Instruction, ...]
@@ -76,7 +75,7 @@ class Sized(NamedTuple):
 
 
 def block_requests(model: ModelSpec, kind: str, compute: Compute, batch: Batch, recompute: Recompute) -> Sized:
-    """What a block of a kind requests and releases, as the backward recomputes it."""
+    """Return the actions of a block of this kind, with this recomputation."""
     x = widths(model, compute, batch)
     masked = _one(in_one_chunk(x) if kind == "linear" else kind != "global" and beyond_the_window(model, x))
     structure = structure_of(model, kind, compute, x, masked=masked)
@@ -85,7 +84,7 @@ def block_requests(model: ModelSpec, kind: str, compute: Compute, batch: Batch, 
 
 
 def ending_requests(model: ModelSpec, compute: Compute, batch: Batch, loss: Loss) -> Sized:
-    """What final norm, head and loss request and release. Labels of a sequence that ranks share come shifted already."""
+    """Return the actions of final norm, head and loss. Context-parallel ranks get shifted labels."""
     x = widths(model, compute, batch)
     made = _of_an_ending(ending_of(model, compute, x, loss))
     return _sized(made if compute.cp == 1 else _without_labels(made), values_of(model, x, compute.tp))
@@ -94,12 +93,14 @@ def ending_requests(model: ModelSpec, compute: Compute, batch: Batch, loss: Loss
 @lru_cache(maxsize=64)
 def _without_labels(whole: Requested) -> Requested:
     labels = {at for at, one in enumerate(whole.things) if isinstance(one, Store) and one.tag.role is Role.LABELS}
-    forward, backward = (tuple([one for one in deeds if one.place not in labels]) for deeds in (whole.forward, whole.backward))
+    forward, backward = (
+        tuple([one for one in actions if one.place not in labels]) for actions in (whole.forward, whole.backward)
+    )
     return whole._replace(forward=forward, backward=backward)
 
 
 def torchtitan_requests(model: ModelSpec, compute: Compute, batch: Batch, recompute: Recompute) -> tuple[Sized, Sized]:
-    """What a block of torchtitan's Llama 3 requests and releases, and what follows its blocks."""
+    """Return the actions of a block of torchtitan's Llama 3, and those of what follows the blocks."""
     x = widths(model, compute, batch)
     values = values_of(model, x)
     return (
@@ -116,7 +117,7 @@ def _one(answer: object) -> bool:
 def _sized(requested: Requested, values: Values) -> Sized:
     sizes = [_int((one.size if isinstance(one, Store) else one).value(values)) for one in requested.things]
     forward, backward = (
-        tuple([_instruction(requested, sizes, *one) for one in deeds]) for deeds in (requested.forward, requested.backward)
+        tuple([_instruction(requested, sizes, *one) for one in actions]) for actions in (requested.forward, requested.backward)
     )
     return Sized(forward, backward, requested)
 
@@ -137,25 +138,25 @@ def _int(value: Int) -> int:
 
 
 class _Places:
-    """Gives everything that something is done to its place, in the order it comes."""
+    """Assigns every tensor and weight an index, in the order of first use."""
 
     def __init__(self) -> None:
         self.places: dict[Store | Size, int] = {}
         self.same: dict[Store, Store] = {}
-        """Tensors of one run that are another run's."""
+        """Tensors of the recomputation that are tensors of the forward."""
 
     def of(self, thing: Store | Size | None) -> int:
-        """The place of a thing; -1 of none."""
+        """Return the index of a tensor or weight; -1 for None."""
         if thing is None:
             return -1
         return self.places.setdefault(self.same.get(thing, thing) if isinstance(thing, Store) else thing, len(self.places))
 
-    def done(self, deeds: Iterable[Deed]) -> tuple[Done, ...]:
-        """Deeds with places."""
-        return tuple([Done(do, self.of(thing)) for do, thing in deeds])
+    def done(self, actions: Iterable[Action]) -> tuple[Done, ...]:
+        """Return actions with indexes."""
+        return tuple([Done(do, self.of(thing)) for do, thing in actions])
 
     def requested(
-        self, forward: Iterable[Deed], backward: Iterable[Deed], *, given: Store, made: Store, incoming: Store,
+        self, forward: Iterable[Action], backward: Iterable[Action], *, given: Store, made: Store, incoming: Store,
         outgoing: Store | None, saves_given: bool,
     ) -> Requested:  # fmt: skip
         """All of it."""
@@ -173,7 +174,7 @@ def _of_a_block(structure: Block, recompute: Recompute, *, offloaded: bool) -> R
 
 
 def _of_a_rank(whole: Requested) -> Requested:
-    """Every tensor and weight, the widths that are split written as shares."""
+    """Return the actions of one tensor-parallel rank: its share of every width that is split."""
     for one in whole.things:
         if isinstance(one, Store):
             one.size = one.size.replacing(SHARES)
@@ -182,20 +183,20 @@ def _of_a_rank(whole: Requested) -> Requested:
 
 def _plain(structure: Block) -> Requested:
     tape, given, made = run_forward(structure, saving=True)
-    forward, incoming = _without(tape.course.deeds, given.store), _incoming(made)
+    forward, incoming = _without(tape.history.actions, given.store), _incoming(made)
     tape.release(made, given)
-    tape.drop(*tape.course.copied)
-    saves_given, before = given.store in tape.alive, len(tape.course.deeds)
+    tape.drop(*tape.history.input_copies)
+    saves_given, before = given.store in tape.alive, len(tape.history.actions)
     tape.run_backward(made, incoming)
     return _Places().requested(
-        forward, tape.course.deeds[before:], given=given.store, made=made.store, incoming=incoming, outgoing=tape.course.outgoing,
-        saves_given=saves_given,
+        forward, tape.history.actions[before:], given=given.store, made=made.store, incoming=incoming,
+        outgoing=tape.history.outgoing, saves_given=saves_given,
     )  # fmt: skip
 
 
-def _without(deeds: list[Deed], *stores: Store) -> list[Deed]:
-    """Deeds without the requests of these tensors."""
-    return [(do, thing) for do, thing in deeds if do is not Do.REQUEST or thing not in stores]
+def _without(actions: list[Action], *stores: Store) -> list[Action]:
+    """Return the actions without the requests of these tensors."""
+    return [(do, thing) for do, thing in actions if do is not Do.REQUEST or thing not in stores]
 
 
 def _incoming(made: Value) -> Store:
@@ -203,78 +204,71 @@ def _incoming(made: Value) -> Store:
 
 
 def _recomputed(structure: Block, *, keeps: bool, offloaded: bool) -> Requested:
-    """A checkpoint: the forward keeps its input and, selectively, what is dear; the backward runs it again when it needs the rest.
+    """Run a checkpoint. The forward keeps its input and, if selective, some outputs; the backward recomputes the rest.
 
-    An input that is in host memory comes back for that, and goes with it, unless the block saves it.
+    An offloaded input returns to the GPU for the recomputation and is freed after it, unless the block saves it.
     """
-    tape, given, made = run_forward(structure, saving=False, keeping=keeps)
-    forward, kept, copied = _without(tape.course.deeds, given.store), tape.kept() if keeps else (), tape.course.copied
-    again, _, output = run_forward(structure, saving=True, given=given.store, again=True)
+    tape, given, made = run_forward(structure, saving=False, keeps_selected=keeps)
+    forward, kept = _without(tape.history.actions, given.store), tape.selected() if keeps else ()
+    copied = tape.history.input_copies
+    again, _, output = run_forward(structure, saving=True, given=given.store, recomputed=True)
     places = _Places()
-    places.same = dict(zip((*(again.kept() if keeps else ()), *again.course.copied), (*kept, *copied), strict=True))
+    places.same = dict(zip((*(again.selected() if keeps else ()), *again.history.input_copies), (*kept, *copied), strict=True))
     to_the_end = keeps or structure.family == "torchtitan"  # whose checkpoints have early_stop=False
     incoming, until_saved = _incoming(output), [] if to_the_end else _until_last_saved(again)
     again.release(given, output)
-    ran, is_saved = len(again.course.deeds), given.store in again.saved
-    rerun = again.course.deeds[:ran] if to_the_end else until_saved
+    ran, is_saved = len(again.history.actions), given.store in again.saved
+    rerun = again.history.actions[:ran] if to_the_end else until_saved
     again.run_backward(output, incoming)
-    needed = max(ran, again.course.needed_at)
-    before, after = again.course.deeds[ran:needed], again.course.deeds[needed:]
+    needed = max(ran, again.history.rerun_at)
+    before, after = again.history.actions[ran:needed], again.history.actions[needed:]
     gone = set() if to_the_end else {thing for do, thing in rerun if do is Do.RELEASE}
     if offloaded:
         rerun = [(Do.REQUEST, given.store), *rerun, *(() if to_the_end or is_saved else ((Do.RELEASE, given.store),))]
     else:
-        gone.add(given.store)  # the checkpoint's own until the block is done
+        gone.add(given.store)  # the checkpoint holds it until the block is done
         rerun = [(do, thing) for do, thing in rerun if do is not Do.RELEASE or thing is not given.store]
     back = [(do, thing) for do, thing in (*before, *after) if do is not Do.RELEASE or thing not in gone]
     back[len(before) : len(before)] = _without(rerun, *places.same)
     back += [(Do.RELEASE, store) for store in copied]  # the checkpoint's own, too
     return places.requested(
-        forward, back, given=given.store, made=made.store, incoming=incoming, outgoing=again.course.outgoing, saves_given=True,
+        forward, back, given=given.store, made=made.store, incoming=incoming, outgoing=again.history.outgoing, saves_given=True,
     )  # fmt: skip
 
 
-def _until_last_saved(tape: Tape) -> list[Deed]:
-    """Run again up to the last operator that saves something; names go there, and what nothing has saved."""
-    deeds = _without(tape.course.deeds[: tape.course.saved_at], *tape.course.made_after)
+def _until_last_saved(tape: Tape) -> list[Action]:
+    """Return the actions of a recomputation, which stops at the last operator that saves and frees what nothing has saved."""
+    actions = _without(tape.history.actions[: tape.history.saved_at], *tape.history.outputs_of_saver)
     there: dict[Store, None] = {}
-    for do, thing in deeds:
+    for do, thing in actions:
         if isinstance(thing, Store) and do is Do.REQUEST:
             there[thing] = None
         elif isinstance(thing, Store) and do is Do.RELEASE:
             there.pop(thing, None)
-    return [*deeds, *((Do.RELEASE, store) for store in there if store not in tape.saved)]
+    return [*actions, *((Do.RELEASE, store) for store in there if store not in tape.saved)]
 
 
 @lru_cache(maxsize=64)
 def _of_an_ending(ending: Ending) -> Requested:
-    tape, loss = ran_forward(ending)
-    (_, given), *forward = tape.course.deeds
-    assert isinstance(given, Store)  # noqa: S101  the input is requested first
-    then = len(tape.course.deeds)
-    tape.run_backward(loss, loss.store)
-    made = _Places().requested(
-        forward,
-        tape.course.deeds[then:],
-        given=given,
-        made=loss.store,
-        incoming=loss.store,
-        outgoing=tape.course.outgoing,
-        saves_given=False,
-    )
+    made = _to_the_loss(*ran_forward(ending))
     return _of_a_rank(made) if ending.sharded else made
 
 
 @lru_cache(maxsize=2)
 def _of_torchtitans_ending(*, wide: bool) -> Requested:
-    from zeroplan.transformer.families.torchtitan import ending  # noqa: PLC0415  others need not wait for it
+    from zeroplan.transformer.families.torchtitan import ending  # noqa: PLC0415  keeps start-up fast
 
     tape = Tape(wide=wide, autocast=False, saving=True)
-    given, loss = ending(tape)
-    _, *forward = tape.course.deeds
-    then = len(tape.course.deeds)
+    return _to_the_loss(tape, ending(tape))
+
+
+def _to_the_loss(tape: Tape, loss: Value) -> Requested:
+    """Return the actions of a tape that has run forward to the loss, and of its backward."""
+    (_, given), *forward = tape.history.actions
+    assert isinstance(given, Store)  # noqa: S101  the input is requested first
+    then = len(tape.history.actions)
     tape.run_backward(loss, loss.store)
     return _Places().requested(
-        forward, tape.course.deeds[then:], given=given, made=loss.store, incoming=loss.store, outgoing=tape.course.outgoing,
+        forward, tape.history.actions[then:], given=given, made=loss.store, incoming=loss.store, outgoing=tape.history.outgoing,
         saves_given=False,
     )  # fmt: skip

@@ -1,16 +1,16 @@
-"""Attention over a sequence that context-parallel ranks share, as torch's ``context_parallel`` runs it: what rank 0 holds.
+"""Ring attention: context-parallel ranks split the sequence, as torch's ``context_parallel`` does. The tape is rank 0's.
 
-Each rank has an early and a late part of the sequence, so that all have as much to do. Keys and values of all ranks are gathered
-once; the rank goes from one rank's to the next and merges what it makes, in fp32. Rank 0 has the very first part, so that only
-its late half of queries sees others' keys. Backward, the gradients of keys and values go round instead.
+Each rank has an early and a late part of the sequence, which balances their work. One all-gather collects keys and values of all
+ranks. The rank runs the kernel for each rank's keys in turn, and merges the outputs in fp32. Rank 0 has the first part, so that
+only its late half of queries sees other ranks' keys. In the backward the ranks pass gradients of keys and values around the ring.
 
 Source: torch 2.13, ``torch/distributed/tensor/experimental/_context_parallel/_attention.py``.
 """
 
 from zeroplan.expr import Size
-from zeroplan.transformer.families.attend import Attended, Heads, HeadSize, flash_scratch, in_order_of_tokens
-from zeroplan.transformer.families.attention import FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
+from zeroplan.transformer.families.attention import Attended, Heads, HeadSize, flash_scratch, in_order_of_tokens
 from zeroplan.transformer.families.operators import GRADIENT, TEMPORARY, TENSOR, gradient, tensor
+from zeroplan.transformer.families.tags import FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
 from zeroplan.transformer.families.tape import Arriving, Store, Tape
 from zeroplan.transformer.symbols import T_2, T, a, c, e, k, q, v
 
@@ -23,10 +23,9 @@ _PAIR = e * T * (k + v)
 
 
 def ring_attention(tape: Tape, heads: Heads, *, ranks: int, size: HeadSize) -> Attended:
-    """Run the flash kernel once for each of ``ranks``; saved are the operands, the merged output and log-sum-exp.
+    """Run the flash kernel once per rank. It saves its operands, the merged output and the merged log-sum-exp.
 
-    Halves of tensors put the merged output head by head, so that it is copied into the order of tokens, and both are saved, unless
-    there is a single head.
+    With several heads the merged output lies head by head. A copy is in the order of tokens, and the output projection saves it.
     """
     sums = _forward(tape, heads, ranks)
     made = tensor(tape, "attention output, merged", e, T * c, MERGE)
@@ -34,21 +33,21 @@ def ring_attention(tape: Tape, heads: Heads, *, ranks: int, size: HeadSize) -> A
     tape.scratch.clear()
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        going = _Round(tape, heads, ranks, size)
+        ring = _RingBackward(tape, heads, ranks, size)
         for other in range(1, ranks):
-            going.turn(other)
-        return going.end()
+            ring.step(other)
+        return ring.end()
 
     operands = heads.query, heads.key, heads.value
     tape.add("attention", (made,), (*(one.store for one in operands), made.store, sums), backward, of=operands)
-    tape.by_kernel(made.store, sums)
+    tape.kernel_output(made.store, sums)
     tape.drop(sums)
     one_head = heads.one_key and not heads.grouped
     return Attended(made if one_head else in_order_of_tokens(tape, made, "attention output in the order of tokens"))
 
 
 def _copies(tape: Tape, heads: Heads, source: str) -> tuple[Store, ...]:
-    """Keys and values head by head, which copies both unless there is a single head."""
+    """Copy keys and values head by head, unless there is a single head."""
     if heads.one_key:
         return ()
     return (
@@ -58,7 +57,7 @@ def _copies(tape: Tape, heads: Heads, source: str) -> tuple[Store, ...]:
 
 
 def _forward(tape: Tape, heads: Heads, ranks: int) -> Store:
-    """What ends with the operator is left in ``tape.scratch``; returned is the merged log-sum-exp."""
+    """Return the merged log-sum-exp. What lives to the operator's end is in ``tape.scratch``."""
 
     def make(reason: str, formula: Size) -> Store:
         return tape.make(TEMPORARY, reason, formula, MERGE)
@@ -74,7 +73,7 @@ def _forward(tape: Tape, heads: Heads, ranks: int) -> Store:
     merged = make("output so far, fp32", 4 * T * q)
     for other in range(1, ranks):
         if other < ranks - 1:
-            tape.drop(tape.make(TEMPORARY, "keys and values, in vain", _PAIR, FORWARD))
+            tape.drop(tape.make(TEMPORARY, "keys and values that nothing reads", _PAIR, FORWARD))
         if other == 1:
             tape.drop(*copies)
         new = make("output of half the queries for another rank's keys", e * T_2 * q), make("its log-sum-exp", 4 * T_2 * a)
@@ -88,7 +87,7 @@ def _forward(tape: Tape, heads: Heads, ranks: int) -> Store:
 
 
 def _merged(tape: Tape, sums: Store, merged: Store) -> tuple[Store, Store]:
-    """Put half of an output into the one so far: the half is weighted in four tensors, then the whole is written anew."""
+    """Merge half of an output into the output so far: four tensors weight the half, then a new tensor holds the whole."""
 
     def make(reason: str, formula: Size) -> Store:
         return tape.make(TEMPORARY, reason, formula, MERGE)
@@ -109,11 +108,11 @@ def _merged(tape: Tape, sums: Store, merged: Store) -> tuple[Store, Store]:
     return new_sums, new
 
 
-class _Round:
-    """What the rank holds while gradients of keys and values go round, from its own keys to the last rank's."""
+class _RingBackward:
+    """What the rank holds in the backward, from the kernel for its own keys to that for the last rank's."""
 
     def __init__(self, tape: Tape, heads: Heads, ranks: int, size: HeadSize) -> None:
-        """Begin with the rank's own keys."""
+        """Run the kernel for the rank's own keys."""
         self.tape, self.heads, self.ranks, self.size = tape, heads, ranks, size
         self.queries = self._made("gradient of the queries, fp32", 4 * T * q)
         self.own: tuple[Store, ...] = (
@@ -125,37 +124,37 @@ class _Round:
         flat = () if heads.one_key else (
             self._made("gradient of the keys, flat", 4 * T * k), self._made("gradient of the values, flat", 4 * T * v)
         )  # fmt: skip
-        self.sent = self._sent()
+        self.sending = self._send()
         tape.drop(*flat)
-        self.come = self._come()
+        self.received = self._receive()
         self.half_sums: tuple[Store, ...] = ()
 
-    def turn(self, other: int) -> None:
-        """The keys of another rank, to which half of the queries belong."""
+    def step(self, other: int) -> None:
+        """Run the kernel for another rank's keys, with half of the queries."""
         tape = self.tape
         if other < self.ranks - 1:
-            another = self._held("keys and values, in vain", _PAIR)
+            another = self._held("keys and values that nothing reads", _PAIR)
             tape.drop(self.pair)
             self.pair = another
         half = (self._held("half of the log-sum-exp", 4 * T_2 * a),)
         tape.drop(*self.half_sums, *(self.copies if other == 1 else ()))
         self.half_sums = half
         new = self._kernel(T_2)
-        tape.drop(*self.parts, self.sent, *self.own)
-        self.parts, self.own = new, (self.come,)
-        self.sent, self.come = self._sent(), self._come()
+        tape.drop(*self.parts, self.sending, *self.own)
+        self.parts, self.own = new, (self.received,)
+        self.sending, self.received = self._send(), self._receive()
         another = self._made("gradient of the queries, fp32", 4 * T * q)
         tape.drop(self.queries)
         self.queries = another
 
     def end(self) -> Arriving:
-        """What is handed on, in the dtype of what it is of."""
+        """Return the gradients of queries, keys and values in the dtypes of these."""
         tape, heads = self.tape, self.heads
         of_queries = gradient(tape, heads.query, "gradient of the queries", BACKWARD)
         tape.drop(self.queries)
         both = self._made("gradients of keys and values", _PAIR)
         tape.hold(both)
-        tape.drop(self.sent, *self.own, self.pair, *self.parts, self.come, self.whole, *self.half_sums)
+        tape.drop(self.sending, *self.own, self.pair, *self.parts, self.received, self.whole, *self.half_sums)
         return [(heads.query, of_queries), (heads.key, both), (heads.value, both)]
 
     def _made(self, reason: str, formula: Size) -> Store:
@@ -164,11 +163,11 @@ class _Round:
     def _held(self, reason: str, formula: Size) -> Store:
         return self.tape.make(TEMPORARY, reason, formula, BACKWARD)
 
-    def _sent(self) -> Store:
+    def _send(self) -> Store:
         return self._made("gradients of keys and values, to be sent, fp32", 4 * T * (k + v))
 
-    def _come(self) -> Store:
-        return self._made("gradients of keys and values that come, fp32", 4 * T * (k + v))
+    def _receive(self) -> Store:
+        return self._made("gradients of keys and values received, fp32", 4 * T * (k + v))
 
     def _kernel(self, queries: Size) -> tuple[Store, ...]:
         made = (

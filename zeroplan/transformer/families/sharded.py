@@ -1,16 +1,16 @@
-"""What tensor parallelism does to a block: its matrices are split by DTensor over ranks, and between them the sequence.
+"""Tensor parallelism: DTensor splits a block's matrices over ranks, and the sequence between them.
 
-The tape is that of a rank: heads and the MLP's width are its share, ``q`` standing for ``q/p`` until the plan is written down.
-What the norms read and the residual stream are shares of the sequence, ``T/p`` tokens; what the projections read is whole,
-gathered from all ranks, and so are what they make before it is reduced and scattered, and their gradients.
+The tape is one rank's. The program writes ``q`` for the rank's share of the heads until the plan replaces it by ``q/p``. Norms and
+the residual stream have a share of the sequence, ``T/p`` tokens. Projections read the whole sequence, which an all-gather makes; a
+reduce-scatter sums the ranks' outputs and cuts the sum.
 """
 
 from zeroplan.expr import Size, at_most, symbols
 from zeroplan.ledger import Kind, Module
 from zeroplan.transformer.blocks import Place
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.operators import NormAs
-from zeroplan.transformer.families.tape import Manner, Site, Tape, Value
+from zeroplan.transformer.families.operators import Norm
+from zeroplan.transformer.families.tape import Mode, Site, Tape, Value
 from zeroplan.transformer.families.widths import SPLIT
 from zeroplan.transformer.symbols import T, T_p, b, e, h
 
@@ -18,29 +18,29 @@ GATHER = "torch 2.13, torch/distributed/_functional_collectives.py, all_gather_s
 SCATTER = "torch 2.13, torch/distributed/_functional_collectives.py, reduce_scatter_single"
 
 SHARES = dict(zip((*SPLIT, "k/d"), symbols("a/p q/p k/p v/p c/p f/p V/p k/p/d"), strict=True))
-#: Matrices that are split by what they read: what a rank makes of its share is added up over the ranks.
-_BY_COLUMNS = {Module.O: "output of attention", Module.DOWN: "output of the MLP"}
+#: Matrices whose input features are split: the ranks sum their outputs.
+_SUMMED_OVER_RANKS = {Module.O: "output of attention", Module.DOWN: "output of the MLP"}
 
 
-def norm(tape: Tape, given: Value, name: str, kind: NormAs, place: Place) -> Value:
-    """RMSNorm of the residual stream; over a share of the sequence it is a DTensor's, whose gradients add up to a new tensor."""
-    if not tape.manner.sharded:
-        return op.rms_norm(tape, given, name, kind, place=place)
+def norm(tape: Tape, given: Value, name: str, kind: Norm, place: Place) -> Value:
+    """Run a norm of the residual stream. Over a share of the sequence it is a DTensor's, so that autograd sums gradients anew."""
+    if not tape.mode.sharded:
+        return op.norm(tape, given, name, kind, place=place)
     share = Value(tape.hold(given.store), given.dtype, given.shape)
     tape.add(name, (share,), (), op.passes(given), of=(given,), place=place)
     tape.summed_anew.add(share)
-    made = op.rms_norm(tape, share, name, kind, rows=T_p, place=place)
+    made = op.norm(tape, share, name, kind, rows=T_p, place=place)
     tape.release(share)
     return made
 
 
 def gathered(tape: Tape, value: Value, name: str) -> Value:
-    """What a branch reads: gathered along the sequence, where that is split. The name for ``value`` stays.
+    """Return a branch's input: gathered along the sequence where ranks split it, else the same tensor. ``value`` stays.
 
-    Sequences of a batch come rank by rank, and are put in order by a copy. The gradients of what reads it are each rank's part
-    of a sum; they are DTensors, which autograd never adds in place.
+    The all-gather returns a batch's sequences rank by rank; a copy reorders them. Each reader's gradient is a DTensor, one rank's
+    term of a sum, and autograd never adds DTensors in place.
     """
-    if not tape.manner.sharded:
+    if not tape.mode.sharded:
         tape.hold(value.store)
         return value
     by_rank = tape.make(Kind.TEMPORARY, f"{name}, gathered rank by rank", e * T * h * at_most(1, b - 1), GATHER)
@@ -54,21 +54,21 @@ def gathered(tape: Tape, value: Value, name: str) -> Value:
 
 
 def _linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool) -> Value:
-    """A rank's part of a linear layer; what the last one of a branch makes is added up over the ranks and scattered."""
+    """Run a rank's share of a linear layer; reduce and scatter the output of a branch's last one."""
     made = op.trained_linear(tape, value, width, site, reads=reads, bias=bias)
-    if site.module not in _BY_COLUMNS:
+    if site.module not in _SUMMED_OVER_RANKS:
         return made
-    share = _scattered(tape, made, _BY_COLUMNS[site.module])
+    share = _scattered(tape, made, _SUMMED_OVER_RANKS[site.module])
     tape.release(made)
     return share
 
 
-#: How a rank's layers run.
-SHARED_OUT = Manner(_linear, sharded=True)
+#: How a tensor-parallel rank runs its layers.
+TENSOR_PARALLEL = Mode(_linear, sharded=True)
 
 
 def _scattered(tape: Tape, value: Value, name: str) -> Value:
-    """Add up what the ranks made, and give each its share of the sequence."""
+    """Reduce the ranks' outputs and scatter the sum along the sequence."""
     cut = tape.make(Kind.TEMPORARY, f"{name}, cut by ranks", e * T * h, SCATTER)
     made = op.tensor(tape, f"{name}, reduced and scattered along the sequence", value.dtype, T_p * h, SCATTER)
     tape.drop(cut)

@@ -1,9 +1,9 @@
-"""A block written as the operators it runs, and what is alive at every moment of running them forward and backward.
+"""The tape: it runs a block's operators forward and backward, and records what memory is alive at every moment.
 
-The block's program calls the operators of ``operators.py`` in the order of the module's ``forward``; the tape keeps account
-of who holds each tensor: the program by name, or an operator that saved it for its backward. The backward then goes through
-the operators the other way round, as autograd does: gradients wait in the buffer of the operator that takes them, a second
-one is added to the first, and what an operator saved goes when it is done. Sizes are expressions, so that one tape serves every
+A family's program calls operators (``operators.py``) in the order of the module's ``forward``. The tape counts each tensor's
+holders: Python variables of the forward, and operators that saved it for their backward. The backward runs the operators in
+reverse, as autograd does. A gradient waits until the operator that needs it runs. Autograd adds a second gradient of the same
+tensor to the first. When an operator is done, what it saved is freed. Sizes are expressions, so that one tape serves every
 batch.
 """
 
@@ -18,58 +18,64 @@ from zeroplan.ledger import PLAIN, Kind, Module, OffGpu, Role, Tag
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.symbols import b, e, r
 
-#: A dtype's symbol on the tape alone: fp32 where CUDA's autocast is on, else the compute dtype.
+#: The symbol of a dtype that only the tape knows: fp32 under CUDA's autocast, else the compute dtype.
 (CAST_BY_CUDA,) = symbols("F")
 
-#: Bytes per element: fp32's, or a symbol.
+#: Bytes per element: 4 for fp32, or a symbol.
 Width: TypeAlias = Size | int
 
-
-class Manner(NamedTuple):
-    """How a program's layers run, where that is otherwise than trained, and whole on this rank."""
-
-    linear: "Linear | None" = None
-    norms_frozen: bool = False
-    """The weights of norms get no gradient."""
-    sharded: bool = False
-    """Matrices, and between them the sequence, are split over ranks."""
+# --- tensors -----------------------------------------------------------------------------------------------------------------
 
 
 class Store:
-    """One piece of memory and who needs it: names, operators that saved it, buffers of gradients."""
+    """One piece of memory, and the number of its holders: variables, operators that saved it, waiting gradients."""
 
     __slots__ = ("holds", "kind", "pieces", "reason", "size", "source", "tag", "twin")
 
     def __init__(self, kind: Kind, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> None:
-        """Begin with one who holds it: its maker."""
+        """Create it with one holder, the variable of its result."""
         self.kind, self.reason, self.size, self.source, self.tag, self.holds = kind, reason, size, source, tag, 1
         self.twin: Store | None = None
         self.pieces = 1
-        """How many tensors of one size it sums up."""
+        """It stands for this many tensors of equal size."""
 
 
 class Value:
-    """A tensor that gradients flow to: its memory, and the dtype and elements its gradient has. Views share memory."""
+    """A tensor that gets a gradient: its memory, bytes per element, and elements. Views share memory."""
 
     __slots__ = ("dtype", "shape", "store")
 
     def __init__(self, store: Store, dtype: Width, shape: Size) -> None:
-        """``dtype`` is its bytes per element, ``shape`` its elements."""
+        """``dtype``: bytes per element; ``shape``: number of elements."""
         self.store, self.dtype, self.shape = store, dtype, shape
 
 
 Arriving = list[tuple[Value, Store]]
+"""What a backward returns: tensors, each with its gradient."""
 Backward = Callable[["Tape", list[Store]], Arriving]
+"""An operator's backward, from the gradients of its outputs."""
+
+# --- operators ---------------------------------------------------------------------------------------------------------------
 
 
 class Linear(Protocol):
-    """How a linear layer runs: reading ``reads`` features, making ``width``."""
+    """A way to run a linear layer from ``reads`` to ``width`` features."""
 
     def __call__(self, tape: "Tape", value: Value, width: Size, site: "Site", *, reads: Size, bias: bool) -> Value: ...  # noqa: D102
 
 
+class Mode(NamedTuple):
+    """How a program's layers run, where they are not trained as a whole on one rank."""
+
+    linear: Linear | None = None
+    norms_frozen: bool = False
+    """The weights of norms get no gradient."""
+    sharded: bool = False
+    """Tensor-parallel ranks split matrices and, between them, the sequence."""
+
+
 class Site(NamedTuple):
-    """Where in the module something happens: the name of its moments, its source, and its module where an engine has to know."""
+    """Where an operator runs: the name of its moments, its source, and its module where engines need to know it."""
 
     name: str
     source: str
@@ -78,86 +84,87 @@ class Site(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """Of its moments."""
+        """The place of its moments."""
         return Place(self.at, self.module)
 
 
 class Operator(NamedTuple):
-    """One node of the graph: what it made, what it keeps, and how it turns gradients of its outputs into those of its inputs."""
+    """One node of autograd's graph."""
 
     name: str
     outputs: tuple[Value, ...]
     saved: tuple[Store, ...]
     backward: Backward
     cast: Size | None
-    """Elements of a weight whose autocast copy it uses."""
+    """Elements of the weight whose autocast copy it uses."""
     saves_weight: bool
-    """It saves a weight, which is nobody's activation, but which a recomputation goes on to."""
+    """It saves a weight. That is no activation, but a recomputation has to reach the operator."""
     place: Place
     module: Module
-    """Whose forward ran, where an engine has to know."""
+    """The module whose forward ran, where engines need to know it."""
     has_weight: bool
-    """It makes the gradient of a weight."""
+    """Its backward makes the gradient of a weight."""
 
 
 class Half(Enum):
-    """What a backward makes in one go: all gradients, those of inputs alone, which frees nothing, or those of weights alone."""
+    """Which gradients a backward makes: all; those of inputs alone, which frees nothing saved; or those of weights alone."""
 
     WHOLE = 1
     INPUTS = 2
     WEIGHTS = 3
 
 
-class Waiting(NamedTuple):
-    """An operator whose weights' gradients are left for the second half of a backward, and the gradients that they are made of."""
+class Deferred(NamedTuple):
+    """An operator whose weight gradients the second half of a backward makes, and the output gradients that it needs."""
 
     operator: Operator
     taken: tuple[Store, ...]
 
 
+# --- what the tape records ---------------------------------------------------------------------------------------------------
+
+
 class Do(Enum):
-    """What a program does to memory, one thing after the other."""
+    """One action of a program on memory."""
 
     REQUEST = 1
     RELEASE = 2
     GRADIENT = 3
     """Request a weight's gradient, which the engine releases."""
     ARRIVE = 4
-    """The gradients requested since have come to their weights."""
+    """The gradients requested since the last arrival reach their weights."""
     CAST = 5
     """Request autocast's copy of a weight."""
     UNCAST = 6
-    """Release it."""
+    """Release that copy."""
 
 
-Deed: TypeAlias = tuple[Do, "Store | Size | None"]
-"""What is done, and to what: a tensor, the elements of a weight, or nothing."""
+Action: TypeAlias = tuple[Do, "Store | Size | None"]
+"""An action and its object: a tensor, the elements of a weight, or nothing."""
 
 
 @dataclass(slots=True)
-class Course:
-    """What a program has done to memory so far."""
+class History:
+    """All actions of a program, and the numbers of some of them."""
 
-    deeds: "list[Deed]" = field(default_factory=list)
-    """Every request and release, in order."""
+    actions: "list[Action]" = field(default_factory=list)
     saved_at: int = 0
-    """How many there were when an operator last saved something."""
-    made_after: "tuple[Store, ...]" = ()
-    """What that had made by then, though torch makes it after."""
+    """How many actions came before the last operator that saves something."""
+    outputs_of_saver: "tuple[Store, ...]" = ()
+    """Outputs of that operator, which the tape allocates before it saves and torch after it."""
     outgoing: "Store | None" = None
-    """The gradient of what the program was given, once it has gone backward."""
-    before_saved: "tuple[Store, ...]" = ()
-    """Gradients that wait when the backward first needs what was saved, where a checkpoint is run again."""
-    needed_at: int = 0
-    """How many deeds there were by then."""
-    unsaved: int = 0
-    """Moments of the backward before that."""
-    copied: "list[Store]" = field(default_factory=list)
-    """Copies of what the block is given beside the residual stream, which are made before any checkpoint."""
+    """The gradient of the program's input, once the backward is done."""
+    waiting_at_rerun: "tuple[Store, ...]" = ()
+    """Gradients that wait when the backward first needs a saved tensor: a checkpoint runs its forward again there."""
+    rerun_at: int = 0
+    """How many actions come before that."""
+    moments_before_rerun: int = 0
+    input_copies: "list[Store]" = field(default_factory=list)
+    """Copies of a block's inputs other than the residual stream. The engine makes them before any checkpoint."""
 
 
 class Alive(NamedTuple):
-    """A moment: what is alive, and of the weights the gradients made so far, those being made, and the casts that are there."""
+    """A moment: the tensors alive; and of the weights the gradients made so far, those being made, and the casts alive."""
 
     name: str
     stores: tuple[Store, ...]
@@ -166,82 +173,86 @@ class Alive(NamedTuple):
     casts: tuple[Size, ...]
     place: Place = Place()
     before: tuple[Store, ...] = ()
-    """What is alive before the operator makes anything, or before its module does, where engines ask for it."""
+    """What is alive before the operator, or its module, allocates anything. Recorded only where engines need it."""
 
 
-class Handed(NamedTuple):
-    """When an operator's gradients of weights come to them: those made so far, and what is alive, the operator done."""
+class Arrival(NamedTuple):
+    """An operator's weight gradients reach their weights: the gradients made so far, and what is alive after the operator."""
 
     gradients: tuple[Size, ...]
     stores: tuple[Store, ...]
 
 
 class Tape:
-    """What a program has done so far. ``saving`` says whether operators save anything, as they do outside a checkpoint.
-
-    ``keeping`` says whether a checkpoint keeps the outputs of every second plain matrix product and of attention's kernel.
-    """
+    """A program's run so far."""
 
     def __init__(
-        self, *, wide: bool, autocast: bool, saving: bool, narrow: bool = False, keeping: bool = False, again: bool = False
+        self, *, wide: bool, autocast: bool, saving: bool, narrow: bool = False, keeps_selected: bool = False,
+        recomputed: bool = False,
     ) -> None:  # fmt: skip
-        """``wide``: the compute dtype is fp32; ``narrow``: weights and residual stream are in it even under autocast.
+        """``wide``: the compute dtype is fp32. ``saving``: operators save tensors, as they do outside a checkpoint.
 
-        ``again``: what is saved is made by a recomputation, and given back as it is used.
+        ``narrow``: weights and residual stream have the compute dtype even under autocast. ``keeps_selected``: a selective
+        checkpoint keeps every second matrix product and attention's output. ``recomputed``: a recomputation saved the tensors, and
+        the backward frees each as soon as it has read it.
         """
-        self.keeping, self.again = keeping, again
+        self.keeps_selected, self.recomputed = keeps_selected, recomputed
         self.wide, self.autocast, self.saving = wide, autocast, saving
         self.wide_residual = autocast and not narrow
-        self.manner = Manner()
-        self.constants: set[Value] = set()
+        self.mode = Mode()
+        self.untracked: set[Value] = set()
         """Tensors that autograd does not follow."""
         self.summed_anew: set[Value] = set()
-        """Tensors whose gradients autograd never adds in place: DTensors, as all subclasses."""
+        """Tensors whose gradients autograd never adds in place: DTensors, like all subclasses."""
         self.half = Half.WHOLE
-        self.left: list[Waiting] = []
-        """Operators whose weights the first half of a backward has left, as it came to them."""
+        self.deferred: list[Deferred] = []
+        """In the order in which the first half of a backward reached them."""
         self.module = Module.NONE
-        """Whose forward runs, where an engine has to know."""
-        self._last_saving: tuple[int, Alive, tuple[Value, ...]] = 0, Alive("", (), (), (), ()), ()
-        """Of the last operator that saved something: the moments before it, itself, and outputs it did not save."""
+        """The module whose forward runs, where engines need to know it."""
+        self._last_saver: tuple[int, Alive, tuple[Value, ...]] = 0, Alive("", (), (), (), ()), ()
+        """The last operator that saved something: the number of moments before it, its moment, and outputs it did not save."""
         self.alive: dict[Store, None] = {}
-        self.course = Course()
+        self.history = History()
         self.operators: list[Operator] = []
         self.moments: list[Alive] = []
         self.saved: dict[Store, None] = {}
         self.casts: list[Size] = []
-        """Elements of weights whose autocast copies are kept for the backward."""
+        """Elements of the weights whose autocast copies live to the backward."""
         self.cached: list[Size] = []
-        """The same of copies that autocast holds until its context ends."""
+        """Elements of the weights whose copies autocast keeps until its context ends."""
         self.products: list[Store] = []
         """Outputs of plain matrix products, in order."""
         self.kernel_outputs: list[Store] = []
         """Outputs of attention's kernel."""
         self.gradients: list[Size] = []
+        """Elements of the weight gradients made so far."""
         self.current: list[Size] = []
+        """Those that the running operator made."""
         self.waiting: list[Size] = []
-        """Of the gradients made those that have not come to their weights yet."""
-        self.handed: list[Handed] = []
-        """Of every operator that makes gradients of weights, in order."""
-        self.entered: dict[Module, tuple[Store, ...]] = {}
-        """What is alive when the forward of a module begins that engines have to know."""
-        self.reached: dict[Module, tuple[Store, ...]] = {}
-        """The same of its backward."""
+        """Those that have not reached their weights yet."""
+        self.arrivals: list[Arrival] = []
+        self.alive_at_forward: dict[Module, tuple[Store, ...]] = {}
+        """What was alive when a module's forward began, for the modules that engines need to know."""
+        self.alive_at_backward: dict[Module, tuple[Store, ...]] = {}
         self.scratch: list[Store] = []
+        """Temporaries of the running operator."""
         self.name = ""
         self.place = Place()
         self.before: tuple[Store, ...] = ()
-        """What was alive when the operator began, where engines ask for it."""
-        self._linear = Module.NONE
-        """The linear layer that went backward last."""
-        self.fell = True
+        """What was alive when the operator began, where engines need it."""
+        self._last_linear = Module.NONE
+        """The linear layer whose backward ran last."""
+        self.freed = True
+        """Something was freed since the last moment."""
 
     def is_wide(self, dtype: Width) -> bool:
-        """Whether a dtype's symbol means fp32 here."""
+        """Whether a dtype is fp32 in this run."""
         return dtype == 4 or self.wide or (dtype == r and self.wide_residual) or (dtype == CAST_BY_CUDA and self.autocast)
 
+    # --- memory --------------------------------------------------------------------------------------------------------------
+
     def make(self, kind: Kind, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> Store:
-        """Allocate, and note the moment. CUDA's autocast makes fp32 of some (``pow`` is on its fp32 list), a CPU's does not."""
+        """Allocate a tensor and record the moment. CUDA's autocast runs ``pow`` in fp32, a CPU's does not."""
         if size.has(CAST_BY_CUDA):
             size = size.replacing({CAST_BY_CUDA.text: 4 if self.autocast else e})
             if self.autocast:
@@ -250,83 +261,83 @@ class Tape:
             tag = tag._replace(module=self.module)
         store = Store(kind, reason, size, source, tag)
         self.alive[store] = None
-        self.course.deeds.append((Do.REQUEST, store))
-        self.note()
+        self.history.actions.append((Do.REQUEST, store))
+        self.record()
         return store
 
-    def note(self) -> None:
-        """Note what is alive now; in place of the last moment where nothing has gone since."""
+    def record(self) -> None:
+        """Record what is alive now. It replaces the last moment where nothing was freed since: that one was lower."""
         made, making = tuple(self.gradients), tuple(self.current)
         moment = Alive(
             self.name, tuple(self.alive), made, making, (*self.casts, *self.cached), place=self.place, before=self.before
         )
-        if not self.fell:
+        if not self.freed:
             self.moments.pop()
         self.moments.append(moment)
-        self.fell = False
+        self.freed = False
 
     def hold(self, store: Store) -> Store:
-        """One more needs it."""
+        """Add a holder."""
         store.holds += 1
         return store
 
     def drop(self, *stores: Store) -> None:
-        """One fewer needs each."""
+        """Remove a holder of each; free those that have none left."""
         for store in stores:
             store.holds -= 1
             if not store.holds and store in self.alive:
-                self._release(store)
+                self._free(store)
 
-    def _release(self, store: Store) -> None:
+    def _free(self, store: Store) -> None:
         del self.alive[store]
-        self.course.deeds.append((Do.RELEASE, store))
-        self.fell = True
+        self.history.actions.append((Do.RELEASE, store))
+        self.freed = True
 
     def release(self, *values: Value) -> None:
-        """A name goes."""
+        """End the variables of some tensors."""
         for value in values:
             self.drop(value.store)
             if value.store.twin is not None:
                 self.drop(value.store.twin)
 
-    def used(self, *stores: Store) -> None:
-        """What an operator saved has been read by its backward: gone before its gradients are summed and cast, if recomputed.
+    def temporary(self, reason: str, size: Size, source: str, tag: Tag = PLAIN, *, pieces: int = 1) -> Store:
+        """Allocate a tensor that is freed when the operator is done."""
+        store = self.make(Kind.TEMPORARY, reason, size, source, tag)
+        store.pieces = pieces
+        self.scratch.append(store)
+        return store
 
-        A checkpoint's own input stays.
-        """
-        self.note()
-        for store in stores if self.again else ():
-            if store.holds == 1 and store in self.alive and store.tag.role is not Role.BLOCK_INPUT:
-                self._release(store)
-
-    def part_by_batch(self, store: Store) -> None:
-        """Tell apart the store of a single sequence, which a product may save, and that of several, which only names hold."""
-        whole, names = store.size, store.holds
+    def split_by_batch(self, store: Store) -> None:
+        """Split a tensor in two: the tensor of a single sequence, which a product saves, and that of several, which it copies."""
+        whole, holders = store.size, store.holds
         store.size = whole * at_least(0, 2 - b)
         store.twin = Store(store.kind, store.reason, whole * at_most(1, b - 1), store.source, store.tag)
-        store.twin.holds = names
+        store.twin.holds = holders
         self.alive[store.twin] = None
-        self.course.deeds.insert(self.course.deeds.index((Do.REQUEST, store)), (Do.REQUEST, store.twin))
+        actions = self.history.actions
+        actions.insert(actions.index((Do.REQUEST, store)), (Do.REQUEST, store.twin))
         self.moments = [_with_twin(moment, store) for moment in self.moments]
-        before, last, outputs = self._last_saving
-        self._last_saving = before, _with_twin(last, store), outputs
+        before, last, outputs = self._last_saver
+        self._last_saver = before, _with_twin(last, store), outputs
+
+    # --- the forward ---------------------------------------------------------------------------------------------------------
 
     def follows(self, *values: Value) -> bool:
-        """Whether autograd follows one of these, and is asked for gradients of inputs."""
-        return self.half is not Half.WEIGHTS and not self.constants.issuperset(values)
+        """Whether autograd follows one of these tensors, and this backward makes gradients of inputs."""
+        return self.half is not Half.WEIGHTS and not self.untracked.issuperset(values)
 
     def add(
         self, name: str, outputs: tuple[Value, ...], saved: tuple[Store, ...], backward: Backward, *,
         of: tuple[Value, ...] | None, cast: Size | None = None, place: Place | None = None, late: bool = False,
         saves_weight: bool = False,
     ) -> None:  # fmt: skip
-        """Put an operator into the graph; what it saves stays until its backward is done.
+        """Add an operator to the graph. It holds what it saves until its backward is done.
 
-        Autograd leaves it out where it follows none of the tensors it is made ``of``; None: it has a weight that is trained.
-        Operators of torch save before they compute, but for those that do so ``late``.
+        ``of``: its inputs; None if it has a trained weight. Autograd leaves it out where it follows none of its inputs. ``late``:
+        the operator saves after it computes; torch's own save before.
         """
         if of is not None and not self.follows(*of):
-            self.constants.update(outputs)
+            self.untracked.update(outputs)
             return
         kept = saved if self.saving else ()
         for store in kept:
@@ -334,57 +345,60 @@ class Tape:
             self.saved[store] = None
         if kept or (saves_weight and self.saving):
             apart = () if late else tuple(value for value in outputs if value.store not in kept)
-            self._last_saving = len(self.moments) - 1, self.moments[-1], apart
-            self.course.saved_at, self.course.made_after = len(self.course.deeds), tuple([value.store for value in apart])
+            self._last_saver = len(self.moments) - 1, self.moments[-1], apart
+            self.history.saved_at = len(self.history.actions)
+            self.history.outputs_of_saver = tuple([value.store for value in apart])
         self.operators.append(
             Operator(name, outputs, kept, backward, cast, saves_weight, place or Place(), self.module, of is None)
         )
 
     @contextmanager
     def inside(self, module: Module) -> Iterator[None]:
-        """What is made is a module's."""
-        self.entered[module], self.module = tuple(self.alive), module
+        """Tag what is allocated inside as ``module``'s."""
+        self.alive_at_forward[module], self.module = tuple(self.alive), module
         yield
         self.module = Module.NONE
 
-    def until_last_saved(self) -> list[Alive]:
-        """The moments up to the last operator that saves something, where a recomputation stops (``early_stop``)."""
-        before, last, outputs = self._last_saving
+    def moments_until_last_saved(self) -> list[Alive]:
+        """Return the moments up to the last operator that saves: a recomputation stops there (``early_stop``)."""
+        before, last, outputs = self._last_saver
         made = [value.store for value in outputs]
         return [*self.moments[:before], last._replace(stores=tuple(store for store in last.stores if store not in made))]
 
-    def product(self, made: Store) -> None:
-        """Count a plain matrix product, of which a selective checkpoint keeps every second, the first among them."""
-        if self.keeping and len(self.products) % 2 == 0:
+    def matrix_product(self, made: Store) -> None:
+        """Count a plain matrix product. A selective checkpoint keeps the first, the third, and so on."""
+        if self.keeps_selected and len(self.products) % 2 == 0:
             self.hold(made)
         self.products.append(made)
 
-    def by_kernel(self, *made: Store) -> None:
-        """Count what attention's kernel has made, which a selective checkpoint keeps."""
-        if self.keeping:
+    def kernel_output(self, *made: Store) -> None:
+        """Count outputs of attention's kernel, which a selective checkpoint keeps."""
+        if self.keeps_selected:
             for store in made:
                 self.hold(store)
         self.kernel_outputs += made
 
-    def kept(self) -> tuple[Store, ...]:
-        """What a selective checkpoint keeps: however many sequences there are, and whoever else needs it."""
+    def selected(self) -> tuple[Store, ...]:
+        """Return what a selective checkpoint keeps."""
         stores = (*self.products[::2], *self.kernel_outputs)
         return tuple([one for store in stores for one in (store, store.twin) if one is not None])
 
-    def temporary(self, reason: str, size: Size, source: str, tag: Tag = PLAIN, *, pieces: int = 1) -> Store:
-        """Allocate what is gone when the operator is done."""
-        store = self.make(Kind.TEMPORARY, reason, size, source, tag)
-        store.pieces = pieces
-        self.scratch.append(store)
-        return store
+    # --- the backward --------------------------------------------------------------------------------------------------------
+
+    def used(self, *stores: Store) -> None:
+        """Record the moment; after a recomputation, free what the backward has just read, except a checkpoint's input."""
+        self.record()
+        for store in stores if self.recomputed else ():
+            if store.holds == 1 and store in self.alive and store.tag.role is not Role.BLOCK_INPUT:
+                self._free(store)
 
     def weight_gradient(
         self, size: Size, *, waits: bool = False, unsummed: tuple[str, Size, str] | None = None, read: tuple[Store, ...] = ()
     ) -> None:  # fmt: skip
-        """Make a weight's gradient, which stays for the engine.
+        """Make a weight's gradient of ``size`` elements, which the engine takes over.
 
-        ``waits``: it comes to the weight through an operator that ran before others, and so after their backward.
-        ``unsummed``: what it is added up from, reason, size and source; what the operator has ``read`` is done with by then.
+        ``waits``: it reaches the weight through operators that ran earlier, and so after their backward. ``unsummed``: the tensor
+        that is summed to the gradient (reason, size, source). The operator no longer needs what it has ``read`` by then.
         """
         if self.half is Half.INPUTS:
             return
@@ -393,84 +407,70 @@ class Tape:
             self.used(*read)
         self.gradients.append(size)
         self.current.append(size)
-        self.course.deeds.append((Do.GRADIENT, size))
+        self.history.actions.append((Do.GRADIENT, size))
         if waits:
             self.waiting.append(size)
 
     def run_backward(self, output: Value, incoming: Store) -> None:
-        """Go through the operators the other way round, with the gradient of the output arriving."""
+        """Run the backward, from the gradient of ``output``."""
         self.moments.clear()
         self.cached.clear()
-        self.fell = True
+        self.freed = True
         if incoming.size.terms:
             self.alive[incoming] = None
         waiting: dict[Value, Store] = {output: incoming}
         for operator in reversed(self.operators):
             if operator.outputs and all(value in waiting for value in operator.outputs):
-                if (operator.saved or operator.saves_weight) and not self.course.before_saved:
-                    self.course.before_saved = tuple(dict.fromkeys(waiting.values()))
-                    self.course.needed_at = len(self.course.deeds)
-                    self.course.unsaved = len(self.moments) - (not self.fell)  # the next moment takes the place of the last
+                if (operator.saved or operator.saves_weight) and not self.history.waiting_at_rerun:
+                    self.history.waiting_at_rerun = tuple(dict.fromkeys(waiting.values()))
+                    self.history.rerun_at = len(self.history.actions)
+                    # The next moment replaces the last one if nothing is freed.
+                    self.history.moments_before_rerun = len(self.moments) - (not self.freed)
                 self._step(operator, waiting)
-        self.course.outgoing = next(iter(waiting.values()), None)
+        self.history.outgoing = next(iter(waiting.values()), None)
 
     def _step(self, operator: Operator, waiting: dict[Value, Store]) -> None:
         self._begin(operator)
         taken = [waiting.pop(value) for value in operator.outputs]
         arriving = operator.backward(self, taken)
-        self.note()
+        self.record()
         made = len(self.current) > len(self.waiting)
         self.drop(*self.scratch, *self._done_with(operator, taken))
         self.scratch.clear()
-        self.fell = self.fell or bool(self.current) or operator.place.at is At.LOSS  # whose moment engines ask for
+        # Engines ask for the moment of the loss, so that no later one may replace it.
+        self.freed = self.freed or bool(self.current) or operator.place.at is At.LOSS
         self.current[:] = self.waiting
         if operator.cast is not None:
-            self.fell = True
+            self.freed = True
             self.casts.remove(operator.cast)
-            self.course.deeds.append((Do.UNCAST, operator.cast))
+            self.history.actions.append((Do.UNCAST, operator.cast))
         for value, gradient in arriving:
             self._deliver(value, gradient, waiting)
         if made:
-            self.course.deeds.append((Do.ARRIVE, None))
-            self.handed.append(Handed(tuple(self.gradients), tuple(self.alive)))
-
-    def _done_with(self, operator: Operator, taken: list[Store]) -> tuple[Store, ...]:
-        """What goes with an operator: the gradients that it took, and what it saved, unless a second half needs them."""
-        if self.half is Half.WHOLE:
-            return (*taken, *operator.saved)
-        if not operator.has_weight:
-            return tuple(taken)
-        self.left.append(Waiting(operator, tuple(taken)))
-        return ()
-
-    def run_to_inputs(self, output: Value, incoming: Store) -> None:
-        """Go through the operators for the gradients of inputs alone; what has a weight is left for :meth:`run_weights`."""
-        self.half = Half.INPUTS
-        self.run_backward(output, incoming)
-
-    def run_weights(self, waiting: Waiting) -> tuple[tuple[Store, ...], tuple[Store, ...]]:
-        """Make the gradients of an operator's weights that were left: what that takes beside them, and what goes then."""
-        self.half = Half.WEIGHTS
-        waiting.operator.backward(self, list(waiting.taken))
-        beside = tuple(self.scratch)
-        self.drop(*self.scratch)
-        self.scratch.clear()
-        before = tuple(self.alive)
-        self.drop(*waiting.taken, *waiting.operator.saved)
-        return beside, tuple([store for store in before if store not in self.alive])
+            self.history.actions.append((Do.ARRIVE, None))
+            self.arrivals.append(Arrival(tuple(self.gradients), tuple(self.alive)))
 
     def _begin(self, operator: Operator) -> None:
         self.name, self.place = operator.name, operator.place
         if self.place.at is At.LINEAR:
-            self._linear = self.place.module
+            self._last_linear = self.place.module
         elif self.place.at is At.ANYWHERE:
-            self.place = Place(At.BETWEEN, self._linear)
-        reached = self.reached.setdefault(operator.module, tuple(self.alive))
+            self.place = Place(At.BETWEEN, self._last_linear)
+        reached = self.alive_at_backward.setdefault(operator.module, tuple(self.alive))
         self.before = {At.LINEAR: tuple(self.alive), At.WEIGHTING: reached}.get(self.place.at, ())
 
+    def _done_with(self, operator: Operator, taken: list[Store]) -> tuple[Store, ...]:
+        """Return what the operator no longer needs: its output gradients and what it saved, unless a second half needs them."""
+        if self.half is Half.WHOLE:
+            return (*taken, *operator.saved)
+        if not operator.has_weight:
+            return tuple(taken)
+        self.deferred.append(Deferred(operator, tuple(taken)))
+        return ()
+
     def _deliver(self, value: Value, gradient: Store, waiting: dict[Value, Store]) -> None:
-        """Add to a gradient that waits already: in place where nobody else has it (torch, csrc/autograd/input_buffer.cpp)."""
-        if value in self.constants:
+        """Add a gradient to one that waits: in place if nothing else holds that (torch, csrc/autograd/input_buffer.cpp)."""
+        if value in self.untracked:
             self.drop(gradient)
             return
         first = waiting.get(value)
@@ -483,9 +483,25 @@ class Tape:
         waiting[value] = self.make(first.kind, first.reason, first.size, first.source, first.tag)
         self.drop(first, gradient)
 
+    def run_to_inputs(self, output: Value, incoming: Store) -> None:
+        """Run the first half of a backward, gradients of inputs alone; operators with weights are left for :meth:`run_weights`."""
+        self.half = Half.INPUTS
+        self.run_backward(output, incoming)
+
+    def run_weights(self, deferred: Deferred) -> tuple[tuple[Store, ...], tuple[Store, ...]]:
+        """Make an operator's weight gradients in the second half. Return its temporaries, and what is freed afterwards."""
+        self.half = Half.WEIGHTS
+        deferred.operator.backward(self, list(deferred.taken))
+        beside = tuple(self.scratch)
+        self.drop(*self.scratch)
+        self.scratch.clear()
+        before = tuple(self.alive)
+        self.drop(*deferred.taken, *deferred.operator.saved)
+        return beside, tuple([store for store in before if store not in self.alive])
+
 
 def _with_twin(moment: Alive, store: Store) -> Alive:
-    """The moment, with what of a store is another's now."""
+    """Return the moment with the second part of a split tensor beside the first."""
     if store.twin is None or store not in moment.stores:
         return moment
     return moment._replace(stores=(*moment.stores, store.twin))

@@ -1,4 +1,8 @@
-"""From a block's program to what it costs: the program runs once per structure, its sizes have values for every batch."""
+"""From a family's program to the memory of one block.
+
+:func:`_plan` runs the program of a structure once and keeps the moments that can be the highest. :class:`Sizes` gives its tensors
+bytes for one batch, or for a column of batches.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,37 +18,36 @@ from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place
-from zeroplan.transformer.families.attend import head_size
-from zeroplan.transformer.families.attention import CUDA_ALONE
-from zeroplan.transformer.families.definition import definition_of
+from zeroplan.transformer.families.attention import head_size
+from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.parts import BLOCK_INPUT, INCOMING
-from zeroplan.transformer.families.program import Block, Chunks, Program, Training
-from zeroplan.transformer.families.sharded import SHARED_OUT, SHARES
-from zeroplan.transformer.families.tape import Alive, Handed, Store, Tape, Value
+from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL
+from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
+from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, grouped_heads, in_one_chunk, quantities, values_of
 from zeroplan.transformer.symbols import T, T_p, h, r
 
 
 def program_of(family: str) -> Program:
-    """A family's program, or torchtitan's own."""
+    """Return a family's program, or torchtitan's own."""
     if family == "torchtitan":
-        from zeroplan.transformer.families.torchtitan import PROGRAM  # noqa: PLC0415  others need not wait for it
+        from zeroplan.transformer.families.torchtitan import PROGRAM  # noqa: PLC0415  keeps start-up fast
 
         return PROGRAM
     return definition_of(family).program
 
 
-#: The reasons of lines that say how far an earlier moment of a forward is above its last one, and how much of that is because
-#: CUDA's autocast makes fp32 of tensors.
+#: Reasons of lines for the bytes by which an earlier moment of a forward is above its last one. The second counts those of tensors
+#: that CUDA's autocast makes in fp32.
 EXCESS = "attention, beyond the later peak"
 CUDA_EXCESS = "tensors in fp32 under autocast, beyond the later peak, on CUDA"
 
 Places = tuple[int, ...]
+"""Indexes of tensors or weights in a plan."""
 
 
 class Placed(NamedTuple):
-    """A moment whose tensors and weights stand as their places among a plan's."""
+    """A moment (:class:`Alive`), with indexes for its tensors and weights."""
 
     name: str
     stores: Places
@@ -56,72 +59,71 @@ class Placed(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A forward: its moments, the last of which is its end, what it keeps, and what there is when the experts begin."""
+    """A forward: its moments up to its end, what it keeps for the backward, and what is alive when the experts begin."""
 
     moments: tuple[Placed, ...]
     kept: Places
     before_experts: Places
 
 
-class HandedPlaces(NamedTuple):
-    """When gradients come to their weights: those made so far, and what is alive then, as places."""
+class PlacedArrival(NamedTuple):
+    """Weight gradients reach their weights (:class:`Arrival`), with indexes for gradients and tensors."""
 
     gradients: Places
     stores: Places
 
 
-@dataclass(frozen=True, eq=False, slots=True)  # the same only as itself, so that what is worked out of it once is found at once
+@dataclass(frozen=True, eq=False, slots=True)  # compared by identity, so that caches keyed on it are fast
 class Plan:
-    """What a structure's runs came to: who is alive when, with expressions for sizes."""
+    """What the runs of one structure recorded, with expressions for sizes."""
 
     stores: tuple[Store, ...]
     weights: tuple[Size, ...]
     """Elements of weights."""
     forwards: Mapping[Recompute, Forward]
-    """Without a checkpoint, and in a full and in a selective one."""
+    """Without a checkpoint, in a full one, and in a selective one."""
     points: tuple[Placed, ...]
     casts: Places
-    """Weights whose autocast copies are kept for the backward."""
+    """Weights whose autocast copies live to the backward."""
     cached: Places
-    """Those whose copies go with the forward."""
+    """Weights whose copies live to the end of the forward."""
     selective: Places
-    """What per-operation recomputation keeps: every second plain matrix product, and the outputs of attention's kernel."""
+    """What selective recomputation keeps: every second plain matrix product, and the outputs of attention's kernel."""
     given: Places
     source: str
     again: Mapping[Recompute, tuple[Placed, ...]]
-    """Moments of running the forward again for the backward that may be higher than any of the backward's own."""
-    handed: tuple[HandedPlaces, ...] = ()
-    """When gradients come to their weights, in order."""
+    """Moments of a recomputation that may be higher than every moment of the backward."""
+    arrivals: tuple[PlacedArrival, ...] = ()
 
     @property
     def saved(self) -> Places:
-        """What stays from the forward to the backward, without a checkpoint."""
+        """What lives from the forward to the backward without a checkpoint."""
         return self.forwards["none"].kept
 
     @property
     def input_apart(self) -> Places:
-        """What the block is given, unless the block saves it."""
+        """The block's inputs, unless the block saves them."""
         return tuple([place for place in self.given if place not in self.saved])
 
 
 class Index:
-    """Gives every store and every size of a weight its place, in the order they come."""
+    """Assigns every tensor and every size of a weight an index, in the order of first use."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Begin without any."""
         self.stores: dict[Store, int] = {}
         self.weights: dict[Size, int] = {}
 
     def of(self, stores: Iterable[Store]) -> Places:
-        """Places of stores."""
+        """Return the indexes of tensors."""
         return tuple(self.stores.setdefault(store, len(self.stores)) for store in stores)
 
     def elements(self, sizes: Iterable[Size]) -> Places:
-        """Places of weights."""
+        """Return the indexes of weights."""
         return tuple(self.weights.setdefault(size, len(self.weights)) for size in sizes)
 
     def moments(self, moments: Iterable[Alive]) -> tuple[Placed, ...]:
-        """Moments, with places for what is alive; of several with one name the later ones are numbered."""
+        """Return moments with indexes. It numbers the later ones of several moments with one name."""
         named = Counter[str]()
         placed = list[Placed]()
         for one in moments:
@@ -135,25 +137,25 @@ class Index:
         made, making, copied = map(self.elements, (one.gradients, one.current, one.casts))
         return Placed(name, stores, made, making, copied, one.place, self.of(one.before))
 
-    def handed(self, handed: Iterable[Handed]) -> tuple[HandedPlaces, ...]:
-        """When gradients come to their weights."""
-        return tuple([HandedPlaces(self.elements(one.gradients), self.of(one.stores)) for one in handed])
+    def arrivals(self, arrivals: Iterable[Arrival]) -> tuple[PlacedArrival, ...]:
+        """Return arrivals with indexes."""
+        return tuple([PlacedArrival(self.elements(one.gradients), self.of(one.stores)) for one in arrivals])
 
     def forward(self, tape: Tape, kept: Iterable[Store], dtypes: dict[str, bool]) -> Forward:
-        """What a tape has run so far."""
+        """Return the forward that a tape has run."""
         moments = highest(tape.moments, **dtypes)
         end = () if moments[-1] == tape.moments[-1] else tape.moments[-1:]
-        return Forward(self.moments((*moments, *end)), self.of(kept), self.of(tape.entered.get(Module.EXPERTS, ())))
+        return Forward(self.moments((*moments, *end)), self.of(kept), self.of(tape.alive_at_forward.get(Module.EXPERTS, ())))
 
 
 def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute) -> BlockPass:
-    """One block by its family's program, on one of the ranks that share its matrices, its sequences or its experts.
+    """Return the memory of one block, by its family's program, on one rank.
 
-    Where it is recomputed, moments of that may be among the backward's. What is before the first weight that is trained has no
+    The backward's points include moments of a recomputation that may be higher. A block before the first trained weight has no
     backward and keeps nothing, unless blocks are recomputed: then autograd follows the embedding's output.
 
-    A window shorter than the sequence, or as long, is a mask (transformers 5.23, masking_utils.py, _ignore_causal_mask_sdpa).
-    Linear attention over a single chunk has no turns, and so another graph.
+    A window no longer than the sequence needs a mask (transformers 5.23, masking_utils.py, _ignore_causal_mask_sdpa).
+    Linear attention over a single chunk runs no loop, and so has another graph.
     """
     if (compute.tp > 1 or compute.cp > 1) and kind != "moe":
         _refuse_a_window(model, compute, x)
@@ -172,25 +174,25 @@ def _refuse_a_window(model: ModelSpec, compute: Compute, x: Widths) -> None:
 
 
 def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute) -> BlockPass:
-    """One block of torchtitan's Llama 3."""
+    """Return the memory of one block of torchtitan's Llama 3."""
     plan = _plan(torchtitan_structure(x), run_again=recompute != "none")
     return pass_of(Sizes(plan, quantities(x, model.intermediate_size)), autocast=False, recompute=recompute)
 
 
 def torchtitan_structure(x: Widths) -> Block:
-    """Its structure."""
+    """Return the structure of a block of torchtitan's Llama 3."""
     attention, grouped, one_key = x.attention, x.key != x.query, x.key == x.head_dim
     return Block("torchtitan", x.element == 4, False, attention, False, grouped, one_key, False, x.kernels)
 
 
 def saves_its_input(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> bool:
-    """Whether a block that is not recomputed saves the very tensor that it is given."""
+    """Whether a block that is not recomputed saves its input tensor itself, not a cast copy."""
     return not _plan(
         structure_of(model, kind, compute._replace(recompute="none"), x, masked=False), run_again=False
     ).input_apart
 
 
-#: Whose block the dense layers of a family with experts are.
+#: The family whose block the dense layers of a family with experts use.
 _DENSE_LAYERS = {"qwen3_moe": "qwen3"}
 
 
@@ -208,7 +210,7 @@ def _of(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Rec
 def structure_of(
     model: ModelSpec, kind: str, compute: Compute, x: Widths, *, masked: bool
 ) -> Block:  # fmt: skip
-    """The structure of a model's block."""
+    """Return the structure of a model's block of this kind."""
     dense, training = model.moe is None or kind == "dense", _training(model, kind, compute)
     sharded = compute.tp > 1 and dense
     apart = training is not None or (dense and (compute.tp > 1 or compute.cp > 1))
@@ -224,7 +226,7 @@ def structure_of(
         x.kernels,
         model.parallel_residual,
         model.activation,
-        model.attention_bias and model.family != "qwen2",
+        model.attention_bias and model.family not in ("qwen2", "glm4"),
         model.mlp_bias,
         x.expert_ranks > 1,
         compute.cp,
@@ -249,9 +251,9 @@ def _chunks(kind: str, *, one: bool) -> Chunks:
 
 
 def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
-    """What is trained of a block; None where all of it is, and its input is followed.
+    """Return how a block is trained; None where all of it is trained and autograd follows its input.
 
-    Source of what is followed where blocks are recomputed: transformers 5.23, modeling_utils.py,
+    With recomputation autograd follows the embedding's output: transformers 5.23, modeling_utils.py,
     ``_activation_checkpointing_enable``.
     """
     recomputed, adapter = compute.recompute != "none", model.adapter
@@ -266,13 +268,13 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
 
 
 def by_mask(is_masked: Bool, one: Callable[[bool], BlockPass]) -> BlockPass:
-    """A block whose attention is given a mask, or none; of a column of batches some one and some the other."""
+    """Return ``one`` of whether attention has a mask; for a column of batches that differ in this, both in one."""
     return one(is_masked) if isinstance(is_masked, bool) else _either(is_masked, one(True), one(False))
 
 
 def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
-    """One pass for a column of batches, some of which are of one kind and some of the other: lines of both, those of one nought."""
-    made: dict[int, Line] = {}  # a tensor that is there at several points stays one line
+    """Return the lines of both passes for a column of batches; for each batch the lines of one pass are 0 bytes."""
+    made: dict[int, Line] = {}  # a tensor that is alive at several points stays one line
 
     def where_so(line: Line) -> Line:
         return made.setdefault(id(line), line._replace(n_bytes=where(condition, line.n_bytes, 0)))
@@ -311,17 +313,17 @@ def _with_lines(point: BackwardPoint, made_of: Callable[[tuple[Line, ...]], tupl
 
 @lru_cache(maxsize=256)
 def _plan(structure: Block, *, run_again: bool) -> Plan:
-    """Run a structure's program; ``run_again``: also as the backward of a checkpoint does, whose moments may be the highest."""
+    """Run a structure's program. ``run_again``: a checkpoint's backward runs the forward again, and may peak there."""
     index, source = Index(), program_of(structure.family).source
     dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family == "deepseek_v3"}
-    tape, given, output = run_forward(structure, saving=True, again=run_again)
+    tape, given, output = run_forward(structure, saving=True, recomputed=run_again)
     forward, casts, cached = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts), index.elements(tape.cached)
     tape.release(output, given)
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
-    whole, until_saved = tape.moments.copy(), tape.until_last_saved()
+    whole, until_saved = tape.moments.copy(), tape.moments_until_last_saved()
     tape.run_backward(output, incoming)
     if structure.recompute != "none" and structure.training is None:
-        tape.moments[: tape.course.unsaved] = _not_run_again_yet(tape, given.store, structure.recompute)
+        tape.moments[: tape.history.moments_before_rerun] = _not_run_again_yet(tape, given.store, structure.recompute)
     by_place = structure.training is not None and structure.training.keeps_inputs
     points = index.moments(_highest_at(tape.moments, dtypes, by_place=by_place, scratch_apart=structure.ring > 1))
     reruns: dict[Recompute, tuple[Placed, ...]] = {}
@@ -329,22 +331,22 @@ def _plan(structure: Block, *, run_again: bool) -> Plan:
     if run_again:
         for recompute, ran in (("full", _run_again(until_saved)), ("selective", _with_kept(_run_again(whole), tape))):
             reruns[recompute] = index.moments(_above_the_backward(tape, ran, given.store, dtypes, by_place=by_place))
-    selective = index.of(tape.kept())
+    selective = index.of(tape.selected())
     made = forwards(
         index,
         forward,
         given.store,
-        lambda keeping: run_forward(structure, saving=False, given=given.store, keeping=keeping)[0],
+        lambda keeping: run_forward(structure, saving=False, given=given.store, keeps_selected=keeping)[0],
         dtypes,
     )
-    places, handed = index.of((given.store, *tape.course.copied)), index.handed(tape.handed)
+    places, arrivals = index.of((given.store, *tape.history.input_copies)), index.arrivals(tape.arrivals)
     stores, weights = tuple(index.stores), tuple(index.weights)
-    plan = Plan(stores, weights, made, points, casts, cached, selective, places, source, reruns, handed)
+    plan = Plan(stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals)
     return of_a_rank(plan) if structure.sharded else plan
 
 
 def of_a_rank(plan: Plan) -> Plan:
-    """Every tensor and weight, the widths that are split written as shares."""
+    """Return the plan of one tensor-parallel rank: its share of every width that is split."""
     for store in plan.stores:
         store.size = store.size.replacing(SHARES)
     return replace(plan, weights=tuple(weight.replacing(SHARES) for weight in plan.weights))
@@ -353,17 +355,17 @@ def of_a_rank(plan: Plan) -> Plan:
 def forwards(
     index: Index, plain: Forward, given: Store, run: Callable[[bool], Tape], dtypes: dict[str, bool]
 ) -> dict[Recompute, Forward]:  # fmt: skip
-    """The forward without a checkpoint, and those in a full and in a selective one; ``run`` is told whether something is kept."""
+    """Return the forwards without a checkpoint, in a full one and in a selective one. ``run`` gets whether it is selective."""
 
     def forward(*, keeping: bool) -> Forward:
         tape = run(keeping)
-        return index.forward(tape, (given, *tape.course.copied, *(tape.kept() if keeping else ())), dtypes)
+        return index.forward(tape, (given, *tape.history.input_copies, *(tape.selected() if keeping else ())), dtypes)
 
     return {"none": plain, "full": forward(keeping=False), "selective": forward(keeping=True)}
 
 
 def _run_again(moments: list[Alive]) -> list[Alive]:
-    """Moments of the forward as those of a checkpoint that is run again, each of the module that has made something last."""
+    """Return moments of the forward as those of a recomputation, each placed in the module that allocated last."""
     return [
         one._replace(name=f"recomputed: {one.stores[-1].reason}", place=Place(At.RUN_AGAIN, one.stores[-1].tag.module))
         for one in moments
@@ -372,9 +374,9 @@ def _run_again(moments: list[Alive]) -> list[Alive]:
 
 
 def _with_kept(moments: list[Alive], tape: Tape) -> list[Alive]:
-    """Moments of a run whose dear outputs are there from the beginning, where it makes them anew."""
+    """Return moments of a recomputation in which the selected outputs are alive from the beginning: the forward kept them."""
     first = {store: at for at, moment in reversed(list(enumerate(moments))) for store in moment.stores}
-    kept = tape.kept()
+    kept = tape.selected()
     return [
         moment._replace(stores=(*moment.stores, *(store for store in kept if first.get(store, 0) > at)))
         for at, moment in enumerate(moments)
@@ -384,9 +386,9 @@ def _with_kept(moments: list[Alive], tape: Tape) -> list[Alive]:
 def _highest_at(
     moments: list[Alive], dtypes: dict[str, bool], *, by_place: bool, scratch_apart: bool = False
 ) -> tuple[Alive, ...]:  # fmt: skip
-    """The moments that can be the highest; ``by_place`` of each place by itself, where an engine has more beside some than others.
+    """Return the moments that can be the highest; ``by_place``: of each place, for engines that add different bytes per place.
 
-    Beside frozen weights no gradient says which of a block's weights DeepSpeed's stage 3 has gathered, but the place does.
+    Frozen weights have no gradients from which to tell what DeepSpeed's stage 3 has gathered; the place tells it.
     """
     if not by_place:
         return highest(moments, **dtypes, scratch_apart=scratch_apart)
@@ -399,13 +401,16 @@ def _highest_at(
 def _above_the_backward(
     tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str, bool], *, by_place: bool
 ) -> list[Alive]:  # fmt: skip
-    """Moments of a checkpoint that is run again, beside gradients that wait; those that the backward itself is above left out.
+    """Return the moments of a recomputation, with the gradients that wait, that the backward's own do not cover.
 
-    The block's input is the checkpoint's own, unless the block saves it.
+    The checkpoint holds the block's input, unless the block saves it: it counts apart.
     """
     beside = [
         one._replace(
-            stores=(*(store for store in one.stores if store is not given or given in tape.saved), *tape.course.before_saved)
+            stores=(
+                *(store for store in one.stores if store is not given or given in tape.saved),
+                *tape.history.waiting_at_rerun,
+            )
         )
         for one in moments
     ]
@@ -413,39 +418,39 @@ def _above_the_backward(
 
 
 def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[Alive]:
-    """Moments of the backward before it first needs what was saved: of a checkpoint there is what it keeps, and nothing else."""
-    kept = tape.kept() if recompute == "selective" else ()
+    """Return the backward's moments before it first needs a saved tensor: of those only what the checkpoint keeps is alive."""
+    kept = tape.selected() if recompute == "selective" else ()
     return [
         one._replace(stores=(*(store for store in one.stores if store is given or store not in tape.saved), *kept))
-        for one in tape.moments[: tape.course.unsaved]
+        for one in tape.moments[: tape.history.moments_before_rerun]
     ]
 
 
 def run_forward(
-    structure: Block, *, saving: bool, given: Store | None = None, keeping: bool = False, again: bool = False
+    structure: Block, *, saving: bool, given: Store | None = None, keeps_selected: bool = False, recomputed: bool = False
 ) -> tuple[Tape, Value, Value]:  # fmt: skip
-    """Run the program forward, over an input that another run has had, or over one of its own: input and output."""
+    """Run the program forward. Return tape, input and output. ``given``: the input of another run, to use again."""
     program, training = program_of(structure.family), structure.training
     tape = Tape(
         wide=structure.wide,
         autocast=structure.autocast,
         saving=saving,
         narrow=training is not None and not training.wide_residual,
-        keeping=keeping,
-        again=again,
+        keeps_selected=keeps_selected,
+        recomputed=recomputed,
     )
     value = _block_input(tape, given, T_p * h if structure.sharded else T * h, program.source)
     if training is not None:
-        from zeroplan.transformer.families.trained import freeze  # noqa: PLC0415  others need not wait for it
+        from zeroplan.transformer.families.frozen import freeze  # noqa: PLC0415  keeps start-up fast
 
         freeze(tape, value, training)
     if structure.sharded:
-        tape.manner = SHARED_OUT
+        tape.mode = TENSOR_PARALLEL
     return tape, value, program.block(tape, value, structure)
 
 
 def _block_input(tape: Tape, given: Store | None, shape: Size, source: str) -> Value:
-    """What a block reads: what another run has had, or a tensor of its own."""
+    """Return the block's input: that of another run, or a new tensor."""
     if given is None:
         return Value(tape.make(Kind.ACTIVATIONS, "block input", r * shape, source, BLOCK_INPUT), r, shape)
     given.holds = 1
@@ -454,15 +459,15 @@ def _block_input(tape: Tape, given: Store | None, shape: Size, source: str) -> V
 
 
 class Texts(NamedTuple):
-    """What of a plan's lines is the same for every batch."""
+    """The parts of a plan's lines that are the same for every batch."""
 
     sizes: tuple[Size, ...]
-    """Those that there are, each once."""
+    """All sizes, each once."""
     size_of: Places
-    """Where among them each tensor's is."""
+    """The index of each tensor's size."""
     kinds: tuple[Kind, ...]
     words: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[Tag, ...]]
-    """Of all tensors reasons, formulas, sources and tags."""
+    """Reasons, formulas, sources and tags of all tensors."""
 
 
 @lru_cache(maxsize=256)
@@ -481,20 +486,20 @@ def _texts(plan: Plan) -> Texts:
 
 @lru_cache(maxsize=256)
 def _backward(plan: Plan, recompute: Recompute) -> tuple[Placed, ...]:
-    """The moments of the backward, those of running the forward again among them."""
+    """Return the moments of the backward, including those of the recomputation."""
     return (*plan.again.get(recompute, ()), *plan.points)
 
 
 @lru_cache(maxsize=256)
-def _handed(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> tuple[tuple[int, Places], ...]:
-    """When gradients come to their weights: elements of those made so far, and what is alive; a checkpoint's input with it."""
+def _arrivals(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> tuple[tuple[int, Places], ...]:
+    """Return at each arrival the elements of gradients made so far, and what is alive, with a checkpoint's input."""
     beside = () if recompute == "none" else plan.input_apart
-    return tuple((_sum(weights, one.gradients), (*beside, *one.stores)) for one in plan.handed)
+    return tuple((_sum(weights, one.gradients), (*beside, *one.stores)) for one in plan.arrivals)
 
 
 @lru_cache(maxsize=256)
 def _elements(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
-    """At each moment of the backward the elements of weights' gradients made, of those being made, and of casts."""
+    """Return for each moment of the backward the elements of weight gradients made, of those being made, and of casts."""
     return tuple(
         (_sum(weights, one.gradients), _sum(weights, one.current), _sum(weights, one.casts))
         for one in _backward(plan, recompute)
@@ -505,7 +510,7 @@ def _sum(numbers: Sequence[int], places: Places) -> int:
     return sum(map(numbers.__getitem__, places))
 
 
-#: A line of its fields in their order; quicker than naming them, where there are hundreds.
+#: Makes a line of its fields in their order. Faster than keywords, for hundreds of lines.
 _line: Callable[[Iterable[object]], Line] = partial(tuple.__new__, Line)
 
 
@@ -513,30 +518,30 @@ class Sizes:
     """A plan's tensors as lines and its weights as numbers, for one batch."""
 
     def __init__(self, plan: Plan, values: Values) -> None:
-        """Take the value of every symbol."""
+        """``values``: the value of every symbol."""
         self.plan, texts = plan, _texts(plan)
         numbers = [size.value(values) for size in texts.sizes]
         self.element = values["e"]
         self.n_bytes = list(map(numbers.__getitem__, texts.size_of))
-        """Of each tensor."""
+        """The bytes of each tensor."""
         self._lines = list(map(_line, zip(texts.kinds, self.n_bytes, *texts.words, strict=True)))
         self._weights = tuple([int(size.value(values)) for size in plan.weights])
 
     def lines(self, places: Places) -> tuple[Line, ...]:
-        """Write tensors as lines."""
+        """Return tensors as lines."""
         return tuple(map(self._lines.__getitem__, places))
 
     def total(self, places: Places) -> Int:
-        """Add tensors up. [bytes]"""
+        """Return the sum of tensors. [bytes]"""
         total: Int = sum(map(self.n_bytes.__getitem__, places))
         return total
 
     def elements(self, places: Places) -> int:
-        """Add up elements of weights, which do not depend on the batch."""
+        """Return the sum of weights, which does not depend on the batch. [elements]"""
         return _sum(self._weights, places)
 
     def points(self, recompute: Recompute) -> tuple[BackwardPoint, ...]:
-        """Write the moments of the backward."""
+        """Return the moments of the backward."""
         moments, counts = _backward(self.plan, recompute), _elements(self.plan, recompute, self._weights)
         return tuple([self._point(moment, *count) for moment, count in zip(moments, counts, strict=True)])
 
@@ -545,12 +550,12 @@ class Sizes:
         return BackwardPoint(moment.name, lines, made, making, copied, place=moment.place, before=before)
 
     def handed(self, recompute: Recompute) -> tuple[HandedOn, ...]:
-        """Write down when gradients come to their weights."""
-        return tuple([HandedOn(made, self.lines(stores)) for made, stores in _handed(self.plan, recompute, self._weights)])
+        """Return when weight gradients reach their weights."""
+        return tuple([HandedOn(made, self.lines(stores)) for made, stores in _arrivals(self.plan, recompute, self._weights)])
 
 
 def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> BlockPass:
-    """Write a plan as what one block costs, for one batch."""
+    """Return the memory of one block, for one batch."""
     plan = sizes.plan
     given, saved = sizes.lines(plan.given), sizes.lines(plan.saved)
     again: Recompute = "selective" if recompute == "selective" else "full"
@@ -570,14 +575,14 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
 
 
 class Top(NamedTuple):
-    """A forward as engines need it: what is there at its end beyond what is kept, and moments that may be above that."""
+    """A forward as engines need it: what is alive at its end beyond what it keeps, and moments that may be higher."""
 
     last: Places
     end: Places
-    """Everything that is there at the end."""
+    """Everything that is alive at the end."""
     earlier: tuple[Placed, ...]
     narrow: tuple[Placed, ...] | None
-    """Of these those without a tensor that CUDA's autocast alone makes fp32; None where the block has no such tensor."""
+    """Those of them without a tensor that only CUDA's autocast makes in fp32; None where the block has no such tensor."""
 
 
 @lru_cache(maxsize=256)
@@ -591,7 +596,7 @@ def _top_of(plan: Plan, recompute: Recompute) -> Top:
 
 
 class Within(NamedTuple):
-    """Moments of a forward at which so many bytes are there beside what the plan makes."""
+    """Moments of a forward, and the bytes that are alive then beside the plan's tensors."""
 
     moments: tuple[Placed, ...]
     n_bytes: Int
@@ -603,10 +608,10 @@ NOTHING_BESIDE = Within((), 0)
 def top(
     sizes: Sizes, recompute: Recompute, *, autocast: bool, above: str = EXCESS, within: Within = NOTHING_BESIDE
 ) -> tuple[Line, ...]:
-    """List the last moment's tensors beyond those kept, and by how much an earlier moment is above it.
+    """Return the last moment's tensors beyond those kept, and a line of the bytes by which an earlier moment is higher.
 
-    Autocast has made fewer casts by an earlier moment, while an engine counts them all. ``above`` is the reason of that last
-    line. ``within`` are earlier moments with more beside them.
+    By an earlier moment autocast has made fewer casts; engines count all of them. ``above``: the reason of the last line.
+    ``within``: earlier moments with more beside them.
     """
     plan, top = sizes.plan, _top_of(sizes.plan, recompute)
     at_end, every = sizes.total(top.end), sizes.elements((*plan.casts, *plan.cached)) if autocast else 0

@@ -1,4 +1,4 @@
-"""The numbers every part of a block is computed from, under the symbols of the formulas."""
+"""The value of every symbol in the formulas of a block."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from zeroplan.spec.recipe import Attention, Kernels
 from zeroplan.spec.releases import NOW, Release
 from zeroplan.transformer.blocks import Compute
 
-#: Widths that tensor-parallel ranks split, by their symbols.
+#: Symbols of the widths that tensor-parallel ranks split.
 SPLIT = ("a", "q", "k", "v", "c", "f", "V")
 _KEYS, _LARGEST_SPLIT, _ENOUGH_BLOCKS = 64, 200, 256
 
@@ -20,10 +20,10 @@ CHUNK = 64
 
 
 class Widths(NamedTuple):
-    """A model's widths, a batch and a way to compute; the symbol of each in formulas stands after it.
+    """A model's widths, a batch and how the model computes. Comments give the symbols in formulas.
 
-    Query and key widths differ from the hidden width where ``head_dim`` is set apart; value and context widths differ from
-    key and query widths only under multi-head latent attention.
+    Query and key widths differ from the hidden width where a config sets ``head_dim``. Value and context widths differ from key and
+    query widths only under multi-head latent attention.
     """
 
     tokens: Int  # T
@@ -42,21 +42,21 @@ class Widths(NamedTuple):
     attention: Attention
     kernels: Kernels
     recomputed: bool = False
-    """The backward recomputes the block: what the recomputation saved is given back as it is used."""
+    """The backward recomputes the block, and frees each tensor that the recomputation saved once it has read it."""
     rank: int = 0  # z, of adapters
     expert_ranks: int = 1
-    """Ranks that share the experts out, so that each has x = E/ep of them."""
+    """Ranks that split the experts, so that each has x = E/ep of them."""
     casts_inputs: bool = False
-    """What a block is given is cast to the compute dtype first."""
+    """The engine casts a block's inputs to the compute dtype first."""
     release: Release = NOW
     """What the release of transformers does otherwise."""
 
 
 def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool = False) -> Widths:
-    """Collect what the parts of a block need.
+    """Return the widths of a model for one batch.
 
-    Frozen weights are in the compute dtype, and so is the residual stream: autocast casts adapters only. Beside quantised weights
-    embeddings and norms are fp32 under autocast, and the residual stream with them.
+    Frozen weights and the residual stream have the compute dtype; autocast casts adapters only. With quantised weights embeddings,
+    norms and the residual stream are fp32 under autocast.
     """
     autocast = compute.autocast and model.adapter is None
     micro_batch, seq_len = batch.micro_batch_size, batch.seq_len
@@ -88,9 +88,9 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
 
 
 def kinds_of_layers(model: ModelSpec) -> int:
-    """How many kinds of attention take turns: 2 where some layers see a window, or are linear, and others see everything.
+    """Return how many kinds of attention alternate: 2 where some layers have a window or linear attention, else 1.
 
-    Gemma 3: every sixth layer is global, Gemma 2: every second, Qwen3-Next: every fourth. Source: transformers 5.23,
+    Every sixth layer of Gemma 3 is full, every second of Gemma 2, every fourth of Qwen3-Next. Source: transformers 5.23,
     ``configuration_<family>.py``, ``layer_types``.
     """
     every = GLOBAL_LAYERS.get(model.family)
@@ -98,9 +98,9 @@ def kinds_of_layers(model: ModelSpec) -> int:
 
 
 def beyond_the_window(model: ModelSpec, x: Widths) -> Bool:
-    """Whether layers that see a window are given a mask: where it is no longer than the sequence.
+    """Whether layers with a window get a mask: where the window is no longer than the sequence.
 
-    Source: transformers 5.23, ``masking_utils.py``, ``_ignore_causal_mask_sdpa``. Attention that is written out always has one.
+    Source: transformers 5.23, ``masking_utils.py``, ``_ignore_causal_mask_sdpa``. Eager attention always has a mask.
     """
     if x.attention != "sdpa" or model.sliding_window is None:
         return False
@@ -109,20 +109,20 @@ def beyond_the_window(model: ModelSpec, x: Widths) -> Bool:
 
 
 def in_one_chunk(x: Widths) -> Bool:
-    """Whether linear attention takes the sequence as one chunk; of a column of sequences where all of them agree, one answer."""
+    """Whether linear attention takes the sequence as one chunk. One bool for a column of sequences that agree."""
     short = x.seq_len <= CHUNK
     return short if isinstance(short, bool) or (short.any() and not short.all()) else bool(short.all())
 
 
 def grouped_heads(model: ModelSpec, x: Widths, kind: str) -> bool:
-    """Whether several heads share what another has: keys and values, or in linear attention queries and keys."""
+    """Whether several heads share keys and values, or in linear attention queries and keys."""
     if kind == "linear" and model.linear is not None:
         return model.linear.num_key_heads != model.linear.num_value_heads
     return x.key != x.query
 
 
 def symbols(x: Widths, intermediate_size: int, moe: MoeSpec | None) -> dict[str, Int]:
-    """Return the value of every symbol that formulas of blocks have in common; experts count 0 in a dense model."""
+    """Return the values of the symbols that all blocks share. Those of experts are 0 in a dense model."""
     return {
         "b": x.micro_batch,
         "s": x.seq_len,
@@ -147,12 +147,12 @@ def symbols(x: Widths, intermediate_size: int, moe: MoeSpec | None) -> dict[str,
 
 
 def ranks(mla: MlaSpec) -> dict[str, int]:
-    """Return the value of every symbol of latent attention."""
+    """Return the values of the symbols of latent attention."""
     return {"u": mla.q_lora_rank or 0, "w": mla.kv_lora_rank, "o": mla.qk_rope_head_dim}
 
 
 def of_linear_attention(linear: LinearSpec | None) -> dict[str, int]:
-    """Return the value of every symbol of linear attention, 0 where there is none."""
+    """Return the values of the symbols of linear attention, 0 in models without it."""
     if linear is None:
         return dict.fromkeys("AJDIl", 0)
     values = linear.num_value_heads, linear.num_key_heads, linear.key_head_dim, linear.value_head_dim, linear.conv_kernel_dim
@@ -160,7 +160,7 @@ def of_linear_attention(linear: LinearSpec | None) -> dict[str, int]:
 
 
 def key_parts(x: Widths) -> Int:
-    """In how many parts the memory-efficient kernel's backward splits the keys of a sequence, with heads beyond 128.
+    """Return into how many parts the memory-efficient kernel's backward splits the keys of a sequence, for heads beyond 128.
 
     Source: torch 2.13, ``aten/src/ATen/native/transformers/cuda/attention_backward.cu``, ``_efficient_attention_backward``.
     """
@@ -172,7 +172,7 @@ def key_parts(x: Widths) -> Int:
 def quantities(
     x: Widths, intermediate_size: int, moe: MoeSpec | None = None, mla: MlaSpec | None = None, linear: LinearSpec | None = None
 ) -> dict[str, Int]:  # fmt: skip
-    """Return the value of every symbol of a block's sizes, shares of others among them."""
+    """Return the value of every symbol of a block's sizes, including fractions of others."""
     latent = {} if mla is None else {**ranks(mla), "o/2": mla.qk_rope_head_dim // 2}
     return {
         **symbols(x, intermediate_size, moe),
@@ -189,7 +189,7 @@ def quantities(
 
 
 def values_of(model: ModelSpec, x: Widths, ranks: int = 1) -> dict[str, Int]:
-    """Return the value of every symbol of a model's sizes, on one of ``ranks`` that split its matrices."""
+    """Return the value of every symbol of a model's sizes, on one of ``ranks`` tensor-parallel ranks."""
     values = {**quantities(x, model.intermediate_size, model.moe, model.mla, model.linear), "V": model.vocab_size}
     if ranks == 1:
         return values

@@ -1,0 +1,215 @@
+"""What decoder layers of several families share: the layer with its two branches, attention, and the MLPs.
+
+Read it like transformers' ``modeling_*.py``. Each operator (``operators.py``) allocates its output and says what it saves for the
+backward. ``tape.release`` marks the line where a Python variable of the ``forward`` goes out of scope or gets a new value: that
+frees a tensor that no operator has saved.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from zeroplan.expr import Size
+from zeroplan.ledger import Module
+from zeroplan.transformer.blocks import At, Place
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.activation import activated
+from zeroplan.transformer.families.attention import Attended, Heads
+from zeroplan.transformer.families.definition import Block, Program
+from zeroplan.transformer.families.operators import Norm
+from zeroplan.transformer.families.sharded import gathered, norm
+from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM
+from zeroplan.transformer.families.tape import Site, Tape, Value
+from zeroplan.transformer.symbols import T, a, c, d, f, h, k, k_d, q, v
+
+LLAMA_NORM = Norm("cast, then weighted", "transformers 5.23, models/llama/modeling_llama.py, LlamaRMSNorm.forward")
+LAYER_NORM = Norm("layer", "torch 2.13, aten/src/ATen/native/cuda/layer_norm_kernel.cu, layer_norm_cuda")
+
+
+class Layer(NamedTuple):
+    """A decoder layer: attention and MLP each read a norm's output, and their outputs are added to the residual stream."""
+
+    norm: Norm
+    attention: Callable[[Tape, Value, Block], Attended]
+    mlp: Callable[[Tape, Value, Block], Value]
+    source: str
+    multiplied: bool = False
+    """The layer multiplies a branch's output by a constant before the addition (Granite)."""
+    before: tuple[Place, Place] | None = (AT_ATTENTION_NORM, AT_MLP_NORM)
+    """Places of the norms before attention and before the MLP; None: the branches read the residual stream itself (OLMo 2)."""
+    after: tuple[Place, Place] | None = None
+    """Places of norms of the branches' outputs, in families that have them."""
+    mlp_frees_input: bool = False
+    """The layer stores the MLP's first product under the variable of its input (OPT)."""
+
+    def run(self, tape: Tape, given: Value, block: Block) -> Value:
+        """Run the layer on ``given``; return its output. The attention weights, where there are any, live to the end."""
+        attended, weights = self._attention_branch(tape, given, block)
+        middle = self._added(tape, given, attended, "residual stream between attention and MLP")
+        made = self._added(tape, middle, self._mlp_branch(tape, middle, block), "block output")
+        tape.release(middle)
+        if weights is not None:
+            tape.release(weights)
+        return made
+
+    def _attention_branch(self, tape: Tape, given: Value, block: Block) -> Attended:
+        normal = self._norm_before(tape, given, "norm before attention", 0)
+        whole = gathered(tape, normal, "input of attention")
+        attended, weights = self.attention(tape, whole, block)
+        tape.release(whole, normal)
+        return Attended(self._norm_after(tape, attended, "norm after attention", 0), weights)
+
+    def _mlp_branch(self, tape: Tape, middle: Value, block: Block) -> Value:
+        normal = self._norm_before(tape, middle, "norm before the MLP", 1)
+        if self.mlp_frees_input:
+            return self.mlp(tape, normal, block)
+        whole = gathered(tape, normal, "input of the MLP")
+        branch = self.mlp(tape, whole, block)
+        tape.release(whole, normal)
+        return self._norm_after(tape, branch, "norm after the MLP", 1)
+
+    def _norm_before(self, tape: Tape, given: Value, name: str, branch: int) -> Value:
+        if self.before is None:
+            tape.hold(given.store)
+            return given
+        return norm(tape, given, name, self.norm, self.before[branch])
+
+    def _norm_after(self, tape: Tape, made: Value, name: str, branch: int) -> Value:
+        if self.after is None:
+            return made
+        normal = op.norm(tape, made, name, self.norm, place=self.after[branch])
+        tape.release(made)
+        return normal
+
+    def _added(self, tape: Tape, given: Value, branch: Value, reason: str) -> Value:
+        """Return the residual stream plus the branch's output, whose variable lives until the sum is done."""
+        name = "branch times its multiplier"
+        term = op.multiplied(tape, branch, name, Site(name, self.source)) if self.multiplied else branch
+        made = op.add(tape, given, term, reason, Site("residual addition", self.source))
+        tape.release(*((term, branch) if self.multiplied else (branch,)))
+        return made
+
+
+def layer(parts: Layer) -> Program:
+    """Return the program of a family whose every layer is ``parts``."""
+    return Program(parts.run, parts.source, parts.norm)
+
+
+# --- attention ---------------------------------------------------------------------------------------------------------------
+
+Rotated = tuple[Value, Value]
+
+
+def rotated(
+    tape: Tape, query: Value, key: Value, _block: Block, *, source: str, partly: tuple[Size, Size] | None = None
+) -> Rotated:  # fmt: skip
+    """Return queries and keys with rotary positions applied, to the whole of each head or to the elements ``partly``."""
+    parts = (None, None) if partly is None else partly
+    return (
+        op.rotary(tape, query, Site("queries", source), part=parts[0]),
+        op.rotary(tape, key, Site("keys", source), part=parts[1]),
+    )
+
+
+class Attention(NamedTuple):
+    """Attention whose queries, keys and values are three projections of the layer's normalised input."""
+
+    source: str
+    norm: Norm | None = None
+    """The norm of queries and keys, in families that have one."""
+    norm_at_once: bool = False
+    """The module normalises queries before it projects keys, else after all three projections."""
+    norm_over_heads: bool = False
+    """One norm over all heads together (OLMo 2), else over each head by itself."""
+    rotated: Callable[[Tape, Value, Value, Block], Rotated] | None = None
+    """How the family applies rotary positions; None: as Llama does."""
+    joined: bool = False
+    """Applying rotary positions copies queries and keys into the order of heads."""
+
+    def run(self, tape: Tape, normal: Value, block: Block) -> Attended:
+        """Return the output projection's result, and the attention weights where the kernel returns them."""
+        query, key, value = self._projections(tape, normal, block)
+        rotate = self.rotated or partial(rotated, source=self.source)
+        turned = rotate(tape, query, key, block)
+        tape.release(query, key)
+        context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, self.joined))
+        site = Site("output projection", self.source, Module.O)
+        made = op.linear(tape, context, h, site, reads=c, bias=block.output_bias)
+        tape.release(value, *turned, context)
+        return Attended(made, weights)
+
+    def _projections(self, tape: Tape, normal: Value, block: Block) -> tuple[Value, Value, Value]:
+        def project(width: Size, name: str, module: Module) -> Value:
+            return op.linear(tape, normal, width, Site(name, self.source, module), bias=block.attention_bias)
+
+        query = project(q, "q projection", Module.Q)
+        query = self._normed_queries(tape, query) if self.norm_at_once else query
+        key = project(k, "k projection", Module.K)
+        key = self._normed_keys(tape, key) if self.norm_at_once else key
+        value = project(v, "v projection", Module.V)
+        if not self.norm_at_once:
+            query, key = self._normed_queries(tape, query), self._normed_keys(tape, key)
+        return query, key, value
+
+    def _normed_queries(self, tape: Tape, bare: Value) -> Value:
+        return self._normed(tape, bare, "norm of the queries", (q, T * a), Module.Q_NORM)
+
+    def _normed_keys(self, tape: Tape, bare: Value) -> Value:
+        return self._normed(tape, bare, "norm of the keys", (k, T * k_d), Module.K_NORM)
+
+    def _normed(self, tape: Tape, bare: Value, name: str, of: tuple[Size, Size], module: Module) -> Value:
+        """``of``: the width of all heads together, and the rows that a norm over each head has."""
+        if self.norm is None:
+            return bare
+        weight, rows = (of[0], T) if self.norm_over_heads else (d, of[1])
+        made = op.norm(tape, bare, name, self.norm, weight=weight, rows=rows, place=Place(At.NORM, module))
+        tape.release(bare)
+        return made
+
+
+# --- MLPs --------------------------------------------------------------------------------------------------------------------
+
+
+def gated_mlp(tape: Tape, normal: Value, block: Block, source: str, *, width: Size = f, prefix: str = "") -> Value:
+    """Return ``down(act(gate(x)) * up(x))``. It saves x, the gate, the activated gate, up(x) and their product.
+
+    ``prefix`` comes before the names of its moments where a layer has another MLP.
+    """
+    bias, modules = block.mlp_bias, (Module.NONE,) * 3 if prefix else (Module.GATE, Module.UP, Module.DOWN)
+    gate = op.linear(tape, normal, width, Site(f"{prefix}gate projection", source, modules[0]), bias=bias)
+    active = activated(tape, gate, block.activation, f"{prefix}{block.activation} of the gate", source)
+    tape.release(gate)
+    up = op.linear(tape, normal, width, Site(f"{prefix}up projection", source, modules[1]), bias=bias)
+    reason = f"{prefix}gated product, input of the down projection"
+    inner = op.product(tape, active, up, reason, Site(f"{prefix}gated product", source))
+    tape.release(active, up)
+    made = op.linear(tape, inner, h, Site(f"{prefix}down projection", source, modules[2]), reads=width, bias=bias)
+    tape.release(inner)
+    return made
+
+
+def joint_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
+    """Return the same of a gated MLP whose gate and up projections are one matrix; the gate's variable lives to the end."""
+    both = op.linear(tape, normal, (f + f), Site("joint gate and up projection", source))
+    gate, up = op.chunk(tape, both, (T * f, T * f), Site("gate and up", source))
+    tape.release(both)
+    active = activated(tape, gate, block.activation, f"{block.activation} of the gate", source)
+    inner = op.product(tape, up, active, "gated product, input of the down projection", Site("gated product", source))
+    tape.release(active, up)
+    made = op.linear(tape, inner, h, Site("down projection", source, Module.DOWN), reads=f)
+    tape.release(inner, gate)
+    return made
+
+
+def two_layer_mlp(
+    tape: Tape, normal: Value, block: Block, source: str, *, addmm: bool = False, frees_input: bool = False
+) -> Value:  # fmt: skip
+    """Return ``second(act(first(x)))``. It saves x, first(x) where the activation reads it, and the second projection's input."""
+    inner = op.linear(tape, normal, f, Site("first MLP projection", source), bias=True, addmm=addmm)
+    if frees_input:
+        tape.release(normal)
+    active = activated(tape, inner, block.activation, "activation, input of the second projection", source)
+    tape.release(inner)
+    made = op.linear(tape, active, h, Site("second MLP projection", source), reads=f, bias=True, addmm=addmm)
+    tape.release(active)
+    return made

@@ -1,0 +1,343 @@
+"""Routed experts: the router, the experts of one rank, and experts spread over several ranks.
+
+A pair is a token and one of its experts. ``grouped_mm`` multiplies all pairs at once, so that the pairs are sorted by expert before
+it and put back in the order of tokens after it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from zeroplan.expr import Size
+from zeroplan.ledger import Module
+from zeroplan.transformer.blocks import At, Place
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value, Width
+from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x
+
+ROUTER = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
+EXPERTS = "transformers 5.23, integrations/moe.py, grouped_mm_experts_forward"
+DISPATCH = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._dispatch_tokens"
+COMBINE = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._combine_tokens"
+
+# --- the router --------------------------------------------------------------------------------------------------------------
+
+
+class Routing(NamedTuple):
+    """What a router returns: logits, the weight of each pair, and the index of each pair's expert."""
+
+    logits: Value
+    weights: Value
+    indices: Store
+
+
+def router(tape: Tape, normal: Value, *, narrowed: bool) -> Routing:
+    """Run Mixtral's router. ``narrowed``: it casts its weights to the dtype of its logits.
+
+    Its input is a view of all tokens in one row. The view comes before the product, so that the router's weight gets its
+    gradient before the view's gradient reaches ``normal``.
+    """
+    flat = op.view(tape, normal, Site("router: its input", ROUTER))
+    logits = op.linear(tape, flat, E, Site("router", ROUTER))
+    tape.release(flat)
+    wide = op.cast(tape, logits, 4, Site("router: logits", ROUTER))
+    scores = op.pointwise(tape, wide, "router: scores of all experts", Site("router: softmax", ROUTER), saves_result=True)
+    tape.release(wide)
+    indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
+    chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
+    tape.release(scores)
+    weights = divided_by_their_sum(tape, chosen, 4, ROUTER)
+    if not narrowed:
+        return Routing(logits, weights, indices)
+    narrow = op.cast(tape, weights, e, Site("router: weights", ROUTER))
+    tape.release(weights)
+    return Routing(logits, narrow, indices)
+
+
+def divided_by_their_sum(tape: Tape, chosen: Value, dtype: Width, source: str) -> Value:
+    """``weights /= weights.sum()`` in place. It saves a copy of the old weights, and the sum, which has ``dtype``."""
+    total = tape.make(op.TENSOR, "router: sum of the top-k weights", dtype * T, source)
+    before = tape.make(op.TENSOR, "router: top-k weights before they are divided by their sum", chosen.dtype * T * t, source)
+    made = Value(chosen.store, chosen.dtype, chosen.shape)
+    beside = ("gradient of the sum of the top-k weights, not yet summed", 2 * dtype * T * t)
+    backward = op.makes("gradient of the top-k weights", source, chosen, beside=beside)
+    tape.add("router: division by the sum", (made,), (total, before), backward, of=(chosen,))
+    tape.drop(total, before)
+    return made
+
+
+# --- what families' experts compute ------------------------------------------------------------------------------------------
+
+
+class Computing(NamedTuple):
+    """What one family's experts compute between their two products."""
+
+    gate: Callable[[Tape, Value], Value]
+    """From the first product's output to the second's input. It releases its argument."""
+    biases: bool = False
+    """Both products add a bias."""
+
+
+def silu_gate(tape: Tape, both: Value) -> Value:
+    """``silu(gate) * up`` of the first product's output. It releases ``both``."""
+    gate, up = op.chunk(tape, both, (T * t * m, T * t * m), Site("experts: gates and ups", EXPERTS))
+    active = op.pointwise(tape, gate, "experts: silu of the gate", Site("experts: silu", EXPERTS))
+    reason = "experts: gated product, input of the down projection"
+    made = op.product(tape, active, up, reason, Site("experts: gated product", EXPERTS))
+    tape.release(active, gate, up, both)
+    return made
+
+
+SILU = Computing(silu_gate)
+
+
+class _Sorting(NamedTuple):
+    """Tensors about the sorted pairs."""
+
+    experts: Store
+    """The expert of each pair."""
+    order: Store
+    """The permutation that sorts the pairs."""
+    ends: Store
+    """The index of each expert's last pair."""
+    beyond: Store | None = None
+    """Booleans: which pairs belong to no expert of this rank. Only with experts on several ranks."""
+
+
+def _products(
+    tape: Tape, given: Value, sorting: _Sorting, computing: Computing, *, experts: Size
+) -> tuple[Value, Value | None]:
+    """Run both products of the experts. Return their output, and the second bias where there are biases."""
+    first = _bias(tape, "gate and up", (m + m), sorting, experts) if computing.biases else None
+    if sorting.beyond is not None:
+        given = _zeroed(tape, given, sorting.beyond, "input of the experts", in_place=True)
+    both = _grouped(tape, given, first, ("experts: gate and up projections", h, (m + m)), sorting, experts)
+    gated = computing.gate(tape, both)
+    second = _bias(tape, "down", h, sorting, experts) if computing.biases else None
+    if first is not None:
+        tape.release(first)
+    return _grouped(tape, gated, second, ("experts: down projection", m, h), sorting, experts, frees=True), second
+
+
+def _grouped(
+    tape: Tape, value: Value, bias: Value | None, site: tuple[str, Size, Size], sorting: _Sorting, experts: Size, *,
+    frees: bool = False,
+) -> Value:  # fmt: skip
+    """``grouped_mm`` and a bias added in place; rows of no expert are set to zero. It saves its input.
+
+    ``frees``: it releases ``value`` before it sets rows to zero.
+    """
+    made = _grouped_product(tape, value, site, sorting.ends, experts=experts)
+    if bias is not None:
+        product = made
+        made = Value(product.store, product.dtype, product.shape)
+        tape.add(f"{site[0]}: bias", (made,), (), op.passes(bias, product), of=(bias, product))
+    if frees:
+        tape.release(value)
+    return made if sorting.beyond is None else _zeroed(tape, made, sorting.beyond, f"output of {site[0]}")
+
+
+def _grouped_product(tape: Tape, value: Value, site: tuple[str, Size, Size], ends: Store, *, experts: Size) -> Value:
+    """``grouped_mm``, which autocast leaves alone. Its backward makes the gradient of ``experts`` weights first.
+
+    Gradients of a rank's own experts (``x``) reach their weights only when operators that ran earlier have run their backward.
+    """
+    name, reads, width = site
+    made = op.tensor(tape, f"{name}: output", r, T * t * width, EXPERTS)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.weight_gradient(experts * reads * width, waits=experts == x)
+        return [(value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS))]
+
+    tape.add(name, (made,), (value.store, ends), backward, of=None)
+    return made
+
+
+def _bias(tape: Tape, name: str, width: Size, sorting: _Sorting, experts: Size) -> Value:
+    """Return the bias of each pair's expert, a row per pair. It saves the experts of the pairs."""
+    made = op.tensor(tape, f"experts: bias of the {name} projection for each pair", r, T * t * width, EXPERTS)
+    backward = op.makes_weight_gradient(experts * width, waits=experts == x)
+    tape.add(f"experts: bias of the {name} projection", (made,), (sorting.experts,), backward, of=None)
+    return made
+
+
+# --- all experts on this rank ------------------------------------------------------------------------------------------------
+
+
+def experts_here(tape: Tape, normal: Value, weights: Value, computing: Computing = SILU) -> Value:
+    """``grouped_mm_experts_forward``. Its variables keep all but the products' inputs to the end."""
+    experts, order = _sorted_experts(tape)
+    rows = tape.make(op.TENSOR, "token of each pair, int64", 8 * T * t, EXPERTS)
+    selected = picked(tape, normal, ("tokens sorted by expert, input of the experts", T * t * h), rows, EXPERTS)
+    tape.drop(rows)
+    by_expert = picked(tape, weights, ("routing weights sorted by expert", T * t), order, EXPERTS)
+    counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", 4 * T * t + 4 * E, EXPERTS)
+    ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * E, EXPERTS)
+    outputs, bias = _products(tape, selected, _Sorting(experts, order, ends), computing, experts=E)
+    weighted = _weighted_outputs(tape, outputs, by_expert, EXPERTS)
+    unsorted = _back_in_order(tape, weighted, "experts: weighted outputs in the order of tokens")
+    wide = op.run(
+        tape, unsorted, "sum over a token's experts", Site("sum over a token's experts", EXPERTS), shape=T * h,
+        gradient="gradient of the output, for each expert of a token",
+    )  # fmt: skip
+    made = op.cast(tape, wide, r, Site("output of the experts", EXPERTS))
+    tape.drop(experts, order, counted, ends)
+    tape.release(wide, selected, by_expert, outputs, unsorted, *(() if bias is None else (bias,)))
+    return made
+
+
+def _sorted_experts(tape: Tape) -> tuple[Store, Store]:
+    """Return the expert of each pair, sorted, and the permutation that sorts the pairs."""
+    experts = tape.make(op.TENSOR, "experts of the pairs, sorted, int64", 8 * T * t, EXPERTS)
+    return experts, tape.make(op.TENSOR, "order of the sorted pairs, int64", 8 * T * t, EXPERTS)
+
+
+def picked(
+    tape: Tape, value: Value, made_as: tuple[str, Size], by: Store, source: str, *, first: bool = False
+) -> Value:  # fmt: skip
+    """Return the elements or rows of ``value`` at the indices ``by``, which it saves. The backward fills zeros of its size.
+
+    ``first``: the operator comes first among those of the experts' weights, so that their gradients arrive after its backward.
+    """
+    reason, shape = made_as
+    made = op.tensor(tape, reason, value.dtype, shape, source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        if first:
+            tape.waiting.clear()
+        return [(value, op.gradient(tape, value, f"gradient of what {reason} came from", source))]
+
+    tape.add(reason, (made,), (by,), backward, of=(value,))
+    return made
+
+
+def _weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) -> Value:
+    """Multiply the experts' outputs by the routing weights, in the wider dtype of the two. It saves both."""
+    wide = op.wider(tape, outputs.dtype, weights.dtype)
+    made = op.tensor(tape, "experts: weighted outputs", wide, T * t * h, source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        unsummed = tape.make(op.TEMPORARY, "gradient of the routing weights, not yet summed", made.dtype * T * t * h, source)
+        if tape.is_wide(made.dtype) == tape.is_wide(outputs.dtype):
+            passed = op.gradient(tape, outputs, "gradient of the experts' outputs", source)
+            tape.used(outputs.store, weights.store)
+        else:
+            uncast = tape.make(op.TEMPORARY, "gradient of the outputs, not yet cast", made.dtype * T * t * h, source)
+            tape.used(outputs.store, weights.store)
+            passed = op.gradient(tape, outputs, "gradient of the experts' outputs", source)
+            tape.drop(uncast)
+        total = tape.make(op.GRADIENT, "gradient of the routing weights", made.dtype * T * t, source)
+        tape.drop(unsummed)
+        return [(outputs, passed), (weights, op.as_narrow(tape, weights, total, made, source))]
+
+    place, saved = Place(At.WEIGHTING, Module.EXPERTS), (outputs.store, weights.store)
+    tape.add("weighting of the expert outputs", (made,), saved, backward, of=(outputs, weights), place=place)
+    return made
+
+
+def _back_in_order(tape: Tape, value: Value, reason: str) -> Value:
+    """Return the pairs in their order before sorting. It releases ``value``."""
+    inverse = tape.make(op.TENSOR, "order that undoes the sorting, int64", 8 * T * t, EXPERTS)
+    tape.drop(tape.make(op.TEMPORARY, "0, 1, 2, ..., int64", 8 * T * t, EXPERTS))
+    made = picked(tape, value, (reason, T * t * h), inverse, EXPERTS)
+    tape.drop(inverse)
+    tape.release(value)
+    return made
+
+
+# --- experts on several ranks: tokens go to the rank of their expert and come back --------------------------------------------
+
+
+def dispatched(tape: Tape, normal: Value, weights: Value, computing: Computing = SILU) -> Value:
+    """``AllToAllEP.__call__``. Its variables keep the received pairs and the experts' outputs to the end.
+
+    Assumes evenly visited experts: a rank receives as many pairs as it sends, T·t.
+    """
+    order, received = _sent(tape, normal)
+    theirs = tape.make(op.TENSOR, "experts of the pairs that came, int64", 8 * T * t, DISPATCH)
+    ones = tape.make(op.TENSOR, "weights of one for the pairs that came", e * T * t, DISPATCH)
+    outputs = _own_experts(tape, received, computing)
+    made = _combined(tape, outputs, weights, order)
+    tape.drop(order, theirs, ones)
+    tape.release(received, outputs)
+    return made
+
+
+def _sent(tape: Tape, normal: Value) -> tuple[Store, Value]:
+    """Sort pairs by expert, and so by rank; exchange counts, then pairs. Return the order and the received pairs."""
+    order = tape.make(op.TENSOR, "order of the pairs sorted by expert, int64", 8 * T * t, DISPATCH)
+    rows = tape.make(op.TENSOR, "token of each pair that is sent, int64", 8 * T * t, DISPATCH)
+    sent = picked(tape, normal, ("tokens sorted by expert, to be sent", T * t * h), rows, DISPATCH)
+    tape.drop(rows)
+    counts = tape.make(op.TEMPORARY, "pairs for each expert, sent and got, int64", 16 * E, DISPATCH)
+    tape.drop(tape.make(op.TEMPORARY, "ones to be counted, int64", 8 * T * t, DISPATCH))
+    received = _exchanged(tape, sent, "tokens that came for this rank's experts", DISPATCH)
+    tape.drop(tape.make(op.TEMPORARY, "experts of the pairs that came, as they are made", 16 * T * t + 8 * E, DISPATCH))
+    tape.release(sent)
+    tape.drop(counts)
+    return order, received
+
+
+def _exchanged(tape: Tape, value: Value, reason: str, source: str) -> Value:
+    """``all_to_all_single``; its backward is another one. torchtitan's selective recomputation keeps its output."""
+    site = Site(f"all-to-all: {reason}", source)
+    made = op.run(tape, value, reason, site, gradient=f"gradient, sent back, of {reason}")
+    tape.kernel_output(made.store)
+    return made
+
+
+def _combined(tape: Tape, outputs: Value, weights: Value, order: Store) -> Value:
+    """Send the experts' outputs back, reorder and weight them, and sum over a token's experts."""
+    returned = _exchanged(tape, outputs, "outputs that came back from the experts", COMBINE)
+    unsorted = op.run(
+        tape, returned, "outputs of the experts in the order of tokens", Site("outputs in the order of tokens", COMBINE),
+        shape=T * t * h, saved=(order,), gradient="gradient of the outputs, sorted by expert",
+    )  # fmt: skip
+    weighted, name = _weighted_outputs(tape, unsorted, weights, COMBINE), "sum over a token's experts"
+    wide = op.run(tape, weighted, name, Site(name, COMBINE), shape=T * h)
+    tape.release(weighted, unsorted, returned)
+    made = op.cast(tape, wide, r, Site("output of the experts", COMBINE))
+    tape.release(wide)
+    return made
+
+
+def _own_experts(tape: Tape, received: Value, computing: Computing) -> Value:
+    """``grouped_mm_experts_forward`` of this rank's experts. It sets pairs of no expert to zero; there are none, but it asks."""
+    experts, order = _sorted_experts(tape)
+    rows = tape.make(op.TENSOR, "row of each pair, int64", 8 * T * t, EXPERTS)
+    selected = picked(tape, received, ("pairs sorted by expert, input of the experts", T * t * h), rows, EXPERTS, first=True)
+    tape.drop(rows)
+    ones = tape.make(op.TENSOR, "weights of one, sorted", e * T * t, EXPERTS)
+    counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", 4 * T * t + 4 * x, EXPERTS)
+    ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * x, EXPERTS)
+    beyond = tape.make(op.TENSOR, "which pairs are of no expert", T * t, EXPERTS)
+    outputs, bias = _products(tape, selected, _Sorting(experts, order, ends, beyond), computing, experts=x)
+    made = _unsorted(tape, outputs, ones)
+    tape.drop(experts, order, ones, counted, ends, beyond)
+    tape.release(outputs, selected, *(() if bias is None else (bias,)))
+    return made
+
+
+def _zeroed(tape: Tape, value: Value, beyond: Store, name: str, *, in_place: bool = False) -> Value:
+    """``masked_fill`` of the pairs of no expert. It saves the mask, and releases ``value``."""
+    made = (
+        Value(value.store, value.dtype, value.shape)
+        if in_place
+        else op.tensor(tape, f"{name}, pairs of no expert set to zero", value.dtype, value.shape, EXPERTS)
+    )
+    backward = op.makes(f"gradient of the {name}, pairs of no expert set to zero", EXPERTS, value)
+    tape.add(f"{name}: no expert's pairs", (made,), (beyond,), backward, of=(value,))
+    if not in_place:
+        tape.release(value)
+    return made
+
+
+def _unsorted(tape: Tape, outputs: Value, ones: Store) -> Value:
+    """Multiply the outputs by one, put them back in the order of receipt, and sum each over its single expert."""
+    weighted = op.run(
+        tape, outputs, "experts: outputs times one", Site("experts: outputs times one", EXPERTS), shape=T * t * h, saved=(ones,),
+        gradient="gradient of the outputs, times one",
+    )  # fmt: skip
+    back = _back_in_order(tape, weighted, "experts: outputs in the order in which pairs came")
+    made = op.run(tape, back, "output of this rank's experts", Site("experts: sum over one", EXPERTS), shape=T * t * h)
+    tape.release(back)
+    return made

@@ -1,0 +1,115 @@
+"""Llama, Mistral, Qwen2, Qwen3 and Granite: what a block keeps for its backward, its parameters, its keys of ``config.json``.
+
+``decoder.py`` has the layer, the attention and the MLP as programs. A trained block keeps, in the order of its forward: its input
+(in fp32) and the result of the first norm; what each of the q, k and v projections read, which is one tensor; for attention's
+kernel queries, keys, values, output and a log-sum-exp per row; the same of the second norm; and the MLP's gate, activated gate,
+up projection and their product. Qwen3 also normalises queries and keys over each head, and keeps the inputs of those two norms.
+The families' classes differ in biases and in these norms. Granite multiplies each branch's output by a constant.
+"""
+
+from functools import partial
+
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.families.attention import Attended
+from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, gated_mlp, layer
+from zeroplan.transformer.families.definition import (
+    Around,
+    Block,
+    ConfigKeys,
+    Definition,
+    Names,
+    before_and_after,
+    gated_modules,
+)
+from zeroplan.transformer.families.operators import Norm
+from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, two_norms
+
+LLAMA = "transformers 5.23, models/llama/modeling_llama.py"
+GRANITE = "transformers 5.23, models/granite/modeling_granite.py"
+
+# --- the block ---------------------------------------------------------------------------------------------------------------
+
+_PLAIN = Attention(f"{LLAMA}, LlamaAttention.forward")
+_WITH_HEAD_NORMS = Attention(
+    "transformers 5.23, models/qwen3/modeling_qwen3.py, Qwen3Attention.forward", norm=LLAMA_NORM, norm_at_once=True
+)
+
+
+def attention(tape: Tape, normal: Value, block: Block) -> Attended:
+    """Run the attention of these families, and of Mixtral and Qwen3-MoE."""
+    return (_WITH_HEAD_NORMS if block.head_norms else _PLAIN).run(tape, normal, block)
+
+
+_LAYER = layer(
+    Layer(LLAMA_NORM, attention, partial(gated_mlp, source=f"{LLAMA}, LlamaMLP.forward"), f"{LLAMA}, LlamaDecoderLayer.forward")
+)
+_GRANITE_LAYER = layer(
+    Layer(
+        Norm("cast, then weighted", f"{GRANITE}, GraniteRMSNorm.forward"),
+        Attention(f"{GRANITE}, GraniteAttention.forward").run,
+        partial(gated_mlp, source=f"{GRANITE}, GraniteMLP.forward"),
+        f"{GRANITE}, GraniteDecoderLayer.forward",
+        multiplied=True,
+    )
+)
+
+# --- parameters --------------------------------------------------------------------------------------------------------------
+
+
+def _llama(model: ModelSpec) -> Layout:
+    mlp = gated("mlp", model, model.intermediate_size, bias=model.mlp_bias)
+    return alike(model, (*attention_of(model, bias=model.attention_bias), *mlp, *two_norms(model)))
+
+
+def _mistral(model: ModelSpec) -> Layout:
+    return alike(model, (*attention_of(model), *gated("mlp", model, model.intermediate_size), *two_norms(model)))
+
+
+def _qwen2(model: ModelSpec) -> Layout:
+    attention = attention_of(model, bias=True, output_bias=False)
+    return alike(model, (*attention, *gated("mlp", model, model.intermediate_size), *two_norms(model)))
+
+
+def _qwen3(model: ModelSpec) -> Layout:
+    attention = (*attention_of(model, bias=model.attention_bias), *head_norms(model))
+    return alike(model, (*attention, *gated("mlp", model, model.intermediate_size), *two_norms(model)))
+
+
+# --- keys of config.json -----------------------------------------------------------------------------------------------------
+
+_LLAMA = ConfigKeys(defaults={"max_position_embeddings": 2048})
+_MISTRAL = ConfigKeys(
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    fixed={"attention_bias": False, "mlp_bias": False},
+)
+_QWEN2 = ConfigKeys(
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
+    fixed={"attention_bias": True, "mlp_bias": False},
+    optional_window=True,
+)
+_QWEN3 = ConfigKeys(
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+    fixed={"mlp_bias": False},
+    optional_window=True,
+)
+_GRANITE = _LLAMA._replace(
+    harmless={
+        "numbers in a formula, which change no tensor": (
+            "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling",
+        ),
+    },
+)  # fmt: skip
+
+#: Qwen3's modules of attention, in the order in which they run.
+WITH_NORMS: Names = (
+    "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj", "self_attn.o_proj",
+)  # fmt: skip
+FAMILIES = {
+    "llama": Definition(_LAYER, _llama, _LLAMA),
+    "mistral": Definition(_LAYER, _mistral, _MISTRAL),
+    "qwen2": Definition(_LAYER, _qwen2, _QWEN2),
+    "qwen3": Definition(_LAYER, _qwen3, _QWEN3, before_and_after(WITH_NORMS, gated_modules("mlp"))),
+    "granite": Definition(_GRANITE_LAYER, _llama, _GRANITE, around=Around(scales_embeddings=True)),
+}

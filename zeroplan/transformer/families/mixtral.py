@@ -1,0 +1,100 @@
+"""Mixtral and Qwen3-MoE: Llama's and Qwen3's attention, a router, and experts on this rank or on several."""
+
+from functools import partial
+
+from zeroplan.ledger import Module
+from zeroplan.spec.model import ModelSpec, MoeSpec
+from zeroplan.transformer.families.decoder import LLAMA_NORM, Layer, layer
+from zeroplan.transformer.families.definition import (
+    ATTENTION_MODULES,
+    ROUTER_LOGITS,
+    ROUTER_LOSS,
+    SIZES,
+    Block,
+    ConfigKeys,
+    Definition,
+    Program,
+    before_and_after,
+    gated_modules,
+)
+from zeroplan.transformer.families.experts import dispatched, experts_here, router
+from zeroplan.transformer.families.llama import WITH_NORMS, attention
+from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params_gated import attention_of, fused_experts, head_norms, with_experts
+from zeroplan.transformer.params_modules import Parameters, linear
+
+MIXTRAL = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralDecoderLayer.forward"
+QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDecoderLayer.forward"
+
+
+def _mlp(tape: Tape, normal: Value, block: Block, *, narrowed: bool) -> Value:
+    """Run router and experts. ``narrowed``: the router casts its weights to the dtype of its logits."""
+    routing = router(tape, normal, narrowed=narrowed)
+    with tape.inside(Module.EXPERTS):
+        made = (dispatched if block.dispatched else experts_here)(tape, normal, routing.weights)
+    tape.drop(routing.indices)
+    tape.release(routing.weights, routing.logits)
+    return made
+
+
+def _layer(source: str, *, narrowed: bool) -> Program:
+    return layer(Layer(LLAMA_NORM, attention, partial(_mlp, narrowed=narrowed), source))
+
+
+# --- parameters, and the keys of config.json ---------------------------------------------------------------------------------
+
+
+def _mixtral(model: ModelSpec) -> Layout:
+    def routed(moe: MoeSpec) -> Parameters:
+        return (*linear("mlp.gate", model.hidden_size, moe.num_experts), *fused_experts(model, moe))
+
+    return with_experts(model, attention_of(model), routed)
+
+
+def _qwen3_moe(model: ModelSpec) -> Layout:
+    def routed(moe: MoeSpec) -> Parameters:
+        return (*fused_experts(model, moe), *linear("mlp.gate", model.hidden_size, moe.num_experts))
+
+    return with_experts(model, (*attention_of(model, bias=model.attention_bias), *head_norms(model)), routed)
+
+
+_EXPERTS = ("num_experts", "num_experts_per_tok")
+_MIXTRAL = ConfigKeys(
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8},
+    fixed={"attention_bias": False, "mlp_bias": False},
+    required=(*SIZES, *_EXPERTS),
+    keys={"num_experts": ("num_local_experts", "num_experts")},
+    counted_as={
+        "router_jitter_noise": (0.0, "the noise adds up to 1 % of a block"),
+        "output_router_logits": ROUTER_LOGITS,
+    },
+    harmless=ROUTER_LOSS,
+)
+_QWEN3_MOE = ConfigKeys(
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
+    fixed={"decoder_sparse_step": 1, "mlp_bias": False},
+    required=(*SIZES, *_EXPERTS, "moe_intermediate_size"),
+    keys={"num_experts": ("num_experts", "num_local_experts")},
+    optional_window=True,
+    counted_as={
+        "norm_topk_prob": (True, "without the division the router saves some bytes per token less"),
+        "output_router_logits": ROUTER_LOGITS,
+    },
+    assumed={"norm_topk_prob": False},
+    read=("mlp_only_layers", "decoder_sparse_step"),
+    harmless={
+        **ROUTER_LOSS,
+        "read by no decoder of these families": ("max_window_layers",),
+    },
+)
+_MODULES = ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn")
+FAMILIES = {
+    "mixtral": Definition(
+        _layer(MIXTRAL, narrowed=False), _mixtral, _MIXTRAL, expert_modules=before_and_after(ATTENTION_MODULES, _MODULES)
+    ),
+    "qwen3_moe": Definition(
+        _layer(QWEN3, narrowed=True), _qwen3_moe, _QWEN3_MOE, before_and_after(WITH_NORMS, gated_modules("mlp")),
+        before_and_after(WITH_NORMS, _MODULES),
+    ),
+}  # fmt: skip
