@@ -24,12 +24,15 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import Precision, RecipeSpec
 from zeroplan.transformer.megatron import (
-    attention_lines,
+    UNGATED,
+    Cost,
+    cost_of,
     drops_hidden,
     element_of,
+    is_gated,
     layer_lines,
-    scores_line,
-    whole_layer_lines,
+    statistics_lines,
+    symbols_of,
 )
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import layout
@@ -41,6 +44,8 @@ COPIES = "Megatron-LM 2026-08, megatron/core/optimizer/optimizer.py, _copy_model
 CROSS_ENTROPY = "Megatron-LM 2026-08, megatron/core/tensor_parallel/cross_entropy.py, VocabParallelCrossEntropy"
 FUSED = "Megatron-LM 2026-08, megatron/core/fusions/fused_cross_entropy.py, calculate_predicted_logits"
 LOCAL = "Megatron-LM 2026-08, megatron/core/transformer/dot_product_attention.py, DotProductAttention.forward"
+BUFFER = "Megatron-LM 2026-08, megatron/core/utils.py, GlobalMemoryBuffer.get_tensor (name mpu)"
+HEAD = "Megatron-LM 2026-08, megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.backward"
 MASK = "Megatron-LM 2026-08, megatron/core/utils.py, get_batch_on_this_tp_rank"
 MASK_SAVED = "Megatron-LM 2026-08, megatron/core/tensor_parallel/random.py, CheckpointFunction.forward"
 REPORT = "Megatron-LM 2026-08, megatron/training/theoretical_memory_usage.py, compute_activation_memory"
@@ -55,8 +60,6 @@ _ENDS = (
     "embedding and loss count as a layer each (--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split), "
     "since the layers alone do not divide"
 )
-#: Megatron-LM pads the vocabulary to a multiple of this times the tensor-parallel ranks (``--make-vocab-size-divisible-by``).
-VOCABULARY_MULTIPLE = 128
 ATTENTION_MASK = "attention mask of the data loader (--no-create-attention-mask-in-dataloader goes without)"
 
 
@@ -73,6 +76,8 @@ class Bytes(NamedTuple):
     name: str
 
 
+_NARROW = Bytes(2, 2, 4, 4, "bf16")
+"""bf16 with ``--grad-reduce-in-bf16``."""
 _BYTES: dict[Precision, Bytes] = {
     "bf16-mixed": Bytes(2, 4, 4, 0, "bf16"),
     "fp16-mixed": Bytes(2, 2, 4, 4, "fp16"),
@@ -80,6 +85,10 @@ _BYTES: dict[Precision, Bytes] = {
 }
 _MOMENTS = 8
 """Adam's two, in fp32."""
+
+
+def _bytes_of(recipe: RecipeSpec) -> Bytes:
+    return _NARROW if recipe.precision == "bf16-mixed" and recipe.megatron.grad_reduce_in_bf16 else _BYTES[recipe.precision]
 
 
 class Rank(NamedTuple):
@@ -134,6 +143,7 @@ def _of_rank(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch
     states = tuple(states_of(rank, recipe, mesh))
     kinds = tuple(run.kind for run in layout(model).runs)
     kept = {kind: layer_lines(model, kind, recipe, mesh, batch) for kind in kinds}
+    beside = {kind: statistics_lines(model, kind, recipe, mesh, batch) for kind in kinds}
     moments = tuple(_moments(rank, model, recipe, mesh, batch, states))
     return Account(
         states,
@@ -148,8 +158,10 @@ def _of_rank(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch
             Symbol("H", rank.embeds, "micro-batches whose embedding is kept"),
             Symbol("C", mesh.cp, "context-parallel ranks"),
             Symbol("p", mesh.tp, "tensor-parallel ranks"),
-            Symbol("V_p", _vocabulary(model, mesh), "vocabulary, padded"),
+            Symbol("V_p", _vocabulary(model, recipe, mesh), "vocabulary, padded"),
+            *(Symbol(*one) for one in symbols_of(model, recipe, mesh, batch)),
             *(Symbol(f"S_{kind}", total_bytes(lines), f"bytes one {kind} layer keeps") for kind, lines in kept.items()),
+            *(Symbol(f"Z_{kind}", total_bytes(lines), f"bytes of one {kind} layer's statistics") for kind, lines in beside.items()),
         ),
         notes=(NOTE, *((_EXPERTS_NOTE,) if model.moe is not None else ()), *((_ENDS,) if rank.cut.less else ())),
         kept=tuple((kind, lines) for kind, lines in kept.items()),
@@ -185,11 +197,11 @@ def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Ba
     cut = chunks_of(model.num_hidden_layers, pp * chunks)
     assert cut is not None  # noqa: S101  what neither way divides is refused before
     layers = chunks * cut.each - cut.less * (first + last)
-    inside, experts = _elements(model, mesh, layers)
-    embedding, end = _ends(model, mesh)
+    inside, experts = _elements(model, recipe, mesh, layers)
+    embedding, end = _ends(model, recipe, mesh)
     ends = (embedding if first else 0) + (end if last else 0)
     if last and not first and model.tie_word_embeddings:
-        ends = ends + _table(model, mesh)  # a copy of it, for the head; positions are the first stage's alone
+        ends = ends + _table(model, recipe, mesh)  # a copy of it, for the head; positions are the first stage's alone
     flying = _in_flight(at, pp, chunks, batch.grad_accum_steps)
     return Rank(at, inside + ends, experts, flying, ceil_div(flying, chunks) if first else 0, last, layers, cut)
 
@@ -211,15 +223,23 @@ def _in_flight(rank: int, pp: int, chunks: int, micro_batches: Int) -> Int:
     return minimum(warm, micro_batches * chunks)
 
 
-def _elements(model: ModelSpec, mesh: Mesh, layers: int) -> tuple[Int, Int]:
+def _elements(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, layers: int) -> tuple[Int, Int]:
     """Parameters of the layers of one pipeline rank, beside experts and in them; on several ranks all layers are of one kind."""
     beside: Int = 0
     experts: Int = 0
     for run in layout(model).runs:
         for parameter in run.parameters:
-            mine = _of_run(run.layers, layers, mesh) * _of_one_rank(parameter, mesh)
+            mine = _of_run(run.layers, layers, mesh) * _of_one_rank(parameter, model, recipe, mesh)
             beside, experts = (beside, experts + mine) if is_expert(parameter) else (beside + mine, experts)
+        beside = beside + _of_run(run.layers, layers, mesh) * _of_shared_expert(run.kind, model, recipe, mesh)
     return beside, experts
+
+
+def _of_shared_expert(kind: str, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
+    """Parameters of a rank's part of the expert that every token visits."""
+    width = recipe.megatron.moe_shared_expert_intermediate_size if kind == "moe" else None
+    matrices = 3 if is_gated(model, recipe) else 2
+    return 0 if width is None else ceil_div(matrices * width * model.hidden_size, mesh.tp)
 
 
 def _of_run(run: int, layers: int, mesh: Mesh) -> int:
@@ -227,11 +247,21 @@ def _of_run(run: int, layers: int, mesh: Mesh) -> int:
     return run if int(mesh.pp) == 1 else layers
 
 
-def _of_one_rank(parameter: Parameter, mesh: Mesh) -> Int:
+def _of_one_rank(parameter: Parameter, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
     """Experts are split over expert-parallel ranks, matrices over tensor-parallel ones; norms and routers are whole."""
+    elements = _as_said(parameter, model, recipe)
     if is_expert(parameter):
-        return parameter.numel // mesh.ep
-    return ceil_div(parameter.numel, mesh.tp) if is_split(parameter.name) else parameter.numel
+        return ceil_div(elements, mesh.ep * recipe.megatron.expert_tensor_parallel_size)
+    return ceil_div(elements, mesh.tp) if is_split(parameter.name) else elements
+
+
+def _as_said(parameter: Parameter, model: ModelSpec, recipe: RecipeSpec) -> int:
+    """Elements of a parameter, where ``--swiglu`` and ``--qk-layernorm`` may be otherwise than in the family."""
+    if model.family in UNGATED or is_gated(model, recipe):
+        return parameter.numel
+    if parameter.name.endswith("gate_up_proj"):
+        return parameter.numel // 2
+    return 0 if "gate_proj" in parameter.name else parameter.numel
 
 
 def is_expert(parameter: Parameter) -> bool:
@@ -248,36 +278,46 @@ def is_split(name: str) -> bool:
     return not (name.endswith(".bias") and module in ("o_proj", "down_proj", "c_proj"))  # added after the ranks' sum
 
 
-def _ends(model: ModelSpec, mesh: Mesh) -> tuple[Int, Int]:
+def _ends(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Int]:
     """The embedding, and what follows the layers: the final norm, and a head that is not the embedding."""
-    tree, table = layout(model), _table(model, mesh)
-    positions = sum(parameter.numel for parameter in tree.embeddings[1:])
+    tree, table = layout(model), _table(model, recipe, mesh)
+    positions = model.positions * model.hidden_size
     norm = sum(parameter.numel for parameter in tree.tail if "norm" in parameter.name or "ln_" in parameter.name)
     return table + positions, norm + (0 if model.tie_word_embeddings else table)
 
 
-def _table(model: ModelSpec, mesh: Mesh) -> Int:
-    return ceil_div(_vocabulary(model, mesh) * model.hidden_size, mesh.tp)
+def _table(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
+    return ceil_div(_vocabulary(model, recipe, mesh) * model.hidden_size, mesh.tp)
 
 
-def _vocabulary(model: ModelSpec, mesh: Mesh) -> Int:
-    return round_up(model.vocab_size, VOCABULARY_MULTIPLE * mesh.tp)
+def _vocabulary(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
+    """Tokens, padded (``--make-vocab-size-divisible-by``)."""
+    return round_up(model.vocab_size, recipe.megatron.make_vocab_size_divisible_by * mesh.tp)
 
 
 # --- states -----------------------------------------------------------------------------------------------------------------
 
 
 def _sharers(recipe: RecipeSpec, mesh: Mesh) -> Int:
-    return mesh.dp_shard * mesh.cp if recipe.zero_stage else 1
+    return maximum(1, mesh.dp_shard * mesh.cp // _instances(recipe)) if recipe.zero_stage else 1
 
 
 def _expert_sharers(recipe: RecipeSpec, mesh: Mesh) -> Int:
-    return mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep if recipe.zero_stage else 1
+    return maximum(1, same_experts(recipe, mesh) // _instances(recipe)) if recipe.zero_stage else 1
+
+
+def _instances(recipe: RecipeSpec) -> int:
+    return recipe.megatron.num_distributed_optimizer_instances
+
+
+def same_experts(recipe: RecipeSpec, mesh: Mesh) -> Int:
+    """Ranks of a pipeline stage that have the same part of the same experts."""
+    return mesh.dp_shard * mesh.cp * mesh.tp // (mesh.ep * recipe.megatron.expert_tensor_parallel_size)
 
 
 def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
     """Weights, gradients and what the optimizer keeps. [bytes]"""
-    width, whole = _BYTES[recipe.precision], rank.elements + rank.experts
+    width, whole = _bytes_of(recipe), rank.elements + rank.experts
     share, shared = _shared(rank, recipe, mesh)
     yield Line(Kind.PARAMETERS, width.weight * whole, f"{width.name} weights", f"{width.weight}·(D_rank + X_rank)", STATES)
     yield Line(
@@ -298,7 +338,7 @@ def _shared(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, str]:
 
 def step_lines(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Line, ...]:
     """What the optimizer's step has beside the states: fp16 gradients again, in fp32. [bytes]"""
-    n_bytes, (share, shared) = _BYTES[recipe.precision].at_step, _shared(rank, recipe, mesh)
+    n_bytes, (share, shared) = _bytes_of(recipe).at_step, _shared(rank, recipe, mesh)
     if not n_bytes:
         return ()
     reason = "fp32 copies of the gradients, until they are set to zero"
@@ -311,41 +351,64 @@ def step_lines(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Line, ...]:
 def _moments(
     rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, states: tuple[Line, ...]
 ) -> Iterator[Moment]:  # fmt: skip
-    buffer = tuple(_scores_buffer(model, recipe, mesh, batch))
-    held, embedded = (*states, *buffer), tuple(_embedded(rank, model, recipe, mesh, batch))
+    held = (*states, *_buffers(rank, model, recipe, mesh, batch))
+    embedded = tuple(_embedded(rank, model, recipe, mesh, batch))
     alive = (*held, *_in_layers(rank, model, recipe, mesh, batch), *embedded)
-    yield Moment("all that is in flight", Phase.FORWARD, alive)
+    last = layout(model).runs[-1].kind
+    yield Moment("all that is in flight", Phase.FORWARD, (*alive, *_cost(model, last, recipe, mesh, batch).forward))
     if rank.has_head:
         yield Moment("loss", Phase.LOSS, (*alive, *head_lines(model, recipe, mesh, batch)))
-    yield from _recomputed(rank, model, recipe, mesh, batch, alive=alive, around=(*held, *embedded))
+        yield Moment("backward of the head", Phase.BACKWARD, (*alive, *_head_backward(model, recipe, mesh, batch)))
+    yield from _backward(rank, model, recipe, mesh, batch, around=(*held, *embedded))
     yield Moment("optimizer step", Phase.STEP, (*held, *step_lines(rank, recipe, mesh)))
 
 
-def _recomputed(
-    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, alive: tuple[Line, ...],
-    around: tuple[Line, ...],
+def _backward(
+    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, around: tuple[Line, ...]
 ) -> Iterator[Moment]:  # fmt: skip
-    """The moments at which a layer, or its attention, has been run again; ``around`` is alive beside what layers keep."""
-    runs = layout(model).runs
-    if recipe.recompute == "full":
-        again = whole_layer_lines(model, runs[-1].kind, recipe, mesh, batch)
-        yield Moment("backward of a layer, recomputed", Phase.BACKWARD, (*alive, *again))
-    if recipe.recompute == "full" and len(runs) > 1:  # dense layers, when those of experts are done
-        below = _in_layers(rank, model, recipe, mesh, batch, runs=1)
-        again = whole_layer_lines(model, runs[0].kind, recipe, mesh, batch)
-        yield Moment("backward of a dense layer, recomputed", Phase.BACKWARD, (*around, *below, *again))
-    if recipe.recompute == "selective" and recipe.attention == "eager":
-        below = _in_layers(rank, model, recipe, mesh, batch, fewer=1)
-        again = (*attention_lines(model, recipe, mesh, batch), scores_line(model, recipe, mesh, batch))
-        yield Moment("backward of attention, recomputed", Phase.BACKWARD, (*around, *below, *again))
+    """The highest moment within the backward of the last layer of each kind; ``around`` is alive beside layers.
+
+    Full recomputation runs the whole layer again first, selective recomputation its core attention.
+    """
+    runs, again = layout(model).runs, "" if recipe.recompute == "none" else ", recomputed"
+    for count in range(len(runs), 0, -1):
+        kind = runs[count - 1].kind
+        below = _in_layers(rank, model, recipe, mesh, batch, runs=count, fewer=1)
+        what = "a layer" if count == len(runs) else f"a {kind} layer"
+        cost = _cost(model, kind, recipe, mesh, batch)
+        yield Moment(f"backward of {what}{again}", Phase.BACKWARD, (*around, *below, *cost.backward))
 
 
-def _scores_buffer(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
-    """The buffer that all layers of Megatron's own implementation multiply queries and keys in, and that is never let go of."""
+def _cost(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Cost:
+    return cost_of(model, kind, recipe, mesh, batch)
+
+
+def _buffers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
+    """Buffers that Megatron makes once and keeps: of attention scores in its own modules, and of tokens that are gathered."""
+    e = element_of(recipe)
     if recipe.megatron.transformer_impl == "local":
-        scores = element_of(recipe) * model.num_attention_heads * batch.seq_len * batch.seq_len * batch.micro_batch_size
+        scores = e * model.num_attention_heads * batch.seq_len * batch.seq_len * batch.micro_batch_size
         reason = "buffer of attention scores, one for all layers"
         yield Line(Kind.WORKSPACE, ceil_div(scores, mesh.tp), reason, "ceil(e·a·T·s/p)", LOCAL)
+    yield from _buffer_of_tokens(rank, model, recipe, mesh, batch)
+
+
+def _buffer_of_tokens(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
+    """What the head, and experts by all-gather, gather tokens into: as large as the larger of both."""
+    values = {one.name: one.value for one in symbols_of(model, recipe, mesh, batch)}
+    whole, sizes = element_of(recipe) * model.hidden_size, []
+    local = recipe.megatron.transformer_impl == "local"
+    if rank.has_head or local:
+        sizes.append((values["T_w"], "T_w"))
+    if model.moe is not None and recipe.megatron.moe_token_dispatcher_type == "allgather":
+        sizes.append((where(values["T_g"] > values["T_n"], values["T_g"], 0), "T_g"))
+    for at, (tokens, name) in enumerate(sizes):
+        if at == len(sizes) - 1 and len(sizes) > 1:
+            tokens = maximum(0, tokens - sizes[0][0])
+            name = "max(0, T_g-T_w)"
+        reason = "buffer of gathered tokens" + (", more of it for experts" if at else "")
+        if not (isinstance(tokens, int) and tokens == 0):
+            yield Line(Kind.WORKSPACE, whole * tokens, reason, f"e·h·{name}", BUFFER)
 
 
 def _in_layers(
@@ -355,13 +418,16 @@ def _in_layers(
     (lacking, lacks), those = rank.lacks, layout(model).runs[:runs]
     for run in those:
         less, left_out = (fewer, f" - {fewer}") if fewer and run is those[-1] else (0, "")
-        each = total_bytes(layer_lines(model, run.kind, recipe, mesh, batch))
         layers = _of_run(run.layers, rank.cut.each, mesh)
-        reason = f"what {layers} {run.kind} layers of a chunk keep, of every chunk in flight"
+        count = rank.chunks * layers - lacking - less
         several = f"(K·{layers}{lacks}{left_out})" if lacks or less else f"K·{layers}"
-        yield Line(
-            Kind.ACTIVATIONS, (rank.chunks * layers - lacking - less) * each, reason, f"{several}·S_{run.kind}", SCHEDULE
-        )
+        for letter, lines, what in (
+            ("S", layer_lines(model, run.kind, recipe, mesh, batch), "keep"),
+            ("Z", statistics_lines(model, run.kind, recipe, mesh, batch), "keep of statistics"),
+        ):
+            reason = f"what {layers} {run.kind} layers of a chunk {what}, of every chunk in flight"
+            if lines:
+                yield Line(Kind.ACTIVATIONS, count * total_bytes(lines), reason, f"{several}·{letter}_{run.kind}", SCHEDULE)
 
 
 def _embedded(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
@@ -399,18 +465,31 @@ def head_lines(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
     formula = f"ceil(2·e·T·h/({'C·p' if recipe.sequence_parallel else 'C'}))"
     lines = [
         Line(Kind.LOGITS, inputs, "inputs of the final norm and of the head", formula, REPORT),
-        _logits(4, model, mesh, batch, "logits in fp32", CROSS_ENTROPY),
+        _logits(4, model, recipe, mesh, batch, "logits in fp32", CROSS_ENTROPY),
     ]
     if e < 4:
-        lines.append(_logits(2, model, mesh, batch, "logits in 16 bits, which those are made of", CROSS_ENTROPY))
+        lines.append(_logits(2, model, recipe, mesh, batch, "logits in 16 bits, which those are made of", CROSS_ENTROPY))
     if recipe.megatron.cross_entropy_fusion_impl == "native":
-        lines.append(_logits(4, model, mesh, batch, "a further copy in fp32, of the fused loss", FUSED))
+        lines.append(_logits(4, model, recipe, mesh, batch, "a further copy in fp32, of the fused loss", FUSED))
     return tuple(lines)
 
 
-def _logits(width: int, model: ModelSpec, mesh: Mesh, batch: Batch, reason: str, source: str) -> Line:
+def _head_backward(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
+    """When the head's gradients are made: those of logits and input, and of the weight where that is a tensor of its own."""
+    inputs, *_ = head_lines(model, recipe, mesh, batch)
+    e = element_of(recipe)
+    yield inputs
+    yield _logits(e, model, recipe, mesh, batch, "gradient of the logits", CROSS_ENTROPY)
+    read = ceil_div(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, mesh.cp)
+    yield Line(Kind.ACTIVATION_GRADIENTS, read, "gradient of the head's input", "ceil(e·T·h/C)", HEAD)
+    if not recipe.megatron.gradient_accumulation_fusion:
+        weight = e * _table(model, recipe, mesh)
+        yield Line(Kind.TEMPORARY, weight, "gradient of the head's weight", "e·ceil(V_p·h/p)", HEAD)
+
+
+def _logits(width: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, reason: str, source: str) -> Line:
     tokens = batch.micro_batch_size * batch.seq_len
-    n_bytes = ceil_div(width * tokens * _vocabulary(model, mesh), mesh.cp * mesh.tp)
+    n_bytes = ceil_div(width * tokens * _vocabulary(model, recipe, mesh), mesh.cp * mesh.tp)
     return Line(Kind.LOGITS, n_bytes, reason, f"ceil({width}·T·V_p/(C·p))", source)
 
 
@@ -419,10 +498,10 @@ def _logits(width: int, model: ModelSpec, mesh: Mesh, batch: Batch, reason: str,
 
 def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
     """What a rank sends per step. Leaves out: single numbers, the tied embedding's sum, vocabulary-parallel maxima and sums."""
-    width, beside = _BYTES[recipe.precision], mesh.dp_shard * mesh.cp
+    width, beside = _bytes_of(recipe), mesh.dp_shard * mesh.cp
     yield from _of_gradients("parameters", Among.SHARDS, width, recipe, beside, rank.elements)
     if model.moe is not None:
-        ranks = mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep
+        ranks = same_experts(recipe, mesh)
         yield from _of_gradients("experts", Among.SHARDS_OF_EXPERTS, width, recipe, ranks, rank.experts)
     yield from _within_layers(rank, model, recipe, mesh, batch)
     if int(mesh.pp) > 1:

@@ -110,6 +110,32 @@ class MegatronOptions(Spec):
     """Whether ``--attention-dropout`` is above 0; masks are kept where attention is written out. ``None``: as above."""
     create_attention_mask_in_dataloader: bool = True
     """False is ``--no-create-attention-mask-in-dataloader``: no mask of one byte per pair of tokens comes with a batch."""
+    deterministic_mode: bool = False
+    """``--deterministic-mode``: what experts return is added up in an order, for which it is kept."""
+    gradient_accumulation_fusion: bool = True
+    """False is ``--no-gradient-accumulation-fusion``: a weight's gradient is a tensor before it is added to the main gradients."""
+    grad_reduce_in_bf16: bool = False
+    """``--grad-reduce-in-bf16``: main gradients are in 16 bits, and have fp32 copies at the optimizer's step."""
+    num_distributed_optimizer_instances: Degree = 1
+    """``--num-distributed-optimizer-instances``: so many groups of data-parallel ranks each share out the optimizer."""
+    make_vocab_size_divisible_by: Count = 128
+    """The vocabulary is padded to a multiple of this times the tensor-parallel ranks."""
+    swiglu: bool | None = None
+    """``--swiglu``: MLPs and experts have a gate. ``None``: as the model's family has it."""
+    qk_layernorm: bool | None = None
+    """``--qk-layernorm``: queries and keys are normalised over each head. ``None``: as the model's family has it."""
+    expert_tensor_parallel_size: Degree = 1
+    """``--expert-tensor-parallel-size``: ranks that split every expert (Megatron-LM: as many as tensor-parallel ranks)."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens come to their experts (Megatron-LM: ``allgather``, which few jobs keep)."""
+    moe_grouped_gemm: bool = True
+    """``--moe-grouped-gemm``: one product for all experts of a rank (Megatron-LM: one expert after the other)."""
+    moe_router_dtype: Literal["fp32"] | None = None
+    """Routing weights in fp32; ``None``: in the activations' dtype."""
+    moe_shared_expert_intermediate_size: Count | None = None
+    """Width of an expert that every token visits; ``None``: there is none."""
+    moe_aux_loss: bool = False
+    """Whether ``--moe-aux-loss-coeff`` is above 0: scores of all experts are kept for it."""
 
     def check_rules(self) -> None:
         """Refuse what Megatron-LM refuses (megatron/training/arguments.py, validate_args)."""

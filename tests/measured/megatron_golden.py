@@ -1,0 +1,274 @@
+"""Score engine megatron on what Megatron-LM's functional tests measured: ``python -m tests.measured.megatron_golden FILE``.
+
+The file has the tests' configurations and their golden values (github.com/NVIDIA/Megatron-LM, tests/functional_tests/test_cases,
+``golden_values_*.json`` beside ``model_config.yaml``), one row per file. Every configuration becomes a job, of which the last rank
+is asked for: it alone writes the counter (megatron/training/global_vars.py, _set_tensorboard_writer).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zeroplan.catalog.gpu import gpu
+from zeroplan.engines.device import workspace
+from zeroplan.errors import SpecError
+from zeroplan.estimator import estimate
+from zeroplan.ledger import Phase
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.hardware import ClusterSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec, MoeSpec
+from zeroplan.spec.recipe import MegatronOptions, RecipeSpec
+from zeroplan.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from zeroplan.estimator import Estimate
+
+GPUS = {"A100": "a100-sxm-80gb", "H100": "h100-sxm-80gb", "GB200": "gb200-186gb"}
+#: Tokens of each tokenizer, where the configuration says no ``--vocab-size``.
+_TOKENS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "GPTSentencePieceTokenizer": 32000}
+#: Classes whose models are decoders of one kind of layer; the others are counted by their class.
+_CLASSES = {"dense-gpt": "dense", "moe": "experts", "mla": "latent attention", "mla-moe": "latent attention"}
+#: Arguments that no option says, by the words of ``features``.
+_UNSAID = (
+    "fsdp", "fp8", "fp4", "cuda_graph", "layout", "mtp", "mla", "recompute_layers", "recompute_modules",
+)  # fmt: skip
+#: The same, by the arguments' own names.
+_UNSAID_ARGUMENTS = (
+    "export-kd-cfg", "defer-embedding-wgrad-compute", "overlap-moe-expert-parallel-comm", "use-transformer-engine-op-fuser",
+)  # fmt: skip
+
+Features = dict[str, Any]
+
+
+class Refused(Exception):
+    """A configuration that is no job of zeroplan's; its words are the reason."""
+
+
+class Run(NamedTuple):
+    """A configuration on a kind of GPU: what was asked, and what was measured. [bytes]"""
+
+    name: str
+    kind: str
+    """Class of the model."""
+    features: Features
+    arguments: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    gpu: str
+    image: str
+    dp: int | None
+    micro_batches: int | None
+    peak: int
+    held: int
+
+
+class Scored(NamedTuple):
+    """A run and how far the estimate is off, as shares of what was measured."""
+
+    run: Run
+    answer: Estimate
+    peak: float
+    held: float
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------------
+
+
+def runs_of(path: Path) -> list[Run]:
+    """Read one run for each configuration and kind of GPU: the newest, since others are repeats on other clusters."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    newest: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in sorted(found["rows"], key=lambda row: str(row["golden_date"])):
+        newest[row["config"], row["gpu"]] = row
+    return [_run(found["configs"][name], row) for (name, _), row in sorted(newest.items())]
+
+
+def _run(config: dict[str, Any], row: dict[str, Any]) -> Run:
+    features = {**config["features"], **row.get("features_then", {})}
+    image = str(row.get("image", "")).rpartition(":")[2].removesuffix("-py3")
+    return Run(
+        row["config"], config["cls"] if config["mode"] == "pretraining" else config["mode"], features, config["args"],
+        config.get("env", {}), row["gpu"], image, row.get("dp"), row.get("micro_batches"), row["max_last"], row["alloc_median"],
+    )  # fmt: skip
+
+
+# --- a configuration as a job -----------------------------------------------------------------------------------------------
+
+
+def job_of(run: Run) -> JobSpec:
+    """Say a configuration in zeroplan's words; raises Refused or SpecError with the reason where that cannot be."""
+    _refuse(run)
+    said = run.features
+    assert run.dp is not None  # noqa: S101  refused before
+    assert run.micro_batches is not None  # noqa: S101
+    mesh = MeshSpec(dp_shard=run.dp, tp=said["tp"], pp=said["pp"], cp=said["cp"], ep=said["ep"])
+    batch = BatchSpec(micro_batch_size=said["mbs"], seq_len=said["seq"], grad_accum_steps=run.micro_batches)
+    cluster = ClusterSpec(gpu=gpu(GPUS[run.gpu]))
+    return JobSpec(model=_model(run), recipe=_recipe(run), cluster=cluster, mesh=mesh, batch=batch)
+
+
+def _refuse(run: Run) -> None:
+    said = run.features
+    if run.kind not in _CLASSES:
+        raise Refused(f"a model of class {run.kind}")
+    for name in _UNSAID:
+        if said.get(name):
+            raise Refused(f"{name} {said[name]}" if isinstance(said[name], str) and len(said[name]) < 12 else name)
+    for name in _UNSAID_ARGUMENTS:
+        if name in run.arguments:
+            raise Refused(f"--{name}")
+    if run.dp is None:
+        raise Refused("no number of GPUs stated")
+    if not said["optimizer"].startswith("adam"):
+        raise Refused(f"optimizer {said['optimizer']}")
+
+
+def _model(run: Run) -> ModelSpec:
+    said = run.features
+    moe = None
+    if said.get("experts"):
+        moe = MoeSpec(num_experts=said["experts"], num_experts_per_tok=said["topk"], moe_intermediate_size=said["moe_ffn"])
+    positions = said["max_positions"] if said["position"] == "learned_absolute" else 0
+    family = "mixtral" if moe is not None else "gpt2" if said["act"] == "gelu" else "llama"
+    return ModelSpec(
+        family=family, hidden_size=said["hidden"], intermediate_size=said["ffn"] if moe is None else said["moe_ffn"],
+        num_hidden_layers=said["layers"], num_attention_heads=said["heads"], num_key_value_heads=said["kv_groups"],
+        head_dim=said["head_dim"], vocab_size=_tokens(said), positions=positions or (1 if family == "gpt2" else 0),
+        max_position_embeddings=said["max_positions"], tie_word_embeddings=bool(said.get("tied")), moe=moe,
+    )  # fmt: skip
+
+
+def _tokens(said: Features) -> int:
+    if said.get("vocab_size"):
+        return int(said["vocab_size"])
+    name = str(said["tokenizer"]).partition(" ")[0]
+    if name not in _TOKENS:
+        raise Refused(f"a vocabulary of unknown size ({name})")
+    return _TOKENS[name]
+
+
+def _recipe(run: Run) -> RecipeSpec:
+    said = run.features
+    chunks = said.get("vpp")
+    return RecipeSpec(
+        engine="megatron", zero_stage=1 if said.get("dist_opt") else 0, attention=attention_of(run),
+        precision={"bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp32": "fp32"}[said["precision"]],
+        sequence_parallel=bool(said.get("sp")) and said["tp"] > 1, recompute=said.get("recompute", "none"),
+        pipeline_schedule="interleaved-1f1b" if chunks else None, pipeline_stages_per_rank=chunks, megatron=_options(run),
+    )  # fmt: skip
+
+
+def attention_of(run: Run) -> str:
+    """As configured; else FlashAttention before Hopper (pytorch/attention/dot_product_attention/utils.py, get_attention_backend).
+
+    The image of January 2024 had none that is deterministic.
+    """
+    asked = str(run.features.get("attention", "")).partition(" ")[0]
+    if run.features["impl"] == "local" or asked in ("unfused", "local"):
+        return "eager"
+    if asked:
+        return {"flash": "flash", "fused": "sdpa"}[asked]
+    if run.image == "24.01" and run.features.get("deterministic"):
+        return "eager"
+    return "flash" if run.gpu == "A100" else "sdpa"
+
+
+def _options(run: Run) -> MegatronOptions:
+    said = run.features
+    return MegatronOptions(
+        transformer_impl="local" if said["impl"] == "local" else "transformer_engine",
+        hidden_dropout=bool(said.get("hidden_dropout")), attention_dropout=bool(said.get("attention_dropout")),
+        overlap_grad_reduce=bool(said.get("overlap_grad_reduce")), overlap_param_gather=bool(said.get("overlap_param_gather")),
+        cross_entropy_fusion_impl=said.get("ce_fusion"),
+        create_attention_mask_in_dataloader="no-create-attention-mask-in-dataloader" not in run.arguments,
+        deterministic_mode=bool(said.get("deterministic")),
+        gradient_accumulation_fusion=not said.get("no_grad_accum_fusion"), grad_reduce_in_bf16=bool(said.get("grad_reduce_bf16")),
+        num_distributed_optimizer_instances=said.get("dist_opt_instances") or 1,
+        make_vocab_size_divisible_by=said["vocab_multiple"], swiglu=said["act"] == "swiglu", qk_layernorm=bool(said.get("qk_norm")),
+        **_of_experts(run),
+    )  # fmt: skip
+
+
+def _of_experts(run: Run) -> dict[str, Any]:
+    said = run.features
+    if not said.get("experts"):
+        return {}
+    return {
+        "expert_tensor_parallel_size": said["etp"], "moe_token_dispatcher_type": str(said["dispatcher"]).partition(" ")[0],
+        "moe_grouped_gemm": bool(said.get("grouped_gemm")), "moe_router_dtype": run.arguments.get("moe-router-dtype"),
+        "moe_shared_expert_intermediate_size": said.get("shared_expert"),
+        "moe_aux_loss": float(run.arguments.get("moe-aux-loss-coeff", 0)) > 0,
+    }  # fmt: skip
+
+
+# --- scoring ----------------------------------------------------------------------------------------------------------------
+
+
+def scored(run: Run) -> Scored:
+    """Hold the estimate of the last rank against a run."""
+    job = job_of(run)
+    answer = estimate(job, pipeline_rank=job.mesh.pp - 1) if job.mesh.pp > 1 else estimate(job)
+    more = _cublas(run)
+    held = next(moment.total_bytes for moment in answer.moments if moment.phase is Phase.STEP)
+    return Scored(run, answer, (answer.peak_bytes + more) / run.peak - 1, (held + more) / run.held - 1)
+
+
+def _cublas(run: Run) -> int:
+    """What ``CUBLAS_WORKSPACE_CONFIG`` gives two handles more than torch's default. [bytes]"""
+    asked = run.environment.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+    return 2 * (32 * MIB - workspace(gpu(GPUS[run.gpu]))[0]) if asked else 0
+
+
+def score(runs: Sequence[Run]) -> tuple[list[Scored], Counter[str]]:
+    """Score every run that is a job, and count the others by reason."""
+    held, refused = list[Scored](), Counter[str]()
+    for run in runs:
+        try:
+            held.append(scored(run))
+        except (Refused, SpecError) as reason:
+            refused[str(reason)] += 1
+    return held, refused
+
+
+def summary(held: Sequence[Scored]) -> Iterator[tuple[str, ...]]:
+    """Rows of a table: class, GPU, runs, and of peak and held bytes the median error, of the peak lowest and highest too."""
+    groups: dict[tuple[str, str], list[Scored]] = defaultdict(list)
+    for one in held:
+        for gpu_name in ("all", one.run.gpu):
+            groups[_CLASSES[one.run.kind], gpu_name].append(one)
+    for (kind, gpu_name), ones in sorted(groups.items()):
+        peaks = [one.peak for one in ones]
+        yield (
+            kind, gpu_name, str(len(ones)), f"{median(peaks):+.1%}", f"{median(map(abs, peaks)):.1%}", f"{min(peaks):+.1%}",
+            f"{max(peaks):+.1%}", f"{median(one.held for one in ones):+.1%}",
+        )  # fmt: skip
+
+
+def main() -> None:
+    """Print the table, the reasons of what was refused, and, if asked, every run."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("file", type=Path, help="golden values and configurations, JSON")
+    parser.add_argument("--every", action="store_true", help="print every run, the lowest first")
+    asked = parser.parse_args()
+    held, refused = score(runs_of(asked.file))
+    print(f"{'class':18}{'GPU':8}{'runs':>6}{'median':>9}{'of abs.':>9}{'lowest':>9}{'highest':>9}{'held':>9}")
+    for kind, gpu_name, *figures in summary(held):
+        print(f"{kind:18}{gpu_name:8}{figures[0]:>6}" + "".join(f"{figure:>9}" for figure in figures[1:]))
+    for reason, count in refused.most_common():
+        print(f"refused {count:4}  {reason}")
+    for one in sorted(held, key=lambda one: one.peak) if asked.every else ():
+        run, off = one.run, one.answer.peak_bytes + _cublas(one.run) - one.run.peak
+        print(f"{one.peak:+7.1%} {off / MIB:+8.0f} MiB  held {one.held:+7.1%} {one.held * run.held / MIB:+6.0f} MiB  "
+              f"{run.gpu:6}{run.image:6} {run.peak / MIB:7.0f}  {one.answer.peak.name:28} {run.name}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
