@@ -169,6 +169,7 @@ def _recipe(run: Run) -> RecipeSpec:
 def attention_of(run: Run) -> str:
     """As configured; else FlashAttention before Hopper (pytorch/attention/dot_product_attention/utils.py, get_attention_backend).
 
+    So does Blackwell where a job is deterministic and has dropout (common/fused_attn/fused_attn.cpp, nvte_get_fused_attn_backend).
     The image of January 2024 had none that is deterministic.
     """
     asked = str(run.features.get("attention", "")).partition(" ")[0]
@@ -178,7 +179,8 @@ def attention_of(run: Run) -> str:
         return {"flash": "flash", "fused": "sdpa"}[asked]
     if run.image == "24.01" and run.features.get("deterministic"):
         return "eager"
-    return "flash" if run.gpu == "A100" else "sdpa"
+    on_blackwell = run.gpu == "GB200" and run.features.get("deterministic") and run.features.get("attention_dropout")
+    return "flash" if run.gpu == "A100" or on_blackwell else "sdpa"
 
 
 def _options(run: Run) -> MegatronOptions:
@@ -190,6 +192,7 @@ def _options(run: Run) -> MegatronOptions:
         cross_entropy_fusion_impl=said.get("ce_fusion"),
         create_attention_mask_in_dataloader="no-create-attention-mask-in-dataloader" not in run.arguments,
         deterministic_mode=bool(said.get("deterministic")),
+        microbatch_group_size_per_virtual_pipeline_stage=run.arguments.get("microbatch-group-size-per-virtual-pipeline-stage"),
         gradient_accumulation_fusion=not said.get("no_grad_accum_fusion"), grad_reduce_in_bf16=bool(said.get("grad_reduce_bf16")),
         num_distributed_optimizer_instances=said.get("dist_opt_instances") or 1,
         make_vocab_size_divisible_by=said["vocab_multiple"], swiglu=said["act"] == "swiglu", qk_layernorm=bool(said.get("qk_norm")),

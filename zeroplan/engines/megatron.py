@@ -45,6 +45,7 @@ CROSS_ENTROPY = "Megatron-LM 2026-08, megatron/core/tensor_parallel/cross_entrop
 FUSED = "Megatron-LM 2026-08, megatron/core/fusions/fused_cross_entropy.py, calculate_predicted_logits"
 LOCAL = "Megatron-LM 2026-08, megatron/core/transformer/dot_product_attention.py, DotProductAttention.forward"
 BUFFER = "Megatron-LM 2026-08, megatron/core/utils.py, GlobalMemoryBuffer.get_tensor (name mpu)"
+STAND_INS = "Transformer Engine 2026-08, pytorch/module/base.py, get_dummy_wgrad"
 HEAD = "Megatron-LM 2026-08, megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.backward"
 MASK = "Megatron-LM 2026-08, megatron/core/utils.py, get_batch_on_this_tp_rank"
 MASK_SAVED = "Megatron-LM 2026-08, megatron/core/tensor_parallel/random.py, CheckpointFunction.forward"
@@ -156,6 +157,7 @@ def _of_rank(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch
             Symbol("N_exp", _expert_sharers(recipe, mesh), "ranks that share those of experts"),
             Symbol("K", rank.chunks, "chunks of layers in flight"),
             Symbol("H", rank.embeds, "micro-batches whose embedding is kept"),
+            Symbol("M", _of_each_shape(rank, model, recipe, mesh), "elements of one matrix of each shape"),
             Symbol("C", mesh.cp, "context-parallel ranks"),
             Symbol("p", mesh.tp, "tensor-parallel ranks"),
             Symbol("V_p", _vocabulary(model, recipe, mesh), "vocabulary, padded"),
@@ -202,7 +204,8 @@ def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Ba
     ends = (embedding if first else 0) + (end if last else 0)
     if last and not first and model.tie_word_embeddings:
         ends = ends + _table(model, recipe, mesh)  # a copy of it, for the head; positions are the first stage's alone
-    flying = _in_flight(at, pp, chunks, batch.grad_accum_steps)
+    group = recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage or pp
+    flying = _in_flight(at, pp, chunks, batch.grad_accum_steps, group)
     return Rank(at, inside + ends, experts, flying, ceil_div(flying, chunks) if first else 0, last, layers, cut)
 
 
@@ -211,15 +214,16 @@ def chunks_per_rank(recipe: RecipeSpec, mesh: Mesh) -> int:
     return 1 if int(mesh.pp) == 1 else stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank)
 
 
-def _in_flight(rank: int, pp: int, chunks: int, micro_batches: Int) -> Int:
+def _in_flight(rank: int, pp: int, chunks: int, micro_batches: Int, group: int) -> Int:
     """Chunks that have gone forward and not backward, at the most: those of the warm-up, and one.
 
-    1F1B: pp - rank micro-batches; interleaved: 2·(pp - rank - 1) + (v - 1)·pp + 1 chunks of v per rank. Never more than there are.
+    1F1B: pp - rank micro-batches; interleaved: 2·(pp - rank - 1) + (v - 1)·g + 1 chunks of v per rank, in groups of g micro-batches
+    (as many as ranks, unless it is said otherwise). Never more than there are.
 
-    >>> _in_flight(0, 8, 1, 64), _in_flight(7, 8, 1, 64), _in_flight(0, 8, 3, 64), _in_flight(0, 8, 1, 4)
+    >>> _in_flight(0, 8, 1, 64, 8), _in_flight(7, 8, 1, 64, 8), _in_flight(0, 8, 3, 64, 8), _in_flight(0, 8, 1, 4, 8)
     (8, 1, 31, 4)
     """
-    warm = pp - rank if chunks == 1 else 2 * (pp - rank - 1) + (chunks - 1) * pp + 1
+    warm = pp - rank if chunks == 1 else 2 * (pp - rank - 1) + (chunks - 1) * group + 1
     return minimum(warm, micro_batches * chunks)
 
 
@@ -371,12 +375,28 @@ def _backward(
     Full recomputation runs the whole layer again first, selective recomputation its core attention.
     """
     runs, again = layout(model).runs, "" if recipe.recompute == "none" else ", recomputed"
+    around = (*around, *_waiting(rank, model, recipe, mesh))
     for count in range(len(runs), 0, -1):
         kind = runs[count - 1].kind
         below = _in_layers(rank, model, recipe, mesh, batch, runs=count, fewer=1)
         what = "a layer" if count == len(runs) else f"a {kind} layer"
         cost = _cost(model, kind, recipe, mesh, batch)
         yield Moment(f"backward of {what}{again}", Phase.BACKWARD, (*around, *below, *cost.backward))
+
+
+def _makes_gradients(recipe: RecipeSpec) -> bool:
+    """Whether a matrix's backward makes a tensor as large as its weight, which goes when the main gradients have it.
+
+    Without Transformer Engine one is made for autograd even where the main gradients are added to at once.
+    """
+    return not recipe.megatron.gradient_accumulation_fusion or recipe.megatron.transformer_impl == "local"
+
+
+def _waiting(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
+    """The head's gradient of a table that is the embedding too, for whose gradient it waits."""
+    if rank.has_head and rank.at == 0 and model.tie_word_embeddings and _makes_gradients(recipe):
+        reason = "gradient of the tied table by the head, which waits for the embedding's"
+        yield Line(Kind.TEMPORARY, element_of(recipe) * _table(model, recipe, mesh), reason, "e·ceil(V_p·h/p)", HEAD)
 
 
 def _cost(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Cost:
@@ -391,6 +411,30 @@ def _buffers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch
         reason = "buffer of attention scores, one for all layers"
         yield Line(Kind.WORKSPACE, ceil_div(scores, mesh.tp), reason, "ceil(e·a·T·s/p)", LOCAL)
     yield from _buffer_of_tokens(rank, model, recipe, mesh, batch)
+    if recipe.megatron.gradient_accumulation_fusion and recipe.megatron.transformer_impl == "transformer_engine":
+        yield _stand_ins(rank, model, recipe, mesh)
+
+
+def _stand_ins(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Line:
+    """What autograd is given for gradients that are in the main gradients already: a tensor for each shape of a matrix, kept."""
+    reason = "stand-ins for gradients that matrices add up themselves, one for each shape"
+    return Line(Kind.WORKSPACE, element_of(recipe) * _of_each_shape(rank, model, recipe, mesh), reason, "e·M", STAND_INS)
+
+
+def _of_each_shape(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
+    """Elements of one matrix of each shape: of a layer's attention, of a dense MLP, of one expert, of the head."""
+    found: dict[str, Int] = {}
+    for run in layout(model).runs:
+        for parameter in run.parameters:
+            if is_expert(parameter) and model.moe is not None:
+                found[parameter.name] = ceil_div(_of_one_rank(parameter, model, recipe, mesh) * mesh.ep, model.moe.num_experts)
+            elif is_split(parameter.name) and not parameter.name.endswith(".bias"):
+                found[parameter.name] = _of_one_rank(parameter, model, recipe, mesh)
+        found[f"shared expert of {run.kind}"] = _of_shared_expert(run.kind, model, recipe, mesh)
+    elements: Int = _table(model, recipe, mesh) if rank.has_head else 0
+    for each in found.values():
+        elements = elements + each
+    return elements
 
 
 def _buffer_of_tokens(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
@@ -482,7 +526,7 @@ def _head_backward(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batc
     yield _logits(e, model, recipe, mesh, batch, "gradient of the logits", CROSS_ENTROPY)
     read = ceil_div(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, mesh.cp)
     yield Line(Kind.ACTIVATION_GRADIENTS, read, "gradient of the head's input", "ceil(e·T·h/C)", HEAD)
-    if not recipe.megatron.gradient_accumulation_fusion:
+    if _makes_gradients(recipe):
         weight = e * _table(model, recipe, mesh)
         yield Line(Kind.TEMPORARY, weight, "gradient of the head's weight", "e·ceil(V_p·h/p)", HEAD)
 

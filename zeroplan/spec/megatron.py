@@ -76,13 +76,24 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     yield mesh.cp > 1 and recipe.attention == "eager" and "attention 'eager' on context-parallel ranks", "attention 'sdpa'"
 
 
+def _not_in_groups(recipe: RecipeSpec, mesh: MeshSpec, steps: int) -> Iterator[tuple[str | bool, str]]:
+    """Micro-batches that an interleaved schedule does not take (schedules.py, forward_backward_pipelining_with_interleaving)."""
+    said = recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage
+    if said is None:
+        yield steps % mesh.pp > 0 and f"{steps} interleaved micro-batches on pp={mesh.pp} ranks", "a multiple of pp"
+        return
+    fits = mesh.pp <= said <= steps and (steps % said == 0 or steps % said >= mesh.pp)
+    what = f"groups of {said} of {steps} interleaved micro-batches on pp={mesh.pp} ranks"
+    yield not fits and what, "groups, the last one too, of no fewer than pp and no more than there are"
+
+
 def _not_split(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> Iterator[tuple[str | bool, str]]:
     layers, experts = model.num_hidden_layers, 0 if model.moe is None else model.moe.num_experts
     chunks = stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank) if mesh.pp > 1 else 1
     among = f"{layers} layers on pp={mesh.pp} ranks" + (f" in {chunks} chunks each" if chunks > 1 else "")
     yield chunks_of(layers, mesh.pp * chunks) is None and among, "a factor of the layers, or of two more (embedding and loss)"
-    steps = batch.grad_accum_steps
-    yield chunks > 1 and steps % mesh.pp > 0 and f"{steps} interleaved micro-batches on pp={mesh.pp} ranks", "a multiple of pp"
+    if chunks > 1:
+        yield from _not_in_groups(recipe, mesh, batch.grad_accum_steps)
     for what, count in (("query", model.num_attention_heads), ("key/value", model.num_key_value_heads)):
         yield count % mesh.tp > 0 and f"{count} {what} heads on tp={mesh.tp} ranks", "a factor of the heads"
     cut = 2 * mesh.cp if mesh.cp > 1 else 1
@@ -90,4 +101,8 @@ def _not_split(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: Batc
     yield mesh.ep > 1 and not experts and f"ep={mesh.ep} and no experts", "ep=1"
     yield experts % mesh.ep > 0 and f"{experts} experts on ep={mesh.ep} ranks", "a factor of the experts"
     dense = model.moe is not None and model.moe.num_dense_layers > 0
+    etp, sharing = recipe.megatron.expert_tensor_parallel_size, mesh.dp_shard * mesh.cp * mesh.tp
+    yield etp > 1 and not experts and f"expert_tensor_parallel_size={etp} and no experts", "1 for it"
+    over = f"ep={mesh.ep} x expert_tensor_parallel_size={etp} on {sharing:,} ranks of a pipeline stage"
+    yield sharing % (mesh.ep * etp) > 0 and over, "a factor of the ranks"
     yield mesh.pp > 1 and dense and "dense layers before layers of experts on several pipeline ranks", "pp=1"

@@ -99,6 +99,8 @@ class MegatronOptions(Spec):
     """``--overlap-param-gather``: the distributed optimizer's weights are gathered beside the first micro-batch's forward."""
     overlap_p2p_comm: bool = True
     """False is ``--no-overlap-p2p-communication``: an interleaved pipeline waits for every send, as 1F1B does."""
+    microbatch_group_size_per_virtual_pipeline_stage: Count | None = None
+    """Micro-batches that an interleaved pipeline takes through a chunk before the next one. ``None``: as many as ranks."""
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
     """``--transformer-impl``: whose layers they are. ``local`` has attention written out alone, whose scores pass a buffer."""
     cross_entropy_fusion_impl: Literal["native", "te"] | None = None

@@ -147,7 +147,7 @@ def cost_of(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: 
     values |= {"e": element_of(recipe), "h": model.hidden_size}
     if model.moe is not None:
         values |= {"E": model.moe.num_experts, "t": model.moe.num_experts_per_tok}
-    fused = recipe.megatron.gradient_accumulation_fusion
+    fused = recipe.megatron.gradient_accumulation_fusion and recipe.megatron.transformer_impl == "transformer_engine"
     if not all(isinstance(value, int) for value in values.values()):
         return _cost(structure, values, fused=fused)
     return _cost_of(structure, tuple(values), tuple(map(int, values.values())), fused=fused)
