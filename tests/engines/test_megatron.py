@@ -87,7 +87,8 @@ def test_every_line_is_explained(name: str) -> None:
 
 def test_the_fullest_rank_is_named() -> None:
     """Of many micro-batches the first rank has as many in flight as there are ranks; of one, the head's logits weigh more."""
-    assert [rank.rank for rank in estimate(JOBS["llama on everything"]).pipeline] == [0, 1]
+    long = replace(JOBS["llama on everything"], batch=replace(BATCH, seq_len=8192))
+    assert [rank.rank for rank in estimate(long).pipeline] == [0, 1]
     last = estimate(JOBS["llama, fullest at its end"])
     assert last.peak.name == "loss"
     assert [(rank.rank, rank.stages) for rank in last.pipeline] == [
@@ -103,7 +104,8 @@ def test_interleaving_keeps_as_much_as_the_paper_says(stages: int, pp: int) -> N
     schedule = {"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": stages} if pp > 1 else {}
     one = asked(mesh={"pp": pp, "tp": 2}, sequence_parallel=True, recompute="selective", **schedule)
     layer = total_bytes(layer_lines(one.model, "dense", one.recipe, one.mesh, one.batch))
-    kept = next(line for line in estimate(one, pipeline_rank=0).peak.lines if "layers of a chunk" in line.reason)
+    forward = estimate(one, pipeline_rank=0).moments[0]
+    kept = next(line for line in forward.lines if "layers of a chunk keep, of" in line.reason)
     said = first_stage_activation_bytes(layer, layers=8, pipeline_stages=pp, interleave=stages if pp > 1 else 1)
     assert kept.n_bytes == said
 
@@ -114,7 +116,8 @@ def test_bytes_of_a_parameter_are_those_of_megatron_s_table() -> None:
     def per_parameter(precision: str, stage: int, ranks: int) -> float:
         """Of all that is there at the step, where fp16 gradients have fp32 copies."""
         answer = estimate(asked(mesh={"dp_shard": ranks}, precision=precision, zero_stage=stage))
-        return answer.engine_moments[-1].total_bytes / _elements(answer)
+        of_states = [line.n_bytes for line in answer.engine_moments[-1].lines if line.kind is not Kind.WORKSPACE]
+        return sum(of_states) / _elements(answer)
 
     for precision, sharded, whole in (("bf16-mixed", (6, 12), 18), ("fp16-mixed", (4, 16), 20), ("fp32", (8, 8), 16)):
         assert per_parameter(precision, 1, 4) == pytest.approx(sharded[0] + sharded[1] / 4, rel=1e-6)
@@ -130,16 +133,20 @@ def _lines(answer: Estimate, of: str) -> dict[str, int]:
     return {line.reason: int(line.n_bytes) for line in (*answer.peak.lines, *answer.kept[0][1]) if of in line.reason}
 
 
+def _kept(one: JobSpec, of: str) -> list[int]:
+    return [int(line.n_bytes) for line in estimate(one).kept[0][1] if of in line.reason]
+
+
 def test_what_dropout_attention_and_the_loss_keep_is_asked_for() -> None:
     """Each of Megatron-LM's arguments that changes memory, by what it is known to hold."""
     tokens, hidden, heads, seq_len, vocabulary = 512, 512, 8, 256, 50304
     plain = asked(mesh={}, attention="eager", megatron=MegatronOptions(hidden_dropout=False, attention_dropout=False))
     dropped = asked(mesh={}, attention="eager")
     scores = heads * seq_len * tokens
-    assert _lines(estimate(plain), "attention scores") == {"attention scores": 2 * scores}
-    assert _lines(estimate(dropped), "attention scores") == {"attention scores": 5 * scores}
-    assert not _lines(estimate(plain), "dropout")
-    assert _lines(estimate(dropped), "masks of both dropouts") == {"masks of both dropouts": 2 * tokens * hidden}
+    assert _kept(plain, "attention scores") == [2 * scores]
+    assert sorted(_kept(dropped, "attention scores")) == [scores, 2 * scores, 2 * scores]
+    assert not _kept(plain, "dropout")
+    assert _kept(dropped, "mask of the dropout before") == [tokens * hidden] * 2
     assert sorted(_lines(estimate(dropped), "logits").values()) == [2 * tokens * vocabulary, 4 * tokens * vocabulary]
     fused = replace(plain.recipe, megatron=replace(plain.recipe.megatron, cross_entropy_fusion_impl="native"))
     more = estimate(replace(plain, recipe=fused)).peak_bytes - estimate(plain).peak_bytes
@@ -147,7 +154,8 @@ def test_what_dropout_attention_and_the_loss_keep_is_asked_for() -> None:
     assert list(_lines(estimate(plain), "attention mask").values()) == [tokens * seq_len]
     own = replace(plain.recipe, megatron=replace(plain.recipe.megatron, transformer_impl="local"))
     held = [estimate(replace(plain, recipe=recipe)).moments[-1].total_bytes for recipe in (plain.recipe, own)]
-    assert held[1] - held[0] == 2 * scores - (32 * MIB + KIB), "the buffer of scores, and no Transformer Engine"
+    stand_ins = 2 * (12 * hidden * hidden + vocabulary * hidden)
+    assert held[1] - held[0] == 2 * scores - (32 * MIB + KIB) - stand_ins, "the buffer of scores, and no Transformer Engine"
 
 
 def test_fp32_activations_are_twice_as_wide() -> None:

@@ -1,8 +1,12 @@
-"""Score engine megatron on what Megatron-LM's functional tests measured: ``python -m tests.measured.megatron_golden FILE``.
+"""Score engine megatron on what Megatron-LM's functional tests measured: ``python -m tests.measured.megatron_golden``.
 
-The file has the tests' configurations and their golden values (github.com/NVIDIA/Megatron-LM, tests/functional_tests/test_cases,
-``golden_values_*.json`` beside ``model_config.yaml``), one row per file. Every configuration becomes a job, of which the last rank
-is asked for: it alone writes the counter (megatron/training/global_vars.py, _set_tensorboard_writer).
+Kept in ``tests/golden`` is what those tests expect of a GPU (github.com/NVIDIA/Megatron-LM at commit d98e8a64dd, 2026-08-22,
+tests/functional_tests/test_cases, ``golden_values_*.json`` beside ``model_config.yaml``): the newest run of each configuration and
+kind of GPU. ``--from FILE`` scores another such collection, ``--keep`` keeps it. Every configuration becomes a job, of which the
+last rank is asked for: it alone writes the counter (megatron/training/global_vars.py, _set_tensorboard_writer).
+
+``peak`` is torch's ``allocated_bytes.all.peak`` since the process began, ``held`` its ``allocated_bytes.all.current`` after a step,
+before gradients are set to zero (megatron/training/training.py, training_log). Both went through fp32.
 """
 
 from __future__ import annotations
@@ -35,8 +39,9 @@ if TYPE_CHECKING:
 GPUS = {"A100": "a100-sxm-80gb", "H100": "h100-sxm-80gb", "GB200": "gb200-186gb"}
 #: Tokens of each tokenizer, where the configuration says no ``--vocab-size``.
 _TOKENS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "GPTSentencePieceTokenizer": 32000}
+KEPT = Path(__file__).parents[1] / "golden" / "megatron_runs.jsonl"
 #: Classes whose models are decoders of one kind of layer; the others are counted by their class.
-_CLASSES = {"dense-gpt": "dense", "moe": "experts", "mla": "latent attention", "mla-moe": "latent attention"}
+CLASSES = {"dense-gpt": "dense", "moe": "experts", "mla": "latent attention", "mla-moe": "latent attention"}
 #: Arguments that no option says, by the words of ``features``.
 _UNSAID = (
     "fsdp", "fp8", "fp4", "cuda_graph", "layout", "mtp", "mla", "recompute_layers", "recompute_modules",
@@ -46,10 +51,19 @@ _UNSAID_ARGUMENTS = (
     "export-kd-cfg", "defer-embedding-wgrad-compute", "overlap-moe-expert-parallel-comm", "use-transformer-engine-op-fuser",
 )  # fmt: skip
 
+#: Those that options say beside ``features``.
+_ARGUMENTS = (
+    *_UNSAID_ARGUMENTS, "no-create-attention-mask-in-dataloader", "no-masked-softmax-fusion", "attention-softmax-in-fp32",
+    "apply-query-key-layer-scaling", "microbatch-group-size-per-virtual-pipeline-stage",
+    "moe-router-dtype", "moe-aux-loss-coeff",
+)  # fmt: skip
+_FITS = 0.03
+_NOTHING: dict[str, Any] = {"features": {}, "arguments": {}, "environment": {}}
+
 Features = dict[str, Any]
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """A configuration that is no job of zeroplan's; its words are the reason."""
 
 
@@ -82,6 +96,17 @@ class Scored(NamedTuple):
 # --- reading ----------------------------------------------------------------------------------------------------------------
 
 
+def kept() -> list[Run]:
+    """The runs that are kept in the repository."""
+    return [Run(**json.loads(line)) for line in KEPT.read_text(encoding="utf-8").splitlines()]
+
+
+def keep(runs: Sequence[Run]) -> None:
+    """Keep runs; of a class that is no job of zeroplan's the name alone."""
+    bare = ({**run._asdict(), **({} if run.kind in CLASSES else _NOTHING)} for run in runs)
+    KEPT.write_text("".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in bare), encoding="utf-8")
+
+
 def runs_of(path: Path) -> list[Run]:
     """Read one run for each configuration and kind of GPU: the newest, since others are repeats on other clusters."""
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -94,9 +119,11 @@ def runs_of(path: Path) -> list[Run]:
 def _run(config: dict[str, Any], row: dict[str, Any]) -> Run:
     features = {**config["features"], **row.get("features_then", {})}
     image = str(row.get("image", "")).rpartition(":")[2].removesuffix("-py3")
+    arguments = {name: value for name, value in config["args"].items() if name in _ARGUMENTS}
+    environment = {name: value for name, value in config.get("env", {}).items() if name == "CUBLAS_WORKSPACE_CONFIG"}
     return Run(
-        row["config"], config["cls"] if config["mode"] == "pretraining" else config["mode"], features, config["args"],
-        config.get("env", {}), row["gpu"], image, row.get("dp"), row.get("micro_batches"), row["max_last"], row["alloc_median"],
+        row["config"], config["cls"] if config["mode"] == "pretraining" else config["mode"], features, arguments, environment,
+        row["gpu"], image, row.get("dp"), row.get("micro_batches"), row["max_last"], row["alloc_median"],
     )  # fmt: skip
 
 
@@ -104,11 +131,11 @@ def _run(config: dict[str, Any], row: dict[str, Any]) -> Run:
 
 
 def job_of(run: Run) -> JobSpec:
-    """Say a configuration in zeroplan's words; raises Refused or SpecError with the reason where that cannot be."""
+    """Say a configuration in zeroplan's words; raises RefusedError or SpecError with the reason where that cannot be."""
     _refuse(run)
     said = run.features
-    assert run.dp is not None  # noqa: S101  refused before
-    assert run.micro_batches is not None  # noqa: S101
+    assert run.dp is not None
+    assert run.micro_batches is not None
     mesh = MeshSpec(dp_shard=run.dp, tp=said["tp"], pp=said["pp"], cp=said["cp"], ep=said["ep"])
     batch = BatchSpec(micro_batch_size=said["mbs"], seq_len=said["seq"], grad_accum_steps=run.micro_batches)
     cluster = ClusterSpec(gpu=gpu(GPUS[run.gpu]))
@@ -117,18 +144,18 @@ def job_of(run: Run) -> JobSpec:
 
 def _refuse(run: Run) -> None:
     said = run.features
-    if run.kind not in _CLASSES:
-        raise Refused(f"a model of class {run.kind}")
+    if run.kind not in CLASSES:
+        raise RefusedError(f"a model of class {run.kind}")
     for name in _UNSAID:
         if said.get(name):
-            raise Refused(f"{name} {said[name]}" if isinstance(said[name], str) and len(said[name]) < 12 else name)
+            raise RefusedError(f"{name} {said[name]}" if isinstance(said[name], str) and len(said[name]) < 12 else name)
     for name in _UNSAID_ARGUMENTS:
         if name in run.arguments:
-            raise Refused(f"--{name}")
+            raise RefusedError(f"--{name}")
     if run.dp is None:
-        raise Refused("no number of GPUs stated")
+        raise RefusedError("no number of GPUs stated, and none fits what is held")
     if not said["optimizer"].startswith("adam"):
-        raise Refused(f"optimizer {said['optimizer']}")
+        raise RefusedError(f"optimizer {said['optimizer']}")
 
 
 def _model(run: Run) -> ModelSpec:
@@ -151,7 +178,7 @@ def _tokens(said: Features) -> int:
         return int(said["vocab_size"])
     name = str(said["tokenizer"]).partition(" ")[0]
     if name not in _TOKENS:
-        raise Refused(f"a vocabulary of unknown size ({name})")
+        raise RefusedError(f"a vocabulary of unknown size ({name})")
     return _TOKENS[name]
 
 
@@ -191,6 +218,8 @@ def _options(run: Run) -> MegatronOptions:
         overlap_grad_reduce=bool(said.get("overlap_grad_reduce")), overlap_param_gather=bool(said.get("overlap_param_gather")),
         cross_entropy_fusion_impl=said.get("ce_fusion"),
         create_attention_mask_in_dataloader="no-create-attention-mask-in-dataloader" not in run.arguments,
+        masked_softmax_fusion="no-masked-softmax-fusion" not in run.arguments,
+        attention_softmax_in_fp32="attention-softmax-in-fp32" in run.arguments or "apply-query-key-layer-scaling" in run.arguments,
         deterministic_mode=bool(said.get("deterministic")),
         microbatch_group_size_per_virtual_pipeline_stage=run.arguments.get("microbatch-group-size-per-virtual-pipeline-stage"),
         gradient_accumulation_fusion=not said.get("no_grad_accum_fusion"), grad_reduce_in_bf16=bool(said.get("grad_reduce_bf16")),
@@ -216,12 +245,28 @@ def _of_experts(run: Run) -> dict[str, Any]:
 
 
 def scored(run: Run) -> Scored:
-    """Hold the estimate of the last rank against a run."""
+    """Hold the estimate of the last rank against a run.
+
+    Where nothing states how many GPUs there were, it is the power of two with which what is held comes within 3 %, if there is one.
+    """
+    if run.dp is None and run.kind in CLASSES:
+        for ranks in (2**power for power in range(11)):
+            found = _with_ranks(run, ranks)
+            if found is not None and abs(found.held) < _FITS:
+                return found
     job = job_of(run)
     answer = estimate(job, pipeline_rank=job.mesh.pp - 1) if job.mesh.pp > 1 else estimate(job)
     more = _cublas(run)
     held = next(moment.total_bytes for moment in answer.moments if moment.phase is Phase.STEP)
     return Scored(run, answer, (answer.peak_bytes + more) / run.peak - 1, (held + more) / run.held - 1)
+
+
+def _with_ranks(run: Run, dp: int) -> Scored | None:
+    said = run.features
+    try:
+        return scored(run._replace(dp=dp, micro_batches=said["gbs"] // (said["mbs"] * dp)))
+    except (RefusedError, SpecError):
+        return None
 
 
 def _cublas(run: Run) -> int:
@@ -236,7 +281,7 @@ def score(runs: Sequence[Run]) -> tuple[list[Scored], Counter[str]]:
     for run in runs:
         try:
             held.append(scored(run))
-        except (Refused, SpecError) as reason:
+        except (RefusedError, SpecError) as reason:
             refused[str(reason)] += 1
     return held, refused
 
@@ -246,7 +291,7 @@ def summary(held: Sequence[Scored]) -> Iterator[tuple[str, ...]]:
     groups: dict[tuple[str, str], list[Scored]] = defaultdict(list)
     for one in held:
         for gpu_name in ("all", one.run.gpu):
-            groups[_CLASSES[one.run.kind], gpu_name].append(one)
+            groups[CLASSES[one.run.kind], gpu_name].append(one)
     for (kind, gpu_name), ones in sorted(groups.items()):
         peaks = [one.peak for one in ones]
         yield (
@@ -258,19 +303,28 @@ def summary(held: Sequence[Scored]) -> Iterator[tuple[str, ...]]:
 def main() -> None:
     """Print the table, the reasons of what was refused, and, if asked, every run."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("file", type=Path, help="golden values and configurations, JSON")
+    parser.add_argument("--from", dest="file", type=Path, help="golden values and configurations, JSON; without it those kept")
+    parser.add_argument("--keep", action="store_true", help="keep what was read from there")
     parser.add_argument("--every", action="store_true", help="print every run, the lowest first")
     asked = parser.parse_args()
-    held, refused = score(runs_of(asked.file))
+    runs = kept() if asked.file is None else runs_of(asked.file)
+    if asked.keep:
+        keep(runs)
+    held, refused = score(runs)
     print(f"{'class':18}{'GPU':8}{'runs':>6}{'median':>9}{'of abs.':>9}{'lowest':>9}{'highest':>9}{'held':>9}")
     for kind, gpu_name, *figures in summary(held):
         print(f"{kind:18}{gpu_name:8}{figures[0]:>6}" + "".join(f"{figure:>9}" for figure in figures[1:]))
     for reason, count in refused.most_common():
         print(f"refused {count:4}  {reason}")
     for one in sorted(held, key=lambda one: one.peak) if asked.every else ():
-        run, off = one.run, one.answer.peak_bytes + _cublas(one.run) - one.run.peak
-        print(f"{one.peak:+7.1%} {off / MIB:+8.0f} MiB  held {one.held:+7.1%} {one.held * run.held / MIB:+6.0f} MiB  "
-              f"{run.gpu:6}{run.image:6} {run.peak / MIB:7.0f}  {one.answer.peak.name:28} {run.name}")  # fmt: skip
+        print(_line(one))
+
+
+def _line(one: Scored) -> str:
+    run, off = one.run, one.peak * one.run.peak
+    held = f"held {one.held:+7.1%} {one.held * run.held / MIB:+6.0f} MiB"
+    what = f"{run.gpu:6}{run.image:6} {run.peak / MIB:7.0f}  {one.answer.peak.name:28} {run.name}"
+    return f"{one.peak:+7.1%} {off / MIB:+8.0f} MiB  {held}  {what}"
 
 
 if __name__ == "__main__":

@@ -25,14 +25,11 @@ from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import Precision, RecipeSpec
 from zeroplan.transformer.megatron import (
     UNGATED,
-    Cost,
-    cost_of,
+    Layers,
     drops_hidden,
     element_of,
     is_gated,
-    layer_lines,
-    statistics_lines,
-    symbols_of,
+    layers_of,
 )
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import layout
@@ -132,20 +129,24 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
 def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Account, ...]:
     """Memory and traffic of every pipeline rank, first to last. [bytes]"""
-    return tuple(account_of_rank(at, model, recipe, mesh, batch) for at in range(int(mesh.pp)))
+    layers = _layers(model, recipe, mesh, batch)
+    ranks = (rank_of(at, model, recipe, mesh, batch) for at in range(int(mesh.pp)))
+    return tuple(_of_rank(rank, layers, model, recipe, mesh, batch) for rank in ranks)
 
 
 def account_of_rank(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
     """Memory and traffic of one pipeline rank; ranks between the second and the last have no more than the second. [bytes]"""
-    return _of_rank(rank_of(at, model, recipe, mesh, batch), model, recipe, mesh, batch)
+    layers = _layers(model, recipe, mesh, batch)
+    return _of_rank(rank_of(at, model, recipe, mesh, batch), layers, model, recipe, mesh, batch)
 
 
-def _of_rank(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
+def _layers(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Layers:
+    return layers_of(model, tuple(run.kind for run in layout(model).runs), recipe, mesh, batch)
+
+
+def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
     states = tuple(states_of(rank, recipe, mesh))
-    kinds = tuple(run.kind for run in layout(model).runs)
-    kept = {kind: layer_lines(model, kind, recipe, mesh, batch) for kind in kinds}
-    beside = {kind: statistics_lines(model, kind, recipe, mesh, batch) for kind in kinds}
-    moments = tuple(_moments(rank, model, recipe, mesh, batch, states))
+    moments = tuple(_moments(rank, layers, model, recipe, mesh, batch, states))
     return Account(
         states,
         moments,
@@ -161,14 +162,20 @@ def _of_rank(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch
             Symbol("C", mesh.cp, "context-parallel ranks"),
             Symbol("p", mesh.tp, "tensor-parallel ranks"),
             Symbol("V_p", _vocabulary(model, recipe, mesh), "vocabulary, padded"),
-            *(Symbol(*one) for one in symbols_of(model, recipe, mesh, batch)),
-            *(Symbol(f"S_{kind}", total_bytes(lines), f"bytes one {kind} layer keeps") for kind, lines in kept.items()),
-            *(Symbol(f"Z_{kind}", total_bytes(lines), f"bytes of one {kind} layer's statistics") for kind, lines in beside.items()),
+            *(Symbol(*one) for one in layers.symbols),
+            *_sums(layers),
         ),
         notes=(NOTE, *((_EXPERTS_NOTE,) if model.moe is not None else ()), *((_ENDS,) if rank.cut.less else ())),
-        kept=tuple((kind, lines) for kind, lines in kept.items()),
+        kept=tuple((kind, one.kept) for kind, one in layers.kinds.items()),
         pipeline=(_shown(rank, model, recipe, mesh, moments),),
     )
+
+
+def _sums(layers: Layers) -> Iterator[Symbol]:
+    """Symbols for what a layer of each kind keeps."""
+    for kind, one in layers.kinds.items():
+        yield Symbol(f"S_{kind}", total_bytes(one.kept), f"bytes one {kind} layer keeps")
+        yield Symbol(f"Z_{kind}", total_bytes(one.statistics), f"bytes of one {kind} layer's statistics")
 
 
 def _shown(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, moments: tuple[Moment, ...]) -> PipelineRank:
@@ -353,35 +360,35 @@ def step_lines(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Line, ...]:
 
 
 def _moments(
-    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, states: tuple[Line, ...]
+    rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, states: tuple[Line, ...]
 ) -> Iterator[Moment]:  # fmt: skip
-    held = (*states, *_buffers(rank, model, recipe, mesh, batch))
+    held = (*states, *_buffers(rank, layers, model, recipe, mesh, batch))
     embedded = tuple(_embedded(rank, model, recipe, mesh, batch))
-    alive = (*held, *_in_layers(rank, model, recipe, mesh, batch), *embedded)
-    last = layout(model).runs[-1].kind
-    yield Moment("all that is in flight", Phase.FORWARD, (*alive, *_cost(model, last, recipe, mesh, batch).forward))
+    alive = (*held, *_in_layers(rank, layers, model, mesh), *embedded)
+    last = layers.kinds[layout(model).runs[-1].kind]
+    yield Moment("all that is in flight", Phase.FORWARD, (*alive, *last.cost.forward))
     if rank.has_head:
-        yield Moment("loss", Phase.LOSS, (*alive, *head_lines(model, recipe, mesh, batch)))
-        yield Moment("backward of the head", Phase.BACKWARD, (*alive, *_head_backward(model, recipe, mesh, batch)))
-    yield from _backward(rank, model, recipe, mesh, batch, around=(*held, *embedded))
+        head = head_lines(model, recipe, mesh, batch)
+        yield Moment("loss", Phase.LOSS, (*alive, *head))
+        yield Moment("backward of the head", Phase.BACKWARD, (*alive, head[0], *_head_backward(model, recipe, mesh, batch)))
+    around = (*held, *embedded, *_waiting(rank, model, recipe, mesh))
+    yield from _backward(rank, layers, model, recipe, mesh, around=around)
     yield Moment("optimizer step", Phase.STEP, (*held, *step_lines(rank, recipe, mesh)))
 
 
 def _backward(
-    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, around: tuple[Line, ...]
+    rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, *, around: tuple[Line, ...]
 ) -> Iterator[Moment]:  # fmt: skip
     """The highest moment within the backward of the last layer of each kind; ``around`` is alive beside layers.
 
     Full recomputation runs the whole layer again first, selective recomputation its core attention.
     """
     runs, again = layout(model).runs, "" if recipe.recompute == "none" else ", recomputed"
-    around = (*around, *_waiting(rank, model, recipe, mesh))
     for count in range(len(runs), 0, -1):
         kind = runs[count - 1].kind
-        below = _in_layers(rank, model, recipe, mesh, batch, runs=count, fewer=1)
+        below = _in_layers(rank, layers, model, mesh, runs=count, fewer=1)
         what = "a layer" if count == len(runs) else f"a {kind} layer"
-        cost = _cost(model, kind, recipe, mesh, batch)
-        yield Moment(f"backward of {what}{again}", Phase.BACKWARD, (*around, *below, *cost.backward))
+        yield Moment(f"backward of {what}{again}", Phase.BACKWARD, (*around, *below, *layers.kinds[kind].cost.backward))
 
 
 def _makes_gradients(recipe: RecipeSpec) -> bool:
@@ -399,18 +406,16 @@ def _waiting(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> It
         yield Line(Kind.TEMPORARY, element_of(recipe) * _table(model, recipe, mesh), reason, "e·ceil(V_p·h/p)", HEAD)
 
 
-def _cost(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Cost:
-    return cost_of(model, kind, recipe, mesh, batch)
-
-
-def _buffers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
+def _buffers(
+    rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
+) -> Iterator[Line]:  # fmt: skip
     """Buffers that Megatron makes once and keeps: of attention scores in its own modules, and of tokens that are gathered."""
     e = element_of(recipe)
     if recipe.megatron.transformer_impl == "local":
         scores = e * model.num_attention_heads * batch.seq_len * batch.seq_len * batch.micro_batch_size
         reason = "buffer of attention scores, one for all layers"
         yield Line(Kind.WORKSPACE, ceil_div(scores, mesh.tp), reason, "ceil(e·a·T·s/p)", LOCAL)
-    yield from _buffer_of_tokens(rank, model, recipe, mesh, batch)
+    yield from _buffer_of_tokens(rank, layers, model, recipe)
     if recipe.megatron.gradient_accumulation_fusion and recipe.megatron.transformer_impl == "transformer_engine":
         yield _stand_ins(rank, model, recipe, mesh)
 
@@ -437,39 +442,34 @@ def _of_each_shape(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh)
     return elements
 
 
-def _buffer_of_tokens(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
-    """What the head, and experts by all-gather, gather tokens into: as large as the larger of both."""
-    values = {one.name: one.value for one in symbols_of(model, recipe, mesh, batch)}
-    whole, sizes = element_of(recipe) * model.hidden_size, []
-    local = recipe.megatron.transformer_impl == "local"
-    if rank.has_head or local:
-        sizes.append((values["T_w"], "T_w"))
-    if model.moe is not None and recipe.megatron.moe_token_dispatcher_type == "allgather":
-        sizes.append((where(values["T_g"] > values["T_n"], values["T_g"], 0), "T_g"))
-    for at, (tokens, name) in enumerate(sizes):
-        if at == len(sizes) - 1 and len(sizes) > 1:
-            tokens = maximum(0, tokens - sizes[0][0])
-            name = "max(0, T_g-T_w)"
-        reason = "buffer of gathered tokens" + (", more of it for experts" if at else "")
-        if not (isinstance(tokens, int) and tokens == 0):
-            yield Line(Kind.WORKSPACE, whole * tokens, reason, f"e·h·{name}", BUFFER)
+def _buffer_of_tokens(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec) -> Iterator[Line]:
+    """What Megatron's own matrices, and experts by all-gather, gather tokens into: as large as the larger of both."""
+    own_matrices = rank.has_head or recipe.megatron.transformer_impl == "local"
+    gathers_for_experts = model.moe is not None and recipe.megatron.moe_token_dispatcher_type == "allgather"  # noqa: S105
+    names = (*(("T_w",) if own_matrices else ()), *(("T_a",) if gathers_for_experts else ()))
+    if not names:
+        return
+    tokens = maximum(*map(layers.value, names))
+    formula = f"e·h·{names[0]}" if len(names) == 1 else f"e·h·max({', '.join(names)})"
+    if not isinstance(tokens, int) or tokens:
+        yield Line(
+            Kind.WORKSPACE, element_of(recipe) * model.hidden_size * tokens, "buffer of gathered tokens", formula, BUFFER
+        )
 
 
 def _in_layers(
-    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, runs: int | None = None, fewer: int = 0
-) -> Iterator[Line]:
+    rank: Rank, layers: Layers, model: ModelSpec, mesh: Mesh, *, runs: int | None = None, fewer: int = 0
+) -> Iterator[Line]:  # fmt: skip
     """What layers keep, of the first ``runs``; without as many of the last run as are ``fewer``."""
     (lacking, lacks), those = rank.lacks, layout(model).runs[:runs]
     for run in those:
         less, left_out = (fewer, f" - {fewer}") if fewer and run is those[-1] else (0, "")
-        layers = _of_run(run.layers, rank.cut.each, mesh)
-        count = rank.chunks * layers - lacking - less
-        several = f"(K·{layers}{lacks}{left_out})" if lacks or less else f"K·{layers}"
-        for letter, lines, what in (
-            ("S", layer_lines(model, run.kind, recipe, mesh, batch), "keep"),
-            ("Z", statistics_lines(model, run.kind, recipe, mesh, batch), "keep of statistics"),
-        ):
-            reason = f"what {layers} {run.kind} layers of a chunk {what}, of every chunk in flight"
+        of_chunk = _of_run(run.layers, rank.cut.each, mesh)
+        count = rank.chunks * of_chunk - lacking - less
+        several = f"(K·{of_chunk}{lacks}{left_out})" if lacks or less else f"K·{of_chunk}"
+        layer = layers.kinds[run.kind]
+        for letter, lines, what in (("S", layer.kept, "keep"), ("Z", layer.statistics, "keep of statistics")):
+            reason = f"what {of_chunk} {run.kind} layers of a chunk {what}, of every chunk in flight"
             if lines:
                 yield Line(Kind.ACTIVATIONS, count * total_bytes(lines), reason, f"{several}·{letter}_{run.kind}", SCHEDULE)
 
@@ -520,9 +520,7 @@ def head_lines(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
 
 def _head_backward(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
     """When the head's gradients are made: those of logits and input, and of the weight where that is a tensor of its own."""
-    inputs, *_ = head_lines(model, recipe, mesh, batch)
     e = element_of(recipe)
-    yield inputs
     yield _logits(e, model, recipe, mesh, batch, "gradient of the logits", CROSS_ENTROPY)
     read = ceil_div(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, mesh.cp)
     yield Line(Kind.ACTIVATION_GRADIENTS, read, "gradient of the head's input", "ceil(e·T·h/C)", HEAD)

@@ -110,6 +110,11 @@ class MegatronOptions(Spec):
     """Whether ``--hidden-dropout`` is above 0: masks are kept. ``None``: with GPT-2's family alone (Megatron-LM: 0.1, always)."""
     attention_dropout: bool | None = None
     """Whether ``--attention-dropout`` is above 0; masks are kept where attention is written out. ``None``: as above."""
+    masked_softmax_fusion: bool = True
+    """False is ``--no-masked-softmax-fusion``: with ``local`` layers the softmax is torch's."""
+    attention_softmax_in_fp32: bool = False
+    """``--attention-softmax-in-fp32``: such a softmax keeps its result in fp32 (Megatron-LM sets it with
+    ``--apply-query-key-layer-scaling``)."""
     create_attention_mask_in_dataloader: bool = True
     """False is ``--no-create-attention-mask-in-dataloader``: no mask of one byte per pair of tokens comes with a batch."""
     deterministic_mode: bool = False
@@ -128,7 +133,7 @@ class MegatronOptions(Spec):
     """``--qk-layernorm``: queries and keys are normalised over each head. ``None``: as the model's family has it."""
     expert_tensor_parallel_size: Degree = 1
     """``--expert-tensor-parallel-size``: ranks that split every expert (Megatron-LM: as many as tensor-parallel ranks)."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"  # noqa: S105  tokens of text
     """How tokens come to their experts (Megatron-LM: ``allgather``, which few jobs keep)."""
     moe_grouped_gemm: bool = True
     """``--moe-grouped-gemm``: one product for all experts of a rank (Megatron-LM: one expert after the other)."""

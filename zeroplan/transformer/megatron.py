@@ -28,7 +28,9 @@ WITH_DROPOUT = ("gpt2",)
 UNGATED = ("gpt2",)
 
 _TABLE_2 = f"{KORTHIKANTI}, section 4.1 and table 2"
-_ADDED = "Megatron-LM 2026-08, megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.backward"
+_ADDED = (
+    "Megatron-LM 2026-08, megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.backward"
+)
 BY_THE_WAY = "highest point of a layer, beyond what it keeps"
 _WEIGHT = "gradient of a weight, before it is added to the main gradients (--no-gradient-accumulation-fusion)"
 
@@ -116,11 +118,6 @@ def layer_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, bat
     return cost_of(model, kind, recipe, mesh, batch).kept
 
 
-def statistics_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
-    """What norms and attention's kernel keep beside their operands: a few numbers per token. [bytes]"""
-    return () if recipe.recompute == "full" else cost_of(model, kind, recipe, mesh, batch).statistics
-
-
 def whole_layer_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
     """The same without full recomputation: also what one layer takes while it is run again."""
     return cost_of(model, kind, recipe, mesh, batch).kept
@@ -129,7 +126,8 @@ def whole_layer_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mes
 def scores_bytes(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Int:
     """Softmax output; with dropout its output and mask too. [bytes]"""
     e = element_of(recipe)
-    each = 2 * e + 1 if drops_scores(model, recipe) else e
+    soft = 4 if _softens_in_fp32(recipe) else e
+    each = soft + e + 1 if drops_scores(model, recipe) else soft
     return ceil_div(each * model.num_attention_heads * batch.seq_len * batch.seq_len * batch.micro_batch_size, mesh.tp)
 
 
@@ -140,10 +138,46 @@ def _given(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Li
     return Line(Kind.ACTIVATIONS, n_bytes, "input of the layer", formula, f"{_TABLE_2}, last row")
 
 
+class Layer(NamedTuple):
+    """A layer of one kind under the job's recomputation."""
+
+    kept: tuple[Line, ...]
+    """What it keeps from its forward to its backward, without statistics."""
+    statistics: tuple[Line, ...]
+    cost: Cost
+
+
+class Layers(NamedTuple):
+    """All kinds of layers of a model on one rank."""
+
+    symbols: tuple[Symbolic, ...]
+    """What their formulas use beyond the legend of the model."""
+    kinds: dict[str, Layer]
+
+    def value(self, name: str) -> Int:
+        """The number that a symbol stands for."""
+        return next(one.value for one in self.symbols if one.name == name)
+
+
+def layers_of(model: ModelSpec, kinds: tuple[str, ...], recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Layers:
+    """What layers of some kinds take; what they keep is that of :func:`layer_lines`."""
+    symbols = symbols_of(model, recipe, mesh, batch)
+    found: dict[str, Layer] = {}
+    for kind in kinds:
+        cost = _of_kind(model, kind, recipe, symbols)
+        kept = (_given(model, recipe, mesh, batch),) if recipe.recompute == "full" else cost.kept
+        found[kind] = Layer(kept, () if recipe.recompute == "full" else cost.statistics, cost)
+    return Layers(symbols, found)
+
+
 def cost_of(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Cost:
     """What one layer of ``kind`` takes, run as a whole."""
+    return _of_kind(model, kind, recipe, symbols_of(model, recipe, mesh, batch))
+
+
+def _of_kind(model: ModelSpec, kind: str, recipe: RecipeSpec, symbols: tuple[Symbolic, ...]) -> Cost:
     structure = structure_of(model, kind, recipe)
-    values: dict[str, Int] = {one.name: one.value for one in symbols_of(model, recipe, mesh, batch)}
+    values: dict[str, Int] = {one.name: one.value for one in symbols}
     values |= {"e": element_of(recipe), "h": model.hidden_size}
     if model.moe is not None:
         values |= {"E": model.moe.num_experts, "t": model.moe.num_experts_per_tok}
@@ -165,8 +199,15 @@ def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Lay
         )  # fmt: skip
     return program.Layer(
         recipe.attention, options.transformer_impl == "local", wide, drops_hidden(model, recipe), drops_scores(model, recipe),
-        not model.positions, norms_heads(model, recipe), recipe.recompute == "selective", routing,
+        not model.positions, norms_heads(model, recipe), recipe.recompute == "selective", _softens_in_fp32(recipe), routing,
     )  # fmt: skip
+
+
+def _softens_in_fp32(recipe: RecipeSpec) -> bool:
+    """Whether it is torch's softmax, in fp32; Transformer Engine has its own fused one."""
+    options = recipe.megatron
+    plain = options.transformer_impl == "local" and not options.masked_softmax_fusion and recipe.attention == "eager"
+    return plain and options.attention_softmax_in_fp32 and recipe.precision != "fp32"
 
 
 def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Symbolic, ...]:
@@ -199,6 +240,7 @@ def _symbols_of_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, own: I
         Symbolic("m_r", ceil_div(moe.moe_intermediate_size, etp), "a rank's part of an expert's width"),
         Symbolic("f_s", ceil_div(options.moe_shared_expert_intermediate_size or 0, mesh.tp), "a rank's part of the shared expert"),
         Symbolic("T_g", own * etp * mesh.ep, "tokens of all ranks that share the experts"),
+        Symbolic("T_a", where(etp * mesh.ep > 1, own * etp * mesh.ep, 0), "the same where these are several ranks"),
         Symbolic("X_s", sent, "pairs of a token and an expert that a rank sends"),
         Symbolic("X_r", sent * etp, "pairs that come to a rank when experts are visited evenly"),
         Symbolic("X_1", where((mesh.ep > 1) | sorted_again, sent, 0), "pairs that are copied before they come"),
@@ -266,9 +308,7 @@ def _cost(structure: program.Layer, values: Values, *, fused: bool) -> Cost:
     return Cost(of(plan.kept), of(plan.statistics), forward, _at_highest(plan, totals, made, of))
 
 
-def _at_highest(
-    plan: _Plan, totals: list[Int], made: list[Int], of: Callable[[Places], tuple[Line, ...]]
-) -> tuple[Line, ...]:
+def _at_highest(plan: _Plan, totals: list[Int], made: list[Int], of: Callable[[Places], tuple[Line, ...]]) -> tuple[Line, ...]:
     """Lines of the highest moment of a backward; of a column, whose moments are not one and the same, their sum."""
     if not all(isinstance(total, int) for total in totals):
         return (Line(Kind.ACTIVATIONS, maximum(*totals), BY_THE_WAY, source=program.LAYER),)

@@ -34,6 +34,7 @@ DROPOUT = f"{CORE}/fusions/fused_bias_dropout.py, _bias_dropout_add_func"
 QUERIES = f"{CORE}/transformer/attention.py, SelfAttention.get_query_key_value_tensors"
 CHECKPOINT = f"{CORE}/transformer/attention.py, _checkpointed_attention_forward"
 UNFUSED = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, UnfusedDotProductAttention.forward"
+SOFTMAX = f"{CORE}/fusions/fused_softmax.py, FusedScaleMaskSoftmax.forward_torch_softmax"
 FLASH = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, FlashAttention.forward"
 FUSED = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, FusedAttnFunc.forward"
 LAYOUT = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/utils.py, get_qkv_layout"
@@ -85,6 +86,8 @@ class Layer(NamedTuple):
     head_norms: bool
     again: bool
     """Core attention is run again for its backward."""
+    wide_softmax: bool = False
+    """Torch's softmax works in fp32 where activations are 16 bits wide."""
     routing: Routing | None = None
 
 
@@ -161,7 +164,11 @@ def _row(tape: Tape, value: Value, width: Size, name: str) -> Value:
 def _added(tape: Tape, branch: Value, residual: Value, reason: str, structure: Layer) -> Value:
     """Bias, dropout and the residual addition, one operator."""
     made = op.tensor(tape, reason, e, T_n * h, DROPOUT)
-    mask = (tape.make(op.TENSOR, f"mask of the dropout before the {reason}", T_n * h, DROPOUT),) if structure.hidden_dropout else ()
+    mask = (
+        (tape.make(op.TENSOR, f"mask of the dropout before the {reason}", T_n * h, DROPOUT),)
+        if structure.hidden_dropout
+        else ()
+    )
 
     def backward(tape: Tape, taken: list[Store]) -> Arriving:
         if not mask:
@@ -217,7 +224,7 @@ def _core(tape: Tape, joint: Value, structure: Layer) -> Value:
 
 
 def _kernel(tape: Tape, joint: Value, attention: Attention) -> Value:
-    """cuDNN's attention, or FlashAttention, whose result has sequences first and is copied for the projection."""
+    """Attention by cuDNN, or FlashAttention, whose result has sequences first and is copied for the projection."""
     source = FLASH if attention == "flash" else FUSED
     made = op.tensor(tape, "attention output", e, T_m * q_r, source)
     kept = tape.make(op.TENSOR, "sums of exponentials, fp32", 4 * T_m * a_r, source, STATISTICS)
@@ -260,10 +267,17 @@ def _softmax(tape: Tape, pairs: Value, structure: Layer) -> Value:
     tape.drop(buffer)
     backward = op.makes("gradient of queries and keys", UNFUSED, pairs)
     tape.add("scores", (raw,), (pairs.store,), backward, of=(pairs,))
-    soft = op.tensor(tape, "attention scores", e, S_r, UNFUSED)
-    tape.add("softmax", (soft,), (soft.store,), op.makes("gradient of the scores", UNFUSED, raw), of=(raw,))
+    dtype: Width = 4 if structure.wide_softmax else e
+    read = op.cast(tape, raw, dtype, Site("scores", SOFTMAX))
     tape.release(raw)
-    return soft
+    soft = op.tensor(tape, "attention scores", dtype, S_r, SOFTMAX)
+    tape.add("softmax", (soft,), (soft.store,), op.makes("gradient of the scores", SOFTMAX, read), of=(read,))
+    tape.release(read)
+    if not structure.wide_softmax:
+        return soft
+    narrow = op.cast(tape, soft, e, Site("attention scores", SOFTMAX))
+    tape.release(soft)
+    return narrow
 
 
 def _dropped(tape: Tape, soft: Value) -> Value:
@@ -295,7 +309,8 @@ def _of_core(structure: Layer) -> tuple[Size, Size]:
     """What core attention keeps beside its input and output, and what passes by at its highest."""
     if structure.attention != "eager":
         return (e * T_m * q_r if structure.attention == "flash" else NOTHING) + 4 * T_m * a_r, 4 * T_m * q_r
-    return ((2 * e + 1) * S_r if structure.attention_dropout else e * S_r), e * S_r
+    soft = 4 if structure.wide_softmax else e
+    return ((soft + e + 1) * S_r if structure.attention_dropout else soft * S_r), soft * S_r
 
 
 # --- MLP and experts --------------------------------------------------------------------------------------------------------
@@ -333,14 +348,18 @@ def _experts(tape: Tape, normal: Value, routing: Routing) -> Value:
 def _routed(tape: Tape, normal: Value, routing: Routing) -> Value:
     """Routing weights of all experts, zero for those that were not chosen; the dispatcher keeps them, and the map of choices."""
     logits = tape.make(op.TEMPORARY, "router: logits", w_p * T_n * E, GATING)
-    balance = tape.make(op.TENSOR, "router: scores of the auxiliary loss, fp32", 4 * T_n * E if routing.balanced else NOTHING, ROUTER)
+    balance = tape.make(
+        op.TENSOR, "router: scores of the auxiliary loss, fp32", 4 * T_n * E if routing.balanced else NOTHING, ROUTER
+    )
     chosen = tape.make(op.TENSOR, "router: choices and their scores", 12 * T_n * t, ROUTER)
     chart = tape.make(op.TENSOR, "router: map of choices", T_n * E, ROUTER)
     made = op.tensor(tape, "router: weights", w_p, T_n * E, ROUTER)
     tape.drop(logits)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("router: input and its gradient in the weights' dtype", 2 * w_p * T_n * h if routing.wide else NOTHING, GATING)
+        tape.temporary(
+            "router: input and its gradient in the weights' dtype", 2 * w_p * T_n * h if routing.wide else NOTHING, GATING
+        )
         return [(normal, op.gradient(tape, normal, "gradient through the router", GATING))]
 
     tape.add("router", (made,), (normal.store, made.store, balance, chosen, chart), backward, of=None)
@@ -460,7 +479,9 @@ def _weighted(tape: Tape, wide: Value, chosen: Value, routing: Routing, source: 
 def _scattered(tape: Tape, outputs: Value, routing: Routing) -> Value:
     """Outputs at the places of all ranks' tokens, which ranks add up, in the routing weights' dtype."""
     whole = tape.make(op.TEMPORARY, "experts: outputs at their places", e * T_g * h, UNPERMUTE)
-    cast = tape.make(op.TEMPORARY, "experts: the same in the weights' dtype", w_p * T_g * h if routing.wide else NOTHING, ALL_GATHER)
+    cast = tape.make(
+        op.TEMPORARY, "experts: the same in the weights' dtype", w_p * T_g * h if routing.wide else NOTHING, ALL_GATHER
+    )
     made = op.tensor(tape, "experts: output", e, T_n * h, ALL_GATHER)
     tape.drop(whole, cast)
 
@@ -475,7 +496,9 @@ def _scattered(tape: Tape, outputs: Value, routing: Routing) -> Value:
 def _returned(tape: Tape, outputs: Value, routing: Routing) -> Value:
     """Outputs sorted by rank, added up over expert tensor ranks, sent back, and put to their tokens."""
     ordered = tape.make(op.TEMPORARY, "experts: outputs, sorted by rank", e * X_2 * h, SORT)
-    cast = tape.make(op.TEMPORARY, "experts: the same in the weights' dtype", w_p * X_2 * h if routing.wide else NOTHING, ALL_TO_ALL)
+    cast = tape.make(
+        op.TEMPORARY, "experts: the same in the weights' dtype", w_p * X_2 * h if routing.wide else NOTHING, ALL_TO_ALL
+    )
     tape.drop(cast)
     back = tape.make(op.TEMPORARY, "experts: outputs that came back", e * X_1 * h, ALL_TO_ALL)
     tape.drop(ordered)
@@ -488,4 +511,3 @@ def _returned(tape: Tape, outputs: Value, routing: Routing) -> Value:
     tape.add("combination", (made,), (back,) if routing.deterministic else (), backward, of=(outputs,))
     tape.drop(back)
     return made
-
