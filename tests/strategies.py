@@ -246,6 +246,12 @@ def _megatron_options(draw: Random, attention: str) -> MegatronOptions:
         transformer_impl=draw.choice(("transformer_engine", "local")) if attention == "eager" else "transformer_engine",
         cross_entropy_fusion_impl=_mostly(draw, None, "native", "te"), hidden_dropout=_mostly(draw, None, True, False),
         attention_dropout=_mostly(draw, None, True, False), create_attention_mask_in_dataloader=_mostly(draw, True, False),
+        gradient_accumulation_fusion=_mostly(draw, True, False), deterministic_mode=_mostly(draw, False, True),
+        grad_reduce_in_bf16=_mostly(draw, False, True), swiglu=_mostly(draw, None, True, False),
+        qk_layernorm=_mostly(draw, None, True), masked_softmax_fusion=_mostly(draw, True, False),
+        attention_softmax_in_fp32=_mostly(draw, False, True), moe_grouped_gemm=_mostly(draw, True, False),
+        moe_token_dispatcher_type=_mostly(draw, "alltoall", "allgather"), moe_router_dtype=_mostly(draw, None, "fp32"),
+        moe_shared_expert_intermediate_size=_mostly(draw, None, 64), moe_aux_loss=_mostly(draw, False, True),
     )  # fmt: skip
 
 

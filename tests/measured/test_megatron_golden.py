@@ -22,6 +22,16 @@ def scores() -> list[Scored]:
     return score(RUNS)[0]
 
 
+def test_the_notes_say_what_was_found(scores: list[Scored]) -> None:
+    """Their figures are those of these runs."""
+    experts = [one.peak for one in _of(scores, "moe")]
+    notes = " ".join(scores[0].answer.notes) + " ".join(_of(scores, "moe")[0].answer.notes)
+    off = median(abs(one.peak) for one in scores)
+    assert f"{len(scores)} runs of Megatron-LM's own tests ({off:.1%} off".replace("%", " %") in notes
+    assert f"of {len(experts)} runs of Megatron-LM's tests with experts" in notes
+    assert f"from {-min(experts):.0%} too low to {max(experts):.0%} too high".replace("%", " %") in notes
+
+
 def _of(scores: list[Scored], kind: str) -> list[Scored]:
     return [one for one in scores if one.run.kind == kind]
 
