@@ -81,7 +81,7 @@ def test_every_line_is_explained(name: str) -> None:
     answer = estimate(JOBS[name])
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)
-    assert any("held against 197 runs" in note for note in answer.notes)
+    assert any("held against 202 runs" in note for note in answer.notes)
     assert any("visited evenly" in note for note in answer.notes) == ("mixtral" in name)
 
 

@@ -48,14 +48,14 @@ _UNSAID = (
 )  # fmt: skip
 #: The same, by the arguments' own names.
 _UNSAID_ARGUMENTS = (
-    "export-kd-cfg", "defer-embedding-wgrad-compute", "overlap-moe-expert-parallel-comm", "use-transformer-engine-op-fuser",
+    "export-kd-cfg", "overlap-moe-expert-parallel-comm", "use-transformer-engine-op-fuser",
 )  # fmt: skip
 
 #: Those that options say beside ``features``.
 _ARGUMENTS = (
     *_UNSAID_ARGUMENTS, "no-create-attention-mask-in-dataloader", "no-masked-softmax-fusion", "attention-softmax-in-fp32",
-    "apply-query-key-layer-scaling", "microbatch-group-size-per-virtual-pipeline-stage",
-    "moe-router-dtype", "moe-aux-loss-coeff",
+    "apply-query-key-layer-scaling", "defer-embedding-wgrad-compute", "wgrad-deferral-limit", "moe-router-dtype",
+    "moe-aux-loss-coeff", "microbatch-group-size-per-virtual-pipeline-stage",
 )  # fmt: skip
 _FITS = 0.03
 _NOTHING: dict[str, Any] = {"features": {}, "arguments": {}, "environment": {}}
@@ -220,6 +220,8 @@ def _options(run: Run) -> MegatronOptions:
         create_attention_mask_in_dataloader="no-create-attention-mask-in-dataloader" not in run.arguments,
         masked_softmax_fusion="no-masked-softmax-fusion" not in run.arguments,
         attention_softmax_in_fp32="attention-softmax-in-fp32" in run.arguments or "apply-query-key-layer-scaling" in run.arguments,
+        defer_embedding_wgrad_compute="defer-embedding-wgrad-compute" in run.arguments,
+        wgrad_deferral_limit=run.arguments.get("wgrad-deferral-limit", 0),
         deterministic_mode=bool(said.get("deterministic")),
         microbatch_group_size_per_virtual_pipeline_stage=run.arguments.get("microbatch-group-size-per-virtual-pipeline-stage"),
         gradient_accumulation_fusion=not said.get("no_grad_accum_fusion"), grad_reduce_in_bf16=bool(said.get("grad_reduce_bf16")),

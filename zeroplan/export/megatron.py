@@ -207,6 +207,8 @@ def _implementation(options: MegatronOptions) -> Iterator[str]:
     ):  # fmt: skip
         if asked:
             yield flag
+    if options.defer_embedding_wgrad_compute:
+        yield from ("--defer-embedding-wgrad-compute", f"--wgrad-deferral-limit {options.wgrad_deferral_limit}")
     group = options.microbatch_group_size_per_virtual_pipeline_stage
     if group is not None:
         yield f"--microbatch-group-size-per-virtual-pipeline-stage {group}"

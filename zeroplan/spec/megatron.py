@@ -70,6 +70,10 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
         "several pipeline ranks, or leave it out",
     )
     yield schedule in (None, "1f1b") and (each or 1) > 1 and "several stages per rank and schedule '1f1b'", "interleaved-1f1b"
+    yield (
+        mesh.pp == 1 and recipe.megatron.defer_embedding_wgrad_compute and "defer_embedding_wgrad_compute and pp=1",
+        "several pipeline ranks, or leave it out",
+    )
     yield schedule == "interleaved-1f1b" and each == 1 and "one stage per rank and an interleaved schedule", "1f1b"
     local = recipe.megatron.transformer_impl == "local"
     yield local and recipe.attention != "eager" and f"transformer_impl 'local' and attention {recipe.attention!r}", "'eager'"

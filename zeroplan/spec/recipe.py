@@ -121,6 +121,11 @@ class MegatronOptions(Spec):
     """``--deterministic-mode``: what experts return is added up in an order, for which it is kept."""
     gradient_accumulation_fusion: bool = True
     """False is ``--no-gradient-accumulation-fusion``: a weight's gradient is a tensor before it is added to the main gradients."""
+    defer_embedding_wgrad_compute: bool = False
+    """``--defer-embedding-wgrad-compute``: the last pipeline rank keeps what the gradient of the head's weight is made of until all
+    micro-batches have gone backward."""
+    wgrad_deferral_limit: CountOrZero = 0
+    """``--wgrad-deferral-limit``: of how many micro-batches it does; 0: of all."""
     grad_reduce_in_bf16: bool = False
     """``--grad-reduce-in-bf16``: main gradients are in 16 bits, and have fp32 copies at the optimizer's step."""
     num_distributed_optimizer_instances: Degree = 1
@@ -148,6 +153,10 @@ class MegatronOptions(Spec):
         """Refuse what Megatron-LM refuses (megatron/training/arguments.py, validate_args)."""
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise SpecError("megatron.overlap_param_gather needs megatron.overlap_grad_reduce=true; set both, or neither")
+        if self.defer_embedding_wgrad_compute and not self.gradient_accumulation_fusion:
+            raise SpecError(
+                "megatron.defer_embedding_wgrad_compute needs megatron.gradient_accumulation_fusion=true; set both, or neither"
+            )
 
 
 #: What users set ``reduce_bucket_size`` to where the default's buffers are too large: a tenth of it. [elements]

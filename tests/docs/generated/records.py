@@ -50,8 +50,19 @@ def _published() -> Iterator[tuple[str, ...]]:
 def megatron_runs() -> str:
     """How far engine megatron is off the peaks of Megatron-LM's own tests, by kind of model and GPU."""
     held, _ = megatron_golden.score(megatron_golden.kept())
-    head = ("model", "GPU", "runs:", "error of the peak, median:", "of its absolute value:", "lowest:", "highest:", "of what is held:")
-    return table(head, [(*row[:2], *(figure.replace("%", " %") for figure in row[2:])) for row in megatron_golden.summary(held)])
+    head = (
+        "model",
+        "GPU",
+        "runs:",
+        "error of the peak, median:",
+        "of its absolute value:",
+        "lowest:",
+        "highest:",
+        "of what is held:",
+    )
+    return table(
+        head, [(*row[:2], *(figure.replace("%", " %") for figure in row[2:])) for row in megatron_golden.summary(held)]
+    )
 
 
 def megatron_refused() -> str:

@@ -346,12 +346,12 @@ def _experts(tape: Tape, normal: Value, routing: Routing) -> Value:
 
 
 def _routed(tape: Tape, normal: Value, routing: Routing) -> Value:
-    """Routing weights of all experts, zero for those that were not chosen; the dispatcher keeps them, and the map of choices."""
+    """Routing weights of all experts, zero for those that were not chosen; a dispatcher by all-to-all keeps them, and the map."""
     logits = tape.make(op.TEMPORARY, "router: logits", w_p * T_n * E, GATING)
-    balance = tape.make(
-        op.TENSOR, "router: scores of the auxiliary loss, fp32", 4 * T_n * E if routing.balanced else NOTHING, ROUTER
-    )
-    chosen = tape.make(op.TENSOR, "router: choices and their scores", 12 * T_n * t, ROUTER)
+    scores = 4 * T_n * E + 8 * E + 4 if routing.balanced else NOTHING
+    balance = tape.make(op.TENSOR, "router: scores of the auxiliary loss, fp32, and tokens of each expert", scores, ROUTER)
+    rows = 8 * T_n if routing.deterministic else NOTHING
+    chosen = tape.make(op.TENSOR, "router: choices and their scores", 12 * T_n * t + rows, ROUTER)
     chart = tape.make(op.TENSOR, "router: map of choices", T_n * E, ROUTER)
     made = op.tensor(tape, "router: weights", w_p, T_n * E, ROUTER)
     tape.drop(logits)
@@ -362,7 +362,8 @@ def _routed(tape: Tape, normal: Value, routing: Routing) -> Value:
         )
         return [(normal, op.gradient(tape, normal, "gradient through the router", GATING))]
 
-    tape.add("router", (made,), (normal.store, made.store, balance, chosen, chart), backward, of=None)
+    named = (made.store, chart) if routing.dispatcher == "alltoall" else ()
+    tape.add("router", (made,), (normal.store, balance, chosen, *named), backward, of=None)
     tape.drop(balance, chosen, chart)
     return made
 
@@ -396,7 +397,8 @@ def _gathered(tape: Tape, normal: Value, weights: Value) -> Dispatched:
 def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
     """Tokens sorted by expert, sent to its rank, gathered over expert tensor ranks and sorted by local expert."""
     order = tape.make(op.TENSOR, "experts: order of tokens", 8 * X_s, PERMUTE)
-    sorting = tape.make(op.TEMPORARY, "experts: choices, sorted", 16 * T_n * E, PERMUTE)
+    every = tape.make(op.TENSOR, "experts: all pairs sorted, of which an index is a view", 8 * T_n * E, PERMUTE)
+    sorting = tape.make(op.TEMPORARY, "experts: choices, sorted", 8 * T_n * E, PERMUTE)
     sorted_ = tape.make(op.TEMPORARY, "experts: tokens to send", e * X_1 * h, PERMUTE)
     tape.drop(sorting)
     came = tape.make(op.TEMPORARY, "experts: tokens as they came", e * X_2 * h, ALL_TO_ALL)
@@ -411,8 +413,8 @@ def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
             (weights, op.gradient(tape, weights, "gradient of the routing weights", PERMUTE)),
         ]
 
-    tape.add("dispatch", (tokens, chosen), (order,), backward, of=(normal, weights))
-    tape.drop(order)
+    tape.add("dispatch", (tokens, chosen), (order, every), backward, of=(normal, weights))
+    tape.drop(order, every)
     return tokens, chosen
 
 
