@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 ROWS = Path(__file__).with_suffix(".toml")
-_WORDS = """# Bytes that Megatron-LM's own MoE layer (commit d98e8a64dd) saves for its backward and keeps by name, on one rank, torch {torch}.
+_WORDS = """# Bytes that Megatron-LM's own MoE layer (commit d98e8a64dd) saves for its backward and keeps by name: one rank, torch {torch}.
 # Written by python -m tests.measured.megatron_experts. [bytes]
 """
 HIDDEN, WIDTH, SEQ_LEN, SIZE = 64, 96, 32, 2
@@ -61,9 +61,8 @@ def rows() -> list[Asked]:
 def cases() -> Iterator[Asked]:
     """The layers that are run."""
     shapes = ((8, 2), (4, 3), (16, 4))
-    for dispatcher, gated, det, router, aux in product(
-        ("alltoall", "allgather"), (False, True), (False, True), ("", "fp32"), (False, True)
-    ):
+    both = (False, True)
+    for dispatcher, gated, det, router, aux in product(("alltoall", "allgather"), both, both, ("", "fp32"), both):
         experts, per_token = shapes[(gated + 2 * det + aux + (router != "")) % len(shapes)]
         yield Asked(dispatcher, gated, det, router, aux, experts, per_token)
 

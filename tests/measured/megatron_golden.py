@@ -27,7 +27,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.model import ModelSpec, MoeSpec
+from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import MegatronOptions, RecipeSpec
 from zeroplan.units import MIB
 
@@ -44,18 +44,19 @@ KEPT = Path(__file__).parents[1] / "golden" / "megatron_runs.jsonl"
 CLASSES = {"dense-gpt": "dense", "moe": "experts", "mla": "latent attention", "mla-moe": "latent attention"}
 #: Arguments that no option says, by the words of ``features``.
 _UNSAID = (
-    "fsdp", "fp8", "fp4", "cuda_graph", "layout", "mtp", "mla", "recompute_layers", "recompute_modules",
+    "fsdp", "fp8", "fp4", "cuda_graph", "layout", "mtp", "recompute_layers", "recompute_modules",
 )  # fmt: skip
 #: The same, by the arguments' own names.
 _UNSAID_ARGUMENTS = (
     "export-kd-cfg", "overlap-moe-expert-parallel-comm", "use-transformer-engine-op-fuser",
 )  # fmt: skip
 
+_LATENT = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
 #: Those that options say beside ``features``.
 _ARGUMENTS = (
     *_UNSAID_ARGUMENTS, "no-create-attention-mask-in-dataloader", "no-masked-softmax-fusion", "attention-softmax-in-fp32",
     "apply-query-key-layer-scaling", "defer-embedding-wgrad-compute", "wgrad-deferral-limit", "moe-router-dtype",
-    "moe-aux-loss-coeff", "microbatch-group-size-per-virtual-pipeline-stage",
+    "moe-aux-loss-coeff", *_LATENT, "microbatch-group-size-per-virtual-pipeline-stage",
 )  # fmt: skip
 _FITS = 0.03
 _NOTHING: dict[str, Any] = {"features": {}, "arguments": {}, "environment": {}}
@@ -159,17 +160,33 @@ def _refuse(run: Run) -> None:
 
 
 def _model(run: Run) -> ModelSpec:
-    said = run.features
-    moe = None
-    if said.get("experts"):
-        moe = MoeSpec(num_experts=said["experts"], num_experts_per_tok=said["topk"], moe_intermediate_size=said["moe_ffn"])
+    said, moe = run.features, _moe(run)
     positions = said["max_positions"] if said["position"] == "learned_absolute" else 0
-    family = "mixtral" if moe is not None else "gpt2" if said["act"] == "gelu" else "llama"
+    mla = _mla(run) if said.get("mla") else None
+    family = "deepseek_v3" if mla else "mixtral" if moe is not None else "gpt2" if said["act"] == "gelu" else "llama"
     return ModelSpec(
-        family=family, hidden_size=said["hidden"], intermediate_size=said["ffn"] if moe is None else said["moe_ffn"],
+        family=family, hidden_size=said["hidden"], intermediate_size=said["moe_ffn"] if family == "mixtral" else said["ffn"],
         num_hidden_layers=said["layers"], num_attention_heads=said["heads"], num_key_value_heads=said["kv_groups"],
-        head_dim=said["head_dim"], vocab_size=_tokens(said), positions=positions or (1 if family == "gpt2" else 0),
-        max_position_embeddings=said["max_positions"], tie_word_embeddings=bool(said.get("tied")), moe=moe,
+        head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else said["head_dim"], vocab_size=_tokens(said),
+        positions=positions or (1 if family == "gpt2" else 0), max_position_embeddings=said["max_positions"],
+        tie_word_embeddings=bool(said.get("tied")), moe=moe, mla=mla,
+    )  # fmt: skip
+
+
+def _moe(run: Run) -> MoeSpec | None:
+    """Experts; a model of latent attention without any has dense layers alone."""
+    said = run.features
+    if said.get("experts"):
+        return MoeSpec(num_experts=said["experts"], num_experts_per_tok=said["topk"], moe_intermediate_size=said["moe_ffn"])
+    if not said.get("mla"):
+        return None
+    return MoeSpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=said["ffn"], num_dense_layers=said["layers"])
+
+
+def _mla(run: Run) -> MlaSpec:
+    queries, latent, plain, turned, value = (run.arguments.get(name) for name in _LATENT)
+    return MlaSpec(
+        q_lora_rank=queries, kv_lora_rank=latent, qk_nope_head_dim=plain, qk_rope_head_dim=turned, v_head_dim=value,
     )  # fmt: skip
 
 

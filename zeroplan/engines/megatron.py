@@ -290,7 +290,7 @@ def is_expert(parameter: Parameter) -> bool:
 def is_split(name: str) -> bool:
     """Whether tensor-parallel ranks have a part each."""
     module = name.rpartition(".")[0].rpartition(".")[2]
-    if "norm" in module or module.startswith("ln_") or module == "gate":
+    if "norm" in module or module.startswith("ln_") or module in ("gate", "q_a_proj", "kv_a_proj_with_mqa"):
         return False
     return not (name.endswith(".bias") and module in ("o_proj", "down_proj", "c_proj"))  # added after the ranks' sum
 

@@ -11,7 +11,7 @@ from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import ADAM, RecipeSpec
 
 #: Families that Megatron-LM has arguments for and whose layers have a closed form here.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3")
 #: Precisions that have a line in Megatron-LM's table of bytes per parameter.
 PRECISIONS = ("bf16-mixed", "fp16-mixed", "fp32")
 SCHEDULES = (None, "1f1b", "interleaved-1f1b")
@@ -104,7 +104,7 @@ def _not_split(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: Batc
     yield batch.seq_len % cut > 0 and f"seq_len={batch.seq_len:,} on cp={mesh.cp} ranks", f"a multiple of {cut}"
     yield mesh.ep > 1 and not experts and f"ep={mesh.ep} and no experts", "ep=1"
     yield experts % mesh.ep > 0 and f"{experts} experts on ep={mesh.ep} ranks", "a factor of the experts"
-    dense = model.moe is not None and model.moe.num_dense_layers > 0
+    dense = model.moe is not None and 0 < model.moe.num_dense_layers < layers
     etp, sharing = recipe.megatron.expert_tensor_parallel_size, mesh.dp_shard * mesh.cp * mesh.tp
     yield etp > 1 and not experts and f"expert_tensor_parallel_size={etp} and no experts", "1 for it"
     over = f"ep={mesh.ep} x expert_tensor_parallel_size={etp} on {sharing:,} ranks of a pipeline stage"

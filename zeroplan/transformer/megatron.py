@@ -7,7 +7,7 @@ hidden width, no gate, as many key heads as query heads, dropout and 16 bits wha
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line
@@ -26,6 +26,8 @@ from zeroplan.transformer.published import KORTHIKANTI
 WITH_DROPOUT = ("gpt2",)
 #: Families whose MLP has no gate, and whose norms keep a mean beside the deviation.
 UNGATED = ("gpt2",)
+#: Families whose router takes sigmoids of all experts.
+SIGMOIDS = ("deepseek_v3",)
 
 _TABLE_2 = f"{KORTHIKANTI}, section 4.1 and table 2"
 _ADDED = (
@@ -181,6 +183,8 @@ def _of_kind(model: ModelSpec, kind: str, recipe: RecipeSpec, symbols: tuple[Sym
     values |= {"e": element_of(recipe), "h": model.hidden_size}
     if model.moe is not None:
         values |= {"E": model.moe.num_experts, "t": model.moe.num_experts_per_tok}
+    if model.mla is not None:
+        values |= {"u": model.mla.q_lora_rank or 0, "w": model.mla.kv_lora_rank, "o": model.mla.qk_rope_head_dim}
     fused = recipe.megatron.gradient_accumulation_fusion and recipe.megatron.transformer_impl == "transformer_engine"
     if not all(isinstance(value, int) for value in values.values()):
         return _cost(structure, values, fused=fused)
@@ -194,13 +198,28 @@ def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Lay
     if kind == "moe":
         routing = program.Routing(
             options.moe_token_dispatcher_type, options.moe_grouped_gemm, options.moe_router_dtype == "fp32" and not wide,
-            options.moe_shared_expert_intermediate_size is not None, options.moe_aux_loss, is_gated(model, recipe),
+            shared_width(model, recipe) > 0, model.family in SIGMOIDS, options.moe_aux_loss, is_gated(model, recipe),
             options.deterministic_mode,
         )  # fmt: skip
     return program.Layer(
         recipe.attention, options.transformer_impl == "local", wide, drops_hidden(model, recipe), drops_scores(model, recipe),
-        not model.positions, norms_heads(model, recipe), recipe.recompute == "selective", _softens_in_fp32(recipe), routing,
+        not model.positions, norms_heads(model, recipe), recipe.recompute == "selective", latent=_latent(model),
+        wide_softmax=_softens_in_fp32(recipe), routing=routing,
     )  # fmt: skip
+
+
+def _latent(model: ModelSpec) -> Literal["no", "plain", "compressed"]:
+    if model.mla is None:
+        return "no"
+    return "plain" if model.mla.q_lora_rank is None else "compressed"
+
+
+def shared_width(model: ModelSpec, recipe: RecipeSpec) -> int:
+    """Width of the expert that every token visits; 0 without one."""
+    said = recipe.megatron.moe_shared_expert_intermediate_size
+    if said is not None or model.moe is None:
+        return said or 0
+    return model.moe.num_shared_experts * model.moe.moe_intermediate_size
 
 
 def _softens_in_fp32(recipe: RecipeSpec) -> bool:
@@ -222,12 +241,27 @@ def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
         Symbolic("w_n", 8 if model.family in UNGATED else 4, "bytes of a norm's statistics per token"),
         Symbolic("q_r", ceil_div(model.num_attention_heads * model.head_dim, mesh.tp), "width of a rank's queries"),
         Symbolic("k_r", ceil_div(model.num_key_value_heads * model.head_dim, mesh.tp), "width of a rank's keys"),
+        *_widths_of_values(model, mesh),
         Symbolic("f_r", ceil_div(model.intermediate_size, mesh.tp), "a rank's part of an MLP's width"),
         Symbolic("a_r", ceil_div(model.num_attention_heads, mesh.tp), "a rank's heads"),
         Symbolic("S_r", ceil_div(scores, mesh.tp), "numbers in a rank's attention scores"),
         Symbolic("g", 2 if is_gated(model, recipe) else 1, "matrices that make an MLP's width: 2 with a gate"),
     )
     return dense if model.moe is None else (*dense, *_symbols_of_experts(model, recipe, mesh, own))
+
+
+def _widths_of_values(model: ModelSpec, mesh: Mesh) -> tuple[Symbolic, ...]:
+    heads, of_keys, mla = model.num_attention_heads, model.num_key_value_heads, model.mla
+    if mla is None:
+        values, context, narrow = of_keys * model.head_dim, heads * model.head_dim, 0
+    else:
+        values = context = heads * mla.v_head_dim
+        narrow = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return (
+        Symbolic("v_r", ceil_div(values, mesh.tp), "width of a rank's values"),
+        Symbolic("c_r", ceil_div(context, mesh.tp), "width of a rank's attention output"),
+        Symbolic("n_r", ceil_div(narrow, mesh.tp), "what latent attention makes of its latent, a rank's part"),
+    )
 
 
 def _symbols_of_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, own: Int) -> tuple[Symbolic, ...]:
@@ -238,7 +272,7 @@ def _symbols_of_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, own: I
     sorted_again = (local > 1) | (etp > 1)
     return (
         Symbolic("m_r", ceil_div(moe.moe_intermediate_size, etp), "a rank's part of an expert's width"),
-        Symbolic("f_s", ceil_div(options.moe_shared_expert_intermediate_size or 0, mesh.tp), "a rank's part of the shared expert"),
+        Symbolic("f_s", ceil_div(shared_width(model, recipe), mesh.tp), "a rank's part of the shared expert"),
         Symbolic("T_g", own * etp * mesh.ep, "tokens of all ranks that share the experts"),
         Symbolic("T_a", where(etp * mesh.ep > 1, own * etp * mesh.ep, 0), "the same where these are several ranks"),
         Symbolic("X_s", sent, "pairs of a token and an expert that a rank sends"),

@@ -12,13 +12,15 @@ from zeroplan.spec.recipe import Attention
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.norms import STATISTICS
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value, Width
-from zeroplan.transformer.symbols import E, e, h, t
+from zeroplan.transformer.symbols import E, e, h, o, t, u, w
 
 #: Tokens of a rank between matrices, those that its matrices read, those of them that are gathered for it (0: none), and bytes of a
 #: norm's statistics per token.
 T_n, T_m, T_w, w_n = symbols("T_n T_m T_w w_n")
 #: A rank's widths: queries, keys, MLP, one expert, shared expert; its heads; numbers in its attention scores.
 q_r, k_r, f_r, m_r, f_s, a_r, S_r = symbols("q_r k_r f_r m_r f_s a_r S_r")
+#: A rank's values and attention's output; of latent attention its keys and values as they come out of their matrix.
+v_r, c_r, n_r = symbols("v_r c_r n_r")
 #: Of a gated MLP two, else one.
 (g,) = symbols("g")
 #: Experts: tokens gathered for them, pairs that come to this rank, pairs that it sends; of these those that are copied once more on
@@ -34,6 +36,7 @@ DROPOUT = f"{CORE}/fusions/fused_bias_dropout.py, _bias_dropout_add_func"
 QUERIES = f"{CORE}/transformer/attention.py, SelfAttention.get_query_key_value_tensors"
 CHECKPOINT = f"{CORE}/transformer/attention.py, _checkpointed_attention_forward"
 UNFUSED = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, UnfusedDotProductAttention.forward"
+LATENT = f"{CORE}/transformer/multi_latent_attention.py, MLASelfAttention.get_query_key_value_tensors"
 SOFTMAX = f"{CORE}/fusions/fused_softmax.py, FusedScaleMaskSoftmax.forward_torch_softmax"
 FLASH = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, FlashAttention.forward"
 FUSED = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, FusedAttnFunc.forward"
@@ -63,6 +66,8 @@ class Routing(NamedTuple):
     """Routing weights are fp32 where activations are not."""
     shared: bool
     """There is an expert that every token visits."""
+    sigmoid: bool
+    """Scores are sigmoids of all experts' logits, not a softmax over the chosen ones."""
     balanced: bool
     """An auxiliary loss keeps the scores of all experts."""
     fused: bool
@@ -86,6 +91,8 @@ class Layer(NamedTuple):
     head_norms: bool
     again: bool
     """Core attention is run again for its backward."""
+    latent: Literal["no", "plain", "compressed"] = "no"
+    """Latent attention, whose queries are made by one matrix or by two."""
     wide_softmax: bool = False
     """Torch's softmax works in fp32 where activations are 16 bits wide."""
     routing: Routing | None = None
@@ -128,16 +135,29 @@ def _norm(tape: Tape, value: Value, name: str, *, shape: Size = T_n * h, rows: S
     return made
 
 
-def _column(tape: Tape, value: Value, width: Size, name: str) -> Value:
+def _column(tape: Tape, value: Value, width: Size, name: str, *, reads: Size = h) -> Value:
     """A column-parallel matrix: sequence parallelism gathers its input, forward, and again for the weight's gradient."""
-    gathered = tape.make(op.TEMPORARY, f"gathered input of {name}", e * T_w * h, COLUMN)
+    gathered = tape.make(op.TEMPORARY, f"gathered input of {name}", e * T_w * reads, COLUMN)
     made = op.tensor(tape, f"output of {name}", e, T_m * width, COLUMN)
     tape.drop(gathered)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary(f"gathered input of {name}", e * T_w * h, COLUMN)
-        tape.temporary(f"gradient of the gathered input of {name}", e * T_w * h, COLUMN)
+        tape.temporary(f"gathered input of {name}", e * T_w * reads, COLUMN)
+        tape.temporary(f"gradient of the gathered input of {name}", e * T_w * reads, COLUMN)
         arriving = [(value, op.gradient(tape, value, f"gradient of the input of {name}", COLUMN))]
+        tape.weight_gradient(reads * width)
+        return arriving
+
+    tape.add(name, (made,), (value.store,), backward, of=None)
+    return made
+
+
+def _duplicated(tape: Tape, value: Value, width: Size, name: str) -> Value:
+    """A matrix that every rank has whole, over its own tokens."""
+    made = op.tensor(tape, f"output of {name}", e, T_n * width, LATENT)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        arriving = [(value, op.gradient(tape, value, f"gradient of the input of {name}", LATENT))]
         tape.weight_gradient(h * width)
         return arriving
 
@@ -184,14 +204,48 @@ def _added(tape: Tape, branch: Value, residual: Value, reason: str, structure: L
 
 
 def _attention(tape: Tape, normal: Value, structure: Layer) -> Value:
-    joint = _column(tape, normal, q_r + 2 * k_r, "the matrix of queries, keys and values")
-    joint.store.reason = "queries, keys and values"
-    joint = _heads(tape, joint, structure)
+    joint = _joint(tape, normal, structure)
     context = _run_again(tape, joint, structure) if structure.again else _core(tape, joint, structure)
     tape.release(joint)
-    made = _row(tape, context, q_r, "the output projection")
+    made = _row(tape, context, c_r, "the output projection")
     context.store.reason = "attention output, input of the output projection"
     tape.release(context)
+    return made
+
+
+def _joint(tape: Tape, normal: Value, structure: Layer) -> Value:
+    """Queries, keys and values as core attention takes them."""
+    if structure.latent != "no":
+        return _latent(tape, normal, compressed=structure.latent == "compressed")
+    joint = _column(tape, normal, q_r + k_r + v_r, "the matrix of queries, keys and values")
+    joint.store.reason = "queries, keys and values"
+    return _heads(tape, joint, structure)
+
+
+def _latent(tape: Tape, normal: Value, *, compressed: bool) -> Value:
+    """Queries, and keys with values, from latents of their own: each is normalised, made wide, and joined with rotary parts."""
+    query = _queries(tape, normal) if compressed else _column(tape, normal, q_r, "the matrix of queries")
+    both = _duplicated(tape, normal, w + o, "the matrix of the latent")
+    latent = op.tensor(tape, "latent of keys and values", e, T_n * w, LATENT)
+    tape.add("latent, apart", (latent,), (), op.makes("gradient of the latent and rotary keys", LATENT, both), of=(both,))
+    tape.release(both)
+    ready = _norm(tape, latent, "the latent's norm", shape=T_n * w)
+    tape.release(latent)
+    wide = _column(tape, ready, n_r, "the matrix of keys and values", reads=w)
+    tape.release(ready)
+    made = op.tensor(tape, "queries, keys and values", e, T_m * (q_r + k_r + v_r), LATENT)
+    backward = op.makes("gradient of queries, or of keys and values", LATENT, query, wide)
+    tape.add("queries, keys and values, joined", (made,), (), backward, of=(query, wide))
+    tape.release(query, wide)
+    return made
+
+
+def _queries(tape: Tape, normal: Value) -> Value:
+    narrow = _duplicated(tape, normal, u, "the matrix of compressed queries")
+    ready = _norm(tape, narrow, "the compressed queries' norm", shape=T_n * u)
+    tape.release(narrow)
+    made = _column(tape, ready, q_r, "the matrix of queries", reads=u)
+    tape.release(ready)
     return made
 
 
@@ -226,7 +280,7 @@ def _core(tape: Tape, joint: Value, structure: Layer) -> Value:
 def _kernel(tape: Tape, joint: Value, attention: Attention) -> Value:
     """Attention by cuDNN, or FlashAttention, whose result has sequences first and is copied for the projection."""
     source = FLASH if attention == "flash" else FUSED
-    made = op.tensor(tape, "attention output", e, T_m * q_r, source)
+    made = op.tensor(tape, "attention output", e, T_m * c_r, source)
     kept = tape.make(op.TENSOR, "sums of exponentials, fp32", 4 * T_m * a_r, source, STATISTICS)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -238,7 +292,7 @@ def _kernel(tape: Tape, joint: Value, attention: Attention) -> Value:
     if attention != "flash":
         return made
     made.store.reason = "FlashAttention's own result, beside the reordered one"
-    ordered = op.tensor(tape, "attention output", e, T_m * q_r, source)
+    ordered = op.tensor(tape, "attention output", e, T_m * c_r, source)
     tape.add("order of the output", (ordered,), (), op.makes("gradient in the kernel's order", source, made), of=(made,))
     tape.release(made)
     return ordered
@@ -247,14 +301,14 @@ def _kernel(tape: Tape, joint: Value, attention: Attention) -> Value:
 def _written_out(tape: Tape, joint: Value, structure: Layer) -> Value:
     """Scores, softmax, dropout and their product with the values, each a tensor."""
     site = Site("queries and keys, and values", UNFUSED)
-    pairs, values = op.chunk(tape, joint, (T_m * (q_r + k_r), T_m * k_r), site)
+    pairs, values = op.chunk(tape, joint, (T_m * (q_r + k_r), T_m * v_r), site)
     soft = _softmax(tape, pairs, structure)
     dropped = _dropped(tape, soft) if structure.attention_dropout else soft
-    raw = op.tensor(tape, "attention output, heads first", e, T_m * q_r, UNFUSED)
+    raw = op.tensor(tape, "attention output, heads first", e, T_m * c_r, UNFUSED)
     backward = op.makes("gradient of a factor of the context", UNFUSED, values, dropped)
     tape.add("context", (raw,), (dropped.store, values.store), backward, of=(dropped, values))
     tape.release(pairs, values, dropped)
-    made = op.tensor(tape, "attention output", e, T_m * q_r, UNFUSED)
+    made = op.tensor(tape, "attention output", e, T_m * c_r, UNFUSED)
     tape.add("order of the context", (made,), (), op.makes("gradient of the context, heads first", UNFUSED, raw), of=(raw,))
     tape.release(raw)
     return made
@@ -293,11 +347,11 @@ def _run_again(tape: Tape, joint: Value, structure: Layer) -> Value:
     """Core attention in a checkpoint of its own, which keeps queries, keys and values."""
     kept, passing = _of_core(structure)
     forward = tape.make(op.TEMPORARY, "core attention, by the way", kept + passing, CHECKPOINT)
-    made = op.tensor(tape, "attention output", e, T_m * q_r, CHECKPOINT)
+    made = op.tensor(tape, "attention output", e, T_m * c_r, CHECKPOINT)
     tape.drop(forward)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("what core attention keeps, made again", kept + e * T_m * q_r, CHECKPOINT)
+        tape.temporary("what core attention keeps, made again", kept + e * T_m * c_r, CHECKPOINT)
         tape.temporary("gradients within core attention", passing, CHECKPOINT)
         return [(joint, op.gradient(tape, joint, "gradient of queries, keys and values", CHECKPOINT))]
 
@@ -308,7 +362,7 @@ def _run_again(tape: Tape, joint: Value, structure: Layer) -> Value:
 def _of_core(structure: Layer) -> tuple[Size, Size]:
     """What core attention keeps beside its input and output, and what passes by at its highest."""
     if structure.attention != "eager":
-        return (e * T_m * q_r if structure.attention == "flash" else NOTHING) + 4 * T_m * a_r, 4 * T_m * q_r
+        return (e * T_m * c_r if structure.attention == "flash" else NOTHING) + 4 * T_m * a_r, 4 * T_m * q_r
     soft = 4 if structure.wide_softmax else e
     return ((soft + e + 1) * S_r if structure.attention_dropout else soft * S_r), soft * S_r
 
@@ -352,6 +406,7 @@ def _routed(tape: Tape, normal: Value, routing: Routing) -> Value:
     balance = tape.make(op.TENSOR, "router: scores of the auxiliary loss, fp32, and tokens of each expert", scores, ROUTER)
     rows = 8 * T_n if routing.deterministic else NOTHING
     chosen = tape.make(op.TENSOR, "router: choices and their scores", 12 * T_n * t + rows, ROUTER)
+    sigmoids = tape.make(op.TENSOR, "router: sigmoids, fp32", 4 * T_n * E if routing.sigmoid else NOTHING, ROUTER)
     chart = tape.make(op.TENSOR, "router: map of choices", T_n * E, ROUTER)
     made = op.tensor(tape, "router: weights", w_p, T_n * E, ROUTER)
     tape.drop(logits)
@@ -363,8 +418,8 @@ def _routed(tape: Tape, normal: Value, routing: Routing) -> Value:
         return [(normal, op.gradient(tape, normal, "gradient through the router", GATING))]
 
     named = (made.store, chart) if routing.dispatcher == "alltoall" else ()
-    tape.add("router", (made,), (normal.store, balance, chosen, *named), backward, of=None)
-    tape.drop(balance, chosen, chart)
+    tape.add("router", (made,), (normal.store, balance, chosen, sigmoids, *named), backward, of=None)
+    tape.drop(balance, chosen, sigmoids, chart)
     return made
 
 
