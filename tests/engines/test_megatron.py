@@ -20,7 +20,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import MegatronOptions, RecipeSpec
-from zeroplan.transformer.megatron import layer_lines
+from zeroplan.transformer.megatron import cost_of, layer_lines
 from zeroplan.units import KIB, MIB
 
 GPT = ModelSpec(
@@ -81,7 +81,7 @@ def test_every_line_is_explained(name: str) -> None:
     answer = estimate(JOBS[name])
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)
-    assert any("held against 202 runs" in note for note in answer.notes)
+    assert any("held against 206 runs" in note for note in answer.notes)
     assert any("visited evenly" in note for note in answer.notes) == ("mixtral" in name)
 
 
@@ -156,6 +156,46 @@ def test_what_dropout_attention_and_the_loss_keep_is_asked_for() -> None:
     held = [estimate(replace(plain, recipe=recipe)).moments[-1].total_bytes for recipe in (plain.recipe, own)]
     stand_ins = 2 * (12 * hidden * hidden + vocabulary * hidden)
     assert held[1] - held[0] == 2 * scores - (32 * MIB + KIB) - stand_ins, "the buffer of scores, and no Transformer Engine"
+
+
+@pytest.mark.parametrize(
+    ("modules", "begins"),
+    [
+        ("layernorm", ("output of attention's norm", "output of the MLP's norm")),
+        ("moe_act", ("experts: input of the second", "experts: output of the act")), ("moe", ("experts: ", "router: ")),
+        ("core_attn", ("sums of exponentials",)),
+    ],
+)  # fmt: skip
+def test_selective_recomputation_keeps_what_it_is_not_asked_for(modules: str, begins: tuple[str, ...]) -> None:
+    """A module's tensors are not kept, but are there at some moment of the layer's backward."""
+    plain = asked(model=MIXTRAL, mesh={}, batch=replace(BATCH, seq_len=4096))
+    again = replace(plain.recipe, recompute="selective", megatron=MegatronOptions(recompute_modules=modules))
+    one = replace(plain, recipe=again)
+    costs = [cost_of(job.model, "moe", job.recipe, job.mesh, job.batch) for job in (plain, one)]
+    whole, left = ({line.reason: line.n_bytes for line in (*cost.kept, *cost.statistics)} for cost in costs)
+    gone = {reason for reason in whole if reason.startswith(begins)}
+    assert whole.keys() - left.keys() == gone
+    assert estimate(one).moments[0].total_bytes < estimate(plain).moments[0].total_bytes
+    assert total_bytes(costs[1].backward) <= total_bytes(costs[0].backward) + total_bytes(costs[0].kept) // 10
+
+
+def test_a_checkpoint_of_several_layers_runs_them_all_again() -> None:
+    """One input for two layers, and both layers whole in the backward (--recompute-method uniform --recompute-num-layers 2)."""
+    single = asked(mesh={}, recompute="full")
+    double = replace(single, recipe=replace(single.recipe, megatron=MegatronOptions(recompute_num_layers=2)))
+    inputs = [
+        next(line.n_bytes for line in estimate(one).moments[0].lines if "keep, of" in line.reason) for one in (single, double)
+    ]
+    assert inputs[0] == 2 * inputs[1]
+    more = next(line for line in estimate(double).moments[-2].lines if "more layers of the checkpoint" in line.reason)
+    cost = cost_of(single.model, "dense", single.recipe, single.mesh, single.batch)
+    assert more.n_bytes == total_bytes((*cost.kept, *cost.statistics))
+
+
+@pytest.mark.parametrize("asked_for", ["mlp,nothing", ""])
+def test_a_module_that_megatron_does_not_recompute_is_refused(asked_for: str) -> None:
+    with pytest.raises(SpecError, match="is none of core_attn"):
+        MegatronOptions(recompute_modules=asked_for)
 
 
 def test_fp32_activations_are_twice_as_wide() -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 ROWS = Path(__file__).with_suffix(".toml")
-_WORDS = """# Bytes that Megatron-LM's own MoE layer (commit d98e8a64dd) saves for its backward and keeps by name: one rank, torch {torch}.
+_WORDS = """# Bytes that Megatron-LM's own MoE layer (commit d98e8a64dd) saves and keeps by name: one rank, torch {torch}.
 # Written by python -m tests.measured.megatron_experts. [bytes]
 """
 HIDDEN, WIDTH, SEQ_LEN, SIZE = 64, 96, 32, 2

@@ -44,7 +44,7 @@ KEPT = Path(__file__).parents[1] / "golden" / "megatron_runs.jsonl"
 CLASSES = {"dense-gpt": "dense", "moe": "experts", "mla": "latent attention", "mla-moe": "latent attention"}
 #: Arguments that no option says, by the words of ``features``.
 _UNSAID = (
-    "fsdp", "fp8", "fp4", "cuda_graph", "layout", "mtp", "recompute_layers", "recompute_modules",
+    "fsdp", "fp8", "fp4", "cuda_graph", "layout", "mtp",
 )  # fmt: skip
 #: The same, by the arguments' own names.
 _UNSAID_ARGUMENTS = (
@@ -83,6 +83,8 @@ class Run(NamedTuple):
     micro_batches: int | None
     peak: int
     held: int
+    steps: int
+    """The last step that was logged; the first has no optimizer states in its backward."""
 
 
 class Scored(NamedTuple):
@@ -125,6 +127,7 @@ def _run(config: dict[str, Any], row: dict[str, Any]) -> Run:
     return Run(
         row["config"], config["cls"] if config["mode"] == "pretraining" else config["mode"], features, arguments, environment,
         row["gpu"], image, row.get("dp"), row.get("micro_batches"), row["max_last"], row["alloc_median"],
+        row["steps"][1],
     )  # fmt: skip
 
 
@@ -155,6 +158,8 @@ def _refuse(run: Run) -> None:
             raise RefusedError(f"--{name}")
     if run.dp is None:
         raise RefusedError("no number of GPUs stated, and none fits what is held")
+    if run.steps < 2:
+        raise RefusedError("a single step")
     if not said["optimizer"].startswith("adam"):
         raise RefusedError(f"optimizer {said['optimizer']}")
 
@@ -239,6 +244,8 @@ def _options(run: Run) -> MegatronOptions:
         attention_softmax_in_fp32="attention-softmax-in-fp32" in run.arguments or "apply-query-key-layer-scaling" in run.arguments,
         defer_embedding_wgrad_compute="defer-embedding-wgrad-compute" in run.arguments,
         wgrad_deferral_limit=run.arguments.get("wgrad-deferral-limit", 0),
+        recompute_modules=",".join(said.get("recompute_modules", "[core_attn]").strip("[]").split()),
+        recompute_num_layers=said.get("recompute_layers") or 1,
         deterministic_mode=bool(said.get("deterministic")),
         microbatch_group_size_per_virtual_pipeline_stage=run.arguments.get("microbatch-group-size-per-virtual-pipeline-stage"),
         gradient_accumulation_fusion=not said.get("no_grad_accum_fusion"), grad_reduce_in_bf16=bool(said.get("grad_reduce_bf16")),

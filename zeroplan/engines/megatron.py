@@ -25,6 +25,7 @@ from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import Precision, RecipeSpec
 from zeroplan.transformer.megatron import (
     UNGATED,
+    Cost,
     Layers,
     drops_hidden,
     element_of,
@@ -41,6 +42,7 @@ COPIES = "Megatron-LM 2026-08, megatron/core/optimizer/optimizer.py, _copy_model
 CROSS_ENTROPY = "Megatron-LM 2026-08, megatron/core/tensor_parallel/cross_entropy.py, VocabParallelCrossEntropy"
 FUSED = "Megatron-LM 2026-08, megatron/core/fusions/fused_cross_entropy.py, calculate_predicted_logits"
 LOCAL = "Megatron-LM 2026-08, megatron/core/transformer/dot_product_attention.py, DotProductAttention.forward"
+RERUN = "Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, TransformerBlock._checkpointed_forward"
 BUFFER = "Megatron-LM 2026-08, megatron/core/utils.py, GlobalMemoryBuffer.get_tensor (name mpu)"
 STAND_INS = "Transformer Engine 2026-08, pytorch/module/base.py, get_dummy_wgrad"
 DEFERRED = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, finish_embedding_wgrad_compute"
@@ -51,7 +53,7 @@ REPORT = "Megatron-LM 2026-08, megatron/training/theoretical_memory_usage.py, co
 SCHEDULE = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches"
 VOLUME = f"{KORTHIKANTI}, section 4.2; Narayanan et al. 2021, arXiv:2104.04473, section 3"
 NOTE = (
-    "layers are programs after Megatron-Core's and Transformer Engine's code, held against 202 runs of Megatron-LM's own tests "
+    "layers are programs after Megatron-Core's and Transformer Engine's code, held against 206 runs of Megatron-LM's own tests "
     "(0.9 % off in the median, mostly too low); the band of what the allocator keeps is that of DDP and FSDP2, in which 16 small "
     "GPTs of Megatron-Core lay"
 )
@@ -181,6 +183,8 @@ def _sums(layers: Layers) -> Iterator[Symbol]:
     """Symbols for what a layer of each kind keeps."""
     for kind, one in layers.kinds.items():
         yield Symbol(f"S_{kind}", total_bytes(one.kept), f"bytes one {kind} layer keeps")
+        whole = total_bytes((*one.cost.kept, *one.cost.statistics))
+        yield Symbol(f"W_{kind}", whole, f"bytes one {kind} layer keeps that is not recomputed whole")
         yield Symbol(f"Z_{kind}", total_bytes(one.statistics), f"bytes of one {kind} layer's statistics")
 
 
@@ -372,7 +376,7 @@ def _moments(
 ) -> Iterator[Moment]:  # fmt: skip
     held = (*states, *_buffers(rank, layers, model, recipe, mesh, batch))
     embedded = (*_embedded(rank, model, recipe, mesh, batch), *_deferred(rank, model, recipe, mesh, batch))
-    alive = (*held, *_in_layers(rank, layers, model, mesh), *embedded)
+    alive = (*held, *_in_layers(rank, layers, model, mesh, inputs_of=layers_of_a_checkpoint(recipe)), *embedded)
     last = layers.kinds[layout(model).runs[-1].kind]
     yield Moment("all that is in flight", Phase.FORWARD, (*alive, *last.cost.forward))
     if rank.has_head:
@@ -394,7 +398,13 @@ def _backward(
     runs, again = layout(model).runs, "" if recipe.recompute == "none" else ", recomputed"
     for count in range(len(runs), 0, -1):
         kind = runs[count - 1].kind
-        below = _in_layers(rank, layers, model, mesh, runs=count, fewer=1)
+        together = layers_of_a_checkpoint(recipe)
+        below = (
+            *_in_layers(rank, layers, model, mesh, runs=count, fewer=1, inputs_of=together),
+            *_run_again_with_it(
+                layers.kinds[kind].cost, kind, min(together, _of_run(runs[count - 1].layers, rank.cut.each, mesh))
+            ),
+        )
         what = "a layer" if count == len(runs) else f"a {kind} layer"
         yield Moment(f"backward of {what}{again}", Phase.BACKWARD, (*around, *below, *layers.kinds[kind].cost.backward))
 
@@ -412,6 +422,19 @@ def _deferred(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     each = ceil_div(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, split)
     formula = f"{counted}·ceil(e·T·h/({'C·p' if recipe.sequence_parallel else 'C'}))"
     yield Line(Kind.ACTIVATIONS, count * each, "inputs of the head of micro-batches before", formula, DEFERRED)
+
+
+def layers_of_a_checkpoint(recipe: RecipeSpec) -> int:
+    """How many layers full recomputation runs again at once (``--recompute-method uniform``)."""
+    return recipe.megatron.recompute_num_layers if recipe.recompute == "full" else 1
+
+
+def _run_again_with_it(cost: Cost, kind: str, together: int) -> Iterator[Line]:
+    """What the other layers of a checkpoint keep once they have been run again."""
+    if together > 1:
+        n_bytes = (together - 1) * total_bytes((*cost.kept, *cost.statistics))
+        reason = f"what {together - 1} more layers of the checkpoint keep, run again"
+        yield Line(Kind.ACTIVATIONS, n_bytes, reason, f"{together - 1}·W_{kind}", RERUN)
 
 
 def _makes_gradients(recipe: RecipeSpec) -> bool:
@@ -481,13 +504,15 @@ def _buffer_of_tokens(rank: Rank, layers: Layers, model: ModelSpec, recipe: Reci
 
 
 def _in_layers(
-    rank: Rank, layers: Layers, model: ModelSpec, mesh: Mesh, *, runs: int | None = None, fewer: int = 0
+    rank: Rank, layers: Layers, model: ModelSpec, mesh: Mesh, *, runs: int | None = None, fewer: int = 0, inputs_of: int = 1
 ) -> Iterator[Line]:  # fmt: skip
     """What layers keep, of the first ``runs``; without as many of the last run as are ``fewer``."""
     (lacking, lacks), those = rank.lacks, layout(model).runs[:runs]
     for run in those:
         less, left_out = (fewer, f" - {fewer}") if fewer and run is those[-1] else (0, "")
         of_chunk = _of_run(run.layers, rank.cut.each, mesh)
+        if inputs_of > 1:  # the inputs of checkpoints of several layers each
+            of_chunk, (lacking, lacks) = ceil_div(of_chunk, inputs_of), (0, "")
         count = rank.chunks * of_chunk - lacking - less
         several = f"(K·{of_chunk}{lacks}{left_out})" if lacks or less else f"K·{of_chunk}"
         layer = layers.kinds[run.kind]

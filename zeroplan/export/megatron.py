@@ -182,9 +182,11 @@ def _recipe(recipe: RecipeSpec) -> Iterator[str]:
         yield from ("--recompute-granularity full", "--recompute-method block")
         yield f"--recompute-num-layers {recipe.recompute_layers}"
     elif recipe.recompute == "full":
-        yield from ("--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1")
+        yield from ("--recompute-granularity full", "--recompute-method uniform")
+        yield f"--recompute-num-layers {recipe.megatron.recompute_num_layers}"
     elif recipe.recompute == "selective":
-        yield from ("--recompute-granularity selective", "--recompute-modules core_attn")
+        modules = recipe.megatron.recompute_modules.replace(",", " ")
+        yield from ("--recompute-granularity selective", f"--recompute-modules {modules}")
     if recipe.attention != "sdpa":
         yield f"--attention-backend {'unfused' if recipe.attention == 'eager' else 'flash'}"
 

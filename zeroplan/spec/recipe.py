@@ -86,6 +86,10 @@ def ways_of_resharding(options: Fsdp2Options) -> int | None:
     return None if isinstance(ways, bool) else ways
 
 
+#: What ``--recompute-modules`` may name (megatron/core/transformer/transformer_config.py).
+RECOMPUTED_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronOptions(Spec):
     """Megatron-LM's own arguments (2026-08), with its names and, but for dropout, its defaults.
@@ -110,6 +114,11 @@ class MegatronOptions(Spec):
     """Whether ``--hidden-dropout`` is above 0: masks are kept. ``None``: with GPT-2's family alone (Megatron-LM: 0.1, always)."""
     attention_dropout: bool | None = None
     """Whether ``--attention-dropout`` is above 0; masks are kept where attention is written out. ``None``: as above."""
+    recompute_modules: str = "core_attn"
+    """``--recompute-modules``, separated by commas, for recompute ``selective``: ``core_attn``, ``layernorm``, ``mla_up_proj``,
+    ``mlp``, ``moe``, ``moe_act`` and ``shared_experts``."""
+    recompute_num_layers: Count = 1
+    """``--recompute-num-layers`` with ``--recompute-method uniform``, for recompute ``full``: layers of one checkpoint."""
     masked_softmax_fusion: bool = True
     """False is ``--no-masked-softmax-fusion``: with ``local`` layers the softmax is torch's."""
     attention_softmax_in_fp32: bool = False
@@ -153,6 +162,11 @@ class MegatronOptions(Spec):
         """Refuse what Megatron-LM refuses (megatron/training/arguments.py, validate_args)."""
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise SpecError("megatron.overlap_param_gather needs megatron.overlap_grad_reduce=true; set both, or neither")
+        unknown = [name for name in self.recompute_modules.split(",") if name not in RECOMPUTED_MODULES]
+        if unknown:
+            raise SpecError(
+                f"megatron.recompute_modules={self.recompute_modules!r}: {unknown[0]!r} is none of {', '.join(RECOMPUTED_MODULES)}"
+            )
         if self.defer_embedding_wgrad_compute and not self.gradient_accumulation_fusion:
             raise SpecError(
                 "megatron.defer_embedding_wgrad_compute needs megatron.gradient_accumulation_fusion=true; set both, or neither"

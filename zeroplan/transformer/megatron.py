@@ -66,6 +66,36 @@ class _Moment(NamedTuple):
     """Gradients of weights that are being made. [elements]"""
 
 
+class _Again(NamedTuple):
+    """Tensors that selective recomputation lets go of, and the operators at whose backward it has made them again."""
+
+    tensors: tuple[str, ...]
+    """How their reasons begin."""
+    operators: tuple[str, ...]
+
+
+#: By the module that ``--recompute-modules`` names. Source: Megatron-LM 2026-08, megatron/core/transformer/transformer_layer.py
+#: (layernorm, mlp), multi_latent_attention.py (mla_up_proj), moe/experts.py (moe_act) and moe/moe_layer.py (moe, shared_experts).
+_END_OF_MLP = ("MLP: the second matrix", "combination", "sum with the shared expert")
+_MADE_AGAIN: dict[str, tuple[_Again, ...]] = {
+    "layernorm": (
+        _Again(("output of attention's norm",), ("the output projection",)), _Again(("output of the MLP's norm",), _END_OF_MLP),
+    ),
+    "mla_up_proj": (
+        _Again(
+            ("queries, keys and values",),
+            ("attention", "order of the output", "order of the context", "core attention, run again"),
+        ),
+    ),
+    "mlp": (_Again(("MLP: ",), ("MLP: the second matrix",)),),
+    "moe": (_Again(("experts: ", "router: ", "shared expert: "), ("combination", "sum with the shared expert")),),
+    "moe_act": (
+        _Again(("experts: output of the activation", "experts: input of the second matrix"), ("experts: the second matrix",)),
+    ),
+    "shared_experts": (_Again(("shared expert: ",), ("shared expert: the second matrix",)),),
+}  # fmt: skip
+
+
 class _Plan(NamedTuple):
     stores: tuple[Store, ...]
     kept: Places
@@ -194,6 +224,7 @@ def _of_kind(model: ModelSpec, kind: str, recipe: RecipeSpec, symbols: tuple[Sym
 def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Layer:
     """What a layer's program branches on."""
     wide, options = recipe.precision == "fp32", recipe.megatron
+    modules = tuple(sorted(options.recompute_modules.split(","))) if recipe.recompute == "selective" else ()
     routing = None
     if kind == "moe":
         routing = program.Routing(
@@ -203,7 +234,7 @@ def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Lay
         )  # fmt: skip
     return program.Layer(
         recipe.attention, options.transformer_impl == "local", wide, drops_hidden(model, recipe), drops_scores(model, recipe),
-        not model.positions, norms_heads(model, recipe), recipe.recompute == "selective", latent=_latent(model),
+        not model.positions, norms_heads(model, recipe), "core_attn" in modules, again_too=modules, latent=_latent(model),
         wide_softmax=_softens_in_fp32(recipe), routing=routing,
     )  # fmt: skip
 
@@ -300,10 +331,24 @@ def _plan(structure: program.Layer) -> _Plan:
     tape.release(output, given)
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", output.dtype * output.shape, program.LAYER)
     tape.run_backward(output, incoming)
-    backward = _moments(index, tape.moments)
+    again = [one for module in structure.again_too for one in _MADE_AGAIN.get(module, ())]
+    backward = _moments(index, _once_made_again(tape.moments, again))
     stores = tuple(index)
-    statistics = tuple([place for place in saved if stores[place].tag == STATISTICS])
-    return _Plan(stores, tuple([place for place in saved if place not in statistics]), statistics, forward, backward)
+    kept = tuple([place for place in saved if not any(stores[place].reason.startswith(one.tensors) for one in again)])
+    statistics = tuple([place for place in kept if stores[place].tag == STATISTICS])
+    return _Plan(stores, tuple([place for place in kept if place not in statistics]), statistics, forward, backward)
+
+
+def _once_made_again(moments: list[Alive], again: list[_Again]) -> list[Alive]:
+    """Moments of a backward, without what is not made again yet."""
+    for one in again:
+        since = next((at for at, moment in enumerate(moments) if moment.name in one.operators), len(moments))
+        gone = [
+            moment._replace(stores=tuple([store for store in moment.stores if not store.reason.startswith(one.tensors)]))
+            for moment in moments[:since]
+        ]
+        moments = [*gone, *moments[since:]]
+    return moments
 
 
 def _places(index: dict[Store, int], stores: tuple[Store, ...]) -> Places:

@@ -91,6 +91,8 @@ class Layer(NamedTuple):
     head_norms: bool
     again: bool
     """Core attention is run again for its backward."""
+    again_too: tuple[str, ...] = ()
+    """What selective recomputation makes again."""
     latent: Literal["no", "plain", "compressed"] = "no"
     """Latent attention, whose queries are made by one matrix or by two."""
     wide_softmax: bool = False
