@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import median
@@ -160,8 +161,21 @@ def _refuse(run: Run) -> None:
         raise RefusedError("no number of GPUs stated, and none fits what is held")
     if run.steps < 2:
         raise RefusedError("a single step")
+    _refuse_values(run)
     if not said["optimizer"].startswith("adam"):
         raise RefusedError(f"optimizer {said['optimizer']}")
+
+
+def _refuse_values(run: Run) -> None:
+    """Refuse values that options do not take."""
+    said = run.features
+    dispatcher = str(said.get("dispatcher", "alltoall")).partition(" ")[0]
+    for what, found, known in (
+        ("activation", said["act"], ("gelu", "swiglu")), ("dispatcher", dispatcher, ("alltoall", "allgather")),
+        ("router dtype", run.arguments.get("moe-router-dtype"), (None, "fp32")), ("GPU", run.gpu, tuple(GPUS)),
+    ):  # fmt: skip
+        if found not in known:
+            raise RefusedError(f"{what} {found}")
 
 
 def _model(run: Run) -> ModelSpec:
@@ -263,7 +277,7 @@ def _of_experts(run: Run) -> dict[str, Any]:
         "expert_tensor_parallel_size": said["etp"], "moe_token_dispatcher_type": str(said["dispatcher"]).partition(" ")[0],
         "moe_grouped_gemm": bool(said.get("grouped_gemm")), "moe_router_dtype": run.arguments.get("moe-router-dtype"),
         "moe_shared_expert_intermediate_size": said.get("shared_expert"),
-        "moe_aux_loss": float(run.arguments.get("moe-aux-loss-coeff", 0)) > 0,
+        "moe_aux_loss": any(float(part) for part in re.findall(r"[\d.e-]+", str(run.arguments.get("moe-aux-loss-coeff", 0)))),
     }  # fmt: skip
 
 
