@@ -124,6 +124,25 @@ def test_bytes_of_a_parameter_are_those_of_megatron_s_table() -> None:
         assert per_parameter(precision, 0, 4) == whole
 
 
+def test_the_precision_aware_optimizer_keeps_less() -> None:
+    """Half of the fp32 weights, moments as they are asked for; gradients are never copied, moments may be for the step."""
+    aware = {"use_precision_aware_optimizer": True}
+    for options, held, at_step in (
+        (aware, 2 + 4 + (2 + 8) / 4, 0), ({**aware, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, 6 + (2 + 4) / 4, 0),
+        ({**aware, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16", "main_grads_dtype": "bf16"}, 4 + (2 + 3) / 4, 8 / 4),
+        ({**aware, "main_params_dtype": "fp16"}, 6 + (2 + 8) / 4, 4 / 4),
+    ):  # fmt: skip
+        answer = estimate(asked(mesh={"dp_shard": 4}, megatron=MegatronOptions(**options)))
+        step = answer.engine_moments[-1].lines
+        temporary = sum(line.n_bytes for line in step if line.kind is Kind.OPTIMIZER_TEMPORARY)
+        assert sum(answer.states_by_kind.values()) / _elements(answer) == pytest.approx(held, rel=1e-6)
+        assert temporary / _elements(answer) == pytest.approx(at_step, rel=1e-6)
+    with pytest.raises(SpecError, match="use_precision_aware_optimizer=true"):
+        MegatronOptions(exp_avg_dtype="bf16")
+    with pytest.raises(SpecError, match="stage 0"):
+        asked(mesh={}, zero_stage=0, megatron=MegatronOptions(use_precision_aware_optimizer=True))
+
+
 def _elements(answer: Estimate) -> int:
     width = {"fp32": 4}.get(answer.job.recipe.precision, 2)
     return answer.states_by_kind[Kind.PARAMETERS] // width

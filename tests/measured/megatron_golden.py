@@ -57,7 +57,7 @@ _LATENT = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", 
 _ARGUMENTS = (
     *_UNSAID_ARGUMENTS, "no-create-attention-mask-in-dataloader", "no-masked-softmax-fusion", "attention-softmax-in-fp32",
     "apply-query-key-layer-scaling", "defer-embedding-wgrad-compute", "wgrad-deferral-limit", "moe-router-dtype",
-    "moe-aux-loss-coeff", *_LATENT, "microbatch-group-size-per-virtual-pipeline-stage",
+    "moe-aux-loss-coeff", "use-precision-aware-optimizer", *_LATENT, "microbatch-group-size-per-virtual-pipeline-stage",
 )  # fmt: skip
 _FITS = 0.03
 _NOTHING: dict[str, Any] = {"features": {}, "arguments": {}, "environment": {}}
@@ -260,6 +260,7 @@ def _options(run: Run) -> MegatronOptions:
         wgrad_deferral_limit=run.arguments.get("wgrad-deferral-limit", 0),
         recompute_modules=",".join(said.get("recompute_modules", "[core_attn]").strip("[]").split()),
         recompute_num_layers=said.get("recompute_layers") or 1,
+        use_precision_aware_optimizer="use-precision-aware-optimizer" in run.arguments,
         deterministic_mode=bool(said.get("deterministic")),
         microbatch_group_size_per_virtual_pipeline_stage=run.arguments.get("microbatch-group-size-per-virtual-pipeline-stage"),
         gradient_accumulation_fusion=not said.get("no_grad_accum_fusion"), grad_reduce_in_bf16=bool(said.get("grad_reduce_bf16")),

@@ -39,6 +39,7 @@ from zeroplan.transformer.published import KORTHIKANTI
 STATES = "Megatron-LM 2026-08, docs/user-guide/features/dist_optimizer.md, table of bytes per parameter"
 OPTIMIZER = "Megatron-LM 2026-08, megatron/core/optimizer/distrib_optimizer.py, DistributedOptimizer"
 COPIES = "Megatron-LM 2026-08, megatron/core/optimizer/optimizer.py, _copy_model_grads_to_main_grads"
+UNSCALED = "Transformer Engine 2026-08, pytorch/optimizers/fused_adam.py, FusedAdam.get_unscaled_state"
 CROSS_ENTROPY = "Megatron-LM 2026-08, megatron/core/tensor_parallel/cross_entropy.py, VocabParallelCrossEntropy"
 FUSED = "Megatron-LM 2026-08, megatron/core/fusions/fused_cross_entropy.py, calculate_predicted_logits"
 LOCAL = "Megatron-LM 2026-08, megatron/core/transformer/dot_product_attention.py, DotProductAttention.forward"
@@ -88,12 +89,30 @@ _BYTES: dict[Precision, Bytes] = {
     "fp16-mixed": Bytes(2, 2, 4, 4, "fp16"),
     "fp32": Bytes(4, 4, 0, 0, "fp32"),
 }
-_MOMENTS = 8
-"""Adam's two, in fp32."""
+_WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 def _bytes_of(recipe: RecipeSpec) -> Bytes:
-    return _NARROW if recipe.precision == "bf16-mixed" and recipe.megatron.grad_reduce_in_bf16 else _BYTES[recipe.precision]
+    options = recipe.megatron
+    if options.use_precision_aware_optimizer:
+        return _aware(recipe)
+    return _NARROW if recipe.precision == "bf16-mixed" and options.grad_reduce_in_bf16 else _BYTES[recipe.precision]
+
+
+def _aware(recipe: RecipeSpec) -> Bytes:
+    """Of the precision-aware optimizer: moments that are not fp32 become so for the step, unless both are bf16."""
+    options, plain = recipe.megatron, _BYTES[recipe.precision]
+    narrow = recipe.precision == "fp16-mixed" or options.grad_reduce_in_bf16 or options.main_grads_dtype == "bf16"
+    halved = recipe.precision == "bf16-mixed" or options.main_params_dtype == "fp16"
+    moments = (options.exp_avg_dtype, options.exp_avg_sq_dtype)
+    widened = 0 if moments == ("bf16", "bf16") else sum(dtype != "fp32" for dtype in moments)
+    widened += options.main_params_dtype != "fp32"
+    return plain._replace(gradient=2 if narrow else 4, master=2 if halved else 4, at_step=4 * widened)
+
+
+def _moments_of(recipe: RecipeSpec) -> int:
+    """Adam's two. [bytes per parameter]"""
+    return _WIDTHS[recipe.megatron.exp_avg_dtype] + _WIDTHS[recipe.megatron.exp_avg_sq_dtype]
 
 
 class Rank(NamedTuple):
@@ -348,9 +367,10 @@ def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
         f"{width.gradient}·(D_rank + X_rank)", STATES,
     )  # fmt: skip
     if width.master:
-        reason = "fp32 copy of the weights"
+        reason = "fp32 copy of the weights" if width.master == 4 else "main weights in 16 bits, or what they have beyond bf16"
         yield Line(Kind.OPTIMIZER_STATE, width.master * share, reason, f"{width.master}·{shared}", OPTIMIZER)
-    yield Line(Kind.OPTIMIZER_STATE, _MOMENTS * share, "momentum and variance", f"{_MOMENTS}·{shared}", OPTIMIZER)
+    both = _moments_of(recipe)
+    yield Line(Kind.OPTIMIZER_STATE, both * share, "momentum and variance", f"{both}·{shared}", OPTIMIZER)
 
 
 def _shared(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, str]:
@@ -364,8 +384,11 @@ def step_lines(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Line, ...]:
     n_bytes, (share, shared) = _bytes_of(recipe).at_step, _shared(rank, recipe, mesh)
     if not n_bytes:
         return ()
-    reason = "fp32 copies of the gradients, until they are set to zero"
-    return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes * share, reason, f"{n_bytes}·{shared}", COPIES),)
+    if recipe.megatron.use_precision_aware_optimizer:
+        reason, source = "moments and main weights in fp32, for the step", UNSCALED
+    else:
+        reason, source = "fp32 copies of the gradients, until they are set to zero", COPIES
+    return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes * share, reason, f"{n_bytes}·{shared}", source),)
 
 
 # --- moments ----------------------------------------------------------------------------------------------------------------

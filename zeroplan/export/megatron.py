@@ -209,6 +209,10 @@ def _implementation(options: MegatronOptions) -> Iterator[str]:
     ):  # fmt: skip
         if asked:
             yield flag
+    if options.use_precision_aware_optimizer:
+        yield from ("--use-precision-aware-optimizer", f"--main-grads-dtype {options.main_grads_dtype}")
+        yield from (f"--main-params-dtype {options.main_params_dtype}", f"--exp-avg-dtype {options.exp_avg_dtype}")
+        yield f"--exp-avg-sq-dtype {options.exp_avg_sq_dtype}"
     if options.defer_embedding_wgrad_compute:
         yield from ("--defer-embedding-wgrad-compute", f"--wgrad-deferral-limit {options.wgrad_deferral_limit}")
     group = options.microbatch_group_size_per_virtual_pipeline_stage

@@ -137,6 +137,16 @@ class MegatronOptions(Spec):
     """``--wgrad-deferral-limit``: of how many micro-batches it does; 0: of all."""
     grad_reduce_in_bf16: bool = False
     """``--grad-reduce-in-bf16``: main gradients are in 16 bits, and have fp32 copies at the optimizer's step."""
+    use_precision_aware_optimizer: bool = False
+    """``--use-precision-aware-optimizer``: of bf16 weights' fp32 copies the lower half alone is kept; gradients are not copied."""
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """``--main-grads-dtype`` of that optimizer."""
+    main_params_dtype: Literal["fp32", "fp16"] = "fp32"
+    """``--main-params-dtype`` of that optimizer."""
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
+    """``--exp-avg-dtype`` of that optimizer."""
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
+    """``--exp-avg-sq-dtype`` of that optimizer."""
     num_distributed_optimizer_instances: Degree = 1
     """``--num-distributed-optimizer-instances``: so many groups of data-parallel ranks each share out the optimizer."""
     make_vocab_size_divisible_by: Count = 128
@@ -162,6 +172,12 @@ class MegatronOptions(Spec):
         """Refuse what Megatron-LM refuses (megatron/training/arguments.py, validate_args)."""
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise SpecError("megatron.overlap_param_gather needs megatron.overlap_grad_reduce=true; set both, or neither")
+        narrow = (self.main_grads_dtype, self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
+        if not self.use_precision_aware_optimizer and set(narrow) != {"fp32"}:
+            raise SpecError(
+                f"megatron: dtypes of main gradients, main weights and moments ({', '.join(narrow)}) other than fp32 need "
+                "megatron.use_precision_aware_optimizer=true; set it, or leave them out"
+            )
         unknown = [name for name in self.recompute_modules.split(",") if name not in RECOMPUTED_MODULES]
         if unknown:
             raise SpecError(
