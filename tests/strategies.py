@@ -537,7 +537,7 @@ def _by_megatron(draw: Random, engines: Sequence[str]) -> JobSpec:
     told = recipe(draw, [name for name in engines if name == "megatron"])
     tp, cp, pp = (_mostly(draw, 1, 2, 4) for _ in range(3))
     each = draw.choice((1, 1, 2, 3)) if pp > 1 else 1
-    one = replace(model(draw, megatron.FAMILIES, ranks=tp, layers=pp * each, dense=pp == 1), hidden_act=None)
+    one = replace(model(draw, megatron.FAMILIES, ranks=tp, layers=pp * each, dense=each == 1), hidden_act=None)
     if pp > 1 and one.num_hidden_layers > 2 * pp * each and draw.randint(0, 3) == 3:
         one = replace(one, num_hidden_layers=one.num_hidden_layers - 2)  # embedding and loss count as a layer each
     told = replace(

@@ -272,6 +272,22 @@ def test_a_column_of_ranks_and_batches_is_its_points() -> None:
             assert np.broadcast_to(sent.sent_bytes, 3)[at] == call.sent_bytes, call
 
 
+def test_dense_layers_are_on_the_first_rank() -> None:
+    """DeepSeek-V3's three among the first of nine ranks' six; the ranks together hold what one would, and the table."""
+    deepseek = job(model="deepseek-v3", gpus=8).model
+    split = asked(model=deepseek, mesh={"pp": 9, "dp_shard": 8, "ep": 8})
+    ranks = [estimate(split, pipeline_rank=at) for at in range(9)]
+    kinds = [
+        {line.reason.split()[2] for line in rank.moments[0].lines if "layers of a chunk keep, of" in line.reason}
+        for rank in ranks
+    ]
+    assert kinds == [{"dense", "moe"}, *[{"moe"}] * 8]
+    whole = estimate(asked(model=deepseek, mesh={"dp_shard": 8, "ep": 8}))
+    assert sum(rank.states_by_kind[Kind.PARAMETERS] for rank in ranks) == whole.states_by_kind[Kind.PARAMETERS]
+    with pytest.raises(SpecError, match="3 dense layers, of which the first of pp=21 ranks has 2"):
+        asked(model=deepseek, mesh={"pp": 21})
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

@@ -372,15 +372,18 @@ _OF_BACKWARD = (Kind.ACTIVATION_GRADIENTS, Kind.UNSHARDED_GRADIENTS, Kind.GRADIE
 
 
 def _of_megatron(more: JobSpec) -> int:
-    """What Megatron-Core's closed form has of a layer that is run again whole: its input, and its MLP, which is not done yet.
+    """What a layer of Megatron-Core's that is run again whole has beside attention: its MLP, and other layers of its checkpoint.
 
     Selective recomputation runs attention again alone, when the MLP's backward is done.
     """
     answer = answered(more)
     if more.recipe.engine != "megatron" or not _is_run_again(more):
         return 0
-    mlp = sum(int(line.n_bytes) for line in answer.peak.lines if line.reason.startswith(("MLP: ", "experts: ", "router: ")))
-    return mlp + -(-_of_peak(more, "inputs of both norms") // 2)
+    lines = answer.peak.lines
+    mlp = sum(
+        int(line.n_bytes) for line in lines if line.reason.startswith(("MLP: ", "experts: ", "router: ", "shared expert: "))
+    )
+    return mlp + sum(int(line.n_bytes) for line in lines if "more layers of the checkpoint" in line.reason)
 
 
 def _masks_in_checkpoints(more: JobSpec, less: JobSpec) -> int:

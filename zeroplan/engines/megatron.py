@@ -26,6 +26,7 @@ from zeroplan.spec.recipe import Precision, RecipeSpec
 from zeroplan.transformer.megatron import (
     UNGATED,
     Cost,
+    Layer,
     Layers,
     drops_hidden,
     element_of,
@@ -235,7 +236,7 @@ def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Ba
     cut = chunks_of(model.num_hidden_layers, pp * chunks)
     assert cut is not None  # noqa: S101  what neither way divides is refused before
     layers = chunks * cut.each - cut.less * (first + last)
-    inside, experts = _elements(model, recipe, mesh, layers)
+    inside, experts = _elements(model, recipe, mesh, counts_of(at, layers, model, mesh))
     embedding, end = _ends(model, recipe, mesh)
     ends = (embedding if first else 0) + (end if last else 0)
     if last and not first and model.tie_word_embeddings:
@@ -263,15 +264,15 @@ def _in_flight(rank: int, pp: int, chunks: int, micro_batches: Int, group: int) 
     return minimum(warm, micro_batches * chunks)
 
 
-def _elements(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, layers: int) -> tuple[Int, Int]:
-    """Parameters of the layers of one pipeline rank, beside experts and in them; on several ranks all layers are of one kind."""
+def _elements(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, counts: tuple[int, ...]) -> tuple[Int, Int]:
+    """Parameters of the layers of one pipeline rank, so many of each kind, beside experts and in them."""
     beside: Int = 0
     experts: Int = 0
-    for run in layout(model).runs:
+    for run, layers in zip(layout(model).runs, counts, strict=True):
         for parameter in run.parameters:
-            mine = _of_run(run.layers, layers, mesh) * _of_one_rank(parameter, model, recipe, mesh)
+            mine = layers * _of_one_rank(parameter, model, recipe, mesh)
             beside, experts = (beside, experts + mine) if is_expert(parameter) else (beside + mine, experts)
-        beside = beside + _of_run(run.layers, layers, mesh) * _of_shared_expert(run.kind, model, recipe, mesh)
+        beside = beside + layers * _of_shared_expert(run.kind, model, recipe, mesh)
     return beside, experts
 
 
@@ -282,9 +283,13 @@ def _of_shared_expert(kind: str, model: ModelSpec, recipe: RecipeSpec, mesh: Mes
     return 0 if width is None else ceil_div(matrices * width * model.hidden_size, mesh.tp)
 
 
-def _of_run(run: int, layers: int, mesh: Mesh) -> int:
-    """Layers of a run of alike ones on a rank that has so many."""
-    return run if int(mesh.pp) == 1 else layers
+def counts_of(at: int, layers: int, model: ModelSpec, mesh: Mesh) -> tuple[int, ...]:
+    """How many layers of each kind a pipeline rank has; dense ones before those with experts are all on the first."""
+    runs = layout(model).runs
+    if int(mesh.pp) == 1 or len(runs) == 1:
+        return tuple(run.layers for run in runs) if int(mesh.pp) == 1 else (layers,)
+    dense = runs[0].layers if at == 0 else 0
+    return dense, layers - dense
 
 
 def _of_one_rank(parameter: Parameter, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
@@ -418,18 +423,17 @@ def _backward(
 
     Full recomputation runs the whole layer again first, selective recomputation its core attention.
     """
-    runs, again = layout(model).runs, "" if recipe.recompute == "none" else ", recomputed"
-    for count in range(len(runs), 0, -1):
-        kind = runs[count - 1].kind
-        together = layers_of_a_checkpoint(recipe)
+    counts, again = counts_of(rank.at, rank.layers, model, mesh), "" if recipe.recompute == "none" else ", recomputed"
+    runs = [run for run, layers_of_kind in zip(layout(model).runs, counts, strict=True) if layers_of_kind]
+    together = layers_of_a_checkpoint(recipe)
+    for run in reversed(runs):
+        cost = layers.kinds[run.kind].cost
         below = (
-            *_in_layers(rank, layers, model, mesh, runs=count, fewer=1, inputs_of=together),
-            *_run_again_with_it(
-                layers.kinds[kind].cost, kind, min(together, _of_run(runs[count - 1].layers, rank.cut.each, mesh))
-            ),
+            *_in_layers(rank, layers, model, mesh, last=run.kind, inputs_of=together),
+            *_run_again_with_it(cost, run.kind, min(together, max(counts))),
         )
-        what = "a layer" if count == len(runs) else f"a {kind} layer"
-        yield Moment(f"backward of {what}{again}", Phase.BACKWARD, (*around, *below, *layers.kinds[kind].cost.backward))
+        what = "a layer" if run is runs[-1] else f"a {run.kind} layer"
+        yield Moment(f"backward of {what}{again}", Phase.BACKWARD, (*around, *below, *cost.backward))
 
 
 def _deferred(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
@@ -498,7 +502,8 @@ def _stand_ins(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> 
 def _of_each_shape(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
     """Elements of one matrix of each shape: of a layer's attention, of a dense MLP, of one expert, of the head."""
     found: dict[str, Int] = {}
-    for run in layout(model).runs:
+    counts = counts_of(rank.at, rank.layers, model, mesh)
+    for run in (run for run, here in zip(layout(model).runs, counts, strict=True) if here):
         for parameter in run.parameters:
             if is_expert(parameter) and model.moe is not None:
                 found[parameter.name] = ceil_div(_of_one_rank(parameter, model, recipe, mesh) * mesh.ep, model.moe.num_experts)
@@ -527,22 +532,28 @@ def _buffer_of_tokens(rank: Rank, layers: Layers, model: ModelSpec, recipe: Reci
 
 
 def _in_layers(
-    rank: Rank, layers: Layers, model: ModelSpec, mesh: Mesh, *, runs: int | None = None, fewer: int = 0, inputs_of: int = 1
+    rank: Rank, layers: Layers, model: ModelSpec, mesh: Mesh, *, last: str | None = None, inputs_of: int = 1
 ) -> Iterator[Line]:  # fmt: skip
-    """What layers keep, of the first ``runs``; without as many of the last run as are ``fewer``."""
-    (lacking, lacks), those = rank.lacks, layout(model).runs[:runs]
-    for run in those:
-        less, left_out = (fewer, f" - {fewer}") if fewer and run is those[-1] else (0, "")
-        of_chunk = _of_run(run.layers, rank.cut.each, mesh)
+    """What layers keep; with a ``last`` kind, of it one layer fewer, and nothing of the kinds behind it."""
+    runs, counts = layout(model).runs, counts_of(rank.at, rank.layers, model, mesh)
+    whole = len(runs) > 1 or int(mesh.pp) == 1
+    for run, layers_of_kind in zip(runs, counts, strict=True):
+        of_chunk = layers_of_kind if whole else rank.cut.each
+        (lacking, lacks), less = (0, "") if whole else rank.lacks, int(run.kind == last)
         if inputs_of > 1:  # the inputs of checkpoints of several layers each
             of_chunk, (lacking, lacks) = ceil_div(of_chunk, inputs_of), (0, "")
         count = rank.chunks * of_chunk - lacking - less
-        several = f"(K·{of_chunk}{lacks}{left_out})" if lacks or less else f"K·{of_chunk}"
-        layer = layers.kinds[run.kind]
-        for letter, lines, what in (("S", layer.kept, "keep"), ("Z", layer.statistics, "keep of statistics")):
+        several = f"(K·{of_chunk}{lacks}{' - 1' if less else ''})" if lacks or less else f"K·{of_chunk}"
+        for letter, lines, what in _kept_by(layers.kinds[run.kind]):
             reason = f"what {of_chunk} {run.kind} layers of a chunk {what}, of every chunk in flight"
-            if lines:
+            if lines and of_chunk:
                 yield Line(Kind.ACTIVATIONS, count * total_bytes(lines), reason, f"{several}·{letter}_{run.kind}", SCHEDULE)
+        if less:
+            return
+
+
+def _kept_by(layer: Layer) -> tuple[tuple[str, tuple[Line, ...], str], ...]:
+    return ("S", layer.kept, "keep"), ("Z", layer.statistics, "keep of statistics")
 
 
 def _embedded(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
@@ -675,7 +686,8 @@ def _to_experts(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, ba
     forwards = 2 if recipe.recompute == "full" else 1
     tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp * (mesh.tp if recipe.sequence_parallel else 1))
     payload = 2 * tokens * model.moe.num_experts_per_tok * model.hidden_size
-    calls = batch.grad_accum_steps * (rank.layers - model.moe.num_dense_layers)
+    counts = zip(layout(model).runs, counts_of(rank.at, rank.layers, model, mesh), strict=True)
+    calls = batch.grad_accum_steps * sum(layers for run, layers in counts if run.kind == "moe")
     yield _call("all_to_all", "tokens", Phase.FORWARD, Among.EXPERTS, mesh.ep, 2 * calls, payload)
     yield _call("all_to_all", "tokens", Phase.BACKWARD, Among.EXPERTS, mesh.ep, 2 * forwards * calls, payload)
 

@@ -107,9 +107,17 @@ def _not_split(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: Batc
     yield batch.seq_len % cut > 0 and f"seq_len={batch.seq_len:,} on cp={mesh.cp} ranks", f"a multiple of {cut}"
     yield mesh.ep > 1 and not experts and f"ep={mesh.ep} and no experts", "ep=1"
     yield experts % mesh.ep > 0 and f"{experts} experts on ep={mesh.ep} ranks", "a factor of the experts"
-    dense = model.moe is not None and 0 < model.moe.num_dense_layers < layers
     etp, sharing = recipe.megatron.expert_tensor_parallel_size, mesh.dp_shard * mesh.cp * mesh.tp
     yield etp > 1 and not experts and f"expert_tensor_parallel_size={etp} and no experts", "1 for it"
     over = f"ep={mesh.ep} x expert_tensor_parallel_size={etp} on {sharing:,} ranks of a pipeline stage"
     yield sharing % (mesh.ep * etp) > 0 and over, "a factor of the ranks"
-    yield mesh.pp > 1 and dense and "dense layers before layers of experts on several pipeline ranks", "pp=1"
+    if model.moe is not None and 0 < model.moe.num_dense_layers < layers and mesh.pp > 1:
+        cut_up, dense = chunks_of(layers, mesh.pp * chunks), model.moe.num_dense_layers
+        yield chunks > 1 and "dense layers before layers of experts and an interleaved schedule", "1f1b, or pp=1"
+        first = 0 if cut_up is None else cut_up.each - cut_up.less
+        yield (
+            cut_up is not None
+            and dense > first
+            and f"{dense} dense layers, of which the first of pp={mesh.pp} ranks has {first},",
+            "fewer pipeline ranks",
+        )
