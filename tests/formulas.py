@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from zeroplan.transformer.families.ending import BEFORE_LOSS
 from zeroplan.transformer.families.traced import CUDA_EXCESS, EXCESS
 from zeroplan.transformer.legend import SYMBOLS
+from zeroplan.transformer.megatron import BY_THE_WAY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 #: The only lines without a formula. Each stands for no tensor: it says by how much an earlier moment of a forward pass is above
 #: the later one that the other lines describe, a difference between two sums, cut off at zero.
-WITHOUT_FORMULA = (EXCESS, CUDA_EXCESS, BEFORE_LOSS)
+WITHOUT_FORMULA = (EXCESS, CUDA_EXCESS, BEFORE_LOSS, BY_THE_WAY)
 
 _SYMBOL = re.compile(r"[A-Za-zΨ][A-Za-z_0-9]*")
 _FUNCTIONS = {"ceil": ceil, "max": max, "min": min, "pow2": lambda value: 1 << (int(value) - 1).bit_length()}

@@ -246,6 +246,14 @@ def _megatron_options(draw: Random, attention: str) -> MegatronOptions:
         transformer_impl=draw.choice(("transformer_engine", "local")) if attention == "eager" else "transformer_engine",
         cross_entropy_fusion_impl=_mostly(draw, None, "native", "te"), hidden_dropout=_mostly(draw, None, True, False),
         attention_dropout=_mostly(draw, None, True, False), create_attention_mask_in_dataloader=_mostly(draw, True, False),
+        gradient_accumulation_fusion=_mostly(draw, True, False), deterministic_mode=_mostly(draw, False, True),
+        grad_reduce_in_bf16=_mostly(draw, False, True), swiglu=_mostly(draw, None, True, False),
+        recompute_modules=_mostly(draw, "core_attn", "core_attn,layernorm,mlp", "moe_act,mla_up_proj", "moe"),
+        recompute_num_layers=_mostly(draw, 1, 2), qk_layernorm=_mostly(draw, None, True),
+        masked_softmax_fusion=_mostly(draw, True, False),
+        attention_softmax_in_fp32=_mostly(draw, False, True), moe_grouped_gemm=_mostly(draw, True, False),
+        moe_token_dispatcher_type=_mostly(draw, "alltoall", "allgather"), moe_router_dtype=_mostly(draw, None, "fp32"),
+        moe_shared_expert_intermediate_size=_mostly(draw, None, 64), moe_aux_loss=_mostly(draw, False, True),
     )  # fmt: skip
 
 
@@ -529,7 +537,7 @@ def _by_megatron(draw: Random, engines: Sequence[str]) -> JobSpec:
     told = recipe(draw, [name for name in engines if name == "megatron"])
     tp, cp, pp = (_mostly(draw, 1, 2, 4) for _ in range(3))
     each = draw.choice((1, 1, 2, 3)) if pp > 1 else 1
-    one = replace(model(draw, megatron.FAMILIES, ranks=tp, layers=pp * each, dense=pp == 1), hidden_act=None)
+    one = replace(model(draw, megatron.FAMILIES, ranks=tp, layers=pp * each, dense=each == 1), hidden_act=None)
     if pp > 1 and one.num_hidden_layers > 2 * pp * each and draw.randint(0, 3) == 3:
         one = replace(one, num_hidden_layers=one.num_hidden_layers - 2)  # embedding and loss count as a layer each
     told = replace(

@@ -368,7 +368,7 @@ def _reserved(moments: tuple[Moment, ...], job: JobSpec, settings: AllocatorSett
 
 
 def _workspaces(job: JobSpec) -> tuple[Line, ...]:
-    return workspace_lines(job.recipe, job.cluster.gpu, experts=job.model.moe is not None)
+    return workspace_lines(job.recipe, job.cluster.gpu, experts=job.model.has_experts)
 
 
 _FLATTENED_IN_HOST_MEMORY = (

@@ -26,7 +26,7 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import account_of
 from zeroplan.export.files import TARGETS, Export, Target, cannot_say, export, write
 from zeroplan.job_file import read_job_file
-from zeroplan.ledger import Collective, Phase
+from zeroplan.ledger import Collective, Phase, total_bytes
 from zeroplan.numeric import maximum
 from zeroplan.remedies import remedies
 from zeroplan.report.payload import estimate_payload
@@ -39,6 +39,7 @@ from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import ADAM, DeepSpeedOptions
 from zeroplan.steptime import StepTime, step_time
 from zeroplan.transformer.families.traced import EXCESS
+from zeroplan.transformer.megatron import cost_of
 
 Check = Callable[[JobSpec, Random], None]
 
@@ -324,7 +325,7 @@ def falls_with_recomputation(job: JobSpec, _: Random) -> None:
     more = _changed(job, recipe=_told(job, recompute_layers=None, offload_activations=False))
     selective = at == 2 and not _gathers_ahead(job)  # which has none
     less = _changed(more, recipe=_told(more, recompute="selective" if selective else "none"))
-    own = _of_peak(more, *_OF_CHECKPOINTS) + _of_megatron(more) + _masks_in_checkpoints(more, less)
+    own = _of_peak(more, *_OF_CHECKPOINTS) + _of_megatron(more, less) + _masks_in_checkpoints(more, less)
     if any(line.reason == "activations of the block that runs" for line in answered(more).peak.lines):  # its input among them
         own += (4 if job.recipe.precision == "fp32" else 2) * _tokens(job) * model.hidden_size
     own += _kept_selectively(more)
@@ -371,16 +372,29 @@ def _forward_beside_gradients(more: JobSpec, less: JobSpec) -> int:
 _OF_BACKWARD = (Kind.ACTIVATION_GRADIENTS, Kind.UNSHARDED_GRADIENTS, Kind.GRADIENTS, Kind.REDUCE)
 
 
-def _of_megatron(more: JobSpec) -> int:
-    """What Megatron-Core's closed form has of a layer that is run again whole: its input, and its MLP, which is not done yet.
+def _of_megatron(more: JobSpec, less: JobSpec) -> int:
+    """What a layer of Megatron-Core's that is run again whole has beside attention: its MLP, and other layers of its checkpoint.
 
-    Selective recomputation runs attention again alone, when the MLP's backward is done.
+    Selective recomputation runs attention again alone, when the MLP's backward is done; until then it lacks what attention keeps.
     """
     answer = answered(more)
     if more.recipe.engine != "megatron" or not _is_run_again(more):
         return 0
-    mlp = sum(int(line.n_bytes) for line in answer.peak.lines if line.reason.startswith(("MLP: ", "experts: ", "router: ")))
-    return mlp + -(-_of_peak(more, "inputs of both norms") // 2)
+    lines = answer.peak.lines
+    mlp = sum(
+        int(line.n_bytes) for line in lines if line.reason.startswith(("MLP: ", "experts: ", "router: ", "shared expert: "))
+    )
+    together = sum(int(line.n_bytes) for line in lines if "more layers of the checkpoint" in line.reason)
+    return mlp + together + max(_lacks(kind, more, less) for kind, _ in answer.kept)
+
+
+def _lacks(kind: str, more: JobSpec, less: JobSpec) -> int:
+    """What a layer under less recomputation does not keep of one that is run as a whole. [bytes]"""
+    whole, left = (
+        cost_of(job.model, kind, job.recipe, job.mesh, job.batch)
+        for job in (_changed(more, recipe=_told(more, recompute="none")), less)
+    )
+    return total_bytes((*whole.kept, *whole.statistics)) - total_bytes((*left.kept, *left.statistics))
 
 
 def _masks_in_checkpoints(more: JobSpec, less: JobSpec) -> int:

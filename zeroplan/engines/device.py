@@ -64,7 +64,7 @@ def workspace_lines(recipe: RecipeSpec, gpu: GpuSpec | None, *, experts: bool = 
         return ()
     if recipe.engine != "megatron" or recipe.megatron.transformer_impl == "local":
         return (workspace_line(gpu),)
-    return workspace_line(gpu), transformer_engine_line(gpu, experts=experts)
+    return workspace_line(gpu), transformer_engine_line(gpu, experts=experts and recipe.megatron.moe_grouped_gemm)
 
 
 def transformer_engine_line(gpu: GpuSpec | None, *, experts: bool) -> Line:

@@ -17,6 +17,7 @@ from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import ADAM, MegatronOptions, RecipeSpec, ways_of_resharding
 from zeroplan.units import format_size
 
+_DEFAULTS = MegatronOptions()
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 _OTHER_BUFFERS = "Megatron-LM holds weights and gradients in buffers of its own, and the layout was found with what torch holds"
 
@@ -70,7 +71,14 @@ def missing(recipe: RecipeSpec) -> str:
 def megatron_arguments(job: JobSpec) -> str:
     """Return the arguments, one per line with its value."""
     _refuse(job)
-    lines = (*_shape(job.model), *_degrees(job), *_batch(job), *_recipe(job.recipe), *_implementation(job.recipe.megatron))
+    lines = (
+        *_shape(job.model, job.recipe.megatron),
+        *_degrees(job),
+        *_batch(job),
+        *_recipe(job.recipe),
+        *_implementation(job.recipe.megatron),
+        *_experts(job),
+    )
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -87,7 +95,7 @@ def _refuse(job: JobSpec) -> None:
         raise SpecError("--emit megatron: --use-torch-fsdp2 has neither replicas nor pipelines; leave them out")
 
 
-def _shape(model: ModelSpec) -> Iterator[str]:
+def _shape(model: ModelSpec, options: MegatronOptions) -> Iterator[str]:
     yield f"--num-layers {model.num_hidden_layers}"
     yield f"--hidden-size {model.hidden_size}"
     yield f"--ffn-hidden-size {model.intermediate_size}"
@@ -96,14 +104,18 @@ def _shape(model: ModelSpec) -> Iterator[str]:
         yield "--group-query-attention"
         yield f"--num-query-groups {model.num_key_value_heads}"
     yield f"--kv-channels {model.head_dim}"
-    yield from ("--swiglu", "--normalization RMSNorm", "--position-embedding-type rope", "--disable-bias-linear")
+    if options.swiglu is not False:
+        yield "--swiglu"
+    yield from ("--normalization RMSNorm", "--position-embedding-type rope", "--disable-bias-linear")
     if model.family == "qwen2":
         yield "--add-qkv-bias"
-    if model.family in ("qwen3", "qwen3_moe"):
+    if options.qk_layernorm or (options.qk_layernorm is None and model.family in ("qwen3", "qwen3_moe")):
         yield "--qk-layernorm"
     if not model.tie_word_embeddings:
         yield "--untie-embeddings-and-output-weights"
     yield f"--vocab-size {model.vocab_size}"
+    if options.make_vocab_size_divisible_by != _DEFAULTS.make_vocab_size_divisible_by:
+        yield f"--make-vocab-size-divisible-by {options.make_vocab_size_divisible_by}"
     if model.moe is not None:
         yield f"--num-experts {model.moe.num_experts}"
         yield f"--moe-router-topk {model.moe.num_experts_per_tok}"
@@ -121,13 +133,15 @@ def _degrees(job: JobSpec) -> Iterator[str]:
     yield f"--context-parallel-size {mesh.cp}"
     if job.model.moe is not None:
         yield f"--expert-model-parallel-size {mesh.ep}"
-        yield "--expert-tensor-parallel-size 1"
+        yield f"--expert-tensor-parallel-size {job.recipe.megatron.expert_tensor_parallel_size}"
     if job.recipe.engine == "fsdp2":
         yield "--use-torch-fsdp2"
         if not reshards(job.recipe):
             yield "--torch-fsdp2-no-reshard-after-forward"
     elif job.recipe.zero_stage == 1:
         yield "--use-distributed-optimizer"
+        if job.recipe.megatron.num_distributed_optimizer_instances > 1:
+            yield f"--num-distributed-optimizer-instances {job.recipe.megatron.num_distributed_optimizer_instances}"
     if job.recipe.engine == "megatron":
         yield from _overlaps(job.recipe.megatron)
 
@@ -168,9 +182,11 @@ def _recipe(recipe: RecipeSpec) -> Iterator[str]:
         yield from ("--recompute-granularity full", "--recompute-method block")
         yield f"--recompute-num-layers {recipe.recompute_layers}"
     elif recipe.recompute == "full":
-        yield from ("--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1")
+        yield from ("--recompute-granularity full", "--recompute-method uniform")
+        yield f"--recompute-num-layers {recipe.megatron.recompute_num_layers}"
     elif recipe.recompute == "selective":
-        yield from ("--recompute-granularity selective", "--recompute-modules core_attn")
+        modules = recipe.megatron.recompute_modules.replace(",", " ")
+        yield from ("--recompute-granularity selective", f"--recompute-modules {modules}")
     if recipe.attention != "sdpa":
         yield f"--attention-backend {'unfused' if recipe.attention == 'eager' else 'flash'}"
 
@@ -185,3 +201,36 @@ def _implementation(options: MegatronOptions) -> Iterator[str]:
         yield from ("--cross-entropy-loss-fusion", f"--cross-entropy-fusion-impl {options.cross_entropy_fusion_impl}")
     if not options.create_attention_mask_in_dataloader:
         yield "--no-create-attention-mask-in-dataloader"
+    for asked, flag in (
+        (not options.gradient_accumulation_fusion, "--no-gradient-accumulation-fusion"),
+        (options.grad_reduce_in_bf16, "--grad-reduce-in-bf16"), (options.deterministic_mode, "--deterministic-mode"),
+        (not options.masked_softmax_fusion, "--no-masked-softmax-fusion"),
+        (options.attention_softmax_in_fp32, "--attention-softmax-in-fp32"),
+    ):  # fmt: skip
+        if asked:
+            yield flag
+    if options.use_precision_aware_optimizer:
+        yield from ("--use-precision-aware-optimizer", f"--main-grads-dtype {options.main_grads_dtype}")
+        yield from (f"--main-params-dtype {options.main_params_dtype}", f"--exp-avg-dtype {options.exp_avg_dtype}")
+        yield f"--exp-avg-sq-dtype {options.exp_avg_sq_dtype}"
+    if options.defer_embedding_wgrad_compute:
+        yield from ("--defer-embedding-wgrad-compute", f"--wgrad-deferral-limit {options.wgrad_deferral_limit}")
+    group = options.microbatch_group_size_per_virtual_pipeline_stage
+    if group is not None:
+        yield f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
+
+
+def _experts(job: JobSpec) -> Iterator[str]:
+    """How tokens come to their experts, and what these are."""
+    options = job.recipe.megatron
+    if job.model.moe is None:
+        return
+    yield f"--moe-token-dispatcher-type {options.moe_token_dispatcher_type}"
+    if options.moe_grouped_gemm:
+        yield "--moe-grouped-gemm"
+    if options.moe_router_dtype is not None:
+        yield f"--moe-router-dtype {options.moe_router_dtype}"
+    if options.moe_shared_expert_intermediate_size is not None:
+        yield f"--moe-shared-expert-intermediate-size {options.moe_shared_expert_intermediate_size}"
+    if options.moe_aux_loss:
+        yield from ("--moe-router-load-balancing-type aux_loss", "--moe-aux-loss-coeff 1e-2")

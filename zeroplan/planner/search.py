@@ -276,7 +276,7 @@ def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float
 
 
 def _workspaces(base: JobSpec, recipe: RecipeSpec) -> Int:
-    return total_bytes(workspace_lines(recipe, base.cluster.gpu, experts=base.model.moe is not None))
+    return total_bytes(workspace_lines(recipe, base.cluster.gpu, experts=base.model.has_experts))
 
 
 def _needed(found: Highest, recipe: RecipeSpec, base: JobSpec) -> Needed:

@@ -11,7 +11,7 @@ from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import ADAM, RecipeSpec
 
 #: Families that Megatron-LM has arguments for and whose layers have a closed form here.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3")
 #: Precisions that have a line in Megatron-LM's table of bytes per parameter.
 PRECISIONS = ("bf16-mixed", "fp16-mixed", "fp32")
 SCHEDULES = (None, "1f1b", "interleaved-1f1b")
@@ -63,6 +63,9 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
         mesh.tp > 1 and model.moe is not None and not recipe.sequence_parallel and "experts and tp without sequence_parallel",
         "sequence_parallel",
     )
+    aware = recipe.megatron.use_precision_aware_optimizer
+    yield aware and not recipe.zero_stage and "use_precision_aware_optimizer and stage 0", "stage 1, the distributed optimizer"
+    yield aware and recipe.precision == "fp32" and "use_precision_aware_optimizer and precision 'fp32'", "'bf16-mixed'"
     schedule, each = recipe.pipeline_schedule, recipe.pipeline_stages_per_rank
     yield schedule not in SCHEDULES and f"schedule {schedule!r}", "1f1b or interleaved-1f1b"
     yield (
@@ -70,10 +73,25 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
         "several pipeline ranks, or leave it out",
     )
     yield schedule in (None, "1f1b") and (each or 1) > 1 and "several stages per rank and schedule '1f1b'", "interleaved-1f1b"
+    yield (
+        mesh.pp == 1 and recipe.megatron.defer_embedding_wgrad_compute and "defer_embedding_wgrad_compute and pp=1",
+        "several pipeline ranks, or leave it out",
+    )
     yield schedule == "interleaved-1f1b" and each == 1 and "one stage per rank and an interleaved schedule", "1f1b"
     local = recipe.megatron.transformer_impl == "local"
     yield local and recipe.attention != "eager" and f"transformer_impl 'local' and attention {recipe.attention!r}", "'eager'"
     yield mesh.cp > 1 and recipe.attention == "eager" and "attention 'eager' on context-parallel ranks", "attention 'sdpa'"
+
+
+def _not_in_groups(recipe: RecipeSpec, mesh: MeshSpec, steps: int) -> Iterator[tuple[str | bool, str]]:
+    """Micro-batches that an interleaved schedule does not take (schedules.py, forward_backward_pipelining_with_interleaving)."""
+    said = recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage
+    if said is None:
+        yield steps % mesh.pp > 0 and f"{steps} interleaved micro-batches on pp={mesh.pp} ranks", "a multiple of pp"
+        return
+    fits = mesh.pp <= said <= steps and (steps % said == 0 or steps % said >= mesh.pp)
+    what = f"groups of {said} of {steps} interleaved micro-batches on pp={mesh.pp} ranks"
+    yield not fits and what, "groups, the last one too, of no fewer than pp and no more than there are"
 
 
 def _not_split(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> Iterator[tuple[str | bool, str]]:
@@ -81,13 +99,25 @@ def _not_split(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: Batc
     chunks = stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank) if mesh.pp > 1 else 1
     among = f"{layers} layers on pp={mesh.pp} ranks" + (f" in {chunks} chunks each" if chunks > 1 else "")
     yield chunks_of(layers, mesh.pp * chunks) is None and among, "a factor of the layers, or of two more (embedding and loss)"
-    steps = batch.grad_accum_steps
-    yield chunks > 1 and steps % mesh.pp > 0 and f"{steps} interleaved micro-batches on pp={mesh.pp} ranks", "a multiple of pp"
+    if chunks > 1:
+        yield from _not_in_groups(recipe, mesh, batch.grad_accum_steps)
     for what, count in (("query", model.num_attention_heads), ("key/value", model.num_key_value_heads)):
         yield count % mesh.tp > 0 and f"{count} {what} heads on tp={mesh.tp} ranks", "a factor of the heads"
     cut = 2 * mesh.cp if mesh.cp > 1 else 1
     yield batch.seq_len % cut > 0 and f"seq_len={batch.seq_len:,} on cp={mesh.cp} ranks", f"a multiple of {cut}"
     yield mesh.ep > 1 and not experts and f"ep={mesh.ep} and no experts", "ep=1"
     yield experts % mesh.ep > 0 and f"{experts} experts on ep={mesh.ep} ranks", "a factor of the experts"
-    dense = model.moe is not None and model.moe.num_dense_layers > 0
-    yield mesh.pp > 1 and dense and "dense layers before layers of experts on several pipeline ranks", "pp=1"
+    etp, sharing = recipe.megatron.expert_tensor_parallel_size, mesh.dp_shard * mesh.cp * mesh.tp
+    yield etp > 1 and not experts and f"expert_tensor_parallel_size={etp} and no experts", "1 for it"
+    over = f"ep={mesh.ep} x expert_tensor_parallel_size={etp} on {sharing:,} ranks of a pipeline stage"
+    yield sharing % (mesh.ep * etp) > 0 and over, "a factor of the ranks"
+    if model.moe is not None and 0 < model.moe.num_dense_layers < layers and mesh.pp > 1:
+        cut_up, dense = chunks_of(layers, mesh.pp * chunks), model.moe.num_dense_layers
+        yield chunks > 1 and "dense layers before layers of experts and an interleaved schedule", "1f1b, or pp=1"
+        first = 0 if cut_up is None else cut_up.each - cut_up.less
+        yield (
+            cut_up is not None
+            and dense > first
+            and f"{dense} dense layers, of which the first of pp={mesh.pp} ranks has {first},",
+            "fewer pipeline ranks",
+        )

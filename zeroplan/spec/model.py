@@ -166,6 +166,11 @@ class ModelSpec(Spec):
         return self.hidden_act or USUAL_ACTIVATION.get(self.family, "silu")
 
     @property
+    def has_experts(self) -> bool:
+        """Whether any of its layers has experts."""
+        return self.moe is not None and self.moe.num_dense_layers < self.num_hidden_layers
+
+    @property
     def is_quantised(self) -> bool:
         """Whether the blocks' linear weights are quantised to four bits."""
         return self.adapter is not None and self.adapter.quantize != "none"

@@ -87,6 +87,10 @@ def ways_of_resharding(options: Fsdp2Options) -> int | None:
     return None if isinstance(ways, bool) else ways
 
 
+#: What ``--recompute-modules`` may name (megatron/core/transformer/transformer_config.py).
+RECOMPUTED_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronOptions(Spec):
     """Megatron-LM's own arguments (2026-08), with its names and, except for dropout, its defaults.
@@ -100,6 +104,8 @@ class MegatronOptions(Spec):
     """``--overlap-param-gather``: the distributed optimizer's weights are gathered beside the first micro-batch's forward."""
     overlap_p2p_comm: bool = True
     """False is ``--no-overlap-p2p-communication``: an interleaved pipeline waits for every send, as 1F1B does."""
+    microbatch_group_size_per_virtual_pipeline_stage: Count | None = None
+    """Micro-batches that an interleaved pipeline takes through a chunk before the next one. ``None``: as many as ranks."""
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
     """``--transformer-impl``: the layers' implementation. ``local`` has only eager attention, whose scores go through a buffer."""
     cross_entropy_fusion_impl: Literal["native", "te"] | None = None
@@ -109,13 +115,79 @@ class MegatronOptions(Spec):
     """Whether ``--hidden-dropout`` is above 0: masks are kept. ``None``: with GPT-2's family alone (Megatron-LM: 0.1, always)."""
     attention_dropout: bool | None = None
     """Whether ``--attention-dropout`` is above 0; eager attention then keeps masks. ``None``: as above."""
+    recompute_modules: str = "core_attn"
+    """``--recompute-modules``, separated by commas, for recompute ``selective``: ``core_attn``, ``layernorm``, ``mla_up_proj``,
+    ``mlp``, ``moe``, ``moe_act`` and ``shared_experts``."""
+    recompute_num_layers: Count = 1
+    """``--recompute-num-layers`` with ``--recompute-method uniform``, for recompute ``full``: layers of one checkpoint."""
+    masked_softmax_fusion: bool = True
+    """False is ``--no-masked-softmax-fusion``: with ``local`` layers the softmax is torch's."""
+    attention_softmax_in_fp32: bool = False
+    """``--attention-softmax-in-fp32``: such a softmax keeps its result in fp32 (Megatron-LM sets it with
+    ``--apply-query-key-layer-scaling``)."""
     create_attention_mask_in_dataloader: bool = True
     """False is ``--no-create-attention-mask-in-dataloader``: no mask of one byte per pair of tokens comes with a batch."""
+    deterministic_mode: bool = False
+    """``--deterministic-mode``: what experts return is added up in an order, for which it is kept."""
+    gradient_accumulation_fusion: bool = True
+    """False is ``--no-gradient-accumulation-fusion``: a weight's gradient is a tensor before it is added to the main gradients."""
+    defer_embedding_wgrad_compute: bool = False
+    """``--defer-embedding-wgrad-compute``: the last pipeline rank keeps what the gradient of the head's weight is made of until all
+    micro-batches have gone backward."""
+    wgrad_deferral_limit: CountOrZero = 0
+    """``--wgrad-deferral-limit``: of how many micro-batches it does; 0: of all."""
+    grad_reduce_in_bf16: bool = False
+    """``--grad-reduce-in-bf16``: main gradients are in 16 bits, and have fp32 copies at the optimizer's step."""
+    use_precision_aware_optimizer: bool = False
+    """``--use-precision-aware-optimizer``: of bf16 weights' fp32 copies the lower half alone is kept; gradients are not copied."""
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """``--main-grads-dtype`` of that optimizer."""
+    main_params_dtype: Literal["fp32", "fp16"] = "fp32"
+    """``--main-params-dtype`` of that optimizer."""
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
+    """``--exp-avg-dtype`` of that optimizer."""
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
+    """``--exp-avg-sq-dtype`` of that optimizer."""
+    num_distributed_optimizer_instances: Degree = 1
+    """``--num-distributed-optimizer-instances``: so many groups of data-parallel ranks each share out the optimizer."""
+    make_vocab_size_divisible_by: Count = 128
+    """The vocabulary is padded to a multiple of this times the tensor-parallel ranks."""
+    swiglu: bool | None = None
+    """``--swiglu``: MLPs and experts have a gate. ``None``: as the model's family has it."""
+    qk_layernorm: bool | None = None
+    """``--qk-layernorm``: queries and keys are normalised over each head. ``None``: as the model's family has it."""
+    expert_tensor_parallel_size: Degree = 1
+    """``--expert-tensor-parallel-size``: ranks that split every expert (Megatron-LM: as many as tensor-parallel ranks)."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"  # noqa: S105  tokens of text
+    """How tokens come to their experts (Megatron-LM: ``allgather``, which few jobs keep)."""
+    moe_grouped_gemm: bool = True
+    """``--moe-grouped-gemm``: one product for all experts of a rank (Megatron-LM: one expert after the other)."""
+    moe_router_dtype: Literal["fp32"] | None = None
+    """Routing weights in fp32; ``None``: in the activations' dtype."""
+    moe_shared_expert_intermediate_size: Count | None = None
+    """Width of an expert that every token visits; ``None``: there is none."""
+    moe_aux_loss: bool = False
+    """Whether ``--moe-aux-loss-coeff`` is above 0: scores of all experts are kept for it."""
 
     def check_rules(self) -> None:
         """Raise SpecError where Megatron-LM does (megatron/training/arguments.py, validate_args)."""
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise SpecError("megatron.overlap_param_gather needs megatron.overlap_grad_reduce=true; set both, or neither")
+        narrow = (self.main_grads_dtype, self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
+        if not self.use_precision_aware_optimizer and set(narrow) != {"fp32"}:
+            raise SpecError(
+                f"megatron: dtypes of main gradients, main weights and moments ({', '.join(narrow)}) other than fp32 need "
+                "megatron.use_precision_aware_optimizer=true; set it, or leave them out"
+            )
+        unknown = [name for name in self.recompute_modules.split(",") if name not in RECOMPUTED_MODULES]
+        if unknown:
+            raise SpecError(
+                f"megatron.recompute_modules={self.recompute_modules!r}: {unknown[0]!r} is none of {', '.join(RECOMPUTED_MODULES)}"
+            )
+        if self.defer_embedding_wgrad_compute and not self.gradient_accumulation_fusion:
+            raise SpecError(
+                "megatron.defer_embedding_wgrad_compute needs megatron.gradient_accumulation_fusion=true; set both, or neither"
+            )
 
 
 #: A common ``reduce_bucket_size`` where the default's buffers are too large: a tenth of it. [elements]

@@ -38,7 +38,7 @@ from zeroplan.steptime.parts import Does, Part, StepTime
 from zeroplan.steptime.pipeline import BUBBLE, Bubble
 from zeroplan.steptime.work import Work
 from zeroplan.transformer.flops import attention_widths, block_matrices, matmul_parameters
-from zeroplan.transformer.megatron import scores_line, whole_layer_lines
+from zeroplan.transformer.megatron import scores_bytes, whole_layer_lines
 from zeroplan.transformer.params import layout
 
 _BESIDE = (
@@ -155,7 +155,7 @@ def _work(rank: Rank, case: _Case) -> Work:
 
 def _scores(rank: Rank, case: _Case) -> tuple[Float, Float]:
     """Return eager attention's scores before the softmax, which nothing keeps, and what is kept of them. [bytes]"""
-    kept = scores_line(case.model, case.recipe, case.mesh, case.batch).n_bytes
+    kept = scores_bytes(case.model, case.recipe, case.mesh, case.batch)
     raw = 2.0 * case.model.num_attention_heads * case.batch.seq_len * case.batch.seq_len * case.batch.micro_batch_size
     return rank.layers * raw / int(case.mesh.tp), rank.layers * 1.0 * kept
 

@@ -1,39 +1,107 @@
-"""What one layer of Megatron-Core keeps on one rank, in closed form: Korthikanti et al. 2022 for any width of MLP, heads and gate.
+"""What one layer of Megatron-Core takes on one rank: what it keeps, and what its forward and backward have by the way.
 
-With four times the hidden width, no gate, as many key heads as query heads, dropout and 16 bits it is their 34·s·b·h + 5·a·s²·b.
-Experts keep what tokens of even routing bring: a rank gets as many pairs of a token and an expert as it sends.
+The layer's program (``families/megatron.py``) runs once per structure; its sizes have values for every batch. With four times the
+hidden width, no gate, as many key heads as query heads, dropout and 16 bits what it keeps beside statistics is the
+34·s·b·h + 5·a·s²·b of Korthikanti et al. 2022. Experts get what tokens of even routing bring.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
+from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import ceil_div
+from zeroplan.numeric import Int, ceil_div, maximum, where
 from zeroplan.spec.batch import Batch
+from zeroplan.spec.family import HEAD_NORMS
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.families import megatron as program
+from zeroplan.transformer.families.tags import STATISTICS
+from zeroplan.transformer.families.tape import Alive, Store
 from zeroplan.transformer.published import KORTHIKANTI
 
 #: Families with dropout where the job says nothing of it.
 WITH_DROPOUT = ("gpt2",)
-#: Families whose MLP has no gate.
+#: Families whose MLP has no gate, and whose norms keep a mean beside the deviation.
 UNGATED = ("gpt2",)
+#: Families whose router takes sigmoids of all experts.
+SIGMOIDS = ("deepseek_v3",)
 
 _TABLE_2 = f"{KORTHIKANTI}, section 4.1 and table 2"
-_DISPATCH = "Megatron-LM 2026-08, megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher"
-_FLASH = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, FlashAttention.forward"
-_EXPERTS = "Megatron-LM 2026-08, megatron/core/transformer/moe/experts.py, TEGroupedMLP.forward"
+_ADDED = (
+    "Megatron-LM 2026-08, megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.backward"
+)
+BY_THE_WAY = "highest point of a layer, beyond what it keeps"
+_WEIGHT = "gradient of a weight, before it is added to the main gradients (--no-gradient-accumulation-fusion)"
+
+Places = tuple[int, ...]
 
 
-class Part(NamedTuple):
-    """Bytes of a token that ranks split, or hold whole, and their formula beside T."""
+class Symbolic(NamedTuple):
+    """What a name in a layer's formulas stands for, and its number."""
 
-    reason: str
-    per_token: int
-    formula: str
-    always_split: bool
-    """Over the tensor-parallel ranks; the others only with sequence parallelism."""
-    source: str = _TABLE_2
+    name: str
+    value: Int
+    meaning: str
+
+
+class Cost(NamedTuple):
+    """A layer of one kind."""
+
+    kept: tuple[Line, ...]
+    """What it keeps from its forward to its backward, statistics of norms and kernels left out."""
+    statistics: tuple[Line, ...]
+    """Those: a few numbers per token."""
+    forward: tuple[Line, ...]
+    """What its forward has at its highest beyond all that it keeps, and before its output is the next layer's."""
+    backward: tuple[Line, ...]
+    """All that is alive of it at the highest point of its backward."""
+
+
+class _Moment(NamedTuple):
+    stores: Places
+    weights: tuple[Size, ...]
+    """Gradients of weights that are being made. [elements]"""
+
+
+class _Again(NamedTuple):
+    """Tensors that selective recomputation lets go of, and the operators at whose backward it has made them again."""
+
+    tensors: tuple[str, ...]
+    """How their reasons begin."""
+    operators: tuple[str, ...]
+
+
+#: By the module that ``--recompute-modules`` names. Source: Megatron-LM 2026-08, megatron/core/transformer/transformer_layer.py
+#: (layernorm, mlp), multi_latent_attention.py (mla_up_proj), moe/experts.py (moe_act) and moe/moe_layer.py (moe, shared_experts).
+_END_OF_MLP = ("MLP: the second matrix", "combination", "sum with the shared expert")
+_MADE_AGAIN: dict[str, tuple[_Again, ...]] = {
+    "layernorm": (
+        _Again(("output of attention's norm",), ("the output projection",)), _Again(("output of the MLP's norm",), _END_OF_MLP),
+    ),
+    "mla_up_proj": (
+        _Again(
+            ("queries, keys and values",),
+            ("attention", "order of the output", "order of the context", "core attention, run again"),
+        ),
+    ),
+    "mlp": (_Again(("MLP: ",), ("MLP: the second matrix",)),),
+    "moe": (_Again(("experts: ", "router: ", "shared expert: "), ("combination", "sum with the shared expert")),),
+    "moe_act": (
+        _Again(("experts: output of the activation", "experts: input of the second matrix"), ("experts: the second matrix",)),
+    ),
+    "shared_experts": (_Again(("shared expert: ",), ("shared expert: the second matrix",)),),
+}  # fmt: skip
+
+
+class _Plan(NamedTuple):
+    stores: tuple[Store, ...]
+    kept: Places
+    statistics: Places
+    forward: tuple[_Moment, ...]
+    backward: tuple[_Moment, ...]
 
 
 def element_of(recipe: RecipeSpec) -> int:
@@ -57,89 +125,291 @@ def drops_scores(model: ModelSpec, recipe: RecipeSpec) -> bool:
     return model.family in WITH_DROPOUT if said is None else said
 
 
-def layer_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
-    """What one layer of ``kind`` keeps from its forward to its backward. [bytes]
+def is_gated(model: ModelSpec, recipe: RecipeSpec) -> bool:
+    """Whether MLPs and experts have a gate (``--swiglu``)."""
+    said = recipe.megatron.swiglu
+    return model.family not in UNGATED if said is None else said
 
-    Full recomputation keeps the layer's input, which sequence parallelism splits. Leaves out: what attention kernels and norms
-    save beside their operands (a few numbers per token), masks of attention's own dropout in fused kernels.
+
+def norms_heads(model: ModelSpec, recipe: RecipeSpec) -> bool:
+    """Whether queries and keys are normalised over each head (``--qk-layernorm``)."""
+    said = recipe.megatron.qk_layernorm
+    return model.family in HEAD_NORMS if said is None else said
+
+
+# --- what a layer takes -----------------------------------------------------------------------------------------------------
+
+
+def layer_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
+    """What one layer of ``kind`` keeps from its forward to its backward, without statistics. [bytes]
+
+    Full recomputation keeps the layer's input, which sequence parallelism splits.
     """
     if recipe.recompute == "full":
-        width = element_of(recipe) * model.hidden_size
-        given = Part("input of the layer", width, "e·h", always_split=False, source=f"{_TABLE_2}, last row")
-        return (_line(given, recipe, mesh, batch),)
-    return whole_layer_lines(model, kind, recipe, mesh, batch)
+        return (_given(model, recipe, mesh, batch),)
+    return cost_of(model, kind, recipe, mesh, batch).kept
 
 
 def whole_layer_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
     """The same without full recomputation: also what one layer takes while it is run again."""
+    return cost_of(model, kind, recipe, mesh, batch).kept
+
+
+def scores_bytes(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Int:
+    """Softmax output; with dropout its output and mask too. [bytes]"""
     e = element_of(recipe)
-    parts = (*_attention(model, recipe), *(_experts(model, e) if kind == "moe" else _mlp(model, e)))
-    lines = tuple(_line(part, recipe, mesh, batch) for part in parts)
-    return lines if not _keeps_scores(recipe) else (*lines, scores_line(model, recipe, mesh, batch))
+    soft = 4 if _softens_in_fp32(recipe) else e
+    each = soft + e + 1 if drops_scores(model, recipe) else soft
+    return ceil_div(each * model.num_attention_heads * batch.seq_len * batch.seq_len * batch.micro_batch_size, mesh.tp)
 
 
-def attention_lines(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
-    """What of one layer is left when its MLP's backward is done, without the scores. [bytes]"""
-    return tuple(_line(part, recipe, mesh, batch) for part in _attention(model, recipe))
+def _given(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Line:
+    split = mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp
+    n_bytes = ceil_div(element_of(recipe) * model.hidden_size * batch.micro_batch_size * batch.seq_len, split)
+    formula = f"ceil(T·(e·h)/({'C·p' if recipe.sequence_parallel else 'C'}))"
+    return Line(Kind.ACTIVATIONS, n_bytes, "input of the layer", formula, f"{_TABLE_2}, last row")
 
 
-def _keeps_scores(recipe: RecipeSpec) -> bool:
-    """Fused attention never has them; selective recomputation drops them."""
-    return recipe.attention == "eager" and recipe.recompute != "selective"
+class Layer(NamedTuple):
+    """A layer of one kind under the job's recomputation."""
+
+    kept: tuple[Line, ...]
+    """What it keeps from its forward to its backward, without statistics."""
+    statistics: tuple[Line, ...]
+    cost: Cost
 
 
-def _line(part: Part, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Line:
-    """Tokens are split by context parallelism, in both cases."""
-    split = part.always_split or recipe.sequence_parallel
-    tokens = batch.micro_batch_size * batch.seq_len
-    n_bytes = ceil_div(part.per_token * tokens, mesh.cp * mesh.tp if split else mesh.cp)
-    formula = f"ceil(T·({part.formula})/({'C·p' if split else 'C'}))"
-    return Line(Kind.ACTIVATIONS, n_bytes, part.reason, formula, part.source)
+class Layers(NamedTuple):
+    """All kinds of layers of a model on one rank."""
+
+    symbols: tuple[Symbolic, ...]
+    """What their formulas use beyond the legend of the model."""
+    kinds: dict[str, Layer]
+
+    def value(self, name: str) -> Int:
+        """The number that a symbol stands for."""
+        return next(one.value for one in self.symbols if one.name == name)
 
 
-def _attention(model: ModelSpec, recipe: RecipeSpec) -> tuple[Part, ...]:
-    hidden, query, key = (
-        model.hidden_size,
-        model.num_attention_heads * model.head_dim,
-        model.num_key_value_heads * model.head_dim,
+def layers_of(model: ModelSpec, kinds: tuple[str, ...], recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Layers:
+    """What layers of some kinds take; what they keep is that of :func:`layer_lines`."""
+    symbols = symbols_of(model, recipe, mesh, batch)
+    found: dict[str, Layer] = {}
+    for kind in kinds:
+        cost = _of_kind(model, kind, recipe, symbols)
+        kept = (_given(model, recipe, mesh, batch),) if recipe.recompute == "full" else cost.kept
+        found[kind] = Layer(kept, () if recipe.recompute == "full" else cost.statistics, cost)
+    return Layers(symbols, found)
+
+
+def cost_of(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Cost:
+    """What one layer of ``kind`` takes, run as a whole."""
+    return _of_kind(model, kind, recipe, symbols_of(model, recipe, mesh, batch))
+
+
+def _of_kind(model: ModelSpec, kind: str, recipe: RecipeSpec, symbols: tuple[Symbolic, ...]) -> Cost:
+    structure = structure_of(model, kind, recipe)
+    values: dict[str, Int] = {one.name: one.value for one in symbols}
+    values |= {"e": element_of(recipe), "h": model.hidden_size}
+    if model.moe is not None:
+        values |= {"E": model.moe.num_experts, "t": model.moe.num_experts_per_tok}
+    if model.mla is not None:
+        values |= {"u": model.mla.q_lora_rank or 0, "w": model.mla.kv_lora_rank, "o": model.mla.qk_rope_head_dim}
+    fused = recipe.megatron.gradient_accumulation_fusion and recipe.megatron.transformer_impl == "transformer_engine"
+    if not all(isinstance(value, int) for value in values.values()):
+        return _cost(structure, values, fused=fused)
+    return _cost_of(structure, tuple(values), tuple(map(int, values.values())), fused=fused)
+
+
+def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Layer:
+    """What a layer's program branches on."""
+    wide, options = recipe.precision == "fp32", recipe.megatron
+    modules = tuple(sorted(options.recompute_modules.split(","))) if recipe.recompute == "selective" else ()
+    routing = None
+    if kind == "moe":
+        routing = program.Routing(
+            options.moe_token_dispatcher_type, options.moe_grouped_gemm, options.moe_router_dtype == "fp32" and not wide,
+            shared_width(model, recipe) > 0, model.family in SIGMOIDS, options.moe_aux_loss, is_gated(model, recipe),
+            options.deterministic_mode,
+        )  # fmt: skip
+    return program.Layer(
+        recipe.attention, options.transformer_impl == "local", wide, drops_hidden(model, recipe), drops_scores(model, recipe),
+        not model.positions, norms_heads(model, recipe), "core_attn" in modules, again_too=modules, latent=_latent(model),
+        wide_softmax=_softens_in_fp32(recipe), routing=routing,
+    )  # fmt: skip
+
+
+def _latent(model: ModelSpec) -> Literal["no", "plain", "compressed"]:
+    if model.mla is None:
+        return "no"
+    return "plain" if model.mla.q_lora_rank is None else "compressed"
+
+
+def shared_width(model: ModelSpec, recipe: RecipeSpec) -> int:
+    """Width of the expert that every token visits; 0 without one."""
+    said = recipe.megatron.moe_shared_expert_intermediate_size
+    if said is not None or model.moe is None:
+        return said or 0
+    return model.moe.num_shared_experts * model.moe.moe_intermediate_size
+
+
+def _softens_in_fp32(recipe: RecipeSpec) -> bool:
+    """Whether it is torch's softmax, in fp32; Transformer Engine has its own fused one."""
+    options = recipe.megatron
+    plain = options.transformer_impl == "local" and not options.masked_softmax_fusion and recipe.attention == "eager"
+    return plain and options.attention_softmax_in_fp32 and recipe.precision != "fp32"
+
+
+def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Symbolic, ...]:
+    """What the formulas of layers use beyond the legend of the model."""
+    tokens, split = batch.micro_batch_size * batch.seq_len, recipe.sequence_parallel
+    read, own = ceil_div(tokens, mesh.cp), ceil_div(tokens, mesh.cp * mesh.tp if split else mesh.cp)
+    scores = model.num_attention_heads * batch.seq_len * batch.seq_len * batch.micro_batch_size
+    dense = (
+        Symbolic("T_n", own, "tokens of a rank between matrices"),
+        Symbolic("T_m", read, "tokens that a rank's matrices read"),
+        Symbolic("T_w", where(mesh.tp > 1, read, 0) if split else 0, "those of them that are gathered for a matrix"),
+        Symbolic("w_n", 8 if model.family in UNGATED else 4, "bytes of a norm's statistics per token"),
+        Symbolic("q_r", ceil_div(model.num_attention_heads * model.head_dim, mesh.tp), "width of a rank's queries"),
+        Symbolic("k_r", ceil_div(model.num_key_value_heads * model.head_dim, mesh.tp), "width of a rank's keys"),
+        *_widths_of_values(model, mesh),
+        Symbolic("f_r", ceil_div(model.intermediate_size, mesh.tp), "a rank's part of an MLP's width"),
+        Symbolic("a_r", ceil_div(model.num_attention_heads, mesh.tp), "a rank's heads"),
+        Symbolic("S_r", ceil_div(scores, mesh.tp), "numbers in a rank's attention scores"),
+        Symbolic("g", 2 if is_gated(model, recipe) else 1, "matrices that make an MLP's width: 2 with a gate"),
     )
-    e = element_of(recipe)
-    parts: tuple[Part, ...] = (
-        Part("inputs of both norms", 2 * e * hidden, "2·e·h", always_split=False),
-        Part("inputs of attention's and MLP's first matrices", 2 * e * hidden, "2·e·h", always_split=False),
-        Part("queries, keys and values", e * (query + 2 * key), "e·(q+k+k)", always_split=True),
-        Part("attention output, input of the output projection", e * query, "e·q", always_split=True),
-    )
-    if recipe.attention == "flash":  # its result has sequences first, which the projection reads in another order
-        own = Part("FlashAttention's own result, beside the reordered one", e * query, "e·q", always_split=True, source=_FLASH)
-        parts = (*parts, own)
-    masks = Part("masks of both dropouts", 2 * hidden, "2·h", always_split=False)
-    return (*parts, masks) if drops_hidden(model, recipe) else parts
+    return dense if model.moe is None else (*dense, *_symbols_of_experts(model, recipe, mesh, own))
 
 
-def _mlp(model: ModelSpec, e: int) -> tuple[Part, ...]:
-    width, gates = model.intermediate_size, 1 if model.family in UNGATED else 2
+def _widths_of_values(model: ModelSpec, mesh: Mesh) -> tuple[Symbolic, ...]:
+    heads, of_keys, mla = model.num_attention_heads, model.num_key_value_heads, model.mla
+    if mla is None:
+        values, context, narrow = of_keys * model.head_dim, heads * model.head_dim, 0
+    else:
+        values = context = heads * mla.v_head_dim
+        narrow = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     return (
-        Part("MLP: output of the first matrix", e * gates * width, f"e·{gates}·f", always_split=True),
-        Part("MLP: input of the second matrix", e * width, "e·f", always_split=True),
+        Symbolic("v_r", ceil_div(values, mesh.tp), "width of a rank's values"),
+        Symbolic("c_r", ceil_div(context, mesh.tp), "width of a rank's attention output"),
+        Symbolic("n_r", ceil_div(narrow, mesh.tp), "what latent attention makes of its latent, a rank's part"),
     )
 
 
-def _experts(model: ModelSpec, e: int) -> tuple[Part, ...]:
-    """Of each token's experts; the routing weights are applied inside, so that what comes back is not kept."""
-    assert model.moe is not None  # noqa: S101  asked of layers with experts only
-    top, width = model.moe.num_experts_per_tok, model.moe.moe_intermediate_size
+def _symbols_of_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, own: Int) -> tuple[Symbolic, ...]:
+    assert model.moe is not None  # noqa: S101  asked of models with experts only
+    moe, options = model.moe, recipe.megatron
+    etp, local = options.expert_tensor_parallel_size, ceil_div(moe.num_experts, mesh.ep)
+    sent = own * moe.num_experts_per_tok
+    sorted_again = (local > 1) | (etp > 1)
     return (
-        Part("router: scores in fp32", 4 * model.moe.num_experts, "4·E", always_split=False, source=_DISPATCH),
-        Part("experts: tokens that came", e * top * model.hidden_size, "e·t·h", always_split=False, source=_DISPATCH),
-        Part("experts: output of the first matrix", 2 * e * top * width, "2·e·t·m", always_split=False, source=_EXPERTS),
-        Part("experts: input of the second matrix", e * top * width, "e·t·m", always_split=False, source=_EXPERTS),
-    )
+        Symbolic("m_r", ceil_div(moe.moe_intermediate_size, etp), "a rank's part of an expert's width"),
+        Symbolic("f_s", ceil_div(shared_width(model, recipe), mesh.tp), "a rank's part of the shared expert"),
+        Symbolic("T_g", own * etp * mesh.ep, "tokens of all ranks that share the experts"),
+        Symbolic("T_a", where(etp * mesh.ep > 1, own * etp * mesh.ep, 0), "the same where these are several ranks"),
+        Symbolic("X_s", sent, "pairs of a token and an expert that a rank sends"),
+        Symbolic("X_r", sent * etp, "pairs that come to a rank when experts are visited evenly"),
+        Symbolic("X_1", where((mesh.ep > 1) | sorted_again, sent, 0), "pairs that are copied before they come"),
+        Symbolic("X_2", where(sorted_again, sent * etp, 0), "pairs that are copied once they have come"),
+        Symbolic("E_r", local, "experts of a rank"),
+        Symbolic("E_g", local if options.moe_grouped_gemm else 1, "experts whose gradients are made at once"),
+        Symbolic(
+            "w_p", 4 if options.moe_router_dtype == "fp32" else element_of(recipe), "bytes of a routing weight"
+        ),
+    )  # fmt: skip
 
 
-def scores_line(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Line:
-    """Softmax output; with dropout its output and mask too."""
-    e = element_of(recipe)
-    each, formula = (2 * e + 1, "(2·e+1)") if drops_scores(model, recipe) else (e, "e")
-    scores = each * model.num_attention_heads * batch.seq_len * batch.seq_len * batch.micro_batch_size
-    return Line(Kind.ACTIVATIONS, ceil_div(scores, mesh.tp), "attention scores", f"ceil({formula}·a·T·s/p)", _TABLE_2)
+# --- from the program to lines ----------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=128)
+def _plan(structure: program.Layer) -> _Plan:
+    """Run a layer's program."""
+    tape, given, output = program.run(structure)
+    index: dict[Store, int] = {}
+    saved = _places(index, tuple(tape.saved))
+    forward = _moments(index, tape.moments)
+    tape.release(output, given)
+    incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", output.dtype * output.shape, program.LAYER)
+    tape.run_backward(output, incoming)
+    again = [one for module in structure.again_too for one in _MADE_AGAIN.get(module, ())]
+    backward = _moments(index, _once_made_again(tape.moments, again))
+    stores = tuple(index)
+    kept = tuple([place for place in saved if not any(stores[place].reason.startswith(one.tensors) for one in again)])
+    statistics = tuple([place for place in kept if stores[place].tag == STATISTICS])
+    return _Plan(stores, tuple([place for place in kept if place not in statistics]), statistics, forward, backward)
+
+
+def _once_made_again(moments: list[Alive], again: list[_Again]) -> list[Alive]:
+    """Moments of a backward, without what is not made again yet."""
+    for one in again:
+        since = next((at for at, moment in enumerate(moments) if moment.name in one.operators), len(moments))
+        gone = [
+            moment._replace(stores=tuple([store for store in moment.stores if not store.reason.startswith(one.tensors)]))
+            for moment in moments[:since]
+        ]
+        moments = [*gone, *moments[since:]]
+    return moments
+
+
+def _places(index: dict[Store, int], stores: tuple[Store, ...]) -> Places:
+    return tuple([index.setdefault(store, len(index)) for store in stores if store.size.terms])
+
+
+def _moments(index: dict[Store, int], moments: list[Alive]) -> tuple[_Moment, ...]:
+    return tuple([_Moment(_places(index, one.stores), one.current) for one in moments])
+
+
+@lru_cache(maxsize=512)
+def _cost_of(structure: program.Layer, names: tuple[str, ...], numbers: tuple[int, ...], *, fused: bool) -> Cost:
+    return _cost(structure, dict(zip(names, numbers, strict=True)), fused=fused)
+
+
+def _cost(structure: program.Layer, values: Values, *, fused: bool) -> Cost:
+    plan, sizes = _plan(structure), _Sizes(values)
+    numbers = [sizes.number(store.size) for store in plan.stores]
+    lines = [
+        Line(store.kind, n_bytes, store.reason, store.size.text, store.source)
+        for store, n_bytes in zip(plan.stores, numbers, strict=True)
+    ]
+
+    def total(places: Places) -> Int:
+        n_bytes: Int = sum(map(numbers.__getitem__, places))
+        return n_bytes
+
+    def of(places: Places) -> tuple[Line, ...]:
+        return tuple([lines[place] for place in places if not (isinstance(numbers[place], int) and not numbers[place])])
+
+    made = [0 if fused else values["e"] * sum(map(sizes.number, one.weights)) for one in plan.backward]
+    totals = [total(one.stores) + weights for one, weights in zip(plan.backward, made, strict=True)]
+    kept = total((*plan.kept, *plan.statistics))
+    beyond = maximum(*(total(one.stores) for one in plan.forward)) - kept
+    forward = (Line(Kind.TEMPORARY, beyond, BY_THE_WAY, source=program.LAYER),)
+    return Cost(of(plan.kept), of(plan.statistics), forward, _at_highest(plan, totals, made, of))
+
+
+def _at_highest(plan: _Plan, totals: list[Int], made: list[Int], of: Callable[[Places], tuple[Line, ...]]) -> tuple[Line, ...]:
+    """Lines of the highest moment of a backward; of a column, whose moments are not one and the same, their sum."""
+    if not all(isinstance(total, int) for total in totals):
+        return (Line(Kind.ACTIVATIONS, maximum(*totals), BY_THE_WAY, source=program.LAYER),)
+    at = totals.index(max(totals))
+    moment = plan.backward[at]
+    weights = tuple([Line(Kind.TEMPORARY, made[at], _WEIGHT, _formula(moment.weights), _ADDED)] if made[at] else [])
+    return (*of(moment.stores), *weights)
+
+
+def _formula(sizes: tuple[Size, ...]) -> str:
+    return "e·(" + " + ".join(size.text for size in sizes) + ")"
+
+
+class _Sizes:
+    """What sizes come to, each worked out once."""
+
+    def __init__(self, values: Values) -> None:
+        """Take the value of every symbol."""
+        self.values, self.known = values, dict[Size, Int]()
+
+    def number(self, size: Size) -> Int:
+        """The size's value."""
+        if size not in self.known:
+            self.known[size] = size.value(self.values)
+        return self.known[size]

@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from tests.docs.generated.markdown import table
-from tests.measured import stored
+from tests.measured import megatron_golden, stored
 from tests.measured.errors import held_in
 
 if TYPE_CHECKING:
@@ -45,3 +45,27 @@ def _published() -> Iterator[tuple[str, ...]]:
         some = [row for row in torchtitan if words in row["what"]]
         errors = (f"{float(row['predicted']) / float(row['measured']) - 1:+.1%}" for row in some)
         yield (what, "GPUs running torchtitan of March 2024, which kept fp32 logits", f"{len(some)}", ", ".join(errors))
+
+
+def megatron_runs() -> str:
+    """How far engine megatron is off the peaks of Megatron-LM's own tests, by kind of model and GPU."""
+    held, _ = megatron_golden.score(megatron_golden.kept())
+    head = (
+        "model",
+        "GPU",
+        "runs:",
+        "error of the peak, median:",
+        "of its absolute value:",
+        "lowest:",
+        "highest:",
+        "of what is held:",
+    )
+    return table(
+        head, [(*row[:2], *(figure.replace("%", " %") for figure in row[2:])) for row in megatron_golden.summary(held)]
+    )
+
+
+def megatron_refused() -> str:
+    """Which of those runs are no jobs of engine megatron, and why."""
+    _, refused = megatron_golden.score(megatron_golden.kept())
+    return table(("why", "runs:"), [(reason, str(count)) for reason, count in sorted(refused.items(), key=lambda one: -one[1])])

@@ -1,0 +1,372 @@
+"""Score engine megatron on what Megatron-LM's functional tests measured: ``python -m tests.measured.megatron_golden``.
+
+Kept in ``tests/golden`` is what those tests expect of a GPU (github.com/NVIDIA/Megatron-LM at commit d98e8a64dd, 2026-08-22,
+tests/functional_tests/test_cases, ``golden_values_*.json`` beside ``model_config.yaml``): the newest run of each configuration and
+kind of GPU. ``--from FILE`` scores another such collection, ``--keep`` keeps it. Every configuration becomes a job, of which the
+last rank is asked for: it alone writes the counter (megatron/training/global_vars.py, _set_tensorboard_writer).
+
+``peak`` is torch's ``allocated_bytes.all.peak`` since the process began, ``held`` its ``allocated_bytes.all.current`` after a step,
+before gradients are set to zero (megatron/training/training.py, training_log). Both went through fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zeroplan.catalog.gpu import gpu
+from zeroplan.engines.device import workspace
+from zeroplan.errors import SpecError
+from zeroplan.estimator import estimate
+from zeroplan.ledger import Phase
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.hardware import ClusterSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
+from zeroplan.spec.recipe import MegatronOptions, RecipeSpec
+from zeroplan.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from zeroplan.estimator import Estimate
+
+GPUS = {"A100": "a100-sxm-80gb", "H100": "h100-sxm-80gb", "GB200": "gb200-186gb"}
+#: Tokens of each tokenizer, where the configuration says no ``--vocab-size``.
+_TOKENS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "GPTSentencePieceTokenizer": 32000}
+KEPT = Path(__file__).parents[1] / "golden" / "megatron_runs.jsonl"
+#: Classes whose models are decoders of one kind of layer; the others are counted by their class.
+CLASSES = {"dense-gpt": "dense", "moe": "experts", "mla": "latent attention", "mla-moe": "latent attention"}
+#: Arguments that no option says, by the words of ``features``.
+_UNSAID = (
+    "fsdp", "fp8", "fp4", "cuda_graph", "layout", "mtp",
+)  # fmt: skip
+#: The same, by the arguments' own names.
+_UNSAID_ARGUMENTS = (
+    "export-kd-cfg", "overlap-moe-expert-parallel-comm", "use-transformer-engine-op-fuser",
+)  # fmt: skip
+
+_LATENT = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
+#: Those that options say beside ``features``.
+_ARGUMENTS = (
+    *_UNSAID_ARGUMENTS, "no-create-attention-mask-in-dataloader", "no-masked-softmax-fusion", "attention-softmax-in-fp32",
+    "apply-query-key-layer-scaling", "defer-embedding-wgrad-compute", "wgrad-deferral-limit", "moe-router-dtype",
+    "moe-aux-loss-coeff", "use-precision-aware-optimizer", *_LATENT, "microbatch-group-size-per-virtual-pipeline-stage",
+)  # fmt: skip
+_FITS = 0.03
+_NOTHING: dict[str, Any] = {"features": {}, "arguments": {}, "environment": {}}
+
+Features = dict[str, Any]
+
+
+class RefusedError(Exception):
+    """A configuration that is no job of zeroplan's; its words are the reason."""
+
+
+class Run(NamedTuple):
+    """A configuration on a kind of GPU: what was asked, and what was measured. [bytes]"""
+
+    name: str
+    kind: str
+    """Class of the model."""
+    features: Features
+    arguments: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    gpu: str
+    image: str
+    dp: int | None
+    micro_batches: int | None
+    peak: int
+    held: int
+    steps: int
+    """The last step that was logged; the first has no optimizer states in its backward."""
+
+
+class Scored(NamedTuple):
+    """A run and how far the estimate is off, as shares of what was measured."""
+
+    run: Run
+    answer: Estimate
+    peak: float
+    held: float
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------------
+
+
+def kept() -> list[Run]:
+    """The runs that are kept in the repository."""
+    return [Run(**json.loads(line)) for line in KEPT.read_text(encoding="utf-8").splitlines()]
+
+
+def keep(runs: Sequence[Run]) -> None:
+    """Keep runs; of a class that is no job of zeroplan's the name alone."""
+    bare = ({**run._asdict(), **({} if run.kind in CLASSES else _NOTHING)} for run in runs)
+    KEPT.write_text("".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in bare), encoding="utf-8")
+
+
+def runs_of(path: Path) -> list[Run]:
+    """Read one run for each configuration and kind of GPU: the newest, since others are repeats on other clusters."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    newest: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in sorted(found["rows"], key=lambda row: str(row["golden_date"])):
+        newest[row["config"], row["gpu"]] = row
+    return [_run(found["configs"][name], row) for (name, _), row in sorted(newest.items())]
+
+
+def _run(config: dict[str, Any], row: dict[str, Any]) -> Run:
+    features = {**config["features"], **row.get("features_then", {})}
+    image = str(row.get("image", "")).rpartition(":")[2].removesuffix("-py3")
+    arguments = {name: value for name, value in config["args"].items() if name in _ARGUMENTS}
+    environment = {name: value for name, value in config.get("env", {}).items() if name == "CUBLAS_WORKSPACE_CONFIG"}
+    return Run(
+        row["config"], config["cls"] if config["mode"] == "pretraining" else config["mode"], features, arguments, environment,
+        row["gpu"], image, row.get("dp"), row.get("micro_batches"), row["max_last"], row["alloc_median"],
+        row["steps"][1],
+    )  # fmt: skip
+
+
+# --- a configuration as a job -----------------------------------------------------------------------------------------------
+
+
+def job_of(run: Run) -> JobSpec:
+    """Say a configuration in zeroplan's words; raises RefusedError or SpecError with the reason where that cannot be."""
+    _refuse(run)
+    said = run.features
+    assert run.dp is not None
+    assert run.micro_batches is not None
+    mesh = MeshSpec(dp_shard=run.dp, tp=said["tp"], pp=said["pp"], cp=said["cp"], ep=said["ep"])
+    batch = BatchSpec(micro_batch_size=said["mbs"], seq_len=said["seq"], grad_accum_steps=run.micro_batches)
+    cluster = ClusterSpec(gpu=gpu(GPUS[run.gpu]))
+    return JobSpec(model=_model(run), recipe=_recipe(run), cluster=cluster, mesh=mesh, batch=batch)
+
+
+def _refuse(run: Run) -> None:
+    said = run.features
+    if run.kind not in CLASSES:
+        raise RefusedError(f"a model of class {run.kind}")
+    for name in _UNSAID:
+        if said.get(name):
+            raise RefusedError(f"{name} {said[name]}" if isinstance(said[name], str) and len(said[name]) < 12 else name)
+    for name in _UNSAID_ARGUMENTS:
+        if name in run.arguments:
+            raise RefusedError(f"--{name}")
+    if run.dp is None:
+        raise RefusedError("no number of GPUs stated, and none fits what is held")
+    if run.steps < 2:
+        raise RefusedError("a single step")
+    _refuse_values(run)
+    if not said["optimizer"].startswith("adam"):
+        raise RefusedError(f"optimizer {said['optimizer']}")
+
+
+def _refuse_values(run: Run) -> None:
+    """Refuse values that options do not take."""
+    said = run.features
+    dispatcher = str(said.get("dispatcher", "alltoall")).partition(" ")[0]
+    for what, found, known in (
+        ("activation", said["act"], ("gelu", "swiglu")), ("dispatcher", dispatcher, ("alltoall", "allgather")),
+        ("router dtype", run.arguments.get("moe-router-dtype"), (None, "fp32")), ("GPU", run.gpu, tuple(GPUS)),
+    ):  # fmt: skip
+        if found not in known:
+            raise RefusedError(f"{what} {found}")
+
+
+def _model(run: Run) -> ModelSpec:
+    said, moe = run.features, _moe(run)
+    positions = said["max_positions"] if said["position"] == "learned_absolute" else 0
+    mla = _mla(run) if said.get("mla") else None
+    family = "deepseek_v3" if mla else "mixtral" if moe is not None else "gpt2" if said["act"] == "gelu" else "llama"
+    return ModelSpec(
+        family=family, hidden_size=said["hidden"], intermediate_size=said["moe_ffn"] if family == "mixtral" else said["ffn"],
+        num_hidden_layers=said["layers"], num_attention_heads=said["heads"], num_key_value_heads=said["kv_groups"],
+        head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else said["head_dim"], vocab_size=_tokens(said),
+        positions=positions or (1 if family == "gpt2" else 0), max_position_embeddings=said["max_positions"],
+        tie_word_embeddings=bool(said.get("tied")), moe=moe, mla=mla,
+    )  # fmt: skip
+
+
+def _moe(run: Run) -> MoeSpec | None:
+    """Experts; a model of latent attention without any has dense layers alone."""
+    said = run.features
+    if said.get("experts"):
+        return MoeSpec(num_experts=said["experts"], num_experts_per_tok=said["topk"], moe_intermediate_size=said["moe_ffn"])
+    if not said.get("mla"):
+        return None
+    return MoeSpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=said["ffn"], num_dense_layers=said["layers"])
+
+
+def _mla(run: Run) -> MlaSpec:
+    queries, latent, plain, turned, value = (run.arguments.get(name) for name in _LATENT)
+    return MlaSpec(
+        q_lora_rank=queries, kv_lora_rank=latent, qk_nope_head_dim=plain, qk_rope_head_dim=turned, v_head_dim=value,
+    )  # fmt: skip
+
+
+def _tokens(said: Features) -> int:
+    if said.get("vocab_size"):
+        return int(said["vocab_size"])
+    name = str(said["tokenizer"]).partition(" ")[0]
+    if name not in _TOKENS:
+        raise RefusedError(f"a vocabulary of unknown size ({name})")
+    return _TOKENS[name]
+
+
+def _recipe(run: Run) -> RecipeSpec:
+    said = run.features
+    chunks = said.get("vpp")
+    return RecipeSpec(
+        engine="megatron", zero_stage=1 if said.get("dist_opt") else 0, attention=attention_of(run),
+        precision={"bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp32": "fp32"}[said["precision"]],
+        sequence_parallel=bool(said.get("sp")) and said["tp"] > 1, recompute=said.get("recompute", "none"),
+        pipeline_schedule="interleaved-1f1b" if chunks else None, pipeline_stages_per_rank=chunks, megatron=_options(run),
+    )  # fmt: skip
+
+
+def attention_of(run: Run) -> str:
+    """As configured; else FlashAttention before Hopper (pytorch/attention/dot_product_attention/utils.py, get_attention_backend).
+
+    So does Blackwell where a job is deterministic and has dropout (common/fused_attn/fused_attn.cpp, nvte_get_fused_attn_backend).
+    The image of January 2024 had none that is deterministic.
+    """
+    asked = str(run.features.get("attention", "")).partition(" ")[0]
+    if run.features["impl"] == "local" or asked in ("unfused", "local"):
+        return "eager"
+    if asked:
+        return {"flash": "flash", "fused": "sdpa"}[asked]
+    if run.image == "24.01" and run.features.get("deterministic"):
+        return "eager"
+    on_blackwell = run.gpu == "GB200" and run.features.get("deterministic") and run.features.get("attention_dropout")
+    return "flash" if run.gpu == "A100" or on_blackwell else "sdpa"
+
+
+def _options(run: Run) -> MegatronOptions:
+    said = run.features
+    return MegatronOptions(
+        transformer_impl="local" if said["impl"] == "local" else "transformer_engine",
+        hidden_dropout=bool(said.get("hidden_dropout")), attention_dropout=bool(said.get("attention_dropout")),
+        overlap_grad_reduce=bool(said.get("overlap_grad_reduce")), overlap_param_gather=bool(said.get("overlap_param_gather")),
+        cross_entropy_fusion_impl=said.get("ce_fusion"),
+        create_attention_mask_in_dataloader="no-create-attention-mask-in-dataloader" not in run.arguments,
+        masked_softmax_fusion="no-masked-softmax-fusion" not in run.arguments,
+        attention_softmax_in_fp32="attention-softmax-in-fp32" in run.arguments or "apply-query-key-layer-scaling" in run.arguments,
+        defer_embedding_wgrad_compute="defer-embedding-wgrad-compute" in run.arguments,
+        wgrad_deferral_limit=run.arguments.get("wgrad-deferral-limit", 0),
+        recompute_modules=",".join(said.get("recompute_modules", "[core_attn]").strip("[]").split()),
+        recompute_num_layers=said.get("recompute_layers") or 1,
+        use_precision_aware_optimizer="use-precision-aware-optimizer" in run.arguments,
+        deterministic_mode=bool(said.get("deterministic")),
+        microbatch_group_size_per_virtual_pipeline_stage=run.arguments.get("microbatch-group-size-per-virtual-pipeline-stage"),
+        gradient_accumulation_fusion=not said.get("no_grad_accum_fusion"), grad_reduce_in_bf16=bool(said.get("grad_reduce_bf16")),
+        num_distributed_optimizer_instances=said.get("dist_opt_instances") or 1,
+        make_vocab_size_divisible_by=said["vocab_multiple"], swiglu=said["act"] == "swiglu", qk_layernorm=bool(said.get("qk_norm")),
+        **_of_experts(run),
+    )  # fmt: skip
+
+
+def _of_experts(run: Run) -> dict[str, Any]:
+    said = run.features
+    if not said.get("experts"):
+        return {}
+    return {
+        "expert_tensor_parallel_size": said["etp"], "moe_token_dispatcher_type": str(said["dispatcher"]).partition(" ")[0],
+        "moe_grouped_gemm": bool(said.get("grouped_gemm")), "moe_router_dtype": run.arguments.get("moe-router-dtype"),
+        "moe_shared_expert_intermediate_size": said.get("shared_expert"),
+        "moe_aux_loss": any(float(part) for part in re.findall(r"[\d.e-]+", str(run.arguments.get("moe-aux-loss-coeff", 0)))),
+    }  # fmt: skip
+
+
+# --- scoring ----------------------------------------------------------------------------------------------------------------
+
+
+def scored(run: Run) -> Scored:
+    """Hold the estimate of the last rank against a run.
+
+    Where nothing states how many GPUs there were, it is the power of two with which what is held comes within 3 %, if there is one.
+    """
+    if run.dp is None and run.kind in CLASSES:
+        for ranks in (2**power for power in range(11)):
+            found = _with_ranks(run, ranks)
+            if found is not None and abs(found.held) < _FITS:
+                return found
+    job = job_of(run)
+    answer = estimate(job, pipeline_rank=job.mesh.pp - 1) if job.mesh.pp > 1 else estimate(job)
+    more = _cublas(run)
+    held = next(moment.total_bytes for moment in answer.moments if moment.phase is Phase.STEP)
+    return Scored(run, answer, (answer.peak_bytes + more) / run.peak - 1, (held + more) / run.held - 1)
+
+
+def _with_ranks(run: Run, dp: int) -> Scored | None:
+    said = run.features
+    try:
+        return scored(run._replace(dp=dp, micro_batches=said["gbs"] // (said["mbs"] * dp)))
+    except (RefusedError, SpecError):
+        return None
+
+
+def _cublas(run: Run) -> int:
+    """What ``CUBLAS_WORKSPACE_CONFIG`` gives two handles more than torch's default. [bytes]"""
+    asked = run.environment.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+    return 2 * (32 * MIB - workspace(gpu(GPUS[run.gpu]))[0]) if asked else 0
+
+
+def score(runs: Sequence[Run]) -> tuple[list[Scored], Counter[str]]:
+    """Score every run that is a job, and count the others by reason."""
+    held, refused = list[Scored](), Counter[str]()
+    for run in runs:
+        try:
+            held.append(scored(run))
+        except (RefusedError, SpecError) as reason:
+            refused[str(reason)] += 1
+    return held, refused
+
+
+def summary(held: Sequence[Scored]) -> Iterator[tuple[str, ...]]:
+    """Rows of a table: class, GPU, runs, and of peak and held bytes the median error, of the peak lowest and highest too."""
+    groups: dict[tuple[str, str], list[Scored]] = defaultdict(list)
+    for one in held:
+        for gpu_name in ("all", one.run.gpu):
+            groups[CLASSES[one.run.kind], gpu_name].append(one)
+    for (kind, gpu_name), ones in sorted(groups.items()):
+        peaks = [one.peak for one in ones]
+        yield (
+            kind, gpu_name, str(len(ones)), f"{median(peaks):+.1%}", f"{median(map(abs, peaks)):.1%}", f"{min(peaks):+.1%}",
+            f"{max(peaks):+.1%}", f"{median(one.held for one in ones):+.1%}",
+        )  # fmt: skip
+
+
+def main() -> None:
+    """Print the table, the reasons of what was refused, and, if asked, every run."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--from", dest="file", type=Path, help="golden values and configurations, JSON; without it those kept")
+    parser.add_argument("--keep", action="store_true", help="keep what was read from there")
+    parser.add_argument("--every", action="store_true", help="print every run, the lowest first")
+    asked = parser.parse_args()
+    runs = kept() if asked.file is None else runs_of(asked.file)
+    if asked.keep:
+        keep(runs)
+    held, refused = score(runs)
+    print(f"{'class':18}{'GPU':8}{'runs':>6}{'median':>9}{'of abs.':>9}{'lowest':>9}{'highest':>9}{'held':>9}")
+    for kind, gpu_name, *figures in summary(held):
+        print(f"{kind:18}{gpu_name:8}{figures[0]:>6}" + "".join(f"{figure:>9}" for figure in figures[1:]))
+    for reason, count in refused.most_common():
+        print(f"refused {count:4}  {reason}")
+    for one in sorted(held, key=lambda one: one.peak) if asked.every else ():
+        print(_line(one))
+
+
+def _line(one: Scored) -> str:
+    run, off = one.run, one.peak * one.run.peak
+    held = f"held {one.held:+7.1%} {one.held * run.held / MIB:+6.0f} MiB"
+    what = f"{run.gpu:6}{run.image:6} {run.peak / MIB:7.0f}  {one.answer.peak.name:28} {run.name}"
+    return f"{one.peak:+7.1%} {off / MIB:+8.0f} MiB  {held}  {what}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,572 @@
+"""One layer of Megatron-Core as a program: its local modules and Transformer Engine's, attention, MLP and experts.
+
+Tokens between matrices are a rank's own (sequence parallelism splits them), those that a matrix reads are gathered for it. Both
+implementations save the same tensors where nothing else is said. Experts are visited evenly.
+"""
+
+from typing import Literal, NamedTuple
+
+from zeroplan.expr import NOTHING, Size, symbols
+from zeroplan.ledger import Role, Tag
+from zeroplan.spec.recipe import Attention
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.tags import STATISTICS
+from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value, Width
+from zeroplan.transformer.symbols import E, e, h, o, t, u, w
+
+#: Tokens of a rank between matrices, those that its matrices read, those of them that are gathered for it (0: none), and bytes of a
+#: norm's statistics per token.
+T_n, T_m, T_w, w_n = symbols("T_n T_m T_w w_n")
+#: A rank's widths: queries, keys, MLP, one expert, shared expert; its heads; numbers in its attention scores.
+q_r, k_r, f_r, m_r, f_s, a_r, S_r = symbols("q_r k_r f_r m_r f_s a_r S_r")
+#: A rank's values and attention's output; of latent attention its keys and values as they come out of their matrix.
+v_r, c_r, n_r = symbols("v_r c_r n_r")
+#: Of a gated MLP two, else one.
+(g,) = symbols("g")
+#: Experts: tokens gathered for them, pairs that come to this rank, pairs that it sends; of these those that are copied once more on
+#: their way (0: none); experts of this rank, and those whose gradients are made at once; bytes of a routing weight.
+T_g, X_r, X_s, X_1, X_2, E_r, E_g, w_p = symbols("T_g X_r X_s X_1 X_2 E_r E_g w_p")
+
+CORE = "Megatron-LM 2026-08, megatron/core"
+LAYER = f"{CORE}/transformer/transformer_layer.py, TransformerLayer.forward"
+NORM = "Transformer Engine 2026-08, pytorch/module/layernorm_linear.py, _LayerNormLinear.forward"
+COLUMN = f"{CORE}/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication"
+ROW = f"{CORE}/tensor_parallel/layers.py, RowParallelLinear.forward"
+DROPOUT = f"{CORE}/fusions/fused_bias_dropout.py, _bias_dropout_add_func"
+QUERIES = f"{CORE}/transformer/attention.py, SelfAttention.get_query_key_value_tensors"
+CHECKPOINT = f"{CORE}/transformer/attention.py, _checkpointed_attention_forward"
+UNFUSED = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, UnfusedDotProductAttention.forward"
+LATENT = f"{CORE}/transformer/multi_latent_attention.py, MLASelfAttention.get_query_key_value_tensors"
+SOFTMAX = f"{CORE}/fusions/fused_softmax.py, FusedScaleMaskSoftmax.forward_torch_softmax"
+FLASH = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, FlashAttention.forward"
+FUSED = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, FusedAttnFunc.forward"
+LAYOUT = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/utils.py, get_qkv_layout"
+MLP = f"{CORE}/transformer/mlp.py, MLP.forward"
+ROUTER = f"{CORE}/transformer/moe/moe_utils.py, topk_routing_with_score_function"
+GATING = f"{CORE}/transformer/moe/moe_utils.py, RouterGatingLinearFunction"
+PERMUTE = f"{CORE}/transformer/moe/moe_utils.py, permute"
+UNPERMUTE = f"{CORE}/transformer/moe/moe_utils.py, unpermute"
+SORT = f"{CORE}/transformer/moe/moe_utils.py, sort_chunks_by_idxs"
+ALL_TO_ALL = f"{CORE}/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher"
+ALL_GATHER = f"{CORE}/transformer/moe/token_dispatcher.py, MoEAllGatherTokenDispatcher"
+EXPERTS = f"{CORE}/transformer/moe/experts.py, TEGroupedMLP.forward"
+SEQUENTIAL = f"{CORE}/transformer/moe/experts.py, SequentialMLP.forward"
+SHARED = f"{CORE}/transformer/moe/shared_experts.py, SharedExpertMLP.forward"
+
+Dispatcher = Literal["alltoall", "allgather"]
+
+
+class Routing(NamedTuple):
+    """The structure of a layer's experts."""
+
+    dispatcher: Dispatcher
+    grouped: bool
+    """One grouped product for all experts of a rank, else one expert after the other."""
+    wide: bool
+    """Routing weights are fp32 where activations are not."""
+    shared: bool
+    """There is an expert that every token visits."""
+    sigmoid: bool
+    """Scores are sigmoids of all experts' logits, not a softmax over the chosen ones."""
+    balanced: bool
+    """An auxiliary loss keeps the scores of all experts."""
+    fused: bool
+    """Gate, activation and routing weight are one operator."""
+    deterministic: bool
+    """Outputs are put to their tokens by ``index_add_``, which keeps what it adds; ``scatter_add_`` keeps places alone."""
+
+
+class Layer(NamedTuple):
+    """The structure of one layer: with the same, the program allocates the same."""
+
+    attention: Attention
+    local: bool
+    """Megatron's own modules, not Transformer Engine's."""
+    wide: bool
+    """The compute dtype is fp32."""
+    hidden_dropout: bool
+    attention_dropout: bool
+    turned: bool
+    """Rotary positions turn queries and keys."""
+    head_norms: bool
+    again: bool
+    """Core attention is run again for its backward."""
+    again_too: tuple[str, ...] = ()
+    """What selective recomputation makes again."""
+    latent: Literal["no", "plain", "compressed"] = "no"
+    """Latent attention, whose queries are made by one matrix or by two."""
+    wide_softmax: bool = False
+    """Torch's softmax works in fp32 where activations are 16 bits wide."""
+    routing: Routing | None = None
+
+
+_INPUT = Tag(Role.BLOCK_INPUT)
+
+
+def run(structure: Layer) -> tuple[Tape, Value, Value]:
+    """Run a layer forward: the tape, what the layer is given, and what it returns."""
+    tape = Tape(wide=structure.wide, autocast=False, saving=True)
+    given = Value(tape.make(op.TENSOR, "input of attention's norm", e * T_n * h, LAYER, _INPUT), e, T_n * h)
+    return tape, given, layer(tape, given, structure)
+
+
+def layer(tape: Tape, given: Value, structure: Layer) -> Value:
+    """``TransformerLayer.forward``: attention and MLP, each behind a norm, before dropout and the residual stream."""
+    normal = _norm(tape, given, "attention's norm")
+    attended = _attention(tape, normal, structure)
+    tape.release(normal)
+    middle = _added(tape, attended, given, "input of the MLP's norm", structure)
+    tape.release(attended)
+    normal = _norm(tape, middle, "the MLP's norm")
+    branch = _mlp(tape, normal, f_r, "MLP") if structure.routing is None else _experts(tape, normal, structure.routing)
+    tape.release(normal)
+    made = _added(tape, branch, middle, "output of the layer", structure)
+    tape.release(branch, middle)
+    return made
+
+
+# --- matrices and norms -----------------------------------------------------------------------------------------------------
+
+
+def _norm(tape: Tape, value: Value, name: str, *, shape: Size = T_n * h, rows: Size = T_n) -> Value:
+    """A norm in one operator; its output is what the matrix behind it reads, and keeps for its weight."""
+    made = op.tensor(tape, f"output of {name}", e, shape, NORM)
+    kept = tape.make(op.TENSOR, f"statistics of {name}, fp32", w_n * rows, NORM, STATISTICS)
+    tape.add(name, (made,), (value.store, kept), op.makes(f"gradient through {name}", NORM, value), of=None)
+    tape.drop(kept)
+    return made
+
+
+def _column(tape: Tape, value: Value, width: Size, name: str, *, reads: Size = h) -> Value:
+    """A column-parallel matrix: sequence parallelism gathers its input, forward, and again for the weight's gradient."""
+    gathered = tape.make(op.TEMPORARY, f"gathered input of {name}", e * T_w * reads, COLUMN)
+    made = op.tensor(tape, f"output of {name}", e, T_m * width, COLUMN)
+    tape.drop(gathered)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary(f"gathered input of {name}", e * T_w * reads, COLUMN)
+        tape.temporary(f"gradient of the gathered input of {name}", e * T_w * reads, COLUMN)
+        arriving = [(value, op.gradient(tape, value, f"gradient of the input of {name}", COLUMN))]
+        tape.weight_gradient(reads * width)
+        return arriving
+
+    tape.add(name, (made,), (value.store,), backward, of=None)
+    return made
+
+
+def _duplicated(tape: Tape, value: Value, width: Size, name: str) -> Value:
+    """A matrix that every rank has whole, over its own tokens."""
+    made = op.tensor(tape, f"output of {name}", e, T_n * width, LATENT)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        arriving = [(value, op.gradient(tape, value, f"gradient of the input of {name}", LATENT))]
+        tape.weight_gradient(h * width)
+        return arriving
+
+    tape.add(name, (made,), (value.store,), backward, of=None)
+    return made
+
+
+def _row(tape: Tape, value: Value, width: Size, name: str) -> Value:
+    """A row-parallel matrix: ranks' sums are added up, and with sequence parallelism each gets its tokens of them."""
+    whole = tape.make(op.TEMPORARY, f"output of {name} before ranks add it up", e * T_w * h, ROW)
+    made = op.tensor(tape, f"output of {name}", e, T_n * h, ROW)
+    tape.drop(whole)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary(f"gathered gradient of the output of {name}", e * T_w * h, ROW)
+        arriving = [(value, op.gradient(tape, value, f"gradient of the input of {name}", ROW))]
+        tape.weight_gradient(width * h)
+        return arriving
+
+    tape.add(name, (made,), (value.store,), backward, of=None)
+    return made
+
+
+def _added(tape: Tape, branch: Value, residual: Value, reason: str, structure: Layer) -> Value:
+    """Bias, dropout and the residual addition, one operator."""
+    made = op.tensor(tape, reason, e, T_n * h, DROPOUT)
+    mask = (
+        (tape.make(op.TENSOR, f"mask of the dropout before the {reason}", T_n * h, DROPOUT),)
+        if structure.hidden_dropout
+        else ()
+    )
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        if not mask:
+            return [op.through(residual, taken[0]), op.through(branch, taken[0])]
+        return [op.through(residual, taken[0]), (branch, op.gradient(tape, branch, "gradient through dropout", DROPOUT))]
+
+    tape.add("dropout and residual addition", (made,), mask, backward, of=None)
+    tape.drop(*mask)
+    return made
+
+
+# --- attention --------------------------------------------------------------------------------------------------------------
+
+
+def _attention(tape: Tape, normal: Value, structure: Layer) -> Value:
+    joint = _joint(tape, normal, structure)
+    context = _run_again(tape, joint, structure) if structure.again else _core(tape, joint, structure)
+    tape.release(joint)
+    made = _row(tape, context, c_r, "the output projection")
+    context.store.reason = "attention output, input of the output projection"
+    tape.release(context)
+    return made
+
+
+def _joint(tape: Tape, normal: Value, structure: Layer) -> Value:
+    """Queries, keys and values as core attention takes them."""
+    if structure.latent != "no":
+        return _latent(tape, normal, compressed=structure.latent == "compressed")
+    joint = _column(tape, normal, q_r + k_r + v_r, "the matrix of queries, keys and values")
+    joint.store.reason = "queries, keys and values"
+    return _heads(tape, joint, structure)
+
+
+def _latent(tape: Tape, normal: Value, *, compressed: bool) -> Value:
+    """Queries, and keys with values, from latents of their own: each is normalised, made wide, and joined with rotary parts."""
+    query = _queries(tape, normal) if compressed else _column(tape, normal, q_r, "the matrix of queries")
+    both = _duplicated(tape, normal, w + o, "the matrix of the latent")
+    latent = op.tensor(tape, "latent of keys and values", e, T_n * w, LATENT)
+    tape.add("latent, apart", (latent,), (), op.makes("gradient of the latent and rotary keys", LATENT, both), of=(both,))
+    tape.release(both)
+    ready = _norm(tape, latent, "the latent's norm", shape=T_n * w)
+    tape.release(latent)
+    wide = _column(tape, ready, n_r, "the matrix of keys and values", reads=w)
+    tape.release(ready)
+    made = op.tensor(tape, "queries, keys and values", e, T_m * (q_r + k_r + v_r), LATENT)
+    backward = op.makes("gradient of queries, or of keys and values", LATENT, query, wide)
+    tape.add("queries, keys and values, joined", (made,), (), backward, of=(query, wide))
+    tape.release(query, wide)
+    return made
+
+
+def _queries(tape: Tape, normal: Value) -> Value:
+    narrow = _duplicated(tape, normal, u, "the matrix of compressed queries")
+    ready = _norm(tape, narrow, "the compressed queries' norm", shape=T_n * u)
+    tape.release(narrow)
+    made = _column(tape, ready, q_r, "the matrix of queries", reads=u)
+    tape.release(ready)
+    return made
+
+
+def _heads(tape: Tape, joint: Value, structure: Layer) -> Value:
+    """Queries, keys and values as the kernel takes them: copies where positions, norms or the kernel's layout ask for them."""
+    if structure.head_norms:
+        joint = _normal_heads(tape, joint)
+    if not (structure.turned or structure.attention == "flash"):
+        return joint
+    made = op.tensor(tape, "queries, keys and values", e, joint.shape, LAYOUT)
+    tape.add("layout of queries, keys and values", (made,), (), op.makes("their gradient, joined", LAYOUT, joint), of=(joint,))
+    tape.release(joint)
+    return made
+
+
+def _normal_heads(tape: Tape, joint: Value) -> Value:
+    """Norms over each head of queries and keys, which keep copies of what they read."""
+    made = op.tensor(tape, "queries, keys and values", e, joint.shape, QUERIES)
+    read = tape.make(op.TENSOR, "queries and keys before their norms", e * T_m * (q_r + k_r), QUERIES)
+    kept = tape.make(op.TENSOR, "statistics of the heads' norms, fp32", 2 * w_n * T_m * a_r, QUERIES, STATISTICS)
+    backward = op.makes("gradient through the heads' norms", QUERIES, joint)
+    tape.add("norms of queries and keys", (made,), (read, kept), backward, of=None)
+    tape.drop(read, kept)
+    tape.release(joint)
+    return made
+
+
+def _core(tape: Tape, joint: Value, structure: Layer) -> Value:
+    return _written_out(tape, joint, structure) if structure.attention == "eager" else _kernel(tape, joint, structure.attention)
+
+
+def _kernel(tape: Tape, joint: Value, attention: Attention) -> Value:
+    """Attention by cuDNN, or FlashAttention, whose result has sequences first and is copied for the projection."""
+    source = FLASH if attention == "flash" else FUSED
+    made = op.tensor(tape, "attention output", e, T_m * c_r, source)
+    kept = tape.make(op.TENSOR, "sums of exponentials, fp32", 4 * T_m * a_r, source, STATISTICS)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("gradient of the queries, added up in fp32", 4 * T_m * q_r, source)
+        return [(joint, op.gradient(tape, joint, "gradient of queries, keys and values", source))]
+
+    tape.add("attention", (made,), (joint.store, made.store, kept), backward, of=(joint,))
+    tape.drop(kept)
+    if attention != "flash":
+        return made
+    made.store.reason = "FlashAttention's own result, beside the reordered one"
+    ordered = op.tensor(tape, "attention output", e, T_m * c_r, source)
+    tape.add("order of the output", (ordered,), (), op.makes("gradient in the kernel's order", source, made), of=(made,))
+    tape.release(made)
+    return ordered
+
+
+def _written_out(tape: Tape, joint: Value, structure: Layer) -> Value:
+    """Scores, softmax, dropout and their product with the values, each a tensor."""
+    site = Site("queries and keys, and values", UNFUSED)
+    pairs, values = op.chunk(tape, joint, (T_m * (q_r + k_r), T_m * v_r), site)
+    soft = _softmax(tape, pairs, structure)
+    dropped = _dropped(tape, soft) if structure.attention_dropout else soft
+    raw = op.tensor(tape, "attention output, heads first", e, T_m * c_r, UNFUSED)
+    backward = op.makes("gradient of a factor of the context", UNFUSED, values, dropped)
+    tape.add("context", (raw,), (dropped.store, values.store), backward, of=(dropped, values))
+    tape.release(pairs, values, dropped)
+    made = op.tensor(tape, "attention output", e, T_m * c_r, UNFUSED)
+    tape.add("order of the context", (made,), (), op.makes("gradient of the context, heads first", UNFUSED, raw), of=(raw,))
+    tape.release(raw)
+    return made
+
+
+def _softmax(tape: Tape, pairs: Value, structure: Layer) -> Value:
+    """Transformer Engine gives the product of queries and keys a tensor of its own to add to; Megatron a buffer that it keeps."""
+    buffer = tape.make(op.TEMPORARY, "what scores are added to", NOTHING if structure.local else e * S_r, UNFUSED)
+    raw = op.tensor(tape, "scores", e, S_r, UNFUSED)
+    tape.drop(buffer)
+    backward = op.makes("gradient of queries and keys", UNFUSED, pairs)
+    tape.add("scores", (raw,), (pairs.store,), backward, of=(pairs,))
+    dtype: Width = 4 if structure.wide_softmax else e
+    read = op.cast(tape, raw, dtype, Site("scores", SOFTMAX))
+    tape.release(raw)
+    soft = op.tensor(tape, "attention scores", dtype, S_r, SOFTMAX)
+    tape.add("softmax", (soft,), (soft.store,), op.makes("gradient of the scores", SOFTMAX, read), of=(read,))
+    tape.release(read)
+    if not structure.wide_softmax:
+        return soft
+    narrow = op.cast(tape, soft, e, Site("attention scores", SOFTMAX))
+    tape.release(soft)
+    return narrow
+
+
+def _dropped(tape: Tape, soft: Value) -> Value:
+    made = op.tensor(tape, "attention scores after dropout", e, S_r, UNFUSED)
+    mask = tape.make(op.TENSOR, "mask of the attention scores", S_r, UNFUSED)
+    tape.add("dropout of scores", (made,), (mask,), op.makes("gradient through the scores' dropout", UNFUSED, soft), of=(soft,))
+    tape.drop(mask)
+    tape.release(soft)
+    return made
+
+
+def _run_again(tape: Tape, joint: Value, structure: Layer) -> Value:
+    """Core attention in a checkpoint of its own, which keeps queries, keys and values."""
+    kept, passing = _of_core(structure)
+    forward = tape.make(op.TEMPORARY, "core attention, by the way", kept + passing, CHECKPOINT)
+    made = op.tensor(tape, "attention output", e, T_m * c_r, CHECKPOINT)
+    tape.drop(forward)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("what core attention keeps, made again", kept + e * T_m * c_r, CHECKPOINT)
+        tape.temporary("gradients within core attention", passing, CHECKPOINT)
+        return [(joint, op.gradient(tape, joint, "gradient of queries, keys and values", CHECKPOINT))]
+
+    tape.add("core attention, run again", (made,), (joint.store,), backward, of=(joint,))
+    return made
+
+
+def _of_core(structure: Layer) -> tuple[Size, Size]:
+    """What core attention keeps beside its input and output, and what passes by at its highest."""
+    if structure.attention != "eager":
+        return (e * T_m * c_r if structure.attention == "flash" else NOTHING) + 4 * T_m * a_r, 4 * T_m * q_r
+    soft = 4 if structure.wide_softmax else e
+    return ((soft + e + 1) * S_r if structure.attention_dropout else soft * S_r), soft * S_r
+
+
+# --- MLP and experts --------------------------------------------------------------------------------------------------------
+
+
+def _mlp(tape: Tape, normal: Value, width: Size, name: str) -> Value:
+    wide = _column(tape, normal, g * width, f"{name}: the first matrix")
+    wide.store.reason = f"{name}: output of the first matrix"
+    active = op.tensor(tape, f"{name}: input of the second matrix", e, T_m * width, MLP)
+    backward = op.makes(f"{name}: gradient of the first matrix's output", MLP, wide)
+    tape.add(f"{name}: activation", (active,), (wide.store,), backward, of=(wide,))
+    tape.release(wide)
+    made = _row(tape, active, width, f"{name}: the second matrix")
+    tape.release(active)
+    return made
+
+
+def _experts(tape: Tape, normal: Value, routing: Routing) -> Value:
+    """``MoELayer.forward``: shared expert, router, dispatch, experts, and the way back."""
+    shared = _mlp(tape, normal, f_s, "shared expert") if routing.shared else None
+    weights = _routed(tape, normal, routing)
+    tokens, chosen = (_gathered if routing.dispatcher == "allgather" else _sent)(tape, normal, weights)
+    tape.release(weights)
+    outputs = _grouped(tape, tokens, chosen, routing)
+    tape.release(tokens, chosen)
+    made = (_scattered if routing.dispatcher == "allgather" else _returned)(tape, outputs, routing)
+    tape.release(outputs)
+    if shared is None:
+        return made
+    both = op.add(tape, made, shared, "experts: sum with the shared expert", Site("sum with the shared expert", SHARED))
+    tape.release(made, shared)
+    return both
+
+
+def _routed(tape: Tape, normal: Value, routing: Routing) -> Value:
+    """Routing weights of all experts, zero for those that were not chosen; a dispatcher by all-to-all keeps them, and the map."""
+    logits = tape.make(op.TEMPORARY, "router: logits", w_p * T_n * E, GATING)
+    scores = 4 * T_n * E + 8 * E + 4 if routing.balanced else NOTHING
+    balance = tape.make(op.TENSOR, "router: scores of the auxiliary loss, fp32, and tokens of each expert", scores, ROUTER)
+    rows = 8 * T_n if routing.deterministic else NOTHING
+    chosen = tape.make(op.TENSOR, "router: choices and their scores", 12 * T_n * t + rows, ROUTER)
+    sigmoids = tape.make(op.TENSOR, "router: sigmoids, fp32", 4 * T_n * E if routing.sigmoid else NOTHING, ROUTER)
+    chart = tape.make(op.TENSOR, "router: map of choices", T_n * E, ROUTER)
+    made = op.tensor(tape, "router: weights", w_p, T_n * E, ROUTER)
+    tape.drop(logits)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary(
+            "router: input and its gradient in the weights' dtype", 2 * w_p * T_n * h if routing.wide else NOTHING, GATING
+        )
+        return [(normal, op.gradient(tape, normal, "gradient through the router", GATING))]
+
+    named = (made.store, chart) if routing.dispatcher == "alltoall" else ()
+    tape.add("router", (made,), (normal.store, balance, chosen, sigmoids, *named), backward, of=None)
+    tape.drop(balance, chosen, sigmoids, chart)
+    return made
+
+
+Dispatched = tuple[Value, Value]
+"""Tokens by expert, and the routing weight of each."""
+
+
+def _gathered(tape: Tape, normal: Value, weights: Value) -> Dispatched:
+    """All ranks' tokens in the buffer that Megatron keeps, of which a rank picks those of its experts."""
+    maps = tape.make(op.TENSOR, "experts: maps and weights of all ranks", T_g * E + w_p * T_g * E, ALL_GATHER)
+    own = tape.make(op.TENSOR, "experts: map and weights of this rank's", (2 + w_p) * T_g * E_r, ALL_GATHER)
+    sorting = tape.make(op.TEMPORARY, "experts: choices, sorted", 16 * T_g * E_r, PERMUTE)
+    order = tape.make(op.TENSOR, "experts: order of tokens", 8 * X_r, PERMUTE)
+    tokens = op.tensor(tape, "experts: tokens that came", e, X_r * h, PERMUTE)
+    tape.drop(sorting, maps)
+    chosen = op.tensor(tape, "experts: weight of each token", w_p, X_r, ALL_GATHER)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("gradient of all ranks' tokens", e * T_g * h, ALL_GATHER)
+        return [
+            (normal, op.gradient(tape, normal, "gradient of this rank's tokens", ALL_GATHER)),
+            (weights, op.gradient(tape, weights, "gradient of the routing weights", ALL_GATHER)),
+        ]
+
+    tape.add("dispatch", (tokens, chosen), (own, order), backward, of=(normal, weights))
+    tape.drop(own, order)
+    return tokens, chosen
+
+
+def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
+    """Tokens sorted by expert, sent to its rank, gathered over expert tensor ranks and sorted by local expert."""
+    order = tape.make(op.TENSOR, "experts: order of tokens", 8 * X_s, PERMUTE)
+    every = tape.make(op.TENSOR, "experts: all pairs sorted, of which an index is a view", 8 * T_n * E, PERMUTE)
+    sorting = tape.make(op.TEMPORARY, "experts: choices, sorted", 8 * T_n * E, PERMUTE)
+    sorted_ = tape.make(op.TEMPORARY, "experts: tokens to send", e * X_1 * h, PERMUTE)
+    tape.drop(sorting)
+    came = tape.make(op.TEMPORARY, "experts: tokens as they came", e * X_2 * h, ALL_TO_ALL)
+    tokens = op.tensor(tape, "experts: tokens that came", e, X_r * h, SORT)
+    tape.drop(sorted_, came)
+    chosen = op.tensor(tape, "experts: weight of each token", w_p, X_r, ALL_TO_ALL)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("gradient of the tokens on their way back", e * (X_1 + X_2) * h, ALL_TO_ALL)
+        return [
+            (normal, op.gradient(tape, normal, "gradient of this rank's tokens", PERMUTE)),
+            (weights, op.gradient(tape, weights, "gradient of the routing weights", PERMUTE)),
+        ]
+
+    tape.add("dispatch", (tokens, chosen), (order, every), backward, of=(normal, weights))
+    tape.drop(order, every)
+    return tokens, chosen
+
+
+def _grouped(tape: Tape, tokens: Value, chosen: Value, routing: Routing) -> Value:
+    """Experts' MLPs: the routing weight is applied between their matrices."""
+    source = EXPERTS if routing.grouped else SEQUENTIAL
+    wide = _product(tape, tokens, g * m_r, h, "experts: the first matrix", source)
+    wide.store.reason = "experts: output of the first matrix"
+    active = (_weighted_at_once if routing.fused else _weighted)(tape, wide, chosen, routing, source)
+    active.store.reason = "experts: input of the second matrix"
+    tape.release(wide)
+    made = _product(tape, active, h, m_r, "experts: the second matrix", source)
+    tape.release(active)
+    if routing.grouped:
+        return made
+    joined = op.tensor(tape, "experts: outputs, joined", e, X_r * h, SEQUENTIAL)
+    tape.add("experts: outputs", (joined,), (), op.passes(made), of=(made,))
+    tape.release(made)
+    return joined
+
+
+def _product(tape: Tape, value: Value, width: Size, reads: Size, name: str, source: str) -> Value:
+    made = op.tensor(tape, f"output of {name}", e, X_r * width, source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        arriving = [(value, op.gradient(tape, value, f"gradient of the input of {name}", source))]
+        tape.weight_gradient(E_g * reads * width)
+        return arriving
+
+    tape.add(name, (made,), (value.store,), backward, of=None)
+    return made
+
+
+def _weighted_at_once(tape: Tape, wide: Value, chosen: Value, _routing: Routing, source: str) -> Value:
+    made = op.tensor(tape, "experts: gated, times routing weights", e, X_r * m_r, source)
+    backward = op.makes("experts: gradient of the first matrix's output, or of the weights", source, wide, chosen)
+    tape.add("experts: activation", (made,), (wide.store, chosen.store), backward, of=(wide, chosen))
+    return made
+
+
+def _weighted(tape: Tape, wide: Value, chosen: Value, routing: Routing, source: str) -> Value:
+    """Activation, its product with the routing weights in their dtype, and a cast back where that is wider."""
+    active = op.tensor(tape, "experts: output of the activation", e, X_r * m_r, source)
+    backward = op.makes("experts: gradient of the first matrix's output", source, wide)
+    tape.add("experts: activation", (active,), (wide.store,), backward, of=(wide,))
+    dtype: Width = 4 if routing.wide else e
+    product = op.tensor(tape, "experts: product with routing weights", dtype, X_r * m_r, source)
+
+    def weighed(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("experts: product of gradient and output", dtype * X_r * m_r, source)
+        tape.temporary("experts: gradient before its cast", 4 * X_r * m_r if routing.wide else NOTHING, source)
+        gradient = op.gradient(tape, active, "experts: gradient of the activation's output", source)
+        return [(active, gradient), (chosen, op.gradient(tape, chosen, "gradient of the routing weights", source))]
+
+    tape.add("experts: routing weights", (product,), (active.store, chosen.store), weighed, of=(active, chosen))
+    tape.release(active)
+    if not routing.wide:
+        return product
+    made = op.cast(tape, product, e, Site("experts: weighted output", source))
+    tape.release(product)
+    return made
+
+
+def _scattered(tape: Tape, outputs: Value, routing: Routing) -> Value:
+    """Outputs at the places of all ranks' tokens, which ranks add up, in the routing weights' dtype."""
+    whole = tape.make(op.TEMPORARY, "experts: outputs at their places", e * T_g * h, UNPERMUTE)
+    cast = tape.make(
+        op.TEMPORARY, "experts: the same in the weights' dtype", w_p * T_g * h if routing.wide else NOTHING, ALL_GATHER
+    )
+    made = op.tensor(tape, "experts: output", e, T_n * h, ALL_GATHER)
+    tape.drop(whole, cast)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("gradient of all ranks' outputs", (w_p * T_g * h if routing.wide else NOTHING) + e * T_g * h, ALL_GATHER)
+        return [(outputs, op.gradient(tape, outputs, "gradient of the experts' outputs", UNPERMUTE))]
+
+    tape.add("combination", (made,), (outputs.store,) if routing.deterministic else (), backward, of=(outputs,))
+    return made
+
+
+def _returned(tape: Tape, outputs: Value, routing: Routing) -> Value:
+    """Outputs sorted by rank, added up over expert tensor ranks, sent back, and put to their tokens."""
+    ordered = tape.make(op.TEMPORARY, "experts: outputs, sorted by rank", e * X_2 * h, SORT)
+    cast = tape.make(
+        op.TEMPORARY, "experts: the same in the weights' dtype", w_p * X_2 * h if routing.wide else NOTHING, ALL_TO_ALL
+    )
+    tape.drop(cast)
+    back = tape.make(op.TEMPORARY, "experts: outputs that came back", e * X_1 * h, ALL_TO_ALL)
+    tape.drop(ordered)
+    made = op.tensor(tape, "experts: output", e, T_n * h, UNPERMUTE)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("gradient of the outputs on their way", e * (X_1 + X_2) * h, ALL_TO_ALL)
+        return [(outputs, op.gradient(tape, outputs, "gradient of the experts' outputs", SORT))]
+
+    tape.add("combination", (made,), (back,) if routing.deterministic else (), backward, of=(outputs,))
+    tape.drop(back)
+    return made
