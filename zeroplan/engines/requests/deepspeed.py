@@ -54,6 +54,13 @@ class Step(ModelPass):
             for each in self.whole.placed if line.n_bytes else ():
                 self.log.request("abandoned", self.element * numel(each), line.kind, line.reason)
 
+    def lay_flat(self) -> None:
+        """All weights that are trained become one, padded for the ranks."""
+        self.abandoned()
+        self.request_parameters(self.element, trained=False)
+        n_bytes = self.element * self.ranks * self.partition
+        self.log.request("weights", n_bytes, Kind.PARAMETERS, "all weights that are trained, flat and padded")
+
     def before_forward(self) -> None:
         """No gradient has come yet."""
         self.waiting = {block: list(placed) for block, placed in self.of_block.items()}
@@ -130,11 +137,7 @@ class AddedInFp32(Step):
     def begin(self) -> Update:
         """All weights flat, this rank's share of them in fp32, and gradients of all in fp32."""
         log, share = self.log, self.partition
-        self.abandoned()
-        self.request_parameters(self.element, trained=False)
-        log.request(
-            "weights", self.element * self.ranks * share, Kind.PARAMETERS, "all weights that are trained, flat and padded"
-        )
+        self.lay_flat()
         log.request("master", _FP32 * share, Kind.OPTIMIZER_STATE, "weights of this rank's share in fp32")
         log.request("sums", _FP32 * self.ranks * share, Kind.GRADIENTS, "all gradients in fp32, flat and padded")
         return Update(self.recipe.optimizer, self.impl, _FP32)
@@ -177,11 +180,7 @@ class Partitioned(Step):
     def begin(self) -> Update:
         """All weights flat, and this rank's share of them in fp32."""
         log, share = self.log, self.partition
-        self.abandoned()
-        self.request_parameters(self.element, trained=False)
-        log.request(
-            "weights", self.element * self.ranks * share, Kind.PARAMETERS, "all weights that are trained, flat and padded"
-        )
+        self.lay_flat()
         if self.offloads:
             n_bytes = self.element * largest_parameter(self.whole)
             log.request("way back", n_bytes, Kind.REDUCE, "buffer through which gradients summed on the host come back")
@@ -342,12 +341,6 @@ def requests(job: JobSpec, steps: int) -> Log:
     log.begin(-1, Phase.INIT)
     one = _kind(job)(job, log)
     update = one.begin()
-    for step in range(steps):
-        one.step = step
-        for micro in range(job.batch.grad_accum_steps):
-            one.last = micro + 1 == job.batch.grad_accum_steps
-            one.forward()
-            one.backward()
-        log.begin(step, Phase.STEP)
+    for _ in one.micro_batches(steps):
         one.update(update)
     return log

@@ -395,13 +395,7 @@ def requests(job: JobSpec, steps: int) -> Log:
     one, update = Step(job, plan, batch, log), Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
     tensors = one.begin()
     update.begin(log, tensors)
-    for step in range(steps):
-        one.step = step
-        for micro in range(job.batch.grad_accum_steps):
-            one.last = micro + 1 == job.batch.grad_accum_steps
-            one.forward()
-            one.backward()
-        log.begin(step, Phase.STEP)
+    for _ in one.micro_batches(steps):
         update.step(log, tensors)
         log.release("ids", *(("shard", group.key) for unit in one.every_unit for group in unit.groups))
     return log

@@ -1,6 +1,6 @@
 """A model's forward and backward, request by request, around which an engine does what it does."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 
 from zeroplan.engines.block_runs import recompute_of
 from zeroplan.engines.outside import outside
@@ -41,7 +41,7 @@ class ModelPass:
 
         Ranks that split a model run it as ``compute`` says, over the parameters of ``tree``, and ``head`` is outside their blocks.
         """
-        self.log, self.recipe = log, recipe
+        self.log, self.recipe, self.per_step = log, recipe, batch.grad_accum_steps
         self._stretches: dict[tuple[int, bool], tuple[Stretch | Instruction, ...]] = {}
         self.blocks: tuple[Sized, ...] = ()
         self.is_adapted, self.quantize = model.adapter is not None, "none" if model.adapter is None else model.adapter.quantize
@@ -104,6 +104,17 @@ class ModelPass:
         from zeroplan.engines.quantised import scales_of_each  # noqa: PLC0415  others need not wait for it
 
         self._lines("scales", scales_of_each(parameters, self.quantize))
+
+    def micro_batches(self, steps: int) -> Iterator[None]:
+        """Run the micro-batches of each step; at every ``yield`` the optimizer's step has begun, which is the engine's."""
+        for step in range(steps):
+            self.step = step
+            for micro in range(self.per_step):
+                self.last = micro + 1 == self.per_step
+                self.forward()
+                self.backward()
+            self.log.begin(step, Phase.STEP)
+            yield
 
     # --- what an engine does ------------------------------------------------------------------------------------------------
 
