@@ -38,7 +38,8 @@ def requests_of(job: JobSpec, steps: int | None = None) -> Log:
     """
     if reason := not_written(job):
         raise SpecError(f"the requests of {reason} cannot be written out yet; leave --replay, --trace and --snapshot out")
-    engine = cast("_Engine", import_module(f"zeroplan.engines.requests.{job.recipe.engine}"))
+    name = job.recipe.engine if (job.recipe.engine, job.recipe.zero_stage) != ("deepspeed", 3) else "deepspeed_stage3"
+    engine = cast("_Engine", import_module(f"zeroplan.engines.requests.{name}"))
     return engine.requests(job, STEPS[job.recipe.engine] if steps is None else steps)
 
 
@@ -54,7 +55,7 @@ def not_written(job: JobSpec) -> str:
             ),
         ),
         "ddp": (),
-        "deepspeed": ((recipe.zero_stage == 3, "DeepSpeed stage 3"),),
+        "deepspeed": _of_stage_3(job) if recipe.zero_stage == 3 else (),
     }.get(recipe.engine, ((True, f"engine {recipe.engine!r}"),))
     for is_so, what in (
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
@@ -78,6 +79,16 @@ def not_written(job: JobSpec) -> str:
         if is_so:
             return what
     return ""
+
+
+def _of_stage_3(job: JobSpec) -> tuple[tuple[bool, str], ...]:
+    options = job.recipe.deepspeed
+    return (
+        ("nvme" in (options.offload_optimizer, options.offload_param), "DeepSpeed's offload to NVMe"),
+        (options.zero_quantized_weights, "DeepSpeed's quantized weights (qwZ)"),
+        (options.zero_quantized_gradients, "DeepSpeed's quantized gradients (qgZ)"),
+        (job.model.family == "qwen3_next", "DeepSpeed stage 3 with linear attention"),
+    )
 
 
 def _has_tied_head(model: ModelSpec) -> bool:

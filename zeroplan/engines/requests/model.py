@@ -25,11 +25,14 @@ from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomput
 
 ENDING = -2
 """The layer number of what follows the blocks."""
+_OF_MODULES = frozenset({Do.ENTER, Do.LEAVE, Do.RETURN, Do.DONE})
 
 
 class ModelPass:
     """One micro-batch on its way through the model and back. An engine overrides what happens between the blocks."""
 
+    marks_modules = False
+    """Whether the engine does something where a module with weights begins or ends (:meth:`at_module`)."""
     holds_batch = True
     """Whether the engine has the token ids until the backward is over; else they go with the embedding's backward."""
 
@@ -62,7 +65,7 @@ class ModelPass:
         else:
             self.head = head or outside(model, recipe, batch)
             self.blocks = tuple(self._sized(model, run, batch) for run in tree.runs)
-            self.ending = ending_requests(model, compute, batch, recipe.loss)
+            self.ending = ending_requests(model, compute, batch, recipe.loss, marking=self.marks_modules)
         self.flow: Hashable = None
         """The key of the gradient that flows."""
         self.arriving: list[Hashable] = []
@@ -75,7 +78,7 @@ class ModelPass:
         compute = self.compute
         if run.plain:
             compute = compute._replace(recompute="none")
-        return block_requests(model, run.kind, compute, batch, recompute_of(run, compute))
+        return block_requests(model, run.kind, compute, batch, recompute_of(run, compute), marking=self.marks_modules)
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -160,6 +163,9 @@ class ModelPass:
 
     def after_backward(self) -> None:
         """The backward is over."""
+
+    def at_module(self, do: Do, place: int) -> None:
+        """A module with weights begins or ends, forward or backward; ``place`` is its own in the block's program."""
 
     def arrived(self, gradients: list[Hashable]) -> None:
         """These gradients have come to their weights, which are theirs from now on."""
@@ -251,6 +257,8 @@ class ModelPass:
         elif do is Do.ARRIVE:
             self.arrived(self.arriving)
             self.arriving = []
+        elif do in _OF_MODULES:
+            self.at_module(do, place)
         elif do is Do.CAST:
             self._cast(layer, place, size, forward=forward)
         elif self.casts.get((layer, place)):
@@ -340,7 +348,7 @@ class ModelPass:
 
     def embedding_gradients(self) -> None:
         """The embedding's own backward, to which the gradient that flows comes; that of tokens is the last of several tables."""
-        for parameter in reversed(self.tree.embeddings):
+        for parameter in reversed(self._below_blocks):
             self.arrived(self.arriving)
             self.arriving = []
             if not parameter.frozen:
@@ -348,6 +356,15 @@ class ModelPass:
         self.log.release(self.flow)
         if not self.holds_batch:
             self.log.release("batch")
+
+    @property
+    def _below_blocks(self) -> tuple[Parameter, ...]:
+        """Parameters that run before the blocks: OPT registers its final norm among them, as the last."""
+        embeddings, after = self.tree.embeddings, {one.name.rpartition(".")[0] for one in self.tree.tail}
+        if len(after) > int(self.tree.tied_head is None):
+            return embeddings
+        norm = embeddings[-1].name.rpartition(".")[0]
+        return tuple([one for one in embeddings if one.name.rpartition(".")[0] != norm])
 
     def _embedding_backward(self) -> None:
         self.embedding_gradients()
@@ -358,9 +375,14 @@ class ModelPass:
         self.arrived(self.arriving)
         self.arriving = []
 
+    @property
+    def head_gives_a_view(self) -> bool:
+        """Whether autograd has a view for the head's gradient, to which it adds none in place."""
+        return self.recipe.loss == "full" and not self.autocast
+
     def _sum_of_tied(self, embedding: Hashable) -> None:
         """Autograd adds the embedding's gradient and the head's: in place, unless the head's is a view (:attr:`autocast`)."""
-        if self.recipe.loss == "full" and not self.autocast:
+        if self.head_gives_a_view:
             self.make_gradient(self.tree.embeddings[0].numel)
             self.log.release("tied", embedding)
         else:

@@ -192,9 +192,9 @@ def _plan_of(ending: Ending) -> _Planned:
     return _Planned(of_a_rank(plan) if ending.sharded else plan, kept, output, within)
 
 
-def ran_forward(ending: Ending) -> tuple[Tape, Value]:
+def ran_forward(ending: Ending, *, marking: bool = False) -> tuple[Tape, Value]:
     """Run the program of a structure forward: the tape, and the loss."""
-    tape = _tape_of(ending)
+    tape = _tape_of(ending, marking=marking)
     ran, names, _ = _run(tape, ending)
     tape.drop(*names)
     return tape, ran.loss
@@ -224,8 +224,8 @@ def _with_the_loss(moments: list[Alive], dtypes: dict[str, bool]) -> tuple[Alive
     return found if any(one in found for one in at_loss) else (*at_loss[-1:], *found)
 
 
-def _tape_of(ending: Ending) -> Tape:
-    tape = Tape(wide=ending.wide, autocast=ending.wide_residual, saving=True)
+def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
+    tape = Tape(wide=ending.wide, autocast=ending.wide_residual, saving=True, marking=marking)
     tape.manner = SHARED_OUT if ending.sharded else Manner(norms_frozen=ending.frozen_norm)
     if ending.frozen_head:
         from zeroplan.transformer.families.trained import linear  # noqa: PLC0415  others need not wait for it
@@ -444,6 +444,7 @@ def _fused(tape: Tape, read: Value, ending: Ending) -> _Ran:
         for store in made:
             del tape.alive[store]
             tape.gradients.append(h * V)
+            tape.course.deeds += [(Do.RELEASE, store), (Do.GRADIENT, h * V)]
         return [op.through(read, through)]
 
     tape.add("loss", (loss,), (through, *made), backward, of=None, place=AT_LOSS)

@@ -39,7 +39,8 @@ NORM = NormAs(one_plus=False, wide=True, source="transformers 5.23, models/gpt_o
 def gpt_oss(tape: Tape, given: Value, block: Block) -> Value:
     """One decoder layer; it holds the attention's weights by name until the experts are done."""
     normal = op.rms_norm(tape, given, "norm before attention", NORM, place=AT_ATTENTION_NORM)
-    attended, weights = _attention(tape, normal, block)
+    with tape.owning():  # of its sinks
+        attended, weights = _attention(tape, normal, block)
     tape.release(normal)
     middle = op.add(tape, given, attended, "residual stream between attention and MLP", Site("residual addition", LAYER))
     tape.release(attended)
@@ -100,7 +101,7 @@ def _routed(tape: Tape, normal: Value, *, dispatch: bool) -> tuple[Value, Value]
         tape, chosen, "router: softmax of the top-k logits", Site("router: softmax", ROUTER), saves_result=True
     )
     tape.release(chosen)
-    with tape.inside(Module.EXPERTS):
+    with tape.inside(Module.EXPERTS), tape.owning():
         made = dispatched(tape, normal, scores, _own_experts) if dispatch else _experts(tape, normal, scores, indices)
     tape.drop(indices)
     tape.release(logits)

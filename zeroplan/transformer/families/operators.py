@@ -103,9 +103,10 @@ def linear(
     tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, addmm: bool = False
 ) -> Value:  # fmt: skip
     """``nn.Linear`` over ``reads`` features, making ``width``; under autocast with casts of its input, weight and bias."""
-    if tape.manner.linear is not None:
-        return tape.manner.linear(tape, value, width, site, reads=reads, bias=bias)
-    return trained_linear(tape, value, width, site, reads=reads, bias=bias, addmm=addmm)
+    with tape.owning():
+        if tape.manner.linear is not None:
+            return tape.manner.linear(tape, value, width, site, reads=reads, bias=bias)
+        return trained_linear(tape, value, width, site, reads=reads, bias=bias, addmm=addmm)
 
 
 def trained_linear(
@@ -219,6 +220,13 @@ def rms_norm(
     place: Place | None = None,
 ) -> Value:
     """RMSNorm from single operators, in fp32; ``weight`` is its weight's elements."""
+    with tape.owning():
+        return _rms_norm(tape, value, name, kind, weight=weight, rows=rows, place=place)
+
+
+def _rms_norm(
+    tape: Tape, value: Value, name: str, kind: NormAs, *, weight: Size, rows: Size, place: Place | None
+) -> Value:  # fmt: skip
     at, module = place or Place()
     site = Site(name, kind.source, module, at)
     wide = cast(tape, value, 4, site._replace(name=f"{name}: its input"))
@@ -304,6 +312,11 @@ def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: Size, 
 
 def layer_norm(tape: Tape, value: Value, names: NormNames, source: str) -> Value:
     """``torch.nn.LayerNorm``, one operator: it saves its input, and a mean and a deviation per token, fp32 on CUDA."""
+    with tape.owning():
+        return _layer_norm(tape, value, names, source)
+
+
+def _layer_norm(tape: Tape, value: Value, names: NormNames, source: str) -> Value:
     name = names.name
     made = tensor(tape, f"output of the {name}", value.dtype, value.shape, source)
     kept = tape.make(TENSOR, names.scale, 8 * T, source, STATISTICS)

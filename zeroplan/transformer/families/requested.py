@@ -20,7 +20,7 @@ from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
 from zeroplan.transformer.families.parts import INCOMING
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.sharded import SHARES
-from zeroplan.transformer.families.tape import Deed, Do, Store, Tape, Value
+from zeroplan.transformer.families.tape import Deed, Do, Owner, Store, Tape, Value
 from zeroplan.transformer.families.traced import run_forward, structure_of, torchtitan_structure
 from zeroplan.transformer.families.widths import beyond_the_window, in_one_chunk, values_of, widths
 from zeroplan.transformer.symbols import r
@@ -36,8 +36,8 @@ class Done(NamedTuple):
 class Requested(NamedTuple):
     """A program's deeds, and the tensors they are done to. Places of tensors that there are not are -1."""
 
-    things: tuple[Store | Size, ...]
-    """Tensors, and of weights their elements."""
+    things: tuple[Store | Size | Owner, ...]
+    """Tensors, of weights their elements, and modules."""
     forward: tuple[Done, ...]
     backward: tuple[Done, ...]
     given: int
@@ -75,19 +75,21 @@ class Sized(NamedTuple):
     requested: Requested
 
 
-def block_requests(model: ModelSpec, kind: str, compute: Compute, batch: Batch, recompute: Recompute) -> Sized:
-    """What a block of a kind requests and releases, as the backward recomputes it."""
+def block_requests(
+    model: ModelSpec, kind: str, compute: Compute, batch: Batch, recompute: Recompute, *, marking: bool = False
+) -> Sized:
+    """What a block of a kind requests and releases, as the backward recomputes it; and ``marking`` where modules begin and end."""
     x = widths(model, compute, batch)
     masked = _one(in_one_chunk(x) if kind == "linear" else kind != "global" and beyond_the_window(model, x))
     structure = structure_of(model, kind, compute, x, masked=masked)
-    made = _of_a_block(structure, recompute, offloaded=compute.offloaded)
+    made = _of_a_block(structure, recompute, offloaded=compute.offloaded, marking=marking)
     return _sized(made, values_of(model, x, compute.tp if structure.sharded else 1))
 
 
-def ending_requests(model: ModelSpec, compute: Compute, batch: Batch, loss: Loss) -> Sized:
+def ending_requests(model: ModelSpec, compute: Compute, batch: Batch, loss: Loss, *, marking: bool = False) -> Sized:
     """What final norm, head and loss request and release. Labels of a sequence that ranks share come shifted already."""
     x = widths(model, compute, batch)
-    made = _of_an_ending(ending_of(model, compute, x, loss))
+    made = _of_an_ending(ending_of(model, compute, x, loss), marking=marking)
     return _sized(made if compute.cp == 1 else _without_labels(made), values_of(model, x, compute.tp))
 
 
@@ -103,7 +105,7 @@ def torchtitan_requests(model: ModelSpec, compute: Compute, batch: Batch, recomp
     x = widths(model, compute, batch)
     values = values_of(model, x)
     return (
-        _sized(_of_a_block(torchtitan_structure(x), recompute, offloaded=False), values),
+        _sized(_of_a_block(torchtitan_structure(x), recompute, offloaded=False, marking=False), values),
         _sized(_of_torchtitans_ending(wide=x.element == 4), values),
     )
 
@@ -114,11 +116,17 @@ def _one(answer: object) -> bool:
 
 
 def _sized(requested: Requested, values: Values) -> Sized:
-    sizes = [_int((one.size if isinstance(one, Store) else one).value(values)) for one in requested.things]
+    sizes = [_size(one, values) for one in requested.things]
     forward, backward = (
         tuple([_instruction(requested, sizes, *one) for one in deeds]) for deeds in (requested.forward, requested.backward)
     )
     return Sized(forward, backward, requested)
+
+
+def _size(thing: Store | Size | Owner, values: Values) -> int:
+    if isinstance(thing, Owner):
+        return 0
+    return _int((thing.size if isinstance(thing, Store) else thing).value(values))
 
 
 def _instruction(requested: Requested, sizes: list[int], do: Do, place: int) -> Instruction:
@@ -140,11 +148,11 @@ class _Places:
     """Gives everything that something is done to its place, in the order it comes."""
 
     def __init__(self) -> None:
-        self.places: dict[Store | Size, int] = {}
+        self.places: dict[Store | Size | Owner, int] = {}
         self.same: dict[Store, Store] = {}
         """Tensors of one run that are another run's."""
 
-    def of(self, thing: Store | Size | None) -> int:
+    def of(self, thing: Store | Size | Owner | None) -> int:
         """The place of a thing; -1 of none."""
         if thing is None:
             return -1
@@ -165,10 +173,11 @@ class _Places:
 
 
 @lru_cache(maxsize=256)
-def _of_a_block(structure: Block, recompute: Recompute, *, offloaded: bool) -> Requested:
-    made = _plain(structure)
-    if recompute != "none":
-        made = _recomputed(structure, keeps=recompute == "selective", offloaded=offloaded)
+def _of_a_block(structure: Block, recompute: Recompute, *, offloaded: bool, marking: bool) -> Requested:
+    if recompute == "none":
+        made = _plain(structure, marking=marking)
+    else:
+        made = _recomputed(structure, keeps=recompute == "selective", offloaded=offloaded, marking=marking)
     return _of_a_rank(made) if structure.sharded else made
 
 
@@ -177,11 +186,11 @@ def _of_a_rank(whole: Requested) -> Requested:
     for one in whole.things:
         if isinstance(one, Store):
             one.size = one.size.replacing(SHARES)
-    return whole._replace(things=tuple([one if isinstance(one, Store) else one.replacing(SHARES) for one in whole.things]))
+    return whole._replace(things=tuple([one.replacing(SHARES) if isinstance(one, Size) else one for one in whole.things]))
 
 
-def _plain(structure: Block) -> Requested:
-    tape, given, made = run_forward(structure, saving=True)
+def _plain(structure: Block, *, marking: bool) -> Requested:
+    tape, given, made = run_forward(structure, saving=True, marking=marking)
     forward, incoming = _without(tape.course.deeds, given.store), _incoming(made)
     tape.release(made, given)
     saves_given, before = given.store in tape.alive, len(tape.course.deeds)
@@ -201,16 +210,19 @@ def _incoming(made: Value) -> Store:
     return Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * made.shape, "", INCOMING)
 
 
-def _recomputed(structure: Block, *, keeps: bool, offloaded: bool) -> Requested:
+def _recomputed(structure: Block, *, keeps: bool, offloaded: bool, marking: bool) -> Requested:
     """A checkpoint: the forward keeps its input and, selectively, what is dear; the backward runs it again when it needs the rest.
 
     An input that is in host memory comes back for that, and goes with it, unless the block saves it.
     """
-    tape, given, made = run_forward(structure, saving=False, keeping=keeps)
+    tape, given, made = run_forward(structure, saving=False, keeping=keeps, marking=marking)
     forward, kept = _without(tape.course.deeds, given.store), tape.kept() if keeps else ()
-    again, _, output = run_forward(structure, saving=True, given=given.store, again=True)
+    again, _, output = run_forward(structure, saving=True, given=given.store, again=True, marking=marking)
     places = _Places()
-    places.same = dict(zip(again.kept() if keeps else (), kept, strict=True))
+    copies = tape.course.copied
+    stays = (given.store, made.store, *kept, *copies)
+    forward += [(Do.RELEASE, store) for store in tape.alive if store not in stays]  # BLOOM's block has that of another
+    places.same = dict(zip((*(again.kept() if keeps else ()), *again.course.copied), (*kept, *copies), strict=True))
     to_the_end = keeps or structure.family == "torchtitan"  # whose checkpoints have early_stop=False
     incoming, until_saved = _incoming(output), [] if to_the_end else _until_last_saved(again)
     again.release(given, output)
@@ -227,6 +239,8 @@ def _recomputed(structure: Block, *, keeps: bool, offloaded: bool) -> Requested:
         rerun = [(do, thing) for do, thing in rerun if do is not Do.RELEASE or thing is not given.store]
     back = [(do, thing) for do, thing in (*before, *after) if do is not Do.RELEASE or thing not in gone]
     back[len(before) : len(before)] = _without(rerun, *places.same)
+    back = [(do, thing) for do, thing in back if thing not in again.course.copied]  # the checkpoint's own, too
+    back += [(Do.RELEASE, store) for store in copies]
     return places.requested(
         forward, back, given=given.store, made=made.store, incoming=incoming, outgoing=again.course.outgoing, saves_given=True,
     )  # fmt: skip
@@ -245,8 +259,8 @@ def _until_last_saved(tape: Tape) -> list[Deed]:
 
 
 @lru_cache(maxsize=64)
-def _of_an_ending(ending: Ending) -> Requested:
-    tape, loss = ran_forward(ending)
+def _of_an_ending(ending: Ending, *, marking: bool) -> Requested:
+    tape, loss = ran_forward(ending, marking=marking)
     (_, given), *forward = tape.course.deeds
     assert isinstance(given, Store)  # noqa: S101  the input is requested first
     then = len(tape.course.deeds)

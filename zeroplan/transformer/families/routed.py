@@ -34,6 +34,11 @@ QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDeco
 
 def _mlp(tape: Tape, normal: Value, block: Block, *, narrowed: bool) -> Value:
     """Router and experts; ``narrowed``: the router returns its weights in the dtype of its logits."""
+    with tape.owning(leaf=True):
+        return _routed(tape, normal, block, narrowed=narrowed)
+
+
+def _routed(tape: Tape, normal: Value, block: Block, *, narrowed: bool) -> Value:
     routing = router(tape, normal, narrowed=narrowed)
     with tape.inside(Module.EXPERTS):
         made = (

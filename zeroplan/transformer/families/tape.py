@@ -98,6 +98,8 @@ class Operator(NamedTuple):
     """Whose forward ran, where an engine has to know."""
     has_weight: bool
     """It makes the gradient of a weight."""
+    owners: tuple["Owner", ...] = ()
+    """The modules with weights whose forward ran, an outer one before those in it; where the tape marks them."""
 
 
 class Half(Enum):
@@ -128,10 +130,36 @@ class Do(Enum):
     """Request autocast's copy of a weight."""
     UNCAST = 6
     """Release it."""
+    ENTER = 7
+    """The forward of a module with weights begins; only on tapes that mark modules, as all that follows."""
+    LEAVE = 8
+    """It is over."""
+    RETURN = 9
+    """Its backward begins."""
+    DONE = 10
+    """It is over: the gradients of its weights have come to them, that of its input has not been handed on."""
 
 
-Deed: TypeAlias = tuple[Do, "Store | Size | None"]
-"""What is done, and to what: a tensor, the elements of a weight, or nothing."""
+class Owner:
+    """A module with weights, as it runs in a program."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True)
+class Marks:
+    """Where a tape is that marks modules."""
+
+    owners: tuple[Owner, ...] = ()
+    """Modules with weights whose forward runs."""
+    in_leaf: bool = False
+    """The innermost of them stands for all modules in it."""
+    returned: set[Owner] = field(default_factory=set)
+    """Those whose backward has begun."""
+
+
+Deed: TypeAlias = tuple[Do, "Store | Size | Owner | None"]
+"""What is done, and to what: a tensor, the elements of a weight, a module, or nothing."""
 
 
 @dataclass(slots=True)
@@ -183,13 +211,15 @@ class Tape:
     """
 
     def __init__(
-        self, *, wide: bool, autocast: bool, saving: bool, narrow: bool = False, keeping: bool = False, again: bool = False
+        self, *, wide: bool, autocast: bool, saving: bool, narrow: bool = False, keeping: bool = False, again: bool = False,
+        marking: bool = False,
     ) -> None:  # fmt: skip
         """``wide``: the compute dtype is fp32; ``narrow``: weights and residual stream are in it even under autocast.
 
-        ``again``: what is saved is made by a recomputation, and given back as it is used.
+        ``again``: what is saved is made by a recomputation, and given back as it is used. ``marking``: the course says where
+        modules with weights begin and end.
         """
-        self.keeping, self.again = keeping, again
+        self.keeping, self.again, self.marks = keeping, again, Marks() if marking else None
         self.wide, self.autocast, self.saving = wide, autocast, saving
         self.wide_residual = autocast and not narrow
         self.manner = Manner()
@@ -337,8 +367,26 @@ class Tape:
             self._last_saving = len(self.moments) - 1, self.moments[-1], apart
             self.course.saved_at, self.course.made_after = len(self.course.deeds), tuple([value.store for value in apart])
         self.operators.append(
-            Operator(name, outputs, kept, backward, cast, saves_weight, place or Place(), self.module, of is None)
+            Operator(name, outputs, kept, backward, cast, saves_weight, place or Place(), self.module, of is None, self._owners)
         )
+
+    @property
+    def _owners(self) -> tuple[Owner, ...]:
+        return () if self.marks is None else self.marks.owners
+
+    @contextmanager
+    def owning(self, *, leaf: bool = False) -> Iterator[None]:
+        """What is put into the graph is that of a module with weights; of a ``leaf`` also what modules in it put there."""
+        marks = self.marks
+        if marks is None or marks.in_leaf:
+            yield
+            return
+        owner, around = Owner(), marks.owners
+        marks.owners, marks.in_leaf = (*around, owner), leaf
+        self.course.deeds.append((Do.ENTER, owner))
+        yield
+        self.course.deeds.append((Do.LEAVE, owner))
+        marks.owners, marks.in_leaf = around, False
 
     @contextmanager
     def inside(self, module: Module) -> Iterator[None]:
@@ -407,12 +455,25 @@ class Tape:
         waiting: dict[Value, Store] = {output: incoming}
         for operator in reversed(self.operators):
             if operator.outputs and all(value in waiting for value in operator.outputs):
+                self._return_to(operator)
                 if (operator.saved or operator.saves_weight) and not self.course.before_saved:
                     self.course.before_saved = tuple(dict.fromkeys(waiting.values()))
                     self.course.needed_at = len(self.course.deeds)
                     self.course.unsaved = len(self.moments) - (not self.fell)  # the next moment takes the place of the last
                 self._step(operator, waiting)
         self.course.outgoing = next(iter(waiting.values()), None)
+
+    def _return_to(self, operator: Operator) -> None:
+        """The backward comes to the modules of an operator."""
+        if self.marks is not None:
+            self.course.deeds += [(Do.RETURN, owner) for owner in operator.owners if owner not in self.marks.returned]
+            self.marks.returned.update(operator.owners)
+
+    def _done(self, operator: Operator) -> None:
+        """An operator was the first of its modules, whose backward ends with it."""
+        before = self.operators[: self.operators.index(operator)] if operator.owners else ()
+        earlier = {owner for one in before for owner in one.owners}
+        self.course.deeds += [(Do.DONE, owner) for owner in reversed(operator.owners) if owner not in earlier]
 
     def _step(self, operator: Operator, waiting: dict[Value, Store]) -> None:
         self._begin(operator)
@@ -428,10 +489,13 @@ class Tape:
             self.fell = True
             self.casts.remove(operator.cast)
             self.course.deeds.append((Do.UNCAST, operator.cast))
+        if made and self.marks is not None:
+            self.course.deeds.append((Do.ARRIVE, None))
+        self._done(operator)
         for value, gradient in arriving:
             self._deliver(value, gradient, waiting)
         if made:
-            self.course.deeds.append((Do.ARRIVE, None))
+            self.course.deeds += [] if self.marks is not None else [(Do.ARRIVE, None)]
             self.handed.append(Handed(tuple(self.gradients), tuple(self.alive)))
 
     def _done_with(self, operator: Operator, taken: list[Store]) -> tuple[Store, ...]:

@@ -421,7 +421,8 @@ def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[A
 
 
 def run_forward(
-    structure: Block, *, saving: bool, given: Store | None = None, keeping: bool = False, again: bool = False
+    structure: Block, *, saving: bool, given: Store | None = None, keeping: bool = False, again: bool = False,
+    marking: bool = False,
 ) -> tuple[Tape, Value, Value]:  # fmt: skip
     """Run the program forward, over an input that another run has had, or over one of its own: input and output."""
     program, training = program_of(structure.family), structure.training
@@ -432,6 +433,7 @@ def run_forward(
         narrow=training is not None and not training.wide_residual,
         keeping=keeping,
         again=again,
+        marking=marking,
     )
     value = _block_input(tape, given, T_p * h if structure.sharded else T * h, program.source)
     if training is not None:
