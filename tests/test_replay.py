@@ -13,6 +13,7 @@ import pytest
 from zeroplan import SpecError, estimate
 from zeroplan.engines.deepspeed.flat import trained_row
 from zeroplan.engines.deepspeed.stage3.step import groups_of
+from zeroplan.engines.pipeline import accounts
 from zeroplan.engines.requests import STEPS, deepspeed_stage3, requests_of
 from zeroplan.engines.requests.log import Log
 from zeroplan.ledger import Among, Kind, Phase, total_bytes
@@ -27,6 +28,7 @@ from zeroplan.units import GIB, MIB
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from zeroplan.engines.account import Account
     from zeroplan.spec.job import JobSpec
 
 _LLAMA = {"model": "llama-2-7b"}
@@ -164,6 +166,64 @@ class TestOfAStep:
         for kind in (Kind.PARAMETERS, Kind.OPTIMIZER_STATE):
             n_bytes = sum(log.requests[place].n_bytes for place in held if log.requests[place].kind is kind)
             assert n_bytes == answer.states_by_kind[kind]
+
+
+_ON_HOST = Fsdp2Options(cpu_offload=True)
+_PIPELINES: tuple[dict[str, object], ...] = (
+    {"pipeline_schedule": "gpipe", "recompute": "full"},
+    {"pipeline_schedule": "1f1b", "pipeline_parallel": 4},
+    {"pipeline_schedule": "interleaved-1f1b", "stage": 2},
+    {"pipeline_schedule": "interleaved-1f1b", "offload_activations": True, "recompute": "full", "fsdp2": _ON_HOST},
+    {"fsdp2": Fsdp2Options(ends_apart=True, torch="2.15")},
+    {"tensor_parallel": 2, "micro_batch": 2},
+    {"context_parallel": 2},
+    {"loss": "chunked"},
+    {"model": "mixtral-8x7b", "expert_parallel": 2, "pipeline_schedule": "gpipe"},
+    {"lora_rank": 8, "precision": "bf16", "replicas": 2},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("choices", _PIPELINES, ids=lambda one: "-".join(str(value) for value in one.values()))
+class TestOfAPipeline:
+    """What is true of the requests of every rank."""
+
+    @staticmethod
+    def _ranks(choices: dict[str, object]) -> tuple[JobSpec, tuple[Account, ...]]:
+        given = {"model": "llama-3.2-1b", "gpus": 16, "pipeline_parallel": 2, "grad_accum": 4, "stage": 3, **choices}
+        one = _job(**given)
+        return one, accounts(one.model, one.recipe, one.mesh, one.batch)
+
+    def test_its_peak_is_the_estimates(self, choices: dict[str, object]):
+        """To the byte."""
+        one, every = self._ranks(choices)
+        for rank, account in enumerate(every):
+            log = requests_of(one, pipeline_rank=rank)
+            last = next(span.start for span in log.spans if span.step == log.spans[-1].step)
+            assert max(_live(log)[last:]) == account.pipeline[0].peak_bytes
+
+    def test_a_step_sends_what_the_estimate_says_and_is_like_the_last(self, choices: dict[str, object]):
+        """Collectives of weights, and hidden states and gradients between stages."""
+        one, every = self._ranks(choices)
+        for rank, account in enumerate(every):
+            fewer, more = (requests_of(one, steps, pipeline_rank=rank) for steps in (2, 3))
+            expected = Counter[str]()
+            for call in account.collectives:
+                if call.among in (*_OF_WEIGHTS, Among.STAGES) and int(call.group) > 1:
+                    expected[call.operation] += int(call.payload_bytes)
+            assert _sent(more) - _sent(fewer) == expected
+            assert _live(fewer)[-1] == _live(more)[-1]
+            trace_of(more)  # checks itself
+
+
+def test_of_a_pipeline_the_rank_that_is_asked_for_is_replayed():
+    """Or the fullest, whose peak the estimate is of."""
+    one = _job(model="llama-3.2-1b", gpus=4, stage=3, pipeline_parallel=2, grad_accum=2)
+    for rank in (None, 0, 1):
+        answer = estimate(one, pipeline_rank=rank, replay=True)
+        assert answer.replay is not None
+        shown = answer.replay.replayed()
+        assert shown.allocated_bytes == pytest.approx(answer.peak_bytes, rel=1e-3)  # blocks may be larger than asked for
+        assert answer.reserved.expected_bytes == shown.reserved_bytes
 
 
 def _peaks(one: JobSpec) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from zeroplan.engines.requests.log import Log
 from zeroplan.errors import SpecError
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.pipeline import SPLIT
 from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.params import has_frozen, trained_layout
@@ -31,16 +32,27 @@ class _Engine(Protocol):
         ...
 
 
-def requests_of(job: JobSpec, steps: int | None = None) -> Log:
-    """What a rank requests and releases in its first steps, from before the first on.
+def requests_of(job: JobSpec, steps: int | None = None, *, pipeline_rank: int | None = None) -> Log:
+    """What a rank requests and releases in its first steps, from before the first on; of a pipeline the fullest, or another.
 
     Raises SpecError where this is not known (:func:`not_written`).
     """
     if reason := not_written(job):
         raise SpecError(f"the requests of {reason} cannot be written out yet; leave --replay, --trace and --snapshot out")
+    if job.mesh.pp > 1:
+        return _of_a_pipeline(job, STEPS["fsdp2"] if steps is None else steps, pipeline_rank)
     name = job.recipe.engine if (job.recipe.engine, job.recipe.zero_stage) != ("deepspeed", 3) else "deepspeed_stage3"
     engine = cast("_Engine", import_module(f"zeroplan.engines.requests.{name}"))
     return engine.requests(job, STEPS[job.recipe.engine] if steps is None else steps)
+
+
+def _of_a_pipeline(job: JobSpec, steps: int, rank: int | None) -> Log:
+    from zeroplan.engines.pipeline import account  # noqa: PLC0415  others need not wait for it
+    from zeroplan.engines.requests import pipeline  # noqa: PLC0415  the same
+
+    if rank is None:
+        rank = account(job.model, job.recipe, job.mesh, job.batch).pipeline[0].rank
+    return pipeline.requests(job, steps, rank)
 
 
 def not_written(job: JobSpec) -> str:
@@ -60,7 +72,7 @@ def not_written(job: JobSpec) -> str:
     for is_so, what in (
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
         (model.profile is not None, "a profile"),
-        (mesh.pp > 1, "pipeline parallelism"),
+        *(_of_pipelines(job) if mesh.pp > 1 else ()),
         (
             recipe.loss == "chunked" and recipe.engine != "fsdp2" and _has_tied_head(model),
             "a loss in chunks whose head is the embedding",
@@ -79,6 +91,14 @@ def not_written(job: JobSpec) -> str:
         if is_so:
             return what
     return ""
+
+
+def _of_pipelines(job: JobSpec) -> tuple[tuple[bool, str], ...]:
+    recipe = job.recipe
+    return (
+        (recipe.pipeline_schedule in SPLIT, f"schedule {recipe.pipeline_schedule!r}"),
+        (recipe.loss == "chunked" and recipe.fsdp2.shards_ends, "a pipeline whose loss in chunks reads a unit of its own"),
+    )
 
 
 def _of_stage_3(job: JobSpec) -> tuple[tuple[bool, str], ...]:

@@ -11,6 +11,8 @@ from zeroplan.engines.requests.optimizer import Update
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation
 
 GATHERS, REDUCES = 1, 2
@@ -21,13 +23,12 @@ _INT64 = 8
 class Step(ModelPass):
     """A rank's micro-batches and steps."""
 
-    def __init__(self, job: JobSpec, plan: Plan, batch: Batch, log: Log) -> None:
-        """Take the job's plan, and the rank's batch."""
-        mesh = job.mesh
-        compute = compute_of(job.recipe, tp=mesh.tp, ep=mesh.ep, cp=mesh.cp)
-        super().__init__(job.model, job.recipe, batch, log, compute=compute, tree=plan.tree, head=plan.head)
-        self.model = job.model
-        self.plan, self.n, self.replicas, self.cutting = plan, int(plan.n), job.mesh.dp_replicate, Cutting(plan)
+    def __init__(self, model: ModelSpec, mesh: Mesh, plan: Plan, batch: Batch, log: Log) -> None:
+        """Take a model's plan, and the rank's batch."""
+        compute = compute_of(plan.recipe, tp=int(mesh.tp), ep=int(mesh.ep), cp=int(mesh.cp))
+        super().__init__(model, plan.recipe, batch, log, compute=compute, tree=plan.tree, head=plan.head)
+        self.model = model
+        self.plan, self.n, self.replicas, self.cutting = plan, int(plan.n), int(mesh.dp_replicate), Cutting(plan)
         self.holds_batch = plan.shared_sequences or plan.loss_in_loop
         self.outside = self._outside()
         self.units = tuple(self.cutting.unit(layer, self.tree.runs[run].parameters) for layer, run in enumerate(self.order))
@@ -373,8 +374,9 @@ class Step(ModelPass):
             for one in gradients:
                 log.rename(one, key)
         else:
-            for one in gradients:
-                elements = log.bytes_of(one) // plan.width.compute
+            sizes = {one: log.bytes_of(one) // plan.width.compute for one in gradients}
+            places = {elements: place for place, elements in reversed(list(enumerate(group.gradients)))}
+            for one, elements in sorted(sizes.items(), key=lambda item: places.get(item[1], 0)):
                 log.request(key, plan.reduce_bytes * elements, Kind.UNSHARDED_GRADIENTS, "whole gradient, accumulated")
                 log.release(one)
 
@@ -392,7 +394,7 @@ def requests(job: JobSpec, steps: int) -> Log:
     log, batch = Log(), _rank_batch(job)
     log.begin(-1, Phase.INIT)
     plan = make_plan(job.model, job.recipe, job.mesh, batch)
-    one, update = Step(job, plan, batch, log), Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
+    one, update = Step(job.model, job.mesh, plan, batch, log), Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
     tensors = one.begin()
     update.begin(log, tensors)
     for _ in one.micro_batches(steps):

@@ -186,9 +186,18 @@ class ModelPass:
         for layer, run in enumerate(self.order):
             log.layer = layer
             self.before_block(layer)
-            self._play(layer, self.blocks[run], forward=True)
+            self._play(layer, self.program(layer), forward=True)
             self.after_block(layer)
             self._name_goes(layer, run)
+        self.ending_forward()
+
+    def program(self, layer: int) -> Sized:
+        """A layer's program."""
+        return self.blocks[self.order[layer]]
+
+    def ending_forward(self) -> None:
+        """Final norm, head and loss."""
+        log = self.log
         log.layer = ENDING
         self.before_ending()
         self.is_in_model = True
@@ -316,17 +325,13 @@ class ModelPass:
         """Loss and head, all blocks from the last to the first, the embedding."""
         log = self.log
         log.begin(self.step, Phase.BACKWARD)
-        log.layer = ENDING
-        self.before_ending_backward()
-        self.is_before_head = True
-        self._backward_of(ENDING, self.ending)
-        self.after_ending_backward()
+        self.ending_backward()
         for layer in reversed(range(len(self.order))):
             log.layer, run = layer, self.order[layer]
             if self.flow is None and self.recomputes[run] == "none":
                 break
             self.before_block_backward(layer)
-            self._backward_of(layer, self.blocks[run])
+            self._backward_of(layer, self.program(layer))
             kept = self.recomputes[run] != "none" and not self.compute.offloaded and (layer or not self.head.first_input)
             if kept and not self.holds_input(layer):
                 log.release(("hidden", layer - 1))
@@ -336,10 +341,22 @@ class ModelPass:
         log.layer = -1
         log.release("tables")
         if self.flow is not None:
-            self.before_embedding_backward()
-            self._embedding_backward()
+            self.below_backward()
         self.after_backward()
         log.release("output", "batch")
+
+    def ending_backward(self) -> None:
+        """Loss, head and final norm."""
+        self.log.layer = ENDING
+        self.before_ending_backward()
+        self.is_before_head = True
+        self._backward_of(ENDING, self.ending)
+        self.after_ending_backward()
+
+    def below_backward(self) -> None:
+        """The embedding."""
+        self.before_embedding_backward()
+        self._embedding_backward()
 
     def _backward_of(self, layer: int, sized: Sized) -> None:
         self._play(layer, sized, forward=False)
@@ -361,7 +378,7 @@ class ModelPass:
     def _below_blocks(self) -> tuple[Parameter, ...]:
         """Parameters that run before the blocks: OPT registers its final norm among them, as the last."""
         embeddings, after = self.tree.embeddings, {one.name.rpartition(".")[0] for one in self.tree.tail}
-        if len(after) > int(self.tree.tied_head is None):
+        if len(after) != int(self.tree.tied_head is None):  # more than a head of its own, or a pipeline's first stage
             return embeddings
         norm = embeddings[-1].name.rpartition(".")[0]
         return tuple([one for one in embeddings if one.name.rpartition(".")[0] != norm])

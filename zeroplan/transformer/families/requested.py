@@ -76,13 +76,17 @@ class Sized(NamedTuple):
 
 
 def block_requests(
-    model: ModelSpec, kind: str, compute: Compute, batch: Batch, recompute: Recompute, *, marking: bool = False
-) -> Sized:
-    """What a block of a kind requests and releases, as the backward recomputes it; and ``marking`` where modules begin and end."""
+    model: ModelSpec, kind: str, compute: Compute, batch: Batch, recompute: Recompute, *, marking: bool = False,
+    received: bool = False,
+) -> Sized:  # fmt: skip
+    """What a block of a kind requests and releases, as the backward recomputes it; and ``marking`` where modules begin and end.
+
+    ``received``: the gradient of its output lies in a buffer, so that autograd adds nothing to it in place.
+    """
     x = widths(model, compute, batch)
     masked = _one(in_one_chunk(x) if kind == "linear" else kind != "global" and beyond_the_window(model, x))
     structure = structure_of(model, kind, compute, x, masked=masked)
-    made = _of_a_block(structure, recompute, offloaded=compute.offloaded, marking=marking)
+    made = _of_a_block(structure, recompute, offloaded=compute.offloaded, marking=marking, received=received)
     return _sized(made, values_of(model, x, compute.tp if structure.sharded else 1))
 
 
@@ -105,7 +109,7 @@ def torchtitan_requests(model: ModelSpec, compute: Compute, batch: Batch, recomp
     x = widths(model, compute, batch)
     values = values_of(model, x)
     return (
-        _sized(_of_a_block(torchtitan_structure(x), recompute, offloaded=False, marking=False), values),
+        _sized(_of_a_block(torchtitan_structure(x), recompute, offloaded=False), values),
         _sized(_of_torchtitans_ending(wide=x.element == 4), values),
     )
 
@@ -173,11 +177,14 @@ class _Places:
 
 
 @lru_cache(maxsize=256)
-def _of_a_block(structure: Block, recompute: Recompute, *, offloaded: bool, marking: bool) -> Requested:
+def _of_a_block(
+    structure: Block, recompute: Recompute, *, offloaded: bool, marking: bool = False, received: bool = False
+) -> Requested:
     if recompute == "none":
-        made = _plain(structure, marking=marking)
+        made = _plain(structure, marking=marking, received=received)
     else:
-        made = _recomputed(structure, keeps=recompute == "selective", offloaded=offloaded, marking=marking)
+        keeps = recompute == "selective"
+        made = _recomputed(structure, keeps=keeps, offloaded=offloaded, marking=marking, received=received)
     return _of_a_rank(made) if structure.sharded else made
 
 
@@ -189,9 +196,9 @@ def _of_a_rank(whole: Requested) -> Requested:
     return whole._replace(things=tuple([one.replacing(SHARES) if isinstance(one, Size) else one for one in whole.things]))
 
 
-def _plain(structure: Block, *, marking: bool) -> Requested:
+def _plain(structure: Block, *, marking: bool, received: bool) -> Requested:
     tape, given, made = run_forward(structure, saving=True, marking=marking)
-    forward, incoming = _without(tape.course.deeds, given.store), _incoming(made)
+    forward, incoming = _without(tape.course.deeds, given.store), _incoming(made, received=received)
     tape.release(made, given)
     saves_given, before = given.store in tape.alive, len(tape.course.deeds)
     tape.run_backward(made, incoming)
@@ -206,11 +213,13 @@ def _without(deeds: list[Deed], *stores: Store) -> list[Deed]:
     return [(do, thing) for do, thing in deeds if do is not Do.REQUEST or thing not in stores]
 
 
-def _incoming(made: Value) -> Store:
-    return Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * made.shape, "", INCOMING)
+def _incoming(made: Value, *, received: bool) -> Store:
+    store = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * made.shape, "", INCOMING)
+    store.holds += received
+    return store
 
 
-def _recomputed(structure: Block, *, keeps: bool, offloaded: bool, marking: bool) -> Requested:
+def _recomputed(structure: Block, *, keeps: bool, offloaded: bool, marking: bool, received: bool) -> Requested:
     """A checkpoint: the forward keeps its input and, selectively, what is dear; the backward runs it again when it needs the rest.
 
     An input that is in host memory comes back for that, and goes with it, unless the block saves it.
@@ -224,7 +233,7 @@ def _recomputed(structure: Block, *, keeps: bool, offloaded: bool, marking: bool
     forward += [(Do.RELEASE, store) for store in tape.alive if store not in stays]  # BLOOM's block has that of another
     places.same = dict(zip((*(again.kept() if keeps else ()), *again.course.copied), (*kept, *copies), strict=True))
     to_the_end = keeps or structure.family == "torchtitan"  # whose checkpoints have early_stop=False
-    incoming, until_saved = _incoming(output), [] if to_the_end else _until_last_saved(again)
+    incoming, until_saved = _incoming(output, received=received), [] if to_the_end else _until_last_saved(again)
     again.release(given, output)
     ran, is_saved = len(again.course.deeds), given.store in again.saved
     rerun = again.course.deeds[:ran] if to_the_end else until_saved
