@@ -98,6 +98,10 @@ _JOBS = (
     {"engine": "fsdp2", "stage": 2, "model": "bloom-560m", "recompute": "full"},
     {"engine": "fsdp2", "stage": 3, "model": "olmo-2-1124-7b", "recompute": "full"},
     {"engine": "ddp", "stage": 0, "model": "opt-1.3b"},
+    {"engine": "deepspeed", "stage": 1, "model": "opt-1.3b"},
+    {"engine": "fsdp2", "stage": 3, "optimizer": "muon"},
+    {"engine": "ddp", "stage": 0, "optimizer": "adamw-8bit"},
+    {"engine": "deepspeed", "stage": 2, "optimizer": "adamw-8bit"},
     *_STAGE_3,
 )
 
@@ -315,7 +319,10 @@ def test_public_figures_lie_between_the_least_and_the_most(recompute: str, gib: 
             "offload of activations beside an embedding that is frozen and scaled",
         ),
         ({"engine": "ddp", "stage": 0, "loss": "chunked"}, "a loss in chunks whose head is the embedding"),
-        ({"optimizer": "muon"}, "optimizer 'muon'"),
+        (
+            {"pipeline_parallel": 2, "pipeline_schedule": "zbv", "stage": 2, "grad_accum": 4},
+            "schedule 'zbv'",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused_in_one_line(choices: dict[str, object], what: str):

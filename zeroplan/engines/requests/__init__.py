@@ -85,7 +85,6 @@ def not_written(job: JobSpec) -> str:
             recipe.offload_activations and recipe.recompute_layers is not None,
             "offload of activations where some blocks are not recomputed",
         ),
-        (recipe.optimizer in _WHOLE_STEP, f"optimizer {recipe.optimizer!r}"),
         *of_engine,
     ):
         if is_so:
@@ -114,7 +113,3 @@ def _of_stage_3(job: JobSpec) -> tuple[tuple[bool, str], ...]:
 def _has_tied_head(model: ModelSpec) -> bool:
     """Whether the embedding gets a gradient of the head."""
     return trained_layout(model).tied_head is not None
-
-
-_WHOLE_STEP = ("muon", "adamw-8bit")
-"""Optimizers whose states and temporaries are known in all, and not tensor by tensor."""

@@ -115,7 +115,7 @@ def requests(job: JobSpec, steps: int) -> Log:
     one, impl = Step(job, log), implementation_of(job.recipe)
     update = Update(job.recipe.optimizer, impl, one.stored)
     one.begin()
-    tensors = [tensor.shape for tensor in _updated(job, impl, one.stored)]
+    tensors = _updated(job, impl, one.stored)
     update.begin(log, tensors)
     for _ in one.micro_batches(steps):
         update.step(log, tensors)

@@ -77,8 +77,7 @@ class Step(ModelPass):
 
     def _whose(self, elements: int) -> Placed:
         layer = self.log.layer
-        at = len(self.order) if layer == ENDING else layer
-        waiting = self.waiting.get(at) or self.waiting[-1]  # OPT's final norm is registered before its blocks
+        waiting = self.waiting[len(self.order) if layer == ENDING else layer]
         return waiting.pop(next(at for at, each in enumerate(waiting) if numel(each) == elements))
 
     def hook(self, placed: Placed) -> None:

@@ -202,7 +202,7 @@ class Step(ModelPass):
             self.reduce_independent(placed, gradient)
 
     def _whose(self, elements: int) -> Placed:
-        waiting = self.waiting.get(self.block) or self.waiting[-1]  # OPT's final norm is registered before its blocks
+        waiting = self.waiting[self.block]
         return waiting.pop(next(at for at, each in enumerate(waiting) if numel(each) == elements))
 
     @property

@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
+from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.requests.fsdp2_units import Cutting, Group, Key, Unit
 from zeroplan.engines.requests.log import Log
@@ -53,8 +54,8 @@ class Step(ModelPass):
         """All units, blocks first, as ``fully_shard`` is called."""
         return (*self.units, *self.outside)
 
-    def begin(self) -> list[tuple[int, ...]]:
-        """What is there from the first step to the last beside the optimizer's states; the shapes of what that updates."""
+    def begin(self) -> list[LocalTensor]:
+        """What is there from the first step to the last beside the optimizer's states; what that updates."""
         if not self.plan.offloaded:
             self.cutting.request_shards(self.log, self.parameters)
         if self.quantize != "none":
@@ -62,7 +63,9 @@ class Step(ModelPass):
             self.request_scales([one for run in self.order for one in blocks[run].parameters])
         if self.plan.shared_sequences:
             self._lines("sequences", [line for line in self.plan.persistent if line.kind is Kind.ACTIVATIONS])
-        return [self.cutting.chunk(one) for one in self.parameters if not one.frozen and not self.plan.offloaded]
+        inside = {id(one) for run in self.tree.runs for one in run.parameters}
+        updated = [one for one in self.parameters if not one.frozen and not self.plan.offloaded]
+        return [LocalTensor(self.cutting.chunk(one), in_block=id(one) in inside) for one in updated]
 
     # --- parameters ---------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from zeroplan.transformer.families.requested import (
     torchtitan_requests,
 )
 from zeroplan.transformer.families.tape import Do
-from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
+from zeroplan.transformer.parameters import BlockRun, Layout, Parameter, below_blocks
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
 
 ENDING = -2
@@ -365,7 +365,7 @@ class ModelPass:
 
     def embedding_gradients(self) -> None:
         """The embedding's own backward, to which the gradient that flows comes; that of tokens is the last of several tables."""
-        for parameter in reversed(self._below_blocks):
+        for parameter in reversed(below_blocks(self.tree)):
             self.arrived(self.arriving)
             self.arriving = []
             if not parameter.frozen:
@@ -373,15 +373,6 @@ class ModelPass:
         self.log.release(self.flow)
         if not self.holds_batch:
             self.log.release("batch")
-
-    @property
-    def _below_blocks(self) -> tuple[Parameter, ...]:
-        """Parameters that run before the blocks: OPT registers its final norm among them, as the last."""
-        embeddings, after = self.tree.embeddings, {one.name.rpartition(".")[0] for one in self.tree.tail}
-        if len(after) != int(self.tree.tied_head is None):  # more than a head of its own, or a pipeline's first stage
-            return embeddings
-        norm = embeddings[-1].name.rpartition(".")[0]
-        return tuple([one for one in embeddings if one.name.rpartition(".")[0] != norm])
 
     def _embedding_backward(self) -> None:
         self.embedding_gradients()

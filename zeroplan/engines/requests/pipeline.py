@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 from zeroplan.engines.block_runs import recompute_of
-from zeroplan.engines.optimizers import implementation_of
+from zeroplan.engines.optimizers import LocalTensor, implementation_of
 from zeroplan.engines.pipeline import arranged, cut_lines, received_lines
 from zeroplan.engines.pipeline.order import interleaved
 from zeroplan.engines.pipeline.stage import StagePlan, layers_of, stage_plans
@@ -274,9 +274,9 @@ class RankStep:
         self.count = int(batch.grad_accum_steps)
         self.of_rank = log.held
 
-    def begin(self) -> list[tuple[int, ...]]:
-        """What is there from the first step to the last, and the shapes of what the optimizer updates."""
-        tensors: list[tuple[int, ...]] = []
+    def begin(self) -> list[LocalTensor]:
+        """What is there from the first step to the last, and what the optimizer updates."""
+        tensors: list[LocalTensor] = []
         for stage in self.stages:
             self.log.held = stage.of_stage
             tensors += stage.begin()
