@@ -15,7 +15,6 @@ from zeroplan.engines.requests.log import Log
 from zeroplan.errors import SpecError
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.pipeline import SPLIT
 from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.params import has_frozen, trained_layout
@@ -94,10 +93,7 @@ def not_written(job: JobSpec) -> str:
 
 def _of_pipelines(job: JobSpec) -> tuple[tuple[bool, str], ...]:
     recipe = job.recipe
-    return (
-        (recipe.pipeline_schedule in SPLIT, f"schedule {recipe.pipeline_schedule!r}"),
-        (recipe.loss == "chunked" and recipe.fsdp2.shards_ends, "a pipeline whose loss in chunks reads a unit of its own"),
-    )
+    return ((recipe.loss == "chunked" and recipe.fsdp2.shards_ends, "a pipeline whose loss in chunks reads a unit of its own"),)
 
 
 def _of_stage_3(job: JobSpec) -> tuple[tuple[bool, str], ...]:

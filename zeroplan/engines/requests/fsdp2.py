@@ -33,6 +33,7 @@ class Step(ModelPass):
         self.holds_batch = plan.shared_sequences or plan.loss_in_loop
         self.outside = self._outside()
         self.units = tuple(self.cutting.unit(layer, self.tree.runs[run].parameters) for layer, run in enumerate(self.order))
+        self.gather_stream = GATHERS
         self.reduce_inputs: list[Hashable] = []
         self.made: dict[Key, list[Hashable]] = {}
         """Whole gradients of each group."""
@@ -75,7 +76,7 @@ class Step(ModelPass):
             return
         log, n_bytes = self.log, self.plan.width.compute * sum(group.whole)
         ranks = int(self.plan.reshard) if log.has(("smaller", group.key)) else group.ranks
-        log.stream = GATHERS
+        log.stream = self.gather_stream
         self._chunk(group)
         log.request(("gathered", group.key), n_bytes, Kind.GATHER, "all-gather output")
         log.call("all_gather", n_bytes, ranks)

@@ -87,12 +87,19 @@ def why_not(model: ModelSpec, compute: Compute) -> tuple[str, str] | None:
 def block_halves(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> Halves:
     """One block of a run of dense ones."""
     x = widths(model, compute, batch)
+    planned = _plan_of(*structure_and_order(model, run, compute, batch))
+    numel = tuple(_modules(run.parameters).values())
+    return _halves(planned, values_of(model, x, compute.tp if planned.is_sharded else 1), numel)
+
+
+def structure_and_order(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> tuple[Block, tuple[int, ...]]:
+    """A block's structure, and its modules with weights in the order of the second half: their places as they run forward."""
+    x = widths(model, compute, batch)
     is_masked = run.kind != "global" and _always(beyond_the_window(model, x))
     structure = structure_of(model, run.kind, compute, x, masked=is_masked)
     modules = _modules(run.parameters)
     as_run = [name for name in definition_of(structure.family).modules if name in modules]
-    planned = _plan_of(structure, tuple([as_run.index(name) for name in modules]))
-    return _halves(planned, values_of(model, x, compute.tp if planned.is_sharded else 1), tuple(modules.values()))
+    return structure, tuple([as_run.index(name) for name in modules])
 
 
 def head_halves(model: ModelSpec, tail: tuple[Parameter, ...], compute: Compute, batch: Batch) -> Halves:

@@ -17,12 +17,14 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss, Recompute
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
+from zeroplan.transformer.families.halves import structure_and_order
 from zeroplan.transformer.families.parts import INCOMING
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.sharded import SHARES
 from zeroplan.transformer.families.tape import Deed, Do, Owner, Store, Tape, Value
 from zeroplan.transformer.families.traced import run_forward, structure_of, torchtitan_structure
 from zeroplan.transformer.families.widths import beyond_the_window, in_one_chunk, values_of, widths
+from zeroplan.transformer.parameters import BlockRun
 from zeroplan.transformer.symbols import r
 
 
@@ -88,6 +90,30 @@ def block_requests(
     structure = structure_of(model, kind, compute, x, masked=masked)
     made = _of_a_block(structure, recompute, offloaded=compute.offloaded, marking=marking, received=received)
     return _sized(made, values_of(model, x, compute.tp if structure.sharded else 1))
+
+
+class HalvesSized(NamedTuple):
+    """A program whose backward is in two halves: forward and gradients of inputs, then gradients of weights."""
+
+    first: Sized
+    second: Sized
+    """Its forward is empty."""
+
+
+def block_requests_in_halves(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> HalvesSized:
+    """A block's whose backward is split."""
+    structure, order = structure_and_order(model, run, compute, batch)
+    return _in_halves(structure, order, values_of(model, widths(model, compute, batch), compute.tp if structure.sharded else 1))
+
+
+def ending_requests_in_halves(model: ModelSpec, compute: Compute, batch: Batch) -> HalvesSized:
+    """That of final norm, head and loss."""
+    x = widths(model, compute, batch)
+    return _in_halves(ending_of(model, compute, x, "full"), (0, 1), values_of(model, x, compute.tp))
+
+
+def _in_halves(structure: Block | Ending, order: tuple[int, ...], values: Values) -> HalvesSized:
+    return HalvesSized(*(_sized(made, values) for made in _of_halves(structure, order)))
 
 
 def ending_requests(model: ModelSpec, compute: Compute, batch: Batch, loss: Loss, *, marking: bool = False) -> Sized:
@@ -284,6 +310,47 @@ def _of_an_ending(ending: Ending, *, marking: bool) -> Requested:
         saves_given=False,
     )
     return _of_a_rank(made) if ending.sharded else made
+
+
+@lru_cache(maxsize=256)
+def _of_halves(structure: Block | Ending, order: tuple[int, ...]) -> tuple[Requested, Requested]:
+    """A backward to the input; then one through the weights in this order, which lets go of what they need one by one."""
+    tape, given, output, incoming = _ran(structure)
+    forward = _without(tape.course.deeds, given)
+    if isinstance(structure, Block):
+        tape.drop(output.store, given)
+    saves_given, ran = given in tape.alive, len(tape.course.deeds)
+    tape.run_to_inputs(output, incoming)
+    first, left = tape.course.deeds[ran:], tape.left[::-1]
+    ran = len(tape.course.deeds)
+    for at in order:
+        tape.run_weights(left[at])
+        tape.course.deeds.append((Do.ARRIVE, None))
+    places = _Places()
+    made = places.requested(
+        forward,
+        first,
+        given=given,
+        made=output.store,
+        incoming=incoming,
+        outgoing=tape.course.outgoing,
+        saves_given=saves_given,
+    )
+    second = places.done(tape.course.deeds[ran:])
+    made = made._replace(things=tuple(places.places))
+    both = made, made._replace(forward=(), backward=second)
+    return (_of_a_rank(both[0]), _of_a_rank(both[1])) if structure.sharded else both
+
+
+def _ran(structure: Block | Ending) -> tuple[Tape, Store, Value, Store]:
+    """A program that has run forward: what it was given, what it returns, and the gradient of that."""
+    if isinstance(structure, Block):
+        tape, given, output = run_forward(structure, saving=True)
+        return tape, given.store, output, _incoming(output, received=False)
+    tape, loss = ran_forward(structure)
+    _, first = tape.course.deeds[0]
+    assert isinstance(first, Store)  # noqa: S101  the input is requested first
+    return tape, first, loss, loss.store
 
 
 @lru_cache(maxsize=2)
