@@ -39,6 +39,9 @@ _LITTLE_AT_ONCE = DeepSpeedOptions(
     contiguous_gradients=False, stage3_prefetch_bucket_size=1_000_000, stage3_max_live_parameters=10_000_000,
     stage3_max_reuse_distance=0, reduce_bucket_size=20_000_000,
 )  # fmt: skip
+_QUANTIZED = DeepSpeedOptions(
+    zero_quantized_weights=True, zero_quantized_gradients=True, grad_accum_dtype="fp32", reduce_bucket_size=20_000_000,
+)  # fmt: skip
 _TINY_LLAMA = {"engine": "deepspeed", "stage": 3, "model": "llama-3.2-1b"}
 _STAGE_3: tuple[dict[str, object], ...] = (
     {"engine": "deepspeed", "stage": 3, "recompute": "full", "grad_accum": 2},
@@ -48,6 +51,7 @@ _STAGE_3: tuple[dict[str, object], ...] = (
     {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedOptions(stage3_allgather_sequential=True)},
     {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedOptions(memory_efficient_linear=False), "optimizer": "adagrad"},
     {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedOptions(**_AWAY), "grad_accum": 2},
+    {"engine": "deepspeed", "stage": 3, "deepspeed": _QUANTIZED, "gpus": 16, "grad_accum": 2},
     {"engine": "deepspeed", "stage": 3, "model": "bloom-560m", "recompute": "full"},
     {**_TINY_LLAMA, "deepspeed": DeepSpeedOptions(**_AWAY), "gpus": 1, "lora_rank": 8},
     {**_TINY_LLAMA, "lora_rank": 8, "quantize": "nf4", "recompute": "full"},
@@ -313,8 +317,8 @@ def test_public_figures_lie_between_the_least_and_the_most(recompute: str, gib: 
     [
         ({"engine": "paper"}, "engine 'paper'"),
         (
-            {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedOptions(zero_quantized_weights=True)},
-            r"DeepSpeed's quantized weights \(qwZ\)",
+            {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedOptions(offload_optimizer="nvme", offload_param="nvme")},
+            "DeepSpeed's offload to NVMe",
         ),
         (
             {"model": "granite-3.0-2b", "lora_rank": 8, "recompute": "full", "offload_activations": True},

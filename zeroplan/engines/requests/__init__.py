@@ -100,8 +100,6 @@ def _of_stage_3(job: JobSpec) -> tuple[tuple[bool, str], ...]:
     options = job.recipe.deepspeed
     return (
         ("nvme" in (options.offload_optimizer, options.offload_param), "DeepSpeed's offload to NVMe"),
-        (options.zero_quantized_weights, "DeepSpeed's quantized weights (qwZ)"),
-        (options.zero_quantized_gradients, "DeepSpeed's quantized gradients (qgZ)"),
         (job.model.family == "qwen3_next", "DeepSpeed stage 3 with linear attention"),
     )
 

@@ -9,6 +9,8 @@ from zeroplan.engines.requests.log import Log
 from zeroplan.ledger import Kind
 from zeroplan.numeric import ceil_div, round_up
 
+_HALF, _SCALE = 2, 4
+"""Bytes of an element that is dequantized, and of a group's scale."""
 Ends = tuple[tuple[int, Freed], ...]
 """What may be released where a module ends, each with its step."""
 
@@ -68,12 +70,38 @@ class Gathers(Replay):
         super()._gather(indices, direction)
         if not indices:
             return
+        if self.sharing.width:
+            self._gather_in_8_bits(sorted(indices))
+            return
         for together in self._called(sorted(indices)):
             self._call(together)
         if not self._one_by_one(indices):
             n_bytes = self.element * sum(self.numel[index] for index in indices)
             self.log.request(self._flat(indices[0]), n_bytes, Kind.GATHER, "flat all-gather of several parameters")
             self._copies(indices)
+
+    def _gather_in_8_bits(self, indices: list[int]) -> None:
+        """Shares are quantized, and gathered with their scales (qwZ)."""
+        flat, takes, reason = self._flat(indices[0]), self.in_flight[indices[0]].takes, "weights in 8 bits and their scales"
+        for change in takes.asked:
+            if change > 0:
+                self.log.request(flat, self.element * change, Kind.GATHER, reason)
+            else:
+                self.log.part(flat, -self.element * change, "gone")
+                self.log.release("gone")
+        pieces = [self._piece(index) for index in indices]
+        self.log.call("all_gather", sum(one.share * one.ranks for one in pieces), pieces[0].ranks)
+        self.log.call("all_gather", _SCALE * takes.scales, pieces[0].ranks)
+
+    def _restore(self, index: int) -> None:
+        """``CUDAQuantizer.dequantize``: a parameter in fp16, and cast to its own dtype."""
+        n_bytes = _HALF * self.numel[index]
+        if self.sharing.half:
+            self.log.request(gathered(index), n_bytes, Kind.GATHER, "gathered parameter")
+            return
+        self.log.request("restored", n_bytes, Kind.GATHER, "parameter in fp16, out of 8 bits")
+        self.log.request(gathered(index), self.element * self.numel[index], Kind.GATHER, "gathered parameter")
+        self.log.release("restored")
 
     def _called(self, indices: list[int]) -> Iterator[list[int]]:
         """Parameters that one all-gather takes. Those that are gathered alone come where they will be."""
@@ -112,10 +140,22 @@ class Gathers(Replay):
             return
         flat, arrives = self._flat(index), not handle.arrived and bool(handle.takes.arrived)
         super()._wait(index)
-        for one in sorted(handle.parameters) if arrives and not self._one_by_one(list(handle.parameters)) else ():
-            self.log.request(gathered(one), self.element * self.numel[one], Kind.GATHER, "gathered parameter")
+        if arrives:
+            self._arrive(sorted(handle.parameters), flat)
         if not handle.waiting:
             self.log.release(flat)
+
+    def _arrive(self, parameters: list[int], flat: Hashable) -> None:
+        """Parameters are copied out of a flat gather, or out of 8 bits."""
+        together = not self._one_by_one(parameters)
+        if self.sharing.width and together:
+            n_bytes = _HALF * sum(self._piece(one).share * self._piece(one).ranks for one in parameters)
+            self.log.request(flat, n_bytes, Kind.GATHER, "flat gather in fp16, out of 8 bits")
+        for one in parameters:
+            if self.sharing.width:
+                self._restore(one)
+            elif together:
+                self.log.request(gathered(one), self.element * self.numel[one], Kind.GATHER, "gathered parameter")
 
     def _partition(self, index: int, *, saved: bool) -> None:
         in_graph, second = index in self.in_graph, self.second.get(index, 0)

@@ -9,6 +9,7 @@ from zeroplan.engines.deepspeed.flat import Placed
 from zeroplan.engines.deepspeed.gradients import numel
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, offloads_parameters
 from zeroplan.engines.deepspeed.order import FORWARD
+from zeroplan.engines.deepspeed.quantized_gradients import Memory, Split, applies, is_quantized, quantized, sent_bytes
 from zeroplan.engines.deepspeed.sources import NORM_PIECE
 from zeroplan.engines.deepspeed.stage3.job import make_job, numels, pass_of
 from zeroplan.engines.deepspeed.stage3.step import groups_of
@@ -24,6 +25,7 @@ from zeroplan.transformer.families.tape import Do
 _GATHERS, _REDUCES = 1, 2
 """The numbers of the streams on which parameters are gathered and buckets reduced, where ``overlap_comm`` is on."""
 _FP64 = 8
+_IN_4_BITS = "gradients in 4 bits, their scales, and what comes of them"
 
 
 class Step(ModelPass):
@@ -253,15 +255,40 @@ class Step(ModelPass):
     def _reduce_scatter(self, inside: list[Placed]) -> None:
         """``__avg_scatter_grads``: a copy in the order of the ranks, unless it is one gradient that divides evenly."""
         log, job = self.log, self.job
+        if applies(self.recipe, self.ranks):
+            self._all_to_all(inside)
+            return
         elements = sum(round_up(numel(each), self.ranks) for each in inside)
         if len(inside) > 1 or numel(inside[0]) % self.ranks:
             log.request("reduced", job.element * elements, Kind.REDUCE, "copy of the bucket that is reduce-scattered")
         log.call("reduce_scatter", job.element * elements, self.ranks)
-        if job.kept != job.element:
+        self._widen(inside)
+
+    def _widen(self, inside: list[Placed]) -> None:
+        if self.job.kept != self.job.element:
             for each in inside:
-                n_bytes = job.kept * ceil_div(numel(each), self.ranks)
-                log.request("cast", n_bytes, Kind.TEMPORARY, "reduced gradient cast to fp32")
-            log.release("reduced")
+                n_bytes = self.job.kept * ceil_div(numel(each), self.ranks)
+                self.log.request("cast", n_bytes, Kind.TEMPORARY, "reduced gradient cast to fp32")
+            self.log.release("reduced")
+
+    def _all_to_all(self, inside: list[Placed]) -> None:
+        """``all_to_all_quant_reduce``: each gradient in 4 bits, within nodes and across; others are reduce-scattered (qgZ)."""
+        log, job = self.log, self.job
+        split = Split(self.ranks, self.options.gpus_per_node, job.element, job.kept)
+        memory = _InLog(log)
+        for each in inside:
+            shape, elements = each.parameter.shape, round_up(numel(each), self.ranks)
+            if is_quantized(shape, self.ranks):
+                quantized(memory, shape, split)
+                near, far = sent_bytes(shape, split)
+                log.call("all_to_all", near, split.local)
+                log.call("all_to_all", far, split.nodes)
+                continue
+            if numel(each) % self.ranks:
+                memory.hold(job.element * elements)
+            log.call("reduce_scatter", job.element * elements, self.ranks)
+        memory.forget()
+        self._widen(inside)
 
     def _partition_gradient(self, each: Placed) -> None:
         """``partition_grads``: the share goes to host memory, comes back, and its norm is taken; the gradient goes."""
@@ -329,6 +356,37 @@ class Step(ModelPass):
             n_bytes = self.job.element * numel(self.job.every.placed[index])
             self.log.request(gathered(index), n_bytes, Kind.GATHER, "persistent parameter")
             self.log.call("all_gather", round_up(n_bytes, self.job.element * self.ranks), self.ranks)
+
+
+class _InLog(Memory):
+    """What :func:`quantized` makes, as requests. What has no name stays until the bucket is reduced."""
+
+    def __init__(self, log: Log) -> None:
+        """Write into a log."""
+        super().__init__()
+        self.log = log
+
+    def name(self, **made: int) -> None:
+        """Give names to what has been made at once; what had them goes then."""
+        for name, n_bytes in made.items():
+            self.log.request(("new", name), n_bytes, Kind.REDUCE, _IN_4_BITS)
+        for name in made:
+            self.log.release(("named", name))
+            self.log.rename(("new", name), ("named", name))
+        self._names |= made
+
+    def hold(self, n_bytes: int) -> None:
+        """Request memory, or release as much of it."""
+        if n_bytes > 0:
+            self.log.request("reduced", n_bytes, Kind.REDUCE, _IN_4_BITS)
+        else:
+            self.log.part("reduced", -n_bytes, "gone")
+            self.log.release("gone")
+
+    def forget(self) -> None:
+        """The function returns."""
+        self.log.release(*(("named", name) for name in self._names))
+        self._names.clear()
 
 
 def requests(job: JobSpec, steps: int) -> Log:
