@@ -51,7 +51,7 @@ _STAGE_3: tuple[dict[str, object], ...] = (
     {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedOptions(stage3_allgather_sequential=True)},
     {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedOptions(memory_efficient_linear=False), "optimizer": "adagrad"},
     {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedOptions(**_AWAY), "grad_accum": 2},
-    {"engine": "deepspeed", "stage": 3, "deepspeed": _QUANTIZED, "gpus": 16, "grad_accum": 2},
+    {**_TINY_LLAMA, "deepspeed": _QUANTIZED, "gpus": 16, "grad_accum": 2},
     {"engine": "deepspeed", "stage": 3, "model": "bloom-560m", "recompute": "full"},
     {**_TINY_LLAMA, "deepspeed": DeepSpeedOptions(**_AWAY), "gpus": 1, "lora_rank": 8},
     {**_TINY_LLAMA, "lora_rank": 8, "quantize": "nf4", "recompute": "full"},
