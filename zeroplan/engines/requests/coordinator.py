@@ -76,7 +76,7 @@ class Gathers(Replay):
         for together in self._called(sorted(indices)):
             self._call(together)
         if not self._one_by_one(indices):
-            n_bytes = self.element * sum(self.numel[index] for index in indices)
+            n_bytes = self.element * sum(map(self._padded, indices))
             self.log.request(self._flat(indices[0]), n_bytes, Kind.GATHER, "flat all-gather of several parameters")
             self._copies(indices)
 
@@ -111,12 +111,16 @@ class Gathers(Replay):
         for index in indices:
             yield [index]
             if not self.alone:
-                self.log.request(gathered(index), self.element * self.numel[index], Kind.GATHER, "gathered parameter")
+                self.log.request(gathered(index), self.element * self._padded(index), Kind.GATHER, "gathered parameter")
             if self.ranks > 1:
                 self._copies([index])
 
     def _one_by_one(self, indices: list[int]) -> bool:
         return len(indices) == 1 or self.options.stage3_allgather_sequential or self.ranks == 1
+
+    def _padded(self, index: int) -> int:
+        """Elements of a parameter as all ranks gather it, alike from each."""
+        return round_up(self.numel[index], self.ranks)
 
     def _flat(self, index: int) -> Hashable:
         return "flat", id(self.in_flight[index])

@@ -98,7 +98,7 @@ class Step(ModelPass):
     def _new_pass(self) -> Gathers:
         return Gathers(
             self.one, self.log, self.ranks, self.job.element, _GATHERS if self.overlaps else 0, recording=self.passes == 1,
-            resident=self.step > 0, decided=self.decided, later=self.micro > 1,
+            resident=self.step > 0 or self.passes > 2, decided=self.decided, later=self.micro > 1,
         )  # fmt: skip
 
     def before_forward(self) -> None:
@@ -353,9 +353,9 @@ class Step(ModelPass):
     def _gather_persistent(self) -> None:
         persistent = sorted(self.gathers.persistent)
         for index in () if self.gathers.alone else persistent:
-            n_bytes = self.job.element * numel(self.job.every.placed[index])
+            n_bytes = self.job.element * round_up(numel(self.job.every.placed[index]), self.ranks)
             self.log.request(gathered(index), n_bytes, Kind.GATHER, "persistent parameter")
-            self.log.call("all_gather", round_up(n_bytes, self.job.element * self.ranks), self.ranks)
+            self.log.call("all_gather", n_bytes, self.ranks)
 
 
 class _InLog(Memory):
