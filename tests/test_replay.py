@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from zeroplan import SpecError, estimate
-from zeroplan.engines.requests import STEPS, requests_of
+from zeroplan.engines.deepspeed.flat import trained_row
+from zeroplan.engines.deepspeed.stage3.step import groups_of
+from zeroplan.engines.pipeline import accounts
+from zeroplan.engines.requests import STEPS, deepspeed_stage3, requests_of
+from zeroplan.engines.requests.log import Log
 from zeroplan.ledger import Among, Kind, Phase, total_bytes
 from zeroplan.replay import StepReplay, trace_of
 from zeroplan.resolve import job
@@ -23,12 +28,35 @@ from zeroplan.units import GIB, MIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from zeroplan.engines.requests.log import Log
+    from zeroplan.engines.account import Account
     from zeroplan.spec.job import JobSpec
 
 _LLAMA = {"model": "llama-2-7b"}
 _SMALL_BUCKETS = DeepSpeedOptions(offload_optimizer="cpu", reduce_bucket_size=20_000_000)
 _MIXTRAL = {"model": "mixtral-8x7b", "expert_parallel": 2, "gpus": 32}
+_AWAY: dict[str, Any] = {"offload_optimizer": "cpu", "offload_param": "cpu"}
+_LITTLE_AT_ONCE = DeepSpeedOptions(
+    contiguous_gradients=False, stage3_prefetch_bucket_size=1_000_000, stage3_max_live_parameters=10_000_000,
+    stage3_max_reuse_distance=0, reduce_bucket_size=20_000_000,
+)  # fmt: skip
+_QUANTIZED = DeepSpeedOptions(
+    zero_quantized_weights=True, zero_quantized_gradients=True, grad_accum_dtype="fp32", reduce_bucket_size=20_000_000,
+)  # fmt: skip
+_TINY_LLAMA = {"engine": "deepspeed", "stage": 3, "model": "llama-3.2-1b"}
+_STAGE_3: tuple[dict[str, object], ...] = (
+    {"engine": "deepspeed", "stage": 3, "recompute": "full", "grad_accum": 2},
+    {"engine": "deepspeed", "stage": 3, "deepspeed": _LITTLE_AT_ONCE, "grad_accum": 2},
+    {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedOptions(reduce_scatter=False, grad_accum_dtype="fp32")},
+    {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedOptions(zero_hpz_partition_size=2), "grad_accum": 2},
+    {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedOptions(stage3_allgather_sequential=True)},
+    {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedOptions(memory_efficient_linear=False), "optimizer": "adagrad"},
+    {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedOptions(**_AWAY), "grad_accum": 2},
+    {**_TINY_LLAMA, "deepspeed": _QUANTIZED, "gpus": 16, "grad_accum": 2},
+    {"engine": "deepspeed", "stage": 3, "model": "bloom-560m", "recompute": "full"},
+    {**_TINY_LLAMA, "deepspeed": DeepSpeedOptions(**_AWAY), "gpus": 1, "lora_rank": 8},
+    {**_TINY_LLAMA, "lora_rank": 8, "quantize": "nf4", "recompute": "full"},
+    {**_TINY_LLAMA, "freeze": "embedding,head", "freeze_layers": 3},
+)
 _JOBS = (
     {"engine": "fsdp2", "stage": 3},
     {"engine": "fsdp2", "stage": 2, "recompute": "full", "grad_accum": 3},
@@ -77,6 +105,15 @@ _JOBS = (
     {"engine": "ddp", "stage": 0, "model": "bloom-560m", "recompute": "selective"},
     {"engine": "fsdp2", "stage": 3, "model": "olmo-2-7b"},
     {"engine": "fsdp2", "stage": 3, "model": "olmo-2-7b", "recompute": "full"},
+    {"engine": "fsdp2", "stage": 3, "loss": "fused"},
+    {"engine": "fsdp2", "stage": 2, "model": "bloom-560m", "recompute": "full"},
+    {"engine": "fsdp2", "stage": 3, "model": "olmo-2-1124-7b", "recompute": "full"},
+    {"engine": "ddp", "stage": 0, "model": "opt-1.3b"},
+    {"engine": "deepspeed", "stage": 1, "model": "opt-1.3b"},
+    {"engine": "fsdp2", "stage": 3, "optimizer": "muon"},
+    {"engine": "ddp", "stage": 0, "optimizer": "adamw-8bit"},
+    {"engine": "deepspeed", "stage": 2, "optimizer": "adamw-8bit"},
+    *_STAGE_3,
 )
 
 
@@ -146,6 +183,108 @@ class TestOfAStep:
             assert n_bytes == answer.states_by_kind[kind]
 
 
+_ON_HOST = Fsdp2Options(cpu_offload=True)
+_PIPELINES: tuple[dict[str, object], ...] = (
+    {"pipeline_schedule": "gpipe", "recompute": "full"},
+    {"pipeline_schedule": "1f1b", "pipeline_parallel": 4},
+    {"pipeline_schedule": "interleaved-1f1b", "stage": 2},
+    {"pipeline_schedule": "interleaved-zero-bubble", "stage": 2, "precision": "bf16"},
+    {"pipeline_schedule": "zbv", "stage": 2},
+    {"pipeline_schedule": "interleaved-1f1b", "offload_activations": True, "recompute": "full", "fsdp2": _ON_HOST},
+    {"fsdp2": Fsdp2Options(ends_apart=True, torch="2.15")},
+    {"tensor_parallel": 2, "micro_batch": 2},
+    {"context_parallel": 2},
+    {"loss": "chunked"},
+    {"model": "mixtral-8x7b", "expert_parallel": 2, "pipeline_schedule": "gpipe"},
+    {"lora_rank": 8, "precision": "bf16", "replicas": 2},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("choices", _PIPELINES, ids=lambda one: "-".join(str(value) for value in one.values()))
+class TestOfAPipeline:
+    """What is true of the requests of every rank."""
+
+    @staticmethod
+    def _ranks(choices: dict[str, object]) -> tuple[JobSpec, tuple[Account, ...]]:
+        given = {"model": "llama-3.2-1b", "gpus": 16, "pipeline_parallel": 2, "grad_accum": 4, "stage": 3, **choices}
+        one = _job(**given)
+        return one, accounts(one.model, one.recipe, one.mesh, one.batch)
+
+    def test_its_peak_is_the_estimates(self, choices: dict[str, object]):
+        """To the byte."""
+        one, every = self._ranks(choices)
+        for rank, account in enumerate(every):
+            log = requests_of(one, pipeline_rank=rank)
+            last = next(span.start for span in log.spans if span.step == log.spans[-1].step)
+            assert max(_live(log)[last:]) == account.pipeline[0].peak_bytes
+
+    def test_a_step_sends_what_the_estimate_says_and_is_like_the_last(self, choices: dict[str, object]):
+        """Collectives of weights, and hidden states and gradients between stages."""
+        one, every = self._ranks(choices)
+        for rank, account in enumerate(every):
+            fewer, more = (requests_of(one, steps, pipeline_rank=rank) for steps in (2, 3))
+            expected = Counter[str]()
+            for call in account.collectives:
+                if call.among in (*_OF_WEIGHTS, Among.STAGES) and int(call.group) > 1:
+                    expected[call.operation] += int(call.payload_bytes)
+            assert _sent(more) - _sent(fewer) == expected
+            assert _live(fewer)[-1] == _live(more)[-1]
+            trace_of(more)  # checks itself
+
+
+def test_of_a_pipeline_the_rank_that_is_asked_for_is_replayed():
+    """Or the fullest, whose peak the estimate is of."""
+    one = _job(model="llama-3.2-1b", gpus=4, stage=3, pipeline_parallel=2, grad_accum=2)
+    for rank in (None, 0, 1):
+        answer = estimate(one, pipeline_rank=rank, replay=True)
+        assert answer.replay is not None
+        shown = answer.replay.replayed()
+        assert shown.allocated_bytes == pytest.approx(answer.peak_bytes, rel=1e-3)  # blocks may be larger than asked for
+        assert answer.reserved.expected_bytes == shown.reserved_bytes
+
+
+def _peaks(one: JobSpec) -> tuple[int, int]:
+    """The highest of the last step's requests and what the estimate says of it, both without cuBLAS's workspaces. [bytes]"""
+    answer, log = estimate(one), requests_of(one)
+    last = next(span.start for span in log.spans if span.step == log.spans[-1].step)
+    in_steps = max(int(moment.total_bytes) for moment in answer.moments if moment.phase is not Phase.INIT)
+    return max(_live(log)[last:]), in_steps - total_bytes(answer.workspaces)
+
+
+def test_every_sub_group_has_a_step_counter():
+    """Of four bytes each; the estimate has one for all."""
+    one = _job(engine="deepspeed", stage=3, deepspeed=DeepSpeedOptions(sub_group_size=10_000_000))
+    groups = groups_of(trained_row(one.model), 10_000_000, 4)
+    requested, estimated = _peaks(one)
+    assert len(groups) > 2
+    assert requested == estimated + 4 * (len(groups) - 1)
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3"])
+def test_experts_are_gathered_as_the_estimate_says(model: str):
+    """But for a gradient of the residual stream where a bucket is reduced, and the order in which experts are waited for."""
+    one = _job(model=model, engine="deepspeed", stage=3)
+    one = replace(one, model=replace(one.model, num_hidden_layers=4))
+    requested, estimated = _peaks(one)
+    assert requested == pytest.approx(estimated, rel=1e-4)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    "model",
+    ["gpt2", "opt-1.3b", "bloom-560m", "pythia-1b", "llama-3.2-1b", "gemma-2-2b", "gemma-3-1b", "phi-4", "glm-4-9b",
+     "olmo-2-1124-7b", "granite-3.0-2b", "mixtral-8x7b", "gpt-oss-20b", "deepseek-v3"],
+)  # fmt: skip
+def test_every_module_of_a_family_begins_where_deepspeeds_coordinator_expects_it(model: str, recompute: str):
+    """The block's program and the coordinator's steps have the same modules in the same order, and every gradient an owner."""
+    one = _job(model=model, engine="deepspeed", stage=3, recompute=recompute)
+    step = deepspeed_stage3.Step(replace(one, model=replace(one.model, num_hidden_layers=4)), Log())
+    for _ in step.micro_batches(2):
+        assert step.at == len(step.gathers.steps)
+        assert not any(step.waiting.values())
+        assert not step.returning
+
+
 def test_on_a_card_that_is_too_small_it_says_where_and_on_a_smaller_one_it_tries_again():
     """Between the peak and what is reserved the allocator gives blocks back."""
     step = StepReplay(_job(stage=3))
@@ -184,13 +323,15 @@ def test_public_figures_lie_between_the_least_and_the_most(recompute: str, gib: 
     ("choices", "what"),
     [
         ({"engine": "paper"}, "engine 'paper'"),
-        ({"engine": "deepspeed", "stage": 3}, "DeepSpeed stage 3"),
+        (
+            {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedOptions(offload_optimizer="nvme", offload_param="nvme")},
+            "DeepSpeed's offload to NVMe",
+        ),
         (
             {"model": "granite-3.0-2b", "lora_rank": 8, "recompute": "full", "offload_activations": True},
             "offload of activations beside an embedding that is frozen and scaled",
         ),
         ({"engine": "ddp", "stage": 0, "loss": "chunked"}, "a loss in chunks whose head is the embedding"),
-        ({"optimizer": "muon"}, "optimizer 'muon'"),
     ],
 )
 def test_what_is_not_known_is_refused_in_one_line(choices: dict[str, object], what: str):

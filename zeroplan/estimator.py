@@ -290,14 +290,14 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None, replay: bool = F
         notes=(*account.notes, *_partly_recomputed(job), *_linear_attention(job), *_held_logits(job, highest)),
         kept=account.kept,
         pipeline=account.pipeline,
-        replay=_replay(job) if replay else None,
+        replay=_replay(job, account.pipeline[0].rank if account.pipeline else None) if replay else None,
     )
 
 
-def _replay(job: JobSpec) -> "StepReplay":
+def _replay(job: JobSpec, pipeline_rank: int | None) -> "StepReplay":
     from zeroplan.replay import StepReplay  # noqa: PLC0415  keeps start-up fast
 
-    return StepReplay(job)
+    return StepReplay(job, pipeline_rank=pipeline_rank)
 
 
 def verdict(least_bytes: int, comfortable_bytes: int, capacity_bytes: int | None) -> Verdict:

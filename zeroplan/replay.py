@@ -49,10 +49,10 @@ class OnCard(NamedTuple):
 class StepReplay:
     """The first steps of a job, and what the allocator makes of them."""
 
-    def __init__(self, job: JobSpec) -> None:
-        """Write the steps out. Raises SpecError where they are not known."""
+    def __init__(self, job: JobSpec, *, pipeline_rank: int | None = None) -> None:
+        """Write the steps out, of a pipeline those of the fullest rank or of another. Raises SpecError where they are not known."""
         self.job = job
-        self.log = requests_of(job)
+        self.log = requests_of(job, pipeline_rank=pipeline_rank)
         self._workspace_bytes = int(workspace_line(job.cluster.gpu).n_bytes) // _THREADS
         self._done: dict[AllocatorSettings, Replayed] = {}
 

@@ -43,6 +43,8 @@ class Seen(NamedTuple):
     """The predicted peak over the recorded one."""
     reserved: float
     """The recorded reserve over the predicted one."""
+    scratch: float
+    """What a kernel of attention takes for itself at most, which records on fake tensors have not, over the recorded peak."""
 
 
 def records() -> Iterator[Measurement]:
@@ -54,10 +56,12 @@ def records() -> Iterator[Measurement]:
 def seen_in(record: Measurement) -> Iterator[Seen]:
     """Its replays, beside those of what is predicted."""
     step = StepReplay(record.job)
+    scratch = max((one.n_bytes for one in step.log.requests if one.reason.startswith("scratch of")), default=0)
     for shown in record.allocator:
         predicted = step.replayed(shown.settings)
         allocated = predicted.allocated_bytes / shown.allocated_bytes
-        yield Seen(record.job, shown.settings, allocated, shown.reserved_bytes / predicted.reserved_bytes)
+        reserved = shown.reserved_bytes / predicted.reserved_bytes
+        yield Seen(record.job, shown.settings, allocated, reserved, scratch / shown.allocated_bytes)
 
 
 @cache

@@ -20,15 +20,18 @@ def found() -> list[replayed.Seen]:
 
 
 def test_the_peak_is_the_recorded_one(found: list[replayed.Seen]):
-    """To 0.3 %, but where a loss comes in chunks, whose last chunk's logits stay a little longer."""
+    """To 0.3 %, but where a loss comes in chunks, whose last chunk's logits stay a little longer.
+
+    It can be above the recorded one by what a kernel takes for itself, which a record has not.
+    """
     for one in found:
         most = 0.003 if one.job.recipe.loss == "full" else 0.015
-        assert one.allocated == pytest.approx(1, abs=most), one.job
+        assert -most <= one.allocated - 1 <= most + one.scratch, one.job
 
 
 @pytest.mark.parametrize("engine", _ENGINES)
 def test_nine_in_ten_reserves_are_within_two_percent(found: list[replayed.Seen], engine: str):
-    """Of all records it is 93 to 98 in 100."""
+    """Of all records it is 94 to 98 in 100."""
     off = [abs(1 / one.reserved - 1) for one in found if one.job.recipe.engine == engine]
     assert len(off) > 30
     assert sum(one < _WITHIN for one in off) >= 0.9 * len(off)

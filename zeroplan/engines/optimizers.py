@@ -441,6 +441,12 @@ def _adafactor_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> 
     return Line(Kind.OPTIMIZER_TEMPORARY, element_bytes * largest, reason, times(element_bytes, "U_t"), source)
 
 
+def muon_temporaries(tensor: LocalTensor, element_bytes: int) -> tuple[Int, ...]:
+    """What Muon's step makes of one matrix: its update, two iterates and two Gram matrices in bf16. [bytes]"""
+    smaller = minimum(*tensor.shape)
+    return element_bytes * tensor.numel, *(2 * (2 * tensor.numel,)), *(2 * (2 * smaller * smaller,))
+
+
 def _muon_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> Line:
     """Larger of Muon's step (one matrix at a time) and AdamW's foreach step on all other tensors.
 
@@ -448,11 +454,10 @@ def _muon_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> Line:
     Gram matrices m x m.
     """
     largest = element_bytes * total_elements([tensor for tensor in tensors if not updated_by_muon(tensor)])
-    iterates = 4
     for tensor in tensors:
         if updated_by_muon(tensor):
-            smaller = minimum(*tensor.shape)
-            largest = maximum(largest, (element_bytes + iterates) * tensor.numel + 4 * smaller * smaller)
+            update, *others = muon_temporaries(tensor, element_bytes)
+            largest = maximum(largest, update + sum(others))
     reason = "step: Newton-Schulz iterates of one matrix, or AdamW's denominators"
     source = "torch 2.13, torch/optim/_muon.py, _zeropower_via_newtonschulz"
     return Line(Kind.OPTIMIZER_TEMPORARY, largest, reason, "1·U_z", source)

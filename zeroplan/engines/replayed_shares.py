@@ -29,12 +29,12 @@ class Held(NamedTuple):
 
 MEASURED: dict[str, tuple[Held, Held]] = {
     # derived: python -m tests.measured.replayed
-    "ddp": (Held(jobs=193, low=981, high=1105, median=171, near=979), Held(jobs=193, low=954, high=1058, median=811, near=953)),
+    "ddp": (Held(jobs=222, low=985, high=1094, median=162, near=981), Held(jobs=222, low=964, high=1114, median=760, near=950)),
     "deepspeed": (
-        Held(jobs=334, low=860, high=1037, median=264, near=928),
-        Held(jobs=334, low=933, high=1031, median=335, near=940),
+        Held(jobs=504, low=946, high=1037, median=265, near=948),
+        Held(jobs=504, low=956, high=1020, median=258, near=954),
     ),
-    "fsdp2": (Held(jobs=313, low=976, high=1014, median=102, near=980), Held(jobs=313, low=976, high=1058, median=8, near=968)),
+    "fsdp2": (Held(jobs=354, low=968, high=1014, median=94, near=977), Held(jobs=354, low=941, high=1058, median=3, near=954)),
     # end
 }
 """By engine, with the allocator's default settings and with expandable segments."""

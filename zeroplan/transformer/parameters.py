@@ -86,3 +86,12 @@ class Layout(NamedTuple):
     tied_head: Parameter | None = None
     buffers: tuple[Line, ...] = ()
     """Buffers of a profile's module. Leaves out a family's rotary tables and the like."""
+
+
+def below_blocks(tree: Layout) -> tuple[Parameter, ...]:
+    """Return the parameters that run before the blocks: OPT registers its final norm among them, as the last."""
+    after = {one.name.rpartition(".")[0] for one in tree.tail}
+    if len(after) != int(tree.tied_head is None):  # more than a head of its own, or a pipeline's first stage
+        return tree.embeddings
+    norm = tree.embeddings[-1].name.rpartition(".")[0]
+    return tuple(one for one in tree.embeddings if one.name.rpartition(".")[0] != norm)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from zeroplan.engines.deepspeed.flat import Row, embedding_elements, has_tied_head
 from zeroplan.engines.deepspeed.gathers import Piece, Sharing, Taken, taken
 from zeroplan.engines.deepspeed.notes import Gathered, Note, Noted, Sent, Taking, per_gradient, per_module, sizes
-from zeroplan.engines.deepspeed.order import BACKWARD, FORWARD, Step, trace
+from zeroplan.engines.deepspeed.order import BACKWARD, FORWARD, Freed, Step, trace
 from zeroplan.numeric import ceil_div, round_up
 from zeroplan.spec.recipe import DeepSpeedOptions
 
@@ -38,7 +38,7 @@ class Pass(NamedTuple):
 @lru_cache(maxsize=64)
 def gathered(one: Pass) -> Gathered:
     """Replay one pass of the model, with one micro-batch per step."""
-    return _Replay(one).run()
+    return Replay(one).run()
 
 
 @lru_cache(maxsize=64)
@@ -49,9 +49,9 @@ def gathered_by_several(one: Pass) -> Gathered | None:
     (``__params_to_release`` is cached), and abides by it. With several micro-batches that pass is the second of the first
     step, before the first step has gathered the persistent parameters.
     """
-    first = _Replay(one, persistent_missing=True)
+    first = Replay(one, persistent_missing=True)
     first.decide()
-    several = _Replay(one, decided=first.decided, later=True).run()
+    several = Replay(one, decided=first.decided, later=True).run()
     return None if astuple(gathered(one)) == astuple(several) else several
 
 
@@ -78,7 +78,7 @@ class _Sending:
         return Sent(sizes(self.sizes), self.calls, self.scales)
 
 
-class _Replay:
+class Replay:
     """The coordinator's state while a complete trace is run."""
 
     def __init__(
@@ -314,24 +314,34 @@ class _Replay:
 
     def _release(self, at: int, step: Step) -> None:
         for freed in step.frees:
-            for index in freed.parameters:
-                if self.decides and not freed.dropped and not self._stays(index, at + 1, leaf=freed.leaf):
-                    self.decided.add((at, index))
-                goes = freed.dropped or (at, index) in self.decided
-                if index in self.persistent or index not in self.available or not goes:
-                    continue
-                self.available.discard(index)
-                self.read.discard(index)
-                self.counted -= self.numel[index]
-                self._hold(self.second.pop(index, 0))
-                if index in self.in_graph:
-                    self.in_graph.discard(index)  # what is gathered next, nobody else holds
-                elif index in freed.saved:
-                    self.saved[index] = self.numel[index]
-                else:
-                    self._hold(-self.numel[index])
-            if step.direction == BACKWARD:
-                self._hold(-sum(self.saved.pop(index, 0) for index in freed.parameters))
+            self._free(at, freed, returning=step.direction == BACKWARD)
+
+    def _free(self, at: int, freed: Freed, *, returning: bool) -> None:
+        for index in freed.parameters:
+            if self.decides and not freed.dropped and not self._stays(index, at + 1, leaf=freed.leaf):
+                self.decided.add((at, index))
+            goes = freed.dropped or (at, index) in self.decided
+            if index not in self.persistent and index in self.available and goes:
+                self._partition(index, saved=index in freed.saved)
+        for index in freed.parameters if returning else ():
+            self._let_go(index)
+
+    def _partition(self, index: int, *, saved: bool) -> None:
+        """Release a parameter, which lives on where the graph holds it, or what autograd has ``saved`` is a view of it."""
+        self.available.discard(index)
+        self.read.discard(index)
+        self.counted -= self.numel[index]
+        self._hold(self.second.pop(index, 0))
+        if index in self.in_graph:
+            self.in_graph.discard(index)  # what is gathered next, nobody else holds
+        elif saved:
+            self.saved[index] = self.numel[index]
+        else:
+            self._hold(-self.numel[index])
+
+    def _let_go(self, index: int) -> None:
+        """The backward is done with what it has saved of a parameter."""
+        self._hold(-self.saved.pop(index, 0))
 
     def _stays(self, index: int, at: int, *, leaf: bool) -> bool:
         """Whether a prefetch counts on it, or it is used again before ``max_reuse_distance`` elements of other modules have run.

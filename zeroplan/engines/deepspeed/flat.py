@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias, cast
 from zeroplan.engines.deepspeed.modules import executed_modules
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.parameters import Layout, Parameter
+from zeroplan.transformer.parameters import Layout, Parameter, below_blocks
 from zeroplan.transformer.params import has_frozen, is_frozen, layout, runs_in_order, trained_layout
 
 #: NCCL's alignment of an all-gather's input, in elements (DeepSpeed 0.19.8, ``nccl_start_alignment_factor``).
@@ -115,6 +115,9 @@ def _row(model: ModelSpec, parts: Layout) -> Row:
     blocks = [parts.runs[run].parameters for run in runs_in_order(model)]
     groups = ((-1, parts.embeddings), *enumerate(blocks), (len(blocks), parts.tail))
     flat = _as_registered(model, [(block, parameter) for block, parameters in groups for parameter in parameters])
+    if model.family == "opt":
+        below = below_blocks(parts)
+        flat = [(len(blocks) if block < 0 and one not in below else block, one) for block, one in flat]
     ends = tuple(accumulate(parameter.numel for _, parameter in flat))
     starts = (0, *ends[:-1])
     placed = tuple(Placed(p, block, start, end) for (block, p), start, end in zip(flat, starts, ends, strict=True))

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 FORWARD, BACKWARD = "forward", "backward"
 
 
+#: Families whose experts' weights are multiplied as they are, where others take a view of them, the transposed one
+#: (transformers 5.23, integrations/moe.py, ``_grouped_linear``): the product saves the parameter, and what is gathered can go.
+_EXPERTS_AS_THEY_ARE = ("gpt_oss",)
+
+
 class Freed(NamedTuple):
     """A module that has ended, whose parameters may be released."""
 
@@ -43,6 +48,8 @@ class Freed(NamedTuple):
 
     Source: DeepSpeed 0.19.8, ``partitioned_param_coordinator.py``, ``update_recompute_parameters``.
     """
+    name: str = ""
+    """The module's; that whose backward asked for them where they are dropped."""
 
 
 class Step(NamedTuple):
@@ -246,7 +253,7 @@ def _begun(direction: str, module: _Module, block: int) -> Step:
 
 
 def _freed(module: _Module, saved: tuple[int, ...] = ()) -> Freed:
-    return Freed(module.parameters, module.leaf, saved)
+    return Freed(module.parameters, module.leaf, saved, name=module.name)
 
 
 def _alone(direction: str, module: _Module, block: int, made: int) -> Step:
@@ -289,7 +296,8 @@ def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, recompute
         return _run_again_after(whole, modules, ordered, steps, block)
     run_again, waiting = _recomputed(modules, block, ordered[first].name), steps[first]
     run_again, dropped = _without_frozen(whole, run_again)
-    frees = (*waiting.frees, Freed(dropped, dropped=True)) if dropped else waiting.frees
+    named = Freed(dropped, dropped=True, name=waiting.name)
+    frees = (*waiting.frees, named) if dropped else waiting.frees
     done = run_again[-1]._replace(direction=BACKWARD, made=waiting.made, frees=frees)
     return [*steps[:first], waiting._replace(made=0, frees=()), *run_again[:-1], done, *steps[first + 1 :]]
 
@@ -307,7 +315,8 @@ def _run_again_after(
     run_again, dropped = _without_frozen(whole, run_again)
     parent = down.name.rpartition(".")[0]
     last = max(at for at, module in enumerate(ordered) if module.name.startswith(f"{parent}."))
-    steps[last] = steps[last]._replace(frees=(*steps[last].frees, Freed(dropped, dropped=True)))
+    named = Freed(dropped, dropped=True, name=steps[last].name)
+    steps[last] = steps[last]._replace(frees=(*steps[last].frees, named))
     return [*steps[: waits + 1], *run_again, *steps[waits + 1 :]]
 
 
@@ -359,7 +368,8 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
         places = [index for index, parameter in inside if parameter.startswith(f"{name}.")]
         borrowed = owners.get(f"{name}.lora_A.default", [])
         own = places if leaf and name == "mlp" else borrowed or owners.get(name, [])
-        viewed = [index for index in own if _is_viewed(whole.placed[index].parameter.name)]
+        as_they_are = whole.model.family in _EXPERTS_AS_THEY_ARE
+        viewed = [] if as_they_are else [index for index in own if _is_viewed(whole.placed[index].parameter.name)]
         bounds = (places[0], places[-1] + 1) if places else (0, 0)
         lent = name.endswith(".lora_A.default")
         packed = tuple(index for index in own if whole.placed[index].parameter.quantised)

@@ -70,14 +70,15 @@ def refuse_quantized_gradients(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh)
 def _refuse_uneven(whole: Row, ranks: int) -> None:
     """Scales are shared out as evenly as what they are of, or the all-to-all fails (torch 2.13, ``checkSplitSizes``)."""
     for shape in {each.parameter.shape for each in whole.placed}:
-        if _is_quantized(shape, ranks) and (groups := _groups(shape, ranks)) % ranks:
+        if is_quantized(shape, ranks) and (groups := _groups(shape, ranks)) % ranks:
             raise SpecError(
                 f"zero_quantized_gradients: the {groups:,} scales of a gradient of {shape[0]:,} x {shape[1]:,} cannot be shared "
                 f"out over {ranks} ranks, and DeepSpeed fails; use another number of ranks, or leave it out"
             )
 
 
-def _is_quantized(shape: Shape, ranks: int) -> bool:
+def is_quantized(shape: Shape, ranks: int) -> bool:
+    """Whether a gradient of this shape goes in 4 bits: a matrix that the ranks divide."""
     return len(shape) > 1 and prod(shape) % (2 * ranks) == 0
 
 
@@ -86,10 +87,11 @@ def _groups(shape: Shape, ranks: int) -> int:
     return max(shape[0], shape[1], ranks)
 
 
-class _Memory:
+class Memory:
     """What is held, and the most of it. [bytes]"""
 
     def __init__(self) -> None:
+        """Begin with nothing."""
         self.held = self.most = 0
         self._names: dict[str, int] = {}
 
@@ -100,6 +102,7 @@ class _Memory:
         self._names |= made
 
     def hold(self, n_bytes: int) -> None:
+        """Make so much, or give as much back."""
         self.held += n_bytes
         self.most = max(self.most, self.held)
 
@@ -115,10 +118,10 @@ def reduction_bytes(shapes: tuple[Shape, ...], split: Split) -> int:
 
     The names of one gradient's tensors stand until the next one's are there.
     """
-    memory = _Memory()
+    memory = Memory()
     for shape in shapes:
-        if _is_quantized(shape, split.ranks):
-            _quantized(memory, shape, split)
+        if is_quantized(shape, split.ranks):
+            quantized(memory, shape, split)
         elif (numel := prod(shape)) % split.ranks:
             memory.hold(split.element * round_up(numel, split.ranks))
     memory.forget()
@@ -127,7 +130,8 @@ def reduction_bytes(shapes: tuple[Shape, ...], split: Split) -> int:
     return memory.most
 
 
-def _quantized(memory: _Memory, shape: Shape, split: Split) -> None:
+def quantized(memory: Memory, shape: Shape, split: Split) -> None:
+    """Quantize a gradient, send it within the node and across nodes, and add up what comes."""
     numel, groups = prod(shape), _groups(shape, split.ranks)
     payload, scales = numel // _IN_4_BITS, _SCALE * groups
     memory.name(payload=payload, scales=scales)
@@ -173,6 +177,12 @@ def beside_quantized(buckets: Schedule, split: Split) -> tuple[tuple[int, ...], 
     )
 
 
+def sent_bytes(shape: Shape, split: Split) -> tuple[int, int]:
+    """What a gradient and its scales take in the all-to-all within a node, and in that across nodes. [bytes]"""
+    payload, scales = prod(shape) // _IN_4_BITS, _SCALE * _groups(shape, split.ranks)
+    return payload + scales, payload // split.local + scales // split.local
+
+
 class _Sent(NamedTuple):
     """What one pass sends: bytes within a node and across nodes, in so many calls, and elements that are reduced as they are."""
 
@@ -189,11 +199,11 @@ def _sent(whole: Row, ranks: int, local: int) -> _Sent:
     within = across = calls = elements = plain = plain_calls = 0
     for each in whole.placed if ranks > local else ():
         shape, numel = each.parameter.shape, each.end - each.start
-        if not _is_quantized(shape, ranks):
+        if not is_quantized(shape, ranks):
             plain, plain_calls = plain + round_up(numel, ranks), plain_calls + 1
             continue
-        payload, scales = numel // _IN_4_BITS, _SCALE * _groups(shape, ranks)
-        within, across = within + payload + scales, across + payload // local + scales // local
+        near, far = sent_bytes(shape, Split(ranks, local, 0, 0))
+        within, across = within + near, across + far
         calls, elements = calls + 2, elements + numel
     return _Sent(within, across, calls, elements, plain, plain_calls)
 

@@ -39,7 +39,7 @@ def left_over(place: Place) -> int:
 
     What a rank hands to its own next stage is what that stage received, and counts there.
     """
-    chunks = [chunk for chunk in range(place.chunks) if not (_is_first(place, chunk) or _goes_by_hand(place, chunk - 1))]
+    chunks = [chunk for chunk in range(place.chunks) if not (_is_first(place, chunk) or goes_by_hand(place, chunk - 1))]
     return len(chunks) * place.micro_batches
 
 
@@ -52,7 +52,7 @@ def _is_last(place: Place, chunk: int) -> bool:
     return place.rank == last_rank and chunk == place.chunks - 1
 
 
-def _goes_by_hand(place: Place, chunk: int) -> bool:
+def goes_by_hand(place: Place, chunk: int) -> bool:
     """Whether what this stage sends goes to the next stage of the same rank: at the bottom of the V."""
     return place.schedule == "zbv" and place.rank == place.pp - 1 and chunk == 0
 
@@ -90,7 +90,7 @@ class _Walk:
         yield self._state("forward", chunk)
         self.begun[chunk] = True
         self.flying[chunk] += 1
-        self.outputs[chunk] += not _goes_by_hand(self.place, chunk)
+        self.outputs[chunk] += not goes_by_hand(self.place, chunk)
 
     def _input(self, chunk: int) -> Iterator[State]:
         if _is_first(self.place, chunk):
@@ -99,7 +99,7 @@ class _Walk:
         self.flying[chunk] -= 1
         self.between[chunk] += 1
         self.outputs[chunk] -= _is_last(self.place, chunk)
-        self.sent += not _goes_by_hand(self.place, chunk - 1)
+        self.sent += not goes_by_hand(self.place, chunk - 1)
         if self.fresh[chunk]:
             self.earlier[chunk], self.fresh[chunk] = 1, 0
 

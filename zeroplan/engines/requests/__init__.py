@@ -31,15 +31,27 @@ class _Engine(Protocol):
         ...
 
 
-def requests_of(job: JobSpec, steps: int | None = None) -> Log:
-    """What a rank requests and releases in its first steps, from before the first on.
+def requests_of(job: JobSpec, steps: int | None = None, *, pipeline_rank: int | None = None) -> Log:
+    """What a rank requests and releases in its first steps, from before the first on; of a pipeline the fullest, or another.
 
     Raises SpecError where this is not known (:func:`not_written`).
     """
     if reason := not_written(job):
         raise SpecError(f"the requests of {reason} cannot be written out yet; leave --replay, --trace and --snapshot out")
-    engine = cast("_Engine", import_module(f"zeroplan.engines.requests.{job.recipe.engine}"))
+    if job.mesh.pp > 1:
+        return _of_a_pipeline(job, STEPS["fsdp2"] if steps is None else steps, pipeline_rank)
+    name = job.recipe.engine if (job.recipe.engine, job.recipe.zero_stage) != ("deepspeed", 3) else "deepspeed_stage3"
+    engine = cast("_Engine", import_module(f"zeroplan.engines.requests.{name}"))
     return engine.requests(job, STEPS[job.recipe.engine] if steps is None else steps)
+
+
+def _of_a_pipeline(job: JobSpec, steps: int, rank: int | None) -> Log:
+    from zeroplan.engines.pipeline import account  # noqa: PLC0415  others need not wait for it
+    from zeroplan.engines.requests import pipeline  # noqa: PLC0415  the same
+
+    if rank is None:
+        rank = account(job.model, job.recipe, job.mesh, job.batch).pipeline[0].rank
+    return pipeline.requests(job, steps, rank)
 
 
 def not_written(job: JobSpec) -> str:
@@ -54,12 +66,12 @@ def not_written(job: JobSpec) -> str:
             ),
         ),
         "ddp": (),
-        "deepspeed": ((recipe.zero_stage == 3, "DeepSpeed stage 3"),),
+        "deepspeed": _of_stage_3(job) if recipe.zero_stage == 3 else (),
     }.get(recipe.engine, ((True, f"engine {recipe.engine!r}"),))
     for is_so, what in (
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
         (model.profile is not None, "a profile"),
-        (mesh.pp > 1, "pipeline parallelism"),
+        *(_of_pipelines(job) if mesh.pp > 1 else ()),
         (
             recipe.loss == "chunked" and recipe.engine != "fsdp2" and _has_tied_head(model),
             "a loss in chunks whose head is the embedding",
@@ -72,7 +84,6 @@ def not_written(job: JobSpec) -> str:
             recipe.offload_activations and recipe.recompute_layers is not None,
             "offload of activations where some blocks are not recomputed",
         ),
-        (recipe.optimizer in _WHOLE_STEP, f"optimizer {recipe.optimizer!r}"),
         *of_engine,
     ):
         if is_so:
@@ -80,10 +91,19 @@ def not_written(job: JobSpec) -> str:
     return ""
 
 
+def _of_pipelines(job: JobSpec) -> tuple[tuple[bool, str], ...]:
+    recipe = job.recipe
+    return ((recipe.loss == "chunked" and recipe.fsdp2.shards_ends, "a pipeline whose loss in chunks reads a unit of its own"),)
+
+
+def _of_stage_3(job: JobSpec) -> tuple[tuple[bool, str], ...]:
+    options = job.recipe.deepspeed
+    return (
+        ("nvme" in (options.offload_optimizer, options.offload_param), "DeepSpeed's offload to NVMe"),
+        (job.model.family == "qwen3_next", "DeepSpeed stage 3 with linear attention"),
+    )
+
+
 def _has_tied_head(model: ModelSpec) -> bool:
     """Whether the embedding gets a gradient of the head."""
     return trained_layout(model).tied_head is not None
-
-
-_WHOLE_STEP = ("muon", "adamw-8bit")
-"""Optimizers whose states and temporaries are known in all, and not tensor by tensor."""

@@ -115,15 +115,9 @@ def requests(job: JobSpec, steps: int) -> Log:
     one, impl = Step(job, log), implementation_of(job.recipe)
     update = Update(job.recipe.optimizer, impl, one.stored)
     one.begin()
-    tensors = [tensor.shape for tensor in _updated(job, impl, one.stored)]
+    tensors = _updated(job, impl, one.stored)
     update.begin(log, tensors)
-    for step in range(steps):
-        one.step = step
-        for micro in range(job.batch.grad_accum_steps):
-            one.last = micro + 1 == job.batch.grad_accum_steps
-            one.forward()
-            one.backward()
-        log.begin(step, Phase.STEP)
+    for _ in one.micro_batches(steps):
         update.step(log, tensors)
         one.after_step()
     return log

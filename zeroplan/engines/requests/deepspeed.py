@@ -14,7 +14,7 @@ from zeroplan.engines.deepspeed.whole import all_reduces, cast_sums, flat_in_fp3
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ENDING, ModelPass, is_final_norm
 from zeroplan.engines.requests.optimizer import Update
-from zeroplan.ledger import Kind, Phase
+from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.job import JobSpec
 
 _FP32 = 4
@@ -41,6 +41,12 @@ class Step(ModelPass):
         for line in abandoned_states(self.recipe, self.whole.n_elements, self.element):
             for each in self.whole.placed:
                 self.log.request("abandoned", self.element * numel(each), line.kind, line.reason)
+
+    def lay_flat(self, lines: tuple[Line, ...]) -> None:
+        """All weights that are trained become one, padded for the ranks; ``lines`` say what DeepSpeed makes of them."""
+        self.abandoned()
+        self.request_parameters(self.element, trained=False)
+        self._lines("weights", lines)
 
     def before_forward(self) -> None:
         """No gradient has come yet."""
@@ -105,9 +111,7 @@ class AddedInFp32(Step):
 
     def begin(self) -> Update:
         """All weights flat, this rank's share of them in fp32, and gradients of all in fp32."""
-        self.abandoned()
-        self.request_parameters(self.element, trained=False)
-        self._lines("weights", flat_in_fp32(self.job))
+        self.lay_flat(flat_in_fp32(self.job))
         return Update(self.recipe.optimizer, self.impl, _FP32)
 
     def after_backward(self) -> None:
@@ -132,10 +136,8 @@ class Sharded(Step):
 
     def begin(self) -> Update:
         """All weights flat, and this rank's share of them in fp32."""
-        self.abandoned()
-        self.request_parameters(self.element, trained=False)
         flat, master, *_ = weights_of(self.job)
-        self._lines("weights", (flat, *(way_back(self.job) if self.plan.offloads else (master,))))
+        self.lay_flat((flat, *(way_back(self.job) if self.plan.offloads else (master,))))
         update = Update(self.recipe.optimizer, self.impl, self.job.master)
         if not self.plan.offloads:
             update.begin(self.log, [(self.partition,)])
@@ -185,12 +187,6 @@ def requests(job: JobSpec, steps: int) -> Log:
     log.begin(-1, Phase.INIT)
     one = _kind(job)(job, log)
     update = one.begin()
-    for step in range(steps):
-        one.step = step
-        for micro in range(job.batch.grad_accum_steps):
-            one.last = micro + 1 == job.batch.grad_accum_steps
-            one.forward()
-            one.backward()
-        log.begin(step, Phase.STEP)
+    for _ in one.micro_batches(steps):
         one.update(update)
     return log

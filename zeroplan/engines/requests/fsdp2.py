@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
+from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.requests.fsdp2_units import Cutting, Group, Key, Unit
 from zeroplan.engines.requests.log import Log
@@ -11,6 +12,8 @@ from zeroplan.engines.requests.optimizer import Update
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation
 
 GATHERS, REDUCES = 1, 2
@@ -21,16 +24,16 @@ _INT64 = 8
 class Step(ModelPass):
     """A rank's micro-batches and steps."""
 
-    def __init__(self, job: JobSpec, plan: Plan, batch: Batch, log: Log) -> None:
-        """Take the job's plan, and the rank's batch."""
-        mesh = job.mesh
-        compute = compute_of(job.recipe, tp=mesh.tp, ep=mesh.ep, cp=mesh.cp)
-        super().__init__(job.model, job.recipe, batch, log, compute=compute, tree=plan.tree, head=plan.head)
-        self.model = job.model
-        self.plan, self.n, self.replicas, self.cutting = plan, int(plan.n), job.mesh.dp_replicate, Cutting(plan)
+    def __init__(self, model: ModelSpec, mesh: Mesh, plan: Plan, batch: Batch, log: Log) -> None:
+        """Take a model's plan, and the rank's batch."""
+        compute = compute_of(plan.recipe, tp=int(mesh.tp), ep=int(mesh.ep), cp=int(mesh.cp))
+        super().__init__(model, plan.recipe, batch, log, compute=compute, tree=plan.tree, head=plan.head)
+        self.model = model
+        self.plan, self.n, self.replicas, self.cutting = plan, int(plan.n), int(mesh.dp_replicate), Cutting(plan)
         self.holds_batch = plan.shared_sequences or plan.loss_in_loop
         self.outside = self._outside()
         self.units = tuple(self.cutting.unit(layer, self.tree.runs[run].parameters) for layer, run in enumerate(self.order))
+        self.gather_stream = GATHERS
         self.reduce_inputs: list[Hashable] = []
         self.made: dict[Key, list[Hashable]] = {}
         """Whole gradients of each group."""
@@ -52,8 +55,8 @@ class Step(ModelPass):
         """All units, blocks first, as ``fully_shard`` is called."""
         return (*self.units, *self.outside)
 
-    def begin(self) -> list[tuple[int, ...]]:
-        """What is there from the first step to the last beside the optimizer's states; the shapes of what that updates."""
+    def begin(self) -> list[LocalTensor]:
+        """What is there from the first step to the last beside the optimizer's states; what that updates."""
         if not self.plan.offloaded:
             self.cutting.request_shards(self.log, self.parameters)
         if self.quantize != "none":
@@ -61,7 +64,9 @@ class Step(ModelPass):
             self.request_scales([one for run in self.order for one in blocks[run].parameters])
         if self.plan.shared_sequences:
             self._lines("sequences", [line for line in self.plan.persistent if line.kind is Kind.ACTIVATIONS])
-        return [self.cutting.chunk(one) for one in self.parameters if not one.frozen and not self.plan.offloaded]
+        inside = {id(one) for run in self.tree.runs for one in run.parameters}
+        updated = [one for one in self.parameters if not one.frozen and not self.plan.offloaded]
+        return [LocalTensor(self.cutting.chunk(one), in_block=id(one) in inside) for one in updated]
 
     # --- parameters ---------------------------------------------------------------------------------------------------------
 
@@ -71,7 +76,7 @@ class Step(ModelPass):
             return
         log, n_bytes = self.log, self.plan.width.compute * sum(group.whole)
         ranks = int(self.plan.reshard) if log.has(("smaller", group.key)) else group.ranks
-        log.stream = GATHERS
+        log.stream = self.gather_stream
         self._chunk(group)
         log.request(("gathered", group.key), n_bytes, Kind.GATHER, "all-gather output")
         log.call("all_gather", n_bytes, ranks)
@@ -373,8 +378,9 @@ class Step(ModelPass):
             for one in gradients:
                 log.rename(one, key)
         else:
-            for one in gradients:
-                elements = log.bytes_of(one) // plan.width.compute
+            sizes = {one: log.bytes_of(one) // plan.width.compute for one in gradients}
+            places = {elements: place for place, elements in reversed(list(enumerate(group.gradients)))}
+            for one, elements in sorted(sizes.items(), key=lambda item: places.get(item[1], 0)):
                 log.request(key, plan.reduce_bytes * elements, Kind.UNSHARDED_GRADIENTS, "whole gradient, accumulated")
                 log.release(one)
 
@@ -392,16 +398,10 @@ def requests(job: JobSpec, steps: int) -> Log:
     log, batch = Log(), _rank_batch(job)
     log.begin(-1, Phase.INIT)
     plan = make_plan(job.model, job.recipe, job.mesh, batch)
-    one, update = Step(job, plan, batch, log), Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
+    one, update = Step(job.model, job.mesh, plan, batch, log), Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
     tensors = one.begin()
     update.begin(log, tensors)
-    for step in range(steps):
-        one.step = step
-        for micro in range(job.batch.grad_accum_steps):
-            one.last = micro + 1 == job.batch.grad_accum_steps
-            one.forward()
-            one.backward()
-        log.begin(step, Phase.STEP)
+    for _ in one.micro_batches(steps):
         update.step(log, tensors)
         log.release("ids", *(("shard", group.key) for unit in one.every_unit for group in unit.groups))
     return log

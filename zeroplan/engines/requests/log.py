@@ -55,7 +55,8 @@ class Log:
         self.layer, self.stream = -1, 0
         self.products: dict[str, int] = {}
         """When the forward and the backward first multiply matrices, where cuBLAS takes a workspace; in deeds."""
-        self._held: dict[Hashable, list[int]] = {}
+        self.held: dict[Hashable, list[int]] = {}
+        """Places of what each key holds. A program that runs in turns has one of its own while it runs."""
         self._alike: dict[tuple[int, int], list[Request]] = {}
         """A layer's requests in a stretch, which are the same in every micro-batch."""
 
@@ -77,11 +78,11 @@ class Log:
             place = len(self.requests)
             self.requests.append(Request(n_bytes, kind, reason, self.layer, self.stream))
             self.deeds.append(place)
-            self._held.setdefault(key, []).append(place)
+            self.held.setdefault(key, []).append(place)
 
     def stretch(self, layer: int, one: Stretch, ends: dict[int, Hashable]) -> None:
         """Do a stretch of a layer's program. What stays is held under the layer and its place, or under what ``ends`` says."""
-        key, base, held = (id(one), layer), len(self.requests), self._held
+        key, base, held = (id(one), layer), len(self.requests), self.held
         if key not in self._alike:
             self._alike[key] = [Request(*asked, layer, self.stream) for asked in one.requests]
         self.requests += self._alike[key]
@@ -95,29 +96,29 @@ class Log:
     def release(self, *keys: Hashable) -> None:
         """Release what these keys hold, if anything, in the order of the requests."""
         for key in keys:
-            if held := self._held.pop(key, None):
+            if held := self.held.pop(key, None):
                 self.deeds += [-1 - place for place in held]
 
     def rename(self, key: Hashable, new: Hashable) -> None:
         """Hold what a key holds under another one, beside what that holds."""
-        if key in self._held and key != new:
-            self._held.setdefault(new, []).extend(self._held.pop(key))
+        if key in self.held and key != new:
+            self.held.setdefault(new, []).extend(self.held.pop(key))
 
     def part(self, key: Hashable, n_bytes: int, new: Hashable) -> None:
         """Hold the latest part of so many bytes that a key holds under another one, if there is such a part."""
-        places = self._held.get(key, [])
+        places = self.held.get(key, [])
         place = next((one for one in reversed(places) if self.requests[one].n_bytes == n_bytes), None)
         if place is not None:
             places.remove(place)
-            self._held.setdefault(new, []).append(place)
+            self.held.setdefault(new, []).append(place)
 
     def bytes_of(self, key: Hashable) -> int:
         """What a key holds. [bytes]"""
-        return sum(self.requests[place].n_bytes for place in self._held.get(key, ()))
+        return sum(self.requests[place].n_bytes for place in self.held.get(key, ()))
 
     def has(self, key: Hashable) -> bool:
         """Whether a key holds anything."""
-        return key in self._held
+        return key in self.held
 
     def multiplies(self, phase: str) -> None:
         """Note that matrices are multiplied here."""

@@ -1,6 +1,6 @@
 """A model's forward and backward, request by request, around which an engine does what it does."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 
 from zeroplan.engines.block_runs import recompute_of
 from zeroplan.engines.outside import outside
@@ -20,11 +20,12 @@ from zeroplan.transformer.families.requested import (
     torchtitan_requests,
 )
 from zeroplan.transformer.families.tape import Do
-from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
+from zeroplan.transformer.parameters import BlockRun, Layout, Parameter, below_blocks
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
 
 ENDING = -2
 """The layer number of what follows the blocks."""
+_OF_MODULES = frozenset({Do.ENTER, Do.LEAVE, Do.RETURN, Do.DONE})
 
 
 def is_final_norm(parameter: Parameter) -> bool:
@@ -35,6 +36,8 @@ def is_final_norm(parameter: Parameter) -> bool:
 class ModelPass:
     """One micro-batch on its way through the model and back. An engine overrides what happens between the blocks."""
 
+    marks_modules = False
+    """Whether the engine does something where a module with weights begins or ends (:meth:`at_module`)."""
     holds_batch = True
     """Whether the engine has the token ids until the backward is over; else they go with the embedding's backward."""
 
@@ -46,7 +49,7 @@ class ModelPass:
 
         Ranks that split a model run it as ``compute`` says, over the parameters of ``tree``, and ``head`` is outside their blocks.
         """
-        self.log, self.recipe = log, recipe
+        self.log, self.recipe, self.per_step = log, recipe, batch.grad_accum_steps
         self._stretches: dict[tuple[int, bool], tuple[Stretch | Instruction, ...]] = {}
         self.blocks: tuple[Sized, ...] = ()
         self.is_adapted, self.quantize = model.adapter is not None, "none" if model.adapter is None else model.adapter.quantize
@@ -67,7 +70,7 @@ class ModelPass:
         else:
             self.head = head or outside(model, recipe, batch)
             self.blocks = tuple(self._sized(model, run, batch) for run in tree.runs)
-            self.ending = ending_requests(model, compute, batch, recipe.loss)
+            self.ending = ending_requests(model, compute, batch, recipe.loss, marking=self.marks_modules)
         self.flow: Hashable = None
         """The key of the gradient that flows."""
         self.arriving: list[Hashable] = []
@@ -80,7 +83,7 @@ class ModelPass:
         compute = self.compute
         if run.plain:
             compute = compute._replace(recompute="none")
-        return block_requests(model, run.kind, compute, batch, recompute_of(run, compute))
+        return block_requests(model, run.kind, compute, batch, recompute_of(run, compute), marking=self.marks_modules)
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -109,6 +112,17 @@ class ModelPass:
         from zeroplan.engines.quantised import scales_of_each  # noqa: PLC0415  others need not wait for it
 
         self._lines("scales", scales_of_each(parameters, self.quantize))
+
+    def micro_batches(self, steps: int) -> Iterator[None]:
+        """Run the micro-batches of each step; at every ``yield`` the optimizer's step has begun, which is the engine's."""
+        for step in range(steps):
+            self.step = step
+            for micro in range(self.per_step):
+                self.last = micro + 1 == self.per_step
+                self.forward()
+                self.backward()
+            self.log.begin(step, Phase.STEP)
+            yield
 
     # --- what an engine does ------------------------------------------------------------------------------------------------
 
@@ -155,6 +169,9 @@ class ModelPass:
     def after_backward(self) -> None:
         """The backward is over."""
 
+    def at_module(self, do: Do, place: int) -> None:
+        """A module with weights begins or ends, forward or backward; ``place`` is its own in the block's program."""
+
     def arrived(self, gradients: list[Hashable]) -> None:
         """These gradients have come to their weights, which are theirs from now on."""
 
@@ -174,9 +191,18 @@ class ModelPass:
         for layer, run in enumerate(self.order):
             log.layer = layer
             self.before_block(layer)
-            self._play(layer, self.blocks[run], forward=True)
+            self._play(layer, self.program(layer), forward=True)
             self.after_block(layer)
             self._name_goes(layer, run)
+        self.ending_forward()
+
+    def program(self, layer: int) -> Sized:
+        """A layer's program."""
+        return self.blocks[self.order[layer]]
+
+    def ending_forward(self) -> None:
+        """Final norm, head and loss."""
+        log = self.log
         log.layer = ENDING
         self.before_ending()
         self.is_in_model = True
@@ -245,6 +271,8 @@ class ModelPass:
         elif do is Do.ARRIVE:
             self.arrived(self.arriving)
             self.arriving = []
+        elif do in _OF_MODULES:
+            self.at_module(do, place)
         elif do is Do.CAST:
             self._cast(layer, place, size, forward=forward)
         elif self.casts.get((layer, place)):
@@ -304,17 +332,13 @@ class ModelPass:
         """Loss and head, all blocks from the last to the first, the embedding."""
         log = self.log
         log.begin(self.step, Phase.BACKWARD)
-        log.layer = ENDING
-        self.before_ending_backward()
-        self.is_before_head = True
-        self._backward_of(ENDING, self.ending)
-        self.after_ending_backward()
+        self.ending_backward()
         for layer in reversed(range(len(self.order))):
             log.layer, run = layer, self.order[layer]
             if self.flow is None and self.recomputes[run] == "none":
                 break
             self.before_block_backward(layer)
-            self._backward_of(layer, self.blocks[run])
+            self._backward_of(layer, self.program(layer))
             kept = self.recomputes[run] != "none" and not self.compute.offloaded and (layer or not self.head.first_input)
             if kept and not self.holds_input(layer):
                 log.release(("hidden", layer - 1))
@@ -324,10 +348,22 @@ class ModelPass:
         log.layer = -1
         log.release("tables")
         if self.flow is not None:
-            self.before_embedding_backward()
-            self._embedding_backward()
+            self.below_backward()
         self.after_backward()
         log.release("output", "batch")
+
+    def ending_backward(self) -> None:
+        """Loss, head and final norm."""
+        self.log.layer = ENDING
+        self.before_ending_backward()
+        self.is_before_head = True
+        self._backward_of(ENDING, self.ending)
+        self.after_ending_backward()
+
+    def below_backward(self) -> None:
+        """The embedding."""
+        self.before_embedding_backward()
+        self._embedding_backward()
 
     def _backward_of(self, layer: int, sized: Sized) -> None:
         self._play(layer, sized, forward=False)
@@ -336,7 +372,7 @@ class ModelPass:
 
     def embedding_gradients(self) -> None:
         """The embedding's own backward, to which the gradient that flows comes; that of tokens is the last of several tables."""
-        for parameter in reversed(self.tree.embeddings):
+        for parameter in reversed(below_blocks(self.tree)):
             self.arrived(self.arriving)
             self.arriving = []
             if not parameter.frozen and not is_final_norm(parameter):
@@ -354,9 +390,14 @@ class ModelPass:
         self.arrived(self.arriving)
         self.arriving = []
 
+    @property
+    def head_gives_a_view(self) -> bool:
+        """Whether autograd has a view for the head's gradient, to which it adds none in place."""
+        return self.recipe.loss == "full" and not self.autocast
+
     def _sum_of_tied(self, embedding: Hashable) -> None:
         """Autograd adds the embedding's gradient and the head's: in place, unless the head's is a view (:attr:`autocast`)."""
-        if self.recipe.loss == "full" and not self.autocast:
+        if self.head_gives_a_view:
             self.make_gradient(self.tree.embeddings[0].numel)
             self.log.release("tied", embedding)
         else:

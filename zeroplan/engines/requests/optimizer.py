@@ -1,18 +1,23 @@
 """An optimizer's step, request by request."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from zeroplan.engines.optimizers import (
     LocalTensor,
     foreach_copies,
+    muon_temporaries,
     state_lines,
     states_from_the_start,
     step_temporary_lines,
+    updated_by_muon,
 )
 from zeroplan.engines.requests.log import Log
-from zeroplan.ledger import Line
+from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl
+
+Tensors = Sequence[LocalTensor | tuple[Int, ...]]
+"""What an optimizer updates; by their shapes, tensors outside the blocks."""
 
 
 class Update:
@@ -22,45 +27,72 @@ class Update:
         """``width`` is that of what it updates. [bytes]"""
         self.optimizer, self.impl, self.width = optimizer, impl, width
         self.has_states = False
-        self._of_states: dict[tuple[Int, ...], tuple[Line, ...]] = {}
-        self._of_steps: dict[tuple[Int, ...], tuple[Line, ...]] = {}
+        self._of_states: dict[LocalTensor, tuple[Line, ...]] = {}
+        self._of_steps: dict[LocalTensor, tuple[Line, ...]] = {}
 
-    def begin(self, log: Log, tensors: Sequence[tuple[Int, ...]]) -> None:
-        """The optimizer is built over tensors of these shapes."""
+    def begin(self, log: Log, tensors: Tensors) -> None:
+        """The optimizer is built over these tensors."""
         if states_from_the_start(self.optimizer):
             self.make_states(log, tensors)
 
-    def make_states(self, log: Log, tensors: Sequence[tuple[Int, ...]]) -> None:
-        """The states of tensors of these shapes, unless they are there."""
-        for shape in () if self.has_states else tensors:
-            self._request(log, "states", self._states(shape))
+    def make_states(self, log: Log, tensors: Tensors) -> None:
+        """The states of these tensors, unless they are there."""
+        for tensor in () if self.has_states else _each(tensors):
+            self._request(log, "states", self._states(tensor))
+        if self.optimizer == "adamw-8bit" and not self.has_states:
+            maps = state_lines(self.optimizer, self.impl, list(_each(tensors)), self.width)[-1]
+            self._request(log, "states", (maps,))
         self.has_states = True
 
-    def step(self, log: Log, tensors: Sequence[tuple[Int, ...]]) -> None:
-        """One step over tensors of these shapes."""
+    def step(self, log: Log, tensors: Tensors) -> None:
+        """One step over these tensors."""
         self.make_states(log, tensors)
+        if self.optimizer == "muon":
+            self._step_of_muon(log, list(_each(tensors)))
+            return
         copies = foreach_copies(self.optimizer, self.impl)
         for _ in range(copies):
-            for shape in tensors:
-                (line,) = self._temporaries(shape)
+            for tensor in _each(tensors):
+                (line,) = self._temporaries(tensor)
                 self._request(log, "temporaries", (line._replace(n_bytes=line.n_bytes // copies),))
         if not copies:
-            each = [LocalTensor(shape) for shape in tensors]
-            self._request(log, "temporaries", step_temporary_lines(self.optimizer, self.impl, each, self.width))
+            self._request(log, "temporaries", step_temporary_lines(self.optimizer, self.impl, list(_each(tensors)), self.width))
         log.release("temporaries")
 
-    def _states(self, shape: tuple[Int, ...]) -> tuple[Line, ...]:
-        """Of one tensor; layers have tensors of the same shapes."""
-        if shape not in self._of_states:
-            self._of_states[shape] = state_lines(self.optimizer, self.impl, (LocalTensor(shape),), self.width)
-        return self._of_states[shape]
+    def _step_of_muon(self, log: Log, tensors: list[LocalTensor]) -> None:
+        """Muon takes one matrix after the other, then AdamW all other tensors at once."""
+        kind = Kind.OPTIMIZER_TEMPORARY
+        for tensor in filter(updated_by_muon, tensors):
+            for n_bytes in muon_temporaries(tensor, self.width):
+                log.request("temporaries", int(n_bytes), kind, "step: Newton-Schulz iterates of a matrix")
+            log.release("temporaries")
+        for tensor in tensors:
+            if not updated_by_muon(tensor):
+                log.request("temporaries", self.width * int(tensor.numel), kind, "step: AdamW's denominators")
+        log.release("temporaries")
 
-    def _temporaries(self, shape: tuple[Int, ...]) -> tuple[Line, ...]:
-        if shape not in self._of_steps:
-            self._of_steps[shape] = step_temporary_lines(self.optimizer, self.impl, (LocalTensor(shape),), self.width)
-        return self._of_steps[shape]
+    def _states(self, tensor: LocalTensor) -> tuple[Line, ...]:
+        """Of one tensor; layers have tensors of the same shapes."""
+        if tensor not in self._of_states:
+            lines = state_lines(self.optimizer, self.impl, (tensor,), self.width)
+            if self.optimizer == "adamw-8bit":  # momentum and variance are in one line; maps are there once for all
+                lines = tuple([line._replace(n_bytes=line.n_bytes // 2) for line in lines[:-1] for _ in range(2)])
+            elif self.optimizer == "muon":
+                momentum, others = lines
+                lines = momentum, *(2 * (others._replace(n_bytes=others.n_bytes // 2),))
+            self._of_states[tensor] = lines
+        return self._of_states[tensor]
+
+    def _temporaries(self, tensor: LocalTensor) -> tuple[Line, ...]:
+        if tensor not in self._of_steps:
+            self._of_steps[tensor] = step_temporary_lines(self.optimizer, self.impl, (tensor,), self.width)
+        return self._of_steps[tensor]
 
     @staticmethod
     def _request(log: Log, key: str, lines: tuple[Line, ...]) -> None:
         for line in lines:
             log.request(key, int(line.n_bytes), line.kind, line.reason)
+
+
+def _each(tensors: Tensors) -> Iterable[LocalTensor]:
+    return (one if isinstance(one, LocalTensor) else LocalTensor(one, in_block=False) for one in tensors)

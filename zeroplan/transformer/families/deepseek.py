@@ -148,7 +148,7 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
         return gated_mlp(tape, normal, block, MLP)
     routing = _router(tape, normal, block)
     flat = op.view(tape, normal, Site("experts: their input", MOE))
-    with tape.inside(Module.EXPERTS):
+    with tape.inside(Module.EXPERTS), tape.owning():
         routed = experts_here(tape, flat, routing.weights)
     tape.release(flat)
     shared = gated_mlp(tape, normal, block, MOE, width=n * m, prefix="shared experts: ")
@@ -162,7 +162,8 @@ def _router(tape: Tape, normal: Value, block: Block) -> Routing:
     """Run the router. Its scores are sigmoids in fp32; autocast runs its matrix product in 16 bits all the same."""
     flat = op.view(tape, normal, Site("router: its input", ROUTER))
     in_32_bits = not (block.wide or block.autocast)
-    logits = _logits_in_32_bits(tape, flat) if in_32_bits else op.linear(tape, flat, E, Site("router", ROUTER))
+    with tape.owning(leaf=True):
+        logits = _logits_in_32_bits(tape, flat) if in_32_bits else op.linear(tape, flat, E, Site("router", ROUTER))
     tape.release(flat)
     scores = op.pointwise(tape, logits, "router: scores of all experts", Site("router: sigmoid", ROUTER), saves_result=True)
     indices = _top_experts(tape)

@@ -206,9 +206,9 @@ def _plan_of(ending: Ending) -> _Planned:
     return _Planned(of_a_rank(plan) if ending.sharded else plan, kept, output, within)
 
 
-def ran_forward(ending: Ending) -> tuple[Tape, Value]:
+def ran_forward(ending: Ending, *, marking: bool = False) -> tuple[Tape, Value]:
     """Run the program of a structure forward. Return the tape and the loss."""
-    tape = _tape_of(ending)
+    tape = _tape_of(ending, marking=marking)
     ran, names, _ = _run(tape, ending)
     tape.drop(*names)
     return tape, ran.loss
@@ -238,8 +238,8 @@ def _with_the_loss(moments: list[Alive], dtypes: dict[str, bool]) -> tuple[Alive
     return found if any(one in found for one in at_loss) else (*at_loss[-1:], *found)
 
 
-def _tape_of(ending: Ending) -> Tape:
-    tape = Tape(wide=ending.wide, autocast=ending.wide_residual, saving=True)
+def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
+    tape = Tape(wide=ending.wide, autocast=ending.wide_residual, saving=True, marking=marking)
     tape.mode = TENSOR_PARALLEL if ending.sharded else Mode(norms_frozen=ending.frozen_norm)
     if ending.frozen_head:
         from zeroplan.transformer.families.frozen import linear  # noqa: PLC0415  keeps start-up fast
@@ -485,7 +485,7 @@ def _fused(tape: Tape, read: Value, ending: Ending) -> _Ran:
         for store in made:
             del tape.alive[store]
             tape.gradients.append(h * V)
-            tape.history.actions += [(Do.RELEASE, store), (Do.GRADIENT, h * V), (Do.ARRIVE, None)]  # the same memory
+            tape.history.actions += [(Do.RELEASE, store), (Do.GRADIENT, h * V)]  # the same memory
         return [op.through(read, through)]
 
     tape.add("loss", (loss,), (through, *made), backward, of=None, place=AT_LOSS)

@@ -6,6 +6,7 @@ layer in four bits saves nothing but its packed weight: with many tokens it dequ
 forward, and again for the backward.
 """
 
+from contextlib import nullcontext
 from functools import partial
 
 from zeroplan.expr import Size, ceil
@@ -50,8 +51,10 @@ def linear(
 
 def _adapted(tape: Tape, value: Value, site: Site, training: Training, *, width: Size, reads: Size, bias: bool) -> Value:
     """Run a frozen linear layer and its adapter, if any. peft casts, scales and adds in separate operators."""
-    made = _frozen_linear(tape, value, width, site, bias=bias, keeps_input=training.keeps_inputs)
-    if not training.adapts(site.module):
+    adapts = training.adapts(site.module)
+    with tape.owning() if adapts else nullcontext():
+        made = _frozen_linear(tape, value, width, site, bias=bias, keeps_input=training.keeps_inputs)
+    if not adapts:
         return made
     read = Site(f"input of the {site.name}'s adapter", LORA, site.module, At.ADAPTED)
     given = op.cast(tape, value, 4 if tape.autocast else e, read)
@@ -89,7 +92,8 @@ def _copied_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: 
 def _quantised(tape: Tape, value: Value, site: Site, training: Training, *, width: Size, reads: Size) -> Value:
     """Run a layer in four bits and its adapter, if any, whose input autocast casts."""
     adapted = training.adapts(site.module)
-    made = _in_4_bits(tape, value, site, training.quantize, width=width, reads=reads, clone=adapted)
+    with tape.owning() if adapted else nullcontext():
+        made = _in_4_bits(tape, value, site, training.quantize, width=width, reads=reads, clone=adapted)
     if not adapted:
         return made
     tape.hold(value.store)
@@ -99,8 +103,10 @@ def _quantised(tape: Tape, value: Value, site: Site, training: Training, *, widt
 def _plus_adapter(tape: Tape, given: Value, made: Value, site: Site, *, width: Size, reads: Size) -> Value:
     """Run the adapter on ``given`` and add its scaled output to ``made``; release both."""
     name, module = site.name, site.module
-    inner = op.trained_linear(tape, given, z, Site(f"{name}'s adapter, A", LORA, module, At.ADAPTER_A), reads=reads)
-    outer = op.trained_linear(tape, inner, width, Site(f"{name}'s adapter, B", LORA, module, At.ADAPTER_B), reads=z)
+    with tape.owning():
+        inner = op.trained_linear(tape, given, z, Site(f"{name}'s adapter, A", LORA, module, At.ADAPTER_A), reads=reads)
+    with tape.owning():
+        outer = op.trained_linear(tape, inner, width, Site(f"{name}'s adapter, B", LORA, module, At.ADAPTER_B), reads=z)
     tape.release(inner)
     scale = Site(f"{name}'s adapter: scale", LORA, module, At.ADAPTED)
     scaled = op.scaled(tape, outer, f"output of the {name}'s adapter, scaled", scale)

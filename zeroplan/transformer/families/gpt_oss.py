@@ -38,7 +38,8 @@ NORM = Norm("weighted, then cast", f"{GPT_OSS}, GptOssRMSNorm.forward")
 def _layer(tape: Tape, given: Value, block: Block) -> Value:
     """Run one decoder layer. The attention weights live until the experts are done, the routing weights to the end."""
     normal = op.norm(tape, given, "norm before attention", NORM, place=AT_ATTENTION_NORM)
-    attended, weights = _ATTENTION.run(tape, normal, block)
+    with tape.owning():  # the module of its sinks
+        attended, weights = _ATTENTION.run(tape, normal, block)
     tape.release(normal)
     middle = op.add(tape, given, attended, "residual stream between attention and MLP", Site("residual addition", LAYER))
     tape.release(attended)
@@ -81,7 +82,7 @@ def _routed(tape: Tape, normal: Value, block: Block) -> tuple[Value, Value]:
     reason = "router: softmax of the top-k logits"
     scores = op.pointwise(tape, chosen, reason, Site("router: softmax", ROUTER), saves_result=True)
     tape.release(chosen)
-    with tape.inside(Module.EXPERTS):
+    with tape.inside(Module.EXPERTS), tape.owning():
         made = (dispatched if block.dispatched else experts_here)(tape, normal, scores, _COMPUTING)
     tape.drop(indices)
     tape.release(logits)

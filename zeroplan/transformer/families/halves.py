@@ -86,12 +86,19 @@ def why_not(model: ModelSpec, compute: Compute) -> tuple[str, str] | None:
 def block_halves(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> Halves:
     """Return one block of a run of dense blocks."""
     x = widths(model, compute, batch)
+    planned = _plan_of(*structure_and_order(model, run, compute, batch))
+    numel = tuple(_modules(run.parameters).values())
+    return _halves(planned, values_of(model, x, compute.tp if planned.is_sharded else 1), numel)
+
+
+def structure_and_order(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> tuple[Block, tuple[int, ...]]:
+    """Return a block's structure, and for its modules in the order of the second half their places in the forward."""
+    x = widths(model, compute, batch)
     is_masked = run.kind != "global" and _for_all(beyond_the_window(model, x))
     structure = structure_of(model, run.kind, compute, x, masked=is_masked)
     modules = _modules(run.parameters)
     as_run = [name for name in definition_of(structure.family).modules if name in modules]
-    planned = _plan_of(structure, tuple([as_run.index(name) for name in modules]))
-    return _halves(planned, values_of(model, x, compute.tp if planned.is_sharded else 1), tuple(modules.values()))
+    return structure, tuple([as_run.index(name) for name in modules])
 
 
 def head_halves(model: ModelSpec, tail: tuple[Parameter, ...], compute: Compute, batch: Batch) -> Halves:

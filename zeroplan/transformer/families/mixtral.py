@@ -30,11 +30,12 @@ QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDeco
 
 def _mlp(tape: Tape, normal: Value, block: Block, *, narrowed: bool) -> Value:
     """Run router and experts. ``narrowed``: the router casts its weights to the dtype of its logits."""
-    routing = router(tape, normal, narrowed=narrowed)
-    with tape.inside(Module.EXPERTS):
-        made = (dispatched if block.dispatched else experts_here)(tape, normal, routing.weights)
-    tape.drop(routing.indices)
-    tape.release(routing.weights, routing.logits)
+    with tape.owning(leaf=True):
+        routing = router(tape, normal, narrowed=narrowed)
+        with tape.inside(Module.EXPERTS):
+            made = (dispatched if block.dispatched else experts_here)(tape, normal, routing.weights)
+        tape.drop(routing.indices)
+        tape.release(routing.weights, routing.logits)
     return made
 
 

@@ -159,9 +159,10 @@ def linear(
     tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, addmm: bool = False
 ) -> Value:  # fmt: skip
     """``nn.Linear`` from ``reads`` to ``width`` features. It saves its input."""
-    if tape.mode.linear is not None:
-        return tape.mode.linear(tape, value, width, site, reads=reads, bias=bias)
-    return trained_linear(tape, value, width, site, reads=reads, bias=bias, addmm=addmm)
+    with tape.owning():
+        if tape.mode.linear is not None:
+            return tape.mode.linear(tape, value, width, site, reads=reads, bias=bias)
+        return trained_linear(tape, value, width, site, reads=reads, bias=bias, addmm=addmm)
 
 
 def trained_linear(
@@ -383,9 +384,10 @@ def norm(
     """Run a norm of ``rows`` rows whose weight has ``weight`` elements."""
     at, module = place or Place()
     site = Site(name, kind.source, module, at)
-    if kind.kind in ("layer", "fused"):
-        return _norm_in_one_operator(tape, value, site, is_layer=kind.kind == "layer")
-    return _rms_norm(tape, value, kind, weight, rows, site)
+    with tape.owning():
+        if kind.kind in ("layer", "fused"):
+            return _norm_in_one_operator(tape, value, site, is_layer=kind.kind == "layer")
+        return _rms_norm(tape, value, kind, weight, rows, site)
 
 
 def _norm_in_one_operator(tape: Tape, value: Value, site: Site, *, is_layer: bool) -> Value:

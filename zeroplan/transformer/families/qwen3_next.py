@@ -167,7 +167,7 @@ def _moe(tape: Tape, normal: Value, block: Block) -> Value:
     flat = op.view(tape, normal, Site("experts: their input", MOE))
     shared = gated_mlp(tape, flat, block, MOE, width=n * m, prefix="shared expert: ")
     routing = router(tape, flat, narrowed=True)
-    with tape.inside(Module.EXPERTS):
+    with tape.inside(Module.EXPERTS), tape.owning():
         routed = experts_here(tape, flat, routing.weights)
     bare = op.linear(tape, flat, _ONE, Site("gate of the shared expert", MOE))
     gate = op.pointwise(tape, bare, "gate of the shared expert", Site("shared expert: sigmoid", MOE), saves_result=True)

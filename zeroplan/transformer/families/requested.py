@@ -17,11 +17,13 @@ from zeroplan.spec.recipe import Loss, Recompute
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.definition import Block
 from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
+from zeroplan.transformer.families.halves import structure_and_order
 from zeroplan.transformer.families.sharded import SHARES
 from zeroplan.transformer.families.tags import INCOMING
-from zeroplan.transformer.families.tape import Action, Do, Store, Tape, Value
+from zeroplan.transformer.families.tape import Action, Do, Owner, Store, Tape, Value
 from zeroplan.transformer.families.traced import run_forward, structure_of, torchtitan_structure
 from zeroplan.transformer.families.widths import beyond_the_window, in_one_chunk, values_of, widths
+from zeroplan.transformer.parameters import BlockRun
 from zeroplan.transformer.symbols import r
 
 
@@ -35,8 +37,8 @@ class Done(NamedTuple):
 class Requested(NamedTuple):
     """A program's actions, and the tensors and weights that they act on. The index of an absent tensor is -1."""
 
-    things: tuple[Store | Size, ...]
-    """Tensors, and the elements of weights."""
+    things: tuple[Store | Size | Owner, ...]
+    """Tensors, the elements of weights, and modules."""
     forward: tuple[Done, ...]
     backward: tuple[Done, ...]
     given: int
@@ -74,19 +76,50 @@ class Sized(NamedTuple):
     requested: Requested
 
 
-def block_requests(model: ModelSpec, kind: str, compute: Compute, batch: Batch, recompute: Recompute) -> Sized:
-    """Return the actions of a block of this kind, with this recomputation."""
+def block_requests(
+    model: ModelSpec, kind: str, compute: Compute, batch: Batch, recompute: Recompute, *, marking: bool = False,
+    received: bool = False,
+) -> Sized:  # fmt: skip
+    """Return the actions of a block of this kind, with this recomputation.
+
+    ``marking``: they contain where modules begin and end. ``received``: the gradient of its output lies in a buffer, so that
+    autograd adds nothing to it in place.
+    """
     x = widths(model, compute, batch)
     masked = _one(in_one_chunk(x) if kind == "linear" else kind != "global" and beyond_the_window(model, x))
     structure = structure_of(model, kind, compute, x, masked=masked)
-    made = _of_a_block(structure, recompute, offloaded=compute.offloaded)
+    made = _of_a_block(structure, recompute, offloaded=compute.offloaded, marking=marking, received=received)
     return _sized(made, values_of(model, x, compute.tp if structure.sharded else 1))
 
 
-def ending_requests(model: ModelSpec, compute: Compute, batch: Batch, loss: Loss) -> Sized:
+class HalvesSized(NamedTuple):
+    """A program whose backward is in two halves: forward and gradients of inputs, then gradients of weights."""
+
+    first: Sized
+    second: Sized
+    """Its forward is empty."""
+
+
+def block_requests_in_halves(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> HalvesSized:
+    """Return the actions of a block whose backward is split."""
+    structure, order = structure_and_order(model, run, compute, batch)
+    return _in_halves(structure, order, values_of(model, widths(model, compute, batch), compute.tp if structure.sharded else 1))
+
+
+def ending_requests_in_halves(model: ModelSpec, compute: Compute, batch: Batch) -> HalvesSized:
+    """Return those of final norm, head and loss."""
+    x = widths(model, compute, batch)
+    return _in_halves(ending_of(model, compute, x, "full"), (0, 1), values_of(model, x, compute.tp))
+
+
+def _in_halves(structure: Block | Ending, order: tuple[int, ...], values: Values) -> HalvesSized:
+    return HalvesSized(*(_sized(made, values) for made in _of_halves(structure, order)))
+
+
+def ending_requests(model: ModelSpec, compute: Compute, batch: Batch, loss: Loss, *, marking: bool = False) -> Sized:
     """Return the actions of final norm, head and loss. Context-parallel ranks get shifted labels."""
     x = widths(model, compute, batch)
-    made = _of_an_ending(ending_of(model, compute, x, loss))
+    made = _of_an_ending(ending_of(model, compute, x, loss), marking=marking)
     return _sized(made if compute.cp == 1 else _without_labels(made), values_of(model, x, compute.tp))
 
 
@@ -115,11 +148,17 @@ def _one(answer: object) -> bool:
 
 
 def _sized(requested: Requested, values: Values) -> Sized:
-    sizes = [_int((one.size if isinstance(one, Store) else one).value(values)) for one in requested.things]
+    sizes = [_size(one, values) for one in requested.things]
     forward, backward = (
         tuple([_instruction(requested, sizes, *one) for one in actions]) for actions in (requested.forward, requested.backward)
     )
     return Sized(forward, backward, requested)
+
+
+def _size(thing: Store | Size | Owner, values: Values) -> int:
+    if isinstance(thing, Owner):
+        return 0
+    return _int((thing.size if isinstance(thing, Store) else thing).value(values))
 
 
 def _instruction(requested: Requested, sizes: list[int], do: Do, place: int) -> Instruction:
@@ -141,12 +180,12 @@ class _Places:
     """Assigns every tensor and weight an index, in the order of first use."""
 
     def __init__(self) -> None:
-        self.places: dict[Store | Size, int] = {}
+        self.places: dict[Store | Size | Owner, int] = {}
         self.same: dict[Store, Store] = {}
         """Tensors of the recomputation that are tensors of the forward."""
 
-    def of(self, thing: Store | Size | None) -> int:
-        """Return the index of a tensor or weight; -1 for None."""
+    def of(self, thing: Store | Size | Owner | None) -> int:
+        """Return the index of a tensor, weight or module; -1 for None."""
         if thing is None:
             return -1
         return self.places.setdefault(self.same.get(thing, thing) if isinstance(thing, Store) else thing, len(self.places))
@@ -166,10 +205,14 @@ class _Places:
 
 
 @lru_cache(maxsize=256)
-def _of_a_block(structure: Block, recompute: Recompute, *, offloaded: bool) -> Requested:
-    made = _plain(structure)
-    if recompute != "none":
-        made = _recomputed(structure, keeps=recompute == "selective", offloaded=offloaded)
+def _of_a_block(
+    structure: Block, recompute: Recompute, *, offloaded: bool, marking: bool = False, received: bool = False
+) -> Requested:
+    if recompute == "none":
+        made = _plain(structure, marking=marking, received=received)
+    else:
+        keeps = recompute == "selective"
+        made = _recomputed(structure, keeps=keeps, offloaded=offloaded, marking=marking, received=received)
     return _of_a_rank(made) if structure.sharded else made
 
 
@@ -178,12 +221,12 @@ def _of_a_rank(whole: Requested) -> Requested:
     for one in whole.things:
         if isinstance(one, Store):
             one.size = one.size.replacing(SHARES)
-    return whole._replace(things=tuple([one if isinstance(one, Store) else one.replacing(SHARES) for one in whole.things]))
+    return whole._replace(things=tuple([one.replacing(SHARES) if isinstance(one, Size) else one for one in whole.things]))
 
 
-def _plain(structure: Block) -> Requested:
-    tape, given, made = run_forward(structure, saving=True)
-    forward, incoming = _without(tape.history.actions, given.store), _incoming(made)
+def _plain(structure: Block, *, marking: bool, received: bool) -> Requested:
+    tape, given, made = run_forward(structure, saving=True, marking=marking)
+    forward, incoming = _without(tape.history.actions, given.store), _incoming(made, received=received)
     tape.release(made, given)
     tape.drop(*tape.history.input_copies)
     saves_given, before = given.store in tape.alive, len(tape.history.actions)
@@ -199,23 +242,27 @@ def _without(actions: list[Action], *stores: Store) -> list[Action]:
     return [(do, thing) for do, thing in actions if do is not Do.REQUEST or thing not in stores]
 
 
-def _incoming(made: Value) -> Store:
-    return Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * made.shape, "", INCOMING)
+def _incoming(made: Value, *, received: bool) -> Store:
+    store = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * made.shape, "", INCOMING)
+    store.holds += received
+    return store
 
 
-def _recomputed(structure: Block, *, keeps: bool, offloaded: bool) -> Requested:
+def _recomputed(structure: Block, *, keeps: bool, offloaded: bool, marking: bool, received: bool) -> Requested:
     """Run a checkpoint. The forward keeps its input and, if selective, some outputs; the backward recomputes the rest.
 
     An offloaded input returns to the GPU for the recomputation and is freed after it, unless the block saves it.
     """
-    tape, given, made = run_forward(structure, saving=False, keeps_selected=keeps)
+    tape, given, made = run_forward(structure, saving=False, keeps_selected=keeps, marking=marking)
     forward, kept = _without(tape.history.actions, given.store), tape.selected() if keeps else ()
-    copied = tape.history.input_copies
-    again, _, output = run_forward(structure, saving=True, given=given.store, recomputed=True)
+    again, _, output = run_forward(structure, saving=True, given=given.store, recomputed=True, marking=marking)
     places = _Places()
-    places.same = dict(zip((*(again.selected() if keeps else ()), *again.history.input_copies), (*kept, *copied), strict=True))
+    copies = tape.history.input_copies
+    stays = (given.store, made.store, *kept, *copies)
+    forward += [(Do.RELEASE, store) for store in tape.alive if store not in stays]  # BLOOM's block has that of another
+    places.same = dict(zip((*(again.selected() if keeps else ()), *again.history.input_copies), (*kept, *copies), strict=True))
     to_the_end = keeps or structure.family == "torchtitan"  # whose checkpoints have early_stop=False
-    incoming, until_saved = _incoming(output), [] if to_the_end else _until_last_saved(again)
+    incoming, until_saved = _incoming(output, received=received), [] if to_the_end else _until_last_saved(again)
     again.release(given, output)
     ran, is_saved = len(again.history.actions), given.store in again.saved
     rerun = again.history.actions[:ran] if to_the_end else until_saved
@@ -230,7 +277,8 @@ def _recomputed(structure: Block, *, keeps: bool, offloaded: bool) -> Requested:
         rerun = [(do, thing) for do, thing in rerun if do is not Do.RELEASE or thing is not given.store]
     back = [(do, thing) for do, thing in (*before, *after) if do is not Do.RELEASE or thing not in gone]
     back[len(before) : len(before)] = _without(rerun, *places.same)
-    back += [(Do.RELEASE, store) for store in copied]  # the checkpoint's own, too
+    back = [(do, thing) for do, thing in back if thing not in again.history.input_copies]  # the checkpoint's own, too
+    back += [(Do.RELEASE, store) for store in copies]
     return places.requested(
         forward, back, given=given.store, made=made.store, incoming=incoming, outgoing=again.history.outgoing, saves_given=True,
     )  # fmt: skip
@@ -249,9 +297,50 @@ def _until_last_saved(tape: Tape) -> list[Action]:
 
 
 @lru_cache(maxsize=64)
-def _of_an_ending(ending: Ending) -> Requested:
-    made = _to_the_loss(*ran_forward(ending))
+def _of_an_ending(ending: Ending, *, marking: bool) -> Requested:
+    made = _to_the_loss(*ran_forward(ending, marking=marking))
     return _of_a_rank(made) if ending.sharded else made
+
+
+@lru_cache(maxsize=256)
+def _of_halves(structure: Block | Ending, order: tuple[int, ...]) -> tuple[Requested, Requested]:
+    """A backward to the input; then one through the weights in this order, which lets go of what they need one by one."""
+    tape, given, output, incoming = _ran(structure)
+    forward = _without(tape.history.actions, given)
+    if isinstance(structure, Block):
+        tape.drop(output.store, given)
+    saves_given, ran = given in tape.alive, len(tape.history.actions)
+    tape.run_to_inputs(output, incoming)
+    first, left = tape.history.actions[ran:], tape.deferred[::-1]
+    ran = len(tape.history.actions)
+    for at in order:
+        tape.run_weights(left[at])
+        tape.history.actions.append((Do.ARRIVE, None))
+    places = _Places()
+    made = places.requested(
+        forward,
+        first,
+        given=given,
+        made=output.store,
+        incoming=incoming,
+        outgoing=tape.history.outgoing,
+        saves_given=saves_given,
+    )
+    second = places.done(tape.history.actions[ran:])
+    made = made._replace(things=tuple(places.places))
+    both = made, made._replace(forward=(), backward=second)
+    return (_of_a_rank(both[0]), _of_a_rank(both[1])) if structure.sharded else both
+
+
+def _ran(structure: Block | Ending) -> tuple[Tape, Store, Value, Store]:
+    """A program that has run forward: what it was given, what it returns, and the gradient of that."""
+    if isinstance(structure, Block):
+        tape, given, output = run_forward(structure, saving=True)
+        return tape, given.store, output, _incoming(output, received=False)
+    tape, loss = ran_forward(structure)
+    _, first = tape.history.actions[0]
+    assert isinstance(first, Store)  # noqa: S101  the input is requested first
+    return tape, first, loss, loss.store
 
 
 @lru_cache(maxsize=2)

@@ -104,6 +104,8 @@ class Operator(NamedTuple):
     """The module whose forward ran, where engines need to know it."""
     has_weight: bool
     """Its backward makes the gradient of a weight."""
+    owners: tuple["Owner", ...] = ()
+    """The modules with weights whose forward ran, an outer one before those inside it; on a tape that marks them."""
 
 
 class Half(Enum):
@@ -137,10 +139,36 @@ class Do(Enum):
     """Request autocast's copy of a weight."""
     UNCAST = 6
     """Release that copy."""
+    ENTER = 7
+    """A module with weights begins its forward. This action and the next three exist only on a tape that marks modules."""
+    LEAVE = 8
+    """The module ends its forward."""
+    RETURN = 9
+    """The module begins its backward."""
+    DONE = 10
+    """The module ends its backward: its weights have their gradients; the gradient of its input is not passed on yet."""
 
 
-Action: TypeAlias = tuple[Do, "Store | Size | None"]
-"""An action and its object: a tensor, the elements of a weight, or nothing."""
+class Owner:
+    """A module with weights, as a program runs it."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True)
+class Marks:
+    """The position of a tape that marks modules."""
+
+    owners: tuple[Owner, ...] = ()
+    """Modules with weights that run forward now, an outer one before those inside it."""
+    in_leaf: bool = False
+    """The innermost of them stands for all modules inside it."""
+    returned: set[Owner] = field(default_factory=set)
+    """Modules whose backward has begun."""
+
+
+Action: TypeAlias = tuple[Do, "Store | Size | Owner | None"]
+"""An action and its object: a tensor, the elements of a weight, a module, or nothing."""
 
 
 @dataclass(slots=True)
@@ -188,15 +216,16 @@ class Tape:
 
     def __init__(
         self, *, wide: bool, autocast: bool, saving: bool, narrow: bool = False, keeps_selected: bool = False,
-        recomputed: bool = False,
+        recomputed: bool = False, marking: bool = False,
     ) -> None:  # fmt: skip
         """``wide``: the compute dtype is fp32. ``saving``: operators save tensors, as they do outside a checkpoint.
 
         ``narrow``: weights and residual stream have the compute dtype even under autocast. ``keeps_selected``: a selective
         checkpoint keeps every second matrix product and attention's output. ``recomputed``: a recomputation saved the tensors, and
-        the backward frees each as soon as it has read it.
+        the backward frees each as soon as it has read it. ``marking``: the history marks modules with weights.
         """
         self.keeps_selected, self.recomputed = keeps_selected, recomputed
+        self.marks = Marks() if marking else None
         self.wide, self.autocast, self.saving = wide, autocast, saving
         self.wide_residual = autocast and not narrow
         self.mode = Mode()
@@ -349,8 +378,26 @@ class Tape:
             self.history.saved_at = len(self.history.actions)
             self.history.outputs_of_saver = tuple([value.store for value in apart])
         self.operators.append(
-            Operator(name, outputs, kept, backward, cast, saves_weight, place or Place(), self.module, of is None)
+            Operator(name, outputs, kept, backward, cast, saves_weight, place or Place(), self.module, of is None, self._owners)
         )
+
+    @property
+    def _owners(self) -> tuple[Owner, ...]:
+        return () if self.marks is None else self.marks.owners
+
+    @contextmanager
+    def owning(self, *, leaf: bool = False) -> Iterator[None]:
+        """What is put into the graph is that of a module with weights; of a ``leaf`` also what modules in it put there."""
+        marks = self.marks
+        if marks is None or marks.in_leaf:
+            yield
+            return
+        owner, around = Owner(), marks.owners
+        marks.owners, marks.in_leaf = (*around, owner), leaf
+        self.history.actions.append((Do.ENTER, owner))
+        yield
+        self.history.actions.append((Do.LEAVE, owner))
+        marks.owners, marks.in_leaf = around, False
 
     @contextmanager
     def inside(self, module: Module) -> Iterator[None]:
@@ -421,6 +468,7 @@ class Tape:
         waiting: dict[Value, Store] = {output: incoming}
         for operator in reversed(self.operators):
             if operator.outputs and all(value in waiting for value in operator.outputs):
+                self._return_to(operator)
                 if (operator.saved or operator.saves_weight) and not self.history.waiting_at_rerun:
                     self.history.waiting_at_rerun = tuple(dict.fromkeys(waiting.values()))
                     self.history.rerun_at = len(self.history.actions)
@@ -428,6 +476,18 @@ class Tape:
                     self.history.moments_before_rerun = len(self.moments) - (not self.freed)
                 self._step(operator, waiting)
         self.history.outgoing = next(iter(waiting.values()), None)
+
+    def _return_to(self, operator: Operator) -> None:
+        """The backward comes to the modules of an operator."""
+        if self.marks is not None:
+            self.history.actions += [(Do.RETURN, owner) for owner in operator.owners if owner not in self.marks.returned]
+            self.marks.returned.update(operator.owners)
+
+    def _done(self, operator: Operator) -> None:
+        """An operator was the first of its modules, whose backward ends with it."""
+        before = self.operators[: self.operators.index(operator)] if operator.owners else ()
+        earlier = {owner for one in before for owner in one.owners}
+        self.history.actions += [(Do.DONE, owner) for owner in reversed(operator.owners) if owner not in earlier]
 
     def _step(self, operator: Operator, waiting: dict[Value, Store]) -> None:
         self._begin(operator)
@@ -444,10 +504,13 @@ class Tape:
             self.freed = True
             self.casts.remove(operator.cast)
             self.history.actions.append((Do.UNCAST, operator.cast))
+        if made and self.marks is not None:
+            self.history.actions.append((Do.ARRIVE, None))
+        self._done(operator)
         for value, gradient in arriving:
             self._deliver(value, gradient, waiting)
         if made:
-            self.history.actions.append((Do.ARRIVE, None))
+            self.history.actions += [] if self.marks is not None else [(Do.ARRIVE, None)]
             self.arrivals.append(Arrival(tuple(self.gradients), tuple(self.alive)))
 
     def _begin(self, operator: Operator) -> None:

@@ -427,7 +427,8 @@ def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[A
 
 
 def run_forward(
-    structure: Block, *, saving: bool, given: Store | None = None, keeps_selected: bool = False, recomputed: bool = False
+    structure: Block, *, saving: bool, given: Store | None = None, keeps_selected: bool = False, recomputed: bool = False,
+    marking: bool = False,
 ) -> tuple[Tape, Value, Value]:  # fmt: skip
     """Run the program forward. Return tape, input and output. ``given``: the input of another run, to use again."""
     program, training = program_of(structure.family), structure.training
@@ -438,6 +439,7 @@ def run_forward(
         narrow=training is not None and not training.wide_residual,
         keeps_selected=keeps_selected,
         recomputed=recomputed,
+        marking=marking,
     )
     value = _block_input(tape, given, T_p * h if structure.sharded else T * h, program.source)
     if training is not None:

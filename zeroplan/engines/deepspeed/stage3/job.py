@@ -81,12 +81,18 @@ _Replayed = TypeVar("_Replayed", Gathered, Gathered | None)
 
 def _trace(whole: Row, recipe: RecipeSpec, n_ranks: Int, *, of: Callable[[Pass], _Replayed]) -> _Replayed:
     """What is gathered with a single micro-batch per step, or with several."""
-    options, disk = recipe.deepspeed, on_nvme(whole, recipe.deepspeed, widths(recipe.precision).compute, n_ranks)
-    found = of(Pass(whole, _of_gathers(options), _recomputed(whole, recipe), sharing_of(recipe, n_ranks), disk))
-    if disk and found is not None:
-        refuse_few_buffers(options, found.most_read)
+    one = pass_of(whole, recipe, n_ranks)
+    found = of(one)
+    if one.on_nvme and found is not None:
+        refuse_few_buffers(recipe.deepspeed, found.most_read)
         refuse_twice(found.read_twice)
     return found
+
+
+def pass_of(whole: Row, recipe: RecipeSpec, n_ranks: Int) -> Pass:
+    """What decides how a job's passes are gathered."""
+    options, disk = recipe.deepspeed, on_nvme(whole, recipe.deepspeed, widths(recipe.precision).compute, n_ranks)
+    return Pass(whole, _of_gathers(options), _recomputed(whole, recipe), sharing_of(recipe, n_ranks), disk)
 
 
 def _recomputed(whole: Row, recipe: RecipeSpec) -> int:

@@ -15,7 +15,7 @@ from zeroplan.numeric import Int, ceil_div, for_each_value, where
 from zeroplan.spec.recipe import OptimizerImpl
 
 
-class _Group(NamedTuple):
+class Group(NamedTuple):
     """A sub-group: elements of this rank's shares, and of how many parameters."""
 
     elements: int
@@ -25,7 +25,7 @@ class _Group(NamedTuple):
 def largest_group(job: Job) -> Int:
     """Elements of this rank's shares in the largest sub-group. [elements]"""
     size = job.recipe.deepspeed.sub_group_size
-    return for_each_value(lambda n_ranks: max(group.elements for group in _groups_of(job.whole, size, n_ranks)), job.n_ranks)
+    return for_each_value(lambda n_ranks: max(group.elements for group in groups_of(job.whole, size, n_ranks)), job.n_ranks)
 
 
 def largest_joined(job: Job) -> Int:
@@ -36,7 +36,7 @@ def largest_joined(job: Job) -> Int:
     size = job.recipe.deepspeed.sub_group_size
 
     def largest(n_ranks: int) -> int:
-        return max((group.elements for group in _groups_of(job.whole, size, n_ranks) if group.parameters > 1), default=0)
+        return max((group.elements for group in groups_of(job.whole, size, n_ranks) if group.parameters > 1), default=0)
 
     return for_each_value(largest, job.n_ranks)
 
@@ -44,22 +44,22 @@ def largest_joined(job: Job) -> Int:
 def group_count(job: Job) -> Int:
     """How many sub-groups there are."""
     size = job.recipe.deepspeed.sub_group_size
-    return for_each_value(lambda n_ranks: len(_groups_of(job.whole, size, n_ranks)), job.n_ranks)
+    return for_each_value(lambda n_ranks: len(groups_of(job.whole, size, n_ranks)), job.n_ranks)
 
 
 @lru_cache(maxsize=4096)
-def _groups_of(whole: Row, size: int, n_ranks: int) -> tuple[_Group, ...]:
+def groups_of(whole: Row, size: int, n_ranks: int) -> tuple[Group, ...]:
     """Return this rank's shares in each sub-group.
 
     A group takes whole parameters, in their order, and is closed by the one whose share reaches ``size``. Source: DeepSpeed
     0.19.8, ``stage3.py``, ``_create_fp16_sub_groups``.
     """
-    filled, groups = _Group(0, 0), list[_Group]()
+    filled, groups = Group(0, 0), list[Group]()
     for each in whole.placed:
-        filled = _Group(filled.elements - (each.start - each.end) // n_ranks, filled.parameters + 1)
+        filled = Group(filled.elements - (each.start - each.end) // n_ranks, filled.parameters + 1)
         if filled.elements >= size:
             groups.append(filled)
-            filled = _Group(0, 0)
+            filled = Group(0, 0)
     return (*groups, filled) if filled.elements else tuple(groups)
 
 

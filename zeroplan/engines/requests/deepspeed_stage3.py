@@ -1,0 +1,400 @@
+"""DeepSpeed's training step at stage 3, request by request. Methods have the names of 0.19.8's (runtime/zero/stage3.py)."""
+
+from collections import defaultdict
+from collections.abc import Hashable
+
+from zeroplan.engines.deepspeed import optimizer_impl
+from zeroplan.engines.deepspeed.abandoned import abandoned_states
+from zeroplan.engines.deepspeed.flat import Placed
+from zeroplan.engines.deepspeed.gradients import numel
+from zeroplan.engines.deepspeed.offload import offloads_optimizer, offloads_parameters
+from zeroplan.engines.deepspeed.order import FORWARD
+from zeroplan.engines.deepspeed.quantized_gradients import Memory, Split, applies, is_quantized, quantized, sent_bytes
+from zeroplan.engines.deepspeed.sources import NORM_PIECE
+from zeroplan.engines.deepspeed.stage3.job import make_job, numels, pass_of
+from zeroplan.engines.deepspeed.stage3.step import groups_of
+from zeroplan.engines.requests.coordinator import Gathers, ends_of, gathered, saved_key
+from zeroplan.engines.requests.log import Log
+from zeroplan.engines.requests.model import ENDING, ModelPass
+from zeroplan.engines.requests.optimizer import Update
+from zeroplan.ledger import Kind, Phase
+from zeroplan.numeric import ceil_div, round_up
+from zeroplan.spec.job import JobSpec
+from zeroplan.transformer.families.tape import Do
+
+_GATHERS, _REDUCES = 1, 2
+"""The numbers of the streams on which parameters are gathered and buckets reduced, where ``overlap_comm`` is on."""
+_FP64 = 8
+_IN_4_BITS = "gradients in 4 bits, their scales, and what comes of them"
+
+
+class Step(ModelPass):
+    """A rank's micro-batches and steps."""
+
+    marks_modules = True
+
+    def __init__(self, job: JobSpec, log: Log) -> None:
+        """Take the job."""
+        super().__init__(job.model, job.recipe, job.batch, log)
+        self.job = make_job(job.model, job.recipe, job.mesh)
+        self.ranks, self.options = int(job.mesh.dp_shard), job.recipe.deepspeed
+        self.overlaps = self.options.overlap_comm is not False  # the default of stage 3
+        self.offloads = offloads_optimizer(job.recipe)
+        self.one = pass_of(self.job.every, job.recipe, self.ranks)
+        self.decided: set[tuple[int, int]] | None = None
+        self.passes = self.micro = self.at = 0
+        """Passes begun, those of this step, and steps of the coordinator in this one."""
+        self.gathers = self._new_pass()
+        self.second = self.gathers.second
+        """Elements of second partitions (hpZ) that are still to be made in this step, by parameter."""
+        self.ends = ends_of(self.gathers.steps)
+        self.running: list[tuple[int, int]] = []
+        """Modules whose forward, or second forward in a backward, runs: places in the program, and steps."""
+        self.returning: list[tuple[int, int]] = []
+        """The same of those whose backward does."""
+        self.of_block: dict[int, list[Placed]] = defaultdict(list)
+        for each in reversed(self.job.whole.executed):
+            self.of_block[each.block].append(each)
+        self.places = {(each.block, each.parameter.name): index for index, each in enumerate(self.job.every.placed)}
+        self.waiting: dict[int, list[Placed]] = {}
+        self.made: dict[Placed, Hashable] = {}
+        """Gradients outside the bucket."""
+        self.inside: list[Placed] = []
+        self.handed: list[tuple[Placed, Hashable]] = []
+        """Gradients that have come to their weights, and wait for the end of a module that is gathered as one."""
+
+    # --- what is there from the first step to the last ----------------------------------------------------------------------
+
+    def begin(self) -> list[Update]:
+        """This rank's shares, the bucket, and gradients of its shares."""
+        log, job = self.log, self.job
+        groups = groups_of(job.whole, self.options.sub_group_size, self.ranks)
+        self._request_weights()
+        for line in abandoned_states(self.recipe, job.whole.n_elements, job.element):
+            log.request("abandoned", int(line.n_bytes), line.kind, line.reason)
+        for group in () if self.offloads else groups:
+            log.request("master", job.master * group.elements, Kind.OPTIMIZER_STATE, "weights of this rank's share")
+        impl = optimizer_impl(self.recipe)
+        updates = [] if self.offloads else [Update(self.recipe.optimizer, impl, job.master) for _ in groups]
+        for update, group in zip(updates, groups, strict=False):
+            update.begin(log, [(group.elements,)])
+        if self.options.contiguous_gradients:
+            log.request("bucket", job.element * self.options.reduce_bucket_size, Kind.REDUCE, "reduce bucket")
+        if not self.offloads:
+            log.request("gradients", job.kept * int(job.partition), Kind.GRADIENTS, "gradients of this rank's share")
+        return updates
+
+    def _request_weights(self) -> None:
+        """Weights are one flat tensor, but for frozen ones."""
+        job, log = self.job, self.log
+        if not offloads_parameters(self.recipe):
+            frozen = sum(count * ceil_div(numel, self.ranks) for numel, count in numels(job.every)) - int(job.partition)
+            log.request("shares", job.element * frozen, Kind.PARAMETERS, "this rank's share of frozen parameters")
+            log.request("shares", job.element * int(job.partition), Kind.PARAMETERS, "this rank's share of the parameters")
+        self.request_scales(self.parameters)
+
+    # --- parameters ---------------------------------------------------------------------------------------------------------
+
+    def _new_pass(self) -> Gathers:
+        return Gathers(
+            self.one, self.log, self.ranks, self.job.element, _GATHERS if self.overlaps else 0, recording=self.passes == 1,
+            resident=self.step > 0 or self.passes > 2, decided=self.decided, later=self.micro > 1,
+        )  # fmt: skip
+
+    def before_forward(self) -> None:
+        """The coordinator begins a pass. The root module, and the model in it, begin."""
+        self.passes, self.micro, self.at = self.passes + 1, self.micro + 1, 0
+        self.gathers = self._new_pass()
+        if self.micro == 1:
+            self.second = self.gathers.second
+        self.waiting = {block: list(placed) for block, placed in self.of_block.items()}
+        self._run_on(-1)
+
+    def _run_on(self, block: int) -> None:
+        """Modules of a block without parameters begin, up to the next with some."""
+        steps = self.gathers.steps
+        while self.at < len(steps) and steps[self.at].block == block and not steps[self.at].parameters:
+            if steps[self.at].direction != FORWARD and not self.in_backward:
+                return
+            self._begin()
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the backward has begun."""
+        return self.log.spans[-1].phase is Phase.BACKWARD
+
+    @property
+    def block(self) -> int:
+        """The block that runs, as the coordinator's steps have it."""
+        return len(self.order) if self.log.layer == ENDING else self.log.layer
+
+    def _begin(self) -> int:
+        self.gathers.begin(self.at)
+        self.at += 1
+        return self.at - 1
+
+    def at_module(self, do: Do, place: int) -> None:
+        """``pre_sub_module_forward_function`` and its like."""
+        if do in (Do.RETURN, Do.DONE):
+            self.running = []  # a second forward stops in the middle of its last module
+        if do in (Do.ENTER, Do.RETURN):
+            self._run_on(self.block)
+            (self.running if do is Do.ENTER else self.returning).append((place, self._begin()))
+            return
+        stack = self.running if do is Do.LEAVE else self.returning
+        at = next(at for one, at in stack if one == place)
+        if do is Do.DONE:
+            self._hand_on()
+        stack.remove((place, at))
+        ends = self.ends[at][do is Do.DONE]
+        while any(self.at <= last for last, _ in ends):
+            self._begin()  # modules without parameters in this one
+        self.gathers.end(ends)
+        if not stack:
+            self._run_on(self.block)
+
+    def embed(self) -> None:
+        """The embedding's modules."""
+        steps = self.gathers.steps
+        while steps[self.at].block == -1 and steps[self.at].parameters:
+            at = self._begin()
+            if not self.log.has(("hidden", -1)):
+                super().embed()
+            self.gathers.end(self.ends[at][0])
+        self._run_on(-1)
+
+    def before_block(self, layer: int) -> None:
+        """The block begins."""
+        self._run_on(layer)
+
+    def before_block_backward(self, layer: int) -> None:
+        """Its backward does."""
+        self._run_on(layer)
+
+    def before_ending_backward(self) -> None:
+        """The root module's backward begins, with the loss."""
+        self._run_on(len(self.order))
+
+    def before_embedding_backward(self) -> None:
+        """Modules below the blocks go backward, whose end nobody notices."""
+        while self.at < len(self.gathers.steps):
+            self._begin()
+
+    @property
+    def head_gives_a_view(self) -> bool:
+        """DeepSpeed's own ``linear`` gives none."""
+        return self.recipe.keeps_gathered_linears and super().head_gives_a_view
+
+    # --- gradients ----------------------------------------------------------------------------------------------------------
+
+    def arrived(self, gradients: list[Hashable]) -> None:
+        """``reduce_partition_and_remove_grads``."""
+        for one in gradients:
+            placed = self._whose(self.log.bytes_of(one) // self.gradient_width)
+            self.log.release(saved_key(self.places[placed.block, placed.parameter.name]))
+            self.handed.append((placed, one))
+        if not any(self.gathers.steps[at].leaf for _, at in self.returning):
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        """``reduce_leaf_module_grads``: those of a module that is gathered as one wait for its end."""
+        leaf = any(self.gathers.steps[at].leaf for _, at in self.returning)
+        handed, self.handed = self.handed, []
+        for placed, gradient in sorted(handed, key=lambda each: each[0].start) if leaf else handed:
+            self.reduce_independent(placed, gradient)
+
+    def _whose(self, elements: int) -> Placed:
+        waiting = self.waiting[self.block]
+        return waiting.pop(next(at for at, each in enumerate(waiting) if numel(each) == elements))
+
+    @property
+    def fill(self) -> int:
+        """Elements in the bucket."""
+        return sum(map(numel, self.inside))
+
+    def reduce_independent(self, placed: Placed, gradient: Hashable) -> None:
+        """``reduce_independent_p_g_buckets_and_remove_grads``."""
+        size, elements = self.options.reduce_bucket_size, numel(placed)
+        if self.inside and self.fill + elements > size:
+            self.reduce_ipg_grads()
+        if self.options.contiguous_gradients and self.fill + elements <= size:
+            self.log.release(gradient)
+        else:
+            self.made[placed] = gradient
+        self.inside.append(placed)
+
+    def reduce_ipg_grads(self) -> None:
+        """``__reduce_and_partition_ipg_grads``."""
+        log, inside = self.log, sorted(self.inside, key=lambda each: each.start)
+        if not inside:
+            return
+        log.stream = _REDUCES if self.overlaps else 0
+        if (
+            self.options.contiguous_gradients
+            and self.fill <= self.options.reduce_bucket_size
+            and not self.options.reduce_scatter
+        ):
+            self._all_reduce()
+        else:
+            self._reduce_scatter(inside)
+        for each in inside:
+            self._partition_gradient(each)
+        log.release("reduced", "cast")
+        log.stream = 0
+        self.inside = []
+
+    def _all_reduce(self) -> None:
+        """``__avg_scatter_contiguous_grads``: the bucket itself."""
+        log, job = self.log, self.job
+        n_bytes = job.element * self.fill if self.ranks > 1 else 0
+        log.request("reduced", n_bytes, Kind.REDUCE, "copy of the bucket that is all-reduced")
+        log.call("all_reduce", job.element * self.fill, self.ranks)
+        if job.kept != job.element:
+            log.request("cast", job.kept * self.fill, Kind.REDUCE, "reduced gradients cast to fp32")
+
+    def _reduce_scatter(self, inside: list[Placed]) -> None:
+        """``__avg_scatter_grads``: a copy in the order of the ranks, unless it is one gradient that divides evenly."""
+        log, job = self.log, self.job
+        if applies(self.recipe, self.ranks):
+            self._all_to_all(inside)
+            return
+        elements = sum(round_up(numel(each), self.ranks) for each in inside)
+        if len(inside) > 1 or numel(inside[0]) % self.ranks:
+            log.request("reduced", job.element * elements, Kind.REDUCE, "copy of the bucket that is reduce-scattered")
+        log.call("reduce_scatter", job.element * elements, self.ranks)
+        self._widen(inside)
+
+    def _widen(self, inside: list[Placed]) -> None:
+        if self.job.kept != self.job.element:
+            for each in inside:
+                n_bytes = self.job.kept * ceil_div(numel(each), self.ranks)
+                self.log.request("cast", n_bytes, Kind.TEMPORARY, "reduced gradient cast to fp32")
+            self.log.release("reduced")
+
+    def _all_to_all(self, inside: list[Placed]) -> None:
+        """``all_to_all_quant_reduce``: each gradient in 4 bits, within nodes and across; others are reduce-scattered (qgZ)."""
+        log, job = self.log, self.job
+        split = Split(self.ranks, self.options.gpus_per_node, job.element, job.kept)
+        memory = _InLog(log)
+        for each in inside:
+            shape, elements = each.parameter.shape, round_up(numel(each), self.ranks)
+            if is_quantized(shape, self.ranks):
+                quantized(memory, shape, split)
+                near, far = sent_bytes(shape, split)
+                log.call("all_to_all", near, split.local)
+                log.call("all_to_all", far, split.nodes)
+                continue
+            if numel(each) % self.ranks:
+                memory.hold(job.element * elements)
+            log.call("reduce_scatter", job.element * elements, self.ranks)
+        memory.forget()
+        self._widen(inside)
+
+    def _partition_gradient(self, each: Placed) -> None:
+        """``partition_grads``: the share goes to host memory, comes back, and its norm is taken; the gradient goes."""
+        log, job, share = self.log, self.job, ceil_div(numel(each), self.ranks)
+        if self.offloads:
+            log.request("back", job.kept * share, Kind.REDUCE, "share of a gradient, back from the host")
+            if self.last:
+                for begin in range(0, share, NORM_PIECE):
+                    log.request("norm", _FP64 * min(NORM_PIECE, share - begin), Kind.REDUCE, "share of a gradient, in fp64")
+                    log.release("norm")
+                if job.kept != job.master:
+                    log.request("norm", job.master * share, Kind.REDUCE, "share of a gradient, as the optimizer takes it")
+                    log.release("norm")
+            log.release("back")
+        if each in self.made:
+            log.release(self.made.pop(each))
+
+    def after_backward(self) -> None:
+        """``independent_gradient_partition_epilogue``."""
+        self.reduce_ipg_grads()
+        self.gathers.end_pass()
+        if self.passes > 1:
+            self.decided = self.gathers.decided
+        self.log.release("in the graph")
+
+    # --- the step -----------------------------------------------------------------------------------------------------------
+
+    def update(self, updates: list[Update]) -> None:
+        """``step``: all parameters go; norms, one sub-group after the other, and what persists is gathered."""
+        log, job = self.log, self.job
+        self.micro = 0
+        self._partition_all()
+        groups = groups_of(job.whole, self.options.sub_group_size, self.ranks)
+        for each in () if self.offloads else job.whole.placed:
+            n_bytes = _FP64 * ceil_div(numel(each), self.ranks)
+            log.request("norm", n_bytes, Kind.OPTIMIZER_TEMPORARY, "share of a gradient in fp64")
+            log.release("norm")
+        for update, group in zip(updates, groups, strict=False):
+            self._step_of(update, group.elements, joined=group.parameters > 1)
+        self._gather_persistent()
+        log.release("second partition")
+
+    def _partition_all(self) -> None:
+        """``_partition_all_parameters``."""
+        for index in range(len(self.job.every.placed)):
+            n_bytes = self.job.element * self.second.pop(index, 0)
+            self.log.request("second partition", n_bytes, Kind.GATHER, "second partition of a parameter")
+            self.log.release(gathered(index))
+
+    def _step_of(self, update: Update, elements: int, *, joined: bool) -> None:
+        """``_prepare_fp32_grad_for_sub_group`` and ``_optimizer_step``."""
+        log, job = self.log, self.job
+        reason = "gradients of a sub-group, as the optimizer takes them"
+        if joined:
+            log.request("flat", job.kept * elements, Kind.OPTIMIZER_TEMPORARY, "gradients of a sub-group, laid flat")
+        if job.kept != job.master:
+            log.request("taken", job.master * elements, Kind.GRADIENTS, reason)
+            log.release("flat")
+        update.step(log, [(elements,)])
+        log.release("flat", "taken")
+
+    def _gather_persistent(self) -> None:
+        persistent = sorted(self.gathers.persistent)
+        for index in () if self.gathers.alone else persistent:
+            n_bytes = self.job.element * round_up(numel(self.job.every.placed[index]), self.ranks)
+            self.log.request(gathered(index), n_bytes, Kind.GATHER, "persistent parameter")
+            self.log.call("all_gather", n_bytes, self.ranks)
+
+
+class _InLog(Memory):
+    """What :func:`quantized` makes, as requests. What has no name stays until the bucket is reduced."""
+
+    def __init__(self, log: Log) -> None:
+        """Write into a log."""
+        super().__init__()
+        self.log = log
+
+    def name(self, **made: int) -> None:
+        """Give names to what has been made at once; what had them goes then."""
+        for name, n_bytes in made.items():
+            self.log.request(("new", name), n_bytes, Kind.REDUCE, _IN_4_BITS)
+        for name in made:
+            self.log.release(("named", name))
+            self.log.rename(("new", name), ("named", name))
+        self._names |= made
+
+    def hold(self, n_bytes: int) -> None:
+        """Request memory, or release as much of it."""
+        if n_bytes > 0:
+            self.log.request("reduced", n_bytes, Kind.REDUCE, _IN_4_BITS)
+        else:
+            self.log.part("reduced", -n_bytes, "gone")
+            self.log.release("gone")
+
+    def forget(self) -> None:
+        """The function returns."""
+        self.log.release(*(("named", name) for name in self._names))
+        self._names.clear()
+
+
+def requests(job: JobSpec, steps: int) -> Log:
+    """What rank 0 requests and releases from before the first step on."""
+    log = Log()
+    log.begin(-1, Phase.INIT)
+    one = Step(job, log)
+    updates = one.begin()
+    for _ in one.micro_batches(steps):
+        one.update(updates)
+    return log
