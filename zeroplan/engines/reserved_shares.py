@@ -74,7 +74,7 @@ def shares_of(recipe: RecipeSpec, settings: AllocatorSettings) -> Shares | None:
         return Shares(min(one.low for one in alike), _MEASURED["ddp", 0][at].expected, max(one.high for one in alike))
     if recipe.engine in ON_PAPER:
         return None
-    return _MEASURED[recipe.engine, recipe.zero_stage][at]
+    return _MEASURED["fsdp2" if recipe.engine == "fsdp1" else recipe.engine, recipe.zero_stage][at]
 
 
 def pressed_of(recipe: RecipeSpec, settings: AllocatorSettings) -> Pressed | None:
@@ -88,7 +88,7 @@ def pressed_of(recipe: RecipeSpec, settings: AllocatorSettings) -> Pressed | Non
         return Pressed(_PRESSED["ddp"][at].expected, max(_PRESSED[engine][at].most for engine in _LIKE_MEGATRON))
     if recipe.engine in ON_PAPER:
         return None
-    return _PRESSED[recipe.engine][at]
+    return _PRESSED["fsdp2" if recipe.engine == "fsdp1" else recipe.engine][at]
 
 
 _LIKE_MEGATRON = ("ddp", "fsdp2")

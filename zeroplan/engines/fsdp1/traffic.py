@@ -1,0 +1,40 @@
+"""What FSDP1 sends per step: all-gathers before use, reduce-scatters after backward, all-reduces over replicas."""
+
+from collections.abc import Iterator
+
+from zeroplan.engines.fsdp1.flat import FlatPlan
+from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.traffic import REPLICAS, ROOT, gather, over_replicas, reduce_scatter
+from zeroplan.ledger import Collective, Phase
+from zeroplan.numeric import Int
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+
+
+def collectives(plan: FlatPlan, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:
+    """Every collective of one optimizer step.
+
+    At stage 2 under ``no_sync`` parameters stay gathered from one micro-batch to the next (``_should_free_in_backward``).
+    """
+    passes, synced = batch.grad_accum_steps, plan.recipe.sync_every_micro_batch
+    once: Int = 1 if plan.reshard is False and not synced else passes
+    reductions: Int = passes if synced else 1
+    calls = list(_of_unit(plan, mesh, plan.root, ROOT, 1, (once, 0, reductions), is_root=True))
+    for group, run in zip(plan.blocks, plan.runs, strict=True):
+        again: Int = 0 if plan.reshard is False else passes
+        calls += _of_unit(plan, mesh, group, f"{run.words} blocks", run.layers, (once, again, reductions))
+    return tuple(calls)
+
+
+def _of_unit(
+    plan: FlatPlan, mesh: Mesh, group: Group, name: str, layers: int, times: tuple[Int, Int, Int], *, is_root: bool = False
+) -> Iterator[Collective]:
+    forward, backward, reductions = times
+    made = [gather(plan, group, forward * layers, f"parameters of {name}", Phase.FORWARD, ranks=plan.n)]
+    if not isinstance(backward, int) or backward:
+        made.append(gather(plan, group, backward * layers, f"parameters of {name}", Phase.BACKWARD, ranks=plan.n))
+    made += (
+        reduce_scatter(plan, group, reductions * layers, f"gradients of {name}", ranks=plan.n),
+        over_replicas(plan, group, reductions * layers, f"{REPLICAS} of {name}", mesh.dp_replicate),
+    )
+    yield from (call._replace(is_root=is_root) for call in made)
