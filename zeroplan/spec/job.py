@@ -7,6 +7,7 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS
+from zeroplan.spec.fsdp1 import check_fsdp1
 from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.megatron import check_megatron
 from zeroplan.spec.mesh import MeshSpec
@@ -93,6 +94,7 @@ class JobSpec(Spec):
         if self.model.profile is not None:
             self._check_what_a_profile_tells()
         check_torchtitan(self.model, self.recipe, self.mesh)
+        check_fsdp1(self.model, self.recipe, self.mesh)
         self._check_ends_apart()
         if self.model.adapter is not None:
             self._check_adapter()

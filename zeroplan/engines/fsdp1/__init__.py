@@ -16,6 +16,7 @@ from zeroplan.engines.fsdp1.flat import FlatPlan, flat_plan
 from zeroplan.engines.fsdp1.traffic import collectives
 from zeroplan.engines.fsdp2 import activations_away, in_host_memory, symbols_of
 from zeroplan.engines.optimizers import counted, step_temporary_lines
+from zeroplan.ledger import Line, Role, Tag
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -28,7 +29,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     Source: the files named in each line; verified against real runs on fake tensors with a fake process group.
     """
     plan = flat_plan(model, recipe, mesh, batch)
-    states = (*plan.persistent, plan.gradient_shards(plan.every_layer, "after backward", plan.trained_outside))
+    states = (*plan.persistent, _gradients(plan))
     temporaries = step_temporary_lines(
         recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol=f"{plan.trained_symbol}/N"
     )
@@ -44,6 +45,15 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
             (run.name, one.kept(again)) for run, one, again in zip(plan.runs, plan.passes, plan.recomputes, strict=True)
         ),
     )
+
+
+def _gradients(plan: FlatPlan) -> Line:
+    """This rank's shard of the gradients, which ``zero_grad`` does not free where it clears views alone.
+
+    Source: torch 2.13, _flat_param.py, ``FlatParamHandle._reset_flat_param_grad_info_if_needed``, in the root's next forward.
+    """
+    line = plan.gradient_shards(plan.every_layer, "after backward", plan.trained_outside)
+    return line._replace(tag=Tag(Role.UNTIL_NEXT_STEP)) if plan.options.use_orig_params else line
 
 
 def _notes(plan: FlatPlan) -> Iterator[str]:

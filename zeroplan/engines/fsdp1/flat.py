@@ -39,7 +39,7 @@ class FlatPlan(Plan):
 
     @property
     def adds_up(self) -> bool:
-        """Autograd adds up flat gradients, once all of a unit are there; single ones stand beside those of earlier micro-batches."""
+        """Autograd adds up flat gradients alone; single ones stand beside those of earlier micro-batches."""
         return False
 
     @property
@@ -76,7 +76,7 @@ def flat_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     aligned = _ALIGNED_BYTES // width.compute if recipe.fsdp1.use_orig_params else 1
     cut = cut_of(model, width, n, part=None, first=first_recomputed(model, recipe), tp=1, ep=1, ends_apart=False)
     cut = _flattened(cut, n, aligned)
-    tensors = tuple(_local_tensors(cut, n, aligned, views=recipe.fsdp1.use_orig_params))
+    tensors = tuple(_local_tensors(cut, aligned, views=recipe.fsdp1.use_orig_params))
     return FlatPlan(*plan_of(cut, tensors, (), model, recipe, mesh, batch))
 
 
@@ -109,7 +109,7 @@ def _offsets(parameters: tuple[Parameter, ...], aligned: int) -> tuple[int, ...]
     return (*offsets, end)
 
 
-def _local_tensors(cut: Cut, n: Int, aligned: int, *, views: bool) -> Iterator[LocalTensor]:
+def _local_tensors(cut: Cut, aligned: int, *, views: bool) -> Iterator[LocalTensor]:
     """What rank 0 updates: its flat shard of each unit, or what of each parameter is in it, as a view without its shape."""
     root, *blocks = _units(cut.tree, "root")
     for (parameters, _), group, repeat in (

@@ -24,7 +24,9 @@ REDUCE = "torch 2.13, torch/distributed/fsdp/_runtime_utils.py, _reduce_grad"
 class FlatRuntime(Runtime):
     """The flat parameters of one rank, and what becomes of their gradients."""
 
-    def __init__(self, plan: FlatPlan, trace: Trace, made: dict[object, tuple[Line, ...]], following: Mapping[str, Unit]) -> None:
+    def __init__(
+        self, plan: FlatPlan, trace: Trace, made: dict[object, tuple[Line, ...]], following: Mapping[str, Unit]
+    ) -> None:
         """Begin with nothing unsharded; ``following`` is the unit that is prefetched while one of a name runs forward."""
         super().__init__(plan, trace, made)
         self.flat, self._following = plan, following

@@ -3,13 +3,17 @@
 It runs the last micro-batch of a step, with what earlier ones have left.
 """
 
+from itertools import pairwise
+
+from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp1.flat import FlatPlan
 from zeroplan.engines.fsdp1.runtime import FlatRuntime, joined_last, made_gradients
 from zeroplan.engines.fsdp2 import buffers, outside
 from zeroplan.engines.fsdp2.runtime import Unit, Units
 from zeroplan.engines.fsdp2.step import MicroBatch
 from zeroplan.engines.positions import Position
-from zeroplan.ledger import Line, Moment, Phase
+from zeroplan.engines.sources import INPUT_BUFFER
+from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.trace import Moments, Trace, entry_of
 from zeroplan.transformer.blocks import BackwardPoint
 
@@ -34,7 +38,7 @@ class FlatMicroBatch(MicroBatch):
         """Take the units of the plan."""
         super().__init__(plan, trace, units)
         in_order = (self.root, *(unit for _, unit in self.layers))
-        following = {unit.name: after for unit, after in zip(in_order, in_order[1:], strict=False)}
+        following = {unit.name: after for unit, after in pairwise(in_order)}
         self.flat, self.run = plan, FlatRuntime(plan, trace, units.made, following)
         self._pending: Unit | None = None
 
@@ -46,9 +50,14 @@ class FlatMicroBatch(MicroBatch):
 
     def gradients_so_far(self, position: Position) -> None:
         """Hold the shards that the blocks above have left, and what earlier micro-batches left of the others."""
-        own = tuple(count + (run == position.run) for run, count in enumerate(position.before))
-        self.trace.shrink("shards", self.plan.gradient_shards(position.after, "reduced so far"))
-        self.trace.shrink("left", *self.plan.left_behind(own, self.left))
+        waiting = position.next_run if self.flat.options.forward_prefetch else None
+        done = tuple(count - (run == waiting) for run, count in enumerate(position.after))
+        own = tuple(count + (run == position.run) + (run == waiting) for run, count in enumerate(position.before))
+        self._hold_gradients(done, own)
+
+    def _hold_gradients(self, done: tuple[int, ...], left: tuple[int, ...]) -> None:
+        self.trace.shrink("shards", self.plan.gradient_shards(done, "reduced so far"))
+        self.trace.shrink("left", *self.plan.left_behind(left, self.left))
 
     def end_block(self, position: Position, unit: Unit) -> None:
         """A block has gone backward: its gradients are joined and reduced.
@@ -63,29 +72,47 @@ class FlatMicroBatch(MicroBatch):
         self.trace.rename("made", ("made", unit.name))
         waiting, self._pending = self._pending, unit
         if waiting is not None:
-            super().end_block(position, waiting)
+            self.trace.shrink("left", *self.plan.left_behind(_with_one(position.before, position.run), self.left))
+            self.trace.hold("leaving", buffers.flowing(self.plan, "gradient that flows out of this block"))
+            self.run.post_backward(waiting)
+            self.trace.drop("leaving")
 
     def end_of_backward(self) -> None:
         """The embedding's gradient, then the root is reduced."""
-        plan, trace = self.plan, self.trace
+        plan, trace, none = self.plan, self.trace, tuple(0 for _ in self.plan.blocks)
+        first = none if self._pending is None else _with_one(none, self.layers[0][0].run)
         trace.drop("kept", "still unsharded")
-        trace.shrink("shards", plan.gradient_shards(plan.every_layer, "reduced so far"))
-        trace.shrink("left", *plan.left_behind(tuple(0 for _ in plan.blocks), self.left))
+        self._hold_gradients(tuple(count - one for count, one in zip(plan.every_layer, first, strict=True)), first)
         trace.shrink("shared", *outside.shared_at_embedding(plan))
         outside.backward_of_the_embedding(plan, trace)
-        trace.drop("left")
         if self._pending is not None:
+            trace.shrink("left", *plan.left_behind(none, self.left))
             self.run.post_backward(self._pending)
-        trace.rename("root gradients", "made")
+            trace.shrink("shards", plan.gradient_shards(plan.every_layer, "reduced so far"))
+        trace.drop("left")
+        trace.shrink("root gradients")
+        trace.hold("made", *made_gradients(plan, plan.trained_root))
         self.run.post_backward(self.root)
+
+
+def _with_one(layers: tuple[int, ...], run: int) -> tuple[int, ...]:
+    """So many layers of each run, and one more of one."""
+    return tuple(count + (at == run) for at, count in enumerate(layers))
 
 
 def not_reduced(plan: FlatPlan) -> tuple[Moment, ...]:
     """The end of a backward under ``no_sync`` that is not the step's last: the root's gradients are joined."""
     if plan.recipe.sync_every_micro_batch:
         return ()
-    root, unsharded = plan.trained_root, buffers.outside_unsharded(plan)
-    (flat,), (made,), (blocks,) = joined_last(plan, root), made_gradients(plan, root), plan.left_behind(plan.every_layer)
-    flat = flat._replace(n_bytes=flat.n_bytes * (1 + plan.twice), formula=f"(1+M_2)·{flat.formula}")
-    alive = (*plan.persistent, *unsharded, *buffers.still_unsharded(plan, plan.every_layer), blocks, made, flat)
-    return (Moment("joining the root's gradients, not to be reduced yet", Phase.BACKWARD, alive),)
+    root, every = plan.trained_root, plan.every_layer
+    held = (*plan.persistent, *buffers.output(plan), *outside.shared_at_embedding(plan), *plan.left_behind(every))
+    held += (*buffers.outside_unsharded(plan), *buffers.still_unsharded(plan, every), *made_gradients(plan, root))
+    (flat,) = joined_last(plan, root)
+    earlier = flat._replace(n_bytes=flat.n_bytes * plan.twice, formula=f"M_2·{flat.formula}")
+    joining = Moment("joining the root's gradients, not to be reduced yet", Phase.BACKWARD, (*held, earlier, flat))
+    if not plan.sums_tied:
+        return (joining,)
+    width, waiting = plan.width.compute, plan.waiting_elements
+    tied = Line(Kind.UNSHARDED_GRADIENTS, 2 * width * waiting, outside.SUM_OF_TIED, product(2 * width, waiting), INPUT_BUFFER)
+    summing = Moment(f"{outside.SUM_OF_TIED}, not to be reduced yet", Phase.BACKWARD, (*held, earlier, tied))
+    return joining, summing

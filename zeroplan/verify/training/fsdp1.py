@@ -81,7 +81,9 @@ def _units(work: Workload, options: Fsdp1Options) -> Callable[[nn.Module], bool]
     def is_a_unit(module: nn.Module) -> bool:
         return id(module) in blocks or (options.wraps_adapters and id(module) in adapters)
 
-    adapters = {id(module) for name, module in work.module.named_modules() if ".lora_" in name and _has_a_trained_weight(module)}
+    adapters = {
+        id(module) for name, module in work.module.named_modules() if ".lora_" in name and _has_a_trained_weight(module)
+    }
     return is_a_unit
 
 
