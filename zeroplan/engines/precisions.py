@@ -62,5 +62,5 @@ def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1, cp: int = 1) -> 
         ep,
         tp,
         cp,
-        recipe.engine in ("fsdp1", "fsdp2") and width.mixed,
+        recipe.engine == "fsdp2" and width.mixed,
     )

@@ -9,10 +9,10 @@ Left out: one rank alone, where FSDP1 shards nothing; parameters in host memory;
 
 from collections.abc import Iterator
 
-from zeroplan.engines.account import Account
+from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.activations_away import NOTE
 from zeroplan.engines.fsdp1 import step
-from zeroplan.engines.fsdp1.flat import FlatPlan, flat_plan
+from zeroplan.engines.fsdp1.flat import FlatPlan, flat_plan, frozen_units
 from zeroplan.engines.fsdp1.traffic import collectives
 from zeroplan.engines.fsdp2 import activations_away, in_host_memory, symbols_of
 from zeroplan.engines.optimizers import counted, step_temporary_lines
@@ -39,7 +39,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         moments=step.moments(plan, (*states, *temporaries)),
         collectives=collectives(plan, mesh, batch),
         host=in_host_memory(plan, activations),
-        symbols=(*symbols_of(plan, model, activations), *counted(*plan.persistent, *temporaries)),
+        symbols=(*symbols_of(plan, model, activations), *_of_frozen(plan), *counted(*plan.persistent, *temporaries)),
         notes=tuple(_notes(plan)),
         kept=tuple(
             (run.name, one.kept(again)) for run, one, again in zip(plan.runs, plan.passes, plan.recomputes, strict=True)
@@ -54,6 +54,11 @@ def _gradients(plan: FlatPlan) -> Line:
     """
     line = plan.gradient_shards(plan.every_layer, "after backward", plan.trained_outside)
     return line._replace(tag=Tag(Role.UNTIL_NEXT_STEP)) if plan.options.use_orig_params else line
+
+
+def _of_frozen(plan: FlatPlan) -> Iterator[Symbol]:
+    for group in frozen_units(plan) if plan.is_partly_frozen else ():
+        yield Symbol(f"P_{group.symbol}", group.padded, f"padded parameters of the frozen unit, {group.symbol}")
 
 
 def _notes(plan: FlatPlan) -> Iterator[str]:

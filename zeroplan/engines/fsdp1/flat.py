@@ -73,17 +73,60 @@ def flat_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     """Flatten the parameters of a job's units and collect what every moment needs; ``batch`` is one rank's."""
     recipe = replace(recipe, fsdp2=Fsdp2Options(reduce_dtype=recipe.fsdp1.reduce_dtype))
     width, n = widths(recipe.precision), mesh.dp_shard
-    aligned = _ALIGNED_BYTES // width.compute if recipe.fsdp1.use_orig_params else 1
+    aligned = aligned_to(recipe)
     cut = cut_of(model, width, n, part=None, first=first_recomputed(model, recipe), tp=1, ep=1, ends_apart=False)
     cut = _flattened(cut, n, aligned)
-    tensors = tuple(_local_tensors(cut, aligned, views=recipe.fsdp1.use_orig_params))
-    return FlatPlan(*plan_of(cut, tensors, (), model, recipe, mesh, batch))
+    tensors = tuple(_local_tensors(cut, n, aligned, views=recipe.fsdp1.use_orig_params))
+    autocast = width.mixed and cut.is_partly_frozen
+    return FlatPlan(*plan_of(cut, tensors, (), model, recipe, mesh, batch, autocast=autocast))
 
 
 def _flattened(cut: Cut, n: Int, aligned: int) -> Cut:
-    """The same units, each cut as one flat parameter."""
+    """The same units, each cut as one flat parameter; of adapters each matrix."""
     root, *blocks = (flat_group(parameters, n, symbol, aligned) for parameters, symbol in _units(cut.tree, "root"))
-    return cut._replace(root=root, trained_root=root, blocks=(here := tuple(blocks)), trained_blocks=here)
+    if not cut.is_partly_frozen:
+        return cut._replace(root=root, trained_root=root, blocks=(here := tuple(blocks)), trained_blocks=here)
+    trained = tuple(_together(_each(run.parameters, n), f"trained_{run.name}") for run in cut.learning.runs)
+    frozen = (flat_group(_frozen(run.parameters), n, run.name, aligned) for run in cut.tree.runs)
+    both = tuple(_together(pair, one.symbol) for pair, one in zip(zip(frozen, trained, strict=True), cut.blocks, strict=True))
+    return cut._replace(root=root, trained_root=_together((), "trained_root"), blocks=both, trained_blocks=trained)
+
+
+def _frozen(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    return tuple(parameter for parameter in parameters if parameter.frozen)
+
+
+def _each(parameters: tuple[Parameter, ...], n: Int) -> tuple[Group, ...]:
+    """Each as a unit of its own."""
+    return tuple(flat_group((parameter,), n, "adapter", 1) for parameter in parameters)
+
+
+def _together(groups: tuple[Group, ...], symbol: str) -> Group:
+    """What several units have."""
+    shard: Int = 0
+    for group in groups:
+        shard = shard + group.shard
+    padded: Int = 0
+    for group in groups:
+        padded = padded + group.padded
+    return Group(shard, padded, sum(group.numel for group in groups), symbol)
+
+
+def frozen_units(plan: FlatPlan) -> tuple[Group, ...]:
+    """What of each run's blocks is frozen beside adapters, as one flat parameter."""
+    aligned = aligned_to(plan.recipe)
+    return tuple(flat_group(_frozen(run.parameters), plan.n, f"frozen_{run.name}", aligned) for run in plan.runs)
+
+
+def adapter_units(plan: FlatPlan, run: int) -> tuple[Group, ...]:
+    """The matrices of a block's adapters, each as a unit."""
+    parameters = tuple(parameter for parameter in plan.runs[run].parameters if not parameter.frozen)
+    return _each(parameters, plan.n)
+
+
+def aligned_to(recipe: RecipeSpec) -> int:
+    """At multiples of how many elements parameters begin in a flat one."""
+    return _ALIGNED_BYTES // widths(recipe.precision).compute if recipe.fsdp1.use_orig_params else 1
 
 
 def _units(tree: Layout, root: str) -> Iterator[tuple[tuple[Parameter, ...], str]]:
@@ -109,8 +152,12 @@ def _offsets(parameters: tuple[Parameter, ...], aligned: int) -> tuple[int, ...]
     return (*offsets, end)
 
 
-def _local_tensors(cut: Cut, aligned: int, *, views: bool) -> Iterator[LocalTensor]:
+def _local_tensors(cut: Cut, n: Int, aligned: int, *, views: bool) -> Iterator[LocalTensor]:
     """What rank 0 updates: its flat shard of each unit, or what of each parameter is in it, as a view without its shape."""
+    if cut.is_partly_frozen:
+        for run in cut.learning.runs:
+            yield from (LocalTensor((unit.shard,), run.layers) for unit in _each(run.parameters, n))
+        return
     root, *blocks = _units(cut.tree, "root")
     for (parameters, _), group, repeat in (
         (root, cut.root, 1), *((one, group, run.layers) for one, group, run in zip(blocks, cut.blocks, cut.tree.runs, strict=True)),

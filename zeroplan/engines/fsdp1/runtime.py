@@ -51,6 +51,10 @@ class FlatRuntime(Runtime):
             if self.flat.options.backward_prefetch == "backward_pre":
                 self._unshard(below, Phase.BACKWARD)
 
+    def prefetch(self, unit: Unit) -> None:
+        """``_prefetch_handle``."""
+        self._unshard(unit, Phase.BACKWARD)
+
     def gather_ahead(self, unit: Unit) -> None:
         """The root's ``_pre_backward_hook``: its own parameters are still there, and the last block is prefetched."""
         if self.plan.reshard is not False and self.flat.options.backward_prefetch == "backward_pre":
@@ -71,6 +75,9 @@ class FlatRuntime(Runtime):
     def post_backward(self, unit: Unit) -> None:
         """``_post_backward_hook``, once autograd has joined the gradients of a unit's parameters into a flat one."""
         group = unit.parts.trained_group
+        if not group.numel:  # frozen: _post_backward_reshard_only_hook
+            self.reshard(unit)
+            return
         self.trace.at(f"backward: joining the gradients of {unit.name}", Phase.BACKWARD)
         self.trace.put("joined", *self._lines(joined, group))
         self.trace.drop("made", ("made", unit.name))

@@ -21,7 +21,7 @@ from zeroplan.transformer.blocks import BackwardPoint
 def moments(plan: FlatPlan, step: tuple[Line, ...]) -> Moments:
     """Every moment at which memory can be highest; ``step`` is what is alive in the optimizer's step. [bytes]"""
     trace = Trace()
-    one = FlatMicroBatch(plan, trace, Units(plan))
+    one = _micro_batch(plan, trace)
     one.forward()
     one.loss()
     one.backward_of_the_ending()
@@ -29,6 +29,14 @@ def moments(plan: FlatPlan, step: tuple[Line, ...]) -> Moments:
     one.end_of_backward()
     at_the_end = (*not_reduced(plan), Moment("optimizer step", Phase.STEP, step))
     return Moments((*trace.finished(), *map(entry_of, at_the_end)))
+
+
+def _micro_batch(plan: FlatPlan, trace: Trace) -> "FlatMicroBatch":
+    if not plan.is_partly_frozen:
+        return FlatMicroBatch(plan, trace, Units(plan))
+    from zeroplan.engines.fsdp1.adapters import AdaptedMicroBatch  # noqa: PLC0415  the others' answers need not wait for it
+
+    return AdaptedMicroBatch(plan, trace, Units(plan))
 
 
 class FlatMicroBatch(MicroBatch):
@@ -41,6 +49,11 @@ class FlatMicroBatch(MicroBatch):
         following = {unit.name: after for unit, after in pairwise(in_order)}
         self.flat, self.run = plan, FlatRuntime(plan, trace, units.made, following)
         self._pending: Unit | None = None
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether a block is gathered before its own turn in the backward."""
+        return self.plan.reshard is not False and self.flat.options.backward_prefetch != "no_prefetch"
 
     def _gather_last_block(self, point: BackwardPoint) -> None:
         """The root's hook prefetches the last block, before the loss goes backward."""
@@ -102,7 +115,7 @@ def _with_one(layers: tuple[int, ...], run: int) -> tuple[int, ...]:
 
 def not_reduced(plan: FlatPlan) -> tuple[Moment, ...]:
     """The end of a backward under ``no_sync`` that is not the step's last: the root's gradients are joined."""
-    if plan.recipe.sync_every_micro_batch:
+    if plan.recipe.sync_every_micro_batch or plan.is_partly_frozen:
         return ()
     root, every = plan.trained_root, plan.every_layer
     held = (*plan.persistent, *buffers.output(plan), *outside.shared_at_embedding(plan), *plan.left_behind(every))

@@ -261,13 +261,17 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
 
 def plan_of(
     cut: Cut, tensors: tuple[LocalTensor, ...], frozen_tensors: tuple[LocalTensor, ...], model: ModelSpec, recipe: RecipeSpec,
-    mesh: Mesh, batch: Batch, *, part: Layout | None = None,
+    mesh: Mesh, batch: Batch, *, part: Layout | None = None, autocast: bool = False,
 ) -> Plan:  # fmt: skip
-    """Collect what every moment needs of groups that have been made, of which this rank trains some tensors."""
+    """Collect what every moment needs of groups that have been made, of which this rank trains some tensors.
+
+    ``autocast`` says that the loop runs the model under ``torch.autocast``, too.
+    """
     tp, ep, cp = int(mesh.tp), int(mesh.ep), int(mesh.cp)
     width, n = widths(recipe.precision), mesh.dp_shard * cp
     first = first_recomputed(model, recipe)
     compute = compute_of(recipe, tp=tp, ep=ep, cp=cp)
+    compute = compute._replace(autocast=True) if autocast else compute
     tree, learning = cut.tree, cut.learning
     passes, head, tables = _program(model, recipe, batch, tree, compute)
     recomputes = tuple(recompute_of(run, compute) for run in tree.runs)

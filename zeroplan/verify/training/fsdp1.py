@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import Fsdp1Options, RecipeSpec
 from zeroplan.verify.pretended.addresses import addresses
+from zeroplan.verify.training.ddp import autocast
 from zeroplan.verify.training.engine import COMPUTE, Asking, all_labelled
 from zeroplan.verify.training.fsdp2 import forward_and_backward
 from zeroplan.verify.training.optimizers import make_optimizer, trained
@@ -34,8 +35,14 @@ class Fsdp1:
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass; gradients are reduced in the last of a step, or in each."""
-        with nullcontext() if last or self._recipe.sync_every_micro_batch else self._model.no_sync():
+        quiet = nullcontext() if last or self._recipe.sync_every_micro_batch else self._model.no_sync()
+        with quiet, self._casting():
             forward_and_backward(self._model, self._work, enter, keep_logits=bool(self._recipe.keep_logits))
+
+    def _casting(self) -> AbstractContextManager[object]:
+        """Autocast where adapters are in fp32, to whose dtype peft casts their inputs: as accelerate has it, for all models."""
+        adapted = any(".lora_" in name for name, _ in self._work.module.named_modules())
+        return autocast(self._recipe, "cuda") if adapted else nullcontext()
 
     def optimizer_step(self) -> None:
         """Update this rank's shards."""
