@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from tests.measured.options_torch import Dice, different, job_of
 from zeroplan import MeshSpec
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.recipe import Fsdp1Options
 
 if TYPE_CHECKING:
@@ -34,4 +36,8 @@ def _fsdp1(dice: Dice) -> JobSpec:
         reduce_dtype=dice.any("param", "fp32"),  # type: ignore[arg-type]
     )
     said = {"engine": "fsdp1", "zero_stage": dice.any(2, 3, 3), "fsdp1": options}
-    return job_of(dice, said, MeshSpec(dp_shard=shard, dp_replicate=replicas))
+    adapter = dice.any(None, None, None, None, AdapterSpec(rank=16))
+    if adapter is not None:  # views keep their fp32 dtype, so that every step is like the first
+        said["fsdp1"] = replace(options, use_orig_params=True, forward_prefetch=False)
+    job = job_of(dice, said, MeshSpec(dp_shard=shard, dp_replicate=replicas))
+    return replace(job, model=replace(job.model, adapter=adapter))

@@ -67,7 +67,7 @@ FLAGS = (
           _RECIPE, number=True),
     _Flag("pipeline_layers", "LIST", "Layers of each pipeline stage, as 7,9,9,7. (default: as torchtitan cuts them)", _RECIPE),
     _Flag("stage", "0..3", "ZeRO stage. (default: 3; 0 on one GPU and with ddp; 1 with megatron)", _RECIPE),
-    _Flag("engine", "NAME", "paper, ddp, fsdp2, deepspeed or megatron. (default: ddp for stages 0 and 1, fsdp2 for 2 and 3)",
+    _Flag("engine", "NAME", "paper, ddp, fsdp1, fsdp2, deepspeed or megatron. (default: ddp for stages 0 and 1, fsdp2 for 2 and 3)",
           _RECIPE),
     _Flag("precision", "NAME", "bf16-mixed, fp16-mixed, bf16 or fp32. (default: bf16-mixed)", _RECIPE),
     _Flag("optimizer", "NAME",

@@ -32,7 +32,7 @@ SEARCHED = ("engine", "stage", "replicas", "tensor_parallel", "context_parallel"
              "recompute", "recompute_layers", "loss", "offload_optimizer", "offload_param")  # fmt: skip
 
 #: Options of one engine, which stay with it whatever else is tried.
-_OPTIONS = ("ddp", "fsdp2", "deepspeed", "megatron")
+_OPTIONS = ("ddp", "fsdp1", "fsdp2", "deepspeed", "megatron")
 
 
 class Question(NamedTuple):
@@ -196,6 +196,7 @@ def _fixed(request: Request, question: Question) -> Fixed:
         offload_optimizer=request.offload_optimizer,
         offload_param=request.offload_param,
         ddp=request.ddp,
+        fsdp1=request.fsdp1,
         fsdp2=request.fsdp2,
         deepspeed=request.deepspeed,
         megatron=request.megatron,

@@ -302,7 +302,7 @@ def _default_stage(engine: Engine | None, gpus: int) -> Stage:
     >>> _default_stage(None, 8), _default_stage(None, 1), _default_stage("ddp", 8), _default_stage("megatron", 8)
     (3, 0, 0, 1)
     """
-    if engine in ("ddp", "fsdp2"):
+    if engine in ("ddp", "fsdp1", "fsdp2"):
         return 0 if engine == "ddp" else 3
     if gpus == 1:
         return 0
@@ -340,6 +340,7 @@ def _recipe(request: Request, stage: Stage) -> RecipeSpec:
         "pipeline_layers": request.pipeline_layers,
         "sync_every_micro_batch": request.sync_every_micro_batch,
         "ddp": request.ddp,
+        "fsdp1": request.fsdp1,
         "fsdp2": request.fsdp2,
         "deepspeed": request.deepspeed,
         "megatron": request.megatron,
@@ -373,7 +374,7 @@ def _offload(request: Request, engine: Engine) -> dict[str, object]:
 def _unheeded(recipe: RecipeSpec) -> Iterator[str]:
     """Name the options that were set for an engine which does not run this job."""
     defaults = RecipeSpec()
-    for group in ("ddp", "fsdp2", "deepspeed"):
+    for group in ("ddp", "fsdp1", "fsdp2", "deepspeed"):
         if group != recipe.engine and getattr(recipe, group) != getattr(defaults, group):
             yield f"the {group} options have no effect: the engine is {recipe.engine}"
 

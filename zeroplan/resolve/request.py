@@ -17,6 +17,7 @@ from zeroplan.spec.recipe import (
     DdpOptions,
     DeepSpeedOptions,
     Engine,
+    Fsdp1Options,
     Fsdp2Options,
     Kernels,
     Loss,
@@ -80,6 +81,7 @@ class Request(Spec):
     modules: WhoseModules | None = None
     sync_every_micro_batch: bool | None = None
     ddp: DdpOptions | None = None
+    fsdp1: Fsdp1Options | None = None
     fsdp2: Fsdp2Options | None = None
     deepspeed: DeepSpeedOptions | None = None
     megatron: MegatronOptions | None = None
@@ -132,6 +134,7 @@ def request_of(complete: JobSpec) -> Request:
         keep_logits=recipe.keep_logits,
         sync_every_micro_batch=recipe.sync_every_micro_batch,
         ddp=recipe.ddp,
+        fsdp1=recipe.fsdp1,
         fsdp2=recipe.fsdp2,
         deepspeed=recipe.deepspeed,
         megatron=recipe.megatron,

@@ -31,6 +31,14 @@ def check_fsdp1(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
 
 
 def _of_adapters(model: ModelSpec, recipe: RecipeSpec) -> tuple[tuple[str | bool, str], ...]:
+    options, around = recipe.fsdp1, recipe.fsdp1.checkpoints_units
     if model.adapter is None:
-        return ()
-    return (("LoRA", "engine 'fsdp2'"),)
+        return ((around and recipe.recompute != "full" and "checkpoints_units without recompute 'full'", "false for it"),)
+    return (
+        (not options.wraps_adapters and "adapters in the unit of their block", "wraps_adapters=true, as peft wraps them"),
+        (options.forward_prefetch and "forward_prefetch and LoRA", "false for it"),
+        (recipe.recompute == "selective" and "recompute 'selective' and LoRA", "recompute 'full'"),
+        (recipe.offload_activations and "offload_activations and LoRA", "recompute 'full' alone"),
+        (recipe.recompute_layers is not None and "recompute_layers and LoRA", "all layers"),
+        (around and recipe.recompute != "full" and "checkpoints_units without recompute 'full'", "false for it"),
+    )

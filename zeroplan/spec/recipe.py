@@ -92,6 +92,9 @@ class Fsdp1Options(Spec):
     """Under mixed precision: gradients are reduced in fp32, or in the parameters' compute dtype, as accelerate does."""
     wraps_adapters: bool = True
     """Every matrix of an adapter is a unit of its own (peft's ``fsdp_auto_wrap_policy``), so that the block's unit is frozen."""
+    checkpoints_units: bool = False
+    """A checkpoint calls a block's unit, as transformers did before 4.53; since then a unit calls what is checkpointed. Where units
+    are frozen, checkpoints around them are kept to the end of the backward, with their gradients."""
 
 
 def ways_of_resharding(options: Fsdp2Options) -> int | None:

@@ -48,5 +48,5 @@ def refuse_on_paper(job: JobSpec) -> None:
     """Raise SpecError for an engine that is a formula: there is nothing to run."""
     if job.recipe.engine in ON_PAPER:
         raise SpecError(
-            f"engine {job.recipe.engine!r} is an account on paper, there is nothing to run; use engine ddp, fsdp2 or deepspeed"
+            f"engine {job.recipe.engine!r} is an account on paper, there is nothing to run; use ddp, fsdp1, fsdp2 or deepspeed"
         )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp1.flat import FlatPlan, adapter_units, frozen_units
 from zeroplan.engines.fsdp1.step import FlatMicroBatch
-from zeroplan.engines.fsdp2 import lines
+from zeroplan.engines.fsdp2 import buffers, lines
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.runtime import Parts, Unit, Units
 from zeroplan.engines.positions import Position
@@ -20,6 +20,7 @@ from zeroplan.trace import Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
 
 _SOURCE = "torch 2.13, torch/distributed/fsdp/_runtime_utils.py, _prefetch_handle"
+_REENTRANT = "torch 2.13, torch/utils/checkpoint.py, CheckpointFunction.backward"
 _HELD = "torch 2.13, torch/distributed/fsdp/_runtime_utils.py, _register_post_backward_reshard_only_hook"
 _NOTHING = Group(0, 0, 0, "nothing")
 
@@ -50,6 +51,12 @@ class AdaptedMicroBatch(FlatMicroBatch):
         """At stage 2 they count among what stays unsharded."""
         return () if self.plan.reshard is False else (self._adapters[run].unsharded,)
 
+    def gradients_so_far(self, position: Position) -> None:
+        """Hold what the blocks above have left."""
+        super().gradients_so_far(position)
+        if self.flat.options.checkpoints_units:
+            self.trace.shrink("hooked", *_hooked(self.flat, sum(position.after)))
+
     def enter_backward(self, unit: Unit, below: Unit | None) -> None:
         """A block is unsharded; that below it is prefetched later on."""
         self._below = below
@@ -63,10 +70,17 @@ class AdaptedMicroBatch(FlatMicroBatch):
         """The moments of a block's backward; from the first adapter on, which is the last to go backward, with the block below."""
         points = self.plan.passes[position.run].points
         last = max((at for at, point in enumerate(points) if point.place.at is At.ADAPTER_B), default=0)
-        ahead = self._ahead()
+        ahead, again = self._ahead(), self._run_again(position)
         for at, point in enumerate(points):
-            beside = (_made(self.flat, point), *self._of_adapters(position.run), *(ahead if at > last else ()))
+            beside = (*again, _made(self.flat, point), *self._of_adapters(position.run), *(ahead if at > last else ()))
             yield point.name, (point.lines, beside)
+
+    def _run_again(self, position: Position) -> tuple[Line, ...]:
+        """What a reentrant checkpoint has returned again and holds until its block has gone backward."""
+        if self.plan.recomputes[position.run] == "none":
+            return ()
+        line = buffers.flowing(self.plan, "this block's output, run again")
+        return (line._replace(kind=Kind.ACTIVATIONS, source=_REENTRANT),)
 
     def _ahead(self) -> tuple[Line, ...]:
         if self._below is None or not self.prefetches:
@@ -88,6 +102,14 @@ class AdaptedMicroBatch(FlatMicroBatch):
         """Nothing goes on below the blocks."""
         self.trace.drop("kept", "still unsharded")
         self.trace.shrink("shards", self.plan.gradient_shards(self.plan.every_layer, "reduced so far"))
+
+
+def _hooked(plan: FlatPlan, blocks: int) -> tuple[Line, ...]:
+    """Inputs of frozen units above, and their gradients but for the one that flows: a hook on each holds both to the end."""
+    each, formula = plan.head.hidden_bytes, plan.head.hidden_formula
+    reason = "inputs of the frozen units above and their gradients, which hooks hold until the backward ends"
+    count = 2 * blocks - min(1, blocks)
+    return (Line(Kind.ACTIVATIONS, count * each, reason, f"{count}·{formula}", _HELD),)
 
 
 def _adapters(plan: FlatPlan, run: int) -> _Adapters:

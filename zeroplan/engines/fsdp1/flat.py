@@ -38,6 +38,11 @@ class FlatPlan(Plan):
         return self.recipe.fsdp1
 
     @property
+    def backward_prefetch(self) -> str:
+        """When the next block of a backward is gathered. A unit that a checkpoint calls is unknown until it has run again."""
+        return "no_prefetch" if self.options.checkpoints_units else self.options.backward_prefetch
+
+    @property
     def adds_up(self) -> bool:
         """Autograd adds up flat gradients alone; single ones stand beside those of earlier micro-batches."""
         return False

@@ -48,7 +48,7 @@ class FlatRuntime(Runtime):
         self._unshard(unit, Phase.BACKWARD)
         if below is not None:
             self._below[unit.name] = below
-            if self.flat.options.backward_prefetch == "backward_pre":
+            if self.flat.backward_prefetch == "backward_pre":
                 self._unshard(below, Phase.BACKWARD)
 
     def prefetch(self, unit: Unit) -> None:
@@ -57,7 +57,7 @@ class FlatRuntime(Runtime):
 
     def gather_ahead(self, unit: Unit) -> None:
         """The root's ``_pre_backward_hook``: its own parameters are still there, and the last block is prefetched."""
-        if self.plan.reshard is not False and self.flat.options.backward_prefetch == "backward_pre":
+        if self.plan.reshard is not False and self.flat.backward_prefetch == "backward_pre":
             self._unshard(unit, Phase.BACKWARD)
 
     def _unshard(self, unit: Unit, phase: Phase) -> None:
@@ -83,7 +83,7 @@ class FlatRuntime(Runtime):
         self.trace.drop("made", ("made", unit.name))
         self.trace.shrink("joined", *self._lines(joined_last, group))
         self.reshard(unit)
-        if self.flat.options.backward_prefetch == "backward_post" and unit.name in self._below:
+        if self.flat.backward_prefetch == "backward_post" and unit.name in self._below:
             self._unshard(self._below[unit.name], Phase.BACKWARD)
         self.trace.at(f"backward: reducing {unit.name}", Phase.BACKWARD)
         self.trace.pass_by(*self._lines(reducing, group))

@@ -49,11 +49,12 @@ class FlatMicroBatch(MicroBatch):
         following = {unit.name: after for unit, after in pairwise(in_order)}
         self.flat, self.run = plan, FlatRuntime(plan, trace, units.made, following)
         self._pending: Unit | None = None
+        self._at: Position | None = None
 
     @property
     def prefetches(self) -> bool:
         """Whether a block is gathered before its own turn in the backward."""
-        return self.plan.reshard is not False and self.flat.options.backward_prefetch != "no_prefetch"
+        return self.plan.reshard is not False and self.flat.backward_prefetch != "no_prefetch"
 
     def _gather_last_block(self, point: BackwardPoint) -> None:
         """The root's hook prefetches the last block, before the loss goes backward."""
@@ -63,10 +64,20 @@ class FlatMicroBatch(MicroBatch):
 
     def gradients_so_far(self, position: Position) -> None:
         """Hold the shards that the blocks above have left, and what earlier micro-batches left of the others."""
+        self._at = position
         waiting = position.next_run if self.flat.options.forward_prefetch else None
         done = tuple(count - (run == waiting) for run, count in enumerate(position.after))
         own = tuple(count + (run == position.run) + (run == waiting) for run, count in enumerate(position.before))
         self._hold_gradients(done, own)
+
+    def enter_backward(self, unit: Unit, below: Unit | None) -> None:
+        """A block is unsharded; where a checkpoint calls its unit, once more when that has run again and was sharded again."""
+        super().enter_backward(unit, below)
+        if self.flat.options.checkpoints_units and self.plan.reshard is not False and self._at is not None:
+            self.run.reshard(unit)
+            self.trace.put("run again", *self.plan.passes[self._at.run].saved)
+            super().enter_backward(unit, below)
+            self.trace.drop("run again")
 
     def _hold_gradients(self, done: tuple[int, ...], left: tuple[int, ...]) -> None:
         self.trace.shrink("shards", self.plan.gradient_shards(done, "reduced so far"))

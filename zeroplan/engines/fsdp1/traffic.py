@@ -21,7 +21,7 @@ def collectives(plan: FlatPlan, mesh: Mesh, batch: Batch) -> tuple[Collective, .
     reductions: Int = passes if synced else 1
     reduced = reductions if plan.trained_root.numel else 0
     calls = list(_of_unit(plan, mesh, plan.root, ROOT, 1, (once, 0, reduced), is_root=True))
-    again: Int = 0 if plan.reshard is False else passes
+    again: Int = 0 if plan.reshard is False else passes * (1 + plan.options.checkpoints_units)
     if plan.is_partly_frozen:
         return (*calls, *_beside_adapters(plan, mesh, (once, again, reductions)))
     for group, run in zip(plan.blocks, plan.runs, strict=True):
@@ -32,7 +32,7 @@ def collectives(plan: FlatPlan, mesh: Mesh, batch: Batch) -> tuple[Collective, .
 def _beside_adapters(plan: FlatPlan, mesh: Mesh, times: tuple[Int, Int, Int]) -> Iterator[Collective]:
     """The frozen units, and adapters, whose units are gathered once more where their layers run again."""
     once, again, reductions = times
-    more = 2 * again if plan.recomputed else again
+    more = 2 * again if plan.recomputed and not plan.options.checkpoints_units else again
     for at, (group, run) in enumerate(zip(frozen_units(plan), plan.runs, strict=True)):
         yield from _of_unit(plan, mesh, group, f"frozen {run.words} blocks", run.layers, (once, again, 0))
         for unit in adapter_units(plan, at):

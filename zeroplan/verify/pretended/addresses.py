@@ -24,7 +24,7 @@ def addresses() -> Iterator[None]:
         if not isinstance(tensor, FakeTensor):
             return of_tensor(tensor)
         start = where(tensor.untyped_storage())
-        return start and start + tensor.storage_offset() * tensor.element_size()
+        return start and int(start + tensor.storage_offset() * tensor.element_size())
 
     with replaced(torch.Tensor, "data_ptr", address), replaced(torch.UntypedStorage, "data_ptr", where):
         yield

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, _runtime_utils
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+from torch.utils.checkpoint import checkpoint
 
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import Fsdp1Options, RecipeSpec
@@ -31,6 +32,8 @@ class Fsdp1:
     def __init__(self, work: Workload, recipe: RecipeSpec, mesh: DeviceMesh) -> None:
         self._model = shard(work, recipe, mesh)
         self._work, self._recipe = work._replace(module=self._model), recipe
+        if recipe.fsdp1.checkpoints_units:
+            _checkpoint(self._model, work.blocks)
         self.optimizer = make_optimizer(trained(self._model), recipe, work.blocks)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
@@ -79,6 +82,17 @@ def shard(work: Workload, recipe: RecipeSpec, mesh: DeviceMesh) -> FullyShardedD
         use_orig_params=options.use_orig_params,
         device_id=torch.device(mesh.device_type, 0) if mesh.device_type == "cuda" else None,
     )
+
+
+def _checkpoint(model: FullyShardedDataParallel, blocks: tuple[nn.Module, ...]) -> None:
+    """Let a checkpoint call every block's unit, reentrant as the Trainer's were."""
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        if unit.module in blocks:
+            unit.forward = partial(_called_again, unit.forward)  # type: ignore[method-assign]
+
+
+def _called_again(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+    return checkpoint(partial(forward, **kwargs), *args, use_reentrant=True, preserve_rng_state=False)
 
 
 def _units(work: Workload, options: Fsdp1Options) -> Callable[[nn.Module], bool]:
