@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp1.flat import FlatPlan, adapter_units, frozen_units
 from zeroplan.engines.fsdp1.step import FlatMicroBatch
-from zeroplan.engines.fsdp2 import buffers, lines
+from zeroplan.engines.fsdp2 import lines
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.runtime import Parts, Unit, Units
 from zeroplan.engines.positions import Position
@@ -20,7 +20,6 @@ from zeroplan.trace import Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
 
 _SOURCE = "torch 2.13, torch/distributed/fsdp/_runtime_utils.py, _prefetch_handle"
-_REENTRANT = "torch 2.13, torch/utils/checkpoint.py, CheckpointFunction.backward"
 _HELD = "torch 2.13, torch/distributed/fsdp/_runtime_utils.py, _register_post_backward_reshard_only_hook"
 _NOTHING = Group(0, 0, 0, "nothing")
 
@@ -70,17 +69,15 @@ class AdaptedMicroBatch(FlatMicroBatch):
         """The moments of a block's backward; from the first adapter on, which is the last to go backward, with the block below."""
         points = self.plan.passes[position.run].points
         last = max((at for at, point in enumerate(points) if point.place.at is At.ADAPTER_B), default=0)
-        ahead, again = self._ahead(), self._run_again(position)
+        ahead, again = self._ahead(), self.run_again()
         for at, point in enumerate(points):
             beside = (*again, _made(self.flat, point), *self._of_adapters(position.run), *(ahead if at > last else ()))
             yield point.name, (point.lines, beside)
 
-    def _run_again(self, position: Position) -> tuple[Line, ...]:
-        """What a reentrant checkpoint has returned again and holds until its block has gone backward."""
-        if self.plan.recomputes[position.run] == "none":
-            return ()
-        line = buffers.flowing(self.plan, "this block's output, run again")
-        return (line._replace(kind=Kind.ACTIVATIONS, source=_REENTRANT),)
+    @property
+    def is_reentrant(self) -> bool:
+        """Adapters are recomputed by reentrant checkpoints alone: the others refuse inputs that change their dtype."""
+        return self.plan.recomputed
 
     def _ahead(self) -> tuple[Line, ...]:
         if self._below is None or not self.prefetches:

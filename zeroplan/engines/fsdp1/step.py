@@ -3,6 +3,7 @@
 It runs the last micro-batch of a step, with what earlier ones have left.
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 from zeroplan.engines.formulas import product
@@ -16,6 +17,8 @@ from zeroplan.engines.sources import INPUT_BUFFER
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.trace import Moments, Trace, entry_of
 from zeroplan.transformer.blocks import BackwardPoint
+
+_REENTRANT = "torch 2.13, torch/utils/checkpoint.py, CheckpointFunction.backward"
 
 
 def moments(plan: FlatPlan, step: tuple[Line, ...]) -> Moments:
@@ -78,6 +81,23 @@ class FlatMicroBatch(MicroBatch):
             self.trace.put("run again", *self.plan.passes[self._at.run].saved)
             super().enter_backward(unit, below)
             self.trace.drop("run again")
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether checkpoints are reentrant, as those that call a unit were."""
+        return self.flat.options.checkpoints_units
+
+    def run_again(self) -> tuple[Line, ...]:
+        """What a reentrant checkpoint has returned again and holds until its block has gone backward."""
+        if not self.is_reentrant:
+            return ()
+        line = buffers.flowing(self.plan, "this block's output, run again")
+        return (line._replace(kind=Kind.ACTIVATIONS, source=_REENTRANT),)
+
+    def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
+        """The moments of a block's backward, made anew."""
+        for name, parts in super().made_inside(position):
+            yield name, (*parts, self.run_again())
 
     def _hold_gradients(self, done: tuple[int, ...], left: tuple[int, ...]) -> None:
         self.trace.shrink("shards", self.plan.gradient_shards(done, "reduced so far"))
