@@ -82,7 +82,7 @@ def flat_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     cut = cut_of(model, width, n, part=None, first=first_recomputed(model, recipe), tp=1, ep=1, ends_apart=False)
     cut = _flattened(cut, n, aligned)
     tensors = tuple(_local_tensors(cut, n, aligned, views=recipe.fsdp1.use_orig_params))
-    autocast = width.mixed and cut.is_partly_frozen
+    autocast = width.mixed and cut.is_partly_frozen and not model.is_quantised
     return FlatPlan(*plan_of(cut, tensors, (), model, recipe, mesh, batch, autocast=autocast))
 
 

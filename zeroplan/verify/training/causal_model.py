@@ -114,8 +114,8 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
     if spec.moe is not None:
         made._experts_implementation = "grouped_mm"
     model = causal_model(made, attention=recipe.attention, dtype=dtype, device="meta" if spec.is_quantised else device)
-    reentrant = recipe.engine == "fsdp1" and spec.adapter is not None
-    if reentrant:
+    reentrant = recipe.engine == "fsdp1" and spec.adapter is not None and recipe.recompute != "none"
+    if reentrant:  # as the Trainer has it
         model.enable_input_require_grads()  # type: ignore[operator]
     if recipe.recompute != "none" and not recipe.fsdp1.checkpoints_units:
         options = checkpoint_options(recipe.recompute, reentrant=reentrant)
