@@ -109,17 +109,22 @@ class FlatMicroBatch(MicroBatch):
         Autograd takes up the latest operator of the forward first. That which splits a prefetched unit's flat parameter is earlier
         than the block that ran meanwhile, so its gradients wait until that block has gone backward, too.
         """
-        self.trace.put("made", *made_gradients(self.plan, unit.parts.trained_group))
-        if not self.flat.options.forward_prefetch:
-            super().end_block(position, unit)
+        plan, trace, later = self.plan, self.trace, self.flat.options.forward_prefetch
+        trace.put("made", *made_gradients(plan, unit.parts.trained_group))
+        joins: Unit | None = unit
+        if later:
+            trace.rename("made", ("made", unit.name))
+            joins, self._pending = self._pending, unit
+        if joins is None:
             return
-        self.trace.rename("made", ("made", unit.name))
-        waiting, self._pending = self._pending, unit
-        if waiting is not None:
-            self.trace.shrink("left", *self.plan.left_behind(_with_one(position.before, position.run), self.left))
-            self.trace.hold("leaving", buffers.flowing(self.plan, "gradient that flows out of this block"))
-            self.run.post_backward(waiting)
-            self.trace.drop("leaving")
+        trace.shrink(
+            "left", *plan.left_behind(_with_one(position.before, position.run) if later else position.before, self.left)
+        )
+        if not position.layer:
+            trace.shrink("shared", *plan.head.at_embedding)
+        trace.hold("leaving", buffers.flowing(plan, "gradient that flows out of this block"))
+        self.run.post_backward(joins)
+        trace.drop("leaving")
 
     def end_of_backward(self) -> None:
         """The embedding's gradient, then the root is reduced."""
@@ -146,17 +151,25 @@ def _with_one(layers: tuple[int, ...], run: int) -> tuple[int, ...]:
 
 def not_reduced(plan: FlatPlan) -> tuple[Moment, ...]:
     """The end of a backward under ``no_sync`` that is not the step's last: the root's gradients are joined."""
-    if plan.recipe.sync_every_micro_batch or plan.is_partly_frozen:
+    alone = isinstance(plan.several, int) and not plan.several
+    if plan.recipe.sync_every_micro_batch or plan.is_partly_frozen or alone:
         return ()
     root, every = plan.trained_root, plan.every_layer
     held = (*plan.persistent, *buffers.output(plan), *outside.shared_at_embedding(plan), *plan.left_behind(every))
     held += (*buffers.outside_unsharded(plan), *buffers.still_unsharded(plan, every), *made_gradients(plan, root))
     (flat,) = joined_last(plan, root)
     earlier = flat._replace(n_bytes=flat.n_bytes * plan.twice, formula=f"M_2·{flat.formula}")
-    joining = Moment("joining the root's gradients, not to be reduced yet", Phase.BACKWARD, (*held, earlier, flat))
+    joining = Moment("joining the root's gradients, not to be reduced yet", Phase.BACKWARD, _there(plan, *held, earlier, flat))
     if not plan.sums_tied:
         return (joining,)
     width, waiting = plan.width.compute, plan.waiting_elements
     tied = Line(Kind.UNSHARDED_GRADIENTS, 2 * width * waiting, outside.SUM_OF_TIED, product(2 * width, waiting), INPUT_BUFFER)
-    summing = Moment(f"{outside.SUM_OF_TIED}, not to be reduced yet", Phase.BACKWARD, (*held, earlier, tied))
+    summing = Moment(f"{outside.SUM_OF_TIED}, not to be reduced yet", Phase.BACKWARD, _there(plan, *held, earlier, tied))
     return joining, summing
+
+
+def _there(plan: FlatPlan, *lines: Line) -> tuple[Line, ...]:
+    """These lines; nothing of them at the places of a column that have one micro-batch a step."""
+    if isinstance(plan.several, int):
+        return lines
+    return tuple(line._replace(n_bytes=line.n_bytes * plan.several) for line in lines)

@@ -167,7 +167,13 @@ def _demand_same(job: JobSpec, record: Measurement, where: str) -> None:
 def _sides(job: JobSpec) -> dict[str, object]:
     """What two jobs must have in common, by the name of the flag or field."""
     recipe, mesh, batch = job.recipe, job.mesh, job.batch
-    own = {"ddp": recipe.ddp, "fsdp2": recipe.fsdp2, "deepspeed": recipe.deepspeed, "megatron": recipe.megatron}
+    own = {
+        "ddp": recipe.ddp,
+        "fsdp1": recipe.fsdp1,
+        "fsdp2": recipe.fsdp2,
+        "deepspeed": recipe.deepspeed,
+        "megatron": recipe.megatron,
+    }
     return {
         "shape": replace(job.model, name=""),
         "engine": recipe.engine,
