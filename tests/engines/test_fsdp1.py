@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.causal_models import tiny_spec
+from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from tests.simulated import simulate
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.engines.fsdp1 import account
@@ -119,6 +120,18 @@ def test_the_flat_gradient_stands_beside_those_that_it_is_joined_from() -> None:
     )
     made, flat = (line for line in moment.lines if line.kind is Kind.UNSHARDED_GRADIENTS and "root" not in line.reason)
     assert made.n_bytes == flat.n_bytes
+
+
+@pytest.mark.parametrize("name", [*CASES, *ADAPTED])
+def test_every_formula_gives_its_bytes(name: str) -> None:
+    answer = estimate({**CASES, **ADAPTED}[name])
+    assert_explained(answer)
+    assert_symbols_mean_one_thing(answer)
+
+
+def test_copies_of_the_first_step_are_said() -> None:
+    assert any("in the first step alone" in note for note in estimate(job(adapter=LORA)).notes)
+    assert not any("in the first step alone" in note for note in estimate(ADAPTED["lora"]).notes)
 
 
 @pytest.mark.parametrize("asked", [job(), job(options=VIEWS, zero_stage=2), CASES["prefetched both ways"], ADAPTED["lora"]])

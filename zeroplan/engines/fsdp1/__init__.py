@@ -64,3 +64,5 @@ def _of_frozen(plan: FlatPlan) -> Iterator[Symbol]:
 def _notes(plan: FlatPlan) -> Iterator[str]:
     if plan.recipe.offload_activations:
         yield NOTE
+    if plan.is_partly_frozen and plan.width.mixed and not plan.options.use_orig_params:
+        yield "copies of the adapters' inputs are counted, which FSDP1 takes in the first step alone; later steps take less"
