@@ -40,7 +40,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         collectives=collectives(plan, mesh, batch),
         host=in_host_memory(plan, activations),
         symbols=(*symbols_of(plan, model, activations), *_of_frozen(plan), *counted(*plan.persistent, *temporaries)),
-        notes=tuple(_notes(plan)),
+        notes=tuple(_notes(plan, model)),
         kept=tuple(
             (run.name, one.kept(again)) for run, one, again in zip(plan.runs, plan.passes, plan.recomputes, strict=True)
         ),
@@ -61,8 +61,9 @@ def _of_frozen(plan: FlatPlan) -> Iterator[Symbol]:
         yield Symbol(f"P_{group.symbol}", group.padded, f"padded parameters of the frozen unit, {group.symbol}")
 
 
-def _notes(plan: FlatPlan) -> Iterator[str]:
+def _notes(plan: FlatPlan, model: ModelSpec) -> Iterator[str]:
     if plan.recipe.offload_activations:
         yield NOTE
-    if plan.is_partly_frozen and plan.width.mixed and not plan.options.use_orig_params:
+    copied = plan.is_partly_frozen and plan.width.mixed and not model.is_quantised
+    if copied and not plan.options.use_orig_params:
         yield "copies of the adapters' inputs are counted, which FSDP1 takes in the first step alone; later steps take less"
