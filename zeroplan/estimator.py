@@ -449,7 +449,8 @@ def _linear_attention(job: JobSpec) -> tuple[str, ...]:
 
 def _traffic(job: JobSpec, account: Account, parameters: int) -> Traffic:
     width = widths(job.recipe.precision)
-    narrow = job.recipe.engine in ("paper", "deepspeed") or job.recipe.fsdp2.reduce_dtype == "param"
+    options = job.recipe.fsdp1 if job.recipe.engine == "fsdp1" else job.recipe.fsdp2
+    narrow = job.recipe.engine in ("paper", "deepspeed") or options.reduce_dtype == "param"
     once = job.mesh.pp > 1 or job.recipe.engine == "megatron" or not job.recipe.sync_every_micro_batch
     return traffic(
         account.collectives,

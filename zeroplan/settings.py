@@ -4,10 +4,16 @@ from dataclasses import fields, replace
 
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request
-from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options, MegatronOptions
+from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp1Options, Fsdp2Options, MegatronOptions
 from zeroplan.units import parse_count
 
-_GROUPS = {"ddp": DdpOptions, "fsdp2": Fsdp2Options, "deepspeed": DeepSpeedOptions, "megatron": MegatronOptions}
+_GROUPS = {
+    "ddp": DdpOptions,
+    "fsdp1": Fsdp1Options,
+    "fsdp2": Fsdp2Options,
+    "deepspeed": DeepSpeedOptions,
+    "megatron": MegatronOptions,
+}
 _NAMES = ("torch",)  # a release is no number, though it looks like one
 
 

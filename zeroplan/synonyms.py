@@ -19,6 +19,7 @@ _ELSEWHERE = {
     "expert_parallel": "ep ep_size expert_parallel_size expert_model_parallel_size expert_parallel_degree",
     "stage": "zero zero_stage",
     "engine": "strategy framework",
+    "engine=fsdp1": "fully_sharded_data_parallel",
     "engine=fsdp2": "fsdp",
     "precision": "dtype torch_dtype mixed_precision",
     "precision=bf16-mixed": "bf16",

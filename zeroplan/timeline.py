@@ -15,6 +15,8 @@ from zeroplan.weights import ONE_POOL, POOLS, Pools
 #: FSDP2 makes the inputs of its reductions on the stream that computes, and what comes out, the shards, on one of their own
 #: (torch 2.13, _fsdp_collectives.py, foreach_reduce).
 _OF_FSDP2: Pools = {Kind.GATHER: 1, Kind.GRADIENTS: 2}
+#: FSDP1 casts and gathers on streams of their own, and reduces on another (torch 2.13, _runtime_utils.py, _init_streams).
+_OF_FSDP1: Pools = {Kind.GATHER: 1, Kind.UNSHARDED_PARAMETERS: 1, Kind.REDUCE: 2, Kind.GRADIENTS: 2}
 #: DeepSpeed's stage 3 gathers and reduces on streams of its own (0.19.8, partition_parameters.py, stage3.py).
 _OF_STAGE_3: Pools = {Kind.GATHER: 1, Kind.REDUCE: 2}
 #: Its other stages have one for reductions where ``overlap_comm`` is on (stage_1_and_2.py, reduction_stream).
@@ -33,6 +35,8 @@ def pool_of(kind: Kind, recipe: RecipeSpec) -> str:
 
 def own_pools(recipe: RecipeSpec) -> Pools:
     """The kinds that are not on the stream that computes, each with the number of its pool."""
+    if recipe.engine == "fsdp1":
+        return _OF_FSDP1
     if recipe.engine == "fsdp2":
         return _OF_FSDP2
     if recipe.engine != "deepspeed":

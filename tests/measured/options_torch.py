@@ -40,7 +40,7 @@ OPTIMIZERS: tuple[tuple[Optimizer, OptimizerImpl | None], ...] = (
 _LAYERS_RUN = 12
 
 
-class _Dice:
+class Dice:
     """Of a generator's methods only ``random()`` is promised never to change."""
 
     def __init__(self, seed: int) -> None:
@@ -57,13 +57,14 @@ def drawn(count: int) -> list[JobSpec]:
     >>> drawn(9)[:6] == drawn(6)
     True
     """
-    fsdp2, ddp = _different(_fsdp2, FSDP2_SEED), _different(_ddp, DDP_SEED)
+    fsdp2, ddp = different(_fsdp2, FSDP2_SEED), different(_ddp, DDP_SEED)
     both = (next(ddp) if at % 3 == 2 else next(fsdp2) for at in range(count))
     return list(islice(both, count))
 
 
-def _different(make: Callable[[_Dice], JobSpec], seed: int) -> Iterator[JobSpec]:
-    dice, met = _Dice(seed), set[JobSpec]()
+def different(make: Callable[[Dice], JobSpec], seed: int) -> Iterator[JobSpec]:
+    """Draw job after job, none of them twice, and none that the estimate refuses."""
+    dice, met = Dice(seed), set[JobSpec]()
     while True:
         try:
             job = make(dice)
@@ -75,7 +76,7 @@ def _different(make: Callable[[_Dice], JobSpec], seed: int) -> Iterator[JobSpec]
             yield job
 
 
-def _fsdp2(dice: _Dice) -> JobSpec:
+def _fsdp2(dice: Dice) -> JobSpec:
     shard, replicas = dice.any(*((n, r) for n in (1, 2, 3) for r in (1, 1, 2)), (4, 1), (6, 1), (8, 1), (8, 2))
     options = Fsdp2Options(
         reshard_after_forward=dice.any(None, True, False, *(ways for ways in (2, 3, 4) if shard % ways == 0)),
@@ -84,10 +85,10 @@ def _fsdp2(dice: _Dice) -> JobSpec:
     )
     said = {"engine": "fsdp2", "zero_stage": dice.any(2, 3, 3), "fsdp2": options}
     said["loss"] = dice.any("full", "full", "full", "chunked")
-    return _job(dice, said, MeshSpec(dp_shard=shard, dp_replicate=replicas))
+    return job_of(dice, said, MeshSpec(dp_shard=shard, dp_replicate=replicas))
 
 
-def _ddp(dice: _Dice) -> JobSpec:
+def _ddp(dice: Dice) -> JobSpec:
     options = DdpOptions(
         gradient_as_bucket_view=dice.any(False, True),
         bucket_cap_mb=dice.any(None, None, 1, 100),
@@ -96,10 +97,11 @@ def _ddp(dice: _Dice) -> JobSpec:
         wrap_one_rank=dice.any(False, True),
     )
     said = {"engine": "ddp", "zero_stage": dice.any(0, 0, 1), "ddp": options}
-    return _job(dice, said, MeshSpec(dp_shard=dice.any(1, 1, 2, 2, 3, 8)))
+    return job_of(dice, said, MeshSpec(dp_shard=dice.any(1, 1, 2, 2, 3, 8)))
 
 
-def _job(dice: _Dice, said: dict[str, object], mesh: MeshSpec) -> JobSpec:
+def job_of(dice: Dice, said: dict[str, object], mesh: MeshSpec) -> JobSpec:
+    """Draw the rest of a job, of which engine and ranks are said."""
     optimizer, impl = dice.any(*OPTIMIZERS)
     whole, layers = dice.any(*MODELS)
     recompute = dice.any("none", "none", "selective", "full")

@@ -25,8 +25,9 @@ FOLDER = Path(__file__).parent
 RECORDS, REFUSED = FOLDER / "matrix.jsonl", FOLDER / "refused.jsonl"
 FRESH, PEERS, OPTIONS = FOLDER / "fresh.jsonl", FOLDER / "peers.jsonl", FOLDER / "options.jsonl"
 OPTIONS_TORCH, OPTIONS_DEEPSPEED = FOLDER / "options_torch.jsonl", FOLDER / "options_deepspeed.jsonl"
+FSDP1 = FOLDER / "fsdp1.jsonl"
 #: Over options, optimizers and few ranks, engine by engine.
-VARIED = tuple(path for path in (OPTIONS_TORCH, OPTIONS_DEEPSPEED) if path.exists())
+VARIED = tuple(path for path in (OPTIONS_TORCH, OPTIONS_DEEPSPEED, FSDP1) if path.exists())
 #: All that were taken under the versions of ``constraints.txt``.
 SAMPLES = (RECORDS, FRESH, OPTIONS, *VARIED)
 #: Whose replay also says in how little room the allocator goes through.

@@ -62,7 +62,8 @@ def test_the_figures_are_what_the_records_say(settings: AllocatorSettings):
     for (engine, stage), found in reserved.by_stage(settings).items():
         recipe = RecipeSpec(engine=engine, zero_stage=stage)  # type: ignore[arg-type]
         _assert_near(reserved.shares(found), shares_of(recipe, settings))
-        _assert_near(reserved.pressed(settings)[engine], pressed_of(recipe, settings))
+        measured = "fsdp2" if engine == "fsdp1" else engine  # whose figures it borrows
+        _assert_near(reserved.pressed(settings)[measured], pressed_of(recipe, settings))
 
 
 def _assert_near(found: tuple[int, ...], kept: tuple[int, ...] | None):

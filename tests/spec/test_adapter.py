@@ -17,14 +17,14 @@ EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
     [
         ({"lora_rank": 16, "lora_targets": "qproj"}, "LoRA has no target 'qproj'"),
         ({"lora_rank": 16, "lora_targets": ""}, "LoRA needs linear layers"),
-        ({"lora_targets": "q_proj"}, "add --lora-rank 16"),
+        ({"lora_targets": "q_proj"}, "needs the adapters' rank; add --lora-rank, for example 16"),
         ({"lora_rank": 10**6}, "rank=1000000"),
         ({"lora_rank": 8, "engine": "paper"}, "LoRA with engine 'paper' is not modelled"),
         (
             {"lora_rank": 8, "engine": "deepspeed", "stage": 3, "offload_optimizer": "nvme"},
             "LoRA with offload to NVMe is not modelled",
         ),
-        ({"quantize": "nf4"}, "--quantize nf4 needs adapters of some rank"),
+        ({"quantize": "nf4"}, "--quantize nf4 needs the adapters' rank"),
         ({"lora_rank": 8, "quantize": "int8"}, "quantize='int8' is not one of none, nf4, nf4-double"),
         (
             {"lora_rank": 8, "quantize": "nf4", "engine": "deepspeed", "stage": 3, "offload_optimizer": "cpu"},
@@ -44,7 +44,7 @@ def test_what_is_not_modelled_is_refused_in_one_line(said: dict[str, Any], messa
     [
         ({"freeze": "lm_head"}, "no part 'lm_head' can be frozen; there are embedding, norm, head"),
         ({"freeze_layers": 32}, "freezing 32 of 32 layers leaves none to train"),
-        ({"freeze": "head", "lora_rank": 8}, "beside adapters everything is frozen"),
+        ({"freeze": "head", "lora_rank": 8}, "with adapters everything else is frozen"),
         ({"freeze": "head", "model": "llama-3.2-1b"}, "this model's head is its embedding"),
         (
             {"freeze": "head", "engine": "deepspeed", "stage": 3, "offload_optimizer": "nvme"},

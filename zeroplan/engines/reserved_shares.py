@@ -41,7 +41,9 @@ _MEASURED: dict[tuple[str, int], tuple[Shares, Shares]] = {
     ("deepspeed", 0): (Shares(low=-254, expected=1106, high=185), Shares(low=-565, expected=1011, high=19)),
     ("deepspeed", 1): (Shares(low=-382, expected=1193, high=274), Shares(low=-598, expected=1041, high=83)),
     ("deepspeed", 2): (Shares(low=-414, expected=1210, high=361), Shares(low=-462, expected=1079, high=89)),
-    ("deepspeed", 3): (Shares(low=-161, expected=1167, high=2300), Shares(low=-417, expected=1076, high=1408)),
+    ("deepspeed", 3): (Shares(low=-161, expected=1167, high=2300), Shares(low=-417, expected=1075, high=1408)),
+    ("fsdp1", 2): (Shares(low=87, expected=1114, high=424), Shares(low=2, expected=1071, high=177)),
+    ("fsdp1", 3): (Shares(low=35, expected=1097, high=399), Shares(low=6, expected=1039, high=194)),
     ("fsdp2", 2): (Shares(low=40, expected=1114, high=545), Shares(low=1, expected=1038, high=330)),
     ("fsdp2", 3): (Shares(low=-30, expected=1124, high=487), Shares(low=-29, expected=1054, high=291)),
     # end
@@ -80,6 +82,8 @@ def shares_of(recipe: RecipeSpec, settings: AllocatorSettings) -> Shares | None:
 def pressed_of(recipe: RecipeSpec, settings: AllocatorSettings) -> Pressed | None:
     """The figures of a full card, by engine; None on paper. Megatron borrows from DDP and FSDP2 as in :func:`shares_of`.
 
+    FSDP1's are FSDP2's: no job of it was replayed in smaller rooms.
+
     >>> pressed_of(RecipeSpec(engine="paper"), "default") is None
     True
     """
@@ -88,7 +92,7 @@ def pressed_of(recipe: RecipeSpec, settings: AllocatorSettings) -> Pressed | Non
         return Pressed(_PRESSED["ddp"][at].expected, max(_PRESSED[engine][at].most for engine in _LIKE_MEGATRON))
     if recipe.engine in ON_PAPER:
         return None
-    return _PRESSED[recipe.engine][at]
+    return _PRESSED["fsdp2" if recipe.engine == "fsdp1" else recipe.engine][at]
 
 
 _LIKE_MEGATRON = ("ddp", "fsdp2")

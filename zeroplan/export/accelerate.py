@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from zeroplan.errors import SpecError
 from zeroplan.export.fsdp2 import reshards
 from zeroplan.resolve import Request
 from zeroplan.spec.job import JobSpec
@@ -12,7 +13,7 @@ _MIXED = {"bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 
 
 def accelerate_yaml(job: JobSpec, *, nodes: int, deepspeed_file: str) -> str:
-    """Return the YAML of a DDP, FSDP2 or DeepSpeed layout; DeepSpeed's own configuration is in a file beside it."""
+    """Return the YAML of a DDP, FSDP1, FSDP2 or DeepSpeed layout; DeepSpeed's own configuration is in a file beside it."""
     return "".join(f"{line}\n" for line in _lines(job, nodes, deepspeed_file))
 
 
@@ -29,7 +30,7 @@ def as_accelerate_has_it(request: Request) -> Request:
 
 def _lines(job: JobSpec, nodes: int, deepspeed_file: str) -> Iterator[str]:
     recipe = job.recipe
-    kind = {"ddp": "MULTI_GPU", "fsdp2": "FSDP", "deepspeed": "DEEPSPEED"}[recipe.engine]
+    kind = {"ddp": "MULTI_GPU", "fsdp1": "FSDP", "fsdp2": "FSDP", "deepspeed": "DEEPSPEED"}[recipe.engine]
     yield "compute_environment: LOCAL_MACHINE"
     alone = recipe.engine == "ddp" and job.mesh.world_size == 1
     yield "distributed_type: 'NO'" if alone else f"distributed_type: {kind}"
@@ -47,6 +48,34 @@ def _lines(job: JobSpec, nodes: int, deepspeed_file: str) -> Iterator[str]:
     yield f"mixed_precision: '{_MIXED.get(recipe.precision, 'no')}'"
     if recipe.engine == "fsdp2":
         yield from _fsdp(job)
+    if recipe.engine == "fsdp1":
+        yield from _fsdp1(job, nodes)
+
+
+def _fsdp1(job: JobSpec, nodes: int) -> Iterator[str]:
+    recipe, replicas = job.recipe, job.mesh.dp_replicate
+    if replicas not in (1, nodes):
+        raise SpecError(
+            f"accelerate's FSDP1 has a replica on each of {nodes} nodes, not {replicas}; use --replicas {nodes}, or 1"
+        )
+    strategy = {
+        (3, False): "FULL_SHARD",
+        (2, False): "SHARD_GRAD_OP",
+        (3, True): "HYBRID_SHARD",
+        (2, True): "HYBRID_SHARD_ZERO2",
+    }
+    yield "fsdp_config:"
+    yield "  fsdp_version: 1"
+    yield f"  fsdp_sharding_strategy: {strategy[recipe.zero_stage, replicas > 1]}"
+    yield f"  fsdp_backward_prefetch: {recipe.fsdp1.backward_prefetch.upper()}"
+    yield f"  fsdp_forward_prefetch: {_word(recipe.fsdp1.forward_prefetch)}"
+    yield f"  fsdp_use_orig_params: {_word(recipe.fsdp1.use_orig_params)}"
+    yield "  fsdp_offload_params: false"
+    yield "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
+    yield "  fsdp_state_dict_type: SHARDED_STATE_DICT"
+    yield "  fsdp_sync_module_states: true"
+    yield "  fsdp_cpu_ram_efficient_loading: true"
+    yield f"  fsdp_activation_checkpointing: {_word(recipe.recompute == 'full')}"
 
 
 def _fsdp(job: JobSpec) -> Iterator[str]:

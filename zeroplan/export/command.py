@@ -12,7 +12,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 
-_SETTINGS = ("ddp", "fsdp2", "deepspeed", "megatron")
+_SETTINGS = ("ddp", "fsdp1", "fsdp2", "deepspeed", "megatron")
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
 

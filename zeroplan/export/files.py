@@ -24,7 +24,7 @@ _DEGREES: dict[str, tuple[str, ...]] = {
     "megatron": ("tp", "cp", "pp", "ep"),
     "fsdp2": ("tp", "cp"),
 }
-_LAUNCHED_BY_ACCELERATE = ("ddp", "fsdp2", "deepspeed")
+_LAUNCHED_BY_ACCELERATE = ("ddp", "fsdp1", "fsdp2", "deepspeed")
 
 #: Names that no user gives a file, so that ``--force`` replaces nothing else.
 DEEPSPEED_FILE, ACCELERATE_FILE = "deepspeed-zeroplan.json", "accelerate-zeroplan.yaml"
@@ -87,11 +87,16 @@ Missing = tuple[Callable[[RecipeSpec], bool], str]
 _MISSING_FROM_ALL: tuple[Missing, ...] = (
     (lambda recipe: recipe.loss != "full", "its loss is not the model's own; the training script would have to bring it"),
     (lambda recipe: recipe.engine != "deepspeed" and recipe.precision not in ("bf16-mixed", "fp32"),
-     "under FSDP2 and DDP only the precisions bf16-mixed and fp32 are written"),
+     "under FSDP and DDP only the precisions bf16-mixed and fp32 are written"),
     (lambda recipe: recipe.fsdp2.modules != "transformers", "its modules are torchtitan's, and the file would run transformers'"),
 )  # fmt: skip
 _MISSING_FROM_ACCELERATE: tuple[Missing, ...] = (
     (lambda recipe: recipe.recompute_layers is not None and recipe.engine == "fsdp2", "accelerate recomputes all blocks or none"),
+    (lambda recipe: recipe.engine == "fsdp1" and not recipe.fsdp1.limit_all_gathers, "its YAML always limits all-gathers"),
+    (lambda recipe: recipe.engine == "fsdp1" and recipe.fsdp1.reduce_dtype == "fp32" and recipe.precision == "bf16-mixed",
+     "accelerate's FSDP1 reduces gradients in bf16 (reduce_dtype='param')"),
+    (lambda recipe: recipe.engine == "fsdp1" and recipe.fsdp1.checkpoints_units,
+     "accelerate checkpoints inside a unit (checkpoints_units=false)"),
     (lambda recipe: recipe.recompute == "selective", "accelerate recomputes whole blocks or nothing"),
     (lambda recipe: recipe.engine == "ddp" and recipe.zero_stage == 1, "accelerate has no ZeroRedundancyOptimizer"),
     (lambda recipe: recipe.engine == "ddp" and recipe.recompute != "none", "accelerate does not recompute under DDP"),

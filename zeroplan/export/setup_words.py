@@ -30,7 +30,7 @@ def changed(before: JobSpec, after: JobSpec) -> tuple[Changed, ...]:
             one, other = getattr(old, field.name), getattr(new, field.name)
             if one == other:
                 continue
-            if field.name in ("ddp", "fsdp2", "deepspeed"):
+            if field.name in ("ddp", "fsdp1", "fsdp2", "deepspeed"):
                 found += [
                     Changed(f"{field.name}.{option.name}", getattr(other, option.name))
                     for option in fields(one)

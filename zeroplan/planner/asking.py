@@ -30,7 +30,7 @@ from zeroplan.transformer.params import parameter_count
 SEARCHED = tuple(one.field for one in OPTIONS.values() if one.option.searched)
 
 #: Options of one engine. The search keeps them whatever else it tries.
-_OPTIONS = ("ddp", "fsdp2", "deepspeed", "megatron")
+_OPTIONS = ("ddp", "fsdp1", "fsdp2", "deepspeed", "megatron")
 
 
 class Question(NamedTuple):

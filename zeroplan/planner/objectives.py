@@ -73,7 +73,7 @@ def _arranged(mesh: Grid | MeshSpec) -> Int:
     return 2 * len(_ENGINES) * ((mesh.dp_replicate > 1) + 2 * split)
 
 
-_ENGINES = (*ENGINES, "megatron")
+_ENGINES = (*ENGINES, "megatron", "fsdp1")
 
 
 def complexity(recipe: RecipeSpec) -> int:

@@ -27,6 +27,7 @@ from zeroplan.spec.recipe import (
     DdpOptions,
     DeepSpeedOptions,
     Engine,
+    Fsdp1Options,
     Fsdp2Options,
     Loss,
     MegatronOptions,
@@ -67,6 +68,7 @@ class Fixed(Spec):
     offload_optimizer: OffloadDevice | None = None
     offload_param: OffloadDevice | None = None
     ddp: DdpOptions | None = None
+    fsdp1: Fsdp1Options | None = None
     fsdp2: Fsdp2Options | None = None
     deepspeed: DeepSpeedOptions | None = None
     megatron: MegatronOptions | None = None
@@ -258,6 +260,9 @@ def _options(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Itera
     elif engine == "megatron":
         if set(asked) <= {None, "none"}:
             yield {"megatron": recipe.megatron if fixed.megatron is not None else _overlapped(stage)}
+    elif engine == "fsdp1":
+        if set(asked) <= {None, "none"}:
+            yield {"fsdp1": recipe.fsdp1}
     elif engine == "fsdp2":
         yield from ({"fsdp2": options} for options in _fsdp2(recipe.fsdp2, fixed, stage))
     else:

@@ -63,6 +63,7 @@ STAGES: dict[int, LineLook] = {
 ENGINES: dict[str, LineLook] = {
     "paper": LineLook(PURPLE, "v", ":"),
     "ddp": LineLook(GREEN, "o", "-"),
+    "fsdp1": LineLook(SKY, "D", "-."),
     "fsdp2": LineLook(BLUE, "s", "--"),
     "deepspeed": LineLook(VERMILLION, "^", "-."),
     "megatron": LineLook(ORANGE, "P", "--"),

@@ -228,8 +228,9 @@ def _unsharded(job: JobSpec) -> Mapping[Kind, int]:
     """Return the states of the same job on one data-parallel rank, which holds everything; cached per job."""
     fsdp2 = replace(job.recipe.fsdp2, reshard_after_forward=None, cpu_offload=False, modules="transformers")
     here = replace(job.recipe.deepspeed, offload_optimizer="none", offload_param="none")
+    engine = "fsdp2" if job.recipe.engine == "fsdp1" else job.recipe.engine  # which shards nothing on one rank
     recipe = replace(
-        job.recipe, fsdp2=fsdp2, deepspeed=replace(here, zero_hpz_partition_size=1), pipeline_schedule=None,
+        job.recipe, engine=engine, fsdp2=fsdp2, deepspeed=replace(here, zero_hpz_partition_size=1), pipeline_schedule=None,
         pipeline_stages_per_rank=None,
     )  # fmt: skip
     return estimate(replace(job, recipe=recipe, mesh=MeshSpec(tp=job.mesh.tp))).states_by_kind

@@ -303,7 +303,7 @@ def _default_stage(engine: Engine | None, gpus: int) -> Stage:
     >>> _default_stage(None, 8), _default_stage(None, 1), _default_stage("ddp", 8), _default_stage("megatron", 8)
     (3, 0, 0, 1)
     """
-    if engine in ("ddp", "fsdp2"):
+    if engine in ("ddp", "fsdp1", "fsdp2"):
         return 0 if engine == "ddp" else 3
     if gpus == 1:
         return 0
@@ -351,7 +351,7 @@ def _offload(request: Request, engine: Engine) -> dict[str, object]:
 def _ignored_options(recipe: RecipeSpec) -> Iterator[str]:
     """Yield the options that are set for an engine that does not run this job."""
     defaults = RecipeSpec()
-    for group in ("ddp", "fsdp2", "deepspeed"):
+    for group in ("ddp", "fsdp1", "fsdp2", "deepspeed"):
         if group != recipe.engine and getattr(recipe, group) != getattr(defaults, group):
             yield f"the {group} options have no effect: the engine is {recipe.engine}"
 

@@ -34,6 +34,7 @@ from zeroplan.spec.recipe import (
     DdpOptions,
     DeepSpeedOptions,
     Engine,
+    Fsdp1Options,
     Fsdp2Options,
     Kernels,
     Loss,
@@ -127,7 +128,7 @@ class Request(Spec):
         control=Control("ZeRO stage", OF_RECIPE, "3"),
     )] = None
     engine: Annotated[Engine | None, Option(
-        "paper, ddp, fsdp2, deepspeed or megatron. (default: ddp for stages 0 and 1, fsdp2 for 2 and 3)", RECIPE, "NAME",
+        "paper, ddp, fsdp1, fsdp2, deepspeed or megatron. (default: ddp for stages 0 and 1, fsdp2 for 2 and 3)", RECIPE, "NAME",
         "recipe.engine", searched=True, control=Control("Engine", OF_RECIPE, may_be_empty=True),
     )] = None
     precision: Annotated[Precision | None, Option(
@@ -215,6 +216,7 @@ class Request(Spec):
         "(no_sync).", SWITCHES, sets="recipe.sync_every_micro_batch",
     )] = None
     ddp: Annotated[DdpOptions | None, Option(sets="recipe.ddp")] = None
+    fsdp1: Annotated[Fsdp1Options | None, Option(sets="recipe.fsdp1")] = None
     fsdp2: Annotated[Fsdp2Options | None, Option(sets="recipe.fsdp2")] = None
     deepspeed: Annotated[DeepSpeedOptions | None, Option(sets="recipe.deepspeed")] = None
     megatron: Annotated[MegatronOptions | None, Option(sets="recipe.megatron")] = None

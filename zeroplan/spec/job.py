@@ -7,6 +7,7 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS
+from zeroplan.spec.fsdp1 import check_fsdp1
 from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.megatron import check_megatron
 from zeroplan.spec.mesh import MeshSpec
@@ -26,6 +27,7 @@ from zeroplan.spec.torchtitan import check_torchtitan
 ENGINE_STAGES: dict[Engine, dict[Stage, str]] = {
     "paper": {0: "plain data parallelism", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"},
     "ddp": {0: "DDP", 1: "DDP + ZeroRedundancyOptimizer"},
+    "fsdp1": {2: "FSDP1, SHARD_GRAD_OP", 3: "FSDP1, FULL_SHARD"},
     "fsdp2": {2: "FSDP2, reshard_after_forward=False", 3: "FSDP2"},
     "megatron": {0: "Megatron-Core", 1: "Megatron-Core's distributed optimizer"},
     "deepspeed": {0: "DeepSpeed stage 0", 1: "DeepSpeed stage 1", 2: "DeepSpeed stage 2", 3: "DeepSpeed stage 3"},
@@ -82,7 +84,7 @@ class JobSpec(Spec):
                 f"seq_len={self.batch.seq_len:,} is beyond the {longest:,} positions this {self.model.family} model has learned; "
                 "shorten it"
             )
-        if self.mesh.dp_replicate > 1 and engine not in ("fsdp2", "paper"):
+        if self.mesh.dp_replicate > 1 and engine not in ("fsdp1", "fsdp2", "paper"):
             raise SpecError(
                 f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
             )
@@ -94,6 +96,7 @@ class JobSpec(Spec):
             self._check_what_a_profile_tells()
         check_torchtitan(self.model, self.recipe, self.mesh)
         check_release(self.model, self.recipe, self.mesh)
+        check_fsdp1(self.model, self.recipe, self.mesh)
         self._check_ends_apart()
         if self.model.adapter is not None:
             self._check_adapter()

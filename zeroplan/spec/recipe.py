@@ -8,7 +8,7 @@ from zeroplan.spec.base import Count, CountOrZero, Degree, Range, Spec
 from zeroplan.spec.pipeline import PipelineSchedule
 
 Kernels = Literal["cuda", "cpu"]
-Engine = Literal["paper", "ddp", "fsdp2", "deepspeed", "megatron"]
+Engine = Literal["paper", "ddp", "fsdp1", "fsdp2", "deepspeed", "megatron"]
 #: Engines that are closed forms, without a run.
 ON_PAPER: tuple[Engine, ...] = ("paper", "megatron")
 Stage = Literal[0, 1, 2, 3]
@@ -75,6 +75,27 @@ class Fsdp2Options(Spec):
     def of_torch_2_15(self) -> bool:
         """Whether the code is that of torch 2.15."""
         return self.torch == "2.15"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fsdp1Options(Spec):
+    """Arguments of ``FullyShardedDataParallel``, and how it is put around a model; torch's defaults."""
+
+    use_orig_params: bool = False
+    """The optimizer updates the model's own parameters, as views of this rank's flat shard. Otherwise it updates flat shards."""
+    backward_prefetch: Literal["backward_pre", "backward_post", "no_prefetch"] = "backward_pre"
+    """When the next block of a backward is gathered: before a block's gradients are made, after, or in its own turn."""
+    forward_prefetch: bool = False
+    """The next block of a forward is gathered while a block runs."""
+    limit_all_gathers: bool = True
+    """The host waits while two blocks are gathered. It changes what the allocator reserves, not what is allocated."""
+    reduce_dtype: Literal["fp32", "param"] = "param"
+    """Under mixed precision: gradients are reduced in fp32, or in the parameters' compute dtype, as accelerate does."""
+    wraps_adapters: bool = True
+    """Every matrix of an adapter is a unit of its own (peft's ``fsdp_auto_wrap_policy``), so that the block's unit is frozen."""
+    checkpoints_units: bool = False
+    """A checkpoint calls a block's unit, as transformers did before 4.53; since then a unit calls what is checkpointed. Where units
+    are frozen, checkpoints around them are kept to the end of the backward, with their gradients."""
 
 
 def ways_of_resharding(options: Fsdp2Options) -> int | None:
@@ -325,6 +346,8 @@ class RecipeSpec(Spec):
     """Layers of each pipeline stage, first to last, separated by commas; ``None``: as torchtitan cuts them."""
     ddp: DdpOptions = DdpOptions()
     """DDP's own options."""
+    fsdp1: Fsdp1Options = Fsdp1Options()
+    """FSDP1's own options."""
     fsdp2: Fsdp2Options = Fsdp2Options()
     """FSDP2's own options."""
     deepspeed: DeepSpeedOptions = DeepSpeedOptions()

@@ -83,7 +83,7 @@ def group_of(call: Collective, recipe: RecipeSpec, mesh: Mesh, here: Links) -> G
     if recipe.engine == "fsdp2" and call.among is Among.SEQUENCE:
         shared = strided(call.group, mesh.tp, here.per_node)
         return pair_of(shared) if call.operation == "all_to_all" else shared
-    if recipe.engine != "fsdp2" or call.near:
+    if recipe.engine not in ("fsdp1", "fsdp2") or call.near:
         return neighbours(call.group, here.per_node)
     if call.among is Among.SHARDS_OF_EXPERTS:
         return strided(call.group, mesh.ep, here.per_node)
@@ -105,7 +105,7 @@ def _hidden_part(call: Collective, recipe: RecipeSpec) -> str:
     """Return what of a collective computing can hide: ``none``, all but the ``first`` call, or all but a ``bucket``."""
     if call.phase is Phase.STEP or call.operation == "all_to_all":
         return "none"  # experts wait for their tokens
-    if recipe.engine == "fsdp2":
+    if recipe.engine in ("fsdp1", "fsdp2"):
         return "none" if call.near or call.is_root else "first"  # the next matrix waits for it
     if recipe.engine == "ddp":
         return "bucket" if call.phase is Phase.BACKWARD else "none"
@@ -139,6 +139,6 @@ def _share_beside(recipe: RecipeSpec, passes: Int) -> Float:
     """Return the share of the step's backwards that gradient reductions overlap with: all, or the last micro-batch's."""
     if recipe.sync_every_micro_batch and not (recipe.engine == "deepspeed" and recipe.zero_stage < 2):
         return 1.0
-    if recipe.engine == "fsdp2":  # every backward gathers parameters
+    if recipe.engine in ("fsdp1", "fsdp2"):  # every backward gathers parameters
         return 1.0
     return 1.0 / passes

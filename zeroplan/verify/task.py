@@ -49,7 +49,9 @@ class Task(Spec):
 def refuse_unrunnable(job: JobSpec) -> None:
     """Raise SpecError for an engine that is only a formula, and for another release of transformers than the installed one."""
     if job.recipe.engine in ON_PAPER:
-        raise SpecError(f"engine {job.recipe.engine!r} is a formula and cannot be run; use engine ddp, fsdp2 or deepspeed")
+        raise SpecError(
+            f"engine {job.recipe.engine!r} is a formula and cannot be run; use engine ddp, fsdp1, fsdp2 or deepspeed"
+        )
     asked, here = job.recipe.transformers, _installed_transformers()
     if asked is not None and here is not None and release_of(asked) != release_of(here):
         raise SpecError(f"transformers={asked!r} cannot run here: {here} is installed; install that release, or leave it out")

@@ -101,6 +101,7 @@ def test_what_accelerate_says_and_is_not_modelled():
     refused(
         with_fsdp,
         f"it: fsdp_config.fsdp_forward_prefetch=True {changes} FSDP2 has no such switch; leave it out",
+        fsdp_version=2,
         fsdp_forward_prefetch=True,
     )
     refused(with_degrees, "it: parallelism_config_sp_size=2 is not modelled; leave it out", sp_size=2)

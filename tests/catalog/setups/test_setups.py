@@ -13,6 +13,7 @@ from zeroplan.catalog.setups import trainer
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request, Resolved, resolve
+from zeroplan.spec.recipe import Fsdp1Options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -209,7 +210,8 @@ def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
     [
         (FSDP, {"stage": 2}, "--stage 2 contradicts accelerate configuration"),
         (FSDP, {"gpus": 8}, "--gpus 8 contradicts"),
-        (FSDP.replace("fsdp_version: 2", "fsdp_version: 1"), {}, "FSDP1 is not modelled; set fsdp_version: 2"),
+        (FSDP.replace("fsdp_version: 2", "fsdp_version: 1\n  fsdp_backward_prefetch: SOON"), {},
+         "use BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH"),
         (FSDP.replace("TRANSFORMER_BASED_WRAP", "NO_WRAP"), {}, "does not shard block by block"),
         (FSDP.replace("FSDP\n", "MEGATRON_LM\n"), {}, "distributed_type='MEGATRON_LM' is not modelled"),
         (FSDP + "dynamo_config:\n  dynamo_backend: INDUCTOR\n", {}, "torch.compile is not modelled"),
@@ -233,7 +235,8 @@ def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
         ({"a": 1}, {}, "is no set-up that is known"),
         ({"model_type": "llama"}, {}, "is a model's config.json; give it to --config"),
         (TRAINER | {"torch_compile": True}, {}, "torch_compile=True changes memory in a way that is not modelled"),
-        (TRAINER | {"fsdp": True, "fsdp_config": {"version": 1}}, {}, "FSDP1 is not modelled"),
+        (TRAINER | {"fsdp": True, "fsdp_config": {"version": 1, "backward_prefetch": "soon"}}, {},
+         "use backward_pre, backward_post or no_prefetch"),
         (TRAINER | {"optim": "galore_adamw"}, {}, "optim='galore_adamw' changes memory"),
         (TRAINER | {"optim": 3}, {}, "optim=3 is not a text"),
         (TRAINER | {"fp16": True}, {}, "both bf16 and fp16"),
@@ -254,10 +257,22 @@ def test_what_cannot_be_told_is_refused(read: Callable[..., Resolved], text: obj
     assert "\n" not in str(refused.value)
 
 
+def test_fsdp1_is_what_version_1_asks_for(read: Callable[..., Resolved]):
+    """With accelerate's defaults, which prefetch nothing; left out, the version is 1."""
+    first = "fsdp_version: 1\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n  fsdp_use_orig_params: true"
+    recipe = read(FSDP.replace("fsdp_version: 2", first)).job.recipe
+    assert (recipe.engine, recipe.zero_stage) == ("fsdp1", 2)
+    assert recipe.fsdp1 == Fsdp1Options(backward_prefetch="no_prefetch", use_orig_params=True)
+    assert read(FSDP.replace("fsdp_version: 2", "fsdp_offload_params: false")).job.recipe.engine == "fsdp1"
+    config = {"version": 1, "backward_prefetch": "backward_post", "forward_prefetch": True}
+    recipe = read(TRAINER | {"fsdp": True, "fsdp_config": config}, gpus=8).job.recipe
+    assert (recipe.engine, recipe.fsdp1) == ("fsdp1", Fsdp1Options(backward_prefetch="backward_post", forward_prefetch=True))
+
+
 def test_what_is_not_modelled_is_answered_where_a_flag_says_how(read: Callable[..., Resolved]):
     one = read(FSDP.replace("fsdp_version: 2", "fsdp_version: 1"), engine="fsdp2")
     assert (one.job.recipe.engine, one.job.recipe.zero_stage) == ("fsdp2", 3)
-    assert any("FSDP1 is not modelled: --engine fsdp2 is answered instead" in note for note in one.notes)
+    assert any("fsdp_version makes the engine fsdp1: --engine fsdp2 is answered instead" in note for note in one.notes)
     kept = read(TITAN.replace('"full"', '"selective"'), model=None, gpus=8, recompute="none")
     assert any("--recompute none is answered instead" in note for note in kept.notes)
 

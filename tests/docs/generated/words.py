@@ -25,6 +25,7 @@ from zeroplan.spec.recipe import (
     Attention,
     DdpOptions,
     DeepSpeedOptions,
+    Fsdp1Options,
     Fsdp2Options,
     Loss,
     MegatronOptions,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 OPTIONS: dict[str, type[Spec]] = {
     "ddp": DdpOptions,
+    "fsdp1": Fsdp1Options,
     "fsdp2": Fsdp2Options,
     "deepspeed": DeepSpeedOptions,
     "megatron": MegatronOptions,
@@ -104,6 +106,7 @@ def engines() -> str:
 _PAGES = {
     "paper": "model/states",
     "ddp": "model/ddp",
+    "fsdp1": "model/fsdp1",
     "fsdp2": "model/fsdp2",
     "deepspeed": "model/deepspeed",
     "megatron": "megatron",

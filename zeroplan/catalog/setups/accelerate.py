@@ -1,7 +1,7 @@
 """What does the YAML of ``accelerate launch`` say of a job?
 
 Keys are accelerate 1.15's (commands/config/config_args.py, commands/launch.py), with its defaults where one is left out. Batch,
-optimizer and model are the training script's. FSDP1 is not modelled.
+optimizer and model are the training script's.
 """
 
 from pathlib import Path
@@ -94,17 +94,14 @@ def _fsdp(reading: Reading) -> None:
     word = _precision(reading)
     version = table.count("fsdp_version") or 1
     if version == 1:
-        said = "fsdp_version is 1" if "fsdp_version" in table.data else "fsdp_version is left out, which is 1 to accelerate"
-        reading.asks["engine"] = (
-            f"{said}, and FSDP1 is not modelled; set fsdp_version: 2 (`accelerate to-fsdp2`), or say --engine fsdp2 "
-            "to be told FSDP2's memory"
-        )
+        reading.tell("engine", "fsdp_version", "fsdp1", also=("fsdp2",))
         reading.flags["stage"] = _fsdp1_stage(table)
+        _fsdp1_options(reading, table)
     else:
         reading.tell("engine", "distributed_type and fsdp_version", "fsdp2")
         keeps = table.switch("fsdp_reshard_after_forward") is False
         reading.tell("stage", "fsdp_config.fsdp_reshard_after_forward", 2 if keeps else 3)
-    if word == "bf16":  # set_mixed_precision reduces in the dtype it computes in
+    if word == "bf16" and version == 2:  # set_mixed_precision reduces in the dtype it computes in
         reading.options["fsdp2.reduce_dtype"] = Told("mixed_precision", "param")
     reading.tell("sync_every_micro_batch", "accumulate()", value=False, filled=True)
     _fsdp_memory(reading, table)
@@ -122,6 +119,18 @@ def _fsdp1_stage(table: Table) -> Told:
     return Told(f"fsdp_config.{key or 'fsdp_sharding_strategy'}", words[word])
 
 
+def _fsdp1_options(reading: Reading, table: Table) -> None:
+    """FSDP1's own switches, with accelerate's defaults (1.15, utils/dataclasses.py, FullyShardedDataParallelPlugin)."""
+    key, words = "fsdp_backward_prefetch", ("backward_pre", "backward_post", "no_prefetch")
+    word = str(table.get(key) or "NO_PREFETCH").lower()
+    if word not in words:
+        raise table.refused(key, "use BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH")
+    reading.options["fsdp1.backward_prefetch"] = Told(f"fsdp_config.{key}", word, key not in table.data)
+    for name in ("forward_prefetch", "use_orig_params"):
+        value = bool(table.switch(f"fsdp_{name}"))
+        reading.options[f"fsdp1.{name}"] = Told(f"fsdp_config.fsdp_{name}", value, f"fsdp_{name}" not in table.data)
+
+
 def _fsdp_memory(reading: Reading, table: Table) -> None:
     policy = str(table.get("fsdp_auto_wrap_policy") or "NO_WRAP").upper()
     if policy != "TRANSFORMER_BASED_WRAP":
@@ -136,7 +145,7 @@ def _fsdp_memory(reading: Reading, table: Table) -> None:
     reading.tell("recompute", key, "full" if recomputes else "none", filled=not recomputes)
     if table.switch("fsdp_activation_checkpointing_offload"):
         reading.tell("offload_activations", "fsdp_config.fsdp_activation_checkpointing_offload", value=True)
-    if table.switch("fsdp_forward_prefetch"):
+    if table.switch("fsdp_forward_prefetch") and (table.count("fsdp_version") or 1) != 1:
         raise table.refused("fsdp_forward_prefetch", "FSDP2 has no such switch; leave it out")
     table.refuse({"fsdp_ignored_modules": ()})
 

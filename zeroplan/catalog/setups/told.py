@@ -82,6 +82,8 @@ def taken(setup: Setup, said: Mapping[str, object], where: str) -> Taken:
                 notes += [told.note] if told.note else []
         elif not told.filled and said[name] not in (told.value, *told.also):
             raise SpecError(_contradiction(f"--{name.replace('_', '-')} {said[name]}", where, told))
+        elif name == "engine" and not told.filled and said[name] != told.value:
+            notes.append(f"{told.key} makes the engine {told.value}: --engine {said[name]} is answered instead")
     return Taken(flags, filled, tuple(notes))
 
 

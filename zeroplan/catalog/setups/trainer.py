@@ -127,13 +127,14 @@ def _fsdp(reading: Reading, config: Table, items: list[str]) -> None:
         raise reading.table.refused("fsdp", "use full_shard or shard_grad_op")
     version = config.count("version")
     if version == 1:
-        reading.asks["engine"] = (
-            "fsdp_config.version is 1, and FSDP1 is not modelled; set it to 2, or say --engine fsdp2 to be told FSDP2's memory"
-        )
+        reading.tell("engine", "fsdp_config.version", "fsdp1", also=("fsdp2",))
+        _fsdp1_options(reading, config)
     else:
         reading.tell("engine", "fsdp", "fsdp2")
     if version is None:
-        reading.notes.append("fsdp_config has no version: FSDP2 is taken, as transformers 5 does; earlier ones take FSDP1")
+        reading.notes.append(
+            "fsdp_config has no version: FSDP2 is taken, as transformers 5 does; earlier ones take FSDP1 (--engine fsdp1)"
+        )
     _fsdp_stage(reading, config, words)
     if config.switch("cpu_offload") or "offload" in items:
         reading.tell_offload("fsdp_config.cpu_offload")
@@ -144,6 +145,16 @@ def _fsdp(reading: Reading, config: Table, items: list[str]) -> None:
     config.refuse({"xla": (), "xla_fsdp_v2": (), "xla_fsdp_grad_ckpt": (), "ignored_modules": ()})
     config.leave(_FSDP_KNOWN)
     reading.notes += config.unknown()
+
+
+def _fsdp1_options(reading: Reading, config: Table) -> None:
+    """FSDP1's own switches, with accelerate's defaults."""
+    word = str(config.get("backward_prefetch") or "NO_PREFETCH").lower()
+    if word not in ("backward_pre", "backward_post", "no_prefetch"):
+        raise config.refused("backward_prefetch", "use backward_pre, backward_post or no_prefetch")
+    reading.options["fsdp1.backward_prefetch"] = Told("fsdp_config.backward_prefetch", word)
+    for name in ("forward_prefetch", "use_orig_params"):
+        reading.options[f"fsdp1.{name}"] = Told(f"fsdp_config.{name}", bool(config.switch(name)))
 
 
 def _fsdp_stage(reading: Reading, config: Table, words: list[str]) -> None:

@@ -46,15 +46,15 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol=f"{plan.trained_symbol}/N"
     )
     here, there = ((), temporaries) if plan.offloaded else (temporaries, ())
-    activations = _activations_away(plan)
+    activations = activations_away(plan)
     held = plan.head.shared if plan.loss_in_loop else ()
     moments = step.moments(plan, (*states, *held, *here))
     return Account(
         states=states,
         moments=moments,
         collectives=collectives(plan, mesh, batch, model),
-        host=(*_in_host_memory(plan, activations), *there),
-        symbols=(*_symbols(plan, model, activations), *counted(*plan.persistent, *temporaries)),
+        host=(*in_host_memory(plan, activations), *there),
+        symbols=(*symbols_of(plan, model, activations), *counted(*plan.persistent, *temporaries)),
         notes=tuple(_notes(plan)),
         kept=tuple(
             (run.name, one.kept(again)) for run, one, again in zip(plan.runs, plan.passes, plan.recomputes, strict=True)
@@ -62,11 +62,12 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     )
 
 
-def _activations_away(plan: Plan) -> Away:
+def activations_away(plan: Plan) -> Away:
+    """What of the blocks' activations is in host memory."""
     return away(zip(plan.passes, plan.every_layer, strict=True)) if plan.recipe.offload_activations else NOTHING
 
 
-def _in_host_memory(plan: Plan, activations: Away) -> tuple[Line, ...]:
+def in_host_memory(plan: Plan, activations: Away) -> tuple[Line, ...]:
     """What offload keeps there, per rank; the optimizer's step takes its temporaries there, too."""
     if not plan.recipe.offloads:
         return ()
@@ -82,7 +83,8 @@ def _excess(parameter: Parameter, ranks: int) -> int:
     return ceil_div(parameter.shape[0], ranks) * (parameter.numel // parameter.shape[0]) - parameter.numel // ranks
 
 
-def _symbols(plan: Plan, model: ModelSpec, activations: Away) -> tuple[Symbol, ...]:
+def symbols_of(plan: Plan, model: ModelSpec, activations: Away) -> tuple[Symbol, ...]:
+    """What the formulas of a plan's lines use beyond the model's legend."""
     return (
         Symbol("N", plan.n, "ranks that share one copy"),
         Symbol("M", plan.several, "1 where earlier micro-batches of the step left gradients, else 0"),

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.block_runs import recompute_of, run_pass
 from zeroplan.engines.formulas import blocks_sum, product
-from zeroplan.engines.fsdp2.groups import Ends, Group, cut_of, local_tensors, on_host, parameter_lines
+from zeroplan.engines.fsdp2.groups import Cut, Ends, Group, cut_of, local_tensors, on_host, parameter_lines
 from zeroplan.engines.optimizers import LocalTensor, implementation_of, state_lines
 from zeroplan.engines.outside import outside
 from zeroplan.engines.pinned import rounding
@@ -250,16 +250,32 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
 
     ``part`` are the parameters of a pipeline stage, where ``model`` has the stage's layers and not all that is outside them.
     """
-    tp, ep, cp = int(mesh.tp), int(mesh.ep), int(mesh.cp)  # one number in a grid too
+    tp, ep, n = int(mesh.tp), int(mesh.ep), mesh.dp_shard * int(mesh.cp)  # one number in a grid too
+    first = first_recomputed(model, recipe)
+    cut = cut_of(
+        model, widths(recipe.precision), n, part=part, first=first, tp=tp, ep=ep, ends_apart=recipe.fsdp2.shards_ends
+    )  # fmt: skip
+    frozen = local_tensors(only_frozen(cut.tree), n, ep) if cut.is_partly_frozen else ()
+    return plan_of(cut, local_tensors(cut.learning, n, ep), frozen, model, recipe, mesh, batch, part=part)
+
+
+def plan_of(
+    cut: Cut, tensors: tuple[LocalTensor, ...], frozen_tensors: tuple[LocalTensor, ...], model: ModelSpec, recipe: RecipeSpec,
+    mesh: Mesh, batch: Batch, *, part: Layout | None = None, autocast: bool = False,
+) -> Plan:  # fmt: skip
+    """Collect what every moment needs of groups that have been made, of which this rank trains some tensors.
+
+    ``autocast`` says that the loop runs the model under ``torch.autocast``, too.
+    """
+    tp, ep, cp = int(mesh.tp), int(mesh.ep), int(mesh.cp)
     width, n = widths(recipe.precision), mesh.dp_shard * cp
     first = first_recomputed(model, recipe)
-    cut = cut_of(model, width, n, part=part, first=first, tp=tp, ep=ep, ends_apart=recipe.fsdp2.shards_ends)
     compute = compute_of(recipe, tp=tp, ep=ep, cp=cp)
+    compute = compute._replace(autocast=True) if autocast else compute
     tree, learning = cut.tree, cut.learning
     passes, head, tables = _program(model, recipe, batch, tree, compute)
     recomputes = tuple(recompute_of(run, compute) for run in tree.runs)
     impl = implementation_of(recipe)
-    tensors = local_tensors(learning, n, ep)
     frozen_width = width.stored if model.frozen else width.compute
     parameters, symbol = parameter_lines(cut, width, frozen=frozen_width)
     optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=symbol)
@@ -285,7 +301,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         walk=walk(model, first),
         parameters=_every_parameter(tree),
         local_tensors=tensors,
-        frozen_tensors=local_tensors(only_frozen(tree), n, ep) if cut.is_partly_frozen else (),
+        frozen_tensors=frozen_tensors,
         frozen_width=frozen_width,
         root=cut.root,
         blocks=cut.blocks,

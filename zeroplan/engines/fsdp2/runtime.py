@@ -20,7 +20,7 @@ class Parts:
 
     def __init__(self, plan: Plan, group: Group, trained: Group, words: str = "this block's", *, last: int = 0) -> None:
         """Take what such a unit gathers, and what of it is trained; of the ``last`` parameter so many elements."""
-        self.group, self.last = group, last
+        self.group, self.trained_group, self.last = group, trained, last
         copies_all = plan.cast_too or plan.offloaded
         self.copied = group if copies_all else trained
         self.groups = param_groups(group, plan.gathers, words, in_numbers=plan.is_a_stage)

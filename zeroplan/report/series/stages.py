@@ -11,7 +11,7 @@ from zeroplan.spec.recipe import DeepSpeedOptions, Stage
 
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 _WHOLE = 3
-_WITH_REPLICAS = ("fsdp2", "paper")
+_WITH_REPLICAS = ("fsdp1", "fsdp2", "paper")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,8 @@ def measured(job: JobSpec, make: Callable[[], Workload], *, rank: int, transport
 
 
 def _refuse_what_has_no_cpu_form(job: JobSpec) -> None:
+    if job.recipe.engine == "fsdp1":
+        raise MeasurementError("FSDP1 runs on GPUs alone; use --backend simulate")
     if job.recipe.precision == "fp16-mixed":
         raise MeasurementError("fp16-mixed needs CUDA's kernels and gradient scaler; on CPU tensors, verify it as bf16-mixed")
     if job.recipe.offloads:

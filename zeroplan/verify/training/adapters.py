@@ -39,13 +39,13 @@ def _adapted(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> nn.M
 def _quantise(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> None:
     """Quantise to four bits as transformers does; under mixed precision cast the rest to fp32, as peft prepares it for autocast.
 
-    FSDP2 and DeepSpeed's stage 3 shard packed weights, so these are stored in the compute dtype.
+    FSDP and DeepSpeed's stage 3 shard packed weights, so these are stored in the compute dtype.
     """
     from peft import prepare_model_for_kbit_training  # noqa: PLC0415
 
     from zeroplan.verify.training.quantised import quantise  # noqa: PLC0415
 
-    dtype, sharded = next(model.parameters()).dtype, recipe.engine == "fsdp2" or recipe.zero_stage == 3
+    dtype, sharded = next(model.parameters()).dtype, recipe.engine in ("fsdp1", "fsdp2") or recipe.zero_stage == 3
     quantise(model, adapter, dtype, storage=dtype if sharded else torch.uint8)
     if recipe.precision.endswith("mixed") and not sharded:
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]

@@ -111,8 +111,11 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
     if spec.moe is not None:
         made._experts_implementation = "grouped_mm"
     model = causal_model(made, attention=recipe.attention, dtype=dtype, device="meta" if spec.is_quantised else device)
-    if recipe.recompute != "none":
-        options = checkpoint_options(recipe.recompute)
+    reentrant = recipe.engine == "fsdp1" and spec.adapter is not None and recipe.recompute != "none"
+    if reentrant:  # as the Trainer has it
+        model.enable_input_require_grads()  # type: ignore[operator]
+    if recipe.recompute != "none" and not recipe.fsdp1.checkpoints_units:
+        options = checkpoint_options(recipe.recompute, reentrant=reentrant)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
         for block in () if recipe.recompute_layers is None else find_blocks(model)[recipe.recompute_layers :]:
             block.gradient_checkpointing = False  # type: ignore[assignment]  # a GradientCheckpointingLayer

@@ -22,13 +22,13 @@ from torch.utils.checkpoint import (
 from zeroplan.spec.recipe import Recompute
 
 
-def checkpoint_options(recompute: Recompute) -> dict[str, object]:
+def checkpoint_options(recompute: Recompute, *, reentrant: bool = False) -> dict[str, object]:
     """The keyword arguments of ``torch.utils.checkpoint.checkpoint``.
 
     The random-number state that a checkpoint saves is in host memory; on CPU tensors it would count. Selective recomputation
     runs to the block's end, as in torchtitan: stopped early, it would neither use nor free the last product that it kept.
     """
-    options: dict[str, object] = {"use_reentrant": False, "preserve_rng_state": False}
+    options: dict[str, object] = {"use_reentrant": reentrant, "preserve_rng_state": False}
     if recompute == "selective":
         options |= {"context_fn": _contexts, "early_stop": False}
     return options

@@ -87,6 +87,10 @@ def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> 
         if job.mesh.tp > 1:
             return TensorParallel(work, job, mesh)
         return Fsdp2(work, job.recipe, mesh, experts=dispatched(job, work.module, mesh, watcher))
+    if job.recipe.engine == "fsdp1":
+        from zeroplan.verify.training.fsdp1 import Fsdp1  # noqa: PLC0415  only its jobs import it
+
+        return Fsdp1(work, job.recipe, mesh)
     if job.recipe.engine == "ddp":
         with watcher.labelled(Kind.REDUCE):  # the reducer's buckets are made in its constructor
             engine = Ddp(work, job.recipe)
@@ -97,7 +101,7 @@ def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> 
         from zeroplan.verify.training.deepspeed import DeepSpeed  # noqa: PLC0415  it patches torch for good
 
         return DeepSpeed(work, job)
-    raise MeasurementError(f"engine {job.recipe.engine!r} cannot be run here; use fsdp2, ddp or deepspeed")
+    raise MeasurementError(f"engine {job.recipe.engine!r} cannot be run here; use fsdp1, fsdp2, ddp or deepspeed")
 
 
 _FAKE = "fake"

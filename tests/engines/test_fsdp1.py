@@ -1,0 +1,146 @@
+"""FSDP1's account against FSDP1 itself on fake tensors, and what is refused of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.causal_models import tiny_spec
+from tests.formulas import assert_explained, assert_symbols_mean_one_thing
+from tests.simulated import simulate
+from zeroplan.comparison import compare_with_estimate
+from zeroplan.engines.fsdp1 import account
+from zeroplan.errors import SpecError
+from zeroplan.estimator import estimate
+from zeroplan.ledger import Kind
+from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import Fsdp1Options, RecipeSpec
+
+FEW, MANY = BatchSpec(micro_batch_size=1, seq_len=8), BatchSpec(micro_batch_size=2, seq_len=64)
+LORA = AdapterSpec(rank=8)
+#: The random state of attention, the loss, and what counts elements in an optimizer's step. [bytes]
+SCALARS_BYTES = 1700
+#: Beside adapters: a matrix of one, cast to its shard, and its shard of the gradient. [bytes]
+OF_AN_ADAPTER = 3000
+
+
+def job(
+    *, batch: BatchSpec = FEW, adapter: AdapterSpec | None = None, tied: bool = False, mesh: dict[str, int] | None = None,
+    options: dict[str, object] | None = None, layers: int = 6, **recipe: object,
+) -> JobSpec:  # fmt: skip
+    model = tiny_spec("llama", ffn=176, vocab=250, heads=4, kv_heads=2, head_dim=16, layers=layers)
+    said = {"engine": "fsdp1", "zero_stage": 3, "fsdp1": Fsdp1Options(**(options or {})), **recipe}  # type: ignore[arg-type]
+    return JobSpec(
+        model=replace(model, tie_word_embeddings=tied, adapter=adapter),
+        recipe=RecipeSpec(**said),  # type: ignore[arg-type]
+        mesh=MeshSpec(**{"dp_shard": 4, **(mesh or {})}),
+        batch=batch,
+    )
+
+
+def accumulated(batch: BatchSpec, steps: int) -> BatchSpec:
+    return replace(batch, grad_accum_steps=steps)
+
+
+VIEWS = {"use_orig_params": True}
+CASES = {
+    "plain": job(),
+    "recomputed": job(batch=MANY, recompute="full"),
+    "shard grad op, views": job(
+        zero_stage=2, options=VIEWS, tied=True, batch=accumulated(FEW, 2), sync_every_micro_batch=False
+    ),
+    "fp32 reduction, three ranks": job(options={"reduce_dtype": "fp32"}, mesh={"dp_shard": 3}),
+    "prefetched after": job(options={"backward_prefetch": "backward_post"}),
+    "prefetched both ways": job(options={"forward_prefetch": True}, batch=accumulated(FEW, 3), sync_every_micro_batch=False),
+    "replicas, many ranks": job(mesh={"dp_shard": 64, "dp_replicate": 2}, precision="bf16", optimizer="sgd"),
+    "summed by micro-batch": job(batch=accumulated(FEW, 3), options=VIEWS),
+    "checkpoints around units": job(batch=MANY, recompute="full", options={"checkpoints_units": True}),
+}
+ADAPTED = {
+    "lora": job(batch=MANY, adapter=LORA, options=VIEWS),
+    "lora, recomputed": job(batch=MANY, adapter=LORA, options=VIEWS, recompute="full"),
+    "lora, checkpoints around units": job(
+        batch=MANY, adapter=LORA, options=VIEWS | {"checkpoints_units": True}, recompute="full", layers=10
+    ),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", [*CASES, *ADAPTED])
+def test_a_step_takes_what_the_engine_takes(name: str) -> None:
+    pytest.importorskip("transformers")
+    asked, off = (CASES[name], SCALARS_BYTES) if name in CASES else (ADAPTED[name], OF_AN_ADAPTER)
+    if asked.model.adapter is not None:
+        pytest.importorskip("peft")
+    found = compare_with_estimate(simulate(asked, steps=2 if not asked.recipe.fsdp1.forward_prefetch else 3))
+    for row in (found.peak, found.held):
+        assert abs(row.difference) <= off, row
+    for row in found.collectives:
+        assert row.difference == 0, row
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"mesh": {"dp_shard": 1}}, "one rank that shards, where it shards nothing"),
+        ({"optimizer": "muon"}, "it takes matrices, and shards are flat"),
+        ({"loss": "chunked"}, "loss 'chunked' is not modelled; use loss 'full'"),
+        ({"adapter": LORA, "options": {"wraps_adapters": False}}, "adapters in the unit of their block is not modelled"),
+        ({"adapter": LORA, "recompute": "selective"}, "recompute 'selective' and LoRA is not modelled"),
+        ({"options": {"checkpoints_units": True}}, "checkpoints_units without recompute 'full'"),
+        ({"zero_stage": 1}, "has no ZeRO stage 1"),
+        ({"mesh": {"tp": 2}}, "tp=2 with engine 'fsdp1' is not modelled"),
+        ({"mesh": {"pp": 2}}, "engine 'fsdp1'"),
+    ],
+)
+def test_what_is_not_modelled_is_refused_in_one_line(said: dict, expected: str) -> None:
+    with pytest.raises(SpecError, match=expected) as refused:
+        job(**said)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_later_prefetch_takes_one_block_less() -> None:
+    """Where gradients are joined, the block below is there already, unless it is gathered later."""
+    least, most = (estimate(job(options={"backward_prefetch": when})) for when in ("no_prefetch", "backward_pre"))
+    block = next(symbol.value for symbol in most.symbols if symbol.name == "P_dense")
+    joined = [
+        max(int(moment.total_bytes) for moment in answer.engine_moments if "joining the gradients of block 6" in moment.name)
+        for answer in (least, most)
+    ]
+    assert joined[1] - joined[0] == 2 * int(block)
+
+
+def test_the_flat_gradient_stands_beside_those_that_it_is_joined_from() -> None:
+    moment = next(
+        one for one in estimate(job()).engine_moments if one.name == "backward: joining the gradients of block 6 of 6"
+    )
+    made, flat = (line for line in moment.lines if line.kind is Kind.UNSHARDED_GRADIENTS and "root" not in line.reason)
+    assert made.n_bytes == flat.n_bytes
+
+
+@pytest.mark.parametrize("name", [*CASES, *ADAPTED])
+def test_every_formula_gives_its_bytes(name: str) -> None:
+    answer = estimate({**CASES, **ADAPTED}[name])
+    assert_explained(answer)
+    assert_symbols_mean_one_thing(answer)
+
+
+def test_copies_of_the_first_step_are_said() -> None:
+    assert any("in the first step alone" in note for note in estimate(job(adapter=LORA)).notes)
+    assert not any("in the first step alone" in note for note in estimate(ADAPTED["lora"]).notes)
+
+
+@pytest.mark.parametrize("asked", [job(), job(options=VIEWS, zero_stage=2), CASES["prefetched both ways"], ADAPTED["lora"]])
+def test_a_column_has_what_each_of_its_jobs_has(asked: JobSpec) -> None:
+    pytest.importorskip("numpy")
+    from tests.engines.columns import Columns, assert_is_its_points
+
+    batches = (BatchSpec(micro_batch_size=1, seq_len=16), accumulated(MANY, 2), accumulated(FEW, 3))
+    points = [(MeshSpec(dp_shard=ranks), batch) for ranks in (2, 3, 64) for batch in batches]
+    columns = Columns(points)
+    whole = account(asked.model, asked.recipe, columns, columns)  # type: ignore[arg-type]
+    assert_is_its_points(whole, [account(asked.model, asked.recipe, *point) for point in points])

@@ -1,0 +1,126 @@
+"""A step of FSDP1 beside adapters, each matrix of which is a unit of its own, within the frozen unit of its block.
+
+So peft wraps them (``fsdp_auto_wrap_policy``), since a flat parameter is trained as a whole or frozen as a whole. Units go backward
+in the order of their forwards, turned round: a block is prefetched by the first adapter of the block above it.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from zeroplan.engines.formulas import product
+from zeroplan.engines.fsdp1.flat import FlatPlan, adapter_units, frozen_units
+from zeroplan.engines.fsdp1.step import FlatMicroBatch
+from zeroplan.engines.fsdp2 import lines
+from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.runtime import Parts, Unit, Units
+from zeroplan.engines.positions import Position
+from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import Int, ceil_div, maximum
+from zeroplan.trace import Trace
+from zeroplan.transformer.blocks import At, BackwardPoint
+
+_SOURCE = "torch 2.13, torch/distributed/fsdp/_runtime_utils.py, _prefetch_handle"
+_HELD = "torch 2.13, torch/distributed/fsdp/_runtime_utils.py, _register_post_backward_reshard_only_hook"
+_NOTHING = Group(0, 0, 0, "nothing")
+
+
+class _Adapters(NamedTuple):
+    """What a block's adapters take one after the other. [bytes]"""
+
+    unsharded: Line
+    """The largest unit of them, while its layer runs."""
+
+
+class AdaptedMicroBatch(FlatMicroBatch):
+    """A micro-batch on its way through frozen blocks with adapters, and back."""
+
+    def __init__(self, plan: FlatPlan, trace: Trace, units: Units) -> None:
+        """Take the units of the plan: of the blocks what is frozen."""
+        parts = [Parts(plan, group, _NOTHING) for group in frozen_units(plan)]
+        units.layers = tuple((position, Unit(unit.name, parts[position.run])) for position, unit in units.layers)
+        super().__init__(plan, trace, units)
+        self._adapters = [_adapters(plan, run) for run in range(len(plan.runs))]
+        self._below: Unit | None = None
+
+    def inside_forward(self, position: Position) -> tuple[Line, ...]:
+        """What a block's forward holds at its highest, with a unit of its adapters."""
+        return (*super().inside_forward(position), *self._of_adapters(position.run))
+
+    def _of_adapters(self, run: int) -> tuple[Line, ...]:
+        """At stage 2 they count among what stays unsharded."""
+        return () if self.plan.reshard is False else (self._adapters[run].unsharded,)
+
+    def gradients_so_far(self, position: Position) -> None:
+        """Hold what the blocks above have left."""
+        super().gradients_so_far(position)
+        if self.flat.options.checkpoints_units:
+            self.trace.shrink("hooked", *_hooked(self.flat, sum(position.after)))
+
+    def enter_backward(self, unit: Unit, below: Unit | None) -> None:
+        """A block is unsharded; that below it is prefetched later on."""
+        self._below = below
+        super().enter_backward(unit, None)
+
+    def kind_of(self, position: Position) -> object:
+        """What blocks have in common whose backward is the same inside."""
+        return position.run, position.previous_run
+
+    def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
+        """The moments of a block's backward; from the first adapter on, which is the last to go backward, with the block below."""
+        points = self.plan.passes[position.run].points
+        last = max((at for at, point in enumerate(points) if point.place.at is At.ADAPTER_B), default=0)
+        ahead, again = self._ahead(), self.run_again()
+        for at, point in enumerate(points):
+            beside = (*again, _made(self.flat, point), *self._of_adapters(position.run), *(ahead if at > last else ()))
+            yield point.name, (point.lines, beside)
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Adapters are recomputed by reentrant checkpoints alone: the others refuse inputs that change their dtype."""
+        return self.plan.recomputed
+
+    def _ahead(self) -> tuple[Line, ...]:
+        if self._below is None or not self.prefetches:
+            return ()
+        return lines.unsharded(self.plan, self._below.parts.groups[0])
+
+    def end_block(self, position: Position, unit: Unit) -> None:
+        """A block has gone backward. The first, whose input has no gradient, stays unsharded to the end.
+
+        What its input's gradient sets off was hooked by the block below first, which is unsharded before this one is sharded again.
+        """
+        self.trace.shrink("left", *self.plan.left_behind(position.before, self.left))
+        if self._below is not None and self.plan.reshard is not False:
+            self.run.prefetch(self._below)
+        if position.layer:
+            self.run.post_backward(unit)
+
+    def end_of_backward(self) -> None:
+        """Nothing goes on below the blocks."""
+        self.trace.drop("kept", "still unsharded")
+        self.trace.shrink("shards", self.plan.gradient_shards(self.plan.every_layer, "reduced so far"))
+
+
+def _hooked(plan: FlatPlan, blocks: int) -> tuple[Line, ...]:
+    """Inputs of frozen units above, and their gradients but for the one that flows: a hook on each holds both to the end."""
+    each, formula = plan.head.hidden_bytes, plan.head.hidden_formula
+    reason = "inputs of the frozen units above and their gradients, which hooks hold until the backward ends"
+    count = 2 * blocks - min(1, blocks)
+    return (Line(Kind.ACTIVATIONS, count * each, reason, f"{count}·{formula}", _HELD),)
+
+
+def _adapters(plan: FlatPlan, run: int) -> _Adapters:
+    width: int = plan.width.compute
+    largest: Int = 0
+    for unit in adapter_units(plan, run):
+        largest = maximum(largest, width * unit.padded)
+    reason = "a matrix of an adapter, while it is used"
+    return _Adapters(Line(Kind.UNSHARDED_PARAMETERS, largest, reason, product(1, largest), _SOURCE))
+
+
+def _made(plan: FlatPlan, point: BackwardPoint) -> Line:
+    """The gradients of a block's adapters: shards of those that are reduced, and the one in turn, made and flat. [bytes]"""
+    width, done = plan.width.compute, point.gradients - point.current_gradient
+    n_bytes = plan.width.stored * ceil_div(done, plan.n) + 2 * width * point.current_gradient
+    reason = "adapters' gradients: shards of those that are reduced, and the one that is made"
+    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, product(1, n_bytes), _SOURCE)

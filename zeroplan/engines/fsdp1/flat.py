@@ -1,0 +1,176 @@
+"""How are parameters flattened into the units of FSDP1, and cut into shards; and what a step's plan has of them.
+
+A unit's parameters lie one after the other in one flat parameter (torch 2.13, torch/distributed/fsdp/_flat_param.py,
+``FlatParamHandle``). With ``use_orig_params`` each begins at a multiple of 16 bytes, and the padding of the last shard is a part
+of the flat parameter; otherwise that padding is made where gradients are reduced.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from zeroplan.engines.formulas import blocks_sum
+from zeroplan.engines.fsdp2.groups import Cut, Group, cut_of
+from zeroplan.engines.fsdp2.plan import Plan, plan_of, sum_of
+from zeroplan.engines.optimizers import LocalTensor
+from zeroplan.engines.precisions import widths
+from zeroplan.engines.sources import ACCUMULATE
+from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import Int, ceil_div, maximum, minimum
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Fsdp1Options, Fsdp2Options, RecipeSpec
+from zeroplan.transformer.parameters import Layout, Parameter
+from zeroplan.transformer.recomputed import first_recomputed
+
+_ALIGNED_BYTES = 16  # torch 2.13, _flat_param.py, _get_aligned_numel
+
+
+class FlatPlan(Plan):
+    """What the moments of an FSDP1 step are made of: FSDP2's, with flat parameters for its groups."""
+
+    __slots__ = ()
+
+    @property
+    def options(self) -> Fsdp1Options:
+        """FSDP1's own options."""
+        return self.recipe.fsdp1
+
+    @property
+    def backward_prefetch(self) -> str:
+        """When the next block of a backward is gathered. A unit that a checkpoint calls is unknown until it has run again."""
+        return "no_prefetch" if self.options.checkpoints_units else self.options.backward_prefetch
+
+    @property
+    def adds_up(self) -> bool:
+        """Autograd adds up flat gradients alone; single ones stand beside those of earlier micro-batches."""
+        return False
+
+    @property
+    def letter(self) -> str:
+        """What formulas call a flat parameter: ``P`` with its padding, ``G`` without."""
+        return "P" if self.options.use_orig_params else "G"
+
+    def flat(self, group: Group) -> Int:
+        """A unit's flat parameter, and so its flat gradient. [elements]"""
+        return group.padded if self.options.use_orig_params else group.numel
+
+    def left_behind(self, layers: tuple[int, ...], outside: tuple[Group, ...] = ()) -> tuple[Line, ...]:
+        """Flat gradients that earlier micro-batches left (``no_sync``) of units that are not reduced yet. [bytes]"""
+        if self.recipe.sync_every_micro_batch:
+            return ()
+        elements: Int = sum(map(self.flat, outside))
+        for count, group in zip(layers, self.trained_blocks, strict=True):
+            elements = elements + count * self.flat(group)
+        width = self.width.compute
+        formula = _left_formula(width, self.letter, layers, self.trained_kinds, sum_of(self.letter, outside))
+        reason = "flat gradients accumulated by earlier micro-batches"
+        return (Line(Kind.UNSHARDED_GRADIENTS, self.several * width * elements, reason, formula, ACCUMULATE),)
+
+
+@lru_cache(maxsize=4096)
+def _left_formula(width: int, letter: str, layers: tuple[int, ...], kinds: tuple[str, ...], outside: str) -> str:
+    return f"{width}·M·({blocks_sum(letter, layers, kinds, outside)})"
+
+
+def flat_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> FlatPlan:
+    """Flatten the parameters of a job's units and collect what every moment needs; ``batch`` is one rank's."""
+    recipe = replace(recipe, fsdp2=Fsdp2Options(reduce_dtype=recipe.fsdp1.reduce_dtype))
+    width, n = widths(recipe.precision), mesh.dp_shard
+    aligned = aligned_to(recipe)
+    cut = cut_of(model, width, n, part=None, first=first_recomputed(model, recipe), tp=1, ep=1, ends_apart=False)
+    cut = _flattened(cut, n, aligned)
+    tensors = tuple(_local_tensors(cut, n, aligned, views=recipe.fsdp1.use_orig_params))
+    autocast = width.mixed and cut.is_partly_frozen and not model.is_quantised
+    return FlatPlan(*plan_of(cut, tensors, (), model, recipe, mesh, batch, autocast=autocast))
+
+
+def _flattened(cut: Cut, n: Int, aligned: int) -> Cut:
+    """The same units, each cut as one flat parameter; of adapters each matrix."""
+    root, *blocks = (flat_group(parameters, n, symbol, aligned) for parameters, symbol in _units(cut.tree, "root"))
+    if not cut.is_partly_frozen:
+        return cut._replace(root=root, trained_root=root, blocks=(here := tuple(blocks)), trained_blocks=here)
+    trained = tuple(_together(_each(run.parameters, n), f"trained_{run.name}") for run in cut.learning.runs)
+    frozen = (flat_group(_frozen(run.parameters), n, run.name, aligned) for run in cut.tree.runs)
+    both = tuple(_together(pair, one.symbol) for pair, one in zip(zip(frozen, trained, strict=True), cut.blocks, strict=True))
+    return cut._replace(root=root, trained_root=_together((), "trained_root"), blocks=both, trained_blocks=trained)
+
+
+def _frozen(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    return tuple(parameter for parameter in parameters if parameter.frozen)
+
+
+def _each(parameters: tuple[Parameter, ...], n: Int) -> tuple[Group, ...]:
+    """Each as a unit of its own."""
+    return tuple(flat_group((parameter,), n, "adapter", 1) for parameter in parameters)
+
+
+def _together(groups: tuple[Group, ...], symbol: str) -> Group:
+    """What several units have."""
+    shard: Int = 0
+    for group in groups:
+        shard = shard + group.shard
+    padded: Int = 0
+    for group in groups:
+        padded = padded + group.padded
+    return Group(shard, padded, sum(group.numel for group in groups), symbol)
+
+
+def frozen_units(plan: FlatPlan) -> tuple[Group, ...]:
+    """What of each run's blocks is frozen beside adapters, as one flat parameter."""
+    aligned = aligned_to(plan.recipe)
+    return tuple(flat_group(_frozen(run.parameters), plan.n, f"frozen_{run.name}", aligned) for run in plan.runs)
+
+
+def adapter_units(plan: FlatPlan, run: int) -> tuple[Group, ...]:
+    """The matrices of a block's adapters, each as a unit."""
+    parameters = tuple(parameter for parameter in plan.runs[run].parameters if not parameter.frozen)
+    return _each(parameters, plan.n)
+
+
+def aligned_to(recipe: RecipeSpec) -> int:
+    """At multiples of how many elements parameters begin in a flat one."""
+    return _ALIGNED_BYTES // widths(recipe.precision).compute if recipe.fsdp1.use_orig_params else 1
+
+
+def _units(tree: Layout, root: str) -> Iterator[tuple[tuple[Parameter, ...], str]]:
+    yield (*tree.embeddings, *tree.tail), root
+    for run in tree.runs:
+        yield run.parameters, run.name
+
+
+def flat_group(parameters: tuple[Parameter, ...], n: Int, symbol: str, aligned: int) -> Group:
+    """One unit of these parameters, flattened and cut into ``n`` shards."""
+    *_, end = _offsets(parameters, aligned)
+    shard = ceil_div(end, n)
+    return Group(shard, shard * n, sum(parameter.numel for parameter in parameters), symbol)
+
+
+@lru_cache(maxsize=1024)
+def _offsets(parameters: tuple[Parameter, ...], aligned: int) -> tuple[int, ...]:
+    """Where each parameter begins in the flat one, and where the last ends."""
+    offsets, end = [], 0
+    for parameter in parameters:
+        offsets.append(-(-end // aligned) * aligned)
+        end = offsets[-1] + parameter.numel
+    return (*offsets, end)
+
+
+def _local_tensors(cut: Cut, n: Int, aligned: int, *, views: bool) -> Iterator[LocalTensor]:
+    """What rank 0 updates: its flat shard of each unit, or what of each parameter is in it, as a view without its shape."""
+    if cut.is_partly_frozen:
+        for run in cut.learning.runs:
+            yield from (LocalTensor((unit.shard,), run.layers) for unit in _each(run.parameters, n))
+        return
+    root, *blocks = _units(cut.tree, "root")
+    for (parameters, _), group, repeat in (
+        (root, cut.root, 1), *((one, group, run.layers) for one, group, run in zip(blocks, cut.blocks, cut.tree.runs, strict=True)),
+    ):  # fmt: skip
+        if not views:
+            yield LocalTensor((group.shard,), repeat)
+            continue
+        for parameter, offset in zip(parameters, _offsets(parameters, aligned), strict=False):
+            here = minimum(maximum(group.shard - offset, 0), parameter.numel)
+            if not isinstance(here, int) or here:
+                yield LocalTensor((here,), repeat)

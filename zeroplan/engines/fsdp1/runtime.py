@@ -1,0 +1,125 @@
+"""What FSDP1 does with a unit's flat parameter and gradient, as torch's code does it, written into a trace.
+
+Each method does what the function of torch 2.13 does that it names (torch/distributed/fsdp/_runtime_utils.py, _flat_param.py).
+Memory is freed when the host says so: streams wait for each other, and what the host has freed counts as free.
+"""
+
+from collections.abc import Mapping
+from typing import cast
+
+from zeroplan.engines.formulas import product
+from zeroplan.engines.fsdp1.flat import FlatPlan
+from zeroplan.engines.fsdp2 import lines
+from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.plan import Plan
+from zeroplan.engines.fsdp2.runtime import Runtime, Unit
+from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.numeric import Int, where
+from zeroplan.trace import Trace
+
+SPLIT = "torch 2.13, torch/csrc/autograd/FunctionsManual.cpp, split_with_sizes_backward"
+REDUCE = "torch 2.13, torch/distributed/fsdp/_runtime_utils.py, _reduce_grad"
+
+
+class FlatRuntime(Runtime):
+    """The flat parameters of one rank, and what becomes of their gradients."""
+
+    def __init__(
+        self, plan: FlatPlan, trace: Trace, made: dict[object, tuple[Line, ...]], following: Mapping[str, Unit]
+    ) -> None:
+        """Begin with nothing unsharded; ``following`` is the unit that is prefetched while one of a name runs forward."""
+        super().__init__(plan, trace, made)
+        self.flat, self._following = plan, following
+        self._below: dict[str, Unit] = {}
+
+    # --- parameters -----------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, unit: Unit) -> None:
+        """``_pre_forward_unshard``."""
+        self._unshard(unit, Phase.FORWARD)
+        if self.flat.options.forward_prefetch and unit.name in self._following:
+            self._unshard(self._following[unit.name], Phase.FORWARD)
+
+    def pre_backward(self, unit: Unit, below: Unit | None) -> None:
+        """``_pre_backward_hook``: unshard a unit, unless it was prefetched, then prefetch the one below."""
+        if self.plan.reshard is False:
+            self.hold_unsharded(unit)
+            return
+        self._unshard(unit, Phase.BACKWARD)
+        if below is not None:
+            self._below[unit.name] = below
+            if self.flat.backward_prefetch == "backward_pre":
+                self._unshard(below, Phase.BACKWARD)
+
+    def prefetch(self, unit: Unit) -> None:
+        """``_prefetch_handle``."""
+        self._unshard(unit, Phase.BACKWARD)
+
+    def gather_ahead(self, unit: Unit) -> None:
+        """The root's ``_pre_backward_hook``: its own parameters are still there, and the last block is prefetched."""
+        if self.plan.reshard is not False and self.flat.backward_prefetch == "backward_pre":
+            self._unshard(unit, Phase.BACKWARD)
+
+    def _unshard(self, unit: Unit, phase: Phase) -> None:
+        """``_unshard``: this rank's shard is cast, all shards are gathered into the flat parameter, and the cast one goes."""
+        for index, group in enumerate(unit.parts.groups):
+            if self.trace.has(unit.unsharded(index)):
+                continue
+            self.trace.at(f"{phase.value}: unsharding {unit.name}", phase)
+            self.trace.put("cast shard", *self._lines(lines.chunk_to_gather, group, unit.parts.copied_groups[index]))
+            self.trace.put(unit.unsharded(index), *self._lines(lines.unsharded, group))
+            self.trace.drop("cast shard")
+
+    # --- gradients ------------------------------------------------------------------------------------------------------
+
+    def post_backward(self, unit: Unit) -> None:
+        """``_post_backward_hook``, once autograd has joined the gradients of a unit's parameters into a flat one."""
+        group = unit.parts.trained_group
+        if not group.numel:  # frozen: _post_backward_reshard_only_hook
+            self.reshard(unit)
+            return
+        self.trace.at(f"backward: joining the gradients of {unit.name}", Phase.BACKWARD)
+        self.trace.put("joined", *self._lines(joined, group))
+        self.trace.drop("made", ("made", unit.name))
+        self.trace.shrink("joined", *self._lines(joined_last, group))
+        self.reshard(unit)
+        if self.flat.backward_prefetch == "backward_post" and unit.name in self._below:
+            self._unshard(self._below[unit.name], Phase.BACKWARD)
+        self.trace.at(f"backward: reducing {unit.name}", Phase.BACKWARD)
+        self.trace.pass_by(*self._lines(reducing, group))
+        self.trace.drop("joined")
+
+
+def made_gradients(plan: Plan, group: Group) -> tuple[Line]:
+    """The gradients of a unit's parameters, which wait to be joined. [bytes]"""
+    width = plan.width.compute
+    return (Line(Kind.UNSHARDED_GRADIENTS, width * group.numel, "this block's, made", f"{width}·G_{group.symbol}", SPLIT),)
+
+
+def joined(plan: Plan, group: Group) -> tuple[Line]:
+    """The flat gradient that they are joined into, beside that of earlier micro-batches under ``no_sync``. [bytes]"""
+    (line,) = joined_last(plan, group)
+    if plan.recipe.sync_every_micro_batch:
+        return (line,)
+    return (line._replace(n_bytes=line.n_bytes * (1 + plan.several), formula=f"(1+M)·{line.formula}"),)
+
+
+def joined_last(plan: Plan, group: Group) -> tuple[Line]:
+    """The flat gradient alone. [bytes]"""
+    flat = cast("FlatPlan", plan)
+    n_bytes, formula = plan.width.compute * flat.flat(group), f"{plan.width.compute}·{flat.letter}_{group.symbol}"
+    return (Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "the unit's flat gradient", formula, SPLIT),)
+
+
+def reducing(plan: Plan, group: Group) -> tuple[Line, ...]:
+    """What reducing takes beside the flat gradient: casts, padding and this rank's shard of the result. [bytes]"""
+    flat, reduced, stored, symbol = cast("FlatPlan", plan), plan.reduce_bytes, plan.width.stored, group.symbol
+    out = reduced + (stored if reduced != stored else 0)
+    made = [Line(Kind.REDUCE, out * group.shard, "reduce-scatter output", f"{out}·P_{symbol}/N", REDUCE)]
+    if reduced != plan.width.compute:
+        formula = f"{reduced}·{flat.letter}_{symbol}"
+        made.append(Line(Kind.REDUCE, reduced * flat.flat(group), "the flat gradient, cast", formula, REDUCE))
+    if not flat.options.use_orig_params:
+        padded: Int = where(group.padded > group.numel, reduced * group.padded, 0)
+        made.append(Line(Kind.REDUCE, padded, "the flat gradient, padded", product(1, padded), REDUCE))
+    return tuple(made)

@@ -1,0 +1,175 @@
+"""The training step of a rank under FSDP1: that of FSDP2, where flat parameters take the place of its groups.
+
+It runs the last micro-batch of a step, with what earlier ones have left.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from zeroplan.engines.formulas import product
+from zeroplan.engines.fsdp1.flat import FlatPlan
+from zeroplan.engines.fsdp1.runtime import FlatRuntime, joined_last, made_gradients
+from zeroplan.engines.fsdp2 import buffers, outside
+from zeroplan.engines.fsdp2.runtime import Unit, Units
+from zeroplan.engines.fsdp2.step import MicroBatch
+from zeroplan.engines.positions import Position
+from zeroplan.engines.sources import INPUT_BUFFER
+from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.trace import Moments, Trace, entry_of
+from zeroplan.transformer.blocks import BackwardPoint
+
+_REENTRANT = "torch 2.13, torch/utils/checkpoint.py, CheckpointFunction.backward"
+
+
+def moments(plan: FlatPlan, step: tuple[Line, ...]) -> Moments:
+    """Every moment at which memory can be highest; ``step`` is what is alive in the optimizer's step. [bytes]"""
+    trace = Trace()
+    one = _micro_batch(plan, trace)
+    one.forward()
+    one.loss()
+    one.backward_of_the_ending()
+    one.blocks_backward()
+    one.end_of_backward()
+    at_the_end = (*not_reduced(plan), Moment("optimizer step", Phase.STEP, step))
+    return Moments((*trace.finished(), *map(entry_of, at_the_end)))
+
+
+def _micro_batch(plan: FlatPlan, trace: Trace) -> "FlatMicroBatch":
+    if not plan.is_partly_frozen:
+        return FlatMicroBatch(plan, trace, Units(plan))
+    from zeroplan.engines.fsdp1.adapters import AdaptedMicroBatch  # noqa: PLC0415  the others' answers need not wait for it
+
+    return AdaptedMicroBatch(plan, trace, Units(plan))
+
+
+class FlatMicroBatch(MicroBatch):
+    """A micro-batch on its way through the model and back."""
+
+    def __init__(self, plan: FlatPlan, trace: Trace, units: Units) -> None:
+        """Take the units of the plan."""
+        super().__init__(plan, trace, units)
+        in_order = (self.root, *(unit for _, unit in self.layers))
+        following = {unit.name: after for unit, after in pairwise(in_order)}
+        self.flat, self.run = plan, FlatRuntime(plan, trace, units.made, following)
+        self._pending: Unit | None = None
+        self._at: Position | None = None
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether a block is gathered before its own turn in the backward."""
+        return self.plan.reshard is not False and self.flat.backward_prefetch != "no_prefetch"
+
+    def _gather_last_block(self, point: BackwardPoint) -> None:
+        """The root's hook prefetches the last block, before the loss goes backward."""
+        self.trace.hold("entering", *point.before)
+        super()._gather_last_block(point)
+        self.trace.drop("entering")
+
+    def gradients_so_far(self, position: Position) -> None:
+        """Hold the shards that the blocks above have left, and what earlier micro-batches left of the others."""
+        self._at = position
+        waiting = position.next_run if self.flat.options.forward_prefetch else None
+        done = tuple(count - (run == waiting) for run, count in enumerate(position.after))
+        own = tuple(count + (run == position.run) + (run == waiting) for run, count in enumerate(position.before))
+        self._hold_gradients(done, own)
+
+    def enter_backward(self, unit: Unit, below: Unit | None) -> None:
+        """A block is unsharded; where a checkpoint calls its unit, once more when that has run again and was sharded again."""
+        super().enter_backward(unit, below)
+        if self.flat.options.checkpoints_units and self.plan.reshard is not False and self._at is not None:
+            self.run.reshard(unit)
+            self.trace.put("run again", *self.plan.passes[self._at.run].saved)
+            super().enter_backward(unit, below)
+            self.trace.drop("run again")
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether checkpoints are reentrant, as those that call a unit were."""
+        return self.flat.options.checkpoints_units
+
+    def run_again(self) -> tuple[Line, ...]:
+        """What a reentrant checkpoint has returned again and holds until its block has gone backward."""
+        if not self.is_reentrant:
+            return ()
+        line = buffers.flowing(self.plan, "this block's output, run again")
+        return (line._replace(kind=Kind.ACTIVATIONS, source=_REENTRANT),)
+
+    def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
+        """The moments of a block's backward, made anew."""
+        for name, parts in super().made_inside(position):
+            yield name, (*parts, self.run_again())
+
+    def _hold_gradients(self, done: tuple[int, ...], left: tuple[int, ...]) -> None:
+        self.trace.shrink("shards", self.plan.gradient_shards(done, "reduced so far"))
+        self.trace.shrink("left", *self.plan.left_behind(left, self.left))
+
+    def end_block(self, position: Position, unit: Unit) -> None:
+        """A block has gone backward: its gradients are joined and reduced.
+
+        Autograd takes up the latest operator of the forward first. That which splits a prefetched unit's flat parameter is earlier
+        than the block that ran meanwhile, so its gradients wait until that block has gone backward, too.
+        """
+        plan, trace, later = self.plan, self.trace, self.flat.options.forward_prefetch
+        trace.put("made", *made_gradients(plan, unit.parts.trained_group))
+        joins: Unit | None = unit
+        if later:
+            trace.rename("made", ("made", unit.name))
+            joins, self._pending = self._pending, unit
+        if joins is None:
+            return
+        trace.shrink(
+            "left", *plan.left_behind(_with_one(position.before, position.run) if later else position.before, self.left)
+        )
+        if not position.layer:
+            trace.shrink("shared", *plan.head.at_embedding)
+        trace.hold("leaving", buffers.flowing(plan, "gradient that flows out of this block"))
+        self.run.post_backward(joins)
+        trace.drop("leaving")
+
+    def end_of_backward(self) -> None:
+        """The embedding's gradient, then the root is reduced."""
+        plan, trace, none = self.plan, self.trace, tuple(0 for _ in self.plan.blocks)
+        first = none if self._pending is None else _with_one(none, self.layers[0][0].run)
+        trace.drop("kept", "still unsharded")
+        self._hold_gradients(tuple(count - one for count, one in zip(plan.every_layer, first, strict=True)), first)
+        trace.shrink("shared", *outside.shared_at_embedding(plan))
+        outside.backward_of_the_embedding(plan, trace)
+        if self._pending is not None:
+            trace.shrink("left", *plan.left_behind(none, self.left))
+            self.run.post_backward(self._pending)
+            trace.shrink("shards", plan.gradient_shards(plan.every_layer, "reduced so far"))
+        trace.drop("left")
+        trace.shrink("root gradients")
+        trace.hold("made", *made_gradients(plan, plan.trained_root))
+        self.run.post_backward(self.root)
+
+
+def _with_one(layers: tuple[int, ...], run: int) -> tuple[int, ...]:
+    """So many layers of each run, and one more of one."""
+    return tuple(count + (at == run) for at, count in enumerate(layers))
+
+
+def not_reduced(plan: FlatPlan) -> tuple[Moment, ...]:
+    """The end of a backward under ``no_sync`` that is not the step's last: the root's gradients are joined."""
+    alone = isinstance(plan.several, int) and not plan.several
+    if plan.recipe.sync_every_micro_batch or plan.is_partly_frozen or alone:
+        return ()
+    root, every = plan.trained_root, plan.every_layer
+    held = (*plan.persistent, *buffers.output(plan), *outside.shared_at_embedding(plan), *plan.left_behind(every))
+    held += (*buffers.outside_unsharded(plan), *buffers.still_unsharded(plan, every), *made_gradients(plan, root))
+    (flat,) = joined_last(plan, root)
+    earlier = flat._replace(n_bytes=flat.n_bytes * plan.twice, formula=f"M_2·{flat.formula}")
+    joining = Moment("joining the root's gradients, not to be reduced yet", Phase.BACKWARD, _there(plan, *held, earlier, flat))
+    if not plan.sums_tied:
+        return (joining,)
+    width, waiting = plan.width.compute, plan.waiting_elements
+    tied = Line(Kind.UNSHARDED_GRADIENTS, 2 * width * waiting, outside.SUM_OF_TIED, product(2 * width, waiting), INPUT_BUFFER)
+    summing = Moment(f"{outside.SUM_OF_TIED}, not to be reduced yet", Phase.BACKWARD, _there(plan, *held, earlier, tied))
+    return joining, summing
+
+
+def _there(plan: FlatPlan, *lines: Line) -> tuple[Line, ...]:
+    """These lines; nothing of them at the places of a column that have one micro-batch a step."""
+    if isinstance(plan.several, int):
+        return lines
+    return tuple(line._replace(n_bytes=line.n_bytes * plan.several) for line in lines)

@@ -1,0 +1,44 @@
+"""Which jobs does FSDP1 refuse, and which are not modelled with it?"""
+
+from zeroplan.errors import SpecError
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+
+def check_fsdp1(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
+    """Refuse what FSDP1 cannot run, and what is not modelled with it, in one line.
+
+    >>> from zeroplan.spec.model import ModelSpec
+    >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    ...                  num_key_value_heads=2, head_dim=16, vocab_size=256)
+    >>> check_fsdp1(tiny, RecipeSpec(engine="fsdp1", optimizer="muon"), MeshSpec(dp_shard=8))
+    Traceback (most recent call last):
+    zeroplan.errors.SpecError: engine 'fsdp1' with optimizer 'muon' (it takes matrices, and shards are flat) fails; use 'adamw'
+    """
+    if recipe.engine != "fsdp1":
+        return
+    if recipe.optimizer == "muon":
+        raise SpecError("engine 'fsdp1' with optimizer 'muon' (it takes matrices, and shards are flat) fails; use 'adamw'")
+    for asked, instead in (
+        (mesh.dp_shard == 1 and "one rank that shards, where it shards nothing (NO_SHARD),", "engine 'ddp', or more GPUs"),
+        (recipe.loss == "chunked" and "loss 'chunked'", "loss 'full'"),
+        (model.profile is not None and "a profile", "engine 'fsdp2'"),
+        *_of_adapters(model, recipe),
+    ):
+        if asked:
+            raise SpecError(f"engine 'fsdp1' with {asked} is not modelled; use {instead}")
+
+
+def _of_adapters(model: ModelSpec, recipe: RecipeSpec) -> tuple[tuple[str | bool, str], ...]:
+    options, around = recipe.fsdp1, recipe.fsdp1.checkpoints_units
+    if model.adapter is None:
+        return ((around and recipe.recompute != "full" and "checkpoints_units without recompute 'full'", "false for it"),)
+    return (
+        (not options.wraps_adapters and "adapters in the unit of their block", "wraps_adapters=true, as peft wraps them"),
+        (options.forward_prefetch and "forward_prefetch and LoRA", "false for it"),
+        (recipe.recompute == "selective" and "recompute 'selective' and LoRA", "recompute 'full'"),
+        (recipe.offload_activations and "offload_activations and LoRA", "recompute 'full' alone"),
+        (recipe.recompute_layers is not None and "recompute_layers and LoRA", "all layers"),
+        (around and recipe.recompute != "full" and "checkpoints_units without recompute 'full'", "false for it"),
+    )

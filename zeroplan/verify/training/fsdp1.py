@@ -1,0 +1,143 @@
+"""FSDP1 (``FullyShardedDataParallel``) as accelerate puts it around a model, and what its buffers are for."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, _runtime_utils
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+from torch.utils.checkpoint import checkpoint
+
+from zeroplan.ledger import Kind, Phase
+from zeroplan.spec.recipe import Fsdp1Options, RecipeSpec
+from zeroplan.verify.pretended.addresses import addresses
+from zeroplan.verify.training.ddp import autocast
+from zeroplan.verify.training.engine import COMPUTE, Requesting, all_labelled
+from zeroplan.verify.training.fsdp2 import forward_and_backward
+from zeroplan.verify.training.optimizers import make_optimizer, trained
+from zeroplan.verify.training.workload import Workload
+from zeroplan.verify.watching.watcher import Watcher
+
+
+class Fsdp1:
+    """``FullyShardedDataParallel`` around every block and around the whole."""
+
+    handed_on = Kind.UNSHARDED_GRADIENTS
+    kept: Kind | None = Kind.GRADIENTS
+
+    def __init__(self, work: Workload, recipe: RecipeSpec, mesh: DeviceMesh) -> None:
+        self._model = shard(work, recipe, mesh)
+        self._work, self._recipe = work._replace(module=self._model), recipe
+        if recipe.fsdp1.checkpoints_units:
+            _checkpoint(self._model, work.blocks)
+        self.optimizer = make_optimizer(trained(self._model), recipe, work.blocks)
+
+    def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
+        """Run one forward and backward pass; gradients are reduced in the last of a step, or in each."""
+        quiet = nullcontext() if last or self._recipe.sync_every_micro_batch else self._model.no_sync()
+        with quiet, self._casting():
+            forward_and_backward(self._model, self._work, enter, keep_logits=bool(self._recipe.keep_logits))
+
+    def _casting(self) -> AbstractContextManager[object]:
+        """Autocast where adapters are in fp32, to whose dtype peft casts their inputs: as accelerate has it, for all models."""
+        adapted = any(".lora_" in name for name, _ in self._work.module.named_modules())
+        return autocast(self._recipe, "cuda") if adapted else nullcontext()
+
+    def optimizer_step(self) -> None:
+        """Update this rank's shards."""
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad()
+
+    def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
+        """Tell buffers apart by the function of FSDP1 that asks for them."""
+        return _watched(watcher)
+
+
+@contextmanager
+def _watched(watcher: Watcher) -> Iterator[None]:
+    with addresses(), all_labelled(watcher, _REQUESTING):
+        yield
+
+
+def shard(work: Workload, recipe: RecipeSpec, mesh: DeviceMesh) -> FullyShardedDataParallel:
+    """Put ``FullyShardedDataParallel`` around every block and around the whole, over the ranks of a mesh."""
+    options, replicated = recipe.fsdp1, mesh.ndim > 1
+    return FullyShardedDataParallel(
+        work.module,
+        process_group=None if replicated else mesh.get_group(),
+        device_mesh=mesh if replicated else None,
+        sharding_strategy=strategy(recipe, replicated=replicated),
+        auto_wrap_policy=partial(lambda_auto_wrap_policy, lambda_fn=_units(work, options)),
+        mixed_precision=mixed_precision(recipe),
+        backward_prefetch=_PREFETCH[options.backward_prefetch],
+        forward_prefetch=options.forward_prefetch,
+        limit_all_gathers=options.limit_all_gathers,
+        use_orig_params=options.use_orig_params,
+        device_id=torch.device(mesh.device_type, 0) if mesh.device_type == "cuda" else None,
+    )
+
+
+def _checkpoint(model: FullyShardedDataParallel, blocks: tuple[nn.Module, ...]) -> None:
+    """Let a checkpoint call every block's unit, reentrant as the Trainer's were."""
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        if unit.module in blocks:
+            unit.forward = partial(_called_again, unit.forward)  # type: ignore[method-assign]
+
+
+def _called_again(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+    return checkpoint(partial(forward, **kwargs), *args, use_reentrant=True, preserve_rng_state=False)
+
+
+def _units(work: Workload, options: Fsdp1Options) -> Callable[[nn.Module], bool]:
+    """Which modules are units: the blocks, and what peft's own policy takes beside them."""
+    blocks = {id(block) for block in work.blocks}
+
+    def is_a_unit(module: nn.Module) -> bool:
+        return id(module) in blocks or (options.wraps_adapters and id(module) in adapters)
+
+    adapters = {
+        id(module) for name, module in work.module.named_modules() if ".lora_" in name and _has_a_trained_weight(module)
+    }
+    return is_a_unit
+
+
+def _has_a_trained_weight(module: nn.Module) -> bool:
+    """As ``peft.utils.other.fsdp_auto_wrap_policy`` asks."""
+    weight = getattr(module, "weight", None)
+    return not list(module.children()) and weight is not None and bool(weight.requires_grad)
+
+
+def strategy(recipe: RecipeSpec, *, replicated: bool) -> ShardingStrategy:
+    """What is sharded, and whether groups of ranks hold replicas of it."""
+    if recipe.zero_stage == 3:
+        return ShardingStrategy.HYBRID_SHARD if replicated else ShardingStrategy.FULL_SHARD
+    return ShardingStrategy._HYBRID_SHARD_ZERO2 if replicated else ShardingStrategy.SHARD_GRAD_OP
+
+
+def mixed_precision(recipe: RecipeSpec) -> MixedPrecision | None:
+    """The dtypes in which FSDP1 computes and reduces."""
+    if not recipe.precision.endswith("mixed"):
+        return None
+    param_dtype = COMPUTE[recipe.precision]
+    return MixedPrecision(
+        param_dtype=param_dtype,
+        reduce_dtype=torch.float32 if recipe.fsdp1.reduce_dtype == "fp32" else param_dtype,
+        buffer_dtype=param_dtype,
+    )
+
+
+_PREFETCH = {
+    "backward_pre": BackwardPrefetch.BACKWARD_PRE, "backward_post": BackwardPrefetch.BACKWARD_POST, "no_prefetch": None,
+}  # fmt: skip
+_REQUESTING: Requesting = (
+    (FlatParamHandle, "_use_low_precision_shard", Kind.GATHER),
+    (FlatParamHandle, "_alloc_padded_unsharded_flat_param", Kind.UNSHARDED_PARAMETERS),
+    (_runtime_utils, "_reduce_grad", Kind.REDUCE),
+)
