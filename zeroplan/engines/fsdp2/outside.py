@@ -183,11 +183,11 @@ def not_reduced(plan: Plan) -> tuple[Moment, ...]:
     last = _sum(plan) if plan.sums_tied else buffers.flowing(plan, "gradient that flows into the embedding")
     name = "backward of the embedding, gradients not to be reduced yet"
     (blocks,) = plan.left_behind(plan.every_layer)
-    unsharded = buffers.outside_unsharded(plan)
+    unsharded, held = buffers.outside_unsharded(plan), (*plan.persistent, *buffers.output(plan))
     if plan.ends is None:
-        alive = (*plan.persistent, *unsharded, blocks, _root_not_reduced(plan), last)
+        alive = (*held, *unsharded, blocks, _root_not_reduced(plan), last)
     else:
-        alive = (*plan.persistent, unsharded[0], blocks, _ends_not_reduced(plan, plan.ends), last)
+        alive = (*held, unsharded[0], blocks, _ends_not_reduced(plan, plan.ends), last)
     return (Moment(name, Phase.BACKWARD, alive),)
 
 
