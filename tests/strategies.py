@@ -18,7 +18,7 @@ from zeroplan import BatchSpec, ClusterSpec, DdpOptions, Fsdp2Options, JobSpec, 
 from zeroplan.catalog.gpu import gpu, gpu_names
 from zeroplan.engines.optimizers import IMPLEMENTATIONS, RAISES_ON_DTENSORS
 from zeroplan.errors import SpecError
-from zeroplan.spec import megatron
+from zeroplan.spec import megatron, releases
 from zeroplan.spec.adapter import ADAPTED_FAMILIES, GROUPS, AdapterSpec
 from zeroplan.spec.family import (
     DISPATCHED_FAMILIES,
@@ -36,7 +36,7 @@ from zeroplan.spec.job import ENGINE_STAGES
 from zeroplan.spec.model import LinearSpec, MlaSpec
 from zeroplan.spec.pipeline import PIPELINED, SPLIT
 from zeroplan.spec.profile import model_of
-from zeroplan.spec.recipe import ADAM, DeepSpeedOptions, MegatronOptions
+from zeroplan.spec.recipe import ADAM, ON_PAPER, DeepSpeedOptions, Fsdp1Options, MegatronOptions
 from zeroplan.spec.split import SHARED_BESIDE_EXPERTS, SPLIT_FAMILIES
 
 T = TypeVar("T")
@@ -178,7 +178,7 @@ def profiled(draw: Random) -> ModelSpec:
 
 #: Which engines train a model in which manner: in words, all of which a recipe keeps to.
 _MANNERS = {
-    "whole": ("ddp", "fsdp2", "deepspeed", "paper", "megatron"), "lora": ("ddp", "fsdp2", "deepspeed"),
+    "whole": ("ddp", "fsdp1", "fsdp2", "deepspeed", "paper", "megatron"), "lora": ("ddp", "fsdp1", "fsdp2", "deepspeed"),
     "frozen": ("ddp", "fsdp2", "deepspeed"), "profile": ("ddp", "fsdp2", "deepspeed"), "divided": ("paper",),
     **dict.fromkeys(("tp", "cp", "tp cp", "ep", "cp ep", "pp", "pp tp", "pp cp", "pp tp cp", "pp ep", "pp cp ep"), ("fsdp2",)),
 }  # fmt: skip
@@ -197,6 +197,8 @@ def recipe(draw: Random, engines: Sequence[str] = ENGINES, *, manner: str = "who
     _only_what_goes(said, {*manner.split()})
     if engine == "ddp":
         said["ddp"] = _ddp(draw)
+    if engine == "fsdp1":
+        said["fsdp1"] = _fsdp1(draw, adapted="lora" in manner, recompute=said["recompute"])
     if engine == "fsdp2":
         said["fsdp2"] = _fsdp2(draw, said, manner)
     if engine == "deepspeed":
@@ -296,6 +298,16 @@ def _paper(draw: Random) -> dict[str, Any]:
         "activation_model": "megatron" if by_megatron else "module",
         "sequence_parallel": by_megatron and draw.choice((True, False)),
     }
+
+
+def _fsdp1(draw: Random, *, adapted: bool, recompute: str) -> Fsdp1Options:
+    return Fsdp1Options(
+        use_orig_params=draw.choice((False, True)), forward_prefetch=not adapted and _mostly(draw, False, True),
+        backward_prefetch=_mostly(draw, "backward_pre", "backward_post", "no_prefetch"),
+        limit_all_gathers=_mostly(draw, True, False),
+        reduce_dtype=draw.choice(("fp32", "param")), wraps_adapters=adapted or draw.choice((True, False)),
+        checkpoints_units=recompute == "full" and draw.choice((True, False)),
+    )  # fmt: skip
 
 
 def _fsdp2(draw: Random, said: dict[str, Any], manner: str) -> Fsdp2Options:
@@ -403,7 +415,7 @@ def mesh(draw: Random, told: RecipeSpec, **ways: int) -> MeshSpec:
     ranks = factor * _about(draw, 1, max(1, 2048 // factor))
     return MeshSpec(
         dp_shard=_up(ranks, ways.get("ep", 1)),
-        dp_replicate=_mostly(draw, 1, 2, 4) if told.engine in ("fsdp2", "paper") else 1,
+        dp_replicate=_mostly(draw, 1, 2, 4) if told.engine in ("fsdp1", "fsdp2", "paper") else 1,
         **ways,
     )
 
@@ -414,7 +426,7 @@ def _whole(draw: Random, engines: Sequence[str]) -> JobSpec:
     one = model(draw, families)
     return JobSpec(
         model=one,
-        recipe=_with_ends(draw, _of_some_layers(draw, told, one), one),
+        recipe=_of_a_release(draw, _with_ends(draw, _of_some_layers(draw, told, one), one), one),
         mesh=mesh(draw, told),
         batch=batch(draw, one),
         cluster=_of_nodes(cluster(draw), told),
@@ -432,6 +444,17 @@ def _of_some_layers(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpe
     if told.recompute == "none" or told.offload_activations or told.engine == "paper" or draw.randint(0, 3) < 3:
         return told
     return replace(told, recompute_layers=draw.randint(1, one.num_hidden_layers))
+
+
+def _of_a_release(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
+    """Train with an older release of transformers, if that is modelled."""
+    modelled = (
+        one.family in releases.FAMILIES and told.engine not in ON_PAPER and told.loss == "full" and told.kernels == "cuda"
+    )
+    if not modelled or (one.sliding_window is not None and told.attention == "sdpa"):
+        return told
+    later = ("4.55",) if told.attention == "flash" else ()
+    return replace(told, transformers=draw.choice((None, "4.45", "4.48.1", "4.53", "5.0", *later)))
 
 
 def _with_ends(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
@@ -547,9 +570,27 @@ def _by_megatron(draw: Random, engines: Sequence[str]) -> JobSpec:
         pipeline_schedule="interleaved-1f1b" if each > 1 else draw.choice((None, "1f1b")) if pp > 1 else None,
         pipeline_stages_per_rank=each if each > 1 else draw.choice((None, 1)) if pp > 1 else None,
     )
+    told = replace(told, megatron=replace(told.megatron, **_megatron_in_detail(draw, told, one, pp=pp, interleaved=each > 1)))
     ep = draw.choice([ways for ways in (1, 2, 4) if one.moe.num_experts % ways == 0]) if one.moe else 1
     fed = batch(draw, one, multiple=2 * cp if cp > 1 else 1, steps=pp)
     return JobSpec(model=one, recipe=told, mesh=mesh(draw, told, tp=tp, cp=cp, pp=pp, ep=ep), batch=fed, cluster=cluster(draw))
+
+
+def _megatron_in_detail(draw: Random, told: RecipeSpec, one: ModelSpec, *, pp: int, interleaved: bool) -> dict[str, Any]:
+    """Options that go with few others."""
+    narrow = told.zero_stage == 1 and told.precision == "bf16-mixed" and draw.randint(0, 3) == 3
+    defers = pp > 1 and told.megatron.gradient_accumulation_fusion and draw.choice((True, False))
+    return {
+        "make_vocab_size_divisible_by": _mostly(draw, 128, 64),
+        "microbatch_group_size_per_virtual_pipeline_stage": _mostly(draw, None, pp, 2 * pp) if interleaved else None,
+        "expert_tensor_parallel_size": _mostly(draw, 1, 2) if one.moe is not None else 1,
+        "num_distributed_optimizer_instances": _mostly(draw, 1, 2) if told.zero_stage == 1 else 1,
+        "defer_embedding_wgrad_compute": defers, "wgrad_deferral_limit": _mostly(draw, 0, 1) if defers else 0,
+        "use_precision_aware_optimizer": narrow, "main_grads_dtype": draw.choice(("fp32", "bf16")) if narrow else "fp32",
+        "main_params_dtype": draw.choice(("fp32", "fp16")) if narrow else "fp32",
+        "exp_avg_dtype": draw.choice(("fp32", "bf16", "fp8")) if narrow else "fp32",
+        "exp_avg_sq_dtype": draw.choice(("fp32", "fp16")) if narrow else "fp32",
+    }  # fmt: skip
 
 
 def _by_torchtitan(draw: Random, engines: Sequence[str]) -> JobSpec:
@@ -610,7 +651,7 @@ _SPLITS = tuple(
 )
 #: Every manner of training, the engines that have it, and how often it is drawn.
 _JOBS: tuple[tuple[Drawn, tuple[str, ...], int], ...] = (
-    (_whole, ("ddp", "fsdp2", "deepspeed", "paper"), 8), (_tuned, _MANNERS["lora"], 3), (_frozen, _MANNERS["frozen"], 2),
+    (_whole, ("ddp", "fsdp1", "fsdp2", "deepspeed", "paper"), 9), (_tuned, _MANNERS["lora"], 3), (_frozen, _MANNERS["frozen"], 2),
     (_profiled_job, _MANNERS["profile"], 1), (_split, ("fsdp2",), 7), (_by_megatron, ("megatron",), 2), (_divided, ("paper",), 1),
     (_by_torchtitan, ("fsdp2",), 1),
 )  # fmt: skip

@@ -39,7 +39,7 @@ def test_a_wrong_flag_is_answered_with_the_right_one(run: Run, wrong: tuple[str,
 def test_a_job_file_and_python_are_told_the_same(run: Run, tmp_path: Path):
     (tmp_path / "job.toml").write_text('model = "gpt2"\nbatch_size = 4\n')
     assert "batch_size: no such key; here it is micro_batch" in run("estimate", str(tmp_path / "job.toml"))[2]
-    with pytest.raises(TypeError, match=r"job\(\) takes no 'batch_size'; here it is micro_batch"):
+    with pytest.raises(TypeError, match=r"job\(\) has no parameter 'batch_size'; here it is micro_batch"):
         job(model="gpt2", batch_size=4)
 
 

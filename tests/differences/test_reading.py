@@ -128,9 +128,9 @@ def with_pickle(content: bytes) -> tuple[str, bytes]:
 
 FAULTS = [
     (*with_pickle(RUNS_A_COMMAND), "it wants to run os.system"), (*with_pickle(ASKS_OUTSIDE), "something outside itself"),
-    (*with_pickle(REMEMBERS_AT_A_FAR_PLACE), "more memory than there is"),
-    (*with_pickle(SAYS_IT_IS_LONG), "more memory than there is"),
-    (*with_pickle(b""), "no complete pickle"), ("file", pickle.dumps({"a": 1})[:-3], "no complete pickle"),
+    (*with_pickle(REMEMBERS_AT_A_FAR_PLACE), "more memory than its size justifies"),
+    (*with_pickle(SAYS_IT_IS_LONG), "more memory than its size justifies"),
+    (*with_pickle(b""), "not a complete pickle"), ("file", pickle.dumps({"a": 1})[:-3], "not a complete pickle"),
     ("file", RUNS_A_COMMAND, "it wants to run os.system"), ("file", b"cos\nsystem\n(S'touch harmed'\ntR.", "file"),
     ("a.json", b"[" * 200_000, "nested too deep"), ("a.json", b'{"a":' * 200_000, "nested too deep"),
     ("a.toml", b"a = " + b"[" * 200_000, "nested too deep"), ("a.yaml", b"a: " + b"[" * 5_000, "nested too deep"),
@@ -139,7 +139,7 @@ FAULTS = [
     ("a.jsonl", b"{}\n{}\n", "many cases"),
     ("a.gz", gzip.compress(b'{"content": "zeroplan dryrun"}')[:-9], "cut off or damaged"),
     ("a.gz", b"\x1f\x8b", "cut off or damaged"),
-    ("a.gz", gzip.compress(b" " * (LARGEST_BYTES + 1)), "holds more than 64 MiB"), ("a.gz", gzip.compress(b"hello"), "not JSON"),
+    ("a.gz", gzip.compress(b" " * (LARGEST_BYTES + 1)), "contains more than 64 MiB"), ("a.gz", gzip.compress(b"hello"), "not JSON"),
     ("a.gz", gzip.compress(b"\xff\xfe"), "not UTF-8"),
     ("a.json", b'{"traceEvents": [' + b"[]," * 10, "not JSON"), ("a.json", b'{"traceEvents": [7]}', "not one that zeroplan wrote"),
     ("a.json", b'{"traceEvents": []}', "not one that zeroplan wrote"),

@@ -73,7 +73,8 @@ def test_the_last_global_block_has_local_ones_below_it():
 def test_attention_is_run_again_in_selective_recomputation_of_megatron():
     recipe = RecipeSpec(engine="megatron", zero_stage=0, recompute="selective", attention="eager")
     answer = estimate(JobSpec(model=replace(LLAMA, vocab_size=2), recipe=recipe, batch=BatchSpec(seq_len=2048)))
-    assert answer.peak.name == "backward of attention, recomputed"
+    assert answer.peak.name == "backward of a layer, recomputed"
+    assert "what core attention keeps, made again" in [line.reason for line in answer.peak.lines]
 
 
 def test_two_numbers_of_gpus_of_a_node_contradict_each_other():

@@ -31,6 +31,8 @@ class LocalTensor(NamedTuple):
     shape: tuple[Int, ...]
     repeat: int = 1
     in_block: bool = True
+    may_be_empty: bool = False
+    """Without an element on this rank it has no gradient, and so no state (FSDP1's views of original parameters)."""
 
     @property
     def numel(self) -> Int:
@@ -250,7 +252,7 @@ def state_lines(
     n_bytes = element_bytes * total_elements(tensors)
     formula = times(element_bytes, symbol)
     lines = tuple(Line(Kind.OPTIMIZER_STATE, n_bytes, state, formula, _SOURCE) for state in _ELEMENTWISE_STATES[optimizer])
-    return (*lines, *step_counters(optimizer, impl, sum(tensor.repeat for tensor in tensors)))
+    return (*lines, *step_counters(optimizer, impl, _updated(tensors)))
 
 
 def step_temporary_lines(
@@ -293,7 +295,15 @@ def total_elements(tensors: Sequence[LocalTensor]) -> Int:
     return total
 
 
-def step_counters(optimizer: Optimizer, impl: OptimizerImpl, count: int) -> tuple[Line, ...]:
+def _updated(tensors: Sequence[LocalTensor]) -> Int:
+    """How many tensors have a state."""
+    count: Int = 0
+    for tensor in tensors:
+        count = count + (where(tensor.numel > 0, tensor.repeat, 0) if tensor.may_be_empty else tensor.repeat)
+    return count
+
+
+def step_counters(optimizer: Optimizer, impl: OptimizerImpl, count: Int) -> tuple[Line, ...]:
     """Return what counts the steps of so many tensors, where that is on the GPU. [bytes]
 
     >>> [line.n_bytes for line in step_counters("adamw", "fused", 3)], step_counters("adamw", "foreach", 3)
@@ -403,7 +413,7 @@ def _in_turn(tensors: Sequence[LocalTensor]) -> list[tuple[Int, LocalTensor]]:
     before: Int = 0
     for index, tensor in enumerate(tensors):
         pairs.append((before, tensor))
-        before = tensor.numel
+        before = where(tensor.numel > 0, tensor.numel, before) if tensor.may_be_empty else tensor.numel
         ends_block = index + 1 == len(tensors) or tensors[index + 1].repeat != tensor.repeat
         if tensor.repeat > 1 and ends_block:
             pairs.append((before, _first_of_block(tensors, index)))

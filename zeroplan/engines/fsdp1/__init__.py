@@ -30,9 +30,8 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     """
     plan = flat_plan(model, recipe, mesh, batch)
     states = (*plan.persistent, _gradients(plan))
-    temporaries = step_temporary_lines(
-        recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol=f"{plan.trained_symbol}/N"
-    )
+    updated = "U" if recipe.fsdp1.use_orig_params else f"{plan.trained_symbol}/N"
+    temporaries = step_temporary_lines(recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol=updated)
     activations = activations_away(plan)
     return Account(
         states=states,

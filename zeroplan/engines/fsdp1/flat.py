@@ -83,7 +83,8 @@ def flat_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     cut = _flattened(cut, n, aligned)
     tensors = tuple(_local_tensors(cut, n, aligned, views=recipe.fsdp1.use_orig_params))
     autocast = width.mixed and cut.is_partly_frozen and not model.is_quantised
-    return FlatPlan(*plan_of(cut, tensors, (), model, recipe, mesh, batch, autocast=autocast))
+    updated = "U" if recipe.fsdp1.use_orig_params else None  # the gaps between aligned parameters are not updated
+    return FlatPlan(*plan_of(cut, tensors, (), model, recipe, mesh, batch, autocast=autocast, updated=updated))
 
 
 def _flattened(cut: Cut, n: Int, aligned: int) -> Cut:
@@ -173,4 +174,4 @@ def _local_tensors(cut: Cut, n: Int, aligned: int, *, views: bool) -> Iterator[L
         for parameter, offset in zip(parameters, _offsets(parameters, aligned), strict=False):
             here = minimum(maximum(group.shard - offset, 0), parameter.numel)
             if not isinstance(here, int) or here:
-                yield LocalTensor((here,), repeat)
+                yield LocalTensor((here,), repeat, may_be_empty=True)

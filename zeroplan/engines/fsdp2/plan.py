@@ -261,11 +261,12 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
 
 def plan_of(
     cut: Cut, tensors: tuple[LocalTensor, ...], frozen_tensors: tuple[LocalTensor, ...], model: ModelSpec, recipe: RecipeSpec,
-    mesh: Mesh, batch: Batch, *, part: Layout | None = None, autocast: bool = False,
+    mesh: Mesh, batch: Batch, *, part: Layout | None = None, autocast: bool = False, updated: str | None = None,
 ) -> Plan:  # fmt: skip
     """Collect what every moment needs of groups that have been made, of which this rank trains some tensors.
 
-    ``autocast`` says that the loop runs the model under ``torch.autocast``, too.
+    ``autocast`` says that the loop runs the model under ``torch.autocast``, too. ``updated`` is the symbol of the elements that
+    this rank updates, if they are not its share of all padded parameters.
     """
     tp, ep, cp = int(mesh.tp), int(mesh.ep), int(mesh.cp)
     width, n = widths(recipe.precision), mesh.dp_shard * cp
@@ -278,7 +279,7 @@ def plan_of(
     impl = implementation_of(recipe)
     frozen_width = width.stored if model.frozen else width.compute
     parameters, symbol = parameter_lines(cut, width, frozen=frozen_width)
-    optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=symbol)
+    optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=updated or symbol)
     persistent = (*parameters, *cut.beside, *optimizer, *tree.buffers, *tables)
     in_the_loop = () if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
     return Plan(
