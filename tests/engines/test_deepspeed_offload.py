@@ -77,7 +77,7 @@ def trains_in(answer: Estimate) -> int:
         (0, {"offload_optimizer": "cpu"}, "needs ZeRO stage 1, 2 or 3"),
         (2, {"offload_optimizer": "cpu", "precision": "bf16"}, "use 'bf16-mixed'"),
         (2, {"offload_optimizer": "cpu", "deepspeed": DeepSpeedOptions(compute_grad_norm=False)}, "refused by DeepSpeed"),
-        (3, {"offload_optimizer": "cpu", "engine": "fsdp2"}, "to host memory together"),
+        (3, {"offload_optimizer": "cpu", "engine": "fsdp2"}, "gradients and optimizer together"),
         (3, {"offload_optimizer": "cpu", "engine": "paper"}, "use engine 'deepspeed' or 'fsdp2'"),
     ],
 )
