@@ -9,7 +9,6 @@ import pytest
 
 from zeroplan.spec.job import ENGINE_STAGES
 
-
 #: FSDP1's step is FSDP2's, with other units and another way of a gradient.
 _BUILT_ON = {"fsdp1": {"fsdp2"}}
 
