@@ -20,7 +20,6 @@ from typing import Protocol, Self, cast
 import torch
 from torch import nn
 from torch._ops import OpOverload
-from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import OpSchema
@@ -342,7 +341,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             return watch.block.operation in _ZEROS
         alone = torch._C._storage_Use_Count(storage._cdata) == _STORAGE_AND_PYTHON
         users: int = operand._use_count()  # type: ignore[attr-defined]  # torch leaves it out of its stubs
-        return alone and users == _BUFFER_STACK_AND_PYTHON and is_dense(operand)
+        return (
+            alone and users == _BUFFER_STACK_AND_PYTHON and torch._prims_common.is_non_overlapping_and_dense_or_false(operand)
+        )
 
 
 def _tensors(args: tuple[object, ...]) -> Iterator[torch.Tensor]:
