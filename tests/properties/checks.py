@@ -252,8 +252,14 @@ def _of_optimizer(job: JobSpec) -> int:
 
 
 def _gathers_ahead(job: JobSpec) -> bool:
-    """DeepSpeed's stage 3 does, by elements: what is there at once depends on what comes next."""
-    return job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 3
+    """Whether what is there at once depends on what comes next.
+
+    DeepSpeed's stage 3 gathers ahead by elements. FSDP2 gathers an embedding that is a unit of its own ahead in the first block's
+    backward; in a model of one block the head's gradients are still being reduced then.
+    """
+    recipe = job.recipe
+    alone = recipe.engine == "fsdp2" and recipe.fsdp2.shards_ends and job.model.num_hidden_layers == 1
+    return (recipe.engine == "deepspeed" and recipe.zero_stage == 3) or alone
 
 
 def _gathered(job: JobSpec, name: str) -> int:
