@@ -35,7 +35,7 @@ _NOT_PROSE = re.compile(
     r"^```.*?^```$|^<!-- generated: .*?<!-- end -->|<!--.*?-->|`[^`\n]+`|\]\([^)]*\)", re.MULTILINE | re.DOTALL
 )
 #: Not rewritten yet.
-_LATER = {"docs/megatron.md", "docs/measured-on-gpus.md"}
+_LATER = {"docs/measured-on-gpus.md"}
 
 
 def prose(text: str) -> str:
