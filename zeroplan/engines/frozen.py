@@ -11,7 +11,7 @@ def frozen_lines(model: ModelSpec, element_bytes: int, other_bytes: int, words: 
     if not has_frozen(model):
         return ()
     if model.adapter is not None and model.is_quantised:
-        from zeroplan.engines.quantised import quantised_lines  # noqa: PLC0415  the others' answers need not wait for it
+        from zeroplan.engines.quantised import quantised_lines  # noqa: PLC0415  keeps start-up fast
 
         return quantised_lines(model, model.adapter.quantize, element_bytes=element_bytes, other_bytes=other_bytes)
     n_bytes = element_bytes * (parameter_count(model) - trained_count(model))
@@ -25,7 +25,7 @@ def frozen_symbols(model: ModelSpec) -> tuple[Symbol, ...]:
     trained = trained_count(model)
     of_trained = Symbol("Ψ", trained, "parameters that are trained")
     if model.is_quantised:
-        from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  the others' answers need not wait for it
+        from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  keeps start-up fast
 
         return (of_trained, *quantised_symbols(model))
     return (of_trained, Symbol("Ψ_frozen", parameter_count(model) - trained, "parameters that are frozen"))

@@ -197,7 +197,7 @@ def implementation_of(recipe: RecipeSpec) -> OptimizerImpl:
     if recipe.engine == "megatron":
         return "fused"
     if recipe.engine == "deepspeed":
-        from zeroplan.engines.deepspeed import optimizer_impl  # noqa: PLC0415  the others' answers need not wait for it
+        from zeroplan.engines.deepspeed import optimizer_impl  # noqa: PLC0415  keeps start-up fast
 
         return optimizer_impl(recipe)
     impl = implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.offloads_states)

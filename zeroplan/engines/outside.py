@@ -20,6 +20,6 @@ def outside(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, 
     )
     if cp == 1:
         return head
-    from zeroplan.transformer.context import with_shared_sequences  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.transformer.context import with_shared_sequences  # noqa: PLC0415  keeps start-up fast
 
     return with_shared_sequences(head, batch, cp)

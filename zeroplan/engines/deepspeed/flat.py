@@ -74,7 +74,7 @@ def row_as_held(model: ModelSpec, element_bytes: int) -> Row:
     """Lay out the parameters as stage 3 shards them: weights in four bits are columns of numbers in the compute dtype."""
     if not model.is_quantised:
         return row(model)
-    from zeroplan.engines.quantised import packed_layout  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.engines.quantised import packed_layout  # noqa: PLC0415  keeps start-up fast
 
     return _row(model, packed_layout(model, element_bytes))
 

@@ -37,7 +37,7 @@ def moments(plan: FlatPlan, step: tuple[Line, ...]) -> Moments:
 def _micro_batch(plan: FlatPlan, trace: Trace) -> "FlatMicroBatch":
     if not plan.is_partly_frozen:
         return FlatMicroBatch(plan, trace, Units(plan))
-    from zeroplan.engines.fsdp1.adapters import AdaptedMicroBatch  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.engines.fsdp1.adapters import AdaptedMicroBatch  # noqa: PLC0415  keeps start-up fast
 
     return AdaptedMicroBatch(plan, trace, Units(plan))
 

@@ -37,7 +37,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     Source: the files named in each line; verified against real runs on CPU tensors with a fake process group.
     """
     if mesh.cp != 1:
-        from zeroplan.transformer.context import local_batch  # noqa: PLC0415  the others' answers need not wait for it
+        from zeroplan.transformer.context import local_batch  # noqa: PLC0415  keeps start-up fast
 
         batch = local_batch(batch, int(mesh.cp))
     plan = make_plan(model, recipe, mesh, batch)
@@ -124,7 +124,7 @@ def _padded(plan: Plan, group: Group) -> Symbol:
 
 
 def _of_experts(plan: Plan, model: ModelSpec) -> Iterator[Symbol]:
-    from zeroplan.engines.fsdp2 import experts  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.engines.fsdp2 import experts  # noqa: PLC0415  keeps start-up fast
 
     yield from experts.symbols(plan)
     yield experts.local_experts(model, plan.ep)
@@ -133,7 +133,7 @@ def _of_experts(plan: Plan, model: ModelSpec) -> Iterator[Symbol]:
 def _of_quantised(model: ModelSpec) -> tuple[Symbol, ...]:
     if not model.is_quantised:
         return ()
-    from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  keeps start-up fast
 
     return quantised_symbols(model)
 
@@ -179,7 +179,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     """Say what a recipe's notes say, and where sharding by dim 0 leaves rank 0 with clearly more than its share."""
     yield from notes_of(plan.recipe)
     if plan.has_experts_apart:
-        from zeroplan.engines.fsdp2.experts import NOTE as EVENLY  # noqa: PLC0415  the others' answers need not wait for it
+        from zeroplan.engines.fsdp2.experts import NOTE as EVENLY  # noqa: PLC0415  keeps start-up fast
 
         yield EVENLY
         return

@@ -148,7 +148,7 @@ def _ends(tree: Layout, learning: Layout, n: Int) -> Ends:
 def _parameters(model: ModelSpec, width: Widths, *, tp: int, ep: int) -> tuple[Layout, tuple[Line, ...]]:
     """What a rank's groups are made of: tensors as they are split, packed or shared out; and what lies beside packed ones."""
     if model.is_quantised:
-        from zeroplan.engines.quantised import packed_layout, scales_of  # noqa: PLC0415  the others' answers need not wait for it
+        from zeroplan.engines.quantised import packed_layout, scales_of  # noqa: PLC0415  keeps start-up fast
 
         return packed_layout(model, width.compute), scales_of(model)
     if ep != 1:
@@ -159,7 +159,7 @@ def _parameters(model: ModelSpec, width: Widths, *, tp: int, ep: int) -> tuple[L
 def _block_groups(tree: Layout, n: Int, ep: int) -> tuple[Group, ...]:
     if ep == 1:
         return tuple(group_of(run.parameters, n, run.name) for run in tree.runs)
-    from zeroplan.engines.fsdp2.experts import block_group  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.engines.fsdp2.experts import block_group  # noqa: PLC0415  keeps start-up fast
 
     return tuple(block_group(run, n, ep) for run in tree.runs)
 

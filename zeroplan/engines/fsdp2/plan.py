@@ -341,13 +341,13 @@ def _program(
 
 
 def _whole_sequences(batch: Batch, ranks: int) -> Line:
-    from zeroplan.transformer.context import whole_sequences  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.transformer.context import whole_sequences  # noqa: PLC0415  keeps start-up fast
 
     return whole_sequences(batch, ranks)
 
 
 def _at_embedding(model: ModelSpec, compute: Compute, batch: Batch) -> AtEmbedding:
-    from zeroplan.transformer.split_embedding import at_the_embedding  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.transformer.split_embedding import at_the_embedding  # noqa: PLC0415  keeps start-up fast
 
     return at_the_embedding(model, compute, batch)
 

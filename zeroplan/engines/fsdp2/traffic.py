@@ -28,7 +28,7 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
     for *groups, run, one in zip(plan.blocks, plan.trained_blocks, plan.runs, plan.passes, strict=True):
         name, backward = f"{run.words} blocks", run.layers if one.points else 1  # the uppermost that no gradient reaches
         if groups[0].experts is not None:
-            from zeroplan.engines.fsdp2.experts import exchanges  # noqa: PLC0415  the others' answers need not wait for it
+            from zeroplan.engines.fsdp2.experts import exchanges  # noqa: PLC0415  keeps start-up fast
 
             calls += _of_group(
                 plan, (groups[0].of_experts, groups[1].of_experts), run.layers, f"{EXPERTS} {name}", mesh,
@@ -38,7 +38,7 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
         beside = (groups[0].beside_experts, groups[1].beside_experts)
         calls += _of_group(plan, beside, run.layers, name, mesh, batch.grad_accum_steps, reductions, backward=backward)
     if plan.at_embedding is not None:
-        from zeroplan.engines.fsdp2.split import split_collectives  # noqa: PLC0415  the others' answers need not wait for it
+        from zeroplan.engines.fsdp2.split import split_collectives  # noqa: PLC0415  keeps start-up fast
 
         calls += split_collectives(plan, batch, int(mesh.tp), reductions=reductions)
     if mesh.cp != 1:

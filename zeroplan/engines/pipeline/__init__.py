@@ -104,7 +104,7 @@ class Arranged(NamedTuple):
         """What of a batch goes through one rank."""
         if self.cp == 1:
             return batch
-        from zeroplan.transformer.context import local_batch  # noqa: PLC0415  the others' answers need not wait for it
+        from zeroplan.transformer.context import local_batch  # noqa: PLC0415  keeps start-up fast
 
         return local_batch(batch, self.cp)
 
@@ -219,7 +219,7 @@ def account_of_time(
 def _symbols(model: ModelSpec, mesh: Mesh) -> tuple[Symbol, ...]:
     if mesh.ep == 1:
         return ()
-    from zeroplan.engines.fsdp2.experts import local_experts  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.engines.fsdp2.experts import local_experts  # noqa: PLC0415  keeps start-up fast
 
     return (local_experts(model, int(mesh.ep)),)
 
@@ -282,7 +282,7 @@ def cut_lines(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> tuple[
     """Of the step's sequences, where ranks share them: what is there until its passes are over."""
     if mesh.cp == 1:
         return ()
-    from zeroplan.engines.pipeline.context import cut_for_a_step  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.engines.pipeline.context import cut_for_a_step  # noqa: PLC0415  keeps start-up fast
 
     return cut_for_a_step(batch, int(mesh.cp), sequences=_sequences(stages, batch))
 

@@ -81,7 +81,7 @@ class _Reducing:
         if plan.blocks[run].experts is None:
             yield self.reduction(plan.trained_blocks[run], last, name, alive)
             return
-        from zeroplan.engines.pipeline import experts  # noqa: PLC0415  the others' answers need not wait for it
+        from zeroplan.engines.pipeline import experts  # noqa: PLC0415  keeps start-up fast
 
         yield from experts.reducing(plan, run, self.width, name, (alive, experts.waiting(plan, run, is_first=is_first)))
 

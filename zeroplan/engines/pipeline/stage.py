@@ -235,7 +235,7 @@ def _followed(fewer: ModelSpec, tree: Layout) -> tuple[BlockRun, ...]:
 
 
 def _local_layout(model: ModelSpec, ep: int) -> Layout:
-    from zeroplan.engines.fsdp2.experts import local_layout  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.engines.fsdp2.experts import local_layout  # noqa: PLC0415  keeps start-up fast
 
     return local_layout(model, ep)
 

@@ -35,7 +35,7 @@ def collectives(
 def _among_the_split(stage: StagePlan, mesh: Mesh, batch: Batch, model: ModelSpec) -> Iterator[Collective]:
     """What ranks send among themselves that split the stage or share its sequences; they cross its boundaries side by side."""
     if mesh.tp != 1:
-        from zeroplan.engines.fsdp2.split import split_collectives  # noqa: PLC0415  the others' answers need not wait for it
+        from zeroplan.engines.fsdp2.split import split_collectives  # noqa: PLC0415  keeps start-up fast
 
         embeds, ends = stage.stage.is_first, stage.stage.is_last
         yield from split_collectives(

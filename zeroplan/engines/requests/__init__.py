@@ -46,7 +46,7 @@ def requests_of(job: JobSpec, steps: int | None = None, *, pipeline_rank: int | 
 
 
 def _of_a_pipeline(job: JobSpec, steps: int, rank: int | None) -> Log:
-    from zeroplan.engines.pipeline import account  # noqa: PLC0415  others need not wait for it
+    from zeroplan.engines.pipeline import account  # noqa: PLC0415  keeps start-up fast
     from zeroplan.engines.requests import pipeline  # noqa: PLC0415  the same
 
     if rank is None:

@@ -92,7 +92,7 @@ class Cutting:
     def chunk(self, parameter: Parameter) -> tuple[int, ...]:
         """Its shape."""
         if self.ep != 1:
-            from zeroplan.engines.fsdp2.experts import chunk  # noqa: PLC0415  others need not wait for it
+            from zeroplan.engines.fsdp2.experts import chunk  # noqa: PLC0415  keeps start-up fast
 
             return tuple(map(int, chunk(parameter, 1, n=self.n, ep=self.ep, in_block=True).shape))
         return ceil_div(parameter.shape[0], self.n), *parameter.shape[1:]

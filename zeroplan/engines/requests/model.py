@@ -101,7 +101,7 @@ class ModelPass:
     def _bytes_of(self, one: Parameter, width: int) -> int:
         if self.quantize == "none" or not one.frozen:
             return (self.width if one.frozen and self.is_adapted else width) * one.numel
-        from zeroplan.engines.quantised import is_bias, packed_bytes  # noqa: PLC0415  others need not wait for it
+        from zeroplan.engines.quantised import is_bias, packed_bytes  # noqa: PLC0415  keeps start-up fast
 
         return packed_bytes(one) if one.quantised else (self.width if is_bias(one) else width) * one.numel
 
@@ -109,7 +109,7 @@ class ModelPass:
         """What weights in four bits need beside their elements."""
         if self.quantize == "none":
             return
-        from zeroplan.engines.quantised import scales_of_each  # noqa: PLC0415  others need not wait for it
+        from zeroplan.engines.quantised import scales_of_each  # noqa: PLC0415  keeps start-up fast
 
         self._lines("scales", scales_of_each(parameters, self.quantize))
 

@@ -111,7 +111,7 @@ def _beside_shards(model: ModelSpec) -> tuple[Line, ...]:
     """List what weights in four bits need beside themselves, of which DeepSpeed knows nothing."""
     if not model.is_quantised:
         return ()
-    from zeroplan.engines.quantised import scales_of  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.engines.quantised import scales_of  # noqa: PLC0415  keeps start-up fast
 
     return scales_of(model)
 
@@ -141,7 +141,7 @@ def _of_frozen(job: Job) -> tuple[Symbol, ...]:
 def _of_quantised(job: Job) -> tuple[Symbol, ...]:
     if not job.every.model.is_quantised:
         return ()
-    from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  keeps start-up fast
 
     return (
         Symbol("Ψ_w", job.every.n_elements, f"elements of all parameters, four bits as numbers of {job.element} bytes"),
