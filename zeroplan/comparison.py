@@ -123,7 +123,7 @@ def compare(answer: Estimate, measured: Measurement, *, has_scratch: bool = Fals
     return Comparison(
         peak=Compared("peak allocated", totals[highest], steady.peak.peak_bytes),
         phases=tuple(_phases(totals, steady, loss=answer.job.recipe.loss)),
-        held=Compared("held between steps", int(total_bytes(answer.held)), steady.held_bytes),
+        held=Compared("held between steps", _held_bytes(answer, highest), steady.held_bytes),
         kinds=tuple(_by_kind(highest.lines, steady.peak.kinds)),
         collectives=tuple(_collectives(answer, measured)),
         allocator=tuple(_allocator(measured, highest=totals[highest])),
@@ -132,6 +132,12 @@ def compare(answer: Estimate, measured: Measurement, *, has_scratch: bool = Fals
         reserved=tuple(_reserved(answer, as_run, shown) for shown in measured.allocator),
         contradicted=answer.verdict == "fits" and any(_ran_out(shown) for shown in measured.allocator),
     )
+
+
+def _held_bytes(answer: Estimate, as_run: Moment) -> int:
+    """What a run holds between steps; a GPU also keeps the workspaces of matrix products. [bytes]"""
+    workspaces = (line for line in as_run.lines if line.kind is Kind.WORKSPACE)
+    return int(total_bytes((*answer.held, *workspaces)))
 
 
 def against_kinds(answer: Estimate, seen: dict[str, int], live_bytes: int) -> tuple[Compared, ...]:

@@ -294,6 +294,21 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None, replay: bool = F
     )
 
 
+def replayed_if_tight(answer: Estimate) -> Estimate:
+    """The answer with a replay of its requests, if only a replay can say whether the job runs.
+
+    That is so where the peak fits the GPU and what the allocator may reserve around it does not. A replay takes 0.1 to 0.2 s.
+    The answer stays as it is where the requests are not known.
+    """
+    if answer.replay is not None or answer.verdict != "tight":
+        return answer
+    from zeroplan.engines.requests import not_written  # noqa: PLC0415  keeps start-up fast
+
+    if not_written(answer.job):
+        return answer
+    return replace(answer, replay=_replay(answer.job, answer.pipeline[0].rank if answer.pipeline else None))
+
+
 def _replay(job: JobSpec, pipeline_rank: int | None) -> "StepReplay":
     from zeroplan.replay import StepReplay  # noqa: PLC0415  keeps start-up fast
 

@@ -3,18 +3,19 @@
 #
 #   tests/benchmarks/card.sh FOLDER [SECONDS]
 #
-# In this order: what the machine is, a smoke of every engine, a snapshot and what it says, scripts beside their dry runs, the matrix of
-# one card (with both edges of this card's own capacity), the tests for GPUs, and what follows from the records. Ends within SECONDS (570); called again with the
-# same FOLDER it goes on. Uses the machine's own torch and transformers. Packages it lacks may lie as wheels in a folder named
+# In this order: what the machine is, a smoke of every engine, how long operators take, a snapshot and what it says, scripts beside
+# their dry runs, the matrix of one card (with both edges of this card's own capacity), the tests for GPUs, and what follows from the
+# records. Ends within SECONDS (570); called again with the same FOLDER it goes on. Uses the machine's own torch and transformers. Packages it lacks may lie as wheels in a folder named
 # by WHEELS; PYTHON names another interpreter than python3, BACKEND=cpu or simulate tries the script where there is no GPU, and MATRIX
-# another matrix than one-140gb.
+# another matrix than that of a card of this size (one-80gb, one-140gb).
 set -uo pipefail
 
 folder=${1:?usage: tests/benchmarks/card.sh FOLDER [SECONDS]}
 limit=${2:-570}
 python=${PYTHON:-python3}
 backend=${BACKEND:-cuda}
-matrix=${MATRIX:-one-140gb}
+mebibytes=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -1)
+matrix=${MATRIX:-$( ((${mebibytes:-150000} < 100000)) && echo one-80gb || echo one-140gb)}
 root=$(cd "$(dirname "$0")/../.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 mkdir -p "$folder" && folder=$(cd "$folder" && pwd) || exit 4
@@ -50,6 +51,10 @@ zeroplan=("$python" -m zeroplan)
 step "machine" 60 bash -c "nvidia-smi 2>/dev/null; $python -c 'import sys, torch, transformers; print(sys.version); print(
 \"torch\", torch.__version__, \"CUDA\", torch.version.cuda, \"cuDNN\", torch.backends.cudnn.version(), \"transformers\", transformers.__version__)'"
 step "smoke" 150 "${zeroplan[@]}" verify --matrix "$root/tests/on_gpus/smoke.toml" --backend "$backend" --record-dir "$folder"
+if [[ $backend == cuda && ! -s $folder/operators.csv ]]; then
+    cd "$root" || exit 4
+    step "operators" 90 "$python" -m tests.on_gpus.card_operators "$folder/operators.csv"
+fi
 if [[ $backend == cuda && -z $(ls "$folder"/*.snapshot.pickle 2>/dev/null) ]]; then
     job=(--model gpt2 --gpus 8 --stage 3 --seq-len 512)
     step "snapshot" 60 "${zeroplan[@]}" verify "${job[@]}" --backend cuda --as-rank 0 --snapshot "$folder" --record-dir "$folder"

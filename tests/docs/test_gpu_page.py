@@ -50,4 +50,5 @@ def test_the_numbers_of_cases_are_those_of_the_matrices():
     text = PAGE.read_text(encoding="utf-8")
     assert f"{counts['one-140gb']} cases for one card" in text
     assert f"{counts['node-8x80gb']} for a node" in text
+    assert f"`one-80gb`, with {counts['one-80gb']} cases" in text
     assert tomllib.loads(blocks(PAGE, "toml")[0])["case"]

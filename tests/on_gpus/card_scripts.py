@@ -17,10 +17,11 @@ from tests.dryrun.survey import lacking, programs, run
 if TYPE_CHECKING:
     from tests.dryrun.survey import Program
 
-#: First what needs torch and transformers alone, the largest last.
+#: First what needs torch and transformers alone, last what needs more packages.
 NAMES = (
     "FSDP2, a plain loop", "DDP, autocast and a gradient scaler", "accelerate, DDP", "accelerate, FSDP2", "Trainer, FSDP2",
-    "Trainer, DeepSpeed ZeRO-3", "FSDP2, a plain loop, 32 layers 4,096 wide",
+    "Trainer, DeepSpeed ZeRO-3", "FSDP2, a plain loop, 32 layers 4,096 wide", "Trainer, FSDP1", "Trainer, LoRA and checkpointing",
+    "Lightning, FSDP", "TRL SFT, LoRA, DDP", "TRL DPO", "Trainer, Liger kernels",
 )  # fmt: skip
 FLAGS = ("--backend", "cuda", "--json", "-q", "--timeout", "150")
 _AGREES, _DISAGREES = 0, 3

@@ -42,8 +42,8 @@ def steps(done: "subprocess.CompletedProcess[str]") -> list[str]:
 def test_all_there_is_is_run_in_order_whatever_fails_and_the_worst_is_told(tmp_path: Path):
     done = called(tmp_path)
     assert steps(done) == [
-        "== machine: exit 0", "== smoke: exit 0", "== snapshot: exit 0", "== diagnose: exit 0", "== scripts: exit 0",
-        "== matrix: exit 3", "== tests: exit 0", "== complete: exit 0", "== figures: exit 2",
+        "== machine: exit 0", "== smoke: exit 0", "== operators: exit 0", "== snapshot: exit 0", "== diagnose: exit 0",
+        "== scripts: exit 0", "== matrix: exit 3", "== tests: exit 0", "== complete: exit 0", "== figures: exit 2",
     ]  # fmt: skip
     assert done.returncode == 3, done.stderr
     assert (tmp_path / "kept" / "log.txt").read_text() == done.stdout
@@ -57,9 +57,17 @@ def test_called_again_it_takes_no_second_snapshot(tmp_path: Path):
 
 def test_it_ends_in_time_and_says_what_it_left_out(tmp_path: Path):
     done = called(tmp_path, "10")
-    left_out = ("machine", "smoke", "snapshot", "scripts", "matrix", "tests", "complete", "figures")
+    left_out = ("machine", "smoke", "operators", "snapshot", "scripts", "matrix", "tests", "complete", "figures")
     assert steps(done) == [f"== {name}: no time left" for name in left_out]
     assert done.returncode == 5
+
+
+def test_a_card_of_80_gb_runs_its_own_matrix(tmp_path: Path):
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho 81559\n")
+    driver.chmod(0o755)
+    done = called(tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert "verify --matrix one-80gb --backend cuda" in done.stdout
 
 
 def test_without_a_gpu_it_is_tried_on_other_tensors(tmp_path: Path):
@@ -72,7 +80,8 @@ def test_the_smoke_is_every_engine_and_stage_small():
     path = Path(__file__).with_name("smoke.toml")
     jobs = [case.task.job for case in read_matrix(path, tensors="cuda")]
     assert {(job.recipe.engine, job.recipe.zero_stage) for job in jobs} == {
-        ("fsdp2", 2), ("fsdp2", 3), ("ddp", 0), ("ddp", 1), *(("deepspeed", stage) for stage in range(4)),
+        ("fsdp2", 2), ("fsdp2", 3), ("ddp", 0), ("ddp", 1), ("fsdp1", 2), ("fsdp1", 3),
+        *(("deepspeed", stage) for stage in range(4)),
     }  # fmt: skip
     assert all(job.model.num_hidden_layers <= 2 for job in jobs)
     assert tomllib.loads(path.read_text())["defaults"]["gpus"] == 2

@@ -8,7 +8,7 @@ import typer
 from zeroplan.cli import NO, json_text
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.errors import SpecError
-from zeroplan.estimator import Estimate, estimate
+from zeroplan.estimator import Estimate, estimate, replayed_if_tight
 from zeroplan.remedies import Remedy, remedies
 from zeroplan.resolve import Resolved
 from zeroplan.units import Unit, unit_named
@@ -60,7 +60,7 @@ def estimate_command(
     files.refuse()
     if check and resolved.job.cluster.gpu is None:
         raise SpecError("--check asks whether the job fits, but no GPU is named; add --gpu NAME (`zeroplan gpus` lists them)")
-    answer = estimate(resolved.job, replay=replay or files.wanted)
+    answer = replayed_if_tight(estimate(resolved.job, replay=replay or files.wanted))
     files.write(answer)
     how.show(answer, resolved.notes, remedies(answer))
     return NO if check and not answer.fits else 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from zeroplan.estimator import Estimate, estimate, step_implementation
 from zeroplan.ledger import Kind, Line, bytes_by_kind
-from zeroplan.measurement import SETTINGS
+from zeroplan.measurement import SETTINGS, AllocatorSettings
 from zeroplan.remedies import MOST_GPUS
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
@@ -260,8 +260,16 @@ def verdict_sentence(answer: Estimate, unit: Unit | None = None, *, name_a_gpu: 
     if answer.verdict == "does not fit":
         return f"It does not fit {name} ({capacity}): {room} too much."
     tightly, way_out = (" tightly", f" Set {EXPANDABLE}.") if answer.verdict == "tight" else ("", "")
+    if tightly and answer.replay is not None and not _goes_through(answer, "default"):
+        tightly = " with expandable segments only" if _goes_through(answer, "expandable_segments") else " on paper only"
     pressed = allocator_sentence(answer, unit)
     return f"It fits {name} ({capacity}){tightly}, with {room} of room beside the peak.{pressed and ' ' + pressed}{way_out}"
+
+
+def _goes_through(answer: Estimate, settings: AllocatorSettings) -> bool:
+    """Whether a replayed job does not run out of memory on its GPU."""
+    room = answer.allocator_room_bytes
+    return answer.replay is None or room is None or answer.replay.on_card(room, settings).fits
 
 
 def replay_sentence(answer: Estimate, unit: Unit) -> str:
@@ -291,7 +299,7 @@ def allocator_sentence(answer: Estimate, unit: Unit | None = None) -> str:
         return ""
     size = format_size if unit is None else unit.size
     if answer.replay is not None:
-        return _on_the_card(answer.replay.on_card(room), room, size)
+        return _on_the_card(answer.replay.on_card(room), room, size) + _with_expandable(answer)
     may = "would" if int(band.low_bytes) > room else "may"
     span = f"{size(int(band.low_bytes))} to {size(int(band.high_bytes))}"
     return (
@@ -309,6 +317,13 @@ def _on_the_card(shown: "OnCard", room: int, size: Callable[[int], str]) -> str:
     if shown.retries:
         return f"{has}, the step goes through, after {shown.retries:,} times of giving cached blocks back, which costs time."
     return f"{has}, the step goes through."
+
+
+def _with_expandable(answer: Estimate) -> str:
+    """Whether expandable segments save a job that runs out of memory without; empty where it does not."""
+    if _goes_through(answer, "default"):
+        return ""
+    return f" With expandable segments it {'goes through' if _goes_through(answer, 'expandable_segments') else 'does, too'}."
 
 
 def _with_fragmentation(answer: Estimate, room: int, size: Callable[[int], str]) -> str:

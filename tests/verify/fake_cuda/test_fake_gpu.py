@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -164,6 +166,18 @@ def test_a_run_under_autocast_takes_what_is_estimated(family: str, recompute: Re
     found = compare_with_estimate(simulate(job, steps=3))
     assert abs(found.peak.error) < 0.0005, found
     assert found.peak.measured > 0
+
+
+def test_a_cuda_build_keeps_its_version():
+    """Beside another version, torchvision refuses to be imported."""
+    code = """
+import torch
+torch.version.cuda = "13.0"
+from zeroplan.verify.fake_cuda.torch_cuda import _CUDA_VERSION
+print(_CUDA_VERSION)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "13.0\n"
 
 
 def test_fake_tensors_touch_no_device_where_cuda_is_said_to_be_there():

@@ -1,7 +1,7 @@
 """Measures one rank on a real GPU: the caching allocator's counts, the kinds of the blocks, the seconds.
 
-Torch's profiler watches the steps and gives the kind of every block. One more step runs without the profiler: its peaks, as
-``torch.cuda.memory_stats`` counts them, and its times are the steady state of the record.
+Torch's profiler watches the steps and gives the kind of every block. More steps run without the profiler. The peaks of the last
+one, as ``torch.cuda.memory_stats`` counts them, and its times are the steady state of the record.
 """
 
 import gc
@@ -38,13 +38,15 @@ _REMARKS = (
     "memory by block, are from the step before, which torch's profiler watched"),
     KINDS_REMARK,
 )  # fmt: skip
+_UNWATCHED = 3
+"""Steps without the profiler: the first of them still pays for its end, and the last is the record's steady state."""
 _MANY = 4096
 """Smallest difference between a watched and an unwatched step that the record mentions. [bytes]"""
 
 
 def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: int, transport: Transport, log: Log, steps: int,
                     say: Callable[[str], None], gpu: Gpu, snapshot: Path | None = None) -> Measurement:  # fmt: skip
-    """Run ``steps`` watched optimizer steps and an unwatched one, and return the measurement of this rank.
+    """Run ``steps`` watched optimizer steps and some unwatched ones, and return the measurement of this rank.
 
     ``make`` builds another workload than the job's own model. The process group must exist. ``snapshot`` is the file for the
     allocator's history, also of a run that fails. Raises ``torch.OutOfMemoryError`` if the job needs more memory than the GPU has.
@@ -54,7 +56,7 @@ def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: 
     build = (lambda: on_device(make, gpu.device)) if make is not None else lambda: model_for(job, gpu.device)
     answers = engine_answers(job.recipe, gpu.device) if transport == "fake" else nullcontext()
     with answers, nullcontext() if snapshot is None else gpu.remembered(snapshot):
-        observe(job, seen, mesh_of(job, gpu.device), steps=steps + 1, make=build)
+        observe(job, seen, mesh_of(job, gpu.device), steps=steps + _UNWATCHED, make=build)
     log.require_a_steady_clock()
     if transport == "nccl":
         log.calls += calls_of(flight_recorder_dump(), log)
@@ -80,9 +82,12 @@ def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: 
 
 
 def model_for(job: JobSpec, device: str) -> Workload:
-    """The job's model with weights on the device; for FSDP2 on the meta device, since sharding allocates the memory."""
-    where = "meta" if job.recipe.engine == "fsdp2" else device
-    made = workload(job, dtype=weights_dtype(job), device=where, batch_device=device)
+    """The job's model with weights on the device; for FSDP2 on the meta device, since sharding allocates the memory.
+
+    A model in four bits is never on the meta device: its scales are made of its weights.
+    """
+    where = "meta" if job.recipe.engine == "fsdp2" and not job.model.is_quantised else device
+    made = workload(job, dtype=weights_dtype(job), device=where, batch_device=device, on_gpu=True)
     return made if where == "meta" else with_weights(made)
 
 
@@ -135,7 +140,7 @@ class OnGpu(Profiled):
             gc.collect()
             self._log.phase = f"{step}:{phase.value}"
         if step == self._watched and phase is Phase.FORWARD and self._watching:
-            self._say("the last step, without the profiler")
+            self._say("the last steps, without the profiler")
             self.__exit__(None, None, None)
         self._begin(step, phase)
 

@@ -19,6 +19,7 @@ from zeroplan.estimator import estimate
 from zeroplan.job_file import request_of_keys
 from zeroplan.measurement import Tensors
 from zeroplan.resolve import resolve
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.base import Count, CountOrZero, Dimension, Range, Spec, read
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.cases.needs import needed_bytes, on_a_card_of
@@ -211,9 +212,20 @@ def _name(job: JobSpec, own: Own) -> str:
         recipe.precision,
         *(() if recipe.recompute == "none" else (recipe.recompute,)),
         *(() if recipe.recompute_layers is None else (f"of{recipe.recompute_layers}",)),
+        *(() if recipe.optimizer == "adamw" else (recipe.optimizer,)),
         *((recipe.optimizer_impl,) if recipe.optimizer_impl else ()),
+        *(() if recipe.loss == "full" else (f"{recipe.loss} loss",)),
+        *(() if recipe.attention == "sdpa" else (recipe.attention,)),
+        *_adapted(job.model.adapter),
         f"{batch.micro_batch_size}x{batch.seq_len}",
         *(() if batch.grad_accum_steps == 1 else (f"acc{batch.grad_accum_steps}",)),
         *(() if own.edge is None else (f"@{own.edge:g}",)),
     ]
     return " ".join(parts)
+
+
+def _adapted(adapter: AdapterSpec | None) -> tuple[str, ...]:
+    """The adapters of a case and the bits of its frozen weights; empty where everything is trained."""
+    if adapter is None:
+        return ()
+    return (f"lora{adapter.rank}", *(() if adapter.quantize == "none" else (adapter.quantize,)))

@@ -3,7 +3,9 @@
 from typing import NamedTuple
 
 from zeroplan.comparison import Comparison, compare_with_estimate
-from zeroplan.estimator import estimate
+from zeroplan.engines.requests import not_written
+from zeroplan.estimator import Estimate, estimate
+from zeroplan.replay import StepReplay
 from zeroplan.verify.cases.needs import needed_bytes
 from zeroplan.verify.cases.results import Result
 
@@ -15,7 +17,8 @@ class Judged(NamedTuple):
     """A result and its prediction. [bytes]
 
     ``predicted`` and ``measured`` are peaks; ``needed`` is the peak plus the memory outside the allocator; ``fits`` is the verdict,
-    None if no GPU is known; ``agrees`` is None if there is nothing to compare.
+    None if no GPU is known; ``agrees`` is None if there is nothing to compare. ``goes_through`` is what a replay of the requests
+    on this GPU says, None where the peak alone decides.
     """
 
     result: Result
@@ -24,6 +27,7 @@ class Judged(NamedTuple):
     capacity: int | None
     comparison: Comparison | None
     agrees: bool | None
+    goes_through: bool | None = None
 
     @property
     def measured(self) -> int | None:
@@ -33,7 +37,7 @@ class Judged(NamedTuple):
     @property
     def fits(self) -> bool | None:
         """Whether the job was predicted to fit the GPU."""
-        return None if self.capacity is None else self.needed <= self.capacity
+        return None if self.capacity is None else self.needed <= self.capacity and self.goes_through is not False
 
     @property
     def at_the_edge(self) -> bool:
@@ -48,8 +52,18 @@ def judged(result: Result, *, tolerance: float) -> Judged:
     comparison = None if result.record is None else compare_with_estimate(result.record)
     predicted = answer.peak_bytes if comparison is None else comparison.peak.predicted
     needed = needed_bytes(answer, alone=result.task.transport == "fake")
-    one = Judged(result, predicted, needed, capacity, comparison, None)
+    one = Judged(result, predicted, needed, capacity, comparison, None, _goes_through(answer, needed, capacity))
     return one._replace(agrees=_agrees(one, tolerance))
+
+
+def _goes_through(answer: Estimate, needed: int, capacity: int | None) -> bool | None:
+    """Whether a replay runs on the GPU; None where everything that the allocator may reserve fits, or nothing does."""
+    if capacity is None or needed > capacity or not_written(answer.job):
+        return None
+    room = capacity - (needed - answer.peak_bytes)
+    if int(answer.reserved.high_bytes) <= room:
+        return None
+    return StepReplay(answer.job).on_card(room).fits
 
 
 def _agrees(one: Judged, tolerance: float) -> bool | None:

@@ -21,7 +21,8 @@ from zeroplan.verify.fake_cuda.streams import Event, Stream, default_stream
 from zeroplan.verify.replaced import always, put
 
 _REALLY_BUILT = torch.version.cuda is not None
-_CUDA_VERSION = "12.8"
+_CUDA_VERSION = torch.version.cuda or "12.8"
+"""A CUDA build keeps its own version: torchvision refuses to be imported beside another one."""
 _NCCL_VERSION = (2, 27, 3)
 _STATE_BYTES = 16
 """The size of a CUDA random generator's state: a seed and an offset."""

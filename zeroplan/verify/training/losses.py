@@ -1,4 +1,4 @@
-"""The chunked loss of torchtitan's ``ChunkedLossWrapper``; other losses are transformers' own.
+"""The chunked loss of torchtitan's ``ChunkedLossWrapper``, and Liger's fused loss; the full loss is transformers' own.
 
 The model returns hidden states instead of logits. Each eighth of the tokens passes through the head and the loss, forward and
 backward, before the next. One fp32 buffer collects the gradients of the hidden states, from which the model's backward starts.
@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from zeroplan.errors import MeasurementError
 from zeroplan.transformer.families.ending import CHUNKS
+from zeroplan.verify.failures import NotHereError
 
 
 def chunked_loss(module: nn.Module, labels: torch.Tensor) -> Callable[[object], torch.Tensor]:
@@ -24,6 +25,22 @@ def chunked_loss(module: nn.Module, labels: torch.Tensor) -> Callable[[object], 
     _check_chunks(labels)
     loss = loss_of_hidden(module)
     return lambda output: loss(output.logits, labels)  # type: ignore[attr-defined]  # a transformers output
+
+
+def fuse_loss(module: nn.Module) -> None:
+    """Let a causal language model compute head and loss in Liger's one kernel, as ``use_liger_kernel`` does; nothing else changes.
+
+    Raises NotHereError without liger-kernel, and MeasurementError for a family that it does not know.
+    """
+    try:
+        from liger_kernel.transformers import monkey_patch  # noqa: PLC0415  it needs triton
+    except ImportError:
+        raise NotHereError("loss 'fused' is Liger's kernel; install liger-kernel 0.8 or later") from None
+    family = module.config.model_type  # type: ignore[union-attr]  # a transformers model
+    if family not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise MeasurementError(f"Liger has no fused loss for {family}; use full or chunked")
+    others = dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu", "layer_norm", "cross_entropy"), False)
+    monkey_patch._apply_liger_kernel_to_instance(module, fused_linear_cross_entropy=True, **others)
 
 
 def loss_of_hidden(module: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -15,7 +15,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.training.activations_away import offload_blocks
 from zeroplan.verify.training.causal_model import causal_module
-from zeroplan.verify.training.losses import chunked_loss
+from zeroplan.verify.training.losses import chunked_loss, fuse_loss
 from zeroplan.verify.training.modules import find_blocks
 
 
@@ -36,13 +36,18 @@ class Workload(NamedTuple):
     held: Callable[[], Sequence[torch.Tensor]] | None = None
 
 
-def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu", batch_device: str | None = None) -> Workload:
+def workload(
+    job: JobSpec, *, dtype: torch.dtype, device: str = "cpu", batch_device: str | None = None, on_gpu: bool = False
+) -> Workload:
     """The causal language model of a job with weights in ``dtype``, and one micro-batch of token ids.
 
-    Under a fake tensor mode everything is fake. ``batch_device`` differs if the weights are on the meta device.
+    Under a fake tensor mode everything is fake. ``batch_device`` differs if the weights are on the meta device. ``on_gpu`` says
+    that the run has a GPU, which Liger's loss needs.
     """
-    _refuse_what_cannot_run(job.recipe)
+    _refuse_what_cannot_run(job.recipe, on_gpu=on_gpu)
     module = causal_module(job.model, job.recipe, dtype, device)
+    if job.recipe.loss == "fused":
+        fuse_loss(module)
     if job.recipe.offload_activations:
         offload_blocks(module, find_blocks(module))
     shape = (job.batch.micro_batch_size, job.batch.seq_len)
@@ -76,10 +81,10 @@ def with_weights(made: Workload) -> Workload:
     return made
 
 
-def _refuse_what_cannot_run(recipe: RecipeSpec) -> None:
+def _refuse_what_cannot_run(recipe: RecipeSpec, *, on_gpu: bool) -> None:
     if recipe.attention == "flash":
         raise MeasurementError("attention 'flash' runs on GPUs only; verify sdpa or eager")
-    if recipe.loss == "fused":
+    if recipe.loss == "fused" and not on_gpu:
         raise MeasurementError("loss 'fused' is Liger's kernel and runs on GPUs only; use full or chunked, or --workload")
     if recipe.loss == "chunked" and recipe.engine != "fsdp2":
         raise MeasurementError("loss 'chunked' runs its own backward, which only fsdp2 supports; use loss 'full'")
