@@ -504,8 +504,15 @@ def test_a_replay_says_what_is_reserved(run: Run):
 def test_a_replay_on_a_card_that_is_nearly_full_says_what_becomes_of_it(run: Run):
     nearly = ("--seq-len", "1024", "--recompute", "full", "--micro-batch", "32")
     out = " ".join(run(*REPLAYED, *nearly, "--replay")[1].split())
-    assert "tightly" in out
+    assert "with expandable segments only" in out
     assert "it runs out of memory in the backward, with " in out
+    assert "With expandable segments it goes through." in out
+
+
+def test_a_job_that_fits_tightly_is_replayed_unasked(run: Run):
+    nearly = (*REPLAYED, "--seq-len", "1024", "--recompute", "full", "--micro-batch", "32")
+    assert json.loads(run(*nearly, "--json")[1])["replay"] == json.loads(run(*nearly, "--json", "--replay")[1])["replay"]
+    assert json.loads(run(*REPLAYED, "--json")[1])["replay"] is None
 
 
 def test_a_step_is_written_for_viewers_and_never_over_a_file(run: Run, tmp_path: Path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -81,7 +80,7 @@ def seen(folder: Path = RECORDS) -> list[Seen]:
 def results(path: Path) -> list[Result]:
     """What a file holds; of a case that was run more than once the last result."""
     found = [_as_result(read_record(path))] if path.suffix == ".json" else read_results(path)
-    return list({json.dumps([one.name, one.task.steps]): one for one in found}.values())
+    return list({(one.name, one.task): one for one in found}.values())
 
 
 def _seen_in(path: Path) -> list[Seen]:

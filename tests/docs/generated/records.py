@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING
 from tests.docs.generated.markdown import table
 from tests.measured import megatron_golden, stored
 from tests.measured.errors import held_in
+from tests.on_gpus.gpu_records import seen
+from zeroplan.comparison import compare_with_estimate
+from zeroplan.engines.requests import not_written
+from zeroplan.replay import StepReplay
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,17 +23,36 @@ _PUBLISHED = Path(__file__).parents[2] / "on_gpus" / "published.toml"
 
 def truth() -> str:
     """What the estimate and the simulator were compared with, in how many jobs, and how far they were off."""
-    return table(("compared", "with", "jobs:", "error of the peak"), [_engines(), *_published()])
+    return table(("compared", "with", "jobs:", "error of the peak"), [_engines(), *_on_our_card(), *_published()])
 
 
 def _engines() -> tuple[str, ...]:
     errors = [one.error for name in (stored.RECORDS, stored.OPTIONS, *stored.VARIED) for one in held_in(name)]
-    median_error, within = median(map(abs, errors)), sum(abs(error) <= _TENTH for error in errors)
-    shown = f"median {median_error:.3%}; within 0.1 % in {within:,}; from {min(errors):+.2%} to {max(errors):+.2%}"
-    return ("`zeroplan estimate`", "the engines' own code, run without a GPU", f"{len(errors):,}", shown)
+    return ("`zeroplan estimate`", "the engines' own code, run without a GPU", f"{len(errors):,}", _spread(errors))
 
 
 _TENTH = 0.001
+
+
+def _on_our_card() -> Iterator[tuple[str, ...]]:
+    """The kept records of real GPUs: the estimate, and the replay of its requests, beside the allocator's own counts."""
+    records = [one.record for one in seen() if one.record is not None]
+    peaks = [compare_with_estimate(record).peak.error for record in records]
+    yield ("`zeroplan estimate`", _CARD, f"{len(peaks)}", _spread(peaks))
+    replayed = [record for record in records if not not_written(record.job)]
+    shown = [(StepReplay(record.job).replayed(), record.allocator[0]) for record in replayed]
+    allocated = [found.allocated_bytes / truth.allocated_bytes - 1 for found, truth in shown]
+    reserved = [found.reserved_bytes / truth.reserved_bytes - 1 for found, truth in shown]
+    yield ("`zeroplan estimate --replay`, allocated", _CARD, f"{len(shown)}", _spread(allocated))
+    yield ("`zeroplan estimate --replay`, reserved", _CARD, f"{len(shown)}", _spread(reserved))
+
+
+_CARD = "the engines on an H100 of 80 GB, one as a rank of up to 64"
+
+
+def _spread(errors: list[float]) -> str:
+    within = sum(abs(error) <= _TENTH for error in errors)
+    return f"median {median(map(abs, errors)):.3%}; within 0.1 % in {within:,}; from {min(errors):+.2%} to {max(errors):+.2%}"
 
 
 def _published() -> Iterator[tuple[str, ...]]:

@@ -126,7 +126,7 @@ def test_the_packages_matrices_fit_as_they_are_meant_to(name: str):
     assert {(job.recipe.engine, job.recipe.zero_stage) for job in jobs} >= {
         ("fsdp2", 2), ("fsdp2", 3), ("ddp", 0), ("ddp", 1), *(("deepspeed", stage) for stage in range(4)),
     }  # fmt: skip
-    assert {job.model.family for job in jobs} == {"llama", "qwen3", "gpt2", "mixtral"}
+    assert {job.model.family for job in jobs} >= {"llama", "qwen3", "gpt2", "mixtral"}
 
 
 def test_edges_are_those_of_the_card_at_hand(tmp_path: Path):
@@ -241,8 +241,8 @@ ON_A_CARD = {"outcome": "out of memory", "record": None, "says": "CUDA out of me
 
 
 @pytest.mark.parametrize(("share", "said", "agrees"), [
-    (1.05, ON_A_CARD, True), (0.95, ON_A_CARD, False), (0.99, ON_A_CARD, True),
-    (0.95, {}, True), (1.05, {}, False), (1.01, {}, True), (0.95, {"outcome": "failed", "record": None}, None),
+    (1.05, ON_A_CARD, True), (0.5, ON_A_CARD, False), (0.99, ON_A_CARD, True),
+    (0.5, {}, True), (1.05, {}, False), (1.01, {}, True), (0.5, {"outcome": "failed", "record": None}, None),
 ])  # fmt: skip
 def test_a_verdict_is_judged_outside_the_band(share: float, said: dict[str, Any], *, agrees: bool | None):
     needed = needed_bytes(estimate(twin().job), alone=True)
@@ -250,6 +250,16 @@ def test_a_verdict_is_judged_outside_the_band(share: float, said: dict[str, Any]
     exact = replace(twin(), steps=(_as_estimated(),), collectives=())
     one = judged(result(**{"task": task, "record": exact, "card_bytes": int(needed / share), **said}), tolerance=float("inf"))
     assert one.agrees is agrees
+
+
+@pytest.mark.parametrize(("said", "agrees"), [(ON_A_CARD, True), ({}, False)])
+def test_where_the_allocator_may_need_more_than_is_left_a_replay_decides(said: dict[str, Any], *, agrees: bool):
+    """With a twentieth of the card left, this job's replay runs out of memory."""
+    needed = needed_bytes(estimate(twin().job), alone=True)
+    task = Task(job=twin().job, transport="fake", tensors="cuda")
+    exact = replace(twin(), steps=(_as_estimated(),), collectives=())
+    one = judged(result(**{"task": task, "record": exact, "card_bytes": int(needed / 0.95), **said}), tolerance=float("inf"))
+    assert (one.goes_through, one.fits, one.agrees) == (False, False, agrees)
 
 
 def test_only_ranks_that_talk_need_room_for_communicators():
