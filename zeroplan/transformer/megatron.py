@@ -235,7 +235,7 @@ def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Lay
     return program.Layer(
         recipe.attention, options.transformer_impl == "local", wide, drops_hidden(model, recipe), drops_scores(model, recipe),
         not model.positions, norms_heads(model, recipe), "core_attn" in modules, again_too=modules, latent=_latent(model),
-        wide_softmax=_softens_in_fp32(recipe), routing=routing,
+        wide_softmax=_softens_in_fp32(recipe), routing=routing, exchanged=options.cp_comm_type == "a2a",
     )  # fmt: skip
 
 
@@ -269,6 +269,7 @@ def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
         Symbolic("T_n", own, "tokens of a rank between matrices"),
         Symbolic("T_m", read, "tokens that a rank's matrices read"),
         Symbolic("T_w", where(mesh.tp > 1, read, 0) if split else 0, "those of them that are gathered for a matrix"),
+        Symbolic("T_x", where(mesh.cp > 1, read, 0), "tokens whose attention context-parallel ranks exchange"),
         Symbolic("w_n", 8 if model.family in UNGATED else 4, "bytes of a norm's statistics per token"),
         Symbolic("q_r", ceil_div(model.num_attention_heads * model.head_dim, mesh.tp), "width of a rank's queries"),
         Symbolic("k_r", ceil_div(model.num_key_value_heads * model.head_dim, mesh.tp), "width of a rank's keys"),

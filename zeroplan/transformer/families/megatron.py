@@ -17,6 +17,8 @@ from zeroplan.transformer.symbols import E, e, h, o, t, u, w
 #: Tokens of a rank between matrices, those that its matrices read, those of them that are gathered for it (0: none), and bytes of a
 #: norm's statistics per token.
 T_n, T_m, T_w, w_n = symbols("T_n T_m T_w w_n")
+#: Tokens whose attention context-parallel ranks exchange (0: none).
+(T_x,) = symbols("T_x")
 #: A rank's widths: queries, keys, MLP, one expert, shared expert; its heads; numbers in its attention scores.
 q_r, k_r, f_r, m_r, f_s, a_r, S_r = symbols("q_r k_r f_r m_r f_s a_r S_r")
 #: A rank's values and attention's output; of latent attention its keys and values as they come out of their matrix.
@@ -40,6 +42,9 @@ LATENT = f"{CORE}/transformer/multi_latent_attention.py, MLASelfAttention.get_qu
 SOFTMAX = f"{CORE}/fusions/fused_softmax.py, FusedScaleMaskSoftmax.forward_torch_softmax"
 FLASH = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, FlashAttention.forward"
 FUSED = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, FusedAttnFunc.forward"
+EXCHANGED = (
+    "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndQKVOA2A.forward"
+)
 LAYOUT = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/utils.py, get_qkv_layout"
 MLP = f"{CORE}/transformer/mlp.py, MLP.forward"
 ROUTER = f"{CORE}/transformer/moe/moe_utils.py, topk_routing_with_score_function"
@@ -98,6 +103,8 @@ class Layer(NamedTuple):
     wide_softmax: bool = False
     """Torch's softmax works in fp32 where activations are 16 bits wide."""
     routing: Routing | None = None
+    exchanged: bool = False
+    """Context-parallel ranks exchange heads before attention and after it."""
 
 
 _INPUT = Tag(Role.BLOCK_INPUT)
@@ -276,12 +283,17 @@ def _normal_heads(tape: Tape, joint: Value) -> Value:
 
 
 def _core(tape: Tape, joint: Value, structure: Layer) -> Value:
-    return _written_out(tape, joint, structure) if structure.attention == "eager" else _kernel(tape, joint, structure.attention)
+    return _written_out(tape, joint, structure) if structure.attention == "eager" else _kernel(tape, joint, structure)
 
 
-def _kernel(tape: Tape, joint: Value, attention: Attention) -> Value:
-    """Attention by cuDNN, or FlashAttention, whose result has sequences first and is copied for the projection."""
-    source = FLASH if attention == "flash" else FUSED
+def _kernel(tape: Tape, joint: Value, structure: Layer) -> Value:
+    """Attention by cuDNN, or FlashAttention, whose result has sequences first and is copied for the projection.
+
+    Where heads are exchanged, cuDNN's result is kept before the exchange, too.
+    """
+    flash = structure.attention == "flash"
+    source = FLASH if flash else FUSED
+    before = _before_exchange(tape) if structure.exchanged and not flash else ()
     made = op.tensor(tape, "attention output", e, T_m * c_r, source)
     kept = tape.make(op.TENSOR, "sums of exponentials, fp32", 4 * T_m * a_r, source, STATISTICS)
 
@@ -289,15 +301,19 @@ def _kernel(tape: Tape, joint: Value, attention: Attention) -> Value:
         tape.temporary("gradient of the queries, added up in fp32", 4 * T_m * q_r, source)
         return [(joint, op.gradient(tape, joint, "gradient of queries, keys and values", source))]
 
-    tape.add("attention", (made,), (joint.store, made.store, kept), backward, of=(joint,))
-    tape.drop(kept)
-    if attention != "flash":
+    tape.add("attention", (made,), (joint.store, made.store, kept, *before), backward, of=(joint,))
+    tape.drop(kept, *before)
+    if not flash:
         return made
     made.store.reason = "FlashAttention's own result, beside the reordered one"
     ordered = op.tensor(tape, "attention output", e, T_m * c_r, source)
     tape.add("order of the output", (ordered,), (), op.makes("gradient in the kernel's order", source, made), of=(made,))
     tape.release(made)
     return ordered
+
+
+def _before_exchange(tape: Tape) -> tuple[Store]:
+    return (tape.make(op.TENSOR, "attention output before heads are exchanged", e * T_x * c_r, EXCHANGED),)
 
 
 def _written_out(tape: Tape, joint: Value, structure: Layer) -> Value:
@@ -364,7 +380,9 @@ def _run_again(tape: Tape, joint: Value, structure: Layer) -> Value:
 def _of_core(structure: Layer) -> tuple[Size, Size]:
     """What core attention keeps beside its input and output, and what passes by at its highest."""
     if structure.attention != "eager":
-        return (e * T_m * c_r if structure.attention == "flash" else NOTHING) + 4 * T_m * a_r, 4 * T_m * q_r
+        flash = structure.attention == "flash"
+        again = e * T_m * c_r if flash else e * T_x * c_r if structure.exchanged else NOTHING
+        return again + 4 * T_m * a_r, 4 * T_m * q_r
     soft = 4 if structure.wide_softmax else e
     return ((soft + e + 1) * S_r if structure.attention_dropout else soft * S_r), soft * S_r
 
