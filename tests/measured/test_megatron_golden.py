@@ -51,12 +51,12 @@ def test_dense_peaks_are_within_two_percent(scores: list[Scored]) -> None:
     """Those on Blackwell under an older torch would be, too, with its smaller workspaces."""
     dense = sorted(_of(scores, "dense-gpt"), key=lambda one: one.peak)
     assert len(dense) > 150
-    assert median(abs(one.peak) for one in dense) < 0.0053
+    assert median(abs(one.peak) for one in dense) < 0.0045
     assert dense[0].peak > -0.023
     small = [one for one in dense if _had_small_workspaces(one)]
     assert len(small) == 15
     assert all(-0.018 < one.peak - SMALLER / one.run.peak < 0 for one in small)
-    assert max(one.peak for one in dense if one not in small) < 0.0035
+    assert max(one.peak for one in dense if one not in small) < 0.01
 
 
 def test_peaks_under_expandable_segments_are_exact(scores: list[Scored]) -> None:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account, PipelineRank, Symbol
-from zeroplan.engines.megatron_schedule import Left, Stage, left_lines, left_of
+from zeroplan.engines.megatron_schedule import INPUT, Left, Stage, left_lines, left_of
 from zeroplan.ledger import Among, Collective, Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, round_up, where
 from zeroplan.spec.batch import Batch
@@ -62,7 +62,7 @@ SCHEDULE = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, g
 VOLUME = f"{KORTHIKANTI}, section 4.2; Narayanan et al. 2021, arXiv:2104.04473, section 3"
 NOTE = (
     "layers are programs after Megatron-Core's and Transformer Engine's code, held against 206 runs of Megatron-LM's own tests "
-    "(0.6 % off in the median, mostly too low); the band of what the allocator keeps is that of DDP and FSDP2, in which 16 small "
+    "(0.5 % off in the median, mostly too low); the band of what the allocator keeps is that of DDP and FSDP2, in which 16 small "
     "GPTs of Megatron-Core lay"
 )
 _EXPERTS_NOTE = (
@@ -483,8 +483,12 @@ def _deferred(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     yield logits._replace(n_bytes=count * logits.n_bytes, formula=f"{counted}·{logits.formula}")
     split = mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp
     each = ceil_div(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, split)
-    formula = f"{counted}·ceil(e·T·h/({'C·p' if recipe.sequence_parallel else 'C'}))"
-    yield Line(Kind.ACTIVATIONS, count * each, "inputs of the head of micro-batches before", formula, DEFERRED)
+    formula = f"ceil(e·T·h/({'C·p' if recipe.sequence_parallel else 'C'}))"
+    yield Line(Kind.ACTIVATIONS, count * each, "inputs of the head of micro-batches before", f"{counted}·{formula}", DEFERRED)
+    earlier = maximum(0, before - 1)  # the schedule itself still refers to those of the last one
+    more, counted = (minimum(limit, earlier), f"min({limit}, max(0, B-2))") if limit else (earlier, "max(0, B-2)")
+    reason = "inputs of the stage and their gradients of micro-batches before, whose graph the head's inputs hold"
+    yield Line(Kind.ACTIVATIONS, 2 * more * each, reason, f"2·{counted}·{formula}", INPUT)
 
 
 def layers_of_a_checkpoint(recipe: RecipeSpec) -> int:
