@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tests.docs.generated.markdown import table
 from tests.dryrun.survey import PUBLISHED as PUBLISHED_SCRIPTS
 from tests.dryrun.survey import PUBLISHED_KEPT, Program, kept, programs
-from tests.on_gpus.figures import ESTIMATE, FAR, OPEN, PUBLISHED, Figure, Source, cause_of, causes, sources
+from tests.on_gpus.figures import ESTIMATE, FAR, OPEN, PUBLISHED, Figure, Source, cause_of, causes, ninety, sources
 from tests.on_gpus.gpu_records import EVERY, MEDIAN, RECORDS, Seen, Where, seen
 from zeroplan.units import GIB
 
@@ -227,9 +227,8 @@ def _summary(published: Sequence[Source]) -> Iterator[Row]:
         gpus = {other.gpu for other in groups if other[:4] == group[:4]}
         if group.gpu == "all" and len(gpus) == 2:  # one GPU alone has its own row
             continue
-        ninety = sorted(map(abs, errors))[-(-9 * len(errors) // 10) - 1]
         middle, absolute, low, high = _spread(errors)
-        yield (*group, str(len(errors)), middle, absolute, f"{100 * ninety:.2f} %", low, high)
+        yield (*group, str(len(errors)), middle, absolute, f"{100 * ninety(errors):.2f} %", low, high)
 
 
 def _expressed(published: Sequence[Source]) -> Iterator[str]:
