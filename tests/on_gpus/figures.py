@@ -112,7 +112,9 @@ def _reports() -> Source:
                _number(row["measured"]), _number(row["predicted"]), row["how"])
         for row in rows
     ]  # fmt: skip
-    return Source(name, "below, each with its source", "below", (*figures, *_scripts(name)), Counter())
+    return Source(
+        name, "the last two tables name each source", "counters as in those tables", (*figures, *_scripts(name)), Counter()
+    )
 
 
 def _number(text: str) -> float:

@@ -14,7 +14,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tests.docs.generated.markdown import table
 from tests.dryrun.survey import PUBLISHED as PUBLISHED_SCRIPTS
 from tests.dryrun.survey import PUBLISHED_KEPT, Program, kept, programs
-from tests.on_gpus.figures import ESTIMATE, FAR, OPEN, PUBLISHED, Figure, Source, cause_of, causes, ninety, sources
+from tests.on_gpus.figures import (
+    DRY_RUN,
+    ESTIMATE,
+    FAR,
+    OPEN,
+    PUBLISHED,
+    SIMULATED,
+    Figure,
+    Source,
+    cause_of,
+    causes,
+    ninety,
+    sources,
+)
 from tests.on_gpus.gpu_records import EVERY, MEDIAN, RECORDS, Seen, Where, seen
 from zeroplan.units import GIB
 
@@ -223,7 +236,8 @@ def _summary(published: Sequence[Source]) -> Iterator[Row]:
         for one in source.figures:
             groups[Group(one.how, one.source, one.engine, one.method, "all")].append(one.error)
             groups[Group(one.how, one.source, one.engine, one.method, one.gpu)].append(one.error)
-    for group, errors in sorted(groups.items()):
+    order = (ESTIMATE, SIMULATED, DRY_RUN)
+    for group, errors in sorted(groups.items(), key=lambda one: (order.index(one[0].how), *one[0][1:])):
         gpus = {other.gpu for other in groups if other[:4] == group[:4]}
         if group.gpu == "all" and len(gpus) == 2:  # one GPU alone has its own row
             continue
