@@ -162,19 +162,24 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
 def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Account, ...]:
     """Memory and traffic of every pipeline rank, first to last. [bytes]"""
-    layers = _layers(model, recipe, mesh, batch)
-    ranks = (rank_of(at, model, recipe, mesh, batch) for at in range(int(mesh.pp)))
-    return tuple(_of_rank(rank, layers, model, recipe, mesh, batch) for rank in ranks)
+    last = int(mesh.pp) - 1
+    before = _layers(model, recipe, mesh, batch, received=True) if last else None
+    layers = _layers(model, recipe, mesh, batch, received=False)
+    ranks = (rank_of(at, model, recipe, mesh, batch) for at in range(last + 1))
+    return tuple(
+        _of_rank(rank, layers if before is None or rank.has_head else before, model, recipe, mesh, batch) for rank in ranks
+    )
 
 
 def account_of_rank(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
     """Memory and traffic of one pipeline rank; ranks between the second and the last have no more than the second. [bytes]"""
-    layers = _layers(model, recipe, mesh, batch)
+    layers = _layers(model, recipe, mesh, batch, received=at < int(mesh.pp) - 1)
     return _of_rank(rank_of(at, model, recipe, mesh, batch), layers, model, recipe, mesh, batch)
 
 
-def _layers(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Layers:
-    return layers_of(model, tuple(run.kind for run in layout(model).runs), recipe, mesh, batch)
+def _layers(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, received: bool) -> Layers:
+    """Layers of a rank; one that is not the last receives the gradient of its output."""
+    return layers_of(model, tuple(run.kind for run in layout(model).runs), recipe, mesh, batch, received=received)
 
 
 def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
@@ -599,13 +604,19 @@ def _kept_by(layer: Layer) -> tuple[tuple[str, tuple[Line, ...], str], ...]:
 def _embedded(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
     """Token ids, the mask of the embedding's dropout, and attention's mask."""
     tokens = batch.micro_batch_size * batch.seq_len
-    ids = ceil_div(8 * tokens, mesh.cp)
-    yield Line(Kind.ACTIVATIONS, rank.embeds * ids, "input ids, int64", "H·ceil(8·T/C)", REPORT)
+    width, what = _of_embedding(model), "input ids and positions, int64" if model.positions else "input ids, int64"
+    ids = ceil_div(width * tokens, mesh.cp)
+    yield Line(Kind.ACTIVATIONS, rank.embeds * ids, what, f"H·ceil({width}·T/C)", REPORT)
     if drops_hidden(model, recipe):
         split = mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp
         formula = f"H·ceil(T·h/({'C·p' if recipe.sequence_parallel else 'C'}))"
         masks = rank.embeds * ceil_div(tokens * model.hidden_size, split)
         yield Line(Kind.ACTIVATIONS, masks, "mask of the embedding's dropout", formula, REPORT)
+
+
+def _of_embedding(model: ModelSpec) -> int:
+    """Numbers of tokens, and of positions where these are learned. [bytes per token]"""
+    return 16 if model.positions else 8
 
 
 def _attention_masks(rank: Rank, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
@@ -622,9 +633,9 @@ def _attention_masks(rank: Rank, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
         yield Line(Kind.ACTIVATIONS, rank.embeds * each, ATTENTION_MASK, "H·ceil(T·s/C)", MASK_SAVED)
 
 
-#: Per token: labels, loss mask, token ids and positions, as the batch comes to the GPU; where the first rank is the last, ids are
-#: counted with its embedding.
-_BATCH, _BATCH_BESIDE_IDS = 8 + 4 + 8 + 8, 8 + 4 + 8
+#: Per token: labels, loss mask, token ids and positions, as the batch comes to the GPU; where the first rank is the last, those of
+#: the embedding are counted there.
+_BATCH = 8 + 4 + 8 + 8
 #: Per token at the highest point of the loss: labels in the logits' order, maxima, mask and local numbers of targets, their places,
 #: and logits of targets twice.
 _TARGETS = 8 + 4 + 1 + 8 + 8 + 2 * 4
@@ -633,7 +644,7 @@ _TARGETS = 8 + 4 + 1 + 8 + 8 + 2 * 4
 def _of_each_token(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
     """A few numbers per token beside the logits: the batch, the loss, and the final norm's statistics."""
     tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
-    width = _BATCH_BESIDE_IDS if rank.at == 0 else _BATCH
+    width = _BATCH if rank.at else _BATCH - _of_embedding(model)
     yield Line(Kind.ACTIVATIONS, width * tokens, "labels and the rest of the batch", f"{width}·ceil(T/C)", MASK)
     yield Line(Kind.LOGITS, _TARGETS * tokens, "what the loss has per token", f"{_TARGETS}·ceil(T/C)", TARGETS)
     own, wide = _tokens_of_rank(recipe, mesh, batch), 8 if model.family in UNGATED else 4

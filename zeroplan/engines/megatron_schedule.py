@@ -67,7 +67,8 @@ class LeftLines(NamedTuple):
 def left_of(stage: Stage, *, overlapped: bool) -> Left:
     """Count the hidden states that a schedule refers to and no longer needs.
 
-    1F1B: the last input and its gradient until the next forward is over, and the gradient that came for its output.
+    1F1B: the last input and its gradient until the next forward is over, and the gradient that came for an output until the next
+    one comes; the backward that uses it counts it itself.
 
     >>> left_of(Stage(1, 2, 1, 4, 2), overlapped=False), left_of(Stage(0, 2, 1, 4, 2), overlapped=False)
     (Left(forward=2, backward=1, step=2), Left(forward=1, backward=0, step=0))

@@ -40,6 +40,7 @@ CHECKPOINT = f"{CORE}/transformer/attention.py, _checkpointed_attention_forward"
 UNFUSED = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, UnfusedDotProductAttention.forward"
 LATENT = f"{CORE}/transformer/multi_latent_attention.py, MLASelfAttention.get_query_key_value_tensors"
 SOFTMAX = f"{CORE}/fusions/fused_softmax.py, FusedScaleMaskSoftmax.forward_torch_softmax"
+MASKED = "torch 2.13, torch/csrc/autograd/functions/tensor.cpp, CopySlices::apply_impl"
 FLASH = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, FlashAttention.forward"
 FUSED = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, FusedAttnFunc.forward"
 EXCHANGED = (
@@ -100,9 +101,13 @@ class Layer(NamedTuple):
     """What selective recomputation makes again."""
     latent: Literal["no", "plain", "compressed"] = "no"
     """Latent attention, whose queries are made by one matrix or by two."""
+    masks_in_place: bool = False
+    """Torch's softmax follows a mask that is written into the scores."""
     wide_softmax: bool = False
     """Torch's softmax works in fp32 where activations are 16 bits wide."""
     routing: Routing | None = None
+    received: bool = False
+    """A variable of the schedule refers to the gradient of the output until the backward is done."""
     exchanged: bool = False
     """Context-parallel ranks exchange heads before attention and after it."""
 
@@ -320,7 +325,7 @@ def _written_out(tape: Tape, joint: Value, structure: Layer) -> Value:
     """Scores, softmax, dropout and their product with the values, each a tensor."""
     site = Site("queries and keys, and values", UNFUSED)
     pairs, values = op.chunk(tape, joint, (T_m * (q_r + k_r), T_m * v_r), site)
-    soft = _softmax(tape, pairs, structure)
+    soft, scores = _softmax(tape, pairs, structure)
     dropped = _dropped(tape, soft) if structure.attention_dropout else soft
     raw = op.tensor(tape, "attention output, heads first", e, T_m * c_r, UNFUSED)
     backward = op.makes("gradient of a factor of the context", UNFUSED, values, dropped)
@@ -328,28 +333,51 @@ def _written_out(tape: Tape, joint: Value, structure: Layer) -> Value:
     tape.release(pairs, values, dropped)
     made = op.tensor(tape, "attention output", e, T_m * c_r, UNFUSED)
     tape.add("order of the context", (made,), (), op.makes("gradient of the context, heads first", UNFUSED, raw), of=(raw,))
-    tape.release(raw)
+    tape.release(raw, scores)
     return made
 
 
-def _softmax(tape: Tape, pairs: Value, structure: Layer) -> Value:
-    """Transformer Engine gives the product of queries and keys a tensor of its own to add to; Megatron a buffer that it keeps."""
+def _softmax(tape: Tape, pairs: Value, structure: Layer) -> tuple[Value, Value]:
+    """The softmax, and the scores before it, which a variable of the function still refers to.
+
+    Transformer Engine gives the product of queries and keys a tensor of its own to add to; Megatron a buffer that it keeps.
+    """
     buffer = tape.make(op.TEMPORARY, "what scores are added to", NOTHING if structure.local else e * S_r, UNFUSED)
     raw = op.tensor(tape, "scores", e, S_r, UNFUSED)
     tape.drop(buffer)
     backward = op.makes("gradient of queries and keys", UNFUSED, pairs)
     tape.add("scores", (raw,), (pairs.store,), backward, of=(pairs,))
     dtype: Width = 4 if structure.wide_softmax else e
-    read = op.cast(tape, raw, dtype, Site("scores", SOFTMAX))
-    tape.release(raw)
+    masked = _masked(tape, raw) if structure.masks_in_place and not structure.wide_softmax else _again(tape, raw)
+    read = op.cast(tape, masked, dtype, Site("scores", SOFTMAX))
+    tape.release(masked)
     soft = op.tensor(tape, "attention scores", dtype, S_r, SOFTMAX)
     tape.add("softmax", (soft,), (soft.store,), op.makes("gradient of the scores", SOFTMAX, read), of=(read,))
     tape.release(read)
     if not structure.wide_softmax:
-        return soft
+        return soft, raw
     narrow = op.cast(tape, soft, e, Site("attention scores", SOFTMAX))
     tape.release(soft)
-    return narrow
+    return narrow, raw
+
+
+def _again(tape: Tape, value: Value) -> Value:
+    """The same tensor under another variable."""
+    return Value(tape.hold(value.store), value.dtype, value.shape)
+
+
+def _masked(tape: Tape, raw: Value) -> Value:
+    """``masked_fill_`` on a view: torch's backward copies the gradient of the whole twice beside the one it makes (CopySlices)."""
+    made = _again(tape, raw)
+    beside = ("gradient of the scores, copied for the mask", 2 * e * S_r)
+    tape.add(
+        "mask of the scores",
+        (made,),
+        (),
+        op.makes("gradient of the scores before the mask", MASKED, raw, beside=beside),
+        of=(raw,),
+    )
+    return made
 
 
 def _dropped(tape: Tape, soft: Value) -> Value:
