@@ -34,8 +34,6 @@ INSTEAD = {
 _NOT_PROSE = re.compile(
     r"^```.*?^```$|^<!-- generated: .*?<!-- end -->|<!--.*?-->|`[^`\n]+`|\]\([^)]*\)", re.MULTILINE | re.DOTALL
 )
-#: Not rewritten yet.
-_LATER = {"docs/measured-on-gpus.md"}
 
 
 def prose(text: str) -> str:
@@ -48,7 +46,7 @@ def _found(text: str) -> list[str]:
     return [f"...{text[max(0, hit.start() - 30) : hit.end() + 20]}... Write instead: {plain}" for hit, plain in hits]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in _LATER], ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_page_uses_plain_words(page: Path):
     found = _found(prose(text_of(page)))
     assert not found, "\n".join(found)

@@ -52,9 +52,9 @@ def test_weights_and_optimizer_are_the_report_s(row: dict) -> None:
 
 @pytest.mark.parametrize("row", [row for row in ROWS if "shape" in row], ids=lambda row: row["model"])
 def test_activations_of_gpt_are_the_report_s(row: dict) -> None:
-    """It divides token ids, too, by the tensor-parallel ranks: 7/8 of 8 bytes a token and micro-batch in flight."""
+    """It divides token ids, too, by the tensor-parallel ranks (7/8 of 8 bytes a token and micro-batch), and has no positions."""
     tokens = row["micro_batch"] * row["seq_len"] * min(row["pp"], row["micro_batches"])
-    assert _activations(_answer(row)) == pytest.approx(row["activation_mib"] * MIB + 7 * tokens, abs=_PRINTED)
+    assert _activations(_answer(row)) == pytest.approx(row["activation_mib"] * MIB + (7 + 8) * tokens, abs=_PRINTED)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if "shape" not in row], ids=lambda row: row["model"])
@@ -64,14 +64,18 @@ def test_the_report_leaves_out_what_a_gate_and_experts_add(row: dict) -> None:
     assert 1.6 < more < 2 if "ep" in row else 1.02 < more < 1.06
 
 
+_LEFT_OUT = ("statistics", "still refers to", "rest of the batch", "has per token")
+
+
 def _activations(answer: Estimate) -> int:
     """Of the moment that the report adds up: all that is in flight, and the loss where this rank has it.
 
-    Without the 16-bit logits, which the report takes for fp32 ones, and without a few numbers per token that norms keep.
+    Without the 16-bit logits, which the report takes for fp32 ones, without a few numbers per token that norms, batch and loss
+    keep, and without the hidden states that the schedule still refers to.
     """
     moments = {moment.name: moment for moment in answer.moments}
     return sum(
         line.n_bytes for line in moments.get("loss", moments["all that is in flight"]).lines
         if line.kind in (Kind.ACTIVATIONS, Kind.LOGITS) and not line.formula.startswith("ceil(2·T·V_p")
-        and "statistics" not in line.reason
+        and not any(words in line.reason for words in _LEFT_OUT)
     )  # fmt: skip

@@ -43,10 +43,16 @@ _TOKENS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "GPTSentencePiec
 KEPT = Path(__file__).parents[1] / "golden" / "megatron_runs.jsonl"
 #: Classes whose models are decoders of one kind of layer; the others are counted by their class.
 CLASSES = {"dense-gpt": "dense", "moe": "experts", "mla": "latent attention", "mla-moe": "latent attention"}
-#: Arguments that no option says, by the words of ``features``.
-_UNSAID = (
-    "fsdp", "fp8", "fp4", "cuda_graph", "layout", "mtp",
-)  # fmt: skip
+#: The other classes, in words.
+OTHERS = {
+    "t5": "T5", "bert": "BERT", "multimodal": "a multimodal model", "rl": "reinforcement learning", "hybrid": "Mamba layers",
+    "hybrid-moe": "Mamba layers and experts",
+}  # fmt: skip
+#: Features that no option expresses, in words.
+_UNSAID = {
+    "fsdp": "Megatron-FSDP", "fp8": "FP8", "fp4": "FP4", "cuda_graph": "CUDA graphs",
+    "layout": "a pipeline laid out by hand (--pipeline-model-parallel-layout)", "mtp": "multi-token prediction",
+}  # fmt: skip
 #: The same, by the arguments' own names.
 _UNSAID_ARGUMENTS = (
     "export-kd-cfg", "overlap-moe-expert-parallel-comm", "use-transformer-engine-op-fuser",
@@ -150,10 +156,10 @@ def job_of(run: Run) -> JobSpec:
 def _refuse(run: Run) -> None:
     said = run.features
     if run.kind not in CLASSES:
-        raise RefusedError(f"a model of class {run.kind}")
-    for name in _UNSAID:
+        raise RefusedError(OTHERS.get(run.kind, run.kind))
+    for name, words in _UNSAID.items():
         if said.get(name):
-            raise RefusedError(f"{name} {said[name]}" if isinstance(said[name], str) and len(said[name]) < 12 else name)
+            raise RefusedError(words)
     for name in _UNSAID_ARGUMENTS:
         if name in run.arguments:
             raise RefusedError(f"--{name}")

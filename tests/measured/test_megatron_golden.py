@@ -13,6 +13,7 @@ import pytest
 
 from tests.measured.megatron_golden import Scored, job_of, kept, score
 from zeroplan.estimator import estimate
+from zeroplan.units import KIB, MIB
 
 RUNS = kept()
 
@@ -36,13 +37,33 @@ def _of(scores: list[Scored], kind: str) -> list[Scored]:
     return [one for one in scores if one.run.kind == kind]
 
 
+#: What two cuBLAS workspaces of torch before February 2026 lack on Blackwell (pytorch pull request 175344). [bytes]
+SMALLER = 2 * (32 * MIB - (2 * 4096 + 8 * 16) * KIB)
+
+
+def _had_small_workspaces(one: Scored) -> bool:
+    """Whether a run on Blackwell holds less by nearly as much as small workspaces would explain."""
+    asked = "CUBLAS_WORKSPACE_CONFIG" in one.run.environment
+    return one.run.gpu == "GB200" and not asked and one.held * one.run.held > 0.7 * SMALLER
+
+
 def test_dense_peaks_are_within_two_percent(scores: list[Scored]) -> None:
-    """The highest are on Blackwell: torch before 2.13 gave it a smaller workspace, 48 MiB less in all."""
+    """Those on Blackwell under an older torch would be, too, with its smaller workspaces."""
     dense = sorted(_of(scores, "dense-gpt"), key=lambda one: one.peak)
     assert len(dense) > 150
-    assert median(abs(one.peak) for one in dense) < 0.01
-    assert dense[0].peak > -0.024
-    assert dense[-1].peak < 0.049
+    assert median(abs(one.peak) for one in dense) < 0.0045
+    assert dense[0].peak > -0.023
+    small = [one for one in dense if _had_small_workspaces(one)]
+    assert len(small) == 15
+    assert all(-0.018 < one.peak - SMALLER / one.run.peak < 0 for one in small)
+    assert max(one.peak for one in dense if one not in small) < 0.01
+
+
+def test_peaks_under_expandable_segments_are_exact(scores: list[Scored]) -> None:
+    """There the allocator splits every block, so nothing is counted beside tensors; a run can have changed the settings since."""
+    expandable = [one for one in _of(scores, "dense-gpt") if one.run.features.get("expandable")]
+    exact = [one for one in expandable if abs(one.peak * one.run.peak) < 64 * KIB and abs(one.held * one.run.held) < 64 * KIB]
+    assert (len(exact), len(expandable)) == (12, 26)
 
 
 def test_peaks_with_experts_are_within_five_percent(scores: list[Scored]) -> None:
@@ -50,15 +71,15 @@ def test_peaks_with_experts_are_within_five_percent(scores: list[Scored]) -> Non
     experts = sorted(_of(scores, "moe"), key=lambda one: one.peak)
     assert len(experts) > 35
     assert abs(median(one.peak for one in experts)) < 0.005
-    assert median(abs(one.peak) for one in experts) < 0.011
-    assert experts[0].peak > -0.038
+    assert median(abs(one.peak) for one in experts) < 0.009
+    assert experts[0].peak > -0.036
     assert experts[-1].peak < 0.057
 
 
 def test_what_is_held_is_within_a_few_percent(scores: list[Scored]) -> None:
     """Too low where a pipeline's blocks are counted whole; too high where Blackwell had the smaller workspace."""
-    assert median(abs(one.held) for one in scores) < 0.018
-    assert min(one.held for one in scores) > -0.079
+    assert median(abs(one.held) for one in scores) < 0.0055
+    assert min(one.held for one in scores) > -0.034
     assert max(one.held for one in scores) < 0.143
 
 

@@ -1,57 +1,89 @@
-"""Write docs/measured-on-gpus.md from the records in tests/on_gpus: ``python -m tests.on_gpus.gpu_page`` from the root.
+"""Write docs/measured-on-gpus.md from all kept figures of GPUs: ``python -m tests.on_gpus.gpu_page`` from the root.
 
-Needs no torch. A test demands that the page is what the records say.
+Needs no torch. A test demands that the page is what the records and figures say.
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tests.docs.generated.markdown import table
 from tests.dryrun.survey import PUBLISHED as PUBLISHED_SCRIPTS
 from tests.dryrun.survey import PUBLISHED_KEPT, Program, kept, programs
-from tests.on_gpus.gpu_records import EVERY, FOLDER, MEDIAN, RECORDS, Seen, Where, seen
+from tests.on_gpus.figures import (
+    DRY_RUN,
+    ESTIMATE,
+    FAR,
+    OPEN,
+    PUBLISHED,
+    SIMULATED,
+    Figure,
+    Source,
+    cause_of,
+    causes,
+    ninety,
+    sources,
+)
+from tests.on_gpus.gpu_records import EVERY, MEDIAN, RECORDS, Seen, Where, seen
 from zeroplan.units import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 PAGE = Path(__file__).parents[2] / "docs" / "measured-on-gpus.md"
-PUBLISHED = FOLDER / "published.toml"
 Row = tuple[str, ...]
-_NOTHING = "not said"
+_NOTHING = "not stated"
 
 
 def write() -> None:
     """Write the page."""
-    PAGE.write_text(page(seen()), encoding="utf-8")
+    PAGE.write_text(page(seen(), sources()), encoding="utf-8")
 
 
-def page(found: list[Seen]) -> str:
+def page(found: list[Seen], published: Sequence[Source]) -> str:
     """The page, in Markdown."""
-    return "\n".join([*_top(found), *_cases(found), *_published(), *_own_scripts(), *_yours()])
+    own, others = (*_top(found), *_cases(found)), (*_others(published), *_expressed(published), *_far_off(published))
+    return "\n".join((*own, *others, *_single(), *_own_scripts(), *_yours()))
+
+
+# --- what zeroplan measured itself ------------------------------------------------------------------------------------------
 
 
 def _top(found: list[Seen]) -> Iterator[str]:
     yield "# Measured on GPUs\n"
     if not found:
         yield (
-            "**No record of a GPU is kept here yet: nothing on this page was measured by zeroplan itself.** What follows are\n"
-            "figures that others measured and published. The numbers of [validation](validation.md) come from the engines' own\n"
-            "code on tensors without bytes, which is another kind of evidence: [why to believe it](verify.md).\n"
+            "**No record of a GPU is kept here yet: zeroplan itself measured nothing on this page.** The figures below are from\n"
+            "others, who measured and published them. The numbers of [validation](validation.md) come from the engines' own code\n"
+            "on tensors without bytes, which is another kind of evidence: [why to believe it](verify.md).\n"
         )
         return
     yield (
-        f"{len(found)} cases on {len({one.where.gpu for one in found})} kinds of GPU, as `zeroplan verify --backend cuda` recorded "
-        f"them; the records are in `tests/on_gpus/records`, and this page is written from them.\n"
+        f"`zeroplan verify --backend cuda` recorded {len(found)} cases on {len({one.where.gpu for one in found})} kinds of GPU.\n"
+        "The records are in `tests/on_gpus/records`. Errors have a sign: a negative one means that the estimate is too low.\n"
     )
-    yield _table(("what was asked", "asked", "reached"), [*_reached(found)])
+    yield table(("goal", "goal value:", "reached:"), [*_reached(found)])
+    yield "### By engine and stage\n"
+    head = (
+        "engine",
+        "stage",
+        "cases:",
+        "ran:",
+        "peak, median error:",
+        "of its absolute value:",
+        "lowest:",
+        "highest:",
+        "reserved in band:",
+    )
+    yield table(head, [*_by_engine(found)])
 
 
 def _reached(found: list[Seen]) -> Iterator[Row]:
-    errors = _errors(found)
+    errors = [abs(error) for error in _errors(found)]
     if errors:
         yield f"peak allocated of every case within {EVERY:.0%}", "100 %", f"{_share([one <= EVERY for one in errors])}"
         yield "median error of the peak", f"{MEDIAN:.1%}", f"{median(errors):.2%}"
@@ -60,12 +92,35 @@ def _reached(found: list[Seen]) -> Iterator[Row]:
     yield "reserved within its band", "100 %", _share([bool(one.reserved_within) for one in found if one.record is not None])
 
 
+def _by_engine(found: list[Seen]) -> Iterator[Row]:
+    groups: dict[tuple[str, int], list[Seen]] = defaultdict(list)
+    for one in found:
+        recipe = one.judged.result.task.job.recipe
+        groups[recipe.engine, recipe.zero_stage].append(one)
+    for (engine, stage), ones in sorted(groups.items()):
+        ran, errors = [one for one in ones if one.record is not None], _errors(ones)
+        within = _share([bool(one.reserved_within) for one in ran]) if ran else ""
+        yield (engine, str(stage), str(len(ones)), str(len(ran)), *_spread(errors), within)
+
+
+def _spread(errors: Sequence[float]) -> Row:
+    if not errors:
+        return "", "", "", ""
+    return (
+        _signed(median(errors)), f"{100 * median(map(abs, errors)):.2f} %", _signed(min(errors)), _signed(max(errors)),
+    )  # fmt: skip
+
+
+def _signed(share: float) -> str:
+    return f"{100 * share:+.2f} %"
+
+
 def _errors(found: list[Seen]) -> list[float]:
-    return [abs(one.judged.comparison.peak.error) for one in found if one.judged.comparison is not None]
+    return [one.judged.comparison.peak.error for one in found if one.judged.comparison is not None]
 
 
 def _right(one: Seen) -> bool:
-    """Whether it ran where it was said to fit, and ran out of memory where it was not."""
+    """Whether it ran where the estimate fits, and ran out of memory where it does not."""
     return one.judged.fits is (one.record is not None)
 
 
@@ -78,21 +133,23 @@ def _cases(found: list[Seen]) -> Iterator[str]:
     for where in dict.fromkeys(one.where for one in found):
         of_it = [one for one in found if one.where == where]
         yield f"## {where.gpu}\n"
-        yield f"{_told(where)}; {_summed(of_it)}\n"
-        yield _table(_HEAD, [_row(one) for one in of_it], text=(0, 6))
+        yield f"{_versions(where)}; {_summed(of_it)}\n"
+        yield table(_HEAD, [_row(one) for one in of_it])
 
 
-_HEAD = ("case", "predicted, GiB", "measured, GiB", "off", "reserved, predicted", "reserved", "verdict", "step, s")
+_HEAD = (
+    "case", "predicted, GiB:", "measured, GiB:", "off:", "reserved, predicted:", "reserved:", "verdict", "step, s:",
+)  # fmt: skip
 
 
-def _told(where: Where) -> str:
+def _versions(where: Where) -> str:
     return f"Driver {where.driver}, torch {where.torch}, CUDA {where.cuda}, {where.date}"
 
 
 def _summed(of_it: list[Seen]) -> str:
-    errors = _errors(of_it)
-    said = f"{len(of_it)} cases"
-    return said if not errors else f"{said}, off by {median(errors):.2%} in the median and {max(errors):.2%} at most"
+    errors = [abs(error) for error in _errors(of_it)]
+    cases = f"{len(of_it)} cases"
+    return cases if not errors else f"{cases}, off by {median(errors):.2%} in the median and {max(errors):.2%} at most"
 
 
 def _row(one: Seen) -> Row:
@@ -117,9 +174,9 @@ def _reserved(one: Seen) -> tuple[str, str]:
 
 
 def _verdict(one: Seen) -> str:
-    said = {True: "fits", False: "does not fit", None: "unknown"}[one.judged.fits]
-    came = "ran" if one.record is not None else "out of memory"
-    return f"{said}, {came}{' (at the edge)' if one.judged.at_the_edge else ''}"
+    verdict = {True: "fits", False: "does not fit", None: "unknown"}[one.judged.fits]
+    outcome = "ran" if one.record is not None else "out of memory"
+    return f"{verdict}, {outcome}{' (at the edge)' if one.judged.at_the_edge else ''}"
 
 
 def _seconds(one: Seen) -> str:
@@ -131,19 +188,100 @@ def _gib(n_bytes: int) -> str:
     return f"{n_bytes / GIB:.2f}"
 
 
-def _published() -> Iterator[str]:
+# --- what others measured ---------------------------------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """Figures that the summary counts together."""
+
+    how: str
+    source: str
+    engine: str
+    method: str
+    gpu: str
+
+
+def _others(published: Sequence[Source]) -> Iterator[str]:
+    yield "## What others measured\n"
+    yield (
+        "These figures are public. *Estimate* means `zeroplan estimate` with the settings that the source states. Nothing is\n"
+        "fitted to a row. *Simulated* and *dry run* run the source's own program again without a GPU: they show that the\n"
+        "simulator is right, not that a formula is. *90 in 100* is the error that 90 of 100 rows stay within. The lowest error\n"
+        "is the most optimistic one.\n"
+    )
+    head = (
+        "zeroplan's figure",
+        "source",
+        "engine",
+        "method",
+        "GPU",
+        "rows:",
+        "median:",
+        "of its absolute value:",
+        "90 in 100:",
+        "lowest:",
+        "highest:",
+    )
+    yield table(head, [*_summary(published)])
+    yield "\n".join(f"- {one.name}: {one.where}; {one.counter}." for one in published) + "\n"
+    yield (
+        "The model of CUDA's caching allocator replays three public snapshots of real GPUs. It takes what they took from the GPU\n"
+        "at each of 13,389 requests (`tests/test_allocator.py`).\n"
+    )
+
+
+def _summary(published: Sequence[Source]) -> Iterator[Row]:
+    groups: dict[Group, list[float]] = defaultdict(list)
+    for source in published:
+        for one in source.figures:
+            groups[Group(one.how, one.source, one.engine, one.method, "all")].append(one.error)
+            groups[Group(one.how, one.source, one.engine, one.method, one.gpu)].append(one.error)
+    order = (ESTIMATE, SIMULATED, DRY_RUN)
+    for group, errors in sorted(groups.items(), key=lambda one: (order.index(one[0].how), *one[0][1:])):
+        gpus = {other.gpu for other in groups if other[:4] == group[:4]}
+        if group.gpu == "all" and len(gpus) == 2:  # one GPU alone has its own row
+            continue
+        middle, absolute, low, high = _spread(errors)
+        yield (*group, str(len(errors)), middle, absolute, f"{100 * ninety(errors):.2f} %", low, high)
+
+
+def _expressed(published: Sequence[Source]) -> Iterator[str]:
+    yield "## What cannot be expressed\n"
+    yield "Rows of these sources that are not a job of zeroplan's, with the reason. They are in no error above.\n"
+    rows = []
+    for source in published:
+        if source.refused:
+            refused, answered = sum(source.refused.values()), sum(one.how == ESTIMATE for one in source.figures)
+            share = f"{100 * answered / (answered + refused):.0f} % of {answered + refused}"
+            rows.append((source.name, "rows that have an estimate", share))
+            rows += [("", reason, str(count)) for reason, count in source.refused.most_common()]
+    yield table(("source", "reason", "rows:"), rows)
+
+
+def _far_off(published: Sequence[Source]) -> Iterator[str]:
+    known = causes()
+    far = sorted((one for source in published for one in source.figures if abs(one.error) > FAR), key=lambda one: one.error)
+    opened = sum(cause_of(one, known) == OPEN for one in far)
+    yield f"## Further off than {100 * FAR:.0f} %\n"
+    yield (
+        f"Every figure above that is more than {100 * FAR:.0f} % off: {len(far)}, of which {opened} are open. A cause comes from\n"
+        "the source's or the engine's code, not from the size of the error.\n"
+    )
+    yield table(("figure", "GPU", "zeroplan's figure", "error:", "cause"), [_far_row(one, known) for one in far])
+
+
+def _far_row(one: Figure, known: list[dict[str, Any]]) -> Row:
+    return one.name, one.gpu, one.how, f"{100 * one.error:+.1f} %", cause_of(one, known)
+
+
+def _single() -> Iterator[str]:
     rows = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))["row"]
-    yield "## Measured and published by others\n"
+    yield "## Single figures from reports\n"
     yield (
-        "*Simulated* is the source's own program, run again on tensors without bytes (`tests/verify/published`, nothing\n"
-        "fitted); *estimate* is `zeroplan estimate` of the job. Sources do not say which driver ran, and not always which GPU.\n"
+        "*Simulated* figures come from `tests/verify/published`. Sources do not state which driver ran, and not always which GPU.\n"
     )
-    head = ("what", "GPU", "torch", "when", "counter", "measured", "zeroplan", "how", "source")
-    yield _table(head, [_published_row(row) for row in rows], text=(0, 1, 2, 3, 4, 7, 8))
-    yield (
-        "The model of CUDA's caching allocator replays three public snapshots of real GPUs and takes from the card what they\n"
-        "took, at each of 13,389 requests (`tests/test_allocator.py`).\n"
-    )
+    head = ("job", "GPU", "torch", "when", "counter", "measured:", "zeroplan:", "how", "source")
+    yield table(head, [_published_row(row) for row in rows])
 
 
 def _published_row(row: dict[str, str]) -> Row:
@@ -158,14 +296,16 @@ def _own_scripts() -> Iterator[str]:
     found = {row["name"]: row for row in kept(PUBLISHED_KEPT)}
     yield "## The source's own script under `zeroplan dryrun`\n"
     yield (
-        "What the authors ran is run again without a GPU ([how](dryrun.md)): the script of the repository at the named commit, or\n"
-        "the code of the page with its strategy put in. torchtitan's imports a name that torch has changed since;\n"
-        "`tests/dryrun/scripts/with_earlier_torch.py` gives it back. `python -m tests.dryrun.survey published` runs all of them\n"
-        "again, and `tests/dryrun/published.toml` has the commands.\n"
+        "`zeroplan dryrun` runs what the authors ran again without a GPU ([how](dryrun.md)): the script of the repository at the\n"
+        "named commit, or the code of the page with its strategy filled in. torchtitan's script imports a name that torch has\n"
+        "changed since; `tests/dryrun/scripts/with_earlier_torch.py` restores it. `python -m tests.dryrun.survey published` runs\n"
+        "all scripts again.\n"
+        "`tests/dryrun/published.toml` has the commands.\n"
     )
-    head = ("script", "counter", "measured", "dry run", "difference", "ran with", "why it differs", "source")
-    rows = [_own_script(program, found[program.name]) for program in programs(PUBLISHED_SCRIPTS) if program.name in found]
-    yield _table(head, rows, text=(0, 1, 5, 6, 7))
+    head = ("script", "counter", "measured:", "dry run:", "difference:", "ran with", "why it differs", "source")
+    yield table(
+        head, [_own_script(program, found[program.name]) for program in programs(PUBLISHED_SCRIPTS) if program.name in found]
+    )
 
 
 def _own_script(program: Program, row: dict[str, Any]) -> Row:
@@ -188,17 +328,12 @@ def _yours() -> Iterator[str]:
     yield f"""\
 ## Add yours
 
-A record of any GPU is welcome, above all of a case that disagrees ([how](verify-on-gpus.md#contribute-records)):
+A record of any GPU is welcome, above all of a case that disagrees ([how](verify-on-gpus.md#contribute-records)). Run
 `zeroplan verify --matrix one-140gb --backend cuda --record-dir DIR`, then `python -m tests.on_gpus.gpu_check DIR/*.jsonl`, which
-says what is missing or private in it, and a pull request that puts the file into `{folder}`.
-`python -m tests.on_gpus.gpu_page` writes this page; `python -m tests.on_gpus.calibrate` derives from the records what only hardware
-can tell.
+lists what is missing or private in it. Then open a pull request that puts the file into `{folder}`.
+`python -m tests.on_gpus.gpu_page` writes this page. `python -m tests.on_gpus.calibrate` derives from the records what only hardware
+can show.
 """
-
-
-def _table(head: Row, rows: Sequence[Row], text: tuple[int, ...] = (0,)) -> str:
-    marks = ["---" if column in text else "---:" for column in range(len(head))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, tuple(marks), *rows)) + "\n"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ The records of these tests are made up here, and none of them is kept.
 """
 
 import json
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import pytest
 
 from tests.measured_twins import twin
 from tests.on_gpus import calibrate, gpu_check, gpu_page, gpu_records
+from tests.on_gpus import figures as figures_module
+from tests.on_gpus.figures import FAR, Figure, Source, cause_of, sources, write
+from tests.on_gpus.figures import _scored as read
 from zeroplan import estimate
 from zeroplan.engines.device_figures import figures
 from zeroplan.measurement import AllocatorMeasured, AttentionMeasured, BlocksMeasured, CardMeasured, Environment, Measurement
@@ -74,7 +78,7 @@ def kept(folder: Path, *records: Measurement, out_of_memory: bool = False) -> Pa
 
 def test_the_page_says_what_the_kept_records_say():
     """`python -m tests.on_gpus.gpu_page` writes it anew."""
-    assert gpu_page.page(gpu_records.seen()) == gpu_page.PAGE.read_text(encoding="utf-8")
+    assert gpu_page.page(gpu_records.seen(), sources()) == gpu_page.PAGE.read_text(encoding="utf-8")
 
 
 def test_what_is_kept_is_complete_and_private_to_nobody():
@@ -84,16 +88,17 @@ def test_what_is_kept_is_complete_and_private_to_nobody():
 
 
 def test_without_a_record_the_page_says_so_first():
-    page = gpu_page.page([])
+    page = gpu_page.page([], sources())
     assert page.splitlines()[2].startswith("**No record of a GPU is kept here yet")
     assert (
-        "| 20 linear layers, DDP on 2 GPUs, Adam | not said | 1.8 | not said | peak allocated | 1,697 MB | 1,697 MB |" in page
+        "| 20 linear layers, DDP on 2 GPUs, Adam | not stated | 1.8 | not stated | peak allocated | 1,697 MB | 1,697 MB |"
+        in page
     )
 
 
 def test_a_record_is_a_row_with_where_it_was_taken(tmp_path: Path):
     kept(tmp_path, made_up(), made_up(factor=1 / 1.01), out_of_memory=True)
-    page = gpu_page.page(gpu_records.seen(tmp_path))
+    page = gpu_page.page(gpu_records.seen(tmp_path), ())
     assert (
         "Driver 580.159.03, torch 2.11.0, CUDA 13.0, 2026-11-20; 3 cases, off by 0.50% in the median and 1.00% at most" in page
     )
@@ -109,9 +114,56 @@ def test_a_record_is_a_row_with_where_it_was_taken(tmp_path: Path):
 def test_a_wrong_verdict_and_a_peak_beyond_two_percent_show(tmp_path: Path):
     wrong = made_up(factor=1.1, card=replace(CARD, total_bytes=GB))
     write_record(wrong, tmp_path)
-    page = gpu_page.page(gpu_records.seen(tmp_path))
+    page = gpu_page.page(gpu_records.seen(tmp_path), ())
     assert "| peak allocated of every case within 2% | 100 % | 0.0% of 1 |" in page
     assert "| verdict right, outside 2% of the capacity | 100 % | 0.0% of 1 |" in page
+
+
+def test_cases_are_summed_by_engine_and_stage(tmp_path: Path):
+    kept(tmp_path, made_up(factor=1 / 1.01), made_up(factor=1.02), out_of_memory=True)
+    page = gpu_page.page(gpu_records.seen(tmp_path), ())
+    assert "| fsdp2 | 3 | 3 | 2 | -0.48 % | 1.48 % | -1.96 % | +1.00 % | 100.0% of 2 |" in page
+
+
+# Figures of others
+
+
+def figure(measured: float, found: float, name: str = "a row", **said: str) -> Figure:
+    return Figure("a source", "fsdp1", "LoRA", "A100", name, measured, found, **said)
+
+
+def test_figures_are_summed_with_their_sign_and_the_far_ones_listed():
+    figures = (figure(100, 99), figure(100, 102), figure(100, 94, "far"), figure(100, 104, "explained", why="a known one"))
+    source = Source("a source", "somewhere", "peak", figures, Counter({"a model of another kind": 6}))
+    page = gpu_page.page([], (source,))
+    assert "| estimate | a source | fsdp1 | LoRA | A100 | 4 | +0.50 % | 3.00 % | 6.00 % | -6.00 % | +4.00 % |" in page
+    assert "| a source | rows that have an estimate | 40 % of 10 |" in page
+    assert "|  | a model of another kind | 6 |" in page
+    assert "more than 3 % off: 2, of which 1 are open" in page
+    assert "| far | A100 | estimate | -6.0 % | open |" in page
+    assert "| explained | A100 | estimate | +4.0 % | a known one |" in page
+
+
+def test_a_cause_needs_source_name_gpu_and_direction():
+    cause = {"source": "a source", "names": ["row"], "gpu": "A100", "high": True, "cause": "known"}
+    assert cause_of(figure(100, 104), [cause]) == "known"
+    assert cause_of(figure(100, 96), [cause]) == "open"
+    assert cause_of(figure(100, 104, "other"), [cause]) == "open"
+    assert cause_of(figure(100, 104)._replace(gpu="H100"), [cause]) == "open"
+    assert cause_of(figure(100, 104)._replace(source="another"), [cause]) == "open"
+
+
+def test_every_known_cause_explains_a_row():
+    """A cause goes when its rows are no longer far off."""
+    far = [one for source in sources() for one in source.figures if abs(one.error) > FAR]
+    for cause in figures_module.causes():
+        assert any(cause_of(one, [cause]) == cause["cause"] for one in far), cause["names"]
+
+
+def test_a_scorer_without_kept_rows_leaves_a_file(tmp_path: Path):
+    source = Source("A stack", "somewhere", "peak", (figure(100, 99),), Counter({"no length": 2}))
+    write(source, tmp_path)
+    assert list(read(tmp_path)) == [source]
 
 
 # What is taken

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account, PipelineRank, Symbol
+from zeroplan.engines.megatron_schedule import INPUT, Left, Stage, left_lines, left_of
 from zeroplan.ledger import Among, Collective, Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, round_up, where
 from zeroplan.spec.batch import Batch
@@ -42,7 +43,12 @@ OPTIMIZER = "Megatron-LM 2026-08, megatron/core/optimizer/distrib_optimizer.py, 
 COPIES = "Megatron-LM 2026-08, megatron/core/optimizer/optimizer.py, _copy_model_grads_to_main_grads"
 UNSCALED = "Transformer Engine 2026-08, pytorch/optimizers/fused_adam.py, FusedAdam.get_unscaled_state"
 CROSS_ENTROPY = "Megatron-LM 2026-08, megatron/core/tensor_parallel/cross_entropy.py, VocabParallelCrossEntropy"
+TARGETS = (
+    "Megatron-LM 2026-08, megatron/core/tensor_parallel/cross_entropy.py, VocabParallelCrossEntropy.calculate_predicted_logits"
+)
 FUSED = "Megatron-LM 2026-08, megatron/core/fusions/fused_cross_entropy.py, calculate_predicted_logits"
+FUSED_BY_TRITON = "Transformer Engine 2026-08, pytorch/triton/cross_entropy.py, cross_entropy_forward"
+IN_PLACE = "Transformer Engine 2.17, pytorch/triton/cross_entropy.py, cross_entropy_forward"
 LOCAL = "Megatron-LM 2026-08, megatron/core/transformer/dot_product_attention.py, DotProductAttention.forward"
 RERUN = "Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, TransformerBlock._checkpointed_forward"
 BUFFER = "Megatron-LM 2026-08, megatron/core/utils.py, GlobalMemoryBuffer.get_tensor (name mpu)"
@@ -56,7 +62,7 @@ SCHEDULE = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, g
 VOLUME = f"{KORTHIKANTI}, section 4.2; Narayanan et al. 2021, arXiv:2104.04473, section 3"
 NOTE = (
     "layers are programs after Megatron-Core's and Transformer Engine's code, held against 206 runs of Megatron-LM's own tests "
-    "(0.9 % off in the median, mostly too low); the band of what the allocator keeps is that of DDP and FSDP2, in which 16 small "
+    "(0.5 % off in the median, mostly too low); the band of what the allocator keeps is that of DDP and FSDP2, in which 16 small "
     "GPTs of Megatron-Core lay"
 )
 _EXPERTS_NOTE = (
@@ -156,19 +162,24 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
 def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Account, ...]:
     """Memory and traffic of every pipeline rank, first to last. [bytes]"""
-    layers = _layers(model, recipe, mesh, batch)
-    ranks = (rank_of(at, model, recipe, mesh, batch) for at in range(int(mesh.pp)))
-    return tuple(_of_rank(rank, layers, model, recipe, mesh, batch) for rank in ranks)
+    last = int(mesh.pp) - 1
+    before = _layers(model, recipe, mesh, batch, received=True) if last else None
+    layers = _layers(model, recipe, mesh, batch, received=False)
+    ranks = (rank_of(at, model, recipe, mesh, batch) for at in range(last + 1))
+    return tuple(
+        _of_rank(rank, layers if before is None or rank.has_head else before, model, recipe, mesh, batch) for rank in ranks
+    )
 
 
 def account_of_rank(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
     """Memory and traffic of one pipeline rank; ranks between the second and the last have no more than the second. [bytes]"""
-    layers = _layers(model, recipe, mesh, batch)
+    layers = _layers(model, recipe, mesh, batch, received=at < int(mesh.pp) - 1)
     return _of_rank(rank_of(at, model, recipe, mesh, batch), layers, model, recipe, mesh, batch)
 
 
-def _layers(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Layers:
-    return layers_of(model, tuple(run.kind for run in layout(model).runs), recipe, mesh, batch)
+def _layers(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, received: bool) -> Layers:
+    """Layers of a rank; one that is not the last receives the gradient of its output."""
+    return layers_of(model, tuple(run.kind for run in layout(model).runs), recipe, mesh, batch, received=received)
 
 
 def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
@@ -185,6 +196,7 @@ def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
             Symbol("N_exp", _expert_sharers(recipe, mesh), "ranks that share those of experts"),
             Symbol("K", rank.chunks, "chunks of layers in flight"),
             Symbol("H", rank.embeds, "micro-batches whose embedding is kept"),
+            *_symbols_of_left(_left(rank, recipe, mesh, batch)),
             Symbol("M", _of_each_shape(rank, model, recipe, mesh), "elements of one matrix of each shape"),
             Symbol("B", batch.grad_accum_steps, "micro-batches of a step"),
             Symbol("C", mesh.cp, "context-parallel ranks"),
@@ -197,6 +209,13 @@ def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
         kept=tuple((kind, one.kept) for kind, one in layers.kinds.items()),
         pipeline=(_shown(rank, model, recipe, mesh, moments),),
     )
+
+
+def _symbols_of_left(left: Left) -> Iterator[Symbol]:
+    """Symbols for hidden states that the schedule keeps."""
+    yield Symbol("L_f", left.forward, "hidden states left from before, in a forward")
+    yield Symbol("L_b", left.backward, "hidden states left from before, in a backward")
+    yield Symbol("L_s", left.step, "hidden states left from before, at the optimizer's step")
 
 
 def _sums(layers: Layers) -> Iterator[Symbol]:
@@ -404,16 +423,38 @@ def _moments(
 ) -> Iterator[Moment]:  # fmt: skip
     held = (*states, *_buffers(rank, layers, model, recipe, mesh, batch))
     embedded = (*_embedded(rank, model, recipe, mesh, batch), *_deferred(rank, model, recipe, mesh, batch))
-    alive = (*held, *_in_layers(rank, layers, model, mesh, inputs_of=layers_of_a_checkpoint(recipe)), *embedded)
+    in_layers = tuple(_in_layers(rank, layers, model, mesh, inputs_of=layers_of_a_checkpoint(recipe)))
+    masks = tuple(_attention_masks(rank, recipe, mesh, batch))
+    saved = masks if _saves_mask(recipe) else ()
+    left = left_lines(_left(rank, recipe, mesh, batch), model, recipe, mesh, batch)
+    forward = (*held, *in_layers, *embedded, *masks, *left.forward)
     last = layers.kinds[layout(model).runs[-1].kind]
-    yield Moment("all that is in flight", Phase.FORWARD, (*alive, *last.cost.forward))
+    yield Moment("all that is in flight", Phase.FORWARD, (*forward, *last.cost.forward))
+    backward = (*held, *embedded, *saved, *left.backward)
     if rank.has_head:
-        head = head_lines(model, recipe, mesh, batch)
-        yield Moment("loss", Phase.LOSS, (*alive, *head))
-        yield Moment("backward of the head", Phase.BACKWARD, (*alive, head[0], *_head_backward(model, recipe, mesh, batch)))
-    around = (*held, *embedded, *_waiting(rank, model, recipe, mesh))
+        head, each = head_lines(model, recipe, mesh, batch), tuple(_of_each_token(rank, model, recipe, mesh, batch))
+        yield Moment("loss", Phase.LOSS, (*forward, *head, *each))
+        cast = (head[0], *_logits_of_loss(model, recipe, mesh, batch))
+        yield Moment("backward of the loss", Phase.BACKWARD, (*backward, *in_layers, *cast))
+        grown = _head_backward(model, recipe, mesh, batch)
+        yield Moment("backward of the head", Phase.BACKWARD, (*backward, *in_layers, head[0], *grown))
+    around = (*backward, *_waiting(rank, model, recipe, mesh))
     yield from _backward(rank, layers, model, recipe, mesh, around=around)
-    yield Moment("optimizer step", Phase.STEP, (*held, *step_lines(rank, recipe, mesh)))
+    yield Moment("optimizer step", Phase.STEP, (*held, *left.step, *step_lines(rank, recipe, mesh)))
+
+
+def _left(rank: Rank, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Left:
+    """Hidden states that the pipeline's schedule keeps longer than they are needed."""
+    pp = int(mesh.pp)
+    group = recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage or pp
+    stage = Stage(rank.at, pp, chunks_per_rank(recipe, mesh), batch.grad_accum_steps, group)
+    return left_of(stage, overlapped=recipe.megatron.overlap_p2p_comm)
+
+
+def _saves_mask(recipe: RecipeSpec) -> bool:
+    """Whether autograd saves the data loader's mask: a checkpoint does, and so does torch's softmax of local layers."""
+    options = recipe.megatron
+    return recipe.recompute != "none" or (options.transformer_impl == "local" and not options.masked_softmax_fusion)
 
 
 def _backward(
@@ -447,8 +488,12 @@ def _deferred(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     yield logits._replace(n_bytes=count * logits.n_bytes, formula=f"{counted}·{logits.formula}")
     split = mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp
     each = ceil_div(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, split)
-    formula = f"{counted}·ceil(e·T·h/({'C·p' if recipe.sequence_parallel else 'C'}))"
-    yield Line(Kind.ACTIVATIONS, count * each, "inputs of the head of micro-batches before", formula, DEFERRED)
+    formula = f"ceil(e·T·h/({'C·p' if recipe.sequence_parallel else 'C'}))"
+    yield Line(Kind.ACTIVATIONS, count * each, "inputs of the head of micro-batches before", f"{counted}·{formula}", DEFERRED)
+    earlier = maximum(0, before - 1)  # the schedule itself still refers to those of the last one
+    more, counted = (minimum(limit, earlier), f"min({limit}, max(0, B-2))") if limit else (earlier, "max(0, B-2)")
+    reason = "inputs of the stage and their gradients of micro-batches before, whose graph the head's inputs hold"
+    yield Line(Kind.ACTIVATIONS, 2 * more * each, reason, f"2·{counted}·{formula}", INPUT)
 
 
 def layers_of_a_checkpoint(recipe: RecipeSpec) -> int:
@@ -559,45 +604,84 @@ def _kept_by(layer: Layer) -> tuple[tuple[str, tuple[Line, ...], str], ...]:
 def _embedded(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
     """Token ids, the mask of the embedding's dropout, and attention's mask."""
     tokens = batch.micro_batch_size * batch.seq_len
-    ids = ceil_div(8 * tokens, mesh.cp)
-    yield Line(Kind.ACTIVATIONS, rank.embeds * ids, "input ids, int64", "H·ceil(8·T/C)", REPORT)
+    width, what = _of_embedding(model), "input ids and positions, int64" if model.positions else "input ids, int64"
+    ids = ceil_div(width * tokens, mesh.cp)
+    yield Line(Kind.ACTIVATIONS, rank.embeds * ids, what, f"H·ceil({width}·T/C)", REPORT)
     if drops_hidden(model, recipe):
         split = mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp
         formula = f"H·ceil(T·h/({'C·p' if recipe.sequence_parallel else 'C'}))"
         masks = rank.embeds * ceil_div(tokens * model.hidden_size, split)
         yield Line(Kind.ACTIVATIONS, masks, "mask of the embedding's dropout", formula, REPORT)
-    if recipe.megatron.create_attention_mask_in_dataloader and (rank.at == 0 or rank.has_head):
-        yield _attention_mask(rank, recipe, mesh, batch)
 
 
-def _attention_mask(rank: Rank, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Line:
-    """One byte for each pair of tokens, of the micro-batch that runs forward.
+def _of_embedding(model: ModelSpec) -> int:
+    """Numbers of tokens, and of positions where these are learned. [bytes per token]"""
+    return 16 if model.positions else 8
+
+
+def _attention_masks(rank: Rank, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
+    """On the first rank and the last: one byte for each pair of tokens, of the micro-batch that runs forward.
 
     With recomputation, full or selective, checkpoints save the mask among their inputs: one for each micro-batch in flight.
     """
+    if not (recipe.megatron.create_attention_mask_in_dataloader and (rank.at == 0 or rank.has_head)):
+        return
     each = ceil_div(batch.micro_batch_size * batch.seq_len * batch.seq_len, mesh.cp)
-    if recipe.recompute == "none" or rank.at > 0:
-        return Line(Kind.ACTIVATIONS, each, ATTENTION_MASK, "ceil(T·s/C)", MASK)
-    return Line(Kind.ACTIVATIONS, rank.embeds * each, ATTENTION_MASK, "H·ceil(T·s/C)", MASK_SAVED)
+    if not _saves_mask(recipe) or rank.at > 0:
+        yield Line(Kind.ACTIVATIONS, each, ATTENTION_MASK, "ceil(T·s/C)", MASK)
+    else:
+        yield Line(Kind.ACTIVATIONS, rank.embeds * each, ATTENTION_MASK, "H·ceil(T·s/C)", MASK_SAVED)
+
+
+#: Per token: labels, loss mask, token ids and positions, as the batch comes to the GPU; where the first rank is the last, those of
+#: the embedding are counted there.
+_BATCH = 8 + 4 + 8 + 8
+#: Per token at the highest point of the loss: labels in the logits' order, maxima, mask and local numbers of targets, their places,
+#: and logits of targets twice.
+_TARGETS = 8 + 4 + 1 + 8 + 8 + 2 * 4
+
+
+def _of_each_token(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
+    """A few numbers per token beside the logits: the batch, the loss, and the final norm's statistics."""
+    tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
+    width = _BATCH if rank.at else _BATCH - _of_embedding(model)
+    yield Line(Kind.ACTIVATIONS, width * tokens, "labels and the rest of the batch", f"{width}·ceil(T/C)", MASK)
+    yield Line(Kind.LOGITS, _TARGETS * tokens, "what the loss has per token", f"{_TARGETS}·ceil(T/C)", TARGETS)
+    own, wide = _tokens_of_rank(recipe, mesh, batch), 8 if model.family in UNGATED else 4
+    formula = f"{wide}·ceil(T/({'C·p' if recipe.sequence_parallel else 'C'}))"
+    yield Line(Kind.ACTIVATIONS, wide * own, "statistics of the final norm", formula, REPORT)
+
+
+def _tokens_of_rank(recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Int:
+    split = mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp
+    return ceil_div(batch.micro_batch_size * batch.seq_len, split)
 
 
 def head_lines(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
-    """Inputs of the final norm and of the head, and all the logits that the loss holds at its highest point.
-
-    Backward has as many: the fp32 ones become their own gradient, and that is cast to 16 bits.
-    """
+    """Inputs of the final norm and of the head, and all the logits that the loss holds at its highest point. [bytes]"""
     tokens, hidden, e = batch.micro_batch_size * batch.seq_len, model.hidden_size, element_of(recipe)
     inputs = ceil_div(2 * e * tokens * hidden, mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp)
     formula = f"ceil(2·e·T·h/({'C·p' if recipe.sequence_parallel else 'C'}))"
-    lines = [
-        Line(Kind.LOGITS, inputs, "inputs of the final norm and of the head", formula, REPORT),
-        _logits(4, model, recipe, mesh, batch, "logits in fp32", CROSS_ENTROPY),
-    ]
-    if e < 4:
-        lines.append(_logits(2, model, recipe, mesh, batch, "logits in 16 bits, which those are made of", CROSS_ENTROPY))
+    lines = [Line(Kind.LOGITS, inputs, "inputs of the final norm and of the head", formula, REPORT)]
+    lines += _logits_of_loss(model, recipe, mesh, batch)
     if recipe.megatron.cross_entropy_fusion_impl == "native":
         lines.append(_logits(4, model, recipe, mesh, batch, "a further copy in fp32, of the fused loss", FUSED))
     return tuple(lines)
+
+
+def _logits_of_loss(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
+    """Logits during the loss. The first part of its backward has as many: what was fp32 is the gradient, and is cast to 16 bits."""
+    options, narrow = recipe.megatron, element_of(recipe) < 4
+    fused = options.cross_entropy_fusion_impl == "te"
+    if fused and options.transformer_engine_release == "2.17":
+        reason = "logits, which their gradient is written over"
+        yield _logits(element_of(recipe), model, recipe, mesh, batch, reason, IN_PLACE)
+        return
+    source = FUSED_BY_TRITON if fused else CROSS_ENTROPY
+    reason = "gradient of the logits in fp32" if fused else "logits in fp32"
+    yield _logits(4, model, recipe, mesh, batch, reason, source)
+    if narrow:
+        yield _logits(2, model, recipe, mesh, batch, "logits in 16 bits, which those are made of", source)
 
 
 def _head_backward(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:

@@ -131,6 +131,8 @@ def _degrees(job: JobSpec) -> Iterator[str]:
     if job.recipe.engine == "megatron":
         yield from _chunks(job)
     yield f"--context-parallel-size {mesh.cp}"
+    if mesh.cp > 1 and job.recipe.megatron.cp_comm_type != _DEFAULTS.cp_comm_type:
+        yield f"--cp-comm-type {job.recipe.megatron.cp_comm_type}"
     if job.model.moe is not None:
         yield f"--expert-model-parallel-size {mesh.ep}"
         yield f"--expert-tensor-parallel-size {job.recipe.megatron.expert_tensor_parallel_size}"

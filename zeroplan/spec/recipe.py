@@ -132,6 +132,12 @@ class MegatronOptions(Spec):
     cross_entropy_fusion_impl: Literal["native", "te"] | None = None
     """``--cross-entropy-loss-fusion`` with this ``--cross-entropy-fusion-impl``: ``native`` makes a further fp32 copy of the
     logits. ``None``: not fused."""
+    transformer_engine_release: Literal["2.17", "2.18"] = "2.18"
+    """``2.17``: Transformer Engine 2.17 or older. Its fused loss (``cross_entropy_fusion_impl`` ``te``) writes the gradient over
+    the 16-bit logits; since 2.18 the gradient is a tensor of its own in fp32."""
+    cp_comm_type: Literal["p2p", "a2a"] = "p2p"
+    """``--cp-comm-type``: how context-parallel ranks attend to each other's tokens. ``a2a`` exchanges heads, and keeps attention's
+    result before and after the exchange."""
     hidden_dropout: bool | None = None
     """Whether ``--hidden-dropout`` is above 0: masks are kept. ``None``: with GPT-2's family alone (Megatron-LM: 0.1, always)."""
     attention_dropout: bool | None = None

@@ -191,12 +191,17 @@ class Layers(NamedTuple):
         return next(one.value for one in self.symbols if one.name == name)
 
 
-def layers_of(model: ModelSpec, kinds: tuple[str, ...], recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Layers:
-    """What layers of some kinds take; what they keep is that of :func:`layer_lines`."""
+def layers_of(
+    model: ModelSpec, kinds: tuple[str, ...], recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, received: bool = False
+) -> Layers:  # fmt: skip
+    """What layers of some kinds take; what they keep is that of :func:`layer_lines`.
+
+    ``received``: the gradient of a stage's output comes from another rank, and stays until the stage's backward is done.
+    """
     symbols = symbols_of(model, recipe, mesh, batch)
     found: dict[str, Layer] = {}
     for kind in kinds:
-        cost = _of_kind(model, kind, recipe, symbols)
+        cost = _of_kind(model, kind, recipe, symbols, received=received)
         kept = (_given(model, recipe, mesh, batch),) if recipe.recompute == "full" else cost.kept
         found[kind] = Layer(kept, () if recipe.recompute == "full" else cost.statistics, cost)
     return Layers(symbols, found)
@@ -207,8 +212,10 @@ def cost_of(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: 
     return _of_kind(model, kind, recipe, symbols_of(model, recipe, mesh, batch))
 
 
-def _of_kind(model: ModelSpec, kind: str, recipe: RecipeSpec, symbols: tuple[Symbolic, ...]) -> Cost:
-    structure = structure_of(model, kind, recipe)
+def _of_kind(
+    model: ModelSpec, kind: str, recipe: RecipeSpec, symbols: tuple[Symbolic, ...], *, received: bool = False
+) -> Cost:  # fmt: skip
+    structure = structure_of(model, kind, recipe)._replace(received=received)
     values: dict[str, Int] = {one.name: one.value for one in symbols}
     values |= {"e": element_of(recipe), "h": model.hidden_size}
     if model.moe is not None:
@@ -235,7 +242,8 @@ def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Lay
     return program.Layer(
         recipe.attention, options.transformer_impl == "local", wide, drops_hidden(model, recipe), drops_scores(model, recipe),
         not model.positions, norms_heads(model, recipe), "core_attn" in modules, again_too=modules, latent=_latent(model),
-        wide_softmax=_softens_in_fp32(recipe), routing=routing,
+        masks_in_place=_masks_in_place(recipe), wide_softmax=_softens_in_fp32(recipe), routing=routing,
+        exchanged=options.cp_comm_type == "a2a",
     )  # fmt: skip
 
 
@@ -256,8 +264,13 @@ def shared_width(model: ModelSpec, recipe: RecipeSpec) -> int:
 def _softens_in_fp32(recipe: RecipeSpec) -> bool:
     """Whether it is torch's softmax, in fp32; Transformer Engine has its own fused one."""
     options = recipe.megatron
-    plain = options.transformer_impl == "local" and not options.masked_softmax_fusion and recipe.attention == "eager"
-    return plain and options.attention_softmax_in_fp32 and recipe.precision != "fp32"
+    return _masks_in_place(recipe) and options.attention_softmax_in_fp32 and recipe.precision != "fp32"
+
+
+def _masks_in_place(recipe: RecipeSpec) -> bool:
+    """Whether it is torch's softmax, behind a mask that is written into the scores."""
+    options = recipe.megatron
+    return options.transformer_impl == "local" and not options.masked_softmax_fusion and recipe.attention == "eager"
 
 
 def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Symbolic, ...]:
@@ -269,6 +282,7 @@ def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
         Symbolic("T_n", own, "tokens of a rank between matrices"),
         Symbolic("T_m", read, "tokens that a rank's matrices read"),
         Symbolic("T_w", where(mesh.tp > 1, read, 0) if split else 0, "those of them that are gathered for a matrix"),
+        Symbolic("T_x", where(mesh.cp > 1, read, 0), "tokens whose attention context-parallel ranks exchange"),
         Symbolic("w_n", 8 if model.family in UNGATED else 4, "bytes of a norm's statistics per token"),
         Symbolic("q_r", ceil_div(model.num_attention_heads * model.head_dim, mesh.tp), "width of a rank's queries"),
         Symbolic("k_r", ceil_div(model.num_key_value_heads * model.head_dim, mesh.tp), "width of a rank's keys"),
@@ -330,6 +344,7 @@ def _plan(structure: program.Layer) -> _Plan:
     forward = _moments(index, tape.moments)
     tape.release(output, given)
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", output.dtype * output.shape, program.LAYER)
+    incoming.holds += structure.received
     tape.run_backward(output, incoming)
     again = [one for module in structure.again_too for one in _MADE_AGAIN.get(module, ())]
     backward = _moments(index, _once_made_again(tape.moments, again))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tests.docs.generated.markdown import table
 from tests.measured import megatron_golden, stored
 from tests.measured.errors import held_in
+from tests.on_gpus.figures import ESTIMATE, ninety, sources
 from tests.on_gpus.gpu_records import seen
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.engines.requests import not_written
@@ -23,7 +24,8 @@ _PUBLISHED = Path(__file__).parents[2] / "on_gpus" / "published.toml"
 
 def truth() -> str:
     """What the estimate and the simulator were compared with, in how many jobs, and how far they were off."""
-    return table(("compared", "with", "jobs:", "error of the peak"), [_engines(), *_on_our_card(), *_published()])
+    rows = [_engines(), *_on_our_card(), *_published(), *_on_gpus()]
+    return table(("compared", "with", "jobs:", "error of the peak"), rows)
 
 
 def _engines() -> tuple[str, ...]:
@@ -68,6 +70,16 @@ def _published() -> Iterator[tuple[str, ...]]:
         some = [row for row in torchtitan if words in row["what"]]
         errors = (f"{float(row['predicted']) / float(row['measured']) - 1:+.1%}" for row in some)
         yield (what, "GPUs running torchtitan of March 2024, which kept fp32 logits", f"{len(some)}", ", ".join(errors))
+
+
+def _on_gpus() -> Iterator[tuple[str, ...]]:
+    """The plain estimate of every source that publishes many runs."""
+    for source in sources():
+        errors = [one.error for one in source.figures if one.how == ESTIMATE]
+        if len(errors) > 20:
+            extremes = f"from {min(errors):+.1%} to {max(errors):+.1%}"
+            shown = f"median {median(errors):+.2%}; 90 in 100 within {ninety(errors):.1%}; {extremes}"
+            yield "`zeroplan estimate`", f"GPUs: {source.name}", f"{len(errors)}", shown
 
 
 def megatron_runs() -> str:

@@ -17,6 +17,8 @@ from zeroplan.transformer.symbols import E, e, h, o, t, u, w
 #: Tokens of a rank between matrices, those that its matrices read, those of them that are gathered for it (0: none), and bytes of a
 #: norm's statistics per token.
 T_n, T_m, T_w, w_n = symbols("T_n T_m T_w w_n")
+#: Tokens whose attention context-parallel ranks exchange (0: none).
+(T_x,) = symbols("T_x")
 #: A rank's widths: queries, keys, MLP, one expert, shared expert; its heads; numbers in its attention scores.
 q_r, k_r, f_r, m_r, f_s, a_r, S_r = symbols("q_r k_r f_r m_r f_s a_r S_r")
 #: A rank's values and attention's output; of latent attention its keys and values as they come out of their matrix.
@@ -38,8 +40,12 @@ CHECKPOINT = f"{CORE}/transformer/attention.py, _checkpointed_attention_forward"
 UNFUSED = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, UnfusedDotProductAttention.forward"
 LATENT = f"{CORE}/transformer/multi_latent_attention.py, MLASelfAttention.get_query_key_value_tensors"
 SOFTMAX = f"{CORE}/fusions/fused_softmax.py, FusedScaleMaskSoftmax.forward_torch_softmax"
+MASKED = "torch 2.13, torch/csrc/autograd/functions/tensor.cpp, CopySlices::apply_impl"
 FLASH = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, FlashAttention.forward"
 FUSED = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, FusedAttnFunc.forward"
+EXCHANGED = (
+    "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndQKVOA2A.forward"
+)
 LAYOUT = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/utils.py, get_qkv_layout"
 MLP = f"{CORE}/transformer/mlp.py, MLP.forward"
 ROUTER = f"{CORE}/transformer/moe/moe_utils.py, topk_routing_with_score_function"
@@ -95,9 +101,15 @@ class Layer(NamedTuple):
     """What selective recomputation makes again."""
     latent: Literal["no", "plain", "compressed"] = "no"
     """Latent attention, whose queries are made by one matrix or by two."""
+    masks_in_place: bool = False
+    """Torch's softmax follows a mask that is written into the scores."""
     wide_softmax: bool = False
     """Torch's softmax works in fp32 where activations are 16 bits wide."""
     routing: Routing | None = None
+    received: bool = False
+    """A variable of the schedule refers to the gradient of the output until the backward is done."""
+    exchanged: bool = False
+    """Context-parallel ranks exchange heads before attention and after it."""
 
 
 _INPUT = Tag(Role.BLOCK_INPUT)
@@ -276,12 +288,17 @@ def _normal_heads(tape: Tape, joint: Value) -> Value:
 
 
 def _core(tape: Tape, joint: Value, structure: Layer) -> Value:
-    return _written_out(tape, joint, structure) if structure.attention == "eager" else _kernel(tape, joint, structure.attention)
+    return _written_out(tape, joint, structure) if structure.attention == "eager" else _kernel(tape, joint, structure)
 
 
-def _kernel(tape: Tape, joint: Value, attention: Attention) -> Value:
-    """Attention by cuDNN, or FlashAttention, whose result has sequences first and is copied for the projection."""
-    source = FLASH if attention == "flash" else FUSED
+def _kernel(tape: Tape, joint: Value, structure: Layer) -> Value:
+    """Attention by cuDNN, or FlashAttention, whose result has sequences first and is copied for the projection.
+
+    Where heads are exchanged, cuDNN's result is kept before the exchange, too.
+    """
+    flash = structure.attention == "flash"
+    source = FLASH if flash else FUSED
+    before = _before_exchange(tape) if structure.exchanged and not flash else ()
     made = op.tensor(tape, "attention output", e, T_m * c_r, source)
     kept = tape.make(op.TENSOR, "sums of exponentials, fp32", 4 * T_m * a_r, source, STATISTICS)
 
@@ -289,9 +306,9 @@ def _kernel(tape: Tape, joint: Value, attention: Attention) -> Value:
         tape.temporary("gradient of the queries, added up in fp32", 4 * T_m * q_r, source)
         return [(joint, op.gradient(tape, joint, "gradient of queries, keys and values", source))]
 
-    tape.add("attention", (made,), (joint.store, made.store, kept), backward, of=(joint,))
-    tape.drop(kept)
-    if attention != "flash":
+    tape.add("attention", (made,), (joint.store, made.store, kept, *before), backward, of=(joint,))
+    tape.drop(kept, *before)
+    if not flash:
         return made
     made.store.reason = "FlashAttention's own result, beside the reordered one"
     ordered = op.tensor(tape, "attention output", e, T_m * c_r, source)
@@ -300,11 +317,15 @@ def _kernel(tape: Tape, joint: Value, attention: Attention) -> Value:
     return ordered
 
 
+def _before_exchange(tape: Tape) -> tuple[Store]:
+    return (tape.make(op.TENSOR, "attention output before heads are exchanged", e * T_x * c_r, EXCHANGED),)
+
+
 def _written_out(tape: Tape, joint: Value, structure: Layer) -> Value:
     """Scores, softmax, dropout and their product with the values, each a tensor."""
     site = Site("queries and keys, and values", UNFUSED)
     pairs, values = op.chunk(tape, joint, (T_m * (q_r + k_r), T_m * v_r), site)
-    soft = _softmax(tape, pairs, structure)
+    soft, scores = _softmax(tape, pairs, structure)
     dropped = _dropped(tape, soft) if structure.attention_dropout else soft
     raw = op.tensor(tape, "attention output, heads first", e, T_m * c_r, UNFUSED)
     backward = op.makes("gradient of a factor of the context", UNFUSED, values, dropped)
@@ -312,28 +333,51 @@ def _written_out(tape: Tape, joint: Value, structure: Layer) -> Value:
     tape.release(pairs, values, dropped)
     made = op.tensor(tape, "attention output", e, T_m * c_r, UNFUSED)
     tape.add("order of the context", (made,), (), op.makes("gradient of the context, heads first", UNFUSED, raw), of=(raw,))
-    tape.release(raw)
+    tape.release(raw, scores)
     return made
 
 
-def _softmax(tape: Tape, pairs: Value, structure: Layer) -> Value:
-    """Transformer Engine gives the product of queries and keys a tensor of its own to add to; Megatron a buffer that it keeps."""
+def _softmax(tape: Tape, pairs: Value, structure: Layer) -> tuple[Value, Value]:
+    """The softmax, and the scores before it, which a variable of the function still refers to.
+
+    Transformer Engine gives the product of queries and keys a tensor of its own to add to; Megatron a buffer that it keeps.
+    """
     buffer = tape.make(op.TEMPORARY, "what scores are added to", NOTHING if structure.local else e * S_r, UNFUSED)
     raw = op.tensor(tape, "scores", e, S_r, UNFUSED)
     tape.drop(buffer)
     backward = op.makes("gradient of queries and keys", UNFUSED, pairs)
     tape.add("scores", (raw,), (pairs.store,), backward, of=(pairs,))
     dtype: Width = 4 if structure.wide_softmax else e
-    read = op.cast(tape, raw, dtype, Site("scores", SOFTMAX))
-    tape.release(raw)
+    masked = _masked(tape, raw) if structure.masks_in_place and not structure.wide_softmax else _again(tape, raw)
+    read = op.cast(tape, masked, dtype, Site("scores", SOFTMAX))
+    tape.release(masked)
     soft = op.tensor(tape, "attention scores", dtype, S_r, SOFTMAX)
     tape.add("softmax", (soft,), (soft.store,), op.makes("gradient of the scores", SOFTMAX, read), of=(read,))
     tape.release(read)
     if not structure.wide_softmax:
-        return soft
+        return soft, raw
     narrow = op.cast(tape, soft, e, Site("attention scores", SOFTMAX))
     tape.release(soft)
-    return narrow
+    return narrow, raw
+
+
+def _again(tape: Tape, value: Value) -> Value:
+    """The same tensor under another variable."""
+    return Value(tape.hold(value.store), value.dtype, value.shape)
+
+
+def _masked(tape: Tape, raw: Value) -> Value:
+    """``masked_fill_`` on a view: torch's backward copies the gradient of the whole twice beside the one it makes (CopySlices)."""
+    made = _again(tape, raw)
+    beside = ("gradient of the scores, copied for the mask", 2 * e * S_r)
+    tape.add(
+        "mask of the scores",
+        (made,),
+        (),
+        op.makes("gradient of the scores before the mask", MASKED, raw, beside=beside),
+        of=(raw,),
+    )
+    return made
 
 
 def _dropped(tape: Tape, soft: Value) -> Value:
@@ -364,7 +408,9 @@ def _run_again(tape: Tape, joint: Value, structure: Layer) -> Value:
 def _of_core(structure: Layer) -> tuple[Size, Size]:
     """What core attention keeps beside its input and output, and what passes by at its highest."""
     if structure.attention != "eager":
-        return (e * T_m * c_r if structure.attention == "flash" else NOTHING) + 4 * T_m * a_r, 4 * T_m * q_r
+        flash = structure.attention == "flash"
+        again = e * T_m * c_r if flash else e * T_x * c_r if structure.exchanged else NOTHING
+        return again + 4 * T_m * a_r, 4 * T_m * q_r
     soft = 4 if structure.wide_softmax else e
     return ((soft + e + 1) * S_r if structure.attention_dropout else soft * S_r), soft * S_r
 
