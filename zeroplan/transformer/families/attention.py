@@ -429,9 +429,8 @@ def masked(tape: Tape, value: Value, site: Site) -> Value:
 
 def softmax(tape: Tape, scores: Value, dtype: Width, source: str) -> Value:
     """Softmax in fp32, which saves its result, then a cast to ``dtype``. ``scores`` stay."""
-    wide = cast(tape, scores, 4, Site("masked scores", source))
-    made = op.pointwise(tape, wide, "softmax of the scores", Site("attention: softmax", source), saves_result=True)
-    tape.release(wide)
+    at = Site("masked scores", source), Site("attention: softmax", source)
+    made = op.softmax_in_32_bits(tape, scores, "softmax of the scores", *at)
     weights = cast(tape, made, dtype, Site("softmax of the scores", source))
     tape.release(made)
     return weights

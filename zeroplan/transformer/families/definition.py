@@ -110,6 +110,8 @@ class Block(NamedTuple):
     chunks: Chunks = "none"
     release: Release = NOW
     """What the release of transformers does otherwise."""
+    fused_softmax: bool = False
+    """A softmax in fp32 reads 16 bits itself."""
 
     @property
     def head_norms(self) -> bool:

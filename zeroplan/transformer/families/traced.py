@@ -241,6 +241,7 @@ def structure_of(
         compute.recompute if apart else "none",
         _chunks(kind, one=masked),
         compute.release._replace(wide_logits=False, shifts_logits=False),
+        compute.fused_softmax,
     )
 
 
@@ -440,6 +441,7 @@ def run_forward(
         keeps_selected=keeps_selected,
         recomputed=recomputed,
         marking=marking,
+        fused_softmax=structure.fused_softmax,
     )
     value = _block_input(tape, given, T_p * h if structure.sharded else T * h, program.source)
     if training is not None:
