@@ -130,11 +130,10 @@ class Block(NamedTuple):
         if self.attention == "flash":
             return partial(kernels_of.flash, size=self.head_size)
         if self.masked:
-            return partial(kernels_of.with_mask, size=self.head_size)
-        if self.release == NOW:
-            return self._kernel(grouped=self.grouped)
-        kernel = self._kernel(grouped=self.grouped and not self.release.repeats_keys)
-        return partial(kernels_of.of_a_release, release=self.release, kernel=kernel)
+            kernel: Attend = partial(kernels_of.with_mask, size=self.head_size)
+        else:
+            kernel = self._kernel(grouped=self.grouped and not self.release.repeats_keys)
+        return kernel if self.release == NOW else partial(kernels_of.of_a_release, release=self.release, kernel=kernel)
 
     def _kernel(self, *, grouped: bool) -> Attend:
         if self.wide and self.kernels == "cuda":
