@@ -454,8 +454,7 @@ def _of_a_release(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
     )
     if not modelled or (one.sliding_window is not None and told.attention == "sdpa"):
         return told
-    later = ("4.55",) if told.attention == "flash" else ()
-    return replace(told, transformers=draw.choice((None, "4.45", "4.48.1", "4.53", "5.0", *later)))
+    return replace(told, transformers=draw.choice((None, "4.45", "4.48.1", "4.53", "4.55", "4.57", "5.0")))
 
 
 def _with_ends(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:

@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import subprocess
+import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -55,3 +57,22 @@ def test_the_command_of_a_job_and_its_request_give_the_same_job(said: dict[str, 
     with pytest.raises(SystemExit, match="0"):
         main([*words[1:], "--json"])
     assert read(JobSpec, json.loads(capsys.readouterr().out)["job"], where="the answer") == asked
+
+
+_COUNTED = """
+import typing
+from collections import Counter
+
+read, original = Counter(), typing.get_type_hints
+typing.get_type_hints = lambda of, **how: (read.update([of.__name__]), original(of, **how))[1]
+from zeroplan.resolve import OPTIONS, Request
+
+Request(model="llama-3.1-8b", gpus=8)
+assert len(OPTIONS) > 40
+print(read["Request"])
+"""
+
+
+def test_the_types_of_the_options_are_read_once_in_a_start():
+    found = subprocess.run([sys.executable, "-c", _COUNTED], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "1"

@@ -22,7 +22,7 @@ from zeroplan.resolve import job
 from zeroplan.saved_runs.perfetto import save_events
 from zeroplan.saved_runs.snapshot import save_requests
 from zeroplan.snapshots.reading import read_snapshot
-from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options
+from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp1Options, Fsdp2Options
 from zeroplan.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zeroplan.spec.job import JobSpec
 
 _LLAMA = {"model": "llama-2-7b"}
+_NO_SYNC = {"sync_every_micro_batch": False}
 _SMALL_BUCKETS = DeepSpeedOptions(offload_optimizer="cpu", reduce_bucket_size=20_000_000)
 _MIXTRAL = {"model": "mixtral-8x7b", "expert_parallel": 2, "gpus": 32}
 _AWAY: dict[str, Any] = {"offload_optimizer": "cpu", "offload_param": "cpu"}
@@ -82,6 +83,15 @@ _JOBS = (
     {"engine": "fsdp2", "stage": 3, **_LLAMA, "fsdp2": Fsdp2Options(torch="2.15", ends_apart=True)},
     {"engine": "fsdp2", "stage": 3, **_MIXTRAL, "fsdp2": Fsdp2Options(torch="2.15"), "grad_accum": 2},
     {"engine": "fsdp2", "stage": 3, **_LLAMA, "recompute": "full", "offload_activations": True, "lora_rank": 8},
+    {"engine": "fsdp1", "stage": 3},
+    {"engine": "fsdp1", "stage": 3, **_LLAMA, "fsdp1": Fsdp1Options(backward_prefetch="backward_post"), "recompute": "full"},
+    {"engine": "fsdp1", "stage": 2, **_LLAMA, "fsdp1": Fsdp1Options(use_orig_params=False), "grad_accum": 3, **_NO_SYNC},
+    {"engine": "fsdp1", "stage": 3, **_LLAMA, "fsdp1": Fsdp1Options(forward_prefetch=True), "grad_accum": 3},
+    {"engine": "fsdp1", "stage": 3, "fsdp1": Fsdp1Options(use_orig_params=False), "grad_accum": 3, **_NO_SYNC, "gpus": 3},
+    {"engine": "fsdp1", "stage": 3, "replicas": 2, "fsdp1": Fsdp1Options(reduce_dtype="fp32"), "grad_accum": 2},
+    {"engine": "fsdp1", "stage": 3, "model": "qwen3-30b-a3b", "fsdp1": Fsdp1Options(backward_prefetch="no_prefetch")},
+    {"engine": "fsdp1", "stage": 2, "precision": "fp32", "recompute": "selective", "optimizer": "adagrad"},
+    {"engine": "fsdp1", "stage": 3, **_LLAMA, "recompute": "full", "offload_activations": True, "keep_logits": True},
     {"engine": "ddp", "stage": 0},
     {"engine": "ddp", "stage": 1, **_LLAMA, "lora_rank": 8, "grad_accum": 2},
     {"engine": "ddp", "stage": 0, **_LLAMA, "freeze": "embedding", "freeze_layers": 3},
@@ -343,6 +353,11 @@ def test_public_figures_lie_between_the_least_and_the_most(recompute: str, gib: 
             "offload of activations beside an embedding that is frozen and scaled",
         ),
         ({"engine": "ddp", "stage": 0, "loss": "chunked"}, "a loss in chunks whose head is the embedding"),
+        ({"engine": "fsdp1", "stage": 3, "lora_rank": 8}, "adapters or frozen parameters under FSDP1"),
+        (
+            {"engine": "fsdp1", "stage": 3, "recompute": "full", "fsdp1": Fsdp1Options(checkpoints_units=True)},
+            "checkpoints that call units of FSDP1",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused_in_one_line(choices: dict[str, object], what: str):

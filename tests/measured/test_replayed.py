@@ -7,16 +7,18 @@ import pytest
 from tests.measured import replayed
 from zeroplan.engines.replayed_shares import off_by
 
-#: Every so many records by day; ``python -m tests.measured.replayed --show`` takes all.
+#: Every so many records by day, of FSDP1 all; ``python -m tests.measured.replayed --show`` takes all.
 _EVERY = 9
 _WITHIN = 0.02
-_ENGINES = ("ddp", "deepspeed", "fsdp2")
+_ENGINES = ("ddp", "deepspeed", "fsdp1", "fsdp2")
 
 
 @pytest.fixture(scope="module")
 def found() -> list[replayed.Seen]:
     """Replays of some records beside those of what is predicted."""
-    return [one for record in list(replayed.records())[::_EVERY] for one in replayed.seen_in(record)]
+    every = list(replayed.records())
+    some = [one for at, one in enumerate(every) if not at % _EVERY or one.job.recipe.engine == "fsdp1"]
+    return [one for record in some for one in replayed.seen_in(record)]
 
 
 def test_the_peak_is_the_recorded_one(found: list[replayed.Seen]):
@@ -31,7 +33,7 @@ def test_the_peak_is_the_recorded_one(found: list[replayed.Seen]):
 
 @pytest.mark.parametrize("engine", _ENGINES)
 def test_nine_in_ten_reserves_are_within_two_percent(found: list[replayed.Seen], engine: str):
-    """Of all records it is 94 to 98 in 100."""
+    """Of all records it is 94 to 98 in 100, of FSDP1's 91."""
     off = [abs(1 / one.reserved - 1) for one in found if one.job.recipe.engine == engine]
     assert len(off) > 30
     assert sum(one < _WITHIN for one in off) >= 0.9 * len(off)

@@ -30,6 +30,7 @@ RANDOM_STATE = 16
 FP32 = Compute(4, autocast=False, attention="sdpa")
 BF16 = FP32._replace(element_bytes=2)
 AUTOCAST = BF16._replace(autocast=True)
+FP16 = BF16._replace(attention="eager", fused_softmax=True)
 #: As in test_activations; of the last the scores weigh more than the experts.
 GPT_OSS = {
     "grouped heads": (2, 40, 4, 2, 16, 176, 104, 72),
@@ -80,6 +81,17 @@ def test_gpt_neox_written_out(hidden_act: Literal["gelu_fast"] | None, *, parall
     spec = replace(plain, hidden_act=hidden_act, parallel_residual=parallel)
     compute, size = BF16._replace(attention="eager"), BatchSpec(micro_batch_size=2, seq_len=64)
     assert predicted(spec, "dense", compute, size, recompute=recompute) == block_run(spec, compute, size, recompute=recompute)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "gemma2", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_softmax_of_fp16_needs_no_copy_in_fp32(family: str, *, recompute: bool) -> None:
+    shape, size = (2, 64, 8, 8, 16, 176, 104, 128), BatchSpec(micro_batch_size=2, seq_len=64)
+    if family in ("qwen3_moe", "mixtral"):
+        spec, kind = moe_spec(family, shape), "moe"
+    else:
+        spec, kind = tiny_spec(family, heads=8, kv_heads=8, head_dim=16, ffn=176, vocab=104), "dense"
+    assert predicted(spec, kind, FP16, size, recompute=recompute) == block_run(spec, FP16, size, recompute=recompute)
 
 
 @pytest.mark.parametrize("compute", [BF16, AUTOCAST], ids=["bf16", "autocast"])

@@ -1,16 +1,16 @@
 """How a field of a :class:`~zeroplan.resolve.Request` declares the option that it is: its flag, its control, what it sets in a job.
 
-Each field of a request carries an :class:`Option`. The flags of the command line, the keys of a job file, the controls of the page,
-the rows of the documentation and the way from a request to a job and back are all read from these declarations.
+The metadata of each field of a request hold an :class:`Option`. The flags of the command line, the keys of a job file, the controls
+of the page, the rows of the documentation and the way from a request to a job and back are all read from these declarations.
 """
 
 from collections.abc import Mapping
 from dataclasses import fields
 from operator import attrgetter
-from types import NoneType, UnionType
-from typing import Annotated, Final, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Final, Literal, NamedTuple
 
-from zeroplan.spec.base import Spec
+from zeroplan.spec.base import Check, Spec, checks_of
 from zeroplan.spec.job import JobSpec
 
 MODEL: Final = "Model (one of the first four)"
@@ -67,7 +67,7 @@ class Declared(NamedTuple):
 
     field: str
     option: Option
-    types: tuple[object, ...]
+    checks: tuple[Check, ...]
     """What its value may be, None left out."""
 
     @property
@@ -83,41 +83,33 @@ class Declared(NamedTuple):
     @property
     def is_number(self) -> bool:
         """Whether its value is a whole number and nothing else."""
-        return self.types == (int,)
+        return self._is_only(int)
 
     @property
     def is_switch(self) -> bool:
         """Whether its flag is a switch."""
-        return self.types == (bool,)
+        return self._is_only(bool)
+
+    def _is_only(self, kind: type) -> bool:
+        return [one.type for one in self.checks] == [kind]
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The choices of its type; empty where it has none."""
-        return tuple(str(choice) for one in self.types if get_origin(one) is Literal for choice in get_args(one))
+        return tuple(str(choice) for one in self.checks for choice in one.choices)
 
 
 def declared(request: type[Spec]) -> Mapping[str, Declared]:
-    """Return the options that a kind of request declares, by the field's name and in order."""
-    hints = get_type_hints(request, include_extras=True)
+    """Return the options that a kind of request declares, by the field's name and in order.
+
+    Types are those of the request's own checks: reading annotations is slow, and the first request needs these anyway.
+    """
+    checks = checks_of(request)
     return {
-        field.name: Declared(field.name, extra, tuple(_arms(hints[field.name])))
+        field.name: Declared(field.name, option, tuple([one for one in checks[field.name] if one.type is not NoneType]))
         for field in fields(request)
-        for extra in _extras(hints[field.name])
-        if isinstance(extra, Option)
+        if isinstance(option := field.metadata.get("option"), Option)
     }
-
-
-def _extras(hint: object) -> tuple[object, ...]:
-    return get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-
-
-def _arms(hint: object) -> list[object]:
-    """The types that a value may have, bounds and None left out."""
-    if get_origin(hint) is Annotated:
-        return _arms(get_args(hint)[0])
-    if get_origin(hint) in (Union, UnionType):
-        return [arm for each in get_args(hint) for arm in _arms(each)]
-    return [] if hint is NoneType else [hint]
 
 
 def value_of(job: JobSpec, one: Declared) -> object:

@@ -56,7 +56,7 @@ class Spec:
 
     def __post_init__(self) -> None:
         """Check every field, then the rules between fields."""
-        for name, admissible in _admissible(type(self)):  # type: ignore[arg-type]  # mypy reads the dataclass's hash as the class's
+        for name, admissible in _read_once(type(self)).items():  # type: ignore[arg-type]  # mypy reads the dataclass's hash as the class's
             value = getattr(self, name)
             if not any(check.admits(value) for check in admissible):
                 raise SpecError(f"{name}={value!r} is not {_accepted(admissible)}{_suggestion(value, admissible)}")
@@ -66,15 +66,17 @@ class Spec:
         """Raise SpecError where fields contradict each other."""
 
 
-class _Check(NamedTuple):
+class Check(NamedTuple):
     """A type of a field, with its bounds or its choices."""
 
     type: type
     bounds: Range | None
     choices: tuple[object, ...]
+    """The values themselves, where they are listed; the type is then ``object``."""
     wording: str
 
     def admits(self, value: object) -> bool:
+        """Whether a value is of this type and within its bounds, or is one of the choices."""
         if self.choices:
             return value in self.choices and isinstance(value, bool) == isinstance(self.choices[0], bool)
         if not isinstance(value, self.type) or (isinstance(value, bool) and self.type is not bool):
@@ -82,25 +84,31 @@ class _Check(NamedTuple):
         return self.bounds is None or (isinstance(value, (int, float)) and self.bounds.low <= value <= self.bounds.high)
 
 
+def checks_of(cls: type[Spec]) -> Mapping[str, tuple[Check, ...]]:
+    """Return what the value of each field may be, by the field's name and in order."""
+    return _read_once(cls)  # type: ignore[arg-type]  # as above
+
+
 @cache
-def _admissible(cls: type[Spec]) -> tuple[tuple[str, tuple[_Check, ...]], ...]:
+def _read_once(cls: type[Spec]) -> Mapping[str, tuple[Check, ...]]:
     hints = get_type_hints(cls, include_extras=True)
-    return tuple((field.name, tuple(_checks(hints[field.name]))) for field in fields(cls))
+    return {field.name: tuple(_checks(hints[field.name])) for field in fields(cls)}
 
 
 def largest(cls: type[Spec], field: str) -> int | None:
     """The largest integer that a field accepts; None without such a bound."""
-    checks = dict(_admissible(cls))[field]  # type: ignore[arg-type]  # mypy reads the dataclass's hash as the class's
-    return next((int(check.bounds.high) for check in checks if check.type is int and check.bounds is not None), None)
+    return next(
+        (int(check.bounds.high) for check in checks_of(cls)[field] if check.type is int and check.bounds is not None), None
+    )
 
 
-def _accepted(admissible: tuple[_Check, ...]) -> str:
+def _accepted(admissible: tuple[Check, ...]) -> str:
     """Return what a field accepts, without the None that leaves it out."""
     said = [check.wording for check in admissible if check.wording and check.type is not NoneType]
     return " or ".join(said) or "nothing"
 
 
-def _suggestion(value: object, admissible: tuple[_Check, ...]) -> str:
+def _suggestion(value: object, admissible: tuple[Check, ...]) -> str:
     from zeroplan.synonyms import meant  # noqa: PLC0415  only an error pays for it
 
     choices = [str(choice) for check in admissible for choice in check.choices]
@@ -108,7 +116,7 @@ def _suggestion(value: object, admissible: tuple[_Check, ...]) -> str:
     return f"; nearest: {near}" if near else ""
 
 
-def _checks(hint: object, bounds: Range | None = None) -> list[_Check]:
+def _checks(hint: object, bounds: Range | None = None) -> list[Check]:
     origin = get_origin(hint)
     if origin is Annotated:
         inner, *extras = get_args(hint)
@@ -116,11 +124,11 @@ def _checks(hint: object, bounds: Range | None = None) -> list[_Check]:
     if origin in (Union, UnionType):
         return [check for arm in get_args(hint) for check in _checks(arm)]
     if origin is Literal:
-        return [_Check(object, None, get_args(hint), f"one of {', '.join(map(str, get_args(hint)))}")]
+        return [Check(object, None, get_args(hint), f"one of {', '.join(map(str, get_args(hint)))}")]
     plain = origin or hint
     if not isinstance(plain, type):
         raise TypeError(f"a spec field cannot be a {hint}")
-    return [_Check(plain, bounds, (), _wording(plain, bounds))] + ([_Check(int, bounds, (), "")] if plain is float else [])
+    return [Check(plain, bounds, (), _wording(plain, bounds))] + ([Check(int, bounds, (), "")] if plain is float else [])
 
 
 def _wording(plain: type, bounds: Range | None) -> str:

@@ -17,7 +17,7 @@ FAMILIES = ("llama", "mistral", "qwen2")
 class Release(NamedTuple):
     """What a release does otherwise than 5.23.
 
-    Read in 4.45.2, 4.46.0, 4.48.1, 4.49.0, 4.50.0, 4.51.0, 4.53.0, 4.54.0, 4.55.0, 4.56.0, 4.57.0, 5.0.0 and 5.23.0:
+    Read in 4.45.2, 4.46.0, 4.48.1, 4.49.0, 4.50.0, 4.51.0, 4.53.0, 4.54.1, 4.55.0, 4.56.2, 4.57.3, 5.0.0 and 5.23.0:
     ``models/llama/modeling_llama.py``, ``loss/loss_utils.py``, ``integrations/sdpa_attention.py`` and ``masking_utils.py``.
     """
 
@@ -26,11 +26,15 @@ class Release(NamedTuple):
     shifts_logits: bool = False
     """The loss copies the logits without the last token of each sequence (before 4.49); later ones shift the labels alone."""
     repeats_keys: bool = False
-    """``scaled_dot_product_attention`` is given a copy of keys and values for each query head (before 4.54)."""
+    """``scaled_dot_product_attention`` gets a copy of keys and values for each query head, with or without a mask (before 4.54)."""
     copies_heads: bool = False
-    """It is given contiguous queries, keys and values, so that its output is copied into the order of tokens (4.48 to 4.53)."""
+    """It gets contiguous queries, keys and values (4.48 to 4.55). Flash's output is then copied into the order of tokens."""
     masks_all: bool = False
-    """It is given a mask wherever no keys are cached, as in training (4.54 to 4.57). That is not modelled."""
+    """It gets a mask wherever the model gets none and caches no keys (4.54 to 4.57), so that a kernel that takes masks runs.
+
+    The model then looks for packed sequences, and makes a mask whether it finds any or not: ``masking_utils.py``,
+    ``_preprocess_mask_arguments``.
+    """
 
 
 #: The release whose code the formulas follow, and all that hold the same.
@@ -58,7 +62,7 @@ def release_of(text: str | None) -> Release:
         wide_logits=release < (4, 46),
         shifts_logits=release < (4, 49),
         repeats_keys=release < (4, 54),
-        copies_heads=(4, 48) <= release < (4, 54),
+        copies_heads=(4, 48) <= release < (4, 56),
         masks_all=(4, 54) <= release < (5, 0),
     )
 
@@ -68,9 +72,7 @@ def check_release(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
     release = release_of(recipe.transformers)
     if release == NOW:
         return
-    masks = release.masks_all and recipe.attention == "sdpa"
-    masked = ("attention 'sdpa', to which it gives a mask in every layer", "attention 'flash'")
-    for asked, instead in (*((masked,) if masks else ()), *_refusals(model, recipe, mesh)):
+    for asked, instead in _refusals(model, recipe, mesh):
         if isinstance(asked, str):
             raise SpecError(
                 f"transformers={recipe.transformers!r} with {asked} is not modelled; use {instead}, or leave it out"
@@ -84,6 +86,8 @@ def _refusals(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[
     yield recipe.fsdp2.modules == "torchtitan" and "modules of torchtitan", "--modules transformers"
     yield recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"
     yield recipe.kernels != "cuda" and "a CPU's kernels", "kernels 'cuda'"
-    yield model.sliding_window is not None and recipe.attention == "sdpa" and "a sliding window", "attention 'flash'"
+    windowed = model.sliding_window is not None and recipe.attention == "sdpa"
+    of_all = model.family == "mistral" and release_of(recipe.transformers).masks_all  # one mask, with the window in it
+    yield windowed and not of_all and "a sliding window", "attention 'flash'"
     for name, degree in (("tp", mesh.tp), ("cp", mesh.cp), ("pp", mesh.pp)):
         yield degree > 1 and f"{name}={degree}", f"{name}=1"

@@ -38,6 +38,8 @@ class Compute(NamedTuple):
     """The engine casts a block's inputs to the compute dtype first, including tables of positions, as FSDP2 does."""
     release: Release = NOW
     """What the release of transformers does otherwise than the one that the formulas follow."""
+    fused_softmax: bool = False
+    """CUDA's softmax reads fp16 and writes fp32 in one kernel. No other dtype has such a kernel."""
 
 
 class At(StrEnum):

@@ -12,7 +12,7 @@ from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import Compute, HeadPass
 from zeroplan.transformer.families.definition import Around, Held, definition_of
 from zeroplan.transformer.families.tags import OF_THE_BATCH, SAVED, TEMPORARY
-from zeroplan.transformer.families.widths import Widths, beyond_the_window, values_of, widths
+from zeroplan.transformer.families.widths import Widths, makes_a_mask, values_of, widths
 from zeroplan.transformer.params import is_frozen, layout
 from zeroplan.transformer.symbols import T, T_p, V, V_p, b, h, r, s
 
@@ -33,6 +33,11 @@ _EAGER = {
     2: Held(2 * r * b * s * s, "masks of eager attention, local and global", MASK),
 }
 _WINDOW = Held(s * s, "mask of the sliding window, booleans", MASK)
+_PACKED = Held(
+    b * s * s,
+    "attention mask, booleans for each sequence",
+    "transformers 4.57.3, masking_utils.py, packed_sequence_mask_function",
+)
 
 
 class _Question(NamedTuple):
@@ -180,8 +185,10 @@ def _masks(question: _Question) -> tuple[Line, ...]:
         return ()
     if question.x.attention == "eager":
         return (_EAGER[question.around.masks].line(TEMPORARY, question.values),)
-    is_mquestion = beyond_the_window(question.model, question.x)
-    if is_mquestion is False:
+    if question.x.release.masks_all:
+        return (_PACKED.line(TEMPORARY, question.values),)
+    is_masked = makes_a_mask(question.model, question.x)
+    if is_masked is False:
         return ()
     mask = _WINDOW.line(TEMPORARY, question.values)
-    return (mask._replace(n_bytes=where(is_mquestion, mask.n_bytes, 0)),)
+    return (mask._replace(n_bytes=where(is_masked, mask.n_bytes, 0)),)

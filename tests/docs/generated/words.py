@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeGuard, get_args
+from typing import TYPE_CHECKING, get_args
 
 import zeroplan
 from tests.docs.generated.jobs import of
@@ -173,24 +173,18 @@ def _body(kind: type) -> list[ast.stmt]:
 
 
 def _type(annotation: ast.expr | None) -> str:
-    """A type as people write it: bounds of numbers and options left out, forward references without their quotes."""
-    if _declares_an_option(annotation):
-        return _type(annotation.slice.elts[0])
+    """A type as people write it: bounds of numbers left out, forward references without their quotes."""
     written = "" if annotation is None else ast.unparse(annotation)
     written = written.strip("'") if isinstance(annotation, ast.Constant) else written
     return _INTEGER.sub("int", _BOUNDS.sub(r"\1", written)).replace("'", '"')
 
 
-def _declares_an_option(annotation: ast.expr | None) -> TypeGuard[ast.Subscript]:
-    return isinstance(annotation, ast.Subscript) and "Option(" in ast.unparse(annotation)
-
-
 def _source(default: ast.expr | None) -> str:
-    return (
-        ""
-        if default is None
-        else re.sub(r"\b\d{5,}\b", lambda found: f"{int(found[0]):_}", ast.unparse(default).replace("'", '"'))
-    )
+    if default is None:
+        return ""
+    if isinstance(default, ast.Call) and ast.unparse(default.func) == "field":
+        return _source(next(said.value for said in default.keywords if said.arg == "default"))
+    return re.sub(r"\b\d{5,}\b", lambda found: f"{int(found[0]):_}", ast.unparse(default).replace("'", '"'))
 
 
 _BOUNDS = re.compile(r"Annotated\[(\w+), Range\([^)]*\)\]")

@@ -19,7 +19,7 @@ from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.params import has_frozen, trained_layout
 
-STEPS = {"fsdp2": 2, "ddp": 3, "deepspeed": 3}
+STEPS = {"fsdp1": 2, "fsdp2": 2, "ddp": 3, "deepspeed": 3}
 """Steps until an engine does the same in every further one: DDP makes its buckets in the second, DeepSpeed settles in the third."""
 
 
@@ -64,6 +64,10 @@ def not_written(job: JobSpec) -> str:
                 options.of_torch_2_15 and (not recipe.sync_every_micro_batch or recipe.loss == "chunked" or mesh.tp > 1),
                 "gradients that FSDP2 of torch 2.15 casts as they come",
             ),
+        ),
+        "fsdp1": (
+            (has_frozen(model), "adapters or frozen parameters under FSDP1"),
+            (recipe.fsdp1.checkpoints_units, "checkpoints that call units of FSDP1"),
         ),
         "ddp": (),
         "deepspeed": _of_stage_3(job) if recipe.zero_stage == 3 else (),

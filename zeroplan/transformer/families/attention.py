@@ -84,21 +84,23 @@ def efficient(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
 def of_a_release(tape: Tape, heads: Heads, *, release: Release, kernel: Attend) -> Attended:
     """Run the kernel on what an older release of transformers copies for it. The copies live until the kernel has run.
 
-    Source: transformers 4.48.1, integrations/sdpa_attention.py, sdpa_attention_forward; 4.45.2, LlamaSdpaAttention.forward.
+    A repeated single key/value head is a view, which ``contiguous()`` copies for each query head.
+    Source: transformers 4.48.1 and 4.55.0, integrations/sdpa_attention.py, sdpa_attention_forward; 4.45.2,
+    LlamaSdpaAttention.forward.
     """
     query, key, value = heads.query, heads.key, heads.value
-    copies = []
-    if release.repeats_keys and heads.grouped:
+    copies, repeats = [], heads.grouped and (release.repeats_keys or release.masks_all)
+    if repeats:
         key, value = _repeated(tape, heads, SDPA)
         copies += [key, value]
     if release.copies_heads:
-        copied = release.repeats_keys and heads.grouped and not heads.one_key
+        copied = repeats and not heads.one_key
         query = _contiguous(tape, query, "queries")
         copies.append(query)
         if not copied:
             key, value = _contiguous(tape, key, "keys"), _contiguous(tape, value, "values")
             copies += [key, value]
-    grouped = heads.grouped and not release.repeats_keys
+    grouped = heads.grouped and not repeats
     made = kernel(tape, Heads(query, key, value, grouped, heads.one_key and grouped, joined=release.copies_heads))
     tape.release(*copies)
     return made
@@ -429,9 +431,8 @@ def masked(tape: Tape, value: Value, site: Site) -> Value:
 
 def softmax(tape: Tape, scores: Value, dtype: Width, source: str) -> Value:
     """Softmax in fp32, which saves its result, then a cast to ``dtype``. ``scores`` stay."""
-    wide = cast(tape, scores, 4, Site("masked scores", source))
-    made = op.pointwise(tape, wide, "softmax of the scores", Site("attention: softmax", source), saves_result=True)
-    tape.release(wide)
+    at = Site("masked scores", source), Site("attention: softmax", source)
+    made = op.softmax_in_32_bits(tape, scores, "softmax of the scores", *at)
     weights = cast(tape, made, dtype, Site("softmax of the scores", source))
     tape.release(made)
     return weights

@@ -110,6 +110,8 @@ class Block(NamedTuple):
     chunks: Chunks = "none"
     release: Release = NOW
     """What the release of transformers does otherwise."""
+    fused_softmax: bool = False
+    """A softmax in fp32 reads 16 bits itself."""
 
     @property
     def head_norms(self) -> bool:
@@ -128,11 +130,10 @@ class Block(NamedTuple):
         if self.attention == "flash":
             return partial(kernels_of.flash, size=self.head_size)
         if self.masked:
-            return partial(kernels_of.with_mask, size=self.head_size)
-        if self.release == NOW:
-            return self._kernel(grouped=self.grouped)
-        kernel = self._kernel(grouped=self.grouped and not self.release.repeats_keys)
-        return partial(kernels_of.of_a_release, release=self.release, kernel=kernel)
+            kernel: Attend = partial(kernels_of.with_mask, size=self.head_size)
+        else:
+            kernel = self._kernel(grouped=self.grouped and not self.release.repeats_keys)
+        return kernel if self.release == NOW else partial(kernels_of.of_a_release, release=self.release, kernel=kernel)
 
     def _kernel(self, *, grouped: bool) -> Attend:
         if self.wide and self.kernels == "cuda":

@@ -31,7 +31,7 @@ class Routing(NamedTuple):
 
 
 def router(tape: Tape, normal: Value, *, narrowed: bool) -> Routing:
-    """Run Mixtral's router. ``narrowed``: it casts its weights to the dtype of its logits.
+    """Run Mixtral's router. ``narrowed``: Qwen3's, which casts its weights to the dtype of its logits.
 
     Its input is a view of all tokens in one row. The view comes before the product, so that the router's weight gets its
     gradient before the view's gradient reaches ``normal``.
@@ -39,9 +39,7 @@ def router(tape: Tape, normal: Value, *, narrowed: bool) -> Routing:
     flat = op.view(tape, normal, Site("router: its input", ROUTER))
     logits = op.linear(tape, flat, E, Site("router", ROUTER))
     tape.release(flat)
-    wide = op.cast(tape, logits, 4, Site("router: logits", ROUTER))
-    scores = op.pointwise(tape, wide, "router: scores of all experts", Site("router: softmax", ROUTER), saves_result=True)
-    tape.release(wide)
+    scores = _scores(tape, logits, narrowed=narrowed)
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
     tape.release(scores)
@@ -51,6 +49,17 @@ def router(tape: Tape, normal: Value, *, narrowed: bool) -> Routing:
     narrow = op.cast(tape, weights, e, Site("router: weights", ROUTER))
     tape.release(weights)
     return Routing(logits, narrow, indices)
+
+
+def _scores(tape: Tape, logits: Value, *, narrowed: bool) -> Value:
+    """Softmax of the logits: Mixtral's of ``logits.float()``, Qwen3's with ``dtype=torch.float``."""
+    reason, cast_at, site = "router: scores of all experts", Site("router: logits", ROUTER), Site("router: softmax", ROUTER)
+    if narrowed:
+        return op.softmax_in_32_bits(tape, logits, reason, cast_at, site)
+    wide = op.cast(tape, logits, 4, cast_at)
+    scores = op.pointwise(tape, wide, reason, site, saves_result=True)
+    tape.release(wide)
+    return scores
 
 
 def divided_by_their_sum(tape: Tape, chosen: Value, dtype: Width, source: str) -> Value:

@@ -24,7 +24,7 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.tags import INCOMING
 from zeroplan.transformer.families.tape import Store, Tape, Value
 from zeroplan.transformer.families.traced import Index, Places, Plan, Sizes, of_a_rank, program_of, run_forward, structure_of
-from zeroplan.transformer.families.widths import beyond_the_window, values_of, widths
+from zeroplan.transformer.families.widths import makes_a_mask, values_of, widths
 from zeroplan.transformer.parameters import BlockRun, Parameter
 from zeroplan.transformer.symbols import r
 
@@ -94,7 +94,7 @@ def block_halves(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch
 def structure_and_order(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> tuple[Block, tuple[int, ...]]:
     """Return a block's structure, and for its modules in the order of the second half their places in the forward."""
     x = widths(model, compute, batch)
-    is_masked = run.kind != "global" and _for_all(beyond_the_window(model, x))
+    is_masked = run.kind != "global" and _for_all(makes_a_mask(model, x))
     structure = structure_of(model, run.kind, compute, x, masked=is_masked)
     modules = _modules(run.parameters)
     as_run = [name for name in definition_of(structure.family).modules if name in modules]

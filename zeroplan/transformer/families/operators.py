@@ -288,6 +288,23 @@ def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result
     return made
 
 
+def softmax_in_32_bits(tape: Tape, value: Value, reason: str, cast_at: Site, site: Site) -> Value:
+    """``softmax(dtype=torch.float32)``, which saves its result. ``value`` stays.
+
+    It works on a cast copy of 16 bits, but for fp16 on CUDA: there one kernel reads fp16, and its backward writes fp16.
+    Source: torch 2.13, aten/src/ATen/native/SoftMax.cpp, softmax.
+    """
+    if tape.fused_softmax and not tape.is_wide(value.dtype):
+        made = tensor(tape, reason, 4, value.shape, site.source)
+        backward = makes(f"gradient of the input of {site.name}", site.source, value)
+        tape.add(site.name, (made,), (made.store,), backward, of=(value,), place=site.place)
+        return made
+    wide = cast(tape, value, 4, cast_at)
+    made = pointwise(tape, wide, reason, site, saves_result=True)
+    tape.release(wide)
+    return made
+
+
 def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
     """``first * second`` in the wider dtype. It saves each factor where autograd follows the other.
 

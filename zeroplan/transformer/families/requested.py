@@ -22,7 +22,7 @@ from zeroplan.transformer.families.sharded import SHARES
 from zeroplan.transformer.families.tags import INCOMING
 from zeroplan.transformer.families.tape import Action, Do, Owner, Store, Tape, Value
 from zeroplan.transformer.families.traced import run_forward, structure_of, torchtitan_structure
-from zeroplan.transformer.families.widths import beyond_the_window, in_one_chunk, values_of, widths
+from zeroplan.transformer.families.widths import in_one_chunk, makes_a_mask, values_of, widths
 from zeroplan.transformer.parameters import BlockRun
 from zeroplan.transformer.symbols import r
 
@@ -86,7 +86,7 @@ def block_requests(
     autograd adds nothing to it in place.
     """
     x = widths(model, compute, batch)
-    masked = _one(in_one_chunk(x) if kind == "linear" else kind != "global" and beyond_the_window(model, x))
+    masked = _one(in_one_chunk(x) if kind == "linear" else kind != "global" and makes_a_mask(model, x))
     structure = structure_of(model, kind, compute, x, masked=masked)
     made = _of_a_block(structure, recompute, offloaded=compute.offloaded, marking=marking, received=received)
     return _sized(made, values_of(model, x, compute.tp if structure.sharded else 1))

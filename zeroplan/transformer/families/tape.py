@@ -216,17 +216,18 @@ class Tape:
 
     def __init__(
         self, *, wide: bool, autocast: bool, saving: bool, narrow: bool = False, keeps_selected: bool = False,
-        recomputed: bool = False, marking: bool = False,
+        recomputed: bool = False, marking: bool = False, fused_softmax: bool = False,
     ) -> None:  # fmt: skip
         """``wide``: the compute dtype is fp32. ``saving``: operators save tensors, as they do outside a checkpoint.
 
         ``narrow``: weights and residual stream have the compute dtype even under autocast. ``keeps_selected``: a selective
         checkpoint keeps every second matrix product and attention's output. ``recomputed``: a recomputation saved the tensors, and
         the backward frees each as soon as it has read it. ``marking``: the history marks modules with weights.
+        ``fused_softmax``: a softmax in fp32 reads 16 bits itself.
         """
         self.keeps_selected, self.recomputed = keeps_selected, recomputed
         self.marks = Marks() if marking else None
-        self.wide, self.autocast, self.saving = wide, autocast, saving
+        self.wide, self.autocast, self.saving, self.fused_softmax = wide, autocast, saving, fused_softmax
         self.wide_residual = autocast and not narrow
         self.mode = Mode()
         self.untracked: set[Value] = set()

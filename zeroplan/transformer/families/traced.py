@@ -24,7 +24,7 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
 from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value
-from zeroplan.transformer.families.widths import Widths, beyond_the_window, grouped_heads, in_one_chunk, quantities, values_of
+from zeroplan.transformer.families.widths import Widths, grouped_heads, in_one_chunk, makes_a_mask, quantities, values_of
 from zeroplan.transformer.symbols import T, T_p, h, r
 
 
@@ -159,7 +159,7 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
     """
     if (compute.tp > 1 or compute.cp > 1) and kind != "moe":
         _refuse_a_window(model, compute, x)
-    is_masked = in_one_chunk(x) if kind == "linear" else kind != "global" and beyond_the_window(model, x)
+    is_masked = in_one_chunk(x) if kind == "linear" else kind != "global" and makes_a_mask(model, x)
     made = by_mask(is_masked, lambda masked: _of(model, kind, compute, x, recompute, masked=masked))
     if kind == "frozen" and compute.recompute == "none":
         return BlockPass((), (), (), made.forward, made.forward, (), 0)
@@ -167,7 +167,7 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
 
 
 def _refuse_a_window(model: ModelSpec, compute: Compute, x: Widths) -> None:
-    beyond = beyond_the_window(model, x)
+    beyond = makes_a_mask(model, x)
     if beyond if isinstance(beyond, bool) else beyond.any():
         ways = f"cp={compute.cp}" if compute.tp == 1 else f"tp={compute.tp}"
         raise SpecError(f"{ways} with a sliding window shorter than the sequence is not modelled; use {ways[:2]}=1")
@@ -241,6 +241,7 @@ def structure_of(
         compute.recompute if apart else "none",
         _chunks(kind, one=masked),
         compute.release._replace(wide_logits=False, shifts_logits=False),
+        compute.fused_softmax,
     )
 
 
@@ -440,6 +441,7 @@ def run_forward(
         keeps_selected=keeps_selected,
         recomputed=recomputed,
         marking=marking,
+        fused_softmax=structure.fused_softmax,
     )
     value = _block_input(tape, given, T_p * h if structure.sharded else T * h, program.source)
     if training is not None:

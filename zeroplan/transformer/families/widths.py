@@ -97,11 +97,14 @@ def kinds_of_layers(model: ModelSpec) -> int:
     return 1 if every is None or model.num_hidden_layers < every else 2
 
 
-def beyond_the_window(model: ModelSpec, x: Widths) -> Bool:
-    """Whether layers with a window get a mask: where the window is no longer than the sequence.
+def makes_a_mask(model: ModelSpec, x: Widths) -> Bool:
+    """Whether layers with a window get a mask for ``sdpa``: where the window is no longer than the sequence.
 
-    Source: transformers 5.23, ``masking_utils.py``, ``_ignore_causal_mask_sdpa``. Eager attention always has a mask.
+    Some older releases make one for all layers. Eager attention always has a mask.
+    Source: transformers 5.23, ``masking_utils.py``, ``_ignore_causal_mask_sdpa``.
     """
+    if x.attention == "sdpa" and x.release.masks_all:
+        return True
     if x.attention != "sdpa" or model.sliding_window is None:
         return False
     beyond = x.seq_len >= model.sliding_window
