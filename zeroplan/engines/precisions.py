@@ -65,4 +65,5 @@ def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1, cp: int = 1) -> 
         cp,
         recipe.engine == "fsdp2" and width.mixed,
         release_of(recipe.transformers),
+        recipe.fused_parts,
     )

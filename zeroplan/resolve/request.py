@@ -22,7 +22,8 @@ from zeroplan.resolve.options import (
     declared,
     value_of,
 )
-from zeroplan.spec.adapter import Quantize
+from zeroplan.spec.adapter import Compute as AdapterCompute
+from zeroplan.spec.adapter import Quantize, Upcast
 from zeroplan.spec.base import Count, CountOrZero, Degree, Spec
 from zeroplan.spec.hardware import GpuSpec, SharesSpec
 from zeroplan.spec.job import JobSpec
@@ -83,10 +84,27 @@ class Request(Spec):
         MODEL, "NAMES",
     )] = None
     quantize: Annotated[Quantize | None, Option(
-        "Hold the frozen weights of the blocks in bitsandbytes' 4 bits (QLoRA): none, nf4, or nf4-double, which quantises their "
-        "scales too. (default: none)", MODEL, "NAME",
-        control=Control("Frozen weights (QLoRA)", OF_MODEL, choices=("", "nf4", "nf4-double"), empty="not quantised",
+        "Hold the frozen weights of the blocks in 4 bits: none, bitsandbytes' nf4, nf4-double, which quantises their scales too, "
+        "or gptq (QLoRA). (default: none)", MODEL, "NAME",
+        control=Control("Frozen weights (QLoRA)", OF_MODEL, choices=("", "nf4", "nf4-double", "gptq"), empty="not quantised",
                         hint="in 4 bits, beside a LoRA rank"),
+    )] = None
+    group_size: Annotated[Count | None, Option(
+        "With --quantize gptq: weights that share a scale, `group_size` of the checkpoint's quantize_config.json. (default: 128)",
+        MODEL, "N",
+    )] = None
+    lora_compute: Annotated[AdapterCompute | None, Option(
+        "How adapters compute under mixed precision: autocast, or fp32, as in a Trainer without `bf16` whose model was loaded in "
+        "16 bits. (default: autocast)", MODEL, "NAME",
+    )] = None
+    upcast: Annotated[Upcast | None, Option(
+        "What QLoRA leaves in fp32 under autocast, where weights are whole: all (embedding, norms and head, as peft's "
+        "`prepare_model_for_kbit_training` makes them), norms (TRL's SFTTrainer with bf16 casts the others back), or none. "
+        "(default: all)", MODEL, "NAME",
+    )] = None
+    bitsandbytes: Annotated[str | None, Option(
+        "The release of bitsandbytes, as 0.43.1: those before 0.43.2 save the inputs of layers in 4 bits. (default: 0.50)", MODEL,
+        "VERSION",
     )] = None
     freeze: Annotated[str | None, Option(
         "Parts that are not trained: embedding, norm (the last) and head, separated by commas.", MODEL, "NAMES",
@@ -166,9 +184,16 @@ class Request(Spec):
     recompute_layers: Annotated[Count | None, Option(
         "Recompute the first N blocks only. (default: all)", RECIPE, "N", "recipe.recompute_layers", searched=True,
     )] = None
+    reentrant: Annotated[bool | None, Option(
+        "Checkpoints of recompute full are reentrant, and hold a block's output while it goes backward (engine ddp). (default: as "
+        "the release of transformers makes them, reentrant before 5.0)", SWITCHES, sets="recipe.reentrant",
+    )] = None
     offload_activations: Annotated[bool | None, Option(
         "Keep what blocks save for their backward in pinned host memory until then (torch's offload_wrapper around every block).",
         SWITCHES, sets="recipe.offload_activations",
+    )] = None
+    lora_dropout: Annotated[bool | None, Option(
+        "Adapters have dropout (`lora_dropout` above 0): each keeps a copy of its input, and a mask.", SWITCHES,
     )] = None
     attention: Annotated[Attention | None, Option(
         "sdpa, flash or eager. (default: sdpa)", RECIPE, "NAME", "recipe.attention",
@@ -189,6 +214,11 @@ class Request(Spec):
     pipeline_layers: Annotated[str | None, Option(
         "Layers of each pipeline stage, as 7,9,9,7. (default: as torchtitan cuts them)", RECIPE, "LIST",
         "recipe.pipeline_layers", searched=True,
+    )] = None
+    fused_kernels: Annotated[str | None, Option(
+        "What Unsloth's Triton kernels replace, as fms-acceleration installs them, separated by commas: cross-entropy (written "
+        "over the logits), rms-norm, rope, lora (attention's projections of QLoRA). (default: none)", RECIPE, "NAMES",
+        "recipe.fused_kernels",
     )] = None
     keep_logits: Annotated[bool | Literal["fp32"] | None, Option(
         "Whether the loop holds the model's output during backward: no, yes, or fp32, upcast as accelerate's does. (default: no)",

@@ -175,6 +175,16 @@ class ModelSpec(Spec):
         """Whether the blocks' linear weights are quantised to four bits."""
         return self.adapter is not None and self.adapter.quantize != "none"
 
+    @property
+    def upcasts_norms(self) -> bool:
+        """Whether norms are fp32 under autocast beside weights in four bits, and with them the residual stream."""
+        return self.adapter is not None and self.adapter.quantize in ("nf4", "nf4-double") and self.adapter.upcast != "none"
+
+    @property
+    def upcasts_ends(self) -> bool:
+        """Whether embedding and head are, too."""
+        return self.adapter is not None and self.upcasts_norms and self.adapter.upcast == "all"
+
     def check_rules(self) -> None:
         """Raise SpecError for contradictions."""
         if self.num_attention_heads % self.num_key_value_heads:

@@ -38,6 +38,8 @@ class Compute(NamedTuple):
     """The engine casts a block's inputs to the compute dtype first, including tables of positions, as FSDP2 does."""
     release: Release = NOW
     """What the release of transformers does otherwise than the one that the formulas follow."""
+    fused: tuple[str, ...] = ()
+    """What fused kernels replace (``RecipeSpec.fused_parts``)."""
 
 
 class At(StrEnum):

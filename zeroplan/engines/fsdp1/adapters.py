@@ -110,7 +110,7 @@ def _hooked(plan: FlatPlan, blocks: int) -> tuple[Line, ...]:
 
 
 def _adapters(plan: FlatPlan, run: int) -> _Adapters:
-    width: int = plan.width.compute
+    width: int = plan.adapter_bytes
     largest: Int = 0
     for unit in adapter_units(plan, run):
         largest = maximum(largest, width * unit.padded)
@@ -120,7 +120,7 @@ def _adapters(plan: FlatPlan, run: int) -> _Adapters:
 
 def _made(plan: FlatPlan, point: BackwardPoint) -> Line:
     """The gradients of a block's adapters: shards of those that are reduced, and the one in turn, made and flat. [bytes]"""
-    width, done = plan.width.compute, point.gradients - point.current_gradient
+    width, done = plan.adapter_bytes, point.gradients - point.current_gradient
     n_bytes = plan.width.stored * ceil_div(done, plan.n) + 2 * width * point.current_gradient
     reason = "adapters' gradients: shards of those that are reduced, and the one that is made"
     return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, product(1, n_bytes), _SOURCE)
