@@ -23,6 +23,7 @@ from zeroplan import job
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate
 from zeroplan.ledger import Kind, Phase
+from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Fsdp1Options
 from zeroplan.units import MIB
 
@@ -34,15 +35,23 @@ if TYPE_CHECKING:
 
 #: The lists of rows that are read.
 LISTS = ("fms", "fms_older_revisions")
-#: Names in the catalogue of the models that ran.
-MODELS = {
+#: Of huggingface.co/ibm/PowerLM-3b, config.json.
+POWERLM = ModelSpec(
+    family="granite", hidden_size=2304, intermediate_size=9216, num_hidden_layers=40, num_attention_heads=36,
+    num_key_value_heads=36, head_dim=64, vocab_size=49152, max_position_embeddings=4096, tie_word_embeddings=True,
+)  # fmt: skip
+#: Shapes of the models that ran, or their names in the catalogue.
+MODELS: dict[str, str | ModelSpec] = {
     "mistralai/Mistral-7B-v0.1": "mistral-7b-v0.1",
     "mistralai/Mixtral-8x7B-Instruct-v0.1": "mixtral-8x7b",
     "meta-llama/Meta-Llama-3-8B": "llama-3-8b",
     "NousResearch/Llama-2-70b-hf": "llama-2-70b",
+    "ibm/PowerLM-3b": POWERLM,
 }
 #: The newest release that plugins/framework/pyproject.toml of these revisions allowed, which state none beside their rows.
 UNSTATED = {"a100_80gb@00febdc": "4.39.3", "a100_80gb@8103238": "4.39.3", "a100_80gb@f1895b7": "4.39.3"}
+#: Where the card of a checkpoint says another group size than 128 of its main branch (huggingface.co/NAME): -1 is none.
+GROUPS = {"TheBloke/Mixtral-8x7B-Instruct-v0.1-GPTQ": -1}
 METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA", "gptq-lora": "GPTQ"}
 
 Row = dict[str, Any]
@@ -92,15 +101,21 @@ def runs_of(path: Path) -> list[Run]:
 def job_of(run: Run) -> JobSpec:
     """Say a row in zeroplan's words; raises RefusedError or SpecError with the reason where that cannot be."""
     row = run.row
+    if row["group"] == "granite@ff14d4f" and row["gpus"] > 1 and row["method"] == "full":
+        raise RefusedError("two GPUs with the peak of one, which the next revision halves")
     if row.get("seq_len") is None:
         raise RefusedError("batches of sequences of unknown lengths")
-    if row["base_model"] not in MODELS:
-        raise RefusedError(f"model {row['base_model']}")
     return job(
-        model=MODELS[row["base_model"]], gpu="a100-sxm-80gb", gpus=row["gpus"], **_engine(run), **_adapters(run),
+        model=_model(row["base_model"]), gpu="a100-sxm-80gb", gpus=row["gpus"], **_engine(run), **_adapters(run),
         micro_batch=row["micro_batch"], grad_accum=row["grad_accum"], seq_len=row["seq_len"], recompute="full", attention="flash",
         transformers=_release(run), **_kernels(row),
     )  # fmt: skip
+
+
+def _model(name: str) -> str | ModelSpec:
+    if name not in MODELS:
+        raise RefusedError(f"model {name}")
+    return MODELS[name]
 
 
 #: Words of the rows for what fused kernels replace, and ours.
@@ -140,7 +155,7 @@ def _adapters(run: Run) -> dict[str, Any]:
     if row["method"] == "lora" and not row.get("autocast") and not _adapters_in_16_bits(run):
         asked["lora_compute"] = "fp32"
     if row["method"] == "gptq-lora":
-        return {**asked, "quantize": "gptq"}
+        return {**asked, "quantize": "gptq", "group_size": GROUPS.get(row["model"], 128)}
     if row["method"] == "qlora":
         release = run.versions.get("bitsandbytes", "0.43.1")
         asked |= {"quantize": "nf4-double", "upcast": _upcast(row), "bitsandbytes": release}

@@ -89,8 +89,8 @@ class Request(Spec):
         control=Control("Frozen weights (QLoRA)", OF_MODEL, choices=("", "nf4", "nf4-double", "gptq"), empty="not quantised",
                         hint="in 4 bits, beside a LoRA rank"),
     )] = None
-    group_size: Annotated[Count | None, Option(
-        "With --quantize gptq: weights that share a scale, `group_size` of the checkpoint's quantize_config.json. (default: 128)",
+    group_size: Annotated[int | None, Option(
+        "With --quantize gptq: weights that share a scale, `group_size` of its quantize_config.json; -1: no groups. (default: 128)",
         MODEL, "N",
     )] = None
     lora_compute: Annotated[AdapterCompute | None, Option(

@@ -17,7 +17,7 @@ Compute = Literal["autocast", "fp32"]
 Upcast = Literal["none", "norms", "all"]
 
 #: Families whose linear layers have these names and whose blocks with adapters are modelled.
-ADAPTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "granite")
+ADAPTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "granite", "mixtral")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class AdapterSpec(Spec):
     quantize: Quantize = "none"
     """The blocks' linear weights in bitsandbytes' four bits; ``nf4-double``: their scales are quantised too; ``gptq``: GPTQ's four
     bits, run by its kernels for Triton in fp16."""
-    group_size: Annotated[int, Range(8, 2**20)] = 128
-    """With ``gptq``: weights that share a scale and a zero."""
+    group_size: Annotated[int, Range(-1, 2**20)] = 128
+    """With ``gptq``: weights that share a scale and a zero; -1: all that make one output."""
     dropout: bool = False
     """``lora_dropout`` is above 0: each adapter reads a copy of its layer's input with zeros in it, and keeps it with its mask."""
     compute: Compute = "autocast"
@@ -60,6 +60,8 @@ class AdapterSpec(Spec):
             if name.strip() not in (*GROUPS, *GROUPS["all-linear"]):
                 there = ", ".join((*GROUPS, *GROUPS["all-linear"]))
                 raise SpecError(f"LoRA has no target {name.strip()!r}; there are {there}")
+        if self.group_size < 1 and self.group_size != -1:
+            raise SpecError(f"group_size={self.group_size} is no number of weights; write 128, or -1 for no groups")
         if self.bitsandbytes is not None and re.fullmatch(r"0\.\d+(\.\d+)?", self.bitsandbytes) is None:
             raise SpecError(f"bitsandbytes={self.bitsandbytes!r} is not a release; write 0.43.1")
 

@@ -66,6 +66,14 @@ def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[
     yield older and "bitsandbytes before 0.43.2 and no full recomputation", "recompute 'full', or a later release"
 
 
+def _beside_experts(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    """What is not modelled of adapters in a model with experts."""
+    if model.moe is None:
+        return
+    yield recipe.engine not in ("ddp", "fsdp1") and f"experts and engine {recipe.engine!r}", "engine 'ddp' or 'fsdp1'"
+    yield not set(adapter.layers) <= set(ATTENTION) and "adapters in experts", "targets 'attention'"
+
+
 def engine_at(stage: Stage, engine: Engine) -> Engine:
     """Return the engine itself if it offers the stage, else that of a PyTorch user.
 
@@ -310,6 +318,7 @@ class JobSpec(Spec):
             (deepspeed and recipe.deepspeed.zero_quantized_gradients and "zero_quantized_gradients", "false for it"),
             (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
             *_of_the_adapter(adapter, recipe),
+            *_beside_experts(self.model, adapter, recipe),
             (quantised and recipe.offloads_states and "quantised weights (QLoRA) and offload to host memory", "no offload"),
         ):
             if asked:

@@ -11,7 +11,7 @@ from zeroplan.spec.recipe import ON_PAPER, RecipeSpec
 
 OLDEST, NEWEST = (4, 39), (5, 23)
 #: Families whose code was read in all these releases.
-FAMILIES = ("llama", "mistral", "qwen2")
+FAMILIES = ("llama", "mistral", "qwen2", "mixtral", "granite")
 
 
 class Release(NamedTuple):
@@ -34,6 +34,10 @@ class Release(NamedTuple):
     """Families whose flash attention is given a copy of keys and values for each query head."""
     tables_in_layers: tuple[str, ...] = ()
     """Families each of whose layers keeps tables of rotary positions, as long as the model can count."""
+    missing: tuple[str, ...] = ()
+    """Families that it does not have."""
+    loops_over_experts: bool = False
+    """Mixtral's experts are layers of their own, which run one after the other (read up to 4.48)."""
     reentrant: bool = False
     """``gradient_checkpointing_enable`` makes reentrant checkpoints, which hold a block's output while it goes backward
     (before 5.0, modeling_utils.py)."""
@@ -42,9 +46,9 @@ class Release(NamedTuple):
 
 
 #: The first releases whose flash attention repeats no keys (``MistralFlashAttention2.forward`` and its like).
-FLASH_REPEATED_UNTIL = {"mistral": (4, 48), "qwen2": (4, 48)}
+FLASH_REPEATED_UNTIL = {"mistral": (4, 48), "qwen2": (4, 48), "mixtral": (4, 48)}
 #: The first releases whose layers have no tables of their own (``MistralRotaryEmbedding._set_cos_sin_cache`` and its like).
-TABLES_UNTIL = {"llama": (4, 41), "mistral": (4, 42), "qwen2": (4, 45)}
+TABLES_UNTIL = {"llama": (4, 41), "mistral": (4, 42), "qwen2": (4, 45), "mixtral": (4, 48)}
 
 #: The release whose code the formulas follow, and all that hold the same.
 NOW = Release()
@@ -74,6 +78,8 @@ def release_of(text: str | None) -> Release:
         copies_heads=(4, 48) <= release < (4, 54),
         flash_repeats=_before(release, FLASH_REPEATED_UNTIL),
         tables_in_layers=_before(release, TABLES_UNTIL),
+        missing=_before(release, {"granite": (4, 45)}),
+        loops_over_experts=release < (4, 49),
         reentrant=release < (5, 0),
         masks_all=(4, 54) <= release < (5, 0),
     )
@@ -86,6 +92,10 @@ def _before(release: tuple[int, int], first: dict[str, tuple[int, int]]) -> tupl
 def check_release(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
     """Refuse what is not modelled of an older release, where a job is trained with one."""
     release = release_of(recipe.transformers)
+    if model.family == "granite" and "granite" in release.missing:
+        raise SpecError(f"transformers={recipe.transformers!r} has no Granite; use 4.45 or later, or leave it out")
+    if model.family == "mixtral":
+        _check_mixtral(model, recipe, release)
     if release == NOW:
         return
     masks = release.masks_all and recipe.attention == "sdpa"
@@ -95,6 +105,14 @@ def check_release(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
             raise SpecError(
                 f"transformers={recipe.transformers!r} with {asked} is not modelled; use {instead}, or leave it out"
             )
+
+
+def _check_mixtral(model: ModelSpec, recipe: RecipeSpec, release: Release) -> None:
+    """Refuse adapters beside experts in fused tensors, and experts that are trained one after the other."""
+    if model.adapter is not None and not release.loops_over_experts:
+        raise SpecError("LoRA in a mixtral model is modelled with --transformers 4.39 to 4.48, whose experts are single layers")
+    if model.adapter is None and release != NOW:
+        raise SpecError(f"transformers={recipe.transformers!r} with a mixtral model is modelled with LoRA alone; leave it out")
 
 
 def _refusals(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:

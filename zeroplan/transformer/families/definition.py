@@ -124,6 +124,8 @@ class Block(NamedTuple):
     """What the release of transformers does otherwise."""
     fused: tuple[str, ...] = ()
     """What fused kernels replace."""
+    looped: int = 0
+    """Experts that run one after the other, each its own tokens."""
 
     @property
     def head_norms(self) -> bool:

@@ -181,12 +181,12 @@ def _in_4_bits(
 def _product_of_gptq(tape: Tape, given: Value, site: Site, *, width: Size, reads: Size) -> Value:
     """Write the whole weight out and multiply; save nothing but what the weight is made of."""
     name, matrix = site.name, reads * width
-    written = _dequantised(tape, name, matrix, GPTQ)
+    written = dequantised(tape, name, matrix, GPTQ)
     made = op.tensor(tape, f"output of the {name}", e, T * width, GPTQ, Tag(Role.OUTPUT, site.module))
     tape.drop(written)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.scratch.append(_dequantised(tape, name, matrix, GPTQ))
+        tape.scratch.append(dequantised(tape, name, matrix, GPTQ))
         return [(given, op.gradient(tape, given, f"gradient through the {name}", GPTQ))]
 
     tape.add(name, (made,), (), backward, of=(given,), place=site.place)
@@ -199,15 +199,15 @@ def _product_of_4_bits(tape: Tape, given: Value, site: Site, training: Training,
     bitsandbytes before 0.43.2 saves its input, which nothing reads.
     """
     name, matrix, quantize = site.name, reads * width, training.quantize
-    written = [*_scales(tape, name, matrix, quantize, copies=2), _dequantised(tape, name, matrix, FORWARD)]
+    written = [*scales_written_out(tape, name, matrix, quantize, copies=2), dequantised(tape, name, matrix, FORWARD)]
     made = op.tensor(tape, f"output of the {name}", e, T * width, FORWARD, Tag(Role.OUTPUT, site.module))
     tape.drop(*written)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         for store in kept:  # an attribute of the operator, which lives as long as the graph
             tape.hold(store)
-        scales = _scales(tape, name, matrix, quantize, copies=1)
-        tape.scratch.append(_dequantised(tape, name, matrix, BACKWARD))
+        scales = scales_written_out(tape, name, matrix, quantize, copies=1)
+        tape.scratch.append(dequantised(tape, name, matrix, BACKWARD))
         tape.drop(*scales)
         return [(given, op.gradient(tape, given, f"gradient through the {name}", BACKWARD))]
 
@@ -216,11 +216,12 @@ def _product_of_4_bits(tape: Tape, given: Value, site: Site, training: Training,
     return made
 
 
-def _dequantised(tape: Tape, name: str, matrix: Size, source: str) -> Store:
+def dequantised(tape: Tape, name: str, matrix: Size, source: str) -> Store:
+    """A weight that is written out of four bits."""
     return tape.make(TEMPORARY, f"weight of the {name}, written out of 4 bits", e * matrix, source)
 
 
-def _scales(tape: Tape, name: str, matrix: Size, quantize: Quantize, *, copies: int) -> list[Store]:
+def scales_written_out(tape: Tape, name: str, matrix: Size, quantize: Quantize, *, copies: int) -> list[Store]:
     """Dequantise scales that are themselves quantised. The forward adds their mean in a copy."""
     if quantize != "nf4-double":
         return []

@@ -242,6 +242,7 @@ def structure_of(
         _chunks(kind, one=masked),
         compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
         tuple(one for one in compute.fused if one != "cross-entropy"),
+        model.moe.num_experts if model.moe is not None and model.adapter is not None else 0,
     )
 
 
