@@ -25,6 +25,7 @@ from zeroplan.estimator import estimate
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Fsdp1Options
+from zeroplan.transformer.params import trained_count
 from zeroplan.units import MIB
 
 if TYPE_CHECKING:
@@ -144,7 +145,13 @@ def _engine(run: Run) -> dict[str, Any]:
     precision = "bf16" if narrow and not autocast else mixed
     if row["gpus"] == 1:
         return {"engine": "ddp", "stage": 0, "precision": precision}
-    return {"engine": "fsdp1", "precision": precision, "fsdp1": Fsdp1Options(checkpoints_units=True)}
+    options = Fsdp1Options(checkpoints_units=True, ignores_adapters=_apart(row))
+    return {"engine": "fsdp1", "precision": precision, "fsdp1": options}
+
+
+def _apart(row: Row) -> bool:
+    """Whether fms-acceleration keeps adapters out of FSDP1 (fms_acceleration_foak/utils.py, lora_adapters_switch_ddp_from_fsdp)."""
+    return row["gpus"] > 1 and "qlora projections" in (row.get("fused") or ())
 
 
 def _adapters(run: Run) -> dict[str, Any]:
@@ -179,17 +186,22 @@ def _upcast(row: Row) -> str:
 
 def scored(run: Run) -> Scored:
     """Hold the estimate against a row."""
-    answer = estimate(job_of(run))
-    row = run.row
-    return Scored(
-        run, answer, answer.peak_bytes / row["peak_allocated_bytes"] - 1, _held(run, answer) / row["end_allocated_bytes"] - 1
-    )
+    answer, row = estimate(job_of(run)), run.row
+    peak, held = (n_bytes - _uncounted(run, answer) for n_bytes in (int(answer.peak_bytes), _held(run, answer)))
+    return Scored(run, answer, peak / row["peak_allocated_bytes"] - 1, held / row["end_allocated_bytes"] - 1)
+
+
+def _uncounted(run: Run, answer: Estimate) -> int:
+    """Adapters outside FSDP1, which move to the GPU between the two stages whose differences the counter adds up. [bytes]"""
+    if not _apart(run.row):
+        return 0
+    return 4 * trained_count(answer.job.model)
 
 
 def _held(run: Run, answer: Estimate) -> int:
     """What is alive after the last step; on one GPU without gradients, which are set to None before the program ends. [bytes]"""
     lines = next(moment for moment in answer.moments if moment.phase is Phase.STEP).lines
-    gone = {Kind.OPTIMIZER_TEMPORARY, *((Kind.GRADIENTS,) if run.row["gpus"] == 1 else ())}
+    gone = {Kind.OPTIMIZER_TEMPORARY, *((Kind.GRADIENTS,) if run.row["gpus"] == 1 or _apart(run.row) else ())}
     return sum(int(line.n_bytes) for line in lines if line.kind not in gone)
 
 

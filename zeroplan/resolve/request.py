@@ -231,7 +231,7 @@ class Request(Spec):
         "program whose file --from reads)", RECIPE, "NAME",
     )] = None
     transformers: Annotated[str | None, Option(
-        "The release of transformers whose modules train, as 4.48: older ones hold more (4.45 to 5.23). (default: 5.23)", RECIPE,
+        "The release of transformers whose modules train, as 4.48: older ones hold more (4.39 to 5.23). (default: 5.23)", RECIPE,
         "VERSION", "recipe.transformers",
     )] = None
     activations: Annotated[ActivationModel | None, Option(

@@ -95,6 +95,9 @@ class Fsdp1Options(Spec):
     """Under mixed precision: gradients are reduced in fp32, or in the parameters' compute dtype, as accelerate does."""
     wraps_adapters: bool = True
     """Every matrix of an adapter is a unit of its own (peft's ``fsdp_auto_wrap_policy``), so that the block's unit is frozen."""
+    ignores_adapters: bool = False
+    """Adapters are no part of FSDP1 (``ignored_modules``): whole on every rank, their gradients all-reduced one by one, as
+    fms-acceleration has them with fused kernels."""
     checkpoints_units: bool = False
     """A checkpoint calls a block's unit, as transformers did before 4.53; since then a unit calls what is checkpointed. Where units
     are frozen, checkpoints around them are kept to the end of the backward, with their gradients."""

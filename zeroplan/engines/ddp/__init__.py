@@ -16,7 +16,7 @@ from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.activations_away import with_activations_away
 from zeroplan.engines.ddp.step import Lines, MicroBatch, Step, Weights
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
-from zeroplan.engines.frozen import frozen_lines, frozen_symbols
+from zeroplan.engines.frozen import ROUTED, frozen_lines, frozen_symbols
 from zeroplan.engines.optimizers import counted, implementation_of, state_lines, step_temporary_lines, whole_tensors
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.sources import ACCUMULATE
@@ -93,6 +93,8 @@ def _buckets_rebuilt(step: Step, parameters: Lines) -> tuple[Moment, ...]:
 
 def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
     """What a single rank runs, and which rank the figures are of where ranks differ; a sentence each."""
+    if model.adapter is not None and model.moe is not None:
+        yield ROUTED
     stored, trained = widths(recipe.precision).stored, trained_count(model)
     notable = trained * _NOTABLE_BUCKETS >= parameter_count(model)
     if isinstance(ranks, int) and ranks == 1 and not recipe.wraps_one_rank and notable:
