@@ -5,7 +5,6 @@ from zeroplan.ledger import Kind, Line
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.params import has_frozen, parameter_count, trained_count
 
-
 ROUTED = "experts are counted as if each got as many tokens as the others; public runs of Mixtral took up to 1 % more"
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
 from zeroplan.errors import NoFormulasError, SpecError
-from zeroplan.spec.adapter import ADAPTED_FAMILIES, AdapterSpec
+from zeroplan.spec.adapter import ADAPTED_FAMILIES, ADAPTED_IN_OLDER, AdapterSpec
 from zeroplan.spec.base import Count, Dimension, Range, Spec
 from zeroplan.spec.family import (
     FREE_ACTIVATION,
@@ -195,7 +195,7 @@ class ModelSpec(Spec):
         if self.moe is not None and self.moe.num_dense_layers > self.num_hidden_layers:
             raise SpecError(f"num_dense_layers={self.moe.num_dense_layers} exceeds num_hidden_layers={self.num_hidden_layers}")
         self._check_family()
-        if self.adapter is not None and self.family not in ADAPTED_FAMILIES:
+        if self.adapter is not None and self.family not in (*ADAPTED_FAMILIES, *ADAPTED_IN_OLDER):
             raise SpecError(
                 f"LoRA in a {self.family} model is not modelled; families with adapters are {', '.join(ADAPTED_FAMILIES)}"
             )

@@ -106,7 +106,7 @@ def _of_fine_tuning(job: JobSpec) -> tuple[tuple[bool, str], ...]:
         (adapter is not None and adapter.compute == "fp32", "adapters that compute in fp32"),
         (adapter is not None and adapter.four_bits_keep_inputs, "bitsandbytes before 0.43.2"),
         (adapter is not None and job.model.moe is not None, "adapters beside experts"),
-        (adapter is not None and job.model.is_quantised and adapter.upcast != "all", "norms alone, or nothing, cast to fp32"),
+        (adapter is not None and adapter.upcast == "norms" and job.model.is_quantised, "norms alone cast to fp32"),
     )
 
 
