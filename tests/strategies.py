@@ -148,7 +148,10 @@ def adapted(draw: Random) -> ModelSpec:
     """A model with LoRA, or QLoRA."""
     names = [draw.choice((*GROUPS, *GROUPS["all-linear"])) for _ in range(draw.randint(1, 3))]
     quantize = draw.choice(("none", "nf4", "nf4-double"))
-    adapter = AdapterSpec(rank=_about(draw, 1, 256), targets=",".join(names), quantize=quantize)
+    adapter = AdapterSpec(
+        rank=_about(draw, 1, 256), targets=",".join(names), quantize=quantize, dropout=draw.choice((False, False, True)),
+        upcast=draw.choice(("all", "all", "norms", "none")),
+    )  # fmt: skip
     return replace(model(draw, ADAPTED_FAMILIES), adapter=adapter)
 
 

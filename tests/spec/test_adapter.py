@@ -25,12 +25,35 @@ EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
             "LoRA with offload to NVMe is not modelled",
         ),
         ({"quantize": "nf4"}, "--quantize nf4 needs the adapters' rank"),
-        ({"lora_rank": 8, "quantize": "int8"}, "quantize='int8' is not one of none, nf4, nf4-double"),
+        ({"lora_rank": 8, "quantize": "int8"}, "quantize='int8' is not one of none, nf4, nf4-double, gptq"),
         (
             {"lora_rank": 8, "quantize": "nf4", "engine": "deepspeed", "stage": 3, "offload_optimizer": "cpu"},
             "LoRA with quantised weights .QLoRA. and offload to host memory is not modelled",
         ),
         ({"lora_rank": 8, "model": "gpt2"}, "LoRA in a gpt2 model is not modelled"),
+        ({"lora_dropout": True}, "--lora-dropout needs the adapters' rank"),
+        (
+            {"lora_rank": 8, "lora_compute": "fp32"},
+            "LoRA with adapters that compute in fp32, and engine 'fsdp2' is not modelled",
+        ),
+        ({"lora_rank": 8, "quantize": "gptq", "engine": "fsdp1"}, "kernels compute in fp16 is not modelled"),
+        ({"lora_rank": 8, "quantize": "gptq"}, "GPTQ's weights and engine 'fsdp2' is not modelled"),
+        ({"lora_rank": 8, "group_size": 0}, "group_size=0 is no number of weights"),
+        ({"lora_rank": 8, "bitsandbytes": "new"}, "bitsandbytes='new' is not a release"),
+        (
+            {"lora_rank": 8, "quantize": "nf4", "bitsandbytes": "0.43.1", "engine": "ddp", "stage": 0},
+            "bitsandbytes before 0.43.2 and no full recomputation is not modelled",
+        ),
+        ({"lora_rank": 8, "fused_kernels": "lora", "engine": "fsdp1"}, "fused kernels of adapters and such weights"),
+        ({"fused_kernels": "softmax"}, "fused_kernels has no 'softmax'; there are cross-entropy, rms-norm, rope, lora"),
+        ({"fused_kernels": "rope", "engine": "deepspeed"}, "fused_kernels with engine 'deepspeed' is not modelled"),
+        ({"fused_kernels": "cross-entropy", "loss": "fused"}, "has nothing to replace"),
+        ({"lora_rank": 8, "model": "mixtral-8x7b"}, "LoRA in a mixtral model is modelled with --transformers 4.39 to 4.48"),
+        (
+            {"lora_rank": 8, "model": "mixtral-8x7b", "transformers": "4.48", "engine": "fsdp1"},
+            "LoRA with adapters in experts is not modelled",
+        ),
+        ({"reentrant": True}, "reentrant=True is modelled with engine 'ddp' and recompute 'full' alone"),
     ],
 )
 def test_what_is_not_modelled_is_refused_in_one_line(said: dict[str, Any], message: str):

@@ -5,6 +5,8 @@ from zeroplan.ledger import Kind, Line
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.params import has_frozen, parameter_count, trained_count
 
+ROUTED = "experts are counted as if each got as many tokens as the others; public runs of Mixtral took up to 1 % more"
+
 
 def frozen_lines(model: ModelSpec, element_bytes: int, other_bytes: int, words: str, source: str) -> tuple[Line, ...]:
     """What they take, at ``element_bytes`` each; beside weights in four bits norms take ``other_bytes`` each. [bytes]"""
@@ -13,7 +15,9 @@ def frozen_lines(model: ModelSpec, element_bytes: int, other_bytes: int, words: 
     if model.adapter is not None and model.is_quantised:
         from zeroplan.engines.quantised import quantised_lines  # noqa: PLC0415  keeps start-up fast
 
-        return quantised_lines(model, model.adapter.quantize, element_bytes=element_bytes, other_bytes=other_bytes)
+        norms = other_bytes if model.upcasts_norms else element_bytes
+        ends = other_bytes if model.upcasts_ends else element_bytes
+        return quantised_lines(model, model.adapter.quantize, element_bytes=element_bytes, norm_bytes=norms, end_bytes=ends)
     n_bytes = element_bytes * (parameter_count(model) - trained_count(model))
     return (Line(Kind.PARAMETERS, n_bytes, f"frozen {words}, whole on every rank", f"{element_bytes}·Ψ_frozen", source),)
 

@@ -20,6 +20,8 @@ from zeroplan.transformer.params import layout
 PACKED = "bitsandbytes 0.50, functional.py, quantize_4bit"
 TABLES = "bitsandbytes 0.50, functional.py, QuantState"
 PREPARED = "peft 0.21, utils/other.py, prepare_model_for_kbit_training"
+NARROWED = "trl 0.11.4, trainer/utils.py, peft_module_casting_to_bf16"
+GPTQ = "fms-acceleration 876e2ed, fms_acceleration_peft/gptqmodel/nn_modules/qlinear/qlinear_tritonv2.py, QuantLinear"
 BIAS = "bitsandbytes 0.50, nn/modules.py, Linear4bit.forward"
 
 _CODE = 16 * 4  # the sixteen values of NF4, fp32, for every weight (functional.py, get_4bit_type)
@@ -39,13 +41,19 @@ class Counts(NamedTuple):
     weights: int
     biases: int
     """Of quantised layers: bitsandbytes casts them to the compute dtype, whatever they were."""
+    norms: int
     others: int
+    """Embedding and head."""
+    groups: int = 0
+    """Of GPTQ's: each has a scale and a zero."""
+    inputs: int = 0
+    """Features that GPTQ's layers read, each with the number of its group."""
 
 
 @lru_cache(maxsize=256)
 def counts(model: ModelSpec) -> Counts:
     """Count what is frozen. [bytes of packed weights, else numbers]"""
-    tree = layout(model)
+    tree, size = layout(model), 128 if model.adapter is None else model.adapter.group_size
     every = [(one, 1) for one in (*tree.embeddings, *tree.tail)]
     every += [(one, run.layers) for run in tree.runs for one in run.parameters]
     frozen = [(one, times) for one, times in every if one.frozen]
@@ -56,35 +64,76 @@ def counts(model: ModelSpec) -> Counts:
         sum(times * ceil_div(block, 256) for block, times in blocks),
         sum(times for _, times in blocks),
         sum(times * one.numel for one, times in frozen if is_bias(one)),
-        sum(times * one.numel for one, times in frozen if not one.quantised and not is_bias(one)),
+        sum(times * one.numel for one, times in frozen if _is_norm(one)),
+        sum(times * one.numel for one, times in frozen if not one.quantised and not is_bias(one) and not _is_norm(one)),
+        sum(times * _groups(one, size) for one, times in frozen if one.quantised),
+        sum(times * one.shape[1] for one, times in frozen if one.quantised),
     )
 
 
-def quantised_lines(model: ModelSpec, quantize: Quantize, *, element_bytes: int, other_bytes: int) -> tuple[Line, ...]:
-    """List the frozen parameters, whole: ``other_bytes`` for an element of what is not quantised. [bytes]"""
+def quantised_lines(
+    model: ModelSpec, quantize: Quantize, *, element_bytes: int, norm_bytes: int, end_bytes: int
+) -> tuple[Line, ...]:  # fmt: skip
+    """List the frozen parameters, whole: ``norm_bytes`` for an element of a norm, ``end_bytes`` for one of embedding and head."""
     found = counts(model)
+    if quantize == "gptq":
+        return (
+            Line(Kind.PARAMETERS, found.packed, "frozen weights in 4 bits, eight to a number", "Ψ_4/2", GPTQ),
+            Line(Kind.PARAMETERS, found.groups // 2, "zeros of groups, in 4 bits", "B_g/2", GPTQ),
+            *scales(found, quantize),
+            *_others(found, norm_bytes, end_bytes),
+        )
     return (
         Line(Kind.PARAMETERS, found.packed, "frozen weights in 4 bits, two to a byte", "Ψ_4/2", PACKED),
         *scales(found, quantize),
         Line(Kind.PARAMETERS, element_bytes * found.biases, "frozen biases", f"{element_bytes}·Ψ_bias", BIAS),
-        Line(
-            Kind.PARAMETERS, other_bytes * found.others, "frozen embedding, norms and head", f"{other_bytes}·Ψ_frozen", PREPARED
-        ),
+        *_others(found, norm_bytes, end_bytes),
     )
+
+
+def _others(found: Counts, norm_bytes: int, end_bytes: int) -> tuple[Line, ...]:
+    """What is not quantised."""
+    if norm_bytes == end_bytes:
+        n_bytes = norm_bytes * (found.norms + found.others)
+        return (Line(Kind.PARAMETERS, n_bytes, "frozen embedding, norms and head", f"{norm_bytes}·Ψ_frozen", PREPARED),)
+    norms = Line(Kind.PARAMETERS, norm_bytes * found.norms, "frozen norms, fp32", f"{norm_bytes}·Ψ_norms", PREPARED)
+    ends = Line(
+        Kind.PARAMETERS, end_bytes * found.others, "frozen embedding and head", f"{end_bytes}·(Ψ_frozen - Ψ_norms)", NARROWED
+    )
+    return norms, ends
+
+
+def _is_norm(parameter: Parameter) -> bool:
+    """Whether it is a norm's weight, which is no matrix."""
+    return len(parameter.shape) == 1 and not is_bias(parameter) and not parameter.quantised
 
 
 @lru_cache(maxsize=256)
 def packed_layout(model: ModelSpec, element_bytes: int) -> Layout:
     """The model's parameters as FSDP2 shards them: packed weights are columns of numbers in the compute dtype."""
-    tree = layout(model)
+    tree, adapter = layout(model), model.adapter
+    size = adapter.group_size if adapter is not None and adapter.quantize == "gptq" else 0
     return tree._replace(
-        runs=tuple(run._replace(parameters=tuple(_packed(run.parameters, element_bytes))) for run in tree.runs)
+        runs=tuple(run._replace(parameters=tuple(_packed(run.parameters, element_bytes, size))) for run in tree.runs)
     )
 
 
-def _packed(parameters: tuple[Parameter, ...], element_bytes: int) -> Iterator[Parameter]:
+def _packed(parameters: tuple[Parameter, ...], element_bytes: int, group_size: int) -> Iterator[Parameter]:
+    """``group_size``: of GPTQ's weights, whose zeros are a parameter, too (``PATCH_FOR_FSDP_TRITON_V2``); 0 for others."""
     for one in parameters:
-        yield one._replace(shape=((one.numel + 1) // (2 * element_bytes), 1)) if one.quantised else one
+        if not one.quantised:
+            yield one
+            continue
+        yield one._replace(shape=((one.numel + 1) // (2 * element_bytes), 1))
+        if group_size:
+            zeros = ((_groups(one, group_size) + 1) // (2 * element_bytes), 1)
+            yield one._replace(name=f"{one.name}_zeros", shape=zeros)
+
+
+def _groups(one: Parameter, size: int) -> int:
+    """Groups of a weight in GPTQ's four bits: of so many inputs for each output."""
+    outputs, inputs = one.shape
+    return outputs * (1 if size == -1 else ceil_div(inputs, size))
 
 
 def scales_of(model: ModelSpec) -> tuple[Line, ...]:
@@ -94,6 +143,11 @@ def scales_of(model: ModelSpec) -> tuple[Line, ...]:
 
 def scales(found: Counts, quantize: Quantize) -> tuple[Line, ...]:
     """List what a weight needs beside its packed elements, whole on every rank. [bytes]"""
+    if quantize == "gptq":
+        return (
+            Line(Kind.PARAMETERS, 2 * found.groups, "scales of groups, fp16", "2·B_g", GPTQ),
+            Line(Kind.PARAMETERS, 4 * found.inputs, "number of each input's group", "4·I_4", GPTQ),
+        )
     if quantize == "nf4":
         return (
             Line(Kind.PARAMETERS, 4 * found.blocks, "scales of blocks of 64 weights, fp32", "4·B_64", PACKED),
@@ -118,7 +172,7 @@ def scales_of_each(parameters: Iterable[Parameter], quantize: Quantize) -> Itera
     quantised = [one for one in parameters if one.quantised]
     for one in quantised:
         blocks = ceil_div(one.numel, 64)
-        *others, tables = scales(Counts(0, blocks, ceil_div(blocks, 256), 1, 0, 0), quantize)
+        *others, tables = scales(Counts(0, blocks, ceil_div(blocks, 256), 1, 0, 0, 0), quantize)
         yield from others
         yield tables if quantize == "nf4" else tables._replace(n_bytes=tables.n_bytes - _SCALES_CODE)
     if quantised and quantize != "nf4":
@@ -140,9 +194,12 @@ def quantised_symbols(model: ModelSpec) -> tuple[Symbol, ...]:
     found = counts(model)
     return (
         Symbol("Ψ_4", 2 * found.packed, "parameters in 4 bits"),
+        Symbol("B_g", found.groups, "groups of them, where GPTQ made them"),
+        Symbol("I_4", found.inputs, "inputs of the layers that have them"),
         Symbol("B_64", found.blocks, "blocks of 64 of them"),
         Symbol("B_256", found.scales_blocks, "blocks of 256 of their scales"),
         Symbol("U_4", found.weights, "weights in 4 bits"),
         Symbol("Ψ_bias", found.biases, "biases of quantised layers"),
-        Symbol("Ψ_frozen", found.others, "frozen parameters that are not quantised"),
+        Symbol("Ψ_norms", found.norms, "frozen parameters of norms"),
+        Symbol("Ψ_frozen", found.norms + found.others, "frozen parameters that are not quantised"),
     )

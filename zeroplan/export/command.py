@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from zeroplan.resolve import OPTIONS, Request
 from zeroplan.resolve.options import KEEP_LOGITS, Declared, value_of
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.hardware import ClusterSpec, GpuSpec
 from zeroplan.spec.job import JobSpec
@@ -54,15 +55,28 @@ def _model(job: JobSpec, asked: Request) -> Iterator[str]:
     ):
         if value is not None:
             yield from (f"--{flag}", str(value))
-    adapter = job.model.adapter
-    if adapter is not None:
-        yield from ("--lora-rank", str(adapter.rank), "--lora-targets", str(adapter.targets))
-        if adapter.quantize != "none":
-            yield from ("--quantize", adapter.quantize)
+    if job.model.adapter is not None:
+        yield from _adapter(job.model.adapter)
     frozen = job.model.frozen
     if frozen is not None:
         yield from ("--freeze", frozen.parts) if frozen.parts else ()
         yield from ("--freeze-layers", str(frozen.layers)) if frozen.layers else ()
+
+
+def _adapter(adapter: AdapterSpec) -> Iterator[str]:
+    yield from ("--lora-rank", str(adapter.rank), "--lora-targets", str(adapter.targets))
+    if adapter.quantize != "none":
+        yield from ("--quantize", adapter.quantize)
+    if adapter.dropout:
+        yield "--lora-dropout"
+    if adapter.compute != "autocast":
+        yield from ("--lora-compute", adapter.compute)
+    if adapter.upcast != "all":
+        yield from ("--upcast", adapter.upcast)
+    if adapter.group_size != 128:
+        yield from ("--group-size", str(adapter.group_size))
+    if adapter.bitsandbytes is not None:
+        yield from ("--bitsandbytes", adapter.bitsandbytes)
 
 
 def _cluster(job: JobSpec) -> Iterator[str]:

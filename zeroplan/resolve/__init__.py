@@ -183,14 +183,29 @@ def _partly_frozen(model: ModelSpec, request: Request) -> ModelSpec:
 
 def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
     """Return the model with the requested adapters. A job file's model may have some already."""
-    asked = {"rank": request.lora_rank, "targets": request.lora_targets, "quantize": request.quantize}
+    asked = {
+        "rank": request.lora_rank, "targets": request.lora_targets, "quantize": request.quantize,
+        "dropout": request.lora_dropout, "compute": request.lora_compute, "upcast": request.upcast,
+        "bitsandbytes": request.bitsandbytes, "group_size": request.group_size,
+    }  # fmt: skip
     said = {name: value for name, value in asked.items() if value is not None}
     if not said or (model.adapter is None and said == {"quantize": "none"}):
         return model
     if model.adapter is None and request.lora_rank is None:
-        flag = f"--lora-targets {request.lora_targets}" if request.quantize is None else f"--quantize {request.quantize}"
-        raise SpecError(f"{flag} needs the adapters' rank; add --lora-rank, for example 16")
+        raise SpecError(f"{_first_flag(request)} needs the adapters' rank; add --lora-rank, for example 16")
     return replace(model, adapter=AdapterSpec(**said) if model.adapter is None else replace(model.adapter, **said))  # type: ignore[arg-type]
+
+
+def _first_flag(request: Request) -> str:
+    """The first flag of adapters that a request without a rank has."""
+    for name, value in (
+        ("quantize", request.quantize), ("lora-targets", request.lora_targets), ("upcast", request.upcast),
+        ("lora-compute", request.lora_compute), ("bitsandbytes", request.bitsandbytes),
+        ("group-size", request.group_size),
+    ):  # fmt: skip
+        if value is not None:
+            return f"--{name} {value}"
+    return "--lora-dropout" if request.lora_dropout else "--no-lora-dropout"
 
 
 def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, tuple[str, ...]]:

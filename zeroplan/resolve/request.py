@@ -22,7 +22,8 @@ from zeroplan.resolve.options import (
     declared,
     value_of,
 )
-from zeroplan.spec.adapter import Quantize
+from zeroplan.spec.adapter import Compute as AdapterCompute
+from zeroplan.spec.adapter import Quantize, Upcast
 from zeroplan.spec.base import Count, CountOrZero, Degree, Spec
 from zeroplan.spec.hardware import GpuSpec, SharesSpec
 from zeroplan.spec.job import JobSpec
@@ -83,10 +84,27 @@ class Request(Spec):
         MODEL, "NAMES",
     )})
     quantize: Quantize | None = field(default=None, metadata={"option": Option(
-        "Hold the frozen weights of the blocks in bitsandbytes' 4 bits (QLoRA): none, nf4, or nf4-double, which quantises their "
-        "scales too. (default: none)", MODEL, "NAME",
-        control=Control("Frozen weights (QLoRA)", OF_MODEL, choices=("", "nf4", "nf4-double"), empty="not quantised",
+        "Hold the frozen weights of the blocks in 4 bits: none, bitsandbytes' nf4, nf4-double, which quantises their scales too, "
+        "or gptq (QLoRA). (default: none)", MODEL, "NAME",
+        control=Control("Frozen weights (QLoRA)", OF_MODEL, choices=("", "nf4", "nf4-double", "gptq"), empty="not quantised",
                         hint="in 4 bits, beside a LoRA rank"),
+    )})
+    group_size: int | None = field(default=None, metadata={"option": Option(
+        "With --quantize gptq: weights that share a scale, `group_size` of its quantize_config.json; -1: no groups. (default: 128)",
+        MODEL, "N",
+    )})
+    lora_compute: AdapterCompute | None = field(default=None, metadata={"option": Option(
+        "How adapters compute under mixed precision: autocast, or fp32, as in a Trainer without `bf16` whose model was loaded in "
+        "16 bits. (default: autocast)", MODEL, "NAME",
+    )})
+    upcast: Upcast | None = field(default=None, metadata={"option": Option(
+        "What QLoRA leaves in fp32 under autocast, where weights are whole: all (embedding, norms and head, as peft's "
+        "`prepare_model_for_kbit_training` makes them), norms (TRL's SFTTrainer with bf16 casts the others back), or none. "
+        "(default: all)", MODEL, "NAME",
+    )})
+    bitsandbytes: str | None = field(default=None, metadata={"option": Option(
+        "The release of bitsandbytes, as 0.43.1: those before 0.43.2 save the inputs of layers in 4 bits. (default: 0.50)", MODEL,
+        "VERSION",
     )})
     freeze: str | None = field(default=None, metadata={"option": Option(
         "Parts that are not trained: embedding, norm (the last) and head, separated by commas.", MODEL, "NAMES",
@@ -168,9 +186,16 @@ class Request(Spec):
     recompute_layers: Count | None = field(default=None, metadata={"option": Option(
         "Recompute the first N blocks only. (default: all)", RECIPE, "N", "recipe.recompute_layers", searched=True,
     )})
+    reentrant: bool | None = field(default=None, metadata={"option": Option(
+        "Checkpoints of recompute full are reentrant, and hold a block's output while it goes backward (engine ddp). (default: as "
+        "the release of transformers makes them, reentrant before 5.0)", SWITCHES, sets="recipe.reentrant",
+    )})
     offload_activations: bool | None = field(default=None, metadata={"option": Option(
         "Keep what blocks save for their backward in pinned host memory until then (torch's offload_wrapper around every block).",
         SWITCHES, sets="recipe.offload_activations",
+    )})
+    lora_dropout: bool | None = field(default=None, metadata={"option": Option(
+        "Adapters have dropout (`lora_dropout` above 0): each keeps a copy of its input, and a mask.", SWITCHES,
     )})
     attention: Attention | None = field(default=None, metadata={"option": Option(
         "sdpa, flash or eager. (default: sdpa)", RECIPE, "NAME", "recipe.attention",
@@ -192,6 +217,11 @@ class Request(Spec):
         "Layers of each pipeline stage, as 7,9,9,7. (default: as torchtitan cuts them)", RECIPE, "LIST",
         "recipe.pipeline_layers", searched=True,
     )})
+    fused_kernels: str | None = field(default=None, metadata={"option": Option(
+        "What Unsloth's Triton kernels replace, as fms-acceleration installs them, separated by commas: cross-entropy (written "
+        "over the logits), rms-norm, rope, lora (attention's projections of QLoRA). (default: none)", RECIPE, "NAMES",
+        "recipe.fused_kernels",
+    )})
     keep_logits: bool | Literal["fp32"] | None = field(default=None, metadata={"option": Option(
         "Whether the loop holds the model's output during backward: no, yes, or fp32, upcast as accelerate's does. (default: no)",
         RECIPE, "NAME", "recipe.keep_logits",
@@ -203,7 +233,7 @@ class Request(Spec):
         "program whose file --from reads)", RECIPE, "NAME",
     )})
     transformers: str | None = field(default=None, metadata={"option": Option(
-        "The release of transformers whose modules train, as 4.48: older ones hold more (4.45 to 5.23). (default: 5.23)", RECIPE,
+        "The release of transformers whose modules train, as 4.48: older ones hold more (4.39 to 5.23). (default: 5.23)", RECIPE,
         "VERSION", "recipe.transformers",
     )})
     activations: ActivationModel | None = field(default=None, metadata={"option": Option(

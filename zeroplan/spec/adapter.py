@@ -1,5 +1,6 @@
 """Fine-tuning with low-rank adapters beside frozen weights."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -11,10 +12,14 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 #: Names for several linear layers; ``all-linear`` is peft's own.
 GROUPS: dict[str, tuple[str, ...]] = {"all-linear": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
 
-Quantize = Literal["none", "nf4", "nf4-double"]
+Quantize = Literal["none", "nf4", "nf4-double", "gptq"]
+Compute = Literal["autocast", "fp32"]
+Upcast = Literal["none", "norms", "all"]
 
 #: Families whose linear layers have these names and whose blocks with adapters are modelled.
 ADAPTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "granite")
+#: Families whose blocks with adapters are modelled with older releases of transformers alone.
+ADAPTED_IN_OLDER = ("mixtral",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +28,8 @@ class AdapterSpec(Spec):
 
     Each targeted linear layer gets a product of two matrices of ``rank``; everything else is frozen. ``targets`` names linear
     layers of a block as peft does, separated by commas, or ``all-linear``, ``attention`` or ``mlp``. Frozen weights have the
-    compute dtype. Adapters have the dtype of trained parameters (fp32 under mixed precision, as in peft). Leaves out dropout,
-    biases of adapters, DoRA, and trained embeddings or heads.
+    compute dtype. Adapters have the dtype of trained parameters (fp32 under mixed precision, as in peft). Leaves out biases of
+    adapters, DoRA, and trained embeddings or heads.
 
     >>> AdapterSpec(rank=8, targets="v_proj,q_proj").layers
     ('q_proj', 'v_proj')
@@ -33,7 +38,21 @@ class AdapterSpec(Spec):
     rank: Annotated[int, Range(1, 10**5)]
     targets: str = "all-linear"
     quantize: Quantize = "none"
-    """The blocks' linear weights in bitsandbytes' four bits; ``nf4-double``: their scales are quantised too."""
+    """The blocks' linear weights in bitsandbytes' four bits; ``nf4-double``: their scales are quantised too; ``gptq``: GPTQ's four
+    bits, run by its kernels for Triton in fp16."""
+    group_size: Annotated[int, Range(-1, 2**20)] = 128
+    """With ``gptq``: weights that share a scale and a zero; -1: all that make one output."""
+    dropout: bool = False
+    """``lora_dropout`` is above 0: each adapter reads a copy of its layer's input with zeros in it, and keeps it with its mask."""
+    compute: Compute = "autocast"
+    """How adapters compute under mixed precision: under autocast, or without it in fp32, between casts of peft's, beside layers
+    that run in 16 bits (a Trainer without ``bf16``, whose model was loaded in 16 bits)."""
+    upcast: Upcast = "all"
+    """What beside weights in four bits is fp32 under autocast: embedding, norms and head, as peft's
+    ``prepare_model_for_kbit_training`` makes them; norms alone, as TRL's ``peft_module_casting_to_bf16`` leaves them; or
+    nothing."""
+    bitsandbytes: str | None = None
+    """The release of bitsandbytes, as ``0.43.1``; before 0.43.2 a layer in four bits saves its input. ``None``: 0.50."""
 
     def check_rules(self) -> None:
         """Raise SpecError for names of no linear layer."""
@@ -43,6 +62,17 @@ class AdapterSpec(Spec):
             if name.strip() not in (*GROUPS, *GROUPS["all-linear"]):
                 there = ", ".join((*GROUPS, *GROUPS["all-linear"]))
                 raise SpecError(f"LoRA has no target {name.strip()!r}; there are {there}")
+        if self.group_size < 1 and self.group_size != -1:
+            raise SpecError(f"group_size={self.group_size} is no number of weights; write 128, or -1 for no groups")
+        if self.bitsandbytes is not None and re.fullmatch(r"0\.\d+(\.\d+)?", self.bitsandbytes) is None:
+            raise SpecError(f"bitsandbytes={self.bitsandbytes!r} is not a release; write 0.43.1")
+
+    @property
+    def four_bits_keep_inputs(self) -> bool:
+        """Whether a layer in four bits saves its input (bitsandbytes 0.43.1, autograd/_functions.py, MatMul4Bit.forward)."""
+        if self.bitsandbytes is None:
+            return False
+        return tuple(map(int, self.bitsandbytes.split("."))) < (0, 43, 2)
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -33,7 +33,10 @@ def check_fsdp1(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
 def _of_adapters(model: ModelSpec, recipe: RecipeSpec) -> tuple[tuple[str | bool, str], ...]:
     options, around = recipe.fsdp1, recipe.fsdp1.checkpoints_units
     if model.adapter is None:
-        return ((around and recipe.recompute != "full" and "checkpoints_units without recompute 'full'", "false for it"),)
+        return (
+            (options.ignores_adapters and "ignores_adapters without LoRA", "false for it"),
+            (around and recipe.recompute != "full" and "checkpoints_units without recompute 'full'", "false for it"),
+        )
     return (
         (not options.wraps_adapters and "adapters in the unit of their block", "wraps_adapters=true, as peft wraps them"),
         (options.forward_prefetch and "forward_prefetch and LoRA", "false for it"),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zeroplan.errors import SpecError
+from zeroplan.spec.adapter import ATTENTION, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS
@@ -35,6 +36,42 @@ ENGINE_STAGES: dict[Engine, dict[Stage, str]] = {
 
 #: The engine of a PyTorch user for each stage.
 DEFAULT_ENGINE: dict[Stage, Engine] = {0: "ddp", 1: "ddp", 2: "fsdp2", 3: "fsdp2"}
+
+
+def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    """What is not modelled of the adapter's own options, and what to use instead."""
+    if adapter.compute == "fp32":
+        asked, here = "adapters that compute in fp32", recipe.engine
+        yield here not in ("ddp", "fsdp1") and f"{asked}, and engine {here!r}", "engine 'ddp' or 'fsdp1'"
+        narrow = not recipe.precision.endswith("mixed")
+        yield narrow and f"{asked}, and precision {recipe.precision!r}", "'bf16-mixed', whose adapters are fp32"
+        yield adapter.quantize != "none" and f"{asked}, beside quantised weights", "compute 'autocast'"
+    engines, fused = ("ddp", "fsdp1"), "lora" in recipe.fused_parts
+    gptq = adapter.quantize == "gptq"
+    yield gptq and recipe.engine not in engines and f"GPTQ's weights and engine {recipe.engine!r}", "engine 'ddp' or 'fsdp1'"
+    yield (
+        gptq and recipe.precision != "fp16-mixed" and "GPTQ's weights, whose kernels compute in fp16",
+        "precision 'fp16-mixed'",
+    )
+    yield (
+        fused and recipe.engine not in engines and f"fused kernels of adapters and engine {recipe.engine!r}",
+        "'ddp' or 'fsdp1'",
+    )
+    whole = fused and adapter.quantize not in ("nf4-double", "gptq")
+    yield whole and "fused kernels of adapters and such weights", "quantize 'nf4-double' or 'gptq'"
+    beyond = fused and not set(adapter.layers) <= set(ATTENTION)
+    yield beyond and "fused kernels of adapters in the MLP", "targets 'attention'"
+    yield adapter.dropout and recipe.kernels != "cuda" and "dropout and a CPU's kernels", "no dropout"
+    older = adapter.four_bits_keep_inputs and recipe.recompute != "full"
+    yield older and "bitsandbytes before 0.43.2 and no full recomputation", "recompute 'full', or a later release"
+
+
+def _beside_experts(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    """What is not modelled of adapters in a model with experts."""
+    if model.moe is None:
+        return
+    yield recipe.engine not in ("ddp", "fsdp1") and f"experts and engine {recipe.engine!r}", "engine 'ddp' or 'fsdp1'"
+    yield not set(adapter.layers) <= set(ATTENTION) and "adapters in experts", "targets 'attention'"
 
 
 def engine_at(stage: Stage, engine: Engine) -> Engine:
@@ -99,7 +136,7 @@ class JobSpec(Spec):
         check_fsdp1(self.model, self.recipe, self.mesh)
         self._check_ends_apart()
         if self.model.adapter is not None:
-            self._check_adapter()
+            self._check_adapter(self.model.adapter)
         if self.model.frozen is not None:
             self._check_frozen()
         if self.recipe.offload_activations:
@@ -269,7 +306,7 @@ class JobSpec(Spec):
         if recipe.keep_logits == "fp32":
             raise SpecError("keep_logits='fp32' with a profile is not modelled; use yes or no")
 
-    def _check_adapter(self) -> None:
+    def _check_adapter(self, adapter: AdapterSpec) -> None:
         """Raise SpecError for what is not modelled with adapters."""
         recipe = self.recipe
         deepspeed, quantised = recipe.engine == "deepspeed", self.model.is_quantised
@@ -280,6 +317,8 @@ class JobSpec(Spec):
             (deepspeed and recipe.deepspeed.zero_quantized_weights and "zero_quantized_weights", "false for it"),
             (deepspeed and recipe.deepspeed.zero_quantized_gradients and "zero_quantized_gradients", "false for it"),
             (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
+            *_of_the_adapter(adapter, recipe),
+            *_beside_experts(self.model, adapter, recipe),
             (quantised and recipe.offloads_states and "quantised weights (QLoRA) and offload to host memory", "no offload"),
         ):
             if asked:

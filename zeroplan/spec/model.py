@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
 from zeroplan.errors import NoFormulasError, SpecError
-from zeroplan.spec.adapter import ADAPTED_FAMILIES, AdapterSpec
+from zeroplan.spec.adapter import ADAPTED_FAMILIES, ADAPTED_IN_OLDER, AdapterSpec
 from zeroplan.spec.base import Count, Dimension, Range, Spec
 from zeroplan.spec.family import (
     FREE_ACTIVATION,
@@ -175,6 +175,16 @@ class ModelSpec(Spec):
         """Whether the blocks' linear weights are quantised to four bits."""
         return self.adapter is not None and self.adapter.quantize != "none"
 
+    @property
+    def upcasts_norms(self) -> bool:
+        """Whether norms are fp32 under autocast beside weights in four bits, and with them the residual stream."""
+        return self.adapter is not None and self.adapter.quantize in ("nf4", "nf4-double") and self.adapter.upcast != "none"
+
+    @property
+    def upcasts_ends(self) -> bool:
+        """Whether embedding and head are, too."""
+        return self.adapter is not None and self.upcasts_norms and self.adapter.upcast == "all"
+
     def check_rules(self) -> None:
         """Raise SpecError for contradictions."""
         if self.num_attention_heads % self.num_key_value_heads:
@@ -185,7 +195,7 @@ class ModelSpec(Spec):
         if self.moe is not None and self.moe.num_dense_layers > self.num_hidden_layers:
             raise SpecError(f"num_dense_layers={self.moe.num_dense_layers} exceeds num_hidden_layers={self.num_hidden_layers}")
         self._check_family()
-        if self.adapter is not None and self.family not in ADAPTED_FAMILIES:
+        if self.adapter is not None and self.family not in (*ADAPTED_FAMILIES, *ADAPTED_IN_OLDER):
             raise SpecError(
                 f"LoRA in a {self.family} model is not modelled; families with adapters are {', '.join(ADAPTED_FAMILIES)}"
             )

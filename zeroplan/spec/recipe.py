@@ -20,6 +20,8 @@ OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused"]
+#: What ``fused_kernels`` may name.
+FUSED = ("cross-entropy", "rms-norm", "rope", "lora")
 ActivationModel = Literal["module", "megatron"]
 OffloadDevice = Literal["none", "cpu", "nvme"]
 WhoseModules = Literal["transformers", "torchtitan"]
@@ -93,6 +95,9 @@ class Fsdp1Options(Spec):
     """Under mixed precision: gradients are reduced in fp32, or in the parameters' compute dtype, as accelerate does."""
     wraps_adapters: bool = True
     """Every matrix of an adapter is a unit of its own (peft's ``fsdp_auto_wrap_policy``), so that the block's unit is frozen."""
+    ignores_adapters: bool = False
+    """Adapters are no part of FSDP1 (``ignored_modules``): whole on every rank, their gradients all-reduced one by one, as
+    fms-acceleration has them with fused kernels."""
     checkpoints_units: bool = False
     """A checkpoint calls a block's unit, as transformers did before 4.53; since then a unit calls what is checkpointed. Where units
     are frozen, checkpoints around them are kept to the end of the backward, with their gradients."""
@@ -360,6 +365,12 @@ class RecipeSpec(Spec):
     """DeepSpeed's own options."""
     megatron: MegatronOptions = MegatronOptions()
     """Megatron-LM's own options."""
+    reentrant: bool | None = None
+    """Checkpoints are reentrant: each holds its block's output while the block goes backward (engine ddp). ``None``: as
+    transformers makes them, reentrant before 5.0."""
+    fused_kernels: str | None = None
+    """Operators that Unsloth's Triton kernels replace, as fms-acceleration installs them, separated by commas: ``cross-entropy``
+    writes the gradient over the logits, ``rms-norm``, ``rope``, and ``lora``, the attention projections of QLoRA."""
     transformers: str | None = None
     """The release of transformers whose modules train, as ``4.48`` (:mod:`zeroplan.spec.releases`); ``None``: 5.23."""
     kernels: Kernels = "cuda"
@@ -384,6 +395,19 @@ class RecipeSpec(Spec):
     def offloads_states(self) -> bool:
         """Whether the engine keeps parameters, gradients or optimizer states in host memory."""
         return self.deepspeed.offloads if self.engine == "deepspeed" else self.engine == "fsdp2" and self.fsdp2.cpu_offload
+
+    @property
+    def fused_parts(self) -> tuple[str, ...]:
+        """Return what fused kernels replace, each once.
+
+        >>> RecipeSpec(fused_kernels="rope, rms-norm").fused_parts
+        ('rms-norm', 'rope')
+        """
+        named = () if self.fused_kernels is None else tuple(name.strip() for name in self.fused_kernels.split(","))
+        for name in named:
+            if name not in FUSED:
+                raise SpecError(f"fused_kernels has no {name!r}; there are {', '.join(FUSED)}")
+        return tuple(one for one in FUSED if one in named)
 
     @property
     def layers_by_hand(self) -> tuple[int, ...] | None:
@@ -414,11 +438,26 @@ class RecipeSpec(Spec):
             self._check_offloaded_activations()
         if self.recompute_layers is not None:
             self._check_recompute_layers(self.recompute_layers)
+        self._check_fused_kernels()
+        if self.reentrant and (self.engine != "ddp" or self.recompute != "full"):
+            raise SpecError("reentrant=True is modelled with engine 'ddp' and recompute 'full' alone; leave it out")
         if self.sequence_parallel and self.activation_model != "megatron" and self.engine != "megatron":
             raise SpecError(
                 "sequence_parallel=True needs engine 'megatron', or activation_model='megatron' (engine 'paper'); leave it out "
                 "otherwise: engine 'fsdp2' always splits the sequence with tp"
             )
+
+    def _check_fused_kernels(self) -> None:
+        """Raise SpecError for names of no kernel, and where they are not modelled."""
+        parts = self.fused_parts
+        if not parts:
+            return
+        if self.engine not in ("ddp", "fsdp1", "fsdp2"):
+            raise SpecError(f"fused_kernels with engine {self.engine!r} is not modelled; use engine 'ddp', 'fsdp1' or 'fsdp2'")
+        if "cross-entropy" in parts and self.loss != "full":
+            raise SpecError(f"fused_kernels 'cross-entropy' with loss {self.loss!r} has nothing to replace; use loss 'full'")
+        if self.kernels != "cuda":
+            raise SpecError("fused_kernels are a GPU's; use kernels 'cuda'")
 
     def _check_recompute_layers(self, layers: int) -> None:
         """Raise SpecError for options without an effect, and for what is not modelled."""

@@ -9,16 +9,17 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER, RecipeSpec
 
-OLDEST, NEWEST = (4, 45), (5, 23)
+OLDEST, NEWEST = (4, 39), (5, 23)
 #: Families whose code was read in all these releases.
-FAMILIES = ("llama", "mistral", "qwen2")
+FAMILIES = ("llama", "mistral", "qwen2", "mixtral", "granite")
 
 
 class Release(NamedTuple):
     """What a release does otherwise than 5.23.
 
-    Read in 4.45.2, 4.46.0, 4.48.1, 4.49.0, 4.50.0, 4.51.0, 4.53.0, 4.54.1, 4.55.0, 4.56.2, 4.57.3, 5.0.0 and 5.23.0:
-    ``models/llama/modeling_llama.py``, ``loss/loss_utils.py``, ``integrations/sdpa_attention.py`` and ``masking_utils.py``.
+    Read in 4.39.3, 4.43.3, 4.44.2, 4.45.2, 4.46.0, 4.48.1, 4.49.0, 4.50.0, 4.51.0, 4.53.0, 4.54.1, 4.55.0, 4.56.2, 4.57.3, 5.0.0
+    and 5.23.0: ``models/llama/modeling_llama.py``, ``loss/loss_utils.py``, ``integrations/sdpa_attention.py`` and
+    ``masking_utils.py``; in those before 4.48 also ``models/mistral/modeling_mistral.py`` and ``models/qwen2/modeling_qwen2.py``.
     """
 
     wide_logits: bool = False
@@ -29,6 +30,17 @@ class Release(NamedTuple):
     """``scaled_dot_product_attention`` gets a copy of keys and values for each query head, with or without a mask (before 4.54)."""
     copies_heads: bool = False
     """It gets contiguous queries, keys and values (4.48 to 4.55). Flash's output is then copied into the order of tokens."""
+    flash_repeats: tuple[str, ...] = ()
+    """Families whose flash attention is given a copy of keys and values for each query head."""
+    tables_in_layers: tuple[str, ...] = ()
+    """Families each of whose layers keeps tables of rotary positions, as long as the model can count."""
+    missing: tuple[str, ...] = ()
+    """Families that it does not have."""
+    loops_over_experts: bool = False
+    """Mixtral's experts are layers of their own, which run one after the other (read up to 4.48)."""
+    reentrant: bool = False
+    """``gradient_checkpointing_enable`` makes reentrant checkpoints, which hold a block's output while it goes backward
+    (before 5.0, modeling_utils.py)."""
     masks_all: bool = False
     """It gets a mask wherever the model gets none and caches no keys (4.54 to 4.57), so that a kernel that takes masks runs.
 
@@ -37,6 +49,11 @@ class Release(NamedTuple):
     """
 
 
+#: The first releases whose flash attention repeats no keys (``MistralFlashAttention2.forward`` and its like).
+FLASH_REPEATED_UNTIL = {"mistral": (4, 48), "qwen2": (4, 48), "mixtral": (4, 48)}
+#: The first releases whose layers have no tables of their own (``MistralRotaryEmbedding._set_cos_sin_cache`` and its like).
+TABLES_UNTIL = {"llama": (4, 41), "mistral": (4, 42), "qwen2": (4, 45), "mixtral": (4, 48)}
+
 #: The release whose code the formulas follow, and all that hold the same.
 NOW = Release()
 
@@ -44,8 +61,8 @@ NOW = Release()
 def release_of(text: str | None) -> Release:
     """Return what a release of transformers does otherwise. Raises SpecError for what is none, or was not read.
 
-    >>> release_of("4.48.1")
-    Release(wide_logits=False, shifts_logits=True, repeats_keys=True, copies_heads=True, masks_all=False)
+    >>> release_of("4.48.1").shifts_logits, release_of("4.48.1").wide_logits
+    (True, False)
     >>> release_of("5.23") == release_of(None) == NOW
     True
     """
@@ -63,13 +80,26 @@ def release_of(text: str | None) -> Release:
         shifts_logits=release < (4, 49),
         repeats_keys=release < (4, 54),
         copies_heads=(4, 48) <= release < (4, 56),
+        flash_repeats=_before(release, FLASH_REPEATED_UNTIL),
+        tables_in_layers=_before(release, TABLES_UNTIL),
+        missing=_before(release, {"granite": (4, 45)}),
+        loops_over_experts=release < (4, 49),
+        reentrant=release < (5, 0),
         masks_all=(4, 54) <= release < (5, 0),
     )
+
+
+def _before(release: tuple[int, int], first: dict[str, tuple[int, int]]) -> tuple[str, ...]:
+    return tuple(family for family, one in first.items() if release < one)
 
 
 def check_release(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
     """Refuse what is not modelled of an older release, where a job is trained with one."""
     release = release_of(recipe.transformers)
+    if model.family == "granite" and "granite" in release.missing:
+        raise SpecError(f"transformers={recipe.transformers!r} has no Granite; use 4.45 or later, or leave it out")
+    if model.family == "mixtral":
+        _check_mixtral(model, recipe, release)
     if release == NOW:
         return
     for asked, instead in _refusals(model, recipe, mesh):
@@ -79,13 +109,23 @@ def check_release(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
             )
 
 
+def _check_mixtral(model: ModelSpec, recipe: RecipeSpec, release: Release) -> None:
+    """Refuse adapters beside experts in fused tensors, and experts that are trained one after the other."""
+    if model.adapter is not None and not release.loops_over_experts:
+        raise SpecError("LoRA in a mixtral model is modelled with --transformers 4.39 to 4.48, whose experts are single layers")
+    if model.adapter is None and release != NOW:
+        raise SpecError(f"transformers={recipe.transformers!r} with a mixtral model is modelled with LoRA alone; leave it out")
+
+
 def _refusals(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
     yield model.profile is not None and "a profile", "a model of a known family"
     yield model.family not in FAMILIES and f"a {model.family} model", f"one of {', '.join(FAMILIES)}"
     yield recipe.engine in ON_PAPER and f"engine {recipe.engine!r}", "engine 'fsdp2', 'ddp' or 'deepspeed'"
     yield recipe.fsdp2.modules == "torchtitan" and "modules of torchtitan", "--modules transformers"
-    yield recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"
+    yield recipe.loss == "chunked" and "loss 'chunked'", "loss 'full' or 'fused'"
     yield recipe.kernels != "cuda" and "a CPU's kernels", "kernels 'cuda'"
+    tables = model.family in release_of(recipe.transformers).tables_in_layers
+    yield recipe.engine == "deepspeed" and tables and "engine 'deepspeed'", "a release without tables in every layer, from 4.45"
     windowed = model.sliding_window is not None and recipe.attention == "sdpa"
     of_all = model.family == "mistral" and release_of(recipe.transformers).masks_all  # one mask, with the window in it
     yield windowed and not of_all and "a sliding window", "attention 'flash'"

@@ -40,6 +40,8 @@ class Compute(NamedTuple):
     """What the release of transformers does otherwise than the one that the formulas follow."""
     fused_softmax: bool = False
     """CUDA's softmax reads fp16 and writes fp32 in one kernel. No other dtype has such a kernel."""
+    fused: tuple[str, ...] = ()
+    """What fused kernels replace (``RecipeSpec.fused_parts``)."""
 
 
 class At(StrEnum):

@@ -1,19 +1,37 @@
 """The buffers of a model, tensors that are no parameters: rotary frequencies, a scale, a routing bias.
 
-They are too small to matter in memory, but engines that synchronise buffers over ranks send them.
+They are too small to matter in memory, but engines that synchronise buffers over ranks send them. Older releases of transformers
+keep tables of positions in every layer, which do matter.
 """
 
 from functools import lru_cache
 
+from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import ceil_div
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.releases import release_of
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.params import layout
 
 _FP32 = 4
 _FREQUENCIES_TWICE = 2 * _FP32
 """``inv_freq`` and ``original_inv_freq``, in fp32 whatever the model's dtype."""
+_TABLES = "transformers 4.39.3, models/mistral/modeling_mistral.py, MistralRotaryEmbedding._set_cos_sin_cache"
+
+
+def tables_in_layers(model: ModelSpec, recipe: RecipeSpec, element_bytes: int) -> tuple[Line, ...]:
+    """List the tables of rotary positions that every layer keeps under an older release of transformers. [bytes]
+
+    They have the dtype in which the model was loaded, that of its frozen weights, or of all.
+    """
+    if model.family not in release_of(recipe.transformers).tables_in_layers:
+        return ()
+    layers, positions, width = model.num_hidden_layers, model.max_position_embeddings, model.head_dim
+    formula = f"{2 * element_bytes}·{layers}·{positions}·{width}"
+    n_bytes = 2 * element_bytes * layers * positions * width
+    return (Line(Kind.PARAMETERS, n_bytes, "rotary cos and sin of every position, in every layer", formula, _TABLES),)
 
 
 @lru_cache(maxsize=256)

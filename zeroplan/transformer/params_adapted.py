@@ -70,6 +70,8 @@ def _wrapped(parameters: Parameters, adapter: AdapterSpec) -> Iterator[Parameter
     for parameter, after in zip(parameters, (*parameters[1:], None), strict=True):
         module, _, tensor = parameter.name.rpartition(".")
         quantised = adapter.quantize != "none" and parameter.autocast and tensor == "weight"
+        if adapter.quantize == "gptq" and module.endswith(".gate"):
+            quantised = False  # checkpoints leave a router's layer whole
         if module.rpartition(".")[2] not in adapter.layers:
             yield parameter._replace(frozen=True, quantised=quantised)
             continue

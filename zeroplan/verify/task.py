@@ -52,9 +52,24 @@ def refuse_unrunnable(job: JobSpec) -> None:
         raise SpecError(
             f"engine {job.recipe.engine!r} is a formula and cannot be run; use engine ddp, fsdp1, fsdp2 or deepspeed"
         )
+    for what, name in _not_run(job):
+        if what:
+            raise SpecError(f"{name} is estimated from its source and cannot be run here; leave it out")
     asked, here = job.recipe.transformers, _installed_transformers()
     if asked is not None and here is not None and release_of(asked) != release_of(here):
         raise SpecError(f"transformers={asked!r} cannot run here: {here} is installed; install that release, or leave it out")
+
+
+def _not_run(job: JobSpec) -> tuple[tuple[object, str], ...]:
+    """What of a fine-tuning job no installed code runs."""
+    adapter = job.model.adapter
+    return (
+        (job.recipe.fused_parts, "fused_kernels"),
+        (job.recipe.reentrant, "reentrant=True"),
+        (adapter is not None and adapter.quantize == "gptq", "quantize='gptq'"),
+        (adapter is not None and adapter.compute == "fp32", "lora_compute='fp32'"),
+        (adapter is not None and adapter.bitsandbytes, "bitsandbytes"),
+    )
 
 
 def _installed_transformers() -> str | None:

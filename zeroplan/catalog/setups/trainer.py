@@ -28,7 +28,7 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "neftune_noise_alpha": (0,), "label_smoothing_factor": (0, 0.0), "optim_target_modules": (), "use_cpu": (), "no_cuda": (),
     "mp_parameters": (), "sharded_ddp": (), "apex": (), "use_ipex": (), "use_mps_device": (),
     "load_in_8bit": (), "half_precision_backend": ("auto", "cpu_amp", "cuda_amp"), "bf16_full_eval": (), "fp16_full_eval": (),
-    "use_dora": (), "lora_dropout": (0, 0.0), "modules_to_save": (), "lora_modules_to_save": (), "padding_free": (),
+    "use_dora": (), "modules_to_save": (), "lora_modules_to_save": (), "padding_free": (),
 }  # fmt: skip
 
 #: What changes no memory of a training step.
@@ -316,6 +316,12 @@ def _adapter(reading: Reading) -> None:
         raise SpecError(
             f"{table.where}: lora_target_modules is left out, and peft's choice is the model's; name the layers, or say all-linear"
         )
+    dropout = table.get("lora_dropout")
+    if not (dropout is None or (isinstance(dropout, int | float) and not isinstance(dropout, bool))):
+        raise table.wrong("lora_dropout", "a number")
+    reading.tell(
+        "lora_dropout", "lora_dropout", dropout is None or dropout > 0, filled=dropout is None
+    )  # TRL's default is 0.05
     if four:
         if kind not in (None, "nf4"):
             raise table.refused("bnb_4bit_quant_type", "use nf4")

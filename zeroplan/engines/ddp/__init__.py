@@ -16,7 +16,7 @@ from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.activations_away import with_activations_away
 from zeroplan.engines.ddp.step import Lines, MicroBatch, Step, Weights
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
-from zeroplan.engines.frozen import frozen_lines, frozen_symbols
+from zeroplan.engines.frozen import ROUTED, frozen_lines, frozen_symbols
 from zeroplan.engines.optimizers import counted, implementation_of, state_lines, step_temporary_lines, whole_tensors
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.sources import ACCUMULATE
@@ -27,7 +27,7 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
 from zeroplan.trace import Moments, entry_of
-from zeroplan.transformer.buffers import buffer_bytes
+from zeroplan.transformer.buffers import buffer_bytes, tables_in_layers
 from zeroplan.transformer.params import has_frozen, layout, parameter_count, trained_count, trained_layout
 from zeroplan.transformer.recomputed import first_recomputed, in_two, layout_by_recomputation
 from zeroplan.units import GIB, MIB
@@ -53,13 +53,14 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     """
     element_bytes, compute = widths(recipe.precision).stored, compute_of(recipe)
     first = first_recomputed(model, recipe)
-    weights = _weights(model, first)
+    weights = _weights(model, first, fused="lora" in recipe.fused_parts)
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
     parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, _held(model), _REDUCER_OF)
     width = element_bytes if model.adapter is None else compute.element_bytes  # without adapters nobody casts what is frozen
     frozen = frozen_lines(model, width, element_bytes, "parameters", _REDUCER_OF)
     buckets, gradients = _gradient_states(recipe, element_bytes, weights.total, mesh.dp_shard)
-    base = (parameters, *frozen, buckets, *held, *_scaler(recipe), *layout(model).buffers)
+    tables = tables_in_layers(model, recipe, width)
+    base = (parameters, *frozen, buckets, *held, *_scaler(recipe), *layout(model).buffers, *tables)
     wrapped = 1 if recipe.wraps_one_rank else where(mesh.dp_shard > 1, 1, 0)
     step = Step(weights, base, element_bytes, recipe, compute, batch.grad_accum_steps, wrapped)
     one, states = MicroBatch(step, model, batch), (*base, *gradients)
@@ -92,6 +93,8 @@ def _buckets_rebuilt(step: Step, parameters: Lines) -> tuple[Moment, ...]:
 
 def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
     """What a single rank runs, and which rank the figures are of where ranks differ; a sentence each."""
+    if model.adapter is not None and model.moe is not None:
+        yield ROUTED
     stored, trained = widths(recipe.precision).stored, trained_count(model)
     notable = trained * _NOTABLE_BUCKETS >= parameter_count(model)
     if isinstance(ranks, int) and ranks == 1 and not recipe.wraps_one_rank and notable:
@@ -200,11 +203,13 @@ def _all_updated(model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, el
 
 
 @lru_cache(maxsize=256)
-def _weights(model: ModelSpec, first: int | None) -> Weights:
+def _weights(model: ModelSpec, first: int | None, *, fused: bool) -> Weights:
+    """``fused``: kernels cast the adapters they run, and autocast keeps no copies."""
     whole = trained_layout(model)
     if first is not None:
         whole = in_two(whole, model, first)
     tied, runs = whole.tied_head, whole.runs
+    casts = model.adapter is None or (model.adapter.compute == "autocast" and not fused)
     head = whole.tail if tied is None else (*whole.tail, tied)
     return Weights(
         total=sum(int(tensor.numel) for tensor in every_tensor(model)),
@@ -216,7 +221,7 @@ def _weights(model: ModelSpec, first: int | None) -> Weights:
         kinds=tuple(run.name for run in runs),
         layers=tuple(run.layers for run in runs),
         elements=tuple(sum(one.numel for one in run.parameters) for run in runs),
-        casts=tuple(sum(one.numel for one in run.parameters if one.autocast) for run in runs),
+        casts=tuple(sum(one.numel for one in run.parameters if one.autocast and casts) for run in runs),
     )
 
 

@@ -28,6 +28,7 @@ Lines = tuple[Line, ...]
 
 _AUTOCAST = "torch 2.13, aten/src/ATen/autocast_mode.cpp, cached_cast"
 _SINK = "torch 2.13, torch/nn/parallel/distributed.py, _DDPSink"
+_REENTRANT = "torch 2.13, torch/utils/checkpoint.py, CheckpointFunction.backward"
 _EMBEDDING = "torch 2.13, aten::embedding_dense_backward"
 
 
@@ -190,12 +191,21 @@ class MicroBatch:
         trace, weights, block = self.trace, self.weights, self.blocks[place.run]
         self._keep(place.before)
         trace.hold("checkpoint", *(() if self.recomputes[place.run] == "none" else block.checkpoint_in_backward))
+        again = self._run_again(place)
         above, casts = _made_above(weights, place.after), _sum("K", weights, place.before, self.kept_casts)
         points = list[tuple[str, tuple[Lines, ...]]]()
         for point in block.points:
             made = self._gradients(above, point.gradients, point.current_gradient, weights.tied_head)
-            points.append((point.name, ((made, *self._casts(casts, point.live_casts)), point.lines)))
+            points.append((point.name, ((made, *self._casts(casts, point.live_casts), *again), point.lines)))
         trace.pass_through(Inside(points), f"backward of {place.name}", Phase.BACKWARD)
+
+    def _run_again(self, place: _Place) -> Lines:
+        """What a reentrant checkpoint has returned again and holds until its block has gone backward."""
+        recipe, older = self.step.recipe, self.step.compute.release.reentrant
+        if not (older if recipe.reentrant is None else recipe.reentrant) or self.recomputes[place.run] != "full":
+            return ()
+        reason, formula = "this block's output, run again", self.head.hidden_formula
+        return (Line(Kind.ACTIVATIONS, self.head.hidden_bytes, reason, formula, _REENTRANT),)
 
     def _embedding_backward(self) -> None:
         """The embedding's gradient, and for a tied head the sum of it with the head's.

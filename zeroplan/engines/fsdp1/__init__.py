@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.activations_away import NOTE
+from zeroplan.engines.frozen import ROUTED
 from zeroplan.engines.fsdp1 import step
 from zeroplan.engines.fsdp1.flat import FlatPlan, flat_plan, frozen_units
 from zeroplan.engines.fsdp1.traffic import collectives
@@ -63,6 +64,8 @@ def _of_frozen(plan: FlatPlan) -> Iterator[Symbol]:
 def _notes(plan: FlatPlan, model: ModelSpec) -> Iterator[str]:
     if plan.recipe.offload_activations:
         yield NOTE
+    if model.adapter is not None and model.moe is not None:
+        yield ROUTED
     copied = plan.is_partly_frozen and plan.width.mixed and not model.is_quantised
     if copied and not plan.options.use_orig_params:
         yield "copies of the adapters' inputs are counted, which FSDP1 takes in the first step alone; later steps take less"

@@ -20,6 +20,7 @@ from zeroplan.trace import Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
 
 _SOURCE = "torch 2.13, torch/distributed/fsdp/_runtime_utils.py, _prefetch_handle"
+IGNORED = "fms-acceleration 876e2ed, fms_acceleration_foak/utils.py, lora_adapters_switch_ddp_from_fsdp"
 _HELD = "torch 2.13, torch/distributed/fsdp/_runtime_utils.py, _register_post_backward_reshard_only_hook"
 _NOTHING = Group(0, 0, 0, "nothing")
 
@@ -110,9 +111,9 @@ def _hooked(plan: FlatPlan, blocks: int) -> tuple[Line, ...]:
 
 
 def _adapters(plan: FlatPlan, run: int) -> _Adapters:
-    width: int = plan.width.compute
+    width: int = plan.adapter_bytes
     largest: Int = 0
-    for unit in adapter_units(plan, run):
+    for unit in () if plan.options.ignores_adapters else adapter_units(plan, run):
         largest = maximum(largest, width * unit.padded)
     reason = "a matrix of an adapter, while it is used"
     return _Adapters(Line(Kind.UNSHARDED_PARAMETERS, largest, reason, product(1, largest), _SOURCE))
@@ -120,7 +121,10 @@ def _adapters(plan: FlatPlan, run: int) -> _Adapters:
 
 def _made(plan: FlatPlan, point: BackwardPoint) -> Line:
     """The gradients of a block's adapters: shards of those that are reduced, and the one in turn, made and flat. [bytes]"""
-    width, done = plan.width.compute, point.gradients - point.current_gradient
+    width, done = plan.adapter_bytes, point.gradients - point.current_gradient
+    if plan.options.ignores_adapters:
+        whole = plan.width.stored * point.gradients
+        return Line(Kind.GRADIENTS, whole, "adapters' gradients of this block, whole", product(1, whole), IGNORED)
     n_bytes = plan.width.stored * ceil_div(done, plan.n) + 2 * width * point.current_gradient
     reason = "adapters' gradients: shards of those that are reduced, and the one that is made"
     return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, product(1, n_bytes), _SOURCE)

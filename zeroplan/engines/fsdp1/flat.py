@@ -80,19 +80,20 @@ def flat_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     width, n = widths(recipe.precision), mesh.dp_shard
     aligned = aligned_to(recipe)
     cut = cut_of(model, width, n, part=None, first=first_recomputed(model, recipe), tp=1, ep=1, ends_apart=False)
-    cut = _flattened(cut, n, aligned)
-    tensors = tuple(_local_tensors(cut, n, aligned, views=recipe.fsdp1.use_orig_params))
+    whole = recipe.fsdp1.ignores_adapters
+    cut = _flattened(cut, n, aligned, whole=whole)
+    tensors = tuple(_local_tensors(cut, n, aligned, views=recipe.fsdp1.use_orig_params, whole=whole))
     autocast = width.mixed and cut.is_partly_frozen and not model.is_quantised
     updated = "U" if recipe.fsdp1.use_orig_params else None  # the gaps between aligned parameters are not updated
     return FlatPlan(*plan_of(cut, tensors, (), model, recipe, mesh, batch, autocast=autocast, updated=updated))
 
 
-def _flattened(cut: Cut, n: Int, aligned: int) -> Cut:
-    """The same units, each cut as one flat parameter; of adapters each matrix."""
+def _flattened(cut: Cut, n: Int, aligned: int, *, whole: bool) -> Cut:
+    """The same units, each cut as one flat parameter; of adapters each matrix, or ``whole``."""
     root, *blocks = (flat_group(parameters, n, symbol, aligned) for parameters, symbol in _units(cut.tree, "root"))
     if not cut.is_partly_frozen:
         return cut._replace(root=root, trained_root=root, blocks=(here := tuple(blocks)), trained_blocks=here)
-    trained = tuple(_together(_each(run.parameters, n), f"trained_{run.name}") for run in cut.learning.runs)
+    trained = tuple(_together(_each(run.parameters, n, whole=whole), f"trained_{run.name}") for run in cut.learning.runs)
     frozen = (flat_group(_frozen(run.parameters), n, run.name, aligned) for run in cut.tree.runs)
     both = tuple(_together(pair, one.symbol) for pair, one in zip(zip(frozen, trained, strict=True), cut.blocks, strict=True))
     return cut._replace(root=root, trained_root=_together((), "trained_root"), blocks=both, trained_blocks=trained)
@@ -102,8 +103,10 @@ def _frozen(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
     return tuple(parameter for parameter in parameters if parameter.frozen)
 
 
-def _each(parameters: tuple[Parameter, ...], n: Int) -> tuple[Group, ...]:
-    """Each as a unit of its own."""
+def _each(parameters: tuple[Parameter, ...], n: Int, *, whole: bool) -> tuple[Group, ...]:
+    """Each as a unit of its own; ``whole``: as one that every rank has all of, so that ranks together have it n times."""
+    if whole:
+        return tuple(Group(one.numel, one.numel * n, one.numel, "adapter") for one in parameters)
     return tuple(flat_group((parameter,), n, "adapter", 1) for parameter in parameters)
 
 
@@ -127,7 +130,7 @@ def frozen_units(plan: FlatPlan) -> tuple[Group, ...]:
 def adapter_units(plan: FlatPlan, run: int) -> tuple[Group, ...]:
     """The matrices of a block's adapters, each as a unit."""
     parameters = tuple(parameter for parameter in plan.runs[run].parameters if not parameter.frozen)
-    return _each(parameters, plan.n)
+    return _each(parameters, plan.n, whole=plan.options.ignores_adapters)
 
 
 def aligned_to(recipe: RecipeSpec) -> int:
@@ -158,11 +161,11 @@ def _offsets(parameters: tuple[Parameter, ...], aligned: int) -> tuple[int, ...]
     return (*offsets, end)
 
 
-def _local_tensors(cut: Cut, n: Int, aligned: int, *, views: bool) -> Iterator[LocalTensor]:
+def _local_tensors(cut: Cut, n: Int, aligned: int, *, views: bool, whole: bool) -> Iterator[LocalTensor]:
     """What rank 0 updates: its flat shard of each unit, or what of each parameter is in it, as a view without its shape."""
     if cut.is_partly_frozen:
         for run in cut.learning.runs:
-            yield from (LocalTensor((unit.shard,), run.layers) for unit in _each(run.parameters, n))
+            yield from (LocalTensor((unit.shard,), run.layers) for unit in _each(run.parameters, n, whole=whole))
         return
     root, *blocks = _units(cut.tree, "root")
     for (parameters, _), group, repeat in (

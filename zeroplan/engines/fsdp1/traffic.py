@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
+from zeroplan.engines.fsdp1.adapters import IGNORED
 from zeroplan.engines.fsdp1.flat import FlatPlan, adapter_units, frozen_units
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.traffic import REPLICAS, ROOT, gather, over_replicas, reduce_scatter
 from zeroplan.ledger import Collective, Phase
-from zeroplan.numeric import Int
+from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 
@@ -36,7 +37,17 @@ def _beside_adapters(plan: FlatPlan, mesh: Mesh, times: tuple[Int, Int, Int]) ->
     for at, (group, run) in enumerate(zip(frozen_units(plan), plan.runs, strict=True)):
         yield from _of_unit(plan, mesh, group, f"frozen {run.words} blocks", run.layers, (once, again, 0))
         for unit in adapter_units(plan, at):
+            if plan.options.ignores_adapters:
+                yield _all_reduce(plan, unit, reductions * run.layers, f"gradients of adapters of {run.words} blocks")
+                continue
             yield from _of_unit(plan, mesh, unit, f"adapters of {run.words} blocks", run.layers, (once, more, reductions))
+
+
+def _all_reduce(plan: FlatPlan, unit: Group, calls: Int, what: str) -> Collective:
+    """All-reduces of a matrix that every rank has whole."""
+    payload: Int = plan.width.stored * unit.numel
+    sent: Int = 2 * calls * ceil_div(payload, plan.n) * (plan.n - 1)
+    return Collective("all_reduce", what, "backward", plan.n, calls, payload, sent, 2 * calls * unit.numel, IGNORED)
 
 
 def _of_unit(

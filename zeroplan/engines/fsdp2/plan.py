@@ -18,6 +18,7 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec, Recompute
 from zeroplan.transformer.blocks import AtEmbedding, BlockPass, Compute, HeadPass
+from zeroplan.transformer.buffers import tables_in_layers
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params_adapted import only_frozen
 from zeroplan.transformer.recomputed import first_recomputed
@@ -64,6 +65,8 @@ class Plan(NamedTuple):
     frozen_tensors: tuple[LocalTensor, ...]
     frozen_width: int
     """Bytes of an element that is not trained: beside adapters those are in the compute dtype."""
+    adapter_bytes: int
+    """Bytes of an element of an adapter while it computes, and of its gradient."""
     root: Group
     blocks: tuple[Group, ...]
     trained_root: Group
@@ -280,7 +283,8 @@ def plan_of(
     frozen_width = width.stored if model.frozen else width.compute
     parameters, symbol = parameter_lines(cut, width, frozen=frozen_width)
     optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=updated or symbol)
-    persistent = (*parameters, *cut.beside, *optimizer, *tree.buffers, *tables)
+    older = tables_in_layers(model, recipe, frozen_width if model.adapter is not None else width.stored)
+    persistent = (*parameters, *cut.beside, *optimizer, *tree.buffers, *tables, *older)
     in_the_loop = () if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
     return Plan(
         recipe=recipe,
@@ -304,6 +308,7 @@ def plan_of(
         local_tensors=tensors,
         frozen_tensors=frozen_tensors,
         frozen_width=frozen_width,
+        adapter_bytes=width.stored if model.adapter is not None and model.adapter.compute == "fp32" else width.compute,
         root=cut.root,
         blocks=cut.blocks,
         trained_root=cut.trained_root,

@@ -16,6 +16,7 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER
+from zeroplan.spec.releases import release_of
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.params import has_frozen, trained_layout
 
@@ -88,11 +89,29 @@ def not_written(job: JobSpec) -> str:
             recipe.offload_activations and recipe.recompute_layers is not None,
             "offload of activations where some blocks are not recomputed",
         ),
+        *_of_fine_tuning(job),
         *of_engine,
     ):
         if is_so:
             return what
     return ""
+
+
+def _of_fine_tuning(job: JobSpec) -> tuple[tuple[bool, str], ...]:
+    """What older releases and other kernels hold beside the requests of the model's own modules."""
+    adapter, recipe = job.model.adapter, job.recipe
+    release = release_of(recipe.transformers)
+    reentrant = release.reentrant if recipe.reentrant is None else recipe.reentrant
+    return (
+        (reentrant and recipe.engine == "ddp" and recipe.recompute == "full", "reentrant checkpoints"),
+        (job.model.family in release.tables_in_layers, "tables of positions in every layer"),
+        (bool(recipe.fused_parts), "fused kernels"),
+        (adapter is not None and adapter.quantize == "gptq", "GPTQ's weights"),
+        (adapter is not None and adapter.compute == "fp32", "adapters that compute in fp32"),
+        (adapter is not None and adapter.four_bits_keep_inputs, "bitsandbytes before 0.43.2"),
+        (adapter is not None and job.model.moe is not None, "adapters beside experts"),
+        (adapter is not None and adapter.upcast == "norms" and job.model.is_quantised, "norms alone cast to fp32"),
+    )
 
 
 def _of_pipelines(job: JobSpec) -> tuple[tuple[bool, str], ...]:

@@ -53,6 +53,7 @@ class ModelPass:
         self._stretches: dict[tuple[int, bool], tuple[Stretch | Instruction, ...]] = {}
         self.blocks: tuple[Sized, ...] = ()
         self.is_adapted, self.quantize = model.adapter is not None, "none" if model.adapter is None else model.adapter.quantize
+        self.upcasts_norms, self.upcasts_ends = model.upcasts_norms, model.upcasts_ends
         first = first_recomputed(model, recipe)
         self.compute = compute = compute or compute_of(recipe)
         self.tree = tree = tree or layout_by_recomputation(model, first)
@@ -103,7 +104,8 @@ class ModelPass:
             return (self.width if one.frozen and self.is_adapted else width) * one.numel
         from zeroplan.engines.quantised import is_bias, packed_bytes  # noqa: PLC0415  keeps start-up fast
 
-        return packed_bytes(one) if one.quantised else (self.width if is_bias(one) else width) * one.numel
+        narrow = is_bias(one) or not (self.upcasts_norms if len(one.shape) == 1 else self.upcasts_ends)
+        return packed_bytes(one) if one.quantised else (self.width if narrow else width) * one.numel
 
     def request_scales(self, parameters: Iterable[Parameter]) -> None:
         """What weights in four bits need beside their elements."""

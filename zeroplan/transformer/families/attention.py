@@ -18,6 +18,7 @@ from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Valu
 from zeroplan.transformer.symbols import T, a, b, c, c_a, d, e, q, r, s, y
 
 SDPA = "transformers 5.23, integrations/sdpa_attention.py, sdpa_attention_forward"
+FLASH_2 = "transformers 4.45.2, models/mistral/modeling_mistral.py, MistralFlashAttention2.forward"
 EAGER = "transformers 5.23, models/llama/modeling_llama.py, eager_attention_forward"
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, eager_attention_forward"
 SINKS = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, eager_attention_forward"
@@ -103,6 +104,17 @@ def of_a_release(tape: Tape, heads: Heads, *, release: Release, kernel: Attend) 
     grouped = heads.grouped and not repeats
     made = kernel(tape, Heads(query, key, value, grouped, heads.one_key and grouped, joined=release.copies_heads))
     tape.release(*copies)
+    return made
+
+
+def flash_of_repeated(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
+    """Run the flash kernel on keys and values that were repeated for each query head.
+
+    Source: transformers 4.45.2, models/mistral/modeling_mistral.py, MistralFlashAttention2.forward.
+    """
+    key, value = _repeated(tape, heads, FLASH_2)
+    made = flash(tape, Heads(heads.query, key, value, grouped=False, one_key=False), size=size)
+    tape.release(key, value)
     return made
 
 

@@ -139,6 +139,10 @@ class Attention(NamedTuple):
         return Attended(made, weights)
 
     def _projections(self, tape: Tape, normal: Value, block: Block) -> tuple[Value, Value, Value]:
+        if tape.mode.projections is not None:
+            query, key, value = tape.mode.projections(tape, normal)
+            return query, key, value
+
         def project(width: Size, name: str, module: Module) -> Value:
             return op.linear(tape, normal, width, Site(name, self.source, module), bias=block.attention_bias)
 

@@ -51,11 +51,23 @@ class Training(NamedTuple):
     layers: tuple[str, ...] = ()
     """Names of the linear layers that have adapters."""
     quantize: Quantize = "none"
+    upcast: bool = False
+    """Norms of a quantised model are fp32 under autocast."""
+    narrow: bool = False
+    """Frozen weights have the compute dtype under autocast all the same; of a block, what comes into it."""
+    fused: bool = False
+    """One function runs attention's projections of queries, keys and values with their adapters, another its output's."""
+    wide_adapters: bool = False
+    """Adapters compute in fp32, without autocast."""
+    four_bits_keep_inputs: bool = False
+    """Layers in four bits save their inputs."""
+    dropout: bool = False
+    """Adapters drop elements of their inputs."""
 
     @property
     def wide_residual(self) -> bool:
-        """Whether autocast leaves the residual stream in fp32: peft casts norms and embeddings of a quantised model to fp32."""
-        return self.quantize != "none" or self.weights != "adapted"
+        """Whether autocast leaves the residual stream in fp32."""
+        return self.upcast or self.weights != "adapted"
 
     def adapts(self, module: Module) -> bool:
         """Whether a linear layer has an adapter."""
@@ -112,6 +124,10 @@ class Block(NamedTuple):
     """What the release of transformers does otherwise."""
     fused_softmax: bool = False
     """A softmax in fp32 reads 16 bits itself."""
+    fused: tuple[str, ...] = ()
+    """What fused kernels replace."""
+    looped: int = 0
+    """Experts that run one after the other, each its own tokens."""
 
     @property
     def head_norms(self) -> bool:
@@ -128,7 +144,8 @@ class Block(NamedTuple):
         if self.attention == "eager":
             return kernels_of.EAGER_OF.get(self.family, kernels_of.eager)
         if self.attention == "flash":
-            return partial(kernels_of.flash, size=self.head_size)
+            repeats = self.grouped and self.family in self.release.flash_repeats
+            return partial(kernels_of.flash_of_repeated if repeats else kernels_of.flash, size=self.head_size)
         if self.masked:
             kernel: Attend = partial(kernels_of.with_mask, size=self.head_size)
         else:

@@ -57,6 +57,7 @@ SHIFTED = "transformers 4.48.1, loss/loss_utils.py, ForCausalLMLoss"
 CAP = "transformers 5.23, models/gemma2/modeling_gemma2.py, Gemma2ForCausalLM.forward"
 CHUNKED = "torchtitan, 2026-08, components/loss.py, ChunkedLossWrapper"
 FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cross_entropy_forward"
+WRITTEN_OVER = "fms-acceleration 876e2ed, fms_acceleration_foak/kernels/unsloth/cross_entropy_loss.py, FastForCausalLMLoss"
 PARALLEL = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel"
 LOGITS, WEIGHT = Kind.LOGITS, Kind.UNSHARDED_GRADIENTS
 
@@ -91,6 +92,10 @@ class Ending(NamedTuple):
     """The model returns logits in fp32."""
     shifts_logits: bool = False
     """The loss copies the logits without the last token of each sequence."""
+    narrow_head: bool = False
+    """The frozen head has the compute dtype where the residual stream is fp32."""
+    fused: tuple[str, ...] = ()
+    """What fused kernels replace."""
 
 
 class EndingPass(NamedTuple):
@@ -175,7 +180,8 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: Loss) -> Endi
     release = compute.release
     return Ending(
         model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1, release.wide_logits,
-        release.shifts_logits,
+        release.shifts_logits, model.upcasts_norms and not model.upcasts_ends and x.residual != x.element,
+        tuple(one for one in compute.fused if one in ("cross-entropy", "rms-norm")),
     )  # fmt: skip
 
 
@@ -244,8 +250,9 @@ def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
     if ending.frozen_head:
         from zeroplan.transformer.families.frozen import linear  # noqa: PLC0415  keeps start-up fast
 
-        training = Training("frozen", tracked=True, keeps_inputs=ending.keeps_inputs)
+        training = Training("frozen", tracked=True, keeps_inputs=ending.keeps_inputs, narrow=ending.narrow_head)
         tape.mode = tape.mode._replace(linear=partial(linear, training=training))
+    tape.mode = tape.mode._replace(fused_norms="rms-norm" in ending.fused)
     return tape
 
 
@@ -280,9 +287,12 @@ def _all_at_once(tape: Tape, read: Value, ending: Ending) -> _Ran:
     before = set(tape.saved)
     logits = _capped(tape, product) if ending.family in CAPPED else product
     logits = _returned_wide(tape, logits) if ending.wide_logits else logits
-    given, copies = _without_the_last(tape, logits) if ending.shifts_logits else (logits, ())
-    labels = (_shifted_labels(tape),) if ending.shifts_logits else _labels(tape)
-    loss, names = (_over_ranks if ending.sharded else cross_entropy)(tape, given, labels[-1:])
+    in_place = "cross-entropy" in ending.fused
+    shifts = ending.shifts_logits or in_place
+    given, copies = _without_the_last(tape, logits) if shifts else (logits, ())
+    labels = (_shifted_labels(tape),) if shifts else _labels(tape)
+    run = _over_ranks if ending.sharded else _written_over if in_place else cross_entropy
+    loss, names = run(tape, given, labels[-1:])
     kept = tuple([store for store in tape.saved if store not in before])
     return _Ran(loss, kept, (*names, *copies, *labels, logits.store), (logits.store,))
 
@@ -382,6 +392,18 @@ def cross_entropy(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple
 
     tape.add("loss", (loss,), (softmax.store,), backward, of=(wide,), place=AT_LOSS)
     return loss, (wide.store, softmax.store)
+
+
+def _written_over(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
+    """Run Unsloth's cross-entropy on fp32 logits, over which its backward writes their gradient."""
+    rows = tape.make(LOGITS, "loss and log-sum-exp of each token", 8 * T, WRITTEN_OVER)
+    loss = _scalar()
+
+    def backward(_tape: Tape, _taken: list[Store]) -> Arriving:
+        return [op.through(logits, logits.store)]
+
+    tape.add("loss", (loss,), (logits.store, rows, *labels), backward, of=(logits,), place=AT_LOSS)
+    return loss, (rows,)
 
 
 def _over_ranks(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:

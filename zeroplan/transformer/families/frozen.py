@@ -10,28 +10,41 @@ from contextlib import nullcontext
 from functools import partial
 
 from zeroplan.expr import Size, ceil
-from zeroplan.ledger import Kind, Role, Tag
+from zeroplan.ledger import Kind, Module, Role, Tag
 from zeroplan.spec.adapter import Quantize
 from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Training
 from zeroplan.transformer.families.operators import TEMPORARY
 from zeroplan.transformer.families.tape import Arriving, Mode, Site, Store, Tape, Value
-from zeroplan.transformer.symbols import T, e, z
+from zeroplan.transformer.symbols import T, e, k, q, v, z
 
 AUTOCAST = "torch 2.13, aten/src/ATen/autocast_mode.cpp, cached_cast"
 LORA = "peft 0.21, tuners/lora/layer.py, Linear.forward"
 LAYER_4BIT = "bitsandbytes 0.50, nn/modules.py, Linear4bit.forward"
 FORWARD = "bitsandbytes 0.50, backends/cuda/ops.py, _dequant_linear_fallback"
 BACKWARD = "bitsandbytes 0.50, autograd/_functions.py, MatMul4Bit.backward"
+GPTQ = "fms-acceleration 876e2ed, fms_acceleration_peft/gptqmodel/nn_modules/triton_utils/dequant.py, QuantLinearFunction"
+DROPOUT = "torch 2.13, aten/src/ATen/native/cuda/Dropout.cu, native_dropout_cuda"
 CLONE = "peft 0.21, tuners/lora/bnb.py, Linear4bit.forward"
 
 
 def freeze(tape: Tape, given: Value, training: Training) -> None:
     """Make the tape run a block's linear layers and norms as ``training`` describes, before its program runs over ``given``."""
     tape.mode = Mode(partial(linear, training=training), norms_frozen=training.weights != "trained")
+    if training.fused and {"q_proj", "k_proj", "v_proj"} <= set(training.layers):
+        tape.mode = tape.mode._replace(projections=partial(_projections, training=training))
     if not training.tracked:
         tape.untracked.add(given)
+
+
+def _projections(tape: Tape, normal: Value, training: Training) -> tuple[Value, ...]:
+    """Run queries, keys and values in one function."""
+    from zeroplan.transformer.families.fused_lora import Projection, projections  # noqa: PLC0415  few jobs have it
+
+    layers = Projection("q projection", q), Projection("k projection", k), Projection("v projection", v)
+    with tape.owning():
+        return projections(tape, normal, layers, training)
 
 
 def linear(
@@ -41,9 +54,18 @@ def linear(
     site = site if site.at else site._replace(at=At.LINEAR)
     if training.weights == "trained":
         return op.trained_linear(tape, value, width, site, reads=reads, bias=bias)
+    if training.weights == "frozen" and training.narrow:
+        given = op.cast(tape, value, e, Site(f"input of the {site.name}", site.source))
+        made = _frozen_linear(tape, given, width, site, bias=bias, keeps_input=training.keeps_inputs)
+        tape.release(given)
+        return made
     if training.weights == "frozen" and tape.autocast:
         return _copied_linear(tape, value, width, site, reads=reads, bias=bias)
     with tape.inside(site.module):
+        if training.fused and site.module is Module.O and training.adapts(Module.O):
+            from zeroplan.transformer.families.fused_lora import output  # noqa: PLC0415  few jobs have it
+
+            return output(tape, value, width, site, training, reads=reads)
         if training.quantize != "none":
             return _quantised(tape, value, site, training, width=width, reads=reads)
         return _adapted(tape, value, site, training, width=width, reads=reads, bias=bias)
@@ -57,8 +79,8 @@ def _adapted(tape: Tape, value: Value, site: Site, training: Training, *, width:
     if not adapts:
         return made
     read = Site(f"input of the {site.name}'s adapter", LORA, site.module, At.ADAPTED)
-    given = op.cast(tape, value, 4 if tape.autocast else e, read)
-    return _plus_adapter(tape, given, made, site, width=width, reads=reads)
+    given = op.cast(tape, value, 4 if tape.autocast or training.wide_adapters else e, read)
+    return _plus_adapter(tape, given, made, site, training, width=width, reads=reads)
 
 
 def _frozen_linear(tape: Tape, value: Value, width: Size, site: Site, *, bias: bool, keeps_input: bool) -> Value:
@@ -93,65 +115,113 @@ def _quantised(tape: Tape, value: Value, site: Site, training: Training, *, widt
     """Run a layer in four bits and its adapter, if any, whose input autocast casts."""
     adapted = training.adapts(site.module)
     with tape.owning() if adapted else nullcontext():
-        made = _in_4_bits(tape, value, site, training.quantize, width=width, reads=reads, clone=adapted)
+        if training.quantize == "gptq":
+            made = _product_of_gptq(tape, value, site, width=width, reads=reads)
+        else:
+            made = _in_4_bits(tape, value, site, training, width=width, reads=reads, clone=adapted)
     if not adapted:
         return made
     tape.hold(value.store)
-    return _plus_adapter(tape, value, made, site, width=width, reads=reads)
+    return _plus_adapter(tape, value, made, site, training, width=width, reads=reads)
 
 
-def _plus_adapter(tape: Tape, given: Value, made: Value, site: Site, *, width: Size, reads: Size) -> Value:
+def _plus_adapter(
+    tape: Tape, given: Value, made: Value, site: Site, training: Training, *, width: Size, reads: Size
+) -> Value:  # fmt: skip
     """Run the adapter on ``given`` and add its scaled output to ``made``; release both."""
     name, module = site.name, site.module
+    read = _dropped(tape, given, site) if training.dropout else given
+    product = op.wide_linear if training.wide_adapters else op.trained_linear
     with tape.owning():
-        inner = op.trained_linear(tape, given, z, Site(f"{name}'s adapter, A", LORA, module, At.ADAPTER_A), reads=reads)
+        inner = product(tape, read, z, Site(f"{name}'s adapter, A", LORA, module, At.ADAPTER_A), reads=reads)
+    if training.dropout:
+        tape.release(read)
     with tape.owning():
-        outer = op.trained_linear(tape, inner, width, Site(f"{name}'s adapter, B", LORA, module, At.ADAPTER_B), reads=z)
+        outer = product(tape, inner, width, Site(f"{name}'s adapter, B", LORA, module, At.ADAPTER_B), reads=z)
     tape.release(inner)
     scale = Site(f"{name}'s adapter: scale", LORA, module, At.ADAPTED)
     scaled = op.scaled(tape, outer, f"output of the {name}'s adapter, scaled", scale)
-    total = op.add(tape, made, scaled, f"output of the {name} and its adapter", scale._replace(name=f"{name} and its adapter"))
+    add = op.add_in_place if training.quantize == "gptq" else op.add  # peft 0.13, tuners/lora/gptq.py, QuantLinear.forward
+    total = add(tape, made, scaled, f"output of the {name} and its adapter", scale._replace(name=f"{name} and its adapter"))
     tape.release(made, scaled, given)
-    return total
+    if not training.wide_adapters:
+        return total
+    narrow = op.cast(tape, total, e, scale._replace(name=f"output of the {name} and its adapter"))
+    tape.release(total)
+    return narrow
+
+
+def _dropped(tape: Tape, given: Value, site: Site) -> Value:
+    """Set elements of an adapter's input to zero, in a copy. CUDA's kernel saves a mask of booleans alone."""
+    name = f"input of the {site.name}'s adapter"
+    made = op.tensor(tape, f"{name}, after dropout", given.dtype, given.shape, DROPOUT)
+    mask = tape.make(op.TENSOR, f"{name}: mask of the dropout", given.shape, DROPOUT)
+    backward = op.makes(f"gradient through the dropout of the {name}", DROPOUT, given)
+    at = Site(f"{name}: dropout", DROPOUT, site.module, At.ADAPTED)
+    tape.add(at.name, (made,), (mask,), backward, of=(given,), place=at.place)
+    tape.drop(mask)
+    return made
 
 
 # --- four bits ---------------------------------------------------------------------------------------------------------------
 
 
 def _in_4_bits(
-    tape: Tape, value: Value, site: Site, quantize: Quantize, *, width: Size, reads: Size, clone: bool
+    tape: Tape, value: Value, site: Site, training: Training, *, width: Size, reads: Size, clone: bool
 ) -> Value:  # fmt: skip
     """Run a layer in four bits. ``clone``: it has an adapter, so that peft copies the layer's output."""
     name = site.name
     given = op.cast(tape, value, e, Site(f"input of the {name}", LAYER_4BIT))
-    made = _product_of_4_bits(tape, given, site, quantize, width=width, reads=reads)
+    made = _product_of_4_bits(tape, given, site, training, width=width, reads=reads)
     returned = op.cast(tape, made, value.dtype, Site(f"output of the {name}", LAYER_4BIT))
     tape.release(made, given)
     return _cloned(tape, returned, name) if clone else returned
 
 
-def _product_of_4_bits(tape: Tape, given: Value, site: Site, quantize: Quantize, *, width: Size, reads: Size) -> Value:
-    """Dequantise the whole weight and multiply; save nothing. Only below 1,537 tokens may a kernel do without that."""
+def _product_of_gptq(tape: Tape, given: Value, site: Site, *, width: Size, reads: Size) -> Value:
+    """Write the whole weight out and multiply; save nothing but what the weight is made of."""
     name, matrix = site.name, reads * width
-    written = [*_scales(tape, name, matrix, quantize, copies=2), _dequantised(tape, name, matrix, FORWARD)]
-    made = op.tensor(tape, f"output of the {name}", e, T * width, FORWARD, Tag(Role.OUTPUT, site.module))
-    tape.drop(*written)
+    written = dequantised(tape, name, matrix, GPTQ)
+    made = op.tensor(tape, f"output of the {name}", e, T * width, GPTQ, Tag(Role.OUTPUT, site.module))
+    tape.drop(written)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        scales = _scales(tape, name, matrix, quantize, copies=1)
-        tape.scratch.append(_dequantised(tape, name, matrix, BACKWARD))
-        tape.drop(*scales)
-        return [(given, op.gradient(tape, given, f"gradient through the {name}", BACKWARD))]
+        tape.scratch.append(dequantised(tape, name, matrix, GPTQ))
+        return [(given, op.gradient(tape, given, f"gradient through the {name}", GPTQ))]
 
     tape.add(name, (made,), (), backward, of=(given,), place=site.place)
     return made
 
 
-def _dequantised(tape: Tape, name: str, matrix: Size, source: str) -> Store:
+def _product_of_4_bits(tape: Tape, given: Value, site: Site, training: Training, *, width: Size, reads: Size) -> Value:
+    """Dequantise the whole weight and multiply; save nothing. Only below 1,537 tokens may a kernel do without that.
+
+    bitsandbytes before 0.43.2 saves its input, which nothing reads.
+    """
+    name, matrix, quantize = site.name, reads * width, training.quantize
+    written = [*scales_written_out(tape, name, matrix, quantize, copies=2), dequantised(tape, name, matrix, FORWARD)]
+    made = op.tensor(tape, f"output of the {name}", e, T * width, FORWARD, Tag(Role.OUTPUT, site.module))
+    tape.drop(*written)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        for store in kept:  # an attribute of the operator, which lives as long as the graph
+            tape.hold(store)
+        scales = scales_written_out(tape, name, matrix, quantize, copies=1)
+        tape.scratch.append(dequantised(tape, name, matrix, BACKWARD))
+        tape.drop(*scales)
+        return [(given, op.gradient(tape, given, f"gradient through the {name}", BACKWARD))]
+
+    kept = (given.store,) if training.four_bits_keep_inputs else ()
+    tape.add(name, (made,), kept, backward, of=(given,), place=site.place)
+    return made
+
+
+def dequantised(tape: Tape, name: str, matrix: Size, source: str) -> Store:
+    """A weight that is written out of four bits."""
     return tape.make(TEMPORARY, f"weight of the {name}, written out of 4 bits", e * matrix, source)
 
 
-def _scales(tape: Tape, name: str, matrix: Size, quantize: Quantize, *, copies: int) -> list[Store]:
+def scales_written_out(tape: Tape, name: str, matrix: Size, quantize: Quantize, *, copies: int) -> list[Store]:
     """Dequantise scales that are themselves quantised. The forward adds their mean in a copy."""
     if quantize != "nf4-double":
         return []

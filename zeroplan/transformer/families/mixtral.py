@@ -30,6 +30,10 @@ QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDeco
 
 def _mlp(tape: Tape, normal: Value, block: Block, *, narrowed: bool) -> Value:
     """Run router and experts. ``narrowed``: the router casts its weights to the dtype of its logits."""
+    if block.looped and block.training is not None:
+        from zeroplan.transformer.families.looped_experts import looped_experts  # noqa: PLC0415  only adapters need it
+
+        return looped_experts(tape, normal, block.training, block.looped)
     with tape.owning(leaf=True):
         routing = router(tape, normal, narrowed=narrowed)
         with tape.inside(Module.EXPERTS):
@@ -48,9 +52,18 @@ def _layer(source: str, *, narrowed: bool) -> Program:
 
 def _mixtral(model: ModelSpec) -> Layout:
     def routed(moe: MoeSpec) -> Parameters:
-        return (*linear("mlp.gate", model.hidden_size, moe.num_experts), *fused_experts(model, moe))
+        gate = linear("mlp.gate", model.hidden_size, moe.num_experts)
+        return (*gate, *(fused_experts(model, moe) if model.adapter is None else _single(model, moe)))
 
     return with_experts(model, attention_of(model), routed)
+
+
+def _single(model: ModelSpec, moe: MoeSpec) -> Parameters:
+    """Each expert's three layers, as transformers before 5 has them; adapters are modelled beside these alone."""
+    hidden, width = model.hidden_size, moe.moe_intermediate_size
+    shapes = (("w1", hidden, width), ("w2", width, hidden), ("w3", hidden, width))
+    every = ((f"mlp.experts.{one}.{name}", n_in, n_out) for one in range(moe.num_experts) for name, n_in, n_out in shapes)
+    return tuple(parameter for name, n_in, n_out in every for parameter in linear(name, n_in, n_out))
 
 
 def _qwen3_moe(model: ModelSpec) -> Layout:

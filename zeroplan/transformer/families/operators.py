@@ -12,6 +12,8 @@ from zeroplan.transformer.families.tags import CUDA_ALONE, NORMALISED, STATISTIC
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Backward, Do, Site, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import T, b, e, h, r
 
+FUSED_NORM = "fms-acceleration 876e2ed, fms_acceleration_foak/kernels/unsloth/rms_layernorm.py, Fast_RMS_Layernorm"
+
 TENSOR, GRADIENT, TEMPORARY = Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS, Kind.TEMPORARY
 
 
@@ -127,6 +129,13 @@ def add(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Val
     return _of_terms(tape, (first, second), reason, wider(tape, first.dtype, second.dtype), first.shape, site)
 
 
+def add_in_place(tape: Tape, first: Value, second: Value, _reason: str, site: Site) -> Value:
+    """``first += second``, in the dtype of both."""
+    made = Value(tape.hold(first.store), first.dtype, first.shape)
+    tape.add(site.name, (made,), (), passes(first, second), of=(first, second), place=site.place)
+    return made
+
+
 def _of_terms(tape: Tape, terms: tuple[Value, ...], reason: str, dtype: Width, shape: Size, site: Site) -> Value:
     made = tensor(tape, reason, dtype, shape, site.source)
 
@@ -204,6 +213,21 @@ def trained_linear(
 
     tape.add(site.name, (made,), (given.store,), backward, of=None, cast=kept if casts else None, place=site.place)
     tape.release(given)
+    return made
+
+
+def wide_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size) -> Value:
+    """``nn.Linear`` in fp32, outside autocast, whose weight is trained."""
+    made = tensor(tape, f"output of the {site.name}", 4, T * width, site.source, Tag(Role.OUTPUT, site.module))
+    tape.matrix_product(made.store)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        reason = f"gradient through the {site.name}"
+        arriving = [(value, gradient(tape, value, reason, site.source))] if tape.follows(value) else []
+        tape.weight_gradient(reads * width)
+        return arriving
+
+    tape.add(site.name, (made,), (value.store,), backward, of=None, place=site.place)
     return made
 
 
@@ -361,8 +385,12 @@ def rotary(
 ) -> Value:  # fmt: skip
     """``x·cos + rotate_half(x)·sin`` with ``tables`` of that dtype. It saves nothing of the block. ``value`` stays.
 
+    Unsloth's kernel writes over ``value``, and in the backward over the gradient.
+
     ``part``: the elements that positions rotate, where these are not all; ``saved``: the block's own copies of the tables.
     """
+    if tape.mode.fused_rotary and part is None:
+        return view(tape, value, site)
     dtype = wider(tape, value.dtype, tables)
     turned_part = value.shape if part is None else part
     direct = tape.make(TEMPORARY, f"{site.name} times cos", dtype * turned_part, site.source)
@@ -402,9 +430,20 @@ def norm(
     at, module = place or Place()
     site = Site(name, kind.source, module, at)
     with tape.owning():
+        if tape.mode.fused_norms and kind.kind == "cast, then weighted":
+            return _norm_by_unsloth(tape, value, rows, site)
         if kind.kind in ("layer", "fused"):
             return _norm_in_one_operator(tape, value, site, is_layer=kind.kind == "layer")
         return _rms_norm(tape, value, kind, weight, rows, site)
+
+
+def _norm_by_unsloth(tape: Tape, value: Value, rows: Size, site: Site) -> Value:
+    """It saves its input and a number per row. Its backward writes over the output's gradient, and makes none of the weight."""
+    made = tensor(tape, f"output of the {site.name}", value.dtype, value.shape, FUSED_NORM)
+    root = tape.make(TENSOR, f"{site.name}: reciprocal root mean square", 4 * rows, FUSED_NORM)
+    tape.add(site.name, (made,), (value.store, root), passes(value), of=(value,), place=site.place)
+    tape.drop(root)
+    return made
 
 
 def _norm_in_one_operator(tape: Tape, value: Value, site: Site, *, is_layer: bool) -> Value:

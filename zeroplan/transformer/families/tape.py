@@ -72,6 +72,12 @@ class Mode(NamedTuple):
     """The weights of norms get no gradient."""
     sharded: bool = False
     """Tensor-parallel ranks split matrices and, between them, the sequence."""
+    projections: "Callable[[Tape, Value], tuple[Value, ...]] | None" = None
+    """One function runs the projections of queries, keys and values."""
+    fused_norms: bool = False
+    """One kernel runs a whole norm."""
+    fused_rotary: bool = False
+    """One kernel rotates queries, or keys, in place."""
 
 
 class Site(NamedTuple):

@@ -25,7 +25,7 @@ from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
 from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, grouped_heads, in_one_chunk, makes_a_mask, quantities, values_of
-from zeroplan.transformer.symbols import T, T_p, h, r
+from zeroplan.transformer.symbols import T, T_p, e, h, r
 
 
 def program_of(family: str) -> Program:
@@ -217,7 +217,7 @@ def structure_of(
     return Block(
         _DENSE_LAYERS.get(model.family, model.family) if dense else model.family,
         x.element == 4,
-        x.autocast if training is None else compute.autocast,
+        x.autocast if training is None else compute.autocast and not training.wide_adapters,
         x.attention,
         masked and kind != "linear",
         grouped_heads(model, x, kind),
@@ -240,8 +240,10 @@ def structure_of(
         sharded,
         compute.recompute if apart else "none",
         _chunks(kind, one=masked),
-        compute.release._replace(wide_logits=False, shifts_logits=False),
+        compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
         compute.fused_softmax,
+        tuple(one for one in compute.fused if one != "cross-entropy"),
+        model.moe.num_experts if model.moe is not None and model.adapter is not None else 0,
     )
 
 
@@ -260,7 +262,12 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
     recomputed, adapter = compute.recompute != "none", model.adapter
     if adapter is not None:
         tracked = kind != "first" or recomputed
-        return Training("adapted", tracked, compute.keeps_inputs, adapter.layers, adapter.quantize)
+        narrow = kind == "first" and model.upcasts_norms and not model.upcasts_ends
+        return Training(
+            "adapted", tracked, compute.keeps_inputs, adapter.layers, adapter.quantize, upcast=model.upcasts_norms,
+            dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
+            wide_adapters=adapter.compute == "fp32", fused="lora" in compute.fused,
+        )  # fmt: skip
     if model.frozen is None:
         return None
     if kind in ("frozen", "through"):
@@ -443,23 +450,26 @@ def run_forward(
         marking=marking,
         fused_softmax=structure.fused_softmax,
     )
-    value = _block_input(tape, given, T_p * h if structure.sharded else T * h, program.source)
+    dtype = e if training is not None and training.narrow else r
+    value = _block_input(tape, given, T_p * h if structure.sharded else T * h, dtype, program.source)
     if training is not None:
         from zeroplan.transformer.families.frozen import freeze  # noqa: PLC0415  keeps start-up fast
 
         freeze(tape, value, training)
     if structure.sharded:
         tape.mode = TENSOR_PARALLEL
+    if structure.fused:
+        tape.mode = tape.mode._replace(fused_norms="rms-norm" in structure.fused, fused_rotary="rope" in structure.fused)
     return tape, value, program.block(tape, value, structure)
 
 
-def _block_input(tape: Tape, given: Store | None, shape: Size, source: str) -> Value:
+def _block_input(tape: Tape, given: Store | None, shape: Size, dtype: Size, source: str) -> Value:
     """Return the block's input: that of another run, or a new tensor."""
     if given is None:
-        return Value(tape.make(Kind.ACTIVATIONS, "block input", r * shape, source, BLOCK_INPUT), r, shape)
+        return Value(tape.make(Kind.ACTIVATIONS, "block input", dtype * shape, source, BLOCK_INPUT), dtype, shape)
     given.holds = 1
     tape.alive[given] = None
-    return Value(given, r, shape)
+    return Value(given, dtype, shape)
 
 
 class Texts(NamedTuple):

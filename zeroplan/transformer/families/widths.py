@@ -56,7 +56,7 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
     """Return the widths of a model for one batch.
 
     Frozen weights and the residual stream have the compute dtype; autocast casts adapters only. With quantised weights embeddings,
-    norms and the residual stream are fp32 under autocast.
+    norms and the residual stream are fp32 under autocast, unless the adapter's spec says otherwise.
     """
     autocast = compute.autocast and model.adapter is None
     micro_batch, seq_len = batch.micro_batch_size, batch.seq_len
@@ -75,7 +75,7 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
         value,
         query if model.mla is None else value,
         compute.element_bytes,
-        4 if autocast or (compute.autocast and model.is_quantised) else compute.element_bytes,
+        4 if autocast or (compute.autocast and model.upcasts_norms) else compute.element_bytes,
         autocast,
         "eager" if compute.attention == "sdpa" and model.family in WITHOUT_SDPA else compute.attention,
         compute.kernels,

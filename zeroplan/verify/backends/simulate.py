@@ -36,7 +36,7 @@ _COUNT_ELEMENTS = ("deepspeed",)
 _NO_SCALER = ("the gradient scaler did not run, since it reads values; it holds a few numbers only",)
 _ALWAYS: tuple[str, ...] = (
     "collectives moved no data: the process group is fake",
-    "weights are not initialised, dropout is off",
+    "weights are not initialised, dropout is off outside adapters",
     ("the allocator's figures come from a model of CUDA's allocator, on a GPU that holds what initialisation left and never runs "
     "out, with cuBLAS's workspaces"),
 )  # fmt: skip

@@ -9,6 +9,8 @@ from torch import nn
 from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.recipe import RecipeSpec
 
+_DROPOUT = 0.1  # any rate above 0 allocates the same
+
 
 def with_adapters(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, *, device: str = "cpu") -> nn.Module:
     """Freeze a transformers model and add adapters beside its linear layers, quantised on ``device`` if so configured.
@@ -26,7 +28,10 @@ def _adapted(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> nn.M
 
     if adapter.quantize != "none":
         _quantise(model, adapter, recipe)
-    wanted = LoraConfig(r=adapter.rank, lora_alpha=2 * adapter.rank, target_modules=list(adapter.layers), task_type="CAUSAL_LM")
+    wanted = LoraConfig(
+        r=adapter.rank, lora_alpha=2 * adapter.rank, target_modules=list(adapter.layers), task_type="CAUSAL_LM",
+        lora_dropout=_DROPOUT if adapter.dropout else 0.0,
+    )  # fmt: skip
     wide = recipe.precision.endswith("mixed") and recipe.engine != "deepspeed"
     adapted: nn.Module = get_peft_model(model, wanted, autocast_adapter_dtype=wide)
     if adapter.quantize != "none" and recipe.precision == "bf16":
@@ -47,8 +52,12 @@ def _quantise(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> Non
 
     dtype, sharded = next(model.parameters()).dtype, recipe.engine in ("fsdp1", "fsdp2") or recipe.zero_stage == 3
     quantise(model, adapter, dtype, storage=dtype if sharded else torch.uint8)
-    if recipe.precision.endswith("mixed") and not sharded:
+    if recipe.precision.endswith("mixed") and not sharded and adapter.upcast != "none":
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]
+        if adapter.upcast == "norms":  # as trl's peft_module_casting_to_bf16
+            for parameter in model.parameters():
+                if len(parameter.shape) > 1 and parameter.dtype == torch.float32:
+                    parameter.data = parameter.data.to(dtype)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -1,0 +1,289 @@
+"""Score estimates on public fine-tuning runs of the Hugging Face stack: ``python -m tests.measured.hf_stack --from FILE``.
+
+FILE is a collection of such runs as JSON: lists of rows, and ``groups`` with the releases that each ran with. Those read here are
+fms-acceleration's (github.com/foundation-model-stack/fms-acceleration, scripts/benchmarks/refs*/*.csv). No row is kept in this
+repository. A row becomes a job from its stated settings alone; one that cannot be said in zeroplan's words is counted by its
+reason.
+
+``peak`` is the larger of ``torch.cuda.max_memory_allocated()`` while the Trainer is made and while it trains, ``held`` the larger
+``torch.cuda.memory_allocated()`` at the ends of the two (transformers' TrainerMemoryTracker; scripts/benchmarks/benchmark.py). On
+one GPU gradients are gone by then; under FSDP1 shards of them are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zeroplan import job
+from zeroplan.errors import SpecError
+from zeroplan.estimator import estimate
+from zeroplan.ledger import Kind, Phase
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Fsdp1Options
+from zeroplan.transformer.params import trained_count
+from zeroplan.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from zeroplan.estimator import Estimate
+    from zeroplan.spec.job import JobSpec
+
+#: The lists of rows that are read.
+LISTS = ("fms", "fms_older_revisions")
+#: Of huggingface.co/ibm/PowerLM-3b, config.json.
+POWERLM = ModelSpec(
+    family="granite", hidden_size=2304, intermediate_size=9216, num_hidden_layers=40, num_attention_heads=36,
+    num_key_value_heads=36, head_dim=64, vocab_size=49152, max_position_embeddings=4096, tie_word_embeddings=True,
+)  # fmt: skip
+#: Shapes of the models that ran, or their names in the catalogue.
+MODELS: dict[str, str | ModelSpec] = {
+    "mistralai/Mistral-7B-v0.1": "mistral-7b-v0.1",
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": "mixtral-8x7b",
+    "meta-llama/Meta-Llama-3-8B": "llama-3-8b",
+    "NousResearch/Llama-2-70b-hf": "llama-2-70b",
+    "ibm/PowerLM-3b": POWERLM,
+}
+#: The newest release that plugins/framework/pyproject.toml of these revisions allowed, which state none beside their rows.
+UNSTATED = {"a100_80gb@00febdc": "4.39.3", "a100_80gb@8103238": "4.39.3", "a100_80gb@f1895b7": "4.39.3"}
+#: Where the card of a checkpoint says another group size than 128 of its main branch (huggingface.co/NAME): -1 is none.
+GROUPS = {"TheBloke/Mixtral-8x7B-Instruct-v0.1-GPTQ": -1}
+METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA", "gptq-lora": "GPTQ"}
+
+Row = dict[str, Any]
+
+
+class RefusedError(Exception):
+    """A row that is no job of zeroplan's; its words are the reason."""
+
+
+class Run(NamedTuple):
+    """A row and the releases that it ran with."""
+
+    row: Row
+    versions: Mapping[str, str]
+
+    @property
+    def kernels(self) -> str:
+        """What the row's fused kernels replace, in a word."""
+        fused = self.row.get("fused") or ()
+        if not fused:
+            return "plain"
+        return "Liger's loss" if any(one.startswith("liger") for one in fused) else "fused"
+
+
+class Scored(NamedTuple):
+    """A run and how far the estimate is off, as shares of what was measured."""
+
+    run: Run
+    answer: Estimate
+    peak: float
+    held: float
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------------
+
+
+def runs_of(path: Path) -> list[Run]:
+    """Read the rows that have counted bytes."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    rows = (row for name in LISTS for row in found.get(name, ()))
+    return [Run(row, found["groups"][row["group"]].get("versions", {})) for row in rows if row.get("peak_allocated_bytes")]
+
+
+# --- a row as a job ---------------------------------------------------------------------------------------------------------
+
+
+def job_of(run: Run) -> JobSpec:
+    """Say a row in zeroplan's words; raises RefusedError or SpecError with the reason where that cannot be."""
+    row = run.row
+    if row["group"] == "granite@ff14d4f" and row["gpus"] > 1 and row["method"] == "full":
+        raise RefusedError("two GPUs with the peak of one, which the next revision halves")
+    if row.get("seq_len") is None:
+        raise RefusedError("batches of sequences of unknown lengths")
+    return job(
+        model=_model(row["base_model"]), gpu="a100-sxm-80gb", gpus=row["gpus"], **_engine(run), **_adapters(run),
+        micro_batch=row["micro_batch"], grad_accum=row["grad_accum"], seq_len=row["seq_len"], recompute="full", attention="flash",
+        transformers=_release(run), **_kernels(row),
+    )  # fmt: skip
+
+
+def _model(name: str) -> str | ModelSpec:
+    if name not in MODELS:
+        raise RefusedError(f"model {name}")
+    return MODELS[name]
+
+
+#: Words of the rows for what fused kernels replace, and ours.
+KERNELS = {"cross-entropy in place": "cross-entropy", "rmsnorm": "rms-norm", "rope": "rope", "qlora projections": "lora"}
+
+
+def _kernels(row: Row) -> dict[str, Any]:
+    fused = row.get("fused") or ()
+    named = [KERNELS[one] for one in fused if one in KERNELS]
+    asked: dict[str, Any] = {"fused_kernels": ",".join(named)} if named else {}
+    return {**asked, "loss": "fused"} if len(named) < len(fused) else asked
+
+
+def _release(run: Run) -> str:
+    stated = run.versions.get("transformers") or UNSTATED.get(run.row["group"])
+    if stated is None:
+        raise RefusedError("no release of transformers stated")
+    return ".".join(stated.split(".")[:2])
+
+
+def _engine(run: Run) -> dict[str, Any]:
+    row = run.row
+    narrow = row["method"] == "full" or (row["method"] == "lora" and _adapters_in_16_bits(run))
+    autocast = row.get("autocast") and not (row["method"] == "full" and row["gpus"] == 1)  # beside weights in 16 bits
+    mixed = "fp16-mixed" if row.get("autocast") == "float16" else "bf16-mixed"
+    precision = "bf16" if narrow and not autocast else mixed
+    if row["gpus"] == 1:
+        return {"engine": "ddp", "stage": 0, "precision": precision}
+    options = Fsdp1Options(checkpoints_units=True, ignores_adapters=_apart(row))
+    return {"engine": "fsdp1", "precision": precision, "fsdp1": options}
+
+
+def _apart(row: Row) -> bool:
+    """Whether fms-acceleration keeps adapters out of FSDP1 (fms_acceleration_foak/utils.py, lora_adapters_switch_ddp_from_fsdp)."""
+    return row["gpus"] > 1 and "qlora projections" in (row.get("fused") or ())
+
+
+def _adapters(run: Run) -> dict[str, Any]:
+    row = run.row
+    if row["method"] == "full":
+        return {}
+    asked = {"lora_rank": row["lora"]["r"], "lora_targets": "attention", "lora_dropout": row["lora"]["dropout"] > 0}
+    if row["method"] == "lora" and not row.get("autocast") and not _adapters_in_16_bits(run):
+        asked["lora_compute"] = "fp32"
+    if row["method"] == "gptq-lora":
+        return {**asked, "quantize": "gptq", "group_size": GROUPS.get(row["model"], 128)}
+    if row["method"] == "qlora":
+        release = run.versions.get("bitsandbytes", "0.43.1")
+        asked |= {"quantize": "nf4-double", "upcast": _upcast(row), "bitsandbytes": release}
+    return asked
+
+
+def _adapters_in_16_bits(run: Run) -> bool:
+    """Whether peft left adapters in the dtype of 16-bit weights, as it did before ``autocast_adapter_dtype`` (0.12)."""
+    return tuple(map(int, run.versions.get("peft", "0.11").split(".")[:2])) < (0, 12)
+
+
+def _upcast(row: Row) -> str:
+    """What is fp32: nothing where the plugin prepares the model, else what trl's SFTTrainer leaves, which casts with bf16 alone."""
+    if row["kbit_prepare"].startswith("plugin"):
+        return "none"
+    return "norms" if row["autocast"] == "bfloat16" else "all"
+
+
+# --- scoring ----------------------------------------------------------------------------------------------------------------
+
+
+def scored(run: Run) -> Scored:
+    """Hold the estimate against a row."""
+    answer, row = estimate(job_of(run)), run.row
+    peak, held = (n_bytes - _uncounted(run, answer) for n_bytes in (int(answer.peak_bytes), _held(run, answer)))
+    return Scored(run, answer, peak / row["peak_allocated_bytes"] - 1, held / row["end_allocated_bytes"] - 1)
+
+
+def _uncounted(run: Run, answer: Estimate) -> int:
+    """Adapters outside FSDP1, which move to the GPU between the two stages whose differences the counter adds up. [bytes]"""
+    if not _apart(run.row):
+        return 0
+    return 4 * trained_count(answer.job.model)
+
+
+def _held(run: Run, answer: Estimate) -> int:
+    """What is alive after the last step; on one GPU without gradients, which are set to None before the program ends. [bytes]"""
+    lines = next(moment for moment in answer.moments if moment.phase is Phase.STEP).lines
+    gone = {Kind.OPTIMIZER_TEMPORARY, *((Kind.GRADIENTS,) if run.row["gpus"] == 1 or _apart(run.row) else ())}
+    return sum(int(line.n_bytes) for line in lines if line.kind not in gone)
+
+
+def score(runs: Sequence[Run]) -> tuple[list[Scored], Counter[str]]:
+    """Score every run that is a job, and count the others by reason."""
+    held, refused = list[Scored](), Counter[str]()
+    for run in runs:
+        try:
+            held.append(scored(run))
+        except (RefusedError, SpecError) as reason:
+            refused[str(reason)] += 1
+    return held, refused
+
+
+def groups(one: Run) -> tuple[str, ...]:
+    """The groups of a table that a run belongs to."""
+    row = one.row
+    where = "1 GPU" if row["gpus"] == 1 else "several"
+    method, model = METHODS[row["method"]], row["base_model"].rpartition("/")[2]
+    return (f"{method}, {one.kernels}, {where}", f"{method}", f"{one.kernels}", where, model, "all")
+
+
+class Figures(NamedTuple):
+    """A row of the table: of the errors, as shares of what was measured."""
+
+    group: str
+    rows: int
+    said: int
+    """Rows that are jobs of zeroplan's."""
+    peak: tuple[float, ...] = ()
+    """Median, median of the absolute, that of 90 in 100, the worst."""
+    held: tuple[float, ...] = ()
+
+
+def summary(runs: Sequence[Run], held: Sequence[Scored]) -> Iterator[Figures]:
+    """The rows of a table, by group; errors keep their signs."""
+    rows, found = Counter[str](), defaultdict[str, list[Scored]](list)
+    for run in runs:
+        rows.update(groups(run))
+    for one in held:
+        for name in groups(one.run):
+            found[name].append(one)
+    for name, count in sorted(rows.items()):
+        ones = found[name]
+        if not ones:
+            yield Figures(name, count, 0)
+            continue
+        yield Figures(name, count, len(ones), _figures([one.peak for one in ones]), _figures([one.held for one in ones]))
+
+
+def _figures(errors: Sequence[float]) -> tuple[float, ...]:
+    by_size = sorted(errors, key=abs)
+    return median(errors), median(map(abs, errors)), by_size[(9 * len(by_size) - 1) // 10], by_size[-1]
+
+
+def main() -> None:
+    """Print the table, the reasons of what was refused, and, if asked, every row."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--from", dest="file", type=Path, required=True, help="published runs, JSON")
+    parser.add_argument("--every", action="store_true", help="print every row, the lowest first")
+    asked = parser.parse_args()
+    runs = runs_of(asked.file)
+    held, refused = score(runs)
+    print(f"{'':46}{'':>6}{'':>6}{'peak:':>9}{'of':>9}{'90 in':>9}{'':>9}{'held:':>9}{'of':>9}{'90 in':>9}")
+    print(f"{'group':46}{'rows':>6}{'jobs':>6}" + 2 * f"{'median':>9}{'abs.':>9}{'100':>9}{'worst':>9}")
+    for one in summary(runs, held):
+        print(f"{one.group:46}{one.rows:6}{one.said:6}" + "".join(f"{error:+9.2%}" for error in (*one.peak, *one.held)))
+    for reason, count in refused.most_common():
+        print(f"refused {count:4}  {reason}")
+    for one in sorted(held, key=lambda one: one.peak) if asked.every else ():
+        print(_line(one))
+
+
+def _line(one: Scored) -> str:
+    row = one.run.row
+    off, held = one.peak * row["peak_allocated_bytes"], one.held * row["end_allocated_bytes"]
+    what = f"{METHODS[row['method']]}, {one.run.kernels}, {row['gpus']} GPUs, {row['micro_batch']} x {row['seq_len']}"
+    return (
+        f"{one.peak:+7.2%} {off / MIB:+8.0f} MiB  held {one.held:+7.2%} {held / MIB:+7.0f} MiB  {what}, "
+        f"{row['base_model']}, {one.run.versions.get('transformers', '?')}, {row['framework']}, {row['id']}: {one.answer.peak.name}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Mixtral's experts before transformers 5: a loop over experts, each three linear layers that run the tokens routed to it.
+
+Frozen beside adapters in the attention, as fine-tuning has them. Assumes that every expert gets as many tokens as the others: what
+is kept for the backward is the same for all routings, what one expert takes in passing is not.
+"""
+
+from zeroplan.expr import Size, Values, call
+from zeroplan.ledger import Role, Tag
+from zeroplan.numeric import Int, ceil_div
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.definition import Training
+from zeroplan.transformer.families.experts import divided_by_their_sum, picked
+from zeroplan.transformer.families.frozen import BACKWARD, FORWARD, GPTQ, LAYER_4BIT, dequantised, scales_written_out
+from zeroplan.transformer.families.operators import TEMPORARY, TENSOR
+from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
+from zeroplan.transformer.symbols import E, T, e, h, m, t
+
+MIXTRAL = "transformers 4.48.1, models/mixtral/modeling_mixtral.py, MixtralSparseMoeBlock.forward"
+
+
+def _share(values: Values) -> Int:
+    return ceil_div(values["T"] * values["t"], values["E"])
+
+
+#: Tokens of one expert.
+N = call("ceil(T·t/E)", _share)
+
+
+def looped_experts(tape: Tape, normal: Value, training: Training, experts: int) -> Value:
+    """Run router and experts. Variables keep the router's tensors and the mask of all experts to the end."""
+    flat = op.view(tape, normal, Site("router: its input", MIXTRAL))
+    logits = _router(tape, flat, training)
+    weights, indices = _weights(tape, logits, flat)
+    total = op.tensor(tape, "output of the experts, so far", flat.dtype, T * h, MIXTRAL)
+    mask = tape.make(TEMPORARY, "experts of each token, one-hot, int64", 8 * T * t * E, MIXTRAL)
+    held: tuple[Value, ...] = ()
+    for expert in range(experts):
+        total, held = _expert(tape, flat, weights, total, held, training, expert)
+    tape.release(*held, weights, logits, flat)
+    tape.drop(mask, indices)
+    return total
+
+
+def _router(tape: Tape, flat: Value, training: Training) -> Value:
+    """The router's layer, which GPTQ leaves in 16 bits."""
+    site = Site("router", MIXTRAL)
+    if training.quantize != "gptq":
+        return op.linear(tape, flat, E, site)
+    made = op.tensor(tape, "output of the router", e, T * E, MIXTRAL)
+    tape.add("router", (made,), (), op.makes("gradient through the router", MIXTRAL, flat), of=(flat,), saves_weight=True)
+    return made
+
+
+def _weights(tape: Tape, logits: Value, flat: Value) -> tuple[Value, Store]:
+    """The routing weights in the dtype of the hidden states, and the experts of each token."""
+    scores = op.run(
+        tape,
+        logits,
+        "router: scores of all experts",
+        Site("router: softmax", MIXTRAL),
+        dtype=4,
+        gradient="gradient of the logits",
+    )
+    indices = tape.make(TENSOR, "router: top-k indices, int64", 8 * T * t, MIXTRAL)
+    chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, MIXTRAL)
+    tape.release(scores)
+    wide = divided_by_their_sum(tape, chosen, 4, MIXTRAL)
+    narrow = op.cast(tape, wide, flat.dtype, Site("router: weights", MIXTRAL))
+    tape.release(wide)
+    return narrow, indices
+
+
+def _expert(
+    tape: Tape, flat: Value, weights: Value, total: Value, held: tuple[Value, ...], training: Training, expert: int
+) -> tuple[Value, tuple[Value, ...]]:
+    """Run one expert and add what it makes to the output. Return the output, and what variables hold until the next one."""
+    name = f"expert {expert}"
+    rows = tape.make(TENSOR, f"{name}: its tokens, int64", 16 * N, MIXTRAL)
+    given = picked(tape, flat, (f"{name}: its tokens' hidden states", N * h), rows, MIXTRAL)
+    tape.release(*held[:1])
+    gate = _layer(tape, given, m, h, f"{name}: w1", training)
+    active = op.pointwise(tape, gate, f"{name}: silu of w1", Site(f"{name}: silu", MIXTRAL))
+    tape.release(gate)
+    up = _layer(tape, given, m, h, f"{name}: w3", training)
+    inner = op.product(tape, active, up, f"{name}: gated product", Site(f"{name}: gated product", MIXTRAL))
+    tape.release(active, up)
+    made = _layer(tape, inner, h, m, f"{name}: w2", training)
+    tape.release(inner)
+    own = picked(tape, weights, (f"{name}: weights of its tokens", N), rows, MIXTRAL)
+    weighted = op.times_per_row(tape, made, own, f"{name}: weighted output", made.dtype, MIXTRAL)
+    tape.release(made, own, *held[1:])
+    after = Value(tape.hold(total.store), total.dtype, total.shape)
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        return [
+            op.through(total, taken[0]),
+            (weighted, op.gradient(tape, weighted, f"{name}: gradient of its output", MIXTRAL)),
+        ]
+
+    tape.add(f"{name}: sum", (after,), (rows,), backward, of=(total, weighted))
+    tape.release(total)
+    tape.drop(rows)
+    return after, (given, weighted)
+
+
+def _layer(tape: Tape, value: Value, width: Size, reads: Size, name: str, training: Training) -> Value:
+    """Run a frozen linear layer over one expert's tokens. In bitsandbytes' four bits it computes in 16 bits."""
+    if training.quantize in ("none", "gptq"):
+        return _product(tape, value, width, reads, name, training)
+    given = op.cast(tape, value, e, Site(f"input of {name}", LAYER_4BIT))
+    made = _product(tape, given, width, reads, name, training)
+    returned = op.cast(tape, made, value.dtype, Site(f"output of {name}", LAYER_4BIT))
+    tape.release(made, given)
+    return returned
+
+
+def _product(tape: Tape, given: Value, width: Size, reads: Size, name: str, training: Training) -> Value:
+    """Multiply by the weight, which is written out of four bits for it, in the forward and in the backward."""
+    matrix, quantize = reads * width, training.quantize
+    whole, sources = quantize == "none", (GPTQ, GPTQ) if quantize == "gptq" else (FORWARD, BACKWARD)
+    written = [] if whole else [
+        *scales_written_out(tape, name, matrix, quantize, copies=2), dequantised(tape, name, matrix, sources[0])
+    ]  # fmt: skip
+    made = op.tensor(tape, f"output of {name}", e, N * width, MIXTRAL, Tag(Role.OUTPUT))
+    tape.drop(*written)
+    kept = (given.store,) if training.four_bits_keep_inputs and not whole else ()
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        for store in kept:
+            tape.hold(store)
+        scales = [] if whole else scales_written_out(tape, name, matrix, quantize, copies=1)
+        if not whole:
+            tape.scratch.append(dequantised(tape, name, matrix, sources[1]))
+        tape.drop(*scales)
+        return [(given, op.gradient(tape, given, f"gradient through {name}", MIXTRAL))]
+
+    tape.add(name, (made,), kept, backward, of=(given,), saves_weight=True)
+    return made
