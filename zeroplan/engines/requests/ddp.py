@@ -11,7 +11,7 @@ from zeroplan.engines.precisions import widths
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ModelPass
 from zeroplan.engines.requests.optimizer import Update
-from zeroplan.ledger import Kind, Phase
+from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl
@@ -24,6 +24,11 @@ class Step(ModelPass):
         """Take the job."""
         super().__init__(job.model, job.recipe, job.batch, log)
         self.job, self.stored = job, widths(job.recipe.precision).stored
+        self.impl = implementation_of(job.recipe)
+        self.optimizer, self.tensors = (
+            Update(job.recipe.optimizer, self.impl, self.stored),
+            _updated(job, self.impl, self.stored),
+        )
         self.wrapped = job.recipe.wraps_one_rank or job.mesh.dp_shard > 1
         self.views = job.recipe.ddp.gradient_as_bucket_view and self.wrapped
         self.whole: list[Hashable] = []
@@ -39,6 +44,7 @@ class Step(ModelPass):
             kind = Kind.GRADIENTS if self.views else Kind.REDUCE
             n_bytes = self.stored * sum(one.numel for one in self.parameters if not one.frozen)
             self.log.request("first bucket", n_bytes, kind, "the reducer's first bucket")
+        self.optimizer.begin(self.log, self.tensors)
 
     def before_forward(self) -> None:
         """``Reducer::rebuild_buckets``, in the second forward."""
@@ -87,8 +93,9 @@ class Step(ModelPass):
             self.log.rename("copies", "output")
         self.log.release("copies")
 
-    def after_step(self) -> None:
+    def update(self) -> None:
         """``ZeroRedundancyOptimizer`` sends what each rank has updated; then ``zero_grad(set_to_none=True)``."""
+        self.optimizer.step(self.log, self.tensors)
         if self.recipe.zero_stage:
             n_bytes = self.stored * sum(each.numel for each in every_tensor(self.job.model))
             self.log.call("broadcast", int(n_bytes), int(self.job.mesh.dp_shard))
@@ -108,16 +115,4 @@ def _updated(job: JobSpec, impl: OptimizerImpl, stored: int) -> tuple[LocalTenso
     return tensors_of_fullest(job.model, job.recipe.optimizer, impl, stored, int(job.mesh.dp_shard))
 
 
-def requests(job: JobSpec, steps: int) -> Log:
-    """What the fullest rank requests and releases from before the first step on."""
-    log = Log()
-    log.begin(-1, Phase.INIT)
-    one, impl = Step(job, log), implementation_of(job.recipe)
-    update = Update(job.recipe.optimizer, impl, one.stored)
-    one.begin()
-    tensors = _updated(job, impl, one.stored)
-    update.begin(log, tensors)
-    for _ in one.micro_batches(steps):
-        update.step(log, tensors)
-        one.after_step()
-    return log
+step_of = Step

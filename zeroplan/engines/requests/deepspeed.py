@@ -14,7 +14,7 @@ from zeroplan.engines.deepspeed.whole import all_reduces, cast_sums, flat_in_fp3
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ENDING, ModelPass, is_final_norm
 from zeroplan.engines.requests.optimizer import Update
-from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
 
 _FP32 = 4
@@ -35,18 +35,13 @@ class Step(ModelPass):
         for each in reversed(self.whole.executed):
             self.of_block[len(self.order) if each.block < 0 and is_final_norm(each.parameter) else each.block].append(each)
         self.waiting: dict[int, list[Placed]] = {}
+        self.optimizer = Update(job.recipe.optimizer, self.impl, self.job.master if job.recipe.zero_stage else _FP32)
 
     def abandoned(self) -> None:
         """States that an optimizer made for tensors which DeepSpeed then replaced."""
         for line in abandoned_states(self.recipe, self.whole.n_elements, self.element):
             for each in self.whole.placed:
                 self.log.request("abandoned", self.element * numel(each), line.kind, line.reason)
-
-    def lay_flat(self, lines: tuple[Line, ...]) -> None:
-        """All weights that are trained become one, padded for the ranks; ``lines`` say what DeepSpeed makes of them."""
-        self.abandoned()
-        self.request_parameters(self.element, trained=False)
-        self._lines("weights", lines)
 
     def before_forward(self) -> None:
         """No gradient has come yet."""
@@ -67,7 +62,7 @@ class Step(ModelPass):
 class Unpartitioned(Step):
     """Stage 0: a wrapper around an optimizer that updates all weights."""
 
-    def begin(self) -> Update:
+    def begin(self) -> None:
         """Weights, and the copy of them in fp32."""
         log, psi = self.log, self.whole.n_elements
         self.request_parameters(self.element)
@@ -77,12 +72,9 @@ class Unpartitioned(Step):
         if self.element == 2:
             for n_elements in [psi] if self.wrapped else map(numel, self.whole.placed):
                 log.request("master", _FP32 * n_elements, Kind.OPTIMIZER_STATE, "weights in fp32")
-        update = Update(self.recipe.optimizer, self.impl, _FP32)
-        if self.element != 2:
-            update.begin(log, self.tensors)
-        if self.element == 2:  # ``initialize_optimizer_states`` takes an empty step
-            update.make_states(log, self.tensors)
-        return update
+            self.optimizer.make_states(log, self.tensors)  # ``initialize_optimizer_states`` takes an empty step
+        else:
+            self.optimizer.begin(log, self.tensors)
 
     def after_backward(self) -> None:
         """``allreduce_no_retain``: buckets are copied, reduced and copied back."""
@@ -91,7 +83,7 @@ class Unpartitioned(Step):
             self.log.call("all_reduce", self.element * n_elements, self.ranks)
             self.log.release("copy")
 
-    def update(self, update: Update) -> None:
+    def update(self) -> None:
         """Gradients are cast, laid flat under ``FP16_Optimizer``, and the weights updated."""
         log = self.log
         if self.element == 2:
@@ -101,18 +93,41 @@ class Unpartitioned(Step):
             log.request("flat", _FP32 * self.whole.n_elements, Kind.GRADIENTS, "gradients in fp32, laid flat")
             log.release("cast")
             self.gradients.release_gradients()
-        update.step(log, self.tensors)
+        self.optimizer.step(log, self.tensors)
         log.release("flat", "cast")
         self.gradients.release_gradients()
 
 
-class AddedInFp32(Step):
+class LaidFlat(Step):
+    """All weights that are trained become one, padded for the ranks, which update a share of it each."""
+
+    def begin(self) -> None:
+        """The weights, and what DeepSpeed makes of them."""
+        self.abandoned()
+        self.request_parameters(self.element, trained=False)
+        self._lines("weights", self.flat_weights())
+        if not self.plan.offloads:
+            self.optimizer.begin(self.log, [(self.partition,)])
+
+    def flat_weights(self) -> tuple[Line, ...]:
+        """All weights flat, and this rank's share of them."""
+        flat, master, *_ = weights_of(self.job)
+        return flat, *(way_back(self.job) if self.plan.offloads else (master,))
+
+    def update_share(self) -> None:
+        """The share is updated, unless the CPU does that, and gathered."""
+        if not self.plan.offloads:
+            self.optimizer.step(self.log, [(self.partition,)])
+        self.log.release("sums")
+        self.log.call("all_gather", self.element * self.ranks * self.partition, self.ranks)
+
+
+class AddedInFp32(LaidFlat):
     """``BF16_Optimizer``: stage 1 with 16-bit weights, whose gradients are added up in fp32."""
 
-    def begin(self) -> Update:
-        """All weights flat, this rank's share of them in fp32, and gradients of all in fp32."""
-        self.lay_flat(flat_in_fp32(self.job))
-        return Update(self.recipe.optimizer, self.impl, _FP32)
+    def flat_weights(self) -> tuple[Line, ...]:
+        """And gradients of all weights in fp32."""
+        return flat_in_fp32(self.job)
 
     def after_backward(self) -> None:
         """``update_hp_grads``, then the all-reduce of all sums, cast."""
@@ -124,24 +139,14 @@ class AddedInFp32(Step):
             self.log.call("all_reduce", self.element * self.whole.n_elements, self.ranks)
             self.log.release("copy")
 
-    def update(self, update: Update) -> None:
+    def update(self) -> None:
         """The share is updated; ``zero_grad`` follows."""
-        update.step(self.log, [(self.partition,)])
-        self.log.call("all_gather", self.element * self.ranks * self.partition, self.ranks)
+        self.update_share()
         self.gradients.release_gradients()
 
 
-class Sharded(Step):
+class Sharded(LaidFlat):
     """``DeepSpeedZeroOptimizer``, stages 1 and 2."""
-
-    def begin(self) -> Update:
-        """All weights flat, and this rank's share of them in fp32."""
-        flat, master, *_ = weights_of(self.job)
-        self.lay_flat((flat, *(way_back(self.job) if self.plan.offloads else (master,))))
-        update = Update(self.recipe.optimizer, self.impl, self.job.master)
-        if not self.plan.offloads:
-            update.begin(self.log, [(self.partition,)])
-        return update
 
     def before_forward(self) -> None:
         """``zero_grad``."""
@@ -152,17 +157,13 @@ class Sharded(Step):
         """The gradients that are left are reduced."""
         self.gradients.end()
 
-    def update(self, update: Update) -> None:
+    def update(self) -> None:
         """``step``: the norm, gradients laid flat in the optimizer's dtype, the update, unless the CPU does all that."""
-        log, share = self.log, self.partition
-        if self.plan.offloads:
-            log.release("sums")
-            log.call("all_gather", self.element * self.ranks * share, self.ranks)
-            return
-        if self.recipe.deepspeed.compute_grad_norm:
+        log = self.log
+        if self.recipe.deepspeed.compute_grad_norm and not self.plan.offloads:
             self._lines("norm", (in_fp64(self.job),))
             log.release("norm")
-        if not self.plan.sums_in_fp32:
+        if not (self.plan.sums_in_fp32 or self.plan.offloads):
             flat, taken, still = laid_flat(self.job, own_gradients(self.job))
             self._lines("flat", (flat,))
             self._lines("taken", (taken,))
@@ -170,23 +171,11 @@ class Sharded(Step):
             if still.n_bytes:
                 log.rename("averaged", "taken")
             log.release("averaged")
-        update.step(log, [(share,)])
-        log.release("sums")
-        log.call("all_gather", self.element * self.ranks * share, self.ranks)
+        self.update_share()
 
 
-def _kind(job: JobSpec) -> type[Unpartitioned | AddedInFp32 | Sharded]:
+def step_of(job: JobSpec, log: Log) -> Step:
+    """Rank 0's micro-batches and steps."""
     if job.recipe.zero_stage == 0:
-        return Unpartitioned
-    return AddedInFp32 if collects(job.recipe) else Sharded
-
-
-def requests(job: JobSpec, steps: int) -> Log:
-    """What rank 0 requests and releases from before the first step on."""
-    log = Log()
-    log.begin(-1, Phase.INIT)
-    one = _kind(job)(job, log)
-    update = one.begin()
-    for _ in one.micro_batches(steps):
-        one.update(update)
-    return log
+        return Unpartitioned(job, log)
+    return (AddedInFp32 if collects(job.recipe) else Sharded)(job, log)

@@ -50,7 +50,7 @@ class Log:
         self.requests: list[Request] = []
         self.deeds: list[int] = []
         """In order: the place of a request, or ``-1 - place`` of one that is released."""
-        self.spans: list[Span] = []
+        self.spans = [Span(-1, Phase.INIT, 0)]
         self.calls: list[Call] = []
         self.layer, self.stream = -1, 0
         self.products: dict[str, int] = {}
