@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from zeroplan import SpecError, estimate
-from zeroplan.engines.deepspeed.flat import trained_row
+from zeroplan.engines.rows import trained_row
 from zeroplan.engines.deepspeed.stage3.step import groups_of
 from zeroplan.engines.pipeline import accounts
 from zeroplan.engines.requests import STEPS, deepspeed_stage3, requests_of

@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from zeroplan.engines.deepspeed.buckets import Schedule, handed_on
-from zeroplan.engines.deepspeed.flat import Placed
+from zeroplan.engines.rows import Placed
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Line
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec

@@ -5,12 +5,12 @@ from functools import lru_cache
 
 from zeroplan.engines.ddp import filled_buckets
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, tensors_of_fullest
-from zeroplan.engines.deepspeed.flat import trained_row
 from zeroplan.engines.optimizers import LocalTensor, implementation_of
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ModelPass
 from zeroplan.engines.requests.optimizer import Update
+from zeroplan.engines.rows import trained_row
 from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec

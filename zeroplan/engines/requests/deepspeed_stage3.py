@@ -5,7 +5,6 @@ from collections.abc import Hashable
 
 from zeroplan.engines.deepspeed import optimizer_impl
 from zeroplan.engines.deepspeed.abandoned import abandoned_states
-from zeroplan.engines.deepspeed.flat import Placed
 from zeroplan.engines.deepspeed.gradients import numel
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, offloads_parameters
 from zeroplan.engines.deepspeed.order import FORWARD
@@ -17,6 +16,7 @@ from zeroplan.engines.requests.coordinator import Gathers, ends_of, gathered, sa
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ENDING, ModelPass
 from zeroplan.engines.requests.optimizer import Update
+from zeroplan.engines.rows import Placed
 from zeroplan.ledger import Kind, Phase
 from zeroplan.numeric import ceil_div, round_up
 from zeroplan.spec.job import JobSpec

@@ -5,10 +5,12 @@ from functools import lru_cache
 
 from zeroplan.engines.deepspeed.adapted import highest_places
 from zeroplan.engines.deepspeed.buckets import unreduced_elements
-from zeroplan.engines.deepspeed.flat import embedding_elements, embedding_symbol, has_tied_head
 from zeroplan.engines.deepspeed.infinity import swaps_optimizer
 from zeroplan.engines.deepspeed.notes import Gathered, Note, rising
-from zeroplan.engines.deepspeed.passes import (
+from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line, gradient_line, staying_lines, tied_head_lines
+from zeroplan.engines.deepspeed.stage3.reducing import flush_moment, highest_flushes, reduce_lines, taken_beside
+from zeroplan.engines.deepspeed.stage12_lines import waiting
+from zeroplan.engines.passes import (
     Instant,
     Passes,
     RunPass,
@@ -17,10 +19,8 @@ from zeroplan.engines.deepspeed.passes import (
     head_instants,
     kept_before,
 )
-from zeroplan.engines.deepspeed.running import gradient_counts, running_lines
-from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line, gradient_line, staying_lines, tied_head_lines
-from zeroplan.engines.deepspeed.stage3.reducing import flush_moment, highest_flushes, reduce_lines, taken_beside
-from zeroplan.engines.deepspeed.stage12_lines import waiting
+from zeroplan.engines.rows import embedding_elements, embedding_symbol, has_tied_head
+from zeroplan.engines.running import gradient_counts, running_lines
 from zeroplan.engines.sources import INPUT_BUFFER
 from zeroplan.ledger import Line, Moment, Phase
 from zeroplan.transformer.blocks import At, BackwardPoint

@@ -1,6 +1,6 @@
-"""What do gradients and reduce buckets take from event to event of a backward pass, under stages 0 to 2 of DeepSpeed?
+"""What do gradients and reduce buckets take from event to event of a backward pass, where parameters are whole on every rank?
 
-DeepSpeed's program (:mod:`zeroplan.engines.deepspeed.gradients`) runs, and the most that is alive is noted at every place.
+The engine's program of gradients (:mod:`zeroplan.engines.collecting`) runs, and the most that is alive is noted at every place.
 Activations are not known here, so one course serves every batch: where most is alive with activations beside the gradients,
 :func:`highest` says, for one job or for a column of jobs.
 """
@@ -12,9 +12,8 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple, TypeAlias, cast
 
-from zeroplan.engines.deepspeed.buckets import made_at_once
-from zeroplan.engines.deepspeed.flat import Placed, Row
-from zeroplan.engines.deepspeed.gradients import Collecting, Event, Partitioned, Plan, numel
+from zeroplan.engines.collecting import Collecting, Event, GradientPlan
+from zeroplan.engines.rows import Placed, Row, made_at_once, numel
 from zeroplan.ledger import Kind
 from zeroplan.numeric import Bool, Int, maximum, where
 
@@ -52,23 +51,16 @@ Place: TypeAlias = tuple[str | int, ...]
 """Where something is seen:
 
 - ``("forward",)``: before the first gradient of a micro-batch
-- ``("between", run, count)``: in the last block of a run (-1: embedding; the number of runs: head), when DeepSpeed has received so
+- ``("between", run, count)``: in the last block of a run (-1: embedding; the number of runs: head), when the engine has received so
   many groups of that block's gradients
 - ``("before", run, count)``: the same in the blocks before that one, where there are any
+- ``("first", run, count)``: the same in the first of them
 - ``("during", event)``: at an event of the backward
 - ``("end", event)``: at an event after the backward
 """
 Course: TypeAlias = dict[Place, tuple[Seen, ...]]
 """The highest of what was seen, by place: no other moment at its place has both as much held and as many blocks before it."""
 Group: TypeAlias = tuple[Placed, ...]
-
-
-def distinct_micro_batches(stage: int, *, overlaps: bool) -> int:
-    """How many micro-batches of a step differ: the first, the last, and at stage 1 with overlap one in the middle.
-
-    Only there does the last one reduce its gradients while those of the ones before are whole.
-    """
-    return 3 if stage == 1 and overlaps else 2
 
 
 @lru_cache(maxsize=256)
@@ -78,15 +70,16 @@ def groups_of(whole: Row) -> dict[int, tuple[Group, ...]]:
 
 
 @lru_cache(maxsize=512)
-def course_of(plan: Plan) -> Course:
+def course_of(plan: GradientPlan) -> Course:
     """Return the highest that is alive at every place, over the micro-batches of one optimizer step that differ.
 
     Where gradients are reduced at the end of a backward only, the course up to there is the same for ranks with other shares.
 
-    >>> from zeroplan.engines.deepspeed.flat import row
+    >>> from zeroplan.engines.rows import row
     >>> from zeroplan.spec.model import ModelSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
+    >>> from zeroplan.engines.deepspeed.gradients import Plan
     >>> two = Plan(row(tiny), (0,), False, 2, 2, 500, False, True, True, False, False, 676, 1)
     >>> {event: max(seen.held.copy for seen in course_of(two)["during", event]) for event in ("arrives", "reduced")}
     {'arrives': 0, 'reduced': 912}
@@ -94,36 +87,33 @@ def course_of(plan: Plan) -> Course:
     The first bucket (480 elements) is one rank's, so a view of it is reduced. The second (456) lies in both ranks' shares: its four
     slices are laid flat in a copy. The last (416) is one rank's again.
     """
-    if plan.stage == 2 or plan.overlaps:
+    if plan.reduces != "after the backward":
         return _run(plan)
-    if plan.collects:
-        return _run(plan._replace(partition=0)) if plan.partition else _run(plan)
-    return _during_the_backward(plan._replace(partition=0)) | _after_the_backward(plan)
+    return _during_the_backward(plan.of(0, plan.micro_batches)) | _after_the_backward(plan)
 
 
 @lru_cache(maxsize=512)
-def _during_the_backward(plan: Plan) -> Course:
+def _during_the_backward(plan: GradientPlan) -> Course:
     """A course up to the end of the backward, where no gradient is reduced before."""
     return _run(plan, ends=False)
 
 
-def _after_the_backward(plan: Plan) -> Course:
+def _after_the_backward(plan: GradientPlan) -> Course:
     notes = Notes(plan)
-    engine = Partitioned(plan, notes)
+    engine = plan.program(notes)
     engine.request_earlier()
     notes.enter(None)
     engine.end()
     return notes.course()
 
 
-def _run(plan: Plan, *, ends: bool = True) -> Course:
+def _run(plan: GradientPlan, *, ends: bool = True) -> Course:
     notes = Notes(plan)
-    engine = (Collecting if plan.collects else Partitioned)(plan, notes)
+    engine = plan.program(notes)
     of_block = groups_of(plan.whole)
-    which = _micro_batches_to_run(plan)
-    if which[0]:
+    if plan.highest[0]:
         engine.request_earlier()
-    for one in which:
+    for one in plan.highest:
         engine.last = one == plan.micro_batches - 1
         notes.begin_micro_batch()
         for block in range(plan.whole.n_blocks, -2, -1):
@@ -139,7 +129,7 @@ def _run(plan: Plan, *, ends: bool = True) -> Course:
 
 
 def _receive(group: Group, engine: Collecting, notes: "Notes") -> None:
-    """DeepSpeed receives the gradients that one operator made."""
+    """The engine receives the gradients that one operator made."""
     notes.made += sum(map(numel, group))
     keys = [engine.request_gradient(each) for each in group]
     notes.note("arrives")
@@ -147,23 +137,11 @@ def _receive(group: Group, engine: Collecting, notes: "Notes") -> None:
         engine.arrived(each, key)
 
 
-def _micro_batches_to_run(plan: Plan) -> range:
-    """Return the micro-batches of a step that can hold the most: the last one, whose predecessors' gradients are alive in it too.
-
-    The one before it can hold more in two cases. At stage 1 with overlap the last micro-batch reduces gradients, and those before
-    add them up whole. With offload the last one frees gradients too large for the bucket as they go to the host, and those before
-    keep them to the end of their backward.
-    """
-    last = plan.micro_batches - 1
-    has_less = (plan.stage == 1 and plan.overlaps) or plan.offloads
-    return range(max(0, last - 1) if has_less else last, last + 1)
-
-
 @dataclass(slots=True)
 class Notes:
     """Counts what is alive, and notes the highest at each place."""
 
-    plan: Plan
+    plan: GradientPlan
     stream: int = 0
     alive: dict[Hashable, int] = field(default_factory=dict)
     """By key, which is a number for a gradient. [bytes]"""
@@ -228,6 +206,8 @@ class Notes:
     def between(self, count: int) -> None:
         """Note what is there when so many groups of a block's gradients have been received."""
         self._note(("between" if self.is_last else "before", self.run, count))
+        if not self.is_last and self.block == self.plan.firsts[self.run]:
+            self._note(("first", self.run, count))
 
     def note(self, event: Event, copy: int = 0, cast: int = 0) -> None:
         """Note what is there at an event, beside a copy and a cast that are yet to be requested."""
@@ -288,15 +268,15 @@ class Courses(NamedTuple):
     """An index of ``each``."""
 
 
-def courses_of(plan: Plan, partition: Int, micro_batches: Int) -> Courses:
+def courses_of(plan: GradientPlan, partition: Int, micro_batches: Int) -> Courses:
     """Go through ``plan`` for every share and number of micro-batches; columns of both belong together."""
     if isinstance(partition, int) and isinstance(micro_batches, int):
-        return Courses((course_of(plan._replace(partition=partition, micro_batches=micro_batches)),), 0)
+        return Courses((course_of(plan.of(partition, micro_batches)),), 0)
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
     pairs = np.stack(np.broadcast_arrays(partition, micro_batches), axis=-1)
     distinct, which = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
-    found = tuple(course_of(plan._replace(partition=int(share), micro_batches=int(number))) for share, number in distinct)
+    found = tuple(course_of(plan.of(int(share), int(number))) for share, number in distinct)
     return Courses(found, cast("Int", which.reshape(pairs.shape[:-1]) if len(found) > 1 else 0))
 
 
@@ -323,11 +303,17 @@ def _in_columns(seen: list[Sequence[Seen]], which: Int) -> Sequence[Seen]:
 def _column(seen: list[Seen], which: Int) -> Seen:
     if all(each == seen[0] for each in seen):
         return seen[0]
+    rows = zip(*[(each.block, each.made, *each.held) for each in seen], strict=True)
+    block, made, *held = (_picked(cast("tuple[int, ...]", values), which) for values in rows)
+    return Seen(block, made, Held(*held))
+
+
+def _picked(values: tuple[int, ...], which: Int) -> Int:
+    if values.count(values[0]) == len(values):
+        return values[0]
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
-    table = np.array([(each.block, each.made, *each.held) for each in seen], dtype=np.int64)
-    block, made, *held = np.moveaxis(table[which], -1, 0)
-    return Seen(block, made, Held(*held))
+    return cast("Int", np.array(values, dtype=np.int64)[which])
 
 
 def _either(condition: Bool, yes: Seen, no: Seen) -> Seen:
