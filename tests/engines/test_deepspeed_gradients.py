@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from zeroplan.engines import course as courses
-from zeroplan.engines.course import Course, Held, Seen, corners, course_of, distinct_micro_batches
+from zeroplan.engines.deepspeed import course as courses
+from zeroplan.engines.deepspeed.course import Course, Held, Seen, corners, course_of, distinct_micro_batches
 from zeroplan.engines.rows import Placed, partition_elements, row
 from zeroplan.engines.deepspeed.gradients import Plan, copies_of
 from zeroplan.engines.deepspeed.stage12_backward import received_before

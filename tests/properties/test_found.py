@@ -11,7 +11,7 @@ from tests.properties.checks import adapters_take_less, falls_with_recomputation
 from tests.properties.nightly import drawn, held
 from zeroplan import BatchSpec, ClusterSpec, Fsdp2Options, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec, estimate
 from zeroplan.engines.deepspeed.buckets import schedule
-from zeroplan.engines.course import course_of
+from zeroplan.engines.deepspeed.course import course_of
 from zeroplan.engines.rows import row
 from zeroplan.engines.deepspeed.gradients import Plan
 from zeroplan.engines.deepspeed.quantized import sharing_of

@@ -1,26 +1,27 @@
 """What becomes of gradients where parameters are whole: what every engine's program of them has, and what it requests memory of.
 
 An engine's program receives gradients in the order of the backward. It requests memory of a course, which notes the most at each
-place (:mod:`zeroplan.engines.course`), or of a log of requests (:mod:`zeroplan.engines.requests`).
+place (:mod:`zeroplan.engines.deepspeed.course`), or of a log of requests (:mod:`zeroplan.engines.requests`).
 """
 
 from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, Union
 
-from zeroplan.engines.rows import Placed, Row, numel
+from zeroplan.engines.rows import Placed, Row, made_at_once, numel
 from zeroplan.ledger import Kind
 
 if TYPE_CHECKING:
-    from zeroplan.engines.course import Notes
     from zeroplan.engines.requests.log import Log
 
 Event: TypeAlias = Literal["arrives", "copied", "reduced", "kept", "leaves"]
 """A gradient arrives at the engine; with offload, one that is too large for the bucket is copied; a bucket is reduced; this rank's
 part of it has been kept, or leaves for the host."""
-Memory: TypeAlias = Union["Log", "Notes"]
+Group: TypeAlias = tuple[Placed, ...]
+Memory: TypeAlias = Union["Log", "Counts"]
 """What a program requests memory of."""
-Reduces: TypeAlias = Literal["never", "during the backward", "after the backward"]
-"""When a program needs to know which gradients are this rank's own."""
 
 
 class GradientPlan(Protocol):
@@ -31,33 +32,11 @@ class GradientPlan(Protocol):
         """The parameters that get gradients."""
 
     @property
-    def firsts(self) -> tuple[int, ...]:
-        """First block of every run of like blocks."""
-
-    @property
     def element(self) -> int:
         """Bytes of an element of a gradient."""
 
-    @property
-    def micro_batches(self) -> int:
-        """Of a step, as far as they differ."""
-
-    @property
-    def reduces(self) -> Reduces:
-        """When gradients are reduced, for which this rank's share matters."""
-
-    @property
-    def highest(self) -> range:
-        """The micro-batches of a step that can hold the most."""
-
-    def of(self, partition: int, micro_batches: int) -> "GradientPlan":
-        """The same for another share, and so many micro-batches."""
-
     def program(self, memory: Memory, ranks: int = 1) -> "Collecting":
         """What the engine does with gradients."""
-
-    def __hash__(self) -> int:
-        """Plans are remembered."""
 
 
 class Collecting:
@@ -100,3 +79,76 @@ class Collecting:
         """All gradients go."""
         self.memory.release(*self.made.values())
         self.made.clear()
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts what is alive."""
+
+    stream: int = 0
+    alive: dict[Hashable, int] = field(default_factory=dict)
+    """By key, which is a number for a gradient. [bytes]"""
+    gradients: int = 0
+    """What all gradients take. [bytes]"""
+    n_bytes: int = 0
+    """What everything takes. [bytes]"""
+
+    def request(self, key: Hashable, n_bytes: int, kind: Kind, reason: str) -> None:  # noqa: ARG002  as a log's
+        """Request memory, if any; twice under one key is more of it."""
+        if n_bytes:
+            self._hold(key, n_bytes)
+
+    def _hold(self, key: Hashable, n_bytes: int) -> None:
+        self.alive[key] = self.alive.get(key, 0) + n_bytes
+        self.n_bytes += n_bytes
+        if isinstance(key, int):
+            self.gradients += n_bytes
+
+    def release(self, *keys: Hashable) -> None:
+        """Release what these keys hold, if anything."""
+        for key in keys:
+            if n_bytes := self.alive.pop(key, 0):
+                self.n_bytes -= n_bytes
+                if isinstance(key, int):
+                    self.gradients -= n_bytes
+
+    def rename(self, key: Hashable, new: Hashable) -> None:
+        """Hold what a key holds under another one, beside what that holds."""
+        n_bytes = self.alive[key]
+        self.release(key)
+        self._hold(new, n_bytes)
+
+    def has(self, key: Hashable) -> bool:
+        """Whether a key holds anything."""
+        return key in self.alive
+
+    def call(self, operation: str, n_bytes: int, ranks: int) -> None:
+        """A collective begins, which takes no memory of its own."""
+
+    def note(self, event: Event, copy: int = 0, cast: int = 0) -> None:
+        """An event of a program, beside a copy and a cast that are yet to be requested."""
+
+
+@lru_cache(maxsize=256)
+def groups_of(whole: Row) -> dict[int, tuple[Group, ...]]:
+    """Return the gradients of each block in the order of the backward, those together that one operator makes."""
+    return {block: tuple(groups) for block, groups in groupby(made_at_once(whole), key=lambda group: group[0].block)}
+
+
+@lru_cache(maxsize=256)
+def operators_below(whole: Row) -> tuple[tuple[str, int], ...]:
+    """Return the name of each operator below the blocks and its gradients, in the order of the backward. [elements]
+
+    The last is the embedding, which has no name; where nothing there gets a gradient, it is the only one.
+    """
+    groups = groups_of(whole).get(-1, ())
+    names = [group[0].parameter.name for group in groups[:-1]]
+    return tuple(zip((*names, ""), [sum(map(numel, group)) for group in groups] or (0,), strict=True))
+
+
+def receive(group: Group, engine: Collecting) -> None:
+    """Give an engine the gradients that one operator made."""
+    keys = [engine.request_gradient(each) for each in group]
+    engine.memory.note("arrives")
+    for each, key in zip(group, keys, strict=True):
+        engine.arrived(each, key)

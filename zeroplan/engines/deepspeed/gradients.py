@@ -2,14 +2,14 @@
 
 The optimizer wrappers of DeepSpeed as a program: it receives gradients in the order of the backward, and fills and reduces buckets.
 Methods have the names of DeepSpeed's own. The same program requests memory of a course, which notes the most at each place
-(:mod:`zeroplan.engines.course`), and of a log of requests (:mod:`zeroplan.engines.requests.deepspeed`).
+(:mod:`zeroplan.engines.deepspeed.course`), and of a log of requests (:mod:`zeroplan.engines.requests.deepspeed`).
 Source: DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py``.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from zeroplan.engines.collecting import Collecting, Memory, Reduces
+from zeroplan.engines.collecting import Collecting, Memory
 from zeroplan.engines.deepspeed.offload import offloads_optimizer
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.rows import Placed, Row, numel, touched_elements
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     """Of a step, as far as they differ (:func:`distinct_micro_batches`)."""
 
     @property
-    def reduces(self) -> Reduces:
+    def reduces(self) -> Literal["never", "during the backward", "after the backward"]:
         """When gradients are reduced, for which this rank's share matters."""
         if self.stage == 2 or self.overlaps:
             return "during the backward"

@@ -4,20 +4,25 @@ Beside the points of the model's passes these are the events of DeepSpeed's own 
 gradients and activations together are highest.
 """
 
-from zeroplan.engines.collecting import Event
-from zeroplan.engines.course import Courses, Held, Seen, courses_of, highest
+from collections.abc import Iterator
+from functools import lru_cache
+
+from zeroplan.engines.collecting import Event, groups_of, operators_below
+from zeroplan.engines.deepspeed.course import Courses, Held, Seen, courses_of, highest
 from zeroplan.engines.deepspeed.gradients import distinct_micro_batches, plan_of
+from zeroplan.engines.deepspeed.running import points_of_kinds, running_lines, running_size
 from zeroplan.engines.deepspeed.sources import STAGE12
 from zeroplan.engines.deepspeed.stage12_lines import Job, gradient_line, own_gradients
 from zeroplan.engines.deepspeed.wrappers import Around, wrapper_of
 from zeroplan.engines.formulas import product, times, unless_zero
 from zeroplan.engines.micro_batch import Lines, MicroBatch
-from zeroplan.engines.passes import Passes, kept_before, kept_bytes, shared_at
-from zeroplan.engines.running import running_lines, running_size
+from zeroplan.engines.passes import Passes, RunPass, kept_before, kept_bytes, shared_at
+from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, head_elements, numel
 from zeroplan.ledger import Kind, Line, Phase, total_bytes
 from zeroplan.numeric import Int, maximum, minimum, where
 from zeroplan.spec.recipe import OptimizerImpl
 from zeroplan.trace import Entry, Trace
+from zeroplan.transformer.blocks import At, BackwardPoint
 
 _BUCKETS = f"{STAGE12}, setup_buckets"
 _ADD = f"{STAGE12}, _add_to_grad_partition_buffer"
@@ -70,8 +75,8 @@ class Training(MicroBatch):
 
     def __init__(self, trace: Trace, job: Job, these: Passes) -> None:
         """Take the job."""
-        super().__init__(trace, job.recipe, these, job.whole, _courses(job, these))
-        self.job = job
+        super().__init__(trace, job.recipe, these, job.whole)
+        self.job, self.courses = job, _courses(job, these)
 
     def run(self) -> None:
         """Forward, backward, and what is reduced after it."""
@@ -81,13 +86,60 @@ class Training(MicroBatch):
         self.embedding_backward()
         self._after()
 
-    def gradients(self, held: Held) -> Lines:
-        """What gradients, and what they are reduced in, take."""
-        return held_lines(self.job, held)
-
     def gradient(self, elements: int, reason: str, symbol: str = "") -> Line:
         """A whole gradient, which ``symbol`` stands for if given."""
         return gradient_line(self.job, elements, reason, symbol)
+
+    def in_forward(self) -> Lines:
+        """What earlier micro-batches have left."""
+        return held_lines(self.job, highest(self.courses, ("forward",)).held)
+
+    def at_head(self) -> Iterator[Lines]:
+        """Gradients that have come to their weights, the one being made, and that of a tied head."""
+        points, run = self.these.head.points, len(self.these.runs)
+        received = received_before(tuple(map(self.of_head, points)), _sizes(self.whole, self.these.n_blocks))
+        for point, (count, current) in zip(points, received, strict=True):
+            waits = bool(point.gradients) and not self.sums_by_itself(point)
+            yield self._around(highest(self.courses, ("between", run, count)).held, current, waits=waits)
+
+    def of_head(self, point: BackwardPoint) -> tuple[int, int]:
+        """Likewise; what the loss sums up by itself counts as being made."""
+        if not self.sums_by_itself(point):
+            return super().of_head(point)
+        received = head_elements(self.whole) if self.recipe.loss == "fused" or point.place.at is At.HEAD else 0
+        return 0 if has_tied_head(self.whole) else received, point.gradients
+
+    def _around(self, held: Held, current: int, *, waits: bool = True) -> Lines:
+        made = self.gradient(current, "gradient just made")
+        return (*held_lines(self.job, held), made, *(self.tied_head() if waits else ()))
+
+    def in_last_block(self, index: int, run: RunPass) -> Iterator[Lines]:
+        """Gradients that have come to their weights, and the one being made."""
+        for count, current in self._received(run):
+            yield self._around(highest(self.courses, ("between", index, count)).held, current)
+
+    def before_last_block(self, index: int, run: RunPass) -> None:
+        """Each point in the block before the last in which most is alive then."""
+        trace = self.trace
+        for point, (count, current) in zip(run.block.points, self._received(run), strict=True):
+            seen = highest(self.courses, ("before", index, count), lambda seen: kept_bytes(self.these, seen.block))
+            trace.hold("kept", *kept_before(self.these, seen.block))
+            trace.at(f"backward of a block before the last: {point.name}", Phase.BACKWARD)
+            trace.pass_by(*point.lines, *self._around(seen.held, current))
+
+    def _received(self, run: RunPass) -> Iterator[tuple[int, int]]:
+        for kind in points_of_kinds(run):
+            points = tuple([(point.gradients, point.current_gradient) for point in kind])
+            yield from received_before(points, _sizes(self.whole, run.first))
+
+    def below_blocks(self) -> list[tuple[str, Lines]]:
+        """Each operator's gradients, beside those that have come to their weights."""
+        found, table, symbol = list[tuple[str, Lines]](), embedding_elements(self.whole), embedding_symbol(self.whole)
+        for count, (name, elements) in enumerate(operators_below(self.whole)):
+            held = held_lines(self.job, highest(self.courses, ("between", -1, count)).held)
+            made = self.gradient(elements, "gradient of the embedding", symbol if elements and elements == table else "")
+            found.append((name, (*held, made, *self.tied_head())))
+        return found
 
     def _during(self) -> None:
         """Gradients that arrive, and buckets that are reduced."""
@@ -103,7 +155,7 @@ class Training(MicroBatch):
                 trace.hold("shared", *shared_at(these, seen.block))
                 trace.at(name, Phase.BACKWARD)
                 trace.pass_by(
-                    kept_before(these, maximum(seen.block, 0)),
+                    *kept_before(these, maximum(seen.block, 0)),
                     *running_lines(these, seen.block, seen.made),
                     *held_lines(self.job, seen.held, _COPIES.get(event, _COPY)),
                     *self._tied_until(seen),
@@ -124,6 +176,31 @@ class Training(MicroBatch):
                 held = highest(self.courses, ("end", event)).held
                 self.trace.at(name, Phase.BACKWARD)
                 self.trace.pass_by(*held_lines(self.job, held, _COPIES.get(event, _COPY)))
+
+
+@lru_cache(maxsize=4096)
+def received_before(points: tuple[tuple[int, int], ...], groups: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return how many groups of gradients DeepSpeed has received when each point of a backward is reached, and those being made.
+
+    A point has the elements made by then and, of them, those being made; the latter arrive when it is over.
+
+    >>> received_before(((4, 4), (4, 0), (11, 5)), (4, 2, 5))
+    ((0, 4), (1, 0), (2, 5))
+    """
+    found, made, count = list[tuple[int, int]](), 0, 0
+    for gradients, current in points:
+        latest = 0
+        while count < len(groups) and made + groups[count] <= gradients:
+            made += groups[count]
+            count += 1
+            latest = 1 if current and made == gradients else 0
+        found.append((count - latest, current))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _sizes(whole: Row, block: int) -> tuple[int, ...]:
+    return tuple([sum(map(numel, group)) for group in groups_of(whole).get(block, ())])
 
 
 def _courses(job: Job, these: Passes) -> Courses:

@@ -6,15 +6,14 @@ Activations are not known here, so one course serves every batch: where most is 
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import groupby
 from typing import NamedTuple, TypeAlias, cast
 
-from zeroplan.engines.collecting import Collecting, Event, GradientPlan
-from zeroplan.engines.rows import Placed, Row, made_at_once, numel
-from zeroplan.ledger import Kind
+from zeroplan.engines.collecting import Counts, Event, groups_of, receive
+from zeroplan.engines.deepspeed.gradients import Plan
+from zeroplan.engines.rows import numel
 from zeroplan.numeric import Bool, Int, maximum, where
 
 
@@ -54,23 +53,15 @@ Place: TypeAlias = tuple[str | int, ...]
 - ``("between", run, count)``: in the last block of a run (-1: embedding; the number of runs: head), when the engine has received so
   many groups of that block's gradients
 - ``("before", run, count)``: the same in the blocks before that one, where there are any
-- ``("first", run, count)``: the same in the first of them
 - ``("during", event)``: at an event of the backward
 - ``("end", event)``: at an event after the backward
 """
 Course: TypeAlias = dict[Place, tuple[Seen, ...]]
 """The highest of what was seen, by place: no other moment at its place has both as much held and as many blocks before it."""
-Group: TypeAlias = tuple[Placed, ...]
-
-
-@lru_cache(maxsize=256)
-def groups_of(whole: Row) -> dict[int, tuple[Group, ...]]:
-    """Return the gradients of each block in the order of the backward, those together that one operator makes."""
-    return {block: tuple(groups) for block, groups in groupby(made_at_once(whole), key=lambda group: group[0].block)}
 
 
 @lru_cache(maxsize=512)
-def course_of(plan: GradientPlan) -> Course:
+def course_of(plan: Plan) -> Course:
     """Return the highest that is alive at every place, over the micro-batches of one optimizer step that differ.
 
     Where gradients are reduced at the end of a backward only, the course up to there is the same for ranks with other shares.
@@ -93,13 +84,13 @@ def course_of(plan: GradientPlan) -> Course:
 
 
 @lru_cache(maxsize=512)
-def _during_the_backward(plan: GradientPlan) -> Course:
+def _during_the_backward(plan: Plan) -> Course:
     """A course up to the end of the backward, where no gradient is reduced before."""
     return _run(plan, ends=False)
 
 
-def _after_the_backward(plan: GradientPlan) -> Course:
-    notes = Notes(plan)
+def _after_the_backward(plan: Plan) -> Course:
+    notes = Notes(plan=plan)
     engine = plan.program(notes)
     engine.request_earlier()
     notes.enter(None)
@@ -107,8 +98,8 @@ def _after_the_backward(plan: GradientPlan) -> Course:
     return notes.course()
 
 
-def _run(plan: GradientPlan, *, ends: bool = True) -> Course:
-    notes = Notes(plan)
+def _run(plan: Plan, *, ends: bool = True) -> Course:
+    notes = Notes(plan=plan)
     engine = plan.program(notes)
     of_block = groups_of(plan.whole)
     if plan.highest[0]:
@@ -120,7 +111,8 @@ def _run(plan: GradientPlan, *, ends: bool = True) -> Course:
             notes.enter(block)
             notes.between(0)
             for count, group in enumerate(of_block.get(block, ())):
-                _receive(group, engine, notes)
+                notes.made += sum(map(numel, group))
+                receive(group, engine)
                 notes.between(count + 1)
         notes.enter(None)
         if ends:
@@ -128,27 +120,11 @@ def _run(plan: GradientPlan, *, ends: bool = True) -> Course:
     return notes.course()
 
 
-def _receive(group: Group, engine: Collecting, notes: "Notes") -> None:
-    """The engine receives the gradients that one operator made."""
-    notes.made += sum(map(numel, group))
-    keys = [engine.request_gradient(each) for each in group]
-    notes.note("arrives")
-    for each, key in zip(group, keys, strict=True):
-        engine.arrived(each, key)
-
-
-@dataclass(slots=True)
-class Notes:
+@dataclass(slots=True, kw_only=True)
+class Notes(Counts):
     """Counts what is alive, and notes the highest at each place."""
 
-    plan: GradientPlan
-    stream: int = 0
-    alive: dict[Hashable, int] = field(default_factory=dict)
-    """By key, which is a number for a gradient. [bytes]"""
-    gradients: int = 0
-    """What all gradients take. [bytes]"""
-    n_bytes: int = 0
-    """What everything takes. [bytes]"""
+    plan: Plan
     block: int | None = None
     """None: the backward is over."""
     run: int = 0
@@ -157,38 +133,6 @@ class Notes:
     made: int = 0
     seen: dict[Place, list[Seen]] = field(default_factory=dict)
     """As in a course, but an event of the backward has a place for each run and each number of gradients made in a block."""
-
-    def request(self, key: Hashable, n_bytes: int, kind: Kind, reason: str) -> None:  # noqa: ARG002  as a log's
-        """Request memory, if any; twice under one key is more of it."""
-        if n_bytes:
-            self._hold(key, n_bytes)
-
-    def _hold(self, key: Hashable, n_bytes: int) -> None:
-        self.alive[key] = self.alive.get(key, 0) + n_bytes
-        self.n_bytes += n_bytes
-        if isinstance(key, int):
-            self.gradients += n_bytes
-
-    def release(self, *keys: Hashable) -> None:
-        """Release what these keys hold, if anything."""
-        for key in keys:
-            if n_bytes := self.alive.pop(key, 0):
-                self.n_bytes -= n_bytes
-                if isinstance(key, int):
-                    self.gradients -= n_bytes
-
-    def rename(self, key: Hashable, new: Hashable) -> None:
-        """Hold what a key holds under another one, beside what that holds."""
-        n_bytes = self.alive[key]
-        self.release(key)
-        self._hold(new, n_bytes)
-
-    def has(self, key: Hashable) -> bool:
-        """Whether a key holds anything."""
-        return key in self.alive
-
-    def call(self, operation: str, n_bytes: int, ranks: int) -> None:
-        """A collective begins, which takes no memory of its own."""
 
     def begin_micro_batch(self) -> None:
         """Note what is there during a forward."""
@@ -206,8 +150,6 @@ class Notes:
     def between(self, count: int) -> None:
         """Note what is there when so many groups of a block's gradients have been received."""
         self._note(("between" if self.is_last else "before", self.run, count))
-        if not self.is_last and self.block == self.plan.firsts[self.run]:
-            self._note(("first", self.run, count))
 
     def note(self, event: Event, copy: int = 0, cast: int = 0) -> None:
         """Note what is there at an event, beside a copy and a cast that are yet to be requested."""
@@ -268,7 +210,7 @@ class Courses(NamedTuple):
     """An index of ``each``."""
 
 
-def courses_of(plan: GradientPlan, partition: Int, micro_batches: Int) -> Courses:
+def courses_of(plan: Plan, partition: Int, micro_batches: Int) -> Courses:
     """Go through ``plan`` for every share and number of micro-batches; columns of both belong together."""
     if isinstance(partition, int) and isinstance(micro_batches, int):
         return Courses((course_of(plan.of(partition, micro_batches)),), 0)
