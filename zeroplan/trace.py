@@ -59,6 +59,12 @@ class Entry(NamedTuple):
         """The number of moments."""
         return 1 if self.inside is None else len(self.inside.points)
 
+    @property
+    def total_bytes(self) -> Int:
+        """The total of the highest of its moments. [bytes]"""
+        beside: Int = sum(map(total_bytes, self.alive))
+        return beside if self.inside is None else beside + maximum(0, *self.inside.totals)
+
     def moment(self, at: int = 0) -> Moment:
         """Return one of the moments, with its lines joined."""
         name, parts = self.name, self.alive

@@ -63,6 +63,11 @@ class MicroBatch(ABC):
         """Whether the sum of a tied head's two gradients is a third tensor."""
         return self.recipe.loss == "full"
 
+    @property
+    def below_at_sum(self) -> Lines:
+        """What is there then of the backward of the part below the blocks."""
+        return ()
+
     def runs_backward(self) -> Sequence[tuple[int, RunPass]]:
         """The runs in whose backward memory can peak, with their places among all."""
         return tuple(enumerate(self.these.runs))
@@ -135,7 +140,7 @@ class MicroBatch(ABC):
             reason, symbol = "sum of the embedding's and the tied head's", embedding_symbol(self.whole)
             total = self.gradient(embedding_elements(self.whole), reason, symbol)
             trace.at("sum of the embedding's and the tied head's gradient", Phase.BACKWARD)
-            trace.pass_by(*lines, total._replace(source=INPUT_BUFFER))
+            trace.pass_by(*self.below_at_sum, *lines, total._replace(source=INPUT_BUFFER))
 
     # --- the head's gradient ------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,10 @@ from functools import lru_cache
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.activations_away import with_activations_away
 from zeroplan.engines.ddp.reducer import levels_of, plan_of
-from zeroplan.engines.ddp.step import Casts, Lines, Training
+from zeroplan.engines.ddp.step import Casts, Training
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
 from zeroplan.engines.frozen import frozen_lines, frozen_symbols
+from zeroplan.engines.micro_batch import Lines
 from zeroplan.engines.optimizers import counted, implementation_of, state_lines, step_temporary_lines, whole_tensors
 from zeroplan.engines.passes import Passes, kept_in_a_block, kept_symbols, passes
 from zeroplan.engines.precisions import compute_of, widths

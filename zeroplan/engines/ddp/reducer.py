@@ -4,9 +4,9 @@ from collections.abc import Hashable
 from functools import lru_cache
 from typing import NamedTuple, cast
 
-from zeroplan.engines.collecting import Collecting, Counts, Memory, groups_of, receive
+from zeroplan.engines.collecting import Collecting, Counts, Memory, receive
 from zeroplan.engines.precisions import widths
-from zeroplan.engines.rows import Placed, Row, numel, trained_row
+from zeroplan.engines.rows import Placed, Row, made_at_once, numel, trained_row
 from zeroplan.numeric import Int, minimum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -60,36 +60,22 @@ class Reducer(Collecting):
 
 
 class Levels(NamedTuple):
-    """What gradients take beside the buckets, as each block's backward begins and ends; between, as many elements as are made."""
+    """What gradients take beside the buckets over a backward, in which they come to their parameters one by one."""
 
     plan: Plan
-    of_each: tuple[dict[int, "Ends"], ...]
-    """For one micro-batch a step, for two, and for more; or for those of one job."""
+    of_each: tuple[tuple[tuple[int, int], ...], ...]
+    """Bytes as it begins, and more with every element made, in each micro-batch that can hold the most; for a step of one
+    micro-batch, of two, and of more, or for that of one job."""
     micro_batches: Int
 
-    def at(self, block: int, made: int) -> Int:
-        """What they take when a block (-1: embedding; the number of blocks: head) has made so many elements. [bytes]"""
-        each = [_between(one[block], made) for one in self.of_each]
+    def at(self, made: int) -> Int:
+        """What they take when so many elements have come to their parameters. [bytes]"""
+        each = [max([begin + slope * made for begin, slope in one]) for one in self.of_each]
         if each.count(each[0]) == len(each):
             return each[0]
         import numpy as np  # noqa: PLC0415  a single job never needs it
 
         return cast("Int", np.array(each, dtype=np.int64)[minimum(self.micro_batches, len(each)) - 1])
-
-
-class Ends(NamedTuple):
-    """Bytes at the begin and at the end of a block's backward, in each micro-batch that can hold the most."""
-
-    elements: int
-    begin: tuple[int, ...]
-    end: tuple[int, ...]
-
-
-def _between(ends: Ends, made: int) -> int:
-    """Gradients come to their parameters one by one, so that what they take grows or shrinks with their elements."""
-    if not ends.elements:
-        return max(ends.begin)
-    return max(begin + (end - begin) * made // ends.elements for begin, end in zip(ends.begin, ends.end, strict=True))
 
 
 def levels_of(plan: Plan, micro_batches: Int) -> Levels:
@@ -100,21 +86,27 @@ def levels_of(plan: Plan, micro_batches: Int) -> Levels:
 
 
 @lru_cache(maxsize=256)
-def _levels(plan: Plan, micro_batches: int) -> dict[int, Ends]:
+def _levels(plan: Plan, micro_batches: int) -> tuple[tuple[int, int], ...]:
     """Over the last of so many micro-batches and, where that alone moves gradients, over the one before it."""
-    counts, last = Counts(), micro_batches - 1
+    counts, last, found = Counts(), micro_batches - 1, list[tuple[int, int]]()
     engine = plan.program(counts)
     first = max(0, last - 1) if plan.moves_last else last
     if first:
         engine.request_earlier()
-    found = dict[int, Ends]()
     for one in range(first, last + 1):
-        engine.last = one == last
-        for block in range(plan.whole.n_blocks, -2, -1):
-            begin, elements = counts.gradients, 0
-            for group in groups_of(plan.whole).get(block, ()):
-                receive(group, engine)
-                elements += sum(map(numel, group))
-            before = found.get(block, Ends(elements, (), ()))
-            found[block] = Ends(elements, (*before.begin, begin), (*before.end, counts.gradients))
-    return found
+        engine.last, begin = one == last, counts.gradients
+        for group in made_at_once(plan.whole):
+            receive(group, engine)
+        found.append((begin, (counts.gradients - begin) // plan.whole.n_elements))
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def made_above(whole: Row) -> dict[int, int]:
+    """Elements of gradients that are made before each block goes backward (-1: the embedding; the number of blocks: the head)."""
+    made, above = dict.fromkeys(range(whole.n_blocks, -2, -1), 0), 0
+    for each in whole.placed:
+        made[each.block] += numel(each)
+    for block, elements in made.items():
+        made[block], above = above, above + elements
+    return made

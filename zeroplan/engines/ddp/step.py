@@ -9,7 +9,7 @@ from operator import mul
 from typing import NamedTuple
 
 from zeroplan.engines.collecting import operators_below
-from zeroplan.engines.ddp.reducer import Levels
+from zeroplan.engines.ddp.reducer import Levels, made_above
 from zeroplan.engines.formulas import blocks_sum, product, times
 from zeroplan.engines.micro_batch import Lines, MicroBatch
 from zeroplan.engines.passes import Passes, RunPass
@@ -45,6 +45,8 @@ class Training(MicroBatch):
         """``wrapped``: 1 where DDP wraps the model, else 0."""
         super().__init__(trace, recipe, these, levels.plan.whole)
         self.levels, self.width, self.copied, self.wrapped = levels, levels.plan.element, copied, wrapped
+        self.above = made_above(self.whole)
+        self._known = dict[tuple[int, bool], tuple[int, str]]()
         if recipe.ddp.gradient_as_bucket_view:
             self.kind, self.reason = Kind.UNSHARDED_GRADIENTS, "gradients not in their buckets"
         else:
@@ -61,7 +63,7 @@ class Training(MicroBatch):
 
     def _gradients(self, block: int, made: int, current: int = 0) -> Line:
         """Gradients beside the buckets when a block has ``made`` so many elements, the ``current`` ones just now."""
-        n_bytes = self.levels.at(block, made - current) + self.width * current
+        n_bytes = self.levels.at(self.above[block] + made - current) + self.width * current
         elements = n_bytes // self.width
         return Line(self.kind, n_bytes, self.reason, product(self.width, elements), ACCUMULATE)
 
@@ -69,6 +71,11 @@ class Training(MicroBatch):
     def sums_apart(self) -> bool:
         """Whether the sum of a tied head's two gradients is a third tensor: under autocast a cast has made one of the head's."""
         return not self.copied.in_forward
+
+    @property
+    def below_at_sum(self) -> Lines:
+        """All that a profile has seen below the blocks at once, of which it does not say when it goes."""
+        return self.these.head.below_blocks
 
     def at_head(self) -> Iterator[Lines]:
         """Gradients, that of a tied head among them, and copies, all of which a loss in chunks has."""
@@ -131,11 +138,18 @@ class Training(MicroBatch):
         """The copies that so many blocks have made in autocast's context or, after it, that autograd keeps, and some ``beside``."""
         if not self.copied.in_forward:
             return ()
-        each, letter = (self.copied.in_forward, "C") if in_context else (self.copied.kept, "K")
-        counts = tuple([min(max(blocks - run.first, 0), run.n_blocks) for run in self.these.runs])
-        n_bytes = 2 * (sum(map(mul, counts, each)) + beside)
-        formula = _twice(blocks_sum(letter, counts, self.these.kinds), beside)
-        return (Line(Kind.WEIGHT_CASTS, n_bytes, "autocast's 16-bit copies of the weights", formula, _AUTOCAST),)
+        elements, formula = self._casts_of(blocks, in_context)
+        n_bytes, reason = 2 * (elements + beside), "autocast's 16-bit copies of the weights"
+        return (Line(Kind.WEIGHT_CASTS, n_bytes, reason, _twice(formula, beside), _AUTOCAST),)
+
+    def _casts_of(self, blocks: int, in_context: bool) -> tuple[int, str]:  # noqa: FBT001  part of a key
+        found = self._known.get((blocks, in_context))
+        if found is None:
+            each, letter = (self.copied.in_forward, "C") if in_context else (self.copied.kept, "K")
+            counts = tuple([min(max(blocks - run.first, 0), run.n_blocks) for run in self.these.runs])
+            found = sum(map(mul, counts, each)), blocks_sum(letter, counts, self.these.kinds)
+            self._known[blocks, in_context] = found
+        return found
 
     def runs_backward(self) -> Sequence[tuple[int, RunPass]]:
         """Where kinds take turns, those at both ends."""

@@ -27,7 +27,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
-from zeroplan.trace import Moments, entry_of
+from zeroplan.trace import Entry, Moments, entry_of
 from zeroplan.transformer.params import layout
 
 _WHOLE = f"N·{SHARE}"
@@ -54,11 +54,11 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     here = tuple(map(on_host, updated)) if away else updated
     left = abandoned_states(recipe, job.whole.n_elements, job.element)
     persistent = (flat, *frozen, *here, *left, *way_back(job), *layout(model).buffers)
-    training = Moments(trained(job, impl, these, persistent, () if away else temporary))
+    training = trained(job, impl, these, persistent, () if away else temporary)
     start = beside(_init(job, (flat, here[0], *frozen)), left)
     return Account(
         (*persistent, own_gradients(job)),
-        Moments((*map(entry_of, start), *training.entries)),
+        Moments((*map(entry_of, start), *training)),
         _collectives(job, batch),
         host=host_lines(job, updated, temporary),
         symbols=(*symbols(job, these), *host_symbols(job), *counted(*updated, *temporary)),
@@ -67,12 +67,13 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     )
 
 
-def _notes(job: Job, laid_flat: Moment, later: Moments) -> tuple[str, ...]:
+def _notes(job: Job, laid_flat: Moment, later: tuple[Entry, ...]) -> tuple[str, ...]:
     """Say where the model and its flat copy are the peak: DeepSpeed makes that copy on the GPU only if it has room for it."""
     highest = laid_flat.total_bytes
-    if not job.recipe.deepspeed.flatten_on_accelerator or not isinstance(highest, int) or later.are_columns:
+    if not job.recipe.deepspeed.flatten_on_accelerator or not isinstance(highest, int):
         return ()
-    return () if later.peak().total_bytes > highest else (_FLAT_IS_THE_PEAK,)
+    totals = (entry.total_bytes for entry in later)  # of a grid of batches columns, beside which no one number is the peak
+    return () if any(not isinstance(total, int) or total > highest for total in totals) else (_FLAT_IS_THE_PEAK,)
 
 
 def weights_of(job: Job) -> tuple[Line, ...]:

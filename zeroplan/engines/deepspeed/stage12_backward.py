@@ -97,8 +97,9 @@ class Training(MicroBatch):
     def at_head(self) -> Iterator[Lines]:
         """Gradients that have come to their weights, the one being made, and that of a tied head."""
         points, run = self.these.head.points, len(self.these.runs)
-        received = received_before(tuple(map(self.of_head, points)), _sizes(self.whole, self.these.n_blocks))
-        for point, (count, current) in zip(points, received, strict=True):
+        made = tuple(map(self.of_head, points))
+        received = received_before(made, _sizes(self.whole, self.these.n_blocks))
+        for point, (_, current), count in zip(points, made, received, strict=True):
             waits = bool(point.gradients) and not self.sums_by_itself(point)
             yield self._around(highest(self.courses, ("between", run, count)).held, current, waits=waits)
 
@@ -115,22 +116,22 @@ class Training(MicroBatch):
 
     def in_last_block(self, index: int, run: RunPass) -> Iterator[Lines]:
         """Gradients that have come to their weights, and the one being made."""
-        for count, current in self._received(run):
-            yield self._around(highest(self.courses, ("between", index, count)).held, current)
+        for point, count in self._received(run):
+            yield self._around(highest(self.courses, ("between", index, count)).held, point.current_gradient)
 
     def before_last_block(self, index: int, run: RunPass) -> None:
         """Each point in the block before the last in which most is alive then."""
         trace = self.trace
-        for point, (count, current) in zip(run.block.points, self._received(run), strict=True):
+        for point, count in self._received(run):
             seen = highest(self.courses, ("before", index, count), lambda seen: kept_bytes(self.these, seen.block))
             trace.hold("kept", *kept_before(self.these, seen.block))
             trace.at(f"backward of a block before the last: {point.name}", Phase.BACKWARD)
-            trace.pass_by(*point.lines, *self._around(seen.held, current))
+            trace.pass_by(*point.lines, *self._around(seen.held, point.current_gradient))
 
-    def _received(self, run: RunPass) -> Iterator[tuple[int, int]]:
+    def _received(self, run: RunPass) -> Iterator[tuple[BackwardPoint, int]]:
         for kind in points_of_kinds(run):
             points = tuple([(point.gradients, point.current_gradient) for point in kind])
-            yield from received_before(points, _sizes(self.whole, run.first))
+            yield from zip(kind, received_before(points, _sizes(self.whole, run.first)), strict=True)
 
     def below_blocks(self) -> list[tuple[str, Lines]]:
         """Each operator's gradients, beside those that have come to their weights."""
@@ -179,23 +180,23 @@ class Training(MicroBatch):
 
 
 @lru_cache(maxsize=4096)
-def received_before(points: tuple[tuple[int, int], ...], groups: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return how many groups of gradients DeepSpeed has received when each point of a backward is reached, and those being made.
+def received_before(points: tuple[tuple[int, int], ...], groups: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how many groups of gradients DeepSpeed has received when each point of a backward is reached.
 
     A point has the elements made by then and, of them, those being made; the latter arrive when it is over.
 
     >>> received_before(((4, 4), (4, 0), (11, 5)), (4, 2, 5))
-    ((0, 4), (1, 0), (2, 5))
+    (0, 1, 2)
     """
-    found, made, count = list[tuple[int, int]](), 0, 0
+    counts, made, count = [], 0, 0
     for gradients, current in points:
         latest = 0
         while count < len(groups) and made + groups[count] <= gradients:
             made += groups[count]
             count += 1
             latest = 1 if current and made == gradients else 0
-        found.append((count - latest, current))
-    return tuple(found)
+        counts.append(count - latest)
+    return tuple(counts)
 
 
 @lru_cache(maxsize=4096)

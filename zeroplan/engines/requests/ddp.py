@@ -1,15 +1,14 @@
 """The training step of ``DistributedDataParallel``, request by request, alone or with ``ZeroRedundancyOptimizer``."""
 
-from collections.abc import Hashable
 from functools import lru_cache
 
 from zeroplan.engines.ddp import filled_buckets
+from zeroplan.engines.ddp.reducer import plan_of
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, tensors_of_fullest
 from zeroplan.engines.optimizers import LocalTensor, implementation_of
-from zeroplan.engines.precisions import widths
 from zeroplan.engines.requests.log import Log
-from zeroplan.engines.requests.model import ModelPass
 from zeroplan.engines.requests.optimizer import Update
+from zeroplan.engines.requests.whole import WholePass
 from zeroplan.engines.rows import trained_row
 from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
@@ -17,24 +16,17 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl
 
 
-class Step(ModelPass):
+class Step(WholePass):
     """A rank's micro-batches and steps. The reducer makes its final buckets in the second forward."""
 
     def __init__(self, job: JobSpec, log: Log) -> None:
         """Take the job."""
-        super().__init__(job.model, job.recipe, job.batch, log)
-        self.job, self.stored = job, widths(job.recipe.precision).stored
-        self.impl = implementation_of(job.recipe)
-        self.optimizer, self.tensors = (
-            Update(job.recipe.optimizer, self.impl, self.stored),
-            _updated(job, self.impl, self.stored),
-        )
         self.wrapped = job.recipe.wraps_one_rank or job.mesh.dp_shard > 1
-        self.views = job.recipe.ddp.gradient_as_bucket_view and self.wrapped
-        self.whole: list[Hashable] = []
-        """Gradients that are their parameters', in the order of the backward."""
-        self.found = 0
-        """How many of them the backward that runs has added to."""
+        plan = plan_of(job.model, job.recipe, wrapped=self.wrapped)
+        super().__init__(job, log, plan)
+        self.job, self.stored, self.views = job, plan.element, plan.views
+        impl = implementation_of(job.recipe)
+        self.optimizer, self.tensors = Update(job.recipe.optimizer, impl, self.stored), _updated(job, impl, self.stored)
         self.forwards = 0
 
     def begin(self) -> None:
@@ -48,6 +40,7 @@ class Step(ModelPass):
 
     def before_forward(self) -> None:
         """``Reducer::rebuild_buckets``, in the second forward."""
+        super().before_forward()
         if self.forwards == 1 and self.wrapped:
             stays = self.views and self.recipe.sync_every_micro_batch and self.job.batch.grad_accum_steps > 1
             if not stays:
@@ -57,22 +50,6 @@ class Step(ModelPass):
                 self.log.request("buckets", n_bytes, kind, "a bucket of the reducer")
             self.log.release("first bucket")
         self.forwards += 1
-        self.found = 0
-
-    def arrived(self, gradients: list[Hashable]) -> None:
-        """``AccumulateGrad``, then the reducer's hook, which copies a gradient into its bucket."""
-        moves = self.views and (self.last or self.recipe.sync_every_micro_batch)
-        for one in gradients:
-            if self.found < len(self.whole):
-                self.log.release(one)
-                if moves:
-                    self.log.release(self.whole[self.found])
-                self.found += 1
-            elif moves:
-                self.log.release(one)
-            else:
-                self.whole.append(one)
-                self.found += 1
 
     def after_backward(self) -> None:
         """Each bucket is all-reduced as it fills; here they are noted together, at the end."""
@@ -99,8 +76,7 @@ class Step(ModelPass):
         if self.recipe.zero_stage:
             n_bytes = self.stored * sum(each.numel for each in every_tensor(self.job.model))
             self.log.call("broadcast", int(n_bytes), int(self.job.mesh.dp_shard))
-        self.log.release(*self.whole)
-        self.whole = []
+        self.gradients.release_gradients()
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,6 @@ from collections.abc import Hashable
 
 from zeroplan.engines.deepspeed import optimizer_impl
 from zeroplan.engines.deepspeed.abandoned import abandoned_states
-from zeroplan.engines.deepspeed.gradients import numel
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, offloads_parameters
 from zeroplan.engines.deepspeed.order import FORWARD
 from zeroplan.engines.deepspeed.quantized_gradients import Memory, Split, applies, is_quantized, quantized, sent_bytes
@@ -16,7 +15,7 @@ from zeroplan.engines.requests.coordinator import Gathers, ends_of, gathered, sa
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ENDING, ModelPass
 from zeroplan.engines.requests.optimizer import Update
-from zeroplan.engines.rows import Placed
+from zeroplan.engines.rows import Placed, numel
 from zeroplan.ledger import Kind, Phase
 from zeroplan.numeric import ceil_div, round_up
 from zeroplan.spec.job import JobSpec
