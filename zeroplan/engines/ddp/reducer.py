@@ -70,6 +70,8 @@ class Levels(NamedTuple):
 
     def at(self, made: int) -> Int:
         """What they take when so many elements have come to their parameters. [bytes]"""
+        if len(self.of_each) == 1:
+            return max([begin + slope * made for begin, slope in self.of_each[0]])
         each = [max([begin + slope * made for begin, slope in one]) for one in self.of_each]
         if each.count(each[0]) == len(each):
             return each[0]
