@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from zeroplan import SpecError, estimate
-from zeroplan.engines.deepspeed.flat import trained_row
 from zeroplan.engines.deepspeed.stage3.step import groups_of
 from zeroplan.engines.pipeline import accounts
 from zeroplan.engines.requests import STEPS, deepspeed_stage3, requests_of
 from zeroplan.engines.requests.log import Log
+from zeroplan.engines.rows import trained_row
 from zeroplan.ledger import Among, Kind, Phase, total_bytes
 from zeroplan.replay import StepReplay, trace_of
 from zeroplan.resolve import job

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, overload
 
 from zeroplan.ledger import Line, Moment, Phase, total_bytes
-from zeroplan.numeric import maximum
+from zeroplan.numeric import Int, maximum
 from zeroplan.weights import EMPTY, Highest, Pools, Weight, most, on_one_stream, summed, together, total, weigh
 
 
@@ -58,6 +58,12 @@ class Entry(NamedTuple):
     def n_moments(self) -> int:
         """The number of moments."""
         return 1 if self.inside is None else len(self.inside.points)
+
+    @property
+    def total_bytes(self) -> Int:
+        """The total of the highest of its moments. [bytes]"""
+        beside: Int = sum(map(total_bytes, self.alive))
+        return beside if self.inside is None else beside + maximum(0, *self.inside.totals)
 
     def moment(self, at: int = 0) -> Moment:
         """Return one of the moments, with its lines joined."""
@@ -245,6 +251,27 @@ class Trace:
         if lines and self.recording:
             self._write_down((*self._alive_now(), lines))
         self._risen = self._risen and not lines
+
+    def put_each(self, key: Hashable, line: Line, sizes: Sequence[int]) -> None:  # noqa: ARG002  a log writes each of them
+        """Allocate a line, which is the sum of tensors of these sizes."""
+        self.put(key, line)
+
+    def in_turn(self, line: Line, sizes: Sequence[int], operation: str = "", ranks: Int = 1) -> None:  # noqa: ARG002  likewise
+        """Allocate and free tensors of these sizes, one after the other, for a collective or none; the line is the largest."""
+        self.pass_by(line)
+
+    def call(self, operation: str, n_bytes: Int, ranks: Int) -> None:
+        """Ignore a collective: it takes no memory of its own."""
+
+    def become(self, key: Hashable, new: Hashable, line: Line) -> None:
+        """Free what a key holds but for this line, which another key holds from now on."""
+        self.drop(key)
+        self.hold(new, line)
+
+    def look(self) -> None:
+        """Record a moment, whatever was allocated before."""
+        self._risen = True
+        self._close()
 
     def pass_through(self, inside: Inside, name: str, phase: Phase) -> None:
         """Allocate and free the lines of each of several moments, one after the other."""

@@ -279,7 +279,7 @@ def test_every_phase_is_there(stage: int) -> None:
 
 
 def test_what_a_product_read_is_gone_when_the_gradient_of_its_weight_is_handed_on():
-    from zeroplan.engines.deepspeed.passes import passes
+    from zeroplan.engines.passes import passes
 
     (run,) = passes(TINY, recipe(2), BATCH).runs
     point = next(point for point in run.block.points if point.name == "gate projection")
@@ -388,8 +388,8 @@ def test_stage_3_lays_one_parameter_flat_without_a_copy():
 
 
 def test_the_forward_of_experts_and_of_frozen_blocks_is_said_to_be_a_bound_where_it_is_the_peak():
-    from zeroplan.engines.deepspeed.passes import passes
     from zeroplan.engines.deepspeed.stage3 import _bound  # the note alone: jobs whose forward is the peak are rare
+    from zeroplan.engines.passes import passes
 
     lower, higher = (Line(Kind.ACTIVATIONS, n_bytes, "some") for n_bytes in (1, 2))
     for phase, said in ((Phase.FORWARD, True), (Phase.BACKWARD, False)):

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from zeroplan.engines.deepspeed import course as courses
-from zeroplan.engines.deepspeed.course import Course, Held, Seen, corners, course_of, distinct_micro_batches
-from zeroplan.engines.deepspeed.flat import Placed, partition_elements, row
-from zeroplan.engines.deepspeed.gradients import Plan, copies_of
+from zeroplan.engines.deepspeed.course import Course, Held, Seen, corners, course_of
+from zeroplan.engines.deepspeed.gradients import Plan, copies_of, distinct_micro_batches
 from zeroplan.engines.deepspeed.stage12_backward import received_before
+from zeroplan.engines.rows import Placed, partition_elements, row
 from zeroplan.spec.model import ModelSpec
 
 TINY = ModelSpec(
@@ -183,7 +183,7 @@ def test_the_micro_batches_that_are_left_out_are_never_the_highest(stage: int, s
     some = plan(stage, **{**said, "collects": stage == 0}, bucket_size=150, micro_batches=3)
     some = some._replace(overlaps=some.overlaps and not some.collects, sums_in_fp32=some.sums_in_fp32 and stage == 2)
     short = _peaks(course_of(some))
-    monkeypatch.setattr(courses, "_micro_batches_to_run", lambda one: range(one.micro_batches))
+    monkeypatch.setattr(Plan, "highest", property(lambda one: range(one.micro_batches)))
     course_of.cache_clear()
     courses._during_the_backward.cache_clear()
     whole = _peaks(course_of(some))

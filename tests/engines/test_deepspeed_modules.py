@@ -9,7 +9,7 @@ import pytest
 
 from tests.transformer.tiny_configs import TINY, tiny_config
 from zeroplan.catalog.config import model_from_config
-from zeroplan.engines.deepspeed.modules import block_modules, executed_modules, rotary_calls
+from zeroplan.engines.modules import block_modules, executed_modules, rotary_calls
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.params import layout, runs_in_order
 

@@ -12,11 +12,11 @@ from tests.properties.nightly import drawn, held
 from zeroplan import BatchSpec, ClusterSpec, Fsdp2Options, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec, estimate
 from zeroplan.engines.deepspeed.buckets import schedule
 from zeroplan.engines.deepspeed.course import course_of
-from zeroplan.engines.deepspeed.flat import row
 from zeroplan.engines.deepspeed.gradients import Plan
 from zeroplan.engines.deepspeed.quantized import sharing_of
 from zeroplan.engines.megatron import ATTENTION_MASK
 from zeroplan.engines.quantised import TABLES
+from zeroplan.engines.rows import row
 from zeroplan.errors import SpecError
 from zeroplan.resolve import job as described
 from zeroplan.spec.adapter import AdapterSpec

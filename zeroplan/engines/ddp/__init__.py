@@ -14,11 +14,15 @@ from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.activations_away import with_activations_away
-from zeroplan.engines.ddp.step import Lines, MicroBatch, Step, Weights
+from zeroplan.engines.ddp.reducer import levels_of, plan_of
+from zeroplan.engines.ddp.step import Casts, Training
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
 from zeroplan.engines.frozen import ROUTED, frozen_lines, frozen_symbols
+from zeroplan.engines.micro_batch import Lines
 from zeroplan.engines.optimizers import counted, implementation_of, state_lines, step_temporary_lines, whole_tensors
+from zeroplan.engines.passes import Passes, kept_in_a_block, kept_symbols, passes
 from zeroplan.engines.precisions import compute_of, widths
+from zeroplan.engines.rows import Row, trained_row
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, ceil_div, for_each_value, where
@@ -26,10 +30,10 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
-from zeroplan.trace import Moments, entry_of
+from zeroplan.trace import Moments, Trace, entry_of
 from zeroplan.transformer.buffers import buffer_bytes, tables_in_layers
 from zeroplan.transformer.params import has_frozen, layout, parameter_count, trained_count, trained_layout
-from zeroplan.transformer.recomputed import first_recomputed, in_two, layout_by_recomputation
+from zeroplan.transformer.recomputed import first_recomputed, in_two
 from zeroplan.units import GIB, MIB
 
 _REDUCER = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::initialize_buckets"
@@ -52,41 +56,67 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     gradients already there. Source: torch 2.13, ``torch/nn/parallel/distributed.py`` and ``reducer.cpp``.
     """
     element_bytes, compute = widths(recipe.precision).stored, compute_of(recipe)
-    first = first_recomputed(model, recipe)
-    weights = _weights(model, first, fused="lora" in recipe.fused_parts)
+    whole, these = trained_row(model), passes(model, recipe, batch)
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
-    parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, _held(model), _REDUCER_OF)
+    parameters = _whole(Kind.PARAMETERS, element_bytes, whole.n_elements, _held(model), _REDUCER_OF)
     width = element_bytes if model.adapter is None else compute.element_bytes  # without adapters nobody casts what is frozen
     frozen = frozen_lines(model, width, element_bytes, "parameters", _REDUCER_OF)
-    buckets, gradients = _gradient_states(recipe, element_bytes, weights.total, mesh.dp_shard)
+    buckets, gradients = _gradient_states(recipe, element_bytes, whole.n_elements, mesh.dp_shard)
     tables = tables_in_layers(model, recipe, width)
     base = (parameters, *frozen, buckets, *held, *_scaler(recipe), *layout(model).buffers, *tables)
-    wrapped = 1 if recipe.wraps_one_rank else where(mesh.dp_shard > 1, 1, 0)
-    step = Step(weights, base, element_bytes, recipe, compute, batch.grad_accum_steps, wrapped)
-    one, states = MicroBatch(step, model, batch), (*base, *gradients)
-    one.forward()
-    one.backward()
+    states, copied = (*base, *gradients), _copied(model, recipe, these)
     at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
-    others = (at_step, *_buckets_rebuilt(step, (parameters, *frozen)))
-    moments = Moments((*one.trace.finished(), *map(entry_of, others)))
-    symbols = (*frozen_symbols(model), *_symbols(step, one.kept_casts), *counted(*held, *temporary))
-    notes = tuple(_notes(model, recipe, mesh.dp_shard))
-    answer = Account(states, moments, _collectives(step, model, mesh.dp_shard), symbols=symbols, notes=notes)
+    others = (at_step, *_buckets_rebuilt(recipe, whole, batch.grad_accum_steps, (parameters, *frozen)))
+    trace = Trace()
+    trace.hold("states", *base)
+    levels = levels_of(plan_of(model, recipe), batch.grad_accum_steps)
+    wrapped = 1 if recipe.wraps_one_rank else where(mesh.dp_shard > 1, 1, 0)
+    Training(trace, recipe, these, levels, copied, wrapped).run()
+    symbols = (*frozen_symbols(model), *_symbols(these, copied, batch.grad_accum_steps), *counted(*held, *temporary))
+    answer = Account(
+        states,
+        Moments((*trace.finished(), *map(entry_of, others))),
+        _collectives(recipe, model, batch.grad_accum_steps, mesh.dp_shard),
+        symbols=symbols,
+        notes=tuple(_notes(model, recipe, mesh.dp_shard)),
+        kept=kept_in_a_block(these),
+    )
     if not recipe.offload_activations:
         return answer
-    return with_activations_away(answer, zip(one.blocks, weights.layers, strict=True))
+    return with_activations_away(answer, ((run.block, run.n_blocks) for run in these.runs))
 
 
-def _buckets_rebuilt(step: Step, parameters: Lines) -> tuple[Moment, ...]:
+@lru_cache(maxsize=256)
+def _cast_elements(model: ModelSpec, first: int | None, *, fused: bool) -> tuple[dict[str, int], int]:
+    """Elements that autocast copies of a block of each kind, and of what is after the blocks.
+
+    ``fused``: kernels cast the adapters that they run, and autocast keeps no copies.
+    """
+    whole = trained_layout(model) if first is None else in_two(trained_layout(model), model, first)
+    head = whole.tail if whole.tied_head is None else (*whole.tail, whole.tied_head)
+    casts = model.adapter is None or (model.adapter.compute == "autocast" and not fused)
+    of_kinds = {run.name: sum(one.numel for one in run.parameters if one.autocast and casts) for run in whole.runs}
+    return of_kinds, sum(one.numel for one in head if one.autocast)
+
+
+def _copied(model: ModelSpec, recipe: RecipeSpec, these: Passes) -> Casts:
+    if not compute_of(recipe).autocast:
+        return Casts()
+    of_kinds, of_head = _cast_elements(model, first_recomputed(model, recipe), fused="lora" in recipe.fused_parts)
+    kept = tuple([run.block.cast_elements if run.recompute == "none" else 0 for run in these.runs])
+    return Casts(tuple([of_kinds[run.kind] for run in these.runs]), kept, of_head)
+
+
+def _buckets_rebuilt(recipe: RecipeSpec, whole: Row, accum: Int, parameters: Lines) -> tuple[Moment, ...]:
     """Second forward of the training: the reducer makes its final buckets while gradients still view the first one.
 
     Only where gradients are views and stay from one micro-batch to the next; there are no optimizer states yet.
     """
-    if not step.recipe.ddp.gradient_as_bucket_view or not step.recipe.sync_every_micro_batch:
+    if not recipe.ddp.gradient_as_bucket_view or not recipe.sync_every_micro_batch:
         return ()
-    width, total = step.element_bytes, step.weights.total
+    width, total = widths(recipe.precision).stored, whole.n_elements
     first = _whole(Kind.GRADIENTS, width, total, "gradients, views of the first bucket", _REBUILD)
-    final = _whole(Kind.REDUCE, width, where(step.accum > 1, total, 0), "the reducer's final buckets", _REBUILD)
+    final = _whole(Kind.REDUCE, width, where(accum > 1, total, 0), "the reducer's final buckets", _REBUILD)
     final = final._replace(formula=f"{final.formula}·M")
     return (Moment("second forward: buckets rebuilt", Phase.INIT, (*parameters, first, final)),)
 
@@ -109,13 +139,13 @@ def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
     yield f"ZeroRedundancyOptimizer gives each rank whole tensors: rank {found.rank} holds the most optimizer state{in_step}"
 
 
-def _symbols(step: Step, kept: tuple[int, ...]) -> tuple[Symbol, ...]:
-    """What the formulas count: micro-batches that came before, and the parts of the model."""
-    several, more = where(step.accum > 1, 1, 0), where(step.accum > 2, 1, 0)
+def _symbols(these: Passes, copied: Casts, accum: Int) -> tuple[Symbol, ...]:
+    """What the formulas count: micro-batches that came before, and what blocks keep."""
     return (
-        Symbol("M", several, "1 where an earlier micro-batch of the step left gradients, else 0"),
-        Symbol("M_2", more, "1 where at least two did, else 0"),
-        *_parts(step.weights, kept),
+        Symbol("M", where(accum > 1, 1, 0), "1 where an earlier micro-batch of the step left gradients, else 0"),
+        *_of_each("C", these.kinds, copied.in_forward, "elements that autocast copies in the forward of one {} block"),
+        *_of_each("K", these.kinds, copied.kept, "of them, kept by one {} block until its backward"),
+        *kept_symbols(these),
     )
 
 
@@ -124,19 +154,8 @@ def _held(model: ModelSpec) -> str:
     return f"{what}, whole on every rank"
 
 
-@lru_cache(maxsize=256)
-def _parts(weights: Weights, kept: tuple[int, ...]) -> tuple[Symbol, ...]:
-    kinds = weights.kinds
-    return (
-        Symbol("G_tail", weights.tail, "parameters of the final norm and, where it is not the embedding, the head"),
-        *_of_each("G", kinds, weights.elements, "parameters of one {} block"),
-        *_of_each("C", kinds, weights.casts, "elements that autocast copies in the forward of one {} block"),
-        *_of_each("K", kinds, kept, "of them, kept by one {} block until its backward"),
-    )
-
-
 def _of_each(letter: str, kinds: tuple[str, ...], numbers: tuple[int, ...], meaning: str) -> Iterator[Symbol]:
-    for kind, number in zip(kinds, numbers, strict=True):
+    for kind, number in dict(zip(kinds, numbers, strict=False)).items():
         yield Symbol(f"{letter}_{kind}", number, meaning.format(kind))
 
 
@@ -202,45 +221,21 @@ def _all_updated(model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, el
     )
 
 
-@lru_cache(maxsize=256)
-def _weights(model: ModelSpec, first: int | None, *, fused: bool) -> Weights:
-    """``fused``: kernels cast the adapters they run, and autocast keeps no copies."""
-    whole = trained_layout(model)
-    if first is not None:
-        whole = in_two(whole, model, first)
-    tied, runs = whole.tied_head, whole.runs
-    casts = model.adapter is None or (model.adapter.compute == "autocast" and not fused)
-    head = whole.tail if tied is None else (*whole.tail, tied)
-    return Weights(
-        total=sum(int(tensor.numel) for tensor in every_tensor(model)),
-        tail=sum(one.numel for one in whole.tail),
-        largest_embedding=max((one.numel for one in whole.embeddings if len(one.shape) > 1), default=0),
-        tied_head=0 if tied is None else tied.numel,
-        head_casts=sum(one.numel for one in head if one.autocast),
-        runs=layout_by_recomputation(model, first).runs,
-        kinds=tuple(run.name for run in runs),
-        layers=tuple(run.layers for run in runs),
-        elements=tuple(sum(one.numel for one in run.parameters) for run in runs),
-        casts=tuple(sum(one.numel for one in run.parameters if one.autocast and casts) for run in runs),
-    )
-
-
-def _collectives(step: Step, model: ModelSpec, ranks: Int) -> tuple[Collective, ...]:
+def _collectives(recipe: RecipeSpec, model: ModelSpec, accum: Int, ranks: Int) -> tuple[Collective, ...]:
     """All-reduce of all gradients; at stage 1 also a broadcast of every parameter by the rank that updated it.
 
     The all-reduce is a ring's reduce-scatter and all-gather, 2·Ψ elements. Torch's stage 1 does not replace it by a
     reduce-scatter, so it moves 3·Ψ, more than the 2·Ψ of the ZeRO paper (arXiv:1910.02054, section 7).
     """
-    recipe, total = step.recipe, step.weights.total
-    payload = step.element_bytes * total
-    calls = step.accum if recipe.sync_every_micro_batch else 1
+    total, width = trained_row(model).n_elements, widths(recipe.precision).stored
+    payload, calls = width * total, accum if recipe.sync_every_micro_batch else 1
     share = ceil_div(payload, ranks) * (ranks - 1)
     moved = where(ranks > 1, total, 0)
-    what = _in_buckets(bucket_count(model, step.element_bytes, recipe.ddp.bucket_cap_mb))
+    what = _in_buckets(bucket_count(model, width, recipe.ddp.bucket_cap_mb))
     reduce = Collective(
         "all_reduce", what, "backward", ranks, calls, payload, 2 * share * calls, 2 * moved * calls, _ALL_REDUCE
     )
-    kept = _buffers(step, model, ranks)
+    kept = _buffers(model, width, calls, ranks)
     if recipe.zero_stage == 0:
         return (reduce, *kept)
     updated = "parameters, each tensor by the rank that updated it"
@@ -251,12 +246,11 @@ def _collectives(step: Step, model: ModelSpec, ranks: Int) -> tuple[Collective, 
     )
 
 
-def _buffers(step: Step, model: ModelSpec, ranks: Int) -> tuple[Collective, ...]:
+def _buffers(model: ModelSpec, width: int, calls: Int, ranks: Int) -> tuple[Collective, ...]:
     """Rank 0's buffers, sent to all before a forward whose predecessor moved gradients; they are no part of the 2·Ψ."""
-    n_bytes = buffer_bytes(model, step.element_bytes)
+    n_bytes = buffer_bytes(model, width)
     if not n_bytes:
         return ()
-    calls = step.accum if step.recipe.sync_every_micro_batch else 1
     share = ceil_div(n_bytes, ranks) * (ranks - 1)
     what, sent = "buffers of the model", share * calls
     return (Collective("broadcast", what, "forward", ranks, calls, n_bytes, sent, 0, _BUFFERS, phase=Phase.FORWARD),)

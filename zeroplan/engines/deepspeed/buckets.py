@@ -11,9 +11,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed.flat import Placed, Row, Sizes
-from zeroplan.engines.deepspeed.modules import LEAF_FAMILIES
-from zeroplan.transformer.parameters import operator_of
+from zeroplan.engines.rows import Placed, Row, Sizes, handed_on, is_leaf, made_at_once, numel
 
 
 class Flush(NamedTuple):
@@ -54,7 +52,7 @@ def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
 
     Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``reduce_independent_p_g_buckets_and_remove_grads``.
 
-    >>> from zeroplan.engines.deepspeed.flat import row
+    >>> from zeroplan.engines.rows import row
     >>> from zeroplan.spec.model import ModelSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
@@ -64,66 +62,29 @@ def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
     flushes, inside = list[Flush](), list[Placed]()
     fill, made, block = 0, 0, whole.n_blocks
     for together in made_at_once(whole, leaves=leaves):
-        waiting = sum(_numel(each) for each in together)
+        waiting = sum(numel(each) for each in together)
         made = waiting + (made if together[0].block == block else 0)
         block = together[0].block
         for each in together:
-            if fill and fill + _numel(each) > size:
+            if fill and fill + numel(each) > size:
                 flushes.append(_flush(inside, fill, size, waiting)._replace(block=block, made=made))
                 inside, fill = [], 0
             inside.append(each)
-            fill += _numel(each)
-            waiting -= _numel(each)
+            fill += numel(each)
+            waiting -= numel(each)
     flushes.append(_flush(inside, fill, size, 0)._replace(made=made))
     return Schedule(whole, size, leaves, tuple(reversed(flushes)))
-
-
-def _numel(each: Placed) -> int:
-    return each.end - each.start
-
-
-@lru_cache(maxsize=256)
-def handed_on(whole: Row, *, leaves: bool) -> tuple[tuple[Placed, ...], ...]:
-    """Return gradients in the order in which they reach the bucket, those together that do so at once.
-
-    ZeRO-3 waits for the backward of a leaf module to end, and then takes its gradients in the order of the parameters (DeepSpeed
-    0.19.8, ``stage3.py``, ``create_reduce_and_remove_grad_hooks``).
-    """
-    groups: list[list[Placed]] = []
-    for each in reversed(whole.executed):
-        together = leaves and groups and _leaf(whole, each) and _leaf(whole, groups[-1][0])
-        if together and groups[-1][0].block == each.block:
-            groups[-1].append(each)
-        else:
-            groups.append([each])
-    return tuple(tuple(sorted(group, key=lambda each: each.start)) for group in groups)
-
-
-def made_at_once(whole: Row, *, leaves: bool = False) -> Iterator[tuple[Placed, ...]]:
-    """Yield gradients in the order in which they reach the bucket, together those that one operator makes.
-
-    A product makes its weight's and its bias's, and a norm its two; the one waits while the other goes into the bucket.
-    """
-    in_order = handed_on(whole, leaves=leaves)
-    for _, groups in groupby(in_order, key=lambda group: (group[0].block, operator_of(group[0].parameter.name))):
-        yield tuple(each for group in groups for each in group)
-
-
-def _leaf(whole: Row, each: Placed) -> bool:
-    """Whether a parameter belongs to a module that is gathered as one: all of the MLP of a block with experts."""
-    name = each.parameter.name
-    return whole.model.family in LEAF_FAMILIES and name.startswith(("mlp.experts.", "mlp.gate."))
 
 
 @lru_cache(maxsize=4096)
 def leaf_elements(whole: Row, block: int) -> int:
     """Elements of a block's parameters that are in a module gathered as one, 0 where there is none."""
-    return sum(_numel(each) for each in whole.placed if each.block == block and _leaf(whole, each))
+    return sum(numel(each) for each in whole.placed if each.block == block and is_leaf(whole, each))
 
 
 def _flush(inside: list[Placed], fill: int, size: int, arriving: int) -> Flush:
     low, high = min(each.start for each in inside), max(each.end for each in inside)
-    sizes = tuple(Counter(map(_numel, inside)).items())
+    sizes = tuple(Counter(map(numel, inside)).items())
     return Flush(low, high, fill, len(inside) == 1, fill > size, arriving, -1, 0, sizes)
 
 
@@ -136,7 +97,7 @@ def waiting_elements(buckets: Schedule, block: int, made: int) -> tuple[int, int
     waits, so_far = [0, 0], 0
     for each in reversed(buckets.whole.executed):
         if each.block == block and so_far < made:
-            so_far += _numel(each)
+            so_far += numel(each)
             waits.append(_waiting_after(buckets, each))
     return waits[-1], waits[-2]
 
@@ -147,8 +108,8 @@ def _waiting_after(buckets: Schedule, latest: Placed) -> int:
     together = next(group for group in handed_on(buckets.whole, leaves=buckets.leaves) if latest in group)
     order = [each for each in reversed(buckets.whole.executed) if each in together]
     if latest is not order[-1]:
-        return sum(_numel(each) for each in order[: order.index(latest) + 1])
-    last = _numel(together[-1])
+        return sum(numel(each) for each in order[: order.index(latest) + 1])
+    last = numel(together[-1])
     return last if last > buckets.size else 0
 
 
@@ -175,8 +136,8 @@ def _fills(buckets: Schedule) -> dict[int, tuple[tuple[int, int], ...]]:
         found[block] = [(0, fill)]
         for group in of_block.get(block, []):
             for each in group:
-                fill = _numel(each) + (fill if fill + _numel(each) <= buckets.size else 0)
-                made += _numel(each)
+                fill = numel(each) + (fill if fill + numel(each) <= buckets.size else 0)
+                made += numel(each)
             found[block].append((made, fill))
     return {block: tuple(after) for block, after in found.items()}
 

@@ -11,10 +11,10 @@ from functools import lru_cache
 from itertools import accumulate, permutations
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed.flat import Row, embedding_elements, has_tied_head
 from zeroplan.engines.deepspeed.gathers import Piece, Sharing, Taken, taken
 from zeroplan.engines.deepspeed.notes import Gathered, Note, Noted, Sent, Taking, per_gradient, per_module, sizes
 from zeroplan.engines.deepspeed.order import BACKWARD, FORWARD, Freed, Step, trace
+from zeroplan.engines.rows import Row, embedding_elements, has_tied_head
 from zeroplan.numeric import ceil_div, round_up
 from zeroplan.spec.recipe import DeepSpeedOptions
 

@@ -1,21 +1,19 @@
-"""What do gradients and reduce buckets take from event to event of a backward pass, under stages 0 to 2 of DeepSpeed?
+"""What do gradients and reduce buckets take from event to event of a backward pass, where parameters are whole on every rank?
 
-DeepSpeed's program (:mod:`zeroplan.engines.deepspeed.gradients`) runs, and the most that is alive is noted at every place.
+The engine's program of gradients (:mod:`zeroplan.engines.collecting`) runs, and the most that is alive is noted at every place.
 Activations are not known here, so one course serves every batch: where most is alive with activations beside the gradients,
 :func:`highest` says, for one job or for a column of jobs.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import groupby
 from typing import NamedTuple, TypeAlias, cast
 
-from zeroplan.engines.deepspeed.buckets import made_at_once
-from zeroplan.engines.deepspeed.flat import Placed, Row
-from zeroplan.engines.deepspeed.gradients import Collecting, Event, Partitioned, Plan, numel
-from zeroplan.ledger import Kind
+from zeroplan.engines.collecting import Counts, Event, groups_of, receive
+from zeroplan.engines.deepspeed.gradients import Plan
+from zeroplan.engines.rows import numel
 from zeroplan.numeric import Bool, Int, maximum, where
 
 
@@ -52,7 +50,7 @@ Place: TypeAlias = tuple[str | int, ...]
 """Where something is seen:
 
 - ``("forward",)``: before the first gradient of a micro-batch
-- ``("between", run, count)``: in the last block of a run (-1: embedding; the number of runs: head), when DeepSpeed has received so
+- ``("between", run, count)``: in the last block of a run (-1: embedding; the number of runs: head), when the engine has received so
   many groups of that block's gradients
 - ``("before", run, count)``: the same in the blocks before that one, where there are any
 - ``("during", event)``: at an event of the backward
@@ -60,21 +58,6 @@ Place: TypeAlias = tuple[str | int, ...]
 """
 Course: TypeAlias = dict[Place, tuple[Seen, ...]]
 """The highest of what was seen, by place: no other moment at its place has both as much held and as many blocks before it."""
-Group: TypeAlias = tuple[Placed, ...]
-
-
-def distinct_micro_batches(stage: int, *, overlaps: bool) -> int:
-    """How many micro-batches of a step differ: the first, the last, and at stage 1 with overlap one in the middle.
-
-    Only there does the last one reduce its gradients while those of the ones before are whole.
-    """
-    return 3 if stage == 1 and overlaps else 2
-
-
-@lru_cache(maxsize=256)
-def groups_of(whole: Row) -> dict[int, tuple[Group, ...]]:
-    """Return the gradients of each block in the order of the backward, those together that one operator makes."""
-    return {block: tuple(groups) for block, groups in groupby(made_at_once(whole), key=lambda group: group[0].block)}
 
 
 @lru_cache(maxsize=512)
@@ -83,10 +66,11 @@ def course_of(plan: Plan) -> Course:
 
     Where gradients are reduced at the end of a backward only, the course up to there is the same for ranks with other shares.
 
-    >>> from zeroplan.engines.deepspeed.flat import row
+    >>> from zeroplan.engines.rows import row
     >>> from zeroplan.spec.model import ModelSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
+    >>> from zeroplan.engines.deepspeed.gradients import Plan
     >>> two = Plan(row(tiny), (0,), False, 2, 2, 500, False, True, True, False, False, 676, 1)
     >>> {event: max(seen.held.copy for seen in course_of(two)["during", event]) for event in ("arrives", "reduced")}
     {'arrives': 0, 'reduced': 912}
@@ -94,11 +78,9 @@ def course_of(plan: Plan) -> Course:
     The first bucket (480 elements) is one rank's, so a view of it is reduced. The second (456) lies in both ranks' shares: its four
     slices are laid flat in a copy. The last (416) is one rank's again.
     """
-    if plan.stage == 2 or plan.overlaps:
+    if plan.reduces != "after the backward":
         return _run(plan)
-    if plan.collects:
-        return _run(plan._replace(partition=0)) if plan.partition else _run(plan)
-    return _during_the_backward(plan._replace(partition=0)) | _after_the_backward(plan)
+    return _during_the_backward(plan.of(0, plan.micro_batches)) | _after_the_backward(plan)
 
 
 @lru_cache(maxsize=512)
@@ -108,8 +90,8 @@ def _during_the_backward(plan: Plan) -> Course:
 
 
 def _after_the_backward(plan: Plan) -> Course:
-    notes = Notes(plan)
-    engine = Partitioned(plan, notes)
+    notes = Notes(plan=plan)
+    engine = plan.program(notes)
     engine.request_earlier()
     notes.enter(None)
     engine.end()
@@ -117,20 +99,20 @@ def _after_the_backward(plan: Plan) -> Course:
 
 
 def _run(plan: Plan, *, ends: bool = True) -> Course:
-    notes = Notes(plan)
-    engine = (Collecting if plan.collects else Partitioned)(plan, notes)
+    notes = Notes(plan=plan)
+    engine = plan.program(notes)
     of_block = groups_of(plan.whole)
-    which = _micro_batches_to_run(plan)
-    if which[0]:
+    if plan.highest[0]:
         engine.request_earlier()
-    for one in which:
+    for one in plan.highest:
         engine.last = one == plan.micro_batches - 1
         notes.begin_micro_batch()
         for block in range(plan.whole.n_blocks, -2, -1):
             notes.enter(block)
             notes.between(0)
             for count, group in enumerate(of_block.get(block, ())):
-                _receive(group, engine, notes)
+                notes.made += sum(map(numel, group))
+                receive(group, engine)
                 notes.between(count + 1)
         notes.enter(None)
         if ends:
@@ -138,39 +120,11 @@ def _run(plan: Plan, *, ends: bool = True) -> Course:
     return notes.course()
 
 
-def _receive(group: Group, engine: Collecting, notes: "Notes") -> None:
-    """DeepSpeed receives the gradients that one operator made."""
-    notes.made += sum(map(numel, group))
-    keys = [engine.request_gradient(each) for each in group]
-    notes.note("arrives")
-    for each, key in zip(group, keys, strict=True):
-        engine.arrived(each, key)
-
-
-def _micro_batches_to_run(plan: Plan) -> range:
-    """Return the micro-batches of a step that can hold the most: the last one, whose predecessors' gradients are alive in it too.
-
-    The one before it can hold more in two cases. At stage 1 with overlap the last micro-batch reduces gradients, and those before
-    add them up whole. With offload the last one frees gradients too large for the bucket as they go to the host, and those before
-    keep them to the end of their backward.
-    """
-    last = plan.micro_batches - 1
-    has_less = (plan.stage == 1 and plan.overlaps) or plan.offloads
-    return range(max(0, last - 1) if has_less else last, last + 1)
-
-
-@dataclass(slots=True)
-class Notes:
+@dataclass(slots=True, kw_only=True)
+class Notes(Counts):
     """Counts what is alive, and notes the highest at each place."""
 
     plan: Plan
-    stream: int = 0
-    alive: dict[Hashable, int] = field(default_factory=dict)
-    """By key, which is a number for a gradient. [bytes]"""
-    gradients: int = 0
-    """What all gradients take. [bytes]"""
-    n_bytes: int = 0
-    """What everything takes. [bytes]"""
     block: int | None = None
     """None: the backward is over."""
     run: int = 0
@@ -179,38 +133,6 @@ class Notes:
     made: int = 0
     seen: dict[Place, list[Seen]] = field(default_factory=dict)
     """As in a course, but an event of the backward has a place for each run and each number of gradients made in a block."""
-
-    def request(self, key: Hashable, n_bytes: int, kind: Kind, reason: str) -> None:  # noqa: ARG002  as a log's
-        """Request memory, if any; twice under one key is more of it."""
-        if n_bytes:
-            self._hold(key, n_bytes)
-
-    def _hold(self, key: Hashable, n_bytes: int) -> None:
-        self.alive[key] = self.alive.get(key, 0) + n_bytes
-        self.n_bytes += n_bytes
-        if isinstance(key, int):
-            self.gradients += n_bytes
-
-    def release(self, *keys: Hashable) -> None:
-        """Release what these keys hold, if anything."""
-        for key in keys:
-            if n_bytes := self.alive.pop(key, 0):
-                self.n_bytes -= n_bytes
-                if isinstance(key, int):
-                    self.gradients -= n_bytes
-
-    def rename(self, key: Hashable, new: Hashable) -> None:
-        """Hold what a key holds under another one, beside what that holds."""
-        n_bytes = self.alive[key]
-        self.release(key)
-        self._hold(new, n_bytes)
-
-    def has(self, key: Hashable) -> bool:
-        """Whether a key holds anything."""
-        return key in self.alive
-
-    def call(self, operation: str, n_bytes: int, ranks: int) -> None:
-        """A collective begins, which takes no memory of its own."""
 
     def begin_micro_batch(self) -> None:
         """Note what is there during a forward."""
@@ -291,12 +213,12 @@ class Courses(NamedTuple):
 def courses_of(plan: Plan, partition: Int, micro_batches: Int) -> Courses:
     """Go through ``plan`` for every share and number of micro-batches; columns of both belong together."""
     if isinstance(partition, int) and isinstance(micro_batches, int):
-        return Courses((course_of(plan._replace(partition=partition, micro_batches=micro_batches)),), 0)
+        return Courses((course_of(plan.of(partition, micro_batches)),), 0)
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
     pairs = np.stack(np.broadcast_arrays(partition, micro_batches), axis=-1)
     distinct, which = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
-    found = tuple(course_of(plan._replace(partition=int(share), micro_batches=int(number))) for share, number in distinct)
+    found = tuple(course_of(plan.of(int(share), int(number))) for share, number in distinct)
     return Courses(found, cast("Int", which.reshape(pairs.shape[:-1]) if len(found) > 1 else 0))
 
 
@@ -323,11 +245,17 @@ def _in_columns(seen: list[Sequence[Seen]], which: Int) -> Sequence[Seen]:
 def _column(seen: list[Seen], which: Int) -> Seen:
     if all(each == seen[0] for each in seen):
         return seen[0]
+    rows = zip(*[(each.block, each.made, *each.held) for each in seen], strict=True)
+    block, made, *held = (_picked(cast("tuple[int, ...]", values), which) for values in rows)
+    return Seen(block, made, Held(*held))
+
+
+def _picked(values: tuple[int, ...], which: Int) -> Int:
+    if values.count(values[0]) == len(values):
+        return values[0]
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
-    table = np.array([(each.block, each.made, *each.held) for each in seen], dtype=np.int64)
-    block, made, *held = np.moveaxis(table[which], -1, 0)
-    return Seen(block, made, Held(*held))
+    return cast("Int", np.array(values, dtype=np.int64)[which])
 
 
 def _either(condition: Bool, yes: Seen, no: Seen) -> Seen:

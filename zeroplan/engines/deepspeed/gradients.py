@@ -6,30 +6,19 @@ Methods have the names of DeepSpeed's own. The same program requests memory of a
 Source: DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py``.
 """
 
-from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, Union
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
-from zeroplan.engines.deepspeed.flat import Placed, Row, touched_elements
+from zeroplan.engines.collecting import Collecting, Memory
 from zeroplan.engines.deepspeed.offload import offloads_optimizer
 from zeroplan.engines.precisions import widths
+from zeroplan.engines.rows import Placed, Row, numel, touched_elements
 from zeroplan.ledger import Kind
 from zeroplan.spec.recipe import RecipeSpec
-
-if TYPE_CHECKING:
-    from zeroplan.engines.deepspeed.course import Notes
-    from zeroplan.engines.requests.log import Log
 
 FP32, FP64 = 4, 8
 _REDUCES = 1
 """The number of the stream on which buckets are reduced where ``overlap_comm`` is on."""
-
-Event: TypeAlias = Literal["arrives", "copied", "reduced", "kept", "leaves"]
-"""A gradient arrives at DeepSpeed; with offload, one that is too large for the bucket is copied; a bucket is reduced; this rank's
-part of it has been kept, or leaves for the host."""
-
-
-Memory: TypeAlias = Union["Log", "Notes"]
-"""What the program requests memory of."""
 
 
 class Plan(NamedTuple):
@@ -53,7 +42,42 @@ class Plan(NamedTuple):
     partition: int
     """Elements of a rank's share."""
     micro_batches: int
-    """Of a step, as far as they differ (``distinct_micro_batches``)."""
+    """Of a step, as far as they differ (:func:`distinct_micro_batches`)."""
+
+    @property
+    def reduces(self) -> Literal["never", "during the backward", "after the backward"]:
+        """When gradients are reduced, for which this rank's share matters."""
+        if self.stage == 2 or self.overlaps:
+            return "during the backward"
+        return "never" if self.collects else "after the backward"
+
+    @property
+    def highest(self) -> range:
+        """The micro-batches of a step that can hold the most: the last one, in which what those before have left is alive too.
+
+        The one before it can hold more in two cases. At stage 1 with overlap the last micro-batch reduces gradients, and those
+        before add them up whole. With offload the last one frees gradients too large for the bucket as they go to the host, and
+        those before keep them to the end of their backward.
+        """
+        last = self.micro_batches - 1
+        has_less = (self.stage == 1 and self.overlaps) or self.offloads
+        return range(max(0, last - 1) if has_less else last, last + 1)
+
+    def of(self, partition: int, micro_batches: int) -> "Plan":
+        """The same for another share, and so many micro-batches."""
+        return self._replace(partition=partition, micro_batches=micro_batches)
+
+    def program(self, memory: Memory, ranks: int = 1) -> Collecting:
+        """What DeepSpeed does with gradients."""
+        return (Collecting if self.collects else Partitioned)(self, memory, ranks)
+
+
+def distinct_micro_batches(stage: int, *, overlaps: bool) -> int:
+    """How many micro-batches of a step differ: the first, the last, and at stage 1 with overlap one in the middle.
+
+    Only there does the last one reduce its gradients while those of the ones before are whole.
+    """
+    return 3 if stage == 1 and overlaps else 2
 
 
 def sums_in_fp32(recipe: RecipeSpec) -> bool:
@@ -89,55 +113,10 @@ def plan_of(recipe: RecipeSpec, whole: Row, firsts: tuple[int, ...] = (), partit
     )
 
 
-def numel(each: Placed) -> int:
-    """Elements of a parameter."""
-    return each.end - each.start
-
-
-class Collecting:
-    """Gradients stay where autograd makes them until the end of the backward: there is no ZeRO optimizer."""
-
-    def __init__(self, plan: Plan, memory: Memory, ranks: int = 1) -> None:
-        """Begin with no gradient."""
-        self.plan, self.memory, self.ranks = plan, memory, ranks
-        self.last = True
-        """The micro-batch is the step's last."""
-        self.made: dict[int, Hashable] = {}
-        """The key of the gradient that a parameter has, by where the parameter starts."""
-
-    def request_earlier(self) -> None:
-        """Request what earlier micro-batches of the step have left: all gradients."""
-        for each in self.plan.whole.placed:
-            self.made[each.start] = self.request_gradient(each)
-
-    def request_gradient(self, each: Placed) -> int:
-        """Autograd makes a gradient. Return its key, which no other gradient has."""
-        key = -1 - each.start if each.start in self.made else each.start
-        self.memory.request(key, self.plan.element * numel(each), Kind.UNSHARDED_GRADIENTS, "gradient of a weight")
-        return key
-
-    def arrived(self, each: Placed, key: Hashable) -> None:
-        """A gradient comes to its parameter, or is added to what that has."""
-        if each.start in self.made:
-            self.memory.release(key)
-        else:
-            self.made[each.start] = key
-        self.process_gradients(each)
-
-    def process_gradients(self, each: Placed) -> None:
-        """What DeepSpeed's hook does with a gradient that has come."""
-
-    def end(self) -> None:
-        """The backward is over."""
-
-    def release_gradients(self) -> None:
-        """All gradients go."""
-        self.memory.release(*self.made.values())
-        self.made.clear()
-
-
 class Partitioned(Collecting):
     """``DeepSpeedZeroOptimizer``, stages 1 and 2."""
+
+    plan: Plan
 
     def __init__(self, plan: Plan, memory: Memory, ranks: int = 1) -> None:
         """Begin with empty buckets."""

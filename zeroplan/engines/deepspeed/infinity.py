@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule
-from zeroplan.engines.deepspeed.flat import Placed, Row
 from zeroplan.engines.deepspeed.offload import members
 from zeroplan.engines.deepspeed.sources import FLAT_ON_HOST, FP64, NORM_PIECE, STAGE3
 from zeroplan.engines.formulas import times
 from zeroplan.engines.pinned import taken_bytes
+from zeroplan.engines.rows import Placed, Row
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, for_each_value, round_up

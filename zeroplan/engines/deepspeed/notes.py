@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed.flat import Sizes
 from zeroplan.engines.deepspeed.order import BACKWARD, Step
+from zeroplan.engines.rows import Sizes
 
 #: The key of the notes on a block's recomputation as a whole; before a module's name, of that when this module is gathered.
 RECOMPUTED = "recomputed"

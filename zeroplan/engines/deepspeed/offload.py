@@ -2,8 +2,8 @@
 
 from functools import lru_cache
 
-from zeroplan.engines.deepspeed.buckets import Schedule, handed_on
-from zeroplan.engines.deepspeed.flat import Placed
+from zeroplan.engines.deepspeed.buckets import Schedule
+from zeroplan.engines.rows import Placed, handed_on
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Line
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec

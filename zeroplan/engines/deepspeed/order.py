@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from zeroplan.engines.deepspeed.flat import Row
-from zeroplan.engines.deepspeed.modules import (
+from zeroplan.engines.modules import (
     LEAF_FAMILIES,
     backward_order,
     block_modules,
@@ -18,6 +17,7 @@ from zeroplan.engines.deepspeed.modules import (
     reading_the_input,
     rotary_calls,
 )
+from zeroplan.engines.rows import Row
 from zeroplan.errors import SpecError
 from zeroplan.transformer.params import has_frozen, is_frozen, layout
 

@@ -11,8 +11,8 @@ from math import prod
 from typing import NamedTuple
 
 from zeroplan.engines.deepspeed.buckets import Schedule
-from zeroplan.engines.deepspeed.flat import Row, row
 from zeroplan.engines.deepspeed.offload import members
+from zeroplan.engines.rows import Row, row
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Collective, Kind, Line
 from zeroplan.numeric import Bool, Int, ceil_div, for_each_value, maximum, round_up, where

@@ -6,8 +6,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from zeroplan.engines.deepspeed.passes import Passes, RunPass
 from zeroplan.engines.formulas import total_formula
+from zeroplan.engines.passes import Passes, RunPass
 from zeroplan.engines.sources import FLOWING
 from zeroplan.ledger import Kind, Line, Role, total_bytes
 from zeroplan.memo import recalled

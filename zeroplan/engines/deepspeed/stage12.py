@@ -6,12 +6,10 @@ state of that share. Rank 0 is described, whose share begins with the embedding.
 
 from zeroplan.engines.account import Account
 from zeroplan.engines.deepspeed.abandoned import abandoned_states, beside
-from zeroplan.engines.deepspeed.gradients import sums_in_fp32
 from zeroplan.engines.deepspeed.numbers import numbers_partitioned
 from zeroplan.engines.deepspeed.offload import kept_as, note, offloads_optimizer, on_host
-from zeroplan.engines.deepspeed.passes import kept_in_a_block, passes
-from zeroplan.engines.deepspeed.sources import FP64, SHARE, STAGE12
-from zeroplan.engines.deepspeed.stage12_backward import training_moments
+from zeroplan.engines.deepspeed.sources import SHARE, STAGE12
+from zeroplan.engines.deepspeed.stage12_backward import trained
 from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
     frozen_weights,
@@ -20,14 +18,16 @@ from zeroplan.engines.deepspeed.stage12_lines import (
     symbols,
 )
 from zeroplan.engines.deepspeed.stage12_offload import host_lines, host_symbols, way_back
-from zeroplan.engines.formulas import times, unless_zero
+from zeroplan.engines.formulas import times
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
+from zeroplan.engines.passes import kept_in_a_block, passes
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
-from zeroplan.numeric import Bool, Int, ceil_div, where
+from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
+from zeroplan.trace import Entry, Moments, entry_of
 from zeroplan.transformer.params import layout
 
 _WHOLE = f"N·{SHARE}"
@@ -54,27 +54,25 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     here = tuple(map(on_host, updated)) if away else updated
     left = abandoned_states(recipe, job.whole.n_elements, job.element)
     persistent = (flat, *frozen, *here, *left, *way_back(job), *layout(model).buffers)
-    step = _step_away(job) if away else _step(job, temporary)
-    training = (*training_moments(job, these), *step)
-    alive = tuple(moment.beside(persistent) for moment in training)
+    training = trained(job, impl, these, persistent, () if away else temporary)
     start = beside(_init(job, (flat, here[0], *frozen)), left)
     return Account(
         (*persistent, own_gradients(job)),
-        (*start, *alive),
+        Moments((*map(entry_of, start), *training)),
         _collectives(job, batch),
         host=host_lines(job, updated, temporary),
         symbols=(*symbols(job, these), *host_symbols(job), *counted(*updated, *temporary)),
-        notes=(*_notes(job, start[0], alive), *note(recipe)),
+        notes=(*_notes(job, start[0], training), *note(recipe)),
         kept=kept_in_a_block(these),
     )
 
 
-def _notes(job: Job, laid_flat: Moment, later: tuple[Moment, ...]) -> tuple[str, ...]:
+def _notes(job: Job, laid_flat: Moment, later: tuple[Entry, ...]) -> tuple[str, ...]:
     """Say where the model and its flat copy are the peak: DeepSpeed makes that copy on the GPU only if it has room for it."""
     highest = laid_flat.total_bytes
     if not job.recipe.deepspeed.flatten_on_accelerator or not isinstance(highest, int):
         return ()
-    totals = (moment.total_bytes for moment in later)  # of a grid of batches columns, beside which no one number is the peak
+    totals = (entry.total_bytes for entry in later)  # of a grid of batches columns, beside which no one number is the peak
     return () if any(not isinstance(total, int) or total > highest for total in totals) else (_FLAT_IS_THE_PEAK,)
 
 
@@ -87,62 +85,6 @@ def weights_of(job: Job) -> tuple[Line, ...]:
         Line(Kind.OPTIMIZER_STATE, job.master * job.partition, master, times(job.master, SHARE), STAGE12),
         *frozen_weights(job),
     )
-
-
-def _is_one_slice(job: Job) -> Bool:
-    """Whether the share is a slice of one gradient: that is laid flat as it is, without a copy (torch, ``flatten``)."""
-    return job.whole.placed[0].end >= job.partition
-
-
-def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
-    """Return the moments of ``step``: norm, flattening, update."""
-    own = own_gradients(job)
-    moments: list[Moment] = []
-    if job.recipe.deepspeed.compute_grad_norm:
-        moments.append(Moment("gradient norm", Phase.STEP, (own, in_fp64(job))))
-    if sums_in_fp32(job.recipe):
-        return (*moments, Moment("optimizer step: update", Phase.STEP, (own, *temporary)))
-    flat, taken, still = laid_flat(job, own)
-    return (
-        *moments,
-        Moment("optimizer step: gradients flattened", Phase.STEP, (own, flat, taken)),
-        Moment("optimizer step: update", Phase.STEP, (still, taken, *temporary)),
-    )
-
-
-def in_fp64(job: Job) -> Line:
-    """The copy that a gradient's norm is taken of. [bytes]"""
-    reason = "largest gradient of this rank's share in fp64"
-    return Line(Kind.OPTIMIZER_TEMPORARY, FP64 * job.largest, reason, "8·G_max", _NORM)
-
-
-def laid_flat(job: Job, own: Line) -> tuple[Line, Line, Line]:
-    """Return the gradients laid flat, as the optimizer takes them, and what was kept as far as these are a view of it.
-
-    In the optimizer's dtype, what is laid flat is taken as it is.
-    """
-    one, same = _is_one_slice(job), job.element == job.master
-    copied = where(one, 0, job.partition)
-    flat_bytes: Int = 0 if same else job.element * copied
-    taken_bytes = job.master * (copied if same else job.partition)
-    still_bytes = where(one, own.n_bytes, 0) if same else 0
-    flat = Line(
-        Kind.OPTIMIZER_TEMPORARY, flat_bytes, "gradients of this rank's share, flattened",
-        unless_zero(flat_bytes, f"{job.element}·{SHARE}"), STAGE12,
-    )  # fmt: skip
-    taken = Line(
-        Kind.GRADIENTS, taken_bytes, "gradients of this rank's share, as the optimizer takes them",
-        unless_zero(taken_bytes, times(job.master, SHARE)), f"{STAGE12}, step",
-    )  # fmt: skip
-    return flat, taken, own._replace(n_bytes=still_bytes, formula=unless_zero(still_bytes, own.formula))
-
-
-def _step_away(job: Job) -> tuple[Moment, ...]:
-    """Return the moment of ``step`` where the CPU takes it: nothing but a copy of the share comes back."""
-    own = own_gradients(job)
-    if sums_in_fp32(job.recipe):  # the forward of a later micro-batch has the same tensor, and is no moment of the next step
-        own = own._replace(reason="fp32 gradients of this rank's share, released when the step ends")
-    return (Moment("optimizer step: on the CPU", Phase.STEP, (own,)),)
 
 
 def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:

@@ -1,40 +1,27 @@
 """When can memory peak in the forward and backward passes of DeepSpeed's stages 0 to 2, gradients and buckets included?
 
-Activations come from :mod:`zeroplan.engines.deepspeed.passes`, gradients from :mod:`zeroplan.engines.deepspeed.course`; at each
-place the moment is chosen at which both together are highest.
+Beside the points of the model's passes these are the events of DeepSpeed's own program; of each event the moment is chosen at which
+gradients and activations together are highest.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 
-from zeroplan.engines.deepspeed.course import Courses, Held, Seen, courses_of, distinct_micro_batches, groups_of, highest
-from zeroplan.engines.deepspeed.flat import embedding_elements, embedding_symbol, has_tied_head, head_elements
-from zeroplan.engines.deepspeed.gradients import Event, numel, plan_of
-from zeroplan.engines.deepspeed.passes import (
-    Passes,
-    RunPass,
-    around_block,
-    embedding_instant,
-    forward_instant,
-    head_instants,
-    kept_before,
-    kept_bytes,
-    loss_instant,
-    shared_at,
-)
+from zeroplan.engines.collecting import Event, groups_of, operators_below
+from zeroplan.engines.deepspeed.course import Courses, Held, Seen, courses_of, highest
+from zeroplan.engines.deepspeed.gradients import distinct_micro_batches, plan_of
 from zeroplan.engines.deepspeed.running import points_of_kinds, running_lines, running_size
 from zeroplan.engines.deepspeed.sources import STAGE12
-from zeroplan.engines.deepspeed.stage12_lines import (
-    Job,
-    gradient_line,
-    own_gradients,
-    tied_head,
-    whole_gradients,
-)
+from zeroplan.engines.deepspeed.stage12_lines import Job, gradient_line, own_gradients
+from zeroplan.engines.deepspeed.wrappers import Around, wrapper_of
 from zeroplan.engines.formulas import product, times, unless_zero
-from zeroplan.engines.sources import INPUT_BUFFER
-from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
+from zeroplan.engines.micro_batch import Lines, MicroBatch
+from zeroplan.engines.passes import Passes, RunPass, kept_before, kept_bytes, shared_at
+from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, head_elements, numel
+from zeroplan.ledger import Kind, Line, Phase, total_bytes
 from zeroplan.numeric import Int, maximum, minimum, where
+from zeroplan.spec.recipe import OptimizerImpl
+from zeroplan.trace import Entry, Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
 
 _BUCKETS = f"{STAGE12}, setup_buckets"
@@ -64,17 +51,157 @@ _COPIES: dict[Event, tuple[str, str]] = {
 _COPY = ("copy of the bucket that is all-reduced", f"{STAGE12}, allreduce_bucket")
 
 
-def training_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
-    """Return every moment of forward and backward passes, up to the end of the last backward."""
-    courses = _courses(job, these)
-    return (
-        *_forward(job, these, courses),
-        *_head(job, these, courses),
-        *(moment for at, run in enumerate(these.runs) for moment in _blocks(job, these, courses, (at, run))),
-        *_during(job, these, courses),
-        *_embedding(job, these, courses),
-        *_after(job, these, courses),
-    )
+def trained(job: Job, impl: OptimizerImpl, these: Passes, persistent: Lines, temporary: Lines) -> tuple[Entry, ...]:
+    """Return every moment of a step, beside what persists; ``temporary`` is what the optimizer's update takes."""
+    trace = Trace()
+    trace.hold("states", *persistent)
+
+    def update() -> None:
+        trace.put("temporaries", *temporary)
+        trace.look()
+        trace.drop("temporaries")
+
+    wrapper = wrapper_of(job, impl, Around(trace, update, lambda: trace.drop("made")))
+    Training(trace, job, these).run()
+    wrapper.after_backward()
+    trace.hold("shared")
+    trace.hold("output")
+    wrapper.step()
+    return trace.finished()
+
+
+class Training(MicroBatch):
+    """Forward and backward passes up to the end of the last backward."""
+
+    def __init__(self, trace: Trace, job: Job, these: Passes) -> None:
+        """Take the job."""
+        super().__init__(trace, job.recipe, these, job.whole)
+        self.job, self.courses = job, _courses(job, these)
+
+    def run(self) -> None:
+        """Forward, backward, and what is reduced after it."""
+        self.forward()
+        self.backward()
+        self._during()
+        self.embedding_backward()
+        self._after()
+
+    def gradient(self, elements: int, reason: str, symbol: str = "") -> Line:
+        """A whole gradient, which ``symbol`` stands for if given."""
+        return gradient_line(self.job, elements, reason, symbol)
+
+    def in_forward(self) -> Lines:
+        """What earlier micro-batches have left."""
+        return held_lines(self.job, highest(self.courses, ("forward",)).held)
+
+    def at_head(self) -> Iterator[Lines]:
+        """Gradients that have come to their weights, the one being made, and that of a tied head."""
+        points, run = self.these.head.points, len(self.these.runs)
+        made = tuple(map(self.of_head, points))
+        received = received_before(made, _sizes(self.whole, self.these.n_blocks))
+        for point, (_, current), count in zip(points, made, received, strict=True):
+            waits = bool(point.gradients) and not self.sums_by_itself(point)
+            yield self._around(highest(self.courses, ("between", run, count)).held, current, waits=waits)
+
+    def of_head(self, point: BackwardPoint) -> tuple[int, int]:
+        """Likewise; what the loss sums up by itself counts as being made."""
+        if not self.sums_by_itself(point):
+            return super().of_head(point)
+        received = head_elements(self.whole) if self.recipe.loss == "fused" or point.place.at is At.HEAD else 0
+        return 0 if has_tied_head(self.whole) else received, point.gradients
+
+    def _around(self, held: Held, current: int, *, waits: bool = True) -> Lines:
+        made = self.gradient(current, "gradient just made")
+        return (*held_lines(self.job, held), made, *(self.tied_head() if waits else ()))
+
+    def in_last_block(self, index: int, run: RunPass) -> Iterator[Lines]:
+        """Gradients that have come to their weights, and the one being made."""
+        for point, count in self._received(run):
+            yield self._around(highest(self.courses, ("between", index, count)).held, point.current_gradient)
+
+    def before_last_block(self, index: int, run: RunPass) -> None:
+        """Each point in the block before the last in which most is alive then."""
+        trace = self.trace
+        for point, count in self._received(run):
+            seen = highest(self.courses, ("before", index, count), lambda seen: kept_bytes(self.these, seen.block))
+            trace.hold("kept", *kept_before(self.these, seen.block))
+            trace.at(f"backward of a block before the last: {point.name}", Phase.BACKWARD)
+            trace.pass_by(*point.lines, *self._around(seen.held, point.current_gradient))
+
+    def _received(self, run: RunPass) -> Iterator[tuple[BackwardPoint, int]]:
+        for kind in points_of_kinds(run):
+            points = tuple([(point.gradients, point.current_gradient) for point in kind])
+            yield from zip(kind, received_before(points, _sizes(self.whole, run.first)), strict=True)
+
+    def below_blocks(self) -> list[tuple[str, Lines]]:
+        """Each operator's gradients, beside those that have come to their weights."""
+        found, table, symbol = list[tuple[str, Lines]](), embedding_elements(self.whole), embedding_symbol(self.whole)
+        for count, (name, elements) in enumerate(operators_below(self.whole)):
+            held = held_lines(self.job, highest(self.courses, ("between", -1, count)).held)
+            made = self.gradient(elements, "gradient of the embedding", symbol if elements and elements == table else "")
+            found.append((name, (*held, made, *self.tied_head())))
+        return found
+
+    def _during(self) -> None:
+        """Gradients that arrive, and buckets that are reduced."""
+        trace, these = self.trace, self.these
+
+        def alive(seen: Seen) -> Int:
+            activations = kept_bytes(these, maximum(seen.block, 0)) + running_size(these, seen.block, seen.made)
+            return activations + total_bytes(self._tied_until(seen))
+
+        for event, name in _DURING.items():
+            if ("during", event) in self.courses.each[0]:
+                seen = highest(self.courses, ("during", event), alive)
+                trace.hold("shared", *shared_at(these, seen.block))
+                trace.at(name, Phase.BACKWARD)
+                trace.pass_by(
+                    *kept_before(these, maximum(seen.block, 0)),
+                    *running_lines(these, seen.block, seen.made),
+                    *held_lines(self.job, seen.held, _COPIES.get(event, _COPY)),
+                    *self._tied_until(seen),
+                )
+
+    def _tied_until(self, seen: Seen) -> Lines:
+        """Return a tied head's gradient as long as it waits for the embedding's, which is the last to arrive."""
+        waits = (seen.block >= 0) | (seen.made < self.these.below)
+        return tuple(
+            line._replace(n_bytes=n_bytes, formula=unless_zero(n_bytes, line.formula))
+            for line in self.tied_head()
+            for n_bytes in (where(waits, line.n_bytes, 0),)
+        )
+
+    def _after(self) -> None:
+        for event, name in _AFTER.items():
+            if ("end", event) in self.courses.each[0]:
+                held = highest(self.courses, ("end", event)).held
+                self.trace.at(name, Phase.BACKWARD)
+                self.trace.pass_by(*held_lines(self.job, held, _COPIES.get(event, _COPY)))
+
+
+@lru_cache(maxsize=4096)
+def received_before(points: tuple[tuple[int, int], ...], groups: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how many groups of gradients DeepSpeed has received when each point of a backward is reached.
+
+    A point has the elements made by then and, of them, those being made; the latter arrive when it is over.
+
+    >>> received_before(((4, 4), (4, 0), (11, 5)), (4, 2, 5))
+    (0, 1, 2)
+    """
+    counts, made, count = [], 0, 0
+    for gradients, current in points:
+        latest = 0
+        while count < len(groups) and made + groups[count] <= gradients:
+            made += groups[count]
+            count += 1
+            latest = 1 if current and made == gradients else 0
+        counts.append(count - latest)
+    return tuple(counts)
+
+
+@lru_cache(maxsize=4096)
+def _sizes(whole: Row, block: int) -> tuple[int, ...]:
+    return tuple([sum(map(numel, group)) for group in groups_of(whole).get(block, ())])
 
 
 def _courses(job: Job, these: Passes) -> Courses:
@@ -97,156 +224,3 @@ def held_lines(job: Job, held: Held, copied: tuple[str, str] = _COPY) -> tuple[L
         own._replace(n_bytes=held.own, formula=unless_zero(held.own, own.formula)),
         Line(Kind.GRADIENTS, held.earlier, kept, unless_zero(held.earlier, times(element, "G_p")), own.source),
     )
-
-
-def _forward(job: Job, these: Passes, courses: Courses) -> Iterator[Moment]:
-    lines = held_lines(job, highest(courses, ("forward",)).held)
-    for at in (*(forward_instant(these, run, run.first + run.n_blocks - 1) for run in these.runs), loss_instant(these)):
-        yield Moment(at.name, at.phase, at.lines + lines, of_forward=True)
-
-
-# --- the head ---------------------------------------------------------------------------------------------------------------
-
-
-def _head(job: Job, these: Passes, courses: Courses) -> Iterator[Moment]:
-    instants = head_instants(these)
-    points = tuple([_of_head(job, at.point) for at in instants])
-    counts = received_before(_counted(points), _sizes(job, these.n_blocks))
-    for at, point, count in zip(instants, points, counts, strict=True):
-        held = highest(courses, ("between", len(these.runs), count)).held
-        tied = tied_head(job) if at.point.gradients and not _sums_by_itself(job, at.point) else ()
-        made = gradient_line(job, point.current_gradient, "gradient just made")
-        yield Moment(at.name, at.phase, (*at.lines, *held_lines(job, held), made, *tied))
-
-
-def _of_head(job: Job, point: BackwardPoint) -> BackwardPoint:
-    """Return the point with the gradients that DeepSpeed has received by then.
-
-    A tied head's gradient waits for the embedding's. A loss in chunks adds the head's gradient up itself, and a fused loss makes it
-    in the forward: both pass it on when their backward is over.
-    """
-    vocabulary = head_elements(job.whole)
-    tied = vocabulary if has_tied_head(job.whole) else 0
-    if _sums_by_itself(job, point):
-        received = vocabulary - tied if job.recipe.loss == "fused" or point.place.at is At.HEAD else 0
-        return point._replace(gradients=received, current_gradient=point.gradients)
-    return point._replace(gradients=max(0, point.gradients - tied), current_gradient=0 if tied else point.current_gradient)
-
-
-def _sums_by_itself(job: Job, point: BackwardPoint) -> bool:
-    return job.recipe.loss != "full" and point.place.at is not At.FINAL_NORM
-
-
-# --- blocks -----------------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=4096)
-def received_before(points: tuple[tuple[int, int], ...], groups: tuple[int, ...]) -> tuple[int, ...]:
-    """Return how many groups of gradients DeepSpeed has received when each point of a block's backward is reached.
-
-    A point has the elements made by then and those being made; the latter arrive when it is over.
-
-    >>> received_before(((4, 4), (4, 0), (11, 5)), (4, 2, 5))
-    (0, 1, 2)
-    """
-    counts, made, count = [], 0, 0
-    for gradients, current in points:
-        latest = 0
-        while count < len(groups) and made + groups[count] <= gradients:
-            made += groups[count]
-            count += 1
-            latest = 1 if current and made == gradients else 0
-        counts.append(count - latest)
-    return tuple(counts)
-
-
-def _counted(points: Sequence[BackwardPoint]) -> tuple[tuple[int, int], ...]:
-    return tuple([(point.gradients, point.current_gradient) for point in points])
-
-
-def _sizes(job: Job, block: int) -> tuple[int, ...]:
-    return tuple([sum(map(numel, group)) for group in groups_of(job.whole).get(block, ())])
-
-
-def _blocks(job: Job, these: Passes, courses: Courses, place: tuple[int, RunPass]) -> Iterator[Moment]:
-    """Each point of a run's last block, and each point of that block before the last in which most is alive then."""
-    index, run = place
-    points = [
-        (point, count)
-        for kind in points_of_kinds(run)
-        for point, count in zip(kind, received_before(_counted(kind), _sizes(job, run.first)), strict=True)
-    ]
-    for point, count in points:
-        last = highest(courses, ("between", index, count))
-        yield _at_point(job, these, run, last, f"backward of the last block: {point.name}", point)
-    for point, count in points if run.n_blocks > 1 else ():
-        other = highest(courses, ("before", index, count), lambda seen: kept_bytes(these, seen.block))
-        yield _at_point(job, these, run, other, f"backward of a block before the last: {point.name}", point)
-
-
-def _at_point(job: Job, these: Passes, run: RunPass, seen: Seen, name: str, point: BackwardPoint) -> Moment:
-    made = gradient_line(job, point.current_gradient, "gradient just made")
-    gradients = (*held_lines(job, seen.held), made, *tied_head(job))
-    return Moment(name, Phase.BACKWARD, (*around_block(these, run, seen.block), *point.lines, *gradients))
-
-
-# --- gradients that arrive, and buckets that are reduced --------------------------------------------------------------------
-
-
-def _during(job: Job, these: Passes, courses: Courses) -> Iterator[Moment]:
-    def alive(seen: Seen) -> Int:
-        activations = kept_bytes(these, maximum(seen.block, 0)) + running_size(these, seen.block, seen.made)
-        return activations + total_bytes(_tied_until(job, these, seen))
-
-    for event, name in _DURING.items():
-        if ("during", event) in courses.each[0]:
-            seen = highest(courses, ("during", event), alive)
-            lines = (
-                *shared_at(these, seen.block),
-                *these.output,
-                kept_before(these, maximum(seen.block, 0)),
-                *running_lines(these, seen.block, seen.made),
-                *held_lines(job, seen.held, _COPIES.get(event, _COPY)),
-                *_tied_until(job, these, seen),
-            )
-            yield Moment(name, Phase.BACKWARD, lines)
-
-
-def _tied_until(job: Job, these: Passes, seen: Seen) -> tuple[Line, ...]:
-    """Return a tied head's gradient as long as it waits for the embedding's, which is the last to arrive."""
-    waits = (seen.block >= 0) | (seen.made < these.below)
-    return tuple(
-        line._replace(n_bytes=n_bytes, formula=unless_zero(n_bytes, line.formula))
-        for line in tied_head(job)
-        for n_bytes in (where(waits, line.n_bytes, 0),)
-    )
-
-
-def _embedding(job: Job, these: Passes, courses: Courses) -> Iterator[Moment]:
-    """Each operator below the blocks, the embedding last.
-
-    With a tied head both gradients are added up in a third tensor: autograd adds in place only to what nothing else refers to,
-    and the head's is a transposed view, which refers to what it is a view of.
-    """
-    at, sizes = embedding_instant(these), _sizes(job, -1)
-    lines: tuple[Line, ...] = ()
-    for count, elements in enumerate(sizes or (0,)):
-        held = held_lines(job, highest(courses, ("between", -1, count)).held)
-        symbol = embedding_symbol(job.whole) if elements and elements == embedding_elements(job.whole) else ""
-        made = gradient_line(job, elements, "gradient of the embedding", symbol)
-        lines = (*held, made, *tied_head(job))
-        yield Moment(at.name, at.phase, (*at.lines, *lines))
-    if has_tied_head(job.whole) and job.recipe.loss == "full":
-        elements = embedding_elements(job.whole)
-        reason, formula = "sum of the embedding's and the tied head's", times(job.element, embedding_symbol(job.whole))
-        total = Line(whole_gradients(job), job.element * elements, reason, formula, INPUT_BUFFER)
-        alive = (*these.head.at_embedding, *these.output, *lines, total)
-        yield Moment("sum of the embedding's and the tied head's gradient", at.phase, alive)
-
-
-def _after(job: Job, these: Passes, courses: Courses) -> Iterator[Moment]:
-    for event, name in _AFTER.items():
-        if ("end", event) in courses.each[0]:
-            held = highest(courses, ("end", event)).held
-            lines = (*these.head.at_embedding, *these.output, *held_lines(job, held, _COPIES.get(event, _COPY)))
-            yield Moment(name, Phase.BACKWARD, lines)

@@ -5,26 +5,23 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.buckets import Schedule, schedule, waiting_elements
-from zeroplan.engines.deepspeed.flat import (
+from zeroplan.engines.deepspeed.gradients import sums_in_fp32
+from zeroplan.engines.deepspeed.offload import offloads_optimizer, on_host
+from zeroplan.engines.deepspeed.sources import STAGE12
+from zeroplan.engines.formulas import product, times
+from zeroplan.engines.frozen import frozen_lines, frozen_symbols
+from zeroplan.engines.passes import (
+    Passes,
+    kept_symbols,
+)
+from zeroplan.engines.precisions import widths
+from zeroplan.engines.rows import (
     Row,
-    embedding_elements,
-    embedding_symbol,
-    has_tied_head,
     largest_slice,
     partition_elements,
     touched_elements,
     trained_row,
 )
-from zeroplan.engines.deepspeed.gradients import sums_in_fp32
-from zeroplan.engines.deepspeed.offload import offloads_optimizer, on_host
-from zeroplan.engines.deepspeed.passes import (
-    Passes,
-    kept_symbols,
-)
-from zeroplan.engines.deepspeed.sources import STAGE12
-from zeroplan.engines.formulas import product, times
-from zeroplan.engines.frozen import frozen_lines, frozen_symbols
-from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch
@@ -112,16 +109,6 @@ def gradient_line(job: Job, elements: Int, reason: str, symbol: str = "") -> Lin
 def whole_gradients(job: Job) -> Kind:
     """Return the kind of whole gradients: at stage 0 the optimizer takes them as they are, at others this rank's share."""
     return Kind.UNSHARDED_GRADIENTS if job.recipe.zero_stage else Kind.GRADIENTS
-
-
-def tied_head(job: Job) -> tuple[Line, ...]:
-    """With a tied head, its gradient waits for the embedding's before either reaches the bucket."""
-    if not has_tied_head(job.whole):
-        return ()
-    elements = embedding_elements(job.whole)
-    return (
-        gradient_line(job, elements, "gradient of the tied head, waiting for the embedding's", embedding_symbol(job.whole)),
-    )
 
 
 @lru_cache(maxsize=4096)

@@ -8,13 +8,13 @@ size of the largest parameter.
 from functools import lru_cache
 
 from zeroplan.engines.account import Symbol
-from zeroplan.engines.deepspeed.flat import Row, largest_parameter
 from zeroplan.engines.deepspeed.gradients import sums_in_fp32
 from zeroplan.engines.deepspeed.offload import offloads_optimizer
 from zeroplan.engines.deepspeed.sources import SHARE, STAGE12
 from zeroplan.engines.deepspeed.stage12_lines import Job
 from zeroplan.engines.formulas import times
 from zeroplan.engines.pinned import beyond, beyond_symbol, block_bytes, rounding
+from zeroplan.engines.rows import Row, largest_parameter
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, for_each_value, where
 

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from zeroplan.engines.requests.log import Log
+from zeroplan.engines.requests.model import ModelPass
 from zeroplan.errors import SpecError
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
@@ -27,8 +28,8 @@ STEPS = {"fsdp1": 2, "fsdp2": 2, "ddp": 3, "deepspeed": 3}
 class _Engine(Protocol):
     """What every module of this package that is named after an engine offers."""
 
-    def requests(self, job: JobSpec, steps: int) -> Log:
-        """What a rank requests and releases."""
+    def step_of(self, job: JobSpec, log: Log) -> ModelPass:
+        """A rank's micro-batches and steps."""
         ...
 
 
@@ -43,7 +44,7 @@ def requests_of(job: JobSpec, steps: int | None = None, *, pipeline_rank: int | 
         return _of_a_pipeline(job, STEPS["fsdp2"] if steps is None else steps, pipeline_rank)
     name = job.recipe.engine if (job.recipe.engine, job.recipe.zero_stage) != ("deepspeed", 3) else "deepspeed_stage3"
     engine = cast("_Engine", import_module(f"zeroplan.engines.requests.{name}"))
-    return engine.requests(job, STEPS[job.recipe.engine] if steps is None else steps)
+    return engine.step_of(job, Log()).run(STEPS[job.recipe.engine] if steps is None else steps)
 
 
 def _of_a_pipeline(job: JobSpec, steps: int, rank: int | None) -> Log:

@@ -1,35 +1,32 @@
 """The training step of ``DistributedDataParallel``, request by request, alone or with ``ZeroRedundancyOptimizer``."""
 
-from collections.abc import Hashable
 from functools import lru_cache
 
 from zeroplan.engines.ddp import filled_buckets
+from zeroplan.engines.ddp.reducer import plan_of
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, tensors_of_fullest
-from zeroplan.engines.deepspeed.flat import trained_row
 from zeroplan.engines.optimizers import LocalTensor, implementation_of
-from zeroplan.engines.precisions import widths
 from zeroplan.engines.requests.log import Log
-from zeroplan.engines.requests.model import ModelPass
 from zeroplan.engines.requests.optimizer import Update
-from zeroplan.ledger import Kind, Phase
+from zeroplan.engines.requests.whole import WholePass
+from zeroplan.engines.rows import trained_row
+from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl
 
 
-class Step(ModelPass):
+class Step(WholePass):
     """A rank's micro-batches and steps. The reducer makes its final buckets in the second forward."""
 
     def __init__(self, job: JobSpec, log: Log) -> None:
         """Take the job."""
-        super().__init__(job.model, job.recipe, job.batch, log)
-        self.job, self.stored = job, widths(job.recipe.precision).stored
         self.wrapped = job.recipe.wraps_one_rank or job.mesh.dp_shard > 1
-        self.views = job.recipe.ddp.gradient_as_bucket_view and self.wrapped
-        self.whole: list[Hashable] = []
-        """Gradients that are their parameters', in the order of the backward."""
-        self.found = 0
-        """How many of them the backward that runs has added to."""
+        plan = plan_of(job.model, job.recipe, wrapped=self.wrapped)
+        super().__init__(job, log, plan)
+        self.job, self.stored, self.views = job, plan.element, plan.views
+        impl = implementation_of(job.recipe)
+        self.optimizer, self.tensors = Update(job.recipe.optimizer, impl, self.stored), _updated(job, impl, self.stored)
         self.forwards = 0
 
     def begin(self) -> None:
@@ -39,9 +36,11 @@ class Step(ModelPass):
             kind = Kind.GRADIENTS if self.views else Kind.REDUCE
             n_bytes = self.stored * sum(one.numel for one in self.parameters if not one.frozen)
             self.log.request("first bucket", n_bytes, kind, "the reducer's first bucket")
+        self.optimizer.begin(self.log, self.tensors)
 
     def before_forward(self) -> None:
         """``Reducer::rebuild_buckets``, in the second forward."""
+        super().before_forward()
         if self.forwards == 1 and self.wrapped:
             stays = self.views and self.recipe.sync_every_micro_batch and self.job.batch.grad_accum_steps > 1
             if not stays:
@@ -51,22 +50,6 @@ class Step(ModelPass):
                 self.log.request("buckets", n_bytes, kind, "a bucket of the reducer")
             self.log.release("first bucket")
         self.forwards += 1
-        self.found = 0
-
-    def arrived(self, gradients: list[Hashable]) -> None:
-        """``AccumulateGrad``, then the reducer's hook, which copies a gradient into its bucket."""
-        moves = self.views and (self.last or self.recipe.sync_every_micro_batch)
-        for one in gradients:
-            if self.found < len(self.whole):
-                self.log.release(one)
-                if moves:
-                    self.log.release(self.whole[self.found])
-                self.found += 1
-            elif moves:
-                self.log.release(one)
-            else:
-                self.whole.append(one)
-                self.found += 1
 
     def after_backward(self) -> None:
         """Each bucket is all-reduced as it fills; here they are noted together, at the end."""
@@ -87,13 +70,13 @@ class Step(ModelPass):
             self.log.rename("copies", "output")
         self.log.release("copies")
 
-    def after_step(self) -> None:
+    def update(self) -> None:
         """``ZeroRedundancyOptimizer`` sends what each rank has updated; then ``zero_grad(set_to_none=True)``."""
+        self.optimizer.step(self.log, self.tensors)
         if self.recipe.zero_stage:
             n_bytes = self.stored * sum(each.numel for each in every_tensor(self.job.model))
             self.log.call("broadcast", int(n_bytes), int(self.job.mesh.dp_shard))
-        self.log.release(*self.whole)
-        self.whole = []
+        self.gradients.release_gradients()
 
 
 @lru_cache(maxsize=64)
@@ -108,16 +91,4 @@ def _updated(job: JobSpec, impl: OptimizerImpl, stored: int) -> tuple[LocalTenso
     return tensors_of_fullest(job.model, job.recipe.optimizer, impl, stored, int(job.mesh.dp_shard))
 
 
-def requests(job: JobSpec, steps: int) -> Log:
-    """What the fullest rank requests and releases from before the first step on."""
-    log = Log()
-    log.begin(-1, Phase.INIT)
-    one, impl = Step(job, log), implementation_of(job.recipe)
-    update = Update(job.recipe.optimizer, impl, one.stored)
-    one.begin()
-    tensors = _updated(job, impl, one.stored)
-    update.begin(log, tensors)
-    for _ in one.micro_batches(steps):
-        update.step(log, tensors)
-        one.after_step()
-    return log
+step_of = Step

@@ -1,192 +1,94 @@
-"""DeepSpeed's training step at stages 0 to 2, request by request. Methods have the names of 0.19.8's (stage_1_and_2.py)."""
+"""DeepSpeed's training step at stages 0 to 2, request by request.
 
-from collections import defaultdict
-from collections.abc import Hashable
+What becomes of gradients, and what a step does, is in :mod:`zeroplan.engines.deepspeed.gradients` and
+:mod:`zeroplan.engines.deepspeed.wrappers`, whence the moments of an estimate come, too.
+"""
 
 from zeroplan.engines.deepspeed import optimizer_impl
 from zeroplan.engines.deepspeed.abandoned import abandoned_states
-from zeroplan.engines.deepspeed.flat import Placed
-from zeroplan.engines.deepspeed.gradients import Collecting, Partitioned, collects, numel, plan_of
-from zeroplan.engines.deepspeed.stage12 import in_fp64, laid_flat, weights_of
-from zeroplan.engines.deepspeed.stage12_lines import job_of, own_gradients
+from zeroplan.engines.deepspeed.gradients import collects, plan_of
+from zeroplan.engines.deepspeed.stage12 import weights_of
+from zeroplan.engines.deepspeed.stage12_lines import job_of
 from zeroplan.engines.deepspeed.stage12_offload import way_back
-from zeroplan.engines.deepspeed.whole import all_reduces, cast_sums, flat_in_fp32, takes_flat_wrapper
+from zeroplan.engines.deepspeed.whole import flat_in_fp32
+from zeroplan.engines.deepspeed.wrappers import Around, takes_flat_wrapper, wrapper_of
+from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.requests.log import Log
-from zeroplan.engines.requests.model import ENDING, ModelPass, is_final_norm
-from zeroplan.engines.requests.optimizer import Update
-from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.engines.requests.optimizer import Tensors, Update
+from zeroplan.engines.requests.whole import WholePass
+from zeroplan.engines.rows import numel
+from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
 
 _FP32 = 4
 
 
-class Step(ModelPass):
-    """A rank's micro-batches and steps; :mod:`zeroplan.engines.deepspeed.gradients` says what becomes of gradients."""
+class Step(WholePass):
+    """Rank 0's micro-batches and steps."""
 
     def __init__(self, job: JobSpec, log: Log) -> None:
         """Take the job."""
-        super().__init__(job.model, job.recipe, job.batch, log)
-        self.job = job_of(job.model, job.recipe, job.mesh, job.batch)
-        self.whole, self.element, self.ranks = self.job.whole, self.job.element, int(job.mesh.dp_shard)
-        self.partition, self.impl = int(self.job.partition), optimizer_impl(job.recipe)
-        plan = self.plan = plan_of(job.recipe, self.whole, partition=self.partition)
-        self.gradients = (Collecting if plan.collects else Partitioned)(plan, log, self.ranks)
-        self.of_block: dict[int, list[Placed]] = defaultdict(list)
-        for each in reversed(self.whole.executed):
-            self.of_block[len(self.order) if each.block < 0 and is_final_norm(each.parameter) else each.block].append(each)
-        self.waiting: dict[int, list[Placed]] = {}
+        one = self.job = job_of(job.model, job.recipe, job.mesh, job.batch)
+        plan = plan_of(job.recipe, one.whole, partition=int(one.partition))
+        super().__init__(job, log, plan)
+        self.offloads, impl = plan.offloads, optimizer_impl(job.recipe)
+        self.flat = bool(job.recipe.zero_stage) or (one.element == 2 and takes_flat_wrapper(job.recipe, impl))
+        self.optimizer = Update(job.recipe.optimizer, impl, one.master if job.recipe.zero_stage else _FP32)
+        self.wrapper = wrapper_of(one, impl, Around(log, self._step, self.gradients.release_gradients))
 
-    def abandoned(self) -> None:
-        """States that an optimizer made for tensors which DeepSpeed then replaced."""
-        for line in abandoned_states(self.recipe, self.whole.n_elements, self.element):
-            for each in self.whole.placed:
-                self.log.request("abandoned", self.element * numel(each), line.kind, line.reason)
+    @property
+    def tensors(self) -> Tensors:
+        """What the optimizer updates: a share of all weights, or at stage 0 all of them, flat or as they are."""
+        if not self.flat:
+            return [LocalTensor(each.parameter.shape, in_block=False) for each in self.whole.placed]
+        return [(int(self.job.partition) if self.recipe.zero_stage else self.whole.n_elements,)]
 
-    def lay_flat(self, lines: tuple[Line, ...]) -> None:
-        """All weights that are trained become one, padded for the ranks; ``lines`` say what DeepSpeed makes of them."""
-        self.abandoned()
-        self.request_parameters(self.element, trained=False)
-        self._lines("weights", lines)
+    def _step(self) -> None:
+        if not self.offloads:
+            self.optimizer.step(self.log, self.tensors)
 
-    def before_forward(self) -> None:
-        """No gradient has come yet."""
-        self.waiting = {block: list(placed) for block, placed in self.of_block.items()}
-
-    def arrived(self, gradients: list[Hashable]) -> None:
-        """Each gradient comes to its parameter."""
-        self.gradients.last = self.last
-        for one in gradients:
-            self.gradients.arrived(self._whose(self.log.bytes_of(one) // self.gradient_width), one)
-
-    def _whose(self, elements: int) -> Placed:
-        layer = self.log.layer
-        waiting = self.waiting[len(self.order) if layer == ENDING else layer]
-        return waiting.pop(next(at for at, each in enumerate(waiting) if numel(each) == elements))
-
-
-class Unpartitioned(Step):
-    """Stage 0: a wrapper around an optimizer that updates all weights."""
-
-    def begin(self) -> Update:
-        """Weights, and the copy of them in fp32."""
-        log, psi = self.log, self.whole.n_elements
-        self.request_parameters(self.element)
-        self.abandoned()
-        self.wrapped = self.element == 2 and takes_flat_wrapper(self.recipe, self.impl)
-        self.tensors: list[tuple[int, ...]] = [(psi,)] if self.wrapped else [each.parameter.shape for each in self.whole.placed]
-        if self.element == 2:
-            for n_elements in [psi] if self.wrapped else map(numel, self.whole.placed):
-                log.request("master", _FP32 * n_elements, Kind.OPTIMIZER_STATE, "weights in fp32")
-        update = Update(self.recipe.optimizer, self.impl, _FP32)
-        if self.element != 2:
-            update.begin(log, self.tensors)
-        if self.element == 2:  # ``initialize_optimizer_states`` takes an empty step
-            update.make_states(log, self.tensors)
-        return update
-
-    def after_backward(self) -> None:
-        """``allreduce_no_retain``: buckets are copied, reduced and copied back."""
-        for n_elements in all_reduces(self.whole) if self.last else ():
-            self.log.request("copy", self.element * n_elements, Kind.REDUCE, "copy of a bucket")
-            self.log.call("all_reduce", self.element * n_elements, self.ranks)
-            self.log.release("copy")
-
-    def update(self, update: Update) -> None:
-        """Gradients are cast, laid flat under ``FP16_Optimizer``, and the weights updated."""
-        log = self.log
-        if self.element == 2:
-            for each in self.whole.placed:
-                log.request("cast", _FP32 * numel(each), Kind.OPTIMIZER_TEMPORARY, "a gradient cast to fp32")
-        if self.element == 2 and self.wrapped:
-            log.request("flat", _FP32 * self.whole.n_elements, Kind.GRADIENTS, "gradients in fp32, laid flat")
-            log.release("cast")
-            self.gradients.release_gradients()
-        update.step(log, self.tensors)
-        log.release("flat", "cast")
-        self.gradients.release_gradients()
-
-
-class AddedInFp32(Step):
-    """``BF16_Optimizer``: stage 1 with 16-bit weights, whose gradients are added up in fp32."""
-
-    def begin(self) -> Update:
-        """All weights flat, this rank's share of them in fp32, and gradients of all in fp32."""
-        self.lay_flat(flat_in_fp32(self.job))
-        return Update(self.recipe.optimizer, self.impl, _FP32)
-
-    def after_backward(self) -> None:
-        """``update_hp_grads``, then the all-reduce of all sums, cast."""
-        for each in self.whole.placed:
-            self.log.request("cast", _FP32 * numel(each), Kind.TEMPORARY, "a gradient cast to fp32")
-            self.log.release("cast")
-        if self.last:
-            self._lines("copy", (cast_sums(self.job),))
-            self.log.call("all_reduce", self.element * self.whole.n_elements, self.ranks)
-            self.log.release("copy")
-
-    def update(self, update: Update) -> None:
-        """The share is updated; ``zero_grad`` follows."""
-        update.step(self.log, [(self.partition,)])
-        self.log.call("all_gather", self.element * self.ranks * self.partition, self.ranks)
-        self.gradients.release_gradients()
-
-
-class Sharded(Step):
-    """``DeepSpeedZeroOptimizer``, stages 1 and 2."""
-
-    def begin(self) -> Update:
-        """All weights flat, and this rank's share of them in fp32."""
-        flat, master, *_ = weights_of(self.job)
-        self.lay_flat((flat, *(way_back(self.job) if self.plan.offloads else (master,))))
-        update = Update(self.recipe.optimizer, self.impl, self.job.master)
-        if not self.plan.offloads:
-            update.begin(self.log, [(self.partition,)])
-        return update
-
-    def before_forward(self) -> None:
-        """``zero_grad``."""
-        super().before_forward()
-        self.log.release("taken")
-
-    def after_backward(self) -> None:
-        """The gradients that are left are reduced."""
-        self.gradients.end()
-
-    def update(self, update: Update) -> None:
-        """``step``: the norm, gradients laid flat in the optimizer's dtype, the update, unless the CPU does all that."""
-        log, share = self.log, self.partition
-        if self.plan.offloads:
-            log.release("sums")
-            log.call("all_gather", self.element * self.ranks * share, self.ranks)
+    def begin(self) -> None:
+        """Weights, what DeepSpeed makes of them, and the optimizer."""
+        if self.recipe.zero_stage:
+            self._abandoned()
+            self.request_parameters(self.job.element, trained=False)
+            self.log.put("weights", *self._flat_weights())
+        else:
+            self.request_parameters(self.job.element)
+            self._abandoned()
+        if self.recipe.zero_stage or self.job.element != 2:
+            if not self.offloads:
+                self.optimizer.begin(self.log, self.tensors)
             return
-        if self.recipe.deepspeed.compute_grad_norm:
-            self._lines("norm", (in_fp64(self.job),))
-            log.release("norm")
-        if not self.plan.sums_in_fp32:
-            flat, taken, still = laid_flat(self.job, own_gradients(self.job))
-            self._lines("flat", (flat,))
-            self._lines("taken", (taken,))
-            log.release("flat")
-            if still.n_bytes:
-                log.rename("averaged", "taken")
-            log.release("averaged")
-        update.step(log, [(share,)])
-        log.release("sums")
-        log.call("all_gather", self.element * self.ranks * share, self.ranks)
+        for n_elements in [self.whole.n_elements] if self.flat else map(numel, self.whole.placed):
+            self.log.request("master", _FP32 * n_elements, Kind.OPTIMIZER_STATE, "weights in fp32")
+        self.optimizer.make_states(self.log, self.tensors)  # ``initialize_optimizer_states`` takes an empty step
+
+    def _abandoned(self) -> None:
+        """States that an optimizer made for tensors which DeepSpeed then replaced."""
+        for line in abandoned_states(self.recipe, self.whole.n_elements, self.job.element):
+            self.log.put_each("abandoned", line, [self.job.element * numel(each) for each in self.whole.placed])
+
+    def _flat_weights(self) -> tuple[Line, ...]:
+        """All weights that are trained as one, padded for the ranks, and a share of them, or gradients of all, in fp32."""
+        if collects(self.recipe):
+            return flat_in_fp32(self.job)
+        flat, master, *_ = weights_of(self.job)
+        return flat, *(way_back(self.job) if self.offloads else (master,))
+
+    def before_forward(self) -> None:
+        """``zero_grad`` of what the optimizer has taken."""
+        super().before_forward()
+        self.log.release("taken", "view")
+
+    def after_backward(self) -> None:
+        """Gradients that are left are reduced."""
+        self.gradients.end()
+        self.wrapper.after_backward(last=self.last)
+
+    def update(self) -> None:
+        """The wrapper's step."""
+        self.wrapper.step()
 
 
-def _kind(job: JobSpec) -> type[Unpartitioned | AddedInFp32 | Sharded]:
-    if job.recipe.zero_stage == 0:
-        return Unpartitioned
-    return AddedInFp32 if collects(job.recipe) else Sharded
-
-
-def requests(job: JobSpec, steps: int) -> Log:
-    """What rank 0 requests and releases from before the first step on."""
-    log = Log()
-    log.begin(-1, Phase.INIT)
-    one = _kind(job)(job, log)
-    update = one.begin()
-    for _ in one.micro_batches(steps):
-        one.update(update)
-    return log
+step_of = Step

@@ -5,8 +5,6 @@ from collections.abc import Hashable
 
 from zeroplan.engines.deepspeed import optimizer_impl
 from zeroplan.engines.deepspeed.abandoned import abandoned_states
-from zeroplan.engines.deepspeed.flat import Placed
-from zeroplan.engines.deepspeed.gradients import numel
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, offloads_parameters
 from zeroplan.engines.deepspeed.order import FORWARD
 from zeroplan.engines.deepspeed.quantized_gradients import Memory, Split, applies, is_quantized, quantized, sent_bytes
@@ -17,6 +15,7 @@ from zeroplan.engines.requests.coordinator import Gathers, ends_of, gathered, sa
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ENDING, ModelPass
 from zeroplan.engines.requests.optimizer import Update
+from zeroplan.engines.rows import Placed, numel
 from zeroplan.ledger import Kind, Phase
 from zeroplan.numeric import ceil_div, round_up
 from zeroplan.spec.job import JobSpec
@@ -41,6 +40,8 @@ class Step(ModelPass):
         self.overlaps = self.options.overlap_comm is not False  # the default of stage 3
         self.offloads = offloads_optimizer(job.recipe)
         self.one = pass_of(self.job.every, job.recipe, self.ranks)
+        self.optimizers: list[Update] = []
+        """One for each sub-group."""
         self.decided: set[tuple[int, int]] | None = None
         self.passes = self.micro = self.at = 0
         """Passes begun, those of this step, and steps of the coordinator in this one."""
@@ -65,7 +66,7 @@ class Step(ModelPass):
 
     # --- what is there from the first step to the last ----------------------------------------------------------------------
 
-    def begin(self) -> list[Update]:
+    def begin(self) -> None:
         """This rank's shares, the bucket, and gradients of its shares."""
         log, job = self.log, self.job
         groups = groups_of(job.whole, self.options.sub_group_size, self.ranks)
@@ -75,14 +76,13 @@ class Step(ModelPass):
         for group in () if self.offloads else groups:
             log.request("master", job.master * group.elements, Kind.OPTIMIZER_STATE, "weights of this rank's share")
         impl = optimizer_impl(self.recipe)
-        updates = [] if self.offloads else [Update(self.recipe.optimizer, impl, job.master) for _ in groups]
-        for update, group in zip(updates, groups, strict=False):
+        self.optimizers = [] if self.offloads else [Update(self.recipe.optimizer, impl, job.master) for _ in groups]
+        for update, group in zip(self.optimizers, groups, strict=False):
             update.begin(log, [(group.elements,)])
         if self.options.contiguous_gradients:
             log.request("bucket", job.element * self.options.reduce_bucket_size, Kind.REDUCE, "reduce bucket")
         if not self.offloads:
             log.request("gradients", job.kept * int(job.partition), Kind.GRADIENTS, "gradients of this rank's share")
-        return updates
 
     def _request_weights(self) -> None:
         """Weights are one flat tensor, but for frozen ones."""
@@ -316,7 +316,7 @@ class Step(ModelPass):
 
     # --- the step -----------------------------------------------------------------------------------------------------------
 
-    def update(self, updates: list[Update]) -> None:
+    def update(self) -> None:
         """``step``: all parameters go; norms, one sub-group after the other, and what persists is gathered."""
         log, job = self.log, self.job
         self.micro = 0
@@ -326,7 +326,7 @@ class Step(ModelPass):
             n_bytes = _FP64 * ceil_div(numel(each), self.ranks)
             log.request("norm", n_bytes, Kind.OPTIMIZER_TEMPORARY, "share of a gradient in fp64")
             log.release("norm")
-        for update, group in zip(updates, groups, strict=False):
+        for update, group in zip(self.optimizers, groups, strict=False):
             self._step_of(update, group.elements, joined=group.parameters > 1)
         self._gather_persistent()
         log.release("second partition")
@@ -389,12 +389,4 @@ class _InLog(Memory):
         self._names.clear()
 
 
-def requests(job: JobSpec, steps: int) -> Log:
-    """What rank 0 requests and releases from before the first step on."""
-    log = Log()
-    log.begin(-1, Phase.INIT)
-    one = Step(job, log)
-    updates = one.begin()
-    for _ in one.micro_batches(steps):
-        one.update(updates)
-    return log
+step_of = Step

@@ -9,7 +9,7 @@ from zeroplan.engines.requests.fsdp2_units import Cutting, Group, Key, Unit
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ENDING, ModelPass
 from zeroplan.engines.requests.optimizer import Update
-from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.ledger import Kind, Line
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
@@ -33,6 +33,7 @@ class Step(ModelPass):
         self.holds_batch = plan.shared_sequences or plan.loss_in_loop
         self.outside = self._outside()
         self.units = tuple(self.cutting.unit(layer, self.tree.runs[run].parameters) for layer, run in enumerate(self.order))
+        self.optimizer, self.tensors = Update(plan.recipe.optimizer, plan.impl, plan.width.stored), list[LocalTensor]()
         self.gather_stream = GATHERS
         self.reduce_inputs: list[Hashable] = []
         self.made: dict[Key, list[Hashable]] = {}
@@ -55,7 +56,17 @@ class Step(ModelPass):
         """All units, blocks first, as ``fully_shard`` is called."""
         return (*self.units, *self.outside)
 
-    def begin(self) -> list[LocalTensor]:
+    def begin(self) -> None:
+        """Shards, and the optimizer over them."""
+        self.tensors = self.request_shards()
+        self.optimizer.begin(self.log, self.tensors)
+
+    def update(self) -> None:
+        """The optimizer steps; then ``zero_grad``."""
+        self.optimizer.step(self.log, self.tensors)
+        self.log.release("ids", *(("shard", group.key) for unit in self.every_unit for group in unit.groups))
+
+    def request_shards(self) -> list[LocalTensor]:
         """What is there from the first step to the last beside the optimizer's states; what that updates."""
         if not self.plan.offloaded:
             self.cutting.request_shards(self.log, self.parameters)
@@ -393,15 +404,7 @@ def _rank_batch(job: JobSpec) -> Batch:
     return local_batch(job.batch, job.mesh.cp)
 
 
-def requests(job: JobSpec, steps: int) -> Log:
-    """What a rank requests and releases from before the first step on."""
-    log, batch = Log(), _rank_batch(job)
-    log.begin(-1, Phase.INIT)
-    plan = make_plan(job.model, job.recipe, job.mesh, batch)
-    one, update = Step(job.model, job.mesh, plan, batch, log), Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
-    tensors = one.begin()
-    update.begin(log, tensors)
-    for _ in one.micro_batches(steps):
-        update.step(log, tensors)
-        log.release("ids", *(("shard", group.key) for unit in one.every_unit for group in unit.groups))
-    return log
+def step_of(job: JobSpec, log: Log) -> Step:
+    """A rank's micro-batches and steps."""
+    batch = _rank_batch(job)
+    return Step(job.model, job.mesh, make_plan(job.model, job.recipe, job.mesh, batch), batch, log)

@@ -1,10 +1,11 @@
 """Requests and releases of memory in the order in which a program makes them."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from zeroplan.engines.requests.stretches import Stretch
-from zeroplan.ledger import Kind, Phase
+from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.numeric import Int
 
 
 class Request(NamedTuple):
@@ -50,7 +51,7 @@ class Log:
         self.requests: list[Request] = []
         self.deeds: list[int] = []
         """In order: the place of a request, or ``-1 - place`` of one that is released."""
-        self.spans: list[Span] = []
+        self.spans = [Span(-1, Phase.INIT, 0)]
         self.calls: list[Call] = []
         self.layer, self.stream = -1, 0
         self.products: dict[str, int] = {}
@@ -64,10 +65,10 @@ class Log:
         """Begin a part of the run."""
         self.spans.append(Span(step, phase, len(self.deeds)))
 
-    def call(self, operation: str, n_bytes: int, ranks: int) -> None:
+    def call(self, operation: str, n_bytes: Int, ranks: Int) -> None:
         """Begin a collective, if it is one of several ranks and something is sent."""
         if ranks > 1 and n_bytes:
-            self.calls.append(Call(operation, n_bytes, ranks, len(self.deeds)))
+            self.calls.append(Call(operation, int(n_bytes), int(ranks), len(self.deeds)))
 
     def note(self, event: str, copy: int = 0, cast: int = 0) -> None:
         """Something happens that only moments are interested in."""
@@ -98,6 +99,43 @@ class Log:
         for key in keys:
             if held := self.held.pop(key, None):
                 self.deeds += [-1 - place for place in held]
+
+    # What programs call that also write moments.
+
+    def at(self, name: str, phase: Phase) -> None:
+        """Ignore the name of moments that follow."""
+
+    def hold(self, key: Hashable, *lines: Line) -> None:
+        """Ignore what is there already."""
+
+    def put(self, key: Hashable, *lines: Line) -> None:
+        """Request lines, which are ints."""
+        for line in lines:
+            assert isinstance(line.n_bytes, int)  # noqa: S101  of one job
+            self.request(key, line.n_bytes, line.kind, line.reason)
+
+    def put_each(self, key: Hashable, line: Line, sizes: Sequence[int]) -> None:
+        """Request tensors of these sizes, the sum of which is a line."""
+        for n_bytes in sizes:
+            self.request(key, n_bytes, line.kind, line.reason)
+
+    def in_turn(self, line: Line, sizes: Sequence[int], operation: str = "", ranks: Int = 1) -> None:
+        """Request and release tensors of these sizes, one after the other, for a collective or none; the line is the largest."""
+        for n_bytes in sizes:
+            self.request("in turn", n_bytes, line.kind, line.reason)
+            if operation:
+                self.call(operation, n_bytes, ranks)
+            self.release("in turn")
+
+    def become(self, key: Hashable, new: Hashable, line: Line) -> None:
+        """Release what a key holds, or hold it under another key where the line says that it stays."""
+        if line.n_bytes:
+            self.rename(key, new)
+        self.release(key)
+
+    def drop(self, *keys: Hashable) -> None:
+        """Release what these keys hold, if anything."""
+        self.release(*keys)
 
     def rename(self, key: Hashable, new: Hashable) -> None:
         """Hold what a key holds under another one, beside what that holds."""

@@ -115,8 +115,15 @@ class ModelPass:
 
         self._lines("scales", scales_of_each(parameters, self.quantize))
 
+    def run(self, steps: int) -> Log:
+        """Run from before the first step on, so many steps."""
+        self.begin()
+        for _ in self.micro_batches(steps):
+            self.update()
+        return self.log
+
     def micro_batches(self, steps: int) -> Iterator[None]:
-        """Run the micro-batches of each step; at every ``yield`` the optimizer's step has begun, which is the engine's."""
+        """Run the micro-batches of each step; at every ``yield`` the optimizer's step has begun."""
         for step in range(steps):
             self.step = step
             for micro in range(self.per_step):
@@ -127,6 +134,12 @@ class ModelPass:
             yield
 
     # --- what an engine does ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The model is built, and the optimizer."""
+
+    def update(self) -> None:
+        """The optimizer steps."""
 
     def before_forward(self) -> None:
         """The model's forward begins."""

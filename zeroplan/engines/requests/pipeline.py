@@ -41,7 +41,7 @@ class RankStep:
         tensors: list[LocalTensor] = []
         for stage in self.stages:
             self.log.held = stage.of_stage
-            tensors += stage.begin()
+            tensors += stage.request_shards()
         self.log.held = self.of_rank
         buffers, *tokens = received_lines(self.plans, self.mesh, self.batch)
         each = int(self.plans[0].hidden_bytes)
@@ -188,7 +188,6 @@ class _Outputs:
 def requests(job: JobSpec, steps: int, rank: int) -> Log:
     """What the first GPU of a pipeline's rank requests and releases from before the first step on."""
     log = Log()
-    log.begin(-1, Phase.INIT)
     one, width = RankStep(job, rank, log), widths(job.recipe.precision)
     update = Update(job.recipe.optimizer, implementation_of(job.recipe), width.stored)
     tensors = one.begin()

@@ -6,10 +6,8 @@ it runs. Gradients go through one bucket that is reduce-scattered in a copy of i
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.abandoned import abandoned_states, beside
-from zeroplan.engines.deepspeed.flat import largest_parameter, shares
 from zeroplan.engines.deepspeed.infinity import Shares, note_on_nvme, nvme_lines, refuse_few_pipelined
 from zeroplan.engines.deepspeed.offload import note, offloads_optimizer
-from zeroplan.engines.deepspeed.passes import Passes, kept_in_a_block, kept_symbols, passes
 from zeroplan.engines.deepspeed.secondary import second_partition
 from zeroplan.engines.deepspeed.stage3.backward import backward_moments
 from zeroplan.engines.deepspeed.stage3.forward import forward_moments
@@ -31,6 +29,8 @@ from zeroplan.engines.deepspeed.stage3.step import (
 from zeroplan.engines.deepspeed.stage3.traffic import collectives
 from zeroplan.engines.deepspeed.stage3_offload import host_lines, host_symbols, states_on_gpu
 from zeroplan.engines.optimizers import counted
+from zeroplan.engines.passes import Passes, kept_in_a_block, kept_symbols, passes
+from zeroplan.engines.rows import largest_parameter, shares
 from zeroplan.ledger import Line, Moment, Phase
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh

@@ -5,10 +5,13 @@ from functools import lru_cache
 
 from zeroplan.engines.deepspeed.adapted import highest_places
 from zeroplan.engines.deepspeed.buckets import unreduced_elements
-from zeroplan.engines.deepspeed.flat import embedding_elements, embedding_symbol, has_tied_head
 from zeroplan.engines.deepspeed.infinity import swaps_optimizer
 from zeroplan.engines.deepspeed.notes import Gathered, Note, rising
-from zeroplan.engines.deepspeed.passes import (
+from zeroplan.engines.deepspeed.running import gradient_counts, running_lines
+from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line, gradient_line, staying_lines, tied_head_lines
+from zeroplan.engines.deepspeed.stage3.reducing import flush_moment, highest_flushes, reduce_lines, taken_beside
+from zeroplan.engines.deepspeed.stage12_lines import waiting
+from zeroplan.engines.passes import (
     Instant,
     Passes,
     RunPass,
@@ -17,10 +20,7 @@ from zeroplan.engines.deepspeed.passes import (
     head_instants,
     kept_before,
 )
-from zeroplan.engines.deepspeed.running import gradient_counts, running_lines
-from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line, gradient_line, staying_lines, tied_head_lines
-from zeroplan.engines.deepspeed.stage3.reducing import flush_moment, highest_flushes, reduce_lines, taken_beside
-from zeroplan.engines.deepspeed.stage12_lines import waiting
+from zeroplan.engines.rows import embedding_elements, embedding_symbol, has_tied_head
 from zeroplan.engines.sources import INPUT_BUFFER
 from zeroplan.ledger import Line, Moment, Phase
 from zeroplan.transformer.blocks import At, BackwardPoint
@@ -96,7 +96,7 @@ def _past_head(job: Job, these: Passes, made: int) -> Moment:
     """Return the moment after the head: what the final norm needs is gathered while a gradient too large for the bucket waits."""
     waits = _waiting(job, these.n_blocks, _NOWHERE._replace(gradients=made))
     running = running_lines(these, these.n_blocks, made)
-    around = (*these.head.shared, *these.output, kept_before(these, these.n_blocks), *running, *tied_head_lines(job))
+    around = (*these.head.shared, *these.output, *kept_before(these, these.n_blocks), *running, *tied_head_lines(job))
     return Moment(
         "gathered for the final norm's backward", Phase.BACKWARD, (*around, gathered_line(job, job.trace.head[2]), waits)
     )

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from zeroplan.engines.deepspeed.notes import rising
-from zeroplan.engines.deepspeed.passes import (
+from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line
+from zeroplan.engines.passes import (
     Passes,
     RunPass,
     before_experts_instant,
@@ -14,7 +15,6 @@ from zeroplan.engines.deepspeed.passes import (
     loss_instant,
     norm_instants,
 )
-from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line
 from zeroplan.ledger import Moment
 
 

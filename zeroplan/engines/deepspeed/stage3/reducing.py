@@ -3,17 +3,17 @@
 from functools import lru_cache
 
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule, leaf_elements
-from zeroplan.engines.deepspeed.flat import Sizes, shares
 from zeroplan.engines.deepspeed.infinity import beside_swapped, staying_of, swaps_optimizer
 from zeroplan.engines.deepspeed.notes import Gathered
 from zeroplan.engines.deepspeed.offload import offloads_optimizer
-from zeroplan.engines.deepspeed.passes import Passes, kept_before, shared_at
 from zeroplan.engines.deepspeed.quantized_gradients import Split, beside_quantized, quantized_line, unless_quantized
 from zeroplan.engines.deepspeed.running import GradientCounts, place_in_block, running_lines
 from zeroplan.engines.deepspeed.sources import STAGE3
 from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line, gradient_line, tied_head_lines
 from zeroplan.engines.deepspeed.stage3_offload import beside_flushes, on_the_way
 from zeroplan.engines.formulas import product, unless_zero
+from zeroplan.engines.passes import Passes, kept_before, shared_at
+from zeroplan.engines.rows import Sizes, shares
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import where
 from zeroplan.spec.recipe import DeepSpeedOptions
@@ -116,7 +116,7 @@ def flush_moment(job: Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
     """The moment at which a bucket is reduced, with the elements gathered then."""
     flush, held = chosen
     activations = _running(job, these, flush)
-    around = (*shared_at(these, flush.block), *these.output, kept_before(these, max(flush.block, 0)))
+    around = (*shared_at(these, flush.block), *these.output, *kept_before(these, max(flush.block, 0)))
     tied = tied_head_lines(job) if flush.block >= 0 else ()  # taken in by the embedding's gradient when that arrives
     lines = (*around, *activations, gathered_line(job, held), *reduce_lines(job, flush), *tied)
     if swaps_optimizer(job.recipe):

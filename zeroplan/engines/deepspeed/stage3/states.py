@@ -1,11 +1,11 @@
 """What a rank holds for good under ZeRO-3, and how it comes to that at construction."""
 
-from zeroplan.engines.deepspeed.flat import largest_parameter, shares
 from zeroplan.engines.deepspeed.offload import kept_as, offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.sources import STAGE3
 from zeroplan.engines.deepspeed.stage3.job import Job, if_several, numels, unless_alone
 from zeroplan.engines.formulas import times
 from zeroplan.engines.optimizers import LocalTensor, state_lines
+from zeroplan.engines.rows import largest_parameter, shares
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import ceil_div, where
 from zeroplan.spec.recipe import OptimizerImpl

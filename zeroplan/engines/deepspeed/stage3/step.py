@@ -4,12 +4,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
-from zeroplan.engines.deepspeed.flat import Row, largest_parameter
 from zeroplan.engines.deepspeed.sources import FP64, STAGE3
 from zeroplan.engines.deepspeed.stage3.job import Job, staying_lines
 from zeroplan.engines.deepspeed.stage3.states import persistent_line
 from zeroplan.engines.formulas import times, unless_zero
 from zeroplan.engines.optimizers import LocalTensor, step_temporary_lines
+from zeroplan.engines.rows import Row, largest_parameter
 from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, ceil_div, for_each_value, where
 from zeroplan.spec.recipe import OptimizerImpl

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from zeroplan.engines.deepspeed.flat import Sizes, shares
 from zeroplan.engines.deepspeed.numbers import numbers_sharded
 from zeroplan.engines.deepspeed.quantized_gradients import quantized_collectives
 from zeroplan.engines.deepspeed.secondary import within_group
@@ -10,6 +9,7 @@ from zeroplan.engines.deepspeed.sources import STAGE3
 from zeroplan.engines.deepspeed.stage3.job import COORDINATOR, Job, trace_of_several
 from zeroplan.engines.deepspeed.stage3.reducing import is_all_reduced
 from zeroplan.engines.deepspeed.stage3.step import group_count
+from zeroplan.engines.rows import Sizes, shares
 from zeroplan.ledger import Collective, Phase
 from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.block_runs import recompute_of, run_pass
-from zeroplan.engines.formulas import kept_by
+from zeroplan.engines.formulas import kept_by, several
 from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.sources import FLOWING, KEPT
@@ -34,6 +34,8 @@ class RunPass(NamedTuple):
     block: BlockPass
     kept: tuple[Line, ...]
     kept_bytes: Int
+    kept_casts: Int = 0
+    """Of those bytes what are copies of weights."""
 
 
 class Passes(NamedTuple):
@@ -90,7 +92,8 @@ def _run_pass(model: ModelSpec, run: BlockRun, recipe: RecipeSpec, batch: Batch)
     compute = compute_of(recipe)
     block, recompute = run_pass(model, run, compute, batch), recompute_of(run, compute)
     kept = block.kept(recompute)
-    return RunPass(run.name, 0, 0, recompute, block, kept, total_bytes(kept))
+    casts = total_bytes(tuple([line for line in kept if line.kind is Kind.WEIGHT_CASTS]))
+    return RunPass(run.name, 0, 0, recompute, block, kept, total_bytes(kept), casts)
 
 
 _FIRST, _LAST = 2, 3
@@ -132,11 +135,18 @@ def _numel(parameters: tuple[Parameter, ...]) -> int:
     return sum(parameter.numel for parameter in parameters)
 
 
-def kept_before(these: Passes, block: Int) -> Line:
-    """Return what the blocks before ``block`` (0 to ``n_blocks``) keep for their backward. [bytes]"""
+def kept_before(these: Passes, block: Int) -> tuple[Line, ...]:
+    """Return what the blocks before ``block`` (0 to ``n_blocks``) keep: activations, and copies of frozen weights. [bytes]"""
     formula, tag = _kept_by(these, block) if isinstance(block, int) else ("", PLAIN)
     reason = "kept by the blocks before for their backward"
-    return Line(Kind.ACTIVATIONS, kept_bytes(these, block), reason, formula, KEPT[these.recompute], tag)
+    line = Line(Kind.ACTIVATIONS, kept_bytes(these, block), reason, formula, KEPT[these.recompute], tag)
+    if not any(run.kept_casts for run in these.runs) or not isinstance(block, int):
+        return (line,)
+    counts = [(min(max(block - run.first, 0), run.n_blocks), run.kept_casts) for run in these.runs]
+    n_bytes: Int = sum(count * each for count, each in counts)
+    reason, formula_of_casts = "copies of frozen weights kept by the blocks before", several(*counts)
+    casts = Line(Kind.WEIGHT_CASTS, n_bytes, reason, formula_of_casts, KEPT[these.recompute])
+    return line._replace(n_bytes=line.n_bytes - n_bytes, formula=f"{formula} - ({formula_of_casts})"), casts
 
 
 def kept_bytes(these: Passes, block: Int) -> Int:
@@ -180,7 +190,7 @@ def _one_of_each_kind(these: Passes) -> tuple[RunPass, ...]:
 def kept_by_all(these: Passes) -> tuple[Line, ...]:
     """Return what all blocks keep, the last one line by line."""
     last = these.runs[-1]
-    return (kept_before(these, these.n_blocks - 1), *last.kept)
+    return (*kept_before(these, these.n_blocks - 1), *last.kept)
 
 
 def forward_instant(these: Passes, run: RunPass, block: int) -> Instant:
@@ -190,7 +200,7 @@ def forward_instant(these: Passes, run: RunPass, block: int) -> Instant:
 
 
 def _around_forward(these: Passes, block: int) -> tuple[Line, ...]:
-    return (*these.head.shared, *these.head.forward, *these.head.first_input, kept_before(these, block))
+    return (*these.head.shared, *these.head.forward, *these.head.first_input, *kept_before(these, block))
 
 
 def before_experts_instant(these: Passes, run: RunPass, block: int) -> Instant:
@@ -254,7 +264,7 @@ def around_block(these: Passes, run: RunPass, block: Int) -> tuple[Line, ...]:
 
     Under recomputation the block's input is one of them.
     """
-    return (*these.head.shared, *these.output, kept_before(these, block), *checkpoint_beside(run))
+    return (*these.head.shared, *these.output, *kept_before(these, block), *checkpoint_beside(run))
 
 
 def embedding_instant(these: Passes) -> Instant:

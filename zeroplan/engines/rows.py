@@ -4,15 +4,16 @@ Rank 0's share is the first, so it begins with the embedding; ranks in the middl
 """
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple, TypeAlias, cast
 
-from zeroplan.engines.deepspeed.modules import executed_modules
+from zeroplan.engines.modules import LEAF_FAMILIES, executed_modules
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.parameters import Layout, Parameter, below_blocks
+from zeroplan.transformer.parameters import Layout, Parameter, below_blocks, operator_of
 from zeroplan.transformer.params import has_frozen, is_frozen, layout, runs_in_order, trained_layout
 
 #: NCCL's alignment of an all-gather's input, in elements (DeepSpeed 0.19.8, ``nccl_start_alignment_factor``).
@@ -77,6 +78,44 @@ def row_as_held(model: ModelSpec, element_bytes: int) -> Row:
     from zeroplan.engines.quantised import packed_layout  # noqa: PLC0415  keeps start-up fast
 
     return _row(model, packed_layout(model, element_bytes))
+
+
+def numel(each: Placed) -> int:
+    """Elements of a parameter."""
+    return each.end - each.start
+
+
+@lru_cache(maxsize=256)
+def handed_on(whole: Row, *, leaves: bool) -> tuple[tuple[Placed, ...], ...]:
+    """Return gradients in the order in which they reach the bucket, those together that do so at once.
+
+    ZeRO-3 waits for the backward of a leaf module to end, and then takes its gradients in the order of the parameters (DeepSpeed
+    0.19.8, ``stage3.py``, ``create_reduce_and_remove_grad_hooks``).
+    """
+    groups: list[list[Placed]] = []
+    for each in reversed(whole.executed):
+        together = leaves and groups and is_leaf(whole, each) and is_leaf(whole, groups[-1][0])
+        if together and groups[-1][0].block == each.block:
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return tuple(tuple(sorted(group, key=lambda each: each.start)) for group in groups)
+
+
+def made_at_once(whole: Row, *, leaves: bool = False) -> Iterator[tuple[Placed, ...]]:
+    """Yield gradients in the order in which they reach the bucket, together those that one operator makes.
+
+    A product makes its weight's and its bias's, and a norm its two; the one waits while the other goes into the bucket.
+    """
+    in_order = handed_on(whole, leaves=leaves)
+    for _, groups in groupby(in_order, key=lambda group: (group[0].block, operator_of(group[0].parameter.name))):
+        yield tuple(each for group in groups for each in group)
+
+
+def is_leaf(whole: Row, each: Placed) -> bool:
+    """Whether a parameter belongs to a module that is gathered as one: all of the MLP of a block with experts."""
+    name = each.parameter.name
+    return whole.model.family in LEAF_FAMILIES and name.startswith(("mlp.experts.", "mlp.gate."))
 
 
 def embedding_elements(whole: Row) -> int:

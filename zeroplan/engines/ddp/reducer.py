@@ -1,0 +1,114 @@
+"""What does ``DistributedDataParallel`` do with gradients, from autograd's hook to the end of a backward?"""
+
+from collections.abc import Hashable
+from functools import lru_cache
+from typing import NamedTuple, cast
+
+from zeroplan.engines.collecting import Collecting, Counts, Memory, receive
+from zeroplan.engines.precisions import widths
+from zeroplan.engines.rows import Placed, Row, made_at_once, numel, trained_row
+from zeroplan.numeric import Int, minimum
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+
+class Plan(NamedTuple):
+    """What becomes of gradients depends on this alone."""
+
+    whole: Row
+    element: int
+    """Bytes of an element of a gradient."""
+    views: bool
+    """Gradients are views of the reducer's buckets."""
+    syncs: bool
+    """Every micro-batch is reduced, not the last one alone."""
+
+    @property
+    def moves_last(self) -> bool:
+        """Whether only the last micro-batch moves gradients into buckets."""
+        return self.views and not self.syncs
+
+    def program(self, memory: Memory, ranks: int = 1) -> Collecting:
+        """What the reducer does with gradients."""
+        return Reducer(self, memory, ranks)
+
+
+def plan_of(model: ModelSpec, recipe: RecipeSpec, *, wrapped: bool = True) -> Plan:
+    """What a recipe has DDP do with a model's gradients; without a wrapper nothing is a view."""
+    views = recipe.ddp.gradient_as_bucket_view and wrapped
+    return Plan(trained_row(model), widths(recipe.precision).stored, views, recipe.sync_every_micro_batch)
+
+
+class Reducer(Collecting):
+    """``AccumulateGrad``, then the reducer's hook, which copies a gradient into its bucket.
+
+    Source: torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, ``mark_variable_ready_dense``.
+    """
+
+    plan: Plan
+
+    def request_earlier(self) -> None:
+        """All gradients, unless they are in the buckets."""
+        if not (self.plan.views and self.plan.syncs):
+            super().request_earlier()
+
+    def arrived(self, each: Placed, key: Hashable) -> None:
+        """A gradient becomes its parameter's, or is added to what that has; where it is a view of a bucket, it moves there."""
+        super().arrived(each, key)
+        if self.plan.views and (self.last or self.plan.syncs):
+            self.memory.release(self.made.pop(each.start))
+
+
+class Levels(NamedTuple):
+    """What gradients take beside the buckets over a backward, in which they come to their parameters one by one."""
+
+    plan: Plan
+    of_each: tuple[tuple[tuple[int, int], ...], ...]
+    """Bytes as it begins, and more with every element made, in each micro-batch that can hold the most; for a step of one
+    micro-batch, of two, and of more, or for that of one job."""
+    micro_batches: Int
+
+    def at(self, made: int) -> Int:
+        """What they take when so many elements have come to their parameters. [bytes]"""
+        if len(self.of_each) == 1:
+            return max([begin + slope * made for begin, slope in self.of_each[0]])
+        each = [max([begin + slope * made for begin, slope in one]) for one in self.of_each]
+        if each.count(each[0]) == len(each):
+            return each[0]
+        import numpy as np  # noqa: PLC0415  a single job never needs it
+
+        return cast("Int", np.array(each, dtype=np.int64)[minimum(self.micro_batches, len(each)) - 1])
+
+
+def levels_of(plan: Plan, micro_batches: Int) -> Levels:
+    """Run the reducer over the backward of a step."""
+    most = 3 if plan.moves_last else 2
+    several = (min(micro_batches, most),) if isinstance(micro_batches, int) else range(1, most + 1)
+    return Levels(plan, tuple([_levels(plan, each) for each in several]), micro_batches)
+
+
+@lru_cache(maxsize=256)
+def _levels(plan: Plan, micro_batches: int) -> tuple[tuple[int, int], ...]:
+    """Over the last of so many micro-batches and, where that alone moves gradients, over the one before it."""
+    counts, last, found = Counts(), micro_batches - 1, list[tuple[int, int]]()
+    engine = plan.program(counts)
+    first = max(0, last - 1) if plan.moves_last else last
+    if first:
+        engine.request_earlier()
+    for one in range(first, last + 1):
+        engine.last, begin = one == last, counts.gradients
+        for group in made_at_once(plan.whole):
+            receive(group, engine)
+        found.append((begin, (counts.gradients - begin) // plan.whole.n_elements))
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def made_above(whole: Row) -> dict[int, int]:
+    """Elements of gradients that are made before each block goes backward (-1: the embedding; the number of blocks: the head)."""
+    made, above = dict.fromkeys(range(whole.n_blocks, -2, -1), 0), 0
+    for each in whole.placed:
+        made[each.block] += numel(each)
+    for block, elements in made.items():
+        made[block], above = above, above + elements
+    return made

@@ -1,0 +1,209 @@
+"""What DeepSpeed's optimizer wrappers do when a backward is over, and in a step, at stages 0 to 2.
+
+The same program allocates in a trace of moments (:mod:`zeroplan.trace`) and in a log of requests
+(:mod:`zeroplan.engines.requests.log`). Source: DeepSpeed 0.19.8.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from zeroplan.engines.deepspeed.gradients import collects, sums_in_fp32
+from zeroplan.engines.deepspeed.offload import offloads_optimizer
+from zeroplan.engines.deepspeed.sources import FP64, SHARE, STAGE12
+from zeroplan.engines.deepspeed.stage12_lines import Job, own_gradients
+from zeroplan.engines.formulas import times, unless_zero
+from zeroplan.engines.rows import Row, largest_parameter, numel
+from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.numeric import Bool, Int, where
+from zeroplan.spec.recipe import ADAM, OptimizerImpl, RecipeSpec
+
+if TYPE_CHECKING:
+    from zeroplan.engines.requests.log import Log
+    from zeroplan.trace import Trace
+
+    Memory: TypeAlias = Log | Trace
+
+ENGINE = "DeepSpeed 0.19.8, runtime/engine.py"
+FUSED = "DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py, FP16_Optimizer"
+UNFUSED = "DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py, FP16_UnfusedOptimizer"
+BF16 = "DeepSpeed 0.19.8, runtime/bf16_optimizer.py, BF16_Optimizer"
+_NORM = f"{STAGE12}, get_grad_norm_direct"
+#: Elements of one all-reduce at stage 0, whatever ``reduce_bucket_size`` says (``MEMORY_OPT_ALLREDUCE_SIZE``).
+_ALL_REDUCE_ELEMENTS = 500_000_000
+
+
+class Around(NamedTuple):
+    """What is around a wrapper: its memory, the optimizer in it, and the gradients that autograd made."""
+
+    memory: "Memory"
+    update: Callable[[], None]
+    """Step the optimizer."""
+    zero_grad: Callable[[], None]
+    """Let go of gradients where autograd made them."""
+
+
+class Wrapper:
+    """What one of DeepSpeed's wrappers does with a rank's gradients."""
+
+    def __init__(self, job: Job, impl: OptimizerImpl, around: Around) -> None:
+        """Take the job, and how its optimizer steps."""
+        self.job, self.impl = job, impl
+        self.memory, self.update, self.zero_grad = around
+
+    def after_backward(self, *, last: bool = True) -> None:
+        """The backward of a micro-batch is over, the step's last one or another."""
+
+    def step(self) -> None:
+        """The optimizer steps."""
+        raise NotImplementedError
+
+    def update_share(self) -> None:
+        """This rank's share is updated, unless the CPU does that, and all weights are gathered."""
+        job = self.job
+        self.memory.at(f"optimizer step: {'on the CPU' if offloads_optimizer(job.recipe) else 'update'}", Phase.STEP)
+        self.update()
+        self.memory.drop("sums", "averaged")
+        self.memory.call("all_gather", job.element * job.n_ranks * job.partition, job.n_ranks)
+
+
+class Unpartitioned(Wrapper):
+    """Stage 0: a wrapper around an optimizer that updates all weights."""
+
+    def after_backward(self, *, last: bool = True) -> None:
+        """``allreduce_no_retain``: buckets are copied, reduced and copied back."""
+        job, sizes = self.job, [self.job.element * elements for elements in all_reduces(self.job.whole)]
+        reason = "copy of the largest bucket that is all-reduced"
+        copy = Line(Kind.REDUCE, max(sizes), reason, times(job.element, "B_max"), f"{ENGINE}, allreduce_no_retain")
+        self.memory.hold("made", all_of(job, Kind.GRADIENTS, job.element, "all gradients", ENGINE))
+        self.memory.at("end of backward: gradients all-reduced", Phase.BACKWARD)
+        self.memory.in_turn(copy, sizes if last else (), "all_reduce", job.n_ranks)
+
+    def step(self) -> None:
+        """Gradients are cast to fp32, laid flat under ``FP16_Optimizer``, and the weights updated."""
+        if self.job.element == 2:
+            self._cast(flat=takes_flat_wrapper(self.job.recipe, self.impl))
+        self.memory.at("optimizer step: update", Phase.STEP)
+        self.update()
+        self.memory.drop("flat", "cast")
+        self.zero_grad()
+
+    def _cast(self, *, flat: bool) -> None:
+        job, memory = self.job, self.memory
+        kind, source = (Kind.OPTIMIZER_TEMPORARY, FUSED) if flat else (Kind.GRADIENTS, UNFUSED)
+        cast = all_of(job, kind, 4, "gradients cast to fp32", source)
+        memory.at("optimizer step: gradients laid flat", Phase.STEP)
+        memory.put_each("cast", cast, [4 * numel(each) for each in job.whole.placed])
+        if flat:
+            memory.put("flat", all_of(job, Kind.GRADIENTS, 4, "gradients in fp32, laid flat", source))
+            memory.drop("cast")
+            self.zero_grad()
+
+
+class AddedInFp32(Wrapper):
+    """``BF16_Optimizer``: stage 1 with 16-bit weights, whose gradients are added up in fp32."""
+
+    def after_backward(self, *, last: bool = True) -> None:
+        """``update_hp_grads``, then the all-reduce of all sums, cast."""
+        job, memory, reason = self.job, self.memory, "largest gradient cast to fp32"
+        cast = Line(Kind.TEMPORARY, 4 * largest_parameter(job.whole), reason, "4·G_one", f"{BF16}._update_hp_grad")
+        memory.hold("made", all_of(job, Kind.UNSHARDED_GRADIENTS, 2, "gradients of this micro-batch, bf16", BF16))
+        memory.at("end of backward: gradients added in fp32", Phase.BACKWARD)
+        memory.in_turn(cast, [4 * numel(each) for each in job.whole.placed])
+        if last:
+            n_bytes, reason = 2 * job.n_ranks * job.partition, "fp32 gradients cast to bf16 for the all-reduce"
+            memory.at("end of backward: gradients all-reduced", Phase.BACKWARD)
+            memory.put("copy", Line(Kind.REDUCE, n_bytes, reason, f"2·N·{SHARE}", f"{ENGINE}, allreduce_bucket"))
+            memory.call("all_reduce", job.element * job.whole.n_elements, job.n_ranks)
+            memory.drop("copy")
+
+    def step(self) -> None:
+        """The share is updated; ``zero_grad`` follows."""
+        self.update_share()
+        self.zero_grad()
+
+
+class Sharded(Wrapper):
+    """``DeepSpeedZeroOptimizer``, stages 1 and 2, whose gradients are reduced already."""
+
+    def step(self) -> None:
+        """The norm, gradients laid flat in the optimizer's dtype, the update, unless the CPU does all that."""
+        job, memory, away = self.job, self.memory, offloads_optimizer(self.job.recipe)
+        own = own_gradients(job)
+        if away and sums_in_fp32(job.recipe):  # a later micro-batch has the same tensor, and is no moment of the next step
+            own = own._replace(reason="fp32 gradients of this rank's share, released when the step ends")
+        memory.hold("averaged", own)
+        if job.recipe.deepspeed.compute_grad_norm and not away:
+            reason = "largest gradient of this rank's share in fp64"
+            memory.at("gradient norm", Phase.STEP)
+            memory.put("norm", Line(Kind.OPTIMIZER_TEMPORARY, FP64 * job.largest, reason, "8·G_max", _NORM))
+            memory.drop("norm")
+        if not (away or sums_in_fp32(job.recipe)):
+            self._lay_flat(own)
+        self.update_share()
+
+    def _lay_flat(self, own: Line) -> None:
+        flat, taken, still = laid_flat(self.job, own)
+        self.memory.at("optimizer step: gradients flattened", Phase.STEP)
+        self.memory.put("flat", flat)
+        self.memory.put("taken", taken)
+        self.memory.drop("flat")
+        self.memory.become("averaged", "view", still)
+
+
+def wrapper_of(job: Job, impl: OptimizerImpl, around: Around) -> Wrapper:
+    """Which wrapper a recipe takes (``runtime/engine.py``, ``_do_optimizer_sanity_check``)."""
+    if job.recipe.zero_stage == 0:
+        return Unpartitioned(job, impl, around)
+    return (AddedInFp32 if collects(job.recipe) else Sharded)(job, impl, around)
+
+
+def takes_flat_wrapper(recipe: RecipeSpec, impl: OptimizerImpl) -> bool:
+    """DeepSpeed lays weights and gradients flat only for its own ``FusedAdam``, not for torch's fused one.
+
+    Source: DeepSpeed 0.19.8, ``runtime/engine.py``, ``_configure_fp16_optimizer``.
+    """
+    return impl == "fused" and recipe.optimizer in ADAM and not recipe.deepspeed.torch_adam
+
+
+def all_of(job: Job, kind: Kind, width: int, reason: str, source: str) -> Line:
+    """Return so many bytes for every element that is trained. [bytes]"""
+    return Line(kind, width * job.whole.n_elements, reason, "4·Ψ" if width == 4 else "2·Ψ", source)
+
+
+@lru_cache(maxsize=256)
+def all_reduces(whole: Row) -> tuple[int, ...]:
+    """Elements of each all-reduce at stage 0: one closes when it has outgrown the limit."""
+    closed, fill = list[int](), 0
+    for each in whole.placed:
+        fill += numel(each)
+        if fill > _ALL_REDUCE_ELEMENTS:
+            closed.append(fill)
+            fill = 0
+    return (*closed, *((fill,) if fill else ()))
+
+
+def _is_one_slice(job: Job) -> Bool:
+    """Whether the share is a slice of one gradient: that is laid flat as it is, without a copy (torch, ``flatten``)."""
+    return job.whole.placed[0].end >= job.partition
+
+
+def laid_flat(job: Job, own: Line) -> tuple[Line, Line, Line]:
+    """Return the gradients laid flat, as the optimizer takes them, and what was kept as far as these are a view of it.
+
+    In the optimizer's dtype, what is laid flat is taken as it is.
+    """
+    one, same = _is_one_slice(job), job.element == job.master
+    copied = where(one, 0, job.partition)
+    flat_bytes: Int = 0 if same else job.element * copied
+    taken_bytes = job.master * (copied if same else job.partition)
+    still_bytes = where(one, own.n_bytes, 0) if same else 0
+    flat = Line(
+        Kind.OPTIMIZER_TEMPORARY, flat_bytes, "gradients of this rank's share, flattened",
+        unless_zero(flat_bytes, f"{job.element}·{SHARE}"), STAGE12,
+    )  # fmt: skip
+    taken = Line(
+        Kind.GRADIENTS, taken_bytes, "gradients of this rank's share, as the optimizer takes them",
+        unless_zero(taken_bytes, times(job.master, SHARE)), f"{STAGE12}, step",
+    )  # fmt: skip
+    return flat, taken, own._replace(n_bytes=still_bytes, formula=unless_zero(still_bytes, own.formula))

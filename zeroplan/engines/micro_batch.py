@@ -1,0 +1,167 @@
+"""A micro-batch on its way through a model whose parameters are whole on every rank, written into a trace.
+
+Over like blocks in a row, what blocks keep for their backward shrinks evenly, so that memory peaks in the last block of a run or in
+one before it, which the engine knows.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from zeroplan.engines.passes import Passes, RunPass, checkpoint_beside, kept_before, kept_by_all
+from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, head_elements
+from zeroplan.engines.sources import FLOWING, INPUT_BUFFER
+from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.trace import Inside, Trace
+from zeroplan.transformer.blocks import At, BackwardPoint
+
+Lines = tuple[Line, ...]
+
+
+class MicroBatch(ABC):
+    """The last micro-batch of a step, with what earlier ones have left. An engine says what its gradients take."""
+
+    head_phase = Phase.BACKWARD
+    """The phase to which the backward of loss and head belongs."""
+
+    def __init__(self, trace: Trace, recipe: RecipeSpec, these: Passes, whole: Row) -> None:
+        """Take what blocks and the rest of the model cost, and the parameters that get gradients."""
+        self.trace, self.recipe, self.these, self.whole = trace, recipe, these, whole
+
+    # --- what an engine says: lines of gradients and of copies of weights ---------------------------------------------------
+
+    @abstractmethod
+    def gradient(self, elements: int, reason: str, symbol: str = "") -> Line:
+        """A whole gradient, which ``symbol`` stands for if given."""
+
+    @abstractmethod
+    def in_forward(self) -> Lines:
+        """What is there in the whole forward."""
+
+    def copied_in_forward(self, blocks: int) -> Lines:  # noqa: ARG002  an engine's own answer needs it
+        """What so many blocks have left when the last of them runs forward; with one more than there are, in the loss."""
+        return ()
+
+    @abstractmethod
+    def at_head(self) -> Iterable[Lines]:
+        """What is there at each point of the backward of loss, head and final norm."""
+
+    @abstractmethod
+    def in_last_block(self, index: int, run: RunPass) -> Iterable[Lines]:
+        """What is there at each point of the backward of a run's last block."""
+
+    @abstractmethod
+    def before_last_block(self, index: int, run: RunPass) -> None:
+        """The points of the other block of a run at which memory can peak."""
+
+    @abstractmethod
+    def below_blocks(self) -> Sequence[tuple[str, Lines]]:
+        """What is there when each operator below the blocks has gone backward, and its name if it is not the embedding."""
+
+    @property
+    def sums_apart(self) -> bool:
+        """Whether the sum of a tied head's two gradients is a third tensor."""
+        return self.recipe.loss == "full"
+
+    @property
+    def below_at_sum(self) -> Lines:
+        """What is there then of the backward of the part below the blocks."""
+        return ()
+
+    def runs_backward(self) -> Sequence[tuple[int, RunPass]]:
+        """The runs in whose backward memory can peak, with their places among all."""
+        return tuple(enumerate(self.these.runs))
+
+    # --- the passes ---------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Forward and backward."""
+        self.forward()
+        self.backward()
+        self.embedding_backward()
+
+    def forward(self) -> None:
+        """All blocks and the loss."""
+        trace, head, these = self.trace, self.these.head, self.these
+        trace.hold("gradients", *self.in_forward())
+        trace.hold("shared", *head.shared)
+        for run in these.runs:
+            block = run.first + run.n_blocks - 1
+            trace.hold("by name", *head.forward, *(head.first_input if block else ()))
+            trace.hold("kept", *kept_before(these, block))
+            trace.at(f"forward of {self.named(run, 'the last')}", Phase.FORWARD)
+            own = run.block.forward if run.recompute == "none" else run.block.forward_recompute
+            trace.pass_by(*run.block.entered, *run.kept, *own, *self.copied_in_forward(block + 1))
+        trace.drop("by name")
+        trace.hold("kept", *kept_by_all(these))
+        trace.at("forward of the loss", Phase.LOSS, of_forward=True)
+        trace.pass_by(*head.saved, *head.loss_forward, *self.copied_in_forward(these.n_blocks + 1))
+
+    def named(self, run: RunPass, which: str) -> str:
+        """How a moment's name calls a block of a run."""
+        return f"{which} {run.kind.replace('_', ' ')} block" if len(self.these.runs) > 1 else f"{which} block"
+
+    def backward(self) -> None:
+        """Loss and head, blocks from the last to the first."""
+        trace, these = self.trace, self.these
+        trace.drop("gradients")
+        trace.hold("output", *these.output)
+        for point, lines in zip(these.head.points, self.at_head(), strict=True):
+            trace.at(f"backward of the {point.name}", self.head_phase)
+            trace.pass_by(*point.lines, *lines)
+        for at, run in reversed(self.runs_backward()):
+            trace.hold("checkpoint", *checkpoint_beside(run))
+            self.pass_block(run, "the last", run.first + run.n_blocks - 1, self.in_last_block(at, run))
+            if run.n_blocks > 1:
+                self.before_last_block(at, run)
+        trace.drop("kept", "checkpoint")
+
+    def pass_block(self, run: RunPass, which: str, block: int, beside: Iterable[Lines]) -> None:
+        """Each point of a block's backward, ``beside`` what is there of gradients."""
+        self.trace.hold("kept", *kept_before(self.these, block))
+        inside = Inside((point.name, (point.lines, lines)) for point, lines in zip(run.block.points, beside, strict=True))
+        self.trace.pass_through(inside, f"backward of {self.named(run, which)}", Phase.BACKWARD)
+
+    def embedding_backward(self) -> None:
+        """Each operator below the blocks, the embedding last.
+
+        With a tied head both gradients are added up in a third tensor: autograd adds in place only to what nothing else refers to,
+        and the head's is a transposed view, which refers to what it is a view of, unless it has been cast.
+        """
+        trace, these = self.trace, self.these
+        reason = "gradient of the embedding's output"
+        flowing = Line(Kind.ACTIVATION_GRADIENTS, these.head.hidden_bytes, reason, these.head.hidden_formula, FLOWING)
+        trace.hold("shared", *these.head.at_embedding)
+        lines: Lines = ()
+        for name, lines in self.below_blocks():
+            trace.at(f"backward of {name or 'the embedding'}", Phase.BACKWARD)
+            trace.pass_by(flowing, *these.head.below_blocks, *lines)
+        if has_tied_head(self.whole) and self.sums_apart:
+            reason, symbol = "sum of the embedding's and the tied head's", embedding_symbol(self.whole)
+            total = self.gradient(embedding_elements(self.whole), reason, symbol)
+            trace.at("sum of the embedding's and the tied head's gradient", Phase.BACKWARD)
+            trace.pass_by(*self.below_at_sum, *lines, total._replace(source=INPUT_BUFFER))
+
+    # --- the head's gradient ------------------------------------------------------------------------------------------------
+
+    def tied_head(self) -> Lines:
+        """With a tied head, its gradient waits for the embedding's before either reaches its parameter."""
+        if not has_tied_head(self.whole):
+            return ()
+        reason = "gradient of the tied head, waiting for the embedding's"
+        return (self.gradient(embedding_elements(self.whole), reason, embedding_symbol(self.whole)),)
+
+    def of_head(self, point: BackwardPoint) -> tuple[int, int]:
+        """Return the elements of gradients made by then that may have come to their weights, and of them those being made.
+
+        A tied head's gradient waits for the embedding's.
+        """
+        tied = head_elements(self.whole) if has_tied_head(self.whole) else 0
+        return max(0, point.gradients - tied), 0 if tied else point.current_gradient
+
+    def sums_by_itself(self, point: BackwardPoint) -> bool:
+        """Whether the loss has the head's gradient, and passes it on when its backward is over.
+
+        A loss in chunks adds it up itself, and a fused loss makes it in the forward.
+        """
+        return self.recipe.loss != "full" and point.place.at is not At.FINAL_NORM
