@@ -20,7 +20,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.trace import Inside, Trace
-from zeroplan.transformer.blocks import Compute
+from zeroplan.transformer.blocks import At, Compute
 from zeroplan.transformer.parameters import KINDS_IN_TURN, BlockRun
 from zeroplan.transformer.recomputed import first_recomputed
 
@@ -149,7 +149,8 @@ class MicroBatch:
                 self._block_forward(place)
         trace.drop("by name")
         self._keep(weights.layers)
-        trace.hold("casts", *self._casts(_sum("C", weights, weights.layers, weights.casts), weights.head_casts))
+        beside = weights.head_casts if self.step.recipe.loss != "fused" else 0  # Liger's own copy counts in its loss
+        trace.hold("casts", *self._casts(_sum("C", weights, weights.layers, weights.casts), beside))
         trace.at("forward of the loss", Phase.LOSS, of_forward=True)
         trace.pass_by(*head.saved, *head.loss_forward)
         options = self.step.recipe.ddp
@@ -171,7 +172,10 @@ class MicroBatch:
         )
 
     def backward(self) -> None:
-        """Loss and head, then the blocks from the last to the first, then the embedding."""
+        """Loss and head, then the blocks from the last to the first, then the embedding.
+
+        Chunks of a loss go backward before autocast's context ends, and with it the copies in its cache.
+        """
         trace, head, weights = self.trace, self.head, self.weights
         trace.hold("output", *(head.output if self.step.recipe.keep_logits else ()))
         casts = _sum("K", weights, weights.layers, self.kept_casts)
@@ -179,8 +183,10 @@ class MicroBatch:
             waiting = weights.tied_head if point.gradients else 0
             current = 0 if waiting else point.current_gradient
             made = self._gradients(_NOTHING, point.gradients - waiting, current, waiting)
+            in_context = self.step.recipe.loss == "chunked" and point.place.at is not At.FINAL_NORM
+            copies = _sum("C", weights, weights.layers, weights.casts) if in_context else casts
             trace.at(f"backward of the {point.name}", Phase.LOSS)
-            trace.pass_by(made, *self._casts(casts, point.live_casts), *point.lines)
+            trace.pass_by(made, *self._casts(copies, point.live_casts), *point.lines)
         for place in reversed(self.places):
             self._block_backward(place)
         trace.drop("kept", "checkpoint")
