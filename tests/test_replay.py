@@ -83,6 +83,8 @@ _JOBS = (
     {"engine": "fsdp2", "stage": 3, **_LLAMA, "fsdp2": Fsdp2Options(torch="2.15", ends_apart=True)},
     {"engine": "fsdp2", "stage": 3, **_MIXTRAL, "fsdp2": Fsdp2Options(torch="2.15"), "grad_accum": 2},
     {"engine": "fsdp2", "stage": 3, **_LLAMA, "recompute": "full", "offload_activations": True, "lora_rank": 8},
+    {"engine": "ddp", "stage": 0, **_LLAMA, "loss": "fused", "grad_accum": 2, "optimizer": "sgd"},
+    {"engine": "ddp", "stage": 0, **_LLAMA, "loss": "chunked", "grad_accum": 2, "optimizer": "sgd", "recompute": "full"},
     {"engine": "fsdp1", "stage": 3},
     {"engine": "fsdp1", "stage": 3, **_LLAMA, "fsdp1": Fsdp1Options(backward_prefetch="backward_post"), "recompute": "full"},
     {"engine": "fsdp1", "stage": 2, **_LLAMA, "fsdp1": Fsdp1Options(use_orig_params=False), "grad_accum": 3, **_NO_SYNC},

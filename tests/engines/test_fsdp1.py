@@ -56,6 +56,9 @@ CASES = {
     "fp32 reduction, three ranks": job(options={"reduce_dtype": "fp32"}, mesh={"dp_shard": 3}),
     "prefetched after": job(options={"backward_prefetch": "backward_post"}),
     "prefetched both ways": job(options={"forward_prefetch": True}, batch=accumulated(FEW, 3), sync_every_micro_batch=False),
+    "added up, fp32 reduction": job(
+        options={"reduce_dtype": "fp32"}, batch=accumulated(FEW, 2), sync_every_micro_batch=False, optimizer="sgd"
+    ),
     "replicas, many ranks": job(mesh={"dp_shard": 64, "dp_replicate": 2}, precision="bf16", optimizer="sgd"),
     "summed by micro-batch": job(batch=accumulated(FEW, 3), options=VIEWS),
     "checkpoints around units": job(batch=MANY, recompute="full", options={"checkpoints_units": True}),

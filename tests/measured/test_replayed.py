@@ -24,10 +24,11 @@ def found() -> list[replayed.Seen]:
 def test_the_peak_is_the_recorded_one(found: list[replayed.Seen]):
     """To 0.3 %, but where a loss comes in chunks, whose last chunk's logits stay a little longer.
 
+    Of FSDP1 to 0.5 %: in a small model the allocator may not split a block for a flat parameter.
     It can be above the recorded one by what a kernel takes for itself, which a record has not.
     """
     for one in found:
-        most = 0.003 if one.job.recipe.loss == "full" else 0.015
+        most = 0.015 if one.job.recipe.loss != "full" else 0.005 if one.job.recipe.engine == "fsdp1" else 0.003
         assert -most <= one.allocated - 1 <= most + one.scratch, one.job
 
 

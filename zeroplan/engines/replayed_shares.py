@@ -34,7 +34,7 @@ MEASURED: dict[str, tuple[Held, Held]] = {
         Held(jobs=504, low=946, high=1037, median=265, near=948),
         Held(jobs=504, low=956, high=1020, median=258, near=954),
     ),
-    "fsdp1": (Held(jobs=49, low=946, high=1092, median=0, near=857), Held(jobs=49, low=991, high=1051, median=0, near=959)),
+    "fsdp1": (Held(jobs=49, low=946, high=1086, median=0, near=836), Held(jobs=49, low=991, high=1051, median=0, near=979)),
     "fsdp2": (Held(jobs=354, low=968, high=1014, median=94, near=977), Held(jobs=354, low=941, high=1058, median=3, near=954)),
     # end
 }

@@ -174,7 +174,12 @@ def _local_tensors(cut: Cut, n: Int, aligned: int, *, views: bool, whole: bool) 
         if not views:
             yield LocalTensor((group.shard,), repeat)
             continue
-        for parameter, offset in zip(parameters, _offsets(parameters, aligned), strict=False):
-            here = minimum(maximum(group.shard - offset, 0), parameter.numel)
+        for here in views_of(parameters, group, aligned):
             if not isinstance(here, int) or here:
                 yield LocalTensor((here,), repeat, may_be_empty=True)
+
+
+def views_of(parameters: tuple[Parameter, ...], group: Group, aligned: int) -> Iterator[Int]:
+    """What of each parameter of a unit is in rank 0's shard of it. [elements]"""
+    for parameter, offset in zip(parameters, _offsets(parameters, aligned), strict=False):
+        yield minimum(maximum(group.shard - offset, 0), parameter.numel)

@@ -73,7 +73,10 @@ class FlatRuntime(Runtime):
     # --- gradients ------------------------------------------------------------------------------------------------------
 
     def post_backward(self, unit: Unit) -> None:
-        """``_post_backward_hook``, once autograd has joined the gradients of a unit's parameters into a flat one."""
+        """``_post_backward_hook``, once autograd has joined the gradients of a unit's parameters into a flat one.
+
+        Autograd calls it with that gradient, and so holds it until the hook returns, even once it is added to an earlier one.
+        """
         group = unit.parts.trained_group
         if not group.numel:  # frozen: _post_backward_reshard_only_hook
             self.reshard(unit)
@@ -81,7 +84,6 @@ class FlatRuntime(Runtime):
         self.trace.at(f"backward: joining the gradients of {unit.name}", Phase.BACKWARD)
         self.trace.put("joined", *self._lines(joined, group))
         self.trace.drop("made", ("made", unit.name))
-        self.trace.shrink("joined", *self._lines(joined_last, group))
         self.reshard(unit)
         if self.flat.backward_prefetch == "backward_post" and unit.name in self._below:
             self._unshard(self._below[unit.name], Phase.BACKWARD)

@@ -5,7 +5,7 @@ Left out: frozen parameters and adapters, whose matrices are units of their own,
 
 from collections.abc import Hashable
 
-from zeroplan.engines.fsdp1.flat import FlatPlan, flat_plan
+from zeroplan.engines.fsdp1.flat import FlatPlan, aligned_to, flat_plan, views_of
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.precisions import compute_of
@@ -14,9 +14,10 @@ from zeroplan.engines.requests.model import ModelPass
 from zeroplan.engines.requests.optimizer import Update
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
+from zeroplan.transformer.parameters import Parameter
 
-_GATHERS, _REDUCES, _CASTS = 1, 2, 3
-"""The streams of unsharding, of what follows a unit's backward, and of casts before unsharding (``_init_streams``)."""
+_GATHERS, _REDUCES, _CASTS, _ALL_REDUCES = 1, 2, 3, 4
+"""The streams of unsharding, after a unit's backward, of casts before unsharding, and among replicas (``_init_streams``)."""
 _ROOT = -1
 
 
@@ -42,6 +43,11 @@ class Step(ModelPass):
     def group(self, unit: int) -> Group:
         """A unit's flat parameter."""
         return self.plan.root if unit == _ROOT else self.plan.blocks[self.order[unit]]
+
+    def parameters_of(self, unit: int) -> tuple[Parameter, ...]:
+        """The parameters that it is made of."""
+        tree = self.tree
+        return (*tree.embeddings, *tree.tail) if unit == _ROOT else tree.runs[self.order[unit]].parameters
 
     @property
     def every_unit(self) -> range:
@@ -170,22 +176,36 @@ class Step(ModelPass):
         self.post_backward(_ROOT)
 
     def post_backward(self, unit: int) -> None:
-        """``_post_backward_hook``, once autograd has joined the gradients of a unit's parameters into a flat one."""
+        """``_post_backward_hook``, once autograd has joined the gradients of a unit's parameters into a flat one.
+
+        Where an earlier micro-batch left one, autograd adds to that, and holds the new one until the hook returns.
+        """
         log, reduces = self.log, self.last or self.recipe.sync_every_micro_batch
         flat, earlier = ("flat", unit), ("left", unit)
         n_bytes = self.plan.width.compute * int(self.plan.flat(self.group(unit)))
         log.request(flat, n_bytes, Kind.UNSHARDED_GRADIENTS, "a unit's flat gradient")
         log.release(*self.made.pop(unit, []))
-        if log.has(earlier):
-            log.release(flat)
+        is_first = not log.has(earlier)
+        if not is_first:
+            log.rename(flat, "added")
             log.rename(earlier, flat)
         if reduces or self.frees:
             self.reshard(unit)
         self._prefetch(unit - 1, "backward_post")
         if reduces:
             self._reduce(unit, flat)
-        else:
-            log.rename(flat, earlier)
+            log.release("added")
+            return
+        log.release("added")
+        log.rename(flat, earlier)
+        if is_first and self.frees and self.plan.options.use_orig_params:
+            self.use_unsharded_grad_views(unit)
+
+    def use_unsharded_grad_views(self, unit: int) -> None:
+        """``_use_unsharded_grad_views``: an empty gradient of what this rank has of each parameter, to be made a view at once."""
+        for elements in views_of(self.parameters_of(unit), self.group(unit), aligned_to(self.plan.recipe)):
+            self.log.request("empty", self.plan.width.stored * int(elements), Kind.UNSHARDED_GRADIENTS, "an empty gradient")
+            self.log.release("empty")
 
     def _reduce(self, unit: int, flat: Hashable) -> None:
         """``_reduce_grad``: cast, padded, reduced, cast again; the shard becomes this rank's gradient or is added to it."""
@@ -200,6 +220,7 @@ class Step(ModelPass):
         log.request(out, wide * int(group.shard), Kind.GRADIENTS, "reduce-scatter output")
         log.call("reduce_scatter", wide * int(group.padded), self.n)
         log.call("all_reduce", wide * int(group.shard), self.replicas)
+        log.stream = _ALL_REDUCES if self.replicas > 1 else _REDUCES
         if wide != stored:
             key = "reduced" if there else shard
             log.request(key, stored * int(group.shard), Kind.GRADIENTS, "reduce-scatter output, cast")
