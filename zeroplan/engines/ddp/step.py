@@ -142,8 +142,9 @@ class Training(MicroBatch):
         return Line(line.kind, self.wrapped * line.n_bytes, reason, formula if line.formula else "", _SINK)
 
     def copied_in_forward(self, blocks: int) -> Lines:
-        """Autocast drops its copies when its context ends, after the loss."""
-        return self._casts(blocks, self.copied.of_head if blocks > self.these.n_blocks else 0, in_context=True)
+        """Autocast drops its copies when its context ends, after the loss; a fused loss copies the head's weight itself."""
+        beside = self.copied.of_head if blocks > self.these.n_blocks and self.recipe.loss != "fused" else 0
+        return self._casts(blocks, beside, in_context=True)
 
     def _casts(self, blocks: int, beside: int, *, in_context: bool = False) -> Lines:
         """The copies that so many blocks have made in autocast's context or, after it, that autograd keeps, and some ``beside``."""
