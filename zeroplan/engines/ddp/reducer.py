@@ -89,13 +89,16 @@ def levels_of(plan: Plan, micro_batches: Int) -> Levels:
 
 @lru_cache(maxsize=256)
 def _levels(plan: Plan, micro_batches: int) -> tuple[tuple[int, int], ...]:
-    """Over the last of so many micro-batches and, where that alone moves gradients, over the one before it."""
+    """Over the last micro-batch or, where that alone moves gradients, over both of two, or the second of three.
+
+    With three, all gradients are there in the second, more than there are in the last.
+    """
     counts, last, found = Counts(), micro_batches - 1, list[tuple[int, int]]()
     engine = plan.program(counts)
     first = max(0, last - 1) if plan.moves_last else last
     if first:
         engine.request_earlier()
-    for one in range(first, last + 1):
+    for one in (first,) if first < last and first else range(first, last + 1):
         engine.last, begin = one == last, counts.gradients
         for group in made_at_once(plan.whole):
             receive(group, engine)

@@ -83,8 +83,8 @@ class Training(MicroBatch):
         """Gradients, that of a tied head among them, and copies, all of which a loss in chunks has."""
         tied = head_elements(self.whole) if has_tied_head(self.whole) else 0
         for point in self.these.head.points:
-            sums, waits = self.sums_by_itself(point), 0 < tied <= point.gradients
-            made = (0, 0) if sums else self.of_head(point) if waits else (point.gradients, point.current_gradient)
+            sums, waits = self.sums_by_itself(point), bool(tied and point.gradients)
+            made = (0, 0) if sums else (point.gradients - tied, 0) if waits else (point.gradients, point.current_gradient)
             apart: Lines = self.tied_head() if waits else ()
             if sums:
                 apart = (self.gradient(point.gradients, "gradient of the head, still the loss's"),)
