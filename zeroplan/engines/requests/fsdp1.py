@@ -12,7 +12,7 @@ from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ModelPass
 from zeroplan.engines.requests.optimizer import Update
-from zeroplan.ledger import Kind, Phase
+from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.parameters import Parameter
 
@@ -32,6 +32,8 @@ class Step(ModelPass):
             job.model, plan.recipe, job.batch, log, compute=compute_of(plan.recipe), tree=plan.tree, head=plan.head
         )
         self.plan, self.n, self.replicas = plan, int(plan.n), int(job.mesh.dp_replicate)
+        self.tensors = list[LocalTensor]()
+        self.optimizer = Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
         self.made: dict[int, list[Hashable]] = {}
         """Gradients of each unit's parameters, which wait to be joined."""
         self.waiting: int | None = None
@@ -54,13 +56,18 @@ class Step(ModelPass):
         """The root and all layers."""
         return range(_ROOT, len(self.order))
 
-    def begin(self) -> list[LocalTensor]:
-        """Each unit's shard, blocks first, as they are wrapped; what the optimizer updates."""
+    def begin(self) -> None:
+        """Each unit's shard, blocks first, as they are wrapped, and the optimizer over them."""
         for unit in (*range(len(self.order)), _ROOT):
             n_bytes = self.plan.width.stored * int(self.group(unit).shard)
             self.log.request("shards", n_bytes, Kind.PARAMETERS, "this rank's shard of a flat parameter")
-        tensors = self.plan.local_tensors
-        return [one._replace(repeat=1) for one in tensors for _ in range(one.repeat)]
+        self.tensors = [one._replace(repeat=1) for one in self.plan.local_tensors for _ in range(one.repeat)]
+        self.optimizer.begin(self.log, self.tensors)
+
+    def update(self) -> None:
+        """The optimizer steps; then ``zero_grad``."""
+        self.optimizer.step(self.log, self.tensors)
+        self.drop_gradients()
 
     # --- parameters ---------------------------------------------------------------------------------------------------------
 
@@ -235,15 +242,6 @@ class Step(ModelPass):
             self.log.release("cleared")
 
 
-def requests(job: JobSpec, steps: int) -> Log:
-    """What rank 0 requests and releases from before the first step on."""
-    log = Log()
-    log.begin(-1, Phase.INIT)
-    plan = flat_plan(job.model, job.recipe, job.mesh, job.batch)
-    one, update = Step(job, plan, log), Update(plan.recipe.optimizer, plan.impl, plan.width.stored)
-    tensors = one.begin()
-    update.begin(log, tensors)
-    for _ in one.micro_batches(steps):
-        update.step(log, tensors)
-        one.drop_gradients()
-    return log
+def step_of(job: JobSpec, log: Log) -> Step:
+    """Rank 0's micro-batches and steps."""
+    return Step(job, flat_plan(job.model, job.recipe, job.mesh, job.batch), log)
