@@ -11,7 +11,7 @@ from typing import NamedTuple
 from zeroplan.allocator import CachingAllocator, CardFullError, Chunk
 from zeroplan.engines.device import workspace_line
 from zeroplan.engines.replayed_shares import off_by
-from zeroplan.engines.requests import requests_of
+from zeroplan.engines.requests import requests_of, reserves_more
 from zeroplan.engines.requests.log import Call, Log, Request
 from zeroplan.engines.requests.model import ENDING
 from zeroplan.ledger import Band, Phase
@@ -55,6 +55,11 @@ class StepReplay:
         self.log = requests_of(job, pipeline_rank=pipeline_rank)
         self._workspace_bytes = int(workspace_line(job.cluster.gpu).n_bytes) // _THREADS
         self._done: dict[AllocatorSettings, Replayed] = {}
+
+    @property
+    def reserves_more(self) -> bool:
+        """Whether a GPU reserves clearly more than is replayed, so that the replay says nothing of what fits."""
+        return reserves_more(self.job.recipe)
 
     def replayed(self, settings: AllocatorSettings = "default") -> Replayed:
         """What the allocator shows in the end.

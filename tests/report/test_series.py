@@ -111,7 +111,7 @@ def course(*blocks: int) -> CourseMeasured:
       ("backward of the last block: second MLP projection", "backward of the last block: norm before attention", 111, ()),
       ("backward of the first block: second MLP projection", "backward of the first block: norm before attention", 100,
        tuple(range(110, 100, -1))),
-      ("backward of the embedding", "backward of the embedding", 9, ())]),
+      ("backward of the embedding: transformer.wpe.weight", "backward of the embedding", 9, ())]),
     ({"model": "gpt2", "gpus": 4, "engine": "deepspeed", "stage": 3},
      [("forward of a block", "forward of a block", 11, ()), ("forward of the final norm", "loss forward", 9, ()),
       ("backward of the loss", "backward of the final norm", 7, ()),

@@ -137,12 +137,12 @@ def groups_of(whole: Row) -> dict[int, tuple[Group, ...]]:
 
 @lru_cache(maxsize=256)
 def operators_below(whole: Row) -> tuple[tuple[str, int], ...]:
-    """Return the name of each operator below the blocks and its gradients, in the order of the backward. [elements]
+    """Return what tells each operator below the blocks apart, and its gradients, in the order of the backward. [elements]
 
-    The last is the embedding, which has no name; where nothing there gets a gradient, it is the only one.
+    The last is the embedding, which needs nothing to tell it; where nothing there gets a gradient, it is the only one.
     """
     groups = groups_of(whole).get(-1, ())
-    names = [group[0].parameter.name for group in groups[:-1]]
+    names = [f": {group[0].parameter.name}" for group in groups[:-1]]
     return tuple(zip((*names, ""), [sum(map(numel, group)) for group in groups] or (0,), strict=True))
 
 

@@ -56,7 +56,7 @@ class MicroBatch(ABC):
 
     @abstractmethod
     def below_blocks(self) -> Sequence[tuple[str, Lines]]:
-        """What is there when each operator below the blocks has gone backward, and its name if it is not the embedding."""
+        """What is there when each operator below the blocks has gone backward, and what tells it apart."""
 
     @property
     def sums_apart(self) -> bool:
@@ -134,7 +134,7 @@ class MicroBatch(ABC):
         trace.hold("shared", *these.head.at_embedding)
         lines: Lines = ()
         for name, lines in self.below_blocks():
-            trace.at(f"backward of {name or 'the embedding'}", Phase.BACKWARD)
+            trace.at(f"backward of the embedding{name}", Phase.BACKWARD)
             trace.pass_by(flowing, *these.head.below_blocks, *lines)
         if has_tied_head(self.whole) and self.sums_apart:
             reason, symbol = "sum of the embedding's and the tied head's", embedding_symbol(self.whole)
