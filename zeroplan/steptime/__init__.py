@@ -9,13 +9,15 @@ Leaves out data loading, launches of small kernels, stragglers, congestion, chec
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from zeroplan.engines.account import Account
+from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, bytes_by_kind
 from zeroplan.numeric import Float
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.hardware import ClusterSpec, GpuSpec
+from zeroplan.spec.hardware import ClusterSpec, Dtype, GpuSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -40,11 +42,17 @@ def step_time(
     *,
     mfu: float | None = None,
     share: Efficiency | None = None,
+    operands: Dtype | None = None,
 ) -> StepTime:
-    """Return the parts of one step; raises SpecError without a GPU, or for a model without counts of operations. [s]"""
+    """Return the parts of one step; raises SpecError without a GPU, or for a model without counts of operations. [s]
+
+    ``operands``: the dtype of matrix products, if it is not that of the weights: fp8, fp4.
+    """
     gpu, here = cluster.gpu, links(cluster)
     if gpu is None or here is None:
         raise SpecError("a step's time needs a GPU; add --gpu NAME (`zeroplan gpus` lists them)")
+    if operands is not None:
+        gpu = _with_operands(gpu, recipe, operands)
     share = share or shares_of(cluster, recipe.engine)
     if recipe.engine == "megatron":
         from zeroplan.steptime.megatron import megatron_time  # noqa: PLC0415  keeps start-up fast
@@ -62,6 +70,15 @@ def step_time(
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps / (tp * cp)
     flops = batch.grad_accum_steps * 3.0 * asked.flops
     return StepTime(parts, flops, tokens, peak_flops_per_s(gpu, recipe))
+
+
+def _with_operands(gpu: GpuSpec, recipe: RecipeSpec, operands: Dtype) -> GpuSpec:
+    """Return the GPU with the rate of other operands of matrix products in place of the weights'."""
+    if operands not in gpu.dense_flops_per_s:
+        raise SpecError(f"GPU {gpu.name!r} has no {operands} rate in its entry, so no time can be given; leave it out")
+    return replace(
+        gpu, dense_flops_per_s={**gpu.dense_flops_per_s, widths(recipe.precision).name: gpu.dense_flops_per_s[operands]}
+    )  # type: ignore[dict-item]
 
 
 def with_optimizer_step(time: StepTime, states: tuple[Line, ...], recipe: RecipeSpec, cluster: ClusterSpec) -> StepTime:
