@@ -10,7 +10,8 @@ import hashlib
 import json
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from zeroplan.catalog.gpu import gpu
 from zeroplan.errors import SpecError
@@ -20,14 +21,27 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import Fsdp1Options, Fsdp2Options, MegatronOptions, RecipeSpec
+from zeroplan.steptime import Running
+from zeroplan.steptime.compute import running_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
     from zeroplan.spec.hardware import GpuSpec
 
 Row = dict[str, Any]
+
+KEPT = Path(__file__).parents[1] / "golden" / "published_throughput.jsonl"
+#: What is kept of a row; of its values those that are read, and of its notes a word that a job depends on.
+_FIELDS = (
+    "id", "source", "model", "params", "hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "moe", "seq", "micro_batch",
+    "global_batch", "n_gpus", "gpu", "gpus_per_node", "interconnect", "engine", "stage", "tp", "pp", "vpp", "cp", "ep", "precision",
+    "recompute", "compile", "flash", "config_group",
+)  # fmt: skip
+_VALUES = (
+    "tokens_per_s_per_gpu", "tokens_per_s_per_gpu_derived", "step_s", "step_s_derived", "step_s_derived_full_attention",
+)  # fmt: skip
+_ONE_PER_CHUNK = "1F1B-I"
 
 #: GPUs by how their names begin; the first that fits.
 _GPUS = {
@@ -52,7 +66,7 @@ _NVIDIAS = ("dgxc", "nemo24", "longseq", "mbridge", "mlm24", "nem15", "simax")
 #: Tokens of the vocabulary where a row has none: GPT-2's, padded.
 _VOCABULARY = 51_200
 #: What is tried where a source does not state it; the quickest that fits counts.
-_MICRO_BATCHES, _CHUNKS = (1, 2, 4, 8, 16), (1, 2, 3, 4, 5, 6)
+_MICRO_BATCHES, _CHUNKS = (1, 2, 4, 8, 16), (1, 2, 3, 4, 5, 6, 8, 12)
 _LATENT = MlaSpec(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 
 
@@ -66,8 +80,6 @@ class Case(NamedTuple):
     row: Row
     jobs: tuple[JobSpec, ...]
     """One, or several where the source leaves something out."""
-    operands: str | None
-    """The dtype of matrix products, if it is not that of the weights."""
     step_s: float
     """The measured step. [s]"""
 
@@ -81,6 +93,32 @@ class Case(NamedTuple):
 def rows_of(path: Path) -> list[Row]:
     """Read the rows of a file."""
     return list(json.loads(path.read_text(encoding="utf-8")))
+
+
+def kept() -> list[Row]:
+    """Return the rows that are kept in the repository; the first line has their sources."""
+    first, *lines = KEPT.read_text(encoding="utf-8").splitlines()
+    sources, none = json.loads(first), dict.fromkeys((*_FIELDS, "duplicate_of"))
+    rows = [none | json.loads(line) for line in lines]
+    return [row | {"source": sources[row["source"]], "gpus_per_node": row["gpus_per_node"] or 8} for row in rows]
+
+
+def keep(rows: Sequence[Row]) -> None:
+    """Keep rows: the facts that jobs are made of, without texts."""
+    sources = list(dict.fromkeys(row["source"] for row in rows))
+    lines = [json.dumps(sources, ensure_ascii=False)]
+    for row in rows:
+        facts = {key: row[key] for key in _FIELDS if row.get(key) is not None}
+        facts["values"] = next({key: row["values"][key]} for key in _VALUES if key in row["values"])
+        facts["notes"] = _ONE_PER_CHUNK if _schedule(row) == _ONE_PER_CHUNK else ""
+        if facts["gpus_per_node"] == 8:
+            del facts["gpus_per_node"]
+        lines.append(json.dumps(facts | {"source": sources.index(row["source"])}, ensure_ascii=False))
+    KEPT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _schedule(row: Row) -> str:
+    return str(row["notes"]).partition(";")[0].removeprefix("schedule ")
 
 
 def half_of(row: Row) -> str:
@@ -109,9 +147,26 @@ def case_of(row: Row) -> Case:
     if not found:
         assert reason is not None
         raise reason
-    precision = str(row["precision"])
-    operands = next((name for word, name in _OPERANDS.items() if word in precision), None)
-    return Case(row, tuple(found), operands, measured_step_s(row))
+    return Case(row, tuple(found), measured_step_s(row))
+
+
+def running_of_row(row: Row, job: JobSpec) -> Running:
+    """Return the kernels that a row names, and otherwise those of its engine."""
+    assert job.cluster.gpu is not None
+    usual, flash = running_of(job.recipe, job.cluster.gpu.architecture), str(row["flash"])
+    kernels = (
+        "compiled" if row["compile"] else "fused" if "RMS" in flash else "eager" if program(row) == "aleph" else usual.kernels
+    )
+    generation = 1 if "v1" in flash or program(row) == "mpt" else 2 if "flash_attention2" in flash else usual.flash
+    operands = next((name for word, name in _OPERANDS.items() if word in str(row["precision"])), None)
+    return Running(kernels, generation, operands, _tensor_overlap(row))
+
+
+def _tensor_overlap(row: Row) -> Literal["none", "backward", "all"]:
+    """Return which tensor-parallel collectives overlap: NVIDIA's recipes since 2024 set it, programs of 2021 could not."""
+    if program(row) in ("mlm21", "ptdz3", "mtnlg", "bloom", "aleph"):
+        return "none"
+    return "all" if program(row) in ("mlm24", "dgxc", "mbridge", "nemo24") else "backward"
 
 
 def _refuse(row: Row) -> None:
@@ -119,10 +174,10 @@ def _refuse(row: Row) -> None:
     for asked, reason in (
         (row["gpu"].startswith("TPU"), "a TPU"),
         (_gpu_name(row) is None, "the GPU is not certain"),
-        (row["hidden"] is None if "hidden" in row else True, "the model's shape is not stated"),
+        (row.get("hidden") is None, "the model's shape is not stated"),
         (kind == "nml", "the layout is not printed beside the figures"),
         ("JAX" in row["engine"], "JAX"),
-        ("LORA" in name, "LoRA under Megatron-Core"),
+        ("LORA" in name or "LoRA;" in str(row["notes"]), "LoRA under Megatron-Core"),
         ("w/ MTP" in name, "multi-token prediction"),
         ("FSDP" in row["engine"] and "Megatron" in row["engine"], "Megatron-FSDP"),
         ("Offload" in str(row["stage"]) or "offload" in str(row["stage"]), "what was offloaded is not itemised"),
@@ -150,8 +205,9 @@ def _engine(row: Row) -> str | None:
 def _left_out(row: Row) -> Iterator[tuple[int, int]]:
     """Yield micro-batches and chunks per rank: those of the row, or those that are tried."""
     sizes = (row["micro_batch"],) if row["micro_batch"] else _MICRO_BATCHES
-    tries = program(row) in ("mlm21", "mlm24", "ptdz3") and row["pp"] > 1 and row.get("vpp") is None
-    if "1F1B-I" in str(row["notes"]).partition(";")[0]:
+    unsaid = (*_NVIDIAS, "mlm21", "ptdz3")
+    tries = program(row) in unsaid and (row["pp"] or 1) > 1 and row.get("vpp") is None
+    if _schedule(row) == _ONE_PER_CHUNK:
         chunks = ((row["layers"] + 2) // row["pp"],)
     else:
         chunks = _CHUNKS if tries else (row.get("vpp") or 1,)
@@ -238,7 +294,7 @@ def _model(row: Row) -> ModelSpec:
         num_key_value_heads=heads if mla is not None else row["kv_heads"] or heads,
         head_dim=192 if mla is not None else row["hidden"] // heads, vocab_size=row["vocab"] or _VOCABULARY,
         max_position_embeddings=row["seq"], positions=row["seq"] if learned else 0, tie_word_embeddings=learned,
-        attention_bias=learned, mlp_bias=learned, moe=moe, mla=mla,
+        attention_bias=learned, mlp_bias=learned, moe=moe, mla=mla, hidden_act="gelu" if program(row) == "mpt" else None,
     )  # fmt: skip
 
 
@@ -278,11 +334,12 @@ def _recipe(row: Row, dp: int) -> RecipeSpec:
 def _of_megatron(said: RecipeSpec, row: Row) -> RecipeSpec:
     kind, tp = program(row), row.get("tp") or 1
     modern = kind in _NVIDIAS or "seq" in str(row["recompute"])
-    overlaps = kind in _NVIDIAS and said.zero_stage == 1
+    overlaps = kind in _NVIDIAS and kind != "simax" and said.zero_stage == 1
     sequence = tp > 1 and (modern or row["moe"] is not None)
     options = MegatronOptions(
         overlap_grad_reduce=overlaps, overlap_param_gather=overlaps, swiglu=False if "emotron" in row["model"] else None,
-        cross_entropy_fusion_impl="te" if kind in _NVIDIAS else None,
+        gradient_accumulation_fusion=kind not in ("mlm21", "ptdz3", "mtnlg", "bloom", "aleph"),
+        masked_softmax_fusion=row["flash"] != "torch", cross_entropy_fusion_impl="te" if kind in _NVIDIAS else None,
         hidden_dropout=False if kind in _NVIDIAS else None, attention_dropout=False if kind in _NVIDIAS else None,
     )  # fmt: skip
     return replace(said, sequence_parallel=sequence, megatron=options)

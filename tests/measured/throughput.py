@@ -1,8 +1,9 @@
-"""Score the time of a step on published training throughput: ``python -m tests.measured.throughput --from FILE``.
+"""Score the time of a step on published training throughput: ``python -m tests.measured.throughput``.
 
-Every row of the file becomes a job (:mod:`tests.measured.published_rows`). The error is predicted time over measured time, less
-one: a positive error is a step that zeroplan takes for too slow. Rows are halved by a hash of their ``config_group``; while a
-clock is built only the ``open`` half is looked at (``--half open``).
+Kept in ``tests/golden/published_throughput.jsonl`` are the runs that are jobs; ``--from FILE`` scores another collection, and
+``--keep`` keeps it. Every row of a file becomes a job (:mod:`tests.measured.published_rows`). The error is predicted time over
+measured time, less one: a positive error is a step that zeroplan takes for too slow. Rows are halved by a hash of their
+``config_group``; while a clock is built only the ``open`` half is looked at (``--half open``).
 """
 
 from __future__ import annotations
@@ -14,10 +15,21 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from tests.measured.published_rows import Case, RefusedError, Row, case_of, half_of, program, rows_of
+from tests.measured.published_rows import (
+    Case,
+    RefusedError,
+    Row,
+    case_of,
+    half_of,
+    keep,
+    kept,
+    program,
+    rows_of,
+    running_of_row,
+)
 from zeroplan.errors import SpecError
 from zeroplan.estimator import engine_module, estimate
-from zeroplan.steptime import StepTime, step_time
+from zeroplan.steptime import Running, StepTime, step_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,16 +57,15 @@ class Scored(NamedTuple):
         return float(self.time.seconds) / self.case.step_s - 1
 
 
-def predicted(job: JobSpec, operands: str | None = None) -> StepTime:
+def predicted(job: JobSpec, running: Running | None = None) -> StepTime:
     """Return what zeroplan says of a job's step."""
     account = engine_module(job.recipe.engine).account(job.model, job.recipe, job.mesh, job.batch)
-    said = {} if operands is None else {"operands": operands}
-    return step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, **said)
+    return step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, running=running)
 
 
 def scored(case: Case) -> Scored:
     """Predict a case; of several jobs that it may have been, the quickest that fits."""
-    every = [Scored(case, job, predicted(job, case.operands)) for job in case.jobs]
+    every = [Scored(case, job, predicted(job, running_of_row(case.row, job))) for job in case.jobs]
     if len(every) == 1:
         return every[0]
     fitting = [one for one in every if estimate(one.job).fits]
@@ -88,7 +99,7 @@ def _generation(one: Scored) -> str:
 
 
 def _operands(one: Scored) -> str:
-    return f"matrices in {one.case.operands or 'bf16'}"
+    return f"matrices in {running_of_row(one.case.row, one.job).operands or 'bf16'}"
 
 
 GROUPS: dict[str, Callable[[Scored], str]] = {
@@ -155,13 +166,16 @@ def first_choices(found: Sequence[Scored]) -> list[float]:
 def main() -> None:
     """Print the tables, the reasons of what was refused, and, if asked, every row."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--from", dest="file", type=Path, required=True, help="rows of throughput, JSON")
+    parser.add_argument("--from", dest="file", type=Path, help="rows of throughput, JSON; without it those kept")
+    parser.add_argument("--keep", action="store_true", help="keep those of them that are jobs")
     parser.add_argument("--half", choices=("open", "held"), help="one half alone")
     parser.add_argument("--every", action="store_true", help="print every row, the quickest prediction first")
     parser.add_argument("--parts", help="print the parts of these rows' steps, separated by commas")
     asked = parser.parse_args()
-    rows = [row for row in rows_of(asked.file) if asked.half in (None, half_of(row))]
+    rows = [row for row in (kept() if asked.file is None else rows_of(asked.file)) if asked.half in (None, half_of(row))]
     found, refused = score(rows)
+    if asked.keep:
+        keep([one.case.row for one in found])
     print(f"{'':10}{'':26}{'rows':>6}{'|median|':>10}{'90 in 100':>11}{'signed':>9}")
     for kind, name, count, middle, wide, signed in table(found):
         print(f"{kind:10}{name:26}{count:6}{middle:10.1%}{wide:11.1%}{signed:+9.1%}")
