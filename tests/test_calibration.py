@@ -75,7 +75,7 @@ def test_one_card_that_stands_for_many_waits_for_nobody():
     record = measured(one, {"forward": alone}, process_group="fake")
     after = calibrated([record], one.cluster).shares
     assert after is not None
-    assert after.matrices == pytest.approx(0.6, rel=1e-4)  # Hopper's
+    assert after.matrices == pytest.approx(0.8, rel=1e-4)  # Hopper's
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ def errors_of(chosen: list[Run], by: Any, *, several: int = 1) -> Iterator[float
     for _, alike in groupby(sorted(chosen, key=by), key=by):
         rows = list(alike)
         some = rows[:: -(-len(rows) // MOST)] if len(rows) > several else []
-        factors = [reached(one.job, Measured(float(predicted(one).tokens) / one.tokens_per_s)) for one in some]
+        factors = [reached(one.job, Measured(float(predicted(one).tokens) / one.tokens_per_s), one.running) for one in some]
         for at in range(len(some)):
             mine = [(at + further) % len(some) for further in range(several)]
             factor = middle([factors[one] for one in mine])
-            share = shares_of(some[at].job.cluster, "fsdp2").scaled(factor.computing, stepping=factor.stepping)
+            share = shares_of(some[at].job.cluster).scaled(factor.computing, stepping=factor.stepping)
             yield from (abs(float(predicted(other, share=share).tokens_per_s) / other.tokens_per_s - 1)
                         for other in rows if all(other is not some[one] for one in mine))  # fmt: skip
 
@@ -136,9 +136,9 @@ def machine(run: Run) -> str:
 
 
 def test_the_page_has_what_one_calibrating_row_leaves():
-    """The aim is a median of 5 %: with a run of the same model on the machine, on the half that nothing was fitted on."""
-    halves = {"fitted on": [run for run in runs() if run.group in built_on()],
-              "held back": [run for run in runs() if run.group not in built_on()]}  # fmt: skip
+    """The aim is a median of 5 %: with a run of the same model on the machine, on either half."""
+    halves = {"one half": [run for run in runs() if run.group in built_on()],
+              "the other half": [run for run in runs() if run.group not in built_on()]}  # fmt: skip
     for name, half in halves.items():
         plain = median(abs(float(predicted(run).tokens_per_s) / run.tokens_per_s - 1) for run in half)
         ways = [(by, several) for by in (machine, lambda run: run.group) for several in (1, 3)]

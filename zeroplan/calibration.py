@@ -17,7 +17,7 @@ from zeroplan.estimator import account_of
 from zeroplan.measurement import Measurement
 from zeroplan.spec.hardware import ClusterSpec, SharesSpec
 from zeroplan.spec.job import JobSpec
-from zeroplan.steptime import Efficiency, StepTime, shares_of, step_time
+from zeroplan.steptime import Efficiency, Running, StepTime, shares_of, step_time
 from zeroplan.steptime.parts import Does
 
 #: Parts of a step that a record times with the optimizer, and parts that move data between GPUs.
@@ -63,7 +63,7 @@ def calibrated(records: Sequence[Measurement], cluster: ClusterSpec) -> ClusterS
     steps = [_of_record(record, cluster) for record in records]
     factor = middle([step.reached for step in steps])
     source = f"calibrated by a step of {steps[0].seconds:.3f} s" if len(steps) == 1 else f"calibrated by {len(steps)} steps"
-    base = shares_of(replace(cluster, shares=None), records[0].job.recipe.engine)
+    base = shares_of(replace(cluster, shares=None))
     return replace(cluster, shares=_spec(base.scaled(factor.computing, stepping=factor.stepping), source))
 
 
@@ -98,17 +98,17 @@ def _spec(share: Efficiency, source: str) -> SharesSpec:
     )
 
 
-def reached(job: JobSpec, took: Measured) -> Reached:
+def reached(job: JobSpec, took: Measured, running: Running | None = None) -> Reached:
     """The multiple of the shares with which the modelled step of this job is as long as the measured one.
 
     Raises :class:`~zeroplan.errors.SpecError` if no share up to the data sheet's rates is.
     """
-    base, account = shares_of(job.cluster, job.recipe.engine), account_of(job, job.batch)
+    base, account = shares_of(job.cluster), account_of(job, job.batch)
     most = 1 / min(base.matrices, base.attention, base.bandwidth)
 
     def computing(factor: float) -> float:
         stepping = factor if took.stepping_s is None else 1.0
-        time = _time(job, account, base.scaled(factor, stepping=stepping))
+        time = _time(job, account, base.scaled(factor, stepping=stepping), running)
         return _seconds(time, took, step=None if took.stepping_s is None else False)
 
     factor = _solved(computing, took.computing_s, most)
@@ -116,13 +116,13 @@ def reached(job: JobSpec, took: Measured) -> Reached:
         return Reached(factor, factor)
 
     def stepping(second: float) -> float:
-        return _seconds(_time(job, account, base.scaled(factor, stepping=second)), took, step=True)
+        return _seconds(_time(job, account, base.scaled(factor, stepping=second), running), took, step=True)
 
     return Reached(factor, _solved(stepping, took.stepping_s, 1 / base.bandwidth))
 
 
-def _time(job: JobSpec, account: Account, share: Efficiency) -> StepTime:
-    return step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, share=share)
+def _time(job: JobSpec, account: Account, share: Efficiency, running: Running | None) -> StepTime:
+    return step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, share=share, running=running)
 
 
 def _seconds(time: StepTime, took: Measured, *, step: bool | None) -> float:

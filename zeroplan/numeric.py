@@ -4,8 +4,8 @@ A formula accepts ``Int`` and uses only ``+ - * //`` and the functions below, so
 of jobs. NumPy is imported only for columns, so that a single job starts fast.
 """
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast, overload
 
 if TYPE_CHECKING:
     import numpy as np
@@ -149,6 +149,48 @@ def for_each_value(function: Callable[[int], int], values: Int) -> Int:
     distinct, positions = np.unique(values, return_inverse=True)
     results = np.array([function(int(value)) for value in distinct], dtype=np.int64)
     return cast("Int", results[positions.reshape(values.shape)])
+
+
+class Distinct(NamedTuple):
+    """The distinct elements of a column, and where each element of the column is among them; of a number, that number."""
+
+    values: tuple[int, ...]
+    positions: "NDArray[np.intp] | None" = None
+
+    def each(self, function: Callable[[int], Sequence[float]]) -> tuple[Float, ...]:
+        """Return a function's several results for each distinct value: numbers for a number, else columns of distinct values."""
+        if self.positions is None:
+            return tuple(function(self.values[0]))
+        import numpy as np  # noqa: PLC0415  keeps start-up fast
+
+        return tuple(np.array(each) for each in zip(*map(function, self.values), strict=True))
+
+    def spread(self, of_distinct: Float) -> Float:
+        """Return one value for every element of the column, from one for each distinct value."""
+        return of_distinct if self.positions is None or isinstance(of_distinct, float) else of_distinct[self.positions]
+
+
+#: Up to here a table of all numbers is smaller than sorting a column is slow.
+_SMALL = 1 << 16
+
+
+def distinct(values: Int) -> Distinct:
+    """Return the distinct elements of a column.
+
+    >>> distinct(3).values
+    (3,)
+    """
+    if isinstance(values, int):
+        return Distinct((values,))
+    import numpy as np  # noqa: PLC0415  keeps start-up fast
+
+    if values.size and values.min() >= 0 and values.max() < _SMALL:
+        found = np.flatnonzero(np.bincount(values.ravel()))
+        at = np.zeros(int(found[-1]) + 1, dtype=np.intp)
+        at[found] = np.arange(len(found))
+        return Distinct(tuple(found.tolist()), at[values])
+    ordered, positions = np.unique(values, return_inverse=True)
+    return Distinct(tuple(ordered.tolist()), positions.reshape(values.shape))
 
 
 def _pairwise(a: Int, b: Int, *, larger: bool) -> Int:

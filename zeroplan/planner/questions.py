@@ -13,7 +13,7 @@ from zeroplan.planner.degrees import degrees, degrees_of
 from zeroplan.planner.objectives import TIE, Objective
 from zeroplan.planner.result import Plan
 from zeroplan.planner.rules import NoLayoutError
-from zeroplan.planner.search import Inexpressible, evaluated, weights_alone_are_too_large
+from zeroplan.planner.search import Inexpressible, comfortable_bytes, weights_alone_are_too_large
 from zeroplan.planner.space import (
     MOST_TOKENS,
     Column,
@@ -215,7 +215,7 @@ def _fits(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None) -> b
             degrees=split,
         )
         try:
-            if evaluated(base, recipe, grid).comfortable_bytes[0] <= room:
+            if comfortable_bytes(base, recipe, grid)[0] <= room:
                 return True
         except SpecError:
             continue
@@ -258,10 +258,10 @@ def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, inexpres
             degrees=split,
         )
         try:
-            found = evaluated(base, recipe, grid)
+            found = comfortable_bytes(base, recipe, grid)
         except SpecError:
             continue
-        fitting = told[found.comfortable_bytes <= room]
+        fitting = told[found <= room]
         most = max(most, int(fitting.max(initial=0)))
     return most
 

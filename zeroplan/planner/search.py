@@ -246,6 +246,16 @@ def evaluated(
     return Found(recipe, grid, least, comfortable, grid.times(time.seconds))
 
 
+def comfortable_bytes(base: JobSpec, recipe: RecipeSpec, grid: Grid) -> Column:
+    """Return what all layouts of one structure need with the expected cache, without their times; raises SpecError likewise."""
+    if grid.pp > 1:
+        return evaluated(base, recipe, grid).comfortable_bytes
+    job_at(base, recipe, grid, 0)
+    card = outside_column(grid, base.cluster.gpu)
+    needs = _needed(highest(_account(base, recipe, grid, card).moments, recipe), recipe, base)
+    return grid.row(needs.comfortable_bytes + card)
+
+
 def _memory_and_time(
     base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column, mfu: float | None, known: Known
 ) -> tuple[Highest, StepTime]:  # fmt: skip

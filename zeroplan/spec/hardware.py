@@ -96,16 +96,17 @@ class GpuSpec(Spec):
 
 
 _Share = Annotated[float, Range(0.001, 1)]
+_OfMeasured = Annotated[float, Range(0.001, 1.5)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharesSpec(Spec):
-    """Shares of the data sheet's rates that a measured step reached, in place of the fitted shares, and the run."""
+    """Shares of the rates that a measured step reached, in place of the usual shares, and the run."""
 
-    matrices: _Share
-    """Share of the dense peak in matrix products."""
-    attention: _Share
-    """Share of the dense peak in a fused causal attention kernel."""
+    matrices: _OfMeasured
+    """What its matrix products reached of the rate that products of their shape have alone."""
+    attention: _OfMeasured
+    """The same of a fused attention kernel."""
     bandwidth: _Share
     """Share of the memory's bandwidth in memory-bound operators."""
     stepping: _Share

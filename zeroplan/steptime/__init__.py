@@ -13,21 +13,22 @@ from collections.abc import Iterator
 from zeroplan.engines.account import Account
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, bytes_by_kind
+from zeroplan.memo import as_key
 from zeroplan.numeric import Float
-from zeroplan.spec.batch import Batch
-from zeroplan.spec.hardware import ClusterSpec, GpuSpec
+from zeroplan.spec.batch import Batch, BatchSpec
+from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.steptime.compute import Computing, computing, peak_flops_per_s, stepping
+from zeroplan.steptime.compute import Computing, Rates, Running, computing, peak_flops_per_s, running_of, stepping
 from zeroplan.steptime.copies import copies_of_activations, copies_of_states
 from zeroplan.steptime.efficiency import Efficiency, efficiency, shares_of
 from zeroplan.steptime.links import Links, links
 from zeroplan.steptime.parts import Part, StepTime
 from zeroplan.steptime.sending import exposed
-from zeroplan.steptime.work import work
+from zeroplan.steptime.work import Work, of_one, work
 
-__all__ = ["Efficiency", "Part", "StepTime", "efficiency", "shares_of", "step_time", "with_optimizer_step"]
+__all__ = ["Efficiency", "Part", "Running", "StepTime", "efficiency", "shares_of", "step_time", "with_optimizer_step"]
 
 
 def step_time(
@@ -40,28 +41,48 @@ def step_time(
     *,
     mfu: float | None = None,
     share: Efficiency | None = None,
+    running: Running | None = None,
 ) -> StepTime:
-    """Return the parts of one step; raises SpecError without a GPU, or for a model without counts of operations. [s]"""
+    """Return the parts of one step; raises SpecError without a GPU, or for a model without counts of operations. [s]
+
+    ``running``: its kernels, if they are not the engine's usual ones.
+    """
     gpu, here = cluster.gpu, links(cluster)
     if gpu is None or here is None:
         raise SpecError("a step's time needs a GPU; add --gpu NAME (`zeroplan gpus` lists them)")
-    share = share or shares_of(cluster, recipe.engine)
+    share = share or shares_of(cluster)
+    rates = Rates(gpu, share, running or running_of(recipe, gpu.architecture), recipe)
+    peak = peak_flops_per_s(gpu, recipe, rates.running.operands)
     if recipe.engine == "megatron":
         from zeroplan.steptime.megatron import megatron_time  # noqa: PLC0415  keeps start-up fast
 
-        return megatron_time(model, recipe, mesh, batch, here, gpu, share, mfu)
+        return megatron_time(model, recipe, mesh, batch, here, rates, mfu)
     if account.pipeline:
-        return _on_a_pipeline(account, model, recipe, mesh, batch, here, gpu, mfu=mfu, share=share)
-    tp, cp = (int(mesh.tp), int(mesh.cp)) if recipe.engine == "fsdp2" else (1, 1)
-    asked = work(model, recipe, batch, tp=tp, cp=cp, expert_ranks=int(mesh.ep))
-    busy = computing(asked, model, recipe, batch, gpu, share, mfu)
+        return _on_a_pipeline(account, model, recipe, mesh, batch, here, rates, mfu=mfu)
+    tp, cp, ep = int(mesh.tp) if recipe.engine == "fsdp2" else 1, int(mesh.cp) if recipe.engine == "fsdp2" else 1, int(mesh.ep)
+
+    def work_of(one: BatchSpec) -> Work:
+        return work(model, recipe, one, rates.running.kernels, tp=tp, cp=cp, expert_ranks=ep)
+
+    key = (
+        model,
+        recipe.precision,
+        recipe.attention,
+        recipe.loss == "fused",
+        as_key(batch.seq_len),
+        tp,
+        cp,
+        ep,
+        rates.share,
+        rates.running,
+    )
+    busy = computing(work_of, model, recipe, batch, rates, mfu, key=key)
     on_host = _steps_on_host(recipe)
     step = stepping(account, recipe, gpu, share, on_host=on_host, ranks_per_node=here.per_node)
     copies = _copies(account, recipe, batch, busy, gpu.architecture)
     parts = (*busy.parts, *exposed(account.collectives, model, recipe, mesh, batch, here, busy), *copies, step)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps / (tp * cp)
-    flops = batch.grad_accum_steps * 3.0 * asked.flops
-    return StepTime(parts, flops, tokens, peak_flops_per_s(gpu, recipe))
+    return StepTime(parts, batch.grad_accum_steps * 3.0 * busy.flops, tokens, peak)
 
 
 def with_optimizer_step(time: StepTime, states: tuple[Line, ...], recipe: RecipeSpec, cluster: ClusterSpec) -> StepTime:
@@ -70,24 +91,26 @@ def with_optimizer_step(time: StepTime, states: tuple[Line, ...], recipe: Recipe
     assert gpu is not None  # noqa: S101  a step without a GPU has no time
     assert here is not None  # noqa: S101  likewise
     account = Account(states, (), ())
-    step = stepping(account, recipe, gpu, shares_of(cluster, recipe.engine), on_host=False, ranks_per_node=here.per_node)
+    step = stepping(account, recipe, gpu, shares_of(cluster), on_host=False, ranks_per_node=here.per_node)
     return time._replace(parts=(*time.parts[:-1], step))
 
 
 def _on_a_pipeline(
-    account: Account, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, gpu: GpuSpec,
-    *, mfu: float | None, share: Efficiency,
+    account: Account, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, rates: Rates,
+    *, mfu: float | None,
 ) -> StepTime:  # fmt: skip
     """Return the slowest rank's parts. Each rank runs its share of the operations, and all of them work on the same tokens."""
     from zeroplan.steptime.pipeline import pipeline_parts  # noqa: PLC0415  keeps start-up fast
 
-    parts = pipeline_parts(account, model, recipe, mesh, batch, here, gpu, share, mfu)
-    step = stepping(account, recipe, gpu, share, on_host=_steps_on_host(recipe), ranks_per_node=here.per_node)
+    parts = pipeline_parts(account, model, recipe, mesh, batch, here, rates, mfu)
+    step = stepping(account, recipe, rates.gpu, rates.share, on_host=_steps_on_host(recipe), ranks_per_node=here.per_node)
     tp, cp, ep = int(mesh.tp), int(mesh.cp), int(mesh.ep)
-    asked, passes = work(model, recipe, batch, tp=tp, cp=cp, expert_ranks=ep), batch.grad_accum_steps / (1.0 * mesh.pp)
-    flops = passes * 3.0 * asked.flops
+    one = of_one(int(batch.micro_batch_size), int(batch.seq_len))
+    asked, passes = work(model, recipe, one, tp=tp, cp=cp, expert_ranks=ep), batch.grad_accum_steps / (1.0 * mesh.pp)
     tokens: Float = 1.0 * batch.micro_batch_size * batch.seq_len * passes / (tp * cp)
-    return StepTime((*parts, step), flops, tokens, peak_flops_per_s(gpu, recipe))
+    return StepTime(
+        (*parts, step), passes * 3.0 * asked.flops, tokens, peak_flops_per_s(rates.gpu, recipe, rates.running.operands)
+    )
 
 
 def _steps_on_host(recipe: RecipeSpec) -> bool:

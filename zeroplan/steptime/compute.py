@@ -1,44 +1,70 @@
 """The time that a GPU computes in one step, in forward, backward and the optimizer's step."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Literal, NamedTuple
 
 from zeroplan.engines.account import Account
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, bytes_by_kind
-from zeroplan.numeric import Float, Int, longest
-from zeroplan.spec.batch import Batch
-from zeroplan.spec.hardware import GpuSpec
+from zeroplan.memo import recalled
+from zeroplan.numeric import Distinct, Float, Int, distinct
+from zeroplan.spec.batch import Batch, BatchSpec
+from zeroplan.spec.hardware import Dtype, GpuSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ADAM, RecipeSpec
-from zeroplan.steptime.efficiency import HOST_BYTES_PER_S, HOST_SOURCE, Efficiency
+from zeroplan.steptime.efficiency import HOST_BYTES_PER_S, HOST_SOURCE, Efficiency, matrices_share
 from zeroplan.steptime.parts import Does, Part
-from zeroplan.steptime.work import ATTENTION_BACKWARD, MATRIX_BACKWARD, SAVED_BACKWARD, SAVED_FORWARD, Work
+from zeroplan.steptime.pointwise import Kernels, Traffic
+from zeroplan.steptime.products import Machine, Passes, Product, casts, seconds
+from zeroplan.steptime.tables import SOURCE as TABLES
+from zeroplan.steptime.tables import attention_share, table_of
+from zeroplan.steptime.work import Work, copies_of, of_one
 
+#: A fused attention kernel multiplies five times in backward, twice in forward (Dao 2023, arXiv:2307.08691, section 4.1).
+ATTENTION_BACKWARD = 2.5
+#: What its backward reaches of the forward's rate: 0.80 to 0.98 of 312 against 1.07 to 1.13 on A100 (github.com/MooreThreads/
+#: SimuMax at 4dcaae51, configs/system, sdp_bwd and sdp_fwd, heads of 128 and more than 8 of them).
+ATTENTION_BACKWARD_SHARE = 0.85
+#: A matrix product's backward multiplies twice; with frozen weights once.
+MATRIX_BACKWARD = 2.0
+#: What an older kernel reaches of the table's, which has FlashAttention 2 on Ampere and Ada, 3 on Hopper. FlashAttention 2 on
+#: Hopper: 370 of 650 TFLOP/s with heads of 128 (Shah et al. 2024, arXiv:2407.08608, figure 5). FlashAttention 1 on Ampere: half
+#: of 2 (Dao 2023, arXiv:2307.08691, figure 4).
+_OLDER = {("Hopper", 2): 0.57, ("Hopper", 1): 0.35, ("Ampere", 1): 0.62}
 #: Reads and writes of one element in a step of Adam. Fused: weight, both moments read and written, gradient read. In lists or
 #: tensor by tensor every operator goes through memory (torch 2.13, optim/adamw.py, _multi_tensor_adamw: decay 2, lerp 3, mul 2,
 #: addcmul 3, sqrt 2, div 2, add 2, addcdiv 4).
 _FUSED_ACCESSES, _UNFUSED_ACCESSES = 7.0, 20.0
 _STEP_SOURCE = "torch 2.13, torch/optim/adamw.py, _multi_tensor_adamw and _fused_adamw"
-_PASSES = "forward writes and reads each saved tensor, backward reads it and moves two gradients"
+_POINTWISE = "reads and writes of each operator, counted: zeroplan/steptime/pointwise.py"
 
 
-class Kernel(NamedTuple):
-    """How attention computes."""
+class Running(NamedTuple):
+    """With which kernels a step runs."""
 
-    fused: bool
-    backward: float
-    """The time of its backward, in forwards."""
-    reason: str
+    kernels: Kernels = "eager"
+    """How many operators bound by memory there are."""
+    flash: int = 2
+    """The generation of FlashAttention; cuDNN's fused attention counts as the third."""
+    operands: Dtype | None = None
+    """The dtype of the blocks' products, if it is not that of the weights: fp8, fp4."""
+    tensor_overlap: Literal["none", "backward", "all"] = "backward"
+    """Which of Megatron's tensor-parallel collectives run beside products: those of column-parallel inputs in the backward (since
+    2022), all (``--tp-comm-overlap``), or none."""
 
 
-#: Dao 2023, arXiv:2307.08691, section 4.1.
-FUSED = Kernel(fused=True, backward=ATTENTION_BACKWARD, reason="without what a causal mask hides, a backward of 2.5 forwards")
-#: Eager attention: matrix products like others, without regard to the mask.
-WRITTEN_OUT = Kernel(
-    fused=False, backward=MATRIX_BACKWARD, reason="scores written out, those that a mask hides too, a backward of 2 forwards"
-)
+def running_of(recipe: RecipeSpec, architecture: str) -> Running:
+    """Return the kernels that an engine runs by default.
+
+    Transformer Engine fuses, and takes cuDNN's attention from Hopper on (pytorch/attention/dot_product_attention/utils.py,
+    get_attention_backend). torch's ``scaled_dot_product_attention`` is FlashAttention 2 (torch 2.13, aten/src/ATen/native/
+    transformers/cuda/flash_attn).
+    """
+    if recipe.engine != "megatron":
+        return Running()
+    return Running("fused", 2 if architecture in ("Ampere", "Volta", "Turing", "Ada Lovelace") else 3)
 
 
 class Computing(NamedTuple):
@@ -49,36 +75,153 @@ class Computing(NamedTuple):
     """The forwards of all micro-batches."""
     backward_s: Float
     """The backwards of all micro-batches, with recomputation."""
+    flops: Float
+    """Operations of one micro-batch's forward. [FLOPs]"""
+    columns_s: Float = 0.0
+    """The forwards of the blocks' matrix products."""
+    attention_s: Float = 0.0
+    """The forwards of attention."""
 
 
-def peak_flops_per_s(gpu: GpuSpec, recipe: RecipeSpec) -> float:
+def peak_flops_per_s(gpu: GpuSpec, recipe: RecipeSpec, operands: Dtype | None = None) -> float:
     """Return the dense peak in the dtype of matrix products; raises SpecError if the GPU has none. [FLOPs/s]"""
-    name = widths(recipe.precision).name
+    name = operands or widths(recipe.precision).name
     figure = gpu.dense_flops_per_s.get(name)  # type: ignore[call-overload]  # the names of two tables
     if figure is None:
         raise SpecError(f"GPU {gpu.name!r} has no {name} rate in its entry, so no time can be given; use another --precision")
     return float(figure.value)
 
 
-def computing(
-    asked: Work, model: ModelSpec, recipe: RecipeSpec, batch: Batch, gpu: GpuSpec, share: Efficiency, mfu: float | None,
-    *, kernel: Kernel = FUSED,
-) -> Computing:  # fmt: skip
-    """Return the time of forward, backward and recomputation of a step.
+class Rates(NamedTuple):
+    """A GPU's rates, the shares of them that a step reaches, and its kernels."""
 
-    ``mfu`` replaces the fitted shares: all operations, including recomputed ones, at that share of the dense peak.
+    gpu: GpuSpec
+    share: Efficiency
+    running: Running
+    recipe: RecipeSpec
+
+    def machine(self, operands: Dtype | None) -> Machine:
+        """Return what products in some dtype run on."""
+        narrow = widths(self.recipe.precision).name != "fp32"
+        dtype = operands or ("bf16" if narrow else "fp32")
+        peak = peak_flops_per_s(self.gpu, self.recipe, operands)
+        reached = matrices_share(self.share, self.gpu.architecture, operands)
+        return Machine(self.table, dtype, peak, self.bandwidth, reached)
+
+    @property
+    def table(self) -> str:
+        """The GPU whose tables are read."""
+        return table_of(self.gpu.name, self.gpu.architecture)
+
+    @property
+    def bandwidth(self) -> float:
+        """What operators bound by memory reach. [bytes/s]"""
+        return self.share.bandwidth * self.gpu.memory_bandwidth_bytes_per_s.value
+
+
+class Pieces(NamedTuple):
+    """Times of one micro-batch, whatever is recomputed. [s]"""
+
+    blocks: float
+    blocks_backward: float
+    last: float
+    """The forwards of the last product of each block."""
+    head: float
+    head_backward: float
+    attention: float
+    attention_backward: float
+    moved: float
+    moved_backward: float
+    ends: float
+    ends_backward: float
+    elements: float
+    """Elements of the matrices."""
+    flops: float
+    """Operations of the forward. [FLOPs]"""
+
+
+class _Times(NamedTuple):
+    """Times of one micro-batch, a column where there are several sizes. [s]"""
+
+    matrices: Float
+    matrices_backward: Float
+    attention: Float
+    attention_backward: Float
+    moved: Float
+    moved_backward: Float
+    again: Float
+    flops: Float
+    columns: Float
+
+
+def computing(
+    work_of: Callable[[BatchSpec], Work], model: ModelSpec, recipe: RecipeSpec, batch: Batch, rates: Rates,
+    mfu: float | None = None, *, key: Hashable = None,
+) -> Computing:  # fmt: skip
+    """Return the time of forward, backward and recomputation of a step; ``work_of``: the work of a batch of one micro-batch.
+
+    ``mfu`` replaces what was measured: all operations, including recomputed ones, at that share of the dense peak. ``key``: what
+    the work depends on beside the size, if it is to be remembered for other recipes.
     """
-    backward = MATRIX_BACKWARD if model.adapter is None else MATRIX_BACKWARD - 1  # frozen weights have no gradients
-    peak, again = peak_flops_per_s(gpu, recipe), _recomputation(model, recipe)
-    if mfu is not None:
-        said = f"at {mfu:.0%} of the dense peak, as asked"
-        return _at_given_mfu(asked, (backward, kernel.backward), again, mfu * peak, batch.grad_accum_steps, said)
-    rates = _Rates(peak, gpu.memory_bandwidth_bytes_per_s.value, share)
-    return _at_fitted_shares(asked, (backward, kernel), again, rates, batch.grad_accum_steps)
+    again, steps, (sizes, batch_of) = _recomputation(model, recipe), batch.grad_accum_steps, _distinct_batches(batch)
+
+    def pieces() -> tuple[Float, ...]:
+        return sizes.each(lambda size: _pieces(work_of(batch_of(size)), rates, mfu))
+
+    found = pieces() if key is None else recalled(lambda: (computing, key, mfu, sizes.values, sizes.positions is None), pieces)
+    one = _times(Pieces(*found), recipe, rates, again, mfu)  # type: ignore[arg-type]  # columns, too
+    one = _Times(*(sizes.spread(time) for time in one))
+    forward = one.matrices + one.attention + one.moved
+    back = one.matrices_backward + one.attention_backward + one.moved_backward + one.again
+    parts = _given(one, steps, mfu) if mfu is not None else _measured(one, steps, again, rates)
+    return Computing(parts, steps * forward, steps * back, one.flops, steps * one.columns, steps * one.attention)
+
+
+#: More than any sequence has tokens.
+_TOKENS = 1 << 32
+
+
+def _distinct_batches(batch: Batch) -> tuple[Distinct, Callable[[int], BatchSpec]]:
+    """Return the distinct sizes of a column of batches, and the batch of each; with a column of lengths, numbers of both."""
+    tokens = batch.seq_len
+    if isinstance(tokens, int):
+        return distinct(batch.micro_batch_size), lambda size: of_one(size, tokens)
+    return distinct(batch.micro_batch_size * _TOKENS + tokens), lambda code: of_one(*divmod(code, _TOKENS))
+
+
+def _given(one: _Times, steps: Int, mfu: float) -> tuple[Part, ...]:
+    reason = f"at {mfu:.0%} of the dense peak, as asked"
+    named = (
+        ("forward", one.matrices + one.attention), ("backward", one.matrices_backward + one.attention_backward),
+        ("recomputation", one.again),
+    )  # fmt: skip
+    return tuple(_part(name, steps * took, reason, "--mfu") for name, took in named)
+
+
+def _measured(one: _Times, steps: Int, again: "_Recomputation", rates: Rates) -> tuple[Part, ...]:
+    share, recipe = rates.share, rates.recipe
+    peak = peak_flops_per_s(rates.gpu, recipe, rates.running.operands) / 1e12
+    matrices = f"by shape, {share.matrices:.0%} of what products measured alone reach of {peak:,.0f} TFLOP/s"
+    attention = "written out, with the scores that a mask hides" if recipe.attention == "eager" else _FLASH
+    bandwidth = rates.gpu.memory_bandwidth_bytes_per_s.value / 1e12
+    moves = f"{rates.running.kernels} kernels at {share.bandwidth:.0%} of {bandwidth:,.2f} TB/s"
+    return (
+        _part("matrix multiplications", steps * (one.matrices + one.matrices_backward), matrices, f"{TABLES}; {share.source}"),
+        _part("attention", steps * (one.attention + one.attention_backward), attention, TABLES),
+        _part("operators bound by memory", steps * (one.moved + one.moved_backward), moves, _POINTWISE),
+        _part("recomputation", steps * one.again, again.reason, share.source),
+    )
+
+
+_FLASH = "a fused kernel by shape, without what a causal mask hides, a backward of 2.5 forwards"
 
 
 class _Recomputation(NamedTuple):
-    """What of the blocks' forward the backward recomputes."""
+    """What of the blocks' forward the backward recomputes.
+
+    torch's checkpoints stop once everything saved is there again, before the last product of a block (torch 2.13,
+    torch/utils/checkpoint.py, ``early_stop``); Megatron-Core's run the whole forward.
+    """
 
     blocks: float
     """The share of the blocks that it recomputes."""
@@ -101,59 +244,101 @@ def _recomputation(model: ModelSpec, recipe: RecipeSpec) -> _Recomputation:
     )
 
 
-def _at_given_mfu(
-    asked: Work, backward: tuple[float, float], again: _Recomputation, rate: float, steps: Int, reason: str
-) -> Computing:  # fmt: skip
-    """Return the time with every operation at one rate; ``backward``: the time of matrices and of attention in forwards."""
-    matrices, attention = asked.blocks_flops + asked.head_flops, asked.attention_flops
-    times = again.blocks if again.multiplies else 0.0
-    forward = steps * (matrices + attention) / rate
-    back = steps * (backward[0] * matrices + backward[1] * attention) / rate
-    repeated = steps * (times * (asked.blocks_flops + attention) + again.core * attention) / rate
-    named = (("forward", forward), ("backward", back), ("recomputation", repeated))
-    return Computing(tuple(_part(name, took, reason, "--mfu") for name, took in named), forward, back + repeated)
-
-
-class _Rates(NamedTuple):
-    """Rates of a data sheet, and the shares of them that a GPU reaches."""
-
-    peak: float
-    bandwidth: float
-    share: Efficiency
-
-
-def _at_fitted_shares(asked: Work, how: tuple[float, Kernel], again: _Recomputation, rates: _Rates, steps: Int) -> Computing:
-    """Return the time of matrix products, attention and memory-bound operators, each at its share of the data sheet's rate."""
-    share, bandwidth = rates.share, rates.share.bandwidth * rates.bandwidth
-    backward, kernel = how
-    reached = share.attention if kernel.fused else share.matrices
-    matrices = longest((asked.blocks_flops + asked.head_flops) / (share.matrices * rates.peak), asked.weights_bytes / bandwidth)
-    attention = asked.attention_flops / (reached * rates.peak)
-    moved = (asked.blocks_bytes + asked.head_bytes) / bandwidth
-    repeated: Float = again.blocks * SAVED_FORWARD * asked.blocks_bytes / bandwidth
-    if again.multiplies:
-        repeated = again.blocks * (asked.blocks_flops / (share.matrices * rates.peak) + attention) + repeated
-    if again.core:
-        repeated = attention + SAVED_FORWARD * asked.core_bytes / bandwidth
-    at = f"of the dense peak of {rates.peak / 1e12:,.0f} TFLOP/s"
-    moves = f"{_PASSES}; {share.bandwidth:.0%} of {rates.bandwidth / 1e12:,.2f} TB/s"
-    parts = (
-        _part("matrix multiplications", steps * (1 + backward) * matrices, f"{share.matrices:.0%} {at}", share.source),
-        _part("attention", steps * (1 + kernel.backward) * attention, f"{reached:.0%} {at}, {kernel.reason}", share.source),
-        _part("operators bound by memory", steps * (SAVED_FORWARD + SAVED_BACKWARD) * moved, moves, share.source),
-        _part("recomputation", steps * repeated, again.reason, share.source),
-    )
-    forward = matrices + attention + SAVED_FORWARD * moved
-    back = backward * matrices + kernel.backward * attention + SAVED_BACKWARD * moved + repeated
-    return Computing(parts, steps * forward, steps * back)
-
-
 _WHAT_AGAIN = {
     "none": "nothing is recomputed",
     "selective": "all but matrix multiplications and attention once more",
     "full": "the forward of every block once more",
 }
 _FIRST = "the forward of the first {} of {} blocks once more"
+
+
+def _pieces(asked: Work, rates: Rates, mfu: float | None) -> Pieces:
+    """Return the times of products, attention and memory-bound operators as they were measured alone, or all at one rate."""
+    if mfu is not None:
+        return _at_given_mfu(asked, mfu * peak_flops_per_s(rates.gpu, rates.recipe, rates.running.operands), rates.recipe)
+    on, head_on = rates.machine(rates.running.operands), rates.machine(None)
+    accumulates = rates.recipe.engine == "megatron" and rates.recipe.megatron.gradient_accumulation_fusion
+    blocks, head = (
+        seconds(products, asked.tokens, where, accumulates=accumulates)
+        for products, where in ((asked.products, on), (asked.head, head_on))
+    )
+    last = seconds((one for one in asked.products if one.last), asked.tokens, on, accumulates=accumulates)
+    other, rest = _shapeless(asked.other_flops, on), _shapeless(asked.other_head_flops, head_on)
+    cast = (0.0, 0.0) if rates.running.operands is None else casts(asked.products, asked.tokens)
+    core, moved, ends = _core_seconds(asked, rates), _moved(asked.moved, rates), _moved(asked.ends_moved, rates)
+    return Pieces(
+        blocks.forward + other + cast[0] / rates.bandwidth,
+        blocks.backward + MATRIX_BACKWARD * other + cast[1] / rates.bandwidth,
+        last.forward, head.forward + rest, head.backward + MATRIX_BACKWARD * rest, core.forward, core.backward, moved.forward,
+        moved.backward, ends.forward, ends.backward, asked.elements, asked.flops,
+    )  # fmt: skip
+
+
+def _at_given_mfu(asked: Work, rate: float, recipe: RecipeSpec) -> Pieces:
+    """Return the times with every operation at one rate; a last product is recomputed as well."""
+    back = MATRIX_BACKWARD if recipe.attention == "eager" and recipe.engine == "megatron" else ATTENTION_BACKWARD
+    blocks, head, core = asked.blocks_flops / rate, asked.head_flops / rate, asked.core.flops / rate
+    frozen = sum(one.flops for one in asked.products if one.frozen) * asked.tokens / rate
+    frozen_head = sum(one.flops for one in asked.head if one.frozen) * asked.tokens / rate
+    return Pieces(
+        blocks, MATRIX_BACKWARD * blocks - frozen, 0.0, head, MATRIX_BACKWARD * head - frozen_head, core, back * core,
+        0.0, 0.0, 0.0, 0.0, 0.0, asked.flops,
+    )  # fmt: skip
+
+
+def _times(one: Pieces, recipe: RecipeSpec, rates: Rates, again: _Recomputation, mfu: float | None) -> _Times:
+    """Return the times of one micro-batch with what is recomputed, and with what the engine copies."""
+    repeated: Float = again.blocks * one.moved
+    if again.multiplies:
+        repeated = repeated + again.blocks * (one.blocks + one.attention - _stops_early(recipe) * one.last)
+    if again.core:
+        repeated = one.attention
+    copied = (0.0, 0.0) if mfu is not None else copies_of(recipe)
+    per_byte = one.elements / rates.bandwidth
+    return _Times(
+        one.blocks + one.head, one.blocks_backward + one.head_backward, one.attention, one.attention_backward,
+        one.moved + one.ends + copied[0] * per_byte, one.moved_backward + one.ends_backward + copied[1] * per_byte,
+        repeated, one.flops, one.blocks,
+    )  # fmt: skip
+
+
+def _stops_early(recipe: RecipeSpec) -> bool:
+    """Whether a recomputation ends before the last product; torchtitan's own checkpoints do not (``early_stop=False``)."""
+    return recipe.engine != "megatron" and not (recipe.engine == "fsdp2" and recipe.fsdp2.modules == "torchtitan")
+
+
+def _shapeless(flops: float, on: Machine) -> float:
+    """Return the time of operations whose shapes are not known: as of products of 4,096 on each side. [s]"""
+    if not flops:
+        return 0.0
+    one = Product(4096.0, 4096.0, 1.0, frozen=True)
+    return flops / (one.flops * 4096.0) * seconds((one,), 4096.0, on, accumulates=False).forward
+
+
+#: Depth of a product that computes longer than it reads and writes.
+_DEEP = 1024.0
+
+
+def _core_seconds(asked: Work, rates: Rates) -> Passes:
+    """Return the time of attention. Written out, it is products of narrow matrices, and its scores go through memory. [s]"""
+    core, recipe = asked.core, rates.recipe
+    if not core.flops:
+        return Passes(0.0, 0.0)
+    on = rates.machine(None)
+    if recipe.attention == "eager":
+        one = Product(core.tokens, _DEEP, 1.0, frozen=True)  # what it reads and writes counts as moved
+        each = seconds((one,), core.tokens, on, accumulates=False).forward
+        products = core.flops / (one.flops * core.tokens) * each
+        moved = _moved(core.moved, rates)
+        return Passes(products + moved.forward, MATRIX_BACKWARD * products + moved.backward)
+    older = _OLDER.get((rates.gpu.architecture, rates.running.flash), 1.0)
+    share = rates.share.attention * older * attention_share(rates.table, core.width, core.tokens, core.heads)
+    forward = core.flops / (share * on.peak)
+    return Passes(forward, ATTENTION_BACKWARD * forward / ATTENTION_BACKWARD_SHARE)
+
+
+def _moved(traffic: Traffic, rates: Rates) -> Passes:
+    return Passes(traffic.forward / rates.bandwidth, traffic.backward / rates.bandwidth)
 
 
 def _part(name: str, seconds: Float, reason: str, source: str) -> Part:

@@ -1,26 +1,30 @@
-"""The shares of a data sheet's rates that a GPU reaches in training, and what they were measured on.
+"""What a step reaches of the rates that operators have alone, and where each share is from.
 
-Shares of the dense peak and of the memory's bandwidth are fitted to half of the published throughput in
-``tests/golden/throughput.toml`` (A100 and H100, FSDP). The other half was held out, and docs/plan.md has the errors of both.
-The share of Megatron-LM's matrices on A100, which tensor-parallel ranks split, is fitted likewise. Architectures without such
-rows use Hopper's shares, and the answer contains a note about it.
+Matrix products and attention take their time from products and kernels that were measured alone, by shape
+(:mod:`zeroplan.steptime.tables`). Those ran with nothing beside them and cool; a training step draws more power for longer, so that
+clocks fall. The share of a step's products is measured (Blackwell, bf16) or fitted to the open half of published runs
+(``tests/measured/throughput.py``; docs/plan.md has the errors of both halves).
 """
 
 from typing import NamedTuple
 
 from zeroplan.spec.hardware import ClusterSpec
 
-_FITTED = "fitted to half of the published runs in tests/golden/throughput.toml"
+_FITTED = "fitted to the open half of the published runs in tests/golden/published_throughput.jsonl"
 _NOT_FITTED = "Hopper's, for want of published runs on this architecture"
+_TRAINED = (
+    "github.com/MooreThreads/SimuMax at 4dcaae51 (2026-05-11), configs/system: 514 products of training on B200, at 0.70 of the "
+    "rate of those in the table"
+)
 
 
 class Efficiency(NamedTuple):
-    """Shares of one architecture's rates, from 0 to 1, and their source."""
+    """Shares of one architecture's rates, and their source."""
 
     matrices: float
-    """Share of the dense peak in matrix products."""
+    """What a step's matrix products reach of the rate that products of their shape have alone."""
     attention: float
-    """Share of the dense peak in a fused causal attention kernel, without the masked half."""
+    """The same of a fused attention kernel."""
     bandwidth: float
     """Share of the memory's bandwidth in memory-bound operators."""
     source: str
@@ -28,17 +32,20 @@ class Efficiency(NamedTuple):
     """Share of the memory's bandwidth in the optimizer's step, if measured apart."""
 
     def scaled(self, factor: float, *, stepping: float) -> "Efficiency":
-        """Return the shares times a factor, and the optimizer's share times another; none beyond the data sheet."""
-        parts = (self.matrices, self.attention, self.bandwidth)
-        matrices, attention, bandwidth = (min(factor * share, 1.0) for share in parts)
+        """Return the shares times a factor, and the optimizer's share times another; no bandwidth beyond the data sheet."""
+        matrices, attention = (min(factor * share, MOST) for share in (self.matrices, self.attention))
+        bandwidth = min(factor * self.bandwidth, 1.0)
         return Efficiency(matrices, attention, bandwidth, self.source, min(stepping * (self.stepping or self.bandwidth), 1.0))
 
 
-_AMPERE = Efficiency(0.75, 0.30, 0.9, _FITTED)
-_HOPPER = Efficiency(0.60, 0.20, 0.8, _FITTED)
-_MEGATRON = "matrices fitted to half of the published runs in tests/golden/throughput_megatron.toml, the rest that of FSDP"
-_AMPERE_MEGATRON = _AMPERE._replace(matrices=0.67, source=_MEGATRON)
-_EFFICIENCIES = {"Ampere": _AMPERE, "Hopper": _HOPPER}
+_AMPERE = Efficiency(0.90, 1.0, 0.8, _FITTED)
+_HOPPER = Efficiency(0.80, 1.0, 0.8, _FITTED)
+_BLACKWELL = Efficiency(0.70, 1.0, 0.8, _TRAINED)
+#: No step is so much quicker than operators alone.
+MOST = 1.5
+#: The same of products in one byte and in half a byte, which draw less power: fitted likewise.
+_NARROW = {("Blackwell", "fp8"): 0.84, ("Blackwell", "fp4"): 1.0}
+_EFFICIENCIES = {"Ampere": _AMPERE, "Hopper": _HOPPER, "Blackwell": _BLACKWELL, "Blackwell Ultra": _BLACKWELL}
 
 #: The share of its links that a ring reaches: all-gather and reduce-scatter on eight H200, 361.4 and 362.9 of 450 GB/s;
 #: all-reduce on eight A100, 235 of 300 GB/s, on eight B200 without NVLS 682 of 900 GB/s.
@@ -61,23 +68,28 @@ HOST_SOURCE = (
 )
 
 
-def efficiency(architecture: str, engine: str = "") -> Efficiency:
-    """Return the shares of an architecture, under an engine.
+def matrices_share(share: Efficiency, architecture: str, operands: str | None) -> float:
+    """Return the share of products in some dtype."""
+    usual = _EFFICIENCIES.get(architecture)
+    narrow = _NARROW.get((architecture.partition(" ")[0], operands or ""))
+    return share.matrices if narrow is None or usual is None else share.matrices * narrow / usual.matrices
+
+
+def efficiency(architecture: str) -> Efficiency:
+    """Return the shares of an architecture.
 
     >>> efficiency("Ampere").source == efficiency("Hopper").source
     True
     """
-    if engine == "megatron" and architecture == "Ampere":
-        return _AMPERE_MEGATRON
     return _EFFICIENCIES.get(architecture, _HOPPER._replace(source=_NOT_FITTED))
 
 
-def shares_of(cluster: ClusterSpec, engine: str) -> Efficiency:
+def shares_of(cluster: ClusterSpec) -> Efficiency:
     """Return the shares of a cluster's GPU: those measured in a step there, or its architecture's."""
     if cluster.shares is not None:
         told = cluster.shares
         return Efficiency(told.matrices, told.attention, told.bandwidth, told.source, told.stepping)
-    return efficiency("" if cluster.gpu is None else cluster.gpu.architecture, engine)
+    return efficiency("" if cluster.gpu is None else cluster.gpu.architecture)
 
 
 def pcie_bytes_per_s(architecture: str) -> float:

@@ -8,9 +8,21 @@ two trees of nodes with half of the data each. It has fewer hops, and sends half
 from typing import NamedTuple
 
 from zeroplan.ledger import Collective
-from zeroplan.numeric import Float, Int, ceil_div, for_each_value, longest, maximum, minimum, shortest, where
-from zeroplan.spec.hardware import ClusterSpec
+from zeroplan.numeric import (
+    Float,
+    Int,
+    ceil_div,
+    distinct,
+    for_each_value,
+    longest,
+    maximum,
+    minimum,
+    shortest,
+    where,
+)
+from zeroplan.spec.hardware import ClusterSpec, GpuSpec
 from zeroplan.steptime.efficiency import LINK_SHARE, LINK_SOURCE
+from zeroplan.steptime.tables import COLLECTIVES, LINK_GPUS, link_share, table_of
 
 #: NCCL's figures for its ring with the Simple protocol (2.14, src/graph/tuning.cc, ``baseLat`` and ``hwLat``). [s]
 _BASE_S, _NVLINK_HOP_S, _PCIE_HOP_S, _NETWORK_HOP_S = 8.4e-6, 3.4e-6, 5.7e-6, 9.6e-6
@@ -27,6 +39,8 @@ class Links(NamedTuple):
     node_bytes_per_s: float
     node_hop_s: float
     network_bytes_per_s: float | None
+    table: str = "h100-sxm-80gb"
+    """The GPU whose measured collectives inside a node are read."""
 
 
 class Group(NamedTuple):
@@ -44,7 +58,19 @@ def links(cluster: ClusterSpec) -> Links | None:
     network = gpu.network_link_bytes_per_s
     hop = _PCIE_HOP_S if gpu.node_link.startswith("PCIe") else _NVLINK_HOP_S
     per_node = cluster.gpus_per_node or gpu.gpus_per_node
-    return Links(per_node, gpu.node_link_bytes_per_s.value, hop, None if network is None else network.value)
+    rate = None if network is None else network.value
+    return Links(per_node, gpu.node_link_bytes_per_s.value, hop, rate, _table(gpu))
+
+
+def _table(gpu: GpuSpec) -> str:
+    """Return the GPU whose collectives are read: over PCIe those of a server of L40S, else those of the nearest with NVLink."""
+    if gpu.node_link.startswith("PCIe"):
+        return "l40s-48gb"
+    found = table_of(gpu.name, gpu.architecture)
+    return found if found in LINK_GPUS else _BEFORE.get(found, "h100-sxm-80gb")
+
+
+_BEFORE = {"gb300-288gb": "b300-288gb"}
 
 
 def neighbours(size: Int, per_node: int) -> Group:
@@ -72,12 +98,42 @@ def seconds(call: Collective, group: Group, here: Links) -> Float:
     tree where that is faster, as NCCL chooses. Leaves out NVLS and in-network reduction, which make all-reduces faster;
     protocols for small messages; and other traffic.
     """
+    if call.operation not in COLLECTIVES:
+        return _across_seconds(call, group, here)
+    over = crosses(group)
+    if isinstance(over, int):
+        return _across_seconds(call, group, here) if over else _inside_seconds(call, group, here)
+    if over.all():
+        return _across_seconds(call, group, here)
+    if not over.any():
+        return _inside_seconds(call, group, here)
+    across, inside = _across_seconds(call, group, here), _inside_seconds(call, group, here)
+    return where(over > 0, across, inside)  # type: ignore[arg-type,return-value]  # times
+
+
+def _across_seconds(call: Collective, group: Group, here: Links) -> Float:
+    """Return the time of all calls of a group that spans nodes, and of those whose time inside a node is not in the tables."""
     if call.operation == "all_to_all":
         return _exchange_seconds(call, group, here)
     ring = call.calls * latency(call.operation, group, here) + call.sent_bytes / rate(group, here)
     if call.operation != "all_reduce" or here.network_bytes_per_s is None:
         return ring
     return shortest(ring, where(crosses(group) > 0, _tree_seconds(call, group, here), ring))  # type: ignore[arg-type]  # times
+
+
+def _inside_seconds(call: Collective, group: Group, here: Links) -> Float:
+    """Return the time of all calls inside a node, as they were measured by size and ranks."""
+    total: Float = 0.0 * call.sent_bytes
+    for ranks in distinct(group.size).values:
+        if 2 <= ranks <= here.per_node:
+            share = link_share(here.table, call.operation, ranks, call.n_bytes)
+            takes = call.sent_bytes / (longest(share, _LEAST_SHARE) * here.node_bytes_per_s)
+            total = takes if isinstance(group.size, int) else total + (group.size == ranks) * takes
+    return total
+
+
+#: So that an empty call takes no time.
+_LEAST_SHARE = 1e-9
 
 
 def _tree_seconds(call: Collective, group: Group, here: Links) -> Float:

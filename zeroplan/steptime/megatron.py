@@ -8,7 +8,6 @@ Leaves out the tied embedding's sum, the maxima and sums of a vocabulary-paralle
 Transformer Engine fuses, and the slowdown of collectives and matrix products beside each other.
 """
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,28 +16,38 @@ from zeroplan.engines.megatron import (
     Rank,
     chunks_per_rank,
     collectives_of,
-    head_lines,
+    counts_of,
     is_expert,
     is_split,
+    padded_vocabulary,
     rank_of,
     states_of,
     step_lines,
 )
-from zeroplan.ledger import Among, Collective, Kind, Phase, total_bytes
+from zeroplan.ledger import Among, Collective, Kind, Phase
+from zeroplan.memo import as_key
 from zeroplan.numeric import Float, longest, together, where
-from zeroplan.spec.batch import Batch
-from zeroplan.spec.hardware import GpuSpec
+from zeroplan.spec.batch import Batch, BatchSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.steptime.compute import FUSED, WRITTEN_OUT, Kernel, computing, peak_flops_per_s, stepping
-from zeroplan.steptime.efficiency import Efficiency
+from zeroplan.steptime import pointwise
+from zeroplan.steptime.compute import (
+    ATTENTION_BACKWARD,
+    ATTENTION_BACKWARD_SHARE,
+    Rates,
+    computing,
+    peak_flops_per_s,
+    stepping,
+)
 from zeroplan.steptime.links import SOURCE, Group, Links, neighbours, seconds, strided
 from zeroplan.steptime.parts import Does, Part, StepTime
 from zeroplan.steptime.pipeline import BUBBLE, Bubble
-from zeroplan.steptime.work import Work
-from zeroplan.transformer.flops import attention_widths, block_matrices, matmul_parameters
-from zeroplan.transformer.megatron import scores_bytes, whole_layer_lines
+from zeroplan.steptime.pointwise import Kernels, Split, Traffic
+from zeroplan.steptime.products import Product, of_block, of_head
+from zeroplan.steptime.work import Ranks, Work, core_of
+from zeroplan.transformer.flops import attention_widths, block_matrices
+from zeroplan.transformer.megatron import is_gated
 from zeroplan.transformer.params import layout
 
 _BESIDE = (
@@ -54,13 +63,9 @@ _BESIDE_PER_LAYER = 2
 class _Machine(NamedTuple):
     """The GPU, its links and the shares of their rates."""
 
-    gpu: GpuSpec
+    rates: Rates
     here: Links
-    share: Efficiency
     mfu: float | None
-
-    def seconds(self, flops: Float, share: float, peak: float) -> Float:
-        return flops / (peak * (share if self.mfu is None else self.mfu))
 
 
 class _Case(NamedTuple):
@@ -70,10 +75,6 @@ class _Case(NamedTuple):
     recipe: RecipeSpec
     mesh: Mesh
     batch: Batch
-
-    @property
-    def kernel(self) -> Kernel:
-        return WRITTEN_OUT if self.recipe.attention == "eager" else FUSED
 
     @property
     def split(self) -> int:
@@ -102,11 +103,10 @@ class _RankTime(NamedTuple):
 
 
 def megatron_time(
-    model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, gpu: GpuSpec, share: Efficiency,
-    mfu: float | None,
-) -> StepTime:  # fmt: skip
+    model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, rates: Rates, mfu: float | None
+) -> StepTime:
     """Return the parts of a step. [s]"""
-    case, machine, pp = _Case(model, recipe, mesh, batch), _Machine(gpu, here, share, mfu), int(mesh.pp)
+    case, machine, pp = _Case(model, recipe, mesh, batch), _Machine(rates, here, mfu), int(mesh.pp)
     ends = {0: 1, pp - 1: 1} | ({1: pp - 2} if pp > 2 else {})  # ranks between the ends take equal time
     ranks = {at: rank_of(at, model, recipe, mesh, batch) for at in sorted(ends)}
     busy = {at: _busy(rank, case, machine) for at, rank in ranks.items()}
@@ -115,62 +115,57 @@ def megatron_time(
         parts = (*parts, _bubble(busy, ends, case))
     fullest = max(ranks.values(), key=lambda rank: rank.elements + rank.experts)
     parts = (*parts, *_after_backward(fullest, case, machine, busy[fullest.at].computing))
-    whole, passes = layout(model), batch.grad_accum_steps / (1.0 * case.split * pp)
+    passes = batch.grad_accum_steps / (1.0 * case.split * pp)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len * passes
+    gated = is_gated(model, recipe)
+    multiplied = sum(one.flops for run in layout(model).runs for one in of_block(run.parameters, run.layers, tp=1, gated=gated))
     scores = 2.0 * model.num_hidden_layers * attention_widths(model) * (batch.seq_len + 1) / 2.0
-    flops = 3.0 * (2.0 * matmul_parameters(model, whole) + scores) * tokens
-    return StepTime(parts, flops, tokens, peak_flops_per_s(gpu, recipe))
+    flops = 3.0 * (multiplied + 2.0 * model.vocab_size * model.hidden_size + scores) * tokens
+    return StepTime(parts, flops, tokens, peak_flops_per_s(rates.gpu, recipe, rates.running.operands))
 
 
 # --- what one rank computes -------------------------------------------------------------------------------------------------
 
 
-def _work(rank: Rank, case: _Case) -> Work:
+def _work(rank: Rank, case: _Case, kernels: Kernels, one: BatchSpec) -> Work:
     """Return the work of one micro-batch on a rank, its share of matrices and tokens."""
-    model, mesh, batch = case.model, case.mesh, case.batch
-    whole, share = layout(model), rank.layers / model.num_hidden_layers
-    tokens = 1.0 * batch.micro_batch_size * batch.seq_len
-    in_blocks = share * block_matrices(whole)
-    head = matmul_parameters(model, whole) - block_matrices(whole) if rank.has_head else 0
-    keys = (batch.seq_len + 1) / 2.0 if case.kernel.fused else 1.0 * batch.seq_len
-    scores = 2.0 * rank.layers * attention_widths(model) * keys
-    plain = replace(case.recipe, recompute="none")
-    saved = together(
-        share * run.layers * total_bytes(whole_layer_lines(model, run.kind, plain, mesh, batch)) for run in whole.runs
-    )
-    raw, kept = (0.0, 0.0) if case.kernel.fused else _scores(rank, case)
-    through = head_lines(model, case.recipe, mesh, batch)[:2]  # 16-bit logits and copies are read once to make the fp32 ones
-    logits = 1.0 * total_bytes(through) if rank.has_head else 0.0 * tokens
-    of_rank = tokens / case.split
+    model, mesh, recipe = case.model, case.mesh, case.recipe
+    tp, cp, ep, gated = int(mesh.tp), int(mesh.cp), int(mesh.ep), is_gated(model, recipe)
+    tokens = 1.0 * one.micro_batch_size * one.seq_len / cp
+    split = Split(tokens, tp, recipe.sequence_parallel, ep)
+    products: tuple[Product, ...] = ()
+    moved = Traffic()
+    counts = counts_of(rank.at, rank.layers, model, mesh)
+    etp = recipe.megatron.expert_tensor_parallel_size
+    for run, layers in zip(layout(model).runs, counts, strict=True):
+        products += of_block(run.parameters, layers, tp=tp, ep=ep, etp=etp, at_once=True, gated=gated)
+        each = pointwise.of_block(model, kernels, split, experts=run.kind == "moe", gated=gated)
+        moved = moved.and_of(Traffic(*(layers * part for part in each)))
+    fused = kernels if recipe.megatron.cross_entropy_fusion_impl is None else "fused"
+    ends = pointwise.of_ends(model, fused if fused == "fused" and kernels == "fused" else "eager", split)
+    head = of_head(float(padded_vocabulary(model, recipe, mesh)), model.hidden_size, tp=tp) if rank.has_head else ()
     return Work(
-        blocks_flops=2.0 * in_blocks * of_rank,
-        head_flops=2.0 * head * of_rank,
-        attention_flops=scores * of_rank,
-        blocks_bytes=saved + raw,
-        head_bytes=logits,
-        weights_bytes=2.0 * (in_blocks + head) / int(mesh.tp),
-        core_bytes=raw + kept,
-    )
-
-
-def _scores(rank: Rank, case: _Case) -> tuple[Float, Float]:
-    """Return eager attention's scores before the softmax, which nothing keeps, and what is kept of them. [bytes]"""
-    kept = scores_bytes(case.model, case.recipe, case.mesh, case.batch)
-    raw = 2.0 * case.model.num_attention_heads * case.batch.seq_len * case.batch.seq_len * case.batch.micro_batch_size
-    return rank.layers * raw / int(case.mesh.tp), rank.layers * 1.0 * kept
+        tokens, products, head, core_of(model, recipe, one, Ranks(tp, cp), rank.layers), moved,
+        ends if rank.has_head else Traffic(),
+    )  # fmt: skip
 
 
 def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
     """Return a rank's computing and waiting for all micro-batches."""
-    asked, recipe, steps = _work(rank, case), case.recipe, case.batch.grad_accum_steps
-    busy = computing(asked, case.model, recipe, case.batch, machine.gpu, machine.share, machine.mfu, kernel=case.kernel)
+    recipe, rates = case.recipe, machine.rates
+    kernels = rates.running.kernels
+    degrees = int(case.mesh.tp), int(case.mesh.cp), int(case.mesh.ep)
+    key = (
+        case.model, recipe.precision, recipe.attention, recipe.sequence_parallel, recipe.megatron, degrees,
+        as_key(case.batch.seq_len), counts_of(rank.at, rank.layers, case.model, case.mesh),
+        rank.layers, rank.has_head, rates.share, rates.running,
+    )  # fmt: skip
+    busy = computing(lambda one: _work(rank, case, kernels, one), case.model, recipe, case.batch, rates, machine.mfu, key=key)
     calls = tuple(collectives_of(rank, case.model, recipe, case.mesh, case.batch))
-    peak, share = peak_flops_per_s(machine.gpu, recipe), machine.share
-    columns = steps * machine.seconds(asked.blocks_flops * _column_share(case.model), share.matrices, peak)
-    core = share.attention if case.kernel.fused else share.matrices
-    attention = steps * machine.seconds(asked.attention_flops, core, peak)
+    columns = busy.columns_s * _column_share(case.model)
+    attention = busy.attention_s
     passes = _Passes(busy.forward_s, busy.backward_s)
-    parts = (*busy.parts, _adding_up(rank, case, machine))
+    parts = busy.parts if recipe.megatron.gradient_accumulation_fusion else (*busy.parts, _adding_up(rank, case, machine))
     if int(case.mesh.tp) > 1:
         parts = (*parts, _between_tensor_ranks(calls, case, machine, columns))
     if int(case.mesh.cp) > 1:
@@ -190,8 +185,7 @@ def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
 def _adding_up(rank: Rank, case: _Case, machine: _Machine) -> Part:
     """Return the time to read and write the gradient buffer, once per micro-batch; ``--mfu`` includes it."""
     gradients = next(line.n_bytes for line in states_of(rank, case.recipe, case.mesh) if line.kind is Kind.GRADIENTS)
-    bandwidth = machine.share.bandwidth * machine.gpu.memory_bandwidth_bytes_per_s.value
-    takes = case.batch.grad_accum_steps * 2.0 * gradients / bandwidth * (machine.mfu is None)
+    takes = case.batch.grad_accum_steps * 2.0 * gradients / machine.rates.bandwidth * (machine.mfu is None)
     return Part("adding up gradients", takes, 0.0 * takes, "buffers are read and written for every micro-batch", _ADDED)
 
 
@@ -257,7 +251,10 @@ def _between_tensor_ranks(calls: tuple[Collective, ...], case: _Case, machine: _
         time = seconds(call, neighbours(call.group, machine.here.per_node), machine.here)
         takes = takes + time
         per_layer = 2 * forwards + (2 if call.operation == "all_gather" else 0)
-        beside = time * (_BESIDE_PER_LAYER / per_layer) if call.phase is Phase.BACKWARD else 0.0 * time
+        overlap = machine.rates.running.tensor_overlap
+        beside = time * (_BESIDE_PER_LAYER / per_layer) if call.phase is Phase.BACKWARD and overlap != "none" else 0.0 * time
+        if overlap == "all":  # sent in as many pieces as ranks, each beside the product of another
+            beside = time * (1.0 - 1.0 / int(case.mesh.tp))
         waits = waits + (time - beside) + longest(beside - columns, 0.0 * time)
     reason = "the next matrix waits for activations; in backward half of it overlaps with matrix products"
     return Part("waiting for tensor-parallel ranks", waits, takes - waits, reason, f"{_BESIDE}; {SOURCE}", Does.SENDING)
@@ -265,7 +262,8 @@ def _between_tensor_ranks(calls: tuple[Collective, ...], case: _Case, machine: _
 
 def _ring_attention(calls: tuple[Collective, ...], case: _Case, machine: _Machine, attention: Float) -> Part:
     """Return waits for the ring: keys and values of the next part travel while attention computes with this one's."""
-    beside = {Phase.FORWARD: attention, Phase.BACKWARD: (case.kernel.backward + (case.recipe.recompute == "full")) * attention}
+    back = ATTENTION_BACKWARD / ATTENTION_BACKWARD_SHARE + (case.recipe.recompute == "full")
+    beside = {Phase.FORWARD: attention, Phase.BACKWARD: back * attention}
     cp, tp, per_node = int(case.mesh.cp), int(case.mesh.tp), machine.here.per_node
     apart = Group(2, 2 if cp * tp <= per_node else 1)
     takes: Float = 0.0
@@ -312,5 +310,5 @@ def _after_backward(rank: Rank, case: _Case, machine: _Machine, passes: _Passes)
     sent = Part(name, waits, hidden, reason, f"{_AFTER}; {SOURCE}", Does.SENDING_AT_STEP)
     copied = (line._replace(kind=Kind.OPTIMIZER_STATE) for line in step_lines(rank, case.recipe, mesh))  # written and read too
     states = Account((*states_of(rank, case.recipe, mesh), *copied), (), ())
-    step = stepping(states, case.recipe, machine.gpu, machine.share, on_host=False, ranks_per_node=per_node)
+    step = stepping(states, case.recipe, machine.rates.gpu, machine.rates.share, on_host=False, ranks_per_node=per_node)
     return sent, step

@@ -19,19 +19,19 @@ from zeroplan.engines.pipeline.walk import Place
 from zeroplan.ledger import Collective
 from zeroplan.numeric import Float, longest, together
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import SPLIT, PipelineSchedule, Stage, cut, indices_of_rank, stages_per_rank
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.steptime.compute import Computing, computing
+from zeroplan.steptime.compute import Computing, Rates, computing
 from zeroplan.steptime.copies import copies_of_activations, copies_of_states
-from zeroplan.steptime.efficiency import LINK_SOURCE, Efficiency
+from zeroplan.steptime.efficiency import LINK_SOURCE
 from zeroplan.steptime.links import Links, seconds, strided
 from zeroplan.steptime.parts import Does, Part
 from zeroplan.steptime.played import Costs, played
+from zeroplan.steptime.pointwise import Traffic
 from zeroplan.steptime.sending import group_of
-from zeroplan.steptime.work import Work, work
+from zeroplan.steptime.work import Core, Work, combined, of_one, without_head, work
 
 BUBBLE = "Narayanan et al. 2021, arXiv:2104.04473, sections 2.2.1 and 2.2.2"
 ZERO_BUBBLE = "Qi et al. 2024, arXiv:2401.10241, section 2; the order of torch 2.13, torch/distributed/pipelining/schedules.py"
@@ -62,8 +62,8 @@ class Bubble(NamedTuple):
 
 
 def pipeline_parts(
-    account: Account, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, gpu: GpuSpec,
-    share: Efficiency, mfu: float | None,
+    account: Account, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, rates: Rates,
+    mfu: float | None,
 ) -> tuple[Part, ...]:  # fmt: skip
     """Return the parts of a step without the optimizer's: those of the slowest rank, the bubble, collectives and sends. [s]"""
     schedule, pp = recipe.pipeline_schedule or "1f1b", int(mesh.pp)
@@ -75,7 +75,7 @@ def pipeline_parts(
         mine = tuple(stages[at] for at in indices_of_rank(schedule, rank=rank, pp=pp, stages=len(stages)))
         work_of = tuple((layers_of(model, stage)[0], stage.is_last) for stage in mine)
         if work_of not in alike:
-            alike[work_of] = computing(_work_of(mine, model, recipe, mesh, batch), model, recipe, batch, gpu, share, mfu)
+            alike[work_of] = _computing(_work_of(mine, model, recipe, mesh, batch, rates), model, recipe, batch, rates, mfu)
         ranks.append(alike[work_of])
     steps = int(batch.grad_accum_steps)
     bubble = Bubble(tuple(one.forward_s + one.backward_s for one in ranks), chunks, steps)
@@ -83,12 +83,11 @@ def pipeline_parts(
     slowest, layers = ranks[worst], _layers(schedule, stages, worst, pp)
     idle, source = bubble.idle_s, BUBBLE
     if schedule in SPLIT:
-        costs = tuple(
-            _costs(_work_of((one,), model, recipe, mesh, batch), model, recipe, batch, gpu, share, mfu) for one in stages
-        )
+        each = (_work_of((one,), model, recipe, mesh, batch, rates) for one in stages)
+        costs = tuple(_costs(one, model, recipe, batch, rates, mfu) for one in each)
         idle, source = longest(_simulated_s(schedule, costs, pp, chunks, steps) - bubble.pace_s, 0.0), ZERO_BUBBLE
     waits = Part("pipeline bubble", idle, 0.0 * idle, f"{pp} ranks fill and drain, {schedule}", source, Does.IDLING)
-    copies = _copies(account, recipe, slowest, gpu.architecture, passes=steps * layers)
+    copies = _copies(account, recipe, slowest, rates.gpu.architecture, passes=steps * layers)
     return (*slowest.parts, waits, *copies, *_traffic(account.collectives, slowest, recipe, mesh, batch, here))
 
 
@@ -108,13 +107,19 @@ def _copies(account: Account, recipe: RecipeSpec, busy: Computing, architecture:
         yield copies_of_states(account, recipe, busy, architecture, times=times)
 
 
+def _computing(
+    asked: Work, model: ModelSpec, recipe: RecipeSpec, batch: Batch, rates: Rates, mfu: float | None
+) -> Computing:  # fmt: skip
+    return computing(lambda _one: asked, model, recipe, batch, rates, mfu)
+
+
 def _costs(
-    asked: Work, model: ModelSpec, recipe: RecipeSpec, batch: Batch, gpu: GpuSpec, share: Efficiency, mfu: float | None
+    asked: Work, model: ModelSpec, recipe: RecipeSpec, batch: Batch, rates: Rates, mfu: float | None
 ) -> Costs:  # fmt: skip
     """Return the time of one micro-batch on one stage: weight gradients take as long as the forward's matrix products."""
-    whole = computing(asked, model, recipe, batch, gpu, share, mfu)
-    matrices = asked._replace(attention_flops=0.0, blocks_bytes=0.0, head_bytes=0.0)
-    weights = computing(matrices, model, recipe, batch, gpu, share, mfu).forward_s
+    whole = _computing(asked, model, recipe, batch, rates, mfu)
+    matrices = asked._replace(core=Core(), moved=Traffic(), ends_moved=Traffic())
+    weights = _computing(matrices, model, recipe, batch, rates, mfu).forward_s
     steps = batch.grad_accum_steps
     return Costs(whole.forward_s / steps, (whole.backward_s - weights) / steps, weights / steps)
 
@@ -130,18 +135,15 @@ def _largest(seconds: Float) -> float:
     return float(seconds if isinstance(seconds, (int, float)) else seconds.max())
 
 
-def _work_of(stages: tuple[Stage, ...], model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Work:
+def _work_of(stages: tuple[Stage, ...], model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, rates: Rates) -> Work:
     """Return the work of one micro-batch on a rank: its layers, and head and loss on the last stage."""
-    asked = [_work_of_stage(stage, model, recipe, mesh, batch) for stage in stages]
-    return Work(*map(together, zip(*asked, strict=True)))
+    return combined(tuple(_work_of_stage(stage, model, recipe, mesh, batch, rates) for stage in stages))
 
 
-def _work_of_stage(stage: Stage, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Work:
-    whole = work(layers_of(model, stage)[0], recipe, batch, tp=int(mesh.tp), cp=int(mesh.cp), expert_ranks=int(mesh.ep))
-    if stage.is_last:
-        return whole
-    of_head = whole.head_flops / (whole.blocks_flops + whole.head_flops)
-    return whole._replace(head_flops=0.0, head_bytes=0.0, weights_bytes=whole.weights_bytes * (1.0 - of_head))
+def _work_of_stage(stage: Stage, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, rates: Rates) -> Work:
+    layers, one = layers_of(model, stage)[0], of_one(int(batch.micro_batch_size), int(batch.seq_len))
+    whole = work(layers, recipe, one, rates.running.kernels, tp=int(mesh.tp), cp=int(mesh.cp), expert_ranks=int(mesh.ep))
+    return whole if stage.is_last else without_head(whole)
 
 
 def _traffic(

@@ -1,119 +1,202 @@
-"""The work of one micro-batch on a GPU: operations of matrix products and attention, and bytes that other operators move."""
+"""The work of one micro-batch on a GPU: matrix products by shape, attention, and bytes that other operators move."""
 
 from dataclasses import replace
 from typing import NamedTuple
 
-from zeroplan.engines.precisions import compute_of
+from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.ledger import total_bytes
-from zeroplan.memo import as_key, recalled
-from zeroplan.numeric import Float, together
-from zeroplan.spec.batch import Batch
+from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.steptime import pointwise
+from zeroplan.steptime.pointwise import Split, Traffic
+from zeroplan.steptime.products import Product, of_block, of_head
 from zeroplan.transformer.activations import block_pass
-from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.flops import (
-    attention_layers,
-    attention_widths,
-    block_matrices,
-    linear_attention_flops,
-    matmul_parameters,
-)
+from zeroplan.transformer.flops import attention_layers, attention_widths, linear_attention_flops
 from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.params import layout
 
-#: A matrix product's backward multiplies twice.
-MATRIX_BACKWARD = 2.0
-#: A fused attention kernel multiplies five times in backward, twice in forward (Dao 2023, arXiv:2307.08691, section 4.1).
-ATTENTION_BACKWARD = 2.5
-#: A saved tensor is written once and read by the next operator. Its backward reads it, reads the incoming gradient and writes
-#: the outgoing one.
-SAVED_FORWARD, SAVED_BACKWARD = 2.0, 3.0
+#: A saved tensor of a traced module is written once and read by the next operator. Its backward reads it, reads the incoming
+#: gradient and writes the outgoing one.
+_SAVED_FORWARD, _SAVED_BACKWARD = 2.0, 3.0
+
+
+class Core(NamedTuple):
+    """Attention between queries and keys, of all layers on a rank."""
+
+    flops: float = 0.0
+    """Scores and their product with the values; of a causal kernel without what it skips. [FLOPs]"""
+    heads: float = 1.0
+    """Of the whole micro-batch."""
+    width: int = 128
+    """Of one head."""
+    tokens: float = 1.0
+    """Of the keys that one kernel reads."""
+    moved: Traffic = Traffic()
+    """Scores that are written out."""
 
 
 class Work(NamedTuple):
-    """The work of one micro-batch's forward on one GPU."""
+    """The work of one micro-batch's forward and backward on one GPU."""
 
-    blocks_flops: Float
-    """Matrix products of the blocks."""
-    head_flops: Float
-    attention_flops: Float
-    """Scores and their product with the values; of a causal kernel without what it skips."""
-    blocks_bytes: Float
-    """What autograd saves in the blocks without recomputation."""
-    head_bytes: Float
-    """The largest total of logits and the loss's tensors."""
-    weights_bytes: Float
-    """The matrices, read once."""
-    core_bytes: Float = 0.0
-    """What selective recomputation of attention alone writes again of the blocks' saved tensors."""
+    tokens: float
+    products: tuple[Product, ...]
+    """Linear layers of the blocks."""
+    head: tuple[Product, ...]
+    core: Core
+    moved: Traffic
+    """By operators of the blocks beside matrices and attention."""
+    ends_moved: Traffic
+    """By the embedding, the last norm and the loss."""
+    other_flops: float = 0.0
+    """Operations in the blocks without a shape: linear attention, a traced module. [FLOPs]"""
+    other_head_flops: float = 0.0
 
     @property
-    def flops(self) -> Float:
-        """All operations. [FLOPs]"""
-        return self.blocks_flops + self.head_flops + self.attention_flops
+    def elements(self) -> float:
+        """Elements of the matrices on this rank."""
+        return sum(one.columns * one.depth * one.times for one in (*self.products, *self.head))
+
+    @property
+    def blocks_flops(self) -> float:
+        """Matrix products of the blocks. [FLOPs]"""
+        return self.tokens * sum(one.flops for one in self.products) + self.other_flops
+
+    @property
+    def head_flops(self) -> float:
+        """The product that makes logits. [FLOPs]"""
+        return self.tokens * sum(one.flops for one in self.head) + self.other_head_flops
+
+    @property
+    def flops(self) -> float:
+        """All operations of the forward. [FLOPs]"""
+        return self.blocks_flops + self.head_flops + self.core.flops
 
 
-def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp: int = 1, expert_ranks: int = 1) -> Work:
-    """Return the work of one micro-batch on one of ``tp`` or ``cp`` ranks that split it. [FLOPs, bytes]
+class Ranks(NamedTuple):
+    """Over how many ranks a micro-batch's work is split."""
 
-    Experts count as often as tokens choose them, evenly. Leaves out sliding windows, which only some kernels skip; frozen
-    weights, which have no gradients; and dequantising weights in four bits.
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+
+def work(
+    model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, kernels: pointwise.Kernels = "eager", *, tp: int = 1, cp: int = 1,
+    expert_ranks: int = 1,
+) -> Work:  # fmt: skip
+    """Return the work of one micro-batch on one of ``tp`` or ``cp`` ranks that split it.
+
+    Experts count as often as tokens choose them, evenly. Leaves out sliding windows, which only some kernels skip; and dequantising
+    weights in four bits. The batch is that of one job.
     """
-    compute = compute_of(recipe, tp=tp, ep=expert_ranks, cp=cp)
-    numbers = batch.micro_batch_size, batch.seq_len
-    return recalled(
-        lambda: (work, model, compute, *map(as_key, numbers), recipe.loss),
-        lambda: _profiled(model, recipe, batch) if model.profile is not None else _counted(model, recipe, batch, compute),
-    )
-
-
-def _counted(model: ModelSpec, recipe: RecipeSpec, batch: Batch, compute: Compute) -> Work:
-    """Return the work of a model with formulas."""
-    whole, tp, cp = layout(_multiplied(model)), compute.tp, compute.cp
-    tokens = 1.0 * batch.micro_batch_size * batch.seq_len
-    in_blocks = block_matrices(whole)
-    outside = matmul_parameters(model, whole) - in_blocks
-    keys = batch.seq_len * 1.0 if recipe.attention == "eager" else (batch.seq_len + 1) / 2.0
-    scores = 2.0 * attention_layers(model) * attention_widths(model)
-    if cp > 1:
-        from zeroplan.transformer.context import local_batch  # noqa: PLC0415  keeps start-up fast
-
-        batch, tokens = local_batch(batch, cp), tokens / cp
-    saved = together(1.0 * run.layers * total_bytes(block_pass(model, run.kind, compute, batch).saved) for run in whole.runs)
-    head = head_pass(model, compute, batch, loss=recipe.loss)
+    if model.profile is not None:
+        return _profiled(model, recipe, batch)
+    whole, ranks = layout(_multiplied(model)), Ranks(tp, cp, expert_ranks)
+    tokens = 1.0 * batch.micro_batch_size * batch.seq_len / cp
+    split = Split(tokens, tp, sequence=tp > 1, ep=expert_ranks)
+    products: tuple[Product, ...] = ()
+    moved = Traffic()
+    for run in whole.runs:
+        products += of_block(run.parameters, run.layers, tp=tp, ep=expert_ranks)
+        one = pointwise.of_block(model, kernels, split, experts=run.kind == "moe")
+        moved = moved.and_of(Traffic(*(run.layers * each for each in one)))
+    head = of_head(model.vocab_size, model.hidden_size, tp=tp, frozen=model.adapter is not None)
     return Work(
-        blocks_flops=(2.0 * in_blocks + linear_attention_flops(model)) * tokens / tp,
-        head_flops=2.0 * outside * tokens / tp,
-        attention_flops=scores * keys * tokens / tp,
-        blocks_bytes=saved,
-        head_bytes=1.0 * total_bytes((*head.saved, *head.loss_forward)),
-        weights_bytes=1.0 * compute.element_bytes * (in_blocks + outside) / tp,
-    )
+        tokens, products, head, core_of(model, recipe, batch, ranks, attention_layers(model)), moved,
+        pointwise.of_ends(model, "fused" if recipe.loss == "fused" else kernels, split),
+        linear_attention_flops(model) * tokens / tp,
+    )  # fmt: skip
 
 
-def _profiled(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Work:
-    """Return the work of a traced module: its counted operations, with every parameter as a matrix."""
+def core_of(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, ranks: Ranks, layers: float) -> Core:
+    """Return the attention of so many layers on one rank."""
+    eager, seq_len = recipe.attention == "eager", 1.0 * batch.seq_len
+    tokens = batch.micro_batch_size * seq_len / ranks.cp
+    keys = seq_len if eager else (seq_len + 1) / 2.0
+    scores = 2.0 * attention_widths(model) * keys * tokens / ranks.tp
+    heads = batch.micro_batch_size * model.num_attention_heads / ranks.tp
+    written = heads * seq_len * seq_len / ranks.cp if eager else 0.0
+    fused = recipe.engine == "megatron" and recipe.megatron.masked_softmax_fusion
+    moved = Traffic().plus(_SCORES if fused else _SCORES_APART, written) if eager else Traffic()
+    return Core(layers * scores, heads, model.head_dim, seq_len / ranks.cp, Traffic(*(layers * each for each in moved)))
+
+
+#: Scores in eager attention with a fused softmax and dropout: written by their product, read and written by each, read by the next
+#: product; the backward of each likewise, with a mask of one byte.
+_SCORES = pointwise.Moved(13, 17, 2, 2)
+#: The same with masking and a softmax in fp32 as operators of their own.
+_SCORES_APART = pointwise.Moved(34, 40, 7, 8)
+
+
+def copies_of(recipe: RecipeSpec) -> tuple[float, float]:
+    """Return what an engine copies of every matrix element in a micro-batch's forward and backward. [bytes]
+
+    FSDP2 copies every gathered weight out of the buffer (torch 2.13, ``_fsdp_collectives.py``, ``foreach_all_gather_copy_out``) and
+    every gradient into the one that is reduced (``foreach_reduce``). FSDP1 has views of one flat parameter, and casts what it
+    reduces. DDP runs under autocast, which casts weights, and copies gradients into buckets. DeepSpeed joins what it gathers
+    (``_all_gather_dtype``), copies gradients into a bucket and divides it (``average_tensor``).
+    """
+    narrow = widths(recipe.precision).name != "fp32"
+    reduced = {"fsdp2": recipe.fsdp2.reduce_dtype, "fsdp1": recipe.fsdp1.reduce_dtype}.get(recipe.engine)
+    if recipe.engine == "fsdp2":
+        again = 4.0 if recipe.zero_stage == 3 else 0.0
+        return 4.0, again + (6.0 if reduced == "fp32" else 4.0)
+    if recipe.engine == "fsdp1":
+        return 0.0, 6.0 if reduced == "fp32" else 4.0
+    if recipe.engine == "ddp":
+        return (6.0 if narrow else 0.0), 6.0 * narrow + (0.0 if recipe.ddp.gradient_as_bucket_view else 8.0)
+    if recipe.engine == "deepspeed":
+        return (4.0, 12.0) if recipe.zero_stage == 3 else (0.0, 8.0)
+    return 0.0, 0.0
+
+
+def _profiled(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> Work:
+    """Return the work of a traced module: its counted operations, and what it saves."""
     from zeroplan.transformer.profiled import profile_of, profiled_operations, without_recompute  # noqa: PLC0415  keeps start-up fast
 
     profile, whole, compute = profile_of(model), layout(model), compute_of(recipe)
     done, plain = profiled_operations(profile, compute, batch), without_recompute(profile, compute)
     blocks = [(run.layers, block_pass(model, run.kind, plain, batch)) for run in whole.runs]
-    head = head_pass(model, compute, batch, loss=recipe.loss)
-    elements = sum(run.layers * one.numel for run in whole.runs for one in run.parameters) + sum(
-        one.numel for one in whole.tail
+    ends = head_pass(model, compute, batch, loss=recipe.loss)
+    saved = sum(
+        layers * float(total_bytes(one.saved if plain.recompute == "none" else (*one.checkpoint, *one.selective)))
+        for layers, one in blocks
     )
+    outside = float(total_bytes((*ends.saved, *ends.loss_forward)))
     return Work(
-        blocks_flops=1.0 * done.blocks,
-        head_flops=1.0 * done.outside,
-        attention_flops=1.0 * done.attention,
-        blocks_bytes=together(
-            1.0 * layers * total_bytes(one.saved if plain.recompute == "none" else (*one.checkpoint, *one.selective))
-            for layers, one in blocks
-        ),
-        head_bytes=1.0 * total_bytes((*head.saved, *head.loss_forward)),
-        weights_bytes=1.0 * compute.element_bytes * elements,
-    )
+        1.0 * batch.micro_batch_size * batch.seq_len, (), (), Core(float(done.attention), 64.0, 128, 1.0 * batch.seq_len),
+        Traffic(_SAVED_FORWARD * saved, _SAVED_BACKWARD * saved), Traffic(_SAVED_FORWARD * outside, _SAVED_BACKWARD * outside),
+        other_flops=float(done.blocks), other_head_flops=float(done.outside),
+    )  # fmt: skip
+
+
+def of_one(micro_batch: int, seq_len: int) -> BatchSpec:
+    """Return a batch of one micro-batch."""
+    return BatchSpec(seq_len=seq_len, micro_batch_size=micro_batch, grad_accum_steps=1)
+
+
+def combined(several: tuple[Work, ...]) -> Work:
+    """Return the work of several stages of one rank together."""
+    first, *others = several
+    for other in others:
+        core, moved = first.core, first.core.moved.and_of(other.core.moved)
+        first = Work(
+            first.tokens,
+            (*first.products, *other.products),
+            (*first.head, *other.head),
+            core._replace(flops=core.flops + other.core.flops, moved=moved),
+            first.moved.and_of(other.moved),
+            first.ends_moved.and_of(other.ends_moved),
+            first.other_flops + other.other_flops,
+            first.other_head_flops + other.other_head_flops,
+        )
+    return first
+
+
+def without_head(whole: Work) -> Work:
+    """Return the work of a stage that has no head and no loss."""
+    return whole._replace(head=(), ends_moved=Traffic(), other_head_flops=0.0)
 
 
 def _multiplied(model: ModelSpec) -> ModelSpec:

@@ -40,6 +40,8 @@ PARTS: dict[str, Callable[..., str]] = {
     "commands": commands.commands,
     "job-flags": commands.job_flags,
     "truth": records.truth,
+    "step-times": records.step_times,
+    "step-pairs": records.step_pairs,
     "megatron-runs": records.megatron_runs,
     "megatron-refused": records.megatron_refused,
     "scripts": scripts.table_of_programs,

@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from tests.docs.generated.markdown import table
-from tests.measured import megatron_golden, stored
+from tests.measured import megatron_golden, stored, throughput
 from tests.measured.errors import held_in
 from tests.on_gpus.figures import ESTIMATE, ninety, sources
 from tests.on_gpus.gpu_records import seen
@@ -104,3 +104,30 @@ def megatron_refused() -> str:
     """Which of those runs are no jobs of engine megatron, and why."""
     _, refused = megatron_golden.score(megatron_golden.kept())
     return table(("why", "runs:"), [(reason, str(count)) for reason, count in sorted(refused.items(), key=lambda one: -one[1])])
+
+
+def step_times() -> str:
+    """How far predicted steps are from published ones, by what they are grouped by."""
+    found, _ = throughput.score(throughput.kept())
+    heads = ("by", "", "rows:", "median of the error:", "90 in 100 within:", "signed median:")
+    return table(heads, [
+        (kind, name, str(count), f"{middle:.1%}", f"{wide:.1%}", f"{signed:+.1%}")
+        for kind, name, count, middle, wide, signed in throughput.table(found)
+    ])  # fmt: skip
+
+
+def step_pairs() -> str:
+    """How often the quicker of two published layouts is told."""
+    found, _ = throughput.score(throughput.kept())
+    held = [one for one in found if throughput.half_of(one.case.row) == "held"]
+    halves = throughput.pairs(found), throughput.pairs(held)
+    return table(("the two differ in", "of all:", "of those never fitted on:"), [
+        (_AXES.get(name, name), *(f"{half[name][0]} of {half[name][1]}" if name in half else "" for half in halves))
+        for name in sorted(halves[0])
+    ])  # fmt: skip
+
+
+_AXES = {
+    "all": "anything", "micro_batch": "the micro-batch alone", "tp": "tensor parallelism alone", "pp": "the pipeline alone",
+    "recompute": "recomputation alone", "flash": "the attention kernel alone", "vpp": "chunks alone",
+}  # fmt: skip

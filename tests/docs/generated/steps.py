@@ -13,7 +13,15 @@ from zeroplan.estimator import engine_module
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.steptime import efficiency, step_time
-from zeroplan.steptime.efficiency import HOST_BYTES_PER_S, HOST_SOURCE, LINK_SHARE, LINK_SOURCE, PCIE_SHARE, PCIE_SOURCE
+from zeroplan.steptime.efficiency import (
+    HOST_BYTES_PER_S,
+    HOST_SOURCE,
+    LINK_SHARE,
+    LINK_SOURCE,
+    PCIE_SHARE,
+    PCIE_SOURCE,
+    matrices_share,
+)
 
 
 def optimizers() -> str:
@@ -102,16 +110,18 @@ def shares() -> str:
     """How much of a data sheet's rates a step is taken to reach."""
     rows = [
         (f"{name}: {what}", f"{share:.0%}", of, efficiency(name).source)
-        for name in ("Ampere", "Hopper")
+        for name in ("Ampere", "Hopper", "Blackwell")
         for what, share, of in (
-            ("matrix multiplications", efficiency(name).matrices, "dense peak"),
-            ("attention", efficiency(name).attention, "dense peak"),
+            ("matrix multiplications", efficiency(name).matrices, "products of their shape alone"),
+            ("attention", efficiency(name).attention, "a kernel of its shape alone"),
             ("operators bound by memory", efficiency(name).bandwidth, "memory bandwidth"),
         )
     ]
-    own = efficiency("Ampere", "megatron")
-    rows.append(("Ampere, engine megatron: matrix multiplications", f"{own.matrices:.0%}", "dense peak", own.source))
-    rows.append(("links between GPUs and nodes", f"{LINK_SHARE:.0%}", "link rate", LINK_SOURCE))
+    usual, fitted = efficiency("Blackwell"), efficiency("Hopper").source
+    for dtype in ("fp8", "fp4"):
+        share = matrices_share(usual, "Blackwell", dtype)
+        rows.append((f"Blackwell: matrix multiplications in {dtype}", f"{share:.0%}", "products of their shape alone", fitted))
+    rows.append(("links between nodes", f"{LINK_SHARE:.0%}", "link rate", LINK_SOURCE))
     rows.append(("between host and GPU", f"{PCIE_SHARE:.0%}", "PCIe x16, one direction", PCIE_SOURCE))
     rows.append(("host memory of a node", f"{HOST_BYTES_PER_S / 1e9:.0f} GB/s", "shared by its ranks", HOST_SOURCE))
     return table(("what", "share", "of", "source"), rows)

@@ -1,0 +1,369 @@
+"""Rows of published training throughput as jobs: what a row says, in zeroplan's words, and what a reader had to assume.
+
+A row is one measured run from a paper or a public repository, with its source. A row that no option can say raises RefusedError
+with the reason. What a source leaves out is assumed here, in one place, and the same for every row of that program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from zeroplan.catalog.gpu import gpu
+from zeroplan.errors import SpecError
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.hardware import ClusterSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
+from zeroplan.spec.recipe import Fsdp1Options, Fsdp2Options, MegatronOptions, RecipeSpec
+from zeroplan.steptime import Running
+from zeroplan.steptime.compute import running_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from zeroplan.spec.hardware import GpuSpec
+
+Row = dict[str, Any]
+
+KEPT = Path(__file__).parents[1] / "golden" / "published_throughput.jsonl"
+#: What is kept of a row; of its values those that are read, and of its notes a word that a job depends on.
+_FIELDS = (
+    "id", "source", "model", "params", "hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "moe", "seq", "micro_batch",
+    "global_batch", "n_gpus", "gpu", "gpus_per_node", "interconnect", "engine", "stage", "tp", "pp", "vpp", "cp", "ep", "precision",
+    "recompute", "compile", "flash", "config_group",
+)  # fmt: skip
+_VALUES = (
+    "tokens_per_s_per_gpu", "tokens_per_s_per_gpu_derived", "step_s", "step_s_derived", "step_s_derived_full_attention",
+)  # fmt: skip
+_ONE_PER_CHUNK = "1F1B-I"
+
+#: GPUs by how their names begin; the first that fits.
+_GPUS = {
+    "A100-40GB": "a100-sxm-40gb", "A100": "a100-sxm-80gb", "H100-9": "h100-sxm-96gb", "H100": "h100-sxm-80gb",
+    "H200 (printed": None, "H200": "h200-sxm-141gb", "B200": "b200-180gb", "B300": "b300-288gb", "GB200": "gb200-186gb",
+    "GB300": "gb300-288gb", "V100-32GB": "v100-sxm2-32gb", "MI325X": "mi325x-256gb", "MI355X": "mi355x-288gb",
+}  # fmt: skip
+#: Gbit/s between nodes per GPU, by words of a row's ``interconnect``.
+_NETWORKS = {
+    "1600 Gbps": 200, "400 Gbps per node": 50, "800 Gbps per node": 100, "8x200 Gb/s": 200, "4 Omni-Path": 50,
+    "200 Gb/s HDR IB per GPU": 200, "8x400 Gb/s": 400, "400 Gb/s RDMA per GPU": 400, "NDR 400 Gb/s": 400,
+}  # fmt: skip
+#: Programs by how a row's ``engine`` begins.
+_ENGINES = {
+    "fsdp1": "fsdp1", "fsdp2": "fsdp2", "deepspeed": "deepspeed", "DeepSpeed": "deepspeed", "Aleph Alpha": "megatron",
+    "NeMo": "megatron", "Megatron": "megatron", "Primus/Megatron": "megatron",
+}  # fmt: skip
+#: Rates of matrix products, by words of a row's ``precision``.
+_OPERANDS = {"NVFP4": "fp4", "FP8": "fp8", "fp8": "fp8", "float8": "fp8"}
+#: Programs whose published configurations split sequences over tensor-parallel ranks and overlap what they can.
+_NVIDIAS = ("dgxc", "nemo24", "longseq", "mbridge", "mlm24", "nem15", "simax")
+#: Tokens of the vocabulary where a row has none: GPT-2's, padded.
+_VOCABULARY = 51_200
+#: What is tried where a source does not state it; the quickest that fits counts.
+_MICRO_BATCHES, _CHUNKS = (1, 2, 4, 8, 16), (1, 2, 3, 4, 5, 6, 8, 12)
+_LATENT = MlaSpec(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+
+
+class RefusedError(Exception):
+    """A row that is no job of zeroplan's; its words are the reason."""
+
+
+class Case(NamedTuple):
+    """A row, the jobs that it may have been, and what was measured."""
+
+    row: Row
+    jobs: tuple[JobSpec, ...]
+    """One, or several where the source leaves something out."""
+    step_s: float
+    """The measured step. [s]"""
+
+    @property
+    def sheet(self) -> tuple[object, ...]:
+        """What rows share that are layouts of the same job."""
+        row = self.row
+        return tuple(row.get(key) for key in ("source", "engine", "model", "gpu", "n_gpus", "seq", "global_batch", "precision"))
+
+
+def rows_of(path: Path) -> list[Row]:
+    """Read the rows of a file."""
+    return list(json.loads(path.read_text(encoding="utf-8")))
+
+
+def kept() -> list[Row]:
+    """Return the rows that are kept in the repository; the first line has their sources."""
+    first, *lines = KEPT.read_text(encoding="utf-8").splitlines()
+    sources, none = json.loads(first), dict.fromkeys((*_FIELDS, "duplicate_of"))
+    rows = [none | json.loads(line) for line in lines]
+    return [row | {"source": sources[row["source"]], "gpus_per_node": row["gpus_per_node"] or 8} for row in rows]
+
+
+def keep(rows: Sequence[Row]) -> None:
+    """Keep rows: the facts that jobs are made of, without texts."""
+    sources = list(dict.fromkeys(row["source"] for row in rows))
+    lines = [json.dumps(sources, ensure_ascii=False)]
+    for row in rows:
+        facts = {key: row[key] for key in _FIELDS if row.get(key) is not None}
+        facts["values"] = next({key: row["values"][key]} for key in _VALUES if key in row["values"])
+        facts["notes"] = _ONE_PER_CHUNK if _schedule(row) == _ONE_PER_CHUNK else ""
+        if facts["gpus_per_node"] == 8:
+            del facts["gpus_per_node"]
+        lines.append(json.dumps(facts | {"source": sources.index(row["source"])}, ensure_ascii=False))
+    KEPT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _schedule(row: Row) -> str:
+    return str(row["notes"]).partition(";")[0].removeprefix("schedule ")
+
+
+def half_of(row: Row) -> str:
+    """Return the half of a row, ``open`` or ``held``: the same for all of one ``config_group``, and for rows without one by model.
+
+    Only rows of the open half may be looked at while a clock is built.
+    """
+    group = row.get("config_group") or "|".join((program(row), row["model"], row["gpu"]))
+    return "open" if int(hashlib.sha256(group.encode()).hexdigest(), 16) % 2 else "held"
+
+
+def program(row: Row) -> str:
+    """Return the short name of a row's source."""
+    return str(row["id"]).partition("-")[0]
+
+
+def case_of(row: Row) -> Case:
+    """Return a row as a case; raises RefusedError or SpecError with the reason where it is no job."""
+    _refuse(row)
+    found, reason = [], None
+    for micro_batch, chunks in _left_out(row):
+        try:
+            found.append(_job({**row, "micro_batch": micro_batch, "vpp": chunks}))
+        except (RefusedError, SpecError) as error:
+            reason = error
+    if not found:
+        assert reason is not None
+        raise reason
+    return Case(row, tuple(found), measured_step_s(row))
+
+
+def running_of_row(row: Row, job: JobSpec) -> Running:
+    """Return the kernels that a row names, and otherwise those of its engine."""
+    assert job.cluster.gpu is not None
+    usual, flash = running_of(job.recipe, job.cluster.gpu.architecture), str(row["flash"])
+    kernels = (
+        "compiled" if row["compile"] else "fused" if "RMS" in flash else "eager" if program(row) == "aleph" else usual.kernels
+    )
+    generation = 1 if "v1" in flash or program(row) == "mpt" else 2 if "flash_attention2" in flash else usual.flash
+    operands = next((name for word, name in _OPERANDS.items() if word in str(row["precision"])), None)
+    return Running(kernels, generation, operands, _tensor_overlap(row))
+
+
+def _tensor_overlap(row: Row) -> Literal["none", "backward", "all"]:
+    """Return which tensor-parallel collectives overlap: NVIDIA's recipes since 2024 set it, programs of 2021 could not."""
+    if program(row) in ("mlm21", "ptdz3", "mtnlg", "bloom", "aleph"):
+        return "none"
+    return "all" if program(row) in ("mlm24", "dgxc", "mbridge", "nemo24") else "backward"
+
+
+def _refuse(row: Row) -> None:
+    name, kind = row["model"], program(row)
+    for asked, reason in (
+        (row["gpu"].startswith("TPU"), "a TPU"),
+        (_gpu_name(row) is None, "the GPU is not certain"),
+        (row.get("hidden") is None, "the model's shape is not stated"),
+        (kind == "nml", "the layout is not printed beside the figures"),
+        ("JAX" in row["engine"], "JAX"),
+        ("LORA" in name or "LoRA;" in str(row["notes"]), "LoRA under Megatron-Core"),
+        ("w/ MTP" in name, "multi-token prediction"),
+        ("FSDP" in row["engine"] and "Megatron" in row["engine"], "Megatron-FSDP"),
+        ("Offload" in str(row["stage"]) or "offload" in str(row["stage"]), "what was offloaded is not itemised"),
+        (row["recompute"] == "selective" and kind == "fms", "an unstated part of the blocks is recomputed"),
+        (row["seq"] is None, "the sequence is not stated"),
+        (_engine(row) is None, f"program {row['engine']}"),
+        (_engine(row) == "deepspeed" and (row.get("cp") or 1) > 1, "a split sequence under DeepSpeed"),
+        (kind == "auto" and row["moe"] is not None, "experts in a pipeline of FSDP2"),
+        ("schedule ZB" in str(row["notes"]) or "schedule zero" in str(row["notes"]), "a zero-bubble schedule of Megatron's fork"),
+        ("schedule v-min" in str(row["notes"]), "a schedule of Primus"),
+        (kind == "longseq", "the figure leaves its convention open"),
+    ):  # fmt: skip
+        if asked:
+            raise RefusedError(reason)
+
+
+def _gpu_name(row: Row) -> str | None:
+    return next((name for start, name in _GPUS.items() if row["gpu"].startswith(start)), None)
+
+
+def _engine(row: Row) -> str | None:
+    return next((name for start, name in _ENGINES.items() if row["engine"].startswith(start)), None)
+
+
+def _left_out(row: Row) -> Iterator[tuple[int, int]]:
+    """Yield micro-batches and chunks per rank: those of the row, or those that are tried."""
+    sizes = (row["micro_batch"],) if row["micro_batch"] else _MICRO_BATCHES
+    unsaid = (*_NVIDIAS, "mlm21", "ptdz3")
+    tries = program(row) in unsaid and (row["pp"] or 1) > 1 and row.get("vpp") is None
+    if _schedule(row) == _ONE_PER_CHUNK:
+        chunks = ((row["layers"] + 2) // row["pp"],)
+    else:
+        chunks = _CHUNKS if tries else (row.get("vpp") or 1,)
+    yield from ((size, each) for size in sizes for each in chunks)
+
+
+def measured_step_s(row: Row) -> float:
+    """Return the measured time of a step. [s]"""
+    values = row["values"]
+    tokens = (row["global_batch"] or _sequences(row)) * row["seq"]
+    for key in ("tokens_per_s_per_gpu", "tokens_per_s_per_gpu_derived"):
+        if key in values:
+            return float(tokens / values[key] / row["n_gpus"])
+    for key in ("step_s", "step_s_derived", "step_s_derived_full_attention"):
+        if key in values:
+            return float(values[key])
+    raise RefusedError("neither a step's time nor a rate is stated")
+
+
+def _sequences(row: Row) -> int:
+    """Return the sequences of a step where the source does not state them: one micro-batch per data-parallel rank."""
+    return int((row["micro_batch"] or 1) * row["n_gpus"] // _split(row))
+
+
+def _split(row: Row) -> int:
+    return int((row.get("tp") or 1) * (row.get("pp") or 1) * (row.get("cp") or 1))
+
+
+def _job(row: Row) -> JobSpec:
+    dp = row["n_gpus"] // _split(row)
+    if dp * _split(row) != row["n_gpus"]:
+        raise RefusedError("its degrees do not multiply to its GPUs")
+    sequences, micro_batch = row["global_batch"] or _sequences(row), row["micro_batch"]
+    if sequences % (dp * micro_batch):
+        raise RefusedError("its micro-batches do not divide its batch")
+    replicas = row["n_gpus"] // 8 if str(row["stage"]).startswith("hsdp") else 1
+    mesh = MeshSpec(
+        dp_shard=dp // replicas, dp_replicate=replicas, tp=row.get("tp") or 1, pp=row.get("pp") or 1, cp=row.get("cp") or 1,
+        ep=row.get("ep") or 1,
+    )  # fmt: skip
+    batch = BatchSpec(seq_len=row["seq"], micro_batch_size=micro_batch, grad_accum_steps=sequences // (dp * micro_batch))
+    return JobSpec(model=_model(row), cluster=cluster_of(row), recipe=_recipe(row, dp), mesh=mesh, batch=batch)
+
+
+def cluster_of(row: Row) -> ClusterSpec:
+    """Return the nodes of a row, on the network that it states."""
+    name = _gpu_name(row)
+    assert name is not None
+    card, said = gpu(name), str(row.get("interconnect"))
+    rate = next((rate for words, rate in _NETWORKS.items() if words in said), None)
+    per_node = row["gpus_per_node"]
+    domain = card.gpus_per_node if card.name.startswith("gb") else per_node or card.gpus_per_node
+    return ClusterSpec(gpu=card if rate is None else _with_network(card, rate), gpus_per_node=domain)
+
+
+@cache
+def _with_network(card: GpuSpec, gbit_per_s: int) -> GpuSpec:
+    assert card.network_link_bytes_per_s is not None
+    return replace(
+        card, network_link_bytes_per_s=replace(card.network_link_bytes_per_s, value=gbit_per_s * 1e9 / 8, check=None)
+    )
+
+
+# --- the model --------------------------------------------------------------------------------------------------------------
+
+
+def _family(row: Row) -> str:
+    moe, name = row["moe"], row["model"].lower()
+    if moe is not None:
+        return "deepseek_v3" if moe.get("attn") == "MLA" else "qwen3_moe"
+    if "llama" in name or "nemotron" in name:
+        return "llama"
+    return "gpt2"
+
+
+def _model(row: Row) -> ModelSpec:
+    family, heads = _family(row), row["heads"] or 96
+    moe = None if row["moe"] is None else _moe(row)
+    mla = _LATENT if family == "deepseek_v3" else None
+    learned = family == "gpt2"
+    return ModelSpec(
+        name=row["model"], family=family, hidden_size=row["hidden"], intermediate_size=row["ffn"],
+        num_hidden_layers=row["layers"], num_attention_heads=heads,
+        num_key_value_heads=heads if mla is not None else row["kv_heads"] or heads,
+        head_dim=192 if mla is not None else row["hidden"] // heads, vocab_size=row["vocab"] or _VOCABULARY,
+        max_position_embeddings=row["seq"], positions=row["seq"] if learned else 0, tie_word_embeddings=learned,
+        attention_bias=learned, mlp_bias=learned, moe=moe, mla=mla, hidden_act="gelu" if program(row) == "mpt" else None,
+    )  # fmt: skip
+
+
+def _moe(row: Row) -> MoeSpec:
+    said = row["moe"]
+    shared = said.get("shared") or (said.get("shared_ffn") or 0) // said["moe_ffn"]
+    return MoeSpec(
+        num_experts=said["experts"], num_experts_per_tok=said["topk"], moe_intermediate_size=said["moe_ffn"],
+        num_shared_experts=shared, num_dense_layers=said.get("dense_layers") or 0,
+    )  # fmt: skip
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------------
+
+
+def _recipe(row: Row, dp: int) -> RecipeSpec:
+    engine, words = _engine(row), str(row["precision"])
+    assert engine is not None
+    if engine == "fsdp1" and (dp == 1 or str(row["stage"]).startswith("hsdp")):
+        engine = "fsdp2"
+    several = (row.get("pp") or 1) > 1 and row["vpp"] > 1
+    said = RecipeSpec(
+        engine=engine, zero_stage=_stage(row, engine), attention=_attention(row),
+        precision="fp16-mixed" if words.startswith("fp16") else "bf16-mixed", **_recomputation(row),
+        pipeline_schedule="interleaved-1f1b" if several else None, pipeline_stages_per_rank=row["vpp"] if several else None,
+    )  # fmt: skip
+    if engine == "megatron":
+        return _of_megatron(said, row)
+    narrow = "fp32" if "DEFAULT" in words else "param"
+    if engine == "deepspeed":
+        return said
+    return replace(
+        said, optimizer_impl="fused", fsdp1=Fsdp1Options(reduce_dtype=narrow), fsdp2=Fsdp2Options(reduce_dtype=narrow)
+    )
+
+
+def _of_megatron(said: RecipeSpec, row: Row) -> RecipeSpec:
+    kind, tp = program(row), row.get("tp") or 1
+    modern = kind in _NVIDIAS or "seq" in str(row["recompute"])
+    overlaps = kind in _NVIDIAS and kind != "simax" and said.zero_stage == 1
+    sequence = tp > 1 and (modern or row["moe"] is not None)
+    options = MegatronOptions(
+        overlap_grad_reduce=overlaps, overlap_param_gather=overlaps, swiglu=False if "emotron" in row["model"] else None,
+        gradient_accumulation_fusion=kind not in ("mlm21", "ptdz3", "mtnlg", "bloom", "aleph"),
+        masked_softmax_fusion=row["flash"] != "torch", cross_entropy_fusion_impl="te" if kind in _NVIDIAS else None,
+        hidden_dropout=False if kind in _NVIDIAS else None, attention_dropout=False if kind in _NVIDIAS else None,
+    )  # fmt: skip
+    return replace(said, sequence_parallel=sequence, megatron=options)
+
+
+def _stage(row: Row, engine: str) -> int:
+    stage = str(row["stage"])
+    if engine == "megatron":
+        none = stage.startswith(("ddp (", "none")) or stage == "ddp" or (stage == "None" and program(row) in ("mlm21", "mtnlg"))
+        return 0 if none else 1
+    return 2 if stage == "zero2" else 3
+
+
+def _recomputation(row: Row) -> dict[str, Any]:
+    """Return what is recomputed; a source that says nothing of it recomputes nothing."""
+    words = str(row["recompute"])
+    if words == "selective layer":  # every second layer
+        return {"recompute": "full", "recompute_layers": row["layers"] // 2}
+    return {"recompute": "full" if words == "full" else "selective" if words.startswith("selective") else "none"}
+
+
+def _attention(row: Row) -> str:
+    """Return the kernel; before FlashAttention (2022) programs wrote scores out, with a fused softmax."""
+    flash, old = row["flash"], program(row) in ("mlm21", "mtnlg", "kor22", "bloom", "zb", "v100", "ptdz3")
+    if flash in (False, "torch", "fused") or (flash is None and old):
+        return "eager"
+    return "flash" if str(flash).startswith("flash") else "sdpa"

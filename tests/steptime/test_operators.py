@@ -1,0 +1,111 @@
+"""Single operators of a step: products by shape, what memory-bound operators move, and the kernels that a step runs with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zeroplan import JobSpec, job
+from zeroplan.estimator import account_of
+from zeroplan.steptime import Running, StepTime, pointwise, step_time
+from zeroplan.steptime.products import Machine, Product, casts, of_block, seconds
+from zeroplan.steptime.tables import COLUMNS, PRODUCTS, ROWS, attention_share, product_share
+from zeroplan.transformer.params import layout
+
+A100 = Machine("a100-sxm-80gb", "bf16", 312e12, 1.6e12, 0.9)
+SAID = {"model": "llama-3.1-8b", "gpu": "h100", "gpus": 8, "seq_len": 4096, "engine": "fsdp2"}
+
+
+def timed(one: JobSpec, **how: object) -> StepTime:
+    return step_time(
+        account_of(one, one.batch), one.model, one.recipe, one.mesh, one.batch, one.cluster, running=Running(**how)
+    )
+
+
+def part(found: StepTime, name: str) -> float:
+    return next(float(one.seconds) for one in found.parts if one.name.startswith(name))
+
+
+@pytest.mark.parametrize("table", PRODUCTS)
+def test_every_product_of_a_table_reaches_a_share_of_the_peak(table: str) -> None:
+    shares = [product_share(table, "bf16", m, n, k) for m in ROWS for n in COLUMNS for k in COLUMNS]
+    assert all(0.001 < share < 1.1 for share in shares)
+    assert product_share(table, "bf16", 8192, 8192, 8192) > 0.3 > product_share(table, "bf16", 512, 256, 256)
+
+
+def test_a_product_split_over_ranks_takes_more_than_its_share() -> None:
+    whole, split = (seconds((Product(columns, 4096.0, 1.0),), 2048.0, A100, accumulates=False) for columns in (4096.0, 512.0))
+    assert split.forward > 1.1 * whole.forward / 8
+    assert split.backward > 1.1 * whole.backward / 8
+
+
+def test_few_tokens_per_expert_and_odd_sizes_are_slow() -> None:
+    many = seconds((Product(4096.0, 4096.0, 8.0),), 2048.0, A100, accumulates=False)
+    few = seconds((Product(4096.0, 4096.0, 64.0, rows=1 / 8),), 2048.0, A100, accumulates=False)
+    odd = seconds((Product(4100.0, 4096.0, 8.0),), 2048.0, A100, accumulates=False)
+    assert few.forward > 1.3 * many.forward
+    assert odd.forward > 1.3 * many.forward
+
+
+def test_a_product_takes_at_least_the_reading_of_its_matrices() -> None:
+    """One row: 16,384 x 16,384 weights of two bytes, and two vectors."""
+    found = seconds((Product(16384.0, 16384.0, 1.0, frozen=True),), 1.0, A100, accumulates=False)
+    assert found.forward >= (2 * 16384**2 + 4 * 16384) / 1.6e12
+
+
+def test_shapes_of_a_tensor_parallel_block() -> None:
+    run = layout(job(model="llama-3.1-8b").model).runs[0]
+    found = of_block(run.parameters, run.layers, tp=2, at_once=True)
+    assert [(one.columns, one.depth, one.times) for one in found] == [
+        (3072, 4096, 32), (4096, 2048, 32), (14336, 4096, 32), (4096, 7168, 32),
+    ]  # fmt: skip
+    assert [one.last for one in found] == [False, False, False, True]
+    read, made = 4096 + 2048 + 4096 + 7168, 3072 + 4096 + 14336 + 4096
+    assert casts(found, 100.0) == (4 * 100 * 32 * read, 4 * 100 * 32 * made)
+
+
+def test_experts_of_a_rank_have_the_tokens_of_all_its_peers() -> None:
+    model = job(model="mixtral-8x7b").model
+    for ep in (1, 4):
+        experts = [one for one in of_block(layout(model).runs[0].parameters, 32, tp=1, ep=ep) if one.times != 32]
+        assert [(one.times, one.rows) for one in experts] == [(32 * 8 / ep, ep * 2 / 8)] * 2
+
+
+def test_fused_kernels_move_less_than_eager_ones() -> None:
+    split = pointwise.Split(4096.0)
+    for model in ("llama-3.1-8b", "gemma-2-2b", "mixtral-8x7b", "gpt2"):
+        one = job(model=model).model
+        eager, fused, compiled = (
+            pointwise.of_block(one, kernels, split, experts=one.moe is not None) for kernels in ("eager", "fused", "compiled")
+        )
+        assert eager.forward > fused.forward > compiled.forward
+        assert eager.backward > fused.backward > compiled.backward
+
+
+def test_a_norm_by_hand() -> None:
+    """A block of one layer: two LayerNorms of 4 + 10 bytes per element, two sums of 6 + 6, a GELU, biases and a copy of heads."""
+    model = replace(job(model="gpt2").model, hidden_act="gelu")
+    found = pointwise.of_block(model, "fused", pointwise.Split(1.0), experts=False)
+    assert found.forward == 768 * (2 * 4 + 2 * 6 + 4 * 4)
+    assert found.backward == 768 * (2 * 10 + 2 * 6 + 4 * 6) + 2 * 768 * (1 + 2 + 1) + 2 * 768 * (4 + 1)
+
+
+def test_kernels_change_the_step() -> None:
+    one = job(**SAID)
+    usual = timed(one)
+    assert part(timed(one, kernels="compiled"), "operators") < 0.6 * part(usual, "operators")
+    assert part(timed(one, flash=3), "attention") == pytest.approx(0.57 * part(usual, "attention"))
+    assert part(timed(one, operands="fp8"), "matrix") < 0.75 * part(usual, "matrix")
+
+
+def test_attention_of_short_sequences_and_narrow_heads_is_slow() -> None:
+    assert attention_share("h100-sxm-80gb", 128, 1024, 32) < 0.5 * attention_share("h100-sxm-80gb", 128, 16384, 32)
+    assert attention_share("h100-sxm-80gb", 64, 4096, 32) < attention_share("h100-sxm-80gb", 128, 4096, 32)
+
+
+def test_a_checkpoint_of_torch_stops_before_the_last_product() -> None:
+    whole = job(**SAID, recompute="full")
+    own = replace(whole, recipe=replace(whole.recipe, fsdp2=replace(whole.recipe.fsdp2, modules="torchtitan")))
+    stops, runs = (part(timed(one), "recomputation") for one in (whole, own))
+    assert 0.65 < stops / runs < 0.85

@@ -1,0 +1,131 @@
+"""What operators bound by memory move: norms, rotary positions, activations, residual sums, the loss, copies of weights.
+
+Every operator reads its inputs and writes its outputs once. How many operators there are depends on the kernels: ``eager`` runs
+them one after the other as the module's Python says, ``fused`` runs one kernel for a norm, for rotary positions, for a gated
+activation and for the loss (Transformer Engine, Liger), ``compiled`` fuses neighbours as well (torch.compile).
+
+The counts are those of transformers 5.23 (``models/llama/modeling_llama.py``) and of the derivatives of its operators (torch 2.13,
+``tools/autograd/derivatives.yaml``), for two bytes per element, and four where a norm or a loss computes in fp32.
+"""
+
+from typing import Literal, NamedTuple
+
+from zeroplan.spec.family import HEAD_NORMS, LEARNED_POSITIONS
+from zeroplan.spec.model import ModelSpec
+
+Kernels = Literal["eager", "fused", "compiled"]
+
+#: Families whose norms are LayerNorm, one operator of torch.
+LAYER_NORM = ("gpt2", "gpt_neox", "opt", "bloom")
+#: Families whose MLP has no gate.
+_PLAIN_MLP = ("gpt2", "gpt_neox", "opt", "bloom")
+#: Families with norms after attention and MLP as well.
+_FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
+#: Activation functions that transformers writes out in Python.
+_WRITTEN_OUT = ("gelu_new", "gelu_fast")
+
+
+class Moved(NamedTuple):
+    """Bytes per element of a forward and a backward, and how many kernels they are."""
+
+    forward: float
+    backward: float
+    kernels: float = 1.0
+    backward_kernels: float = 2.0
+
+    def times(self, width: float) -> "Moved":
+        """Return the bytes of ``width`` elements."""
+        return self._replace(forward=width * self.forward, backward=width * self.backward)
+
+
+#: Operators by kernels.
+_RMS_NORM: dict[Kernels, Moved] = {
+    "eager": Moved(36, 80, 8, 18), "fused": Moved(4, 8, 1, 2), "compiled": Moved(4, 8, 1, 2),
+}  # fmt: skip
+_LAYER_NORM = Moved(4, 10, 1, 2)
+_RESIDUAL: dict[Kernels, Moved] = {"eager": Moved(6, 6, 1, 1), "fused": Moved(6, 6, 1, 1), "compiled": Moved(2, 2, 0, 0)}
+_ROTARY: dict[Kernels, Moved] = {"eager": Moved(18, 18, 5, 7), "fused": Moved(4, 4, 1, 1), "compiled": Moved(4, 4, 1, 1)}
+_GATED: dict[Kernels, Moved] = {"eager": Moved(10, 18, 2, 3), "fused": Moved(6, 10, 1, 1), "compiled": Moved(6, 10, 1, 1)}
+_ACTIVATION = Moved(4, 6, 1, 1)
+_WRITTEN = Moved(34, 50, 8, 12)
+_LOGITS: dict[Kernels, Moved] = {"eager": Moved(14, 22, 3, 4), "fused": Moved(2, 6, 1, 1), "compiled": Moved(4, 4, 2, 1)}
+#: Gradients of biases: the gradient of the output is read once more.
+_BIAS_BACKWARD = 2.0
+#: Experts' tokens are gathered and put back, each read and written.
+_ROUTED = Moved(8, 8, 6, 6)
+#: Heads are moved between layouts.
+_LAYOUT: dict[Kernels, Moved] = {"eager": Moved(4, 4, 1, 1), "fused": Moved(0, 0, 0, 0), "compiled": Moved(0, 0, 0, 0)}
+
+
+class Traffic(NamedTuple):
+    """Bytes of one micro-batch's forward and backward on a rank, and kernels."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    kernels: float = 0.0
+    backward_kernels: float = 0.0
+
+    def plus(self, one: Moved, width: float, times: float = 1.0) -> "Traffic":
+        """Return the sum with ``times`` operators on ``width`` elements."""
+        return Traffic(
+            self.forward + times * width * one.forward, self.backward + times * width * one.backward,
+            self.kernels + times * one.kernels, self.backward_kernels + times * one.backward_kernels,
+        )  # fmt: skip
+
+    def and_of(self, other: "Traffic") -> "Traffic":
+        """Return the sum of two."""
+        return Traffic(*(one + two for one, two in zip(self, other, strict=True)))
+
+
+class Split(NamedTuple):
+    """How ranks share a micro-batch: its tokens on this rank, and over how many ranks widths and norms are split."""
+
+    tokens: float
+    tp: int = 1
+    sequence: bool = False
+    """Norms and residual sums are split over the tensor-parallel ranks too."""
+    ep: int = 1
+
+
+def of_block(model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool, gated: bool | None = None) -> Traffic:
+    """Return what one block moves beside its matrices and attention."""
+    tokens, tp = split.tokens, split.tp
+    hidden = tokens * model.hidden_size / (tp if split.sequence else 1)
+    norm = _LAYER_NORM if model.family in LAYER_NORM else _RMS_NORM[kernels]
+    queries = tokens * model.num_attention_heads * model.head_dim / tp
+    keys = tokens * model.num_key_value_heads * model.head_dim / tp
+    total = Traffic().plus(norm, hidden, 4 if model.family in _FOUR_NORMS else 2).plus(_RESIDUAL[kernels], hidden, 2)
+    total = total.plus(_LAYOUT[kernels], queries)
+    if model.family in HEAD_NORMS:
+        total = total.plus(norm, queries).plus(norm, keys)
+    if model.family not in LEARNED_POSITIONS and model.family != "bloom":
+        total = total.plus(_ROTARY[kernels], queries + keys)
+    if model.mla is not None:
+        total = total.plus(_RESIDUAL[kernels], queries, 2)  # heads are put together of parts
+    if model.attention_bias or model.family in LEARNED_POSITIONS:
+        total = total._replace(backward=total.backward + _BIAS_BACKWARD * (queries + 2 * keys + hidden))
+    return total.and_of(_mlp(model, kernels, split, experts=experts, gated=gated))
+
+
+def _mlp(model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool, gated: bool | None) -> Traffic:
+    moe = model.moe if experts else None
+    if gated is None:
+        gated = model.family not in _PLAIN_MLP
+    act = _GATED[kernels] if gated else _WRITTEN if kernels == "eager" and model.activation in _WRITTEN_OUT else _ACTIVATION
+    if moe is None:
+        width = split.tokens * model.intermediate_size / split.tp
+        biases = _BIAS_BACKWARD * (width + split.tokens * model.hidden_size) if model.mlp_bias else 0.0
+        found = Traffic().plus(act, width)
+        return found._replace(backward=found.backward + biases)
+    routed = split.tokens * moe.num_experts_per_tok / (split.tp if split.sequence else 1)
+    shared = split.tokens * moe.num_shared_experts / split.tp
+    found = Traffic().plus(act, (routed + shared) * moe.moe_intermediate_size)
+    return found.plus(_ROUTED, routed * model.hidden_size)
+
+
+def of_ends(model: ModelSpec, kernels: Kernels, split: Split) -> Traffic:
+    """Return what the last norm, the loss and the embedding move."""
+    hidden = split.tokens * model.hidden_size / (split.tp if split.sequence else 1)
+    norm = _LAYER_NORM if model.family in LAYER_NORM else _RMS_NORM[kernels]
+    logits = split.tokens * model.vocab_size / split.tp
+    return Traffic().plus(norm, hidden).plus(_LOGITS[kernels], logits).plus(Moved(4, 4, 1, 2), hidden)

@@ -1,0 +1,176 @@
+"""The matrix products of a step by shape, and how long they take on a GPU.
+
+A linear layer multiplies three times: the forward, the gradient of its input and that of its weight. Each has its own shape on a
+rank: tensor-parallel ranks split columns or depth, experts have few rows. The time comes from products that were measured alone
+(:mod:`zeroplan.steptime.tables`).
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeroplan.steptime.tables import COLUMNS, ROWS, product_share
+from zeroplan.transformer.parameters import Parameter
+
+#: What an accumulating weight gradient (NT, into fp32) reaches of a forward of the same shape, in the median of 205 products on
+#: A100 and B200; input gradients (NN) reach as much as the forward.
+WEIGHT_GRADIENT_SHARE = 0.96
+WEIGHT_GRADIENT_SOURCE = "github.com/MooreThreads/SimuMax at 4dcaae51 (2026-05-11), configs/system: TN, NN and NT products"
+#: What a product reaches whose columns or depth are no multiple of 64 elements (128 bytes), by the largest power of two in them.
+#: Tensor cores are full at multiples of 64 on A100 and later (NVIDIA, Matrix Multiplication Background User's Guide, table 1).
+#: The value at 8 is that of BigScience's runs with a hidden size of 14,400 on eight tensor-parallel ranks.
+_ALIGNED = {8: 0.65, 16: 0.75, 32: 0.88}
+_MISALIGNED = 0.4
+#: Below the smallest measured size the share falls with its root.
+_FEW = 0.5
+
+
+class Product(NamedTuple):
+    """A linear layer of one shape: ``times`` weights of ``columns`` x ``depth`` on a rank."""
+
+    columns: float
+    """Output features."""
+    depth: float
+    """Input features."""
+    times: float
+    """Such layers on the rank, experts counted singly."""
+    rows: float = 1.0
+    """Rows per token of the micro-batch on this rank: 1, or an expert's share of the tokens."""
+    frozen: bool = False
+    """Its weight gets no gradient."""
+    last: bool = False
+    """It runs last in its block, and nothing saves its result."""
+
+    @property
+    def flops(self) -> float:
+        """Operations of the forward for one token. [FLOPs]"""
+        return 2.0 * self.columns * self.depth * self.times * self.rows
+
+
+class Machine(NamedTuple):
+    """What products run on."""
+
+    table: str
+    """The GPU whose table is read."""
+    dtype: str
+    """Operands."""
+    peak: float
+    """Dense peak of that dtype. [FLOPs/s]"""
+    bandwidth: float
+    """What memory-bound operators reach. [bytes/s]"""
+    share: float
+    """What products of a training step reach of the table's."""
+
+
+class Passes(NamedTuple):
+    """Times of a forward and a backward. [s]"""
+
+    forward: float
+    backward: float
+
+
+def seconds(products: Iterable[Product], tokens: float, on: Machine, *, accumulates: bool) -> Passes:
+    """Return the time of the forwards and backwards of linear layers. [s]"""
+    forward = backward = 0.0
+    for one in products:
+        rows = one.rows * tokens
+        forward += one.times * _one(on, rows, one.columns, one.depth)
+        back = _one(on, rows, one.depth, one.columns)
+        if not one.frozen:
+            again = _one(on, one.columns, one.depth, rows)
+            back += again / WEIGHT_GRADIENT_SHARE if accumulates else again
+        backward += one.times * back
+    return Passes(forward, backward)
+
+
+@lru_cache(maxsize=65536)
+def _one(on: Machine, rows: float, columns: float, depth: float) -> float:
+    """Return the time of one product; at least that of reading and writing its matrices. [s]"""
+    share = product_share(on.table, on.dtype, max(rows, ROWS[0]), max(columns, COLUMNS[0]), max(depth, COLUMNS[0]))
+    for size, least in ((rows, ROWS[0]), (columns, COLUMNS[0]), (depth, COLUMNS[0])):
+        share *= min(1.0, size / least) ** _FEW
+    share *= min(_alignment(columns), _alignment(depth))
+    width = {"fp8": 1.0, "fp4": 0.5}.get(on.dtype, 2.0)
+    moved = width * (rows * depth + columns * depth) + 2.0 * rows * columns
+    return max(2.0 * rows * columns * depth / (on.share * share * on.peak), moved / on.bandwidth)
+
+
+def _alignment(size: float) -> float:
+    whole = int(size)
+    power = whole & -whole
+    return 1.0 if power >= 64 or whole < 64 else _ALIGNED.get(power, _MISALIGNED)
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------------
+
+#: Modules whose depth tensor-parallel ranks split; they split the columns of the others.
+_BY_DEPTH = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "dense_4h_to_h")
+#: Modules that every tensor-parallel rank has whole.
+_WHOLE = ("gate", "router", "q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate")
+#: Modules that have their features the other way around (transformers' Conv1D).
+_TURNED = ("c_attn", "c_fc", "c_proj")
+#: Modules that run last in a block.
+_LAST = ("down_proj", "c_proj", "dense_4h_to_h", "fc2")
+#: Modules that Megatron-Core multiplies at once, by the name of the first.
+_AT_ONCE = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+
+
+def of_block(
+    parameters: Iterable[Parameter], layers: float, *, tp: int, ep: int = 1, etp: int = 1, at_once: bool = False,
+    gated: bool = True,
+) -> tuple[Product, ...]:  # fmt: skip
+    """Return the products of ``layers`` equal blocks on one of the ranks that split matrices and experts.
+
+    ``at_once``: projections that read the same tensor are one product. ``gated``: the MLP's gate is there, if the family has one.
+    """
+    found: dict[str, Product] = {}
+    for one in parameters:
+        if len(one.shape) < 2 or min(one.shape[-2:]) == 1:
+            continue
+        expert = one.active_share != (1, 1)
+        module = _module(one.name, expert=expert)
+        if module == "gate_proj" and not gated:
+            continue
+        product = _expert(one, layers, ep, etp, gated=gated) if expert else _linear(one, module, layers, tp)
+        product = product._replace(last=module in _LAST and "att" not in one.name)
+        name = f"{one.name.rpartition(module)[0]}{_AT_ONCE.get(module, module) if at_once else module}"
+        before = found.get(name)
+        found[name] = product if before is None else before._replace(columns=before.columns + product.columns)
+    return tuple(found.values())
+
+
+def _module(name: str, *, expert: bool) -> str:
+    return name.rpartition(".")[2] if expert else name.rpartition(".")[0].rpartition(".")[2]
+
+
+def _linear(one: Parameter, module: str, layers: float, tp: int) -> Product:
+    columns, depth = map(float, one.shape[-2:] if module not in _TURNED else one.shape[::-1])
+    ranks = 1 if module in _WHOLE else tp
+    if module in _BY_DEPTH:
+        return Product(columns, depth / ranks, layers, frozen=one.frozen)
+    return Product(columns / ranks, depth, layers, frozen=one.frozen)
+
+
+def _expert(one: Parameter, layers: float, ep: int, etp: int, *, gated: bool) -> Product:
+    top_k, experts = one.active_share
+    columns, depth = map(float, one.shape[-2:])
+    if one.name.endswith("down_proj"):
+        depth = depth / etp
+    else:
+        columns = columns / etp / (1 if gated else 2)
+    return Product(columns, depth, layers * experts / ep, rows=ep * etp * top_k / experts, frozen=one.frozen)
+
+
+def casts(products: Iterable[Product], tokens: float) -> tuple[float, float]:
+    """Return what is read and written to cast the operands of a forward and a backward to one byte, twice each. [bytes]
+
+    Each input of a linear layer, and each gradient of its output, is read in two bytes and written along both axes, since the
+    gradient of the weight reads it the other way around (Transformer Engine 2026-08, pytorch/module/linear.py, _Linear).
+    """
+    forward = sum(4.0 * tokens * one.rows * one.times * one.depth for one in products)
+    return forward, sum(4.0 * tokens * one.rows * one.times * one.columns for one in products)
+
+
+def of_head(vocabulary: float, hidden: float, *, tp: int, frozen: bool = False) -> tuple[Product, ...]:
+    """Return the product that makes logits."""
+    return (Product(vocabulary / tp, hidden, 1.0, frozen=frozen),)

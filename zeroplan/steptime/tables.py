@@ -1,0 +1,189 @@
+"""How fast single operators are on a GPU: measured matrix products and attention, by shape, interpolated.
+
+The tables hold shares of the dense peak. Between two shapes of the grid a share is interpolated over the logarithms of the sizes.
+A GPU without a table of its own reads that of the nearest GPU with one, and reaches the same share of its own peak.
+
+Source: github.com/ai-dynamo/aiconfigurator at 095f58a5 (2026-08-21), aic-core/src/aiconfigurator_core/systems/data, ``gemm``,
+``attention`` and ``comm/nccl``: forward operators of inference, and collectives inside a node, each measured alone.
+``python -m tests.measured.operators`` derives the file from them.
+"""
+
+import zlib
+from array import array
+from bisect import bisect_right
+from functools import lru_cache
+from math import log2
+from pathlib import Path
+from typing import NamedTuple
+
+from zeroplan.numeric import Float, Int
+
+SOURCE = "github.com/ai-dynamo/aiconfigurator at 095f58a5, systems/data: measured by shape"
+FILE = Path(__file__).parent / "measured" / "operators.bin"
+#: The integer that stands for the whole peak.
+ONE = 2**15
+#: Sizes of a product's rows; of its columns and its depth.
+ROWS = (512, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768)
+COLUMNS = (
+    256, 512, 768, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 10240, 12288, 16384, 51200, 65536,
+)  # fmt: skip
+PRODUCTS = (
+    "a100-sxm-80gb", "h100-sxm-80gb", "h200-sxm-141gb", "b200-180gb", "b300-288gb", "gb300-288gb", "l40s-48gb",
+    "rtx-pro-6000-blackwell-96gb",
+)  # fmt: skip
+#: What products in narrower dtypes reach of the share that those in bf16 of the same shape reach, in the median of those with
+#: 51,200 and more columns, whose time is hardly that of quantising rows.
+NARROW = {
+    ("h100-sxm-80gb", "fp8"): 0.83, ("h200-sxm-141gb", "fp8"): 1.01, ("b200-180gb", "fp8"): 0.94, ("b200-180gb", "fp4"): 0.69,
+    ("b300-288gb", "fp8"): 0.90, ("gb300-288gb", "fp8"): 0.91, ("gb300-288gb", "fp4"): 0.47,
+}  # fmt: skip
+#: Heads of a whole batch, tokens of a sequence, and widths of a head in the table of attention.
+ATTENTION_HEADS = (4, 8, 16, 32, 64, 128, 256, 512)
+ATTENTION_TOKENS = (1024, 2048, 4096, 8192, 16384)
+ATTENTION_WIDTHS = (64, 128)
+ATTENTION_GPUS = (
+    "a100-sxm-80gb", "h100-sxm-80gb", "h200-sxm-141gb", "b200-180gb", "b300-288gb", "gb300-288gb", "l40s-48gb",
+    "rtx-pro-6000-blackwell-96gb",
+)  # fmt: skip
+#: Collectives inside a node, with their ranks and the bytes of one call.
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+LINKED = (2, 4, 8)
+CALL_BYTES = (2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28, 2**29)
+LINK_GPUS = (
+    "a100-sxm-80gb", "h100-sxm-80gb", "h200-sxm-141gb", "b200-180gb", "b300-288gb", "l40s-48gb", "rtx-pro-6000-blackwell-96gb",
+)  # fmt: skip
+#: The GPU whose table another reads, by how names begin and by architecture. GB200 reads B200's: a third of its own products ran
+#: at half the rate of the others.
+_BY_NAME = {
+    "a100": "a100-sxm-80gb", "h100": "h100-sxm-80gb", "h200": "h200-sxm-141gb", "gh200": "h200-sxm-141gb", "b200": "b200-180gb",
+    "b300": "b300-288gb", "gb200": "b200-180gb", "gb300": "gb300-288gb",
+}  # fmt: skip
+_BY_ARCHITECTURE = {
+    "Ampere": "a100-sxm-80gb", "Volta": "a100-sxm-80gb", "Turing": "a100-sxm-80gb", "Pascal": "a100-sxm-80gb",
+    "Ada Lovelace": "l40s-48gb", "Blackwell": "b200-180gb", "Blackwell Ultra": "b300-288gb", "Hopper": "h100-sxm-80gb",
+}  # fmt: skip
+_GAMERS = ("rtx-5", "rtx-pro")
+_NEAREST = "h100-sxm-80gb"
+_OF_ATTENTION = len(ATTENTION_WIDTHS) * len(ATTENTION_TOKENS) * len(ATTENTION_HEADS)
+_OF_PRODUCTS = len(ROWS) * len(COLUMNS) ** 2
+_LOG_ROWS, _LOG_COLUMNS = tuple(map(log2, ROWS)), tuple(map(log2, COLUMNS))
+_LOG_LINKED, _LOG_BYTES = tuple(map(log2, LINKED)), tuple(map(log2, CALL_BYTES))
+_LOG_HEADS, _LOG_TOKENS = tuple(map(log2, ATTENTION_HEADS)), tuple(map(log2, ATTENTION_TOKENS))
+
+
+class Place(NamedTuple):
+    """Where a size lies on an axis: the node below it, and how far it is on the way to the next one."""
+
+    node: int
+    share: float
+
+
+@lru_cache(maxsize=1)
+def _shares() -> array:  # type: ignore[type-arg]  # of sixteen-bit numbers
+    shares = array("H")
+    shares.frombytes(zlib.decompress(FILE.read_bytes()))
+    return shares
+
+
+def table_of(name: str, architecture: str) -> str:
+    """Return the GPU whose tables a GPU reads: its own, or those of the nearest.
+
+    >>> table_of("a100-pcie-40gb", "Ampere"), table_of("rtx-4090-24gb", "Ada Lovelace"), table_of("mi300x-192gb", "CDNA 3")
+    ('a100-sxm-80gb', 'l40s-48gb', 'h100-sxm-80gb')
+    """
+    if name.startswith(_GAMERS):
+        return "rtx-pro-6000-blackwell-96gb"
+    return _BY_NAME.get(name.partition("-")[0], _BY_ARCHITECTURE.get(architecture, _NEAREST))
+
+
+def _place(axis: tuple[float, ...], value: float) -> Place:
+    if value <= axis[0]:
+        return Place(0, 0.0)
+    if value >= axis[-1]:
+        return Place(len(axis) - 2, 1.0)
+    node = bisect_right(axis, value) - 1
+    return Place(node, (value - axis[node]) / (axis[node + 1] - axis[node]))
+
+
+@lru_cache(maxsize=65536)
+def product_share(table: str, dtype: str, rows: float, columns: float, depth: float) -> float:
+    """Return the share of the dense peak that a product of a rows x depth and a depth x columns matrix reaches.
+
+    >>> round(product_share("a100-sxm-80gb", "bf16", 4096, 8192, 8192), 2)
+    0.8
+    """
+    first = PRODUCTS.index(table) * _OF_PRODUCTS
+    across = _place(_LOG_ROWS, log2(rows)), _place(_LOG_COLUMNS, log2(columns)), _place(_LOG_COLUMNS, log2(depth))
+    return NARROW.get((table, dtype), 1.0) * _between(first, (len(COLUMNS) ** 2, len(COLUMNS), 1), across)
+
+
+@lru_cache(maxsize=65536)
+def attention_share(table: str, width: int, tokens: float, heads: float) -> float:
+    """Return the share of the dense bf16 peak that the forward of causal attention reaches, without what the mask hides.
+
+    ``heads``: of the whole batch. Narrow heads and short sequences keep fewer tensor cores busy.
+
+    >>> round(attention_share("h100-sxm-80gb", 128, 8192, 32), 2)
+    0.6
+    """
+    first = len(PRODUCTS) * _OF_PRODUCTS
+    wide = int(width > sum(ATTENTION_WIDTHS) / 2)
+    first += ATTENTION_GPUS.index(table) * _OF_ATTENTION + wide * len(ATTENTION_TOKENS) * len(ATTENTION_HEADS)
+    across = _place(_LOG_TOKENS, log2(tokens)), _place(_LOG_HEADS, log2(heads))
+    found = _between(first, (len(ATTENTION_HEADS), 1), across)
+    return found * min(1.0, width / ATTENTION_WIDTHS[0])
+
+
+def link_share(table: str, operation: str, ranks: int, call_bytes: Int) -> Float:
+    """Return the share of a node's links that a collective of so many ranks reaches, from the bytes that one GPU sends in a ring.
+
+    NVSwitch's sums (NVLS) are in it where the source's NCCL used them: all-reduces on eight H100 or B200 send less than a ring.
+
+    >>> round(link_share("h100-sxm-80gb", "all_gather", 8, 2**29), 2), round(link_share("h100-sxm-80gb", "all_gather", 8, 2**20), 2)
+    (0.74, 0.12)
+    """
+    curve, least, most = _link_curve(table, operation, ranks), CALL_BYTES[0], CALL_BYTES[-1]
+    if isinstance(call_bytes, int):
+        size = min(max(call_bytes, least), most)
+        node, way = _place(_LOG_BYTES, log2(size))
+        share = (curve[node] * (1.0 - way) + curve[node + 1] * way) * call_bytes / size
+        return _beyond(curve, call_bytes) if call_bytes > most else share
+    import numpy as np  # noqa: PLC0415  keeps start-up fast
+
+    sizes = np.clip(call_bytes, least, most)
+    shares = np.interp(np.log2(sizes), _LOG_BYTES, curve) * call_bytes / sizes
+    larger: Float = np.where(call_bytes > most, _beyond(curve, np.maximum(call_bytes, most)), shares)
+    return larger
+
+
+def _beyond(curve: tuple[float, ...], call_bytes: Int) -> Float:
+    """Return the share of a call above the largest size: each further byte takes as long as between the two largest sizes."""
+    before, last = CALL_BYTES[-2:]
+    takes = last / curve[-1]
+    return call_bytes / (takes + (call_bytes - last) * (takes - before / curve[-2]) / (last - before))
+
+
+@lru_cache(maxsize=1024)
+def _link_curve(table: str, operation: str, ranks: int) -> tuple[float, ...]:
+    """Return the shares at the sizes of the table."""
+    first = len(PRODUCTS) * _OF_PRODUCTS + len(ATTENTION_GPUS) * _OF_ATTENTION
+    first += (LINK_GPUS.index(table) * len(COLLECTIVES) + COLLECTIVES.index(operation)) * len(LINKED) * len(CALL_BYTES)
+    place = _place(_LOG_LINKED, log2(ranks))
+    return tuple(_between(first + at, (len(CALL_BYTES),), (place,)) for at in range(len(CALL_BYTES)))
+
+
+def _between(first: int, strides: tuple[int, ...], across: tuple[Place, ...]) -> float:
+    """Return the interpolated share; what was not measured does not count."""
+    shares, total, weights = _shares(), 0.0, 0.0
+    corners = [(first, 1.0)]
+    for stride, (node, share) in zip(strides, across, strict=True):
+        corners = [
+            (at + stride * (node + up), weight * part)
+            for at, weight in corners
+            for up, part in ((0, 1.0 - share), (1, share))
+            if part
+        ]
+    for at, weight in corners:
+        if shares[at]:
+            total, weights = total + weight * shares[at], weights + weight
+    return total / weights / ONE if weights else 0.0
