@@ -29,6 +29,7 @@ from tests.on_gpus.figures import (
     sources,
 )
 from tests.on_gpus.gpu_records import EVERY, MEDIAN, RECORDS, Seen, Where, seen
+from zeroplan.report.words import plural
 from zeroplan.units import GIB
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _top(found: list[Seen]) -> Iterator[str]:
         )
         return
     yield (
-        f"`zeroplan verify --backend cuda` recorded {len(found)} cases on {len({one.where.gpu for one in found})} kinds of GPU.\n"
+        f"`zeroplan verify --backend cuda` recorded {len(found)} cases on {plural(len({one.where.gpu for one in found}), 'kind')} of GPU.\n"
         "The records are in `tests/on_gpus/records`. Errors have a sign: a negative one means that the estimate is too low.\n"
     )
     yield table(("goal", "goal value:", "reached:"), [*_reached(found)])
