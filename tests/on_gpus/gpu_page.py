@@ -63,8 +63,9 @@ def _top(found: list[Seen]) -> Iterator[str]:
             "on tensors without bytes, which is another kind of evidence: [why to believe it](verify.md).\n"
         )
         return
+    kinds = plural(len({one.where.gpu for one in found}), "kind")
     yield (
-        f"`zeroplan verify --backend cuda` recorded {len(found)} cases on {plural(len({one.where.gpu for one in found}), 'kind')} of GPU.\n"
+        f"`zeroplan verify --backend cuda` recorded {len(found)} cases on {kinds} of GPU.\n"
         "The records are in `tests/on_gpus/records`. Errors have a sign: a negative one means that the estimate is too low.\n"
     )
     yield table(("goal", "goal value:", "reached:"), [*_reached(found)])
