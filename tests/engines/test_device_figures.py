@@ -55,9 +55,9 @@ def test_a_gpu_that_nobody_reported_has_the_general_bands():
 
 
 def test_a_context_seen_alone_is_the_least_and_leaves_room_for_kernels():
-    context, communicator = outside(MeshSpec(dp_shard=8), H100)
-    assert context.band == Band(520_000_000, 540_000_000, 700_000_000)
-    assert "pytorch/pytorch issue 151030" in context.source
+    context, communicator = outside(MeshSpec(dp_shard=8), gpu("rtx-6000-ada"))
+    assert context.band == Band(446_693_376, 540_000_000, 900_000_000)
+    assert "unsloth-zoo pull request 1053" in context.source
     assert communicator == GENERAL[1]
     assert estimate(job(model="gpt2", gpus=8, gpu="h100")).outside == (context, communicator)
 

@@ -75,12 +75,12 @@ def test_where_a_stage_begins_to_fit_is_said():
     assert text[-4:] == [
         "stage 0, DDP: does not fit",
         "stage 1, DDP + ZeroRedundancyOptimizer: does not fit",
-        "stage 2, FSDP2, reshard_after_forward=False: fits from 44 GPUs",
+        "stage 2, FSDP2, reshard_after_forward=False: fits from 52 GPUs",
         "stage 3, FSDP2: fits from 7 GPUs",
     ]
 
 
 def test_the_job_is_starred_among_what_fits_and_what_does_not():
     text = lines(ROWS["heat"](100, True))
-    assert sum("*75.7▒" in line for line in text) == 1
+    assert sum("*76.0▒" in line for line in text) == 1
     assert "137█" in "\n".join(text)

@@ -63,5 +63,5 @@ def test_real_layers_hold_the_bytes_that_are_counted():
     module = adapted_model(spec, Compute(2, autocast=False, attention="sdpa", kernels="cpu"))
     every = (*(one for one in module.parameters() if not one.requires_grad), *quantisation_tensors(module))
     held = sum({id(one): one.untyped_storage().nbytes() for one in every}.values())
-    lines = quantised_lines(spec, "nf4-double", element_bytes=2, other_bytes=2)
+    lines = quantised_lines(spec, "nf4-double", element_bytes=2, norm_bytes=2, end_bytes=2)
     assert held == sum(line.n_bytes for line in lines)
