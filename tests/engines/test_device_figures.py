@@ -59,7 +59,7 @@ def test_a_context_seen_alone_is_the_least_and_leaves_room_for_kernels():
     assert context.band == Band(446_693_376, 540_000_000, 900_000_000)
     assert "unsloth-zoo pull request 1053" in context.source
     assert communicator == GENERAL[1]
-    assert estimate(job(model="gpt2", gpus=8, gpu="h100")).outside == (context, communicator)
+    assert estimate(job(model="gpt2", gpus=8, gpu="rtx-6000-ada")).outside == (context, communicator)
 
 
 @pytest.fixture

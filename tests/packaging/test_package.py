@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: Packages that are imported by another name than they are installed by.
-IMPORTED_AS = {"pyyaml": "yaml"}
+IMPORTED_AS = {"liger-kernel": "liger_kernel", "pyyaml": "yaml"}
 #: What those that are asked for bring along by their own metadata, being nothing without.
 BROUGHT_ALONG = {"starlette": "fastapi", "huggingface_hub": "transformers"}
 #: What a user's own script may have imported, which is then there.

@@ -21,9 +21,9 @@ MODEL = ModelSpec(
 @pytest.mark.parametrize(
     ("room_mb", "fixed"),
     [
-        (1_900, Fixed(engine="fsdp2", global_batch_size=64)),
-        (1_500, Fixed(engine="fsdp2", global_batch_size=64, loss="full")),
-        (1_700, Fixed(engine="ddp", global_batch_size=64)),
+        (2_250, Fixed(engine="fsdp2", global_batch_size=64)),
+        (1_850, Fixed(engine="fsdp2", global_batch_size=64, loss="full")),
+        (2_050, Fixed(engine="ddp", global_batch_size=64)),
     ],
 )
 def test_a_plan_starts_and_fits(room_mb: int, fixed: Fixed):
