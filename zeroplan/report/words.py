@@ -261,7 +261,8 @@ def verdict_sentence(answer: Estimate, unit: Unit | None = None, *, name_a_gpu: 
         return f"It does not fit {name} ({capacity}): {room} too much."
     tightly, way_out = (" tightly", f" Set {EXPANDABLE}.") if answer.verdict == "tight" else ("", "")
     if tightly and answer.replay is not None and not _goes_through(answer, "default"):
-        tightly = " with expandable segments only" if _goes_through(answer, "expandable_segments") else " on paper only"
+        saved = _goes_through(answer, "expandable_segments")
+        tightly, way_out = (" with expandable segments only", way_out) if saved else (" on paper only", "")
     pressed = allocator_sentence(answer, unit)
     return f"It fits {name} ({capacity}){tightly}, with {room} of room beside the peak.{pressed and ' ' + pressed}{way_out}"
 
