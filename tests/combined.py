@@ -25,6 +25,8 @@ CASES_AT_NIGHT: dict[str, dict[str, list[str]]] = _TABLE["at_night"]
 """By file and test, the cases that others stand for."""
 RUN_BY_DAY: dict[str, list[str]] = _TABLE["run_by_day"]
 """By file, the runs of the day, where tests share what one process runs."""
+CASES_WITHOUT_A_TEST = pytest.StashKey[list[str]]()
+"""Where the collection of tests leaves the cases that ``by_day.toml`` names and no test has."""
 Row = tuple[int, ...]
 """Which choice of each factor, by number."""
 

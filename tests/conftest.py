@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from tests.combined import leave_to_the_night, without_a_test
+from tests.combined import CASES_WITHOUT_A_TEST, leave_to_the_night, without_a_test
 from zeroplan import auto_profile
 from zeroplan.verify.watching.cycles import manual_garbage_collection
 
@@ -26,10 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave to the night what others stand for by day; a whole collection has all of those."""
+    """Leave to the night what others stand for by day, and note which of those no test has."""
     leave_to_the_night(items)
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and (gone := without_a_test(items)):
-        raise pytest.UsageError(f"tests/by_day.toml names cases that no test has: {', '.join(gone)}")
+    config.stash[CASES_WITHOUT_A_TEST] = without_a_test(items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -25,6 +25,7 @@ MODEL = ModelSpec(
         (1_850, Fixed(engine="fsdp2", global_batch_size=64, loss="full")),
         (2_050, Fixed(engine="ddp", global_batch_size=64)),
     ],
+    ids=["fsdp2", "fsdp2, the whole loss", "ddp"],
 )
 def test_a_plan_starts_and_fits(room_mb: int, fixed: Fixed):
     pytest.importorskip("transformers")
