@@ -14,7 +14,7 @@ from tests.combined import every_case
 from zeroplan import Estimate, JobSpec, SpecError, estimate, job
 from zeroplan.cli.app import main
 from zeroplan.engines.deepspeed import coordinator, order
-from zeroplan.remedies import Remedy, remedies, single_changes
+from zeroplan.remedies import Remedy, _needs_of, remedies, single_changes
 
 MODELS = ("gpt2-xl", "llama-3.2-3b", "llama-3.1-8b", "qwen2.5-14b", "yi-34b", "llama-3.1-70b", "mixtral-8x7b", "qwen3-30b-a3b",
           "deepseek-v3", "gpt-oss-20b", "opt-30b")  # fmt: skip
@@ -153,7 +153,7 @@ def test_suggestions_come_at_once(asked: dict[str, object]):
 
 def _calls(answer: Estimate) -> int:
     """Calls of Python functions that remedies take, with nothing traced before."""
-    for kept in (coordinator.gathered, coordinator.gathered_by_several, order.trace):
+    for kept in (coordinator.gathered, coordinator.gathered_by_several, order.trace, _needs_of):
         kept.cache_clear()
     calls, before = 0, sys.getprofile()
 

@@ -16,7 +16,9 @@ from zeroplan.engines.pipeline import accounts
 from zeroplan.engines.requests import STEPS, deepspeed_stage3, requests_of
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.rows import trained_row
+from zeroplan.estimator import _REPLAYED_MICRO_BATCHES
 from zeroplan.ledger import Among, Kind, Phase, total_bytes
+from zeroplan.measurement import SETTINGS
 from zeroplan.replay import StepReplay, trace_of
 from zeroplan.resolve import job
 from zeroplan.saved_runs.perfetto import save_events
@@ -160,6 +162,16 @@ def _sent(log: Log) -> Counter[str]:
 def _live(log: Log) -> list[int]:
     """Bytes alive after each deed."""
     return list(accumulate(log.requests[one].n_bytes if one >= 0 else -log.requests[-1 - one].n_bytes for one in log.deeds))
+
+
+@pytest.mark.parametrize(("engine", "stage"), [("ddp", 0), ("deepspeed", 1), ("deepspeed", 3), ("fsdp2", 3)])
+def test_four_micro_batches_reserve_what_eight_do(engine: str, stage: int):
+    """So that a verdict that needs a replay does not wait for all of them."""
+    few, many = (
+        StepReplay(job(model="gpt2", engine=engine, stage=stage, gpus=4, seq_len=512, grad_accum=number))
+        for number in (_REPLAYED_MICRO_BATCHES, 2 * _REPLAYED_MICRO_BATCHES)
+    )
+    assert all(few.replayed(settings) == many.replayed(settings) for settings in SETTINGS)
 
 
 @pytest.mark.parametrize(

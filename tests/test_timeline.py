@@ -25,8 +25,8 @@ def test_the_band_on_paper_by_hand():
         moment("computing", PARAMETERS=6, ACTIVATIONS=3),
         moment("stepping", PARAMETERS=2, OPTIMIZER_TEMPORARY=4),
     )
-    assert reserved(moments, PAPER) == (11, 11, 18)
-    assert under_pressure(moments, PAPER) == (11, 11, 18)
+    assert reserved(sizes_of(moments, PAPER), PAPER) == (11, 11, 18)
+    assert under_pressure(sizes_of(moments, PAPER), PAPER) == (11, 11, 18)
 
 
 def test_fsdp2_makes_what_goes_into_a_reduction_where_it_computes_and_what_comes_out_elsewhere():
@@ -58,17 +58,17 @@ def test_buckets_lie_on_the_stream_that_the_engine_fills_them_on(recipe: RecipeS
 def test_initialisation_raises_the_band_to_its_peak_and_no_further():
     moments = (moment("building", Phase.INIT, PARAMETERS=90, TEMPORARY=10), moment("computing", PARAMETERS=9, ACTIVATIONS=1))
     assert sizes_of(moments, DDP).streams == 10
-    assert reserved(moments, DDP) == (100, 100, 100)
+    assert reserved(sizes_of(moments, DDP), DDP) == (100, 100, 100)
 
 
 @pytest.mark.parametrize("settings", ["default", "expandable_segments"])
 @pytest.mark.parametrize("recipe", [DDP, FSDP2, RecipeSpec(engine="deepspeed"), RecipeSpec(engine="megatron", zero_stage=1)])
 def test_the_band_is_ordered_starts_at_the_peak_and_has_a_width(recipe: RecipeSpec, settings: str):
     moments = (moment("a", GATHER=500, REDUCE=100), moment("b", GATHER=100, REDUCE=500, LOGITS=200))
-    low, expected, high = reserved(moments, recipe, settings)  # type: ignore[arg-type]
+    low, expected, high = reserved(sizes_of(moments, recipe), recipe, settings)  # type: ignore[arg-type]
     assert peak(moments).total_bytes == 800 <= low <= expected <= high
     assert high > low
-    least, usual, most = under_pressure(moments, recipe, settings)  # type: ignore[arg-type]
+    least, usual, most = under_pressure(sizes_of(moments, recipe), recipe, settings)  # type: ignore[arg-type]
     assert 800 == least <= usual <= most
 
 

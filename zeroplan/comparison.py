@@ -9,7 +9,7 @@ from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Band, Kind, Line, Moment, OffGpu, Phase, Tag, bytes_by_kind, total_bytes
 from zeroplan.measurement import AllocatorMeasured, AllocatorSettings, Measurement, OnCardMeasured, StepMeasured, Tensors
 from zeroplan.spec.recipe import Kernels, Loss
-from zeroplan.timeline import reserved
+from zeroplan.timeline import reserved, sizes_of
 from zeroplan.transformer.blocks import Compute
 
 #: Library workspaces exist with CUDA's kernels only.
@@ -270,8 +270,11 @@ def _allocator(measured: Measurement, *, highest: int) -> Iterator[Compared]:
 
 
 def _reserved(answer: Estimate, as_run: tuple[Moment, ...], shown: AllocatorMeasured) -> Reserved:
-    moments, recipe = moments_in_replay(as_run, shown), answer.job.recipe
-    band = reserved(moments, recipe, shown.settings) if shown.modelled else answer.reserved_with(shown.settings)
+    recipe = answer.job.recipe
+    if shown.modelled:
+        band = reserved(sizes_of(moments_in_replay(as_run, shown), recipe), recipe, shown.settings)
+    else:
+        band = answer.reserved_with(shown.settings)
     return Reserved(shown.settings, band, shown.reserved_bytes, shown.card)
 
 

@@ -7,6 +7,7 @@ to be needed in a milder form only, is taken back.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from zeroplan.errors import SpecError
@@ -85,13 +86,31 @@ def _first(tried: Iterator[Remedy | None]) -> Remedy | None:
 def _tried(job: JobSpec, changes: Sequence[_Candidate]) -> Remedy | None:
     """The changes as a remedy, if the job fits after them."""
     try:
-        answer = estimate(_all_applied(job, changes))
-    except SpecError:  # an optimizer or a size that the engine does not offer: no remedy
+        needs = _needs_of(_all_applied(job, changes))
+    except SpecError:  # a size that no job can have: no remedy
         return None
-    if not answer.fits:
+    if needs is None or not needs.fits:
         return None
     change, flags = "; ".join(one.change for one in changes), " ".join(one.flags for one in changes)
-    return Remedy(change, flags, answer.least_bytes, answer.room_bytes or 0)
+    return Remedy(change, flags, needs.least_bytes, needs.room_bytes)
+
+
+class _Needs(NamedTuple):
+    """What a job needs of its GPU, and what is left. [bytes]"""
+
+    fits: bool | None
+    least_bytes: int
+    room_bytes: int
+
+
+@lru_cache(maxsize=256)
+def _needs_of(job: JobSpec) -> _Needs | None:
+    """What a job needs; None where the engine does not offer it. A combination asks for the same job more than once."""
+    try:
+        answer = estimate(job)
+    except SpecError:
+        return None
+    return _Needs(answer.fits, answer.least_bytes, answer.room_bytes or 0)
 
 
 def _combined(job: JobSpec) -> Remedy | None:
@@ -113,10 +132,11 @@ def _possible(job: JobSpec, kind: _Kind) -> Iterator[_Candidate]:
     """The changes of a kind that some engine offers for this job."""
     for one in kind(job):
         try:
-            estimate(one.applied_to(job))
+            changed = one.applied_to(job)
         except SpecError:
             continue
-        yield one
+        if _needs_of(changed) is not None:
+            yield one
 
 
 def _taken_back(job: JobSpec, heap: Sequence[tuple[_Candidate, ...]]) -> list[_Candidate]:

@@ -81,6 +81,8 @@ class StepReplay:
 
     def on_card(self, room_bytes: int, settings: AllocatorSettings = "default") -> OnCard:
         """What comes of it where the allocator may take so much."""
+        if self.replayed(settings).reserved_bytes <= room_bytes:
+            return OnCard(fits=True, retries=0, phase=None, free_bytes=0)
         card = CachingAllocator(expandable_segments=settings == "expandable_segments", room_bytes=room_bytes)
         try:
             self._play(card)

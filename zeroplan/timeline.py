@@ -103,7 +103,7 @@ def sizes_of(moments: Sequence[Moment], recipe: RecipeSpec) -> Sizes:
     return Sizes(maximum(0, *totals), in_pools, {kind: maximum(0, *found) for kind, found in by_kind.items()})
 
 
-def reserved(moments: Sequence[Moment], recipe: RecipeSpec, settings: AllocatorSettings = "default") -> Band:
+def reserved(sizes: Sizes, recipe: RecipeSpec, settings: AllocatorSettings = "default") -> Band:
     """What ``torch.cuda.max_memory_reserved`` will say on a card that never runs out. [bytes]
 
     Never less than the peak. More by what the allocator cannot use again, for three reasons: a freed block is used by its own
@@ -116,7 +116,6 @@ def reserved(moments: Sequence[Moment], recipe: RecipeSpec, settings: AllocatorS
     Without a measurement (``engine="paper"``): from the peak, over the streams' sum, to no block being used for another kind.
     Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp (``BlockPool`` per stream, ``get_free_block``, ``should_split``).
     """
-    sizes = sizes_of(moments, recipe)
     shares = shares_of(recipe, settings)
     if shares is None:
         return Band(sizes.peak, maximum(sizes.peak, sizes.streams), maximum(sizes.peak, sizes.apart))
@@ -154,7 +153,7 @@ def measured_from(sizes: Sizes, recipe: RecipeSpec) -> tuple[Int, Int]:
     return streams, buffers + apart - streams + streams // 10
 
 
-def under_pressure(moments: Sequence[Moment], recipe: RecipeSpec, settings: AllocatorSettings = "default") -> Band:
+def under_pressure(sizes: Sizes, recipe: RecipeSpec, settings: AllocatorSettings = "default") -> Band:
     """How much room the allocator needs on a full card, where it gives cached blocks back before it fails. [bytes]
 
     At least the peak. More by what it cannot give back, since a block in use lies in the same segment; the smallest room in
@@ -162,7 +161,6 @@ def under_pressure(moments: Sequence[Moment], recipe: RecipeSpec, settings: Allo
     peak to what is reserved at most.
     """
     pressed = pressed_of(recipe, settings)
-    highest = sizes_of(moments, recipe).peak
     if pressed is None:
-        return Band(highest, highest, reserved(moments, recipe, settings).high_bytes)
-    return Band(highest, highest * pressed.expected // 1000, highest * pressed.most // 1000)
+        return Band(sizes.peak, sizes.peak, reserved(sizes, recipe, settings).high_bytes)
+    return Band(sizes.peak, sizes.peak * pressed.expected // 1000, sizes.peak * pressed.most // 1000)

@@ -19,7 +19,7 @@ from zeroplan.catalog.gpu import gpu as find_gpu
 from zeroplan.engines.device import communicators, workspace
 from zeroplan.errors import ZeroplanError
 from zeroplan.estimator import account_of
-from zeroplan.timeline import reserved
+from zeroplan.timeline import reserved, sizes_of
 from zeroplan.transformer.families.tags import FLASH_SCRATCH
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ def _reserved(records: list[Measurement]) -> Iterator[Derived]:
 
 def _shares(record: Measurement) -> Iterator[int]:
     """What was reserved, in thousandths of what the moments say, before any figure."""
-    expected = int(reserved(account_of(record.job, record.job.batch).moments, record.job.recipe).expected_bytes)
+    sizes = sizes_of(account_of(record.job, record.job.batch).moments, record.job.recipe)
+    expected = int(reserved(sizes, record.job.recipe).expected_bytes)
     for shown in record.allocator:
         if shown.settings == "default":
             yield 1000 * (shown.reserved_bytes - shown.workspace_bytes) // expected

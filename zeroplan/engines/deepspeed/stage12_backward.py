@@ -4,7 +4,7 @@ Beside the points of the model's passes these are the events of DeepSpeed's own 
 gradients and activations together are highest.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from zeroplan.engines.collecting import Event, groups_of, operators_below
@@ -48,6 +48,8 @@ _COPIES: dict[Event, tuple[str, str]] = {
         f"{STAGE12}, set_norm_for_param_grad_in_gpu",
     ),
 }
+_FEW = 6
+"""Up to so many runs are all gone through."""
 _COPY = ("copy of the bucket that is all-reduced", f"{STAGE12}, allreduce_bucket")
 
 
@@ -77,6 +79,7 @@ class Training(MicroBatch):
         """Take the job."""
         super().__init__(trace, job.recipe, these, job.whole)
         self.job, self.courses = job, _courses(job, these)
+        self._kept: dict[int, Int] = {}
 
     def run(self) -> None:
         """Forward, backward, and what is reduced after it."""
@@ -114,6 +117,45 @@ class Training(MicroBatch):
         made = self.gradient(current, "gradient just made")
         return (*held_lines(self.job, held), made, *(self.tied_head() if waits else ()))
 
+    def runs_backward(self) -> Sequence[tuple[int, RunPass]]:
+        """All runs; where kinds take turns, of each kind those that are the highest one at some point of their backward.
+
+        At a point, runs of a kind differ by what blocks before them keep and by the gradients in buckets. Columns keep all.
+        """
+        runs = tuple(enumerate(self.these.runs))
+        if len(runs) <= _FEW or len(self.courses.each) > 1 or not isinstance(self.kept(self.these.n_blocks), int):
+            return runs
+        best: dict[tuple[str, int], tuple[Int, int]] = {}
+        for index, run in runs:
+            for point, size in enumerate(self._at_points(index, run)):
+                most, _ = best.get((run.kind, point), (-1, 0))
+                if size > most:
+                    best[run.kind, point] = size, index
+        chosen = {index for _, index in best.values()}
+        return tuple([each for each in runs if each[0] in chosen])
+
+    def _at_points(self, index: int, run: RunPass) -> Iterator[Int]:
+        """What is alive at each point of a run's last block, and of the one before it, beside the point's own lines. [bytes]"""
+        kept = self.kept(run.first + run.n_blocks - 1)
+        counts = [count for _, count in self._received(run)]
+        for count in counts:
+            yield kept + highest(self.courses, ("between", index, count)).held.n_bytes
+        for count in counts if run.n_blocks > 1 else ():
+            seen = self._seen_before(index, count)
+            yield self.kept(seen.block) + seen.held.n_bytes
+
+    def kept(self, block: Int) -> Int:
+        """What the blocks before one keep, which many points ask for. [bytes]"""
+        if not isinstance(block, int):
+            return kept_bytes(self.these, block)
+        if block not in self._kept:
+            self._kept[block] = kept_bytes(self.these, block)
+        return self._kept[block]
+
+    def _seen_before(self, index: int, count: int) -> Seen:
+        """Where most is alive in the blocks of a run before its last, when so many of their gradients have come."""
+        return highest(self.courses, ("before", index, count), lambda seen: self.kept(seen.block))
+
     def in_last_block(self, index: int, run: RunPass) -> Iterator[Lines]:
         """Gradients that have come to their weights, and the one being made."""
         for point, count in self._received(run):
@@ -123,7 +165,7 @@ class Training(MicroBatch):
         """Each point in the block before the last in which most is alive then."""
         trace = self.trace
         for point, count in self._received(run):
-            seen = highest(self.courses, ("before", index, count), lambda seen: kept_bytes(self.these, seen.block))
+            seen = self._seen_before(index, count)
             trace.hold("kept", *kept_before(self.these, seen.block))
             trace.at(f"backward of a block before the last: {point.name}", Phase.BACKWARD)
             trace.pass_by(*point.lines, *self._around(seen.held, point.current_gradient))
@@ -147,7 +189,7 @@ class Training(MicroBatch):
         trace, these = self.trace, self.these
 
         def alive(seen: Seen) -> Int:
-            activations = kept_bytes(these, maximum(seen.block, 0)) + running_size(these, seen.block, seen.made)
+            activations = self.kept(maximum(seen.block, 0)) + running_size(these, seen.block, seen.made)
             return activations + total_bytes(self._tied_until(seen))
 
         for event, name in _DURING.items():
