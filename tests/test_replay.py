@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -151,6 +152,12 @@ def _job(**more: object) -> JobSpec:
     return job(**{"model": "gpt2", "gpus": 4, "seq_len": 256, **more})  # type: ignore[arg-type]
 
 
+@lru_cache(maxsize=4)
+def _steps_of(one: JobSpec, steps: int) -> Log:
+    """The requests of so many steps, which several tests of a job look at."""
+    return requests_of(one, steps)
+
+
 def _sent(log: Log) -> Counter[str]:
     """The payload of each kind of collective. [bytes]"""
     found = Counter[str]()
@@ -175,7 +182,10 @@ def test_four_micro_batches_reserve_what_eight_do(engine: str, stage: int):
 
 
 @pytest.mark.parametrize(
-    "choices", _JOBS, ids=lambda one: "-".join(str(value) for value in one.values() if isinstance(value, str | int))
+    "choices",
+    _JOBS,
+    ids=lambda one: "-".join(str(value) for value in one.values() if isinstance(value, str | int)),
+    scope="class",
 )
 class TestOfAStep:
     """What is true of every engine's requests."""
@@ -183,7 +193,7 @@ class TestOfAStep:
     def test_its_peak_is_the_estimates(self, choices: dict[str, object]):
         """The same tensors, told one by one, beside cuBLAS's workspaces; to the byte."""
         one = _job(**choices)
-        answer, log = estimate(one), StepReplay(one).log
+        answer, log = estimate(one), _steps_of(one, STEPS[one.recipe.engine])
         in_steps = max(int(moment.total_bytes) for moment in answer.moments if moment.phase is not Phase.INIT)
         last = next(span.start for span in log.spans if span.step == log.spans[-1].step)
         assert max(_live(log)[last:]) + total_bytes(answer.workspaces) == in_steps
@@ -192,7 +202,7 @@ class TestOfAStep:
         """The payload of every kind of collective on the ranks that share; DeepSpeed's few numbers beside gradients left out."""
         one = _job(**choices)
         steps = STEPS[one.recipe.engine]
-        fewer, more = (_sent(requests_of(one, number)) for number in (steps, steps + 1))
+        fewer, more = (_sent(_steps_of(one, number)) for number in (steps, steps + 1))
         expected = Counter[str]()
         for call in estimate(one).traffic.collectives:
             if call.among in _OF_WEIGHTS and int(call.group) > 1 and int(call.payload_bytes) > _FEW_BYTES:
@@ -203,15 +213,15 @@ class TestOfAStep:
         """It ends with as much as the one before, and nothing is released that was not requested."""
         one = _job(**choices)
         steps = STEPS[one.recipe.engine]
-        ends = [_live(requests_of(one, number)) for number in (steps, steps + 1)]
+        ends = [_live(_steps_of(one, number)) for number in (steps, steps + 1)]
         assert ends[0][-1] == ends[1][-1]
         assert min(ends[1]) >= 0
-        trace_of(requests_of(one))  # checks itself
+        trace_of(_steps_of(one, steps))  # checks itself
 
     def test_what_is_kept_is_the_estimates_states(self, choices: dict[str, object]):
         """Weights and optimizer state, to the byte."""
         one = _job(**choices)
-        answer, log = estimate(one), StepReplay(one).log
+        answer, log = estimate(one), _steps_of(one, STEPS[one.recipe.engine])
         held = set(range(len(log.requests))) - {-1 - deed for deed in log.deeds if deed < 0}
         for kind in (Kind.PARAMETERS, Kind.OPTIMIZER_STATE):
             n_bytes = sum(log.requests[place].n_bytes for place in held if log.requests[place].kind is kind)

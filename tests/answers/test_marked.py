@@ -15,7 +15,7 @@ from tests.combined import every_case
 
 HERE = Path(__file__).parents[2]
 #: Of kept jobs and records, and random jobs: a sample, or at night all.
-SAMPLE = ("--every", "1", "--random", "300") if every_case() else ("--every", "12", "--random", "20")
+SAMPLE = ("--every", "1", "--random", "300") if every_case() else ("--every", "36", "--random", "8")
 
 
 def _answers_of(flags: tuple[str, ...]) -> dict[str, str]:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.measured import drawn, page, stored
 from tests.measured.causes import TENTH_OF_A_PER_CENT, Cause, cause_of, complaints
-from tests.measured.errors import MOST, Held, held_in, what
+from tests.measured.errors import MOST, Held, held, held_in, what
 from zeroplan import estimate
 from zeroplan.estimator import engine_module
 from zeroplan.ledger import peak_bytes
@@ -44,8 +44,8 @@ def test_no_record_is_further_off_than_a_known_cause_says():
     assert list(complaints(found)) == []
 
 
-def test_an_error_without_a_cause_is_noticed_and_so_is_a_cause_without_an_error(replayed: tuple[Held, ...]):
-    few = replayed[:3]
+def test_an_error_without_a_cause_is_noticed_and_so_is_a_cause_without_an_error():
+    few = held(stored.records()[:3])
     peak = few[1].found.peak._replace(measured=2 * few[1].found.peak.measured)
     off = [few[0], few[1]._replace(found=few[1].found._replace(peak=peak)), few[2]]
     job = off[1].measured.job
@@ -57,6 +57,13 @@ def test_an_error_without_a_cause_is_noticed_and_so_is_a_cause_without_an_error(
     assert "half is forgotten" in worse
     (mended,) = complaints(few, [half])
     assert mended == "half is forgotten: mended, take it out of the list"
+
+
+def test_what_the_allocator_reserves_lies_in_the_band(replayed: tuple[Held, ...]):
+    """Of 95 in 100 replays of each engine; :mod:`tests.measured.test_reserved` asks more, of all records."""
+    for engine in ("ddp", "fsdp2", "deepspeed"):
+        found = [shown.inside for one in replayed if one.measured.job.recipe.engine == engine for shown in one.found.reserved]
+        assert sum(found) >= 0.95 * len(found) > 100, engine
 
 
 @pytest.mark.parametrize("path", [stored.RECORDS, stored.FRESH, stored.OPTIONS, *stored.VARIED], ids=lambda path: path.stem)

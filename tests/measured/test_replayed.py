@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.combined import every_case
 from tests.measured import replayed
 from zeroplan.engines.replayed_shares import off_by
 
-#: Every so many records by day, of FSDP1 all; ``python -m tests.measured.replayed --show`` takes all.
-_EVERY = 9
+#: Of how many records one is replayed, and of how many of FSDP1's; ``python -m tests.measured.replayed --show`` takes all.
+_EVERY, _OF_FSDP1 = (9, 1) if every_case() else (27, 4)
 _WITHIN = 0.02
 _ENGINES = ("ddp", "deepspeed", "fsdp1", "fsdp2")
 
@@ -17,8 +18,9 @@ _ENGINES = ("ddp", "deepspeed", "fsdp1", "fsdp2")
 def found() -> list[replayed.Seen]:
     """Replays of some records beside those of what is predicted."""
     every = list(replayed.records())
-    some = [one for at, one in enumerate(every) if not at % _EVERY or one.job.recipe.engine == "fsdp1"]
-    return [one for record in some for one in replayed.seen_in(record)]
+    of_fsdp1 = [one for one in every if one.job.recipe.engine == "fsdp1"]
+    others = [one for one in every if one.job.recipe.engine != "fsdp1"]
+    return [one for record in (*others[::_EVERY], *of_fsdp1[::_OF_FSDP1]) for one in replayed.seen_in(record)]
 
 
 def test_the_peak_is_the_recorded_one(found: list[replayed.Seen]):
