@@ -298,9 +298,10 @@ def replayed_if_tight(answer: Estimate) -> Estimate:
     """The answer with a replay of its requests, if only a replay can say whether the job runs.
 
     That is so where the peak fits the GPU and what the allocator may reserve around it does not. A replay takes 0.1 to 0.2 s.
-    The answer stays as it is where the requests are not known.
+    The answer stays as it is where the requests are not known, and where expert-parallel ranks get the tokens that are routed to
+    them: a replay has as many for each.
     """
-    if answer.replay is not None or answer.verdict != "tight":
+    if answer.replay is not None or answer.verdict != "tight" or answer.job.mesh.ep > 1:
         return answer
     from zeroplan.engines.requests import not_written, reserves_more  # noqa: PLC0415  keeps start-up fast
 

@@ -96,11 +96,13 @@ class Run(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A run, what the estimate says of its peak and of what it holds [bytes], and the peak's moment."""
+    """A run, what the estimate says of it [bytes], and the peak's moment."""
 
     run: Run
     found_peak: int
     found_held: int
+    reserved: int
+    """What the allocator is expected to reserve: a card with room for it is said to fit the job."""
     moment: str
 
     @property
@@ -134,7 +136,7 @@ def kept() -> tuple[list[Scored], Counter[str]]:
         if "refused" in line:
             refused[line["refused"]] += 1
         else:
-            held.append(Scored(run, line["peak"], line["held"], line["moment"]))
+            held.append(Scored(run, line["peak"], line["held"], line["reserved"], line["moment"]))
     return held, refused
 
 
@@ -156,7 +158,7 @@ def _line_of(run: Run) -> dict[str, Any]:
         one = scored(run)
     except (RefusedError, SpecError) as reason:
         return {**said, "refused": str(reason)}
-    return {**said, "peak": one.found_peak, "held": one.found_held, "moment": one.moment}
+    return {**said, "peak": one.found_peak, "held": one.found_held, "reserved": one.reserved, "moment": one.moment}
 
 
 # --- a row as a job ---------------------------------------------------------------------------------------------------------
@@ -266,8 +268,8 @@ def _upcast(row: Row) -> str:
 def scored(run: Run) -> Scored:
     """Hold the estimate against a row."""
     answer = estimate(job_of(run))
-    peak, held = (n_bytes - _uncounted(run, answer) for n_bytes in (int(answer.peak_bytes), _held(run, answer)))
-    return Scored(run, peak, held, answer.peak.name)
+    counted = (int(answer.peak_bytes), _held(run, answer), int(answer.reserved.expected_bytes))
+    return Scored(run, *(n_bytes - _uncounted(run, answer) for n_bytes in counted), answer.peak.name)
 
 
 def _uncounted(run: Run, answer: Estimate) -> int:

@@ -69,6 +69,9 @@ class Source(NamedTuple):
     """Rows by the reason why they cannot be expressed."""
     held: Mapping[str, Sequence[float]] = {}
     """Errors of what is held between steps by kind of run, as shares; negative where zeroplan's figure is too low."""
+    room: Sequence[float] = ()
+    """How far what the allocator is expected to reserve lies above the measured peak, as shares. A card with just that room is said
+    to fit the job: below 0 this is wrong."""
 
 
 @cache
@@ -90,9 +93,9 @@ def _megatron() -> Source:
         f"{words} expandable segments": [one.held for one in held if bool(one.run.features.get("expandable")) is with_them]
         for words, with_them in (("with", True), ("without", False))
     }
-    return Source(
-        name, where, "peak allocated, last rank", tuple(figures), refused, {"all": [one.held for one in held], **segments}
-    )
+    kept_bytes = {"all": [one.held for one in held], **segments}
+    room = [one.reserved / one.run.peak - 1 for one in held]
+    return Source(name, where, "peak allocated, last rank", tuple(figures), refused, kept_bytes, room)
 
 
 def _b200() -> Source:
@@ -118,7 +121,8 @@ def _hf_stack() -> Iterator[Source]:
             for one in ones
         )  # fmt: skip
         why_not = Counter[str]() if drawn else refused
-        yield Source(name, where, "peak allocated, rank 0", tuple(figures), why_not, {"all": [one.held for one in ones]})
+        room = [one.reserved / one.run.row["peak_allocated_bytes"] - 1 for one in ones]
+        yield Source(name, where, "peak allocated, rank 0", tuple(figures), why_not, {"all": [one.held for one in ones]}, room)
 
 
 _FMS = "fms-acceleration's benchmarks"

@@ -234,6 +234,13 @@ def _others(published: Sequence[Source]) -> Iterator[str]:
     rows = [(name, runs, str(len(errors)), *_of_errors(errors)) for name, runs, errors in kept]
     yield table(("source", "runs", *head[5:]), rows)
     yield (
+        "The verdict is *fits* where a card has room for what the allocator is expected to reserve. A run whose peak was higher\n"
+        "than that could be called fitting and run out of memory:\n"
+    )
+    of_sources = [(one.name, one.room) for one in published if one.room]
+    rows = [(name, str(len(room)), str(sum(one < 0 for one in room)), _signed(min(room))) for name, room in of_sources]
+    yield table(("source", "rows:", "peak above it:", "least room:"), rows)
+    yield (
         "The model of CUDA's caching allocator replays three public snapshots of real GPUs. It takes what they took from the GPU\n"
         "at each of 13,389 requests (`tests/test_allocator.py`).\n"
     )

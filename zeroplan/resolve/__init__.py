@@ -389,13 +389,14 @@ def _batch(request: Request, seq_len: int) -> tuple[BatchSpec, str]:
         return BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps), ""
     if request.padding_free and request.attention != "flash":
         raise SpecError("--padding-free needs --attention flash: no other kernel keeps joined sequences apart without a mask")
-    from zeroplan.resolve.lengths import CAREFUL, lengths_of, longest_of, note_of  # noqa: PLC0415  only this flag pays for it
+    from zeroplan.resolve.lengths import CAREFUL, Lognormal, lengths_of, longest_of, note_of  # noqa: PLC0415  only this flag pays for it
 
     joined = bool(request.padding_free)
-    longest = longest_of(lengths_of(request.lengths), cut=seq_len, micro_batch=micro_batch, padding_free=joined)
+    lengths = lengths_of(request.lengths)
+    longest = longest_of(lengths, cut=seq_len, micro_batch=micro_batch, padding_free=joined)
     taken = longest.within(CAREFUL)
     batch = BatchSpec(micro_batch_size=longest.sequences, seq_len=taken, grad_accum_steps=steps)
-    return batch, note_of(longest, taken)
+    return batch, note_of(longest, taken, drawn=isinstance(lengths, Lognormal))
 
 
 def beyond_positions(complete: JobSpec) -> str:

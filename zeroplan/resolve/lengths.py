@@ -95,10 +95,11 @@ def longest_of(lengths: "Lognormal | Drawn", *, cut: int, micro_batch: int, padd
     return Longest(-(-count // micro_batch), tuple(sorted(found)), 1 if padding_free else micro_batch)
 
 
-def note_of(longest: Longest, taken: int) -> str:
-    """Return a line on what was taken, and on what other orders have."""
+def note_of(longest: Longest, taken: int, *, drawn: bool) -> str:
+    """Return a line on what was taken, and on what other orders have; ``drawn``: lengths were not read from a file."""
     each, half = (f"{longest.sequences} x {tokens:,}" for tokens in (taken, longest.within(50)))
     return (
         f"sequences differ in length: the longest of {longest.micro_batches:,} micro-batches is taken, {each} tokens; {CAREFUL} of "
         f"100 orders of the sequences have none that is longer, and half have none longer than {half}"
+        + ("; these lengths are drawn, and the longest sequence of real data can be longer: a file shows it" if drawn else "")
     )
