@@ -308,9 +308,10 @@ def replayed_if_tight(answer: Estimate) -> Estimate:
 
     That is so where the peak fits the GPU and what the allocator may reserve around it does not. Of a step's micro-batches the
     first few are replayed: from the third on, each makes the same requests as the one before it and finds the same free blocks.
-    A replay takes tenths of a second. The answer stays as it is where the requests are not known.
+    A replay takes tenths of a second. The answer stays as it is where the requests are not known, and where expert-parallel ranks
+    get the tokens that are routed to them: a replay has as many for each.
     """
-    if answer.replay is not None or answer.verdict != "tight":
+    if answer.replay is not None or answer.verdict != "tight" or answer.job.mesh.ep > 1:
         return answer
     from zeroplan.engines.requests import not_written, reserves_more  # noqa: PLC0415  keeps start-up fast
 

@@ -1,9 +1,9 @@
-"""Score estimates on public fine-tuning runs of the Hugging Face stack: ``python -m tests.measured.hf_stack --from FILE``.
+"""Score estimates on public fine-tuning runs of the Hugging Face stack: ``python -m tests.measured.hf_stack``.
 
-FILE is a collection of such runs as JSON: lists of rows, and ``groups`` with the releases that each ran with. Those read here are
-fms-acceleration's (github.com/foundation-model-stack/fms-acceleration, scripts/benchmarks/refs*/*.csv). No row is kept in this
-repository. A row becomes a job from its stated settings alone; one that cannot be said in zeroplan's words is counted by its
-reason.
+Kept in ``tests/golden`` are fms-acceleration's runs (github.com/foundation-model-stack/fms-acceleration at commit 876e2ed,
+scripts/benchmarks/refs*/*.csv, with earlier revisions of these files), each beside what zeroplan finds. ``--from FILE`` scores
+another collection: JSON with lists of rows, and ``groups`` with the releases that each ran with. ``--keep`` keeps what was scored.
+A row becomes a job from its stated settings alone; one that cannot be said in zeroplan's words is counted by its reason.
 
 ``peak`` is the larger of ``torch.cuda.max_memory_allocated()`` while the Trainer is made and while it trains, ``held`` the larger
 ``torch.cuda.memory_allocated()`` at the ends of the two (transformers' TrainerMemoryTracker; scripts/benchmarks/benchmark.py). On
@@ -15,8 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter, defaultdict
+from math import sqrt
 from pathlib import Path
-from statistics import median
+from statistics import NormalDist, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zeroplan import job
@@ -36,6 +37,14 @@ if TYPE_CHECKING:
 
 #: The lists of rows that are read.
 LISTS = ("fms", "fms_older_revisions")
+KEPT = Path(__file__).parents[1] / "golden" / "hf_runs.jsonl"
+#: What is kept of a row and of the releases that it ran with.
+FIELDS = (
+    "id", "group", "model", "base_model", "method", "gpus", "micro_batch", "seq_len", "grad_accum", "optimizer_steps",
+    "tokens_per_device_and_optimizer_step", "padding_free", "autocast", "framework", "fused", "lora", "kbit_prepare",
+    "peak_allocated_bytes", "end_allocated_bytes",
+)  # fmt: skip
+RELEASES = ("transformers", "peft", "bitsandbytes")
 #: Of huggingface.co/ibm/PowerLM-3b, config.json.
 POWERLM = ModelSpec(
     family="granite", hidden_size=2304, intermediate_size=9216, num_hidden_layers=40, num_attention_heads=36,
@@ -51,8 +60,17 @@ MODELS: dict[str, str | ModelSpec] = {
 }
 #: The newest release that plugins/framework/pyproject.toml of these revisions allowed, which state none beside their rows.
 UNSTATED = {"a100_80gb@00febdc": "4.39.3", "a100_80gb@8103238": "4.39.3", "a100_80gb@f1895b7": "4.39.3"}
+#: A revision that states no releases, and a file of the same commit that does.
+SAME_COMMIT = {"orca_pf@4224c66": "orca_mp"}
 #: Where the card of a checkpoint says another group size than 128 of its main branch (huggingface.co/NAME): -1 is none.
 GROUPS = {"TheBloke/Mixtral-8x7B-Instruct-v0.1-GPTQ": -1}
+#: Tokens of a sequence of microsoft/orca-math-word-problems-200k on average, as rows without padding state them: of its first 8,000
+#: problems, and of its first 2,000.
+MEANS = {"": 289.2, "orca_pf@4224c66": 273.5}
+#: Spread of the logarithm of their lengths: the longer of two has 368.4 tokens on average, as rows of two padded sequences state.
+SPREAD = sqrt(2) * NormalDist().inv_cdf(368.4 / 2 / 289.2)
+#: Where the trainer cuts sequences.
+CUT = 4096
 METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA", "gptq-lora": "GPTQ"}
 
 Row = dict[str, Any]
@@ -78,12 +96,24 @@ class Run(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A run and how far the estimate is off, as shares of what was measured."""
+    """A run, what the estimate says of it [bytes], and the peak's moment."""
 
     run: Run
-    answer: Estimate
-    peak: float
-    held: float
+    found_peak: int
+    found_held: int
+    reserved: int
+    """What the allocator is expected to reserve: a card with room for it is said to fit the job."""
+    moment: str
+
+    @property
+    def peak(self) -> float:
+        """How far the estimate is off, as a share of what was measured."""
+        return self.found_peak / int(self.run.row["peak_allocated_bytes"]) - 1
+
+    @property
+    def held(self) -> float:
+        """The same of what is held."""
+        return self.found_held / int(self.run.row["end_allocated_bytes"]) - 1
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------------
@@ -93,7 +123,42 @@ def runs_of(path: Path) -> list[Run]:
     """Read the rows that have counted bytes."""
     found = json.loads(path.read_text(encoding="utf-8"))
     rows = (row for name in LISTS for row in found.get(name, ()))
-    return [Run(row, found["groups"][row["group"]].get("versions", {})) for row in rows if row.get("peak_allocated_bytes")]
+    groups = {name: group.get("versions", {}) for name, group in found["groups"].items()}
+    named = ((row, SAME_COMMIT.get(row["group"], row["group"])) for row in rows if row.get("peak_allocated_bytes"))
+    return [Run(row, groups.get(name, {})) for row, name in named]
+
+
+def kept() -> tuple[list[Scored], Counter[str]]:
+    """The runs that are kept in the repository with what was found, and the others by reason."""
+    held, refused = list[Scored](), Counter[str]()
+    for line in map(json.loads, KEPT.read_text(encoding="utf-8").splitlines()):
+        run = Run(line["row"], line["versions"])
+        if "refused" in line:
+            refused[line["refused"]] += 1
+        else:
+            held.append(Scored(run, line["peak"], line["held"], line["reserved"], line["moment"]))
+    return held, refused
+
+
+def kept_runs() -> list[Run]:
+    """The same runs, not scored."""
+    lines = map(json.loads, KEPT.read_text(encoding="utf-8").splitlines())
+    return [Run(line["row"], line["versions"]) for line in lines]
+
+
+def keep(runs: Sequence[Run]) -> None:
+    """Keep runs with what is found."""
+    KEPT.write_text("".join(f"{json.dumps(_line_of(run), ensure_ascii=False)}\n" for run in runs), encoding="utf-8")
+
+
+def _line_of(run: Run) -> dict[str, Any]:
+    row = {name: run.row[name] for name in FIELDS if run.row.get(name) is not None}
+    said = {"row": row, "versions": {name: run.versions[name] for name in RELEASES if name in run.versions}}
+    try:
+        one = scored(run)
+    except (RefusedError, SpecError) as reason:
+        return {**said, "refused": str(reason)}
+    return {**said, "peak": one.found_peak, "held": one.found_held, "reserved": one.reserved, "moment": one.moment}
 
 
 # --- a row as a job ---------------------------------------------------------------------------------------------------------
@@ -104,13 +169,28 @@ def job_of(run: Run) -> JobSpec:
     row = run.row
     if row["group"] == "granite@ff14d4f" and row["gpus"] > 1 and row["method"] == "full":
         raise RefusedError("two GPUs with the peak of one, which the next revision halves")
-    if row.get("seq_len") is None:
-        raise RefusedError("batches of sequences of unknown lengths")
     return job(
-        model=_model(row["base_model"]), gpu="a100-sxm-80gb", gpus=row["gpus"], **_engine(run), **_adapters(run),
-        micro_batch=row["micro_batch"], grad_accum=row["grad_accum"], seq_len=row["seq_len"], recompute="full", attention="flash",
-        transformers=_release(run), **_kernels(row),
+        model=_model(row["base_model"]), gpu="a100-sxm-80gb", gpus=row["gpus"], **_engine(run), **_adapters(run), **_batch(row),
+        grad_accum=row["grad_accum"], recompute="full", attention="flash", transformers=_release(run), **_kernels(row),
     )  # fmt: skip
+
+
+def _batch(row: Row) -> dict[str, Any]:
+    """The batch; where lengths vary, lognormal ones with the stated means, of which rank 0 meets its part.
+
+    A multipack sampler fills micro-batches up to their mean (plugins/attention-and-distributed-packing,
+    MultipackDistributedBatchSampler).
+    """
+    micro_batch = row["micro_batch"]
+    if row.get("seq_len") is not None:
+        return {"micro_batch": micro_batch, "seq_len": row["seq_len"]}
+    joined = row["tokens_per_device_and_optimizer_step"] / row["grad_accum"]
+    if "multipack" in row["framework"]:
+        return {"micro_batch": 1, "seq_len": round(joined)}
+    padding_free = bool(row.get("padding_free"))
+    mean = joined / micro_batch if padding_free else MEANS.get(row["group"], MEANS[""])
+    lengths = f"lognormal({mean:.1f},{SPREAD:.3f},{row['optimizer_steps'] * row['grad_accum'] * micro_batch})"
+    return {"micro_batch": micro_batch, "seq_len": CUT, "lengths": lengths, "padding_free": padding_free}
 
 
 def _model(name: str) -> str | ModelSpec:
@@ -146,7 +226,8 @@ def _engine(run: Run) -> dict[str, Any]:
     if row["gpus"] == 1:
         return {"engine": "ddp", "stage": 0, "precision": precision}
     options = Fsdp1Options(checkpoints_units=True, ignores_adapters=_apart(row))
-    return {"engine": "fsdp1", "precision": precision, "fsdp1": options}
+    synced = row["grad_accum"] == 1  # accelerate reduces after the last micro-batch only
+    return {"engine": "fsdp1", "precision": precision, "fsdp1": options, "sync_every_micro_batch": synced}
 
 
 def _apart(row: Row) -> bool:
@@ -186,9 +267,9 @@ def _upcast(row: Row) -> str:
 
 def scored(run: Run) -> Scored:
     """Hold the estimate against a row."""
-    answer, row = estimate(job_of(run)), run.row
-    peak, held = (n_bytes - _uncounted(run, answer) for n_bytes in (int(answer.peak_bytes), _held(run, answer)))
-    return Scored(run, answer, peak / row["peak_allocated_bytes"] - 1, held / row["end_allocated_bytes"] - 1)
+    answer = estimate(job_of(run))
+    counted = (int(answer.peak_bytes), _held(run, answer), int(answer.reserved.expected_bytes))
+    return Scored(run, *(n_bytes - _uncounted(run, answer) for n_bytes in counted), answer.peak.name)
 
 
 def _uncounted(run: Run, answer: Estimate) -> int:
@@ -221,7 +302,23 @@ def groups(one: Run) -> tuple[str, ...]:
     row = one.row
     where = "1 GPU" if row["gpus"] == 1 else "several"
     method, model = METHODS[row["method"]], row["base_model"].rpartition("/")[2]
-    return (f"{method}, {one.kernels}, {where}", f"{method}", f"{one.kernels}", where, model, "all")
+    if row.get("seq_len") is None:
+        return f"lengths vary, {method}, {where}", "lengths vary", "all"
+    return f"{method}, {one.kernels}, {where}", f"{method}", f"{one.kernels}", where, model, "lengths known", "all"
+
+
+def method_of(run: Run) -> str:
+    """What is trained and with which kernels, as a row of the page calls it."""
+    method = {"full": "full weights"}.get(run.row["method"], METHODS[run.row["method"]])
+    kernels = {"plain": "", "fused": ", fused kernels"}.get(run.kernels, f", {run.kernels}")
+    return method + kernels
+
+
+def name_of(run: Run) -> str:
+    """The row: its line in the source's file, model and batch."""
+    row = run.row
+    model, length = row["base_model"].rpartition("/")[2], f"{row['seq_len']:,}" if row.get("seq_len") else "differing"
+    return f"{row['id'].removeprefix('fms:')}, {model}, {method_of(run)}, {row['gpus']} GPUs, {row['micro_batch']} x {length}"
 
 
 class Figures(NamedTuple):
@@ -260,11 +357,14 @@ def _figures(errors: Sequence[float]) -> tuple[float, ...]:
 def main() -> None:
     """Print the table, the reasons of what was refused, and, if asked, every row."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--from", dest="file", type=Path, required=True, help="published runs, JSON")
+    parser.add_argument("--from", dest="file", type=Path, help="published runs, JSON; without it those kept")
+    parser.add_argument("--keep", action="store_true", help="keep them with what is found")
     parser.add_argument("--every", action="store_true", help="print every row, the lowest first")
     asked = parser.parse_args()
-    runs = runs_of(asked.file)
-    held, refused = score(runs)
+    runs = kept_runs() if asked.file is None else runs_of(asked.file)
+    if asked.keep:
+        keep(runs)
+    held, refused = kept() if asked.keep else score(runs)
     print(f"{'':46}{'':>6}{'':>6}{'peak:':>9}{'of':>9}{'90 in':>9}{'':>9}{'held:':>9}{'of':>9}{'90 in':>9}")
     print(f"{'group':46}{'rows':>6}{'jobs':>6}" + 2 * f"{'median':>9}{'abs.':>9}{'100':>9}{'worst':>9}")
     for one in summary(runs, held):
@@ -278,10 +378,10 @@ def main() -> None:
 def _line(one: Scored) -> str:
     row = one.run.row
     off, held = one.peak * row["peak_allocated_bytes"], one.held * row["end_allocated_bytes"]
-    what = f"{METHODS[row['method']]}, {one.run.kernels}, {row['gpus']} GPUs, {row['micro_batch']} x {row['seq_len']}"
+    what = f"{METHODS[row['method']]}, {one.run.kernels}, {row['gpus']} GPUs, {row['micro_batch']} x {row.get('seq_len', '?')}"
     return (
         f"{one.peak:+7.2%} {off / MIB:+8.0f} MiB  held {one.held:+7.2%} {held / MIB:+7.0f} MiB  {what}, "
-        f"{row['base_model']}, {one.run.versions.get('transformers', '?')}, {row['framework']}, {row['id']}: {one.answer.peak.name}"
+        f"{row['base_model']}, {one.run.versions.get('transformers', '?')}, {row['framework']}, {row['id']}: {one.moment}"
     )
 
 

@@ -101,6 +101,8 @@ class Scored(NamedTuple):
     answer: Estimate
     peak: float
     held: float
+    reserved: int
+    """What the allocator is expected to reserve. [bytes]"""
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------------
@@ -305,7 +307,8 @@ def scored(run: Run) -> Scored:
     answer = estimate(job, pipeline_rank=job.mesh.pp - 1) if job.mesh.pp > 1 else estimate(job)
     more = _cublas(run)
     held = next(moment.total_bytes for moment in answer.moments if moment.phase is Phase.STEP)
-    return Scored(run, answer, (answer.peak_bytes + more) / run.peak - 1, (held + more) / run.held - 1)
+    reserved = int(answer.reserved.expected_bytes) + more
+    return Scored(run, answer, (answer.peak_bytes + more) / run.peak - 1, (held + more) / run.held - 1, reserved)
 
 
 def _with_ranks(run: Run, dp: int) -> Scored | None:

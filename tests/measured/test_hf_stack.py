@@ -8,11 +8,12 @@ The rows are of fms-acceleration (github.com/foundation-model-stack/fms-accelera
 from __future__ import annotations
 
 import json
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.measured.hf_stack import RefusedError, Run, job_of, runs_of, score, scored, summary
+from tests.measured.hf_stack import RefusedError, Run, job_of, kept, kept_runs, runs_of, score, scored, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,18 +142,34 @@ def test_another_release_is_not_what_was_counted(row: str, versions: dict[str, s
 
 def test_what_cannot_be_said_is_counted_by_its_reason(tmp_path: Path) -> None:
     known = ROWS["GPTQ"]
-    rows = [
-        known.row | {"group": "new"},
-        known.row | {"seq_len": None, "group": "new"},
-        known.row | {"peak_allocated_bytes": None},
-    ]
+    unknown = {"base_model": "bigcode/gpt_bigcode-santacoder", "group": "new"}
+    rows = [known.row | {"group": "new"}, known.row | unknown, known.row | {"peak_allocated_bytes": None}]
     file = tmp_path / "runs.json"
     file.write_text(json.dumps({"groups": {"new": {"versions": NEW}}, "fms": rows}))
     runs = runs_of(file)
     held, refused = score(runs)
-    assert (len(runs), len(held), dict(refused)) == (2, 1, {"batches of sequences of unknown lengths": 1})
+    assert (len(runs), len(held), dict(refused)) == (2, 1, {"model bigcode/gpt_bigcode-santacoder": 1})
     found = {one.group: (one.rows, one.said) for one in summary(runs, held)}
     assert found["GPTQ, plain, 1 GPU"] == (2, 1)
+
+
+@pytest.mark.parametrize("part", range(64))
+def test_what_is_kept_is_what_is_found(part: int) -> None:
+    """``python -m tests.measured.hf_stack --keep`` writes it anew."""
+    runs = kept_runs()[part::64]
+    before = {one.run.row["id"]: (one.found_peak, one.found_held) for one in kept()[0]}
+    found, _ = score(runs)
+    assert {one.run.row["id"]: (one.found_peak, one.found_held) for one in found} == {
+        run.row["id"]: before[run.row["id"]] for run in runs if run.row["id"] in before
+    }
+
+
+def test_nine_in_ten_rows_can_be_said_and_are_within_three_percent_where_every_setting_is_known() -> None:
+    held, refused = kept()
+    assert len(held) > 0.9 * (len(held) + sum(refused.values()))
+    known = [abs(one.peak) for one in held if one.run.row.get("seq_len")]
+    assert median(known) < 0.005
+    assert sum(error < 0.03 for error in known) > 0.95 * len(known)
 
 
 def test_a_model_without_formulas_is_refused() -> None:

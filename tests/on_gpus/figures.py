@@ -1,12 +1,7 @@
-"""Figures of GPUs that others published, each beside what zeroplan says: one form for every source. Needs no torch.
-
-A source is scored here from rows that are kept, or read from a file in ``tests/on_gpus/scored`` that :func:`write` made: it
-holds what a scorer found whose rows are not kept.
-"""
+"""Figures of GPUs that others published, each beside what zeroplan says: one form for every source. Needs no torch."""
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections import Counter
 from functools import cache
@@ -15,14 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.dryrun.survey import PUBLISHED as PUBLISHED_SCRIPTS
 from tests.dryrun.survey import PUBLISHED_KEPT, kept, programs
-from tests.measured import megatron_b200, megatron_golden
+from tests.measured import hf_stack, megatron_b200, megatron_golden
 from zeroplan.units import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 FOLDER = Path(__file__).parent
-PUBLISHED, CAUSES, SCORED = FOLDER / "published.toml", FOLDER / "causes.toml", FOLDER / "scored"
+PUBLISHED, CAUSES = FOLDER / "published.toml", FOLDER / "causes.toml"
 #: How zeroplan found its figure: from the settings alone, or by the source's own program, run without a GPU.
 ESTIMATE, SIMULATED, DRY_RUN = "estimate", "simulated", "dry run"
 #: Figures further off than this need a cause.
@@ -72,12 +67,17 @@ class Source(NamedTuple):
     figures: tuple[Figure, ...]
     refused: Counter[str]
     """Rows by the reason why they cannot be expressed."""
+    held: Mapping[str, Sequence[float]] = {}
+    """Errors of what is held between steps by kind of run, as shares; negative where zeroplan's figure is too low."""
+    room: Sequence[float] = ()
+    """How far what the allocator is expected to reserve lies above the measured peak, as shares. A card with just that room is said
+    to fit the job: below 0 this is wrong."""
 
 
 @cache
 def sources() -> tuple[Source, ...]:
     """Every source that is scored here, in the order of the page."""
-    return _megatron(), _b200(), *_scored(SCORED), _reports()
+    return _megatron(), _b200(), *_hf_stack(), _reports()
 
 
 def _megatron() -> Source:
@@ -89,7 +89,13 @@ def _megatron() -> Source:
         for one in held
     )  # fmt: skip
     where = "NVIDIA/Megatron-LM d98e8a64, tests/functional_tests/test_cases"
-    return Source(name, where, "peak allocated, last rank", tuple(figures), refused)
+    segments = {
+        f"{words} expandable segments": [one.held for one in held if bool(one.run.features.get("expandable")) is with_them]
+        for words, with_them in (("with", True), ("without", False))
+    }
+    kept_bytes = {"all": [one.held for one in held], **segments}
+    room = [one.reserved / one.run.peak - 1 for one in held]
+    return Source(name, where, "peak allocated, last rank", tuple(figures), refused, kept_bytes, room)
 
 
 def _b200() -> Source:
@@ -101,6 +107,25 @@ def _b200() -> Source:
     )  # fmt: skip
     where = "MooreThreads/SimuMax 4dcaae51, docs/b200/b200_release_v1.2_summary.md"
     return Source(name, where, "peak allocated, fullest rank", tuple(figures), Counter())
+
+
+def _hf_stack() -> Iterator[Source]:
+    """Runs whose every setting is known, and those of which only mean lengths are stated."""
+    held, refused = hf_stack.kept()
+    where = "foundation-model-stack/fms-acceleration 876e2ed and earlier revisions, scripts/benchmarks/refs*"
+    for name, drawn in ((_FMS, False), (f"{_FMS}, lengths unknown", True)):
+        ones = [one for one in held if (one.run.row.get("seq_len") is None) is drawn]
+        figures = (
+            Figure(name, "one GPU" if one.run.row["gpus"] == 1 else "fsdp1", hf_stack.method_of(one.run), "A100 80GB",
+                   hf_stack.name_of(one.run), one.run.row["peak_allocated_bytes"], one.found_peak)
+            for one in ones
+        )  # fmt: skip
+        why_not = Counter[str]() if drawn else refused
+        room = [one.reserved / one.run.row["peak_allocated_bytes"] - 1 for one in ones]
+        yield Source(name, where, "peak allocated, rank 0", tuple(figures), why_not, {"all": [one.held for one in ones]}, room)
+
+
+_FMS = "fms-acceleration's benchmarks"
 
 
 def _reports() -> Source:
@@ -129,26 +154,6 @@ def _scripts(source: str) -> Iterator[Figure]:
             shown = program.figure.printed(found[program.name]["found"])
             figures = _number(program.figure.measured), _number(shown)
             yield Figure(source, "its own", "its own", "not stated", program.name, *figures, DRY_RUN, program.why)
-
-
-# --- figures whose rows are not kept ----------------------------------------------------------------------------------------
-
-
-def write(source: Source, folder: Path = SCORED) -> Path:
-    """Keep what a scorer found: a line for the source, and one for each figure."""
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{source.name.lower().replace(' ', '-')}.jsonl"
-    head = {"name": source.name, "where": source.where, "counter": source.counter, "refused": dict(source.refused)}
-    lines = [head, *(one._asdict() for one in source.figures)]
-    path.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines), encoding="utf-8")
-    return path
-
-
-def _scored(folder: Path) -> Iterator[Source]:
-    for path in sorted(folder.glob("*.jsonl")):
-        head, *rest = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        refused = Counter[str](head.pop("refused"))
-        yield Source(**head, figures=tuple(Figure(**line) for line in rest), refused=refused)
 
 
 # --- causes -----------------------------------------------------------------------------------------------------------------

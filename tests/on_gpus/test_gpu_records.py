@@ -14,8 +14,7 @@ import pytest
 from tests.measured_twins import twin
 from tests.on_gpus import calibrate, gpu_check, gpu_page, gpu_records
 from tests.on_gpus import figures as figures_module
-from tests.on_gpus.figures import FAR, Figure, Source, cause_of, sources, write
-from tests.on_gpus.figures import _scored as read
+from tests.on_gpus.figures import FAR, Figure, Source, cause_of, sources
 from zeroplan import estimate
 from zeroplan.engines.device_figures import figures
 from zeroplan.measurement import AllocatorMeasured, AttentionMeasured, BlocksMeasured, CardMeasured, Environment, Measurement
@@ -158,12 +157,6 @@ def test_every_known_cause_explains_a_row():
     far = [one for source in sources() for one in source.figures if abs(one.error) > FAR]
     for cause in figures_module.causes():
         assert any(cause_of(one, [cause]) == cause["cause"] for one in far), cause["names"]
-
-
-def test_a_scorer_without_kept_rows_leaves_a_file(tmp_path: Path):
-    source = Source("A stack", "somewhere", "peak", (figure(100, 99),), Counter({"no length": 2}))
-    write(source, tmp_path)
-    assert list(read(tmp_path)) == [source]
 
 
 # What is taken

@@ -147,6 +147,7 @@ def _refuse(request: Request, question: Question) -> None:
             request.deepspeed_config is not None,
             "the file already fixes what a plan would search; use `zeroplan estimate`",
         ),
+        ("--lengths", request.lengths is not None, "it needs one micro-batch; use --seq-len, or `zeroplan estimate`"),
         ("--min-gpus", question.min_gpus and request.gpus is not None, "it searches --gpus; leave one of them out"),
         ("--max-seq", question.max_seq and request.seq_len is not None, "it searches --seq-len; leave one of them out"),
         (

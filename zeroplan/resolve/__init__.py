@@ -103,21 +103,23 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     stage = _default_stage(request.engine, gpus) if request.stage is None else request.stage
     seq_len, seq_note = _seq_len(request, model)
     cluster = cluster_of(request, extra)
+    batch, lengths_note = _batch(request, seq_len)
     complete = JobSpec(
         model=model,
         cluster=cluster,
         recipe=_on_nodes(_recipe(request, stage), cluster, chosen),
         mesh=mesh_of(request, gpus),
-        batch=BatchSpec(micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1),
+        batch=batch,
     )
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
     notes = (
         *model_notes,
         seq_note,
+        lengths_note,
         *read.notes,
         *program_notes,
         *config_notes,
-        beyond_positions(complete),
+        "" if request.padding_free else beyond_positions(complete),
         *_ignored_options(complete.recipe),
     )
     return Resolved(complete, tuple(note for note in notes if note))
@@ -376,6 +378,25 @@ def _seq_len(request: Request, model: ModelSpec) -> tuple[int, str]:
         return request.seq_len, ""
     chosen = min(_DEFAULT_SEQ_LEN, model.max_position_embeddings)
     return chosen, f"sequence length not given: {chosen:,} tokens taken"
+
+
+def _batch(request: Request, seq_len: int) -> tuple[BatchSpec, str]:
+    """Return the batch, of several lengths the longest micro-batch, and a note on it."""
+    micro_batch, steps = request.micro_batch or 1, request.grad_accum or 1
+    if request.lengths is None:
+        if request.padding_free:
+            raise SpecError("--padding-free needs --lengths: sequences of one length have no padding")
+        return BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps), ""
+    if request.padding_free and request.attention != "flash":
+        raise SpecError("--padding-free needs --attention flash: no other kernel keeps joined sequences apart without a mask")
+    from zeroplan.resolve.lengths import CAREFUL, Lognormal, lengths_of, longest_of, note_of  # noqa: PLC0415  only this flag pays for it
+
+    joined = bool(request.padding_free)
+    lengths = lengths_of(request.lengths)
+    longest = longest_of(lengths, cut=seq_len, micro_batch=micro_batch, padding_free=joined)
+    taken = longest.within(CAREFUL)
+    batch = BatchSpec(micro_batch_size=longest.sequences, seq_len=taken, grad_accum_steps=steps)
+    return batch, note_of(longest, taken, drawn=isinstance(lengths, Lognormal))
 
 
 def beyond_positions(complete: JobSpec) -> str:

@@ -256,6 +256,13 @@ class Request(Spec):
         "Tokens per sequence. (default: 4096, or the model's longest)", BATCH, "TOKENS", "batch.seq_len",
         control=Control("Tokens per sequence", OF_BATCH, "4096", kind="number", least=128, most=1_048_576),
     )})
+    lengths: str | None = field(default=None, metadata={"option": Option(
+        "Sequences differ in length: a file with one length per line, or lognormal(MEAN,SPREAD,SEQUENCES) in tokens, SPREAD of the "
+        "logarithm. The longest micro-batch of a run is estimated; --seq-len is where sequences are cut.", BATCH, "FILE",
+    )})
+    padding_free: bool | None = field(default=None, metadata={"option": Option(
+        "With --lengths: sequences of a micro-batch are joined instead of padded to the longest (attention flash).", SWITCHES,
+    )})
     micro_batch: Count | None = field(default=None, metadata={"option": Option(
         "Sequences in one forward pass of a data-parallel rank: a GPU, or those that split a model or a sequence. (default: 1)",
         BATCH, "N", "batch.micro_batch_size", searched=True,

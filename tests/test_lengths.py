@@ -1,0 +1,74 @@
+"""Sequences of several lengths: the job is that of a run's longest micro-batch."""
+
+from pathlib import Path
+
+import pytest
+
+from zeroplan import job
+from zeroplan.errors import SpecError
+from zeroplan.resolve import Request, resolve
+from zeroplan.resolve.lengths import Lognormal, lengths_of, longest_of
+
+MODEL = {"model": "llama-3.2-1b", "seq_len": 2048}
+
+
+def _file(folder: Path, *lengths: int) -> str:
+    path = folder / "lengths.txt"
+    path.write_text("".join(f"{length}\n" for length in lengths))
+    return str(path)
+
+
+def test_padding_makes_a_micro_batch_as_long_as_the_longest_sequence(tmp_path: Path) -> None:
+    batch = job(**MODEL, micro_batch=2, lengths=_file(tmp_path, 10, 700, 30, 20)).batch
+    assert (batch.micro_batch_size, batch.seq_len) == (2, 700)
+
+
+def test_sequences_are_cut_at_seq_len(tmp_path: Path) -> None:
+    assert job(**MODEL, micro_batch=2, lengths=_file(tmp_path, 10, 9_000)).batch.seq_len == 2048
+
+
+def test_without_padding_sequences_are_joined_and_the_order_decides(tmp_path: Path) -> None:
+    lengths = lengths_of(_file(tmp_path, 1000, 800, *[100] * 98))
+    found = longest_of(lengths, cut=2048, micro_batch=2, padding_free=True)
+    assert (found.micro_batches, found.sequences, found.within(50)) == (50, 1, 1100)
+    assert max(found.found) in (1100, 1800)  # both long ones meet in one order of 99
+    batch = job(**MODEL, micro_batch=2, lengths=_file(tmp_path, 500, 500), padding_free=True, attention="flash").batch
+    assert (batch.micro_batch_size, batch.seq_len) == (1, 1000)
+
+
+def test_a_last_micro_batch_that_is_not_full_counts(tmp_path: Path) -> None:
+    found = longest_of(lengths_of(_file(tmp_path, 5, 5, 5)), cut=100, micro_batch=2, padding_free=True)
+    assert (found.micro_batches, set(found.found)) == (2, {10})
+
+
+def test_lognormal_lengths_have_the_mean_and_grow_longer_with_their_number() -> None:
+    few, many = (
+        longest_of(Lognormal(290, 0.5, count), cut=10**6, micro_batch=1, padding_free=False).within(50)
+        for count in (100, 10_000)
+    )
+    assert 290 < few < many
+    alone = longest_of(Lognormal(290, 0.5, 4000), cut=10**6, micro_batch=4000, padding_free=True)
+    assert abs(alone.within(50) / 4000 - 290) < 3
+
+
+def test_the_same_lengths_give_the_same_job_and_a_note() -> None:
+    asked = Request(**MODEL, micro_batch=4, lengths="lognormal(290, 0.5, 8000)")
+    first, second = resolve(asked), resolve(asked)
+    assert first == second
+    assert any("the longest of 2,000 micro-batches is taken" in note for note in first.notes)
+
+
+@pytest.mark.parametrize(("said", "why"), [
+    ({"lengths": "no-such-file"}, "neither a file with one length per line"),
+    ({"lengths": "lognormal(290,0.5,0)"}, "SEQUENCES 1 to"), ({"lengths": "lognormal(290,50,8)"}, "SPREAD 0 to 5"),
+    ({"padding_free": True}, "needs --lengths"),
+    ({"lengths": "lognormal(290,0.5,8)", "padding_free": True}, "needs --attention flash"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_refused(said: dict[str, object], why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        job(**MODEL, **said)
+
+
+def test_a_length_below_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="lengths of 1 token or more"):
+        job(**MODEL, lengths=_file(tmp_path, 4, 0))
