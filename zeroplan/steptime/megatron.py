@@ -45,7 +45,7 @@ from zeroplan.steptime.parts import Does, Part, StepTime
 from zeroplan.steptime.pipeline import BUBBLE, Bubble
 from zeroplan.steptime.pointwise import Kernels, Split, Traffic
 from zeroplan.steptime.products import Product, of_block, of_head
-from zeroplan.steptime.work import Ranks, Work, core_of
+from zeroplan.steptime.work import Ranks, Work, core_of, multiplying
 from zeroplan.transformer.flops import attention_widths, block_matrices
 from zeroplan.transformer.megatron import is_gated
 from zeroplan.transformer.params import layout
@@ -138,15 +138,15 @@ def _work(rank: Rank, case: _Case, kernels: Kernels, one: BatchSpec) -> Work:
     counts = counts_of(rank.at, rank.layers, model, mesh)
     etp = recipe.megatron.expert_tensor_parallel_size
     for run, layers in zip(layout(model).runs, counts, strict=True):
-        products += of_block(run.parameters, layers, tp=tp, ep=ep, etp=etp, at_once=True, gated=gated)
-        each = pointwise.of_block(model, kernels, split, experts=run.kind == "moe", gated=gated)
-        moved = moved.and_of(Traffic(*(layers * part for part in each)))
+        linear = of_block(run.parameters, layers, tp=tp, ep=ep, etp=etp, at_once=True, gated=gated)
+        each = pointwise.of_block(model, kernels, split, experts=run.kind == "moe", gated=gated).and_of(multiplying(linear))
+        products, moved = products + linear, moved.and_of(Traffic(*(layers * part for part in each)))
     fused = kernels if recipe.megatron.cross_entropy_fusion_impl is None else "fused"
     ends = pointwise.of_ends(model, fused if fused == "fused" and kernels == "fused" else "eager", split)
     head = of_head(float(padded_vocabulary(model, recipe, mesh)), model.hidden_size, tp=tp) if rank.has_head else ()
     return Work(
         tokens, products, head, core_of(model, recipe, one, Ranks(tp, cp), rank.layers), moved,
-        ends if rank.has_head else Traffic(),
+        ends.and_of(multiplying(head)) if rank.has_head else Traffic(), layers=rank.layers,
     )  # fmt: skip
 
 
