@@ -238,3 +238,28 @@ def test_selective_checkpoints_launch_through_python_and_a_compiled_step_launche
     compiled = timed(job(**said, recompute="none"), running=Running("compiled"))
     name = "launching kernels"
     assert part(compiled, name) < 0.6 * part(plain, name) < 0.5 * part(selective, name)
+
+
+def test_the_network_is_the_users():
+    """Eight GPUs behind four cards of 200 Gbit/s: 12.5 GB/s each; cards alone are shared at their own rate."""
+    usual, told, fewer = (
+        links(ClusterSpec(gpu=gpu("h100"), **said))
+        for said in ({}, {"network_gbit_per_s": 200, "nics_per_node": 4}, {"nics_per_node": 2})
+    )
+    assert usual is not None
+    assert told is not None
+    assert fewer is not None
+    assert (usual.network_bytes_per_s, told.network_bytes_per_s, fewer.network_bytes_per_s) == (50e9, 12.5e9, 12.5e9)
+    assert timed(job(**SAID, network=100)).seconds > timed(job(**SAID)).seconds
+
+
+def test_collectives_take_sms_from_the_kernels_beside_them():
+    """16 of an H100's 132: a step that its collectives bound takes as long as they do; others lose 16/132 of what they hide."""
+    long, short = (timed(job(**SAID | {"seq_len": tokens, "gpus": 64}), mfu=0.5) for tokens in (16384, 256))
+    for found in (long, short):
+        hidden = sum(float(one.hidden_s) for one in found.parts if one.name.startswith(("waiting", "collectives")))
+        assert part(found, "computing slowed") == pytest.approx(16 / 132 * hidden)
+    sent = sum(float(one.seconds + one.hidden_s) for one in short.parts if one.name.startswith("waiting"))
+    assert part(short, "forward") + part(short, "backward") < sent
+    assert float(short.seconds) - part(short, "optimizer") - part(short, "collectives around") == pytest.approx(sent, rel=0.02)
+    assert part(timed(job(**SAID | {"gpu": "l40s"})), "computing slowed") == 0.0
