@@ -627,14 +627,20 @@ def cluster(draw: Random) -> ClusterSpec:
     """No GPU, or one of the catalogue's, or one that nobody makes."""
     many = draw.choice((None, 4, 8))
     if draw.randint(0, 3) < 3:
-        return ClusterSpec(gpus_per_node=many)
+        return ClusterSpec(
+            gpus_per_node=many, network_gbit_per_s=draw.choice((None, 100, 400)), nics_per_node=draw.choice((None, 1, 8))
+        )
     card = gpu(draw.choice(gpu_names()))
     rates = [draw.uniform(0.001, 1) for _ in range(4)]
     shares = SharesSpec(
         matrices=rates[0], attention=rates[1], bandwidth=rates[2], stepping=rates[3], source=draw.choice(("a run", "another"))
     )
     return ClusterSpec(
-        gpu=_mostly(draw, card, _of_another_size(draw, card)), gpus_per_node=many, shares=_mostly(draw, None, shares)
+        gpu=_mostly(draw, card, _of_another_size(draw, card)),
+        gpus_per_node=many,
+        shares=_mostly(draw, None, shares),
+        network_gbit_per_s=draw.choice((None, 200)),
+        nics_per_node=draw.choice((None, 4)),
     )
 
 

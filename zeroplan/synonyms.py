@@ -12,6 +12,8 @@ _ELSEWHERE = {
     "gpus": "num_gpus n_gpus ngpus gpu_count num_processes nproc_per_node world_size dp dp_shard data_parallel data_parallel_size",
     "gpu": "gpu_memory gpu_mem vram memory gpu_type gpu_name device hardware accelerator",
     "gpus_per_node": "num_gpus_per_node n_gpus_per_node local_world_size",
+    "network": "bandwidth internode_bandwidth inter_node_bandwidth interconnect",
+    "nics_per_node": "nics num_nics hcas",
     "replicas": "dp_replicate hybrid_shard data_parallel_replicate_degree",
     "tensor_parallel": "tp tp_size tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree",
     "context_parallel": "cp cp_size context_parallel_size context_parallel_degree",

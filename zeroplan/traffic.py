@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from zeroplan.ledger import Collective
 from zeroplan.numeric import Int
-from zeroplan.spec.hardware import ClusterSpec
+from zeroplan.spec.hardware import ClusterSpec, GpuSpec, network_bytes_per_s
 
 
 class Traffic(NamedTuple):
@@ -64,7 +64,13 @@ def wire_time(sent_bytes: int, cluster: ClusterSpec, *, gpus: int) -> WireTime |
     per_node, inside = cluster.gpus_per_node or gpu.gpus_per_node, gpu.node_link_bytes_per_s.value
     if gpus <= per_node:
         return WireTime(sent_bytes / inside, gpu.node_link)
-    if gpu.network_link_bytes_per_s is None:
+    network = network_bytes_per_s(cluster)
+    if network is None:
         return None
-    across = per_node * gpu.network_link_bytes_per_s.value
-    return WireTime(sent_bytes / min(across, inside), gpu.network_link if across < inside else gpu.node_link)
+    across = per_node * network
+    return WireTime(sent_bytes / min(across, inside), _network(cluster, gpu) if across < inside else gpu.node_link)
+
+
+def _network(cluster: ClusterSpec, gpu: GpuSpec) -> str:
+    told = cluster.network_gbit_per_s
+    return gpu.network_link if told is None else f"network cards of {told} Gbit/s"

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from tests.docs.generated import records
 from tests.measured import options, peers, stored
 from tests.measured.errors import EVERY, MOST, Held, engine_of, held_in, share_of, what
 from tests.measured.figure import draw
@@ -48,6 +49,7 @@ def page(all_held: Sequence[Held]) -> str:
             *_fresh(),
             *_versions(),
             *_worst(all_held),
+            *_times(),
             *_formulas(all_held),
             *_peers(),
             *_how(),
@@ -231,6 +233,19 @@ def _worst(all_held: Sequence[Held]) -> Iterator[str]:
     yield f"## The worst {_WORST}\n"
     yield "A job gives the model with its number of layers, and the batch as accumulation x micro-batch x sequence.\n"
     yield _table(("job", "error", "predicted, GiB", "measured, GiB", "peak in", "reason"), rows, text=(0, 4, 5))
+
+
+def _times() -> Iterator[str]:
+    yield "## Step times\n"
+    yield _TIMES
+    yield records.step_times()
+
+
+_TIMES = """\
+How far is [the time of a step](model/step-time.md) from that of published runs? An error is the predicted time over the measured
+time, less one: positive where the predicted step is too slow. [How the runs were used](plan.md#how-well-it-does), and what is off.
+The *held* half was never used to build the clock.
+"""
 
 
 def _formulas(all_held: Sequence[Held]) -> Iterator[str]:

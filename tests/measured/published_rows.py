@@ -157,7 +157,8 @@ def running_of_row(row: Row, job: JobSpec) -> Running:
     kernels = (
         "compiled" if row["compile"] else "fused" if "RMS" in flash else "eager" if program(row) == "aleph" else usual.kernels
     )
-    generation = 1 if "v1" in flash or program(row) == "mpt" else 2 if "flash_attention2" in flash else usual.flash
+    torchs = job.recipe.engine != "megatron"  # before torch 2.9, whose kernel was FlashAttention 2
+    generation = 1 if "v1" in flash or program(row) == "mpt" else 2 if torchs or "flash_attention2" in flash else usual.flash
     operands = next((name for word, name in _OPERANDS.items() if word in str(row["precision"])), None)
     return Running(kernels, generation, operands, _tensor_overlap(row))
 

@@ -89,8 +89,8 @@ def test_the_best_is_what_brute_force_finds(model: str, total: int):
 
 def test_of_what_is_as_quick_as_the_quickest_the_simplest_is_taken():
     """One whose rate is a hair better, and that asks for chunks of the loss, is not."""
-    answer = plan(job(model="llama-2-13b", gpu="a100", gpus=4), Fixed())
-    found, room = answer.cloud.layouts, job(gpu="a100", model="gpt2").cluster.gpu.memory_bytes.value
+    answer = plan(job(model="llama-2-13b", gpu="h100", gpus=4), Fixed())
+    found, room = answer.cloud.layouts, job(gpu="h100", model="gpt2").cluster.gpu.memory_bytes.value
     fits = found.comfortable_bytes <= room
     quick = fits & (found.tokens_per_s > found.tokens_per_s[fits].max() * math.exp(-TIE))
     assert complexity_of(answer.best.layout.job) == found.complexity[quick].min()

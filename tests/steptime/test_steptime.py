@@ -16,7 +16,7 @@ from zeroplan.catalog.gpu import gpu
 from zeroplan.estimator import engine_module
 from zeroplan.ledger import Collective
 from zeroplan.spec.profile import model_of
-from zeroplan.steptime import StepTime, step_time
+from zeroplan.steptime import Running, StepTime, step_time
 from zeroplan.steptime.links import latency, links, neighbours, rate, seconds, strided
 
 
@@ -150,7 +150,7 @@ def test_a_rate_that_is_asked_for_is_what_computing_takes():
 
 def test_waiting_ends_where_there_is_enough_to_compute():
     """One long micro-batch hides its gathers but the first; a short one does not."""
-    long, short = (timed(job(**SAID | {"seq_len": tokens, "gpus": 64})) for tokens in (16384, 256))
+    long, short = (timed(job(**SAID | {"seq_len": tokens, "gpus": 64}), mfu=0.5) for tokens in (16384, 256))
     gathers = "waiting for all-gathers"
     assert part(long, gathers) < 0.01 * float(long.seconds)
     assert part(short, gathers) > 0.1 * float(short.seconds)
@@ -219,3 +219,47 @@ def test_a_column_is_its_jobs(engine: str, stage: int, model: str):
             assert np.broadcast_to(whole.seconds, 3)[at] == pytest.approx(float(alone.seconds), rel=1e-12, abs=1e-15), (
                 alone.name
             )
+
+
+def test_a_step_of_small_kernels_waits_for_the_cpu():
+    """512 tokens of Qwen3 0.6B under FSDP2 took 0.337 s on the card; 32,768 tokens compute longer than the CPU launches."""
+    said = {"model": "qwen3-0.6b", "gpu": "h100", "gpus": 8, "engine": "fsdp2", "recompute": "full"}
+    short, long = (timed(job(**said, seq_len=tokens)) for tokens in (512, 32768))
+    name = "launching kernels"
+    assert part(short, name) > 0.8 * float(short.seconds)
+    assert 0.25 < part(short, name) < 0.34
+    assert part(long, name) == 0.0
+    assert part(timed(job(**said | {"engine": "deepspeed", "stage": 0}, seq_len=512)), name) < 0.8 * part(short, name)
+
+
+def test_selective_checkpoints_launch_through_python_and_a_compiled_step_launches_less():
+    said = {"model": "qwen3-0.6b", "gpu": "h100", "gpus": 8, "engine": "fsdp2", "seq_len": 512}
+    plain, selective = (timed(job(**said, recompute=recompute)) for recompute in ("none", "selective"))
+    compiled = timed(job(**said, recompute="none"), running=Running("compiled"))
+    name = "launching kernels"
+    assert part(compiled, name) < 0.6 * part(plain, name) < 0.5 * part(selective, name)
+
+
+def test_the_network_is_the_users():
+    """Eight GPUs behind four cards of 200 Gbit/s: 12.5 GB/s each; cards alone are shared at their own rate."""
+    usual, told, fewer = (
+        links(ClusterSpec(gpu=gpu("h100"), **said))
+        for said in ({}, {"network_gbit_per_s": 200, "nics_per_node": 4}, {"nics_per_node": 2})
+    )
+    assert usual is not None
+    assert told is not None
+    assert fewer is not None
+    assert (usual.network_bytes_per_s, told.network_bytes_per_s, fewer.network_bytes_per_s) == (50e9, 12.5e9, 12.5e9)
+    assert timed(job(**SAID, network=100)).seconds > timed(job(**SAID)).seconds
+
+
+def test_collectives_take_sms_from_the_kernels_beside_them():
+    """16 of an H100's 132: a step that its collectives bound takes as long as they do; others lose 16/132 of what they hide."""
+    long, short = (timed(job(**SAID | {"seq_len": tokens, "gpus": 64}), mfu=0.5) for tokens in (16384, 256))
+    for found in (long, short):
+        hidden = sum(float(one.hidden_s) for one in found.parts if one.name.startswith(("waiting", "collectives")))
+        assert part(found, "computing slowed") == pytest.approx(16 / 132 * hidden)
+    sent = sum(float(one.seconds + one.hidden_s) for one in short.parts if one.name.startswith("waiting"))
+    assert part(short, "forward") + part(short, "backward") < sent
+    assert float(short.seconds) - part(short, "optimizer") - part(short, "collectives around") == pytest.approx(sent, rel=0.02)
+    assert part(timed(job(**SAID | {"gpu": "l40s"})), "computing slowed") == 0.0

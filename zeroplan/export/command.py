@@ -32,8 +32,8 @@ def estimate_command(job: JobSpec, asked: Request, *, from_run: str | None = Non
     return shlex.join(("zeroplan", "estimate", *_model(job, asked), *_cluster(job), *_recipe(job), *_batch(job)))
 
 
-_OVER_A_RUN = ("gpus", "gpu", "gpus_per_node", "replicas", "engine", "stage", "precision", "optimizer", "optimizer_impl",
-               "recompute", "keep_logits", "seq_len", "micro_batch", "grad_accum")  # fmt: skip
+_OVER_A_RUN = ("gpus", "gpu", "gpus_per_node", "network", "nics_per_node", "replicas", "engine", "stage", "precision", "optimizer",
+               "optimizer_impl", "recompute", "keep_logits", "seq_len", "micro_batch", "grad_accum")  # fmt: skip
 
 
 def _over_a_run(job: JobSpec) -> Iterator[str]:

@@ -284,9 +284,12 @@ def _parameters(params: str | float | None) -> int:
 
 
 def cluster_of(request: Request, extra: Path | None) -> ClusterSpec:
-    """Return the request's GPU, and the number of GPUs per node."""
+    """Return the request's GPU, the number of GPUs per node, and the network between nodes."""
     gpu = find_gpu(request.gpu, extra=own_folder(extra, "gpus")) if isinstance(request.gpu, str) else request.gpu
-    return ClusterSpec(gpu=gpu, gpus_per_node=request.gpus_per_node, shares=request.shares)
+    return ClusterSpec(
+        gpu=gpu, gpus_per_node=request.gpus_per_node, network_gbit_per_s=request.network, nics_per_node=request.nics_per_node,
+        shares=request.shares,
+    )  # fmt: skip
 
 
 def _on_nodes(recipe: RecipeSpec, cluster: ClusterSpec, chosen: Sequence[str]) -> RecipeSpec:

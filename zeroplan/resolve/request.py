@@ -123,6 +123,13 @@ class Request(Spec):
     gpus_per_node: Count | None = field(default=None, metadata={"option": Option(
         "GPUs that share a node. (default: the GPU's usual server)", CLUSTER, "N", "cluster.gpus_per_node",
     )})
+    network: Count | None = field(default=None, metadata={"option": Option(
+        "Gbit/s of a network card between nodes, in each direction. (default: the GPU's usual server)", CLUSTER, "N",
+        "cluster.network_gbit_per_s",
+    )})
+    nics_per_node: Count | None = field(default=None, metadata={"option": Option(
+        "Network cards of a node, which its GPUs share. (default: one per GPU)", CLUSTER, "N", "cluster.nics_per_node",
+    )})
     replicas: Degree | None = field(default=None, metadata={"option": Option(
         "Replicas of the sharded group (HSDP). (default: 1)", CLUSTER, "N", "mesh.dp_replicate", searched=True,
         control=Control("Replicas", OF_GPUS, "1", kind="number", most=512, hint="copies of the sharded group (HSDP)"),

@@ -117,12 +117,16 @@ class SharesSpec(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec(Spec):
-    """The GPU, if named, and the number of GPUs per node."""
+    """The GPU, if named, the number of GPUs per node, and the network between nodes."""
 
     gpu: GpuSpec | None = None
     """The accelerator; None to ask only for the need."""
     gpus_per_node: Count | None = None
     """GPUs per node; None for the accelerator's usual server."""
+    network_gbit_per_s: Count | None = None
+    """The rate of a network card, in each direction; None for that of the accelerator's usual server."""
+    nics_per_node: Count | None = None
+    """Network cards of a node; None for one per GPU."""
     shares: SharesSpec | None = None
     """Shares of the rates that a measured step reached; None for the fitted shares."""
 
@@ -134,3 +138,18 @@ def node_size(cluster: ClusterSpec) -> int | None:
     (None, 4)
     """
     return cluster.gpus_per_node or (None if cluster.gpu is None else cluster.gpu.gpus_per_node)
+
+
+def network_bytes_per_s(cluster: ClusterSpec) -> float | None:
+    """Return what the network cards of a node carry in one direction, per GPU; None if unknown.
+
+    >>> network_bytes_per_s(ClusterSpec())
+    """
+    gpu, per_node = cluster.gpu, node_size(cluster)
+    if gpu is None or per_node is None:
+        return None
+    usual = gpu.network_link_bytes_per_s
+    told = cluster.network_gbit_per_s
+    card = None if usual is None else float(usual.value)
+    card = card if told is None else told * 1e9 / 8
+    return None if card is None else card * (cluster.nics_per_node or per_node) / per_node

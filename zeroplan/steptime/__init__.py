@@ -5,7 +5,7 @@ gradients while this block computes. DDP reduces bucket by bucket during the bac
 reduces beside the backward with ``overlap_comm``. An overlapped collective adds only what exceeds the computing. Others add all
 of their time, such as those of tensor-parallel ranks, which wait for each other's activations.
 
-Leaves out data loading, launches of small kernels, stragglers, congestion, checkpoints.
+Leaves out data loading, stragglers, congestion, checkpoints.
 """
 
 from collections.abc import Iterator
@@ -50,39 +50,36 @@ def step_time(
     gpu, here = cluster.gpu, links(cluster)
     if gpu is None or here is None:
         raise SpecError("a step's time needs a GPU; add --gpu NAME (`zeroplan gpus` lists them)")
-    share = share or shares_of(cluster)
-    rates = Rates(gpu, share, running or running_of(recipe, gpu.architecture), recipe)
-    peak = peak_flops_per_s(gpu, recipe, rates.running.operands)
+    rates = Rates(gpu, share or shares_of(cluster), running or running_of(recipe, gpu.architecture), recipe)
     if recipe.engine == "megatron":
         from zeroplan.steptime.megatron import megatron_time  # noqa: PLC0415  keeps start-up fast
 
         return megatron_time(model, recipe, mesh, batch, here, rates, mfu)
     if account.pipeline:
         return _on_a_pipeline(account, model, recipe, mesh, batch, here, rates, mfu=mfu)
-    tp, cp, ep = int(mesh.tp) if recipe.engine == "fsdp2" else 1, int(mesh.cp) if recipe.engine == "fsdp2" else 1, int(mesh.ep)
+    busy, split = _busy(model, recipe, mesh, batch, rates, mfu)
+    on_host = _steps_on_host(recipe)
+    step = stepping(account, recipe, gpu, rates.share, on_host=on_host, ranks_per_node=here.per_node)
+    copies = _copies(account, recipe, batch, busy, gpu.architecture)
+    parts = (*busy.parts, *exposed(account.collectives, model, recipe, mesh, batch, here, busy), *copies, step)
+    tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps / split
+    peak = peak_flops_per_s(gpu, recipe, rates.running.operands)
+    return StepTime(parts, batch.grad_accum_steps * 3.0 * busy.flops, tokens, peak)
+
+
+def _busy(
+    model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, rates: Rates, mfu: float | None
+) -> tuple[Computing, int]:
+    """Return what a rank computes, and over how many ranks a micro-batch is split."""
+    split = recipe.engine == "fsdp2"
+    tp, cp, ep = int(mesh.tp) if split else 1, int(mesh.cp) if split else 1, int(mesh.ep)
+    sequence = as_key(batch.seq_len)
+    key = model, recipe.precision, recipe.attention, recipe.loss == "fused", sequence, tp, cp, ep, rates.share, rates.running
 
     def work_of(one: BatchSpec) -> Work:
         return work(model, recipe, one, rates.running.kernels, tp=tp, cp=cp, expert_ranks=ep)
 
-    key = (
-        model,
-        recipe.precision,
-        recipe.attention,
-        recipe.loss == "fused",
-        as_key(batch.seq_len),
-        tp,
-        cp,
-        ep,
-        rates.share,
-        rates.running,
-    )
-    busy = computing(work_of, model, recipe, batch, rates, mfu, key=key)
-    on_host = _steps_on_host(recipe)
-    step = stepping(account, recipe, gpu, share, on_host=on_host, ranks_per_node=here.per_node)
-    copies = _copies(account, recipe, batch, busy, gpu.architecture)
-    parts = (*busy.parts, *exposed(account.collectives, model, recipe, mesh, batch, here, busy), *copies, step)
-    tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps / (tp * cp)
-    return StepTime(parts, batch.grad_accum_steps * 3.0 * busy.flops, tokens, peak)
+    return computing(work_of, model, recipe, batch, rates, mfu, key=key), tp * cp
 
 
 def with_optimizer_step(time: StepTime, states: tuple[Line, ...], recipe: RecipeSpec, cluster: ClusterSpec) -> StepTime:

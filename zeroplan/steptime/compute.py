@@ -9,17 +9,19 @@ from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, bytes_by_kind
 from zeroplan.memo import recalled
-from zeroplan.numeric import Distinct, Float, Int, distinct
+from zeroplan.numeric import Distinct, Float, Int, distinct, longest, shortest
 from zeroplan.spec.batch import Batch, BatchSpec
 from zeroplan.spec.hardware import Dtype, GpuSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ADAM, RecipeSpec
 from zeroplan.steptime.efficiency import HOST_BYTES_PER_S, HOST_SOURCE, Efficiency, matrices_share
+from zeroplan.steptime.launches import SOURCE as LAUNCHES
+from zeroplan.steptime.launches import Launched, launching
 from zeroplan.steptime.parts import Does, Part
 from zeroplan.steptime.pointwise import Kernels, Traffic
 from zeroplan.steptime.products import Machine, Passes, Product, casts, seconds
+from zeroplan.steptime.tables import CUDNN_BACKWARD_SHARE, attention_share, cudnn_forward, table_of
 from zeroplan.steptime.tables import SOURCE as TABLES
-from zeroplan.steptime.tables import attention_share, table_of
 from zeroplan.steptime.work import Work, copies_of, of_one
 
 #: A fused attention kernel multiplies five times in backward, twice in forward (Dao 2023, arXiv:2307.08691, section 4.1).
@@ -59,11 +61,12 @@ def running_of(recipe: RecipeSpec, architecture: str) -> Running:
     """Return the kernels that an engine runs by default.
 
     Transformer Engine fuses, and takes cuDNN's attention from Hopper on (pytorch/attention/dot_product_attention/utils.py,
-    get_attention_backend). torch's ``scaled_dot_product_attention`` is FlashAttention 2 (torch 2.13, aten/src/ATen/native/
-    transformers/cuda/flash_attn).
+    get_attention_backend). torch's ``scaled_dot_product_attention`` prefers cuDNN's kernel on Hopper, with cuDNN 9.15.1 or later,
+    as wheels for CUDA 13 bring it (torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention),
+    and is FlashAttention 2 otherwise (aten/src/ATen/native/transformers/cuda/flash_attn).
     """
     if recipe.engine != "megatron":
-        return Running()
+        return Running(flash=3 if architecture == "Hopper" and recipe.attention != "flash" else 2)
     return Running("fused", 2 if architecture in ("Ampere", "Volta", "Turing", "Ada Lovelace") else 3)
 
 
@@ -138,6 +141,12 @@ class Pieces(NamedTuple):
     """Elements of the matrices."""
     flops: float
     """Operations of the forward. [FLOPs]"""
+    layers: float = 0.0
+    launched: float = 0.0
+    """Kernels of the blocks' forward; likewise of the others."""
+    launched_backward: float = 0.0
+    launched_ends: float = 0.0
+    launched_ends_backward: float = 0.0
 
 
 class _Times(NamedTuple):
@@ -152,6 +161,9 @@ class _Times(NamedTuple):
     again: Float
     flops: Float
     columns: Float
+    launching: Float
+    """The CPU's time of a forward, and of a backward."""
+    launching_backward: Float
 
 
 def computing(
@@ -173,7 +185,17 @@ def computing(
     one = _Times(*(sizes.spread(time) for time in one))
     forward = one.matrices + one.attention + one.moved
     back = one.matrices_backward + one.attention_backward + one.moved_backward + one.again
-    parts = _given(one, steps, mfu) if mfu is not None else _measured(one, steps, again, rates)
+    if mfu is not None:
+        return _computing(_given(one, steps, mfu), steps, forward, back, one)
+    waits = longest(one.launching - forward, 0.0 * forward), longest(one.launching_backward - back, 0.0 * back)
+    forward, back = forward + waits[0], back + waits[1]
+    hidden = one.launching + one.launching_backward - waits[0] - waits[1]
+    reason = "the CPU launches kernels ahead of the GPU, or makes it wait"
+    launches = Part("launching kernels", steps * (waits[0] + waits[1]), steps * hidden, reason, LAUNCHES)
+    return _computing((*_measured(one, steps, again, rates), launches), steps, forward, back, one)
+
+
+def _computing(parts: tuple[Part, ...], steps: Int, forward: Float, back: Float, one: _Times) -> Computing:
     return Computing(parts, steps * forward, steps * back, one.flops, steps * one.columns, steps * one.attention)
 
 
@@ -271,6 +293,7 @@ def _pieces(asked: Work, rates: Rates, mfu: float | None) -> Pieces:
         blocks.backward + MATRIX_BACKWARD * other + cast[1] / rates.bandwidth,
         last.forward, head.forward + rest, head.backward + MATRIX_BACKWARD * rest, core.forward, core.backward, moved.forward,
         moved.backward, ends.forward, ends.backward, asked.elements, asked.flops,
+        asked.layers, *asked.moved[2:], *asked.ends_moved[2:],
     )  # fmt: skip
 
 
@@ -294,11 +317,13 @@ def _times(one: Pieces, recipe: RecipeSpec, rates: Rates, again: _Recomputation,
     if again.core:
         repeated = one.attention
     copied = (0.0, 0.0) if mfu is not None else copies_of(recipe)
+    launched = Launched(one.layers, one.launched, one.launched_backward, one.launched_ends, one.launched_ends_backward)
+    cpu = launching(launched, recipe, rates.running.kernels, rates.share.launching, again=again.blocks)
     per_byte = one.elements / rates.bandwidth
     return _Times(
         one.blocks + one.head, one.blocks_backward + one.head_backward, one.attention, one.attention_backward,
         one.moved + one.ends + copied[0] * per_byte, one.moved_backward + one.ends_backward + copied[1] * per_byte,
-        repeated, one.flops, one.blocks,
+        repeated, one.flops, one.blocks, *cpu,
     )  # fmt: skip
 
 
@@ -333,8 +358,10 @@ def _core_seconds(asked: Work, rates: Rates) -> Passes:
         return Passes(products + moved.forward, MATRIX_BACKWARD * products + moved.backward)
     older = _OLDER.get((rates.gpu.architecture, rates.running.flash), 1.0)
     share = rates.share.attention * older * attention_share(rates.table, core.width, core.tokens, core.heads)
-    forward = core.flops / (share * on.peak)
-    return Passes(forward, ATTENTION_BACKWARD * forward / ATTENTION_BACKWARD_SHARE)
+    forward, backward = core.flops / (share * on.peak), ATTENTION_BACKWARD * core.flops / (share * on.peak)
+    if rates.gpu.architecture == "Hopper" and rates.running.flash == 3:
+        return Passes(forward / cudnn_forward(core.tokens), backward / CUDNN_BACKWARD_SHARE)
+    return Passes(forward, backward / ATTENTION_BACKWARD_SHARE)
 
 
 def _moved(traffic: Traffic, rates: Rates) -> Passes:
@@ -354,8 +381,11 @@ def stepping(
     """
     lines = account.host if on_host else account.states
     sizes = bytes_by_kind(lines)
-    states = sizes.get(Kind.OPTIMIZER_STATE, 0) + sizes.get(Kind.PARAMETERS, 0)
-    once = 2.0 * states + sizes.get(Kind.GRADIENTS, 0)
+    weights, gradients, held = (sizes.get(kind, 0) for kind in (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER_STATE))
+    if recipe.optimizer in ADAM and recipe.engine in ("ddp", "fsdp1", "fsdp2"):  # no frozen, no other rank's weights
+        weights, gradients = (shortest(1.0 * size, held / 2.0) for size in (weights, gradients))
+    states = held + weights
+    once = 2.0 * states + gradients
     impl = implementation_of(recipe)
     times = 1.0 if impl == "fused" or recipe.optimizer not in ADAM else _UNFUSED_ACCESSES / _FUSED_ACCESSES
     if on_host:

@@ -30,12 +30,15 @@ class Efficiency(NamedTuple):
     source: str
     stepping: float | None = None
     """Share of the memory's bandwidth in the optimizer's step, if measured apart."""
+    launching: float = 1.0
+    """How much quicker the CPU launches than the one that was measured."""
 
     def scaled(self, factor: float, *, stepping: float) -> "Efficiency":
         """Return the shares times a factor, and the optimizer's share times another; no bandwidth beyond the data sheet."""
         matrices, attention = (min(factor * share, MOST) for share in (self.matrices, self.attention))
         bandwidth = min(factor * self.bandwidth, 1.0)
-        return Efficiency(matrices, attention, bandwidth, self.source, min(stepping * (self.stepping or self.bandwidth), 1.0))
+        stepped = min(stepping * (self.stepping or self.bandwidth), 1.0)
+        return Efficiency(matrices, attention, bandwidth, self.source, stepped, factor * self.launching)
 
 
 _AMPERE = Efficiency(0.90, 1.0, 0.8, _FITTED)
@@ -86,10 +89,12 @@ def efficiency(architecture: str) -> Efficiency:
 
 def shares_of(cluster: ClusterSpec) -> Efficiency:
     """Return the shares of a cluster's GPU: those measured in a step there, or its architecture's."""
+    usual = efficiency("" if cluster.gpu is None else cluster.gpu.architecture)
     if cluster.shares is not None:
         told = cluster.shares
-        return Efficiency(told.matrices, told.attention, told.bandwidth, told.source, told.stepping)
-    return efficiency("" if cluster.gpu is None else cluster.gpu.architecture)
+        quicker = told.matrices / usual.matrices  # one factor scaled all of them
+        return Efficiency(told.matrices, told.attention, told.bandwidth, told.source, told.stepping, quicker)
+    return usual
 
 
 def pcie_bytes_per_s(architecture: str) -> float:

@@ -20,7 +20,7 @@ from zeroplan.numeric import (
     shortest,
     where,
 )
-from zeroplan.spec.hardware import ClusterSpec, GpuSpec
+from zeroplan.spec.hardware import ClusterSpec, GpuSpec, network_bytes_per_s
 from zeroplan.steptime.efficiency import LINK_SHARE, LINK_SOURCE
 from zeroplan.steptime.tables import COLLECTIVES, LINK_GPUS, link_share, table_of
 
@@ -41,6 +41,8 @@ class Links(NamedTuple):
     network_bytes_per_s: float | None
     table: str = "h100-sxm-80gb"
     """The GPU whose measured collectives inside a node are read."""
+    taken: float = 0.0
+    """Share of a GPU's SMs that NCCL takes while it sends."""
 
 
 class Group(NamedTuple):
@@ -55,11 +57,21 @@ def links(cluster: ClusterSpec) -> Links | None:
     gpu = cluster.gpu
     if gpu is None:
         return None
-    network = gpu.network_link_bytes_per_s
     hop = _PCIE_HOP_S if gpu.node_link.startswith("PCIe") else _NVLINK_HOP_S
     per_node = cluster.gpus_per_node or gpu.gpus_per_node
-    rate = None if network is None else network.value
-    return Links(per_node, gpu.node_link_bytes_per_s.value, hop, rate, _table(gpu))
+    return Links(per_node, gpu.node_link_bytes_per_s.value, hop, network_bytes_per_s(cluster), _table(gpu), _taken(gpu))
+
+
+#: SMs by architecture (data sheets of A100, H100 and B200), of GPUs joined by NVLink.
+_SMS = {"Ampere": 108, "Hopper": 132, "Blackwell": 148, "Blackwell Ultra": 148}
+#: Channels of a ring, each of which runs on an SM of its own; taken for Blackwell too.
+_CHANNELS = 16
+CHANNELS = "NCCL's channels: 16 on eight H800 (github.com/NVIDIA/nccl/issues/892), two per card on DGX A100 (issues/320)"
+
+
+def _taken(gpu: GpuSpec) -> float:
+    sms = _SMS.get(gpu.architecture)
+    return 0.0 if sms is None or gpu.node_link.startswith("PCIe") else _CHANNELS / sms
 
 
 def _table(gpu: GpuSpec) -> str:

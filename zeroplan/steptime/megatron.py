@@ -45,7 +45,8 @@ from zeroplan.steptime.parts import Does, Part, StepTime
 from zeroplan.steptime.pipeline import BUBBLE, Bubble
 from zeroplan.steptime.pointwise import Kernels, Split, Traffic
 from zeroplan.steptime.products import Product, of_block, of_head
-from zeroplan.steptime.work import Ranks, Work, core_of
+from zeroplan.steptime.sending import slowed
+from zeroplan.steptime.work import Ranks, Work, core_of, multiplying
 from zeroplan.transformer.flops import attention_widths, block_matrices
 from zeroplan.transformer.megatron import is_gated
 from zeroplan.transformer.params import layout
@@ -138,15 +139,15 @@ def _work(rank: Rank, case: _Case, kernels: Kernels, one: BatchSpec) -> Work:
     counts = counts_of(rank.at, rank.layers, model, mesh)
     etp = recipe.megatron.expert_tensor_parallel_size
     for run, layers in zip(layout(model).runs, counts, strict=True):
-        products += of_block(run.parameters, layers, tp=tp, ep=ep, etp=etp, at_once=True, gated=gated)
-        each = pointwise.of_block(model, kernels, split, experts=run.kind == "moe", gated=gated)
-        moved = moved.and_of(Traffic(*(layers * part for part in each)))
+        linear = of_block(run.parameters, layers, tp=tp, ep=ep, etp=etp, at_once=True, gated=gated)
+        each = pointwise.of_block(model, kernels, split, experts=run.kind == "moe", gated=gated).and_of(multiplying(linear))
+        products, moved = products + linear, moved.and_of(Traffic(*(layers * part for part in each)))
     fused = kernels if recipe.megatron.cross_entropy_fusion_impl is None else "fused"
     ends = pointwise.of_ends(model, fused if fused == "fused" and kernels == "fused" else "eager", split)
     head = of_head(float(padded_vocabulary(model, recipe, mesh)), model.hidden_size, tp=tp) if rank.has_head else ()
     return Work(
         tokens, products, head, core_of(model, recipe, one, Ranks(tp, cp), rank.layers), moved,
-        ends if rank.has_head else Traffic(),
+        ends.and_of(multiplying(head)) if rank.has_head else Traffic(), layers=rank.layers,
     )  # fmt: skip
 
 
@@ -302,7 +303,8 @@ def _after_backward(rank: Rank, case: _Case, machine: _Machine, passes: _Passes)
             stride = mesh.tp if call.among is Among.SHARDS else mesh.ep
             time = seconds(call, strided(call.group, stride, per_node), machine.here)
             reduced, gathered = (reduced, gathered + time) if call.operation == "all_gather" else (reduced + time, gathered)
-    beside = _Passes(*(each / case.batch.grad_accum_steps for each in passes))
+    slower = case.batch.grad_accum_steps * (1.0 - machine.here.taken)
+    beside = _Passes(*(each / slower for each in passes))
     waits = longest(reduced - beside.backward_s * own.overlap_grad_reduce, 0.0 * reduced)
     waits = waits + longest(gathered - beside.forward_s * own.overlap_param_gather, 0.0 * gathered)
     reason = "gradients after the last backward, weights after the step; overlapped with a micro-batch if set"
@@ -311,4 +313,4 @@ def _after_backward(rank: Rank, case: _Case, machine: _Machine, passes: _Passes)
     copied = (line._replace(kind=Kind.OPTIMIZER_STATE) for line in step_lines(rank, case.recipe, mesh))  # written and read too
     states = Account((*states_of(rank, case.recipe, mesh), *copied), (), ())
     step = stepping(states, case.recipe, machine.rates.gpu, machine.rates.share, on_host=False, ranks_per_node=per_node)
-    return sent, step
+    return sent, slowed(hidden, machine.here), step

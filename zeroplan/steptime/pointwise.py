@@ -5,7 +5,10 @@ them one after the other as the module's Python says, ``fused`` runs one kernel 
 activation and for the loss (Transformer Engine, Liger), ``compiled`` fuses neighbours as well (torch.compile).
 
 The counts are those of transformers 5.23 (``models/llama/modeling_llama.py``) and of the derivatives of its operators (torch 2.13,
-``tools/autograd/derivatives.yaml``), for two bytes per element, and four where a norm or a loss computes in fp32.
+``tools/autograd/derivatives.yaml``), for two bytes per element, and four where a norm or a loss computes in fp32. Where an H100
+was timed, the bytes are those that it moves in that time at 80 % of its bandwidth (tests/on_gpus/records/h100-operators.csv, its
+largest shapes): eager norms, LayerNorm, rotary positions, gated products, GELU and loss. Eager rotary positions take twice what
+they read and write, the loss half as much again; other GPUs are taken to lose the same.
 """
 
 from typing import Literal, NamedTuple
@@ -39,22 +42,26 @@ class Moved(NamedTuple):
 
 
 #: Operators by kernels.
-_RMS_NORM: dict[Kernels, Moved] = {
-    "eager": Moved(36, 80, 8, 18), "fused": Moved(4, 8, 1, 2), "compiled": Moved(4, 8, 1, 2),
+RMS_NORM: dict[Kernels, Moved] = {
+    "eager": Moved(41, 98, 8, 18), "fused": Moved(4, 8, 1, 2), "compiled": Moved(4, 8, 1, 2),
 }  # fmt: skip
-_LAYER_NORM = Moved(4, 10, 1, 2)
+LAYER_NORM_MOVED = Moved(5.3, 14.5, 1, 2)
 _RESIDUAL: dict[Kernels, Moved] = {"eager": Moved(6, 6, 1, 1), "fused": Moved(6, 6, 1, 1), "compiled": Moved(2, 2, 0, 0)}
-_ROTARY: dict[Kernels, Moved] = {"eager": Moved(18, 18, 5, 7), "fused": Moved(4, 4, 1, 1), "compiled": Moved(4, 4, 1, 1)}
-_GATED: dict[Kernels, Moved] = {"eager": Moved(10, 18, 2, 3), "fused": Moved(6, 10, 1, 1), "compiled": Moved(6, 10, 1, 1)}
-_ACTIVATION = Moved(4, 6, 1, 1)
+ROTARY: dict[Kernels, Moved] = {"eager": Moved(33, 35, 10, 14), "fused": Moved(4, 4, 1, 1), "compiled": Moved(4, 4, 1, 1)}
+GATED: dict[Kernels, Moved] = {"eager": Moved(9, 17, 2, 3), "fused": Moved(6, 10, 1, 1), "compiled": Moved(6, 10, 1, 1)}
+ACTIVATION = Moved(4, 5.5, 1, 1)
 _WRITTEN = Moved(34, 50, 8, 12)
-_LOGITS: dict[Kernels, Moved] = {"eager": Moved(14, 22, 3, 4), "fused": Moved(2, 6, 1, 1), "compiled": Moved(4, 4, 2, 1)}
+LOGITS: dict[Kernels, Moved] = {"eager": Moved(23, 24, 3, 4), "fused": Moved(2, 6, 1, 1), "compiled": Moved(4, 4, 2, 1)}
 #: Gradients of biases: the gradient of the output is read once more.
 _BIAS_BACKWARD = 2.0
 #: Experts' tokens are gathered and put back, each read and written.
 _ROUTED = Moved(8, 8, 6, 6)
 #: Heads are moved between layouts.
 _LAYOUT: dict[Kernels, Moved] = {"eager": Moved(4, 4, 1, 1), "fused": Moved(0, 0, 0, 0), "compiled": Moved(0, 0, 0, 0)}
+
+
+#: The embedding; its kernels are also those of tables of positions and of the mask.
+_EMBEDDING = Moved(4, 4, 22, 2)
 
 
 class Traffic(NamedTuple):
@@ -91,7 +98,7 @@ def of_block(model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool,
     """Return what one block moves beside its matrices and attention."""
     tokens, tp = split.tokens, split.tp
     hidden = tokens * model.hidden_size / (tp if split.sequence else 1)
-    norm = _LAYER_NORM if model.family in LAYER_NORM else _RMS_NORM[kernels]
+    norm = LAYER_NORM_MOVED if model.family in LAYER_NORM else RMS_NORM[kernels]
     queries = tokens * model.num_attention_heads * model.head_dim / tp
     keys = tokens * model.num_key_value_heads * model.head_dim / tp
     total = Traffic().plus(norm, hidden, 4 if model.family in _FOUR_NORMS else 2).plus(_RESIDUAL[kernels], hidden, 2)
@@ -99,7 +106,7 @@ def of_block(model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool,
     if model.family in HEAD_NORMS:
         total = total.plus(norm, queries).plus(norm, keys)
     if model.family not in LEARNED_POSITIONS and model.family != "bloom":
-        total = total.plus(_ROTARY[kernels], queries + keys)
+        total = total.plus(ROTARY[kernels], queries + keys)
     if model.mla is not None:
         total = total.plus(_RESIDUAL[kernels], queries, 2)  # heads are put together of parts
     if model.attention_bias or model.family in LEARNED_POSITIONS:
@@ -111,7 +118,7 @@ def _mlp(model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool, gat
     moe = model.moe if experts else None
     if gated is None:
         gated = model.family not in _PLAIN_MLP
-    act = _GATED[kernels] if gated else _WRITTEN if kernels == "eager" and model.activation in _WRITTEN_OUT else _ACTIVATION
+    act = GATED[kernels] if gated else _WRITTEN if kernels == "eager" and model.activation in _WRITTEN_OUT else ACTIVATION
     if moe is None:
         width = split.tokens * model.intermediate_size / split.tp
         biases = _BIAS_BACKWARD * (width + split.tokens * model.hidden_size) if model.mlp_bias else 0.0
@@ -126,6 +133,6 @@ def _mlp(model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool, gat
 def of_ends(model: ModelSpec, kernels: Kernels, split: Split) -> Traffic:
     """Return what the last norm, the loss and the embedding move."""
     hidden = split.tokens * model.hidden_size / (split.tp if split.sequence else 1)
-    norm = _LAYER_NORM if model.family in LAYER_NORM else _RMS_NORM[kernels]
+    norm = LAYER_NORM_MOVED if model.family in LAYER_NORM else RMS_NORM[kernels]
     logits = split.tokens * model.vocab_size / split.tp
-    return Traffic().plus(norm, hidden).plus(_LOGITS[kernels], logits).plus(Moved(4, 4, 1, 2), hidden)
+    return Traffic().plus(norm, hidden).plus(LOGITS[kernels], logits).plus(_EMBEDDING, hidden)

@@ -3,13 +3,14 @@
 from typing import NamedTuple
 
 from zeroplan.ledger import Among, Collective, Phase
-from zeroplan.numeric import Float, Int, longest, shortest
+from zeroplan.numeric import Float, Int, longest, shortest, together
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import Computing
 from zeroplan.steptime.links import (
+    CHANNELS,
     SOURCE,
     Group,
     Links,
@@ -61,7 +62,17 @@ def exposed(
         Phase.BACKWARD: busy.backward_s * _share_beside(recipe, passes),
         Phase.STEP: 0.0 * busy.forward_s,
     }
-    return tuple(_part(phase, windows[phase], beside[phase]) for phase in windows)
+    parts = tuple(_part(phase, windows[phase], beside[phase], here.taken) for phase in windows)
+    return (*parts, slowed(together(part.hidden_s for part in parts), here))
+
+
+def slowed(hidden_s: Float, here: Links) -> Part:
+    """Return what collectives cost the kernels beside them, whose SMs NCCL's channels take while they send."""
+    slower = here.taken * hidden_s
+    return Part("computing slowed by collectives", slower, 0.0 * slower, _TAKEN, CHANNELS, Does.SENDING)
+
+
+_TAKEN = "NCCL's channels take SMs from the kernels beside them"
 
 
 _NAMES = {
@@ -71,9 +82,10 @@ _NAMES = {
 }
 
 
-def _part(phase: Phase, sent: _Sent, beside: Float) -> Part:
+def _part(phase: Phase, sent: _Sent, beside: Float, taken: float) -> Part:
+    """Return what a phase waits for; computing beside collectives lasts longer, and hides more of them."""
     takes = sent.takes
-    waits = longest(takes - beside, shortest(sent.bare, takes))
+    waits = longest(takes - beside / (1.0 - taken), shortest(sent.bare, takes))
     title, reason = _NAMES[phase]
     return Part(title, waits, takes - waits, reason, SOURCE, Does.SENDING_AT_STEP if phase is Phase.STEP else Does.SENDING)
 

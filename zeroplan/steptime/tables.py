@@ -134,6 +134,24 @@ def attention_share(table: str, width: int, tokens: float, heads: float) -> floa
     return found * min(1.0, width / ATTENTION_WIDTHS[0])
 
 
+#: What cuDNN's attention reaches on an H100 of the table's share of its forward, by tokens of a sequence, and its backward at any:
+#: medians of the times in tests/on_gpus/records/h100-operators.csv (torch 2.11, cuDNN 9).
+_CUDNN = ((1024, 1.36), (2048, 1.17), (4096, 1.12), (8192, 1.03), (16384, 1.04), (32768, 0.94))
+CUDNN_BACKWARD_SHARE = 0.83
+CUDNN_SOURCE = "tests/on_gpus/records/h100-operators.csv: nine shapes on one H100"
+_LOG_CUDNN = tuple(log2(tokens) for tokens, _share in _CUDNN)
+
+
+def cudnn_forward(tokens: float) -> float:
+    """Return what the forward of cuDNN's attention reaches on Hopper, as a multiple of the table's share.
+
+    >>> cudnn_forward(16384), cudnn_forward(2**20)
+    (1.04, 0.94)
+    """
+    node, way = _place(_LOG_CUDNN, log2(tokens))
+    return _CUDNN[node][1] * (1.0 - way) + _CUDNN[node + 1][1] * way
+
+
 def link_share(table: str, operation: str, ranks: int, call_bytes: Int) -> Float:
     """Return the share of a node's links that a collective of so many ranks reaches, from the bytes that one GPU sends in a ring.
 

@@ -51,6 +51,7 @@ class Work(NamedTuple):
     other_flops: float = 0.0
     """Operations in the blocks without a shape: linear attention, a traced module. [FLOPs]"""
     other_head_flops: float = 0.0
+    layers: float = 0.0
 
     @property
     def elements(self) -> float:
@@ -98,15 +99,21 @@ def work(
     products: tuple[Product, ...] = ()
     moved = Traffic()
     for run in whole.runs:
-        products += of_block(run.parameters, run.layers, tp=tp, ep=expert_ranks)
-        one = pointwise.of_block(model, kernels, split, experts=run.kind == "moe")
-        moved = moved.and_of(Traffic(*(run.layers * each for each in one)))
+        linear = of_block(run.parameters, run.layers, tp=tp, ep=expert_ranks)
+        one = pointwise.of_block(model, kernels, split, experts=run.kind == "moe").and_of(multiplying(linear))
+        products, moved = products + linear, moved.and_of(Traffic(*(run.layers * each for each in one)))
     head = of_head(model.vocab_size, model.hidden_size, tp=tp, frozen=model.adapter is not None)
     return Work(
         tokens, products, head, core_of(model, recipe, batch, ranks, attention_layers(model)), moved,
-        pointwise.of_ends(model, "fused" if recipe.loss == "fused" else kernels, split),
-        linear_attention_flops(model) * tokens / tp,
+        pointwise.of_ends(model, "fused" if recipe.loss == "fused" else kernels, split).and_of(multiplying(head)),
+        linear_attention_flops(model) * tokens / tp, layers=model.num_hidden_layers,
     )  # fmt: skip
+
+
+def multiplying(products: tuple[Product, ...]) -> Traffic:
+    """Return the kernels of linear layers, one for a layer's experts together, and of attention between them."""
+    core = float(len(products) > 1)
+    return Traffic(0.0, 0.0, core + len(products), core + sum(2.0 - one.frozen for one in products))
 
 
 def core_of(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, ranks: Ranks, layers: float) -> Core:
@@ -190,6 +197,7 @@ def combined(several: tuple[Work, ...]) -> Work:
             first.ends_moved.and_of(other.ends_moved),
             first.other_flops + other.other_flops,
             first.other_head_flops + other.other_head_flops,
+            first.layers + other.layers,
         )
     return first
 

@@ -40,6 +40,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "commands": commands.commands,
     "job-flags": commands.job_flags,
     "truth": records.truth,
+    "card-times": records.card_times,
     "step-times": records.step_times,
     "step-pairs": records.step_pairs,
     "megatron-runs": records.megatron_runs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from tests.measured import megatron_golden, stored, throughput
 from tests.measured.errors import held_in
 from tests.on_gpus.figures import ESTIMATE, ninety, sources
 from tests.on_gpus.gpu_records import seen
+from tests.on_gpus.step_times import timed
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.engines.requests import not_written, reserves_more
 from zeroplan.replay import StepReplay
@@ -106,19 +108,33 @@ def megatron_refused() -> str:
     return table(("why", "runs:"), [(reason, str(count)) for reason, count in sorted(refused.items(), key=lambda one: -one[1])])
 
 
+@cache
+def _scored() -> list[throughput.Scored]:
+    return throughput.score(throughput.kept())[0]
+
+
+def card_times() -> str:
+    """The step times of our own card, quickest and median, and what the clock says."""
+    heads = ("job", "fastest, s:", "median, s:", "predicted, s:", "error:", "")
+    return table(heads, [
+        (one.name, f"{one.quickest:.3f}", f"{one.middle:.3f}", f"{one.predicted:.3f}", f"{one.error:+.0%}",
+         "gave a constant" if one.gave else "")
+        for one in timed()
+    ])  # fmt: skip
+
+
 def step_times() -> str:
     """How far predicted steps are from published ones, by what they are grouped by."""
-    found, _ = throughput.score(throughput.kept())
     heads = ("by", "", "rows:", "median of the error:", "90 in 100 within:", "signed median:")
     return table(heads, [
         (kind, name, str(count), f"{middle:.1%}", f"{wide:.1%}", f"{signed:+.1%}")
-        for kind, name, count, middle, wide, signed in throughput.table(found)
+        for kind, name, count, middle, wide, signed in throughput.table(_scored())
     ])  # fmt: skip
 
 
 def step_pairs() -> str:
     """How often the quicker of two published layouts is told."""
-    found, _ = throughput.score(throughput.kept())
+    found = _scored()
     held = [one for one in found if throughput.half_of(one.case.row) == "held"]
     halves = throughput.pairs(found), throughput.pairs(held)
     return table(("the two differ in", "of all:", "of those never fitted on:"), [

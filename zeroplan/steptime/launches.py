@@ -1,0 +1,60 @@
+"""How long the CPU needs to launch the kernels of a micro-batch: a step of small kernels waits for it.
+
+The CPU runs ahead of the GPU, so a pass takes as long as the slower of the two. The times are those of one host, whose CPU takes
+7.2 us for the plainest launch (tests/on_gpus/records/h100-operators.csv); another CPU may be twice as quick. Leaves out DTensor's
+own work under tensor parallelism, CUDA graphs, and the optimizer's step.
+"""
+
+from typing import NamedTuple
+
+from zeroplan.engines.precisions import widths
+from zeroplan.numeric import Float
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.steptime.pointwise import Kernels
+
+SOURCE = "measured on the host of one H100, tests/on_gpus/records: steps of 1.2B and 0.3B parameters, torch 2.11"
+#: One kernel with the views, the modules' Python and autograd around it: (18.7 - 5.0) ms more for 14 more blocks of 38 kernels each
+#: (forwards of Llama 3.2 1B whole and with two blocks, DeepSpeed stage 0; their quickest steps). torch.compile's graphs are
+#: taken to need a tracked launch alone (``launch, sum, tracked``). [s]
+_KERNEL_S: dict[Kernels, float] = {"eager": 26e-6, "fused": 26e-6, "compiled": 8.2e-6}
+#: What an engine's own code takes per block, forward and backward: what is left of the quickest steps of Llama 3.2 1B with 2,048
+#: tokens, over 17 groups. DeepSpeed's stage 3 has hooks on every module. [s]
+_HOOKS_S = {"fsdp2": (1.5e-3, 2.8e-3), "fsdp1": (1.2e-3, 1.4e-3), "deepspeed": (6.0e-3, 5.9e-3)}
+#: Per kernel of a block under selective checkpointing, whose Python sees every operator (torch 2.13, torch/utils/checkpoint.py,
+#: ``_CachingTorchDispatchMode``): (86 - 44) ms over 16 blocks of 38 kernels. [s]
+_SEEN_S = 70e-6
+#: Casts of a block under autocast (DDP), forward and backward: counted in Llama, transformers 5.23.
+_CASTS = (10.0, 16.0)
+
+
+class Launched(NamedTuple):
+    """Kernels of a micro-batch, and the layers that they are of."""
+
+    layers: float
+    blocks: float
+    blocks_backward: float
+    ends: float
+    ends_backward: float
+
+
+class Launching(NamedTuple):
+    """How long the CPU works on one micro-batch. [s]"""
+
+    forward: Float
+    backward: Float
+
+
+def launching(one: Launched, recipe: RecipeSpec, kernels: Kernels, quicker: float, *, again: float) -> Launching:
+    """Return the CPU's time of a micro-batch. [s]
+
+    ``again``: the share of blocks that are recomputed; ``quicker``: by how much the CPU is quicker than the one that was measured.
+    """
+    per_kernel, seen = _KERNEL_S[kernels], _SEEN_S if recipe.recompute == "selective" and recipe.engine != "megatron" else 0.0
+    casts = _CASTS if recipe.engine == "ddp" and widths(recipe.precision).name != "fp32" else (0.0, 0.0)
+    blocks, backwards = one.blocks + one.layers * casts[0], one.blocks_backward + one.layers * casts[1]
+    sharded = recipe.engine != "deepspeed" or recipe.zero_stage == 3
+    hooks = _HOOKS_S.get(recipe.engine, (0.0, 0.0)) if sharded else (0.0, 0.0)
+    repeated = again * (blocks * (per_kernel + seen) + (one.layers * hooks[0] if recipe.engine == "deepspeed" else 0.0))
+    forward = (blocks + one.ends) * per_kernel + again * blocks * seen + one.layers * hooks[0]
+    backward = (backwards + one.ends_backward) * per_kernel + one.layers * hooks[1] + repeated
+    return Launching(forward / quicker, backward / quicker)
