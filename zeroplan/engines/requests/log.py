@@ -114,6 +114,11 @@ class Log:
             assert isinstance(line.n_bytes, int)  # noqa: S101  of one job
             self.request(key, line.n_bytes, line.kind, line.reason)
 
+    def pass_by(self, *lines: Line) -> None:
+        """Request lines and release them at once."""
+        self.put("passing", *lines)
+        self.release("passing")
+
     def put_each(self, key: Hashable, line: Line, sizes: Sequence[int]) -> None:
         """Request tensors of these sizes, the sum of which is a line."""
         for n_bytes in sizes:
