@@ -60,6 +60,28 @@ def test_streams_do_not_share_free_memory(expandable: bool):
     assert card.reserved_bytes == 80 * MIB
 
 
+@pytest.mark.parametrize("expandable", [False, True])
+def test_what_another_stream_uses_is_free_when_the_gpu_has_come_that_far(*, expandable: bool):
+    """``record_stream``: it counts as allocated no longer, and nobody gets it before."""
+    card = CachingAllocator(expandable_segments=expandable)
+    first, second = card.request(40 * MIB), card.request(40 * MIB)
+    card.release(first, once_at=1)
+    card.release(second, once_at=3)
+    assert card.allocated_bytes == 0
+    card.reached(2)
+    card.request(40 * MIB)
+    assert card.reserved_bytes == 80 * MIB
+    card.request(40 * MIB)
+    assert card.reserved_bytes == 120 * MIB
+
+
+def test_a_full_card_waits_for_all_streams():
+    card = CachingAllocator(room_bytes=50 * MIB)
+    card.release(card.request(40 * MIB), once_at=7)
+    card.request(44 * MIB)
+    assert (card.reserved_bytes, card.retries) == (44 * MIB, 1)
+
+
 def test_only_expandable_segments_grow_a_free_end():
     for expandable, reserved in ((False, 100 * MIB), (True, 60 * MIB)):
         card = CachingAllocator(expandable_segments=expandable)

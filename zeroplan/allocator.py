@@ -14,7 +14,12 @@ segments stay reserved until no graph uses the pool. During a capture nothing is
 Source: ``c10/cuda/CUDACachingAllocator.cpp`` (``malloc``, ``get_free_block``, ``should_split``, ``alloc_block``,
 ``find_expandable_block``, ``try_allocate_expandable_block``, ``map_block``, ``unmap_block``, ``free_block``,
 ``release_cached_blocks``, ``release_blocks``, ``PrivatePool``, ``releasePool``) and ``c10/core/AllocatorConfig.h``, torch 2.13.
-Left out: ``record_stream``, and the settings that change sizes (``max_split_size_mb``, ``roundup_power2_divisions``,
+
+A block that another stream uses (``Tensor.record_stream``) is not free when its tensor goes, but when that stream has come to the
+point where the tensor went (``insert_events``, ``process_events``). The GPU is behind the program, so that the caller says which
+points it has reached. An allocator that finds the GPU full waits for all of them (``synchronize_and_free_events``).
+
+Left out: the settings that change sizes (``max_split_size_mb``, ``roundup_power2_divisions``,
 ``garbage_collection_threshold``), which are off by default.
 """
 
@@ -157,6 +162,8 @@ class CachingAllocator:
         self._room = room_bytes
         self._expandable = expandable_segments
         self._pools: dict[tuple[bool, int, int], _Pool] = {}
+        self._waiting: list[tuple[int, Chunk]] = []
+        """Chunks that a stream may still use, and the points that it must have reached."""
         self._kept: set[int] = set()
         """Private pools that a graph uses."""
 
@@ -201,10 +208,29 @@ class CachingAllocator:
             pool.add(rest)
         return used
 
-    def release(self, chunk: Chunk) -> None:
-        """Free a chunk, and merge it with free neighbours."""
+    def release(self, chunk: Chunk, *, once_at: int | None = None) -> None:
+        """Free a chunk, and merge it with free neighbours; at once, or when the GPU has reached a point (:meth:`reached`).
+
+        >>> card = CachingAllocator()
+        >>> card.release(card.request(30 * MIB), once_at=1)
+        >>> _ = card.request(30 * MIB)
+        >>> card.reached(1)
+        >>> _ = card.request(30 * MIB)
+        >>> card.allocated_bytes // MIB, card.reserved_bytes // MIB
+        (60, 60)
+        """
         self.allocated_bytes -= chunk.size
-        self._freed(chunk)
+        if once_at is None:
+            self._freed(chunk)
+        else:
+            self._waiting.append((once_at, chunk))
+
+    def reached(self, point: int) -> None:
+        """Free what waits for the GPU to reach this point, or an earlier one. Points are counted in the order of the program."""
+        now = [chunk for at, chunk in self._waiting if at <= point]
+        self._waiting = [one for one in self._waiting if one[0] > point]
+        for chunk in now:
+            self._freed(chunk)
 
     def let_go(self, private: int) -> None:
         """Note that no graph uses a private pool any more, so its free memory may be freed to the driver."""
@@ -224,8 +250,9 @@ class CachingAllocator:
     def release_cached(self) -> list[Chunk]:
         """Free every segment, or page, without a block in use, as ``empty_cache`` does.
 
-        Returns the freed segments; none with expandable segments, which shrink.
+        It waits for all streams before. Returns the freed segments; none with expandable segments, which shrink.
         """
+        self.reached(max((at for at, _ in self._waiting), default=0))
         gone = []
         for pool in self._pools.values():
             for chunk in () if pool.private in self._kept else tuple(pool.free):

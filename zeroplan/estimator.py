@@ -155,7 +155,7 @@ class Estimate:
         least and the expected; the most stays, since programs on GPUs reserve for more than their steps.
         """
         of_records = _reserved(self.sizes, self.job, settings)
-        if self.replay is None or self.replay.reserves_more:
+        if self.replay is None:
             return of_records
         least, expected, most = self.replay.band(settings)
         return Band(least, expected, maximum(most, of_records.high_bytes))
@@ -313,9 +313,9 @@ def replayed_if_tight(answer: Estimate) -> Estimate:
     """
     if answer.replay is not None or answer.verdict != "tight" or answer.job.mesh.ep > 1:
         return answer
-    from zeroplan.engines.requests import not_written, reserves_more  # noqa: PLC0415  keeps start-up fast
+    from zeroplan.engines.requests import not_written  # noqa: PLC0415  keeps start-up fast
 
-    if not_written(answer.job) or reserves_more(answer.job.recipe):
+    if not_written(answer.job):
         return answer
     if answer.pipeline:
         return replace(answer, replay=_replay(answer.job, answer.pipeline[0].rank))

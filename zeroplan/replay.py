@@ -11,8 +11,8 @@ from typing import NamedTuple
 from zeroplan.allocator import CachingAllocator, CardFullError, Chunk
 from zeroplan.engines.device import workspace_line
 from zeroplan.engines.replayed_shares import off_by
-from zeroplan.engines.requests import requests_of, reserves_more
-from zeroplan.engines.requests.log import Call, Log, Request
+from zeroplan.engines.requests import requests_of
+from zeroplan.engines.requests.log import Call, Log, Request, Starts
 from zeroplan.engines.requests.model import ENDING
 from zeroplan.ledger import Band, Phase
 from zeroplan.measurement import AllocatorSettings
@@ -47,19 +47,23 @@ class OnCard(NamedTuple):
 
 
 class StepReplay:
-    """The first steps of a job, and what the allocator makes of them."""
+    """The first steps of a job, and what the allocator makes of them.
 
-    def __init__(self, job: JobSpec, *, pipeline_rank: int | None = None) -> None:
-        """Write the steps out, of a pipeline those of the fullest rank or of another. Raises SpecError where they are not known."""
-        self.job = job
-        self.log = requests_of(job, pipeline_rank=pipeline_rank)
+    The GPU is as far behind the program as the engine lets it be, or is said to keep up (``keeps_up``): what another stream uses is
+    then free as soon as it is released.
+    """
+
+    def __init__(
+        self, job: JobSpec, *, pipeline_rank: int | None = None, starts: Starts = "loaded", keeps_up: bool = False
+    ) -> None:  # fmt: skip
+        """Write the steps out, of a pipeline those of the fullest rank or of another. Raises SpecError where they are not known.
+
+        ``starts`` says where the weights are before the engine takes them.
+        """
+        self.job, self.keeps_up = job, keeps_up
+        self.log = requests_of(job, pipeline_rank=pipeline_rank, starts=starts)
         self._workspace_bytes = int(workspace_line(job.cluster.gpu).n_bytes) // _THREADS
         self._done: dict[AllocatorSettings, Replayed] = {}
-
-    @property
-    def reserves_more(self) -> bool:
-        """Whether a GPU reserves clearly more than is replayed, so that the replay says nothing of what fits."""
-        return reserves_more(self.job.recipe)
 
     def replayed(self, settings: AllocatorSettings = "default") -> Replayed:
         """What the allocator shows in the end.
@@ -70,13 +74,19 @@ class StepReplay:
         True
         """
         if settings not in self._done:
-            self._done[settings] = self._play(CachingAllocator(expandable_segments=settings == "expandable_segments"))
+            self._done[settings] = self._play(_endless(settings), keeps_up=self.keeps_up)
         return self._done[settings]
+
+    def _least_bytes(self, settings: AllocatorSettings) -> int:
+        """What is reserved if the GPU keeps up."""
+        if not self.log.marked or self.keeps_up:
+            return self.replayed(settings).reserved_bytes
+        return min(self.replayed(settings).reserved_bytes, self._play(_endless(settings), keeps_up=True).reserved_bytes)
 
     def band(self, settings: AllocatorSettings = "default") -> Band:
         """What is reserved, with how far off replays of an engine's steps were where its code ran. [bytes]"""
         reserved, (low, high) = self.replayed(settings).reserved_bytes, off_by(self.job.recipe, settings)
-        least = max(reserved * low // 1000, self.replayed(settings).allocated_bytes)
+        least = max(self._least_bytes(settings) * low // 1000, self.replayed(settings).allocated_bytes)
         return Band(min(least, reserved), reserved, reserved * high // 1000)
 
     def on_card(self, room_bytes: int, settings: AllocatorSettings = "default") -> OnCard:
@@ -85,7 +95,7 @@ class StepReplay:
             return OnCard(fits=True, retries=0, phase=None, free_bytes=0)
         card = CachingAllocator(expandable_segments=settings == "expandable_segments", room_bytes=room_bytes)
         try:
-            self._play(card)
+            self._play(card, keeps_up=self.keeps_up)
         except _FullAtError as full:
             phase = next(span.phase for span in reversed(self.log.spans) if span.start <= full.at)
             return OnCard(fits=False, retries=card.retries, phase=phase, free_bytes=card.reserved_bytes - card.allocated_bytes)
@@ -95,17 +105,20 @@ class StepReplay:
     def _products(self) -> frozenset[int]:
         return frozenset(self.log.products.values())
 
-    def _play(self, card: CachingAllocator) -> Replayed:
+    def _play(self, card: CachingAllocator, *, keeps_up: bool) -> Replayed:
         """What the card shows in the end; raises _FullAtError where it cannot give what is asked for."""
         requests, chunks = self.log.requests, dict[int, Chunk]()
+        marked = frozenset[int]() if keeps_up else self.log.marked
         last = next(span.start for span in self.log.spans if span.step == self.log.spans[-1].step)
         highest = unusable = at = 0
         try:
             for at, deed in enumerate(self.log.deeds):
                 if at in self._products:
                     card.request(self._workspace_bytes)
+                if at in self.log.waits:
+                    card.reached(self.log.waits[at])
                 if deed < 0:
-                    card.release(chunks.pop(-1 - deed))
+                    card.release(chunks.pop(-1 - deed), once_at=at if -1 - deed in marked else None)
                     continue
                 before, free = card.reserved_bytes, card.reserved_bytes - card.allocated_bytes
                 chunks[deed] = card.request(requests[deed].n_bytes, requests[deed].stream)
@@ -114,6 +127,11 @@ class StepReplay:
         except CardFullError:
             raise _FullAtError(at) from None
         return Replayed(highest, card.highest_bytes, unusable)
+
+
+def _endless(settings: AllocatorSettings) -> CachingAllocator:
+    """An allocator on a card that never runs out."""
+    return CachingAllocator(expandable_segments=settings == "expandable_segments")
 
 
 class _FullAtError(Exception):

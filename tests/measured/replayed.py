@@ -55,7 +55,7 @@ def records() -> Iterator[Measurement]:
 
 def seen_in(record: Measurement) -> Iterator[Seen]:
     """Its replays, beside those of what is predicted."""
-    step = StepReplay(record.job)
+    step = StepReplay(record.job, starts="recorded", keeps_up=True)
     scratch = max((one.n_bytes for one in step.log.requests if one.reason.startswith("scratch of")), default=0)
     for shown in record.allocator:
         predicted = step.replayed(shown.settings)

@@ -18,6 +18,7 @@ from tests.on_gpus.figures import FAR, Figure, Source, cause_of, sources
 from zeroplan import estimate
 from zeroplan.engines.device_figures import figures
 from zeroplan.measurement import AllocatorMeasured, AttentionMeasured, BlocksMeasured, CardMeasured, Environment, Measurement
+from zeroplan.replay import StepReplay
 from zeroplan.verify.cases.results import Result, opened
 from zeroplan.verify.record import write_record
 from zeroplan.verify.task import Task
@@ -78,6 +79,19 @@ def kept(folder: Path, *records: Measurement, out_of_memory: bool = False) -> Pa
 def test_the_page_says_what_the_kept_records_say():
     """`python -m tests.on_gpus.gpu_page` writes it anew."""
     assert gpu_page.page(gpu_records.seen(), sources()) == gpu_page.PAGE.read_text(encoding="utf-8")
+
+
+def test_replays_of_fsdp1_are_what_a_gpu_counted():
+    """All jobs had their model built on the GPU, and a GPU that kept up: it is small, and the profiler slows the program."""
+    records = [one.record for one in gpu_records.seen() if one.record is not None and one.record.job.recipe.engine == "fsdp1"]
+    assert len(records) == 4
+    for record in records:
+        truth = record.allocator[0]
+        shown = StepReplay(record.job, starts="built", keeps_up=True).replayed()
+        assert abs(shown.allocated_bytes / truth.allocated_bytes - 1) < 1e-4
+        assert abs(shown.reserved_bytes - truth.reserved_bytes) <= 2 * 2**20
+        behind = StepReplay(record.job, starts="built").replayed()
+        assert truth.reserved_bytes - 2 * 2**20 <= behind.reserved_bytes <= 1.25 * truth.reserved_bytes
 
 
 def test_what_is_kept_is_complete_and_private_to_nobody():

@@ -18,7 +18,7 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.units import Unit, format_size
 
 if TYPE_CHECKING:
-    from zeroplan.replay import OnCard, Replayed, StepReplay
+    from zeroplan.replay import OnCard, Replayed
 
 T = TypeVar("T")
 WIDTH = 100
@@ -270,7 +270,7 @@ def verdict_sentence(answer: Estimate, unit: Unit | None = None, *, name_a_gpu: 
 def _goes_through(answer: Estimate, settings: AllocatorSettings) -> bool:
     """Whether a replayed job does not run out of memory on its GPU."""
     room = answer.allocator_room_bytes
-    return answer.replay is None or answer.replay.reserves_more or room is None or answer.replay.on_card(room, settings).fits
+    return answer.replay is None or room is None or answer.replay.on_card(room, settings).fits
 
 
 def replay_sentence(answer: Estimate, unit: Unit) -> str:
@@ -281,14 +281,8 @@ def replay_sentence(answer: Estimate, unit: Unit) -> str:
     beyond = unit.size(default.reserved_bytes - answer.peak_bytes)
     return (
         f"Replayed: the allocator reserves {unit.size(default.reserved_bytes)}, {beyond} beyond the peak; with expandable segments "
-        f"{unit.size(expandable.reserved_bytes)}.{_unusable(default, unit)}{_more_on_a_gpu(answer.replay)}"
+        f"{unit.size(expandable.reserved_bytes)}.{_unusable(default, unit)}"
     )
-
-
-def _more_on_a_gpu(replay: "StepReplay") -> str:
-    if not replay.reserves_more:
-        return ""
-    return " A GPU reserves more: what FSDP1 frees waits there until the GPU has come that far, while the CPU runs ahead."
 
 
 def _unusable(shown: "Replayed", unit: Unit) -> str:
@@ -305,7 +299,7 @@ def allocator_sentence(answer: Estimate, unit: Unit | None = None) -> str:
     if room is None or answer.verdict == "does not fit" or int(band.high_bytes) <= room:
         return ""
     size = format_size if unit is None else unit.size
-    if answer.replay is not None and not answer.replay.reserves_more:
+    if answer.replay is not None:
         return _on_the_card(answer.replay.on_card(room), room, size) + _with_expandable(answer)
     may = "would" if int(band.low_bytes) > room else "may"
     span = f"{size(int(band.low_bytes))} to {size(int(band.high_bytes))}"

@@ -15,7 +15,7 @@ from tests.on_gpus.figures import ESTIMATE, ninety, sources
 from tests.on_gpus.gpu_records import seen
 from tests.on_gpus.step_times import timed
 from zeroplan.comparison import compare_with_estimate
-from zeroplan.engines.requests import not_written, reserves_more
+from zeroplan.engines.requests import not_written
 from zeroplan.replay import StepReplay
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def _on_our_card() -> Iterator[tuple[str, ...]]:
     records = [one.record for one in seen() if one.record is not None]
     peaks = [compare_with_estimate(record).peak.error for record in records]
     yield ("`zeroplan estimate`", _CARD, f"{len(peaks)}", _spread(peaks))
-    replayed = [record for record in records if not (not_written(record.job) or reserves_more(record.job.recipe))]
-    shown = [(StepReplay(record.job).replayed(), record.allocator[0]) for record in replayed]
+    replayed = [record for record in records if not not_written(record.job)]
+    shown = [(StepReplay(record.job, starts="built").replayed(), record.allocator[0]) for record in replayed]
     allocated = [found.allocated_bytes / truth.allocated_bytes - 1 for found, truth in shown]
     reserved = [found.reserved_bytes / truth.reserved_bytes - 1 for found, truth in shown]
     yield ("`zeroplan estimate --replay`, allocated", _CARD, f"{len(shown)}", _spread(allocated))

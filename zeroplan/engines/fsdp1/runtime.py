@@ -25,10 +25,10 @@ class FlatRuntime(Runtime):
     """The flat parameters of one rank, and what becomes of their gradients."""
 
     def __init__(
-        self, plan: FlatPlan, trace: Trace, made: dict[object, tuple[Line, ...]], following: Mapping[str, Unit]
+        self, plan: FlatPlan, memory: Trace, made: dict[object, tuple[Line, ...]], following: Mapping[str, Unit]
     ) -> None:
         """Begin with nothing unsharded; ``following`` is the unit that is prefetched while one of a name runs forward."""
-        super().__init__(plan, trace, made)
+        super().__init__(plan, memory, made)
         self.flat, self._following = plan, following
         self._below: dict[str, Unit] = {}
 
@@ -63,12 +63,12 @@ class FlatRuntime(Runtime):
     def _unshard(self, unit: Unit, phase: Phase) -> None:
         """``_unshard``: this rank's shard is cast, all shards are gathered into the flat parameter, and the cast one goes."""
         for index, group in enumerate(unit.parts.groups):
-            if self.trace.has(unit.unsharded(index)):
+            if self.memory.has(unit.unsharded(index)):
                 continue
-            self.trace.at(f"{phase.value}: unsharding {unit.name}", phase)
-            self.trace.put("cast shard", *self._lines(lines.chunk_to_gather, group, unit.parts.copied_groups[index]))
-            self.trace.put(unit.unsharded(index), *self._lines(lines.unsharded, group))
-            self.trace.drop("cast shard")
+            self.memory.at(f"{phase.value}: unsharding {unit.name}", phase)
+            self.memory.put("cast shard", *self._once(lines.chunk_to_gather, group, unit.parts.copied_groups[index]))
+            self.memory.put(unit.unsharded(index), *self._once(lines.unsharded, group))
+            self.memory.drop("cast shard")
 
     # --- gradients ------------------------------------------------------------------------------------------------------
 
@@ -81,15 +81,15 @@ class FlatRuntime(Runtime):
         if not group.numel:  # frozen: _post_backward_reshard_only_hook
             self.reshard(unit)
             return
-        self.trace.at(f"backward: joining the gradients of {unit.name}", Phase.BACKWARD)
-        self.trace.put("joined", *self._lines(joined, group))
-        self.trace.drop("made", ("made", unit.name))
+        self.memory.at(f"backward: joining the gradients of {unit.name}", Phase.BACKWARD)
+        self.memory.put("joined", *self._once(joined, group))
+        self.memory.drop("made", ("made", unit.name))
         self.reshard(unit)
         if self.flat.backward_prefetch == "backward_post" and unit.name in self._below:
             self._unshard(self._below[unit.name], Phase.BACKWARD)
-        self.trace.at(f"backward: reducing {unit.name}", Phase.BACKWARD)
-        self.trace.pass_by(*self._lines(reducing, group))
-        self.trace.drop("joined")
+        self.memory.at(f"backward: reducing {unit.name}", Phase.BACKWARD)
+        self.memory.pass_by(*self._once(reducing, group))
+        self.memory.drop("joined")
 
 
 def made_gradients(plan: Plan, group: Group) -> tuple[Line]:

@@ -32,6 +32,8 @@ class ParamGroup(NamedTuple):
     """What formulas call ``gathers``, as a last factor."""
     words: str
     """Whose parameters a line says they are."""
+    ranks: Int
+    """Those that share it."""
     narrow: Int = 0
     """1 where the parameters are sharded along dim 1, else 0."""
     by_the_way: int = 0
@@ -47,20 +49,20 @@ class ParamGroup(NamedTuple):
         return product(1, n_bytes) if self.in_numbers else formula
 
 
-def param_groups(group: Group, gathers: Int, words: str, *, in_numbers: bool = False) -> tuple[ParamGroup, ...]:
+def param_groups(group: Group, gathers: Int, words: str, ranks: Int, *, in_numbers: bool = False) -> tuple[ParamGroup, ...]:
     """A unit's parameter groups, in the order in which they are gathered in forward."""
     symbol = group.symbol
     if group.experts is None:
         names = f"P_{symbol}", f"P_{symbol}/N", f"G_{symbol}"
         sizes = group.shard, group.padded, group.numel
-        return (ParamGroup(*sizes, *names, gathers, "·min(1, N-1)", words, in_numbers=in_numbers),)
+        return (ParamGroup(*sizes, *names, gathers, "·min(1, N-1)", words, ranks, in_numbers=in_numbers),)
     one, rest = group.experts, group.beside_experts
     names = f"D_{symbol}", f"D_{symbol}/N", f"(G_{symbol} - Y_{symbol})"
     beside = ParamGroup(
-        rest.shard, rest.padded, rest.numel, *names, 1, "", "this block's beside its experts", in_numbers=in_numbers
+        rest.shard, rest.padded, rest.numel, *names, 1, "", "this block's beside its experts", ranks, in_numbers=in_numbers
     )
     experts = ParamGroup(
         one.shard, one.padded, one.numel, f"X_{symbol}", f"X_{symbol}/F", f"Y_{symbol}", one.gathers, "·min(1, F-1)",
-        "this block's experts", one.narrow, one.by_the_way, one.last, are_experts=True, in_numbers=in_numbers,
+        "this block's experts", one.ranks, one.narrow, one.by_the_way, one.last, are_experts=True, in_numbers=in_numbers,
     )  # fmt: skip
     return beside, experts

@@ -1,18 +1,27 @@
-"""What FSDP2 does with a unit's parameters and gradients, as torch's code does it, written into a trace.
+"""What FSDP2 does with a unit's parameters and gradients, as torch's code does it, for moments and for requests.
 
 Each method does what the function of torch 2.13 does that it names (torch/distributed/fsdp/_fully_shard). ``FSDPParamGroup`` and
 ``FSDPState`` hold buffers by reference, and a buffer is freed with its last reference. Differences of 2.15 are marked.
+
+The program allocates in a trace of moments (:mod:`zeroplan.trace`), where the tensors of a group are one line, or in a log of
+requests, where they are single (:mod:`zeroplan.engines.requests.fsdp2`).
 """
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from zeroplan.engines.fsdp2 import lines
 from zeroplan.engines.fsdp2.groups import Ends, Group
 from zeroplan.engines.fsdp2.param_groups import ParamGroup, param_groups
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.ledger import Line, Phase
+from zeroplan.numeric import Int
 from zeroplan.trace import Inside, Trace
+
+if TYPE_CHECKING:
+    from zeroplan.engines.requests.log import Log
+
+    Memory: TypeAlias = Log | Trace
 
 
 class Parts:
@@ -23,17 +32,18 @@ class Parts:
         self.group, self.trained_group, self.last = group, trained, last
         copies_all = plan.cast_too or plan.offloaded
         self.copied = group if copies_all else trained
-        self.groups = param_groups(group, plan.gathers, words, in_numbers=plan.is_a_stage)
+        self.groups = param_groups(group, plan.gathers, words, plan.n, in_numbers=plan.is_a_stage)
         self.trained = self.groups
         if trained is not group:
-            self.trained = param_groups(trained, plan.gathers, words, in_numbers=plan.is_a_stage)
+            self.trained = param_groups(trained, plan.gathers, words, plan.n, in_numbers=plan.is_a_stage)
         self.copied_groups = self.groups if copies_all else self.trained
 
 
 class Unit(NamedTuple):
     """What one ``fully_shard`` call wraps: a block, or what no other unit has."""
 
-    name: str
+    name: str | int
+    """What moments call it; in a log of requests its layer."""
     parts: Parts
 
     def gathered(self, index: int) -> Hashable:
@@ -43,6 +53,10 @@ class Unit(NamedTuple):
     def unsharded(self, index: int) -> Hashable:
         """The key of a group's unsharded parameters."""
         return "unsharded", self.name, index
+
+    def smaller(self, index: int) -> Hashable:
+        """The key of a group's smaller shard, where ``reshard_after_forward`` is a number."""
+        return "smaller", self.name, index
 
 
 class EndUnits:
@@ -70,8 +84,8 @@ class Units:
         """Make the units of the layers in the plan's walk, and of what is outside them."""
         self.root = Unit("the root group", Parts(plan, plan.root, plan.trained_root, "the root group's"))
         self.ends = None if plan.ends is None else EndUnits(plan, plan.ends)
-        blocks = [Parts(plan, *groups) for groups in zip(plan.blocks, plan.trained_blocks, strict=True)]
-        self.layers = tuple((position, Unit(position.name, blocks[position.run])) for position in plan.walk)
+        self.blocks = [Parts(plan, *groups) for groups in zip(plan.blocks, plan.trained_blocks, strict=True)]
+        self.layers = tuple((position, Unit(position.name, self.blocks[position.run])) for position in plan.walk)
         self.made: dict[object, tuple[Line, ...]] = {}
         self.inside: dict[object, Inside] = {}
 
@@ -79,13 +93,13 @@ class Units:
 class Runtime:
     """The collectives' buffers of one rank, and who holds them."""
 
-    def __init__(self, plan: Plan, trace: Trace, made: dict[object, tuple[Line, ...]]) -> None:
+    def __init__(self, plan: Plan, memory: "Memory", made: dict[object, tuple[Line, ...]]) -> None:
         """Begin with nothing gathered; ``made`` keeps lines for the next pass of the same units."""
-        self.plan, self.trace = plan, trace
+        self.plan, self.memory = plan, memory
         self._reduce_inputs: list[Hashable] = []
         self._made = made
 
-    def _lines(self, make: Callable[..., tuple[Line, ...]], *of: object) -> tuple[Line, ...]:
+    def _once(self, make: Callable[..., tuple[Line, ...]], *of: object) -> tuple[Line, ...]:
         """What a function of :mod:`lines` makes of some parts; made once, since blocks of a run are alike."""
         key = make, *map(id, of)
         if key not in self._made:
@@ -96,73 +110,90 @@ class Runtime:
 
     def pre_forward(self, unit: Unit) -> None:
         """``FSDPState._pre_forward``: gather and copy out one group after the other."""
-        for index, group in enumerate(unit.parts.groups):
+        for index, group in enumerate(() if self.is_unsharded(unit) else unit.parts.groups):
             more = "" if index + 1 == len(unit.parts.groups) else ", experts not yet"
-            self.trace.at(f"forward: gathering {unit.name}{more}", Phase.FORWARD)
-            self._all_gather(unit, index)
-            self.trace.at(f"forward: unsharding {unit.name}{more}", Phase.FORWARD)
+            self.memory.at(f"forward: gathering {unit.name}{more}", Phase.FORWARD)
+            self.all_gather(unit, index)
+            self.memory.at(f"forward: unsharding {unit.name}{more}", Phase.FORWARD)
             if self.plan.of_torch_2_15:
                 self.release_parked()
-            self._copy_out(unit, index, group)
+            self.copy_out(unit, index, group)
             self.release_parked()  # in 2.13 a local of wait_for_unshard names it until here
-            self.trace.rename(unit.gathered(index), "parked")
+            self.memory.rename(unit.gathered(index), "parked")
 
     def release_parked(self) -> None:
         """``FSDPCommContext.all_gather_state``: a buffer stays until the next copy-out, so that the two overlap."""
-        self.trace.drop("parked")
+        self.memory.drop("parked")
+
+    def is_unsharded(self, unit: Unit) -> bool:
+        """Whether a unit's parameters are there."""
+        return self.memory.has(unit.unsharded(0))
 
     def hold_unsharded(self, unit: Unit) -> None:
         """A unit is unsharded from before."""
         for index, group in enumerate(unit.parts.groups):
-            self.trace.hold(unit.unsharded(index), *self._lines(lines.unsharded, group))
+            self.memory.hold(unit.unsharded(index), *self._once(lines.unsharded, group))
 
     def reshard(self, unit: Unit) -> None:
         """``FSDPParamGroup.reshard``."""
-        self.trace.drop(*map(unit.unsharded, range(len(unit.parts.groups))))
+        self.memory.drop(*map(unit.unsharded, range(len(unit.parts.groups))))
 
     def pre_backward(self, unit: Unit, below: Unit | None) -> None:
         """``FSDPState._pre_backward``: copy out what has been gathered ahead or is now, then gather the unit below."""
-        for index, group in enumerate(unit.parts.groups):
+        for index, group in enumerate(() if self.is_unsharded(unit) else unit.parts.groups):
             if self.plan.reshard is not False:
-                self._all_gather(unit, index)
-            self._copy_out(unit, index, group)
-            self.trace.drop(unit.gathered(index))
-        self.trace.drop("own smaller shard")
-        if below is not None and self.plan.reshard is not False:
+                self.all_gather(unit, index)
+            self.copy_out(unit, index, group)
+            self.memory.drop(unit.gathered(index))
+        self.memory.drop(*map(unit.smaller, range(len(unit.parts.groups))))
+        if below is not None:
             self.prefetch(below)
 
     def gather_ahead(self, unit: Unit) -> None:
         """Gather the group that ran last, as the root's hook does before the backward (``_backward_prefetch``)."""
         index = len(unit.parts.groups) - 1
-        if self.plan.reshard is not False and not self.trace.has(unit.gathered(index)):
-            self.trace.put(unit.gathered(index), *self._lines(lines.gathered_ahead, unit.parts.groups[index]))
+        if self.plan.reshard is not False and not self.memory.has(unit.gathered(index)):
+            self._request_buffer(unit, index, ahead=True)
 
     def prefetch(self, unit: Unit) -> None:
         """``FSDPParamGroup._backward_prefetch``: a block's experts first."""
-        for index, group in reversed(list(enumerate(unit.parts.groups))):
-            self.trace.put(unit.gathered(index), *self._lines(lines.gathered_ahead, group))
-            if isinstance(self.plan.reshard, bool):
-                copy = self._lines(lines.chunk_to_gather, group, unit.parts.copied_groups[index])
-            else:
-                copy = self._lines(lines.smaller_chunk_to_gather, unit.parts.group, unit.parts.copied)
-            self.trace.pass_by(*copy)
+        if self.plan.reshard is False or self.is_unsharded(unit):
+            return
+        for index in reversed(range(len(unit.parts.groups))):
+            self.all_gather(unit, index, ahead=True)
 
-    def _all_gather(self, unit: Unit, index: int) -> None:
-        """``foreach_all_gather``: a buffer for all chunks, and this rank's chunk, cast.
+    def all_gather(self, unit: Unit, index: int, *, ahead: bool = False) -> None:
+        """``foreach_all_gather``: a buffer for all chunks, and this rank's chunk, cast."""
+        if not self.memory.has(unit.gathered(index)):  # gathered ahead
+            self.request_chunk(unit, index, ahead=ahead)
+            self._request_buffer(unit, index, ahead=ahead)
+            self.memory.drop("chunk")
 
-        What is copied out right after is larger than that chunk. In 2.15 the buffer of the unit before has gone by then.
+    def request_chunk(self, unit: Unit, index: int, *, ahead: bool) -> None:
+        """``_get_param_all_gather_inputs``, where memory can be highest.
+
+        Before a forward, what is copied out right after is larger. In 2.15 the buffer of the unit before has gone by then.
         """
-        if self.trace.has(unit.gathered(index)):
-            return  # gathered ahead
-        group = unit.parts.groups[index]
-        self.trace.put(unit.gathered(index), *self._lines(lines.gather_buffer, group))
-        if self.plan.of_torch_2_15:
-            self.trace.pass_by(*self._lines(lines.chunk_to_gather, group, unit.parts.copied_groups[index]))
+        if ahead and not isinstance(self.plan.reshard, bool):
+            self.memory.put("chunk", *self._once(lines.smaller_chunk_to_gather, unit.parts.group, unit.parts.copied))
+        elif ahead or self.plan.of_torch_2_15:
+            chunk = self._once(lines.chunk_to_gather, unit.parts.groups[index], unit.parts.copied_groups[index])
+            self.memory.put("chunk", *chunk)
 
-    def _copy_out(self, unit: Unit, index: int, group: ParamGroup) -> None:
-        """``foreach_all_gather_copy_out``."""
-        self.trace.put(unit.unsharded(index), *self._lines(lines.unsharded, group))
-        self.trace.pass_by(*self._lines(lines.copying_out, unit.parts.group, group))
+    def _request_buffer(self, unit: Unit, index: int, *, ahead: bool) -> None:
+        group = unit.parts.groups[index]
+        (line,) = self._once(lines.gathered_ahead if ahead else lines.gather_buffer, group)
+        self.memory.put(unit.gathered(index), line)
+        self.memory.call("all_gather", line.n_bytes, self.ranks_of(unit, index))
+
+    def ranks_of(self, unit: Unit, index: int) -> Int:
+        """Those that a group is gathered from."""
+        return unit.parts.groups[index].ranks
+
+    def copy_out(self, unit: Unit, index: int, group: ParamGroup) -> None:
+        """``foreach_all_gather_copy_out``: every parameter in memory of its own."""
+        self.memory.put(unit.unsharded(index), *self._once(lines.unsharded, group))
+        self.memory.pass_by(*self._once(lines.copying_out, unit.parts.group, group))
 
     # --- gradients ------------------------------------------------------------------------------------------------------
 
@@ -170,29 +201,45 @@ class Runtime:
         """``FSDPParamGroup.post_backward``: shard a group again and reduce its gradients; of a block its experts first."""
         for index, group in reversed(list(enumerate(unit.parts.trained))):
             experts = " the experts of" if group.are_experts else ""
-            self.trace.at(f"backward: reducing{experts} {unit.name}", Phase.BACKWARD)
-            self.trace.drop(unit.unsharded(index))
+            self.memory.at(f"backward: reducing{experts} {unit.name}", Phase.BACKWARD)
+            self.memory.drop(unit.unsharded(index))
+            if not self.reduces:
+                self.keep_whole(unit, index)
+                continue
             if index == len(unit.parts.trained) - 1:
                 self.drop_reduce_inputs()
             if group.numel:
-                self._reduce(unit, index, group)
-        self.trace.drop("shard of the experts")
+                self.foreach_reduce(unit, index, group)
+        self.memory.drop("shard of the experts")
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are reduced in this micro-batch."""
+        return True
+
+    def keep_whole(self, unit: Unit, index: int) -> None:
+        """``FSDPParam.to_accumulated_grad_if_needed``: in a trace of moments what is left counts by layers."""
+
+    def reduce_input(self, unit: Unit, index: int) -> Hashable:
+        """The key of a new input of a reduce-scatter."""
+        key = "reduce input", unit.name, index
+        self._reduce_inputs.append(key)
+        return key
 
     def drop_reduce_inputs(self) -> None:
         """``FSDPCommContext.reduce_scatter_states``: inputs stay until the next unit begins to reduce."""
-        self.trace.drop(*self._reduce_inputs)
+        self.memory.drop(*self._reduce_inputs)
         self._reduce_inputs = []
 
-    def _reduce(self, unit: Unit, index: int, group: ParamGroup) -> None:
-        """``foreach_reduce``."""
-        key = "reduce input", unit.name, index
-        self._reduce_inputs.append(key)
+    def foreach_reduce(self, unit: Unit, index: int, group: ParamGroup) -> None:
+        """Reduce a group's gradients."""
+        key = self.reduce_input(unit, index)
         if group.are_experts:
-            self.trace.put("waiting gradients", *self._lines(lines.waiting_gradients, *unit.parts.trained[:index]))
-        self.trace.put("copied or reduced", *self._lines(lines.copied_or_reduced, group))
-        self.trace.put(key, *self._lines(lines.reduce_input, group))
-        self.trace.drop("copied or reduced", "waiting gradients")
+            self.memory.put("waiting gradients", *self._once(lines.waiting_gradients, *unit.parts.trained[:index]))
+        self.memory.put("copied or reduced", *self._once(lines.copied_or_reduced, group))
+        self.memory.put(key, *self._once(lines.reduce_input, group))
+        self.memory.drop("copied or reduced", "waiting gradients")
         if unit.parts.last and not self.plan.of_torch_2_15:
-            self.trace.pass_by(*self._lines(lines.reduced, group), lines.still_named(self.plan, unit.parts.last))
+            self.memory.pass_by(*self._once(lines.reduced, group), lines.still_named(self.plan, unit.parts.last))
         if group.are_experts:
-            self.trace.put("shard of the experts", *self._lines(lines.fresh_shard, group))
+            self.memory.put("shard of the experts", *self._once(lines.fresh_shard, group))

@@ -213,7 +213,7 @@ class MicroBatch:
         self.keep(position.before)
         trace.shrink("still unsharded", *self.unsharded_beside(position, backward=True))
         trace.at(f"backward: unsharding {position.name}", Phase.BACKWARD)
-        trace.hold("own smaller shard", *lines.own_smaller_shard(self.plan, unit.parts.group))
+        trace.hold(unit.smaller(0), *lines.own_smaller_shard(self.plan, unit.parts.group))
         trace.put("entering", *one.kept(again), *self.flows_in(position))
         self.enter_backward(unit, below)
         trace.drop("entering")

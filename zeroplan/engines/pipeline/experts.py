@@ -53,7 +53,7 @@ def reducing(
 
 def _experts_made(plan: Plan, group: Group, apart: Apart, width: int) -> Line:
     """As outside pipelines, but that the last gradient has a name until the reduction is over."""
-    _, theirs = param_groups(group, plan.gathers, "")
+    _, theirs = param_groups(group, plan.gathers, "", plan.n)
     copied = experts_copied_or_reduced(plan, theirs, width)
     named = apart.gathers * named_bytes(plan, width, apart.last) + reduce_output_bytes(plan, group.of_experts)
     return _of(Kind.UNSHARDED_GRADIENTS, maximum(copied, named), "the experts' while copied in, or the reduce-scatter output")

@@ -40,7 +40,9 @@ def gathered_at_once(plan: Plan) -> tuple[Line, Line]:
     most: Int = 0
     for unit in (*plan.outside, *plan.blocks):
         missing: Int = 0
-        for group in reversed(param_groups(unit, plan.gathers, "")):  # experts that no other rank has are copied at the end
+        for group in reversed(
+            param_groups(unit, plan.gathers, "", plan.n)
+        ):  # experts that no other rank has are copied at the end
             own = group.gathers * width * group.padded + total_bytes(copying_out(plan, unit, group)) * group.are_experts
             most = maximum(most, own - missing)
             missing = missing + (1 - group.gathers) * width * group.padded

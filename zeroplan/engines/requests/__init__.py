@@ -4,19 +4,20 @@
 the allocator (:mod:`zeroplan.allocator`) can do them: what is reserved follows. The blocks' requests are those of the programs
 that give their moments, too.
 
-Left out: what is gone before the first step begins (the model as it was built, zero gradients), numbers of a few bytes, buffers
+Left out: what is gone before the first step begins (the model as it was built, zero gradients), but under FSDP1; numbers of a few
+bytes, buffers
 of the process group.
 """
 
 from importlib import import_module
 from typing import Protocol, cast
 
-from zeroplan.engines.requests.log import Log
+from zeroplan.engines.requests.log import Log, Starts
 from zeroplan.engines.requests.model import ModelPass
 from zeroplan.errors import SpecError
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import ON_PAPER, RecipeSpec
+from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.spec.releases import release_of
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.params import has_frozen, trained_layout
@@ -33,9 +34,12 @@ class _Engine(Protocol):
         ...
 
 
-def requests_of(job: JobSpec, steps: int | None = None, *, pipeline_rank: int | None = None) -> Log:
+def requests_of(
+    job: JobSpec, steps: int | None = None, *, pipeline_rank: int | None = None, starts: Starts = "loaded"
+) -> Log:  # fmt: skip
     """What a rank requests and releases in its first steps, from before the first on; of a pipeline the fullest, or another.
 
+    ``starts`` says where the weights are before; of engine fsdp1 alone what that leaves is known.
     Raises SpecError where this is not known (:func:`not_written`).
     """
     if reason := not_written(job):
@@ -44,7 +48,7 @@ def requests_of(job: JobSpec, steps: int | None = None, *, pipeline_rank: int | 
         return _of_a_pipeline(job, STEPS["fsdp2"] if steps is None else steps, pipeline_rank)
     name = job.recipe.engine if (job.recipe.engine, job.recipe.zero_stage) != ("deepspeed", 3) else "deepspeed_stage3"
     engine = cast("_Engine", import_module(f"zeroplan.engines.requests.{name}"))
-    return engine.step_of(job, Log()).run(STEPS[job.recipe.engine] if steps is None else steps)
+    return engine.step_of(job, Log(starts)).run(STEPS[job.recipe.engine] if steps is None else steps)
 
 
 def _of_a_pipeline(job: JobSpec, steps: int, rank: int | None) -> Log:
@@ -54,16 +58,6 @@ def _of_a_pipeline(job: JobSpec, steps: int, rank: int | None) -> Log:
     if rank is None:
         rank = account(job.model, job.recipe, job.mesh, job.batch).pipeline[0].rank
     return pipeline.requests(job, steps, rank)
-
-
-def reserves_more(recipe: RecipeSpec) -> bool:
-    """Whether a GPU reserves clearly more for the same requests than the model of its allocator.
-
-    FSDP1 marks what it frees with ``record_stream``: the allocator gives such a block to nobody until the GPU has come that far,
-    and the CPU runs ahead. An H100 reserved 11 and 36 % more than replayed (``tests/on_gpus/records/h100-one-80gb.jsonl``).
-    Source: torch 2.13, distributed/fsdp/_flat_param.py, ``_free_unsharded_flat_param``.
-    """
-    return recipe.engine == "fsdp1"
 
 
 def not_written(job: JobSpec) -> str:

@@ -1,8 +1,16 @@
 """FSDP1's training step, request by request. Methods have the names of torch 2.13's functions (torch/distributed/fsdp).
 
+A unit's parameters are split from its flat parameter on the stream of all-gathers. So autograd joins their gradients there, and
+adds up there what comes to one of them from two places (torch 2.13, csrc/autograd/engine.cpp and input_buffer.cpp: a node runs on
+the stream of its forward).
+
+What another stream uses is marked with ``record_stream``. Before it gathers, the program waits for the GPU to have freed all but
+the last two units (``limit_all_gathers``, _limiter_utils.py).
+
 Left out: frozen parameters and adapters, whose matrices are units of their own, and checkpoints that call a unit.
 """
 
+from collections import deque
 from collections.abc import Hashable
 
 from zeroplan.engines.fsdp1.flat import FlatPlan, aligned_to, flat_plan, views_of
@@ -19,6 +27,8 @@ from zeroplan.transformer.parameters import Parameter
 _GATHERS, _REDUCES, _CASTS, _ALL_REDUCES = 1, 2, 3, 4
 """The streams of unsharding, after a unit's backward, of casts before unsharding, and among replicas (``_init_streams``)."""
 _ROOT = -1
+_IN_FLIGHT = 2
+"""Units that may wait to be freed (``_max_num_inflight_all_gathers``)."""
 
 
 class Step(ModelPass):
@@ -41,6 +51,8 @@ class Step(ModelPass):
         self.begins = True
         """Whether a step's first micro-batch comes next."""
         self.forwards = 0
+        self.prefetched, self.freed = set[int](), deque[int]()
+        """Units that are there ahead of their turn; when units were freed for which the program has not waited, in deeds."""
 
     def group(self, unit: int) -> Group:
         """A unit's flat parameter."""
@@ -58,11 +70,38 @@ class Step(ModelPass):
 
     def begin(self) -> None:
         """Each unit's shard, blocks first, as they are wrapped, and the optimizer over them."""
+        if self.log.starts == "built":
+            self._build()
         for unit in (*range(len(self.order)), _ROOT):
-            n_bytes = self.plan.width.stored * int(self.group(unit).shard)
-            self.log.request("shards", n_bytes, Kind.PARAMETERS, "this rank's shard of a flat parameter")
+            self._wrap(unit)
         self.tensors = [one._replace(repeat=1) for one in self.plan.local_tensors for _ in range(one.repeat)]
         self.optimizer.begin(self.log, self.tensors)
+
+    def _build(self) -> None:
+        """The model is built on the GPU; a head that is the embedding has a weight of its own until they are tied."""
+        for unit in self.every_unit:
+            self._request_whole(unit)
+        if self.tree.tied_head is not None:
+            self.log.request(
+                "head", self.plan.width.stored * self.tree.tied_head.numel, Kind.PARAMETERS, "the head, not yet tied"
+            )
+            self.log.release("head")
+
+    def _request_whole(self, unit: int) -> None:
+        for one in self.parameters_of(unit):
+            self.log.request(
+                ("whole", unit), self.plan.width.stored * one.numel, Kind.PARAMETERS, "a parameter, not yet sharded"
+            )
+
+    def _wrap(self, unit: int) -> None:
+        """``_init_param_handle_from_module``: parameters come to the GPU, are joined in a flat one, and that is sharded."""
+        log, width, group = self.log, self.plan.width.stored, self.group(unit)
+        if self.log.starts != "recorded":
+            if not log.has(("whole", unit)):
+                self._request_whole(unit)
+            log.request("joined", width * int(self.plan.flat(group)), Kind.PARAMETERS, "a flat parameter, not yet sharded")
+        log.request("shards", width * int(group.shard), Kind.PARAMETERS, "this rank's shard of a flat parameter")
+        log.release("joined", ("whole", unit))
 
     def update(self) -> None:
         """The optimizer steps; then ``zero_grad``."""
@@ -78,17 +117,20 @@ class Step(ModelPass):
 
     def unshard(self, unit: int) -> None:
         """``_unshard``: the shard is cast, all shards are gathered into the flat parameter, and the cast one goes."""
-        log, group, width = self.log, self.group(unit), self.plan.width
-        if log.has(("unsharded", unit)):
-            return
+        log, group, width, is_there = self.log, self.group(unit), self.plan.width, self.log.has(("unsharded", unit))
         log.stream = _CASTS
-        if width.mixed:
+        if width.mixed and not is_there:
             log.request("cast shard", width.compute * int(group.shard), Kind.GATHER, "this rank's shard, cast")
+            log.mark("cast shard")
+        if len(self.freed) >= _IN_FLIGHT and self.plan.options.limit_all_gathers:
+            log.wait_for(self.freed.popleft())
         log.stream = _GATHERS
-        n_bytes = width.compute * int(group.padded)
-        log.request(("unsharded", unit), n_bytes, Kind.UNSHARDED_PARAMETERS, "a unit's flat parameter")
-        log.call("all_gather", n_bytes, self.n)
-        log.release("cast shard")
+        if not is_there:
+            n_bytes = width.compute * int(group.padded)
+            log.request(("unsharded", unit), n_bytes, Kind.UNSHARDED_PARAMETERS, "a unit's flat parameter")
+            log.mark(("unsharded", unit))
+            log.call("all_gather", n_bytes, self.n)
+            log.release("cast shard")
         log.stream = 0
 
     @property
@@ -99,6 +141,8 @@ class Step(ModelPass):
     def reshard(self, unit: int) -> None:
         """``_reshard``."""
         self.log.release(("unsharded", unit))
+        self.freed.append(len(self.log.deeds))
+        self.prefetched.discard(unit)
 
     def before_forward(self) -> None:
         """``_root_pre_forward``: gradients that ``zero_grad`` has cleared the views of go, then the root is unsharded."""
@@ -133,9 +177,10 @@ class Step(ModelPass):
 
     def pre_forward(self, unit: int) -> None:
         """``_pre_forward_unshard``, and the next unit ahead of its turn."""
-        self.unshard(unit)
+        if unit not in self.prefetched:
+            self.unshard(unit)
         if self.prefetches_forward and unit + 1 < len(self.order):
-            self.unshard(unit + 1)
+            self.prefetch(unit + 1)
 
     def after_block(self, layer: int) -> None:
         """``_post_forward_reshard``."""
@@ -143,17 +188,25 @@ class Step(ModelPass):
             self.reshard(layer)
 
     def before_ending_backward(self) -> None:
-        """The root's ``_pre_backward_hook`` prefetches the last block."""
+        """The root's ``_pre_backward_hook``: it is there, and prefetches the last block."""
+        self.unshard(_ROOT)
         self._prefetch(len(self.order) - 1, "backward_pre")
 
     def before_block_backward(self, layer: int) -> None:
         """``_pre_backward_hook``."""
-        self.unshard(layer)
+        if layer not in self.prefetched:
+            self.unshard(layer)
         self._prefetch(layer - 1, "backward_pre")
 
     def _prefetch(self, unit: int, when: str) -> None:
-        if unit > _ROOT and self.frees and self.plan.backward_prefetch == when:
+        if unit > _ROOT and self.plan.backward_prefetch == when:
+            self.prefetch(unit)
+
+    def prefetch(self, unit: int) -> None:
+        """``_prefetch_handle``."""
+        if unit not in self.prefetched:
             self.unshard(unit)
+            self.prefetched.add(unit)
 
     # --- gradients ----------------------------------------------------------------------------------------------------------
 
@@ -181,6 +234,7 @@ class Step(ModelPass):
             self.post_backward(self.waiting)
         self.waiting = None
         self.post_backward(_ROOT)
+        self.prefetched.clear()
 
     def post_backward(self, unit: int) -> None:
         """``_post_backward_hook``, once autograd has joined the gradients of a unit's parameters into a flat one.
@@ -190,7 +244,9 @@ class Step(ModelPass):
         log, reduces = self.log, self.last or self.recipe.sync_every_micro_batch
         flat, earlier = ("flat", unit), ("left", unit)
         n_bytes = self.plan.width.compute * int(self.plan.flat(self.group(unit)))
+        log.stream = self.joins
         log.request(flat, n_bytes, Kind.UNSHARDED_GRADIENTS, "a unit's flat gradient")
+        log.stream = 0
         log.release(*self.made.pop(unit, []))
         is_first = not log.has(earlier)
         if not is_first:
@@ -214,6 +270,17 @@ class Step(ModelPass):
             self.log.request("empty", self.plan.width.stored * int(elements), Kind.UNSHARDED_GRADIENTS, "an empty gradient")
             self.log.release("empty")
 
+    @property
+    def joins(self) -> int:
+        """The stream on which gradients are joined. A run on fake tensors records the one that computes."""
+        return 0 if self.log.starts == "recorded" else _GATHERS
+
+    def sum_of_tied(self, embedding: Hashable) -> None:
+        """Autograd adds up on the stream of what the sum goes to."""
+        self.log.stream = self.joins
+        super().sum_of_tied(embedding)
+        self.log.stream = 0
+
     def _reduce(self, unit: int, flat: Hashable) -> None:
         """``_reduce_grad``: cast, padded, reduced, cast again; the shard becomes this rank's gradient or is added to it."""
         plan, log, group, shard = self.plan, self.log, self.group(unit), ("shard", unit)
@@ -231,6 +298,7 @@ class Step(ModelPass):
         if wide != stored:
             key = "reduced" if there else shard
             log.request(key, stored * int(group.shard), Kind.GRADIENTS, "reduce-scatter output, cast")
+        log.mark(flat)
         log.release("reduced", flat)
         log.stream = 0
 

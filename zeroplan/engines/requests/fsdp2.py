@@ -1,15 +1,24 @@
-"""FSDP2's training step, request by request. Methods have the names of torch 2.13's (torch/distributed/fsdp/_fully_shard)."""
+"""FSDP2's training step, request by request.
+
+What it does with a unit is in :mod:`zeroplan.engines.fsdp2.runtime`, whence the moments of an estimate come, too. Here are the
+sizes of single tensors, and what the model's forward and backward call when. Methods have the names of torch 2.13's
+(torch/distributed/fsdp/_fully_shard).
+"""
 
 from collections.abc import Hashable
 
+from zeroplan.engines.fsdp2 import lines
+from zeroplan.engines.fsdp2.param_groups import ParamGroup
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
+from zeroplan.engines.fsdp2.runtime import Runtime, Unit, Units
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.precisions import compute_of
-from zeroplan.engines.requests.fsdp2_units import Cutting, Group, Key, Unit
+from zeroplan.engines.requests.fsdp2_units import Cutting, Sizes
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ENDING, ModelPass
 from zeroplan.engines.requests.optimizer import Update
 from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
@@ -21,35 +30,35 @@ GATHERS, REDUCES = 1, 2
 _INT64 = 8
 
 
-class Step(ModelPass):
+class Step(Runtime, ModelPass):
     """A rank's micro-batches and steps."""
 
     def __init__(self, model: ModelSpec, mesh: Mesh, plan: Plan, batch: Batch, log: Log) -> None:
         """Take a model's plan, and the rank's batch."""
         compute = compute_of(plan.recipe, tp=int(mesh.tp), ep=int(mesh.ep), cp=int(mesh.cp))
-        super().__init__(model, plan.recipe, batch, log, compute=compute, tree=plan.tree, head=plan.head)
-        self.model = model
-        self.plan, self.n, self.replicas, self.cutting = plan, int(plan.n), int(mesh.dp_replicate), Cutting(plan)
+        ModelPass.__init__(self, model, plan.recipe, batch, log, compute=compute, tree=plan.tree, head=plan.head)
+        Runtime.__init__(self, plan, log, {})
+        self.model, self.replicas, self.cutting = model, int(mesh.dp_replicate), Cutting(plan)
         self.holds_batch = plan.shared_sequences or plan.loss_in_loop
-        self.outside = self._outside()
-        self.units = tuple(self.cutting.unit(layer, self.tree.runs[run].parameters) for layer, run in enumerate(self.order))
+        units, tree = Units(plan), self.tree
+        self.outside = (units.root,) if units.ends is None else (units.ends.embedding, units.ends.head)
+        self.units = tuple(Unit(layer, units.blocks[run]) for layer, run in enumerate(self.order))
+        outside = ((*tree.embeddings, *tree.tail),) if units.ends is None else (tree.embeddings, tree.tail)
+        self._sizes = {unit.parts: self.cutting.sizes(of) for unit, of in zip(self.outside, outside, strict=True)}
+        self._sizes |= {parts: self.cutting.sizes(run.parameters) for parts, run in zip(units.blocks, tree.runs, strict=True)}
         self.optimizer, self.tensors = Update(plan.recipe.optimizer, plan.impl, plan.width.stored), list[LocalTensor]()
         self.gather_stream = GATHERS
-        self.reduce_inputs: list[Hashable] = []
-        self.made: dict[Key, list[Hashable]] = {}
-        """Whole gradients of each group."""
+        self.made: dict[Hashable, list[Hashable]] = {}
+        """Whole gradients of each group, by the key of those that earlier micro-batches left."""
 
     @property
     def ends_apart(self) -> bool:
         """Whether embedding and head have units of their own."""
         return len(self.outside) > 1
 
-    def _outside(self) -> tuple[Unit, ...]:
-        """The root unit, or those of the embedding and of final norm and head."""
-        tree = self.tree
-        if self.plan.ends is None:
-            return (self.cutting.unit(-1, (*tree.embeddings, *tree.tail)),)
-        return self.cutting.unit(-1, tree.embeddings), self.cutting.unit(ENDING, tree.tail)
+    def each(self, unit: Unit, index: int) -> Sizes:
+        """The sizes of a group's parameters."""
+        return self._sizes[unit.parts][index]
 
     @property
     def every_unit(self) -> tuple[Unit, ...]:
@@ -64,7 +73,17 @@ class Step(ModelPass):
     def update(self) -> None:
         """The optimizer steps; then ``zero_grad``."""
         self.optimizer.step(self.log, self.tensors)
-        self.log.release("ids", *(("shard", group.key) for unit in self.every_unit for group in unit.groups))
+        self.log.release("ids", *self.shards)
+
+    @property
+    def shards(self) -> list[Hashable]:
+        """The keys of this rank's gradients."""
+        return [key for unit in self.every_unit for key in self.keys("shard", unit)]
+
+    @staticmethod
+    def keys(what: str, unit: Unit) -> list[Hashable]:
+        """The keys of what a unit's groups have."""
+        return [(what, unit.name, index) for index, _ in enumerate(unit.parts.groups)]
 
     def request_shards(self) -> list[LocalTensor]:
         """What is there from the first step to the last beside the optimizer's states; what that updates."""
@@ -81,30 +100,26 @@ class Step(ModelPass):
 
     # --- parameters ---------------------------------------------------------------------------------------------------------
 
-    def all_gather(self, group: Group) -> None:
-        """``foreach_all_gather``: this rank's chunk in the compute dtype, if that is a copy, and the output."""
-        if group.ranks == 1 or self.log.has(("gathered", group.key)):
-            return
-        log, n_bytes = self.log, self.plan.width.compute * sum(group.whole)
-        ranks = int(self.plan.reshard) if log.has(("smaller", group.key)) else group.ranks
-        log.stream = self.gather_stream
-        self._chunk(group)
-        log.request(("gathered", group.key), n_bytes, Kind.GATHER, "all-gather output")
-        log.call("all_gather", n_bytes, ranks)
-        log.release("chunk")
-        log.stream = 0
+    def all_gather(self, unit: Unit, index: int, *, ahead: bool = False) -> None:
+        """``foreach_all_gather``, of several ranks."""
+        if unit.parts.groups[index].gathers:
+            self.log.stream = self.gather_stream
+            super().all_gather(unit, index, ahead=ahead)
+            self.log.stream = 0
 
-    def _chunk(self, group: Group) -> None:
-        """``_get_param_all_gather_inputs``. What is in host memory is fetched, and cast, one parameter after the other."""
+    def ranks_of(self, unit: Unit, index: int) -> Int:
+        """Those that a group is gathered from."""
+        return self.plan.reshard if self.log.has(unit.smaller(index)) else super().ranks_of(unit, index)
+
+    def request_chunk(self, unit: Unit, index: int, *, ahead: bool) -> None:  # noqa: ARG002  moments need it
+        """What is in host memory is fetched, and cast, one parameter after the other."""
         plan, log, width = self.plan, self.log, self.plan.width.compute
-        if log.has(("smaller", group.key)):
-            elements = 0 if plan.offloaded else sum(group.copied) * self.n // int(plan.reshard)
-        else:
-            elements = sum(group.copied)
-        if plan.offloaded and not log.has(("smaller", group.key)):
-            for whole, stored in zip(group.whole, group.widths, strict=True):
-                self._fetch("chunk", whole // group.ranks, stored)
-        elif plan.width.mixed:
+        copied, is_smaller = int(unit.parts.copied_groups[index].shard), log.has(unit.smaller(index))
+        if plan.offloaded and not is_smaller:
+            for whole, stored in zip(*self.each(unit, index)[::2], strict=True):
+                self._fetch("chunk", whole // int(unit.parts.groups[index].ranks), stored)
+        elif plan.width.mixed and not plan.offloaded:
+            elements = copied * int(plan.n) // int(plan.reshard) if is_smaller else copied
             log.request("chunk", width * elements, Kind.GATHER, "this rank's chunk, cast")
 
     def _fetch(self, key: Hashable, elements: int, stored: int) -> None:
@@ -117,20 +132,17 @@ class Step(ModelPass):
             log.request(key, width * elements, Kind.GATHER, "a chunk, cast")
             log.release("fetched")
 
-    def copy_out(self, group: Group) -> None:
-        """``foreach_all_gather_copy_out``: every parameter in memory of its own.
-
-        Experts that are cut along dim 1 are joined first. A single rank casts, or fetches, its parameters one after the other.
-        """
-        width, log, key = self.plan.width.compute, self.log, ("unsharded", group.key)
-        for elements in group.whole if group.narrow else ():
+    def copy_out(self, unit: Unit, index: int, group: ParamGroup) -> None:
+        """Experts cut along dim 1 are joined first. A single rank casts, or fetches, its parameters one after the other."""
+        width, log, each = self.plan.width.compute, self.log, self.each(unit, index)
+        for elements in each.whole if group.narrow else ():
             log.request("joined", width * elements, Kind.GATHER, "experts, before they are put in order")
-        for at, elements in enumerate(group.whole):
-            if group.ranks == 1:
-                self._copy_alone(("cast", at), elements, group.widths[at])
+        for at, elements in enumerate(each.whole):
+            if not group.gathers:
+                self._copy_alone(("cast", at), elements, each.widths[at])
                 log.release(("cast", at - 1))
-            log.request(key, width * elements, Kind.UNSHARDED_PARAMETERS, "unsharded parameter")
-        log.release("joined", ("cast", len(group.whole) - 1))
+            log.request(unit.unsharded(index), width * elements, Kind.UNSHARDED_PARAMETERS, "unsharded parameter")
+        log.release("joined", ("cast", len(each.whole) - 1))
 
     def _copy_alone(self, key: Hashable, elements: int, stored: int) -> None:
         if self.plan.offloaded:
@@ -138,29 +150,9 @@ class Step(ModelPass):
         elif stored != self.plan.width.compute:
             self.log.request(key, self.plan.width.compute * elements, Kind.GATHER, "a parameter, cast")
 
-    def unshard(self, unit: Unit) -> None:
-        """Before a unit's forward."""
-        if self.is_unsharded(unit):
-            return
-        for group in unit.groups:
-            self.all_gather(group)
-            if self.plan.of_torch_2_15:
-                self.log.release("parked")
-            self.copy_out(group)
-            self.log.release("parked")
-            self.log.rename(("gathered", group.key), "parked")
-
-    def is_unsharded(self, unit: Unit) -> bool:
-        """Whether its parameters are there."""
-        return any(self.log.has(("unsharded", group.key)) for group in unit.groups)
-
-    def reshard(self, unit: Unit) -> None:
-        """Let a unit's parameters go."""
-        self.log.release(*(("unsharded", group.key) for group in unit.groups))
-
     def before_forward(self) -> None:
         """The root unit is gathered, or the embedding's."""
-        self.unshard(self.outside[0])
+        self.pre_forward(self.outside[0])
 
     def after_embedding(self) -> None:
         """The embedding's own unit lets go of its parameters."""
@@ -169,7 +161,7 @@ class Step(ModelPass):
 
     def before_block(self, layer: int) -> None:
         """The block is gathered."""
-        self.unshard(self.units[layer])
+        self.pre_forward(self.units[layer])
 
     def after_block(self, layer: int) -> None:
         """It lets go of its parameters, unless it keeps them."""
@@ -178,69 +170,51 @@ class Step(ModelPass):
     def leave(self, unit: Unit) -> None:
         """``_post_forward``. Where ``reshard_after_forward`` is a number, the rank keeps one of so many shards."""
         if not isinstance(self.plan.reshard, bool):
-            for group in unit.groups:
-                self._keep_smaller(group)
+            for index, _ in enumerate(unit.parts.groups):
+                self._keep_smaller(unit, index)
         if self.plan.reshard is not False:
             self.reshard(unit)
 
-    def _keep_smaller(self, group: Group) -> None:
+    def _keep_smaller(self, unit: Unit, index: int) -> None:
         """``to_sharded_post_forward``, one parameter after the other."""
         log, ways = self.log, int(self.plan.reshard)
-        for elements in group.whole:
+        for elements in self.each(unit, index).whole:
             n_bytes = self.plan.width.compute * elements
-            log.request(("smaller", group.key), n_bytes // ways, Kind.UNSHARDED_PARAMETERS, "smaller shard of a parameter")
-            log.part(("unsharded", group.key), n_bytes, "gone")
+            log.request(unit.smaller(index), n_bytes // ways, Kind.UNSHARDED_PARAMETERS, "smaller shard of a parameter")
+            log.part(unit.unsharded(index), n_bytes, "gone")
             log.release("gone")
 
     def before_ending(self) -> None:
         """The unit of norm and head is gathered. What is worked out in the training loop comes after the model's forward."""
         if self.ends_apart:
-            self.unshard(self.outside[-1])
+            self.pre_forward(self.outside[-1])
         if self.recipe.loss == "chunked" or self.plan.loss_in_loop:
             self.log.release("parked")
 
     def before_ending_backward(self) -> None:
         """The root's forward ends with the loss, and its hook gathers the last block ahead; a unit of the head does so later."""
         self.log.release("parked")
-        last = self.units[-1]
         if not self.ends_apart and self.recipe.loss != "chunked" and self.plan.reshard is not False:
-            self.all_gather(last.groups[-1])
+            self.all_gather(self.units[-1], len(self.units[-1].parts.groups) - 1)
 
     def before_head_backward(self) -> None:
         """The hook of the head's unit, or of the root where the loss has gone backward by itself."""
-        self.prefetch(len(self.units) - 1)
+        self.prefetch(self.units[-1])
 
     def after_ending_backward(self) -> None:
         """The unit of norm and head is reduced."""
         if self.ends_apart:
             self.post_backward(self.outside[-1])
 
-    def prefetch(self, layer: int) -> None:
-        """Gather a block ahead of its backward, or the embedding's unit below the first."""
-        if self.plan.reshard is False or (layer < 0 and not self.ends_apart):
-            return
-        unit = self.units[layer] if layer >= 0 else self.outside[0]
-        if not self.is_unsharded(unit):
-            for group in reversed(unit.groups):
-                self.all_gather(group)
-
     def before_block_backward(self, layer: int) -> None:
-        """The block is copied out, and the one below gathered."""
-        self.enter_backward(self.units[layer])
-        self.prefetch(layer - 1)
+        """The block is copied out, and the one below gathered, or the embedding's unit below the first."""
+        below = self.units[layer - 1] if layer else self.outside[0] if self.ends_apart else None
+        self.pre_backward(self.units[layer], below)
 
     def before_embedding_backward(self) -> None:
         """So is the embedding's own unit."""
         if self.ends_apart:
-            self.enter_backward(self.outside[0])
-
-    def enter_backward(self, unit: Unit) -> None:
-        """``_pre_backward``."""
-        for group in () if self.is_unsharded(unit) else unit.groups:
-            self.all_gather(group)
-            self.copy_out(group)
-            self.log.release(("gathered", group.key))
-        self.log.release(*(("smaller", group.key) for group in unit.groups))
+            self.pre_backward(self.outside[0], None)
 
     # --- the batch and the embedding ----------------------------------------------------------------------------------------
 
@@ -283,9 +257,13 @@ class Step(ModelPass):
         """Gradients stay whole until their unit is reduced."""
         if self.log.has("whole gradient"):
             self.log.release("whole gradient", *(() if self.holds_batch else ("batch",)))
+        unit = self._unit_here()
+        of_unit = enumerate(self._sizes[unit.parts])
+        keys = [(elements, ("whole", unit.name, at)) for at, each in of_unit for elements in each.gradients]
         for one in gradients:
-            key = self._unit_here().group_of(self.log.bytes_of(one) // self.plan.width.compute).key
-            if self.plan.adds_up and self.log.has(("whole", key)):
+            made = self.log.bytes_of(one) // self.plan.width.compute
+            key = next((key for elements, key in keys if elements == made), ("whole", unit.name, 0))
+            if self.plan.adds_up and self.log.has(key):
                 self.log.release(one)
             else:
                 self.made.setdefault(key, []).append(one)
@@ -307,72 +285,60 @@ class Step(ModelPass):
     def after_backward(self) -> None:
         """The root unit is reduced, or the embedding's, and ``finalize_backward`` lets go of what reductions read."""
         self.post_backward(self.outside[0])
-        self.log.release(*self.reduce_inputs, "all-reduced")
-        self.reduce_inputs = []
+        self.drop_reduce_inputs()
+        self.log.release("all-reduced")
         for unit in self.every_unit if self.plan.is_partly_frozen else ():  # what no gradient has reached
             self.reshard(unit)
-            self.log.release(*((what, group.key) for what in ("gathered", "smaller") for group in unit.groups))
+            self.log.release(*self.keys("gathered", unit), *self.keys("smaller", unit))
 
-    def post_backward(self, unit: Unit) -> None:
-        """``FSDPParamGroup.post_backward``, of experts before what is beside them."""
-        reduces = self.last or self.recipe.sync_every_micro_batch
-        for group in reversed(unit.groups):
-            self.log.release(("unsharded", group.key))
-            gradients = self.made.pop(group.key, [])
-            if not reduces:
-                self.keep_whole(group, gradients)
-                continue
-            if group is unit.groups[-1]:
-                self.log.release(*self.reduce_inputs)
-                self.reduce_inputs = []
-            if group.trained:
-                self._reduce(group, gradients)
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are reduced in this micro-batch."""
+        return self.last or self.recipe.sync_every_micro_batch
 
-    def _reduce(self, group: Group, gradients: list[Hashable]) -> None:
-        """``foreach_reduce``. A local of its loop over several ranks' chunks names the last gradient until it returns."""
-        plan, log, key = self.plan, self.log, ("whole", group.key)
-        width = plan.reduce_bytes if log.has(key) else plan.width.compute
+    def foreach_reduce(self, unit: Unit, index: int, group: ParamGroup) -> None:
+        """A local of its loop over several ranks' chunks names the last gradient until it returns."""
+        plan, log, key = self.plan, self.log, ("whole", unit.name, index)
+        width, gradients = plan.reduce_bytes if log.has(key) else plan.width.compute, self.made.pop(key, [])
         if log.has(key):
             log.release(*gradients)
         for one in gradients:
             log.rename(one, key)
-        in_2_13 = not plan.of_torch_2_15
+        in_2_13, each = not plan.of_torch_2_15, self.each(unit, index).gradients
         if group.narrow and in_2_13:
-            self._put_in_order(group, width)
-        self.reduce_inputs.append(("reduce input", group.key))
-        n_bytes = plan.reduce_bytes * group.ranks * group.trained
-        log.request(self.reduce_inputs[-1], n_bytes, Kind.REDUCE, "reduce-scatter input")
-        if group.ranks > 1 and not group.narrow and in_2_13:
-            log.part(key, width * group.gradients[-1], "named")
+            self._put_in_order(key, each, width)
+        log.put(self.reduce_input(unit, index), *self._once(lines.reduce_input, group))
+        if group.gathers and not group.narrow and in_2_13:
+            log.part(key, width * each[-1], "named")
         log.release(key, "in order")
-        self._reduced(group)
+        self._reduced(group, ("shard", unit.name, index))
         log.release("named")
 
-    def _put_in_order(self, group: Group, width: int) -> None:
+    def _put_in_order(self, key: Hashable, each: tuple[int, ...], width: int) -> None:
         """Gradients of experts that are cut along dim 1 are joined anew, one after the other; the last original stays."""
-        for elements in group.gradients:
+        for elements in each:
             self.log.request("in order", width * elements, Kind.UNSHARDED_GRADIENTS, "gradient of experts, joined anew")
             self.log.release("named")
-            self.log.part(("whole", group.key), width * elements, "named")
+            self.log.part(key, width * elements, "named")
 
-    def _reduced(self, group: Group) -> None:
+    def _reduced(self, group: ParamGroup, shard: Hashable) -> None:
         """What comes out becomes this rank's gradient, or is added to it, or goes to host memory.
 
         Replicas' all-reduce holds it until the backward ends. Where no other rank has the same experts, the sum is divided out of
         place.
         """
-        plan, log, shard = self.plan, self.log, ("shard", group.key)
+        plan, log, elements = self.plan, self.log, int(group.shard)
         log.stream = REDUCES
         there, held = log.has(shard) or plan.offloaded, "all-reduced" if plan.replicated else "reduced"
-        n_bytes = plan.reduce_bytes * group.trained
-        if group.are_experts and group.ranks == 1 and not plan.of_torch_2_15:
+        n_bytes = plan.reduce_bytes * elements
+        if group.are_experts and not group.gathers and not plan.of_torch_2_15:
             log.request("undivided", n_bytes, Kind.REDUCE, "sum of the experts' gradients")
         log.request("reduced", n_bytes, Kind.GRADIENTS, "reduce-scatter output")
         log.release("undivided")
-        log.call("reduce_scatter", group.ranks * n_bytes, group.ranks)
+        log.call("reduce_scatter", int(group.ranks) * n_bytes, group.ranks)
         log.call("all_reduce", n_bytes, self.replicas)
         if plan.reduce_bytes != plan.width.stored:
-            n_bytes = plan.width.stored * group.trained
+            n_bytes = plan.width.stored * elements
             log.request(shard if not there else "cast", n_bytes, Kind.GRADIENTS, "reduce-scatter output, cast")
         elif not there:
             log.rename("reduced", shard)
@@ -380,9 +346,10 @@ class Step(ModelPass):
         log.release("reduced", "cast")
         log.stream = 0
 
-    def keep_whole(self, group: Group, gradients: list[Hashable]) -> None:
+    def keep_whole(self, unit: Unit, index: int) -> None:
         """Under ``no_sync``, ``to_accumulated_grad_if_needed``."""
-        log, plan, key = self.log, self.plan, ("whole", group.key)
+        log, plan, key = self.log, self.plan, ("whole", unit.name, index)
+        gradients = self.made.pop(key, [])
         if log.has(key):
             log.release(*gradients)
         elif plan.reduce_bytes == plan.width.compute:
@@ -390,7 +357,7 @@ class Step(ModelPass):
                 log.rename(one, key)
         else:
             sizes = {one: log.bytes_of(one) // plan.width.compute for one in gradients}
-            places = {elements: place for place, elements in reversed(list(enumerate(group.gradients)))}
+            places = {elements: place for place, elements in reversed(list(enumerate(self.each(unit, index).gradients)))}
             for one, elements in sorted(sizes.items(), key=lambda item: places.get(item[1], 0)):
                 log.request(key, plan.reduce_bytes * elements, Kind.UNSHARDED_GRADIENTS, "whole gradient, accumulated")
                 log.release(one)

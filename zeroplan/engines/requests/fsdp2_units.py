@@ -1,4 +1,4 @@
-"""What ``fully_shard`` gathers and reduces together: units, their parameter groups, and the sizes of their parameters."""
+"""How large are the single parameters of what FSDP2 gathers and reduces together?"""
 
 import math
 from typing import NamedTuple
@@ -9,49 +9,16 @@ from zeroplan.ledger import Kind
 from zeroplan.numeric import ceil_div
 from zeroplan.transformer.parameters import Parameter
 
-Key = tuple[int, int]
 
+class Sizes(NamedTuple):
+    """Of each parameter of a parameter group. [elements]"""
 
-class Group(NamedTuple):
-    """One parameter group: a unit's parameters, or with expert parallelism its experts, or everything beside them. [elements]"""
-
-    key: Key
-    """Its unit's name, and its place there."""
     whole: tuple[int, ...]
-    """Of each parameter, with padding."""
-    shard: int
-    """This rank's chunks."""
-    trained: int
-    """This rank's chunks of what gets gradients."""
+    """With padding."""
     gradients: tuple[int, ...]
-    """Of each parameter that gets one, without padding."""
-    copied: tuple[int, ...]
-    """This rank's chunk of each parameter that is copied before it is gathered."""
+    """Of those that get one, without padding."""
     widths: tuple[int, ...]
-    """Of each parameter's elements, as they are stored. [bytes]"""
-    ranks: int
-    """Those that share it."""
-    narrow: bool
-    """It is cut along dim 1."""
-    are_experts: bool
-
-
-class Unit(NamedTuple):
-    """What one ``fully_shard`` call wraps."""
-
-    name: int
-    """Its layer; that of the embedding where it has more outside the blocks."""
-    groups: tuple[Group, ...]
-    """In the order in which they are gathered in the forward."""
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether anything of it gets gradients."""
-        return any(group.trained for group in self.groups)
-
-    def group_of(self, elements: int) -> Group:
-        """The group with a parameter whose gradient has so many elements."""
-        return next((group for group in self.groups if elements in group.gradients), self.groups[0])
+    """Of an element, as it is stored. [bytes]"""
 
 
 class Cutting:
@@ -61,28 +28,18 @@ class Cutting:
         """Take the job's plan."""
         self.plan, self.n, self.ep = plan, int(plan.n), int(plan.ep)
 
-    def unit(self, name: int, parameters: tuple[Parameter, ...]) -> Unit:
-        """A unit of these parameters, its experts apart where ranks share them out."""
+    def sizes(self, parameters: tuple[Parameter, ...]) -> tuple[Sizes, ...]:
+        """Those of a unit's groups: its experts are apart where ranks share them out."""
         theirs = [self.ep != 1 and one.active_share != (1, 1) for one in parameters]
         apart = [tuple([one for one, is_it in zip(parameters, theirs, strict=True) if is_it is them]) for them in (False, True)]
-        groups = [self._group((name, at), part, are_experts=at == 1) for at, part in enumerate(apart) if part or not at]
-        return Unit(name, tuple(groups))
+        ranks = self.n, self.n // self.ep
+        return tuple([self._sizes(part, ranks[at]) for at, part in enumerate(apart) if part or not at])
 
-    def _group(self, key: Key, parameters: tuple[Parameter, ...], *, are_experts: bool) -> Group:
-        ranks = self.n // self.ep if are_experts else self.n
-        shards = [self.shard(one) for one in parameters]
-        trained = [shard for shard, one in zip(shards, parameters, strict=True) if not one.frozen]
-        return Group(
-            key,
-            tuple([ranks * shard for shard in shards]),
-            sum(shards),
-            sum(trained),
+    def _sizes(self, parameters: tuple[Parameter, ...], ranks: int) -> Sizes:
+        return Sizes(
+            tuple([ranks * self.shard(one) for one in parameters]),
             tuple([one.numel for one in parameters if not one.frozen]),
-            tuple(shards if self.plan.cast_too else trained),
             tuple(map(self.width, parameters)),
-            ranks,
-            are_experts and self.n > parameters[0].shape[0] * self.ep,
-            are_experts,
         )
 
     def shard(self, parameter: Parameter) -> int:

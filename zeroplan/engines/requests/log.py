@@ -1,11 +1,15 @@
 """Requests and releases of memory in the order in which a program makes them."""
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from zeroplan.engines.requests.stretches import Stretch
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.numeric import Int
+
+Starts: TypeAlias = Literal["loaded", "built", "recorded"]
+"""Where a model's weights are before the engine takes them: in host memory, or on the GPU, where the model was built. Or the
+requests are those that a run on fake tensors records: from the first step on, backward on the stream that computes."""
 
 
 class Request(NamedTuple):
@@ -46,14 +50,19 @@ class Log:
     ([0, 1, -1], 2)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, starts: Starts = "loaded") -> None:
         """Begin with nothing."""
+        self.starts: Starts = starts
         self.requests: list[Request] = []
         self.deeds: list[int] = []
         """In order: the place of a request, or ``-1 - place`` of one that is released."""
         self.spans = [Span(-1, Phase.INIT, 0)]
         self.calls: list[Call] = []
         self.layer, self.stream = -1, 0
+        self.marked = set[int]()
+        """Places of requests whose memory another stream uses (``record_stream``): it is free when that one is done."""
+        self.waits: dict[int, int] = {}
+        """Where the program waits for the GPU, and how far that has come then; both in deeds."""
         self.products: dict[str, int] = {}
         """When the forward and the backward first multiply matrices, where cuBLAS takes a workspace; in deeds."""
         self.held: dict[Hashable, list[int]] = {}
@@ -94,6 +103,14 @@ class Log:
         for place, requests in one.kept:
             held[layer, place] = [base + at for at in requests]
 
+    def mark(self, key: Hashable) -> None:
+        """Another stream uses what a key holds (``record_stream``)."""
+        self.marked.update(self.held.get(key, ()))
+
+    def wait_for(self, point: int) -> None:
+        """Wait until the GPU has come to a point, in deeds."""
+        self.waits[len(self.deeds)] = point
+
     def release(self, *keys: Hashable) -> None:
         """Release what these keys hold, if anything, in the order of the requests."""
         for key in keys:
@@ -113,6 +130,11 @@ class Log:
         for line in lines:
             assert isinstance(line.n_bytes, int)  # noqa: S101  of one job
             self.request(key, line.n_bytes, line.kind, line.reason)
+
+    def pass_by(self, *lines: Line) -> None:
+        """Request lines and release them at once."""
+        self.put("passing", *lines)
+        self.release("passing")
 
     def put_each(self, key: Hashable, line: Line, sizes: Sequence[int]) -> None:
         """Request tensors of these sizes, the sum of which is a line."""

@@ -399,7 +399,7 @@ class ModelPass:
     def _embedding_backward(self) -> None:
         self.embedding_gradients()
         if self.log.has("tied"):
-            self._sum_of_tied(self.arriving.pop())
+            self.sum_of_tied(self.arriving.pop())
         elif self.tree.tied_head is not None and not self.tree.tied_head.frozen:  # chunks' are the parameter's already
             self.log.release(self.arriving.pop())
         self.arrived(self.arriving)
@@ -410,7 +410,7 @@ class ModelPass:
         """Whether autograd has a view for the head's gradient, to which it adds none in place."""
         return self.recipe.loss == "full" and not self.autocast
 
-    def _sum_of_tied(self, embedding: Hashable) -> None:
+    def sum_of_tied(self, embedding: Hashable) -> None:
         """Autograd adds the embedding's gradient and the head's: in place, unless the head's is a view (:attr:`autocast`)."""
         if self.head_gives_a_view:
             self.make_gradient(self.tree.embeddings[0].numel)

@@ -7,11 +7,11 @@ from collections.abc import Hashable
 from typing import Any
 
 from zeroplan.engines.block_runs import recompute_of
+from zeroplan.engines.fsdp2.runtime import Unit
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.tensor import whole_embedding
 from zeroplan.engines.pipeline.traffic import SEND
 from zeroplan.engines.requests import fsdp2
-from zeroplan.engines.requests.fsdp2_units import Unit
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ENDING
 from zeroplan.ledger import Kind, Phase
@@ -150,7 +150,7 @@ class StageStep(fsdp2.Step):
         log.begin(self.step, Phase.BACKWARD)
         alike = self.plan.reduce_bytes == self.plan.width.compute
         self.in_second_half = True
-        self.adds = any(self.made.values()) or (alike and any(log.has(("whole", unit.groups[0].key)) for unit in self.units))
+        self.adds = any(self.made.values()) or (alike and any(log.has(("whole", unit.name, 0)) for unit in self.units))
         flows = self.flows.pop(micro_batch)
         for layer, run in enumerate(self.order):
             log.layer, self.flow = layer, flows[layer]
@@ -193,17 +193,17 @@ class StageStep(fsdp2.Step):
         """``_add_unshard_reshard``: all units are gathered before the step's first pass."""
         self.log.held, self.gather_stream = self.of_stage, 0  # no pass runs
         for unit in (*self.outside, *self.units):
-            for group in unit.groups:
-                self.all_gather(group)
+            for index, _ in enumerate(unit.parts.groups):
+                self.all_gather(unit, index)
         self.gather_stream = fsdp2.GATHERS
 
     def wait_for_all(self) -> None:
         """They are copied out before the stage's first pass."""
         self.log.held = self.of_stage
         for unit in (*self.outside, *self.units):
-            for group in () if self.is_unsharded(unit) else unit.groups:
-                self.copy_out(group)
-                self.log.release(("gathered", group.key))
+            for index, group in enumerate(() if self.is_unsharded(unit) else unit.parts.groups):
+                self.copy_out(unit, index, group)
+                self.log.release(unit.gathered(index))
 
     def reduce(self) -> None:
         """``perform_reduce_grad``: the root unit, the blocks, then a unit of the head."""
@@ -213,15 +213,16 @@ class StageStep(fsdp2.Step):
         self._take_share()
         for unit in (root, *self.units, *head):
             self.post_backward(unit)
-        self.log.release(*self.reduce_inputs, "all-reduced")
-        self.reduce_inputs, self.reducing = [], False
+        self.drop_reduce_inputs()
+        self.log.release("all-reduced")
+        self.reducing = False
 
     def _take_share(self) -> None:
         """``_get_grad_inner_tensor``: of the gradient of a whole embedding that ranks split."""
         plan, log = self.plan, self.log
         if plan.at_embedding is None:
             return
-        key = "whole", self.outside[0].groups[0].key
+        key = "whole", self.outside[0].name, 0
         share, whole = plan.embedding_elements, plan.embedding_elements + whole_embedding(plan)
         log.request(key, plan.reduce_bytes * share, Kind.UNSHARDED_GRADIENTS, "this rank's share of the embedding's gradient")
         log.part(key, plan.reduce_bytes * whole, "gone")
@@ -230,7 +231,7 @@ class StageStep(fsdp2.Step):
     def drop_gradients(self) -> None:
         """``zero_grad``."""
         self.log.held = self.of_stage
-        self.log.release(*(("shard", group.key) for unit in self.every_unit for group in unit.groups))
+        self.log.release(*self.shards)
 
     # --- forward ------------------------------------------------------------------------------------------------------------
 
@@ -267,7 +268,7 @@ class StageStep(fsdp2.Step):
     def before_ending(self) -> None:
         """A unit of norm and head is gathered."""
         if self.ends_apart:
-            self.unshard(self.outside[-1])
+            self.pre_forward(self.outside[-1])
 
     def _do(self, layer: int, one: Instruction, ends: dict[int, Hashable], *, forward: bool) -> None:
         """The root's forward ends with the logits, before the loss."""
@@ -296,8 +297,9 @@ class StageStep(fsdp2.Step):
     def _gather_last_block(self) -> None:
         last = self.units[-1]
         if self.plan.reshard is not False and not self.is_unsharded(last):
-            for group in reversed(last.groups) if self.ends_apart else last.groups[-1:]:
-                self.all_gather(group)
+            of_last = range(len(last.parts.groups))
+            for index in reversed(of_last) if self.ends_apart else of_last[-1:]:
+                self.all_gather(last, index)
 
     def below_backward(self) -> None:
         """The first stage's embedding."""
@@ -321,8 +323,8 @@ class StageStep(fsdp2.Step):
         if self.reducing:
             super().post_backward(unit)
             return
-        for group in reversed(unit.groups):
-            self.keep_whole(group, self.made.pop(group.key, []))
+        for index in reversed(range(len(unit.parts.groups))):
+            self.keep_whole(unit, index)
 
     def after_backward(self) -> None:
         """The root unit's gradients come to those of earlier micro-batches."""

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from zeroplan.comparison import Comparison, compare_with_estimate
-from zeroplan.engines.requests import not_written, reserves_more
+from zeroplan.engines.requests import not_written
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.replay import StepReplay
 from zeroplan.verify.cases.needs import needed_bytes
@@ -58,12 +58,12 @@ def judged(result: Result, *, tolerance: float) -> Judged:
 
 def _goes_through(answer: Estimate, needed: int, capacity: int | None) -> bool | None:
     """Whether a replay runs on the GPU; None where everything that the allocator may reserve fits, or nothing does."""
-    if capacity is None or needed > capacity or not_written(answer.job) or reserves_more(answer.job.recipe):
+    if capacity is None or needed > capacity or not_written(answer.job):
         return None
     room = capacity - (needed - answer.peak_bytes)
     if int(answer.reserved.high_bytes) <= room:
         return None
-    return StepReplay(answer.job).on_card(room).fits
+    return StepReplay(answer.job, starts="built").on_card(room).fits
 
 
 def _agrees(one: Judged, tolerance: float) -> bool | None:
