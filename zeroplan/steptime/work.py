@@ -98,7 +98,7 @@ def work(
     products: tuple[Product, ...] = ()
     moved = Traffic()
     for run in whole.runs:
-        products += of_block(run.parameters, run.layers, tp=tp, ep=expert_ranks)
+        products += of_block(run.parameters, run.layers, tp=tp, ep=expert_ranks, sharing=tp)
         one = pointwise.of_block(model, kernels, split, experts=run.kind == "moe")
         moved = moved.and_of(Traffic(*(run.layers * each for each in one)))
     head = of_head(model.vocab_size, model.hidden_size, tp=tp, frozen=model.adapter is not None)

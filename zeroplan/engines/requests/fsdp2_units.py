@@ -59,7 +59,7 @@ class Cutting:
 
     def __init__(self, plan: Plan) -> None:
         """Take the job's plan."""
-        self.plan, self.n, self.ep = plan, int(plan.n), int(plan.ep)
+        self.plan, self.n, self.tp, self.ep = plan, int(plan.n), plan.tp, int(plan.ep)
 
     def unit(self, name: int, parameters: tuple[Parameter, ...]) -> Unit:
         """A unit of these parameters, its experts apart where ranks share them out."""
@@ -69,7 +69,7 @@ class Cutting:
         return Unit(name, tuple(groups))
 
     def _group(self, key: Key, parameters: tuple[Parameter, ...], *, are_experts: bool) -> Group:
-        ranks = self.n // self.ep if are_experts else self.n
+        ranks = self.n * self.tp // self.ep if are_experts else self.n
         shards = [self.shard(one) for one in parameters]
         trained = [shard for shard, one in zip(shards, parameters, strict=True) if not one.frozen]
         return Group(
@@ -81,7 +81,7 @@ class Cutting:
             tuple(shards if self.plan.cast_too else trained),
             tuple(map(self.width, parameters)),
             ranks,
-            are_experts and self.n > parameters[0].shape[0] * self.ep,
+            are_experts and self.n * self.tp > parameters[0].shape[0] * self.ep,
             are_experts,
         )
 
@@ -94,7 +94,7 @@ class Cutting:
         if self.ep != 1:
             from zeroplan.engines.fsdp2.experts import chunk  # noqa: PLC0415  keeps start-up fast
 
-            return tuple(map(int, chunk(parameter, 1, n=self.n, ep=self.ep, in_block=True).shape))
+            return tuple(map(int, chunk(parameter, 1, n=self.n, tp=self.tp, ep=self.ep, in_block=True).shape))
         return ceil_div(parameter.shape[0], self.n), *parameter.shape[1:]
 
     def width(self, parameter: Parameter) -> int:
