@@ -27,14 +27,14 @@ def expert_model(family: str = "mixtral", *, width: int = 96, layers: int = 4, d
 
 
 def expert_job(
-    *, model: ModelSpec | None = None, dp_shard: int = 8, ep: int = 4, dp_replicate: int = 1, cp: int = 1,
+    *, model: ModelSpec | None = None, dp_shard: int = 8, ep: int = 4, dp_replicate: int = 1, cp: int = 1, tp: int = 1,
     batch: tuple[int, int, int] = (2, 64, 1), **recipe: object,
 ) -> JobSpec:  # fmt: skip
     """Describe a job; ``batch`` is micro-batch, sequence and micro-batches per step."""
     size, seq_len, steps = batch
     return JobSpec(
         model=model or expert_model(),
-        mesh=MeshSpec(dp_shard=dp_shard, ep=ep, dp_replicate=dp_replicate, cp=cp),
+        mesh=MeshSpec(dp_shard=dp_shard, ep=ep, dp_replicate=dp_replicate, cp=cp, tp=tp),
         batch=BatchSpec(micro_batch_size=size, seq_len=seq_len, grad_accum_steps=steps),
         recipe=RecipeSpec(**recipe),
     )
@@ -65,5 +65,16 @@ JOBS: dict[str, JobSpec] = {
     ),
     "qwen3 with a dense layer, shared sequences, replicas, recomputed": expert_job(
         model=_QWEN3, dp_shard=2, dp_replicate=2, cp=2, batch=(1, 128, 2), recompute="full"
+    ),
+    "mixtral, tensor-parallel ranks, selective": expert_job(dp_shard=2, tp=2, recompute="selective"),
+    "mixtral, tensor-parallel ranks, more ranks than experts, accumulated": expert_job(
+        model=_WIDE, dp_shard=16, tp=2, batch=(1, 8, 2), recompute="full"
+    ),
+    "mixtral, tensor-parallel ranks with all experts among them, replicas, stage 2, fp32": expert_job(
+        dp_shard=4, tp=2, ep=2, dp_replicate=2, zero_stage=2, precision="fp32"
+    ),
+    "qwen3 with a dense layer, tensor-parallel ranks": expert_job(model=_QWEN3, dp_shard=4, tp=2, ep=8, batch=(1, 64, 2)),
+    "qwen3 with a dense layer, tensor-parallel ranks, shared sequences, recomputed": expert_job(
+        model=_QWEN3, dp_shard=2, tp=2, cp=2, batch=(2, 256, 1), recompute="full"
     ),
 }  # fmt: skip

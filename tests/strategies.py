@@ -19,7 +19,7 @@ from zeroplan.catalog.gpu import gpu, gpu_names
 from zeroplan.engines.optimizers import IMPLEMENTATIONS, RAISES_ON_DTENSORS
 from zeroplan.errors import SpecError
 from zeroplan.spec import megatron, releases
-from zeroplan.spec.adapter import ADAPTED_FAMILIES, GROUPS, AdapterSpec
+from zeroplan.spec.adapter import ADAPTED_FAMILIES, ATTENTION, GROUPS, AdapterSpec
 from zeroplan.spec.family import (
     DISPATCHED_FAMILIES,
     FAMILIES,
@@ -179,11 +179,15 @@ def profiled(draw: Random) -> ModelSpec:
 
 # --- recipes -------------------------------------------------------------------------------------------------------------
 
+#: Ways to split a model under FSDP2.
+_WAYS = (
+    "tp", "cp", "tp cp", "ep", "tp ep", "cp ep", "tp cp ep", "pp", "pp tp", "pp cp", "pp tp cp", "pp ep", "pp tp ep", "pp cp ep",
+)  # fmt: skip
 #: Which engines train a model in which manner: in words, all of which a recipe keeps to.
 _MANNERS = {
     "whole": ("ddp", "fsdp1", "fsdp2", "deepspeed", "paper", "megatron"), "lora": ("ddp", "fsdp1", "fsdp2", "deepspeed"),
     "frozen": ("ddp", "fsdp2", "deepspeed"), "profile": ("ddp", "fsdp2", "deepspeed"), "divided": ("paper",),
-    **dict.fromkeys(("tp", "cp", "tp cp", "ep", "cp ep", "pp", "pp tp", "pp cp", "pp tp cp", "pp ep", "pp cp ep"), ("fsdp2",)),
+    **dict.fromkeys(_WAYS, ("fsdp2",)),
 }  # fmt: skip
 
 
@@ -430,7 +434,7 @@ def _whole(draw: Random, engines: Sequence[str]) -> JobSpec:
     one = model(draw, families)
     return JobSpec(
         model=one,
-        recipe=_of_a_release(draw, _with_ends(draw, _of_some_layers(draw, told, one), one), one),
+        recipe=_by_kernels(draw, _of_a_release(draw, _with_ends(draw, _of_some_layers(draw, told, one), one), one), one),
         mesh=mesh(draw, told),
         batch=batch(draw, one),
         cluster=_of_nodes(cluster(draw), told),
@@ -473,7 +477,38 @@ def _with_ends(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
 def _tuned(draw: Random, engines: Sequence[str]) -> JobSpec:
     told = recipe(draw, engines, manner="lora")
     one = adapted(draw)
-    return _data_parallel(draw, one, _of_some_layers(draw, told, one))
+    if told.engine in ("ddp", "fsdp1"):
+        one = _as_trainers_do(draw, one, told)
+    if told.engine == "fsdp1":
+        told = replace(told, fsdp1=replace(told.fsdp1, ignores_adapters=_mostly(draw, False, True)))
+    return _data_parallel(draw, one, _by_kernels(draw, _of_some_layers(draw, told, one), one))
+
+
+def _as_trainers_do(draw: Random, one: ModelSpec, told: RecipeSpec) -> ModelSpec:
+    """Adapters beside GPTQ's weights or an older bitsandbytes, or that compute in fp32, where these are modelled."""
+    adapter = one.adapter
+    assert adapter is not None
+    if told.precision == "fp16-mixed" and draw.choice((True, False)):
+        adapter = replace(adapter, quantize="gptq", group_size=draw.choice((-1, 32, 128)))
+    elif adapter.quantize != "none":
+        older = ("0.43.1",) if told.recompute == "full" else ()
+        adapter = replace(adapter, bitsandbytes=draw.choice((None, "0.43.2", *older)))
+    elif told.precision.endswith("mixed"):
+        adapter = replace(adapter, compute=_mostly(draw, "autocast", "fp32"))
+    return replace(one, adapter=adapter)
+
+
+def _by_kernels(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
+    """With fused kernels and reentrant checkpoints, where these are modelled."""
+    if told.engine == "ddp" and told.recompute == "full":
+        told = replace(told, reentrant=draw.choice((None, True, False)))
+    if told.engine not in ("ddp", "fsdp1", "fsdp2") or told.kernels != "cuda" or draw.randint(0, 3) < 3:
+        return told
+    adapter = one.adapter
+    there = ["rms-norm", "rope", *(["cross-entropy"] if told.loss == "full" else [])]
+    if adapter is not None and told.engine != "fsdp2" and adapter.quantize in ("nf4-double", "gptq"):
+        there += ["lora"] if set(adapter.layers) <= set(ATTENTION) else []
+    return replace(told, fused_kernels=",".join(draw.sample(there, draw.randint(1, len(there)))))
 
 
 def _frozen(draw: Random, engines: Sequence[str]) -> JobSpec:
@@ -506,13 +541,14 @@ def _split(draw: Random, engines: Sequence[str]) -> JobSpec:
     fed = batch(draw, one, multiple=tp * (2 * cp if cp > 1 else 1), steps=pp)
     if one.sliding_window is not None and (tp > 1 or cp > 1 or told.pipeline_schedule in SPLIT):
         one = replace(one, sliding_window=fed.seq_len + one.sliding_window)
-    split = _with_experts(draw, one, mesh(draw, told, cp=cp)) if "ep" in ways else mesh(draw, told)
-    return JobSpec(model=one, recipe=told, mesh=replace(split, tp=tp, cp=cp, pp=pp), batch=fed, cluster=cluster(draw))
+    split = mesh(draw, told, tp=tp, cp=cp)
+    split = _with_experts(draw, one, split) if "ep" in ways else split
+    return JobSpec(model=one, recipe=told, mesh=replace(split, pp=pp), batch=fed, cluster=cluster(draw))
 
 
 def _splittable(draw: Random, ways: Sequence[str], tp: int) -> ModelSpec:
     """A model that ranks can split in all of these ways."""
-    experts = SHARED_BESIDE_EXPERTS if {"cp", "pp"} & {*ways} else DISPATCHED_FAMILIES
+    experts = SHARED_BESIDE_EXPERTS if {"tp", "cp", "pp"} & {*ways} else DISPATCHED_FAMILIES
     families = experts if "ep" in ways else SPLIT_FAMILIES if {"tp", "cp"} & {*ways} else PIPELINED
     one = model(draw, families, ranks=tp)
     if {"tp", "cp"} & {*ways}:
@@ -553,9 +589,10 @@ def _with_experts(draw: Random, one: ModelSpec, split: MeshSpec) -> MeshSpec:
     experts = one.moe.num_experts
     ep = draw.choice([ways for ways in range(2, experts + 1) if experts % ways == 0])
     split = replace(split, dp_shard=_up(split.dp_shard, ep), ep=ep)
-    sharing = split.dp_shard * split.cp
+    together = split.cp * split.tp
+    sharing = split.dp_shard * together
     if sharing > experts and any(width % (sharing // ep) for width in (one.hidden_size, one.moe.moe_intermediate_size)):
-        split = replace(split, dp_shard=lcm(ep, split.cp) // split.cp)
+        split = replace(split, dp_shard=lcm(ep, together) // together)
     return split
 
 

@@ -108,6 +108,7 @@ def test_a_workspace_that_was_seen_goes_before_the_one_of_torchs_source(seen):
 def test_what_is_reserved_is_moved_within_its_band_for_the_engine_it_was_seen_under(seen):
     seen(figure("reserved", 1100, engine="ddp"))
     assert reserved_as_seen(Band(10, 1000, 3000), "ddp", T4) == Band(10, 1100, 3000)
+    assert reserved_as_seen(Band(10, 1000, 1050), "ddp", T4) == Band(10, 1100, 1100), "the middle lies in the band"
     assert reserved_as_seen(Band(10, 1000, 3000), "fsdp2", T4) == Band(10, 1000, 3000)
     seen(figure("reserved", 500, engine="ddp"))
     assert reserved_as_seen(Band(900, 1000, 3000), "ddp", T4) == Band(900, 900, 3000)

@@ -23,7 +23,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import MegatronOptions, RecipeSpec
-from zeroplan.transformer.megatron import whole_layer_lines
+from zeroplan.transformer.megatron import cost_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,7 +79,7 @@ def estimated(asked: Asked) -> int:
         moe_router_dtype=asked.router_dtype or None, deterministic_mode=asked.deterministic,
     )  # fmt: skip
     recipe = RecipeSpec(engine="megatron", zero_stage=0, megatron=options)
-    lines = whole_layer_lines(model, "moe", recipe, MeshSpec(), BatchSpec(micro_batch_size=SIZE, seq_len=SEQ_LEN))
+    lines = cost_of(model, "moe", recipe, MeshSpec(), BatchSpec(micro_batch_size=SIZE, seq_len=SEQ_LEN)).kept
     return sum(int(line.n_bytes) for line in lines if line.reason.startswith(("experts: ", "router: ")))
 
 

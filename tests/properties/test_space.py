@@ -13,11 +13,8 @@ from zeroplan.spec.base import Spec
 from zeroplan.spec.pipeline import PipelineSchedule
 from zeroplan.spec.profile import Profile
 
-#: Fields with one value only, and options of fine-tuning and of older releases that random jobs do not draw yet.
-CONSTANT = {
-    "Profile.schema_version", "RecipeSpec.fused_kernels", "RecipeSpec.reentrant", "Fsdp1Options.ignores_adapters",
-    "AdapterSpec.compute", "AdapterSpec.bitsandbytes", "AdapterSpec.group_size",
-}  # fmt: skip
+#: Fields with one value only.
+CONSTANT = {"Profile.schema_version"}
 DRAWN = 2000
 
 

@@ -190,13 +190,14 @@ def allocator_room(mesh: MeshSpec, gpu: GpuSpec | None) -> int | None:
 def reserved_as_seen(band: Band, engine: str, gpu: GpuSpec | None) -> Band:
     """What the allocator will reserve, where it was seen on this GPU how far from what is expected that is. [bytes]
 
-    Never less than the least, and the most where nothing is used again stays what it is.
+    Never less than the least. The most stays what it is, unless more is expected.
     """
     seen = () if gpu is None else of_gpu("reserved", gpu.name, engine)
     if not seen:
         return band
     thousandths = int(band_of(seen).expected_bytes)
-    return Band(band.low_bytes, maximum(band.low_bytes, band.expected_bytes * thousandths // 1000), band.high_bytes)
+    expected = maximum(band.low_bytes, band.expected_bytes * thousandths // 1000)
+    return Band(band.low_bytes, expected, maximum(expected, band.high_bytes))
 
 
 def total_band(parts: tuple[Outside, ...]) -> Band:

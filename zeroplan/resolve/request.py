@@ -63,51 +63,55 @@ class Request(Spec):
         control=Control("Model", OF_MODEL, "llama-3.1-8b", kind="text", listed="models"),
     )})
     params: str | int | float | None = field(default=None, metadata={"option": Option(
-        "Parameters, as 7e9, 7b or 350M; zeroplan takes a published shape of that size.", MODEL, "COUNT",
+        "Number of parameters, such as 7e9, 7b or 350M. zeroplan takes a published shape of that size.", MODEL, "COUNT",
     )})
     config: str | None = field(default=None, metadata={"option": Option(
         "A Hugging Face config.json, or a folder that holds one.", MODEL, "PATH",
     )})
     profile: str | None = field(default=None, metadata={"option": Option(
-        "A profile of a module (`zeroplan profile`), for a model without formulas.", MODEL, "FILE",
+        "A profile of a module (`zeroplan profile`), for an architecture that zeroplan does not know.", MODEL, "FILE",
     )})
     treat_as: str | None = field(default=None, metadata={"option": Option(
         "Read the config of an unknown architecture as this family.", MODEL, "FAMILY",
     )})
     lora_rank: Count | None = field(default=None, metadata={"option": Option(
-        "Fine-tune low-rank adapters of this rank, as peft's, everything else frozen.", MODEL, "N",
+        "Fine-tune with LoRA adapters of this rank, as peft builds them. All other weights are frozen.", MODEL, "N",
         control=Control("LoRA rank", OF_MODEL, choices=("", "4", "8", "16", "32", "64", "128", "256"),
                         empty="none: train everything"),
     )})
     lora_targets: str | None = field(default=None, metadata={"option": Option(
-        "The linear layers that have adapters: all-linear, attention, mlp, or names as q_proj,v_proj. (default: all-linear)",
+        "The linear layers that get adapters: all-linear, attention, mlp, or names such as q_proj,v_proj. (default: "
+        "all-linear)",
         MODEL, "NAMES",
     )})
     quantize: Quantize | None = field(default=None, metadata={"option": Option(
-        "Hold the frozen weights of the blocks in 4 bits: none, bitsandbytes' nf4, nf4-double, which quantises their scales too, "
-        "or gptq (QLoRA). (default: none)", MODEL, "NAME",
+        "How the frozen weights of the blocks are stored (QLoRA): none (not quantised), or in 4 bits: nf4 or nf4-double "
+        "(bitsandbytes; nf4-double also quantises the scales), or gptq. (default: none)", MODEL, "NAME",
         control=Control("Frozen weights (QLoRA)", OF_MODEL, choices=("", "nf4", "nf4-double", "gptq"), empty="not quantised",
                         hint="in 4 bits, beside a LoRA rank"),
     )})
     group_size: int | None = field(default=None, metadata={"option": Option(
-        "With --quantize gptq: weights that share a scale, `group_size` of its quantize_config.json; -1: no groups. (default: 128)",
+        "With --quantize gptq: the number of weights that share a scale (`group_size` in quantize_config.json). -1: no "
+        "groups. (default: 128)",
         MODEL, "N",
     )})
     lora_compute: AdapterCompute | None = field(default=None, metadata={"option": Option(
-        "How adapters compute under mixed precision: autocast, or fp32, as in a Trainer without `bf16` whose model was loaded in "
-        "16 bits. (default: autocast)", MODEL, "NAME",
+        "How adapters compute under mixed precision: autocast (in 16 bits), or fp32, which is what a Trainer without "
+        "`bf16` does if the model was loaded in 16 bits. (default: autocast)", MODEL, "NAME",
     )})
     upcast: Upcast | None = field(default=None, metadata={"option": Option(
-        "What QLoRA leaves in fp32 under autocast, where weights are whole: all (embedding, norms and head, as peft's "
-        "`prepare_model_for_kbit_training` makes them), norms (TRL's SFTTrainer with bf16 casts the others back), or none. "
-        "(default: all)", MODEL, "NAME",
+        "With --quantize under mixed precision: which of the weights that are not quantised are converted to fp32. all: "
+        "embedding, norms and head (peft's `prepare_model_for_kbit_training`). norms: norms alone (TRL's SFTTrainer with "
+        "bf16 converts the others back). none. (default: all)", MODEL, "NAME",
     )})
     bitsandbytes: str | None = field(default=None, metadata={"option": Option(
-        "The release of bitsandbytes, as 0.43.1: those before 0.43.2 save the inputs of layers in 4 bits. (default: 0.50)", MODEL,
+        "The release of bitsandbytes, such as 0.43.1. Before 0.43.2, layers in 4 bits save their inputs for the backward."
+        " (default: 0.50)", MODEL,
         "VERSION",
     )})
     freeze: str | None = field(default=None, metadata={"option": Option(
-        "Parts that are not trained: embedding, norm (the last) and head, separated by commas.", MODEL, "NAMES",
+        "Parts outside the blocks that are not trained: embedding, norm (the last one) and head, separated by commas.",
+        MODEL, "NAMES",
     )})
     freeze_layers: CountOrZero | None = field(default=None, metadata={"option": Option(
         "The first N blocks are not trained. (default: 0)", MODEL, "N",
@@ -117,7 +121,7 @@ class Request(Spec):
         control=Control("GPU", OF_GPUS, "h100-sxm-80gb", kind="choice", choices=("",), listed="gpus", empty="any"),
     )})
     gpus: Degree | None = field(default=None, metadata={"option": Option(
-        "GPUs in all. (default: 1)", CLUSTER, "N", "mesh.world_size",
+        "Number of GPUs. (default: 1)", CLUSTER, "N", "mesh.world_size",
         control=Control("GPUs", OF_GPUS, "8", kind="number", most=4096),
     )})
     gpus_per_node: Count | None = field(default=None, metadata={"option": Option(
@@ -147,7 +151,8 @@ class Request(Spec):
         control=Control("Pipeline parallelism", OF_SPLIT, "1", kind="number", most=64),
     )})
     expert_parallel: Degree | None = field(default=None, metadata={"option": Option(
-        "Expert-parallel ranks, among those that shard. (default: 1)", CLUSTER, "N", "mesh.ep", searched=True,
+        "Expert-parallel ranks, which hold different experts. They are among the ranks that shard. (default: 1)",
+        CLUSTER, "N", "mesh.ep", searched=True,
         control=Control("Expert parallelism", OF_SPLIT, "1", kind="number", most=64),
     )})
     stage: Stage | None = field(default=None, metadata={"option": Option(
@@ -171,19 +176,22 @@ class Request(Spec):
         searched=True, control=Control("Optimizer step", OF_RECIPE, may_be_empty=True),
     )})
     offload_optimizer: OffloadDevice | None = field(default=None, metadata={"option": Option(
-        "Where the optimizer's states are, the CPU taking the step: none, cpu or nvme. (default: none)", RECIPE, "DEVICE",
+        "Where the optimizer's states are kept: none (on the GPU), cpu or nvme. With cpu and nvme the CPU runs the step. "
+        "(default: none)", RECIPE, "DEVICE",
         searched=True, control=Control("Offload optimizer", OF_RECIPE, "none", choices=("none", "cpu")),
     )})
     offload_param: OffloadDevice | None = field(default=None, metadata={"option": Option(
-        "Where this rank's share of the parameters is: none, cpu or nvme. (default: none)", RECIPE, "DEVICE", searched=True,
+        "Where this rank's share of the parameters is kept: none (on the GPU), cpu or nvme. (default: none)",
+        RECIPE, "DEVICE", searched=True,
         control=Control("Offload parameters", OF_RECIPE, "none", choices=("none", "cpu")),
     )})
     from_file: str | None = field(default=None, metadata={"option": Option(
-        "An existing set-up: DeepSpeed's configuration, accelerate's YAML, TrainingArguments as JSON, torchtitan's configuration; "
-        "flags must not contradict it.", RECIPE, "FILE",
+        "An existing configuration: DeepSpeed's, accelerate's YAML, TrainingArguments as JSON, or torchtitan's. Flags "
+        "must not contradict it.", RECIPE, "FILE",
     )})
     deepspeed_config: str | None = field(default=None, metadata={"option": Option(
-        'A DeepSpeed configuration (JSON), "auto" as transformers\' Trainer fills it in; flags must not contradict it.', RECIPE,
+        'A DeepSpeed configuration (JSON). Values "auto" are filled in as transformers\' Trainer does. Flags must not '
+        "contradict it.", RECIPE,
         "FILE",
     )})
     recompute: Recompute | None = field(default=None, metadata={"option": Option(
@@ -194,22 +202,24 @@ class Request(Spec):
         "Recompute the first N blocks only. (default: all)", RECIPE, "N", "recipe.recompute_layers", searched=True,
     )})
     reentrant: bool | None = field(default=None, metadata={"option": Option(
-        "Checkpoints of recompute full are reentrant, and hold a block's output while it goes backward (engine ddp). (default: as "
-        "the release of transformers makes them, reentrant before 5.0)", SWITCHES, sets="recipe.reentrant",
+        "With --recompute full and engine ddp: checkpoints are reentrant (`use_reentrant`), and hold a block's output "
+        "during its backward. (default: as the release of transformers has it, reentrant before 5.0)",
+        SWITCHES, sets="recipe.reentrant",
     )})
     offload_activations: bool | None = field(default=None, metadata={"option": Option(
         "Keep what blocks save for their backward in pinned host memory until then (torch's offload_wrapper around every block).",
         SWITCHES, sets="recipe.offload_activations",
     )})
     lora_dropout: bool | None = field(default=None, metadata={"option": Option(
-        "Adapters have dropout (`lora_dropout` above 0): each keeps a copy of its input, and a mask.", SWITCHES,
+        "Adapters use dropout (`lora_dropout` above 0). Each then keeps a copy of its input and a mask.", SWITCHES,
     )})
     attention: Attention | None = field(default=None, metadata={"option": Option(
-        "sdpa, flash or eager. (default: sdpa)", RECIPE, "NAME", "recipe.attention",
+        "The kernel of attention: sdpa, flash or eager. (default: sdpa)", RECIPE, "NAME", "recipe.attention",
         control=Control("Attention", OF_RECIPE, "sdpa"),
     )})
     loss: Loss | None = field(default=None, metadata={"option": Option(
-        "full (all logits at once), chunked (torchtitan) or fused (Liger). (default: full)", RECIPE, "NAME", "recipe.loss",
+        "How the loss is computed: full (all logits at once), chunked (in pieces, as in torchtitan) or fused (Liger's "
+        "kernel). (default: full)", RECIPE, "NAME", "recipe.loss",
         searched=True, control=Control("Loss", OF_RECIPE, "full"),
     )})
     pipeline_schedule: PipelineSchedule | None = field(default=None, metadata={"option": Option(
@@ -221,37 +231,42 @@ class Request(Spec):
         "recipe.pipeline_stages_per_rank", searched=True,
     )})
     pipeline_layers: str | None = field(default=None, metadata={"option": Option(
-        "Layers of each pipeline stage, as 7,9,9,7. (default: as torchtitan cuts them)", RECIPE, "LIST",
+        "Number of layers in each pipeline stage, such as 7,9,9,7. (default: as torchtitan cuts them)", RECIPE, "LIST",
         "recipe.pipeline_layers", searched=True,
     )})
     fused_kernels: str | None = field(default=None, metadata={"option": Option(
-        "What Unsloth's Triton kernels replace, as fms-acceleration installs them, separated by commas: cross-entropy (written "
-        "over the logits), rms-norm, rope, lora (attention's projections of QLoRA). (default: none)", RECIPE, "NAMES",
+        "Parts of the model that run in Unsloth's Triton kernels, as fms-acceleration installs them, separated by commas:"
+        " cross-entropy (writes the gradient over the logits), rms-norm, rope, lora (attention's projections with QLoRA)."
+        " (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",
     )})
     keep_logits: bool | Literal["fp32"] | None = field(default=None, metadata={"option": Option(
-        "Whether the loop holds the model's output during backward: no, yes, or fp32, upcast as accelerate's does. (default: no)",
+        "Whether the training loop still holds the model's output during the backward: no, yes, or fp32 (converted to "
+        "fp32, as by accelerate). (default: no)",
         RECIPE, "NAME", "recipe.keep_logits",
         control=Control("Logits in backward", OF_RECIPE, "no", choices=tuple(KEEP_LOGITS),
                         hint="whether the training loop keeps the model's output"),
     )})
     modules: WhoseModules | None = field(default=None, metadata={"option": Option(
-        "Whose modules train: transformers, or torchtitan's own Llama 3 (engine fsdp2). (default: transformers, or those of the "
-        "program whose file --from reads)", RECIPE, "NAME",
+        "Whose implementation of the model is trained: transformers', or torchtitan's own Llama 3 (engine fsdp2). "
+        "(default: transformers, or that of the program whose file --from reads)", RECIPE, "NAME",
     )})
     transformers: str | None = field(default=None, metadata={"option": Option(
-        "The release of transformers whose modules train, as 4.48: older ones hold more (4.39 to 5.23). (default: 5.23)", RECIPE,
+        "The release of transformers that is used, such as 4.48 (4.39 to 5.23). Older ones need more memory. (default: "
+        "5.23)", RECIPE,
         "VERSION", "recipe.transformers",
     )})
     activations: ActivationModel | None = field(default=None, metadata={"option": Option(
-        "Count them by the module, or by megatron, its paper's formula (engine paper). (default: module)", RECIPE, "NAME",
+        "How activations are counted: module (tensor by tensor), or megatron (the formula of Megatron's paper; engine "
+        "paper). (default: module)", RECIPE, "NAME",
         "recipe.activation_model",
     )})
     sequence_parallel: bool | None = field(default=None, metadata={"option": Option(
-        "Megatron's formulas: split norms and dropouts over tensor-parallel ranks too.", SWITCHES, sets="recipe.sequence_parallel",
+        "With engine megatron, or --activations megatron: tensor-parallel ranks also split norms and dropouts, along the "
+        "sequence.", SWITCHES, sets="recipe.sequence_parallel",
     )})
     sync_every_micro_batch: bool | None = field(default=None, metadata={"option": Option(
-        "Reduce gradients after every micro-batch (default), or with --no-sync-every-micro-batch after the last one only "
+        "Reduce gradients after every micro-batch (default). --no-sync-every-micro-batch: after the last one only "
         "(no_sync).", SWITCHES, sets="recipe.sync_every_micro_batch",
     )})
     ddp: DdpOptions | None = field(default=None, metadata={"option": Option(sets="recipe.ddp")})
@@ -271,7 +286,8 @@ class Request(Spec):
         "With --lengths: sequences of a micro-batch are joined instead of padded to the longest (attention flash).", SWITCHES,
     )})
     micro_batch: Count | None = field(default=None, metadata={"option": Option(
-        "Sequences in one forward pass of a data-parallel rank: a GPU, or those that split a model or a sequence. (default: 1)",
+        "Sequences in one forward pass of a data-parallel rank. Ranks that split a model or a sequence count as one. "
+        "(default: 1)",
         BATCH, "N", "batch.micro_batch_size", searched=True,
         control=Control("Sequences per micro-batch", OF_BATCH, "1", kind="number", most=256),
     )})

@@ -41,6 +41,8 @@ class Traits(NamedTuple):
     """Its blocks have experts; ``dispatched``: experts on several ranks are modelled too."""
     shared_experts: bool = False
     """It may have shared experts, which every token visits."""
+    routes_in_32_bits: bool = False
+    """Its router's weights, and so the experts' weighted outputs, stay in fp32."""
     one_width: bool = False
     """Its experts are as wide as ``intermediate_size``."""
     learned_positions: bool = False
@@ -75,7 +77,9 @@ TRAITS: Mapping[str, Traits] = {
     "gpt_neox": Traits("gpt_neox", "gelu", plain_heads=True, turned=4),
     "opt": Traits("opt", "relu", learned_positions=True, plain_heads=True),
     "bloom": Traits("bloom", "gelu_new", other_activations=False, plain_heads=True, sdpa=False),
-    "mixtral": Traits("mixtral", other_activations=False, window=True, experts="dispatched", one_width=True),
+    "mixtral": Traits(
+        "mixtral", other_activations=False, window=True, experts="dispatched", one_width=True, routes_in_32_bits=True
+    ),
     "qwen3_moe": Traits("mixtral", other_activations=False, window=True, experts="dispatched", head_norms=True),
     "qwen3_next": Traits(
         "qwen3_next", other_activations=False, global_every=4, linear=True, experts="on this rank", shared_experts=True, turned=4,

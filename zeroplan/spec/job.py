@@ -208,7 +208,6 @@ class JobSpec(Spec):
         for asked, instead in (
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
             (self.model.family not in DISPATCHED_FAMILIES and f"a {self.model.family} model", "ep=1"),
-            (self.mesh.tp > 1 and f"tp={self.mesh.tp} (torchtitan then splits experts of its own)", "tp=1, or a cp"),
             (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
             (ways_of_resharding(recipe.fsdp2) is not None and "a number for reshard_after_forward", "true or false"),
         ):
@@ -218,7 +217,7 @@ class JobSpec(Spec):
 
     def _check_chunks_of_experts(self, experts: int) -> None:
         """Raise SpecError where ``fully_shard`` does: along dim 1, with fewer experts than ranks, chunks must be even."""
-        sharing, ep, widths = self.mesh.dp_shard * self.mesh.cp, self.mesh.ep, widths_of_experts(self.model)
+        sharing, ep, widths = self.mesh.dp_shard * self.mesh.cp * self.mesh.tp, self.mesh.ep, widths_of_experts(self.model)
         if not shards_of_experts_are_even(experts, widths, sharing, ep):
             first, second = widths
             raise SpecError(

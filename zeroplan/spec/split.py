@@ -25,9 +25,7 @@ def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec
     zeroplan.errors.SpecError: tp=4 does not divide num_key_value_heads=2; use a factor of it
     """
     ranks = mesh.tp
-    if model.family not in SPLIT_FAMILIES or model.profile is not None:
-        what = "a profile" if model.profile is not None else f"family {model.family!r}"
-        raise SpecError(f"tp={ranks} of {what} is not modelled; use tp=1, or one of {', '.join(SPLIT_FAMILIES)}")
+    _check_family("tp", ranks, model, mesh)
     for name, number in (
         ("num_attention_heads", model.num_attention_heads),
         ("num_key_value_heads", model.num_key_value_heads),
@@ -55,7 +53,7 @@ def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpe
     zeroplan.errors.SpecError: cp=4 needs a seq_len that 8 divides (each rank has an early and a late part), not 4,100
     """
     ranks = mesh.cp
-    _check_family_of_shared_sequences(model, mesh)
+    _check_family("cp", ranks, model, mesh)
     if batch.seq_len % (2 * ranks):
         raise SpecError(
             f"cp={ranks} needs a seq_len that {2 * ranks} divides (each rank has an early and a late part), not {batch.seq_len:,}"
@@ -72,15 +70,15 @@ def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpe
             raise SpecError(f"cp={ranks} with {asked} is not modelled; use {instead}, or cp=1")
 
 
-def _check_family_of_shared_sequences(model: ModelSpec, mesh: MeshSpec) -> None:
+def _check_family(way: str, ranks: int, model: ModelSpec, mesh: MeshSpec) -> None:
     families = SHARED_BESIDE_EXPERTS if mesh.ep > 1 else SPLIT_FAMILIES
     if model.family in families and model.profile is None:
         return
     if model.family in SHARED_BESIDE_EXPERTS and model.profile is None:
-        raise SpecError(f"cp={mesh.cp} of experts that every rank has is not modelled; use an ep above 1, or cp=1")
+        raise SpecError(f"{way}={ranks} of experts that every rank has is not modelled; use an ep above 1, or {way}=1")
     what = "a profile" if model.profile is not None else f"family {model.family!r}"
     beside = f" beside ep={mesh.ep}" if mesh.ep > 1 else ""
-    raise SpecError(f"cp={mesh.cp} of {what}{beside} is not modelled; use cp=1, or one of {', '.join(families)}")
+    raise SpecError(f"{way}={ranks} of {what}{beside} is not modelled; use {way}=1, or one of {', '.join(families)}")
 
 
 def shards_of_experts_are_even(experts: int, widths: tuple[int, int], sharing: Int, ep: int) -> Bool:

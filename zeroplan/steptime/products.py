@@ -117,11 +117,12 @@ _AT_ONCE = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 
 def of_block(
     parameters: Iterable[Parameter], layers: float, *, tp: int, ep: int = 1, etp: int = 1, at_once: bool = False,
-    gated: bool = True,
+    gated: bool = True, sharing: int = 1,
 ) -> tuple[Product, ...]:  # fmt: skip
     """Return the products of ``layers`` equal blocks on one of the ranks that split matrices and experts.
 
     ``at_once``: projections that read the same tensor are one product. ``gated``: the MLP's gate is there, if the family has one.
+    ``sharing``: ranks with the same tokens, each of which asks the experts for its share of them.
     """
     found: dict[str, Product] = {}
     for one in parameters:
@@ -132,6 +133,7 @@ def of_block(
         if module == "gate_proj" and not gated:
             continue
         product = _expert(one, layers, ep, etp, gated=gated) if expert else _linear(one, module, layers, tp)
+        product = product._replace(rows=product.rows / sharing) if expert else product
         product = product._replace(last=module in _LAST and "att" not in one.name)
         name = f"{one.name.rpartition(module)[0]}{_AT_ONCE.get(module, module) if at_once else module}"
         before = found.get(name)

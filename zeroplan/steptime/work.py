@@ -99,7 +99,7 @@ def work(
     products: tuple[Product, ...] = ()
     moved = Traffic()
     for run in whole.runs:
-        linear = of_block(run.parameters, run.layers, tp=tp, ep=expert_ranks)
+        linear = of_block(run.parameters, run.layers, tp=tp, ep=expert_ranks, sharing=tp)
         one = pointwise.of_block(model, kernels, split, experts=run.kind == "moe").and_of(multiplying(linear))
         products, moved = products + linear, moved.and_of(Traffic(*(run.layers * each for each in one)))
     head = of_head(model.vocab_size, model.hidden_size, tp=tp, frozen=model.adapter is not None)

@@ -6,17 +6,8 @@ from zeroplan.transformer.families.widths import CHUNK
 from zeroplan.transformer.parameters import Layout, Parameter
 
 
-def matmul_parameters(model: ModelSpec, layout: Layout) -> int:
-    """Return the elements of the matrices that multiply one token: its own experts and the head, but no embedding lookup.
-
-    Leaves out vectors (norms, biases). A tied head counts: it uses the embedding table as a matrix.
-    """
-    tied_head = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
-    return block_matrices(layout) + _matrices(layout.tail) + tied_head
-
-
 def block_matrices(layout: Layout) -> int:
-    """Return those of them that are in the blocks. [elements]"""
+    """Return the elements of the matrices of all blocks that multiply one token: its own experts alone, and no vectors."""
     return sum(run.layers * _matrices(run.parameters) for run in layout.runs)
 
 

@@ -150,19 +150,6 @@ def layer_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, bat
     return cost_of(model, kind, recipe, mesh, batch).kept
 
 
-def whole_layer_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
-    """The same without full recomputation: also what one layer takes while it is run again."""
-    return cost_of(model, kind, recipe, mesh, batch).kept
-
-
-def scores_bytes(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Int:
-    """Softmax output; with dropout its output and mask too. [bytes]"""
-    e = element_of(recipe)
-    soft = 4 if _softens_in_fp32(recipe) else e
-    each = soft + e + 1 if drops_scores(model, recipe) else soft
-    return ceil_div(each * model.num_attention_heads * batch.seq_len * batch.seq_len * batch.micro_batch_size, mesh.tp)
-
-
 def _given(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Line:
     split = mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp
     n_bytes = ceil_div(element_of(recipe) * model.hidden_size * batch.micro_batch_size * batch.seq_len, split)

@@ -1,8 +1,8 @@
 """Expert parallelism under FSDP2: each rank has some of the experts, whose weights those ranks share out that have the same ones.
 
-A block is one ``fully_shard`` unit of two groups, as torchtitan makes it: the experts' weights on F = N/ep ranks, everything else
-on N. The second is gathered, copied out and reduced after the first, and in the backward the first after the second. Tokens go to
-their expert's rank and back by transformers' own all-to-all (:mod:`zeroplan.transformer.families.experts`).
+A block is one ``fully_shard`` unit of two groups, as torchtitan makes it: the experts' weights on F = N·tp/ep ranks, everything
+else on N. The second is gathered, copied out and reduced after the first, and in the backward the first after the second. Tokens
+go to their expert's rank and back by transformers' own all-to-all (:mod:`zeroplan.transformer.families.experts`).
 
 Left out: explicit prefetching, with which torchtitan gathers one block ahead in forward too; uneven routing.
 """
@@ -20,7 +20,6 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
-from zeroplan.transformer.params import layout
 
 SPLIT = "torchtitan, distributed/fsdp.py, apply_fsdp_to_decoder (shard_placement_fn)"
 EXCHANGE = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP"
@@ -34,9 +33,8 @@ NOTE = (
 
 
 @lru_cache(maxsize=256)
-def local_layout(model: ModelSpec, ep: int) -> Layout:
+def local_layout(whole: Layout, ep: int) -> Layout:
     """The parameters of one rank's experts and of everything else."""
-    whole = layout(model)
     return whole._replace(runs=tuple(_local_run(run, ep) for run in whole.runs))
 
 
@@ -52,38 +50,41 @@ def _is_expert(parameter: Parameter) -> bool:
     return parameter.active_share != (1, 1)
 
 
-def chunk(parameter: Parameter, repeat: int, *, n: Int, ep: int, in_block: bool) -> LocalTensor:
-    """This rank's chunk: of experts along dim 1 where all ranks are more than experts are, else along dim 0."""
+def chunk(parameter: Parameter, repeat: int, *, n: Int, tp: int, ep: int, in_block: bool) -> LocalTensor:
+    """This rank's chunk: of experts along dim 1 where all ranks are more than experts are, else along dim 0.
+
+    Experts are on all ``n·tp`` ranks, as tensor-parallel ranks do not split them.
+    """
     rows, *rest = parameter.shape
     if not _is_expert(parameter):
         return LocalTensor((ceil_div(rows, n), *rest), repeat, in_block)
-    narrow, ranks = _is_narrow(rows, n, ep), n // ep
+    narrow, ranks = _is_narrow(rows, n * tp, ep), n * tp // ep
     split = where(narrow, rest[0] // ranks, rest[0])
     return LocalTensor((where(narrow, rows, ceil_div(rows, ranks)), split, *rest[1:]), repeat, in_block)
 
 
 def _is_narrow(rows: int, n: Int, ep: int) -> Bool:
-    """Whether experts are fewer than ranks: ``rows`` are this rank's experts."""
+    """Whether experts are fewer than the ``n`` ranks that have them: ``rows`` are this rank's experts."""
     return n > rows * ep
 
 
-def block_group(run: BlockRun, n: Int, ep: int) -> Group:
+def block_group(run: BlockRun, n: Int, tp: int, ep: int) -> Group:
     """One ``fully_shard`` unit; of a block without experts as ever."""
     theirs = tuple(parameter for parameter in run.parameters if _is_expert(parameter))
     shard: Int = 0
     for parameter in run.parameters:
-        shard = shard + chunk(parameter, 1, n=n, ep=ep, in_block=True).numel
+        shard = shard + chunk(parameter, 1, n=n, tp=tp, ep=ep, in_block=True).numel
     numel = sum(parameter.numel for parameter in run.parameters)
     if not theirs:
         return Group(shard, shard * n, numel, run.name)
     apart: Int = 0
     for parameter in theirs:
-        apart = apart + chunk(parameter, 1, n=n, ep=ep, in_block=True).numel
-    ranks = n // ep
+        apart = apart + chunk(parameter, 1, n=n, tp=tp, ep=ep, in_block=True).numel
+    ranks = n * tp // ep
     experts = Apart(
         ranks, apart, apart * ranks, sum(parameter.numel for parameter in theirs),
         cast_one_by_one(tuple(parameter.numel for parameter in theirs)), theirs[-1].numel,
-        where(_is_narrow(theirs[0].shape[0], n, ep), 1, 0), where(ranks > 1, 1, 0),
+        where(_is_narrow(theirs[0].shape[0], n * tp, ep), 1, 0), where(ranks > 1, 1, 0),
     )  # fmt: skip
     return Group(shard, (shard - apart) * n + experts.padded, numel, run.name, experts=experts)
 
@@ -96,7 +97,7 @@ def symbols(plan: Plan) -> Iterator[Symbol]:
         if group.experts is None:
             continue
         one, kind = group.experts, group.symbol
-        yield Symbol("F", one.ranks, "ranks that have the same experts, and share their weights out: N/ep")
+        yield Symbol("F", one.ranks, "ranks that have the same experts, and share their weights out: N·tp/ep")
         yield Symbol(f"X_{kind}", one.padded, f"padded parameters of the experts that a rank has in one {kind} block")
         yield Symbol(f"D_{kind}", group.padded - one.padded, f"padded parameters of one {kind} block beside its experts")
         yield Symbol(f"Y_{kind}", one.numel, f"parameters of the experts that a rank has in one {kind} block, without padding")
@@ -116,7 +117,7 @@ def exchanges(plan: Plan, run: BlockRun, mesh: Mesh, batch: Batch, model: ModelS
     Selective recomputation keeps what came, as torchtitan's does, but asks again how many.
     """
     assert model.moe is not None  # noqa: S101  asked of blocks with experts only
-    pairs = batch.micro_batch_size * batch.seq_len * model.moe.num_experts_per_tok
+    pairs = batch.micro_batch_size * (batch.seq_len // mesh.tp) * model.moe.num_experts_per_tok
     calls, again = batch.grad_accum_steps * run.layers, "none" if run.plain else plan.recipe.recompute
     width, name = plan.width.compute, f"{run.words} blocks"
     elements, ranks = pairs * model.hidden_size, mesh.ep

@@ -124,7 +124,7 @@ def cut_of(
         tree = in_two(tree, model, first)
         learning = trained or tree
     is_apart = ends_apart and tree.tied_head is None
-    root, blocks = _root(tree, n, "root", is_empty=is_apart), _block_groups(tree, n, ep)
+    root, blocks = _root(tree, n, "root", is_empty=is_apart), _block_groups(tree, n, tp, ep)
     trained_root, trained_blocks = root, blocks
     if learning is not tree:
         trained_root = _root(learning, n, "trained_root", is_empty=is_apart)
@@ -151,23 +151,25 @@ def _parameters(model: ModelSpec, width: Widths, *, tp: int, ep: int) -> tuple[L
         from zeroplan.engines.quantised import packed_layout, scales_of  # noqa: PLC0415  keeps start-up fast
 
         return packed_layout(model, width.compute), scales_of(model)
-    if ep != 1:
-        return _local_layout(model, ep), ()
-    return (layout(model) if tp == 1 else split_layout(model, tp)), ()
+    return layout_of_a_rank(model, tp=tp, ep=ep), ()
 
 
-def _block_groups(tree: Layout, n: Int, ep: int) -> tuple[Group, ...]:
+def layout_of_a_rank(model: ModelSpec, *, tp: int, ep: int) -> Layout:
+    """The parameters of one of ``tp`` ranks that split matrices and of ``ep`` that split experts."""
+    whole = layout(model) if tp == 1 else split_layout(model, tp)
+    if ep == 1:
+        return whole
+    from zeroplan.engines.fsdp2.experts import local_layout  # noqa: PLC0415  keeps start-up fast
+
+    return local_layout(whole, ep)
+
+
+def _block_groups(tree: Layout, n: Int, tp: int, ep: int) -> tuple[Group, ...]:
     if ep == 1:
         return tuple(group_of(run.parameters, n, run.name) for run in tree.runs)
     from zeroplan.engines.fsdp2.experts import block_group  # noqa: PLC0415  keeps start-up fast
 
-    return tuple(block_group(run, n, ep) for run in tree.runs)
-
-
-def _local_layout(model: ModelSpec, ep: int) -> Layout:
-    from zeroplan.engines.fsdp2.experts import local_layout  # noqa: PLC0415  as above
-
-    return local_layout(model, ep)
+    return tuple(block_group(run, n, tp, ep) for run in tree.runs)
 
 
 def group_of(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
@@ -210,13 +212,13 @@ def _widths_by_rows(parameters: tuple[Parameter, ...]) -> tuple[tuple[int, int],
     return tuple(widths.items())
 
 
-def local_tensors(tree: Layout, n: Int, ep: int) -> tuple[LocalTensor, ...]:
+def local_tensors(tree: Layout, n: Int, tp: int, ep: int) -> tuple[LocalTensor, ...]:
     """This rank's chunks of the parameters of a layout, in its order."""
     chunk = partial(_chunk, n=n)
     if ep != 1:
         from zeroplan.engines.fsdp2.experts import chunk as chunk_of_experts  # noqa: PLC0415  as above
 
-        chunk = partial(chunk_of_experts, n=n, ep=ep)
+        chunk = partial(chunk_of_experts, n=n, tp=tp, ep=ep)
     return (
         *(chunk(parameter, 1, in_block=False) for parameter in tree.embeddings),
         *(chunk(parameter, run.layers, in_block=True) for run in tree.runs for parameter in run.parameters),

@@ -39,6 +39,8 @@ class Plan(NamedTuple):
     reduce_bytes: int
     """Width of an element in the reduce-scatter."""
     n: Int
+    tp: int
+    """Ranks that split matrices."""
     ep: int
     """Ranks that share the experts out."""
     gathers: Int
@@ -258,8 +260,8 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
     cut = cut_of(
         model, widths(recipe.precision), n, part=part, first=first, tp=tp, ep=ep, ends_apart=recipe.fsdp2.shards_ends
     )  # fmt: skip
-    frozen = local_tensors(only_frozen(cut.tree), n, ep) if cut.is_partly_frozen else ()
-    return plan_of(cut, local_tensors(cut.learning, n, ep), frozen, model, recipe, mesh, batch, part=part)
+    frozen = local_tensors(only_frozen(cut.tree), n, tp, ep) if cut.is_partly_frozen else ()
+    return plan_of(cut, local_tensors(cut.learning, n, tp, ep), frozen, model, recipe, mesh, batch, part=part)
 
 
 def plan_of(
@@ -292,6 +294,7 @@ def plan_of(
         impl=impl,
         reduce_bytes=width.compute if recipe.fsdp2.reduce_dtype == "param" else width.stored,
         n=n,
+        tp=tp,
         ep=ep,
         gathers=where(n > 1, 1, 0),
         replicated=where(mesh.dp_replicate > 1, 1, 0),

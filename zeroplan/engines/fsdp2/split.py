@@ -4,15 +4,20 @@ from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan
 from zeroplan.ledger import Among, Collective, Phase
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
+from zeroplan.spec.family import TRAITS
+from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.ending import PARALLEL
+from zeroplan.transformer.families.experts import COMBINE, DISPATCH
 from zeroplan.transformer.families.sharded import GATHER, SCATTER
 
 #: What the collectives of tensor-parallel ranks are said to carry.
 ACTIVATIONS, ROWS, NORMS = "activations", "sums over the vocabulary", "gradients of norms"
+OUTPUTS, TOKENS, WEIGHTS = "outputs of experts", "gradients of the experts' tokens", "gradients of routing weights"
 
 
 def split_collectives(
-    plan: Plan, batch: Batch, ranks: int, *, reductions: Int, embeds: bool = True, ends: bool = True, accumulated: bool = False
+    plan: Plan, batch: Batch, model: ModelSpec, ranks: int, *, reductions: Int, embeds: bool = True, ends: bool = True,
+    accumulated: bool = False,
 ) -> tuple[Collective, ...]:  # fmt: skip
     """What tensor-parallel ranks send among themselves in one optimizer step.
 
@@ -27,6 +32,8 @@ def split_collectives(
     twice = sum(run.layers for run in plan.runs if not run.plain)
     again = {"none": (0, 0), "full": (2 * twice, twice), "selective": (2 * twice, 2 * twice)}[plan.recipe.recompute]
     before, after = 2 * layers + embeds, 2 * layers + ends
+    routed, rerouted = _with_experts(plan)
+    beside = () if not routed else _of_experts(plan, batch, model, ranks, (passes * routed, passes * rerouted))
     norms, elements = _norms(plan)
     reduced = plan.reduce_bytes if accumulated or plan.cast_on_arrival else e
 
@@ -35,13 +42,40 @@ def split_collectives(
 
     return (
         of("all_gather", Phase.FORWARD, passes * after, GATHER),
-        of("reduce_scatter", Phase.FORWARD, passes * before, SCATTER),
+        of("reduce_scatter", Phase.FORWARD, passes * (before - routed), SCATTER),
         _among("all_reduce", ROWS, Phase.FORWARD, ranks, 3 * passes * ends, tokens, 4, PARALLEL),
         of("all_gather", Phase.BACKWARD, passes * (before + again[0]), GATHER),
-        of("reduce_scatter", Phase.BACKWARD, passes * (after + again[1]), SCATTER),
+        of("reduce_scatter", Phase.BACKWARD, passes * (after - routed + again[1] - rerouted), SCATTER),
+        *beside,
         _among("all_reduce", NORMS, Phase.BACKWARD, ranks, reductions * norms, elements // norms, reduced, REDUCE)._replace(
             of_all=reductions * reduced * elements
         ),
+    )
+
+
+def _with_experts(plan: Plan) -> tuple[int, int]:
+    """How many blocks have experts, and of those how many a selective recomputation runs to the end."""
+    routed = [run for run, group in zip(plan.runs, plan.blocks, strict=True) if group.experts is not None]
+    again = [run.layers for run in routed if not run.plain and plan.recipe.recompute == "selective"]
+    return sum(run.layers for run in routed), sum(again)
+
+
+def _of_experts(
+    plan: Plan, batch: Batch, model: ModelSpec, ranks: int, calls: tuple[Int, Int]
+) -> tuple[Collective, ...]:  # fmt: skip
+    """What is gathered around experts, whose tokens the ranks share out: their outputs, and gradients of tokens and weights.
+
+    Every rank has the whole gradient of the MLP's input and takes its share, so that nothing is reduced there.
+    """
+    assert model.moe is not None  # noqa: S101  asked of blocks with experts only
+    tokens, (routed, again) = batch.micro_batch_size * batch.seq_len, calls
+    wide = 4 if TRAITS[model.family].routes_in_32_bits else plan.width.compute
+    pairs, hidden = tokens * model.moe.num_experts_per_tok, tokens * model.hidden_size
+    return (
+        _among("all_gather", OUTPUTS, Phase.FORWARD, ranks, routed, hidden, wide, COMBINE),
+        _among("all_gather", OUTPUTS, Phase.BACKWARD, ranks, again, hidden, wide, COMBINE),
+        _among("all_gather", TOKENS, Phase.BACKWARD, ranks, routed, hidden, plan.width.compute, DISPATCH),
+        _among("all_gather", WEIGHTS, Phase.BACKWARD, ranks, routed, pairs, wide, DISPATCH),
     )
 
 

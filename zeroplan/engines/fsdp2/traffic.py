@@ -40,7 +40,7 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
     if plan.at_embedding is not None:
         from zeroplan.engines.fsdp2.split import split_collectives  # noqa: PLC0415  keeps start-up fast
 
-        calls += split_collectives(plan, batch, int(mesh.tp), reductions=reductions)
+        calls += split_collectives(plan, batch, model, int(mesh.tp), reductions=reductions)
     if mesh.cp != 1:
         from zeroplan.engines.fsdp2.context import exchanged  # noqa: PLC0415  as above
 

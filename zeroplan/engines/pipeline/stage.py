@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from zeroplan.engines.fsdp2.groups import layout_of_a_rank
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.positions import Position
 from zeroplan.engines.precisions import compute_of
@@ -25,7 +26,6 @@ from zeroplan.transformer.families.halves import Halves, block_halves, head_halv
 from zeroplan.transformer.families.tags import SAVED
 from zeroplan.transformer.parameters import BlockRun, Layout
 from zeroplan.transformer.params import layout
-from zeroplan.transformer.params_split import split_layout
 
 CHECKPOINT = "torch 2.13, torch/utils/checkpoint.py, _checkpoint_without_reentrant_generator"
 FORWARD = "torchtitan, experiments/transformers_modeling_backend/model.py, HFTransformerModel.forward"
@@ -211,7 +211,7 @@ def layers_of(model: ModelSpec, stage: Stage, *, tp: int = 1, ep: int = 1) -> tu
     if moe is not None and moe.num_dense_layers:
         moe = replace(moe, num_dense_layers=max(0, min(stage.layers, moe.num_dense_layers - stage.start)))
     fewer = replace(model, num_hidden_layers=stage.layers, moe=moe, frozen=_frozen_of(model, stage))
-    tree = _local_layout(fewer, ep) if ep != 1 else layout(fewer) if tp == 1 else split_layout(fewer, tp)
+    tree = layout_of_a_rank(fewer, tp=tp, ep=ep)
     if model.adapter is not None and not stage.is_first:
         tree = tree._replace(runs=_followed(fewer, tree))
     embeddings, tail = tree.embeddings if stage.is_first else (), tree.tail if stage.is_last else ()
@@ -232,12 +232,6 @@ def _followed(fewer: ModelSpec, tree: Layout) -> tuple[BlockRun, ...]:
     """Runs of a stage with adapters whose input has a gradient: its first block is like the others."""
     kind = layout(replace(fewer, adapter=None)).runs[0].kind
     return tuple(run._replace(kind=kind) if run.kind == "first" else run for run in tree.runs)
-
-
-def _local_layout(model: ModelSpec, ep: int) -> Layout:
-    from zeroplan.engines.fsdp2.experts import local_layout  # noqa: PLC0415  keeps start-up fast
-
-    return local_layout(model, ep)
 
 
 @lru_cache(maxsize=4096)

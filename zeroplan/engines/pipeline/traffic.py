@@ -39,7 +39,7 @@ def _among_the_split(stage: StagePlan, mesh: Mesh, batch: Batch, model: ModelSpe
 
         embeds, ends = stage.stage.is_first, stage.stage.is_last
         yield from split_collectives(
-            stage.plan, batch, int(mesh.tp), reductions=1, embeds=embeds, ends=ends, accumulated=True
+            stage.plan, batch, model, int(mesh.tp), reductions=1, embeds=embeds, ends=ends, accumulated=True
         )  # fmt: skip
     for group, run in zip(stage.plan.blocks, stage.plan.runs, strict=True):
         if group.experts is not None:

@@ -26,13 +26,13 @@ class Cutting:
 
     def __init__(self, plan: Plan) -> None:
         """Take the job's plan."""
-        self.plan, self.n, self.ep = plan, int(plan.n), int(plan.ep)
+        self.plan, self.n, self.tp, self.ep = plan, int(plan.n), plan.tp, int(plan.ep)
 
     def sizes(self, parameters: tuple[Parameter, ...]) -> tuple[Sizes, ...]:
         """Those of a unit's groups: its experts are apart where ranks share them out."""
         theirs = [self.ep != 1 and one.active_share != (1, 1) for one in parameters]
         apart = [tuple([one for one, is_it in zip(parameters, theirs, strict=True) if is_it is them]) for them in (False, True)]
-        ranks = self.n, self.n // self.ep
+        ranks = self.n, self.n * self.tp // self.ep
         return tuple([self._sizes(part, ranks[at]) for at, part in enumerate(apart) if part or not at])
 
     def _sizes(self, parameters: tuple[Parameter, ...], ranks: int) -> Sizes:
@@ -51,7 +51,7 @@ class Cutting:
         if self.ep != 1:
             from zeroplan.engines.fsdp2.experts import chunk  # noqa: PLC0415  keeps start-up fast
 
-            return tuple(map(int, chunk(parameter, 1, n=self.n, ep=self.ep, in_block=True).shape))
+            return tuple(map(int, chunk(parameter, 1, n=self.n, tp=self.tp, ep=self.ep, in_block=True).shape))
         return ceil_div(parameter.shape[0], self.n), *parameter.shape[1:]
 
     def width(self, parameter: Parameter) -> int:

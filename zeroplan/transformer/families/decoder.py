@@ -63,7 +63,7 @@ class Layer(NamedTuple):
         normal = self._norm_before(tape, middle, "norm before the MLP", 1)
         if self.mlp_frees_input:
             return self.mlp(tape, normal, block)
-        whole = gathered(tape, normal, "input of the MLP")
+        whole = gathered(tape, normal, "input of the MLP", alike=block.routed)
         branch = self.mlp(tape, whole, block)
         tape.release(whole, normal)
         return self._norm_after(tape, branch, "norm after the MLP", 1)

@@ -1,8 +1,7 @@
 """Mixtral and Qwen3-MoE: Llama's and Qwen3's attention, a router, and experts on this rank or on several."""
 
-from functools import partial
-
 from zeroplan.ledger import Module
+from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Layer, layer
 from zeroplan.transformer.families.definition import (
@@ -19,6 +18,7 @@ from zeroplan.transformer.families.definition import (
 )
 from zeroplan.transformer.families.experts import dispatched, experts_here, router
 from zeroplan.transformer.families.llama import WITH_NORMS, attention
+from zeroplan.transformer.families.sharded import own_share
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import attention_of, fused_experts, head_norms, with_experts
@@ -28,23 +28,23 @@ MIXTRAL = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralDecoder
 QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDecoderLayer.forward"
 
 
-def _mlp(tape: Tape, normal: Value, block: Block, *, narrowed: bool) -> Value:
-    """Run router and experts. ``narrowed``: the router casts its weights to the dtype of its logits."""
+def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
+    """Run router and experts."""
     if block.looped and block.training is not None:
         from zeroplan.transformer.families.looped_experts import looped_experts  # noqa: PLC0415  only adapters need it
 
         return looped_experts(tape, normal, block.training, block.looped)
     with tape.owning(leaf=True):
-        routing = router(tape, normal, narrowed=narrowed)
+        routing = router(tape, normal, narrowed=not TRAITS[block.family].routes_in_32_bits)
         with tape.inside(Module.EXPERTS):
             made = (dispatched if block.dispatched else experts_here)(tape, normal, routing.weights)
         tape.drop(routing.indices)
         tape.release(routing.weights, routing.logits)
-    return made
+    return own_share(tape, made, "output of the MLP") if block.sharded else made
 
 
-def _layer(source: str, *, narrowed: bool) -> Program:
-    return layer(Layer(LLAMA_NORM, attention, partial(_mlp, narrowed=narrowed), source))
+def _layer(source: str) -> Program:
+    return layer(Layer(LLAMA_NORM, attention, _mlp, source))
 
 
 # --- parameters, and the keys of config.json ---------------------------------------------------------------------------------
@@ -105,10 +105,10 @@ _QWEN3_MOE = ConfigKeys(
 _MODULES = ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn")
 FAMILIES = {
     "mixtral": Definition(
-        _layer(MIXTRAL, narrowed=False), _mixtral, _MIXTRAL, expert_modules=before_and_after(ATTENTION_MODULES, _MODULES)
+        _layer(MIXTRAL), _mixtral, _MIXTRAL, expert_modules=before_and_after(ATTENTION_MODULES, _MODULES)
     ),
     "qwen3_moe": Definition(
-        _layer(QWEN3, narrowed=True), _qwen3_moe, _QWEN3_MOE, before_and_after(WITH_NORMS, gated_modules("mlp")),
+        _layer(QWEN3), _qwen3_moe, _QWEN3_MOE, before_and_after(WITH_NORMS, gated_modules("mlp")),
         before_and_after(WITH_NORMS, _MODULES),
     ),
 }  # fmt: skip

@@ -16,6 +16,7 @@ from zeroplan.transformer.symbols import T, T_p, b, e, h
 
 GATHER = "torch 2.13, torch/distributed/_functional_collectives.py, all_gather_single"
 SCATTER = "torch 2.13, torch/distributed/_functional_collectives.py, reduce_scatter_single"
+CUT = "torch 2.13, torch/distributed/tensor/placement_types.py, Shard._replicate_to_shard"
 
 SHARES = dict(zip((*SPLIT, "k/d"), symbols("a/p q/p k/p v/p c/p f/p V/p k/p/d"), strict=True))
 #: Matrices whose input features are split: the ranks sum their outputs.
@@ -34,11 +35,12 @@ def norm(tape: Tape, given: Value, name: str, kind: Norm, place: Place) -> Value
     return made
 
 
-def gathered(tape: Tape, value: Value, name: str) -> Value:
+def gathered(tape: Tape, value: Value, name: str, *, alike: bool = False) -> Value:
     """Return a branch's input: gathered along the sequence where ranks split it, else the same tensor. ``value`` stays.
 
     The all-gather returns a batch's sequences rank by rank; a copy reorders them. Each reader's gradient is a DTensor, one rank's
-    term of a sum, and autograd never adds DTensors in place.
+    term of a sum, and autograd never adds DTensors in place. ``alike``: all ranks compute the same with it, so that each has the
+    whole gradient and takes its share.
     """
     if not tape.mode.sharded:
         tape.hold(value.store)
@@ -46,10 +48,25 @@ def gathered(tape: Tape, value: Value, name: str) -> Value:
     by_rank = tape.make(Kind.TEMPORARY, f"{name}, gathered rank by rank", e * T * h * at_most(1, b - 1), GATHER)
     made = op.tensor(tape, f"{name}, gathered along the sequence", value.dtype, T * h, GATHER)
     tape.drop(by_rank)
+    if alike:
+        own = op.makes(f"gradient of the {name}, a share of the sequence", CUT, value)
+        tape.add(f"{name}: gathered along the sequence", (made,), (), own, of=(value,))
+        return made
     beside = (f"gradient of the {name}, cut by ranks", e * T * h)
     backward = op.makes(f"gradient of the {name}, reduced and scattered", SCATTER, value, beside=beside)
     tape.add(f"{name}: gathered along the sequence", (made,), (), backward, of=(value,))
     tape.summed_anew.add(made)
+    return made
+
+
+def own_share(tape: Tape, value: Value, name: str) -> Value:
+    """Return this rank's share, along the sequence, of what all ranks have. It releases ``value``."""
+    beside = (f"gradient of the {name}, gathered rank by rank", e * T * h * at_most(1, b - 1))
+    made = op.run(
+        tape, value, f"{name}, a share of the sequence", Site(f"{name}: cut along the sequence", CUT), shape=T_p * h,
+        gradient=f"gradient of the {name}, gathered along the sequence", beside=beside,
+    )  # fmt: skip
+    tape.release(value)
     return made
 
 

@@ -16,10 +16,11 @@ from typing import NamedTuple, Protocol, TypeAlias
 from zeroplan.expr import Size, at_least, at_most, symbols
 from zeroplan.ledger import PLAIN, Kind, Module, OffGpu, Role, Tag
 from zeroplan.transformer.blocks import At, Place
-from zeroplan.transformer.symbols import b, e, r
+from zeroplan.transformer.symbols import T, T_p, b, e, r
 
-#: The symbol of a dtype that only the tape knows: fp32 under CUDA's autocast, else the compute dtype.
-(CAST_BY_CUDA,) = symbols("F")
+#: Symbols that only the tape knows: a dtype, fp32 under CUDA's autocast, else the compute dtype; and the tokens whose experts a
+#: rank asks for, its share of them where tensor-parallel ranks have the same tokens.
+CAST_BY_CUDA, T_x = symbols("F T_x")
 
 #: Bytes per element: 4 for fp32, or a symbol.
 Width: TypeAlias = Size | int
@@ -289,6 +290,8 @@ class Tape:
 
     def make(self, kind: Kind, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> Store:
         """Allocate a tensor and record the moment. CUDA's autocast runs ``pow`` in fp32, a CPU's does not."""
+        if size.has(T_x):
+            size = size.replacing({T_x.text: T_p if self.mode.sharded else T})
         if size.has(CAST_BY_CUDA):
             size = size.replacing({CAST_BY_CUDA.text: 4 if self.autocast else e})
             if self.autocast:

@@ -157,7 +157,7 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
     A window no longer than the sequence needs a mask (transformers 5.23, masking_utils.py, _ignore_causal_mask_sdpa).
     Linear attention over a single chunk runs no loop, and so has another graph.
     """
-    if (compute.tp > 1 or compute.cp > 1) and kind != "moe":
+    if compute.tp > 1 or compute.cp > 1:
         _refuse_a_window(model, compute, x)
     is_masked = in_one_chunk(x) if kind == "linear" else kind != "global" and makes_a_mask(model, x)
     made = by_mask(is_masked, lambda masked: _of(model, kind, compute, x, recompute, masked=masked))
@@ -212,8 +212,8 @@ def structure_of(
 ) -> Block:  # fmt: skip
     """Return the structure of a model's block of this kind."""
     dense, training = model.moe is None or kind == "dense", _training(model, kind, compute)
-    sharded = compute.tp > 1 and dense
-    apart = training is not None or (dense and (compute.tp > 1 or compute.cp > 1))
+    sharded = compute.tp > 1
+    apart = training is not None or sharded or (dense and compute.cp > 1)
     return Block(
         _DENSE_LAYERS.get(model.family, model.family) if dense else model.family,
         x.element == 4,

@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.verify.replaced import replaced
+from zeroplan.verify.training.meshes import TENSOR
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
@@ -41,33 +42,38 @@ class ExpertMeshes(NamedTuple):
     sharded: DeviceMesh
     """Two dimensions with replicas."""
     dispatched: DeviceMesh
-    alone: DeviceMesh
-    """One rank: no other has the same tokens."""
+    alike: DeviceMesh
+    """Tensor-parallel ranks, which have the same tokens; one rank where no other has them."""
 
 
 def dispatched(job: JobSpec, model: nn.Module, mesh: DeviceMesh, watcher: "Watcher") -> ExpertMeshes | None:
     """Split the job's experts over its ranks, and return the meshes; None if every rank has all experts."""
     if job.mesh.ep == 1:
         return None
-    if not isinstance(next(model.parameters()), FakeTensor):
+    first = next(model.parameters())
+    if not isinstance(first.to_local() if isinstance(first, DTensor) else first, FakeTensor):
         raise MeasurementError("experts on several ranks need fake tensors, with an even routing; use --backend simulate")
     if not hasattr(_fsdp_common, _PLACEMENT) or find_spec(_DISPATCH) is None:
         raise MeasurementError("experts on several ranks need torch 2.13 and transformers 5.23, or newer ones")
     with watcher.not_recording():
-        meshes = expert_meshes(job.mesh, mesh.device_type)
+        meshes = expert_meshes(job.mesh, mesh)
     dispatch(model, meshes)
     return meshes
 
 
-def expert_meshes(mesh: MeshSpec, device: str) -> ExpertMeshes:
+def expert_meshes(mesh: MeshSpec, ranks: DeviceMesh) -> ExpertMeshes:
     """The meshes of experts: neighbouring ranks have different experts."""
-    replicas, names = mesh.dp_replicate, ("pp", "dp_replicate", "efsdp", "ep")
+    replicas, names, device = mesh.dp_replicate, ("pp", "dp_replicate", "efsdp", "ep"), ranks.device_type
     with unset_fake_temporarily():
-        ways = mesh.pp, replicas, mesh.dp_shard * mesh.cp // mesh.ep, mesh.ep
+        ways = mesh.pp, replicas, mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep, mesh.ep
         whole = init_device_mesh(device, ways, mesh_dim_names=names)
-        alone = init_device_mesh(device, (mesh.world_size, 1), mesh_dim_names=("dp", "tp"))
+        alike = (
+            ranks[TENSOR]
+            if mesh.tp > 1
+            else init_device_mesh(device, (mesh.world_size, 1), mesh_dim_names=("dp", TENSOR))[TENSOR]
+        )
     sharded = whole["efsdp"] if replicas == 1 else whole["dp_replicate", "efsdp"]
-    return ExpertMeshes(sharded, whole["ep"], alone["tp"])
+    return ExpertMeshes(sharded, whole["ep"], alike)
 
 
 def dispatch(model: nn.Module, meshes: ExpertMeshes) -> None:
@@ -76,7 +82,7 @@ def dispatch(model: nn.Module, meshes: ExpertMeshes) -> None:
 
     plan = model._expand_parallel_plan(model.ep_plan)  # type: ignore[operator]  # a transformers model
     apply_expert_parallelism(
-        model, meshes.dispatched, meshes.alone, cast("dict[str, str]", plan), ep_implementation="all_to_all"
+        model, meshes.dispatched, meshes.alike, cast("dict[str, str]", plan), ep_implementation="all_to_all"
     )
 
 
@@ -119,7 +125,8 @@ def even_routing(job: JobSpec) -> AbstractContextManager[None]:
     from transformers.distributed import expert_parallel  # noqa: PLC0415  takes seconds
 
     assert job.model.moe is not None  # noqa: S101  a job without experts has nothing to dispatch
-    pairs = job.batch.micro_batch_size * (job.batch.seq_len // job.mesh.cp) * job.model.moe.num_experts_per_tok
+    tokens = job.batch.micro_batch_size * (job.batch.seq_len // (job.mesh.cp * job.mesh.tp))
+    pairs = tokens * job.model.moe.num_experts_per_tok
     sizes = [(pairs + rank) // job.mesh.ep for rank in range(job.mesh.ep)]
     return replaced(expert_parallel, "torch", _Torch(sizes))
 

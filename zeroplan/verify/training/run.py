@@ -85,7 +85,7 @@ def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> 
             beside, experts = nullcontext if job.mesh.tp == 1 else loss_parallel, dispatched(job, work.module, mesh, watcher)
             return ContextParallel(work, job, mesh, beside=beside, experts=experts)
         if job.mesh.tp > 1:
-            return TensorParallel(work, job, mesh)
+            return TensorParallel(work, job, mesh, experts=dispatched(job, work.module, mesh, watcher))
         return Fsdp2(work, job.recipe, mesh, experts=dispatched(job, work.module, mesh, watcher))
     if job.recipe.engine == "fsdp1":
         from zeroplan.verify.training.fsdp1 import Fsdp1  # noqa: PLC0415  only its jobs import it

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -24,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 from zeroplan.ledger import Phase
 from zeroplan.spec.job import JobSpec
+from zeroplan.verify.training.experts import ExpertMeshes
 from zeroplan.verify.training.fsdp2 import Fsdp2
 from zeroplan.verify.training.meshes import TENSOR, sharding_ranks
 from zeroplan.verify.training.workload import Workload
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
 class TensorParallel(Fsdp2):
     """``fully_shard`` over the ranks with the same part of a split model, whose loss is computed from split logits."""
 
-    def __init__(self, work: Workload, job: JobSpec, mesh: DeviceMesh) -> None:
-        super().__init__(work, job.recipe, sharding_ranks(job, mesh))
+    def __init__(self, work: Workload, job: JobSpec, mesh: DeviceMesh, *, experts: ExpertMeshes | None = None) -> None:
+        super().__init__(work, job.recipe, sharding_ranks(job, mesh), experts=experts)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass, with the loss of logits split by the vocabulary."""
@@ -83,11 +85,23 @@ def _plan(block: nn.Module) -> dict[str, ParallelStyle]:
         "self_attn.k_proj": ColwiseParallel(),
         "self_attn.v_proj": ColwiseParallel(),
         "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
-        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        "mlp.gate_proj": ColwiseParallel(),
-        "mlp.up_proj": ColwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+        **(_EXPERTS if hasattr(block.mlp, "experts") else _DENSE),
     }
     if hasattr(block.self_attn, "q_norm"):
         plan["self_attn.q_norm"] = plan["self_attn.k_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
     return plan
+
+
+_DENSE: dict[str, ParallelStyle] = {
+    "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "mlp.gate_proj": ColwiseParallel(),
+    "mlp.up_proj": ColwiseParallel(),
+    "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+}
+#: Every rank runs the router on all tokens. transformers' dispatch cuts the tokens over these ranks and returns all outputs.
+_EXPERTS: dict[str, ParallelStyle] = {
+    "mlp": PrepareModuleInputOutput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),),
+        use_local_input=True, output_layouts=(Replicate(),), desired_output_layouts=(Shard(1),),
+    ),
+}  # fmt: skip
