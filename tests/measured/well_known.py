@@ -6,7 +6,7 @@ estimated as it is, and the planner answers the same question with nothing pinne
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,6 @@ class Case:
     source: str
     measured: float | None = None
     """Tokens per second and GPU, where the source has them for this job in this precision."""
-    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def request(self) -> Request:
@@ -79,7 +78,7 @@ CASES = (
     Case("Llama 3 405B on 16,384 H100", _on("llama-3.1-405b", "h100-sxm-80gb", 16_384, 8192), 2048,
          _split(8, 16, grad_accum=16), "Llama 3 paper, table 4"),
     Case("DeepSeek-V3 on 1,024 H100", _on("deepseek-v3", "h100-sxm-80gb", 1024, 4096), 8192,
-         _split(2, 16, ep=64, grad_accum=256), "dgxc-benchmarking, DeepSeek V3 in bf16"),
+         _split(2, 16, ep=64, grad_accum=256), "dgxc-benchmarking, DeepSeek V3 in bf16", 630.0),
     Case("DeepSeek-V3 on 2,048 H800", _on("deepseek-v3", "h800-sxm-80gb", 2048, 4096), 15_360,
          _split(1, 16, ep=64, grad_accum=120), "DeepSeek-V3 Technical Report, section 3.2"),
     Case("BLOOM 176B on 384 A100", _on("bloom-176b", "a100-sxm-80gb", 384, 2048), 2048,
@@ -100,7 +99,7 @@ def short(one: JobSpec) -> str:
     layers = "" if recipe.recompute_layers is None else f" of {recipe.recompute_layers}"
     again = "" if recipe.recompute == "none" else f", recompute {recipe.recompute}{layers}"
     cut = f"{batch.micro_batch_size} x {batch.grad_accum_steps}"
-    return f"{recipe.engine} stage {recipe.zero_stage} {' '.join([*degrees, *chunks])}{again}, {cut}"
+    return f"{' '.join([recipe.engine, f'stage {recipe.zero_stage}', *degrees, *chunks])}{again}, {cut}"
 
 
 def _layout(one: JobSpec) -> Layout:
@@ -110,18 +109,28 @@ def _layout(one: JobSpec) -> Layout:
 
 def rows() -> Iterator[str]:
     """Yield the table, a row for each case."""
-    yield "| case | published | GiB | tokens/s | ours | GiB | tokens/s | the published one is, by our clock |"
-    yield "| --- | --- | ---: | ---: | --- | ---: | ---: | --- |"
+    yield "| case | published | GiB | tokens/s | measured | ours | GiB | tokens/s | the published one is, by our clock |"
+    yield "| --- | --- | ---: | ---: | ---: | --- | ---: | ---: | --- |"
     for case in CASES:
         best, ours = _planned(case)
         try:
             theirs = _layout(case.published())
         except SpecError as refusal:
-            yield f"| {case.name} | {refusal} | | | {ours} | not expressible |"
+            yield f"| {case.name} | {refusal} | | | {_rate(case)} | {ours} | not expressible |"
             continue
-        fits = "" if theirs.comfortable_bytes <= _room(theirs.job) else " (does not fit)"
         why = "" if best is None else why_not(theirs, time_of(theirs.job), best.layout, best.time)
-        yield f"| {case.name} | {short(theirs.job)} | {_figures(theirs)}{fits} | {ours} | {why} |"
+        said = f"{short(theirs.job)}{_verdict(theirs)} | {_figures(theirs)} | {_rate(case)}"
+        yield f"| {case.name} | {said} | {ours} | {why} |"
+
+
+def _rate(case: Case) -> str:
+    return "" if case.measured is None else f"{case.measured:,.0f}"
+
+
+def _verdict(one: Layout) -> str:
+    if one.least_bytes > _room(one.job):
+        return " (does not fit)"
+    return " (tight)" if one.comfortable_bytes > _room(one.job) else ""
 
 
 def _planned(case: Case) -> tuple[Best | None, str]:
