@@ -67,6 +67,33 @@ def calibrated(records: Sequence[Measurement], cluster: ClusterSpec) -> ClusterS
     return replace(cluster, shares=_spec(base.scaled(factor.computing, stepping=factor.stepping), source))
 
 
+class Learnt(NamedTuple):
+    """What a measured rate of a job teaches about its GPUs."""
+
+    cluster: ClusterSpec
+    """The job's cluster with the shares that the run reached."""
+    measured_s: float
+    """The step as measured. [s]"""
+    estimated_s: float
+    """The step as estimated before. [s]"""
+    factor: float
+    """The shares of everything that computes, as a multiple of the fitted ones."""
+
+
+def learnt_from(job: JobSpec, tokens_per_s: float) -> Learnt:
+    """Return what a run of this job at so many tokens per second and GPU teaches.
+
+    Raises :class:`~zeroplan.errors.SpecError` where no share of the GPU's rates explains the rate.
+    """
+    account, base = account_of(job, job.batch), shares_of(replace(job.cluster, shares=None))
+    before = _time(job, account, base, None)
+    seconds = float(before.tokens) / tokens_per_s
+    factor = reached(replace(job, cluster=replace(job.cluster, shares=None)), Measured(seconds)).computing
+    source = f"calibrated by a run at {tokens_per_s:,.0f} tokens/s per GPU"
+    shares = _spec(base.scaled(factor, stepping=factor), source)
+    return Learnt(replace(job.cluster, shares=shares), seconds, float(before.seconds), factor)
+
+
 class _Step(NamedTuple):
     seconds: float
     reached: Reached

@@ -143,7 +143,9 @@ def test_torch_memory_stays_below_the_chips_and_close_to_the_box(spec: GpuSpec) 
     [("NVLink 2", 150e9), ("NVLink 3", 300e9), ("NVLink 4", 450e9), ("NVLink 5", 900e9), ("PCIe 4.0 x16", 31.508e9)],
 )
 def test_links_are_per_direction(link: str, per_direction: float) -> None:
-    found = [spec.node_link_bytes_per_s.value for spec in gpus() if spec.node_link == link]
+    found = [
+        spec.node_link_bytes_per_s.value for spec in gpus() if spec.node_link == link and "h800" not in spec.name
+    ]  # 8 links
     assert found
     assert set(found) == {per_direction}
 

@@ -25,9 +25,10 @@ def planned() -> Plan:
 
 def test_as_few_as_fit_are_recomputed(planned: Plan):
     assert planned.best is not None
-    best, room = planned.best.layout, planned.best.estimate.capacity_bytes
+    best, whole = planned.best.layout, planned.best.estimate.capacity_bytes
     layers = best.job.recipe.recompute_layers
-    assert room is not None
+    assert whole is not None
+    room = 0.95 * whole
     assert layers is not None
     assert best.comfortable_bytes <= room
     assert estimate(best.job).comfortable_bytes == best.comfortable_bytes

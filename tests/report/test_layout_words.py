@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroplan.report.plan import layout_words
+from zeroplan.report.layout import layout_words
 from zeroplan.resolve import job
 
 

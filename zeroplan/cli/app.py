@@ -18,7 +18,8 @@ _LONGEST_MESSAGE = 600
 #: Every command, in the order of the help, and where it is written.
 COMMANDS = {
     **{name: (f"zeroplan.cli.{name}", f"{name}_command") for name in (
-        "estimate", "dryrun", "plan", "advise", "verify", "profile", "compare", "diff", "diagnose", "explore", "report", "doctor",
+        "estimate", "time", "dryrun", "plan", "advise", "verify", "profile", "compare", "diff", "diagnose", "explore", "report",
+        "doctor",
     )},
     **{name: (f"zeroplan.cli.{name}", f"{name}_app") for name in ("plot", "models", "gpus")},
 }  # fmt: skip

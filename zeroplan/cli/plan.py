@@ -14,6 +14,7 @@ from zeroplan.units import parse_count, parse_fraction
 from zeroplan.whole import refuse_missing_folder
 
 if TYPE_CHECKING:
+    from zeroplan.calibration import Learnt
     from zeroplan.export.files import Target
     from zeroplan.planner.asking import Question
     from zeroplan.planner.objectives import Objective
@@ -48,6 +49,9 @@ SearchOptimizer = Annotated[
     bool, _asks("--search-optimizer", "Try Adam's states in 8 bits, and weights and states in bf16, too: they train otherwise.")
 ]
 Mfu = Annotated[str | None, _text("Share of the dense peak at which a GPU computes, instead of the fitted ones.", "SHARE")]
+Margin = Annotated[
+    str | None, _text("Share of the GPU's memory that stays free, beside the allocator's cache. (default: 5%)", "SHARE")
+]
 Calibrate = Annotated[
     list[str] | None,
     _text("A record of a step on this GPU (`zeroplan verify --backend cuda`), whose rates stand for the fitted; repeatable: of "
@@ -55,6 +59,13 @@ Calibrate = Annotated[
 ]  # fmt: skip
 
 
+Measured = Annotated[
+    str | None,
+    _text(
+        "What a run reached on these GPUs, as tokens-per-second=10682 (per GPU): its rates stand for the fitted.", "NAME=NUMBER"
+    ),
+]
+MeasuredJob = Annotated[str | None, _text("The job file of the run that --measured is of (`zeroplan estimate JOB`).", "FILE")]
 Tokens = Annotated[str | None, _text("A token budget, as 15T: how many days it takes.", "COUNT")]
 PricePerGpuHour = Annotated[str | None, _text("What a GPU costs per hour: what the budget costs.", "AMOUNT")]
 Emit = Annotated[
@@ -70,11 +81,13 @@ Markdown = Annotated[bool, typer.Option("--markdown", help="Markdown.", rich_hel
 def plan_command(
     *, asked: Asked, global_batch: GlobalBatch = None, objective: ObjectiveName = None, min_gpus: MinGpus = False,
     max_seq: MaxSeq = False, max_batch: MaxBatch = False, max_params: MaxParams = False, search_optimizer: SearchOptimizer = False,
-    mfu: Mfu = None, calibrate: Calibrate = None, tokens: Tokens = None, price_per_gpu_hour: PricePerGpuHour = None,
+    mfu: Mfu = None, margin: Margin = None, calibrate: Calibrate = None, measured: Measured = None,
+    measured_job: MeasuredJob = None, tokens: Tokens = None, price_per_gpu_hour: PricePerGpuHour = None,
     emit: Emit = None, out: Out = None, force: Force = False, as_json: Json = False, as_markdown: Markdown = False,
 ) -> int:  # fmt: skip
     """The best layout that fits, its step time, why it is the best, and the configuration that runs it."""
     from zeroplan.report.plan import Beside  # noqa: PLC0415  no other command pays for the planner and NumPy
+    from zeroplan.report.step import learnt_words  # noqa: PLC0415
 
     if as_json and as_markdown:
         raise SpecError("--json and --markdown are two renderings; choose one")
@@ -83,6 +96,11 @@ def plan_command(
         global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch, max_params=max_params
     )
     question = question._replace(search_optimizer=search_optimizer, shares=shares_measured(calibrate, asked))
+    learnt = _learnt(measured, measured_job, asked, calibrate)
+    if learnt is not None:
+        question = question._replace(shares=learnt.cluster.shares)
+    if margin is not None:
+        question = question._replace(margin=share_of(margin, "--margin"))
     budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
     price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
     answer, request, notes = _planned(asked, question, target)
@@ -91,7 +109,7 @@ def plan_command(
         beside = _with_command(beside, answer.best, request, asked)
         if target is not None:
             beside = _with_files(beside, answer.best, target, Path(out or "."), force=force)
-        beside = beside._replace(notes=(*beside.notes, *notes))
+        beside = beside._replace(notes=(*beside.notes, *notes, *(() if learnt is None else (learnt_words(learnt),))))
     _show(answer, beside, as_json=as_json, as_markdown=as_markdown)
     return NO if answer.best is None else 0
 
@@ -140,7 +158,7 @@ def question_of(
     from zeroplan.planner.asking import Question  # noqa: PLC0415  see plan_command
 
     batch = None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024")
-    share = None if mfu is None else _share(mfu)
+    share = None if mfu is None else share_of(mfu, "--mfu")
     return Question(_objective(objective), batch, share, min_gpus, max_seq, max_batch, max_params=max_params)
 
 
@@ -153,6 +171,37 @@ def shares_measured(records: list[str] | None, asked: Asked) -> "SharesSpec | No
     from zeroplan.resolve import cluster_of  # noqa: PLC0415
 
     return calibrated([read_record(Path(record)) for record in records], cluster_of(asked.request, asked.extra)).shares
+
+
+def measured_rate(text: str) -> float:
+    """Return the tokens per second and GPU of ``--measured``; SpecError for anything else."""
+    name, _, number = text.partition("=")
+    if name != _RATE or not number.replace(".", "", 1).isdigit() or not float(number):
+        raise SpecError(f"--measured {text!r} is not a rate; write {_RATE}=10682, the tokens of one GPU per second")
+    return float(number)
+
+
+_RATE = "tokens-per-second"
+
+
+def _learnt(measured: str | None, path: str | None, asked: Asked, calibrate: list[str] | None) -> "Learnt | None":
+    """What a run of another job on these GPUs teaches."""
+    if (measured is None) != (path is None):
+        raise SpecError(
+            "--measured needs --measured-job, the job file of that run, and --measured-job needs --measured; give both"
+        )
+    if measured is None or path is None:
+        return None
+    if calibrate:
+        raise SpecError("--measured and --calibrate are two rates at which a GPU computes; leave one of them out")
+    from zeroplan.calibration import learnt_from  # noqa: PLC0415  only this flag pays for it
+    from zeroplan.job_file import read_job_file  # noqa: PLC0415
+    from zeroplan.resolve import cluster_of, resolve  # noqa: PLC0415
+
+    job, here = resolve(read_job_file(Path(path)), extra=asked.extra).job, cluster_of(asked.request, asked.extra)
+    if job.cluster.gpu is None or here.gpu is None or job.cluster.gpu.name != here.gpu.name:
+        raise SpecError(f"--measured-job {path!r} is of another GPU than --gpu; use one GPU")
+    return learnt_from(job, measured_rate(measured))
 
 
 def _show(plan: "Plan", said: "Beside", *, as_json: bool, as_markdown: bool) -> None:
@@ -190,10 +239,11 @@ def _objective(text: str | None) -> "Objective":
     raise SpecError(f"--objective {text!r} is none of {', '.join(OBJECTIVES)}")
 
 
-def _share(text: str) -> float:
+def share_of(text: str, flag: str) -> float:
+    """Return a share that was typed; SpecError names its flag."""
     share = parse_fraction(text)
     if share is None:
-        raise SpecError(f"--mfu {text!r} is not a share; write 0.45 or 45%")
+        raise SpecError(f"{flag} {text!r} is not a share; write 0.45 or 45%")
     return share
 
 

@@ -45,6 +45,8 @@ class Question(NamedTuple):
     max_params: bool = False
     shares: SharesSpec | None = None
     search_optimizer: bool = False
+    margin: float = Fixed().margin
+    """Share of the GPU's memory that a plan keeps free."""
 
 
 def with_setup_defaults(request: Request) -> tuple[Request, tuple[str, ...]]:
@@ -180,6 +182,8 @@ def _refuse(request: Request, question: Question) -> None:
 def _refuse_values(request: Request, question: Question) -> None:
     if question.mfu is not None and question.shares is not None:
         raise SpecError("--mfu and --calibrate are two rates at which a GPU computes; leave one of them out")
+    if not 0 <= question.margin <= 0.9:
+        raise SpecError(f"--margin {question.margin} is not a share of the GPU's memory that can stay free; use 0 to 0.9")
     if question.mfu is not None and not 0 < question.mfu <= 1:
         raise SpecError(f"--mfu {question.mfu} is not a share of the peak; use a number above 0 and up to 1, such as 0.45")
     if request.engine is not None and request.stage is not None and request.stage not in ENGINE_STAGES[request.engine]:
@@ -199,6 +203,7 @@ def _fixed(request: Request, question: Question) -> Fixed:
         search_optimizer=question.search_optimizer and request.optimizer is None,
         search_precision=question.search_optimizer and request.precision is None,
         global_batch_size=question.global_batch,
+        margin=question.margin,
     )
 
 

@@ -1,6 +1,6 @@
 """Chooses the answer from all evaluated layouts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +15,9 @@ from zeroplan.planner.partly import partly_recomputed
 from zeroplan.planner.result import Best, Cloud, Layout, More, Plan, Rival
 from zeroplan.planner.rules import Fallen, NoLayoutError, Rule
 from zeroplan.planner.search import Found, Inexpressible, job_at, search
-from zeroplan.planner.space import Column, Fixed, check_batch, gpu_of
+from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, check_batch, easy_room_of, gpu_of
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime import StepTime, step_time
 from zeroplan.units import GB
 
@@ -33,8 +34,11 @@ class _Field(NamedTuple):
     """Indexes of layouts, the best first."""
     fits: NDArray[np.bool_]
     easy: NDArray[np.bool_]
-    """It fits together with the allocator's cache."""
+    """It fits together with the allocator's cache, and leaves the margin free."""
     room_bytes: int
+    """The GPU's memory."""
+    easy_bytes: int
+    """The same without the margin."""
     mfu: float | None
 
     @property
@@ -97,14 +101,14 @@ def plan(
         raise NoLayoutError(_nothing_starts(tally.fallen))
     if objective != "headroom":  # more blocks never reduce them
         found = (*found, *partly_recomputed(base, found, fixed, mfu=mfu, inexpressible=inexpressible))
-    layouts, room = field(found), int(gpu.memory_bytes.value)
-    fits, easy = layouts.least_bytes <= room, layouts.comfortable_bytes <= room
+    layouts, room, free = field(found), int(gpu.memory_bytes.value), easy_room_of(base, fixed)
+    fits, easy = layouts.least_bytes <= room, layouts.comfortable_bytes <= free
     considered = layouts.layouts + sum(one.layouts for one in tally.fallen)
     tally.cut(Rule.MEMORY, int((~fits).sum()))
     tally.cut(Rule.TIGHT, int((fits & ~easy).sum()) if easy.any() else 0)
     kept = easy if easy.any() else fits if fits.any() else np.ones_like(fits)
     order = ordered(layouts, objective, float(layouts.tokens_per_s[kept].max()))
-    answers = _Field(base, found, layouts, order, fits, easy, room, mfu)
+    answers = _Field(base, found, layouts, order, fits, easy, room, free, mfu)
     best = _best(answers) if fits.any() else None
     return Plan(
         base=base,
@@ -124,8 +128,8 @@ def _best(answers: _Field) -> Best:
     layout = answers.layout(answers.order[answers.kept[answers.order]][0])
     time = time_of(layout.job, mfu=answers.mfu)
     one_more, further = _bought(answers, layout)
-    tight = layout.comfortable_bytes > answers.room_bytes
-    return Best(layout, estimate(layout.job), time, tight, binding(time, further), one_more)
+    tight = layout.comfortable_bytes > answers.easy_bytes
+    return Best(layout, estimate(layout.job), time, tight, binding(time, further), one_more, _margin(answers, layout))
 
 
 def time_of(job: JobSpec, *, mfu: float | None = None) -> StepTime:
@@ -141,12 +145,38 @@ def _nothing_starts(fallen: Sequence[Fallen]) -> str:
 
 
 def _rivals(answers: _Field, best: Best) -> tuple[Rival, ...]:
-    """Return the second best layout, the best one that trains as requested, and the best of other engines and stages."""
+    """Return what an expert would try first, the second best layout, the best one that trains as requested, and other engines'."""
     fitting = answers.order[answers.kept[answers.order]]
     chosen = dict.fromkeys((*fitting[1:2].tolist(), *answers.as_asked(fitting), *(int(at) for at in answers.firsts(fitting))))
-    chosen.pop(int(fitting[0]), None)
-    rivals = (answers.layout(np.int64(at)) for at in list(chosen)[:_MOST_RIVALS])
-    return tuple(Rival(one, why_not(one, time_of(one.job, mfu=answers.mfu), best.layout, best.time)) for one in rivals)
+    usual = {} if answers.base.model.profile is not None else dict(_usual(answers))
+    chosen = {at: usual.get(at, "") for at in (*usual, *chosen) if at != int(fitting[0])}
+    rivals = ((answers.layout(np.int64(at)), name) for at, name in list(chosen.items())[:_MOST_RIVALS])
+    return tuple(Rival(one, _why_not(one, best, answers), name) for one, name in rivals)
+
+
+def _why_not(one: Layout, best: Best, answers: _Field) -> str:
+    if one.least_bytes > answers.room_bytes:
+        return f"does not fit: it {_too_much(one.least_bytes - answers.room_bytes)}"
+    if one.comfortable_bytes > answers.easy_bytes and not best.tight:
+        return f"leaves too little free: it needs {(one.comfortable_bytes - answers.easy_bytes) / GB:,.2f} GB more"
+    return why_not(one, time_of(one.job, mfu=answers.mfu), best.layout, best.time)
+
+
+def _usual(answers: _Field) -> Iterator[tuple[int, str]]:
+    """Yield the best layout of each kind that an expert would try first, or the smallest if none fits; unsearched kinds not."""
+    kept = answers.order[answers.kept[answers.order]]
+    smallest = np.argsort(answers.layouts.least_bytes, kind="stable")
+    for name, is_one in _USUAL.items():
+        ones = np.array([is_one(one.recipe, one.grid.degrees) for one in answers.found])[answers.layouts.structure]
+        at = next((order[ones[order]][0] for order in (kept, smallest) if ones[order].any()), None)
+        if at is not None:
+            yield int(at), name
+
+
+_USUAL: dict[str, Callable[[RecipeSpec, Degrees], bool]] = {
+    "Megatron's tensor x pipeline x data parallelism": lambda recipe, split: recipe.engine == "megatron" and split.cp == 1,
+    "plain FSDP": lambda recipe, split: (recipe.engine, recipe.zero_stage) == ("fsdp2", 3) and split == WHOLE,
+}
 
 
 def _closest(answers: _Field) -> tuple[Rival, ...]:
@@ -162,7 +192,7 @@ def _too_much(n_bytes: int) -> str:
 
 def _bought(answers: _Field, best: Layout) -> tuple[More | None, More | None]:
     """Return what one more GB would gain, and the least memory up to twice the GPU's that gains anything, in tokens/s."""
-    layouts, room = answers.layouts, answers.room_bytes
+    layouts, room = answers.layouts, answers.easy_bytes
     missing, gains = layouts.comfortable_bytes - room, layouts.tokens_per_s / best.tokens_per_s - 1
     worth = (missing > 0) & (missing <= room) & (gains > _WORTH)
     better = answers.order[worth[answers.order]]
@@ -175,6 +205,19 @@ def _bought(answers: _Field, best: Layout) -> tuple[More | None, More | None]:
     within = better[missing[better] <= GB]
     nearest = better[np.argmin(missing[better])]
     return (more(within[np.argmax(gains[within])]) if len(within) else None), more(nearest)
+
+
+def _margin(answers: _Field, best: Layout) -> More | None:
+    """Return what the memory that stays free would gain, if a plan filled the GPU up to the allocator's expected cache."""
+    layouts = answers.layouts
+    gains = layouts.tokens_per_s / best.tokens_per_s - 1
+    worth = (
+        (layouts.comfortable_bytes > answers.easy_bytes) & (layouts.comfortable_bytes <= answers.room_bytes) & (gains > _WORTH)
+    )
+    if not worth.any():
+        return None
+    at = np.int64(np.flatnonzero(worth)[np.argmax(gains[worth])])
+    return More(answers.layout(at), int(layouts.comfortable_bytes[at]) - answers.easy_bytes, float(gains[at]))
 
 
 #: The model cannot distinguish smaller gains.

@@ -1,15 +1,17 @@
 """The ways to split a model over GPUs: tensor, context, pipeline and expert parallelism.
 
 Degrees are structure: the search looks at each combination by itself, under the engines that support it (FSDP2, Megatron-Core).
-Tensor parallelism stays within a node. Parts of a sequence have many tokens. Degrees that do not divide evenly are not tried.
+Tensor parallelism stays within a node. Usually parts of a sequence have many tokens, and pipeline stages have equally many layers.
+If nothing fits so, the search is *wide*: it tries every degree that an engine can start.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 
 from zeroplan.planner.space import WHOLE, Degrees, Fixed, gpus_per_node
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.megatron import chunks_of
 from zeroplan.spec.pipeline import SPLIT, PipelineSchedule
 from zeroplan.spec.recipe import Engine, RecipeSpec, ways_of_resharding
 
@@ -21,61 +23,77 @@ SCHEDULES: tuple[PipelineSchedule | None, ...] = (None, "interleaved-1f1b", "int
 LEAST_OF_A_SEQUENCE = 4096
 
 
-def degrees(base: JobSpec, fixed: Fixed) -> Iterator[Degrees]:
+def degrees(base: JobSpec, fixed: Fixed, *, wide: bool = False) -> Iterator[Degrees]:
     """Yield every way to split the model that divides the GPUs, the plainest first. Given degrees stay as they are.
 
     An engine that cannot split a model leaves it whole.
     """
     gpus = base.mesh.world_size // (fixed.dp_replicate or 1)
     ways = product(
-        _pipelines(base) if fixed.pp is None else (fixed.pp,),
-        _contexts(base) if fixed.cp is None else (fixed.cp,),
-        _tensors(base) if fixed.tp is None else (fixed.tp,),
-        _experts(base) if fixed.ep is None else (fixed.ep,),
+        _pipelines(base, gpus, wide=wide) if fixed.pp is None else (fixed.pp,),
+        _contexts(base, gpus, wide=wide) if fixed.cp is None else (fixed.cp,),
+        _tensors(base, wide=wide) if fixed.tp is None else (fixed.tp,),
+        _experts(base, wide=wide) if fixed.ep is None else (fixed.ep,),
     )
     for pp, cp, tp, ep in ways:
         one = Degrees(tp, cp, pp, ep)
         if one != WHOLE and fixed.engine not in (None, *SPLITTING):
             continue
-        if gpus % one.model_ranks == 0 and (gpus // pp) % ep == 0 and _is_tried(one, base, fixed):
+        if gpus % one.model_ranks == 0 and (gpus // pp) % ep == 0:
             yield one
 
 
 def _is_tried(one: Degrees, base: JobSpec, fixed: Fixed) -> bool:
-    """Whether to try this way. Unrequested pipelines leave matrices and experts whole, or split them as far as possible.
+    """Whether to try this pipeline under FSDP2: even stages, with whole matrices and experts, or split as far as possible.
 
-    Each layout of a pipeline takes time to evaluate. Requested degrees are always tried.
+    Each of its layouts takes time to evaluate. Requested degrees are always tried.
     """
-    if one.pp == 1 or fixed.pp is not None:
-        return True
+    if one.pp & (one.pp - 1) or base.model.num_hidden_layers % one.pp:
+        return False
     furthest = max(_tensors(base)) if fixed.tp is None else one.tp, max(_experts(base)) if fixed.ep is None else one.ep
     return one.tp in (1, furthest[0]) and one.ep in (1, furthest[1])
 
 
-def degrees_of(recipe: RecipeSpec, base: JobSpec, fixed: Fixed) -> Iterator[Degrees]:
-    """Yield the ways that the recipe's engine supports; pipelines only with its plainest recipes, to save time."""
-    for one in degrees(base, fixed):
-        if one.pp > 1 and not _plain(recipe, fixed):
-            continue
-        if one == WHOLE or recipe.engine in SPLITTING:
+def degrees_of(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, *, wide: bool = False) -> Iterator[Degrees]:
+    """Yield the ways that the recipe's engine supports; FSDP2's pipelines only with its plainest recipes, to save time."""
+    for one in degrees(base, fixed, wide=wide):
+        if (
+            one == WHOLE
+            or recipe.engine == "megatron"
+            or (
+                recipe.engine in SPLITTING
+                and (one.pp == 1 or (_plain(recipe, fixed) and (wide or fixed.pp is not None or _is_tried(one, base, fixed))))
+            )
+        ):
             yield one
 
 
-def scheduled(recipe: RecipeSpec, split: Degrees, fixed: Fixed) -> Iterator[RecipeSpec]:
+def scheduled(recipe: RecipeSpec, split: Degrees, fixed: Fixed, layers: int) -> Iterator[RecipeSpec]:
     """Yield the recipe with each pipeline schedule to try: one stage per rank, interleaved stages, split backwards.
 
-    Split backwards are left out where they are not modelled. Megatron's tensor-parallel ranks also split the sequence, which
-    takes less memory and the same time.
+    Split backwards are left out where they are not modelled.
     """
-    if recipe.engine == "megatron" and split.tp > 1:
-        recipe = replace(recipe, sequence_parallel=True)
+    recipe = with_split_sequences(recipe, split)
     if split.pp == 1:
         yield recipe
         return
     for schedule in SCHEDULES if fixed.pipeline_schedule is None else (fixed.pipeline_schedule,):
         if schedule in SPLIT and schedule != fixed.pipeline_schedule and not _may_split(recipe, split):
             continue
-        yield replace(recipe, pipeline_schedule=schedule, pipeline_stages_per_rank=fixed.pipeline_stages_per_rank)
+        stages = fixed.pipeline_stages_per_rank
+        if recipe.engine == "megatron" and schedule == "interleaved-1f1b" and stages is None:
+            stages = _chunks(layers, split.pp)
+        yield replace(recipe, pipeline_schedule=schedule, pipeline_stages_per_rank=stages)
+
+
+def with_split_sequences(recipe: RecipeSpec, split: Degrees) -> RecipeSpec:
+    """Return the recipe whose tensor-parallel ranks also split the sequence under Megatron, for less memory and the same time."""
+    return replace(recipe, sequence_parallel=True) if recipe.engine == "megatron" and split.tp > 1 else recipe
+
+
+def _chunks(layers: int, pp: int) -> int | None:
+    """Return the fewest stages per rank into which the layers can be cut; None, the default of two, if they cannot."""
+    return next((each for each in range(2, layers // pp + 1) if chunks_of(layers, pp * each) is not None), None)
 
 
 def _may_split(recipe: RecipeSpec, split: Degrees) -> bool:
@@ -87,37 +105,38 @@ def _may_split(recipe: RecipeSpec, split: Degrees) -> bool:
 
 def _plain(recipe: RecipeSpec, fixed: Fixed) -> bool:
     """Whether the recipe sets nothing beyond the request that has an equally fast and small alternative."""
-    return (
-        (recipe.optimizer_impl != "foreach" or fixed.optimizer_impl is not None)
-        and (recipe.loss == "full" or fixed.loss is not None)
-        and (ways_of_resharding(recipe.fsdp2) is None or fixed.fsdp2 is not None)
+    return (recipe.loss == "full" or fixed.loss is not None) and (
+        ways_of_resharding(recipe.fsdp2) is None or fixed.fsdp2 is not None
     )
 
 
-def _powers(most: int) -> Iterator[int]:
-    return (1 << power for power in range(max(most, 1).bit_length()))
+def _powers(most: int, *, wide: bool = False) -> Iterable[int]:
+    """Return the degrees up to ``most``: all of them in a wide search, or powers of two."""
+    return range(1, max(most, 1) + 1) if wide else (1 << power for power in range(max(most, 1).bit_length()))
 
 
-def _tensors(base: JobSpec) -> Iterator[int]:
+def _tensors(base: JobSpec, *, wide: bool = False) -> Iterator[int]:
     """Tensor degrees within a node that give every rank whole key/value heads."""
     heads = base.model.num_key_value_heads
-    return (ways for ways in _powers(gpus_per_node(base)) if heads % ways == 0)
+    return (ways for ways in _powers(gpus_per_node(base), wide=wide) if heads % ways == 0)
 
 
-def _contexts(base: JobSpec) -> Iterator[int]:
+def _contexts(base: JobSpec, gpus: int, *, wide: bool) -> Iterator[int]:
     """Context degrees that give every rank two equal parts of a long sequence, one from its beginning and one from its end."""
     length = base.batch.seq_len
-    most = max(1, length // LEAST_OF_A_SEQUENCE)
-    return (ways for ways in _powers(most) if ways == 1 or length % (2 * ways) == 0)
+    most = max(1, length // (2 if wide else LEAST_OF_A_SEQUENCE))
+    ways = _powers(min(most, gpus), wide=wide)
+    return (each for each in ways if gpus % each == 0 and (each == 1 or length % (2 * each) == 0))
 
 
-def _pipelines(base: JobSpec) -> Iterator[int]:
-    """Pipeline degrees that give every stage the same number of layers."""
+def _pipelines(base: JobSpec, gpus: int, *, wide: bool) -> Iterator[int]:
+    """Pipeline degrees that give every stage the same number of layers, where embedding and loss may count as one each."""
     layers = base.model.num_hidden_layers
-    return (ways for ways in _powers(layers) if layers % ways == 0)
+    ways = (ways for ways in range(1, layers + 1) if gpus % ways == 0)
+    return (each for each in ways if wide or chunks_of(layers, each) is not None)
 
 
-def _experts(base: JobSpec) -> Iterator[int]:
+def _experts(base: JobSpec, *, wide: bool = False) -> Iterator[int]:
     """Expert degrees that give every rank the same number of experts."""
     experts = 1 if base.model.moe is None else base.model.moe.num_experts
-    return (ways for ways in _powers(experts) if experts % ways == 0)
+    return (ways for ways in _powers(experts, wide=wide) if experts % ways == 0)

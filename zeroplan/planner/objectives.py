@@ -17,7 +17,7 @@ Objective = Literal["throughput", "headroom", "cost"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 #: Rates that differ by less count as equal, since step times are not more accurate.
-TIE = 0.005
+TIE = 0.02
 
 
 class Field(NamedTuple):
@@ -60,12 +60,17 @@ def tokens(one: Found) -> NDArray[np.float64]:
 
 def _complexities(one: Found) -> Column:
     grid = one.grid
-    return grid.row(complexity(one.recipe) + _arranged(grid))
+    return grid.row(_with_degrees(complexity(one.recipe) + _arranged(grid), grid))
 
 
 def complexity_of(job: JobSpec) -> int:
-    """Return the complexity of a whole layout: its recipe, replicas, and the ways in which it splits the model."""
-    return complexity(job.recipe) + int(_arranged(job.mesh))
+    """Return the complexity of a whole layout: its recipe, replicas, the ways in which it splits the model, and how far."""
+    return int(_with_degrees(complexity(job.recipe) + _arranged(job.mesh), job.mesh))
+
+
+def _with_degrees(plain: Int, mesh: Grid | MeshSpec) -> Int:
+    """Of equally complex layouts, the one that splits the model over fewer ranks is simpler."""
+    return 64 * plain + int(mesh.tp * mesh.cp * mesh.pp * mesh.ep).bit_length()
 
 
 def _arranged(mesh: Grid | MeshSpec) -> Int:
@@ -73,7 +78,7 @@ def _arranged(mesh: Grid | MeshSpec) -> Int:
     return 2 * len(_ENGINES) * ((mesh.dp_replicate > 1) + 2 * split)
 
 
-_ENGINES = (*ENGINES, "megatron", "fsdp1")
+_ENGINES = (*ENGINES, "fsdp1")
 
 
 def complexity(recipe: RecipeSpec) -> int:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from zeroplan.errors import SpecError
 from zeroplan.planner.objectives import TIE, tokens
 from zeroplan.planner.search import Found, Inexpressible, evaluated, job_at
-from zeroplan.planner.space import WHOLE, Column, Fixed, Grid, room_of
+from zeroplan.planner.space import WHOLE, Column, Fixed, Grid, easy_room_of, room_of
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 
@@ -45,8 +45,9 @@ def partly_recomputed(
     """
     if fixed.recompute is not None or fixed.recompute_layers is not None or base.cluster.gpu is None:
         return ()
-    room = room_of(base)
+    room = easy_room_of(base, fixed)
     need = _needed(found, room)
+    room = room if any(one.is_easy(base, fixed) for one in found) else room_of(base)
     quickest = max((float(rates[need(one) <= room].max(initial=0.0)) for one, rates in _rated(found)), default=0.0)
     chances = sorted(_candidates(base, found, need, room), key=lambda one: -one.tokens_per_s)
     made: list[Found] = []

@@ -9,7 +9,7 @@ import numpy as np
 from zeroplan.errors import SpecError
 from zeroplan.memo import remembering
 from zeroplan.planner.choose import plan
-from zeroplan.planner.degrees import degrees, degrees_of
+from zeroplan.planner.degrees import degrees, degrees_of, with_split_sequences
 from zeroplan.planner.objectives import TIE, Objective
 from zeroplan.planner.result import Plan
 from zeroplan.planner.rules import NoLayoutError
@@ -19,6 +19,7 @@ from zeroplan.planner.space import (
     Column,
     Degrees,
     Fixed,
+    easy_room_of,
     gpus_per_node,
     grid_of,
     is_cut_evenly,
@@ -27,7 +28,7 @@ from zeroplan.planner.space import (
 )
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.recipe import ADAM, RecipeSpec, ways_of_resharding
+from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 
 #: The largest numbers of GPUs, sequences and tokens that are tried.
 _MOST_GPUS, _MOST_SEQUENCES, _MOST_TOKENS = 4096, 4096, 1 << 20
@@ -172,14 +173,12 @@ def largest_batch(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | No
 def largest_model(at: Callable[[int], JobSpec], fixed: Fixed, inexpressible: Inexpressible | None = None) -> int:
     """Return the most parameters, in two digits, with which some layout fits one sequence; 0 if none does.
 
-    ``at`` returns the job with a number of parameters, whose shape it infers as ``--params`` does. Blocks are recomputed and
-    Adam uses its fused kernel, which takes least memory, unless the user decides otherwise. The search bisects. A larger shape
-    may need a little less memory where it follows another published depth, so that it also tries the next few counts.
+    ``at`` returns the job with a number of parameters, whose shape it infers as ``--params`` does. Blocks are recomputed, which
+    takes least memory, unless the user decides otherwise. The search bisects. A larger shape may need a little less memory where
+    it follows another published depth, so that it also tries the next few counts.
     """
     base = at(LEAST_PARAMETERS)
     fixed = replace(fixed, recompute=fixed.recompute or "full")
-    if base.recipe.optimizer in ADAM and not fixed.search_optimizer:
-        fixed = replace(fixed, optimizer_impl=fixed.optimizer_impl or "fused")
     counts = _two_digits(room_of(base) * base.mesh.world_size)
     below, above = -1, len(counts)
     while above - below > 1:
@@ -199,7 +198,7 @@ def _two_digits(most: int) -> list[int]:
 @remembering()
 def _fits(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None) -> bool:
     """Whether some structure fits comfortably, with the requested micro-batch or one sequence."""
-    gpus, room, size = base.mesh.world_size, room_of(base), fixed.micro_batch_size or 1
+    gpus, room, size = base.mesh.world_size, easy_room_of(base, fixed), fixed.micro_batch_size or 1
     one = np.ones(1, dtype=np.int64)
     for recipe, split in _smallest_structures(base, fixed, inexpressible):
         if weights_alone_are_too_large(base, recipe, split):
@@ -226,12 +225,15 @@ def _smallest_structures(
     base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None
 ) -> Iterator[tuple[RecipeSpec, Degrees]]:
     """Yield the structures with the least memory: no smaller shards between forward and backward, no offload unless requested."""
-    for recipe in structures(base, fixed, offload=False):
+    for recipe in structures(base, fixed, offload=False, wide=True):
         if recipe.engine == "fsdp2" and ways_of_resharding(recipe.fsdp2) is not None:
             continue
-        for split in degrees_of(recipe, base, fixed):
+        megatron = recipe.engine == "megatron"
+        if megatron and fixed.recompute is None and recipe.recompute != "full":
+            continue
+        for split in degrees_of(recipe, base, fixed, wide=not megatron):
             if inexpressible is None or not inexpressible(recipe, split):
-                yield recipe, split
+                yield with_split_sequences(recipe, split), split
 
 
 #: The smallest transformer that is tried, and how many counts above the first that does not fit are tried.
@@ -240,7 +242,7 @@ LEAST_PARAMETERS, _BEYOND = 50_000_000, 3
 
 def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, inexpressible: Inexpressible | None) -> int:
     """Return the largest value with which some structure fits comfortably, fully sharded and without unrequested offload."""
-    gpus, room = base.mesh.world_size, room_of(base)
+    gpus, room = base.mesh.world_size, easy_room_of(base, fixed)
     longest = replace(base, batch=replace(base.batch, seq_len=int(values.max()))) if tokens and len(values) else base
     most = 0
     for recipe, split in _smallest_structures(longest, fixed, inexpressible):

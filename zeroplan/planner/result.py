@@ -26,10 +26,12 @@ class Layout(NamedTuple):
 
 
 class Rival(NamedTuple):
-    """The best layout of another engine and stage, and why it is not the best of all."""
+    """Another layout, and why it is not the best: one of another engine and stage, or one that an expert would try first."""
 
     layout: Layout
     why_not: str
+    usual: str = ""
+    """The name of what an expert would try first; empty for other layouts."""
 
 
 class More(NamedTuple):
@@ -45,7 +47,7 @@ class More(NamedTuple):
 class Best(NamedTuple):
     """The best layout in full: its memory, its time, and what limits it.
 
-    ``tight``: it fits only while the allocator's cache stays small.
+    ``tight``: it fits, but not with the allocator's cache and the margin.
     """
 
     layout: Layout
@@ -54,6 +56,8 @@ class Best(NamedTuple):
     tight: bool
     binding: str
     one_more_gb: More | None
+    margin: More | None
+    """What the memory that the plan keeps free would gain."""
 
 
 class Cloud(NamedTuple):

@@ -22,7 +22,7 @@ class Rule(StrEnum):
     ENGINE = "the engine refuses it, or it is not modelled"
     WEIGHTS = "the whole model's weights, which its stage does not shard, do not fit the GPU"
     MEMORY = "it does not fit the GPU"
-    TIGHT = "it fits only while the allocator's cache stays small"
+    TIGHT = "it fits, but not with the allocator's cache and the margin that a plan keeps free"
 
 
 class Fallen(NamedTuple):

@@ -20,9 +20,8 @@ from zeroplan.memo import remembering
 from zeroplan.numeric import Int, for_each_value
 from zeroplan.planner.columns import highest
 from zeroplan.planner.degrees import degrees_of, scheduled
-from zeroplan.planner.fused import SharedResults, recipe_in_lists, results_in_lists, results_of_fused
 from zeroplan.planner.rules import Rule, Tally
-from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, numbers, room_of, structures
+from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, easy_room_of, numbers, room_of, structures
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
@@ -47,9 +46,13 @@ class Found(NamedTuple):
     """Expected reserved memory and memory outside the allocator."""
     seconds: NDArray[np.float64]
 
-    def fits(self, base: JobSpec) -> NDArray[np.bool_]:
-        """Which layouts fit the GPU, comfortably or not."""
-        return self.least_bytes <= room_of(base)
+    def fits(self, base: JobSpec) -> bool:
+        """Whether a layout fits the GPU, comfortably or not."""
+        return bool((self.least_bytes <= room_of(base)).any())
+
+    def is_easy(self, base: JobSpec, fixed: Fixed) -> bool:
+        """Whether a layout fits with the allocator's expected cache and leaves the margin free."""
+        return bool((self.comfortable_bytes <= easy_room_of(base, fixed)).any())
 
 
 class Searched(NamedTuple):
@@ -66,7 +69,8 @@ Inexpressible = Callable[[RecipeSpec, Degrees], str]
 def search(base: JobSpec, fixed: Fixed, *, mfu: float | None = None, inexpressible: Inexpressible | None = None) -> Searched:
     """Return every layout that some engine can start, evaluated. ``base`` has the model, the GPUs and the sequence length.
 
-    Offload costs time, so that the search tries it only if nothing fits without it, or on request.
+    If nothing fits with the margin, the search tries unusual degrees and smaller buckets too. Offload costs time, so that the
+    search tries it only if nothing fits without it, or on request.
     """
     with remembering(), _without_garbage_collection():
         return _search(base, fixed, mfu, inexpressible)
@@ -86,13 +90,16 @@ def _without_garbage_collection() -> Iterator[None]:
 
 def _search(base: JobSpec, fixed: Fixed, mfu: float | None, inexpressible: Inexpressible | None) -> Searched:
     tally = Tally()
-    space = _Space(base, fixed, tally, mfu, inexpressible, {})
+    space = _Space(base, fixed, tally, mfu, inexpressible)
     found = list(_searched(space, offload=False))
-    if not any(bool(one.fits(base).any()) for one in found):
-        found += _searched(space, offload=True)
+    if not any(one.is_easy(base, fixed) for one in found):
+        tally = Tally()  # the wider search counts the layouts of the first again
+        found = list(_searched(space._replace(tally=tally, wide=True), offload=False))
+    if not any(one.fits(base) for one in found):
+        found += _searched(space._replace(tally=tally), offload=True)
     if not found and any(one.rule is Rule.WEIGHTS for one in tally.fallen):  # then find the closest ones
         tally = Tally()
-        found += _searched(space._replace(tally=tally, whatever_weighs=True), offload=False)
+        found += _searched(space._replace(tally=tally, wide=True, whatever_weighs=True), offload=False)
     return Searched(tuple(found), tally)
 
 
@@ -108,10 +115,6 @@ def _programs(base: JobSpec, grid: Grid) -> Iterator[Grid]:
             yield grid.with_batches(kept)
 
 
-#: Results that other structures reuse, by recipe and degrees.
-Known = dict[tuple[RecipeSpec, Degrees], SharedResults]
-
-
 class _Space(NamedTuple):
     """A search: its job, what is fixed, and the counts of rejected layouts."""
 
@@ -120,19 +123,20 @@ class _Space(NamedTuple):
     tally: Tally
     mfu: float | None
     inexpressible: Inexpressible | None
-    known: Known
+    wide: bool = False
+    """Try unusual degrees and smaller buckets too."""
     whatever_weighs: bool = False
 
 
 def _searched(space: _Space, *, offload: bool) -> Iterator[Found]:
     base, fixed = space.base, space.fixed
-    for structure in structures(base, fixed, offload=offload):
-        for split in degrees_of(structure, base, fixed):
+    for structure in structures(base, fixed, offload=offload, wide=space.wide):
+        for split in degrees_of(structure, base, fixed, wide=space.wide):
             missing = "" if space.inexpressible is None else space.inexpressible(structure, split)
             if missing:
                 space.tally.cut(Rule.EMITTED, numbers(structure, base, fixed, split).grid.layouts, missing)
                 continue
-            for recipe in scheduled(structure, split, fixed):
+            for recipe in scheduled(structure, split, fixed, base.model.num_hidden_layers):
                 yield from _evaluate_structure(space, recipe, split)
 
 
@@ -157,16 +161,21 @@ def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> It
             ranks = _pipelines(base, recipe, grid) if split.pp > 1 and recipe.engine != "megatron" else None
             if ranks is not None and fixed.pp is None:
                 grid = _with_room(base, recipe, grid, tally, ranks)
+            if recipe.engine == "megatron" and split.pp > 1 and not space.whatever_weighs:
+                grid = _within_reach(base, recipe, grid, tally)
             for part in _programs(base, grid):
-                known = space.known if base.model.profile is None else {}
-                yield evaluated(base, recipe, part, mfu=space.mfu, known=known, ranks=ranks)
+                yield evaluated(base, recipe, part, mfu=space.mfu, ranks=ranks)
         except SpecError as refusal:
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
 
 
 def _runnable_batches(grid: Grid, recipe: RecipeSpec, fixed: Fixed, tally: Tally) -> Grid:
     """Return the batches that a pipeline can run; unrequested interleaving only where one stage per rank would idle long."""
-    filling = grid.with_batches(grid.grad_accum_steps % grid.pp == 0)
+    steps = grid.grad_accum_steps
+    if recipe.pipeline_schedule not in (None, "1f1b"):
+        filling = grid.with_batches(steps % grid.pp == 0)
+    else:  # Megatron's 1F1B also runs fewer micro-batches than ranks
+        filling = grid if recipe.engine == "megatron" else grid.with_batches(steps >= grid.pp)
     tally.cut(Rule.PIPELINE, grid.layouts - filling.layouts)
     if recipe.pipeline_schedule is None or fixed.pipeline_schedule is not None:
         return filling
@@ -206,12 +215,30 @@ def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, rank
     return grid.with_batches(fits)
 
 
+def _within_reach(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally) -> Grid:
+    """Return the batches with which Megatron's first rank fits twice the GPU; with others no memory to buy would help."""
+    from zeroplan.engines.megatron import account_of_rank  # noqa: PLC0415  only this engine needs it
+
+    job_at(base, recipe, grid, 0)  # raises SpecError as for a single job
+    first = _needed(highest(account_of_rank(0, base.model, recipe, grid, grid).moments, recipe), recipe, base)
+    kept = np.broadcast_to(first.least_bytes <= 2 * room_of(base), grid.shape)
+    tally.cut(Rule.MEMORY, int((~kept).sum()))
+    return grid.with_batches(kept)
+
+
 def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degrees = WHOLE) -> bool:
-    """Whether a rank's share of the weights, which every stage below 3 gathers or holds, exceeds the GPU."""
+    """Whether a rank's share of the weights, which every stage below 3 gathers or holds, exceeds the GPU.
+
+    Megatron holds main gradients beside them.
+    """
     gpu = base.cluster.gpu
     if base.model.is_quantised:
         return False
-    whole = widths(recipe.precision).compute * parameter_count(base.model) // (split.tp * split.pp * split.ep)
+    width = widths(recipe.precision).compute
+    if recipe.engine == "megatron":
+        options = recipe.megatron
+        width += 2 if options.grad_reduce_in_bf16 or options.main_grads_dtype == "bf16" else 4
+    whole = width * parameter_count(base.model) // (split.tp * split.pp * split.ep)
     return gpu is not None and recipe.zero_stage < 3 and whole > gpu.memory_bytes.value
 
 
@@ -224,12 +251,11 @@ def _resharded(recipe: RecipeSpec, grid: Grid) -> NDArray[np.bool_]:
 
 
 def evaluated(
-    base: JobSpec, recipe: RecipeSpec, grid: Grid, *,
-    mfu: float | None = None, known: Known | None = None, ranks: "Weigher | None" = None,
+    base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None = None, ranks: "Weigher | None" = None
 ) -> Found:  # fmt: skip
     """Return the figures of all layouts of one structure; raises SpecError where the engine refuses it.
 
-    ``known``: results of structures with the same grid, to which this adds its own; ``ranks``: pipeline ranks computed before.
+    ``ranks``: pipeline ranks computed before.
     """
     if grid.pp > 1 and recipe.engine != "megatron":
         return _layout_by_layout(base, recipe, grid, mfu=mfu, ranks=ranks or _pipelines(base, recipe, grid))
@@ -238,8 +264,9 @@ def evaluated(
     if grid.pp > 1:
         needs, time = _megatron_pipeline(base, recipe, grid, mfu)
     else:
-        found, time = _memory_and_time(base, recipe, grid, card, mfu, {} if known is None else known)
-        needs = _needed(found, recipe, base)
+        account = _account(base, recipe, grid, card)
+        time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu)
+        needs = _needed(highest(account.moments, recipe), recipe, base)
     least = grid.row(needs.least_bytes + card)
     # Where nothing fits, the comfortable figure is not needed.
     comfortable = grid.row(needs.comfortable_bytes + card) if least.min() <= room_of(base) else least
@@ -254,22 +281,6 @@ def comfortable_bytes(base: JobSpec, recipe: RecipeSpec, grid: Grid) -> Column:
     card = outside_column(grid, base.cluster.gpu)
     needs = _needed(highest(_account(base, recipe, grid, card).moments, recipe), recipe, base)
     return grid.row(needs.comfortable_bytes + card)
-
-
-def _memory_and_time(
-    base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column, mfu: float | None, known: Known
-) -> tuple[Highest, StepTime]:  # fmt: skip
-    """Return the highest moments and the time; for a fused Adam from the results for Adam in lists."""
-    split, lists = grid.degrees, recipe_in_lists(recipe)
-    before = None if lists is None else known.pop((lists, split), None)
-    if before is not None:
-        return results_of_fused(before, base.model, recipe, base.cluster)
-    account = _account(base, recipe, grid, card)
-    time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu)
-    if recipe.optimizer_impl != "foreach" or recipe_in_lists(replace(recipe, optimizer_impl="fused")) is None:
-        return highest(account.moments, recipe), time
-    found, known[recipe, split] = results_in_lists(account, time, recipe)
-    return found, time
 
 
 def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | None) -> tuple[Needed, StepTime]:

@@ -7,7 +7,7 @@ sequences per micro-batch; gradient accumulation follows from the global batch.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from zeroplan.errors import SpecError
 from zeroplan.numeric import Float, Int
 from zeroplan.planner.rules import NoLayoutError
-from zeroplan.spec.base import Count, Spec
+from zeroplan.spec.base import Count, Range, Spec
 from zeroplan.spec.batch import BatchSpec, Numbers
 from zeroplan.spec.hardware import GpuSpec, node_size
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
@@ -40,10 +40,9 @@ from zeroplan.spec.recipe import (
 
 Column = NDArray[np.int64]
 
-ENGINES: tuple[Engine, ...] = ("ddp", "fsdp2", "deepspeed")
-"""The engines that are tried by default. Megatron-LM is another training program, whose memory is a closed form."""
+ENGINES: tuple[Engine, ...] = ("ddp", "fsdp2", "deepspeed", "megatron")
+"""The engines that are tried by default, the simplest first."""
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-_IMPLEMENTATIONS: tuple[OptimizerImpl, ...] = ("foreach", "fused")
 #: Micro-batches that are tried without a global batch.
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -82,6 +81,8 @@ class Fixed(Spec):
     micro_batch_size: Count | None = None
     grad_accum_steps: Count | None = None
     global_batch_size: Count | None = None
+    margin: Annotated[float, Range(0, 0.9)] = 0.05
+    """Share of the GPU's memory that a plan keeps free, beside what the allocator is expected to cache."""
 
 
 class Degrees(NamedTuple):
@@ -192,10 +193,11 @@ def grid_of(
     return Grid(over, shards, micro_batch_size[None, :], length, grad_accum_steps[None, :], *degrees)
 
 
-def structures(base: JobSpec, fixed: Fixed, *, offload: bool) -> Iterator[RecipeSpec]:
+def structures(base: JobSpec, fixed: Fixed, *, offload: bool, wide: bool = False) -> Iterator[RecipeSpec]:
     """Yield every recipe that the search tries, with or without offload. Engines may refuse some of them later.
 
-    What the user has decided about offload holds either way.
+    What the user has decided about offload holds either way. ``wide``: also DeepSpeed's smaller buckets, which save memory and no
+    time; with ``engine="deepspeed"`` they are always tried.
     """
     if base.recipe.fsdp2.modules == "torchtitan":
         raise SpecError("--modules torchtitan is not searched: its layouts are few; use `zeroplan estimate`, or leave it out")
@@ -205,14 +207,11 @@ def structures(base: JobSpec, fixed: Fixed, *, offload: bool) -> Iterator[Recipe
             return
     elif not offload:
         fixed = replace(fixed, offload_optimizer="none", offload_param="none")
-    for recipe in _structures(base, fixed):
-        if recipe.offloads_states or not offload:
-            yield recipe
-
-
-def _structures(base: JobSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
-    for recipe in _optimizers_and_precisions(base.recipe, fixed):
-        yield from _of_engines(replace(base, recipe=recipe), fixed)
+    buckets = wide or offload or fixed.engine == "deepspeed"
+    for asked in _optimizers_and_precisions(base.recipe, fixed):
+        for recipe in _of_engines(replace(base, recipe=asked), fixed, smaller_buckets=buckets):
+            if recipe.offloads_states or not offload:
+                yield recipe
 
 
 def _optimizers_and_precisions(recipe: RecipeSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
@@ -222,27 +221,36 @@ def _optimizers_and_precisions(recipe: RecipeSpec, fixed: Fixed) -> Iterator[Rec
             yield replace(recipe, precision=precision, optimizer=optimizer)
 
 
-def _of_engines(base: JobSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
+def _of_engines(base: JobSpec, fixed: Fixed, *, smaller_buckets: bool) -> Iterator[RecipeSpec]:
     for engine in ENGINES if fixed.engine is None else (fixed.engine,):
-        stages = tuple(ENGINE_STAGES[engine]) if fixed.zero_stage is None else (fixed.zero_stage,)
+        stages = (_STAGES.get(engine) or ENGINE_STAGES[engine]) if fixed.zero_stage is None else (fixed.zero_stage,)
         for stage in stages:
             if stage in ENGINE_STAGES[engine]:
-                yield from _of_stage(base, fixed, engine, stage)
+                for recipe in _of_stage(base, fixed, engine, stage):
+                    if smaller_buckets or recipe.deepspeed.reduce_bucket_size >= base.recipe.deepspeed.reduce_bucket_size:
+                        yield recipe
+
+
+#: Stages to try where not all are worth it: Megatron's distributed optimizer takes less memory and no more time.
+_STAGES: Mapping[Engine, tuple[Stage, ...]] = {"megatron": (1,)}
 
 
 def _of_stage(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iterator[RecipeSpec]:
     recipe = base.recipe
     losses: tuple[Loss, ...] = ("full", "chunked") if engine == "fsdp2" and not recipe.keep_logits else ("full",)
-    both = recipe.optimizer in ADAM and engine not in _OWN_STEP
-    steps: tuple[OptimizerImpl | None, ...] = _IMPLEMENTATIONS if both else (None,)
+    # Adam's fused kernel makes no temporaries and reads and writes less, so that lists of tensors (foreach) never win.
+    step: OptimizerImpl | None = "fused" if recipe.optimizer in ADAM and engine not in _OWN_STEP else None
     again = _RECOMPUTE if fixed.recompute_layers is None else _RECOMPUTE[1:]
+    if engine == "megatron" and fixed.megatron is None and recipe.attention != "eager":
+        again = tuple(
+            one for one in again if one != "selective"
+        )  # recomputes attention alone, which saves little beside a fused one
     for recompute in again if fixed.recompute is None else (fixed.recompute,):
         for loss in losses if fixed.loss is None else (fixed.loss,):
-            for impl in steps if fixed.optimizer_impl is None else (fixed.optimizer_impl,):
-                said = {"engine": engine, "zero_stage": stage, "recompute": recompute, "loss": loss, "optimizer_impl": impl,
-                        "recompute_layers": fixed.recompute_layers}  # fmt: skip
-                for options in _options(base, fixed, engine, stage):
-                    yield replace(recipe, **said, **options)  # type: ignore[arg-type]  # checked there
+            said = {"engine": engine, "zero_stage": stage, "recompute": recompute, "loss": loss,
+                    "optimizer_impl": fixed.optimizer_impl or step, "recompute_layers": fixed.recompute_layers}  # fmt: skip
+            for options in _options(base, fixed, engine, stage):
+                yield replace(recipe, **said, **options)  # type: ignore[arg-type]  # checked there
 
 
 #: Engines with their own optimizer kernels.
@@ -333,6 +341,11 @@ def room_of(base: JobSpec) -> int:
     return 0 if gpu is None else int(gpu.memory_bytes.value)
 
 
+def easy_room_of(base: JobSpec, fixed: Fixed) -> int:
+    """Return the memory of the GPU without the margin that a plan keeps free. [bytes]"""
+    return int(room_of(base) * (1 - fixed.margin))
+
+
 def _is_worth_trying(optimizer: OffloadDevice, weights: OffloadDevice, stage: Stage, fixed: Fixed) -> bool:
     """Whether a combination is worth the search's time. A requested one always is; an engine that refuses it reports that."""
     if (fixed.offload_optimizer or "none", fixed.offload_param or "none") != ("none", "none"):
@@ -417,19 +430,16 @@ def check_batch(base: JobSpec, fixed: Fixed, splits: Sequence[Degrees]) -> None:
 
 
 def is_cut_evenly(total: int, gpus: int, split: Degrees, fixed: Fixed) -> bool:
-    """Whether the batch divides over the GPUs with these degrees. Every pipeline needs whole rounds of micro-batches.
+    """Whether the batch divides over the GPUs with these degrees.
 
-    >>> is_cut_evenly(500, 64, Degrees(tp=8, pp=2), Fixed()), is_cut_evenly(500, 64, Degrees(tp=8, cp=2), Fixed())
+    >>> is_cut_evenly(500, 64, Degrees(tp=8), Fixed()), is_cut_evenly(500, 64, Degrees(tp=8, cp=2), Fixed())
     (False, True)
     """
     size, steps, sharing = fixed.micro_batch_size, fixed.grad_accum_steps, gpus // split.model_ranks
     each = total // sharing
     if total % sharing or each % (size or 1) or each % (steps or 1):
         return False
-    if size is not None and steps is not None:
-        return size * steps == each and steps % split.pp == 0
-    rounds = steps if steps is not None else each // (size or 1)
-    return rounds % split.pp == 0
+    return size is None or steps is None or size * steps == each
 
 
 def _model_ranks(split: Degrees) -> int:
@@ -446,12 +456,5 @@ def _uneven_sizes(gpus: int, split: Degrees, fixed: Fixed, total: int) -> str:
         return (
             f"--global-batch {total:,} is not --micro-batch {size:,} x --grad-accum {steps:,} x {sharing:,} GPUs; leave one out"
         )
-    each = total // sharing
-    if each % (size or 1) or each % (steps or 1):
-        flag, said = ("--micro-batch", size) if size is not None else ("--grad-accum", steps or 1)
-        return f"{flag} {said:,} does not divide the {each:,} sequences of a GPU in --global-batch {total:,}"
-    rounds = steps if steps is not None else each // (size or 1)
-    return (
-        f"{rounds:,} micro-batches of --global-batch {total:,} are not a multiple of the {split.pp:,} stages of a pipeline; "
-        "use another --global-batch, or another --pipeline-parallel"
-    )
+    flag, said = ("--micro-batch", size) if size is not None else ("--grad-accum", steps or 1)
+    return f"{flag} {said:,} does not divide the {total // sharing:,} sequences of a GPU in --global-batch {total:,}"

@@ -5,26 +5,22 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zeroplan.planner.result import Best, Layout, More, Plan
+from zeroplan.report.layout import layout_words
 from zeroplan.report.payload import SCHEMA_VERSION
+from zeroplan.report.step import part_payload, step_lines
 from zeroplan.report.words import (
     EXPANDABLE,
     WIDTH,
-    engine_words,
     item,
     kinds_by_size,
     model_words,
     notes_part,
     paragraphs,
     plural,
-    recompute_words,
     spread,
-    those_that_share,
 )
 from zeroplan.resolve import OPTIONS
 from zeroplan.resolve.options import value_of
-from zeroplan.spec.job import JobSpec
-from zeroplan.spec.recipe import DeepSpeedOptions
-from zeroplan.steptime import Part
 from zeroplan.units import GB, GIB, format_size
 
 _OF_A_ROW = 55
@@ -65,39 +61,6 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"{plural(plan.considered, 'layout')} considered, {plan.evaluated:,} of them computed"
 
 
-def layout_words(job: JobSpec) -> str:
-    """Return a layout in a line: engine and stage, what it recomputes, how the batch is cut."""
-    recipe, batch = job.recipe, job.batch
-    words = [engine_words(job)]
-    words += [f"{job.mesh.dp_replicate} replicas of {job.mesh.dp_shard} shards"] if job.mesh.dp_replicate > 1 else []
-    degrees = (("tensor", job.mesh.tp), ("context", job.mesh.cp), ("pipeline", job.mesh.pp), ("expert", job.mesh.ep))
-    words += [f"{number}-way {name} parallelism" for name, number in degrees if number > 1]
-    words += [f"schedule {recipe.pipeline_schedule}"] if recipe.pipeline_schedule is not None else []
-    ways = recipe.fsdp2.reshard_after_forward
-    words += [f"resharded to {ways} after forward"] if recipe.engine == "fsdp2" and type(ways) is int else []
-    words += [recompute_words(recipe)]
-    words += [f"{recipe.loss} loss"] if recipe.loss != "full" else []
-    words += [recipe.optimizer] if recipe.optimizer == "adamw-8bit" else []
-    words += ["weights and states in bf16"] if recipe.precision == "bf16" else []
-    words += [f"{recipe.optimizer_impl} step"] if recipe.optimizer_impl is not None else []
-    words += _deepspeed_words(recipe.deepspeed) if recipe.engine == "deepspeed" else []
-    words += ["gradients as bucket views"] if recipe.engine == "ddp" and recipe.ddp.gradient_as_bucket_view else []
-    words += ["offload"] if recipe.offloads else []
-    return ", ".join(
-        [*words, f"{batch.micro_batch_size} x {batch.grad_accum_steps} sequences per {those_that_share(job.mesh)}"]
-    )
-
-
-def _deepspeed_words(options: DeepSpeedOptions) -> Iterator[str]:
-    default = DeepSpeedOptions()
-    if options.zero_hpz_partition_size > 1:
-        yield f"a second copy in each node (hpZ {options.zero_hpz_partition_size})"
-    if options.reduce_bucket_size != default.reduce_bucket_size:
-        yield f"buckets of {options.reduce_bucket_size:,}"
-    if options.stage3_prefetch_bucket_size == 0:
-        yield "nothing gathered ahead"
-
-
 def _answer(plan: Plan, best: Best, beside: Beside) -> list[list[str]]:
     return [
         list(_best(plan.objective, best, beside)),
@@ -131,7 +94,7 @@ def _memory(best: Best) -> Iterator[str]:
         yield _row("  host memory of a node, if it has that much", best.estimate.host_bytes_per_node or 0)
     yield f"  at this moment: {best.estimate.peak.name}"
     if best.tight:
-        yield f"  tight: it fits only while the cache stays small; set {EXPANDABLE}"
+        yield f"  tight: the cache and the margin do not fit beside it; set {EXPANDABLE}"
 
 
 def _row(what: str, n_bytes: int) -> str:
@@ -139,18 +102,7 @@ def _row(what: str, n_bytes: int) -> str:
 
 
 def _time(best: Best, beside: Beside) -> Iterator[str]:
-    whole = float(best.time.seconds)
-    yield f"{'Time of a step':<44}{'s':>10}{'':>8}{'hidden s':>10}"
-    for part in best.time.parts:
-        took, hidden = float(part.seconds), float(part.hidden_s)
-        if took + hidden > 0:
-            yield f"  {part.name:<42.42}{took:>10.3f}{took / whole:>7.1%} {hidden:>10.3f}"
-    yield f"  {'together':<42}{whole:>10.3f}"
-    gpus = best.layout.job.mesh.world_size
-    yield (
-        f"{best.layout.tokens_per_s:,.0f} tokens/s per GPU, {best.layout.tokens_per_s * gpus:,.0f} in all; "
-        f"MFU {float(best.time.mfu):.1%} (no recomputation, causal attention)"
-    )
+    yield from step_lines(best.time, best.layout.job.mesh.world_size)
     yield from _budget(best.layout, beside)
 
 
@@ -180,6 +132,9 @@ def _why(best: Best) -> Iterator[str]:
         yield "One more GB would buy nothing."
     else:
         yield from textwrap.wrap(f"One more GB would buy {more.gain:.1%}: {layout_words(more.layout.job)}", WIDTH)
+    if (kept := best.margin) is not None:
+        said = f"{kept.missing_bytes / GB:,.2f} GB of the margin (--margin) would buy {kept.gain:.1%}"
+        yield from textwrap.wrap(f"{said}: {layout_words(kept.layout.job)}", WIDTH)
 
 
 def _others(plan: Plan) -> Iterator[str]:
@@ -187,7 +142,7 @@ def _others(plan: Plan) -> Iterator[str]:
         return
     yield "The next ones, and why they are not the best"
     for rival in plan.rivals:
-        yield item(layout_words(rival.layout.job))
+        yield item(f"{rival.usual}: " * bool(rival.usual) + layout_words(rival.layout.job))
         yield from textwrap.wrap(rival.why_not, WIDTH, initial_indent="      ", subsequent_indent="      ")
 
 
@@ -233,7 +188,7 @@ def plan_payload(plan: Plan, beside: Beside) -> dict[str, object]:
         "evaluated": plan.evaluated,
         "fallen": [{"rule": one.rule.value, "layouts": one.layouts, "example": one.example} for one in plan.fallen],
         "best": None if plan.best is None else {**layout_payload(plan.best.layout), **_detail(plan.best, beside)},
-        "rivals": [{**layout_payload(one.layout), "why_not": one.why_not} for one in plan.rivals],
+        "rivals": [{**layout_payload(one.layout), "why_not": one.why_not, "usual": one.usual} for one in plan.rivals],
         "front": [layout_payload(one) for one in plan.front],
         "notes": [*plan.notes, *beside.notes],
         "written": list(beside.written),
@@ -269,19 +224,15 @@ def _detail(best: Best, beside: Beside) -> dict[str, object]:
         "host_bytes_per_node": best.estimate.host_bytes_per_node,
         "binding": best.binding,
         "one_more_gb": _more(best.one_more_gb),
+        "margin": _more(best.margin),
         "mfu": float(best.time.mfu),
-        "parts": [_part(one) for one in best.time.parts],
+        "parts": [part_payload(one) for one in best.time.parts],
     }
     if beside.tokens is not None:
         detail["days"] = days(best.layout, beside.tokens)
     if beside.price_per_gpu_hour is not None:
         detail["cost"] = cost(best.layout, beside.tokens or 10**6, beside.price_per_gpu_hour)
     return detail
-
-
-def _part(one: Part) -> dict[str, object]:
-    return {"part": one.name, "seconds": float(one.seconds), "hidden_s": float(one.hidden_s), "reason": one.reason,
-            "source": one.source}  # fmt: skip
 
 
 def _more(more: More | None) -> dict[str, object] | None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from zeroplan.estimator import Verdict, verdict
 from zeroplan.planner.result import Layout, Plan
-from zeroplan.report.plan import layout_words
+from zeroplan.report.layout import layout_words
 from zeroplan.report.series.parts import Caption
 from zeroplan.report.words import model_words, partly_trained, plural
 from zeroplan.spec.recipe import Engine

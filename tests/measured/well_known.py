@@ -1,0 +1,172 @@
+"""Plans for well-known training runs, beside the layouts that were published: ``python -m tests.measured.well_known``.
+
+Writes the table of ``docs/well-known.md``. Each case names the job, the published layout and its source. The published layout is
+estimated as it is, and the planner answers the same question with nothing pinned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zeroplan import Request, estimate
+from zeroplan.errors import SpecError
+from zeroplan.planner import time_of
+from zeroplan.planner.asking import Question, ask
+from zeroplan.planner.explain import why_not
+from zeroplan.planner.result import Best, Layout
+from zeroplan.resolve import resolve
+from zeroplan.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from zeroplan.spec.job import JobSpec
+
+PAGE = Path(__file__).parents[2] / "docs" / "well-known.md"
+START, END = "<!-- well-known: begins -->\n", "\n<!-- well-known: ends -->"
+_MEGATRON: dict[str, Any] = {"engine": "megatron", "stage": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job, and how it was published."""
+
+    name: str
+    job: dict[str, Any]
+    global_batch: int | None
+    layout: dict[str, Any]
+    """The published layout, in the fields of a request."""
+    source: str
+    measured: float | None = None
+    """Tokens per second and GPU, where the source has them for this job in this precision."""
+
+    @property
+    def request(self) -> Request:
+        """The question."""
+        return Request(**self.job)
+
+    def published(self) -> JobSpec:
+        """The published layout as a job; SpecError where it cannot be said."""
+        request = replace(
+            self.request, **{"sequence_parallel": self.layout.get("tensor_parallel", 1) > 1 or None, **self.layout}
+        )
+        return resolve(request).job
+
+
+def _on(model: str, gpu: str, gpus: int, seq_len: int) -> dict[str, Any]:
+    return {"model": model, "gpu": gpu, "gpus": gpus, "seq_len": seq_len}
+
+
+def _split(
+    tp: int, pp: int, *, cp: int = 1, ep: int = 1, chunks: int = 1, recompute: str = "none", **more: int
+) -> dict[str, Any]:
+    chunked = {"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": chunks} if chunks > 1 else {}
+    degrees = {"tensor_parallel": tp, "pipeline_parallel": pp, "context_parallel": cp, "expert_parallel": ep}
+    return {**_MEGATRON, **degrees, "recompute": recompute, **chunked, **more}
+
+
+CASES = (
+    Case("Llama 3 8B on 8 H100", _on("llama-3-8b", "h100-sxm-80gb", 8, 8192), 16,
+         {"engine": "fsdp2", "stage": 3, "recompute": "selective", "micro_batch": 2, "optimizer_impl": "fused"},
+         "torchtitan, docs/performance.md"),
+    Case("Llama 3.1 70B on 64 H100", _on("llama-3.1-70b", "h100-sxm-80gb", 64, 8192), 128,
+         _split(4, 4, cp=2, chunks=5, grad_accum=64), "NVIDIA NeMo 24.09 (dgxc-benchmarking; published in fp8)"),
+    Case("Llama 3.1 405B on 1,024 H100", _on("llama-3.1-405b", "h100-sxm-80gb", 1024, 8192), 512,
+         _split(8, 8, cp=2, chunks=8, grad_accum=64), "NVIDIA Megatron-Bridge (published in fp8)"),
+    Case("Llama 3 405B on 16,384 H100", _on("llama-3.1-405b", "h100-sxm-80gb", 16_384, 8192), 2048,
+         _split(8, 16, grad_accum=16), "Llama 3 paper, table 4"),
+    Case("DeepSeek-V3 on 1,024 H100", _on("deepseek-v3", "h100-sxm-80gb", 1024, 4096), 8192,
+         _split(2, 16, ep=64, grad_accum=256), "dgxc-benchmarking, DeepSeek V3 in bf16", 630.0),
+    Case("DeepSeek-V3 on 2,048 H800", _on("deepseek-v3", "h800-sxm-80gb", 2048, 4096), 15_360,
+         _split(1, 16, ep=64, grad_accum=120), "DeepSeek-V3 Technical Report, section 3.2"),
+    Case("BLOOM 176B on 384 A100", _on("bloom-176b", "a100-sxm-80gb", 384, 2048), 2048,
+         _split(4, 12, recompute="full", micro_batch=2, grad_accum=128), "BigScience, chronicles of the training"),
+    Case("GPT-3 175B on 1,024 A100", _on("gpt3-175b", "a100-sxm-80gb", 1024, 2048), 1536,
+         _split(8, 16, recompute="full", grad_accum=192), "Narayanan et al. 2021, table 1", 96.0),
+    Case("Llama 2 7B on 8 A100-40GB", _on("llama-2-7b", "a100-sxm-40gb", 8, 4096), 256,
+         {"engine": "fsdp2", "stage": 3, "recompute": "full", "micro_batch": 2, "grad_accum": 16, "optimizer_impl": "fused"},
+         "llm-foundry's benchmarks of MPT-7B: full sharding, all blocks recomputed"),
+)  # fmt: skip
+
+
+def short(one: JobSpec) -> str:
+    """Return a layout in a few words."""
+    recipe, mesh, batch = one.recipe, one.mesh, one.batch
+    degrees = [f"{name}{ways}" for name in ("tp", "cp", "pp", "ep") if (ways := getattr(mesh, name)) > 1]
+    chunks = [f"v{recipe.pipeline_stages_per_rank or 2}"] if recipe.pipeline_schedule == "interleaved-1f1b" else []
+    layers = "" if recipe.recompute_layers is None else f" of {recipe.recompute_layers}"
+    again = "" if recipe.recompute == "none" else f", recompute {recipe.recompute}{layers}"
+    cut = f"{batch.micro_batch_size} x {batch.grad_accum_steps}"
+    return f"{' '.join([recipe.engine, f'stage {recipe.zero_stage}', *degrees, *chunks])}{again}, {cut}"
+
+
+def _layout(one: JobSpec) -> Layout:
+    answer, time = estimate(one), time_of(one)
+    return Layout(one, answer.least_bytes, answer.comfortable_bytes, float(time.seconds), float(time.tokens_per_s))
+
+
+def rows() -> Iterator[str]:
+    """Yield the table, a row for each case."""
+    yield "| case | published | GiB | tokens/s | measured | ours | GiB | tokens/s | the published one is, by our clock |"
+    yield "| --- | --- | ---: | ---: | ---: | --- | ---: | ---: | --- |"
+    for case in CASES:
+        best, ours = _planned(case)
+        try:
+            theirs = _layout(case.published())
+        except SpecError as refusal:
+            yield f"| {case.name} | {refusal} | | | {_rate(case)} | {ours} | not expressible |"
+            continue
+        why = "" if best is None else why_not(theirs, time_of(theirs.job), best.layout, best.time)
+        said = f"{short(theirs.job)}{_verdict(theirs)} | {_figures(theirs)} | {_rate(case)}"
+        yield f"| {case.name} | {said} | {ours} | {why} |"
+
+
+def _rate(case: Case) -> str:
+    return "" if case.measured is None else f"{case.measured:,.0f}"
+
+
+def _verdict(one: Layout) -> str:
+    if one.least_bytes > _room(one.job):
+        return " (does not fit)"
+    return " (tight)" if one.comfortable_bytes > _room(one.job) else ""
+
+
+def _planned(case: Case) -> tuple[Best | None, str]:
+    """Return the best layout, and its cells of the table; or the planner's reason why there is none."""
+    try:
+        best = ask(case.request, Question(global_batch=case.global_batch)).best
+    except SpecError as refusal:
+        return None, f"{refusal} | |"
+    return best, "nothing fits | |" if best is None else f"{short(best.layout.job)} | {_figures(best.layout)}"
+
+
+def _figures(one: Layout) -> str:
+    return f"{one.least_bytes / GIB:,.1f} | {one.tokens_per_s:,.0f}"
+
+
+def _room(one: JobSpec) -> int:
+    assert one.cluster.gpu is not None
+    return int(one.cluster.gpu.memory_bytes.value)
+
+
+def sources() -> Iterator[str]:
+    """Yield where each layout was published."""
+    yield from (f"- {case.name}: {case.source}." for case in CASES)
+
+
+def table() -> str:
+    """Return the generated part of the page."""
+    return "\n".join(("", *rows(), "", *sources(), ""))
+
+
+def main() -> None:
+    """Write the table into the page."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(START)
+    PAGE.write_text(f"{before}{START}{table()}{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""A layout in words: engine and stage, degrees, what is recomputed, how the batch is cut."""
+
+from collections.abc import Iterator
+
+from zeroplan.report.words import engine_words, recompute_words, those_that_share
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import DeepSpeedOptions
+
+
+def layout_words(job: JobSpec) -> str:
+    """Return a layout in a line: engine and stage, what it recomputes, how the batch is cut."""
+    recipe, batch = job.recipe, job.batch
+    words = [engine_words(job)]
+    words += [f"{job.mesh.dp_replicate} replicas of {job.mesh.dp_shard} shards"] if job.mesh.dp_replicate > 1 else []
+    degrees = (("tensor", job.mesh.tp), ("context", job.mesh.cp), ("pipeline", job.mesh.pp), ("expert", job.mesh.ep))
+    words += [f"{number}-way {name} parallelism" for name, number in degrees if number > 1]
+    words += [f"schedule {recipe.pipeline_schedule}"] if recipe.pipeline_schedule is not None else []
+    ways = recipe.fsdp2.reshard_after_forward
+    words += [f"resharded to {ways} after forward"] if recipe.engine == "fsdp2" and type(ways) is int else []
+    words += [recompute_words(recipe)]
+    words += [f"{recipe.loss} loss"] if recipe.loss != "full" else []
+    words += [recipe.optimizer] if recipe.optimizer == "adamw-8bit" else []
+    words += ["weights and states in bf16"] if recipe.precision == "bf16" else []
+    words += [f"{recipe.optimizer_impl} step"] if recipe.optimizer_impl is not None else []
+    words += _deepspeed_words(recipe.deepspeed) if recipe.engine == "deepspeed" else []
+    words += ["gradients as bucket views"] if recipe.engine == "ddp" and recipe.ddp.gradient_as_bucket_view else []
+    words += ["offload"] if recipe.offloads else []
+    return ", ".join(
+        [*words, f"{batch.micro_batch_size} x {batch.grad_accum_steps} sequences per {those_that_share(job.mesh)}"]
+    )
+
+
+def _deepspeed_words(options: DeepSpeedOptions) -> Iterator[str]:
+    default = DeepSpeedOptions()
+    if options.zero_hpz_partition_size > 1:
+        yield f"a second copy in each node (hpZ {options.zero_hpz_partition_size})"
+    if options.reduce_bucket_size != default.reduce_bucket_size:
+        yield f"buckets of {options.reduce_bucket_size:,}"
+    if options.stage3_prefetch_bucket_size == 0:
+        yield "nothing gathered ahead"
