@@ -120,7 +120,9 @@ class Training(MicroBatch):
     def runs_backward(self) -> Sequence[tuple[int, RunPass]]:
         """All runs; where kinds take turns, of each kind those that are the highest one at some point of their backward.
 
-        At a point, runs of a kind differ by what blocks before them keep and by the gradients in buckets. Columns keep all.
+        At a point, runs of a kind differ by what blocks before them keep and by the gradients in buckets. Those at both ends stay,
+        too: one has most of the activations, the other most of the gradients, which the band of the reserve asks for. Columns keep
+        all.
         """
         runs = tuple(enumerate(self.these.runs))
         if len(runs) <= _FEW or len(self.courses.each) > 1 or not isinstance(self.kept(self.these.n_blocks), int):
@@ -131,7 +133,7 @@ class Training(MicroBatch):
                 most, _ = best.get((run.kind, point), (-1, 0))
                 if size > most:
                     best[run.kind, point] = size, index
-        chosen = {index for _, index in best.values()}
+        chosen = {index for _, index in best.values()} | {index for index, _ in (*runs[: _FEW // 2], *runs[-_FEW // 2 :])}
         return tuple([each for each in runs if each[0] in chosen])
 
     def _at_points(self, index: int, run: RunPass) -> Iterator[Int]:
