@@ -139,7 +139,7 @@ class Estimate:
         return tuple(moment._replace(lines=(*moment.lines, *self.workspaces)) for moment in self.engine_moments)
 
     @cached_property
-    def sizes(self) -> Sizes:
+    def _sizes(self) -> Sizes:
         """What the moments say of the allocator's blocks, from which :meth:`reserved_with` and :meth:`under_pressure` follow."""
         return sizes_of(self.moments, self.job.recipe)
 
@@ -154,7 +154,7 @@ class Estimate:
         What recorded jobs of the engine say. A replay of the step's requests (:mod:`zeroplan.replay`), where there is one, says the
         least and the expected; the most stays, since programs on GPUs reserve for more than their steps.
         """
-        of_records = _reserved(self.sizes, self.job, settings)
+        of_records = _reserved(self._sizes, self.job, settings)
         if self.replay is None:
             return of_records
         least, expected, most = self.replay.band(settings)
@@ -165,7 +165,7 @@ class Estimate:
 
         At least the peak; expected and most with what it cannot give back, since a block in use lies in the same segment.
         """
-        return under_pressure(self.sizes, self.job.recipe, settings)
+        return under_pressure(self._sizes, self.job.recipe, settings)
 
     @property
     def allocator_room_bytes(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from zeroplan import JobSpec, MegatronOptions, estimate, job
 from zeroplan.planner import Fixed, plan, time_of
+from zeroplan.planner.objectives import TIE
 from zeroplan.planner.search import job_at, search
 from zeroplan.steptime import StepTime, efficiency
 from zeroplan.steptime.tables import link_share, product_share
@@ -107,9 +109,9 @@ def test_a_plan_ranks_megatron_by_time() -> None:
     best = plan(base, fixed).best
     assert best is not None
     found = search(base, fixed).found
-    room = 80 * 2**30
+    room = 0.95 * 80 * 2**30  # the margin that a plan keeps
     quickest = min(float(one.seconds[one.comfortable_bytes <= room].min(initial=np.inf)) for one in found)
-    assert best.layout.seconds == pytest.approx(quickest, rel=0.01)
+    assert quickest <= best.layout.seconds <= quickest * math.exp(TIE)  # of what is as quick, the simplest
     recipe, mesh = best.layout.job.recipe, best.layout.job.mesh
     assert recipe.megatron.overlap_grad_reduce
     assert recipe.sequence_parallel == (mesh.tp > 1)
