@@ -6,6 +6,7 @@ import pytest
 
 from tests.engines_that_run import STAGES
 from zeroplan import Estimate, estimate, job
+from zeroplan.estimator import replayed_if_tight
 from zeroplan.ledger import Kind, Phase
 from zeroplan.units import format_size
 
@@ -47,6 +48,19 @@ def test_the_verdict_by_hand(room: int, verdict: str):
     memory = replace(gpu.memory_bytes, value=found.least_bytes + room)
     cluster = replace(found.job.cluster, gpu=replace(gpu, memory_bytes=memory))
     assert estimate(replace(found.job, cluster=cluster)).verdict == verdict
+
+
+def test_a_replay_does_not_decide_where_routing_does():
+    """Expert-parallel ranks get the tokens that are routed to them; a replay has as many for each."""
+    said = {"model": "mixtral-8x7b", "gpus": 32, "gpu": "h100", "recompute": "full", "seq_len": 512}
+    for ranks, is_replayed in ((1, True), (2, False)):
+        found = answer(**said, expert_parallel=ranks)
+        gpu = found.job.cluster.gpu
+        assert gpu is not None
+        exactly = replace(gpu, memory_bytes=replace(gpu.memory_bytes, value=found.least_bytes))
+        tight = estimate(replace(found.job, cluster=replace(found.job.cluster, gpu=exactly)))
+        assert tight.verdict == "tight"
+        assert (replayed_if_tight(tight).replay is not None) is is_replayed
 
 
 @pytest.mark.parametrize(("engine", "stage"), STAGES)

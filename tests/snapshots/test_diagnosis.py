@@ -25,7 +25,7 @@ from zeroplan.report.diagnosis import diagnosis_payload, diagnosis_text
 from zeroplan.snapshots.diagnosis import Diagnosis, diagnose
 from zeroplan.snapshots.kinds import UNKNOWN
 from zeroplan.snapshots.lives import BEFORE, alive, lives_of
-from zeroplan.snapshots.reading import read_snapshot
+from zeroplan.snapshots.reading import Event, Segment, Snapshot, Standing, read_snapshot
 from zeroplan.snapshots.replayed import replayed
 from zeroplan.units import MIB
 
@@ -213,3 +213,15 @@ def test_a_history_with_holes_is_not_replayed(card: Written, tmp_path: Path):
     assert replayed(standing, lives_of(standing)) is not None
     torn = standing._replace(segments=tuple(one._replace(n_bytes=512) for one in standing.segments))
     assert replayed(torn, lives_of(torn)) is None
+
+
+def test_a_rest_that_was_not_split_off_an_older_block_belongs_to_it():
+    """The second block lies behind 0.5 MiB that only the first can have, and so 17.5 MiB fit where the first one was."""
+    piece, first = MIB // 2, 17 * MIB
+    asked = [(first + piece, 5 * piece, "requested"), (0, first, "released"), (0, first + piece, "requested")]
+    events = tuple(Event(action, address, n_bytes, (), 10, 0) for address, n_bytes, action in asked)
+    standing = tuple(Standing(address, n_bytes, ()) for address, n_bytes, _ in (asked[0], asked[2]))
+    whole = Snapshot(0, events, standing, (Segment(0, 20 * MIB, 0),), 20 * MIB, 0, expandable_segments=False, steps=())
+    found = replayed(whole, lives_of(whole))
+    assert found is not None
+    assert (found.requests, found.alike, found.reserved_bytes) == (2, 2, 20 * MIB)

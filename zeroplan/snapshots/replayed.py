@@ -4,12 +4,13 @@ The first replay begins with the segments at the history's beginning and grows a
 GPU's, the second replay is reliable.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
-from zeroplan.allocator import CachingAllocator, Chunk
+from zeroplan.allocator import CachingAllocator, Chunk, counted_bytes
 from zeroplan.snapshots.lives import BEFORE, Lives
 from zeroplan.snapshots.reading import Snapshot
+from zeroplan.units import MIB
 
 
 class Replayed(NamedTuple):
@@ -65,7 +66,7 @@ def _initial_state(snapshot: Snapshot, lives: Lives) -> tuple[CachingAllocator, 
             segments[event.address] = snapshot.segments[0]._replace(
                 address=event.address, n_bytes=event.n_bytes, stream=event.stream
             )
-    standing = sorted((life.address, life.n_bytes) for life in lives.blocks if life.born == BEFORE)
+    standing = _older_blocks(snapshot, lives, sorted(segments))
     card = CachingAllocator()
     chunks: dict[int, Chunk] = {}
     for address, n_bytes, stream in sorted(segments.values()):
@@ -73,3 +74,25 @@ def _initial_state(snapshot: Snapshot, lives: Lives) -> tuple[CachingAllocator, 
         used = card.standing(n_bytes, [(one - address, size) for one, size in inside], stream)
         chunks.update((one, chunk) for (one, _), chunk in zip(inside, used, strict=True))
     return card, chunks
+
+
+def _older_blocks(snapshot: Snapshot, lives: Lives, segments: list[int]) -> list[tuple[int, int]]:
+    """Address and size of the blocks in use at the history's beginning, in the order of addresses.
+
+    A snapshot tells what such a block was asked for, not how large it is: the allocator may not have split off a rest of up to a
+    MiB. A request is placed at the start of a free chunk. So if the first request behind a block in use leaves such a rest, it is
+    the block's.
+    """
+    older = sorted((life for life in lives.blocks if life.born == BEFORE), key=lambda life: life.address)
+    starts, sizes, met = [life.address for life in older], [life.n_bytes for life in older], set[int]()
+    for at, event in enumerate(snapshot.events):
+        before = bisect_right(starts, event.address) - 1
+        if event.action != "requested" or before < 0 or before in met:
+            continue
+        met.add(before)
+        block = older[before]
+        rest = event.address - block.address - counted_bytes(block.n_bytes)
+        together = bisect_right(segments, event.address) == bisect_right(segments, block.address)
+        if together and block.died > at and 0 < rest <= MIB:
+            sizes[before] = event.address - block.address
+    return list(zip(starts, sizes, strict=True))
