@@ -148,9 +148,9 @@ def _rivals(answers: _Field, best: Best) -> tuple[Rival, ...]:
     """Return what an expert would try first, the second best layout, the best one that trains as requested, and other engines'."""
     fitting = answers.order[answers.kept[answers.order]]
     chosen = dict.fromkeys((*fitting[1:2].tolist(), *answers.as_asked(fitting), *(int(at) for at in answers.firsts(fitting))))
-    usual = {} if answers.base.model.profile is not None else dict(_usual(answers))
-    chosen = {at: usual.get(at, "") for at in (*usual, *chosen) if at != int(fitting[0])}
-    rivals = ((answers.layout(np.int64(at)), name) for at, name in list(chosen.items())[:_MOST_RIVALS])
+    usual: dict[int, str] = {} if answers.base.model.profile is not None else dict(_usual(answers))
+    named = {at: usual.get(at, "") for at in (*usual, *chosen) if at != int(fitting[0])}
+    rivals = ((answers.layout(np.int64(at)), name) for at, name in list(named.items())[:_MOST_RIVALS])
     return tuple(Rival(one, _why_not(one, best, answers), name) for one, name in rivals)
 
 
