@@ -19,6 +19,7 @@ from zeroplan.cli.app import main
 from zeroplan.measurement import BlocksMeasured, Environment, Measurement, PhaseMeasured, StepMeasured
 from zeroplan.planner import time_of
 from zeroplan.steptime import shares_of
+from zeroplan.steptime.parts import Does
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,7 +72,7 @@ def test_of_several_runs_the_median_counts():
 def test_one_card_that_stands_for_many_waits_for_nobody():
     one = job(**SAID | {"gpus": 64, "seq_len": 256, "micro_batch": 1})
     times = time_of(one).parts
-    alone = sum(float(part.seconds) for part in times if not part.name.startswith(("waiting", "collectives")))
+    alone = sum(float(part.seconds) for part in times if part.does not in (Does.SENDING, Does.SENDING_AT_STEP))
     record = measured(one, {"forward": alone}, process_group="fake")
     after = calibrated([record], one.cluster).shares
     assert after is not None

@@ -381,9 +381,11 @@ def stepping(
     """
     lines = account.host if on_host else account.states
     sizes = bytes_by_kind(lines)
-    weights, gradients, held = (sizes.get(kind, 0) for kind in (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER_STATE))
+    held = sizes.get(Kind.OPTIMIZER_STATE, 0)
+    weights: Float = 1.0 * sizes.get(Kind.PARAMETERS, 0)
+    gradients: Float = 1.0 * sizes.get(Kind.GRADIENTS, 0)
     if recipe.optimizer in ADAM and recipe.engine in ("ddp", "fsdp1", "fsdp2"):  # no frozen, no other rank's weights
-        weights, gradients = (shortest(1.0 * size, held / 2.0) for size in (weights, gradients))
+        weights, gradients = shortest(weights, held / 2.0), shortest(gradients, held / 2.0)
     states = held + weights
     once = 2.0 * states + gradients
     impl = implementation_of(recipe)
