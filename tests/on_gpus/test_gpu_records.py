@@ -82,10 +82,12 @@ def test_the_page_says_what_the_kept_records_say():
     assert gpu_page.page(gpu_records.seen(), sources()) == gpu_page.PAGE.read_text(encoding="utf-8")
 
 
-def test_replays_of_fsdp1_are_what_a_gpu_counted():
+def test_replays_of_fsdp1_and_of_deepspeed_at_stage_0_are_what_a_gpu_counted():
     """All jobs had their model built on the GPU, and a GPU that kept up: it is small, and the profiler slows the program."""
-    records = [one.record for one in gpu_records.seen() if one.record is not None and one.record.job.recipe.engine == "fsdp1"]
-    assert len(records) == 4
+    engines = [("fsdp1", 2), ("fsdp1", 3), ("deepspeed", 0)]
+    every = [one.record for one in gpu_records.seen() if one.record is not None]
+    records = [one for one in every if (one.job.recipe.engine, one.job.recipe.zero_stage) in engines]
+    assert len(records) == 6
     for record in records:
         truth = record.allocator[0]
         shown = StepReplay(record.job, starts="built", keeps_up=True).replayed()
