@@ -18,6 +18,7 @@ from tests.on_gpus.figures import FAR, Figure, Source, cause_of, sources, write
 from tests.on_gpus.figures import _scored as read
 from zeroplan import estimate
 from zeroplan.engines.device_figures import figures
+from zeroplan.ledger import Phase
 from zeroplan.measurement import AllocatorMeasured, AttentionMeasured, BlocksMeasured, CardMeasured, Environment, Measurement
 from zeroplan.replay import StepReplay
 from zeroplan.verify.cases.results import Result, opened
@@ -95,6 +96,16 @@ def test_replays_of_fsdp1_and_of_deepspeed_at_stage_0_are_what_a_gpu_counted():
         assert abs(shown.reserved_bytes - truth.reserved_bytes) <= 2 * 2**20
         behind = StepReplay(record.job, starts="built").replayed()
         assert truth.reserved_bytes - 2 * 2**20 <= behind.reserved_bytes <= 1.25 * truth.reserved_bytes
+
+
+def test_muon_sends_under_fsdp2_what_a_gpu_sent():
+    (record,) = [
+        one.record for one in gpu_records.seen() if one.record is not None and one.record.job.recipe.optimizer == "muon"
+    ]
+    sent = {(one.operation, one.calls, one.n_bytes) for one in record.collectives if one.phase == "optimizer step"}
+    calls = [one for one in estimate(record.job).traffic.collectives if one.phase is Phase.STEP]
+    assert {(one.operation, one.calls, one.payload_bytes) for one in calls} == sent
+    assert len(sent) == 2
 
 
 def test_what_is_kept_is_complete_and_private_to_nobody():
