@@ -17,6 +17,7 @@ from tests.on_gpus import figures as figures_module
 from tests.on_gpus.figures import FAR, Figure, Source, cause_of, sources
 from zeroplan import estimate
 from zeroplan.engines.device_figures import figures
+from zeroplan.ledger import Phase
 from zeroplan.measurement import AllocatorMeasured, AttentionMeasured, BlocksMeasured, CardMeasured, Environment, Measurement
 from zeroplan.replay import StepReplay
 from zeroplan.verify.cases.results import Result, opened
@@ -81,10 +82,12 @@ def test_the_page_says_what_the_kept_records_say():
     assert gpu_page.page(gpu_records.seen(), sources()) == gpu_page.PAGE.read_text(encoding="utf-8")
 
 
-def test_replays_of_fsdp1_are_what_a_gpu_counted():
+def test_replays_of_fsdp1_and_of_deepspeed_at_stage_0_are_what_a_gpu_counted():
     """All jobs had their model built on the GPU, and a GPU that kept up: it is small, and the profiler slows the program."""
-    records = [one.record for one in gpu_records.seen() if one.record is not None and one.record.job.recipe.engine == "fsdp1"]
-    assert len(records) == 4
+    engines = [("fsdp1", 2), ("fsdp1", 3), ("deepspeed", 0)]
+    every = [one.record for one in gpu_records.seen() if one.record is not None]
+    records = [one for one in every if (one.job.recipe.engine, one.job.recipe.zero_stage) in engines]
+    assert len(records) == 6
     for record in records:
         truth = record.allocator[0]
         shown = StepReplay(record.job, starts="built", keeps_up=True).replayed()
@@ -92,6 +95,16 @@ def test_replays_of_fsdp1_are_what_a_gpu_counted():
         assert abs(shown.reserved_bytes - truth.reserved_bytes) <= 2 * 2**20
         behind = StepReplay(record.job, starts="built").replayed()
         assert truth.reserved_bytes - 2 * 2**20 <= behind.reserved_bytes <= 1.25 * truth.reserved_bytes
+
+
+def test_muon_sends_under_fsdp2_what_a_gpu_sent():
+    (record,) = [
+        one.record for one in gpu_records.seen() if one.record is not None and one.record.job.recipe.optimizer == "muon"
+    ]
+    sent = {(one.operation, one.calls, one.n_bytes) for one in record.collectives if one.phase == "optimizer step"}
+    calls = [one for one in estimate(record.job).traffic.collectives if one.phase is Phase.STEP]
+    assert {(one.operation, one.calls, one.payload_bytes) for one in calls} == sent
+    assert len(sent) == 2
 
 
 def test_what_is_kept_is_complete_and_private_to_nobody():

@@ -25,12 +25,12 @@ class FlatRuntime(Runtime):
     """The flat parameters of one rank, and what becomes of their gradients."""
 
     def __init__(
-        self, plan: FlatPlan, memory: Trace, made: dict[object, tuple[Line, ...]], following: Mapping[str, Unit]
+        self, plan: FlatPlan, memory: Trace, made: dict[object, tuple[Line, ...]], following: Mapping[str | int, Unit]
     ) -> None:
         """Begin with nothing unsharded; ``following`` is the unit that is prefetched while one of a name runs forward."""
         super().__init__(plan, memory, made)
         self.flat, self._following = plan, following
-        self._below: dict[str, Unit] = {}
+        self._below: dict[str | int, Unit] = {}
 
     # --- parameters -----------------------------------------------------------------------------------------------------
 

@@ -170,7 +170,7 @@ def notes_of(recipe: RecipeSpec) -> Iterator[str]:
     if recipe.offload_activations:
         yield NOTE
     if recipe.optimizer == "muon":
-        yield "Muon multiplies whole matrices: what DTensor gathers and holds of them in the optimizer step is left out"
+        yield "Muon multiplies whole matrices: what DTensor holds of them in the optimizer step is left out"
     if recipe.fsdp2.cpu_offload:
         yield "shards of parameters and gradients and the optimizer's state are in pinned host memory, and the CPU takes the step"
 

@@ -15,6 +15,10 @@ from zeroplan.spec.model import ModelSpec
 ROOT, REPLICAS, EXPERTS = "the root group", "gradient shards", "experts of"
 #: What those of ranks that share a sequence are.
 KEYS = "keys and values"
+MUON = "torch 2.13, torch/optim/_muon.py, _zeropower_via_newtonschulz"
+_BF16 = 2
+#: Of Newton-Schulz, for each matrix (``ns_steps``).
+_ITERATIONS = 5
 
 
 def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple[Collective, ...]:
@@ -45,7 +49,41 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
         from zeroplan.engines.fsdp2.context import exchanged  # noqa: PLC0415  as above
 
         calls += exchanged(plan, batch, model, mesh)
+    if plan.recipe.optimizer == "muon":
+        calls += of_muon(plan)
     return tuple(calls)
+
+
+def of_muon(plan: Plan) -> Iterator[Collective]:
+    """What DTensor sends while Muon takes each matrix of a block, whose rows are sharded, through five Newton-Schulz iterations.
+
+    Each iteration multiplies the matrix by its transpose, the product by itself, and that by the matrix, and each time DTensor
+    gathers one factor. Of a matrix with more rows than columns the transpose is taken, whose product with its own transpose is a
+    sum over ranks; two operators read it, and each has it summed up for itself. Before, the norm is summed up.
+    """
+    norms, gathers, sums = 0, list[tuple[Int, Int]](), list[tuple[Int, Int]]()
+    for run in plan.runs:
+        for one in (one for one in run.parameters if len(one.shape) == 2 and not one.frozen):
+            rows, columns = one.shape
+            norms += run.layers
+            if rows > columns:
+                sums.append((2 * _ITERATIONS * run.layers, columns * columns))
+                continue
+            padded = ceil_div(rows, plan.n) * plan.n
+            gathers += [(2 * _ITERATIONS * run.layers, padded * columns), (_ITERATIONS * run.layers, padded * rows)]
+    kinds = ("all_gather", gathers, 1), ("all_reduce", [(norms, 1), *sums], 2)
+    for operation, each, times in kinds:
+        calls = sum(count for count, _ in each)
+        elements: Int = 0
+        for count, size in each:
+            elements = elements + count * size
+        sent = times * (_BF16 * elements * (plan.n - 1) // plan.n)
+        volume = where(plan.n > 1, times * elements, 0)
+        if calls:
+            yield Collective(
+                operation, "matrices that Muon multiplies", "optimizer step", plan.n, calls, _BF16 * elements // calls, sent,
+                volume, MUON, of_all=_BF16 * elements, phase=Phase.STEP,
+            )  # fmt: skip
 
 
 def _outside(plan: Plan, mesh: Mesh, passes: Int, reductions: Int) -> Iterator[Collective]:

@@ -4,9 +4,8 @@
 the allocator (:mod:`zeroplan.allocator`) can do them: what is reserved follows. The blocks' requests are those of the programs
 that give their moments, too.
 
-Left out: what is gone before the first step begins (the model as it was built, zero gradients), but under FSDP1; numbers of a few
-bytes, buffers
-of the process group.
+Left out: what is gone before the first step begins (the model as it was built, zero gradients), but under FSDP1 and DeepSpeed's
+flat optimizer of stage 0; numbers of a few bytes, buffers of the process group.
 """
 
 from importlib import import_module
@@ -39,7 +38,7 @@ def requests_of(
 ) -> Log:  # fmt: skip
     """What a rank requests and releases in its first steps, from before the first on; of a pipeline the fullest, or another.
 
-    ``starts`` says where the weights are before; of engine fsdp1 alone what that leaves is known.
+    ``starts`` says where the weights are before; what that leaves in the cache is known of FSDP1 alone.
     Raises SpecError where this is not known (:func:`not_written`).
     """
     if reason := not_written(job):

@@ -49,6 +49,9 @@ class Step(WholePass):
 
     def begin(self) -> None:
         """Weights, what DeepSpeed makes of them, and the optimizer."""
+        if not self.recipe.zero_stage and self.flat and self.log.starts != "recorded" and not self.frozen:
+            self._flatten()
+            return
         if self.recipe.zero_stage:
             self._abandoned()
             self.request_parameters(self.job.element, trained=False)
@@ -63,6 +66,30 @@ class Step(WholePass):
         for n_elements in [self.whole.n_elements] if self.flat else map(numel, self.whole.placed):
             self.log.request("master", _FP32 * n_elements, Kind.OPTIMIZER_STATE, "weights in fp32")
         self.optimizer.make_states(self.log, self.tensors)  # ``initialize_optimizer_states`` takes an empty step
+
+    @property
+    def frozen(self) -> bool:
+        """Whether some parameters get no gradients."""
+        return any(one.frozen for one in self.parameters)
+
+    def _flatten(self) -> None:
+        """``FP16_Optimizer.__init__``: copies of all weights are joined, and a copy of that is cast. Then comes an empty step.
+
+        Its zero gradients and temporaries stay in the allocator's cache, and so does the model as it was.
+        """
+        log, width, n_elements = self.log, self.job.element, self.whole.n_elements
+        for key in ("as it was", "copies"):
+            for each in self.whole.placed:
+                log.request(key, width * numel(each), Kind.PARAMETERS, "a parameter, not yet flat")
+        log.request("parameters", width * n_elements, Kind.PARAMETERS, "all weights, flat")
+        log.release("copies", "as it was")
+        self._abandoned()
+        log.request("copy", width * n_elements, Kind.PARAMETERS, "a copy of the flat weights, to be cast")
+        log.request("master", _FP32 * n_elements, Kind.OPTIMIZER_STATE, "weights in fp32")
+        log.release("copy")
+        log.request("zeros", _FP32 * n_elements, Kind.GRADIENTS, "zero gradients of an empty step")
+        self.optimizer.step(log, self.tensors)
+        log.release("zeros")
 
     def _abandoned(self) -> None:
         """States that an optimizer made for tensors which DeepSpeed then replaced."""

@@ -11,6 +11,7 @@ from zeroplan.engines.fsdp2 import lines
 from zeroplan.engines.fsdp2.param_groups import ParamGroup
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.fsdp2.runtime import Runtime, Unit, Units
+from zeroplan.engines.fsdp2.traffic import of_muon
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.requests.fsdp2_units import Cutting, Sizes
@@ -73,6 +74,8 @@ class Step(Runtime, ModelPass):
     def update(self) -> None:
         """The optimizer steps; then ``zero_grad``."""
         self.optimizer.step(self.log, self.tensors)
+        for call in of_muon(self.plan) if self.recipe.optimizer == "muon" else ():
+            self.log.call(call.operation, call.payload_bytes, call.group)
         self.log.release("ids", *self.shards)
 
     @property
