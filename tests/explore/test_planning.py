@@ -36,11 +36,14 @@ def test_a_plan_is_the_command_lines_and_each_layout_is_its_state(said: dict[str
     layouts = found["layouts"]
     assert len(layouts) == len(found["plan"]["rivals"]) + (found["plan"]["best"] is not None)  # type: ignore[index, arg-type]
     for layout in layouts:  # type: ignore[attr-defined]
+        assert layout["why"]
+        if layout["said"] is None:
+            assert layout["engine"] == "megatron"  # some of whose flags have no control
+            continue
         answer = estimate(resolved_of(layout["said"]).job)
         assert answer.least_bytes == layout["least_bytes"]
         assert answer.comfortable_bytes == layout["comfortable_bytes"] or not answer.fits
         assert answer.job.batch.grad_accum_steps == layout["grad_accum"]
-        assert layout["why"]
     assert found["plan"]["fits"] is (said is not ASKED["nothing fits"])  # type: ignore[index]
 
 
@@ -56,8 +59,8 @@ def test_what_has_a_flag_without_a_control_cannot_be_loaded():
 def test_layouts_for_a_file_are_those_that_it_can_say(target: str):
     found = planned_payload({**EIGHT, "global_batch": "64", "file": target})
     for layout in found["layouts"]:  # type: ignore[attr-defined]
-        if layout["recompute_layers"] is not None:  # which has no control
-            assert layout["said"] is None
+        if layout["said"] is None:
+            assert layout["recompute_layers"] is not None or layout["engine"] == "megatron"  # what has no control
             continue
         answer = answer_payload(layout["said"])
         (one,) = [one for one in answer["configurations"] if one["target"] == target]  # type: ignore[attr-defined]

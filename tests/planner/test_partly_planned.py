@@ -13,7 +13,7 @@ from zeroplan.planner.result import Plan
 from zeroplan.resolve import Request
 
 ASKED = Request(
-    model="llama-3.1-70b", gpu="h100-sxm-80gb", gpus=64, seq_len=8192, stage=3, tensor_parallel=1, context_parallel=1,
+    model="llama-3.1-70b", gpu="h100-sxm-80gb", gpus=64, seq_len=4096, stage=3, tensor_parallel=1, context_parallel=1,
     pipeline_parallel=1, micro_batch=1,
 )  # fmt: skip
 
