@@ -11,7 +11,7 @@ from zeroplan.expr import Size
 from zeroplan.ledger import Module
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.tape import Arriving, Site, Store, T_x, Tape, Value, Width
+from zeroplan.transformer.families.tape import Arriving, Site, Store, T_own, Tape, Value, Width
 from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x
 
 ROUTER = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
@@ -88,7 +88,7 @@ class Computing(NamedTuple):
 
 def silu_gate(tape: Tape, both: Value) -> Value:
     """``silu(gate) * up`` of the first product's output. It releases ``both``."""
-    gate, up = op.chunk(tape, both, (T_x * t * m, T_x * t * m), Site("experts: gates and ups", EXPERTS))
+    gate, up = op.chunk(tape, both, (T_own * t * m, T_own * t * m), Site("experts: gates and ups", EXPERTS))
     active = op.pointwise(tape, gate, "experts: silu of the gate", Site("experts: silu", EXPERTS))
     reason = "experts: gated product, input of the down projection"
     made = op.product(tape, active, up, reason, Site("experts: gated product", EXPERTS))
@@ -151,7 +151,7 @@ def _grouped_product(tape: Tape, value: Value, site: tuple[str, Size, Size], end
     Gradients of a rank's own experts (``x``) reach their weights only when operators that ran earlier have run their backward.
     """
     name, reads, width = site
-    made = op.tensor(tape, f"{name}: output", r, T_x * t * width, EXPERTS)
+    made = op.tensor(tape, f"{name}: output", r, T_own * t * width, EXPERTS)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.weight_gradient(experts * reads * width, waits=experts == x)
@@ -163,7 +163,7 @@ def _grouped_product(tape: Tape, value: Value, site: tuple[str, Size, Size], end
 
 def _bias(tape: Tape, name: str, width: Size, sorting: _Sorting, experts: Size) -> Value:
     """Return the bias of each pair's expert, a row per pair. It saves the experts of the pairs."""
-    made = op.tensor(tape, f"experts: bias of the {name} projection for each pair", r, T_x * t * width, EXPERTS)
+    made = op.tensor(tape, f"experts: bias of the {name} projection for each pair", r, T_own * t * width, EXPERTS)
     backward = op.makes_weight_gradient(experts * width, waits=experts == x)
     tape.add(f"experts: bias of the {name} projection", (made,), (sorting.experts,), backward, of=None)
     return made
@@ -175,17 +175,17 @@ def _bias(tape: Tape, name: str, width: Size, sorting: _Sorting, experts: Size) 
 def experts_here(tape: Tape, normal: Value, weights: Value, computing: Computing = SILU) -> Value:
     """``grouped_mm_experts_forward``. Its variables keep all but the products' inputs to the end."""
     experts, order = _sorted_experts(tape)
-    rows = tape.make(op.TENSOR, "token of each pair, int64", 8 * T_x * t, EXPERTS)
-    selected = picked(tape, normal, ("tokens sorted by expert, input of the experts", T_x * t * h), rows, EXPERTS)
+    rows = tape.make(op.TENSOR, "token of each pair, int64", 8 * T_own * t, EXPERTS)
+    selected = picked(tape, normal, ("tokens sorted by expert, input of the experts", T_own * t * h), rows, EXPERTS)
     tape.drop(rows)
-    by_expert = picked(tape, weights, ("routing weights sorted by expert", T_x * t), order, EXPERTS)
-    counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", 4 * T_x * t + 4 * E, EXPERTS)
+    by_expert = picked(tape, weights, ("routing weights sorted by expert", T_own * t), order, EXPERTS)
+    counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", 4 * T_own * t + 4 * E, EXPERTS)
     ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * E, EXPERTS)
     outputs, bias = _products(tape, selected, _Sorting(experts, order, ends), computing, experts=E)
     weighted = _weighted_outputs(tape, outputs, by_expert, EXPERTS)
     unsorted = _back_in_order(tape, weighted, "experts: weighted outputs in the order of tokens")
     wide = op.run(
-        tape, unsorted, "sum over a token's experts", Site("sum over a token's experts", EXPERTS), shape=T_x * h,
+        tape, unsorted, "sum over a token's experts", Site("sum over a token's experts", EXPERTS), shape=T_own * h,
         gradient="gradient of the output, for each expert of a token",
     )  # fmt: skip
     made = op.cast(tape, wide, r, Site("output of the experts", EXPERTS))
@@ -196,8 +196,8 @@ def experts_here(tape: Tape, normal: Value, weights: Value, computing: Computing
 
 def _sorted_experts(tape: Tape) -> tuple[Store, Store]:
     """Return the expert of each pair, sorted, and the permutation that sorts the pairs."""
-    experts = tape.make(op.TENSOR, "experts of the pairs, sorted, int64", 8 * T_x * t, EXPERTS)
-    return experts, tape.make(op.TENSOR, "order of the sorted pairs, int64", 8 * T_x * t, EXPERTS)
+    experts = tape.make(op.TENSOR, "experts of the pairs, sorted, int64", 8 * T_own * t, EXPERTS)
+    return experts, tape.make(op.TENSOR, "order of the sorted pairs, int64", 8 * T_own * t, EXPERTS)
 
 
 def picked(
@@ -222,19 +222,21 @@ def picked(
 def _weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) -> Value:
     """Multiply the experts' outputs by the routing weights, in the wider dtype of the two. It saves both."""
     wide = op.wider(tape, outputs.dtype, weights.dtype)
-    made = op.tensor(tape, "experts: weighted outputs", wide, T_x * t * h, source)
+    made = op.tensor(tape, "experts: weighted outputs", wide, T_own * t * h, source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        unsummed = tape.make(op.TEMPORARY, "gradient of the routing weights, not yet summed", made.dtype * T_x * t * h, source)
+        unsummed = tape.make(
+            op.TEMPORARY, "gradient of the routing weights, not yet summed", made.dtype * T_own * t * h, source
+        )
         if tape.is_wide(made.dtype) == tape.is_wide(outputs.dtype):
             passed = op.gradient(tape, outputs, "gradient of the experts' outputs", source)
             tape.used(outputs.store, weights.store)
         else:
-            uncast = tape.make(op.TEMPORARY, "gradient of the outputs, not yet cast", made.dtype * T_x * t * h, source)
+            uncast = tape.make(op.TEMPORARY, "gradient of the outputs, not yet cast", made.dtype * T_own * t * h, source)
             tape.used(outputs.store, weights.store)
             passed = op.gradient(tape, outputs, "gradient of the experts' outputs", source)
             tape.drop(uncast)
-        total = tape.make(op.GRADIENT, "gradient of the routing weights", made.dtype * T_x * t, source)
+        total = tape.make(op.GRADIENT, "gradient of the routing weights", made.dtype * T_own * t, source)
         tape.drop(unsummed)
         return [(outputs, passed), (weights, op.as_narrow(tape, weights, total, made, source))]
 
@@ -245,9 +247,9 @@ def _weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) -
 
 def _back_in_order(tape: Tape, value: Value, reason: str) -> Value:
     """Return the pairs in their order before sorting. It releases ``value``."""
-    inverse = tape.make(op.TENSOR, "order that undoes the sorting, int64", 8 * T_x * t, EXPERTS)
-    tape.drop(tape.make(op.TEMPORARY, "0, 1, 2, ..., int64", 8 * T_x * t, EXPERTS))
-    made = picked(tape, value, (reason, T_x * t * h), inverse, EXPERTS)
+    inverse = tape.make(op.TENSOR, "order that undoes the sorting, int64", 8 * T_own * t, EXPERTS)
+    tape.drop(tape.make(op.TEMPORARY, "0, 1, 2, ..., int64", 8 * T_own * t, EXPERTS))
+    made = picked(tape, value, (reason, T_own * t * h), inverse, EXPERTS)
     tape.drop(inverse)
     tape.release(value)
     return made
@@ -266,8 +268,8 @@ def dispatched(tape: Tape, normal: Value, weights: Value, computing: Computing =
     order, received = _sent(tape, normal)
     tape.drop(*indices)
     tape.release(normal)
-    theirs = tape.make(op.TENSOR, "experts of the pairs that came, int64", 8 * T_x * t, DISPATCH)
-    ones = tape.make(op.TENSOR, "weights of one for the pairs that came", e * T_x * t, DISPATCH)
+    theirs = tape.make(op.TENSOR, "experts of the pairs that came, int64", 8 * T_own * t, DISPATCH)
+    ones = tape.make(op.TENSOR, "weights of one for the pairs that came", e * T_own * t, DISPATCH)
     outputs = _own_experts(tape, received, computing)
     made = _combined(tape, outputs, weights, order)
     tape.drop(order, theirs, ones)
@@ -282,26 +284,28 @@ def _of_this_rank(tape: Tape, normal: Value, weights: Value) -> tuple[Value, Val
         tape.hold(weights.store)
         return normal, weights, ()
     cut = Site("this rank's share of the tokens", DISPATCH)
-    own = op.run(tape, normal, "this rank's share of the tokens", cut, shape=T_x * h, gradient="gradient of all ranks' tokens")
-    indices = tape.make(op.TENSOR, "experts of this rank's share of the tokens, int64", 8 * T_x * t, DISPATCH)
+    own = op.run(
+        tape, normal, "this rank's share of the tokens", cut, shape=T_own * h, gradient="gradient of all ranks' tokens"
+    )
+    indices = tape.make(op.TENSOR, "experts of this rank's share of the tokens, int64", 8 * T_own * t, DISPATCH)
     site = cut._replace(name="routing weights of this rank's share")
     return (
         own,
-        op.run(tape, weights, site.name, site, shape=T_x * t, gradient="gradient of all ranks' routing weights"),
+        op.run(tape, weights, site.name, site, shape=T_own * t, gradient="gradient of all ranks' routing weights"),
         (indices,),
     )
 
 
 def _sent(tape: Tape, normal: Value) -> tuple[Store, Value]:
     """Sort pairs by expert, and so by rank; exchange counts, then pairs. Return the order and the received pairs."""
-    order = tape.make(op.TENSOR, "order of the pairs sorted by expert, int64", 8 * T_x * t, DISPATCH)
-    rows = tape.make(op.TENSOR, "token of each pair that is sent, int64", 8 * T_x * t, DISPATCH)
-    sent = picked(tape, normal, ("tokens sorted by expert, to be sent", T_x * t * h), rows, DISPATCH)
+    order = tape.make(op.TENSOR, "order of the pairs sorted by expert, int64", 8 * T_own * t, DISPATCH)
+    rows = tape.make(op.TENSOR, "token of each pair that is sent, int64", 8 * T_own * t, DISPATCH)
+    sent = picked(tape, normal, ("tokens sorted by expert, to be sent", T_own * t * h), rows, DISPATCH)
     tape.drop(rows)
     counts = tape.make(op.TEMPORARY, "pairs for each expert, sent and got, int64", 16 * E, DISPATCH)
-    tape.drop(tape.make(op.TEMPORARY, "ones to be counted, int64", 8 * T_x * t, DISPATCH))
+    tape.drop(tape.make(op.TEMPORARY, "ones to be counted, int64", 8 * T_own * t, DISPATCH))
     received = _exchanged(tape, sent, "tokens that came for this rank's experts", DISPATCH)
-    tape.drop(tape.make(op.TEMPORARY, "experts of the pairs that came, as they are made", 16 * T_x * t + 8 * E, DISPATCH))
+    tape.drop(tape.make(op.TEMPORARY, "experts of the pairs that came, as they are made", 16 * T_own * t + 8 * E, DISPATCH))
     tape.release(sent)
     tape.drop(counts)
     return order, received
@@ -320,10 +324,10 @@ def _combined(tape: Tape, outputs: Value, weights: Value, order: Store) -> Value
     returned = _exchanged(tape, outputs, "outputs that came back from the experts", COMBINE)
     unsorted = op.run(
         tape, returned, "outputs of the experts in the order of tokens", Site("outputs in the order of tokens", COMBINE),
-        shape=T_x * t * h, saved=(order,), gradient="gradient of the outputs, sorted by expert",
+        shape=T_own * t * h, saved=(order,), gradient="gradient of the outputs, sorted by expert",
     )  # fmt: skip
     weighted, name = _weighted_outputs(tape, unsorted, weights, COMBINE), "sum over a token's experts"
-    wide = op.run(tape, weighted, name, Site(name, COMBINE), shape=T_x * h)
+    wide = op.run(tape, weighted, name, Site(name, COMBINE), shape=T_own * h)
     tape.release(weighted)
     if tape.mode.sharded:
         own, whole = wide, "outputs of the experts for all ranks' tokens"
@@ -338,13 +342,15 @@ def _combined(tape: Tape, outputs: Value, weights: Value, order: Store) -> Value
 def _own_experts(tape: Tape, received: Value, computing: Computing) -> Value:
     """``grouped_mm_experts_forward`` of this rank's experts. It sets pairs of no expert to zero; there are none, but it asks."""
     experts, order = _sorted_experts(tape)
-    rows = tape.make(op.TENSOR, "row of each pair, int64", 8 * T_x * t, EXPERTS)
-    selected = picked(tape, received, ("pairs sorted by expert, input of the experts", T_x * t * h), rows, EXPERTS, first=True)
+    rows = tape.make(op.TENSOR, "row of each pair, int64", 8 * T_own * t, EXPERTS)
+    selected = picked(
+        tape, received, ("pairs sorted by expert, input of the experts", T_own * t * h), rows, EXPERTS, first=True
+    )
     tape.drop(rows)
-    ones = tape.make(op.TENSOR, "weights of one, sorted", e * T_x * t, EXPERTS)
-    counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", 4 * T_x * t + 4 * x, EXPERTS)
+    ones = tape.make(op.TENSOR, "weights of one, sorted", e * T_own * t, EXPERTS)
+    counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", 4 * T_own * t + 4 * x, EXPERTS)
     ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * x, EXPERTS)
-    beyond = tape.make(op.TENSOR, "which pairs are of no expert", T_x * t, EXPERTS)
+    beyond = tape.make(op.TENSOR, "which pairs are of no expert", T_own * t, EXPERTS)
     outputs, bias = _products(tape, selected, _Sorting(experts, order, ends, beyond), computing, experts=x)
     made = _unsorted(tape, outputs, ones)
     tape.drop(experts, order, ones, counted, ends, beyond)
@@ -369,10 +375,10 @@ def _zeroed(tape: Tape, value: Value, beyond: Store, name: str, *, in_place: boo
 def _unsorted(tape: Tape, outputs: Value, ones: Store) -> Value:
     """Multiply the outputs by one, put them back in the order of receipt, and sum each over its single expert."""
     weighted = op.run(
-        tape, outputs, "experts: outputs times one", Site("experts: outputs times one", EXPERTS), shape=T_x * t * h, saved=(ones,),
-        gradient="gradient of the outputs, times one",
+        tape, outputs, "experts: outputs times one", Site("experts: outputs times one", EXPERTS), shape=T_own * t * h,
+        saved=(ones,), gradient="gradient of the outputs, times one",
     )  # fmt: skip
     back = _back_in_order(tape, weighted, "experts: outputs in the order in which pairs came")
-    made = op.run(tape, back, "output of this rank's experts", Site("experts: sum over one", EXPERTS), shape=T_x * t * h)
+    made = op.run(tape, back, "output of this rank's experts", Site("experts: sum over one", EXPERTS), shape=T_own * t * h)
     tape.release(back)
     return made

@@ -20,7 +20,7 @@ from zeroplan.transformer.symbols import T, T_p, b, e, r
 
 #: Symbols that only the tape knows: a dtype, fp32 under CUDA's autocast, else the compute dtype; and the tokens whose experts a
 #: rank asks for, its share of them where tensor-parallel ranks have the same tokens.
-CAST_BY_CUDA, T_x = symbols("F T_x")
+CAST_BY_CUDA, T_own = symbols("F T_own")
 
 #: Bytes per element: 4 for fp32, or a symbol.
 Width: TypeAlias = Size | int
@@ -290,8 +290,8 @@ class Tape:
 
     def make(self, kind: Kind, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> Store:
         """Allocate a tensor and record the moment. CUDA's autocast runs ``pow`` in fp32, a CPU's does not."""
-        if size.has(T_x):
-            size = size.replacing({T_x.text: T_p if self.mode.sharded else T})
+        if size.has(T_own):
+            size = size.replacing({T_own.text: T_p if self.mode.sharded else T})
         if size.has(CAST_BY_CUDA):
             size = size.replacing({CAST_BY_CUDA.text: 4 if self.autocast else e})
             if self.autocast:
