@@ -127,3 +127,12 @@ def test_layers_that_divide_with_embedding_and_loss_are_cut_so() -> None:
     assert stages[1] == "blocks 8 to 15"
     assert stages[15] == "blocks 120 to 126, norm and head"
     assert any("--account-for-embedding-in-pipeline-split" in note for note in answer.notes)
+
+
+def test_tensor_parallel_ranks_share_the_tokens_of_experts() -> None:
+    """Each rank of a group of four sends its quarter of the sequence, so that experts have a quarter of the work per rank."""
+    said = {"model": "mixtral-8x7b", "gpu": "h100", "gpus": 64, "engine": "megatron", "stage": 1, "expert_parallel": 8}
+    alone, four = (
+        seconds(time_of(job(**said, tensor_parallel=tp, sequence_parallel=tp > 1)), "matrix multiplications") for tp in (1, 4)
+    )
+    assert 0.2 < four / alone < 0.3

@@ -139,7 +139,7 @@ def _work(rank: Rank, case: _Case, kernels: Kernels, one: BatchSpec) -> Work:
     counts = counts_of(rank.at, rank.layers, model, mesh)
     etp = recipe.megatron.expert_tensor_parallel_size
     for run, layers in zip(layout(model).runs, counts, strict=True):
-        linear = of_block(run.parameters, layers, tp=tp, ep=ep, etp=etp, at_once=True, gated=gated)
+        linear = of_block(run.parameters, layers, tp=tp, ep=ep, etp=etp, at_once=True, gated=gated, sharing=tp)
         each = pointwise.of_block(model, kernels, split, experts=run.kind == "moe", gated=gated).and_of(multiplying(linear))
         products, moved = products + linear, moved.and_of(Traffic(*(layers * part for part in each)))
     fused = kernels if recipe.megatron.cross_entropy_fusion_impl is None else "fused"
