@@ -142,6 +142,7 @@ def furnish(folder: Path) -> None:
     (folder / "job.toml").write_text('model = "gpt2"\ngpu = "h100"\n')
     (folder / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
     (folder / "train.py").write_text(TRAIN)
+    (folder / "lengths.txt").write_text("".join(f"{256 + 64 * number}\n" for number in range(40)))
     for name, text in SETUPS.items():
         (folder / name).write_text(text)
     (folder / "profile.json").write_text(json.dumps(said(by_hand())))

@@ -21,7 +21,7 @@ _MOST_SEQUENCES: Final = _MOST_DRAWN // 9
 #: The order that decides, of a hundred: most runs have no longer micro-batch.
 CAREFUL: Final = 95
 _LOGNORMAL = re.compile(r"lognormal\(\s*([\d.]+)\s*,\s*([\d.]+)\s*,\s*(\d+)\s*\)")
-_FORMS = "a file with one length per line, or lognormal(MEAN,SPREAD,SEQUENCES), for example lognormal(290,0.5,8000)"
+_FORMS = "a file with one length per line nor lognormal(MEAN,SPREAD,SEQUENCES), for example lognormal(290,0.5,8000)"
 
 
 class Lognormal(NamedTuple):
