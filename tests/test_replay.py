@@ -17,7 +17,7 @@ from zeroplan.engines.pipeline import accounts
 from zeroplan.engines.requests import STEPS, deepspeed_stage3, requests_of
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.rows import trained_row
-from zeroplan.estimator import _REPLAYED_MICRO_BATCHES
+from zeroplan.estimator import REPLAYED_MICRO_BATCHES
 from zeroplan.ledger import Among, Kind, Phase, total_bytes
 from zeroplan.measurement import SETTINGS
 from zeroplan.replay import StepReplay, trace_of
@@ -176,7 +176,7 @@ def test_four_micro_batches_reserve_what_eight_do(engine: str, stage: int):
     """So that a verdict that needs a replay does not wait for all of them."""
     few, many = (
         StepReplay(job(model="gpt2", engine=engine, stage=stage, gpus=4, seq_len=512, grad_accum=number))
-        for number in (_REPLAYED_MICRO_BATCHES, 2 * _REPLAYED_MICRO_BATCHES)
+        for number in (REPLAYED_MICRO_BATCHES, 2 * REPLAYED_MICRO_BATCHES)
     )
     assert all(few.replayed(settings) == many.replayed(settings) for settings in SETTINGS)
 

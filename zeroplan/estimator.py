@@ -299,7 +299,7 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None, replay: bool = F
     )
 
 
-_REPLAYED_MICRO_BATCHES = 4
+REPLAYED_MICRO_BATCHES = 4
 """One more than after which nothing changes: tests/test_replay.py holds it against eight."""
 
 
@@ -320,7 +320,7 @@ def replayed_if_tight(answer: Estimate) -> Estimate:
     if answer.pipeline:
         return replace(answer, replay=_replay(answer.job, answer.pipeline[0].rank))
     batch = answer.job.batch
-    few = replace(batch, grad_accum_steps=min(batch.grad_accum_steps, _REPLAYED_MICRO_BATCHES))
+    few = replace(batch, grad_accum_steps=min(batch.grad_accum_steps, REPLAYED_MICRO_BATCHES))
     return replace(answer, replay=_replay(replace(answer.job, batch=few), None))
 
 

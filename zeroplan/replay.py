@@ -171,7 +171,7 @@ def trace_of(log: Log) -> Trace:
             born=tuple(born),
             died=tuple(died),
             operation=tuple([reasons[one.reason] for one in log.requests]),
-            module=tuple([modules[_module(one.layer)] for one in log.requests]),
+            module=tuple([modules[module_of(one.layer)] for one in log.requests]),
             kind=tuple([kinds[one.kind.value] for one in log.requests]),
             line=(0,) * len(log.requests),
             span=tuple(span_of),
@@ -181,10 +181,11 @@ def trace_of(log: Log) -> Trace:
 
 
 def _named(one: Request) -> tuple[str, str, str]:
-    return one.reason, one.kind.value, _module(one.layer)
+    return one.reason, one.kind.value, module_of(one.layer)
 
 
-def _module(layer: int) -> str:
+def module_of(layer: int) -> str:
+    """Return the name of a layer's module."""
     return _MODULES.get(layer) or f"layers.{layer}"
 
 

@@ -67,6 +67,8 @@ def page(browser: Any, address: str) -> Iterator[Page]:
 def moved(page: Page, **values: str) -> None:
     """Set controls as a person does, and wait for the answer to the last."""
     for name, value in values.items():
+        if page.locator(f"#more #c-{name}").count():
+            page.evaluate("document.getElementById('more').open = true")
         if name == "stage":
             page.check(f"#c-stage-{value}", force=True)
         elif page.evaluate(f"document.getElementById('c-{name}').tagName") == "SELECT":
@@ -97,6 +99,7 @@ def test_thirty_states_show_what_the_command_line_says(page: Page):
 
 
 def test_every_control_moves_the_answer_or_is_refused_in_words(page: Page):
+    page.click("#more summary")
     names = page.evaluate("state.controls.map((one) => [one.name, one.kind, one.choices])")
     for name, kind, choices in names:
         if kind == "number":
@@ -242,12 +245,83 @@ def test_what_is_no_job_is_said_in_sight_and_no_verdict_is_left(page: Page, size
         page.evaluate(f"scrollTo(0, {0 if place == 'top' else 'document.body.scrollHeight'})")
         page.get_by_text(f"unknown model '{model}'").wait_for()
         assert in_view(page, "#error"), place
-        assert page.evaluate("document.getElementById('answer').classList.contains('stale')")
+        assert page.locator("main.stale").count()
         assert not page.locator(".fits").count()
         assert "fits" not in (page.text_content("header") or "") + (page.text_content("#verdict") or "")
     moved(page, model="llama-3.2-1b")
     assert page.is_hidden("#error")
     assert page.locator("#verdict.fits").count() == 1
+
+
+def stepped(page: Page) -> Any:
+    """Wait for the picture of the step, and return its series."""
+    page.wait_for_selector("#timeline[aria-busy=false] svg")
+    return page.evaluate("state.step")
+
+
+def alive(page: Page) -> list[float]:
+    """Return the figures of the ledger's lines, and their sum as it says it. [GiB]"""
+    return [float(text.replace(",", "")) for text in page.locator("#ledger tr td:nth-child(2)").all_text_contents()]
+
+
+def test_the_scrubber_moves_the_ledger_by_mouse_keyboard_and_touch(page: Page):
+    moved(page, model="llama-3.1-8b", gpus="8", seq_len="4096")
+    told = stepped(page)
+    assert page.text_content("#ledger-title") == "What is alive at the peak"
+    assert "the peak" in (page.text_content("#moment") or "")
+    page.focus("#scrub")
+    page.keyboard.press("Home")
+    assert f"{told['totals'][0] / 2**30:.2f} GiB" in (page.text_content("#moment") or "")
+    assert page.text_content("#ledger-title") == "What is alive: forward, embedding"
+    *lines, together = alive(page)
+    assert sum(lines) == pytest.approx(together, abs=0.01 * len(lines))
+    box = page.locator("#timeline").bounding_box()
+    assert box is not None
+    page.mouse.click(box["x"] + box["width"] * 0.8, box["y"] + box["height"] / 2)
+    assert "Backward, layers." in (page.text_content("#moment") or "")
+    page.click("#to-peak")
+    assert page.text_content("#ledger-title") == "What is alive at the peak"
+
+
+def test_a_change_of_stage_leaves_ghosts_of_what_went(page: Page):
+    moved(page, model="llama-3.1-8b", gpus="8", seq_len="4096", stage="0")
+    before = page.evaluate("state.told.stages.columns[0].parts.find((one) => one.what === 'optimizer state').n_bytes")
+    moved(page, stage="1")
+    page.wait_for_timeout(300)
+    after = page.evaluate("state.told.stages.columns[1].parts.find((one) => one.what === 'optimizer state').n_bytes")
+    assert page.locator("#bar .ghost").filter(has_text="optimizer state").text_content() == (
+        f"\u2212{(before - after) / 2**30:.1f} GiB optimizer state"
+    )
+    gone = page.evaluate("document.querySelector('#bar [data-id=\"ghost-optimizer state\"]').getBoundingClientRect().width")
+    there = page.evaluate("document.querySelector('#bar [data-id=\"piece-optimizer state\"]').getBoundingClientRect().width")
+    assert gone / there == pytest.approx((before - after) / after, rel=0.05)
+
+
+def test_a_fix_is_a_button_with_its_price(page: Page):
+    moved(page, model="llama-3.1-8b", gpus="8", seq_len="8192", stage="2")
+    button = page.get_by_role("button", name="recompute selectively")
+    button.wait_for()
+    assert "slower per token" in (button.text_content() or "")
+    button.click()
+    page.wait_for_selector("#verdict.fits")
+    assert page.input_value("#c-recompute") == "selective"
+    assert page.is_hidden("#fixes")
+    assert page.text_content("#changed") == "(1 changed)"
+
+
+def test_a_click_on_a_column_chooses_its_stage(page: Page):
+    page.locator("#stages .choose").first.click()
+    page.wait_for_selector(ANSWERED)
+    assert page.is_checked("#c-stage-0")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_moves_where_motion_is_unwanted(browser: Any, address: str, scheme: Any):
+    page = browser.new_page(reduced_motion="reduce", color_scheme=scheme)
+    page.goto(address)
+    page.wait_for_selector(ANSWERED)
+    assert page.evaluate("getComputedStyle(document.querySelector('#bar .piece')).transitionDuration") in ("0s", "all")
+    page.close()
 
 
 def test_skipping_to_the_answer_keeps_the_job(page: Page, address: str):
@@ -276,7 +350,10 @@ def test_the_words_beside_the_stages_choose_none(page: Page):
 def test_every_colour_of_a_chart_is_in_its_legend(page: Page, chart: str):
     for stage in ("0", "3"):
         moved(page, stage=stage)
-        drawn = page.evaluate(f"[...document.querySelectorAll('#{chart} rect[fill]')].map((one) => one.getAttribute('fill'))")
+        stepped(page)
+        drawn = page.evaluate(
+            f"[...document.querySelectorAll('#{chart} :is(rect, path)[fill]')].map((one) => one.getAttribute('fill'))"
+        )
         named = page.evaluate(f"[...document.querySelectorAll('#{chart}-legend rect')].map((one) => one.getAttribute('fill'))")
         assert set(drawn) == set(named)
     assert chart == "stages" or "unsharded gradients" in page.locator(f"#{chart}-legend li").all_text_contents()

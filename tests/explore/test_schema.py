@@ -12,7 +12,7 @@ CHECKS = [getattr(schemathesis.checks, name) for name in (
     "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_headers_conformance",
 )]  # fmt: skip
 A_JOB = {"model": "gpt2", "seq_len": "128", "gpus": "4", "gpu": "l4-24gb", "lora_rank": ""}
-QUESTIONS = ("/api/controls", "/api/answer", "/api/changes", "/api/plan")
+QUESTIONS = ("/api/controls", "/api/answer", "/api/step", "/api/changes", "/api/plan")
 
 
 @pytest.mark.parametrize("path", QUESTIONS)

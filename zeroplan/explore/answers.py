@@ -1,32 +1,41 @@
-"""Answers the page's questions as plain data, with the command line's functions. It keeps nothing between questions."""
+"""Answers the page's questions as plain data, with the command line's functions. It keeps nothing but a cache of estimates."""
 
 import shlex
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import fields
-from functools import cache
+from functools import cache, lru_cache
 from typing import cast
 
 from zeroplan.errors import SpecError, ZeroplanError, unknown_name
-from zeroplan.estimator import estimate
+from zeroplan.estimator import Estimate
+from zeroplan.estimator import estimate as estimate_anew
 from zeroplan.explore.configurations import configurations
 from zeroplan.explore.controls import Control, controls
 from zeroplan.planner.choose import time_of
-from zeroplan.remedies import remedies
+from zeroplan.remedies import Remedy, remedies
 from zeroplan.report.palette import LOOKS
 from zeroplan.report.payload import estimate_payload
-from zeroplan.report.series.stages import stages
+from zeroplan.report.series.stages import STAGES, at_stage, stages
+from zeroplan.report.series.step import step
 from zeroplan.report.series.timeline import timeline
 from zeroplan.report.words import NAME_A_GPU, headline, verdict_sentence
 from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.resolve.options import KEEP_LOGITS
 from zeroplan.settings import with_setting
 from zeroplan.spec.job import JobSpec
-from zeroplan.units import parse_count, parse_tokens
+from zeroplan.spec.recipe import Stage
+from zeroplan.units import GIBIBYTES, parse_count, parse_tokens
 
 SCHEMA_VERSION = 1
 
 #: The controls that describe the job to the planner; its search decides the others.
 DESCRIBE = ("model", "lora_rank", "quantize", "gpu", "gpus", "precision", "optimizer", "attention", "seq_len")
+
+
+@lru_cache(maxsize=32)
+def estimate(job: JobSpec) -> Estimate:
+    """Return the estimate of a job, which several questions about it share."""
+    return estimate_anew(job)
 
 
 @cache
@@ -45,6 +54,7 @@ def controls_payload() -> dict[str, object]:
         "controls": [plain(control) for control in _controls().values()],
         "describe": DESCRIBE,
         "colours": {what: look.colour for what, look in LOOKS.items()},
+        "hatches": {what: look.hatch for what, look in LOOKS.items()},
     }
 
 
@@ -63,11 +73,11 @@ def answer_of(resolved: Resolved, command: str, *, name_a_gpu: str = NAME_A_GPU)
         "schema_version": SCHEMA_VERSION,
         "command": command,
         "headline": headline(answer),
-        "verdict": verdict_sentence(answer, name_a_gpu=name_a_gpu),
+        "verdict": verdict_sentence(answer, GIBIBYTES, name_a_gpu=name_a_gpu),
         "speed": _speed(resolved.job),
         "estimate": estimate_payload(answer, resolved.notes),
         "stages": plain(stages(resolved.job, answer)),
-        "timeline": plain(timeline(resolved.job, own=answer)),
+        "speeds": [_speed_at(resolved.job, stage) for stage in STAGES],
         "configurations": configurations(resolved.job),
     }
 
@@ -83,15 +93,64 @@ def _speed(job: JobSpec) -> dict[str, object]:
     return {"step_s": float(time.seconds), "tokens_per_s_per_gpu": float(time.tokens_per_s), "refusal": ""}
 
 
+def _speed_at(job: JobSpec, stage: Stage) -> dict[str, object]:
+    """Return the same under another ZeRO stage."""
+    try:
+        return _speed(at_stage(job, stage))
+    except SpecError as refused:
+        return {"refusal": str(refused)}
+
+
+def step_payload(said: Mapping[str, str]) -> dict[str, object]:
+    """Return what is alive over one step, and its collectives."""
+    return step_of(resolved_of(said))
+
+
+def step_of(resolved: Resolved) -> dict[str, object]:
+    """Return the same for a complete job."""
+    answer = estimate(resolved.job)
+    return {"schema_version": SCHEMA_VERSION, "step": plain(step(answer, timeline(resolved.job, own=answer)))}
+
+
 def changes_payload(said: Mapping[str, str]) -> dict[str, object]:
-    """Return changes that would make the job fit, if it does not."""
-    return changes_of(resolved_of(said))
+    """Return changes that would make the job fit, if it does not: each with the controls' values and the price in speed."""
+    resolved = resolved_of(said)
+    changes = [{**change._asdict(), **_priced(change, said, resolved.job)} for change in remedies(estimate(resolved.job))]
+    return {"schema_version": SCHEMA_VERSION, "changes": changes}
 
 
 def changes_of(resolved: Resolved) -> dict[str, object]:
-    """Return the same for a complete job."""
+    """Return the changes for a complete job, without controls."""
     found = remedies(estimate(resolved.job))
     return {"schema_version": SCHEMA_VERSION, "changes": [change._asdict() for change in found]}
+
+
+def _priced(change: Remedy, said: Mapping[str, str], job: JobSpec) -> dict[str, object]:
+    """Return the values of the controls after a change, or None where a flag has no control; and how much slower a token is."""
+    after = with_flags(said, change.flags)
+    if after is None:
+        return {"said": None, "slower": None}
+    try:
+        before, then = time_of(job), time_of(resolved_of(after).job)
+    except ZeroplanError:
+        return {"said": after, "slower": None}
+    return {"said": after, "slower": float(before.tokens_per_s / then.tokens_per_s - 1)}
+
+
+def with_flags(said: Mapping[str, str], flags: str) -> dict[str, str] | None:
+    """Return the values of the controls with these flags of the command line; None if a flag has no control.
+
+    >>> with_flags({"model": "gpt2", "stage": "0"}, "--stage 3 --micro-batch 2")
+    {'model': 'gpt2', 'stage': '3', 'micro_batch': '2'}
+    """
+    words = iter(shlex.split(flags))
+    after = dict(said)
+    for flag in words:
+        name, value = flag.removeprefix("--").replace("-", "_"), next(words, "")
+        if name not in _controls() or value.startswith("--"):
+            return None
+        after[name] = f"{after[name]} {value}" if name == _SETTINGS and after.get(name) else value
+    return after
 
 
 def plain(value: object) -> object:

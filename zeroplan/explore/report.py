@@ -3,7 +3,7 @@
 import json
 from importlib.resources import files
 
-from zeroplan.explore.answers import answer_of, changes_of, controls_payload
+from zeroplan.explore.answers import answer_of, changes_of, controls_payload, step_of
 from zeroplan.resolve import Resolved
 
 _FORM = '<form id="controls" aria-label="The job" autocomplete="off"></form>'
@@ -18,9 +18,10 @@ def report_html(resolved: Resolved, command: str) -> str:
     ``command``: the command line of the same answer.
     """
     told = {
-        "colours": controls_payload()["colours"],
+        **{name: controls_payload()[name] for name in ("colours", "hatches")},
         "answer": answer_of(resolved, command),
         "changes": changes_of(resolved)["changes"],
+        "step": step_of(resolved)["step"],
     }
     inside = json.dumps(told, ensure_ascii=False).replace("<", "\\u003c")
     script = f'<script type="application/json" id="told">{inside}</script>\n<script>{_page("page.js")}</script>'

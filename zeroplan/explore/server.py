@@ -16,7 +16,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from zeroplan.errors import ZeroplanError
-from zeroplan.explore.answers import answer_payload, changes_payload, controls_payload
+from zeroplan.explore.answers import answer_payload, changes_payload, controls_payload, step_payload
 from zeroplan.explore.controls import controls
 from zeroplan.explore.planning import ASKED, planned_payload
 
@@ -54,7 +54,7 @@ def explore_app(run: bytes | None = None) -> _App:
     plan = Planning(
         planned_payload
     ).__call__  # a method, since older releases do not see that an object is awaitable when called
-    questions: dict[str, _Question] = {"answer": _answer, "changes": _changes, "plan": plan}
+    questions: dict[str, _Question] = {"answer": _answer, "step": _step, "changes": _changes, "plan": plan}
     for name, question in questions.items():
         app.add_api_route(
             f"/api/{name}", question, methods=["GET"], name=name, responses=_REFUSED, openapi_extra=_said_of(name)
@@ -100,6 +100,10 @@ async def _controls() -> Response:
 
 async def _answer(request: Request) -> Response:
     return _answered("answer", request)
+
+
+async def _step(request: Request) -> Response:
+    return _answered("step", request)
 
 
 async def _changes(request: Request) -> Response:
@@ -152,7 +156,7 @@ def _said(what: str, said: tuple[tuple[str, str], ...]) -> bytes:
     return _text(_ANSWERS[what](dict(said)))
 
 
-_ANSWERS = {"answer": answer_payload, "changes": changes_payload}
+_ANSWERS = {"answer": answer_payload, "step": step_payload, "changes": changes_payload}
 _JSON = "application/json"
 
 

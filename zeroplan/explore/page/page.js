@@ -24,10 +24,13 @@ function drawn(name, attributes = {}, ...children) {
 
 function size(bytes) {
   const [unit, binary, name, other] = bytes >= GB / 10 || bytes === 0 ? [GB, GIB, "GB", "GiB"] : [1e6, 2 ** 20, "MB", "MiB"];
-  return `${(bytes / unit).toFixed(2)} ${name} = ${(bytes / binary).toFixed(2)} ${other}`;
+  return `${(bytes / binary).toFixed(2)} ${other} = ${(bytes / unit).toFixed(2)} ${name}`;
 }
 const gb = (bytes) => (bytes / GB).toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
 const gib = (bytes) => (bytes / GIB).toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
+
+/** Few digits, for a label in a picture. */
+const short = (bytes) => (bytes >= GIB / 10 || bytes === 0 ? `${(bytes / GIB).toFixed(bytes < 10 * GIB ? 2 : 1)} GiB` : `${(bytes / 2 ** 20).toFixed(0)} MiB`);
 
 /** A message for this page: flags, and fields before an equals sign, by the names of their controls. A report has no controls, and keeps them. */
 const worded = (text) => text.replace(/(?<![\w.-])(?:--([a-z]+(?:-[a-z]+)*)|([a-z_]+)(?==))/g, (found, flag, field) => labelled(field || flag.replaceAll("-", "_")) || found);
@@ -49,12 +52,15 @@ function fieldOf(control) {
   return field;
 }
 
+/** What each stage shards, beside what the one before it does (Rajbhandari et al. 2020). */
+const SHARDED = { 0: "shards nothing", 1: "optimizer state", 2: "+ grads", 3: "+ params" };
+
 function stagesField(control, id) {
   const name = node("p", { class: "name", id: `${id}-name` }, control.label); // no label: a click on it would choose a stage
   const group = node("div", { class: "stages", role: "radiogroup", "aria-labelledby": `${id}-name` });
   for (const choice of control.choices) {
     const input = node("input", { type: "radio", name: control.name, value: choice, id: `${id}-${choice}` });
-    group.append(node("span", {}, input, node("label", { for: `${id}-${choice}` }, choice)));
+    group.append(node("span", {}, input, node("label", { for: `${id}-${choice}` }, choice, node("small", {}, SHARDED[choice] || ""))));
   }
   return [name, group];
 }
@@ -86,14 +92,22 @@ function place(control, count, slide) {
   slide.setAttribute("aria-valuetext", count.value);
 }
 
+/** Always in sight, in this order; all others are under More. */
+const PINNED = ["stage", "gpus", "seq_len", "model", "gpu"];
+
 function build(told) {
-  Object.assign(state, { colours: told.colours, controls: told.controls, describe: told.describe });
-  const groups = new Map();
+  Object.assign(state, { colours: told.colours, hatches: told.hatches, controls: told.controls, describe: told.describe });
+  const pinned = node("fieldset", {}, node("legend", {}, "The job")), groups = new Map();
+  const byName = new Map(told.controls.map((one) => [one.name, one]));
+  pinned.append(...PINNED.map((name) => fieldOf(byName.get(name))));
   for (const control of told.controls) {
+    if (PINNED.includes(control.name)) continue;
     if (!groups.has(control.group)) groups.set(control.group, node("fieldset", {}, node("legend", {}, control.group)));
     groups.get(control.group).append(fieldOf(control));
   }
-  of("controls").append(...groups.values());
+  pinned.querySelector(".stages").parentElement.classList.add("whole");
+  const summary = node("summary", {}, "More: recipe, batch, parallelism ", node("span", { class: "changed", id: "changed" }));
+  of("controls").append(pinned, node("details", { id: "more" }, summary, ...groups.values()));
   restore();
   of("controls").addEventListener("input", moved);
   of("controls").addEventListener("change", () => { state.settled = true; });
@@ -134,6 +148,12 @@ function addressed() {
   return values;
 }
 
+/** How many controls under More are not at their defaults, beside its name. */
+function countChanged() {
+  const moved = state.controls.filter((one) => !PINNED.includes(one.name) && of("controls").elements[one.name].value.trim() !== one.default);
+  of("changed").textContent = moved.length ? `(${moved.length} changed)` : "";
+}
+
 function said() {
   const values = new URLSearchParams();
   for (const control of state.controls) {
@@ -145,6 +165,7 @@ function said() {
 
 // --- asking -------------------------------------------------------------------------------------------------------------------
 
+const main = document.querySelector("main");
 const busy = (asking) => of("answer").setAttribute("aria-busy", String(asking));
 
 /** The server's answer, or `error`: one line that says why there is none. */
@@ -165,13 +186,24 @@ async function fetched(path) {
 
 async function ask(query = said()) {
   busy(true);
+  countChanged();
   const mine = ++state.asked;
   remember(query);
   of("layouts").classList.toggle("stale", state.planned !== undefined && state.planned !== described(query));
   const told = await fetched(`/api/answer?${query}`);
   if (mine !== state.asked) return;
-  if (told.error) refuse(told.error);
-  else { show(told); if (told.estimate.fits === false) changes(query, mine); }
+  if (told.error) { refuse(told.error); return; }
+  show(told);
+  step(query, mine);
+  if (told.estimate.fits === false) changes(query, mine);
+}
+
+/** The step, request by request. It takes longer than the answer, which does not wait for it. */
+async function step(query, mine) {
+  of("timeline").setAttribute("aria-busy", "true");
+  const told = await fetched(`/api/step?${query}`);
+  if (mine !== state.asked || told.error) return;
+  showStep(told.step);
 }
 
 /** Keep the job in the address: in a new entry of the history where a move began, so that Back undoes it. */
@@ -209,14 +241,13 @@ function searching(now) {
   return of("p-find").getAttribute("aria-disabled") === "true";
 }
 
-/** Say why there is no answer, and that what still stands here is the last one. */
+/** Say why there is no answer where the verdict stood, and that what still stands below is the last one. */
 function refuse(why) {
   of("error").textContent = worded(why);
   of("error").hidden = false;
-  of("answer").classList.add("stale");
-  of("headline").textContent = state.told ? `Last answer: ${state.told.headline}` : "";
-  judge("short", "no answer", false);
-  judge("verdict", "These figures are from before the error.", null);
+  main.classList.add("stale");
+  of("headline").textContent = state.told ? `No answer. The figures below are the last: ${state.told.headline}` : "";
+  judge("", null);
   showChanges([]);
   busy(false);
 }
@@ -224,16 +255,17 @@ function refuse(why) {
 // --- showing ------------------------------------------------------------------------------------------------------------------
 
 function show(told) {
+  state.before = state.told;
   state.told = told;
   of("error").hidden = true;
-  of("answer").classList.remove("stale", "empty");
+  main.classList.remove("stale", "empty");
   of("headline").textContent = told.headline;
-  figures(told.estimate, told.speed);
-  judge("short", `${gb(told.estimate.peak.allocated_bytes)} GB${told.estimate.fits === null ? "" : `, ${told.estimate.verdict}`}`, told.estimate.fits);
-  judge("verdict", told.verdict, told.estimate.fits);
+  judge(told.verdict, told.estimate.fits);
   showChanges([]);
-  stages(told.stages, told.estimate.job.recipe.zero_stage);
-  timeline(told.timeline);
+  bar(told, state.before);
+  stages(told.stages, told.speeds, told.estimate.job.recipe.zero_stage);
+  figures(told.estimate, told.speed);
+  state.step = undefined;
   ledger(told.estimate);
   sent(told.estimate.communication);
   files(told.configurations);
@@ -259,15 +291,129 @@ function figures(estimate, speed) {
 const perStep = (speed) => `${speed.step_s.toPrecision(3)} s`;
 const perGpu = (speed) => `${Math.round(speed.tokens_per_s_per_gpu).toLocaleString("en")} tokens/s per GPU`;
 
-/** Say something in the colour of a verdict: it fits, it does not, or nobody knows. */
-function judge(id, words, fits) {
-  of(id).textContent = words;
-  of(id).className = fits === true ? "fits" : fits === false ? "not" : "";
+/** The verdict, large; what follows its first sentence, small. In the colour of what it says. */
+function judge(words, fits) {
+  const [first, ...more] = words.split(/(?<=\.) /);
+  of("verdict").replaceChildren(first, ...(more.length ? [node("small", {}, more.join(" "))] : []));
+  of("verdict").className = fits === true ? "fits" : fits === false ? "not" : "";
 }
 
+/** Changes that would make it fit: a button that makes each, with what it costs. */
 function showChanges(found) {
-  of("changes").hidden = !found.length;
-  of("changes").replaceChildren(...found.map((one) => node("li", {}, node("code", {}, one.flags), ` ${one.change}: ${size(one.needed_bytes)}`)));
+  of("fixes").hidden = !found.length;
+  of("changes").replaceChildren(...found.map((one) => node("li", {}, one.said ? fix(one) : node("p", { class: "note" }, one.change, node("code", {}, one.flags)))));
+}
+
+function fix(one) {
+  const price = one.slower === null || one.slower === undefined ? "" : Math.abs(one.slower) < 0.005 ? ", as fast" : `, ${Math.abs(100 * one.slower).toFixed(0)} % ${one.slower > 0 ? "slower" : "faster"} per token`;
+  const made = node("button", { type: "button" }, one.change, node("small", {}, `${short(one.needed_bytes)} needed${price}`), node("code", {}, one.flags));
+  made.addEventListener("click", () => { location.hash = new URLSearchParams(one.said); of("answer").focus(); });
+  return made;
+}
+
+// --- the bar ------------------------------------------------------------------------------------------------------------------
+
+const CACHE = "the allocator's cache, which need not fit";
+
+/** What a GPU holds, by kind, and the cache that the allocator keeps beside it. [bytes] */
+function pieces(told) {
+  const own = told.stages.columns[told.estimate.job.recipe.zero_stage];
+  const cache = Math.max(0, own.comfortable_bytes - own.needed_bytes);
+  return [...own.parts, ...(cache ? [{ what: CACHE, n_bytes: cache }] : [])];
+}
+
+function bar(told, before) {
+  const now = pieces(told), was = new Map(before ? pieces(before).map((one) => [one.what, one.n_bytes]) : []);
+  const capacity = told.stages.capacity_bytes || 0, total = now.reduce((sum, one) => sum + one.n_bytes, 0);
+  const had = [...was].map(([what, bytes]) => [what, bytes - (now.find((one) => one.what === what)?.n_bytes || 0)]).filter(([, less]) => less >= GIB / 20);
+  const freed = had.reduce((sum, [, less]) => sum + less, 0);
+  const scale = Math.max(total + freed, capacity) * 1.03, percent = (bytes) => `${(100 * bytes) / scale}%`;
+  const left = new Set(of("bar").querySelectorAll("div"));
+  let at = 0;
+  for (const one of now) {
+    const made = piece(`piece-${one.what}`, "piece");
+    left.delete(made);
+    paint(made, one.what);
+    put(made, percent(at), percent(one.n_bytes));
+    label(made, one, (of("bar").clientWidth * one.n_bytes) / scale);
+    made.title = `${one.what}: ${size(one.n_bytes)}`;
+    at += one.n_bytes;
+  }
+  ghosts(had, at, percent, left);
+  limit(capacity, percent, scale, left);
+  ticks(scale, percent, left);
+  for (const gone of left) gone.remove();
+  const said = now.map((one) => `${one.what} ${short(one.n_bytes)}`).join(", ");
+  of("bar").setAttribute("aria-label", `${said}${capacity ? `; the GPU has ${short(capacity)}` : ""}`);
+  of("bar-legend").replaceChildren(...now.map((one) => node("li", {}, swatch(one.what), `${one.what} ${short(one.n_bytes)}`, ...delta(one, was, before))), ...gone(now, was));
+}
+
+/** A part of the bar by its name: the one that is there, which then moves, or a new one. */
+function piece(id, kind) {
+  const found = [...of("bar").children].find((one) => one.dataset.id === id);
+  if (found) return found;
+  const made = node("div", { class: kind, "data-id": id }, node("span"));
+  of("bar").append(made);
+  return made;
+}
+
+function put(made, left, width) {
+  made.style.left = left;
+  made.style.width = width;
+}
+
+/** Name and size, or the size, or neither, as there is room. [px] */
+function label(made, one, room) {
+  const fits = [`${one.what} ${short(one.n_bytes)}`, short(one.n_bytes), ""].find((text) => !text || text.length * 6.8 + 14 < room);
+  made.firstChild.textContent = fits;
+  made.classList.toggle("narrow", !fits);
+}
+
+/** What each kind had more of before this change, as dashed outlines in the room that has become free. */
+function ghosts(had, at, percent, left) {
+  for (const [what, less] of had) {
+    const made = piece(`ghost-${what}`, "ghost");
+    left.delete(made);
+    put(made, percent(at), percent(less));
+    made.firstChild.textContent = `−${short(less)} ${what}`;
+    made.title = `${what}: ${size(less)} less than before`;
+    at += less;
+  }
+}
+
+function limit(capacity, percent, scale, left) {
+  if (!capacity) return;
+  const made = piece("limit", "limit-line");
+  left.delete(made);
+  made.style.left = percent(capacity);
+  made.classList.toggle("left", capacity / scale < 0.3);
+  made.firstChild.textContent = `the GPU has ${short(capacity)}`;
+}
+
+function ticks(scale, percent, left) {
+  for (let at = 0, by = niceStep(scale / GIB, 6); at * GIB < scale * 0.97; at += by) {
+    const made = piece(`tick-${at}`, at ? "scale" : "scale zero");
+    left.delete(made);
+    made.style.left = percent(at * GIB);
+    made.firstChild.textContent = at ? String(Number(at.toPrecision(4))) : "0 GiB";
+  }
+}
+
+function paint(made, what) {
+  if (what === CACHE) { made.classList.add("cache"); return; }
+  made.style.backgroundColor = state.colours[what];
+  made.style.backgroundImage = HATCHES[state.hatches?.[what]] || "none";
+}
+
+function delta(one, was, before) {
+  const more = one.n_bytes - (was.get(one.what) || 0);
+  if (!before || Math.abs(more) < GIB / 20) return [];
+  return [node("span", { class: `delta ${more < 0 ? "less" : "more"}` }, ` ${more < 0 ? "−" : "+"}${short(Math.abs(more))}`)];
+}
+
+function gone(now, was) {
+  const here = new Set(now.map((one) => one.what));
+  return [...was].filter(([what, bytes]) => !here.has(what) && bytes >= GIB / 20).map(([what, bytes]) => node("li", {}, `${what} 0`, node("span", { class: "delta less" }, ` −${short(bytes)}`)));
 }
 
 // --- what should be run -------------------------------------------------------------------------------------------------------
@@ -318,19 +464,40 @@ function download(file) {
   setTimeout(() => URL.revokeObjectURL(address), 1000);
 }
 
-/** The colours of what a chart's stacks consist of. */
-function legend(id, stacks) {
-  const drawnKinds = new Set(stacks.flatMap((one) => one.parts.map((part) => part.what)));
+/** The colours of what a chart consists of. */
+function legend(id, drawnKinds) {
   const kinds = Object.keys(state.colours).filter((kind) => drawnKinds.has(kind));
   of(id).replaceChildren(...kinds.map((kind) => node("li", {}, swatch(kind), kind)));
 }
 
 function swatch(kind) {
-  return drawn("svg", { viewBox: "0 0 10 10", "aria-hidden": "true" }, drawn("rect", { width: 10, height: 10, fill: state.colours[kind] }));
+  if (kind === CACHE) return node("span", { class: "swatch cache" });
+  return drawn("svg", { viewBox: "0 0 10 10", "aria-hidden": "true" }, ...filled("rect", { width: 10, height: 10 }, kind));
+}
+
+// The hatches of the pictures on paper, so that kinds differ without their colours too: as backgrounds, and as lines of a pattern.
+const INK = "rgb(0 0 0 / .28)";
+const lines = (angle) => `repeating-linear-gradient(${angle}, transparent 0 5px, ${INK} 5px 6.5px)`;
+const HATCHES = {
+  "//": lines("-45deg"), "\\\\": lines("45deg"), "--": lines("0deg"), "xx": `${lines("45deg")}, ${lines("-45deg")}`, "++": `${lines("0deg")}, ${lines("90deg")}`,
+  "..": `radial-gradient(${INK} 1px, transparent 1.4px) 0 0 / 6px 6px`,
+};
+const STROKES = { "//": "M0 6 6 0", "\\\\": "M0 0 6 6", "--": "M0 3 6 3", "xx": "M0 6 6 0 M0 0 6 6", "++": "M0 3 6 3 M3 0 3 6", "..": "M2.2 3 3.8 3" };
+
+function patterns() {
+  const made = Object.entries(STROKES).map(([hatch, d], at) => drawn("pattern", { id: `hatch-${at}`, width: 6, height: 6, patternUnits: "userSpaceOnUse" }, drawn("path", { d, stroke: INK, "stroke-width": hatch === ".." ? 1.6 : 1 })));
+  document.body.append(drawn("svg", { class: "patterns", "aria-hidden": "true" }, drawn("defs", {}, ...made)));
+}
+
+/** A shape in a kind's colour, and over it the kind's hatch. */
+function filled(name, attributes, kind, ...children) {
+  const at = Object.keys(STROKES).indexOf(state.hatches?.[kind]);
+  const shape = drawn(name, { class: "band", ...attributes, fill: state.colours[kind] }, ...children);
+  return at < 0 ? [shape] : [shape, drawn(name, { ...attributes, fill: `url(#hatch-${at})`, "pointer-events": "none" })];
 }
 
 /** The drawing is as wide as its place, so that its words are as large on a phone as on a desk. */
-const wideAs = (id) => Math.max(300, Math.min(1100, of(id).clientWidth || 720));
+const wideAs = (id) => Math.max(300, Math.min(1400, of(id).clientWidth || 720));
 
 function niceStep(top, wanted) {
   const rough = top / wanted, power = 10 ** Math.floor(Math.log10(rough));
@@ -338,47 +505,61 @@ function niceStep(top, wanted) {
 }
 
 function axis(svg, top, y, left, right) {
-  for (let at = 0, step = niceStep(top / GB, 5); at <= top / GB; at += step) {
-    svg.append(drawn("line", { x1: left, x2: right, y1: y(at * GB), y2: y(at * GB), class: "rule" }));
-    svg.append(drawn("text", { x: left - 6, y: y(at * GB) + 4, "text-anchor": "end", class: "faint" }, String(Number(at.toPrecision(6)))));
+  for (let at = 0, step = niceStep(top / GIB, 5); at <= top / GIB; at += step) {
+    svg.append(drawn("line", { x1: left, x2: right, y1: y(at * GIB), y2: y(at * GIB), class: "rule" }));
+    svg.append(drawn("text", { x: left - 6, y: y(at * GIB) + 4, "text-anchor": "end", class: "faint" }, String(Number(at.toPrecision(6)))));
   }
-  svg.append(drawn("text", { x: left - 6, y: 12, "text-anchor": "end", class: "faint" }, "GB"));
+  svg.append(drawn("text", { x: left - 6, y: 12, "text-anchor": "end", class: "faint" }, "GiB"));
 }
 
-function stages(series, own) {
-  const width = wideAs("stages"), height = 330, left = 52, head = 26, room = (width - left - 8) / series.columns.length;
+/** The line of what there is, and its words where `taken`, the heights at the left and at the right, leaves them room. */
+function capacityLine(svg, words, at, left, right, taken = []) {
+  svg.append(drawn("line", { x1: left, x2: right, y1: at, y2: at, class: "limit" }));
+  const near = (height) => Math.abs(height - 6 - at) < 16, first = near(taken.at(-1) ?? -99) && !near(taken[0]);
+  svg.append(drawn("text", { x: first ? left + 2 : right - 2, y: at - 5, "text-anchor": first ? "start" : "end", class: "limit-text" }, words));
+}
+
+function stages(series, speeds, own) {
+  const width = wideAs("stages"), height = 340, left = 52, head = 30, room = (width - left - 8) / series.columns.length;
   const engines = series.columns.map((one) => words(one.engine, Math.max(8, Math.floor(room / 6))));
-  const bottom = 34 + 12 * Math.max(...engines.map((lines) => lines.length));
+  const bottom = 50 + 12 * Math.max(...engines.map((lines) => lines.length));
   const tall = Math.max(...series.columns.map((one) => one.needed_bytes), series.capacity_bytes || 0) * 1.06 || 1;
   const y = (bytes) => height - bottom - (bytes / tall) * (height - bottom - head);
   const said = series.columns.map((one) => `stage ${one.stage}: ${one.refusal || size(one.needed_bytes)}`).join("; ");
   const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Needed by one GPU. ${said}` });
   axis(svg, tall, y, left, width - 8);
   const wide = room * 0.56;
-  series.columns.forEach((one, at) => column(svg, one, engines[at], { x: left + room * at + (room - wide) / 2, wide, room }, y, height - bottom, one.stage === own));
-  if (series.capacity_bytes) {
-    const line = y(series.capacity_bytes);
-    svg.append(drawn("line", { x1: left, x2: width - 8, y1: line, y2: line, class: "limit" }));
-    svg.append(drawn("text", { x: width - 10, y: line - 5, "text-anchor": "end", class: "limit-text" }, `the GPU has ${gb(series.capacity_bytes)} GB`));
-  }
+  series.columns.forEach((one, at) => column(svg, one, [...engines[at], rate(speeds[at], room)], { x: left + room * at + (room - wide) / 2, wide, room }, y, height - bottom, one.stage === own));
+  if (series.capacity_bytes) capacityLine(svg, `the GPU has ${short(series.capacity_bytes)}`, y(series.capacity_bytes), left, width - 8, series.columns.map((one) => y(one.needed_bytes)));
   of("stages").replaceChildren(svg);
-  legend("stages-legend", series.columns);
+  legend("stages-legend", new Set(series.columns.flatMap((one) => one.parts.map((part) => part.what))));
 }
 
-function column(svg, one, engine, { x, wide, room }, y, floor, chosen) {
-  let below = 0;
+/** Tokens per second and GPU, as a label below a column. */
+const rate = (speed, room) => (speed.refusal ? "" : `${Math.round(speed.tokens_per_s_per_gpu).toLocaleString("en")}${room < 110 ? " tok/s" : " tokens/s per GPU"}`);
+
+function column(svg, one, below, { x, wide, room }, y, floor, chosen) {
+  let bottom = 0;
   for (const part of one.parts) {
-    const [from, to] = [y(below), y(below + part.n_bytes)];
-    const title = drawn("title", {}, `${part.what}: ${size(part.n_bytes)}`);
-    svg.append(drawn("rect", { x, y: to, width: wide, height: Math.max(0, from - to), fill: state.colours[part.what], class: "band" }, title));
-    below += part.n_bytes;
+    const [from, to] = [y(bottom), y(bottom + part.n_bytes)];
+    svg.append(...filled("rect", { x, y: to, width: wide, height: Math.max(0, from - to) }, part.what, drawn("title", {}, `${part.what}: ${size(part.n_bytes)}`)));
+    bottom += part.n_bytes;
   }
-  if (chosen) svg.append(drawn("rect", { x: x - 3, y: y(below) - 2, width: wide + 6, height: floor - y(below) + 2, class: "peak" }));
+  if (chosen) svg.append(drawn("rect", { x: x - 3, y: y(bottom) - 2, width: wide + 6, height: floor - y(bottom) + 2, class: "peak" }));
   const middle = x + wide / 2;
-  const total = one.refusal ? "not offered" : room < 80 ? gb(one.needed_bytes) : `${gb(one.needed_bytes)} GB`;
-  svg.append(drawn("text", { x: middle, y: y(below) - 6, "text-anchor": "middle" }, total));
+  const total = one.refusal ? "not offered" : room < 80 ? gib(one.needed_bytes) : `${gib(one.needed_bytes)} GiB`;
+  svg.append(drawn("text", { x: middle, y: y(bottom) - 6, "text-anchor": "middle" }, total));
   svg.append(drawn("text", { x: middle, y: floor + 17, "text-anchor": "middle" }, `stage ${one.stage}`));
-  engine.forEach((line, at) => svg.append(drawn("text", { x: middle, y: floor + 31 + 12 * at, "text-anchor": "middle", class: "faint" }, line)));
+  below.forEach((line, at) => svg.append(drawn("text", { x: middle, y: floor + 31 + 12 * at, "text-anchor": "middle", class: "faint" }, line)));
+  const stage = of(`c-stage-${one.stage}`);
+  if (stage && !chosen && !one.refusal) svg.append(choose(stage, one, { x: x - (room - wide) / 2, y: 0, width: room, height: floor + 20 }));
+}
+
+/** Where a click chooses a stage; by keyboard the controls do. */
+function choose(stage, one, box) {
+  const made = drawn("rect", { ...box, class: "choose" }, drawn("title", {}, `stage ${one.stage}: ${size(one.needed_bytes)}`));
+  made.addEventListener("click", () => stage.click());
+  return made;
 }
 
 function words(text, most) {
@@ -390,59 +571,161 @@ function words(text, most) {
   return lines.map((line) => line.trim());
 }
 
-function timeline(series) {
-  const width = wideAs("timeline"), height = 300, left = 52, bottom = 44, head = 26, count = series.instants.length;
-  const tall = Math.max(...series.instants.map((one) => one.total_bytes), series.room_bytes || 0) * 1.06 || 1;
-  const y = (bytes) => height - bottom - (bytes / tall) * (height - bottom - head);
-  const room = (width - left - 8) / count;
-  const peak = series.instants[series.peak];
-  const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Memory over one step in ${count} moments; highest: ${peak.name}, ${size(peak.total_bytes)}` });
+// --- the step -----------------------------------------------------------------------------------------------------------------
+
+function showStep(series) {
+  state.step = series;
+  state.at = series.peak;
+  Object.assign(of("scrub"), { max: series.totals.length - 1, value: series.peak });
+  drawStep();
+}
+
+/** The bytes of a line in each column, from where they change. */
+function spread(line, count) {
+  const row = new Float64Array(count);
+  line.columns.forEach((from, at) => row.fill(line.n_bytes[at], from, line.columns[at + 1] ?? count));
+  return row;
+}
+
+const LANE = 15;
+
+function drawStep() {
+  const series = state.step, count = series.totals.length, lanes = [...new Set(series.calls.map((one) => one.operation))];
+  const width = wideAs("timeline"), left = lanes.length ? 96 : 52, bottom = 34 + LANE * lanes.length, head = 26, height = 270 + LANE * lanes.length;
+  const tall = Math.max(series.totals[series.peak], series.room_bytes || 0) * 1.06 || 1;
+  const y = (bytes) => height - bottom - (bytes / tall) * (height - bottom - head), x = (at) => left + ((width - left - 8) * at) / count;
+  const peak = placeOf(series, series.peak);
+  const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Memory over one step; highest in the ${peak.phase}${peak.name && `, ${peak.name}`}: ${size(series.totals[series.peak])}` });
   axis(svg, tall, y, left, width - 8);
-  series.instants.forEach((one, at) => instant(svg, one, left + room * at, room, y));
-  if (series.room_bytes) svg.append(drawn("line", { x1: left, x2: width - 8, y1: y(series.room_bytes), y2: y(series.room_bytes), class: "limit" }));
-  const x = left + room * (series.peak + 0.5);
-  svg.append(drawn("path", { d: `M ${x} ${y(peak.total_bytes) - 4} l -5 -9 h 10 z`, class: "mark" }));
-  phases(series.instants, (at) => left + room * at, svg, height - bottom);
+  const kinds = layers(svg, series, x, y);
+  if (series.room_bytes) capacityLine(svg, `the GPU leaves ${short(series.room_bytes)} to the allocator`, y(series.room_bytes), left, width - 8);
+  svg.append(drawn("path", { d: `M ${x(series.peak + 0.5)} ${y(series.totals[series.peak]) - 4} l -5 -9 h 10 z`, class: "mark" }));
+  lanes.forEach((operation, at) => lane(svg, series.calls.filter((one) => one.operation === operation), operation, x, height - bottom + 6 + LANE * at, left));
+  phases(series, x, svg, height - 8);
+  state.scrubber = drawn("line", { class: "scrubber", y1: head - 8, y2: height - 22 });
+  svg.append(state.scrubber);
   of("timeline").replaceChildren(svg);
-  legend("timeline-legend", series.instants);
-  of("timeline-note").textContent = `Highest: ${peak.name}. One column for each named moment; point at one for its name.${series.caption.lines.slice(2).map((line) => ` ${line}.`).join("")}`;
+  of("timeline").setAttribute("aria-busy", "false");
+  state.columnAt = (px) => Math.max(0, Math.min(count - 1, Math.floor((((px / of("timeline").clientWidth) * width - left) / (width - left - 8)) * count)));
+  state.columnX = x;
+  legend("timeline-legend", kinds);
+  const how = series.requests ? "From left to right: every request and release of memory in order, not time." : "One column for each named moment.";
+  of("timeline-note").textContent = `${how}${series.calls.length ? " Below: where each collective begins." : ""}${series.caption.lines.slice(2).map((line) => ` ${line[0].toUpperCase()}${line.slice(1)}.`).join("")}`;
+  scrubbed(state.at);
 }
 
-function instant(svg, one, x, wide, y) {
-  let below = 0;
-  const group = drawn("g", {}, drawn("title", {}, `${one.phase}: ${one.name}, ${size(one.total_bytes)}`));
-  for (const part of one.parts) {
-    const [from, to] = [y(below), y(below + part.n_bytes)];
-    group.append(drawn("rect", { x, y: to, width: wide + 0.4, height: Math.max(0, from - to), fill: state.colours[part.what] }));
-    below += part.n_bytes;
+/** The kinds on top of each other, each one path; which they are. */
+function layers(svg, series, x, y) {
+  const count = series.totals.length, rows = new Map();
+  for (const line of series.lines) {
+    const row = spread(line, count), sum = rows.get(line.kind);
+    if (sum) row.forEach((bytes, at) => { sum[at] += bytes; });
+    else rows.set(line.kind, row);
   }
-  svg.append(group);
+  let below = new Float64Array(count);
+  const kinds = Object.keys(state.colours).filter((kind) => rows.has(kind));
+  for (const kind of kinds) {
+    const above = below.map((bytes, at) => bytes + rows.get(kind)[at]);
+    svg.append(...filled("path", { d: between(below, above, x, y), class: "layer" }, kind));
+    below = above;
+  }
+  return new Set(kinds);
 }
 
-function phases(instants, x, svg, floor) {
-  let from = 0;
-  instants.forEach((one, at) => {
-    if (at + 1 < instants.length && instants[at + 1].phase === one.phase) return;
-    const wide = x(at + 1) - x(from);
-    svg.append(drawn("line", { x1: x(at + 1), x2: x(at + 1), y1: floor, y2: floor + 8, class: "rule" }));
-    const narrow = one.phase.length * 6 > wide, last = at + 1 === instants.length;
-    const where = narrow ? { x: last ? x(at + 1) : x(from), y: floor + 32, "text-anchor": last ? "end" : "start" } : { x: (x(from) + x(at + 1)) / 2, y: floor + 18, "text-anchor": "middle" };
-    svg.append(drawn("text", { ...where, class: "faint" }, one.phase));
-    from = at + 1;
+/** The area between two rows of steps. */
+function between(below, above, x, y) {
+  const forth = [], back = [], near = (px) => px.toFixed(1);
+  for (let at = 0; at < above.length; at++) {
+    forth.push(`${near(x(at))} ${near(y(above[at]))} ${near(x(at + 1))} ${near(y(above[at]))}`);
+    back.push(`${near(x(at + 1))} ${near(y(below[at]))} ${near(x(at))} ${near(y(below[at]))}`);
+  }
+  return `M ${forth.join(" ")} ${back.reverse().join(" ")} z`;
+}
+
+function lane(svg, calls, operation, x, top, left) {
+  svg.append(drawn("text", { x: left - 6, y: top + 9, "text-anchor": "end", class: "faint" }, operation.replaceAll("_", "-")));
+  for (const one of calls) {
+    const many = one.calls > 1 ? `${one.calls} x ` : "";
+    svg.append(drawn("rect", { x: x(one.column).toFixed(1), y: top, width: Math.max(1.5, x(one.column + 1) - x(one.column) - 0.5).toFixed(1), height: LANE - 5, class: "call" }, drawn("title", {}, `${many}${operation}: ${size(one.n_bytes)}`)));
+  }
+}
+
+/** Where a column is: the phase and the block. */
+const placeOf = (series, column) => series.places.findLast((one) => one.column <= column) || series.places[0];
+
+function phases(series, x, svg, floor) {
+  const changes = series.places.filter((one, at) => !at || series.places[at - 1].phase !== one.phase);
+  changes.forEach((one, at) => {
+    const [from, to] = [x(one.column), x(changes[at + 1]?.column ?? series.totals.length)];
+    if (at) svg.append(drawn("line", { x1: from, x2: from, y1: 18, y2: floor, class: "rule" }));
+    const long = one.phase.length * 6, last = at + 1 === changes.length;
+    if (long < to - from) svg.append(drawn("text", { x: (from + to) / 2, y: floor, "text-anchor": "middle", class: "faint" }, one.phase));
+    else if (last && long < (to - x(changes[at - 1]?.column ?? 0)) / 3) svg.append(drawn("text", { x: to, y: floor, "text-anchor": "end", class: "faint" }, one.phase));
   });
 }
 
-function ledger(estimate) {
-  const rows = [...estimate.peak.lines].sort((one, other) => other.bytes - one.bytes);
-  const body = rows.map((line) => node("tr", {}, node("td", {}, line.kind), number(gb(line.bytes)), number(gib(line.bytes)), node("td", {}, line.reason), node("td", {}, line.formula)));
-  const total = node("tr", {}, node("th", { scope: "row" }, "together"), number(gb(estimate.peak.allocated_bytes)), number(gib(estimate.peak.allocated_bytes)), node("td", {}), node("td", {}));
-  of("ledger").replaceChildren(heading(["kind", "GB", "GiB", "why", "formula"], [1, 2]), node("tbody", {}, ...body, total));
+/** Move the scrubber to a column: the line in the picture, its words, and the ledger of that moment. */
+function scrubbed(at) {
+  const series = state.step, place = placeOf(series, at), total = series.totals[at];
+  state.at = at;
+  of("scrub").value = at;
+  for (const end of ["x1", "x2"]) state.scrubber.setAttribute(end, state.columnX(at + 0.5));
+  const words = `${place.phase[0].toUpperCase()}${place.phase.slice(1)}${place.name && `, ${place.name}`}: ${size(total)}`;
+  of("moment").textContent = at === series.peak ? `${words}, the peak` : words;
+  of("scrub").setAttribute("aria-valuetext", words);
+  if (at === series.peak) ledger(state.told.estimate);
+  else ledgerAt(at, words);
 }
+
+for (const event of ["pointerdown", "pointermove"]) {
+  of("timeline").addEventListener(event, (moved) => {
+    if (!state.step || (event === "pointermove" && moved.pointerType !== "mouse" && !moved.buttons)) return;
+    if (event === "pointermove" && moved.pointerType === "mouse" && !moved.buttons) return;
+    scrubbed(state.columnAt(moved.clientX - of("timeline").getBoundingClientRect().left));
+  });
+}
+of("scrub").addEventListener("input", () => { if (state.step) scrubbed(Number(of("scrub").value)); });
+of("to-peak").addEventListener("click", () => { if (state.step) scrubbed(state.step.peak); });
+
+// --- the ledger ---------------------------------------------------------------------------------------------------------------
+
+const SMALL = GIB / 10;
+
+function ledger(estimate) {
+  of("ledger-title").textContent = "What is alive at the peak";
+  tabled(estimate.peak.lines, estimate.peak.allocated_bytes);
+}
+
+/** The same at another moment of the step, where only purposes are known. */
+function ledgerAt(at, words) {
+  of("ledger-title").textContent = `What is alive: ${words.split(":")[0].toLowerCase()}`;
+  const alive = state.step.lines.map((one) => ({ kind: one.kind, reason: one.reason, formula: "", bytes: one.n_bytes[one.columns.findLastIndex((from) => from <= at)] || 0 }));
+  tabled(alive.filter((one) => one.bytes), state.step.totals[at]);
+}
+
+/** The lines by size, those under a tenth of a GiB folded away. */
+function tabled(lines, total) {
+  const rows = [...lines].sort((one, other) => other.bytes - one.bytes), few = rows.filter((one) => one.bytes < SMALL);
+  const kept = few.length < 3 || few.length === rows.length ? rows : rows.filter((one) => one.bytes >= SMALL);
+  const rest = rows.slice(kept.length), formulas = rows.some((one) => one.formula), shown = (line) => lineRow(line, formulas);
+  const folded = node("tbody", { id: "folded" }, ...rest.map(shown));
+  folded.hidden = !state.unfolded;
+  const sum = node("tr", {}, node("th", { scope: "row" }, "together"), number(gib(total)), number(gb(total)), node("td", {}), ...(formulas ? [node("td", {})] : []));
+  of("ledger").replaceChildren(heading(["kind", "GiB", "GB", "why", ...(formulas ? ["formula"] : [])], [1, 2]), node("tbody", {}, ...kept.map(shown)), folded, node("tbody", {}, sum));
+  const together = rest.reduce((sum, one) => sum + one.bytes, 0);
+  of("ledger-rest").hidden = !rest.length;
+  of("ledger-rest").textContent = state.unfolded ? "Hide the small lines" : `Show ${rest.length} lines under 0.1 GiB, ${short(together)} together`;
+  state.refold = () => tabled(lines, total);
+}
+
+const lineRow = (line, formulas) => node("tr", {}, node("td", {}, swatch(line.kind), line.kind), number(gib(line.bytes)), number(gb(line.bytes)), node("td", {}, line.reason), ...(formulas ? [node("td", {}, line.formula)] : []));
+
+of("ledger-rest").addEventListener("click", () => { state.unfolded = !state.unfolded; state.refold(); });
 
 function sent(communication) {
   of("sent-sum").textContent = communication.total_bytes ? `${size(communication.total_bytes)}, ${communication.relative_to_ddp.toFixed(2)}x the elements of plain data parallelism` : "Nothing is sent: there is one rank.";
-  const body = communication.collectives.map((one) => node("tr", {}, node("td", {}, one.operation), number(one.calls.toLocaleString("en")), number(gb(one.sent_bytes)), number(gib(one.sent_bytes)), node("td", {}, `${one.what}, ${one.when}`)));
-  of("sent").replaceChildren(...(body.length ? [heading(["collective", "calls", "GB", "GiB", "of what, when"], [1, 2, 3]), node("tbody", {}, ...body)] : []));
+  const body = communication.collectives.map((one) => node("tr", {}, node("td", {}, one.operation), number(one.calls.toLocaleString("en")), number(gib(one.sent_bytes)), number(gb(one.sent_bytes)), node("td", {}, `${one.what}, ${one.when}`)));
+  of("sent").replaceChildren(...(body.length ? [heading(["collective", "calls", "GiB", "GB", "of what, when"], [1, 2, 3]), node("tbody", {}, ...body)] : []));
 }
 
 const number = (text) => node("td", { class: "number" }, text);
@@ -468,17 +751,19 @@ of("copy").addEventListener("click", async () => {
 /** Draw the pictures anew where their place has become another. */
 function redraw() {
   if (!state.told) return;
-  stages(state.told.stages, state.told.estimate.job.recipe.zero_stage);
-  timeline(state.told.timeline);
+  stages(state.told.stages, state.told.speeds, state.told.estimate.job.recipe.zero_stage);
+  if (state.step) drawStep();
 }
 addEventListener("resize", () => { clearTimeout(state.resized); state.resized = setTimeout(redraw, WAIT_MS); });
 
 async function begin() {
+  patterns();
   const told = of("told");
   if (told) { // a report: one answer, which stands in the page
-    const { colours, answer, changes: found } = JSON.parse(told.textContent);
-    state.colours = colours;
+    const { colours, hatches, answer, step: over, changes: found } = JSON.parse(told.textContent);
+    Object.assign(state, { colours, hatches });
     show(answer);
+    showStep(over);
     showChanges(found);
     return;
   }
