@@ -181,6 +181,21 @@ def test_a_plan_is_the_command_lines_and_its_layouts_can_be_loaded(page: Page):
     assert page.evaluate(UNNAMED) == []
 
 
+def test_every_layout_is_a_spot_and_a_ring_is_loaded_by_keyboard(page: Page):
+    moved(page, model="llama-3.2-1b", gpus="4", seq_len="2048", stage="0")
+    planned(page)
+    front = page.evaluate("state.scattered.front")
+    assert page.locator("#scatter .ring").count() == len(front) > 1
+    at = next(at for at, one in enumerate(front) if one["said"])
+    page.locator("#scatter .ring").nth(at).focus()
+    assert front[at]["words"] in (page.text_content("#spot") or "")
+    page.keyboard.press("Enter")
+    page.wait_for_timeout(300)
+    page.wait_for_selector(ANSWERED)
+    told = printed(page.text_content("#command") or "")
+    assert 0 < front[at]["needed_bytes"] - told["peak"]["allocated_bytes"] < 3e9  # type: ignore[index]  # context and NCCL
+
+
 def test_what_cannot_be_planned_is_said(page: Page):
     page.fill("#p-batch", "many")
     page.click("#p-find")

@@ -13,7 +13,7 @@ from zeroplan.explore.configurations import configurations
 from zeroplan.explore.controls import Control, controls
 from zeroplan.planner.choose import time_of
 from zeroplan.remedies import Remedy, remedies
-from zeroplan.report.palette import LOOKS
+from zeroplan.report.palette import ENGINES, LOOKS
 from zeroplan.report.payload import estimate_payload
 from zeroplan.report.series.stages import STAGES, at_stage, stages
 from zeroplan.report.series.step import step
@@ -54,6 +54,7 @@ def controls_payload() -> dict[str, object]:
         "controls": [plain(control) for control in _controls().values()],
         "describe": DESCRIBE,
         "colours": {what: look.colour for what, look in LOOKS.items()},
+        "engines": {engine: look.colour for engine, look in ENGINES.items()},
         "hatches": {what: look.hatch for what, look in LOOKS.items()},
     }
 

@@ -13,6 +13,7 @@ from zeroplan.planner.asking import Question, ask
 from zeroplan.planner.objectives import OBJECTIVES
 from zeroplan.planner.result import Layout, Plan
 from zeroplan.report.plan import Beside, layout_payload, plan_payload
+from zeroplan.report.series.pareto import pareto
 from zeroplan.resolve import Request
 from zeroplan.spec.job import JobSpec
 from zeroplan.units import parse_count
@@ -51,7 +52,19 @@ def planned_payload(said: Mapping[str, str]) -> dict[str, object]:
         "command": _command(said),
         "plan": plan_payload(plan, Beside(best)),
         "layouts": _layouts(plan, request),
+        "scatter": _scatter(plan, request),
     }
+
+
+def _scatter(plan: Plan, request: Request) -> dict[str, object]:
+    """Return every layout as a spot by memory and speed, and the front, whose layouts can be loaded into the controls."""
+    series = pareto(plan)
+    spots = [(spot.needed_bytes, round(spot.tokens_per_s, 1), spot.engine, spot.verdict, spot.layouts) for spot in series.spots]
+    front = [
+        {"words": named.words, "needed_bytes": named.needed_bytes, "tokens_per_s": named.tokens_per_s, "said": said}
+        for named, said in zip(series.front, (said_of(one.job, request) for one in plan.front), strict=True)
+    ]
+    return {"spots": spots, "front": front, "capacity_bytes": series.capacity_bytes}
 
 
 def _question(said: Mapping[str, str]) -> Question:

@@ -96,7 +96,7 @@ function place(control, count, slide) {
 const PINNED = ["stage", "gpus", "seq_len", "model", "gpu"];
 
 function build(told) {
-  Object.assign(state, { colours: told.colours, hatches: told.hatches, controls: told.controls, describe: told.describe });
+  Object.assign(state, { colours: told.colours, hatches: told.hatches, engines: told.engines, controls: told.controls, describe: told.describe });
   const pinned = node("fieldset", {}, node("legend", {}, "The job")), groups = new Map();
   const byName = new Map(told.controls.map((one) => [one.name, one]));
   pinned.append(...PINNED.map((name) => fieldOf(byName.get(name))));
@@ -307,7 +307,7 @@ function showChanges(found) {
 function fix(one) {
   const price = one.slower === null || one.slower === undefined ? "" : Math.abs(one.slower) < 0.005 ? ", as fast" : `, ${Math.abs(100 * one.slower).toFixed(0)} % ${one.slower > 0 ? "slower" : "faster"} per token`;
   const made = node("button", { type: "button" }, one.change, node("small", {}, `${short(one.needed_bytes)} needed${price}`), node("code", {}, one.flags));
-  made.addEventListener("click", () => { location.hash = new URLSearchParams(one.said); of("answer").focus(); });
+  made.addEventListener("click", () => loaded(one.said));
   return made;
 }
 
@@ -420,7 +420,7 @@ function gone(now, was) {
 
 function clearPlan() {
   of("layouts").replaceChildren();
-  of("fell").hidden = of("plan-command").hidden = true;
+  for (const one of ["fell", "plan-command", "scatter", "spot"]) of(one).hidden = true;
 }
 
 function showPlan(told) {
@@ -429,16 +429,60 @@ function showPlan(told) {
   of("layouts").replaceChildren(...layouts.map((one, at) => layout(one, found.fits && at === 0 ? `Best for ${found.objective}: ` : "")));
   of("fallen").replaceChildren(...found.fallen.map((one) => node("li", {}, `${one.layouts.toLocaleString("en")}: ${one.rule}`)));
   of("fell").hidden = !found.fallen.length;
+  scatter(told.scatter);
   of("plan-command").hidden = false;
   of("plan-command").querySelector("code").textContent = told.command;
 }
 
 function layout(one, best) {
   const load = node("button", { type: "button", "aria-label": `Load into the controls: ${one.layout}` }, "Load");
-  load.addEventListener("click", () => { location.hash = new URLSearchParams(one.said); of("answer").focus(); });
+  load.addEventListener("click", () => loaded(one.said));
   const figures = `${size(one.least_bytes)} needed, ${perGpu(one)}, ${perStep(one)} per step`;
-  const loaded = one.said ? [load] : []; // what has a flag without a control cannot be shown here
-  return node("li", { class: best ? "best" : "" }, node("p", {}, node("strong", {}, best), one.layout), node("p", { class: "figures" }, figures), node("p", { class: "note" }, one.why), ...loaded);
+  const button = one.said ? [load] : []; // what has a flag without a control cannot be shown here
+  return node("li", { class: best ? "best" : "" }, node("p", {}, node("strong", {}, best), one.layout), node("p", { class: "figures" }, figures), node("p", { class: "note" }, one.why), ...button);
+}
+
+/** Set the controls to a job, and go to its answer. */
+function loaded(said) {
+  location.hash = new URLSearchParams(said);
+  of("answer").focus();
+}
+
+/** Every layout by memory and speed: a spot each, those that nothing beats in both as rings on a line. */
+function scatter(series) {
+  state.scattered = series;
+  of("scatter").hidden = of("spot").hidden = !series.spots.length;
+  if (!series.spots.length) return;
+  const width = wideAs("scatter"), height = 280, left = 70, bottom = 40, head = 18;
+  const most = Math.max(series.capacity_bytes, ...series.spots.map(([needed]) => needed)) * 1.04, quick = Math.max(...series.spots.map(([, rate]) => rate)) * 1.06;
+  const x = (bytes) => left + (bytes / most) * (width - left - 10), y = (rate) => height - bottom - (rate / quick) * (height - bottom - head);
+  const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${series.spots.length} spots of layouts by memory and speed; ${series.front.length} are beaten by none in both` });
+  for (let at = 0, by = niceStep(quick, 4); at < quick; at += by) {
+    svg.append(drawn("line", { x1: left, x2: width - 10, y1: y(at), y2: y(at), class: "rule" }), drawn("text", { x: left - 6, y: y(at) + 4, "text-anchor": "end", class: "faint" }, at.toLocaleString("en")));
+  }
+  for (let at = 0, by = niceStep(most / GIB, 6); at * GIB < most; at += by) svg.append(drawn("text", { x: x(at * GIB), y: height - bottom + 15, "text-anchor": "middle", class: "faint" }, String(Number(at.toPrecision(4)))));
+  svg.append(drawn("text", { x: (left + width) / 2, y: height - 6, "text-anchor": "middle", class: "faint" }, "GiB that one GPU needs"), drawn("text", { x: 2, y: 11, class: "faint" }, "tokens/s per GPU"));
+  svg.append(drawn("line", { x1: x(series.capacity_bytes), x2: x(series.capacity_bytes), y1: head, y2: height - bottom, class: "limit" }));
+  for (const [needed, rate, engine, fits, count] of series.spots) {
+    const face = fits === "fits" ? { fill: state.engines[engine] } : { fill: "none", stroke: fits === "tight" ? state.engines[engine] : "#999" };
+    svg.append(drawn("circle", { cx: x(needed).toFixed(1), cy: y(rate).toFixed(1), r: fits === "does not fit" ? 1.6 : 2.6, opacity: 0.75, ...face }, drawn("title", {}, `${engine}, ${fits}: ${short(needed)}, ${Math.round(rate).toLocaleString("en")} tokens/s per GPU${count > 1 ? `; ${count} layouts` : ""}`)));
+  }
+  svg.append(drawn("path", { d: `M ${series.front.map((one) => `${x(one.needed_bytes).toFixed(1)} ${y(one.tokens_per_s).toFixed(1)}`).join(" L ")}`, class: "front" }));
+  svg.append(...series.front.map((one) => ring(one, x(one.needed_bytes), y(one.tokens_per_s))));
+  const engines = [...new Set(series.spots.map(([, , engine]) => engine))];
+  engines.forEach((engine, at) => svg.append(drawn("circle", { cx: left + 52 + 92 * at, cy: head - 8, r: 4, fill: state.engines[engine] }), drawn("text", { x: left + 60 + 92 * at, y: head - 4, class: "faint" }, engine)));
+  of("scatter").replaceChildren(svg);
+}
+
+function ring(one, cx, cy) {
+  const words = `${one.words}: ${short(one.needed_bytes)}, ${Math.round(one.tokens_per_s).toLocaleString("en")} tokens/s per GPU`;
+  const made = drawn("circle", { cx: cx.toFixed(1), cy: cy.toFixed(1), r: 6, class: "ring", tabindex: 0, role: "button", "aria-label": words });
+  const say = () => { of("spot").textContent = words; };
+  for (const event of ["pointerenter", "focus"]) made.addEventListener(event, say);
+  if (!one.said) return made; // what has a flag without a control cannot be shown here
+  made.addEventListener("click", () => loaded(one.said));
+  made.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); loaded(one.said); } });
+  return made;
 }
 
 // --- the configuration --------------------------------------------------------------------------------------------------------
@@ -753,6 +797,7 @@ function redraw() {
   if (!state.told) return;
   stages(state.told.stages, state.told.speeds, state.told.estimate.job.recipe.zero_stage);
   if (state.step) drawStep();
+  if (state.scattered && !of("scatter").hidden) scatter(state.scattered);
 }
 addEventListener("resize", () => { clearTimeout(state.resized); state.resized = setTimeout(redraw, WAIT_MS); });
 
