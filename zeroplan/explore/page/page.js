@@ -467,7 +467,7 @@ function scatter(series) {
     const face = fits === "fits" ? { fill: state.engines[engine] } : { fill: "none", stroke: fits === "tight" ? state.engines[engine] : "#999" };
     svg.append(drawn("circle", { cx: x(needed).toFixed(1), cy: y(rate).toFixed(1), r: fits === "does not fit" ? 1.6 : 2.6, opacity: 0.75, ...face }, drawn("title", {}, `${engine}, ${fits}: ${short(needed)}, ${Math.round(rate).toLocaleString("en")} tokens/s per GPU${count > 1 ? `; ${count} layouts` : ""}`)));
   }
-  svg.append(drawn("path", { d: `M ${series.front.map((one) => `${x(one.needed_bytes).toFixed(1)} ${y(one.tokens_per_s).toFixed(1)}`).join(" L ")}`, class: "front" }));
+  if (series.front.length) svg.append(drawn("path", { d: `M ${series.front.map((one) => `${x(one.needed_bytes).toFixed(1)} ${y(one.tokens_per_s).toFixed(1)}`).join(" L ")}`, class: "front" }));
   svg.append(...series.front.map((one) => ring(one, x(one.needed_bytes), y(one.tokens_per_s))));
   const engines = [...new Set(series.spots.map(([, , engine]) => engine))];
   engines.forEach((engine, at) => svg.append(drawn("circle", { cx: left + 52 + 92 * at, cy: head - 8, r: 4, fill: state.engines[engine] }), drawn("text", { x: left + 60 + 92 * at, y: head - 4, class: "faint" }, engine)));
