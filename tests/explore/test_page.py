@@ -227,7 +227,7 @@ def test_a_configuration_is_handed_out_as_emit_writes_it(page: Page):
     assert "its engine is deepspeed" in (page.text_content("#files") or "")
 
 
-def test_a_report_hands_out_too_and_plans_nothing(browser: Any, tmp_path: Path):
+def test_a_report_hands_out_too_moves_its_stage_and_plans_nothing(browser: Any, tmp_path: Path):
     from zeroplan.explore.report import report_html
     from zeroplan.resolve import Request, resolve
 
@@ -239,6 +239,12 @@ def test_a_report_hands_out_too_and_plans_nothing(browser: Any, tmp_path: Path):
     with page.expect_download() as coming:
         page.get_by_role("button", name="Download fsdp2-zeroplan.py").click()
     compile(Path(coming.value.path()).read_text(), "fsdp2-zeroplan.py", "exec")
+    sharded = page.text_content("#figure-peak")
+    page.check("#c-stage-0", force=True)
+    assert page.text_content("#figure-peak") != sharded
+    assert "stage 0: DDP" in (page.text_content("#headline") or "")
+    assert "--stage 0" in (page.text_content("#command") or "")
+    assert page.locator("#bar .piece").count() > 3
     page.close()
 
 

@@ -1,12 +1,19 @@
-"""One answer as one file: the page with its style, its script and its data, for a mail or a ticket."""
+"""One answer as one file: the page with its style, its script and its data, for a mail, a ticket or a website.
+
+The file also holds the answers of the same job under the other ZeRO stages: its one control chooses the stage.
+"""
 
 import json
+import shlex
 from importlib.resources import files
+from itertools import pairwise
 
+from zeroplan.errors import SpecError
 from zeroplan.explore.answers import answer_of, changes_of, controls_payload, step_of
+from zeroplan.report.series.stages import STAGES, at_stage
 from zeroplan.resolve import Resolved
+from zeroplan.spec.job import JobSpec
 
-_FORM = '<form id="controls" aria-label="The job" autocomplete="off"></form>'
 _STYLE, _SCRIPT = '<link rel="stylesheet" href="/page.css">', '<script src="/page.js"></script>'
 _BODY = "<body>"
 _LINK = "The address of this page holds the job: copy it to come back, or to show somebody on this machine."
@@ -19,15 +26,13 @@ def report_html(resolved: Resolved, command: str) -> str:
     """
     told = {
         **{name: controls_payload()[name] for name in ("colours", "hatches")},
-        "answer": answer_of(resolved, command),
-        "changes": changes_of(resolved)["changes"],
-        "step": step_of(resolved)["step"],
+        "own": resolved.job.recipe.zero_stage,
+        "answers": _answers(resolved, command),
     }
     inside = json.dumps(told, ensure_ascii=False).replace("<", "\\u003c")
     script = f'<script type="application/json" id="told">{inside}</script>\n<script>{_page("page.js")}</script>'
     page = _page("index.html")
     parts = {
-        _FORM: "",
         _STYLE: f"<style>{_page('page.css')}</style>",
         _SCRIPT: script,
         _LINK: "",
@@ -36,6 +41,31 @@ def report_html(resolved: Resolved, command: str) -> str:
     for what, instead in parts.items():
         page = page.replace(what, instead)
     return page
+
+
+def _answers(resolved: Resolved, command: str) -> dict[int, object]:
+    """Return the answer, the step and the changes under every ZeRO stage that some engine offers for the job."""
+    found: dict[int, object] = {}
+    for stage in STAGES:
+        try:
+            one = resolved._replace(job=at_stage(resolved.job, stage))
+            answer = answer_of(one, command if one.job is resolved.job else _command_at(command, one.job))
+        except SpecError:
+            continue
+        found[stage] = {"answer": answer, "step": step_of(one)["step"], "changes": changes_of(one)["changes"]}
+    return found
+
+
+def _command_at(command: str, job: JobSpec) -> str:
+    """Return a command with this job's stage and engine in place of its own.
+
+    >>> from zeroplan import job
+    >>> _command_at("zeroplan estimate --model gpt2 --stage 3 --gpus 2", job(model="gpt2", gpus=2, stage=0))
+    'zeroplan estimate --model gpt2 --gpus 2 --stage 0 --engine ddp'
+    """
+    words = shlex.split(command)
+    kept = [word for before, word in pairwise(["", *words]) if not {before, word} & {"--stage", "--engine"}]
+    return shlex.join([*kept, "--stage", str(job.recipe.zero_stage), "--engine", job.recipe.engine])
 
 
 def _page(name: str) -> str:

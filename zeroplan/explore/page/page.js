@@ -801,17 +801,24 @@ function redraw() {
 }
 addEventListener("resize", () => { clearTimeout(state.resized); state.resized = setTimeout(redraw, WAIT_MS); });
 
+/** A report: one job under every stage, which stands in the page. Its one control is the stage. */
+function report({ colours, hatches, own, answers }) {
+  Object.assign(state, { colours, hatches });
+  const shown = (stage) => {
+    show(answers[stage].answer);
+    showStep(answers[stage].step);
+    showChanges(answers[stage].changes);
+  };
+  of("controls").append(fieldOf({ name: "stage", label: "ZeRO stage", choices: Object.keys(answers) }));
+  of(`c-stage-${own}`).checked = true;
+  of("controls").addEventListener("input", (event) => shown(event.target.value));
+  shown(own);
+}
+
 async function begin() {
   patterns();
   const told = of("told");
-  if (told) { // a report: one answer, which stands in the page
-    const { colours, hatches, answer, step: over, changes: found } = JSON.parse(told.textContent);
-    Object.assign(state, { colours, hatches });
-    show(answer);
-    showStep(over);
-    showChanges(found);
-    return;
-  }
+  if (told) { report(JSON.parse(told.textContent)); return; }
   const found = await fetched("/api/controls");
   if (found.error) { refuse(found.error); return; }
   build(found);
