@@ -1,5 +1,6 @@
 """Who types another program's words is told ours, by the command line, by a job file and by Python."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,17 @@ def test_a_name_behind_a_list_is_shown_how_to_look_it_up(run: Run):
     assert "write `zeroplan gpus show a100`" in run("gpus", "a100")[2]
     assert "show" not in run("plto", "stages")[2]
     assert run("estimate", "-h")[1] == run("estimate", "--help")[1] != ""
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan", "verify", "diff"])
+def test_the_help_explains_what_people_need_and_names_the_rest(run: Run, command: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    _, short, _ = run(command, "--help")
+    _, whole, _ = run(command, "--help-all")
+    flags = {one.flag for one in FLAGS}
+    assert flags <= set(re.findall(r"--[\w-]+", short))
+    assert flags <= set(re.findall(r"--[\w-]+", whole))
+    assert len(short.splitlines()) < 0.7 * len(whole.splitlines())
+    assert f"`zeroplan {command} --help-all` explains" in short
+    assert "Gbit/s of a network card" in whole
+    assert "Gbit/s of a network card" not in short

@@ -16,6 +16,7 @@ from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.model import model as find_model
 from zeroplan.cli import say
 from zeroplan.cli.catalog_flags import Catalog, folder
+from zeroplan.cli.quick import ALL_FLAGS
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve import OPTIONS, Request, Resolved, own_folder, resolve, with_fetched
 from zeroplan.resolve.options import KEEP_LOGITS, MODEL, RECIPE, Declared
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
 
 
 FLAGS = tuple(one for one in OPTIONS.values() if one.help)
+_OFTEN_NEEDED = frozenset({
+    "--model", "--params", "--config", "--gpu", "--gpus", "--stage", "--engine", "--from", "--seq-len", "--micro-batch",
+    "--recompute", "--lora-rank",
+})  # fmt: skip
+"""The flags of a job that ``--help`` explains; ``--help-all`` explains all."""
+_RARELY_NEEDED = frozenset({"--from-run", "--set", "--catalog", *(one.flag for one in FLAGS)}) - _OFTEN_NEEDED
 
 
 def takes_a_job(
@@ -111,7 +118,7 @@ def _with_flags(
     own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != name_of_job]
     first = [parameter for parameter in own if parameter.default is inspect.Parameter.empty]
 
-    def run(**given: object) -> int | None:
+    def run(*, help_all: bool = False, **given: object) -> int | None:  # noqa: ARG001  its callback has ended the program
         mine = {parameter.name: given.pop(parameter.name) for parameter in own}
         return command(**{name_of_job: read(given, mine)}, **mine)
 
@@ -122,11 +129,13 @@ def _with_flags(
         _from_run_parameter(),
         _set_parameter(),
         _keyword("catalog", Catalog, None),
+        _help_parameter(),
         *(parameter for parameter in own if parameter not in first),
     ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__ = command.__doc__
+    run.rarely_needed = _RARELY_NEEDED  # type: ignore[attr-defined]  # what the command leaves out of its help
     return run
 
 
@@ -160,6 +169,18 @@ def _from_run_parameter() -> inspect.Parameter:
     help_text = "A saved dry run of your own script (`zeroplan dryrun --save FILE --profile own`); flags override its settings."
     option = typer.Option("--from-run", metavar="FILE", help=help_text, rich_help_panel=MODEL, show_default=False)
     return _keyword("from_run", Annotated[str | None, option], None)
+
+
+def _help_parameter() -> inspect.Parameter:
+    option = typer.Option("--help-all", is_eager=True, callback=_explain_all, help="Explain every flag, and exit.")
+    return _keyword("help_all", Annotated[bool, option], False)
+
+
+def _explain_all(context: typer.Context, asked: bool) -> None:
+    if asked:
+        context.meta[ALL_FLAGS] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
 
 
 def _set_parameter() -> inspect.Parameter:

@@ -24,7 +24,23 @@ class _AsTyped:
 
 
 class QuickCommand(TyperCommand):
-    """A typer command whose texts stay texts."""
+    """A typer command whose texts stay texts. Its help leaves out flags that few people need, until all are asked for."""
+
+    rarely_needed: frozenset[str] = frozenset()
+    """Flags that only ``--help-all`` explains; ``--help`` names them."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401  click's context and formatter
+        """Write the help: of all flags after ``--help-all``."""
+        left_out = [] if ctx.meta.get(ALL_FLAGS) else [one for one in self.params if self.rarely_needed & set(one.opts)]
+        epilog, self.epilog = self.epilog, _more_flags(_called(ctx), left_out) or self.epilog
+        for one in left_out:
+            one.hidden = True  # type: ignore[attr-defined]  # of an option
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.epilog = epilog
+            for one in left_out:
+                one.hidden = False  # type: ignore[attr-defined]  # as above
 
     def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401  click's context, whose home has moved
         """Return the parameters, help among them, without typer's conversions."""
@@ -38,6 +54,27 @@ class QuickCommand(TyperCommand):
             if getattr(error, "ctx", ctx) is None:
                 error.ctx = ctx  # type: ignore[attr-defined]  # the parser's own
             raise
+
+
+ALL_FLAGS = "zeroplan: the help of all flags"
+"""The key in a context's ``meta`` that says that ``--help-all`` was given."""
+
+
+def _called(context: Any) -> str:  # noqa: ANN401  click's context, whose home has moved
+    """Return a command as a person calls it, however this program was started."""
+    names: list[str] = []
+    while context.parent is not None:
+        names, context = [context.info_name, *names], context.parent
+    return " ".join(["zeroplan", *names])
+
+
+def _more_flags(command: str, left_out: list[Any]) -> str:
+    """Return the names of flags by panel, a paragraph each, after how to have them explained."""
+    panels: dict[str, list[str]] = {}
+    for one in left_out:
+        panels.setdefault(one.rich_help_panel or "Options", []).append(one.opts[0])
+    named = (f"{panel.partition(' (')[0]}: {' '.join(flags)}" for panel, flags in panels.items())
+    return "\n\n".join((f"More flags, which `{command} --help-all` explains:", *named)) if panels else ""
 
 
 class QuickGroup(TyperGroup):
@@ -83,4 +120,6 @@ def as_command(name: str, written: Any) -> Any:  # noqa: ANN401  click's command
         return group
     alone = typer.Typer(add_completion=False)
     alone.command(name, cls=QuickCommand)(written)
-    return typer.main.get_command(alone)
+    command: Any = typer.main.get_command(alone)
+    command.rarely_needed = getattr(written, "rarely_needed", frozenset())
+    return command

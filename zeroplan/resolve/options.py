@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple
 from zeroplan.spec.base import Check, Spec, checks_of
 from zeroplan.spec.job import JobSpec
 
-MODEL: Final = "Model (one of the first four)"
+MODEL: Final = "Model (name one)"
 CLUSTER: Final = "Cluster"
 RECIPE: Final = "Recipe"
 SWITCHES: Final = "Switches of the recipe"

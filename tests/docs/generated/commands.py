@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: The flags that describe a job, which many commands share: they stand once.
-_OF_A_JOB = frozenset({"job_file", "settings", *(flag.field for flag in FLAGS)})
+_OF_A_JOB = frozenset({"job_file", "settings", "help_all", *(flag.field for flag in FLAGS)})
 
 
 def commands() -> str:
