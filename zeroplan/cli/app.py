@@ -19,7 +19,7 @@ _LONGEST_MESSAGE = 600
 COMMANDS = {
     **{name: (f"zeroplan.cli.{name}", f"{name}_command") for name in (
         "estimate", "time", "dryrun", "plan", "advise", "verify", "profile", "compare", "diff", "diagnose", "explore", "report",
-        "doctor",
+        "mcp", "doctor",
     )},
     **{name: (f"zeroplan.cli.{name}", f"{name}_app") for name in ("plot", "models", "gpus")},
 }  # fmt: skip
