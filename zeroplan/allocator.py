@@ -286,7 +286,7 @@ class CachingAllocator:
             return take(pool, size)
 
     def _own_segment(self, pool: _Pool, size: int) -> Chunk:
-        return self._segment(pool, _segment_bytes(size))
+        return self._segment(pool, segment_bytes(size))
 
     def _segment(self, pool: _Pool, size: int) -> Chunk:
         self._take(size)
@@ -387,7 +387,12 @@ def _page(pool: _Pool) -> int:
     return _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT
 
 
-def _segment_bytes(size: int) -> int:
+def segment_bytes(size: int) -> int:
+    """Return what the allocator asks the driver for where no cached block is large enough (``get_allocation_size``). [bytes]
+
+    >>> segment_bytes(512) // MIB, segment_bytes(2 * MIB) // MIB, segment_bytes(10 * MIB + 1) // MIB
+    (2, 20, 12)
+    """
     if size <= _LARGEST_SMALL:
         return _SMALL_SEGMENT
     if size < _OWN_SEGMENT_FROM:

@@ -46,6 +46,14 @@ class OnCard(NamedTuple):
     """What was reserved and in nobody's use then, which the request could not have."""
 
 
+class Full(NamedTuple):
+    """A request that the allocator cannot meet: its place among the log's deeds, and what it had then. [bytes]"""
+
+    at: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+
 class StepReplay:
     """The first steps of a job, and what the allocator makes of them.
 
@@ -100,6 +108,15 @@ class StepReplay:
             phase = next(span.phase for span in reversed(self.log.spans) if span.start <= full.at)
             return OnCard(fits=False, retries=card.retries, phase=phase, free_bytes=card.reserved_bytes - card.allocated_bytes)
         return OnCard(fits=True, retries=card.retries, phase=None, free_bytes=0)
+
+    def full_at(self, room_bytes: int, settings: AllocatorSettings = "default") -> "Full | None":
+        """Return where the allocator runs out, where it may take so much; None where it does not."""
+        card = CachingAllocator(expandable_segments=settings == "expandable_segments", room_bytes=room_bytes)
+        try:
+            self._play(card, keeps_up=self.keeps_up)
+        except _FullAtError as full:
+            return Full(full.at, card.allocated_bytes, card.reserved_bytes)
+        return None
 
     @cached_property
     def _products(self) -> frozenset[int]:

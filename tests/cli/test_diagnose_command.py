@@ -49,9 +49,9 @@ def test_as_json(run: Run, snapshot: str):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    ((), "SNAPSHOT"), (("nowhere.pickle",), "does not exist"), (("snapshot.pickle", "--device", "3"), "has no device 3"),
+    ((), "FILE"), (("nowhere.pickle",), "does not exist"), (("snapshot.pickle", "--device", "3"), "has no device 3"),
     (("snapshot.pickle", "--device", "x"), "--device"), (("snapshot.pickle", "--model", "nobody"), "unknown model"),
-    (("job.toml",), "not a complete pickle"),
+    (("job.toml",), "is no snapshot, and has no line"),
 ])  # fmt: skip
 def test_wrong_input_is_one_line_and_two(
     run: Run, snapshot: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str

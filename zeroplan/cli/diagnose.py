@@ -1,5 +1,6 @@
-"""``zeroplan diagnose``: what held the memory? Reads a snapshot of torch's allocator. Needs no torch."""
+"""``zeroplan diagnose``: what held the memory? Reads a snapshot of torch's allocator, or torch's message. Needs no torch."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,11 +9,15 @@ import typer
 from zeroplan.cli import json_text
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.resolve import Resolved
+from zeroplan.snapshots.message import LONGEST_BYTES
 from zeroplan.units import parse_count
 
 if TYPE_CHECKING:
     from zeroplan.comparison import Compared
     from zeroplan.snapshots.diagnosis import Diagnosis
+
+_PICKLE = b"\x80"
+"""How a snapshot begins."""
 
 
 def _diagnose(
@@ -20,7 +25,9 @@ def _diagnose(
     snapshot: Annotated[
         str,
         typer.Argument(
-            metavar="SNAPSHOT", help="What torch.cuda.memory._dump_snapshot wrote, or `zeroplan verify --snapshot`."
+            metavar="FILE",
+            help="What torch.cuda.memory._dump_snapshot wrote, or a text with torch's message 'CUDA out of memory …'; - reads it "
+            "from standard input.",
         ),
     ],
     resolved: Resolved | None,
@@ -29,7 +36,14 @@ def _diagnose(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.")] = False,
 ) -> None:
-    """Say what held a GPU's memory when it was highest or ran out, and with a job what its estimate had said."""
+    """Say what held a GPU's memory when it was highest or ran out, and with a job what its estimate had said.
+
+    From a snapshot, or from the error message: zeroplan diagnose error.txt --model llama-3.1-8b --gpus 8 --stage 2
+    """
+    text = _text(snapshot)
+    if text is not None:
+        typer.echo(_of_message(text, snapshot, resolved, as_json=as_json))
+        return
     from zeroplan.snapshots.diagnosis import diagnose  # noqa: PLC0415  start-up is part of every command's time
     from zeroplan.snapshots.reading import read_snapshot  # noqa: PLC0415
 
@@ -39,6 +53,38 @@ def _diagnose(
 
 
 diagnose_command = takes_a_job(_diagnose, or_none=True)
+
+
+def _text(name: str) -> str | None:
+    """Return a text file's end, or what comes on standard input; None for a snapshot, which is a pickle."""
+    if name == "-":
+        return sys.stdin.read()
+    path = Path(name)
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        if file.read(1) == _PICKLE:
+            return None
+        file.seek(max(0, path.stat().st_size - LONGEST_BYTES))
+        return file.read().decode("utf-8", errors="replace")
+
+
+def _of_message(text: str, where: str, resolved: Resolved | None, *, as_json: bool) -> str:
+    """Return what torch's message means, with the request of the job where one is named."""
+    from zeroplan.report.out_of_memory import message_payload, message_text  # noqa: PLC0415  only a message pays for it
+    from zeroplan.snapshots.message import read_message  # noqa: PLC0415  the same
+
+    said = read_message(text, where="standard input" if where == "-" else f"{where!r}")
+    if resolved is None:
+        return json_text(message_payload(said)) if as_json else message_text(said)
+    from zeroplan.estimator import estimate  # noqa: PLC0415
+    from zeroplan.remedies import remedies  # noqa: PLC0415
+    from zeroplan.snapshots.request_of_message import request_of  # noqa: PLC0415
+
+    answer = estimate(resolved.job)
+    shown = message_payload if as_json else message_text
+    told = shown(said, answer=answer, found=request_of(said, answer), changes=remedies(answer))
+    return json_text(told) if isinstance(told, dict) else told
 
 
 def _device(text: str | None) -> int | None:

@@ -1,0 +1,45 @@
+"""``zeroplan diagnose`` with torch's message in place of a snapshot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.cli.command import Run
+from tests.snapshots.test_message import NEW, gib
+
+
+def test_the_command_reads_a_file_and_standard_input(run: Run, tmp_path: Path):
+    path = tmp_path / "error.txt"
+    path.write_text(f"Traceback\n{NEW}\n")
+    code, out, err = run("diagnose", str(path))
+    assert (code, err) == (0, "")
+    assert "Out of memory: 22.78 GiB more were asked of a GPU with 31.47 GiB." in out
+    assert "No setting of the allocator is enough: 0.70 GiB more are needed" in out
+    told = json.loads(run("diagnose", str(path), "--json")[1])
+    assert (told["tried_bytes"], told["fragmented"], told["request"]) == (gib(22.78), False, None)
+
+
+def test_a_job_names_the_request_its_moment_and_the_way_out(run: Run, tmp_path: Path):
+    path = tmp_path / "error.txt"
+    path.write_text(
+        "CUDA out of memory. Tried to allocate 3.91 GiB. GPU 0 has a total capacity of 79.18 GiB of which 1.02 GiB is free. "
+        "Including non-PyTorch memory, this process has 78.15 GiB memory in use. Of the allocated memory 75.33 GiB is allocated by "
+        "PyTorch, and 1.50 GiB is reserved by PyTorch but unallocated."
+    )
+    job_flags = ("--model", "llama-3.1-8b", "--gpus", "8", "--gpu", "h100", "--stage", "2", "--seq-len", "8192")
+    code, out, err = run("diagnose", str(path), *job_flags)
+    assert (code, err) == (0, "")
+    assert "The request: gradient of the fp32 logits (logits and loss), 3.91 GiB" in out
+    assert "made in the backward, final norm, head and loss of the first step" in out
+    assert "--recompute selective: recompute selectively" in out
+    another = run("diagnose", str(path), *job_flags[:-1], "4096")[1]
+    assert "None of this job's requests asks the driver for 3.91 GiB" in another
+
+
+def test_a_text_without_a_message_is_refused_in_one_line(run: Run, tmp_path: Path):
+    path = tmp_path / "log.txt"
+    path.write_text("all went well")
+    code, out, err = run("diagnose", str(path))
+    assert (code, out) == (2, "")
+    assert "is no snapshot, and has no line 'CUDA out of memory" in err

@@ -1,0 +1,115 @@
+"""What torch's message about a full GPU means: which request it was, what was in its way, and what would help."""
+
+from collections.abc import Iterator, Sequence
+
+from zeroplan.estimator import Estimate
+from zeroplan.remedies import Remedy
+from zeroplan.report.words import EXPANDABLE, headline, paragraphs
+from zeroplan.snapshots.message import Message
+from zeroplan.snapshots.request_of_message import Found
+from zeroplan.units import GIB, GIBIBYTES
+
+SCHEMA_VERSION = 1
+_WIDTH = 26
+_MUCH = GIB // 2
+"""Of another process's memory: less is a desktop's or a driver's. [bytes]"""
+_FAR = 0.02
+"""By which part of the card prediction and message may differ before the job is doubted."""
+
+
+def message_text(
+    said: Message, *, answer: Estimate | None = None, found: Found | None = None, changes: Sequence[Remedy] = ()
+) -> str:
+    """Return what the message says and what follows; with a job also its request, and changes that would make it fit."""
+    parts = [_head(said), _card(said), _advice(said)]
+    if answer is not None:
+        parts += [_of_job(said, answer, found), _changes(changes)]
+    return paragraphs([lines for part in parts if (lines := list(part))])
+
+
+def message_payload(
+    said: Message, *, answer: Estimate | None = None, found: Found | None = None, changes: Sequence[Remedy] = ()
+) -> dict[str, object]:
+    """Return the same as plain data for JSON. [bytes]"""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        **said._asdict(),
+        "reserved_bytes": said.reserved_bytes,
+        "outside_bytes": said.outside_bytes,
+        "others_bytes": said.others_bytes,
+        "fragmented": said.fragmented,
+        "advice": list(_advice(said)),
+        "request": None if found is None else found._asdict(),
+        "predicted_peak_bytes": None if answer is None else answer.peak_bytes,
+        "changes": [change._asdict() for change in changes],
+    }
+
+
+def _head(said: Message) -> Iterator[str]:
+    yield f"Out of memory: {said.tried_text} more were asked of a GPU with {_size(said.capacity_bytes)}."
+
+
+def _card(said: Message) -> Iterator[str]:
+    """Yield the card's memory, line by line."""
+    rows: list[tuple[str, int | None]] = [
+        ("in tensors", said.allocated_bytes),
+        ("cached by the allocator", said.unallocated_bytes),
+        ("outside the allocator", said.outside_bytes),
+        ("of other processes", said.others_bytes),
+        ("free", said.free_bytes),
+    ]
+    yield f"{'On the card':<{_WIDTH}}{'GiB':>8}"
+    yield from (f"  {what:<{_WIDTH - 2}}{n_bytes / GIB:>8,.2f}" for what, n_bytes in rows if n_bytes is not None)
+
+
+def _advice(said: Message) -> Iterator[str]:
+    """Yield what was in the way of the request."""
+    lacking = said.tried_bytes - said.free_bytes - said.unallocated_bytes
+    if said.fragmented:
+        yield (
+            f"Fragmentation: {_size(said.unallocated_bytes + said.free_bytes)} were cached or free, but in pieces that are too "
+            f"small. Set {EXPANDABLE}, if it is not set yet."
+        )
+    else:
+        yield f"No setting of the allocator is enough: {_size(lacking)} more are needed, even with an empty cache."
+    if said.others_bytes is not None and said.others_bytes > _MUCH:
+        held = _size(said.others_bytes)
+        yield f"Other processes hold {held} of this GPU (`nvidia-smi` lists them): end them, or use another GPU."
+
+
+def _of_job(said: Message, answer: Estimate, found: Found | None) -> Iterator[str]:
+    """Yield the request in the job's step, and how prediction and message go together."""
+    yield f"Predicted: {headline(answer)}"
+    yield f"peak allocated {_size(answer.peak_bytes)}, at the moment: {answer.peak.name}"
+    if found is None:
+        yield (
+            f"None of this job's requests asks the driver for {said.tried_text}: another job ran (sequence, batch, model or "
+            "stage differ), or the request is none of the training step's."
+        )
+        return
+    yield f"The request: {found.reason} ({found.kind}), {_size(found.n_bytes)}"
+    yield f"made in the {found.phase}, {found.module}{_which_step(found.step)}"
+    yield f"predicted in tensors before it: {_size(found.live_bytes)}; the message says {_size(said.allocated_bytes)}"
+    if found.replayed:
+        yield "A replay of this job's requests on a GPU with as much memory fails at the same request."
+    if abs(found.live_bytes - said.allocated_bytes) > _FAR * said.capacity_bytes:
+        more = "more" if said.allocated_bytes > found.live_bytes else "less"
+        yield (
+            f"The run had {_size(abs(said.allocated_bytes - found.live_bytes))} {more} in tensors than this job: your program "
+            "keeps something else, or the job differs from what ran. `zeroplan dryrun -- your_script.py` runs your own script."
+        )
+
+
+def _which_step(step: int) -> str:
+    return " of the first step" if step == 0 else " before the first step" if step < 0 else f" of step {step + 1} and later"
+
+
+def _changes(changes: Sequence[Remedy]) -> Iterator[str]:
+    """Yield what would make the job fit."""
+    if changes:
+        yield "What would make it fit"
+        yield from (f"  {one.flags}: {one.change}; needs {_size(one.needed_bytes)}" for one in changes)
+
+
+def _size(n_bytes: int) -> str:
+    return GIBIBYTES.size(n_bytes)

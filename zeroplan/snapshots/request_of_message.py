@@ -1,0 +1,93 @@
+"""Which request of a job's step is the one that torch's message is about?
+
+The model of the allocator replays the step with as much memory as the message says. Where it fails at a request of the message's
+size, with as much allocated, that is the one. Where it does not, the run was not quite this job, and of the requests of that size
+the one counts before which most nearly as much is allocated.
+"""
+
+from itertools import accumulate
+from typing import NamedTuple
+
+from zeroplan.allocator import counted_bytes, segment_bytes
+from zeroplan.engines.requests import not_written
+from zeroplan.engines.requests.log import Log
+from zeroplan.estimator import Estimate
+from zeroplan.ledger import Kind, bytes_by_kind
+from zeroplan.measurement import SETTINGS
+from zeroplan.replay import Full, StepReplay, module_of
+from zeroplan.snapshots.message import Message, as_torch_prints
+from zeroplan.units import GIB, MIB
+
+
+class Found(NamedTuple):
+    """A request of the step: what it is for, where it is made, and what is alive before it. [bytes]"""
+
+    kind: str
+    reason: str
+    step: int
+    """The first is 0; -1 before the first."""
+    phase: str
+    module: str
+    n_bytes: int
+    live_bytes: int
+    replayed: bool
+    """Whether the replay fails at it, too."""
+
+
+def request_of(message: Message, answer: Estimate) -> Found | None:
+    """Return the request that failed; None where none has the message's size, or the requests of this job are not known."""
+    if not_written(answer.job):
+        return None
+    replay = StepReplay(answer.job, pipeline_rank=answer.pipeline[0].rank if answer.pipeline else None)
+    alive = _alive(replay.log, beside=int(bytes_by_kind(answer.peak.lines).get(Kind.WORKSPACE, 0)))
+    if full := _replayed(message, replay):
+        return _found(replay.log, full.at, alive[full.at], replayed=True)
+    alike = [at for at, deed in enumerate(replay.log.deeds) if deed >= 0 and _printed(replay.log, at) == message.tried_text]
+    if not alike:
+        return None
+    nearest = min(alike, key=lambda at: abs(alive[at] - message.allocated_bytes))
+    return _found(replay.log, nearest, alive[nearest], replayed=False)
+
+
+def _replayed(message: Message, replay: StepReplay) -> Full | None:
+    """Return where a replay fails as the message says; None where none does."""
+    room = message.reserved_bytes + message.free_bytes
+    for settings in SETTINGS:
+        for off in _OFF_MIB:
+            full = replay.full_at(room + off * MIB, settings)
+            if full is not None and _printed(replay.log, full.at) == message.tried_text and _is_as_full(full, message):
+                return full
+    return None
+
+
+_OFF_MIB = (0, -4, 4, -8, 8, -12, 12, -16, 16)
+"""The message has three figures of the room, each to two digits: up to 5 MiB off where they are in GiB."""
+_ROUNDED = 0.006
+"""How far off a figure of the message is; what is reserved is the sum of two. [GiB or MiB]"""
+
+
+def _is_as_full(full: Full, message: Message) -> bool:
+    """Whether as much is allocated and reserved as the message says, to its digits."""
+    pairs = ((full.allocated_bytes, message.allocated_bytes), (full.reserved_bytes, message.reserved_bytes))
+    return all(
+        abs(one - other) <= _ROUNDED * (GIB if other >= GIB else MIB) * digits for digits, (one, other) in enumerate(pairs, 1)
+    )
+
+
+def _alive(log: Log, beside: int) -> list[int]:
+    """Return the bytes alive before each deed."""
+    sizes = [one.n_bytes for one in log.requests]
+    changes = (sizes[deed] if deed >= 0 else -sizes[-1 - deed] for deed in log.deeds)
+    return list(accumulate(changes, initial=beside))
+
+
+def _printed(log: Log, at: int) -> str:
+    """Return what torch would print for a request at which no cached block is large enough; empty for a release."""
+    deed = log.deeds[at]
+    return as_torch_prints(segment_bytes(counted_bytes(log.requests[deed].n_bytes))) if deed >= 0 else ""
+
+
+def _found(log: Log, at: int, live: int, *, replayed: bool) -> Found:
+    one = log.requests[log.deeds[at]]
+    span = [span for span in log.spans if span.start <= at][-1]
+    return Found(one.kind.value, one.reason, span.step, span.phase.value, module_of(one.layer), one.n_bytes, live, replayed)
