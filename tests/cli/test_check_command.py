@@ -1,0 +1,74 @@
+"""``zeroplan check``: one row per file, in the words of the program that reads it, and an exit code for all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree  # noqa: ICN001  a full name
+
+import pytest
+import yaml
+
+from tests.cli.command import Run
+
+ROOT = Path(__file__).parents[2]
+FITS, TOO_LARGE, NO_JOB = "fits.toml", "large.toml", "none.toml"
+GPU = ("--gpu", "h100-sxm-80gb")
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / FITS).write_text('model = "llama-3.1-8b"\ngpus = 8\nstage = 3\nseq_len = 4096\n')
+    (tmp_path / TOO_LARGE).write_text('model = "llama-3.1-70b"\ngpus = 8\nstage = 1\n')
+    (tmp_path / NO_JOB).write_text("colour = 1\n")
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("arguments", "code"), [
+    ((FITS, *GPU), 0), ((TOO_LARGE, *GPU), 1), ((FITS, TOO_LARGE, *GPU), 1), ((FITS, TOO_LARGE, NO_JOB, *GPU), 2), ((FITS,), 2),
+    (("absent.toml", *GPU), 2), (("--model", "gpt2", "--gpus", "1", "--gpu", "l4-24gb"), 0), ((), 2),
+    (("ds.json", "--model", "llama-3.1-8b", "--gpus", "8", *GPU), 0), ((FITS, "--seq-len", "8192", *GPU), 0),
+    ((FITS, "--seq-len", "8192", "--careful", *GPU), 1), ((FITS, *GPU, "--format", "pdf"), 2),
+])  # fmt: skip
+def test_the_exit_code_is_the_verdict_on_all(run: Run, arguments: tuple[str, ...], code: int):
+    assert run("check", *arguments)[0] == code
+
+
+def test_a_row_says_what_estimate_says(run: Run):
+    _, out, err = run("check", FITS, TOO_LARGE, NO_JOB, *GPU)
+    fits, large, none = out.splitlines()
+    verdict = " ".join(run("estimate", FITS, *GPU)[1].split("\n\n", 1)[0].split())
+    assert fits == f"ok    {FITS}: {verdict}"
+    assert large.startswith(f"FAIL  {TOO_LARGE}: It does not fit")
+    assert none.startswith(f"FAIL  {NO_JOB}: job file '{NO_JOB}': colour: no such key")
+    assert err.startswith("1 of 3 pass; the largest needs 888.50 GiB")
+
+
+def test_other_programs_are_told_in_their_words(run: Run):
+    files = (FITS, TOO_LARGE, NO_JOB, *GPU)
+    told = json.loads(run("check", *files, "--format", "json")[1])
+    assert [(one["outcome"], one["failed"]) for one in told["checks"]] == [
+        ("fits", False),
+        ("does not fit", True),
+        ("invalid", True),
+    ]
+    suite = ElementTree.fromstring(run("check", *files, "--format", "junit")[1])  # noqa: S314  our own
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "1", "1")
+    assert [[child.tag for child in case] for case in suite] == [["system-out"], ["failure"], ["error"]]
+    lines = run("check", *files, "--format", "github")[1].splitlines()
+    assert [line.split(",title=zeroplan::")[0] for line in lines] == [
+        f"::notice file={FITS}", f"::error file={TOO_LARGE}", f"::error file={NO_JOB}"
+    ]  # fmt: skip
+
+
+def test_a_file_name_cannot_write_a_command_of_its_own(run: Run, tmp_path: Path):
+    name = "a,title=x::b%.toml"
+    (tmp_path / name).write_text((tmp_path / FITS).read_text())
+    (line,) = run("check", name, *GPU, "--format", "github")[1].splitlines()
+    assert line.startswith("::notice file=a%2Ctitle=x%3A%3Ab%25.toml,title=zeroplan::It fits")
+
+
+def test_the_hook_for_pre_commit_calls_it():
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    assert (hook["id"], hook["entry"], hook["language"]) == ("zeroplan-check", "zeroplan check", "python")

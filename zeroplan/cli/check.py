@@ -1,0 +1,83 @@
+"""``zeroplan check``: do the jobs of these files fit? For CI, a hook before a commit, or a job script's first line."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zeroplan.cli import BAD_INPUT, NO, say
+from zeroplan.cli.job_flags import Shared, takes_flags_of_two
+from zeroplan.errors import SpecError, ZeroplanError
+from zeroplan.report.checks import FORMATS, Checked, Format, Outcome, checked, refused, shown, summary
+
+if TYPE_CHECKING:
+    from zeroplan.resolve import Request
+
+_OUTPUT = "Output"
+
+
+def _check(
+    *,
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE]...",
+            help="Job files and other programs' configuration files; the flags of a job apply to each. Without a file, the "
+            "flags are the job.",
+            show_default=False,
+        ),
+    ] = None,
+    shared: Shared,
+    how: Annotated[
+        str,
+        typer.Option("--format", metavar="NAME", help="text, json, junit or github (annotations).", rich_help_panel=_OUTPUT),
+    ] = "text",
+    careful: Annotated[
+        bool, typer.Option("--careful", help="A job that fits only tightly fails, too.", rich_help_panel=_OUTPUT)
+    ] = False,
+) -> int:
+    """Whether the jobs of files fit their GPU: 0 all fit, 1 one does not, 2 one is no job.
+
+    zeroplan check configs/*.yaml --model llama-3.1-8b --gpu h100-sxm-80gb
+    """
+    named = _format(how)
+    fails: frozenset[Outcome] = frozenset({"does not fit", "invalid", *(("tight",) if careful else ())})
+    rows = [_checked(name, shared) for name in files or [""]]
+    typer.echo(shown(rows, named, fails=fails))
+    if len(rows) > 1:
+        say(summary(rows, fails))
+    if any(row.outcome == "invalid" for row in rows):
+        return BAD_INPUT
+    return NO if any(row.outcome in fails for row in rows) else 0
+
+
+check_command = takes_flags_of_two(_check)
+
+
+def _format(text: str) -> Format:
+    for one in FORMATS:
+        if text == one:
+            return one
+    raise SpecError(f"--format {text!r} is none of {', '.join(FORMATS)}")
+
+
+def _checked(name: str, shared: Shared) -> Checked:
+    """Return the row of one file; of the flags alone where the name is empty."""
+    from zeroplan.estimator import estimate, replayed_if_tight  # noqa: PLC0415  start-up is part of every command's time
+
+    try:
+        resolved = shared.resolved(_request(name) if name else None, name)
+        if resolved.job.cluster.gpu is None:
+            raise SpecError("no GPU is named; add --gpu NAME (`zeroplan gpus` lists them)")
+        return checked(name or "the job", replayed_if_tight(estimate(resolved.job)))
+    except ZeroplanError as error:
+        return refused(name or "the job", str(error))
+
+
+def _request(name: str) -> "Request":
+    from zeroplan.differences.reading import opened  # noqa: PLC0415  only a file pays for it
+
+    found = opened(Path(name))
+    if found.request is None:
+        raise SpecError(f"this is a {found.what}, not a job; give a job file or a configuration file")
+    return found.request

@@ -1,0 +1,105 @@
+"""Whether the jobs of several files fit, for a person and for the programs that run checks."""
+
+import json
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+from xml.etree import ElementTree  # noqa: ICN001  a full name; written, never read
+
+from zeroplan.estimator import Estimate
+from zeroplan.report.words import headline, verdict_sentence
+from zeroplan.units import GIBIBYTES
+
+SCHEMA_VERSION = 1
+
+Outcome = Literal["fits", "tight", "does not fit", "invalid"]
+Format = Literal["text", "json", "junit", "github"]
+FORMATS: tuple[Format, ...] = ("text", "json", "junit", "github")
+
+
+class Checked(NamedTuple):
+    """One file: what came of its job, in one line, and its figures where there is a job. [bytes]"""
+
+    file: str
+    outcome: Outcome
+    says: str
+    job: str = ""
+    needed_bytes: int | None = None
+    capacity_bytes: int | None = None
+
+
+def checked(file: str, answer: Estimate) -> Checked:
+    """Return the verdict on a file's job, which must name a GPU."""
+    outcome: Outcome = "does not fit" if not answer.fits else "tight" if answer.verdict == "tight" else "fits"
+    says = verdict_sentence(answer, GIBIBYTES)
+    return Checked(file, outcome, says, headline(answer), answer.least_bytes, answer.capacity_bytes)
+
+
+def refused(file: str, why: str) -> Checked:
+    """Return the row of a file that holds no job."""
+    return Checked(file, "invalid", why)
+
+
+def shown(rows: Sequence[Checked], how: Format, *, fails: frozenset[Outcome]) -> str:
+    """Return all rows in a format; ``fails``: the outcomes that fail a check."""
+    return {"text": _text, "json": _json, "junit": _junit, "github": _github}[how](rows, fails)
+
+
+def _text(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:
+    return "\n".join(f"{'FAIL' if row.outcome in fails else 'ok  '}  {row.file}: {row.says}" for row in rows)
+
+
+def _json(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:
+    told = [{**row._asdict(), "failed": row.outcome in fails} for row in rows]
+    return json.dumps({"schema_version": SCHEMA_VERSION, "checks": told}, indent=2, ensure_ascii=False)
+
+
+def _junit(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:
+    """Return JUnit's XML: a file that does not fit is a failure, one without a job an error."""
+    failed = [row for row in rows if row.outcome in fails]
+    errors = sum(row.outcome == "invalid" for row in failed)
+    counts = {"tests": str(len(rows)), "failures": str(len(failed) - errors), "errors": str(errors)}
+    suite = ElementTree.Element("testsuite", {"name": "zeroplan check", **counts})
+    for row in rows:
+        case = ElementTree.SubElement(suite, "testcase", {"name": _plain(row.file), "classname": "zeroplan"})
+        if row.outcome in fails:
+            kind = "error" if row.outcome == "invalid" else "failure"
+            ElementTree.SubElement(case, kind, {"message": _plain(row.says), "type": row.outcome})
+        else:
+            ElementTree.SubElement(case, "system-out").text = _plain(row.says)
+    ElementTree.indent(suite)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode")
+
+
+def _plain(text: str) -> str:
+    """Return a text without the control characters that XML does not have."""
+    return "".join(sign if sign.isprintable() else " " for sign in text)
+
+
+def _github(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:
+    """Return workflow commands of GitHub's Actions, which annotate the file."""
+    levels: dict[Outcome, str] = {"fits": "notice", "tight": "warning"}
+    lines = (
+        f"::{'error' if row.outcome in fails else levels.get(row.outcome, 'error')} "
+        f"file={_escaped(row.file, of_property=True)},title=zeroplan::{_escaped(row.says)}"
+        for row in rows
+    )
+    return "\n".join(lines)
+
+
+def _escaped(text: str, *, of_property: bool = False) -> str:
+    r"""Return a text as workflow commands write it; properties are separated by commas and colons.
+
+    >>> _escaped("50 %\nof it"), _escaped("a,b:c", of_property=True)
+    ('50 %25%0Aof it', 'a%2Cb%3Ac')
+    """
+    for sign, code in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A"), *(((",", "%2C"), (":", "%3A")) if of_property else ())):
+        text = text.replace(sign, code)
+    return text
+
+
+def summary(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:
+    """Return how many failed, and what the largest job needs."""
+    failed = sum(row.outcome in fails for row in rows)
+    needed = max((row.needed_bytes for row in rows if row.needed_bytes is not None), default=None)
+    largest = "" if needed is None else f"; the largest needs {GIBIBYTES.size(needed)}"
+    return f"{len(rows) - failed} of {len(rows)} pass{largest}"
