@@ -27,7 +27,7 @@ def test_it_is_complete_in_itself(run: Run, tmp_path: Path):
     text = path.read_text(encoding="utf-8")
     assert not re.findall(r'(?:src|href)="(?!data:|#)', text)
     told = json.loads(re.findall(r'<script type="application/json" id="told">(.*?)</script>', text, re.DOTALL)[0])
-    shown = told["answer"]["estimate"]
+    shown = told["answers"][str(told["own"])]["answer"]["estimate"]
     assert shown == printed("zeroplan estimate " + " ".join(JOB))
 
 
