@@ -8,6 +8,7 @@ import pytest
 
 from zeroplan import estimate, job
 from zeroplan.engines.requests import requests_of
+from zeroplan.report.series.run import run_of_step
 from zeroplan.report.series.step import StepSeries, step
 from zeroplan.report.series.timeline import timeline
 
@@ -79,3 +80,12 @@ def test_head_and_loss_can_be_seen_beside_many_blocks():
     wide = {place.name: after - place.column for place, after in zip(series.places, ends[1:], strict=True)}
     assert wide["final norm, head and loss"] >= 8
     assert len(series.totals) < 1500
+
+
+def test_its_picture_has_the_same_bands_and_phases():
+    series = drawn(**JOBS["fsdp2"])
+    picture = run_of_step(series)
+    assert tuple(picture.n_bytes.sum(axis=0).tolist()) == series.totals
+    assert [one.name for one in picture.stretches] == ["forward", "backward", "optimizer step"]
+    assert picture.stretches[-1].last == len(series.totals)
+    assert set(picture.calls) == {"all_gather", "reduce_scatter"}

@@ -22,6 +22,8 @@ from zeroplan.whole import refuse_target
 
 if TYPE_CHECKING:
     from zeroplan.report.bars import Row
+    from zeroplan.report.series.timeline import TimelineSeries
+    from zeroplan.spec.job import JobSpec
 
 kinds_app = typer.Typer()
 _OUTPUT = "Output"
@@ -178,7 +180,7 @@ def _timeline(
     text: _Text = False,
     force: _Force = False,
 ) -> None:
-    """Memory over one step: every named moment, band by band, the peak marked; with a record, what the engine took."""
+    """Memory over one step, band by band, with collectives and the peak marked; with a record, what the engine took."""
     from zeroplan.records import read_record  # noqa: PLC0415  only this kind needs them
     from zeroplan.report.series.timeline import timeline  # noqa: PLC0415
 
@@ -190,11 +192,25 @@ def _timeline(
     if resolved is not None:
         made = timeline(resolved.job, measured, where=f"record {record!r}")
         say_notes(resolved.notes)
+        if measured is None and not where.text and _draw_step(resolved.job, made, where):
+            return
     elif measured is not None:
         made = timeline(measured.job, measured)
     else:
         raise SpecError("a timeline is of a job, of a record, or of both; give flags as --model NAME, or --record FILE")
     _drawn("timeline", made, where)
+
+
+def _draw_step(job: "JobSpec", moments: "TimelineSeries", where: _Where) -> bool:
+    """Draw a step request by request; False where its requests are not known."""
+    from zeroplan.estimator import estimate  # noqa: PLC0415  only this kind needs them
+    from zeroplan.report.series.run import run_of_step  # noqa: PLC0415
+    from zeroplan.report.series.step import step  # noqa: PLC0415
+
+    found = step(estimate(job), moments)
+    if found.requests:
+        _drawn("run", run_of_step(found), where)
+    return found.requests
 
 
 def _draw_run(run: str | None, where: _Where, *, whole: bool, other: bool) -> None:

@@ -1,4 +1,4 @@
-"""A saved dry run from left to right: bands of memory by kind, the phases above, the peak marked."""
+"""A step or a run from left to right: bands of memory by kind, the phases above, the peak marked, and collectives below."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,6 +14,8 @@ _NEAR = 1.6
 """A capacity of more than so many times the peak is left out: the bands would be squeezed below it."""
 _WIDTH, _HEIGHT = 11.0, 4.6
 """[inches]"""
+_LANES = 16
+"""The height of the memory's axes, in those of an operation's row."""
 _NARROW = 12
 """Where a phase has less than such a part of the axis the names stand on two levels."""
 
@@ -21,22 +23,46 @@ _NARROW = 12
 def draw_run(figure: Figure, series: RunSeries, theme: Theme) -> None:
     """Draw the run into the figure."""
     framed(figure, series.caption, width=_WIDTH, height=_HEIGHT)
-    axes = figure.subplots()
+    axes, lanes = _axes(figure, series)
     highest = int(series.n_bytes.sum(axis=0).max())
     unit, name = (GIB, "GiB") if highest >= GIB else (MIB, "MiB")
     columns = np.arange(series.n_bytes.shape[1])
-    near = series.capacity_bytes <= _NEAR * highest
+    near = 0 < series.capacity_bytes <= _NEAR * highest
     top = max(1.22 * highest, 1.1 * series.capacity_bytes if near else 0) / unit
     axes.set(xlim=(0, max(len(columns) - 1, 1)), ylim=(0, top), ylabel=f"{name} per GPU")
-    axes.set_xticks([])
+    axes.tick_params(bottom=False, labelbottom=False)
+    if lanes is not None:
+        _lanes(lanes, series, theme)
     _bands(axes, series, theme, unit)
     _phases(axes, series, theme)
     _peak(axes, series, theme, unit, name)
     entries = kind_entries(series.kinds, theme)
     if near:
         line = axes.axhline(series.capacity_bytes / unit, color=theme.warn, linewidth=1.4, linestyle="--", zorder=4)
-        entries.insert(0, ((line,), f"the GPU: {series.capacity_bytes / unit:,.1f} {name}"))
+        entries.insert(0, ((line,), f"{series.limit}: {series.capacity_bytes / unit:,.1f} {name}"))
     legend(axes, entries)
+
+
+def _axes(figure: Figure, series: RunSeries) -> tuple[Axes, Axes | None]:
+    """The axes of the memory, and below them those of the collectives, if any."""
+    if not series.calls:
+        return figure.subplots(), None
+    axes, lanes = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [_LANES, len(series.calls)]})
+    return axes, lanes
+
+
+def _lanes(axes: Axes, series: RunSeries, theme: Theme) -> None:
+    """A row for each operation, with a mark where a collective begins."""
+    names = list(series.calls)
+    axes.eventplot(
+        [list(series.calls[name]) for name in names], lineoffsets=range(len(names)), linelengths=0.6, linewidths=1.2,
+        colors=theme.ink,
+    )  # fmt: skip
+    axes.set(ylim=(len(names) - 0.5, -0.5))
+    axes.set_yticks(range(len(names)), [name.replace("_", "-") for name in names], fontsize=SMALL)
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
 
 
 def _bands(axes: Axes, series: RunSeries, theme: Theme, unit: int) -> None:

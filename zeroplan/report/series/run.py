@@ -1,6 +1,8 @@
 """A saved dry run as a picture shows it: bytes by kind along its requests and releases, and the phases."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +13,7 @@ from zeroplan.ledger import OF_A_STEP, Beside, Phase
 from zeroplan.measurement import PhaseMeasured
 from zeroplan.report.palette import ORDER
 from zeroplan.report.series.parts import Caption, Part
+from zeroplan.report.series.step import StepSeries
 from zeroplan.report.series.timeline import Instant, TimelineSeries
 from zeroplan.report.words import plural
 from zeroplan.script_run import DryRun, PhaseOfRun
@@ -34,7 +37,8 @@ class Stretch:
 class RunSeries:
     """What is alive along a part of a run: ``n_bytes`` has a row per kind, and a column per moment or few of them. [bytes]
 
-    ``peak`` is the highest column; ``where`` says in which phase and on which line it is.
+    ``peak`` is the highest column; ``where`` says in which phase and on which line it is. ``limit`` names what ``capacity_bytes``
+    is; 0: none is known. ``calls``: the columns in which collectives begin, by operation.
     """
 
     caption: Caption
@@ -44,6 +48,39 @@ class RunSeries:
     peak: int
     where: str
     capacity_bytes: int
+    limit: str = "the GPU"
+    calls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def run_of_step(step: StepSeries) -> RunSeries:
+    """Return a predicted step as a picture shows it."""
+    columns = len(step.totals)
+    by_kind: dict[str, NDArray[np.int64]] = {}
+    for line in step.lines:
+        row = by_kind.setdefault(line.kind, np.zeros(columns, dtype=np.int64))
+        for begin, end, n_bytes in zip(line.columns, (*line.columns[1:], columns), line.n_bytes, strict=True):
+            row[begin:end] += n_bytes
+    kinds = tuple(kind for kind in ORDER if kind in by_kind)
+    begins = [next(places) for _, places in groupby(step.places, key=lambda place: place.phase)]
+    ends = [*(place.column for place in begins[1:]), columns]
+    peak = max((place for place in step.places if place.column <= step.peak), key=lambda place: place.column)
+    return RunSeries(
+        caption=Caption(
+            title=step.caption.title,
+            lines=(*step.caption.lines, "from left to right: requests and releases of memory, in order, not time"),
+        ),
+        kinds=kinds,
+        n_bytes=np.array([by_kind[kind] for kind in kinds]),
+        stretches=tuple(Stretch(name=one.phase, first=one.column, last=end) for one, end in zip(begins, ends, strict=True)),
+        peak=step.peak,
+        where=", ".join(part for part in (peak.phase, peak.name) if part),
+        capacity_bytes=step.room_bytes or 0,
+        limit="the GPU leaves to the allocator",
+        calls={
+            operation: tuple(one.column for one in step.calls if one.operation == operation)
+            for operation in dict.fromkeys(one.operation for one in step.calls)
+        },
+    )
 
 
 def run(saved: SavedRun, *, whole: bool = False) -> RunSeries:
