@@ -27,12 +27,20 @@ def scores() -> list[Scored]:
 
 def test_the_notes_say_what_was_found(scores: list[Scored]) -> None:
     """Their figures are those of these runs."""
-    experts = [one.peak for one in _of(scores, "moe")]
-    notes = " ".join(scores[0].answer.notes) + " ".join(_of(scores, "moe")[0].answer.notes)
-    off = median(abs(one.peak) for one in scores)
-    assert f"{len(scores)} runs of Megatron-LM's own tests ({off:.1%} off".replace("%", " %") in notes
+    experts, decoders = [one.peak for one in _of(scores, "moe")], _decoders(scores)
+    notes = " ".join(note for kind in ("moe", "bert", "t5") for note in _of(scores, kind)[0].answer.notes)
+    off = median(abs(one.peak) for one in decoders)
+    assert f"{len(decoders)} runs of Megatron-LM's own tests ({off:.1%} off".replace("%", " %") in notes
+    for kind, named in (("bert", "runs of BERT in"), ("t5", "runs in")):
+        peaks = [one.peak for one in _of(scores, kind)]
+        said = f"of {len(peaks)} {named} Megatron-LM's tests the figure was from {-min(peaks):.0%} to {-max(peaks):.0%} too low"
+        assert said.replace("%", " %") in notes
     assert f"of {len(experts)} runs of Megatron-LM's tests with experts" in notes
     assert f"from {-min(experts):.0%} too low to {max(experts):.0%} too high".replace("%", " %") in notes
+
+
+def _decoders(scores: list[Scored]) -> list[Scored]:
+    return [one for one in scores if one.run.kind not in ("bert", "t5")]
 
 
 def _of(scores: list[Scored], kind: str) -> list[Scored]:
@@ -80,9 +88,23 @@ def test_peaks_with_experts_are_within_five_percent(scores: list[Scored]) -> Non
 
 def test_what_is_held_is_within_a_few_percent(scores: list[Scored]) -> None:
     """Too low where a pipeline's blocks are counted whole; too high where Blackwell had the smaller workspace."""
-    assert median(abs(one.held) for one in scores) < 0.0055
-    assert min(one.held for one in scores) > -0.034
-    assert max(one.held for one in scores) < 0.143
+    held = [one.held for one in _decoders(scores)]
+    assert median(map(abs, held)) < 0.0055
+    assert min(held) > -0.034
+    assert max(held) < 0.143
+
+
+def test_bert_s_and_t5_s_peaks_are_within_three_percent(scores: list[Scored]) -> None:
+    """But for BERTs of half a GiB on 64 ranks and more, and a T5 that rose by 424 MiB at its 56,405th step.
+
+    T5's lack blocks that the allocator does not split: the dry run of its own code peaks 36 MiB higher with them, and these lack 35.
+    """
+    for kind, runs, off, exceptions in (("bert", 15, 0.026, 5), ("t5", 19, 0.017, 1)):
+        peaks = sorted(one.peak for one in _of(scores, kind))
+        assert len(peaks) == runs
+        assert median(map(abs, peaks)) < off
+        assert all(-0.028 < peak < 0 for peak in peaks[exceptions:])
+        assert peaks[exceptions - 1] < -0.05
 
 
 def _unsplit_mib(features: Features) -> float:

@@ -124,6 +124,15 @@ class MegatronOptions(Spec):
     The overlaps change only time; the others change memory.
     """
 
+    pretrains: Literal["gpt", "bert", "t5"] = "gpt"
+    """Megatron-LM's script: ``bert`` is ``pretrain_bert.py``, ``t5`` is ``pretrain_t5.py``, where the job describes the decoder and
+    its sequences. Both take a model of GPT-2's family."""
+    bert_binary_head: bool = True
+    """False is ``--bert-no-binary-head``: BERT predicts masked tokens alone."""
+    encoder_num_layers: Count | None = None
+    """T5's ``--encoder-num-layers``. ``None``: as many as the decoder has."""
+    encoder_seq_length: Count | None = None
+    """T5's ``--encoder-seq-length``. ``None``: as long as the decoder's. [tokens]"""
     overlap_grad_reduce: bool = False
     """``--overlap-grad-reduce``: gradients are reduced beside the last micro-batch's backward, not after it."""
     overlap_param_gather: bool = False
