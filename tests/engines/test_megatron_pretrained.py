@@ -57,7 +57,9 @@ def test_t5_takes_what_megatron_s_own_takes(tp: int, allocated: float) -> None:
 def test_bert_takes_what_megatron_s_own_takes() -> None:
     """The second of two stages; the script has no schedule, and so nothing that is left of one."""
     answer = estimate(asked("bert", 2, 2), pipeline_rank=1)
-    assert in_loss(answer, without="hidden states and gradients that the schedule") == pytest.approx(BERT_ON_2, abs=64 * KIB / MIB)
+    assert in_loss(answer, without="hidden states and gradients that the schedule") == pytest.approx(
+        BERT_ON_2, abs=64 * KIB / MIB
+    )
 
 
 def test_parameters_are_megatron_s_own() -> None:
@@ -84,7 +86,7 @@ def test_every_line_is_explained(name: str) -> None:
 
 
 def test_the_mask_of_padding_is_kept_by_transformer_engine_alone() -> None:
-    """Its unfused attention fills what is padding with zeros behind the softmax; Megatron's kernel reads the mask and lets it go."""
+    """Its unfused attention fills padding with zeros behind the softmax; Megatron's kernel reads the mask and lets it go."""
     kept = []
     for one in (asked("bert", 2), asked("bert", 2, local=False)):
         lines = cost_of(one.model, "dense", one.recipe, one.mesh, one.batch).kept

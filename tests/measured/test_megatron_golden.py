@@ -97,7 +97,7 @@ def test_what_is_held_is_within_a_few_percent(scores: list[Scored]) -> None:
 def test_bert_s_and_t5_s_peaks_are_within_three_percent(scores: list[Scored]) -> None:
     """But for BERTs of half a GiB on 64 ranks and more, and a T5 that rose by 424 MiB at its 56,405th step.
 
-    T5's lack blocks that the allocator does not split: the dry run of its own code peaks 36 MiB higher with them, and these lack 35.
+    T5's lack what the allocator does not split of blocks: the dry run of its code peaks 36 MiB higher with that, and these lack 35.
     """
     for kind, runs, off, exceptions in (("bert", 15, 0.026, 5), ("t5", 19, 0.017, 1)):
         peaks = sorted(one.peak for one in _of(scores, kind))

@@ -79,12 +79,12 @@ _ENDS = (
     "since the layers alone do not divide"
 )
 _BERT_NOTE = (
-    "of 15 runs of BERT in Megatron-LM's tests the figure was from 22 % to 1 % too low, most of all in those of half a GiB; how long "
-    "a step takes is not modelled"
+    "of 15 runs of BERT in Megatron-LM's tests the figure was from 22 % to 1 % too low, most of all in those of half a GiB; how "
+    "long a step takes is not modelled"
 )
 _T5_NOTE = (
-    "layers and sequences are those of T5's decoder, and its encoder comes on top; of 19 runs in Megatron-LM's tests the figure was "
-    "from 8 % to 1 % too low; how long a step takes is not modelled"
+    "layers and sequences are those of T5's decoder, and its encoder comes on top; of 19 runs in Megatron-LM's tests the figure "
+    "was from 8 % to 1 % too low; how long a step takes is not modelled"
 )
 ATTENTION_MASK = "attention mask of the data loader (--no-create-attention-mask-in-dataloader goes without)"
 
