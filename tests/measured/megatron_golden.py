@@ -201,7 +201,7 @@ def _model(run: Run) -> ModelSpec:
     return ModelSpec(
         family=family, hidden_size=said["hidden"], intermediate_size=said["moe_ffn"] if family == "mixtral" else said["ffn"],
         num_hidden_layers=said["layers"], num_attention_heads=said["heads"], num_key_value_heads=said["kv_groups"],
-        head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else said["head_dim"], vocab_size=_tokens(run),
+        head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else said["head_dim"], vocab_size=tokens_of(run),
         positions=positions or (1 if family == "gpt2" else 0), max_position_embeddings=said["max_positions"],
         tie_word_embeddings=bool(said.get("tied")), moe=moe, mla=mla,
     )  # fmt: skip
@@ -224,7 +224,8 @@ def _mla(run: Run) -> MlaSpec:
     )  # fmt: skip
 
 
-def _tokens(run: Run) -> int:
+def tokens_of(run: Run) -> int:
+    """Tokens of a run's vocabulary, before it is padded."""
     said = run.features
     if run.kind == "bert":  # its configuration names no tokenizer; the script's is BERT's
         return _TOKENS["BertWordPieceCase"]
