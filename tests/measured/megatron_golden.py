@@ -60,7 +60,7 @@ _UNSAID = {
 }  # fmt: skip
 #: The same, by the arguments' own names.
 _UNSAID_ARGUMENTS = (
-    "export-kd-cfg", "overlap-moe-expert-parallel-comm", "use-transformer-engine-op-fuser",
+    "export-kd-cfg", "use-transformer-engine-op-fuser",
 )  # fmt: skip
 
 _LATENT = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
@@ -69,7 +69,8 @@ _ARGUMENTS = (
     *_UNSAID_ARGUMENTS, "no-create-attention-mask-in-dataloader", "no-masked-softmax-fusion", "attention-softmax-in-fp32",
     "apply-query-key-layer-scaling", "defer-embedding-wgrad-compute", "wgrad-deferral-limit", "moe-router-dtype",
     "moe-aux-loss-coeff", "use-precision-aware-optimizer", *_LATENT, "microbatch-group-size-per-virtual-pipeline-stage",
-    "bert-no-binary-head", "spec", "encoder-num-layers", "encoder-seq-length", "decoder-seq-length", "vocab-extra-ids",
+    "bert-no-binary-head", "overlap-moe-expert-parallel-comm", "spec", "encoder-num-layers", "encoder-seq-length",
+    "decoder-seq-length", "vocab-extra-ids",
 )  # fmt: skip
 _FITS = 0.03
 _NOTHING: dict[str, Any] = {"features": {}, "arguments": {}, "environment": {}}
@@ -304,6 +305,7 @@ def _of_experts(run: Run) -> dict[str, Any]:
         "expert_tensor_parallel_size": said["etp"], "moe_token_dispatcher_type": str(said["dispatcher"]).partition(" ")[0],
         "moe_grouped_gemm": bool(said.get("grouped_gemm")), "moe_router_dtype": run.arguments.get("moe-router-dtype"),
         "moe_shared_expert_intermediate_size": said.get("shared_expert"),
+        "overlap_moe_expert_parallel_comm": "overlap-moe-expert-parallel-comm" in run.arguments,
         "moe_aux_loss": any(float(part) for part in re.findall(r"[\d.e-]+", str(run.arguments.get("moe-aux-loss-coeff", 0)))),
     }  # fmt: skip
 

@@ -207,6 +207,8 @@ class MegatronOptions(Spec):
     """Routing weights in fp32; ``None``: in the activations' dtype."""
     moe_shared_expert_intermediate_size: Count | None = None
     """Width of an expert that every token visits; ``None``: there is none."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """``--overlap-moe-expert-parallel-comm``: the next micro-batch goes forward, layer by layer, beside the backward of one."""
     moe_aux_loss: bool = False
     """Whether ``--moe-aux-loss-coeff`` is above 0: scores of all experts are kept for it."""
 
