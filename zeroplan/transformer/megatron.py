@@ -300,13 +300,15 @@ def _symbols_of_t5(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batc
     length = encoder_length(recipe, batch)
     tokens = batch.micro_batch_size * length
     heads = ceil_div(model.num_attention_heads, mesh.tp)
+    within: Int = tokens * length
+    across: Int = tokens * batch.seq_len
     return (
         Symbolic("s_e", length, "length of the encoder's sequences"),
         Symbolic("T_e", tokens, "tokens of the encoder"),
-        Symbolic("P_e", tokens * length, "pairs of tokens in the encoder"),
-        Symbolic("P_c", tokens * batch.seq_len, "pairs of a decoder's token and an encoder's"),
-        Symbolic("S_e", heads * tokens * length, "numbers in a rank's attention scores, in the encoder"),
-        Symbolic("S_c", heads * tokens * batch.seq_len, "numbers in a rank's scores of the cross attention"),
+        Symbolic("P_e", within, "pairs of tokens in the encoder"),
+        Symbolic("P_c", across, "pairs of a decoder's token and an encoder's"),
+        Symbolic("S_e", heads * within, "numbers in a rank's attention scores, in the encoder"),
+        Symbolic("S_c", heads * across, "numbers in a rank's scores of the cross attention"),
     )
 
 
