@@ -1,11 +1,14 @@
 """Sequences of several lengths: the job is that of a run's longest micro-batch."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from zeroplan import job
 from zeroplan.errors import SpecError
+from zeroplan.estimator import estimate, replayed_if_tight
+from zeroplan.report.words import verdict_sentence
 from zeroplan.resolve import Request, resolve
 from zeroplan.resolve.lengths import Lognormal, lengths_of, longest_of
 
@@ -72,3 +75,30 @@ def test_what_makes_no_sense_is_refused(said: dict[str, object], why: str) -> No
 def test_a_length_below_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="lengths of 1 token or more"):
         job(**MODEL, lengths=_file(tmp_path, 4, 0))
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_drawn_lengths_fit_only_with_the_longest_that_there_may_be(tmp_path: Path, *, padding_free: bool) -> None:
+    """A file's lengths are all that there are; those that were drawn leave out a sequence that real data may have."""
+    said = {
+        "model": "llama-3.1-8b",
+        "lora_rank": 16,
+        "gpu": "a100",
+        "recompute": "full",
+        "seq_len": 4096,
+        "padding_free": padding_free,
+    }
+    said |= {"attention": "flash", "micro_batch": 40 if padding_free else 11}
+    drawn = estimate(job(**said, lengths="lognormal(290,0.5,800)"))
+    (tmp_path / "lengths").write_text("290\n" * 800, encoding="utf-8")
+    known = estimate(job(**said, lengths=str(tmp_path / "lengths")))
+    most = min(40 * 4096, drawn.job.batch.seq_len + 4096) if padding_free else 4096
+    assert known.verdict == "fits"
+    assert known.job.batch.longest_seq_len is None
+    assert drawn.job.batch.longest_seq_len == most
+    longest = estimate(replace(drawn.job, batch=replace(drawn.job.batch, seq_len=most, longest_seq_len=None)))
+    assert drawn.comfortable_bytes == longest.comfortable_bytes > known.comfortable_bytes
+    if not padding_free:
+        assert drawn.is_tight_by_length
+        assert "4,096 tokens" in verdict_sentence(replayed_if_tight(drawn))
+        assert replayed_if_tight(drawn).replay is None

@@ -19,8 +19,8 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 
-# Sharding ranks are what is left of the GPUs once the others are given.
-_OF_NO_OPTION = {"mesh.dp_shard"}
+# Sharding ranks are what is left of the GPUs once the others are given; the longest sequence follows from --lengths.
+_OF_NO_OPTION = {"mesh.dp_shard", "batch.longest_seq_len"}
 
 
 def test_every_field_of_a_job_is_set_by_one_option():

@@ -237,8 +237,28 @@ class Estimate:
 
     @property
     def comfortable_bytes(self) -> int:
-        """What fits without the allocator having to give back cached blocks: expected reserved plus what is outside."""
+        """What fits without the allocator having to give back cached blocks: expected reserved plus what is outside.
+
+        Where lengths of sequences were drawn, that of the longest that they may have.
+        """
+        return max(self._own_comfortable_bytes, self._longest_bytes)
+
+    @property
+    def _own_comfortable_bytes(self) -> int:
         return int(self.reserved.expected_bytes) + int(self.outside_band.expected_bytes)
+
+    @cached_property
+    def _longest_bytes(self) -> int:
+        longest = self.job.batch.longest_seq_len
+        if longest is None:
+            return 0
+        return int(needed(self.job, replace(self.job.batch, seq_len=longest, longest_seq_len=None)).comfortable_bytes)
+
+    @property
+    def is_tight_by_length(self) -> bool:
+        """Whether the job is ``tight`` only since sequences may be longer than those that were drawn."""
+        capacity = self.capacity_bytes
+        return capacity is not None and self._own_comfortable_bytes <= capacity < self._longest_bytes
 
     @property
     def verdict(self) -> Verdict:
@@ -311,7 +331,7 @@ def replayed_if_tight(answer: Estimate) -> Estimate:
     A replay takes tenths of a second. The answer stays as it is where the requests are not known, and where expert-parallel ranks
     get the tokens that are routed to them: a replay has as many for each.
     """
-    if answer.replay is not None or answer.verdict != "tight" or answer.job.mesh.ep > 1:
+    if answer.replay is not None or answer.verdict != "tight" or answer.is_tight_by_length or answer.job.mesh.ep > 1:
         return answer
     from zeroplan.engines.requests import not_written  # noqa: PLC0415  keeps start-up fast
 

@@ -102,7 +102,8 @@ class Scored(NamedTuple):
     found_peak: int
     found_held: int
     reserved: int
-    """What the allocator is expected to reserve: a card with room for it is said to fit the job."""
+    """What the allocator is expected to reserve, with the longest sequences that there may be: a card with room for it is said
+    to fit the job."""
     moment: str
 
     @property
@@ -268,7 +269,8 @@ def _upcast(row: Row) -> str:
 def scored(run: Run) -> Scored:
     """Hold the estimate against a row."""
     answer = estimate(job_of(run))
-    counted = (int(answer.peak_bytes), _held(run, answer), int(answer.reserved.expected_bytes))
+    fitting = answer.comfortable_bytes - int(answer.outside_band.expected_bytes)
+    counted = (int(answer.peak_bytes), _held(run, answer), fitting)
     return Scored(run, *(n_bytes - _uncounted(run, answer) for n_bytes in counted), answer.peak.name)
 
 

@@ -39,13 +39,18 @@ if TYPE_CHECKING:
 
 GPUS = {"A100": "a100-sxm-80gb", "H100": "h100-sxm-80gb", "GB200": "gb200-186gb"}
 #: Tokens of each tokenizer, where the configuration says no ``--vocab-size``.
-_TOKENS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "GPTSentencePieceTokenizer": 32000}
+_TOKENS = {
+    "GPT2BPETokenizer": 50257, "BertWordPieceCase": 28998, "Llama2Tokenizer": 32000, "GPTSentencePieceTokenizer": 32000,
+}  # fmt: skip
 KEPT = Path(__file__).parents[1] / "golden" / "megatron_runs.jsonl"
 #: Classes whose models are decoders of one kind of layer; the others are counted by their class.
-CLASSES = {"dense-gpt": "dense", "moe": "experts", "mla": "latent attention", "mla-moe": "latent attention"}
+CLASSES = {
+    "dense-gpt": "dense", "moe": "experts", "mla": "latent attention", "mla-moe": "latent attention",
+    "bert": "BERT", "t5": "T5",
+}  # fmt: skip
 #: The other classes, in words.
 OTHERS = {
-    "t5": "T5", "bert": "BERT", "multimodal": "a multimodal model", "rl": "reinforcement learning", "hybrid": "Mamba layers",
+    "multimodal": "a multimodal model", "rl": "reinforcement learning", "hybrid": "Mamba layers",
     "hybrid-moe": "Mamba layers and experts",
 }  # fmt: skip
 #: Features that no option expresses, in words.
@@ -55,7 +60,7 @@ _UNSAID = {
 }  # fmt: skip
 #: The same, by the arguments' own names.
 _UNSAID_ARGUMENTS = (
-    "export-kd-cfg", "overlap-moe-expert-parallel-comm", "use-transformer-engine-op-fuser",
+    "export-kd-cfg", "use-transformer-engine-op-fuser",
 )  # fmt: skip
 
 _LATENT = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
@@ -64,6 +69,8 @@ _ARGUMENTS = (
     *_UNSAID_ARGUMENTS, "no-create-attention-mask-in-dataloader", "no-masked-softmax-fusion", "attention-softmax-in-fp32",
     "apply-query-key-layer-scaling", "defer-embedding-wgrad-compute", "wgrad-deferral-limit", "moe-router-dtype",
     "moe-aux-loss-coeff", "use-precision-aware-optimizer", *_LATENT, "microbatch-group-size-per-virtual-pipeline-stage",
+    "bert-no-binary-head", "overlap-moe-expert-parallel-comm", "spec", "encoder-num-layers", "encoder-seq-length",
+    "decoder-seq-length", "vocab-extra-ids",
 )  # fmt: skip
 _FITS = 0.03
 _NOTHING: dict[str, Any] = {"features": {}, "arguments": {}, "environment": {}}
@@ -150,7 +157,8 @@ def job_of(run: Run) -> JobSpec:
     assert run.dp is not None
     assert run.micro_batches is not None
     mesh = MeshSpec(dp_shard=run.dp, tp=said["tp"], pp=said["pp"], cp=said["cp"], ep=said["ep"])
-    batch = BatchSpec(micro_batch_size=said["mbs"], seq_len=said["seq"], grad_accum_steps=run.micro_batches)
+    length = run.arguments.get("decoder-seq-length", said["seq"])
+    batch = BatchSpec(micro_batch_size=said["mbs"], seq_len=length, grad_accum_steps=run.micro_batches)
     cluster = ClusterSpec(gpu=gpu(GPUS[run.gpu]))
     return JobSpec(model=_model(run), recipe=_recipe(run), cluster=cluster, mesh=mesh, batch=batch)
 
@@ -194,7 +202,7 @@ def _model(run: Run) -> ModelSpec:
     return ModelSpec(
         family=family, hidden_size=said["hidden"], intermediate_size=said["moe_ffn"] if family == "mixtral" else said["ffn"],
         num_hidden_layers=said["layers"], num_attention_heads=said["heads"], num_key_value_heads=said["kv_groups"],
-        head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else said["head_dim"], vocab_size=_tokens(said),
+        head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else said["head_dim"], vocab_size=tokens_of(run),
         positions=positions or (1 if family == "gpt2" else 0), max_position_embeddings=said["max_positions"],
         tie_word_embeddings=bool(said.get("tied")), moe=moe, mla=mla,
     )  # fmt: skip
@@ -217,13 +225,17 @@ def _mla(run: Run) -> MlaSpec:
     )  # fmt: skip
 
 
-def _tokens(said: Features) -> int:
+def tokens_of(run: Run) -> int:
+    """Tokens of a run's vocabulary, before it is padded."""
+    said = run.features
+    if run.kind == "bert":  # its configuration names no tokenizer; the script's is BERT's
+        return _TOKENS["BertWordPieceCase"]
     if said.get("vocab_size"):
         return int(said["vocab_size"])
     name = str(said["tokenizer"]).partition(" ")[0]
     if name not in _TOKENS:
         raise RefusedError(f"a vocabulary of unknown size ({name})")
-    return _TOKENS[name]
+    return _TOKENS[name] + int(run.arguments.get("vocab-extra-ids", 0))
 
 
 def _recipe(run: Run) -> RecipeSpec:
@@ -244,7 +256,7 @@ def attention_of(run: Run) -> str:
     The image of January 2024 had none that is deterministic.
     """
     asked = str(run.features.get("attention", "")).partition(" ")[0]
-    if run.features["impl"] == "local" or asked in ("unfused", "local"):
+    if _is_local(run) or asked in ("unfused", "local"):
         return "eager"
     if asked:
         return {"flash": "flash", "fused": "sdpa"}[asked]
@@ -254,10 +266,17 @@ def attention_of(run: Run) -> str:
     return "flash" if run.gpu == "A100" or on_blackwell else "sdpa"
 
 
+def _is_local(run: Run) -> bool:
+    return bool(run.features["impl"] == "local" or run.arguments.get("spec") == "local")
+
+
 def _options(run: Run) -> MegatronOptions:
     said = run.features
     return MegatronOptions(
-        transformer_impl="local" if said["impl"] == "local" else "transformer_engine",
+        pretrains="gpt" if run.kind not in ("bert", "t5") else run.kind,
+        bert_binary_head="bert-no-binary-head" not in run.arguments,
+        encoder_num_layers=run.arguments.get("encoder-num-layers"), encoder_seq_length=run.arguments.get("encoder-seq-length"),
+        transformer_impl="local" if _is_local(run) else "transformer_engine",
         hidden_dropout=bool(said.get("hidden_dropout")), attention_dropout=bool(said.get("attention_dropout")),
         overlap_grad_reduce=bool(said.get("overlap_grad_reduce")), overlap_param_gather=bool(said.get("overlap_param_gather")),
         cross_entropy_fusion_impl=said.get("ce_fusion"),
@@ -286,6 +305,7 @@ def _of_experts(run: Run) -> dict[str, Any]:
         "expert_tensor_parallel_size": said["etp"], "moe_token_dispatcher_type": str(said["dispatcher"]).partition(" ")[0],
         "moe_grouped_gemm": bool(said.get("grouped_gemm")), "moe_router_dtype": run.arguments.get("moe-router-dtype"),
         "moe_shared_expert_intermediate_size": said.get("shared_expert"),
+        "overlap_moe_expert_parallel_comm": "overlap-moe-expert-parallel-comm" in run.arguments,
         "moe_aux_loss": any(float(part) for part in re.findall(r"[\d.e-]+", str(run.arguments.get("moe-aux-loss-coeff", 0)))),
     }  # fmt: skip
 
@@ -296,12 +316,13 @@ def _of_experts(run: Run) -> dict[str, Any]:
 def scored(run: Run) -> Scored:
     """Hold the estimate of the last rank against a run.
 
-    Where nothing states how many GPUs there were, it is the power of two with which what is held comes within 3 %, if there is one.
+    Where nothing states how many GPUs there were, it is the power of two with which what is held comes within 3 %, if there is one;
+    without the distributed optimizer every number holds the same.
     """
     if run.dp is None and run.kind in CLASSES:
         for ranks in (2**power for power in range(11)):
             found = _with_ranks(run, ranks)
-            if found is not None and abs(found.held) < _FITS:
+            if found is not None and (abs(found.held) < _FITS or not run.features.get("dist_opt")):
                 return found
     job = job_of(run)
     answer = estimate(job, pipeline_rank=job.mesh.pp - 1) if job.mesh.pp > 1 else estimate(job)

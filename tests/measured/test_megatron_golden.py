@@ -11,10 +11,9 @@ from statistics import median
 
 import pytest
 
-from tests.measured.megatron_golden import Features, Scored, job_of, kept, score
-from zeroplan.allocator import CachingAllocator, counted_bytes
+from tests.measured.megatron_blocks import beyond, placed
+from tests.measured.megatron_golden import Scored, job_of, kept, score
 from zeroplan.estimator import estimate
-from zeroplan.numeric import round_up
 from zeroplan.units import KIB, MIB
 
 RUNS = kept()
@@ -27,12 +26,20 @@ def scores() -> list[Scored]:
 
 def test_the_notes_say_what_was_found(scores: list[Scored]) -> None:
     """Their figures are those of these runs."""
-    experts = [one.peak for one in _of(scores, "moe")]
-    notes = " ".join(scores[0].answer.notes) + " ".join(_of(scores, "moe")[0].answer.notes)
-    off = median(abs(one.peak) for one in scores)
-    assert f"{len(scores)} runs of Megatron-LM's own tests ({off:.1%} off".replace("%", " %") in notes
+    experts, decoders = [one.peak for one in _of(scores, "moe")], _decoders(scores)
+    notes = " ".join(note for kind in ("moe", "bert", "t5") for note in _of(scores, kind)[0].answer.notes)
+    off = median(abs(one.peak) for one in decoders)
+    assert f"{len(decoders)} runs of Megatron-LM's own tests ({off:.1%} off".replace("%", " %") in notes
+    for kind, named in (("bert", "runs of BERT in"), ("t5", "runs in")):
+        peaks = [one.peak for one in _of(scores, kind)]
+        said = f"of {len(peaks)} {named} Megatron-LM's tests the figure was from {-min(peaks):.0%} to {-max(peaks):.0%} too low"
+        assert said.replace("%", " %") in notes
     assert f"of {len(experts)} runs of Megatron-LM's tests with experts" in notes
     assert f"from {-min(experts):.0%} too low to {max(experts):.0%} too high".replace("%", " %") in notes
+
+
+def _decoders(scores: list[Scored]) -> list[Scored]:
+    return [one for one in scores if one.run.kind not in ("bert", "t5")]
 
 
 def _of(scores: list[Scored], kind: str) -> list[Scored]:
@@ -69,9 +76,13 @@ def test_peaks_under_expandable_segments_are_exact(scores: list[Scored]) -> None
 
 
 def test_peaks_with_experts_are_within_five_percent(scores: list[Scored]) -> None:
-    """The highest are of March 2025, when routing weights were applied behind the experts; four are Mixtrals of 64 to 128 GPUs."""
-    experts = sorted(_of(scores, "moe"), key=lambda one: one.peak)
-    assert len(experts) > 35
+    """The highest are of March 2025, when routing weights were applied behind the experts; four are Mixtrals of 64 to 128 GPUs.
+
+    The lowest is of November 2025, before Megatron-LM let go of what an overlapped micro-batch had (a56a0b001d, 5da641cf5f).
+    """
+    lowest, *experts = sorted(_of(scores, "moe"), key=lambda one: one.peak)
+    assert "a2a_ovlp" in lowest.run.name
+    assert len(experts) == 40
     assert abs(median(one.peak for one in experts)) < 0.005
     assert median(abs(one.peak) for one in experts) < 0.009
     assert experts[0].peak > -0.036
@@ -79,65 +90,48 @@ def test_peaks_with_experts_are_within_five_percent(scores: list[Scored]) -> Non
 
 
 def test_what_is_held_is_within_a_few_percent(scores: list[Scored]) -> None:
-    """Too low where a pipeline's blocks are counted whole; too high where Blackwell had the smaller workspace."""
-    assert median(abs(one.held) for one in scores) < 0.0055
-    assert min(one.held for one in scores) > -0.034
-    assert max(one.held for one in scores) < 0.143
+    """Too low where a pipeline's blocks are counted whole; too high where Blackwell had the smaller workspace.
 
-
-def _unsplit_mib(features: Features) -> float:
-    """What weights, main gradients, their fp32 copies and Adam's moments take beyond their bytes, placed in this order. [MiB]
-
-    Of the last rank of a GPT without the distributed optimizer, whose tensors are made one by one, gradients in one buffer.
+    Where micro-batches are overlapped, a layer's schedule still refers to something of the last one; what that is, is not known.
     """
-    hidden, tp, last = features["hidden"], features["tp"], features["pp"] > 1
-    queries, keys, width = (
-        features["heads"] * features["head_dim"],
-        features["kv_groups"] * features["head_dim"],
-        features["ffn"],
-    )
-    up = (2 if features["act"] == "swiglu" else 1) * width
-    layer = [
-        queries * hidden // tp, hidden, hidden, hidden, (queries + 2 * keys) * hidden // tp, (queries + 2 * keys) // tp,
-        hidden, hidden, up * hidden // tp, up // tp, width * hidden // tp, hidden,
-    ]  # fmt: skip
-    table = round_up(50257, features["vocab_multiple"] * tp) * hidden // tp
-    positions = [features["max_positions"] * hidden] if features["position"] == "learned_absolute" else []
-    first = [] if last else [table, *positions]
-    elements = [*first, *(features["layers"] // features["pp"] * layer), hidden, hidden, *([table] if last else [])]
-    card, kept = CachingAllocator(), list[tuple[int, int]]()
+    overlapped = [one.held for one in _of(scores, "moe") if "a2a_ovlp" in one.run.name]
+    held = [one.held for one in _decoders(scores) if "a2a_ovlp" not in one.run.name]
+    assert len(overlapped) == 4
+    assert max(overlapped) < -0.035
+    assert median(map(abs, held)) < 0.0055
+    assert min(held) > -0.034
+    assert max(held) < 0.143
 
-    def hold(n_bytes: int) -> None:
-        kept.append((card.request(n_bytes).size, counted_bytes(n_bytes)))
 
-    for one in elements:
-        hold(2 * one)
-    hold(4 * sum(elements))
-    for one in elements:
-        narrow = card.request(2 * one)  # ``clone().float()``
-        hold(4 * one)
-        card.release(narrow)
-    for one in elements:
-        hold(4 * one)
-        hold(4 * one)
-    return sum(block - asked for block, asked in kept) / MIB
+def test_bert_s_and_t5_s_peaks_are_within_three_percent(scores: list[Scored]) -> None:
+    """But for BERTs of half a GiB on 64 ranks and more, and a T5 that rose by 424 MiB at its 56,405th step.
+
+    T5's lack what the allocator does not split of blocks: the dry run of its code peaks 36 MiB higher with that, and these lack 35.
+    """
+    for kind, runs, off, exceptions in (("bert", 15, 0.026, 5), ("t5", 19, 0.017, 1)):
+        peaks = sorted(one.peak for one in _of(scores, kind))
+        assert len(peaks) == runs
+        assert median(map(abs, peaks)) < off
+        assert all(-0.028 < peak < 0 for peak in peaks[exceptions:])
+        assert peaks[exceptions - 1] < -0.05
 
 
 def test_what_is_missing_between_steps_is_in_blocks_that_the_allocator_does_not_split(scores: list[Scored]) -> None:
     """Placing the states alone explains most of it; where blocks lie that the first step left is not known."""
-    apart = ("dist_opt", "expandable", "vpp")
     plain = [
-        one for one in _of(scores, "dense-gpt")
-        if one.run.features["precision"] == "bf16" and not any(one.run.features.get(name) for name in apart)
-        and "defer-embedding-wgrad-compute" not in one.run.arguments and not _had_small_workspaces(one)
-    ]  # fmt: skip
-    missing = [-one.held * one.run.held / MIB for one in plain]
-    left = [abs(lacks - _unsplit_mib(one.run.features)) for lacks, one in zip(missing, plain, strict=True)]
-    held = [one.run.held / MIB for one in plain]
-    assert len(plain) > 60
-    assert min(missing) > 0
-    assert median(lacks / whole for lacks, whole in zip(missing, held, strict=True)) > 0.006
-    assert median(rest / whole for rest, whole in zip(left, held, strict=True)) < 0.003
+        one for one in scores if placed(one.run) and one.run.features["precision"] == "bf16" and not _had_small_workspaces(one)
+    ]
+    assert len(plain) > 110
+    assert median(one.held for one in plain) < -0.006
+    assert median(abs(one.held + beyond(one.run) / one.run.held) for one in plain) < 0.003
+    berts = [one.held + beyond(one.run) / one.run.held for one in plain if one.run.kind == "bert" and one.run.gpu == "A100"]
+    assert len(berts) == 5
+    assert max(map(abs, berts)) < 0.0007
+
+
+def test_held_bytes_with_blocks_are_within_a_third_of_a_percent(scores: list[Scored]) -> None:
+    """Of all runs, those among them whose blocks are not placed here."""
+    assert median(abs(one.held + beyond(one.run) / one.run.held) for one in scores) < 0.0033
 
 
 @pytest.mark.parametrize(

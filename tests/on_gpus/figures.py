@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.dryrun.survey import PUBLISHED as PUBLISHED_SCRIPTS
 from tests.dryrun.survey import PUBLISHED_KEPT, kept, programs
-from tests.measured import hf_stack, megatron_b200, megatron_golden
+from tests.measured import hf_stack, megatron_b200, megatron_blocks, megatron_golden
 from zeroplan.units import GIB
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ def _megatron() -> Source:
         f"{words} expandable segments": [one.held for one in held if bool(one.run.features.get("expandable")) is with_them]
         for words, with_them in (("with", True), ("without", False))
     }
-    kept_bytes = {"all": [one.held for one in held], **segments}
+    in_blocks = [one.held + megatron_blocks.beyond(one.run) / one.run.held for one in held]
+    kept_bytes = {"all": [one.held for one in held], **segments, "all, with blocks that are not split": in_blocks}
     room = [one.reserved / one.run.peak - 1 for one in held]
     return Source(name, where, "peak allocated, last rank", tuple(figures), refused, kept_bytes, room)
 

@@ -228,7 +228,9 @@ def _others(published: Sequence[Source]) -> Iterator[str]:
     yield "\n".join(f"- {one.name}: {one.where}; {one.counter}." for one in published) + "\n"
     yield (
         "What is held between steps, where a source counts it. Without expandable segments torch's allocator does not split a\n"
-        "block of which less than a MiB would be left, and counts it whole:\n"
+        "block of which less than a MiB would be left, and counts it whole. *With blocks that are not split* adds that to the\n"
+        "estimates of runs without the distributed optimizer: their states are placed one after another by the model of the\n"
+        "allocator (`tests/measured/megatron_blocks.py`).\n"
     )
     kept = [(one.name, runs, errors) for one in published for runs, errors in one.held.items()]
     rows = [(name, runs, str(len(errors)), *_of_errors(errors)) for name, runs, errors in kept]

@@ -263,6 +263,11 @@ def verdict_sentence(answer: Estimate, unit: Unit | None = None, *, name_a_gpu: 
     if tightly and answer.replay is not None and not _goes_through(answer, "default"):
         saved = _goes_through(answer, "expandable_segments")
         tightly, way_out = (" with expandable segments only", way_out) if saved else (" on paper only", "")
+    if answer.is_tight_by_length:
+        longest = answer.job.batch.longest_seq_len or 0
+        way_out = (
+            f" It does not with the longest sequences that there may be ({longest:,} tokens): a file of lengths would say."
+        )
     pressed = allocator_sentence(answer, unit)
     return f"It fits {name} ({capacity}){tightly}, with {room} of room beside the peak.{pressed and ' ' + pressed}{way_out}"
 

@@ -398,8 +398,12 @@ def _batch(request: Request, seq_len: int) -> tuple[BatchSpec, str]:
     lengths = lengths_of(request.lengths)
     longest = longest_of(lengths, cut=seq_len, micro_batch=micro_batch, padding_free=joined)
     taken = longest.within(CAREFUL)
-    batch = BatchSpec(micro_batch_size=longest.sequences, seq_len=taken, grad_accum_steps=steps)
-    return batch, note_of(longest, taken, drawn=isinstance(lengths, Lognormal))
+    drawn = isinstance(lengths, Lognormal)
+    most = min(micro_batch * seq_len, taken + seq_len) if joined else seq_len
+    batch = BatchSpec(
+        micro_batch_size=longest.sequences, seq_len=taken, grad_accum_steps=steps, longest_seq_len=most if drawn else None
+    )
+    return batch, note_of(longest, taken, drawn=drawn)
 
 
 def beyond_positions(complete: JobSpec) -> str:

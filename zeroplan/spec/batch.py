@@ -41,3 +41,5 @@ class BatchSpec(Spec):
     micro_batch_size: Count = 1
     seq_len: Count = 4096
     grad_accum_steps: Count = 1
+    longest_seq_len: Count | None = None
+    """Where lengths were drawn: what ``seq_len`` may come to with real data. The verdict is ``fits`` only if that fits, too."""

@@ -42,7 +42,9 @@ def chunks_of(layers: int, parts: int) -> Chunks | None:
 
 def check_megatron(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> None:
     """Refuse what is not modelled under Megatron-Core, and splits that Megatron-LM refuses (arguments.py, validate_args)."""
-    for asked, instead in (*_not_modelled(model, recipe, mesh), *_not_split(model, recipe, mesh, batch)):
+    for asked, instead in (
+        *_not_modelled(model, recipe, mesh), *_not_pretrained(model, recipe, mesh), *_not_split(model, recipe, mesh, batch)
+    ):  # fmt: skip
         if asked:
             raise SpecError(f"engine 'megatron' with {asked} is not modelled; use {instead}")
 
@@ -78,9 +80,38 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
         "several pipeline ranks, or leave it out",
     )
     yield schedule == "interleaved-1f1b" and each == 1 and "one stage per rank and an interleaved schedule", "1f1b"
+    if recipe.megatron.overlap_moe_expert_parallel_comm:
+        yield from _not_overlapped(model, recipe, mesh)
     local = recipe.megatron.transformer_impl == "local"
     yield local and recipe.attention != "eager" and f"transformer_impl 'local' and attention {recipe.attention!r}", "'eager'"
     yield mesh.cp > 1 and recipe.attention == "eager" and "attention 'eager' on context-parallel ranks", "attention 'sdpa'"
+
+
+def _not_overlapped(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
+    """Refuse what Megatron-LM does not overlap (transformer_config.py, __post_init__), and pipelines that it does."""
+    what, own = "overlap_moe_expert_parallel_comm and ", recipe.megatron
+    yield mesh.ep == 1 and f"{what}ep=1", "several expert-parallel ranks"
+    gathers = own.moe_token_dispatcher_type == "allgather"  # noqa: S105  tokens of text
+    yield gathers and f"{what}moe_token_dispatcher_type 'allgather'", "'alltoall'"
+    yield recipe.recompute != "none" and f"{what}recompute {recipe.recompute!r}", "'none'"
+    yield mesh.pp > 1 and f"{what}pp={mesh.pp}", "pp=1"
+    dense = 0 if model.moe is None else model.moe.num_dense_layers
+    yield dense > 0 and f"{what}dense layers before those with experts", "layers of one kind"
+
+
+def _not_pretrained(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
+    """Refuse what is not modelled of BERT and T5, whose attention reads a mask of padding."""
+    script = recipe.megatron.pretrains
+    what = f"pretrains {script!r} and "
+    if script == "gpt":
+        return
+    yield model.family != "gpt2" and f"{what}family {model.family!r}", "gpt2"
+    yield recipe.attention != "eager" and f"{what}attention {recipe.attention!r}", "'eager'"
+    yield not recipe.megatron.masked_softmax_fusion and f"{what}masked_softmax_fusion=false", "masked_softmax_fusion"
+    yield recipe.recompute != "none" and f"{what}recompute {recipe.recompute!r}", "'none'"
+    if script == "t5":
+        yield mesh.pp > 1 and f"{what}pp={mesh.pp}", "pp=1 (Megatron-LM refuses it, too)"
+        yield recipe.sequence_parallel and f"{what}sequence_parallel", "tensor ranks that each have whole hidden states"
 
 
 def _not_in_groups(recipe: RecipeSpec, mesh: MeshSpec, steps: int) -> Iterator[tuple[str | bool, str]]:

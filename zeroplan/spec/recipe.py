@@ -124,6 +124,15 @@ class MegatronOptions(Spec):
     The overlaps change only time; the others change memory.
     """
 
+    pretrains: Literal["gpt", "bert", "t5"] = "gpt"
+    """Megatron-LM's script: ``bert`` is ``pretrain_bert.py``, ``t5`` is ``pretrain_t5.py``, where the job describes the decoder and
+    its sequences. Both take a model of GPT-2's family."""
+    bert_binary_head: bool = True
+    """False is ``--bert-no-binary-head``: BERT predicts masked tokens alone."""
+    encoder_num_layers: Count | None = None
+    """T5's ``--encoder-num-layers``. ``None``: as many as the decoder has."""
+    encoder_seq_length: Count | None = None
+    """T5's ``--encoder-seq-length``. ``None``: as long as the decoder's. [tokens]"""
     overlap_grad_reduce: bool = False
     """``--overlap-grad-reduce``: gradients are reduced beside the last micro-batch's backward, not after it."""
     overlap_param_gather: bool = False
@@ -198,6 +207,8 @@ class MegatronOptions(Spec):
     """Routing weights in fp32; ``None``: in the activations' dtype."""
     moe_shared_expert_intermediate_size: Count | None = None
     """Width of an expert that every token visits; ``None``: there is none."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """``--overlap-moe-expert-parallel-comm``: the next micro-batch goes forward, layer by layer, beside the backward of one."""
     moe_aux_loss: bool = False
     """Whether ``--moe-aux-loss-coeff`` is above 0: scores of all experts are kept for it."""
 

@@ -24,6 +24,7 @@ from zeroplan.engines.megatron import (
     states_of,
     step_lines,
 )
+from zeroplan.errors import SpecError
 from zeroplan.ledger import Among, Collective, Kind, Phase
 from zeroplan.memo import as_key
 from zeroplan.numeric import Float, longest, together, where
@@ -106,7 +107,9 @@ class _RankTime(NamedTuple):
 def megatron_time(
     model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, rates: Rates, mfu: float | None
 ) -> StepTime:
-    """Return the parts of a step. [s]"""
+    """Return the parts of a step; raises SpecError for BERT and T5, whose work is not counted. [s]"""
+    if recipe.megatron.pretrains != "gpt":
+        raise SpecError(f"how long a step of megatron.pretrains={recipe.megatron.pretrains!r} takes is not modelled; use 'gpt'")
     case, machine, pp = _Case(model, recipe, mesh, batch), _Machine(rates, here, mfu), int(mesh.pp)
     ends = {0: 1, pp - 1: 1} | ({1: pp - 2} if pp > 2 else {})  # ranks between the ends take equal time
     ranks = {at: rank_of(at, model, recipe, mesh, batch) for at in sorted(ends)}
@@ -136,7 +139,7 @@ def _work(rank: Rank, case: _Case, kernels: Kernels, one: BatchSpec) -> Work:
     split = Split(tokens, tp, recipe.sequence_parallel, ep)
     products: tuple[Product, ...] = ()
     moved = Traffic()
-    counts = counts_of(rank.at, rank.layers, model, mesh)
+    counts = counts_of(rank.at, rank.layers, layout(model).runs, mesh)
     etp = recipe.megatron.expert_tensor_parallel_size
     for run, layers in zip(layout(model).runs, counts, strict=True):
         linear = of_block(run.parameters, layers, tp=tp, ep=ep, etp=etp, at_once=True, gated=gated, sharing=tp)
@@ -158,7 +161,7 @@ def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
     degrees = int(case.mesh.tp), int(case.mesh.cp), int(case.mesh.ep)
     key = (
         case.model, recipe.precision, recipe.attention, recipe.sequence_parallel, recipe.megatron, degrees,
-        as_key(case.batch.seq_len), counts_of(rank.at, rank.layers, case.model, case.mesh),
+        as_key(case.batch.seq_len), counts_of(rank.at, rank.layers, layout(case.model).runs, case.mesh),
         rank.layers, rank.has_head, rates.share, rates.running,
     )  # fmt: skip
     busy = computing(lambda one: _work(rank, case, kernels, one), case.model, recipe, case.batch, rates, machine.mfu, key=key)

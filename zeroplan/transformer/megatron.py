@@ -226,11 +226,15 @@ def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Lay
             shared_width(model, recipe) > 0, model.family in SIGMOIDS, options.moe_aux_loss, is_gated(model, recipe),
             options.deterministic_mode,
         )  # fmt: skip
+    of_t5: Literal["no", "encoder", "decoder"] = "no"
+    if options.pretrains == "t5":
+        of_t5 = "encoder" if kind == "encoder" else "decoder"
     return program.Layer(
         recipe.attention, options.transformer_impl == "local", wide, drops_hidden(model, recipe), drops_scores(model, recipe),
         not model.positions, norms_heads(model, recipe), "core_attn" in modules, again_too=modules, latent=_latent(model),
         masks_in_place=_masks_in_place(recipe), wide_softmax=_softens_in_fp32(recipe), routing=routing,
-        exchanged=options.cp_comm_type == "a2a",
+        exchanged=options.cp_comm_type == "a2a", of_t5=of_t5,
+        padded=options.transformer_impl == "transformer_engine" and (options.pretrains == "bert" or of_t5 == "encoder"),
     )  # fmt: skip
 
 
@@ -279,7 +283,33 @@ def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
         Symbolic("S_r", ceil_div(scores, mesh.tp), "numbers in a rank's attention scores"),
         Symbolic("g", 2 if is_gated(model, recipe) else 1, "matrices that make an MLP's width: 2 with a gate"),
     )
+    if recipe.megatron.pretrains != "gpt":
+        dense = (*dense, Symbolic("P_m", tokens * batch.seq_len, "pairs of tokens"))
+    if recipe.megatron.pretrains == "t5":
+        return (*dense, *_symbols_of_t5(model, recipe, mesh, batch))
     return dense if model.moe is None else (*dense, *_symbols_of_experts(model, recipe, mesh, own))
+
+
+def encoder_length(recipe: RecipeSpec, batch: Batch) -> Int:
+    """Length of the sequences that T5's encoder reads. [tokens]"""
+    said = recipe.megatron.encoder_seq_length
+    return batch.seq_len if said is None else said
+
+
+def _symbols_of_t5(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Symbolic, ...]:
+    length = encoder_length(recipe, batch)
+    tokens = batch.micro_batch_size * length
+    heads = ceil_div(model.num_attention_heads, mesh.tp)
+    within: Int = tokens * length
+    across: Int = tokens * batch.seq_len
+    return (
+        Symbolic("s_e", length, "length of the encoder's sequences"),
+        Symbolic("T_e", tokens, "tokens of the encoder"),
+        Symbolic("P_e", within, "pairs of tokens in the encoder"),
+        Symbolic("P_c", across, "pairs of a decoder's token and an encoder's"),
+        Symbolic("S_e", heads * within, "numbers in a rank's attention scores, in the encoder"),
+        Symbolic("S_c", heads * across, "numbers in a rank's scores of the cross attention"),
+    )
 
 
 def _widths_of_values(model: ModelSpec, mesh: Mesh) -> tuple[Symbolic, ...]:
@@ -336,6 +366,8 @@ def _plan(structure: program.Layer) -> _Plan:
     again = [one for module in structure.again_too for one in _MADE_AGAIN.get(module, ())]
     backward = _moments(index, _once_made_again(tape.moments, again))
     stores = tuple(index)
+    for store in stores:
+        store.size = program.own_size(store, structure)
     kept = tuple([place for place in saved if not any(stores[place].reason.startswith(one.tensors) for one in again)])
     statistics = tuple([place for place in kept if stores[place].tag == STATISTICS])
     return _Plan(stores, tuple([place for place in kept if place not in statistics]), statistics, forward, backward)

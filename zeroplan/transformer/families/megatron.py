@@ -1,5 +1,7 @@
 """One layer of Megatron-Core as a program: its local modules and Transformer Engine's, attention, MLP and experts.
 
+T5's decoder layers attend to the encoder's output, too; its encoder layers are a decoder's with other tokens.
+
 Tokens between matrices are a rank's own (sequence parallelism splits them), those that a matrix reads are gathered for it. Both
 implementations save the same tensors where nothing else is said. Experts are visited evenly.
 """
@@ -23,6 +25,10 @@ T_n, T_m, T_w, w_n = symbols("T_n T_m T_w w_n")
 q_r, k_r, f_r, m_r, f_s, a_r, S_r = symbols("q_r k_r f_r m_r f_s a_r S_r")
 #: A rank's values and attention's output; of latent attention its keys and values as they come out of their matrix.
 v_r, c_r, n_r = symbols("v_r c_r n_r")
+#: T5's encoder: its tokens, numbers in its attention scores, and in those of a decoder's layer over its output.
+T_e, S_e, S_c = symbols("T_e S_e S_c")
+#: Pairs of tokens whose scores a mask of padding has a byte for: of a layer's own attention, of the encoder's, and across.
+P_m, P_e, P_c = symbols("P_m P_e P_c")
 #: Of a gated MLP two, else one.
 (g,) = symbols("g")
 #: Experts: tokens gathered for them, pairs that come to this rank, pairs that it sends; of these those that are copied once more on
@@ -35,6 +41,7 @@ NORM = "Transformer Engine 2026-08, pytorch/module/layernorm_linear.py, _LayerNo
 COLUMN = f"{CORE}/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication"
 ROW = f"{CORE}/tensor_parallel/layers.py, RowParallelLinear.forward"
 DROPOUT = f"{CORE}/fusions/fused_bias_dropout.py, _bias_dropout_add_func"
+CROSS = f"{CORE}/transformer/attention.py, CrossAttention.get_query_key_value_tensors"
 QUERIES = f"{CORE}/transformer/attention.py, SelfAttention.get_query_key_value_tensors"
 CHECKPOINT = f"{CORE}/transformer/attention.py, _checkpointed_attention_forward"
 UNFUSED = "Transformer Engine 2026-08, pytorch/attention/dot_product_attention/backends.py, UnfusedDotProductAttention.forward"
@@ -110,9 +117,15 @@ class Layer(NamedTuple):
     """A variable of the schedule refers to the gradient of the output until the backward is done."""
     exchanged: bool = False
     """Context-parallel ranks exchange heads before attention and after it."""
+    of_t5: Literal["no", "encoder", "decoder"] = "no"
+    padded: bool = False
+    """Attention reads a mask of padding, which Transformer Engine's unfused attention keeps."""
 
 
 _INPUT = Tag(Role.BLOCK_INPUT)
+#: One tensor for all layers of a decoder, and hence of none.
+ENCODED = "output of the encoder"
+_IN_ENCODER = {"T_n": T_e, "T_m": T_e, "S_r": S_e, "P_m": P_e}
 
 
 def run(structure: Layer) -> tuple[Tape, Value, Value]:
@@ -122,6 +135,13 @@ def run(structure: Layer) -> tuple[Tape, Value, Value]:
     return tape, given, layer(tape, given, structure)
 
 
+def own_size(store: Store, structure: Layer) -> Size:
+    """What a tensor takes of its layer; an encoder's layer has its own numbers of tokens and scores. [bytes]"""
+    if store.reason == ENCODED:
+        return NOTHING
+    return store.size.replacing(_IN_ENCODER) if structure.of_t5 == "encoder" else store.size
+
+
 def layer(tape: Tape, given: Value, structure: Layer) -> Value:
     """``TransformerLayer.forward``: attention and MLP, each behind a norm, before dropout and the residual stream."""
     normal = _norm(tape, given, "attention's norm")
@@ -129,6 +149,8 @@ def layer(tape: Tape, given: Value, structure: Layer) -> Value:
     tape.release(normal)
     middle = _added(tape, attended, given, "input of the MLP's norm", structure)
     tape.release(attended)
+    if structure.of_t5 == "decoder":
+        middle = _crossed(tape, middle, structure)
     normal = _norm(tape, middle, "the MLP's norm")
     branch = _mlp(tape, normal, f_r, "MLP") if structure.routing is None else _experts(tape, normal, structure.routing)
     tape.release(normal)
@@ -149,10 +171,10 @@ def _norm(tape: Tape, value: Value, name: str, *, shape: Size = T_n * h, rows: S
     return made
 
 
-def _column(tape: Tape, value: Value, width: Size, name: str, *, reads: Size = h) -> Value:
+def _column(tape: Tape, value: Value, width: Size, name: str, *, reads: Size = h, tokens: Size = T_m) -> Value:
     """A column-parallel matrix: sequence parallelism gathers its input, forward, and again for the weight's gradient."""
     gathered = tape.make(op.TEMPORARY, f"gathered input of {name}", e * T_w * reads, COLUMN)
-    made = op.tensor(tape, f"output of {name}", e, T_m * width, COLUMN)
+    made = op.tensor(tape, f"output of {name}", e, tokens * width, COLUMN)
     tape.drop(gathered)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -325,33 +347,58 @@ def _written_out(tape: Tape, joint: Value, structure: Layer) -> Value:
     """Scores, softmax, dropout and their product with the values, each a tensor."""
     site = Site("queries and keys, and values", UNFUSED)
     pairs, values = op.chunk(tape, joint, (T_m * (q_r + k_r), T_m * v_r), site)
-    soft, scores = _softmax(tape, pairs, structure)
+    return _scored(tape, (pairs,), values, S_r, structure, masked=P_m if structure.padded else None)
+
+
+def _crossed(tape: Tape, given: Value, structure: Layer) -> Value:
+    """A decoder's attention to the encoder's output, behind a norm of its own."""
+    encoded = Value(tape.make(op.TENSOR, ENCODED, e * T_e * h, CROSS), e, T_e * h)
+    normal = _norm(tape, given, "the cross attention's norm")
+    query = _column(tape, normal, q_r, "the matrix of cross queries")
+    tape.release(normal)
+    both = _column(tape, encoded, k_r + v_r, "the matrix of the encoder's keys and values", tokens=T_e)
+    keys, values = op.chunk(tape, both, (T_e * k_r, T_e * v_r), Site("the encoder's keys and values", CROSS))
+    tape.release(both)
+    context = _scored(tape, (query, keys), values, S_c, structure, masked=None if structure.local else P_c)
+    attended = _row(tape, context, c_r, "the cross attention's output projection")
+    tape.release(context)
+    made = _added(tape, attended, given, "input of the MLP's norm behind the cross attention", structure)
+    tape.release(attended, given, encoded)
+    return made
+
+
+def _scored(
+    tape: Tape, pairs: tuple[Value, ...], values: Value, numbers: Size, structure: Layer, *, masked: Size | None
+) -> Value:  # fmt: skip
+    """Attention from queries and keys, of which there are so many scores. It releases what it is given."""
+    soft, scores = _softmax(tape, pairs, numbers, structure)
+    soft = soft if masked is None else _without_padding(tape, soft, masked)
     dropped = _dropped(tape, soft) if structure.attention_dropout else soft
     raw = op.tensor(tape, "attention output, heads first", e, T_m * c_r, UNFUSED)
     backward = op.makes("gradient of a factor of the context", UNFUSED, values, dropped)
     tape.add("context", (raw,), (dropped.store, values.store), backward, of=(dropped, values))
-    tape.release(pairs, values, dropped)
+    tape.release(*pairs, values, dropped)
     made = op.tensor(tape, "attention output", e, T_m * c_r, UNFUSED)
     tape.add("order of the context", (made,), (), op.makes("gradient of the context, heads first", UNFUSED, raw), of=(raw,))
     tape.release(raw, scores)
     return made
 
 
-def _softmax(tape: Tape, pairs: Value, structure: Layer) -> tuple[Value, Value]:
+def _softmax(tape: Tape, pairs: tuple[Value, ...], numbers: Size, structure: Layer) -> tuple[Value, Value]:
     """The softmax, and the scores before it, which a variable of the function still refers to.
 
     Transformer Engine gives the product of queries and keys a tensor of its own to add to; Megatron a buffer that it keeps.
     """
-    buffer = tape.make(op.TEMPORARY, "what scores are added to", NOTHING if structure.local else e * S_r, UNFUSED)
-    raw = op.tensor(tape, "scores", e, S_r, UNFUSED)
+    buffer = tape.make(op.TEMPORARY, "what scores are added to", NOTHING if structure.local else e * numbers, UNFUSED)
+    raw = op.tensor(tape, "scores", e, numbers, UNFUSED)
     tape.drop(buffer)
-    backward = op.makes("gradient of queries and keys", UNFUSED, pairs)
-    tape.add("scores", (raw,), (pairs.store,), backward, of=(pairs,))
+    backward = op.makes("gradient of queries and keys", UNFUSED, *pairs)
+    tape.add("scores", (raw,), tuple([pair.store for pair in pairs]), backward, of=pairs)
     dtype: Width = 4 if structure.wide_softmax else e
     masked = _masked(tape, raw) if structure.masks_in_place and not structure.wide_softmax else _again(tape, raw)
     read = op.cast(tape, masked, dtype, Site("scores", SOFTMAX))
     tape.release(masked)
-    soft = op.tensor(tape, "attention scores", dtype, S_r, SOFTMAX)
+    soft = op.tensor(tape, "attention scores", dtype, numbers, SOFTMAX)
     tape.add("softmax", (soft,), (soft.store,), op.makes("gradient of the scores", SOFTMAX, read), of=(read,))
     tape.release(read)
     if not structure.wide_softmax:
@@ -359,6 +406,17 @@ def _softmax(tape: Tape, pairs: Value, structure: Layer) -> tuple[Value, Value]:
     narrow = op.cast(tape, soft, e, Site("attention scores", SOFTMAX))
     tape.release(soft)
     return narrow, raw
+
+
+def _without_padding(tape: Tape, soft: Value, pairs: Size) -> Value:
+    """``masked_fill`` behind the softmax: a tensor of its own, which keeps the mask."""
+    mask = tape.make(op.TENSOR, "mask of padding", pairs, UNFUSED)
+    made = op.tensor(tape, "attention scores without padding", e, soft.shape, UNFUSED)
+    backward = op.makes("gradient of the scores without padding", UNFUSED, soft)
+    tape.add("mask of padding", (made,), (mask,), backward, of=(soft,))
+    tape.drop(mask)
+    tape.release(soft)
+    return made
 
 
 def _again(tape: Tape, value: Value) -> Value:
@@ -369,7 +427,7 @@ def _again(tape: Tape, value: Value) -> Value:
 def _masked(tape: Tape, raw: Value) -> Value:
     """``masked_fill_`` on a view: torch's backward copies the gradient of the whole twice beside the one it makes (CopySlices)."""
     made = _again(tape, raw)
-    beside = ("gradient of the scores, copied for the mask", 2 * e * S_r)
+    beside = ("gradient of the scores, copied for the mask", 2 * e * raw.shape)
     tape.add(
         "mask of the scores",
         (made,),
@@ -381,8 +439,8 @@ def _masked(tape: Tape, raw: Value) -> Value:
 
 
 def _dropped(tape: Tape, soft: Value) -> Value:
-    made = op.tensor(tape, "attention scores after dropout", e, S_r, UNFUSED)
-    mask = tape.make(op.TENSOR, "mask of the attention scores", S_r, UNFUSED)
+    made = op.tensor(tape, "attention scores after dropout", e, soft.shape, UNFUSED)
+    mask = tape.make(op.TENSOR, "mask of the attention scores", soft.shape, UNFUSED)
     tape.add("dropout of scores", (made,), (mask,), op.makes("gradient through the scores' dropout", UNFUSED, soft), of=(soft,))
     tape.drop(mask)
     tape.release(soft)
