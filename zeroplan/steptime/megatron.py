@@ -38,7 +38,6 @@ from zeroplan.steptime.compute import (
     Rates,
     computing,
     peak_flops_per_s,
-    stepping,
 )
 from zeroplan.steptime.links import SOURCE, Group, Links, neighbours, seconds, strided
 from zeroplan.steptime.parts import Does, Part, StepTime
@@ -46,6 +45,7 @@ from zeroplan.steptime.pipeline import BUBBLE, Bubble
 from zeroplan.steptime.pointwise import Kernels, Split, Traffic
 from zeroplan.steptime.products import Product, of_block, of_head
 from zeroplan.steptime.sending import slowed
+from zeroplan.steptime.stepping import stepping
 from zeroplan.steptime.work import Ranks, Work, core_of, multiplying
 from zeroplan.transformer.flops import attention_widths, block_matrices
 from zeroplan.transformer.megatron import is_gated
@@ -312,5 +312,5 @@ def _after_backward(rank: Rank, case: _Case, machine: _Machine, passes: _Passes)
     sent = Part(name, waits, hidden, reason, f"{_AFTER}; {SOURCE}", Does.SENDING_AT_STEP)
     copied = (line._replace(kind=Kind.OPTIMIZER_STATE) for line in step_lines(rank, case.recipe, mesh))  # written and read too
     states = Account((*states_of(rank, case.recipe, mesh), *copied), (), ())
-    step = stepping(states, case.recipe, machine.rates.gpu, machine.rates.share, on_host=False, ranks_per_node=per_node)
+    step = stepping(states, case.model, case.recipe, mesh, machine.rates, per_node)
     return sent, slowed(hidden, machine.here), step

@@ -11,10 +11,12 @@ largest shapes): eager norms, LayerNorm, rotary positions, gated products, GELU 
 they read and write, the loss half as much again; other GPUs are taken to lose the same.
 """
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from zeroplan.spec.family import HEAD_NORMS, LEARNED_POSITIONS
 from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.parameters import Parameter
 
 Kernels = Literal["eager", "fused", "compiled"]
 
@@ -128,6 +130,52 @@ def _mlp(model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool, gat
     shared = split.tokens * moe.num_shared_experts / split.tp
     found = Traffic().plus(act, (routed + shared) * moe.moe_intermediate_size)
     return found.plus(_ROUTED, routed * model.hidden_size)
+
+
+class Adapting(NamedTuple):
+    """What peft does around one adapted layer of LoRA, per element of its input and of its output."""
+
+    input: Moved
+    output: Moved
+
+
+#: Counted in peft 0.21 (``tuners/lora/layer.py``, ``Linear.forward``) and its derivatives, beside the products. In 16 bits: the
+#: scaled result is added; in the backward it is scaled again, and two gradients of the input are summed. Under autocast the input
+#: goes to fp32 and back, and both matrices and their gradients are cast. In fp32: casts around fp32 products.
+_ADAPTING = {
+    "plain": Adapting(Moved(0, 6, 0, 1), Moved(10, 4, 2, 1)),
+    "autocast": Adapting(Moved(12, 18, 3, 4), Moved(10, 4, 3, 2)),
+    "fp32": Adapting(Moved(6, 12, 1, 2), Moved(24, 20, 3, 3)),
+}
+#: Dropout of the input in 16 bits, and in fp32: read and written, with a mask of one byte.
+_DROPPED = {"plain": Moved(5, 5, 1, 1), "autocast": Moved(9, 9, 1, 1), "fp32": Moved(9, 9, 1, 1)}
+#: A weight in four bits is written in 16, with a scale per 64 of them, in forward and backward each (bitsandbytes 0.50,
+#: ``autograd/_functions.py``, MatMul4Bit). In launches such a layer took 5 more than a plain one in the forward and 8 in the
+#: backward: QLoRA beside LoRA of Llama 3.1 8B, 224 layers, DDP and FSDP2 (tests/on_gpus/records). Scales in eight bits are made
+#: first, by two kernels.
+_UNPACKED = {"nf4": Moved(2.57, 2.57, 5, 8), "nf4-double": Moved(2.7, 2.7, 7, 10), "gptq": Moved(2.57, 2.57, 5, 8)}
+#: Beside weights in four bits norms are fp32: the residual stream takes twice the bytes, and five layers cast their input.
+_WIDE_RESIDUAL, _WIDE_INPUT = Moved(12, 12, 0, 0), Moved(30, 30, 5, 5)
+
+
+def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: float, *, autocast: bool) -> Traffic:
+    """Return what the adapters of one block move, and its weights in four bits."""
+    adapter, total = model.adapter, Traffic()
+    if adapter is None:
+        return total
+    how = "fp32" if adapter.compute == "fp32" else "autocast" if autocast else "plain"
+    each = _ADAPTING[how]
+    for one in parameters:
+        if model.is_quantised and one.autocast and one.frozen:  # linear weights; their layout here is that in 16 bits
+            total = total.plus(_UNPACKED[adapter.quantize], one.numel)
+        elif ".lora_A." in one.name:
+            total = total.plus(each.input, tokens * one.shape[1])
+            total = total.plus(_DROPPED[how], tokens * one.shape[1]) if adapter.dropout else total
+        elif ".lora_B." in one.name:
+            total = total.plus(each.output, tokens * one.shape[0])
+    if model.upcasts_norms:
+        total = total.plus(_WIDE_RESIDUAL, tokens * model.hidden_size).plus(_WIDE_INPUT, tokens * model.hidden_size)
+    return total
 
 
 def of_ends(model: ModelSpec, kernels: Kernels, split: Split) -> Traffic:
