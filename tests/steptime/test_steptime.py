@@ -13,8 +13,8 @@ import pytest
 from tests.profiles import by_hand
 from zeroplan import ClusterSpec, JobSpec, SpecError, job
 from zeroplan.catalog.gpu import gpu
-from zeroplan.estimator import engine_module
-from zeroplan.ledger import Collective
+from zeroplan.estimator import account_of, engine_module
+from zeroplan.ledger import Among, Collective
 from zeroplan.spec.profile import model_of
 from zeroplan.steptime import Running, StepTime, pointwise, step_time
 from zeroplan.steptime.links import latency, links, neighbours, rate, seconds, strided
@@ -205,6 +205,22 @@ def test_adapters_launch_and_move_what_peft_does():
     assert more.forward == pytest.approx(
         plain.forward + 2.57 * sum(one.numel for one in run.parameters if one.autocast and one.frozen)
     )
+
+
+def test_tensor_parallel_ranks_copy_what_nccl_joins_along_the_first_axis():
+    """Of two sequences every gathered and every reduced tensor is read and written once more; of one only what is reduced."""
+    name, rate = "copies for tensor-parallel ranks", 0.8 * 3.35e12
+    for sequences in (1, 2):
+        one = job(**SAID, tensor_parallel=4, micro_batch=sequences)
+        near = [call for call in account_of(one, one.batch).collectives if call.among is Among.TENSOR]
+        gathered, reduced = (
+            sum(call.calls * call.n_bytes for call in near if call.operation == what)
+            for what in ("all_gather", "reduce_scatter")
+        )
+        moved = 2 * (reduced + (sequences - 1) * gathered)
+        assert part(timed(one), name) == pytest.approx(moved / rate, rel=0.001)
+        assert gathered >= reduced > 10**9
+    assert not any(one.name == name for one in timed(job(**SAID)).parts)
 
 
 def test_offload_puts_the_step_on_the_host():

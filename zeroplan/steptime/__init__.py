@@ -25,7 +25,7 @@ from zeroplan.steptime.copies import copies_of_activations, copies_of_states
 from zeroplan.steptime.efficiency import Efficiency, efficiency, shares_of
 from zeroplan.steptime.links import Links, links
 from zeroplan.steptime.parts import Part, StepTime
-from zeroplan.steptime.sending import exposed
+from zeroplan.steptime.sending import exposed, joining
 from zeroplan.steptime.stepping import stepping
 from zeroplan.steptime.work import Work, of_one, work
 
@@ -61,7 +61,8 @@ def step_time(
     busy, split = _busy(model, recipe, mesh, batch, rates, mfu)
     step = stepping(account, model, recipe, mesh, rates, here.per_node)
     copies = _copies(account, recipe, batch, busy, gpu.architecture)
-    parts = (*busy.parts, *exposed(account.collectives, model, recipe, mesh, batch, here, busy), *copies, step)
+    joined = (joining(account.collectives, batch, rates.bandwidth),) if split > 1 and int(mesh.tp) > 1 and mfu is None else ()
+    parts = (*busy.parts, *joined, *exposed(account.collectives, model, recipe, mesh, batch, here, busy), *copies, step)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps / split
     peak = peak_flops_per_s(gpu, recipe, rates.running.operands)
     return StepTime(parts, batch.grad_accum_steps * 3.0 * busy.flops, tokens, peak)
