@@ -76,6 +76,10 @@ class Computing(NamedTuple):
     """The forwards of the blocks' matrix products."""
     attention_s: Float = 0.0
     """The forwards of attention."""
+    ends_s: Float = 0.0
+    """What of the forwards is not in blocks: the embedding, the last norm, the head and the loss."""
+    ends_backward_s: Float = 0.0
+    """The same of the backwards."""
 
 
 def peak_flops_per_s(gpu: GpuSpec, recipe: RecipeSpec, operands: Dtype | None = None) -> float:
@@ -157,6 +161,8 @@ class _Times(NamedTuple):
     again: Float
     flops: Float
     columns: Float
+    ends: Float
+    ends_backward: Float
     launching: Float
     """The CPU's time of a forward, and of a backward."""
     launching_backward: Float
@@ -192,7 +198,8 @@ def computing(
 
 
 def _computing(parts: tuple[Part, ...], steps: Int, forward: Float, back: Float, one: _Times) -> Computing:
-    return Computing(parts, steps * forward, steps * back, one.flops, steps * one.columns, steps * one.attention)
+    rest = (steps * each for each in (one.columns, one.attention, one.ends, one.ends_backward))
+    return Computing(parts, steps * forward, steps * back, one.flops, *rest)
 
 
 #: More than any sequence has tokens.
@@ -321,7 +328,7 @@ def _times(one: Pieces, recipe: RecipeSpec, rates: Rates, again: _Recomputation,
         one.blocks + one.head, one.blocks_backward + one.head_backward, one.attention, one.attention_backward,
         one.moved + one.ends + copying / rates.bandwidth,
         one.moved_backward + one.ends_backward + copying_backward / rates.bandwidth,
-        repeated, one.flops, one.blocks, *cpu,
+        repeated, one.flops, one.blocks, one.head + one.ends, one.head_backward + one.ends_backward, *cpu,
     )  # fmt: skip
 
 

@@ -57,9 +57,10 @@ def exposed(
         time = _time(call, group, model, recipe, here)
         bare = _hidden_part(call, recipe)
         windows[call.phase] = windows[call.phase].and_of(time, group, _uncovered(time, call, bare, passes))
+    others = 1.0 - 1.0 / model.num_hidden_layers  # the block that waits for the last call computes after it
     beside = {
-        Phase.FORWARD: busy.forward_s,
-        Phase.BACKWARD: busy.backward_s * _share_beside(recipe, passes),
+        Phase.FORWARD: others * (busy.forward_s - busy.ends_s),
+        Phase.BACKWARD: others * (busy.backward_s - busy.ends_backward_s) * _share_beside(recipe, passes),
         Phase.STEP: 0.0 * busy.forward_s,
     }
     parts = tuple(_part(phase, windows[phase], beside[phase], here.taken) for phase in windows)
