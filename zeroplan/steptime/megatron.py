@@ -257,6 +257,8 @@ def _between_tensor_ranks(calls: tuple[Collective, ...], case: _Case, machine: _
         if overlap == "all":  # sent in as many pieces as ranks, each beside the product of another
             beside = time * (1.0 - 1.0 / int(case.mesh.tp))
         waits = waits + (time - beside) + longest(beside - columns, 0.0 * time)
+    if machine.rates.running.tensor_overlap == "backward":  # by NCCL; pieces go through Transformer Engine's buffers, on one SM
+        waits = waits + slowed(takes - waits, machine.here).seconds
     reason = "the next matrix waits for activations; in backward half of it overlaps with matrix products"
     return Part("waiting for tensor-parallel ranks", waits, takes - waits, reason, f"{_BESIDE}; {SOURCE}", Does.SENDING)
 

@@ -96,11 +96,22 @@ class Split(NamedTuple):
     ep: int = 1
 
 
-def of_block(model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool, gated: bool | None = None) -> Traffic:
-    """Return what one block moves beside its matrices and attention."""
+def _of_part(kernels: Kernels, part: str, fused: tuple[str, ...]) -> Kernels:
+    """Return the kernels of a part that a kernel of its own may replace (``RecipeSpec.fused_parts``)."""
+    return "fused" if part in fused and kernels == "eager" else kernels
+
+
+def _norm(model: ModelSpec, kernels: Kernels, fused: tuple[str, ...]) -> Moved:
+    return LAYER_NORM_MOVED if model.family in LAYER_NORM else RMS_NORM[_of_part(kernels, "rms-norm", fused)]
+
+
+def of_block(
+    model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool, gated: bool | None = None, fused: tuple[str, ...] = ()
+) -> Traffic:
+    """Return what one block moves beside its matrices and attention; ``fused``: its parts with a kernel of their own."""
     tokens, tp = split.tokens, split.tp
     hidden = tokens * model.hidden_size / (tp if split.sequence else 1)
-    norm = LAYER_NORM_MOVED if model.family in LAYER_NORM else RMS_NORM[kernels]
+    norm = _norm(model, kernels, fused)
     queries = tokens * model.num_attention_heads * model.head_dim / tp
     keys = tokens * model.num_key_value_heads * model.head_dim / tp
     total = Traffic().plus(norm, hidden, 4 if model.family in _FOUR_NORMS else 2).plus(_RESIDUAL[kernels], hidden, 2)
@@ -108,7 +119,7 @@ def of_block(model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool,
     if model.family in HEAD_NORMS:
         total = total.plus(norm, queries).plus(norm, keys)
     if model.family not in LEARNED_POSITIONS and model.family != "bloom":
-        total = total.plus(ROTARY[kernels], queries + keys)
+        total = total.plus(ROTARY[_of_part(kernels, "rope", fused)], queries + keys)
     if model.mla is not None:
         total = total.plus(_RESIDUAL[kernels], queries, 2)  # heads are put together of parts
     if model.attention_bias or model.family in LEARNED_POSITIONS:
@@ -178,9 +189,8 @@ def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: float
     return total
 
 
-def of_ends(model: ModelSpec, kernels: Kernels, split: Split) -> Traffic:
+def of_ends(model: ModelSpec, kernels: Kernels, split: Split, fused: tuple[str, ...] = ()) -> Traffic:
     """Return what the last norm, the loss and the embedding move."""
     hidden = split.tokens * model.hidden_size / (split.tp if split.sequence else 1)
-    norm = LAYER_NORM_MOVED if model.family in LAYER_NORM else RMS_NORM[kernels]
-    logits = split.tokens * model.vocab_size / split.tp
-    return Traffic().plus(norm, hidden).plus(LOGITS[kernels], logits).plus(_EMBEDDING, hidden)
+    logits, loss = split.tokens * model.vocab_size / split.tp, LOGITS[_of_part(kernels, "cross-entropy", fused)]
+    return Traffic().plus(_norm(model, kernels, fused), hidden).plus(loss, logits).plus(_EMBEDDING, hidden)

@@ -112,15 +112,17 @@ def work(
     moved = Traffic()
     for run in whole.runs:
         linear = of_block(run.parameters, run.layers, tp=tp, ep=expert_ranks, sharing=tp)
-        one = pointwise.of_block(model, kernels, split, experts=run.kind == "moe").and_of(multiplying(linear))
+        one = pointwise.of_block(model, kernels, split, experts=run.kind == "moe", fused=recipe.fused_parts)
+        one = one.and_of(multiplying(linear))
         if recipe.engine == "ddp" and model.adapter is None and widths(recipe.precision).name != "fp32":
             one = one.and_of(_CASTS)
         one = one.and_of(pointwise.of_adapters(model, run.parameters, tokens, autocast=_autocasts_adapters(model, recipe)))
         products, moved = products + linear, moved.and_of(Traffic(*(run.layers * each for each in one)))
     head = of_head(model.vocab_size, model.hidden_size, tp=tp, frozen=model.adapter is not None)
+    fused_loss = ("cross-entropy",) if recipe.loss == "fused" else ()
     return Work(
         tokens, products, head, core_of(model, recipe, batch, ranks, attention_layers(model)), moved,
-        pointwise.of_ends(model, "fused" if recipe.loss == "fused" else kernels, split).and_of(multiplying(head)),
+        pointwise.of_ends(model, kernels, split, (*recipe.fused_parts, *fused_loss)).and_of(multiplying(head)),
         linear_attention_flops(model) * tokens / tp, layers=model.num_hidden_layers, tensors=_tensors(whole),
     )  # fmt: skip
 
