@@ -10,12 +10,12 @@ from zeroplan.numeric import Distinct, Float, Int, distinct, longest
 from zeroplan.spec.batch import Batch, BatchSpec
 from zeroplan.spec.hardware import Dtype, GpuSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import RecipeSpec, StepKernels
 from zeroplan.steptime.efficiency import Efficiency, matrices_share
 from zeroplan.steptime.launches import SOURCE as LAUNCHES
 from zeroplan.steptime.launches import Launched, launching
 from zeroplan.steptime.parts import Part
-from zeroplan.steptime.pointwise import Kernels, Traffic
+from zeroplan.steptime.pointwise import Traffic
 from zeroplan.steptime.products import Machine, Passes, Product, casts, seconds
 from zeroplan.steptime.tables import CUDNN_BACKWARD_SHARE, attention_share, cudnn_forward, table_of
 from zeroplan.steptime.tables import SOURCE as TABLES
@@ -38,7 +38,7 @@ _POINTWISE = "reads and writes of each operator, counted: zeroplan/steptime/poin
 class Running(NamedTuple):
     """With which kernels a step runs."""
 
-    kernels: Kernels = "eager"
+    kernels: StepKernels = "eager"
     """How many operators bound by memory there are."""
     flash: int = 2
     """The generation of FlashAttention; cuDNN's fused attention counts as the third."""
@@ -58,8 +58,8 @@ def running_of(recipe: RecipeSpec, architecture: str) -> Running:
     and is FlashAttention 2 otherwise (aten/src/ATen/native/transformers/cuda/flash_attn).
     """
     if recipe.engine != "megatron":
-        return Running(flash=3 if architecture == "Hopper" and recipe.attention != "flash" else 2)
-    return Running("fused", 2 if architecture in ("Ampere", "Volta", "Turing", "Ada Lovelace") else 3)
+        return Running(recipe.step_kernels or "eager", 3 if architecture == "Hopper" and recipe.attention != "flash" else 2)
+    return Running(recipe.step_kernels or "fused", 2 if architecture in ("Ampere", "Volta", "Turing", "Ada Lovelace") else 3)
 
 
 class Computing(NamedTuple):

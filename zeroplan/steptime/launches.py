@@ -8,14 +8,13 @@ own work under tensor parallelism, CUDA graphs, and the optimizer's step.
 from typing import NamedTuple
 
 from zeroplan.numeric import Float
-from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.steptime.pointwise import Kernels
+from zeroplan.spec.recipe import RecipeSpec, StepKernels
 
 SOURCE = "measured on the host of one H100, tests/on_gpus/records: steps of 1.2B and 0.3B parameters, torch 2.11"
 #: One kernel with the views, the modules' Python and autograd around it: (18.7 - 5.0) ms more for 14 more blocks of 38 kernels each
 #: (forwards of Llama 3.2 1B whole and with two blocks, DeepSpeed stage 0; their quickest steps). torch.compile's graphs are
 #: taken to need a tracked launch alone (``launch, sum, tracked``). [s]
-_KERNEL_S: dict[Kernels, float] = {"eager": 26e-6, "fused": 26e-6, "compiled": 8.2e-6}
+_KERNEL_S: dict[StepKernels, float] = {"eager": 26e-6, "fused": 26e-6, "compiled": 8.2e-6}
 #: What an engine's own code takes per block, forward and backward: what is left of the quickest steps of Llama 3.2 1B with 2,048
 #: tokens, over 17 groups. DeepSpeed's stage 3 has hooks on every module. [s]
 _HOOKS_S = {"fsdp2": (0.55e-3, 2.36e-3), "fsdp1": (1.2e-3, 1.4e-3), "deepspeed": (6.0e-3, 5.9e-3)}
@@ -49,7 +48,7 @@ class Launching(NamedTuple):
     backward: Float
 
 
-def launching(one: Launched, recipe: RecipeSpec, kernels: Kernels, quicker: float, *, again: float) -> Launching:
+def launching(one: Launched, recipe: RecipeSpec, kernels: StepKernels, quicker: float, *, again: float) -> Launching:
     """Return the CPU's time of a micro-batch. [s]
 
     ``again``: the share of blocks that are recomputed; ``quicker``: by how much the CPU is quicker than the one that was measured.

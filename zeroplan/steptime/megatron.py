@@ -30,7 +30,7 @@ from zeroplan.numeric import Float, longest, together, where
 from zeroplan.spec.batch import Batch, BatchSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import RecipeSpec, StepKernels
 from zeroplan.steptime import pointwise
 from zeroplan.steptime.compute import (
     ATTENTION_BACKWARD,
@@ -42,7 +42,7 @@ from zeroplan.steptime.compute import (
 from zeroplan.steptime.links import SOURCE, Group, Links, neighbours, seconds, strided
 from zeroplan.steptime.parts import Does, Part, StepTime
 from zeroplan.steptime.pipeline import BUBBLE, Bubble
-from zeroplan.steptime.pointwise import Kernels, Split, Traffic
+from zeroplan.steptime.pointwise import Split, Traffic
 from zeroplan.steptime.products import Product, of_block, of_head
 from zeroplan.steptime.sending import slowed
 from zeroplan.steptime.stepping import stepping
@@ -128,7 +128,7 @@ def megatron_time(
 # --- what one rank computes -------------------------------------------------------------------------------------------------
 
 
-def _work(rank: Rank, case: _Case, kernels: Kernels, one: BatchSpec) -> Work:
+def _work(rank: Rank, case: _Case, kernels: StepKernels, one: BatchSpec) -> Work:
     """Return the work of one micro-batch on a rank, its share of matrices and tokens."""
     model, mesh, recipe = case.model, case.mesh, case.recipe
     tp, cp, ep, gated = int(mesh.tp), int(mesh.cp), int(mesh.ep), is_gated(model, recipe)

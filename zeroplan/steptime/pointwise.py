@@ -12,13 +12,12 @@ they read and write, the loss half as much again; other GPUs are taken to lose t
 """
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from zeroplan.spec.family import HEAD_NORMS, LEARNED_POSITIONS
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import StepKernels
 from zeroplan.transformer.parameters import Parameter
-
-Kernels = Literal["eager", "fused", "compiled"]
 
 #: Families whose norms are LayerNorm, one operator of torch.
 LAYER_NORM = ("gpt2", "gpt_neox", "opt", "bloom")
@@ -44,22 +43,22 @@ class Moved(NamedTuple):
 
 
 #: Operators by kernels.
-RMS_NORM: dict[Kernels, Moved] = {
+RMS_NORM: dict[StepKernels, Moved] = {
     "eager": Moved(41, 98, 8, 18), "fused": Moved(4, 8, 1, 2), "compiled": Moved(4, 8, 1, 2),
 }  # fmt: skip
 LAYER_NORM_MOVED = Moved(5.3, 14.5, 1, 2)
-_RESIDUAL: dict[Kernels, Moved] = {"eager": Moved(6, 6, 1, 1), "fused": Moved(6, 6, 1, 1), "compiled": Moved(2, 2, 0, 0)}
-ROTARY: dict[Kernels, Moved] = {"eager": Moved(33, 35, 10, 14), "fused": Moved(4, 4, 1, 1), "compiled": Moved(4, 4, 1, 1)}
-GATED: dict[Kernels, Moved] = {"eager": Moved(9, 17, 2, 3), "fused": Moved(6, 10, 1, 1), "compiled": Moved(6, 10, 1, 1)}
+_RESIDUAL: dict[StepKernels, Moved] = {"eager": Moved(6, 6, 1, 1), "fused": Moved(6, 6, 1, 1), "compiled": Moved(2, 2, 0, 0)}
+ROTARY: dict[StepKernels, Moved] = {"eager": Moved(33, 35, 10, 14), "fused": Moved(4, 4, 1, 1), "compiled": Moved(4, 4, 1, 1)}
+GATED: dict[StepKernels, Moved] = {"eager": Moved(9, 17, 2, 3), "fused": Moved(6, 10, 1, 1), "compiled": Moved(6, 10, 1, 1)}
 ACTIVATION = Moved(4, 5.5, 1, 1)
 _WRITTEN = Moved(34, 50, 8, 12)
-LOGITS: dict[Kernels, Moved] = {"eager": Moved(23, 24, 3, 4), "fused": Moved(2, 6, 1, 1), "compiled": Moved(4, 4, 2, 1)}
+LOGITS: dict[StepKernels, Moved] = {"eager": Moved(23, 24, 3, 4), "fused": Moved(2, 6, 1, 1), "compiled": Moved(4, 4, 2, 1)}
 #: Gradients of biases: the gradient of the output is read once more.
 _BIAS_BACKWARD = 2.0
 #: Experts' tokens are gathered and put back, each read and written.
 _ROUTED = Moved(8, 8, 6, 6)
 #: Heads are moved between layouts.
-_LAYOUT: dict[Kernels, Moved] = {"eager": Moved(4, 4, 1, 1), "fused": Moved(0, 0, 0, 0), "compiled": Moved(0, 0, 0, 0)}
+_LAYOUT: dict[StepKernels, Moved] = {"eager": Moved(4, 4, 1, 1), "fused": Moved(0, 0, 0, 0), "compiled": Moved(0, 0, 0, 0)}
 
 
 #: The embedding; its kernels are also those of tables of positions and of the mask.
@@ -96,17 +95,23 @@ class Split(NamedTuple):
     ep: int = 1
 
 
-def _of_part(kernels: Kernels, part: str, fused: tuple[str, ...]) -> Kernels:
+def _of_part(kernels: StepKernels, part: str, fused: tuple[str, ...]) -> StepKernels:
     """Return the kernels of a part that a kernel of its own may replace (``RecipeSpec.fused_parts``)."""
     return "fused" if part in fused and kernels == "eager" else kernels
 
 
-def _norm(model: ModelSpec, kernels: Kernels, fused: tuple[str, ...]) -> Moved:
+def _norm(model: ModelSpec, kernels: StepKernels, fused: tuple[str, ...]) -> Moved:
     return LAYER_NORM_MOVED if model.family in LAYER_NORM else RMS_NORM[_of_part(kernels, "rms-norm", fused)]
 
 
 def of_block(
-    model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool, gated: bool | None = None, fused: tuple[str, ...] = ()
+    model: ModelSpec,
+    kernels: StepKernels,
+    split: Split,
+    *,
+    experts: bool,
+    gated: bool | None = None,
+    fused: tuple[str, ...] = (),
 ) -> Traffic:
     """Return what one block moves beside its matrices and attention; ``fused``: its parts with a kernel of their own."""
     tokens, tp = split.tokens, split.tp
@@ -127,7 +132,7 @@ def of_block(
     return total.and_of(_mlp(model, kernels, split, experts=experts, gated=gated))
 
 
-def _mlp(model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool, gated: bool | None) -> Traffic:
+def _mlp(model: ModelSpec, kernels: StepKernels, split: Split, *, experts: bool, gated: bool | None) -> Traffic:
     moe = model.moe if experts else None
     if gated is None:
         gated = model.family not in _PLAIN_MLP
@@ -189,7 +194,7 @@ def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: float
     return total
 
 
-def of_ends(model: ModelSpec, kernels: Kernels, split: Split, fused: tuple[str, ...] = ()) -> Traffic:
+def of_ends(model: ModelSpec, kernels: StepKernels, split: Split, fused: tuple[str, ...] = ()) -> Traffic:
     """Return what the last norm, the loss and the embedding move."""
     hidden = split.tokens * model.hidden_size / (split.tp if split.sequence else 1)
     logits, loss = split.tokens * model.vocab_size / split.tp, LOGITS[_of_part(kernels, "cross-entropy", fused)]

@@ -7,7 +7,7 @@ from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.ledger import total_bytes
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import RecipeSpec, StepKernels
 from zeroplan.steptime import pointwise
 from zeroplan.steptime.pointwise import Split, Traffic
 from zeroplan.steptime.products import Product, of_block, of_head
@@ -95,7 +95,7 @@ class Ranks(NamedTuple):
 
 
 def work(
-    model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, kernels: pointwise.Kernels = "eager", *, tp: int = 1, cp: int = 1,
+    model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, kernels: StepKernels = "eager", *, tp: int = 1, cp: int = 1,
     expert_ranks: int = 1,
 ) -> Work:  # fmt: skip
     """Return the work of one micro-batch on one of ``tp`` or ``cp`` ranks that split it.
