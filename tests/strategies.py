@@ -226,7 +226,7 @@ def _ddp(draw: Random) -> DdpOptions:
 
 
 def _free(draw: Random) -> dict[str, Any]:
-    return {
+    found = {
         "precision": draw.choice(("bf16-mixed", "bf16-mixed", "fp16-mixed", "bf16", "fp32")),
         "recompute": draw.choice(("none", "selective", "full")),
         "attention": draw.choice(("sdpa", "sdpa", "flash", "eager")),
@@ -236,6 +236,8 @@ def _free(draw: Random) -> dict[str, Any]:
         "offload_activations": _mostly(draw, False, True),
         "kernels": _mostly(draw, "cuda", "cpu"),
     }
+    apart = Random(str(found))  # noqa: S311  so that other draws stay as they are
+    return found | {"step_kernels": _mostly(apart, None, "eager", "fused", "compiled")}
 
 
 def _of_megatron(draw: Random) -> dict[str, Any]:

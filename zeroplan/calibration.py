@@ -18,6 +18,7 @@ from zeroplan.measurement import Measurement
 from zeroplan.spec.hardware import ClusterSpec, SharesSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.steptime import Efficiency, Running, StepTime, shares_of, step_time
+from zeroplan.steptime.efficiency import MOST
 from zeroplan.steptime.parts import Does
 
 #: Parts of a step that a record times with the optimizer, and parts that move data between GPUs.
@@ -145,7 +146,7 @@ def reached(job: JobSpec, took: Measured, running: Running | None = None) -> Rea
     def stepping(second: float) -> float:
         return _seconds(_time(job, account, base.scaled(factor, stepping=second), running), took, step=True)
 
-    return Reached(factor, _solved(stepping, took.stepping_s, 1 / base.bandwidth))
+    return Reached(factor, _solved(stepping, took.stepping_s, MOST / base.bandwidth))
 
 
 def _time(job: JobSpec, account: Account, share: Efficiency, running: Running | None) -> StepTime:

@@ -63,6 +63,9 @@ _ENGINES = {
 _OPERANDS = {"NVFP4": "fp4", "FP8": "fp8", "fp8": "fp8", "float8": "fp8"}
 #: Programs whose published configurations split sequences over tensor-parallel ranks and overlap what they can.
 _NVIDIAS = ("dgxc", "nemo24", "longseq", "mbridge", "mlm24", "nem15", "simax")
+#: Programs whose FSDP2 sums gradients in fp32: torchtitan (``mixed_precision_reduce``, config/job_config.py) and
+#: KempnerForge (distributed/parallel.py, ``default_mp_policy``).
+_WIDE_REDUCTIONS = ("titan", "kempner")
 #: Tokens of the vocabulary where a row has none: GPT-2's, padded.
 _VOCABULARY = 51_200
 #: What is tried where a source does not state it; the quickest that fits counts.
@@ -154,10 +157,10 @@ def running_of_row(row: Row, job: JobSpec) -> Running:
     """Return the kernels that a row names, and otherwise those of its engine."""
     assert job.cluster.gpu is not None
     usual, flash = running_of(job.recipe, job.cluster.gpu.architecture), str(row["flash"])
-    kernels = (
-        "compiled" if row["compile"] else "fused" if "RMS" in flash else "eager" if program(row) == "aleph" else usual.kernels
-    )
-    torchs = job.recipe.engine != "megatron"  # before torch 2.9, whose kernel was FlashAttention 2
+    transformer_engine = program(row) == "auto"  # in these rows of NeMo AutoModel
+    fused = transformer_engine or "RMS" in flash
+    kernels = "compiled" if row["compile"] else "fused" if fused else "eager" if program(row) == "aleph" else usual.kernels
+    torchs = job.recipe.engine != "megatron" and not transformer_engine  # before torch 2.9, whose kernel was FlashAttention 2
     generation = 1 if "v1" in flash or program(row) == "mpt" else 2 if torchs or "flash_attention2" in flash else usual.flash
     operands = next((name for word, name in _OPERANDS.items() if word in str(row["precision"])), None)
     return Running(kernels, generation, operands, _tensor_overlap(row))
@@ -324,7 +327,7 @@ def _recipe(row: Row, dp: int) -> RecipeSpec:
     )  # fmt: skip
     if engine == "megatron":
         return _of_megatron(said, row)
-    narrow = "fp32" if "DEFAULT" in words else "param"
+    narrow = "fp32" if "DEFAULT" in words or program(row) in _WIDE_REDUCTIONS else "param"
     if engine == "deepspeed":
         return said
     return replace(

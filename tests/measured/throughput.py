@@ -28,7 +28,7 @@ from tests.measured.published_rows import (
     running_of_row,
 )
 from zeroplan.errors import SpecError
-from zeroplan.estimator import engine_module, estimate
+from zeroplan.estimator import account_of, estimate
 from zeroplan.steptime import Running, StepTime, step_time
 
 if TYPE_CHECKING:
@@ -59,8 +59,7 @@ class Scored(NamedTuple):
 
 def predicted(job: JobSpec, running: Running | None = None) -> StepTime:
     """Return what zeroplan says of a job's step."""
-    account = engine_module(job.recipe.engine).account(job.model, job.recipe, job.mesh, job.batch)
-    return step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, running=running)
+    return step_time(account_of(job, job.batch), job.model, job.recipe, job.mesh, job.batch, job.cluster, running=running)
 
 
 def scored(case: Case) -> Scored:

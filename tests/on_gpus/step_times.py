@@ -18,10 +18,13 @@ from zeroplan.steptime.parts import Does
 if TYPE_CHECKING:
     from zeroplan.measurement import Measurement
 
-#: Cases whose quickest steps gave the constants of :mod:`zeroplan.steptime.launches`, by how their names begin.
+#: Cases whose quickest steps gave the constants of :mod:`zeroplan.steptime.launches`, ``stepping`` and ``pointwise``, by how their
+#: names begin.
 GAVE = (
-    "llama-3.2-1b deepspeed-0", "llama-3.2-1b deepspeed-3", "llama-3.2-1b/2 deepspeed-0", "llama-3.2-1b fsdp1-3 r0/8 bf16-mixed 1x",
-    "llama-3.2-1b fsdp2-3 r0/8 bf16-mixed 1x", "llama-3.2-1b fsdp2-3 r0/8 bf16-mixed selective",
+    "llama-3.2-1b deepspeed-0", "llama-3.2-1b deepspeed-1", "llama-3.2-1b deepspeed-3", "llama-3.2-1b/2 deepspeed-",
+    "llama-3.2-1b fsdp1-3 r0/8 bf16-mixed 1x", "llama-3.2-1b fsdp2-3 r0/8 bf16-mixed 1x",
+    "llama-3.2-1b fsdp2-3 r0/8 bf16-mixed selective", "llama-3.1-8b ddp-0 r0/1", "llama-3.1-8b fsdp2-3 r0/2",
+    "qwen3-0.6b fsdp2-3 r0/8 bf16-mixed full 1x512",
 )  # fmt: skip
 
 

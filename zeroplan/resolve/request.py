@@ -46,6 +46,7 @@ from zeroplan.spec.recipe import (
     Precision,
     Recompute,
     Stage,
+    StepKernels,
     WhoseModules,
 )
 
@@ -240,6 +241,11 @@ class Request(Spec):
         " (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",
     )})
+    kernels: StepKernels | None = field(default=None, metadata={"option": Option(
+        "How norms, rotary positions, gated products and the loss run, for the time of a step alone: eager (operator by "
+        "operator), fused (a kernel each, as of Liger or Transformer Engine) or compiled (torch.compile). (default: fused "
+        "under Megatron-Core, else eager)", RECIPE, "NAME", "recipe.step_kernels",
+    )})
     keep_logits: bool | Literal["fp32"] | None = field(default=None, metadata={"option": Option(
         "Whether the training loop still holds the model's output during the backward: no, yes, or fp32 (converted to "
         "fp32, as by accelerate). (default: no)",
@@ -296,7 +302,7 @@ class Request(Spec):
         control=Control("Micro-batches per step", OF_BATCH, "1", kind="number", most=256),
     )})
     # fmt: on
-    kernels: Kernels | None = field(default=None, metadata={"option": Option(sets="recipe.kernels")})
+    device_kernels: Kernels | None = field(default=None, metadata={"option": Option(sets="recipe.kernels")})
     """Whose kernels compute, as a complete job says it; no flag."""
     shares: SharesSpec | None = field(default=None, metadata={"option": Option(sets="cluster.shares")})
     """What a measured step reached of the GPU's rates, likewise."""

@@ -109,8 +109,8 @@ class SharesSpec(Spec):
     """The same of a fused attention kernel."""
     bandwidth: _Share
     """Share of the memory's bandwidth in memory-bound operators."""
-    stepping: _Share
-    """Share of the memory's bandwidth in the optimizer's step."""
+    stepping: _OfMeasured
+    """Share of the memory's bandwidth in the optimizer's step, at most all of it; above 1 the CPU launches faster."""
     source: str
     """The run, in words."""
 

@@ -8,6 +8,7 @@ from zeroplan.spec.base import Count, CountOrZero, Degree, Range, Spec
 from zeroplan.spec.pipeline import PipelineSchedule
 
 Kernels = Literal["cuda", "cpu"]
+StepKernels = Literal["eager", "fused", "compiled"]
 Engine = Literal["paper", "ddp", "fsdp1", "fsdp2", "deepspeed", "megatron"]
 #: Engines that are closed forms, without a run.
 ON_PAPER: tuple[Engine, ...] = ("paper", "megatron")
@@ -386,6 +387,9 @@ class RecipeSpec(Spec):
     """The release of transformers whose modules train, as ``4.48`` (:mod:`zeroplan.spec.releases`); ``None``: 5.23."""
     kernels: Kernels = "cuda"
     """The kernels: a GPU's, or a CPU's to compare the estimate with a run without a GPU."""
+    step_kernels: StepKernels | None = None
+    """How operators bound by memory run, for the time of a step alone: one by one, as one kernel each for norms, rotary positions,
+    gated products and the loss, or compiled. ``None``: as the engine usually runs them."""
 
     @property
     def wraps_one_rank(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from zeroplan.engines.account import Account
 from zeroplan.errors import SpecError
-from zeroplan.ledger import Kind, Line, bytes_by_kind
+from zeroplan.ledger import Kind, bytes_by_kind
 from zeroplan.memo import as_key
 from zeroplan.numeric import Float
 from zeroplan.spec.batch import Batch, BatchSpec
@@ -20,15 +20,16 @@ from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.steptime.compute import Computing, Rates, Running, computing, peak_flops_per_s, running_of, stepping
+from zeroplan.steptime.compute import Computing, Rates, Running, computing, peak_flops_per_s, running_of
 from zeroplan.steptime.copies import copies_of_activations, copies_of_states
 from zeroplan.steptime.efficiency import Efficiency, efficiency, shares_of
 from zeroplan.steptime.links import Links, links
 from zeroplan.steptime.parts import Part, StepTime
-from zeroplan.steptime.sending import exposed
+from zeroplan.steptime.sending import exposed, joining
+from zeroplan.steptime.stepping import stepping
 from zeroplan.steptime.work import Work, of_one, work
 
-__all__ = ["Efficiency", "Part", "Running", "StepTime", "efficiency", "shares_of", "step_time", "with_optimizer_step"]
+__all__ = ["Efficiency", "Part", "Running", "StepTime", "efficiency", "shares_of", "step_time"]
 
 
 def step_time(
@@ -58,10 +59,10 @@ def step_time(
     if account.pipeline:
         return _on_a_pipeline(account, model, recipe, mesh, batch, here, rates, mfu=mfu)
     busy, split = _busy(model, recipe, mesh, batch, rates, mfu)
-    on_host = _steps_on_host(recipe)
-    step = stepping(account, recipe, gpu, rates.share, on_host=on_host, ranks_per_node=here.per_node)
+    step = stepping(account, model, recipe, mesh, rates, here.per_node)
     copies = _copies(account, recipe, batch, busy, gpu.architecture)
-    parts = (*busy.parts, *exposed(account.collectives, model, recipe, mesh, batch, here, busy), *copies, step)
+    joined = (joining(account.collectives, batch, rates.bandwidth),) if split > 1 and int(mesh.tp) > 1 and mfu is None else ()
+    parts = (*busy.parts, *joined, *exposed(account.collectives, model, recipe, mesh, batch, here, busy), *copies, step)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps / split
     peak = peak_flops_per_s(gpu, recipe, rates.running.operands)
     return StepTime(parts, batch.grad_accum_steps * 3.0 * busy.flops, tokens, peak)
@@ -74,22 +75,13 @@ def _busy(
     split = recipe.engine == "fsdp2"
     tp, cp, ep = int(mesh.tp) if split else 1, int(mesh.cp) if split else 1, int(mesh.ep)
     sequence = as_key(batch.seq_len)
-    key = model, recipe.precision, recipe.attention, recipe.loss == "fused", sequence, tp, cp, ep, rates.share, rates.running
+    kernels = recipe.attention, recipe.loss == "fused", recipe.fused_parts, rates.running
+    key = model, recipe.engine, recipe.precision, kernels, sequence, tp, cp, ep, rates.share
 
     def work_of(one: BatchSpec) -> Work:
         return work(model, recipe, one, rates.running.kernels, tp=tp, cp=cp, expert_ranks=ep)
 
     return computing(work_of, model, recipe, batch, rates, mfu, key=key), tp * cp
-
-
-def with_optimizer_step(time: StepTime, states: tuple[Line, ...], recipe: RecipeSpec, cluster: ClusterSpec) -> StepTime:
-    """Return the time of a step with another optimizer step, on the GPU, with these states. [s]"""
-    gpu, here = cluster.gpu, links(cluster)
-    assert gpu is not None  # noqa: S101  a step without a GPU has no time
-    assert here is not None  # noqa: S101  likewise
-    account = Account(states, (), ())
-    step = stepping(account, recipe, gpu, shares_of(cluster), on_host=False, ranks_per_node=here.per_node)
-    return time._replace(parts=(*time.parts[:-1], step))
 
 
 def _on_a_pipeline(
@@ -100,7 +92,7 @@ def _on_a_pipeline(
     from zeroplan.steptime.pipeline import pipeline_parts  # noqa: PLC0415  keeps start-up fast
 
     parts = pipeline_parts(account, model, recipe, mesh, batch, here, rates, mfu)
-    step = stepping(account, recipe, rates.gpu, rates.share, on_host=_steps_on_host(recipe), ranks_per_node=here.per_node)
+    step = stepping(account, model, recipe, mesh, rates, here.per_node)
     tp, cp, ep = int(mesh.tp), int(mesh.cp), int(mesh.ep)
     one = of_one(int(batch.micro_batch_size), int(batch.seq_len))
     asked, passes = work(model, recipe, one, tp=tp, cp=cp, expert_ranks=ep), batch.grad_accum_steps / (1.0 * mesh.pp)
@@ -108,12 +100,6 @@ def _on_a_pipeline(
     return StepTime(
         (*parts, step), passes * 3.0 * asked.flops, tokens, peak_flops_per_s(rates.gpu, recipe, rates.running.operands)
     )
-
-
-def _steps_on_host(recipe: RecipeSpec) -> bool:
-    if recipe.engine == "deepspeed":
-        return recipe.deepspeed.offload_optimizer != "none"
-    return recipe.offloads_states
 
 
 def _copies(account: Account, recipe: RecipeSpec, batch: Batch, busy: Computing, architecture: str) -> Iterator[Part]:

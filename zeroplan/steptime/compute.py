@@ -1,28 +1,25 @@
-"""The time that a GPU computes in one step, in forward, backward and the optimizer's step."""
+"""The time that a GPU computes in the forwards and backwards of one step."""
 
 from collections.abc import Callable, Hashable
 from typing import Literal, NamedTuple
 
-from zeroplan.engines.account import Account
-from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
-from zeroplan.ledger import Kind, bytes_by_kind
 from zeroplan.memo import recalled
-from zeroplan.numeric import Distinct, Float, Int, distinct, longest, shortest
+from zeroplan.numeric import Distinct, Float, Int, distinct, longest
 from zeroplan.spec.batch import Batch, BatchSpec
 from zeroplan.spec.hardware import Dtype, GpuSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import ADAM, RecipeSpec
-from zeroplan.steptime.efficiency import HOST_BYTES_PER_S, HOST_SOURCE, Efficiency, matrices_share
+from zeroplan.spec.recipe import RecipeSpec, StepKernels
+from zeroplan.steptime.efficiency import Efficiency, matrices_share
 from zeroplan.steptime.launches import SOURCE as LAUNCHES
 from zeroplan.steptime.launches import Launched, launching
-from zeroplan.steptime.parts import Does, Part
-from zeroplan.steptime.pointwise import Kernels, Traffic
+from zeroplan.steptime.parts import Part
+from zeroplan.steptime.pointwise import Traffic
 from zeroplan.steptime.products import Machine, Passes, Product, casts, seconds
 from zeroplan.steptime.tables import CUDNN_BACKWARD_SHARE, attention_share, cudnn_forward, table_of
 from zeroplan.steptime.tables import SOURCE as TABLES
-from zeroplan.steptime.work import Work, copies_of, of_one
+from zeroplan.steptime.work import Copies, Work, copies_of, of_one
 
 #: A fused attention kernel multiplies five times in backward, twice in forward (Dao 2023, arXiv:2307.08691, section 4.1).
 ATTENTION_BACKWARD = 2.5
@@ -35,18 +32,13 @@ MATRIX_BACKWARD = 2.0
 #: Hopper: 370 of 650 TFLOP/s with heads of 128 (Shah et al. 2024, arXiv:2407.08608, figure 5). FlashAttention 1 on Ampere: half
 #: of 2 (Dao 2023, arXiv:2307.08691, figure 4).
 _OLDER = {("Hopper", 2): 0.57, ("Hopper", 1): 0.35, ("Ampere", 1): 0.62}
-#: Reads and writes of one element in a step of Adam. Fused: weight, both moments read and written, gradient read. In lists or
-#: tensor by tensor every operator goes through memory (torch 2.13, optim/adamw.py, _multi_tensor_adamw: decay 2, lerp 3, mul 2,
-#: addcmul 3, sqrt 2, div 2, add 2, addcdiv 4).
-_FUSED_ACCESSES, _UNFUSED_ACCESSES = 7.0, 20.0
-_STEP_SOURCE = "torch 2.13, torch/optim/adamw.py, _multi_tensor_adamw and _fused_adamw"
 _POINTWISE = "reads and writes of each operator, counted: zeroplan/steptime/pointwise.py"
 
 
 class Running(NamedTuple):
     """With which kernels a step runs."""
 
-    kernels: Kernels = "eager"
+    kernels: StepKernels = "eager"
     """How many operators bound by memory there are."""
     flash: int = 2
     """The generation of FlashAttention; cuDNN's fused attention counts as the third."""
@@ -66,8 +58,8 @@ def running_of(recipe: RecipeSpec, architecture: str) -> Running:
     and is FlashAttention 2 otherwise (aten/src/ATen/native/transformers/cuda/flash_attn).
     """
     if recipe.engine != "megatron":
-        return Running(flash=3 if architecture == "Hopper" and recipe.attention != "flash" else 2)
-    return Running("fused", 2 if architecture in ("Ampere", "Volta", "Turing", "Ada Lovelace") else 3)
+        return Running(recipe.step_kernels or "eager", 3 if architecture == "Hopper" and recipe.attention != "flash" else 2)
+    return Running(recipe.step_kernels or "fused", 2 if architecture in ("Ampere", "Volta", "Turing", "Ada Lovelace") else 3)
 
 
 class Computing(NamedTuple):
@@ -84,6 +76,10 @@ class Computing(NamedTuple):
     """The forwards of the blocks' matrix products."""
     attention_s: Float = 0.0
     """The forwards of attention."""
+    ends_s: Float = 0.0
+    """What of the forwards is not in blocks: the embedding, the last norm, the head and the loss."""
+    ends_backward_s: Float = 0.0
+    """The same of the backwards."""
 
 
 def peak_flops_per_s(gpu: GpuSpec, recipe: RecipeSpec, operands: Dtype | None = None) -> float:
@@ -139,6 +135,8 @@ class Pieces(NamedTuple):
     ends_backward: float
     elements: float
     """Elements of the matrices."""
+    trained: float
+    """Those that get a gradient."""
     flops: float
     """Operations of the forward. [FLOPs]"""
     layers: float = 0.0
@@ -147,6 +145,8 @@ class Pieces(NamedTuple):
     launched_backward: float = 0.0
     launched_ends: float = 0.0
     launched_ends_backward: float = 0.0
+    tensors: float = 0.0
+    trained_tensors: float = 0.0
 
 
 class _Times(NamedTuple):
@@ -161,6 +161,8 @@ class _Times(NamedTuple):
     again: Float
     flops: Float
     columns: Float
+    ends: Float
+    ends_backward: Float
     launching: Float
     """The CPU's time of a forward, and of a backward."""
     launching_backward: Float
@@ -196,7 +198,8 @@ def computing(
 
 
 def _computing(parts: tuple[Part, ...], steps: Int, forward: Float, back: Float, one: _Times) -> Computing:
-    return Computing(parts, steps * forward, steps * back, one.flops, steps * one.columns, steps * one.attention)
+    rest = (steps * each for each in (one.columns, one.attention, one.ends, one.ends_backward))
+    return Computing(parts, steps * forward, steps * back, one.flops, *rest)
 
 
 #: More than any sequence has tokens.
@@ -292,8 +295,8 @@ def _pieces(asked: Work, rates: Rates, mfu: float | None) -> Pieces:
         blocks.forward + other + cast[0] / rates.bandwidth,
         blocks.backward + MATRIX_BACKWARD * other + cast[1] / rates.bandwidth,
         last.forward, head.forward + rest, head.backward + MATRIX_BACKWARD * rest, core.forward, core.backward, moved.forward,
-        moved.backward, ends.forward, ends.backward, asked.elements, asked.flops,
-        asked.layers, *asked.moved[2:], *asked.ends_moved[2:],
+        moved.backward, ends.forward, ends.backward, asked.elements, asked.trained, asked.flops,
+        asked.layers, *asked.moved[2:], *asked.ends_moved[2:], *asked.tensors,
     )  # fmt: skip
 
 
@@ -305,7 +308,7 @@ def _at_given_mfu(asked: Work, rate: float, recipe: RecipeSpec) -> Pieces:
     frozen_head = sum(one.flops for one in asked.head if one.frozen) * asked.tokens / rate
     return Pieces(
         blocks, MATRIX_BACKWARD * blocks - frozen, 0.0, head, MATRIX_BACKWARD * head - frozen_head, core, back * core,
-        0.0, 0.0, 0.0, 0.0, 0.0, asked.flops,
+        0.0, 0.0, 0.0, 0.0, 0.0, 0.0, asked.flops,
     )  # fmt: skip
 
 
@@ -316,14 +319,16 @@ def _times(one: Pieces, recipe: RecipeSpec, rates: Rates, again: _Recomputation,
         repeated = repeated + again.blocks * (one.blocks + one.attention - _stops_early(recipe) * one.last)
     if again.core:
         repeated = one.attention
-    copied = (0.0, 0.0) if mfu is not None else copies_of(recipe)
-    launched = Launched(one.layers, one.launched, one.launched_backward, one.launched_ends, one.launched_ends_backward)
+    copied = Copies() if mfu is not None else copies_of(recipe)
+    launched = Launched(one.layers, *one[-6:])
     cpu = launching(launched, recipe, rates.running.kernels, rates.share.launching, again=again.blocks)
-    per_byte = one.elements / rates.bandwidth
+    copying = copied.forward * one.elements + copied.trained_forward * one.trained
+    copying_backward = copied.backward * one.elements + copied.trained_backward * one.trained
     return _Times(
         one.blocks + one.head, one.blocks_backward + one.head_backward, one.attention, one.attention_backward,
-        one.moved + one.ends + copied[0] * per_byte, one.moved_backward + one.ends_backward + copied[1] * per_byte,
-        repeated, one.flops, one.blocks, *cpu,
+        one.moved + one.ends + copying / rates.bandwidth,
+        one.moved_backward + one.ends_backward + copying_backward / rates.bandwidth,
+        repeated, one.flops, one.blocks, one.head + one.ends, one.head_backward + one.ends_backward, *cpu,
     )  # fmt: skip
 
 
@@ -370,30 +375,3 @@ def _moved(traffic: Traffic, rates: Rates) -> Passes:
 
 def _part(name: str, seconds: Float, reason: str, source: str) -> Part:
     return Part(name, seconds, 0.0, reason, source)
-
-
-def stepping(
-    account: Account, recipe: RecipeSpec, gpu: GpuSpec, share: Efficiency, *, on_host: bool, ranks_per_node: int
-) -> Part:
-    """Return the time of the optimizer's step: what it reads and writes, at the rate of that memory.
-
-    Optimizers other than Adam read and write their states and the weights once, and read the gradients.
-    """
-    lines = account.host if on_host else account.states
-    sizes = bytes_by_kind(lines)
-    held = sizes.get(Kind.OPTIMIZER_STATE, 0)
-    weights: Float = 1.0 * sizes.get(Kind.PARAMETERS, 0)
-    gradients: Float = 1.0 * sizes.get(Kind.GRADIENTS, 0)
-    if recipe.optimizer in ADAM and recipe.engine in ("ddp", "fsdp1", "fsdp2"):  # no frozen, no other rank's weights
-        weights, gradients = shortest(weights, held / 2.0), shortest(gradients, held / 2.0)
-    states = held + weights
-    once = 2.0 * states + gradients
-    impl = implementation_of(recipe)
-    times = 1.0 if impl == "fused" or recipe.optimizer not in ADAM else _UNFUSED_ACCESSES / _FUSED_ACCESSES
-    if on_host:
-        rate, where, source = HOST_BYTES_PER_S / ranks_per_node, "on the CPU, bound by the host's memory", HOST_SOURCE
-    else:
-        reached = share.bandwidth if share.stepping is None else share.stepping
-        rate, where, source = reached * gpu.memory_bandwidth_bytes_per_s.value, "bound by memory", _STEP_SOURCE
-    part = _part("optimizer step", times * once / rate, f"{recipe.optimizer} ({impl}), {where}", source)
-    return part._replace(does=Does.STEPPING)

@@ -7,10 +7,8 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import Computing
 from zeroplan.steptime.efficiency import PCIE_SOURCE, pcie_bytes_per_s
 from zeroplan.steptime.parts import Does, Part
+from zeroplan.steptime.stepping import HELD_BYTES
 from zeroplan.transformer.offloaded import SAVED_ON_CPU
-
-#: Bytes on the host per parameter with Adam: weight and both moments, in the optimizer's dtype.
-_HELD_BYTES = {"bf16-mixed": 12, "fp16-mixed": 12, "bf16": 6, "fp32": 12}
 
 
 def copies_of_activations(kept: Int, architecture: str) -> Part:
@@ -27,7 +25,7 @@ def copies_of_states(account: Account, recipe: RecipeSpec, busy: Computing, arch
     """
     host = bytes_by_kind(account.host)
     held: Int = host.get(Kind.OPTIMIZER_STATE, 0) + host.get(Kind.PARAMETERS, 0)
-    elements = held / _HELD_BYTES.get(recipe.precision, 12)
+    elements = held / HELD_BYTES.get(recipe.precision, 12)
     width = 4.0 if recipe.engine == "fsdp2" else 2.0
     takes: Float = elements * width * times / pcie_bytes_per_s(architecture)
     beside = busy.forward_s + busy.backward_s

@@ -29,7 +29,8 @@ class Efficiency(NamedTuple):
     """Share of the memory's bandwidth in memory-bound operators."""
     source: str
     stepping: float | None = None
-    """Share of the memory's bandwidth in the optimizer's step, if measured apart."""
+    """Share of the memory's bandwidth in the optimizer's step, at most all of it, if measured apart; the CPU's launches there
+    are as much quicker."""
     launching: float = 1.0
     """How much quicker the CPU launches than the one that was measured."""
 
@@ -37,7 +38,7 @@ class Efficiency(NamedTuple):
         """Return the shares times a factor, and the optimizer's share times another; no bandwidth beyond the data sheet."""
         matrices, attention = (min(factor * share, MOST) for share in (self.matrices, self.attention))
         bandwidth = min(factor * self.bandwidth, 1.0)
-        stepped = min(stepping * (self.stepping or self.bandwidth), 1.0)
+        stepped = min(stepping * (self.stepping or self.bandwidth), MOST)
         return Efficiency(matrices, attention, bandwidth, self.source, stepped, factor * self.launching)
 
 

@@ -31,7 +31,7 @@ from zeroplan.numeric import Float, longest, together, where
 from zeroplan.spec.batch import Batch, BatchSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import RecipeSpec, StepKernels
 from zeroplan.steptime import pointwise
 from zeroplan.steptime.compute import (
     ATTENTION_BACKWARD,
@@ -39,14 +39,14 @@ from zeroplan.steptime.compute import (
     Rates,
     computing,
     peak_flops_per_s,
-    stepping,
 )
 from zeroplan.steptime.links import SOURCE, Group, Links, neighbours, seconds, strided
 from zeroplan.steptime.parts import Does, Part, StepTime
 from zeroplan.steptime.pipeline import BUBBLE, Bubble
-from zeroplan.steptime.pointwise import Kernels, Split, Traffic
+from zeroplan.steptime.pointwise import Split, Traffic
 from zeroplan.steptime.products import Product, of_block, of_head
 from zeroplan.steptime.sending import slowed
+from zeroplan.steptime.stepping import stepping
 from zeroplan.steptime.work import Ranks, Work, core_of, multiplying
 from zeroplan.transformer.flops import attention_widths, block_matrices
 from zeroplan.transformer.megatron import is_gated
@@ -131,7 +131,7 @@ def megatron_time(
 # --- what one rank computes -------------------------------------------------------------------------------------------------
 
 
-def _work(rank: Rank, case: _Case, kernels: Kernels, one: BatchSpec) -> Work:
+def _work(rank: Rank, case: _Case, kernels: StepKernels, one: BatchSpec) -> Work:
     """Return the work of one micro-batch on a rank, its share of matrices and tokens."""
     model, mesh, recipe = case.model, case.mesh, case.recipe
     tp, cp, ep, gated = int(mesh.tp), int(mesh.cp), int(mesh.ep), is_gated(model, recipe)
@@ -260,6 +260,8 @@ def _between_tensor_ranks(calls: tuple[Collective, ...], case: _Case, machine: _
         if overlap == "all":  # sent in as many pieces as ranks, each beside the product of another
             beside = time * (1.0 - 1.0 / int(case.mesh.tp))
         waits = waits + (time - beside) + longest(beside - columns, 0.0 * time)
+    if machine.rates.running.tensor_overlap == "backward":  # by NCCL; pieces go through Transformer Engine's buffers, on one SM
+        waits = waits + slowed(takes - waits, machine.here).seconds
     reason = "the next matrix waits for activations; in backward half of it overlaps with matrix products"
     return Part("waiting for tensor-parallel ranks", waits, takes - waits, reason, f"{_BESIDE}; {SOURCE}", Does.SENDING)
 
@@ -315,5 +317,5 @@ def _after_backward(rank: Rank, case: _Case, machine: _Machine, passes: _Passes)
     sent = Part(name, waits, hidden, reason, f"{_AFTER}; {SOURCE}", Does.SENDING_AT_STEP)
     copied = (line._replace(kind=Kind.OPTIMIZER_STATE) for line in step_lines(rank, case.recipe, mesh))  # written and read too
     states = Account((*states_of(rank, case.recipe, mesh), *copied), (), ())
-    step = stepping(states, case.recipe, machine.rates.gpu, machine.rates.share, on_host=False, ranks_per_node=per_node)
+    step = stepping(states, case.model, case.recipe, mesh, machine.rates, per_node)
     return sent, slowed(hidden, machine.here), step

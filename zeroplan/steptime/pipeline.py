@@ -30,7 +30,7 @@ from zeroplan.steptime.links import Links, seconds, strided
 from zeroplan.steptime.parts import Does, Part
 from zeroplan.steptime.played import Costs, played
 from zeroplan.steptime.pointwise import Traffic
-from zeroplan.steptime.sending import group_of
+from zeroplan.steptime.sending import group_of, joining
 from zeroplan.steptime.work import Core, Work, combined, of_one, without_head, work
 
 BUBBLE = "Narayanan et al. 2021, arXiv:2104.04473, sections 2.2.1 and 2.2.2"
@@ -88,7 +88,8 @@ def pipeline_parts(
         idle, source = longest(_simulated_s(schedule, costs, pp, chunks, steps) - bubble.pace_s, 0.0), ZERO_BUBBLE
     waits = Part("pipeline bubble", idle, 0.0 * idle, f"{pp} ranks fill and drain, {schedule}", source, Does.IDLING)
     copies = _copies(account, recipe, slowest, rates.gpu.architecture, passes=steps * layers)
-    return (*slowest.parts, waits, *copies, *_traffic(account.collectives, slowest, recipe, mesh, batch, here))
+    joined = (joining(account.collectives, batch, rates.bandwidth),) if int(mesh.tp) > 1 and mfu is None else ()
+    return (*slowest.parts, *joined, waits, *copies, *_traffic(account.collectives, slowest, recipe, mesh, batch, here))
 
 
 def _layers(schedule: PipelineSchedule, stages: tuple[Stage, ...], rank: int, pp: int) -> int:

@@ -11,12 +11,13 @@ largest shapes): eager norms, LayerNorm, rotary positions, gated products, GELU 
 they read and write, the loss half as much again; other GPUs are taken to lose the same.
 """
 
-from typing import Literal, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from zeroplan.spec.family import HEAD_NORMS, LEARNED_POSITIONS
 from zeroplan.spec.model import ModelSpec
-
-Kernels = Literal["eager", "fused", "compiled"]
+from zeroplan.spec.recipe import StepKernels
+from zeroplan.transformer.parameters import Parameter
 
 #: Families whose norms are LayerNorm, one operator of torch.
 LAYER_NORM = ("gpt2", "gpt_neox", "opt", "bloom")
@@ -42,22 +43,22 @@ class Moved(NamedTuple):
 
 
 #: Operators by kernels.
-RMS_NORM: dict[Kernels, Moved] = {
+RMS_NORM: dict[StepKernels, Moved] = {
     "eager": Moved(41, 98, 8, 18), "fused": Moved(4, 8, 1, 2), "compiled": Moved(4, 8, 1, 2),
 }  # fmt: skip
 LAYER_NORM_MOVED = Moved(5.3, 14.5, 1, 2)
-_RESIDUAL: dict[Kernels, Moved] = {"eager": Moved(6, 6, 1, 1), "fused": Moved(6, 6, 1, 1), "compiled": Moved(2, 2, 0, 0)}
-ROTARY: dict[Kernels, Moved] = {"eager": Moved(33, 35, 10, 14), "fused": Moved(4, 4, 1, 1), "compiled": Moved(4, 4, 1, 1)}
-GATED: dict[Kernels, Moved] = {"eager": Moved(9, 17, 2, 3), "fused": Moved(6, 10, 1, 1), "compiled": Moved(6, 10, 1, 1)}
+_RESIDUAL: dict[StepKernels, Moved] = {"eager": Moved(6, 6, 1, 1), "fused": Moved(6, 6, 1, 1), "compiled": Moved(2, 2, 0, 0)}
+ROTARY: dict[StepKernels, Moved] = {"eager": Moved(33, 35, 10, 14), "fused": Moved(4, 4, 1, 1), "compiled": Moved(4, 4, 1, 1)}
+GATED: dict[StepKernels, Moved] = {"eager": Moved(9, 17, 2, 3), "fused": Moved(6, 10, 1, 1), "compiled": Moved(6, 10, 1, 1)}
 ACTIVATION = Moved(4, 5.5, 1, 1)
 _WRITTEN = Moved(34, 50, 8, 12)
-LOGITS: dict[Kernels, Moved] = {"eager": Moved(23, 24, 3, 4), "fused": Moved(2, 6, 1, 1), "compiled": Moved(4, 4, 2, 1)}
+LOGITS: dict[StepKernels, Moved] = {"eager": Moved(23, 24, 3, 4), "fused": Moved(2, 6, 1, 1), "compiled": Moved(4, 4, 2, 1)}
 #: Gradients of biases: the gradient of the output is read once more.
 _BIAS_BACKWARD = 2.0
 #: Experts' tokens are gathered and put back, each read and written.
 _ROUTED = Moved(8, 8, 6, 6)
 #: Heads are moved between layouts.
-_LAYOUT: dict[Kernels, Moved] = {"eager": Moved(4, 4, 1, 1), "fused": Moved(0, 0, 0, 0), "compiled": Moved(0, 0, 0, 0)}
+_LAYOUT: dict[StepKernels, Moved] = {"eager": Moved(4, 4, 1, 1), "fused": Moved(0, 0, 0, 0), "compiled": Moved(0, 0, 0, 0)}
 
 
 #: The embedding; its kernels are also those of tables of positions and of the mask.
@@ -94,11 +95,28 @@ class Split(NamedTuple):
     ep: int = 1
 
 
-def of_block(model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool, gated: bool | None = None) -> Traffic:
-    """Return what one block moves beside its matrices and attention."""
+def _of_part(kernels: StepKernels, part: str, fused: tuple[str, ...]) -> StepKernels:
+    """Return the kernels of a part that a kernel of its own may replace (``RecipeSpec.fused_parts``)."""
+    return "fused" if part in fused and kernels == "eager" else kernels
+
+
+def _norm(model: ModelSpec, kernels: StepKernels, fused: tuple[str, ...]) -> Moved:
+    return LAYER_NORM_MOVED if model.family in LAYER_NORM else RMS_NORM[_of_part(kernels, "rms-norm", fused)]
+
+
+def of_block(
+    model: ModelSpec,
+    kernels: StepKernels,
+    split: Split,
+    *,
+    experts: bool,
+    gated: bool | None = None,
+    fused: tuple[str, ...] = (),
+) -> Traffic:
+    """Return what one block moves beside its matrices and attention; ``fused``: its parts with a kernel of their own."""
     tokens, tp = split.tokens, split.tp
     hidden = tokens * model.hidden_size / (tp if split.sequence else 1)
-    norm = LAYER_NORM_MOVED if model.family in LAYER_NORM else RMS_NORM[kernels]
+    norm = _norm(model, kernels, fused)
     queries = tokens * model.num_attention_heads * model.head_dim / tp
     keys = tokens * model.num_key_value_heads * model.head_dim / tp
     total = Traffic().plus(norm, hidden, 4 if model.family in _FOUR_NORMS else 2).plus(_RESIDUAL[kernels], hidden, 2)
@@ -106,7 +124,7 @@ def of_block(model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool,
     if model.family in HEAD_NORMS:
         total = total.plus(norm, queries).plus(norm, keys)
     if model.family not in LEARNED_POSITIONS and model.family != "bloom":
-        total = total.plus(ROTARY[kernels], queries + keys)
+        total = total.plus(ROTARY[_of_part(kernels, "rope", fused)], queries + keys)
     if model.mla is not None:
         total = total.plus(_RESIDUAL[kernels], queries, 2)  # heads are put together of parts
     if model.attention_bias or model.family in LEARNED_POSITIONS:
@@ -114,7 +132,7 @@ def of_block(model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool,
     return total.and_of(_mlp(model, kernels, split, experts=experts, gated=gated))
 
 
-def _mlp(model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool, gated: bool | None) -> Traffic:
+def _mlp(model: ModelSpec, kernels: StepKernels, split: Split, *, experts: bool, gated: bool | None) -> Traffic:
     moe = model.moe if experts else None
     if gated is None:
         gated = model.family not in _PLAIN_MLP
@@ -130,9 +148,54 @@ def _mlp(model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool, gat
     return found.plus(_ROUTED, routed * model.hidden_size)
 
 
-def of_ends(model: ModelSpec, kernels: Kernels, split: Split) -> Traffic:
+class Adapting(NamedTuple):
+    """What peft does around one adapted layer of LoRA, per element of its input and of its output."""
+
+    input: Moved
+    output: Moved
+
+
+#: Counted in peft 0.21 (``tuners/lora/layer.py``, ``Linear.forward``) and its derivatives, beside the products. In 16 bits: the
+#: scaled result is added; in the backward it is scaled again, and two gradients of the input are summed. Under autocast the input
+#: goes to fp32 and back, and both matrices and their gradients are cast. In fp32: casts around fp32 products.
+_ADAPTING = {
+    "plain": Adapting(Moved(0, 6, 0, 1), Moved(10, 4, 2, 1)),
+    "autocast": Adapting(Moved(12, 18, 3, 4), Moved(10, 4, 3, 2)),
+    "fp32": Adapting(Moved(6, 12, 1, 2), Moved(24, 20, 3, 3)),
+}
+#: Dropout of the input in 16 bits, and in fp32: read and written, with a mask of one byte.
+_DROPPED = {"plain": Moved(5, 5, 1, 1), "autocast": Moved(9, 9, 1, 1), "fp32": Moved(9, 9, 1, 1)}
+#: A weight in four bits is written in 16, with a scale per 64 of them, in forward and backward each (bitsandbytes 0.50,
+#: ``autograd/_functions.py``, MatMul4Bit). In launches such a layer took 5 more than a plain one in the forward and 8 in the
+#: backward: QLoRA beside LoRA of Llama 3.1 8B, 224 layers, DDP and FSDP2 (tests/on_gpus/records). Scales in eight bits are made
+#: first, by two kernels.
+_UNPACKED = {"nf4": Moved(2.57, 2.57, 5, 8), "nf4-double": Moved(2.7, 2.7, 7, 10), "gptq": Moved(2.57, 2.57, 5, 8)}
+#: Beside weights in four bits norms are fp32: the residual stream takes twice the bytes, and five layers cast their input.
+_WIDE_RESIDUAL, _WIDE_INPUT = Moved(12, 12, 0, 0), Moved(30, 30, 5, 5)
+
+
+def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: float, *, autocast: bool) -> Traffic:
+    """Return what the adapters of one block move, and its weights in four bits."""
+    adapter, total = model.adapter, Traffic()
+    if adapter is None:
+        return total
+    how = "fp32" if adapter.compute == "fp32" else "autocast" if autocast else "plain"
+    each = _ADAPTING[how]
+    for one in parameters:
+        if model.is_quantised and one.autocast and one.frozen:  # linear weights; their layout here is that in 16 bits
+            total = total.plus(_UNPACKED[adapter.quantize], one.numel)
+        elif ".lora_A." in one.name:
+            total = total.plus(each.input, tokens * one.shape[1])
+            total = total.plus(_DROPPED[how], tokens * one.shape[1]) if adapter.dropout else total
+        elif ".lora_B." in one.name:
+            total = total.plus(each.output, tokens * one.shape[0])
+    if model.upcasts_norms:
+        total = total.plus(_WIDE_RESIDUAL, tokens * model.hidden_size).plus(_WIDE_INPUT, tokens * model.hidden_size)
+    return total
+
+
+def of_ends(model: ModelSpec, kernels: StepKernels, split: Split, fused: tuple[str, ...] = ()) -> Traffic:
     """Return what the last norm, the loss and the embedding move."""
     hidden = split.tokens * model.hidden_size / (split.tp if split.sequence else 1)
-    norm = LAYER_NORM_MOVED if model.family in LAYER_NORM else RMS_NORM[kernels]
-    logits = split.tokens * model.vocab_size / split.tp
-    return Traffic().plus(norm, hidden).plus(LOGITS[kernels], logits).plus(_EMBEDDING, hidden)
+    logits, loss = split.tokens * model.vocab_size / split.tp, LOGITS[_of_part(kernels, "cross-entropy", fused)]
+    return Traffic().plus(_norm(model, kernels, fused), hidden).plus(loss, logits).plus(_EMBEDDING, hidden)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from zeroplan.ledger import Among, Collective, Phase
-from zeroplan.numeric import Float, Int, longest, shortest, together
+from zeroplan.numeric import Float, Int, longest, shortest, together, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -57,9 +57,10 @@ def exposed(
         time = _time(call, group, model, recipe, here)
         bare = _hidden_part(call, recipe)
         windows[call.phase] = windows[call.phase].and_of(time, group, _uncovered(time, call, bare, passes))
+    others = 1.0 - 1.0 / model.num_hidden_layers  # the block that waits for the last call computes after it
     beside = {
-        Phase.FORWARD: busy.forward_s,
-        Phase.BACKWARD: busy.backward_s * _share_beside(recipe, passes),
+        Phase.FORWARD: others * (busy.forward_s - busy.ends_s),
+        Phase.BACKWARD: others * (busy.backward_s - busy.ends_backward_s) * _share_beside(recipe, passes),
         Phase.STEP: 0.0 * busy.forward_s,
     }
     parts = tuple(_part(phase, windows[phase], beside[phase], here.taken) for phase in windows)
@@ -72,6 +73,22 @@ def slowed(hidden_s: Float, here: Links) -> Part:
     return Part("computing slowed by collectives", slower, 0.0 * slower, _TAKEN, CHANNELS, Does.SENDING)
 
 
+def joining(calls: tuple[Collective, ...], batch: Batch, bandwidth: float) -> Part:
+    """Return the time of copies around collectives of tensor-parallel ranks: NCCL joins and cuts along the first axis alone. [s]
+
+    A sequence is the second axis. What a reduce-scatter cuts is copied first, and what an all-gather joins afterwards, unless there
+    is one sequence, which is a view.
+    """
+    moved: Float = 0.0 * batch.micro_batch_size
+    for call in calls:
+        if call.among is Among.TENSOR and call.operation in ("all_gather", "reduce_scatter"):
+            copied = 1 if call.operation == "reduce_scatter" else where(batch.micro_batch_size > 1, 1, 0)
+            moved = moved + 2.0 * copied * call.calls * call.n_bytes
+    takes = moved / bandwidth
+    return Part("copies for tensor-parallel ranks", takes, 0.0 * takes, "sequences are joined and cut by copies", _JOINED)
+
+
+_JOINED = "torch 2.13, torch/distributed/_functional_collectives.py, all_gather_single and reduce_scatter_single"
 _TAKEN = "NCCL's channels take SMs from the kernels beside them"
 
 

@@ -7,13 +7,14 @@ from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.ledger import total_bytes
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import RecipeSpec, StepKernels
 from zeroplan.steptime import pointwise
 from zeroplan.steptime.pointwise import Split, Traffic
 from zeroplan.steptime.products import Product, of_block, of_head
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.flops import attention_layers, attention_widths, linear_attention_flops
 from zeroplan.transformer.head import head_pass
+from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params import layout
 
 #: A saved tensor of a traced module is written once and read by the next operator. Its backward reads it, reads the incoming
@@ -52,11 +53,18 @@ class Work(NamedTuple):
     """Operations in the blocks without a shape: linear attention, a traced module. [FLOPs]"""
     other_head_flops: float = 0.0
     layers: float = 0.0
+    tensors: tuple[float, float] = (0.0, 0.0)
+    """Parameter tensors of the blocks, and those of them that get a gradient."""
 
     @property
     def elements(self) -> float:
         """Elements of the matrices on this rank."""
         return sum(one.columns * one.depth * one.times for one in (*self.products, *self.head))
+
+    @property
+    def trained(self) -> float:
+        """Those of them that get a gradient."""
+        return sum(one.columns * one.depth * one.times for one in (*self.products, *self.head) if not one.frozen)
 
     @property
     def blocks_flops(self) -> float:
@@ -74,6 +82,10 @@ class Work(NamedTuple):
         return self.blocks_flops + self.head_flops + self.core.flops
 
 
+#: Launches of a block's casts under autocast (DDP), whose bytes :func:`copies_of` has: counted in Llama, transformers 5.23.
+_CASTS = Traffic(0.0, 0.0, 10.0, 16.0)
+
+
 class Ranks(NamedTuple):
     """Over how many ranks a micro-batch's work is split."""
 
@@ -83,7 +95,7 @@ class Ranks(NamedTuple):
 
 
 def work(
-    model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, kernels: pointwise.Kernels = "eager", *, tp: int = 1, cp: int = 1,
+    model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, kernels: StepKernels = "eager", *, tp: int = 1, cp: int = 1,
     expert_ranks: int = 1,
 ) -> Work:  # fmt: skip
     """Return the work of one micro-batch on one of ``tp`` or ``cp`` ranks that split it.
@@ -100,14 +112,25 @@ def work(
     moved = Traffic()
     for run in whole.runs:
         linear = of_block(run.parameters, run.layers, tp=tp, ep=expert_ranks, sharing=tp)
-        one = pointwise.of_block(model, kernels, split, experts=run.kind == "moe").and_of(multiplying(linear))
+        one = pointwise.of_block(model, kernels, split, experts=run.kind == "moe", fused=recipe.fused_parts)
+        one = one.and_of(multiplying(linear))
+        if recipe.engine == "ddp" and model.adapter is None and widths(recipe.precision).name != "fp32":
+            one = one.and_of(_CASTS)
+        one = one.and_of(pointwise.of_adapters(model, run.parameters, tokens, autocast=_autocasts_adapters(model, recipe)))
         products, moved = products + linear, moved.and_of(Traffic(*(run.layers * each for each in one)))
     head = of_head(model.vocab_size, model.hidden_size, tp=tp, frozen=model.adapter is not None)
+    fused_loss = ("cross-entropy",) if recipe.loss == "fused" else ()
     return Work(
         tokens, products, head, core_of(model, recipe, batch, ranks, attention_layers(model)), moved,
-        pointwise.of_ends(model, "fused" if recipe.loss == "fused" else kernels, split).and_of(multiplying(head)),
-        linear_attention_flops(model) * tokens / tp, layers=model.num_hidden_layers,
+        pointwise.of_ends(model, kernels, split, (*recipe.fused_parts, *fused_loss)).and_of(multiplying(head)),
+        linear_attention_flops(model) * tokens / tp, layers=model.num_hidden_layers, tensors=_tensors(whole),
     )  # fmt: skip
+
+
+def _autocasts_adapters(model: ModelSpec, recipe: RecipeSpec) -> bool:
+    """Whether the loop runs adapters under autocast: that of DDP, and that of FSDP1 without weights in four bits."""
+    mixed = widths(recipe.precision).mixed
+    return mixed and (recipe.engine == "ddp" or (recipe.engine == "fsdp1" and not model.is_quantised))
 
 
 def multiplying(products: tuple[Product, ...]) -> Traffic:
@@ -136,8 +159,24 @@ _SCORES = pointwise.Moved(13, 17, 2, 2)
 _SCORES_APART = pointwise.Moved(34, 40, 7, 8)
 
 
-def copies_of(recipe: RecipeSpec) -> tuple[float, float]:
-    """Return what an engine copies of every matrix element in a micro-batch's forward and backward. [bytes]
+def _tensors(whole: Layout) -> tuple[float, float]:
+    trained = sum(run.layers * sum(not one.frozen for one in run.parameters) for run in whole.runs)
+    return 1.0 * sum(run.layers * len(run.parameters) for run in whole.runs), 1.0 * trained
+
+
+class Copies(NamedTuple):
+    """What an engine copies in a micro-batch's forward and backward. [bytes]"""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    """Of every matrix element that it gathers."""
+    trained_forward: float = 0.0
+    trained_backward: float = 0.0
+    """Of those that get a gradient, on top."""
+
+
+def copies_of(recipe: RecipeSpec) -> Copies:
+    """Return what an engine copies of every matrix element.
 
     FSDP2 copies every gathered weight out of the buffer (torch 2.13, ``_fsdp_collectives.py``, ``foreach_all_gather_copy_out``) and
     every gradient into the one that is reduced (``foreach_reduce``). FSDP1 has views of one flat parameter, and casts what it
@@ -146,16 +185,15 @@ def copies_of(recipe: RecipeSpec) -> tuple[float, float]:
     """
     narrow = widths(recipe.precision).name != "fp32"
     reduced = {"fsdp2": recipe.fsdp2.reduce_dtype, "fsdp1": recipe.fsdp1.reduce_dtype}.get(recipe.engine)
-    if recipe.engine == "fsdp2":
-        again = 4.0 if recipe.zero_stage == 3 else 0.0
-        return 4.0, again + (6.0 if reduced == "fp32" else 4.0)
-    if recipe.engine == "fsdp1":
-        return 0.0, 6.0 if reduced == "fp32" else 4.0
+    if recipe.engine in ("fsdp1", "fsdp2"):
+        gathered = (4.0, 4.0 if recipe.zero_stage == 3 else 0.0) if recipe.engine == "fsdp2" else (0.0, 0.0)
+        return Copies(*gathered, 0.0, 6.0 if reduced == "fp32" else 4.0)
     if recipe.engine == "ddp":
-        return (6.0 if narrow else 0.0), 6.0 * narrow + (0.0 if recipe.ddp.gradient_as_bucket_view else 8.0)
+        into_buckets = 0.0 if recipe.ddp.gradient_as_bucket_view else 8.0
+        return Copies(0.0, 0.0, 6.0 * narrow, 6.0 * narrow + into_buckets)
     if recipe.engine == "deepspeed":
-        return (4.0, 12.0) if recipe.zero_stage == 3 else (0.0, 8.0)
-    return 0.0, 0.0
+        return Copies(*((4.0, 4.0) if recipe.zero_stage == 3 else (0.0, 0.0)), 0.0, 8.0)
+    return Copies()
 
 
 def _profiled(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> Work:
@@ -198,6 +236,7 @@ def combined(several: tuple[Work, ...]) -> Work:
             first.other_flops + other.other_flops,
             first.other_head_flops + other.other_head_flops,
             first.layers + other.layers,
+            (first.tensors[0] + other.tensors[0], first.tensors[1] + other.tensors[1]),
         )
     return first
 

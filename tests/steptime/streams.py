@@ -1,0 +1,73 @@
+"""A step of FSDP played on streams: what the GPU computes, and a network that carries one call after the other.
+
+Each block is gathered while the one before it computes, and its gradients are reduced while the next one computes, as FSDP2 issues
+them (torch 2.13, ``_fsdp_param_group.py``): a gather begins once the block before has begun, a reduction once the block has ended
+and the reduction before has, for which computing waits. While the network is busy, NCCL's SMs are missing from what computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Unit(NamedTuple):
+    """One block, or the root: times of a pass. [s]"""
+
+    forward: float
+    backward: float
+    gather: float
+    gather_again: float
+    reduce: float
+
+
+@dataclass
+class Streams:
+    """Two streams, and the time until which each has been played. [s]"""
+
+    taken: float
+    computed: float = 0.0
+    sent: float = 0.0
+    busy: list[tuple[float, float]] = field(default_factory=list)
+
+    def send(self, issued: float, takes: float) -> float:
+        """Carry a call that is issued at some time, after those before it; return its end."""
+        begins = max(self.sent, issued)
+        self.sent = begins + takes
+        if takes:
+            self.busy.append((begins, self.sent))
+        return self.sent
+
+    def compute(self, ready: float, takes: float) -> float:
+        """Compute for so long if nothing is sent, slower while something is; calls that are issued later do not count."""
+        at, left = max(self.computed, ready), takes
+        for begins, ends in self.busy:
+            if ends <= at:
+                continue
+            alone = max(0.0, min(left, begins - at))
+            at, left = at + alone, left - alone
+            beside = min(left, (ends - max(at, begins)) * (1.0 - self.taken)) if at >= begins else 0.0
+            at, left = at + beside / (1.0 - self.taken), left - beside
+        self.computed = at + left
+        return self.computed
+
+
+def micro_batch(streams: Streams, root: Unit, blocks: list[Unit], head: Unit) -> None:
+    """Play one micro-batch: the root is gathered once, blocks for each pass."""
+    ready = streams.send(streams.computed, root.gather)
+    ready = streams.send(ready, blocks[0].gather)
+    for at, block in enumerate(blocks):
+        begins = max(streams.computed, ready)
+        ready = streams.send(begins, blocks[at + 1].gather) if at + 1 < len(blocks) else ready
+        streams.compute(begins, block.forward)
+    streams.compute(0.0, head.forward)
+    ready = streams.send(streams.computed, blocks[-1].gather_again)
+    streams.compute(0.0, head.backward)
+    reduced = 0.0
+    for at in reversed(range(len(blocks))):
+        begins = max(streams.computed, ready)
+        ready = streams.send(begins, blocks[at - 1].gather_again) if at else ready
+        ended = streams.compute(begins, blocks[at].backward)
+        streams.computed = max(ended, reduced)
+        reduced = streams.send(streams.computed, blocks[at].reduce)
+    streams.computed = max(streams.computed, streams.send(streams.computed, root.reduce), reduced)
