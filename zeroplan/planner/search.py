@@ -284,10 +284,11 @@ def comfortable_bytes(base: JobSpec, recipe: RecipeSpec, grid: Grid) -> Column:
 
 
 def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | None) -> tuple[Needed, StepTime]:
-    """Return what the fullest rank of Megatron's pipeline needs (the first, the second or the last), and the time."""
+    """Return what the fullest rank of Megatron's pipeline needs, and the time."""
     from zeroplan.engines.megatron import account_of_rank  # noqa: PLC0415  only this engine needs it
+    from zeroplan.engines.megatron_chunks import ranks_in_question  # noqa: PLC0415  as above
 
-    ranks = [account_of_rank(at, base.model, recipe, grid, grid) for at in sorted({0, 1, grid.pp - 1})]
+    ranks = [account_of_rank(at, base.model, recipe, grid, grid) for at in ranks_in_question(base.model, recipe, grid)]
     needs = [_needed(highest(one.moments, recipe), recipe, base) for one in ranks]
     least = np.array([grid.row(need.least_bytes) for need in needs])
     comfortable = np.array([grid.row(need.comfortable_bytes) for need in needs])

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Account
 from zeroplan.engines.megatron import (
+    BY_ROWS,
     Rank,
-    chunks_per_rank,
     collectives_of,
-    counts_of,
     is_expert,
     is_split,
     padded_vocabulary,
@@ -24,6 +23,7 @@ from zeroplan.engines.megatron import (
     states_of,
     step_lines,
 )
+from zeroplan.engines.megatron_chunks import chunks_per_rank, ranks_in_question
 from zeroplan.ledger import Among, Collective, Kind, Phase
 from zeroplan.memo import as_key
 from zeroplan.numeric import Float, longest, together, where
@@ -108,8 +108,8 @@ def megatron_time(
 ) -> StepTime:
     """Return the parts of a step. [s]"""
     case, machine, pp = _Case(model, recipe, mesh, batch), _Machine(rates, here, mfu), int(mesh.pp)
-    ends = {0: 1, pp - 1: 1} | ({1: pp - 2} if pp > 2 else {})  # ranks between the ends take equal time
-    ranks = {at: rank_of(at, model, recipe, mesh, batch) for at in sorted(ends)}
+    ends = ranks_in_question(model, recipe, mesh)
+    ranks = {at: rank_of(at, model, recipe, mesh, batch) for at in ends}
     busy = {at: _busy(rank, case, machine) for at, rank in ranks.items()}
     parts = _slowest(tuple(busy.values()))
     if pp > 1:
@@ -136,9 +136,8 @@ def _work(rank: Rank, case: _Case, kernels: Kernels, one: BatchSpec) -> Work:
     split = Split(tokens, tp, recipe.sequence_parallel, ep)
     products: tuple[Product, ...] = ()
     moved = Traffic()
-    counts = counts_of(rank.at, rank.layers, model, mesh)
     etp = recipe.megatron.expert_tensor_parallel_size
-    for run, layers in zip(layout(model).runs, counts, strict=True):
+    for run, layers in zip(layout(model).runs, rank.counts, strict=True):
         linear = of_block(run.parameters, layers, tp=tp, ep=ep, etp=etp, at_once=True, gated=gated, sharing=tp)
         each = pointwise.of_block(model, kernels, split, experts=run.kind == "moe", gated=gated).and_of(multiplying(linear))
         products, moved = products + linear, moved.and_of(Traffic(*(layers * part for part in each)))
@@ -158,8 +157,7 @@ def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
     degrees = int(case.mesh.tp), int(case.mesh.cp), int(case.mesh.ep)
     key = (
         case.model, recipe.precision, recipe.attention, recipe.sequence_parallel, recipe.megatron, degrees,
-        as_key(case.batch.seq_len), counts_of(rank.at, rank.layers, case.model, case.mesh),
-        rank.layers, rank.has_head, rates.share, rates.running,
+        as_key(case.batch.seq_len), rank.counts, rank.has_head, rates.share, rates.running,
     )  # fmt: skip
     busy = computing(lambda one: _work(rank, case, kernels, one), case.model, recipe, case.batch, rates, machine.mfu, key=key)
     calls = tuple(collectives_of(rank, case.model, recipe, case.mesh, case.batch))
@@ -204,7 +202,7 @@ def _column_share(model: ModelSpec) -> float:
 
 
 def _is_row(name: str) -> bool:
-    return name.rpartition(".")[0].rpartition(".")[2] in ("o_proj", "down_proj", "c_proj")
+    return name.rpartition(".")[0].rpartition(".")[2] in BY_ROWS
 
 
 def _slowest(ranks: tuple[_RankTime, ...]) -> tuple[Part, ...]:

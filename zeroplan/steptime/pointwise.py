@@ -13,7 +13,7 @@ they read and write, the loss half as much again; other GPUs are taken to lose t
 
 from typing import Literal, NamedTuple
 
-from zeroplan.spec.family import HEAD_NORMS, LEARNED_POSITIONS
+from zeroplan.spec.family import HEAD_NORMS, LEARNED_POSITIONS, UNROTATED
 from zeroplan.spec.model import ModelSpec
 
 Kernels = Literal["eager", "fused", "compiled"]
@@ -105,7 +105,7 @@ def of_block(model: ModelSpec, kernels: Kernels, split: Split, *, experts: bool,
     total = total.plus(_LAYOUT[kernels], queries)
     if model.family in HEAD_NORMS:
         total = total.plus(norm, queries).plus(norm, keys)
-    if model.family not in LEARNED_POSITIONS and model.family != "bloom":
+    if model.family not in UNROTATED:
         total = total.plus(ROTARY[kernels], queries + keys)
     if model.mla is not None:
         total = total.plus(_RESIDUAL[kernels], queries, 2)  # heads are put together of parts
