@@ -96,7 +96,7 @@ def plan(
     if not splits:
         raise NoLayoutError(f"the requested degrees do not divide {base.mesh.world_size:,} GPUs; use others, or more GPUs")
     check_batch(base, fixed, splits)
-    found, tally = search(base, fixed, mfu=mfu, inexpressible=inexpressible)
+    found, tally = search(base, fixed, mfu=mfu, inexpressible=inexpressible, slow_too=objective == "headroom")
     if not found:
         raise NoLayoutError(_nothing_starts(tally.fallen))
     if objective != "headroom":  # more blocks never reduce them

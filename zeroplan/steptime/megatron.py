@@ -125,6 +125,14 @@ def megatron_time(
     return StepTime(parts, flops, tokens, peak_flops_per_s(rates.gpu, recipe, rates.running.operands))
 
 
+def time_without_a_pipeline(
+    model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, rates: Rates, mfu: float | None
+) -> Float:
+    """Return what a rank with all layers computes and waits for within them in a step, without the optimizer; pp must be 1. [s]"""
+    case = _Case(model, recipe, mesh, batch)
+    return _busy(rank_of(0, model, recipe, mesh, batch), case, _Machine(rates, here, mfu)).total_s
+
+
 # --- what one rank computes -------------------------------------------------------------------------------------------------
 
 
