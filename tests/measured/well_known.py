@@ -16,6 +16,7 @@ from zeroplan.planner import time_of
 from zeroplan.planner.asking import Question, ask
 from zeroplan.planner.explain import why_not
 from zeroplan.planner.result import Best, Layout
+from zeroplan.report.layout import layout_code
 from zeroplan.resolve import resolve
 from zeroplan.spec.recipe import MegatronOptions
 from zeroplan.units import GIB
@@ -103,17 +104,6 @@ CASES = (
 )  # fmt: skip
 
 
-def short(one: JobSpec) -> str:
-    """Return a layout in a few words."""
-    recipe, mesh, batch = one.recipe, one.mesh, one.batch
-    degrees = [f"{name}{ways}" for name in ("tp", "cp", "pp", "ep") if (ways := getattr(mesh, name)) > 1]
-    chunks = [f"v{recipe.pipeline_stages_per_rank or 2}"] if recipe.pipeline_schedule == "interleaved-1f1b" else []
-    layers = "" if recipe.recompute_layers is None else f" of {recipe.recompute_layers}"
-    again = "" if recipe.recompute == "none" else f", recompute {recipe.recompute}{layers}"
-    cut = f"{batch.micro_batch_size} x {batch.grad_accum_steps}"
-    return f"{' '.join([recipe.engine, f'stage {recipe.zero_stage}', *degrees, *chunks])}{again}, {cut}"
-
-
 def _layout(one: JobSpec) -> Layout:
     answer, time = estimate(one), time_of(one)
     return Layout(one, answer.least_bytes, answer.comfortable_bytes, float(time.seconds), float(time.tokens_per_s))
@@ -131,7 +121,7 @@ def rows() -> Iterator[str]:
             yield f"| {case.name} | {refusal} | | | {_rate(case)} | {ours} | not expressible |"
             continue
         why = "" if best is None else why_not(theirs, time_of(theirs.job), best.layout, best.time)
-        said = f"{short(theirs.job)}{_verdict(theirs)} | {_figures(theirs)} | {_rate(case)}"
+        said = f"{layout_code(theirs.job)}{_verdict(theirs)} | {_figures(theirs)} | {_rate(case)}"
         yield f"| {case.name} | {said} | {ours} | {why} |"
 
 
@@ -151,7 +141,7 @@ def _planned(case: Case) -> tuple[Best | None, str]:
         best = ask(case.request, Question(global_batch=case.global_batch)).best
     except SpecError as refusal:
         return None, f"{refusal} | |"
-    return best, "nothing fits | |" if best is None else f"{short(best.layout.job)} | {_figures(best.layout)}"
+    return best, "nothing fits | |" if best is None else f"{layout_code(best.layout.job)} | {_figures(best.layout)}"
 
 
 def _figures(one: Layout) -> str:

@@ -18,7 +18,7 @@ from zeroplan.estimator import Needed, engine_module, flattened_through_the_host
 from zeroplan.ledger import Band, Phase, total_bytes
 from zeroplan.memo import remembering
 from zeroplan.numeric import Int, for_each_value
-from zeroplan.planner.bounds import Bounds
+from zeroplan.planner.bounds import NEARLY, Bounds
 from zeroplan.planner.columns import highest
 from zeroplan.planner.degrees import degrees_of, scheduled
 from zeroplan.planner.rules import Rule, Tally
@@ -102,6 +102,15 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+def faster_than(
+    rate: float, base: JobSpec, fixed: Fixed, *, mfu: float | None = None, inexpressible: Inexpressible | None = None
+) -> tuple[Found, ...]:
+    """Return layouts among which are all that fit easily at a higher rate, without offload. [tokens/s of a GPU]"""
+    space = _Space(base, fixed, Tally(), mfu, inexpressible, bounds=Bounds(base, mfu), quickest=NEARLY * rate)
+    with remembering(), _without_garbage_collection():
+        return tuple(_searched(space, offload=False))
+
+
 def _search(space: "_Space") -> Searched:
     base, fixed, tally = space.base, space.fixed, space.tally
     found = list(_searched(space, offload=False))
@@ -139,13 +148,15 @@ class _Space(NamedTuple):
     wide: bool = False
     """Try unusual degrees and smaller buckets too."""
     whatever_weighs: bool = False
+    quickest: float = 0.0
+    """The rate of the fastest layout that is known to fit. [tokens/s of a GPU]"""
     bounds: Bounds | None = None
     """Of the rates of pipelines; without, slow pipelines are evaluated too."""
 
 
 def _searched(space: _Space, *, offload: bool) -> Iterator[Found]:
     base, fixed = space.base, space.fixed
-    quickest = 0.0
+    quickest = space.quickest
     every = (
         (structure, split)
         for structure in structures(base, fixed, offload=offload, wide=space.wide)
