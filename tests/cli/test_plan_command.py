@@ -25,9 +25,9 @@ def test_the_answer_has_all_that_is_promised(run: Run):
                  "why they are not the best", "Time against memory", "Rejected layouts, by rule"):  # fmt: skip
         assert said in out, said
     front = out.partition("Time against memory")[2].partition("\n\n")[0].splitlines()[1:]
-    assert re.search(
-        r"sequences per (\d+ )?GPU", " ".join(" ".join(front).split())
-    )  # each layout to its last word, on as many lines as it takes
+    assert all(re.search(r", \d+ x \d+ +[\d.]+ +[\d,]+$", line) for line in front)
+    rankings = out.partition("Three rankings")[2].partition("\n\n")[0].splitlines()[1:]
+    assert [line.split(":")[0].split(",")[0].strip() for line in rankings] == ["quickest", "most careful", "cheapest"]
 
 
 def test_the_command_it_names_says_the_same_memory(run: Run):

@@ -74,6 +74,37 @@ def test_a_plan_takes_a_measured_run_of_another_job(run: Run, tmp_path: Path):
     assert any("usual rates here" in note for note in after["notes"])
 
 
+TITAN = """[titan] step:  1  loss: 12.2  grad_norm:  4.1  memory: 40.00GiB(50.53%)  tps: 310  tflops: 15.0  mfu: 1.5%
+[titan] step: 10  loss:  9.9  grad_norm:  8.0  memory: 40.00GiB(50.53%)  \x1b[34mtps: 4,900  \x1b[36mtflops: 290.0  mfu: 29.0%
+[titan] step: 20  loss:  8.1  grad_norm:  2.2  memory: 40.00GiB(50.53%)  \x1b[34mtps: 5,100  \x1b[36mtflops: 291.0  mfu: 29.1%
+[titan] validate step: 20  loss:  8.0000  memory: 40.00GiB(50.53%)  tps: 15,000
+"""
+MEGATRON = """ iteration        1/ 100 | consumed samples: 8 | elapsed time per iteration (ms): 9000.0 | learning rate: 1E-05 | global batch size:     8 |
+ iteration        2/ 100 | consumed samples: 16 | elapsed time per iteration (ms): 1638.4 | learning rate: 1E-05 | global batch size:     8 |
+"""  # noqa: E501
+TRAINER = "{'train_runtime': '100.0', 'train_samples_per_second': '4.883', 'train_steps_per_second': '0.61', 'epoch': '1'}"
+
+
+@pytest.mark.parametrize(("log", "rate"), [(TITAN, 5000), (MEGATRON, 5000), (TRAINER, 4.883 * 8192 / 8)])
+def test_the_log_of_a_run_is_its_rate(run: Run, tmp_path: Path, log: str, rate: float):
+    """Eight sequences of 8,192 tokens a step on eight GPUs; the first step of several warms up."""
+    path = tmp_path / "run.log"
+    path.write_text(log, encoding="utf-8")
+    assert answered(run, "--measured", str(path))["tokens_per_s_per_gpu"] == pytest.approx(rate, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("log", "says"),
+    [("step 1: 3 s", "no rate that zeroplan can read"), (MEGATRON.replace("     8 |", "    16 |"), "have 16 seq")],
+)
+def test_a_log_of_another_run_is_refused(run: Run, tmp_path: Path, log: str, says: str):
+    path = tmp_path / "run.log"
+    path.write_text(log, encoding="utf-8")
+    code, _, err = run(*ASKED, "--measured", str(path))
+    assert code == 2
+    assert says in err
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [

@@ -10,7 +10,8 @@ import pytest
 from tests.engines.columns import Columns
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from tests.published_activations import first_stage_activation_bytes, split_layer_activation_bytes
-from zeroplan.engines.megatron import account
+from zeroplan.engines.megatron import Rank, account, rank_of
+from zeroplan.engines.megatron_chunks import Schedule, fullest
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, total_bytes
@@ -70,6 +71,26 @@ JOBS = {
         recompute="full",
         megatron=MegatronOptions(hidden_dropout=True, attention_dropout=True, cross_entropy_fusion_impl="native"),
     ),
+    "bloom, whose embedding has a norm": asked(
+        model=job(model="bloom-1b7", gpus=1).model, mesh={"tp": 2, "pp": 5}, attention="eager", sequence_parallel=True
+    ),
+    "deepseek in chunks cut by hand": asked(
+        model=job(model="deepseek-v3", gpus=1).model,
+        mesh={"pp": 4, "dp_shard": 8, "ep": 8},
+        recompute="selective",
+        pipeline_schedule="interleaved-1f1b",
+        pipeline_stages_per_rank=2,
+        pipeline_layers="2,2,9,9,9,9,13,8",
+    ),
+    "llama in chunks that do not divide, three layers to a checkpoint": asked(
+        model=LLAMA,
+        mesh={"pp": 5},
+        batch=replace(BATCH, grad_accum_steps=15),
+        recompute="full",
+        pipeline_schedule="interleaved-1f1b",
+        pipeline_stages_per_rank=2,
+        megatron=MegatronOptions(recompute_num_layers=3),
+    ),
     "llama, fullest at its end": asked(
         model=replace(LLAMA, num_hidden_layers=2), batch=replace(BATCH, grad_accum_steps=1), mesh={"pp": 2}
     ),
@@ -82,7 +103,7 @@ def test_every_line_is_explained(name: str) -> None:
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)
     assert any("held against 210 runs" in note for note in answer.notes)
-    assert any("visited evenly" in note for note in answer.notes) == ("mixtral" in name)
+    assert any("visited evenly" in note for note in answer.notes) == (JOBS[name].model.moe is not None)
 
 
 def test_the_fullest_rank_is_named() -> None:
@@ -284,14 +305,51 @@ def test_dense_layers_are_on_the_first_rank() -> None:
     assert kinds == [{"dense", "moe"}, *[{"moe"}] * 8]
     whole = estimate(asked(model=deepseek, mesh={"dp_shard": 8, "ep": 8}))
     assert sum(rank.states_by_kind[Kind.PARAMETERS] for rank in ranks) == whole.states_by_kind[Kind.PARAMETERS]
-    with pytest.raises(SpecError, match="3 dense layers, of which the first of pp=21 ranks has 2"):
-        asked(model=deepseek, mesh={"pp": 21})
+    assert sum(rank.layers for rank in _ranks(asked(model=deepseek, mesh={"pp": 21}))) == 61
+
+
+def _ranks(one: JobSpec) -> list[Rank]:
+    return [rank_of(at, one.model, one.recipe, one.mesh, one.batch) for at in range(one.mesh.pp)]
+
+
+def test_layers_by_hand_are_where_they_are_said() -> None:
+    """Dense layers on two ranks and in two chunks, a chunk with the embedding alone, and each layer once."""
+    deepseek = job(model="deepseek-v3", gpus=8).model
+    chunked = {"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 2}
+    ranks = _ranks(asked(model=deepseek, mesh={"pp": 4}, pipeline_layers="0,2,9,9,9,9,15,8", **chunked))
+    assert [rank.each for rank in ranks] == [((0, 0), (0, 9)), ((2, 0), (0, 9)), ((1, 8), (0, 15)), ((0, 9), (0, 8))]
+    with pytest.raises(SpecError, match="gives 60 layers to 8 stages"):
+        asked(model=deepseek, mesh={"pp": 4}, pipeline_layers="0,2,9,9,9,9,15,7", **chunked)
+
+
+def test_an_even_cut_by_hand_is_the_even_cut() -> None:
+    even, said = (estimate(asked(mesh={"pp": 4}, pipeline_layers=layers)) for layers in (None, "2,2,2,2"))
+    assert even.moments == said.moments
+    assert even.states == said.states
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("steps", [4, 8, 20])
+def test_layers_in_flight_are_those_of_the_schedule_at_its_fullest(rank: int, steps: int) -> None:
+    """Counted forward by forward, from Megatron's rule of the warm-up: 2 x (ranks behind) and all chunks but one."""
+    each, ranks = ((3,), (1,)), 4
+    order = [chunk for _ in range(0, steps, ranks) for chunk in (0, 1) for _ in range(ranks)]
+    warm = min(2 * (ranks - rank - 1) + ranks, len(order) - 1)
+    flying, most = 0, 0
+    for at, chunk in enumerate(order):
+        flying += each[chunk][0]
+        most = max(most, flying)
+        if at >= warm:
+            flying -= each[1 - order[at - warm]][0]
+    assert fullest(Schedule(warm, 2, ranks), each, steps, (1,), loss=False) == (most,)
+    columns = fullest(Schedule(warm, 2, ranks), each, np.array([[steps, steps]]), (np.array([[1], [2]]),), loss=False)
+    assert columns[0].tolist() == [[most, most]] * 2
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"mesh": {"pp": 3}}, "8 layers on pp=3"),
+        ({"mesh": {"pp": 12}}, "8 layers cut into 12"),
         ({"mesh": {"tp": 3}}, "8 query heads on tp=3"),
         ({"mesh": {"cp": 3}}, "seq_len=256 on cp=3"),
         ({"mesh": {"dp_shard": 2, "ep": 2}}, "no experts"),
@@ -305,9 +363,9 @@ def test_dense_layers_are_on_the_first_rank() -> None:
         ({"mesh": {"dp_replicate": 2}}, "dp_replicate=2"),
         ({"mesh": {"cp": 2}, "attention": "eager"}, "attention 'eager'"),
         ({"mesh": {"pp": 2}, "pipeline_schedule": "zbv"}, "schedule 'zbv'"),
-        ({"mesh": {}, "pipeline_schedule": "1f1b"}, "a pipeline schedule and pp=1"),
+        ({"mesh": {}, "pipeline_schedule": "1f1b"}, "layers and pp=1"),
         ({"mesh": {"pp": 2}, "pipeline_stages_per_rank": 2}, "several stages per rank"),
-        ({"mesh": {"pp": 4}, "pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 4}, "in 4 chunks each"),
+        ({"mesh": {"pp": 4}, "pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 4}, "8 layers cut into 16"),
     ],
 )
 def test_what_is_not_modelled_is_refused(changed: dict[str, object], said: str) -> None:

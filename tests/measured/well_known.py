@@ -16,7 +16,9 @@ from zeroplan.planner import time_of
 from zeroplan.planner.asking import Question, ask
 from zeroplan.planner.explain import why_not
 from zeroplan.planner.result import Best, Layout
+from zeroplan.report.layout import layout_code
 from zeroplan.resolve import resolve
+from zeroplan.spec.recipe import MegatronOptions
 from zeroplan.units import GIB
 
 if TYPE_CHECKING:
@@ -59,8 +61,19 @@ def _on(model: str, gpu: str, gpus: int, seq_len: int) -> dict[str, Any]:
     return {"model": model, "gpu": gpu, "gpus": gpus, "seq_len": seq_len}
 
 
+#: What DeepSeek-V3's report lists in section 3.2.3, "Extremely Memory Saving": norms, up-projections of latent attention and SwiGLU
+#: run again; the optimizer's moments are bf16 (section 3.3.2).
+_DEEPSEEK: dict[str, Any] = {
+    "recompute": "selective",
+    "megatron": MegatronOptions(
+        recompute_modules="layernorm,mla_up_proj,moe_act", use_precision_aware_optimizer=True, exp_avg_dtype="bf16",
+        exp_avg_sq_dtype="bf16",
+    ),
+}  # fmt: skip
+
+
 def _split(
-    tp: int, pp: int, *, cp: int = 1, ep: int = 1, chunks: int = 1, recompute: str = "none", **more: int
+    tp: int, pp: int, *, cp: int = 1, ep: int = 1, chunks: int = 1, recompute: str = "none", **more: Any
 ) -> dict[str, Any]:
     chunked = {"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": chunks} if chunks > 1 else {}
     degrees = {"tensor_parallel": tp, "pipeline_parallel": pp, "context_parallel": cp, "expert_parallel": ep}
@@ -80,7 +93,7 @@ CASES = (
     Case("DeepSeek-V3 on 1,024 H100", _on("deepseek-v3", "h100-sxm-80gb", 1024, 4096), 8192,
          _split(2, 16, ep=64, grad_accum=256), "dgxc-benchmarking, DeepSeek V3 in bf16", 630.0),
     Case("DeepSeek-V3 on 2,048 H800", _on("deepseek-v3", "h800-sxm-80gb", 2048, 4096), 15_360,
-         _split(1, 16, ep=64, grad_accum=120), "DeepSeek-V3 Technical Report, section 3.2"),
+         {**_split(1, 16, ep=64, grad_accum=120), **_DEEPSEEK}, "DeepSeek-V3 Technical Report, section 3.2"),
     Case("BLOOM 176B on 384 A100", _on("bloom-176b", "a100-sxm-80gb", 384, 2048), 2048,
          _split(4, 12, recompute="full", micro_batch=2, grad_accum=128), "BigScience, chronicles of the training"),
     Case("GPT-3 175B on 1,024 A100", _on("gpt3-175b", "a100-sxm-80gb", 1024, 2048), 1536,
@@ -89,17 +102,6 @@ CASES = (
          {"engine": "fsdp2", "stage": 3, "recompute": "full", "micro_batch": 2, "grad_accum": 16, "optimizer_impl": "fused"},
          "llm-foundry's benchmarks of MPT-7B: full sharding, all blocks recomputed"),
 )  # fmt: skip
-
-
-def short(one: JobSpec) -> str:
-    """Return a layout in a few words."""
-    recipe, mesh, batch = one.recipe, one.mesh, one.batch
-    degrees = [f"{name}{ways}" for name in ("tp", "cp", "pp", "ep") if (ways := getattr(mesh, name)) > 1]
-    chunks = [f"v{recipe.pipeline_stages_per_rank or 2}"] if recipe.pipeline_schedule == "interleaved-1f1b" else []
-    layers = "" if recipe.recompute_layers is None else f" of {recipe.recompute_layers}"
-    again = "" if recipe.recompute == "none" else f", recompute {recipe.recompute}{layers}"
-    cut = f"{batch.micro_batch_size} x {batch.grad_accum_steps}"
-    return f"{' '.join([recipe.engine, f'stage {recipe.zero_stage}', *degrees, *chunks])}{again}, {cut}"
 
 
 def _layout(one: JobSpec) -> Layout:
@@ -119,7 +121,7 @@ def rows() -> Iterator[str]:
             yield f"| {case.name} | {refusal} | | | {_rate(case)} | {ours} | not expressible |"
             continue
         why = "" if best is None else why_not(theirs, time_of(theirs.job), best.layout, best.time)
-        said = f"{short(theirs.job)}{_verdict(theirs)} | {_figures(theirs)} | {_rate(case)}"
+        said = f"{layout_code(theirs.job)}{_verdict(theirs)} | {_figures(theirs)} | {_rate(case)}"
         yield f"| {case.name} | {said} | {ours} | {why} |"
 
 
@@ -139,7 +141,7 @@ def _planned(case: Case) -> tuple[Best | None, str]:
         best = ask(case.request, Question(global_batch=case.global_batch)).best
     except SpecError as refusal:
         return None, f"{refusal} | |"
-    return best, "nothing fits | |" if best is None else f"{short(best.layout.job)} | {_figures(best.layout)}"
+    return best, "nothing fits | |" if best is None else f"{layout_code(best.layout.job)} | {_figures(best.layout)}"
 
 
 def _figures(one: Layout) -> str:

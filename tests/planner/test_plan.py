@@ -12,7 +12,9 @@ import pytest
 from zeroplan import JobSpec, MeshSpec, SpecError, estimate, job
 from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan, time_of
 from zeroplan.planner.asking import Question, ask
+from zeroplan.planner.bounds import NEARLY, Bounds
 from zeroplan.planner.objectives import TIE, complexity, complexity_of, field, pareto
+from zeroplan.planner.questions import cheaper
 from zeroplan.planner.rules import Rule
 from zeroplan.planner.search import job_at, search
 from zeroplan.planner.space import structures
@@ -122,6 +124,41 @@ def test_nothing_beats_the_front_in_time_and_memory():
         dominated = kept & (layouts.least_bytes <= layouts.least_bytes[at]) & (layouts.tokens_per_s > layouts.tokens_per_s[at])
         assert not dominated.any()
     assert (np.diff(layouts.tokens_per_s[front]) <= 0).all()
+
+
+def test_the_most_careful_is_the_smallest_of_those_nearly_as_quick():
+    answer = plan(job(**SMALL), Fixed(global_batch_size=64))
+    quickest, careful = answer.rankings
+    found, room = answer.cloud.layouts, job(**SMALL).cluster.gpu.memory_bytes.value
+    fits = found.comfortable_bytes <= 0.95 * room
+    near = fits & (found.tokens_per_s >= quickest.layout.tokens_per_s / NEARLY)
+    assert quickest.layout == answer.best.layout
+    assert careful.layout.comfortable_bytes == found.comfortable_bytes[near].min()
+    assert careful.free_bytes == room - careful.layout.comfortable_bytes
+
+
+def test_fewer_gpus_are_cheaper_where_each_does_more():
+    """As a plan on each number finds; a single GPU waits for no other."""
+    base, fixed = job(**SMALL), Fixed(global_batch_size=64, engine="fsdp2", zero_stage=2)
+    answer = plan(base, fixed)
+    rates = {gpus: plan(replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed).best.layout.tokens_per_s for gpus in (4, 2)}
+    found = cheaper(answer, fixed, mfu=None)
+    assert max(rates.values()) > answer.best.layout.tokens_per_s * math.exp(TIE)
+    assert found.layout.tokens_per_s == pytest.approx(max(rates.values()), rel=TIE)
+    assert found.ranking.startswith("cheapest, on ")
+
+
+def test_no_pipeline_is_faster_than_its_bound():
+    """And what is left out is slower than the best."""
+    base, fixed = job(model="llama-3.2-1b", gpu="h100", gpus=4, seq_len=4096), Fixed(global_batch_size=64)
+    every, bounds = search(base, fixed), Bounds(base, None)
+    pipelines = [one for one in every.found if one.grid.pp > 1]
+    assert {one.recipe.engine for one in pipelines} == {"fsdp2", "megatron"}
+    for one in pipelines:
+        assert (one.grid.tokens / one.seconds <= bounds.most_tokens_per_s(one.recipe, one.grid) * (1 + 1e-9)).all()
+    near = search(base, fixed, slow_too=False)
+    assert max(one.quickest(base, fixed) for one in every.found) == max(one.quickest(base, fixed) for one in near.found)
+    assert any(one.rule is Rule.SLOW for one in near.tally.fallen)
 
 
 def test_headroom_takes_the_layout_that_needs_least():

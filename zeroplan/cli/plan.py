@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zeroplan.planner.result import Best, Plan
     from zeroplan.report.plan import Beside
     from zeroplan.spec.hardware import SharesSpec
+    from zeroplan.spec.job import JobSpec
 
 _PLAN, _OUTPUT = "Plan", "Output"
 _HELD = (
@@ -62,7 +63,9 @@ Calibrate = Annotated[
 Measured = Annotated[
     str | None,
     _text(
-        "What a run reached on these GPUs, as tokens-per-second=10682 (per GPU): its rates stand for the fitted.", "NAME=NUMBER"
+        "What a run reached on these GPUs, as tokens-per-second=10682 (per GPU), or its log (torchtitan, Megatron-LM, Trainer): "
+        "its rates stand for the fitted.",
+        "RATE|FILE",
     ),
 ]
 MeasuredJob = Annotated[str | None, _text("The job file of the run that --measured is of (`zeroplan estimate JOB`).", "FILE")]
@@ -173,11 +176,21 @@ def shares_measured(records: list[str] | None, asked: Asked) -> "SharesSpec | No
     return calibrated([read_record(Path(record)) for record in records], cluster_of(asked.request, asked.extra)).shares
 
 
-def measured_rate(text: str) -> float:
-    """Return the tokens per second and GPU of ``--measured``; SpecError for anything else."""
+def measured_rate(text: str, job: "JobSpec") -> float:
+    """Return the tokens per second and GPU of ``--measured``, a rate or a log of this job; SpecError for anything else."""
+    if Path(text).is_file():
+        from zeroplan.catalog.run_log import Step, tokens_per_s  # noqa: PLC0415  only a log pays for it
+        from zeroplan.catalog.text import read_text  # noqa: PLC0415
+
+        batch, mesh = job.batch, job.mesh
+        sequences = batch.micro_batch_size * batch.grad_accum_steps * mesh.world_size // mesh.model_ranks
+        step = Step(sequences, batch.seq_len, mesh.world_size)
+        return tokens_per_s(read_text(Path(text), what="--measured"), step, where=f"--measured {text}")
     name, _, number = text.partition("=")
     if name != _RATE or not number.replace(".", "", 1).isdigit() or not float(number):
-        raise SpecError(f"--measured {text!r} is not a rate; write {_RATE}=10682, the tokens of one GPU per second")
+        raise SpecError(
+            f"--measured {text!r} is not a rate and no file; write {_RATE}=10682, the tokens of one GPU per second, or name a log"
+        )
     return float(number)
 
 
@@ -201,7 +214,7 @@ def _learnt(measured: str | None, path: str | None, asked: Asked, calibrate: lis
     job, here = resolve(read_job_file(Path(path)), extra=asked.extra).job, cluster_of(asked.request, asked.extra)
     if job.cluster.gpu is None or here.gpu is None or job.cluster.gpu.name != here.gpu.name:
         raise SpecError(f"--measured-job {path!r} is of another GPU than --gpu; use one GPU")
-    return learnt_from(job, measured_rate(measured))
+    return learnt_from(job, measured_rate(measured, job))
 
 
 def _show(plan: "Plan", said: "Beside", *, as_json: bool, as_markdown: bool) -> None:

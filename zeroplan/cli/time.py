@@ -32,7 +32,7 @@ def time_command(
     job, share = resolved.job, None if mfu is None else share_of(mfu, "--mfu")
     if sum(one is not None for one in (mfu, measured, calibrate or None)) > 1:
         raise SpecError("--mfu, --measured and --calibrate are three rates at which a GPU computes; use one of them")
-    learnt = None if measured is None else learnt_from(job, measured_rate(measured))
+    learnt = None if measured is None else learnt_from(job, measured_rate(measured, job))
     if learnt is not None:
         job = replace(job, cluster=learnt.cluster)
     elif calibrate:

@@ -5,8 +5,8 @@ moments, which the distributed optimizer shares out over data- and context-paral
 (``zeroplan/transformer/families/megatron.py``), of which this takes what they keep and the highest moment of their backward;
 micro-batches in flight follow its schedules. Every rank of a pipeline is worked out, and the fullest is the answer.
 
-Left out: padding of buckets (at most a multiple of 128 and of the ranks for each), what collectives take by the way, other uneven
-pipelines than those in which embedding and loss count as a layer, Megatron's FSDP, FP8, CUDA graphs.
+Left out: padding of buckets (at most a multiple of 128 and of the ranks for each), what collectives take by the way, Megatron's
+FSDP, FP8, CUDA graphs.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account, PipelineRank, Symbol
+from zeroplan.engines.megatron_chunks import Counts, Schedule, chunks_per_rank, counts_of, fullest, runs_of, stages_of
 from zeroplan.engines.megatron_schedule import INPUT, Left, Stage, left_lines, left_of
 from zeroplan.ledger import Among, Collective, Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, round_up, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import LEARNED_POSITIONS
-from zeroplan.spec.megatron import Chunks, chunks_of
+from zeroplan.spec.megatron import chunks_of, cut_flags
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.pipeline import stages_per_rank
+from zeroplan.spec.pipeline import Stage as Chunk
 from zeroplan.spec.recipe import Precision, RecipeSpec
 from zeroplan.transformer.families.megatron import CROSS, ENCODED
 from zeroplan.transformer.megatron import (
@@ -36,9 +37,8 @@ from zeroplan.transformer.megatron import (
     is_gated,
     layers_of,
 )
-from zeroplan.transformer.parameters import BlockRun, Parameter
+from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import layout
-from zeroplan.transformer.params_modules import layer_norm, linear
 from zeroplan.transformer.published import KORTHIKANTI
 
 STATES = "Megatron-LM 2026-08, docs/user-guide/features/dist_optimizer.md, table of bytes per parameter"
@@ -77,9 +77,10 @@ _EXPERTS_NOTE = (
     "experts are taken to be visited evenly, and a rank that gets more tokens takes more; of 41 runs of Megatron-LM's tests with "
     "experts the figure was from 10 % too low to 6 % too high"
 )
-_ENDS = (
-    "embedding and loss count as a layer each (--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split), "
-    "since the layers alone do not divide"
+EMBEDDING_NORM = "BigScience's Megatron-DeepSpeed 2022, megatron/mpu/layers.py, VocabParallelEmbedding.forward"
+_ALIBI = (
+    "Megatron-LM has no arguments for BLOOM's positions (ALiBi) and the norm of its embedding, which BigScience's "
+    "Megatron-DeepSpeed has; the rest of its layers is taken to be Megatron-LM's"
 )
 _BERT_NOTE = (
     "of 15 runs of BERT in Megatron-LM's tests the figure was from 22 % to 1 % too low, most of all in those of half a GiB; how "
@@ -150,16 +151,36 @@ class Rank(NamedTuple):
     embeds: Int
     """Micro-batches whose embedding is kept; 0 where it is on another rank."""
     has_head: bool
-    layers: int
-    """Of all its chunks."""
-    cut: Chunks
+    stages: tuple[Chunk, ...]
+    """Its chunks."""
+    each: tuple[Counts, ...]
+    """Layers of each kind in each of its chunks."""
+    schedule: Schedule
 
     @property
-    def lacks(self) -> tuple[Int, str]:
-        """Layers that micro-batches in flight lack where embedding or loss stand for one, and their symbol."""
-        if not self.cut.less or not (self.at == 0 or self.has_head):
-            return 0, ""
-        return (self.embeds, " - H") if self.at == 0 else (1, " - 1")
+    def counts(self) -> Counts:
+        """Layers of each kind, of all its chunks."""
+        return tuple(map(sum, zip(*self.each, strict=True)))
+
+    @property
+    def layers(self) -> int:
+        """Of all its chunks."""
+        return sum(self.counts)
+
+
+class Flying(NamedTuple):
+    """What waits for its backward on a rank."""
+
+    counts: tuple[Int, ...]
+    """Layers of each kind; of a checkpoint of several layers, one."""
+    formulas: tuple[str, ...]
+    words: tuple[str, ...]
+    each: tuple[Counts, ...]
+    """The same in every chunk of the rank."""
+
+    def behind(self, kind: int, other: int) -> int:
+        """Layers of the other kind that are over in a chunk when the backward has come to the first kind."""
+        return min(counts[other] for counts in self.each if counts[kind])
 
 
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
@@ -211,6 +232,7 @@ def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
             Symbol("N_opt", _sharers(recipe, mesh), "ranks that share the optimizer's states"),
             Symbol("N_exp", _expert_sharers(recipe, mesh), "ranks that share those of experts"),
             Symbol("K", rank.chunks, "chunks of layers in flight"),
+            *_symbols_of_flying(rank, layers, model, recipe, batch),
             Symbol("H", rank.embeds, "micro-batches whose embedding is kept"),
             *_symbols_of_left(_left(rank, recipe, mesh, batch)),
             Symbol("M", _of_each_shape(rank, model, recipe, mesh), "elements of one matrix of each shape"),
@@ -224,11 +246,12 @@ def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
         notes=(
             NOTE,
             *((_EXPERTS_NOTE,) if model.moe is not None else ()),
-            *((_ENDS,) if rank.cut.less else ()),
+            *((_ALIBI,) if model.family == "bloom" else ()),
+            *_notes_of_cut(model, recipe, mesh),
             *{"gpt": (), "bert": (_BERT_NOTE,), "t5": (_T5_NOTE,)}[recipe.megatron.pretrains],
         ),
         kept=tuple((kind, one.kept) for kind, one in layers.kinds.items()),
-        pipeline=(_shown(rank, model, recipe, mesh, moments),),
+        pipeline=(_shown(rank, moments),),
     )
 
 
@@ -237,6 +260,14 @@ def _symbols_of_left(left: Left) -> Iterator[Symbol]:
     yield Symbol("L_f", left.forward, "hidden states left from before, in a forward")
     yield Symbol("L_b", left.backward, "hidden states left from before, in a backward")
     yield Symbol("L_s", left.step, "hidden states left from before, at the optimizer's step")
+
+
+def _symbols_of_flying(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Iterator[Symbol]:
+    """Symbols for layers in flight, where the rank's chunks have different ones."""
+    for loss, when in ((False, ""), (True, " when the loss is computed")) if len(set(rank.each)) > 1 else ():
+        flying = _flying(rank, layers, model, recipe, batch, loss=loss)
+        for name, run, count in zip(flying.formulas, runs_of(model, recipe), flying.counts, strict=True):
+            yield Symbol(name, count, f"{run.kind} layers in flight{when}")
 
 
 def _sums(layers: Layers) -> Iterator[Symbol]:
@@ -248,11 +279,10 @@ def _sums(layers: Layers) -> Iterator[Symbol]:
         yield Symbol(f"Z_{kind}", total_bytes(one.statistics), f"bytes of one {kind} layer's statistics")
 
 
-def _shown(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, moments: tuple[Moment, ...]) -> PipelineRank:
+def _shown(rank: Rank, moments: tuple[Moment, ...]) -> PipelineRank:
     """The rank as a pipeline is told of."""
-    pp, chunks, totals = int(mesh.pp), chunks_per_rank(recipe, mesh), [moment.total_bytes for moment in moments]
-    spans = (_span(at, rank.cut, model.num_hidden_layers) for at in range(rank.at, pp * chunks, pp))
-    blocks = "; ".join(f"blocks {first + 1} to {last}" for first, last in spans if last > first)
+    totals = [moment.total_bytes for moment in moments]
+    blocks = "; ".join(f"blocks {one.start + 1} to {one.stop}" for one in rank.stages if one.layers)
     named = (*(["embedding"] if rank.at == 0 else []), blocks, *(["norm and head"] if rank.has_head else []))
     words = ", ".join(name for name in named if name)
     if not all(isinstance(total, int) for total in totals):
@@ -261,9 +291,12 @@ def _shown(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, moments
     return PipelineRank(rank.at, words, int(rank.elements + rank.experts), highest.total_bytes, highest.name)
 
 
-def _span(chunk: int, cut: Chunks, layers: int) -> tuple[int, int]:
-    """First and last layer of a chunk, counted from 0, the last left out."""
-    return max(0, chunk * cut.each - cut.less), min(layers, (chunk + 1) * cut.each - cut.less)
+def _notes_of_cut(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[str, ...]:
+    """How an uneven pipeline is cut, where the user does not say it."""
+    flags = cut_flags(chunks_of(model.num_hidden_layers, int(mesh.pp) * chunks_per_rank(recipe, mesh)))
+    if recipe.pipeline_layers is not None or not flags:
+        return ()
+    return (f"embedding and loss count as a layer each ({' '.join(flags)}), since the layers alone do not divide",)
 
 
 # --- which ranks there are, and what they hold -------------------------------------------------------------------------------
@@ -273,35 +306,17 @@ def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Ba
     """What one pipeline rank has."""
     pp, chunks = int(mesh.pp), chunks_per_rank(recipe, mesh)
     first, last = at == 0, at == pp - 1
-    cut = chunks_of(model.num_hidden_layers, pp * chunks)
-    assert cut is not None  # noqa: S101  what neither way divides is refused before
-    layers = chunks * cut.each - cut.less * (first + last)
-    inside, experts = _elements(model, recipe, mesh, counts_of(at, layers, runs_of(model, recipe), mesh))
+    stages = stages_of(at, model, recipe, mesh)
+    each = tuple(counts_of(stage, model, recipe) for stage in stages)
+    inside, experts = _elements(model, recipe, mesh, tuple(map(sum, zip(*each, strict=True))))
     embedding, end = _ends(model, recipe, mesh)
     ends = (embedding if first else 0) + (end if last else 0)
     if last and not first and model.tie_word_embeddings:
         ends = ends + _table(model, recipe, mesh)  # a copy of it, for the head; positions are the first stage's alone
     group = recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage or pp
-    flying = _in_flight(at, pp, chunks, batch.grad_accum_steps, group)
-    return Rank(at, inside + ends, experts, flying, ceil_div(flying, chunks) if first else 0, last, layers, cut)
-
-
-def chunks_per_rank(recipe: RecipeSpec, mesh: Mesh) -> int:
-    """Chunks of layers on each pipeline rank (``--num-virtual-stages-per-pipeline-rank``)."""
-    return 1 if int(mesh.pp) == 1 else stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank)
-
-
-def _in_flight(rank: int, pp: int, chunks: int, micro_batches: Int, group: int) -> Int:
-    """Chunks that have gone forward and not backward, at the most: those of the warm-up, and one.
-
-    1F1B: pp - rank micro-batches; interleaved: 2·(pp - rank - 1) + (v - 1)·g + 1 chunks of v per rank, in groups of g micro-batches
-    (as many as ranks, unless it is said otherwise). Never more than there are.
-
-    >>> _in_flight(0, 8, 1, 64, 8), _in_flight(7, 8, 1, 64, 8), _in_flight(0, 8, 3, 64, 8), _in_flight(0, 8, 1, 4, 8)
-    (8, 1, 31, 4)
-    """
-    warm = pp - rank if chunks == 1 else 2 * (pp - rank - 1) + (chunks - 1) * group + 1
-    return minimum(warm, micro_batches * chunks)
+    schedule = Schedule(pp - at - 1 if chunks == 1 else 2 * (pp - at - 1) + (chunks - 1) * group, chunks, group)
+    flying = minimum(schedule.warm + 1, batch.grad_accum_steps * chunks)
+    return Rank(at, inside + ends, experts, flying, ceil_div(flying, chunks) if first else 0, last, stages, each, schedule)
 
 
 def _elements(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, counts: tuple[int, ...]) -> tuple[Int, Int]:
@@ -323,29 +338,6 @@ def _of_shared_expert(kind: str, model: ModelSpec, recipe: RecipeSpec, mesh: Mes
     return 0 if width is None else ceil_div(matrices * width * model.hidden_size, mesh.tp)
 
 
-@lru_cache(maxsize=256)
-def runs_of(model: ModelSpec, recipe: RecipeSpec) -> tuple[BlockRun, ...]:
-    """The model's layers by kind; T5 has an encoder before them, and its decoder's attend to that as well."""
-    runs, hidden, own = layout(model).runs, model.hidden_size, recipe.megatron
-    if own.pretrains != "t5":
-        return runs
-    width = model.num_attention_heads * model.head_dim
-    crossed = (
-        *layer_norm("ln_cross_attn", hidden), *linear("crossattention.q_attn", hidden, width, bias=True),
-        *linear("crossattention.kv_attn", hidden, 2 * width, bias=True), *linear("attn.c_proj", width, hidden, bias=True),
-    )  # fmt: skip  # the last is as large as the self attention's
-    encoder = runs[0]._replace(kind="encoder", layers=own.encoder_num_layers or runs[0].layers)
-    return encoder, runs[0]._replace(kind="decoder", parameters=(*runs[0].parameters, *crossed))
-
-
-def counts_of(at: int, layers: int, runs: tuple[BlockRun, ...], mesh: Mesh) -> tuple[int, ...]:
-    """How many layers of each kind a pipeline rank has; dense ones before those with experts are all on the first."""
-    if int(mesh.pp) == 1 or len(runs) == 1:
-        return tuple(run.layers for run in runs) if int(mesh.pp) == 1 else (layers,)
-    dense = runs[0].layers if at == 0 else 0
-    return dense, layers - dense
-
-
 def _of_one_rank(parameter: Parameter, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
     """Experts are split over expert-parallel ranks, matrices over tensor-parallel ones; norms and routers are whole."""
     elements = _as_said(parameter, model, recipe)
@@ -363,6 +355,10 @@ def _as_said(parameter: Parameter, model: ModelSpec, recipe: RecipeSpec) -> int:
     return 0 if "gate_proj" in parameter.name else parameter.numel
 
 
+#: Matrices whose rows tensor-parallel ranks share, so that they add up their results.
+BY_ROWS = ("o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h")
+
+
 def is_expert(parameter: Parameter) -> bool:
     """Whether only some tokens meet it."""
     return parameter.active_share != (1, 1)
@@ -374,7 +370,7 @@ def is_split(name: str) -> bool:
     module = name.rpartition(".")[0].rpartition(".")[2]
     if "norm" in module or module.startswith("ln_") or module in ("gate", "q_a_proj", "kv_a_proj_with_mqa"):
         return False
-    return not (name.endswith(".bias") and module in ("o_proj", "down_proj", "c_proj"))  # added after the ranks' sum
+    return not (name.endswith(".bias") and module in BY_ROWS)  # added after the ranks' sum
 
 
 def _ends(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, Int]:
@@ -472,23 +468,25 @@ def _moments(
 ) -> Iterator[Moment]:  # fmt: skip
     held = (*states, *_buffers(rank, layers, model, recipe, mesh))
     embedded = (*_embedded(rank, model, recipe, mesh, batch), *_deferred(rank, model, recipe, mesh, batch))
-    in_layers = tuple(_in_layers(rank, layers, model, recipe, mesh, inputs_of=layers_of_a_checkpoint(recipe)))
+    flying = _flying(rank, layers, model, recipe, batch)
+    in_layers = tuple(_in_layers(flying, layers, model, recipe))
     masks = tuple(_attention_masks(rank, recipe, mesh, batch))
     saved = masks if _saves_mask(recipe) else ()
     left = left_lines(_left(rank, recipe, mesh, batch), model, recipe, mesh, batch)
-    forward = (*held, *in_layers, *embedded, *masks, *left.forward)
-    last = layers.kinds[runs_of(model, recipe)[-1].kind]
-    yield Moment("all that is in flight", Phase.FORWARD, (*forward, *last.cost.forward))
+    kinds = [run.kind for run, count in zip(runs_of(model, recipe), rank.counts, strict=True) if count]
+    running = layers.kinds[kinds[-1]].cost.forward if kinds else ()
+    yield Moment("all that is in flight", Phase.FORWARD, (*held, *in_layers, *embedded, *masks, *left.forward, *running))
     backward = (*held, *embedded, *saved, *left.backward)
     if rank.has_head:
         head, each = head_lines(model, recipe, mesh, batch), tuple(_of_each_token(rank, model, recipe, mesh, batch))
-        yield Moment("loss", Phase.LOSS, (*forward, *head, *each))
+        at_loss = tuple(_in_layers(_flying(rank, layers, model, recipe, batch, loss=True), layers, model, recipe))
+        yield Moment("loss", Phase.LOSS, (*held, *at_loss, *embedded, *masks, *left.forward, *head, *each))
         cast = (head[0], *_logits_of_loss(model, recipe, mesh, batch))
-        yield Moment("backward of the loss", Phase.BACKWARD, (*backward, *in_layers, *cast))
+        yield Moment("backward of the loss", Phase.BACKWARD, (*backward, *at_loss, *cast))
         grown = _head_backward(model, recipe, mesh, batch)
-        yield Moment("backward of the head", Phase.BACKWARD, (*backward, *in_layers, head[0], *grown))
+        yield Moment("backward of the head", Phase.BACKWARD, (*backward, *at_loss, head[0], *grown))
     around = (*backward, *_waiting(rank, model, recipe, mesh))
-    yield from _backward(rank, layers, model, recipe, mesh, batch, around=around)
+    yield from _backward(rank, layers, model, recipe, batch, flying, around=around)
     yield Moment("optimizer step", Phase.STEP, (*held, *left.step, *step_lines(rank, recipe, mesh)))
 
 
@@ -507,21 +505,20 @@ def _saves_mask(recipe: RecipeSpec) -> bool:
 
 
 def _backward(
-    rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, around: tuple[Line, ...]
+    rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, batch: Batch, flying: Flying, *, around: tuple[Line, ...]
 ) -> Iterator[Moment]:  # fmt: skip
     """The highest moment within the backward of the last layer of each kind; ``around`` is alive beside layers.
 
     Full recomputation runs the whole layer again first, selective recomputation its core attention.
     """
-    every, again = runs_of(model, recipe), "" if recipe.recompute == "none" else ", recomputed"
-    counts = counts_of(rank.at, rank.layers, every, mesh)
-    runs = [run for run, layers_of_kind in zip(every, counts, strict=True) if layers_of_kind]
-    together = layers_of_a_checkpoint(recipe)
+    again = "" if recipe.recompute == "none" else ", recomputed"
+    runs = [run for run, count in zip(runs_of(model, recipe), rank.counts, strict=True) if count]
+    together = min(layers_of_a_checkpoint(recipe), max(map(max, rank.each)))
     for run in reversed(runs):
         cost = layers.kinds[run.kind].cost
         below = (
-            *_in_layers(rank, layers, model, recipe, mesh, last=run.kind, inputs_of=together),
-            *_run_again_with_it(cost, run.kind, min(together, max(counts))),
+            *_in_layers(flying, layers, model, recipe, last=run.kind),
+            *_run_again_with_it(cost, run.kind, together),
             *_beside_it(cost, run.kind, recipe, batch),
         )
         what = "a layer" if run is runs[-1] else f"a {run.kind} layer"
@@ -607,8 +604,7 @@ def _stand_ins(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> 
 def _of_each_shape(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
     """Elements of one matrix of each shape: of a layer's attention, of a dense MLP, of one expert, of the head."""
     found: dict[str, Int] = {}
-    runs = runs_of(model, recipe)
-    for run in (run for run, here in zip(runs, counts_of(rank.at, rank.layers, runs, mesh), strict=True) if here):
+    for run in (run for run, here in zip(runs_of(model, recipe), rank.counts, strict=True) if here):
         for parameter in run.parameters:
             if is_expert(parameter) and model.moe is not None:
                 found[parameter.name] = ceil_div(_of_one_rank(parameter, model, recipe, mesh) * mesh.ep, model.moe.num_experts)
@@ -636,28 +632,39 @@ def _buffer_of_tokens(rank: Rank, layers: Layers, model: ModelSpec, recipe: Reci
         )
 
 
+def _flying(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, loss: bool = False) -> Flying:
+    """Layers in flight when they take most; with ``loss``, when the loss is computed."""
+    kinds, together = [run.kind for run in runs_of(model, recipe)], layers_of_a_checkpoint(recipe)
+    each = tuple(tuple(ceil_div(count, together) for count in counts) for counts in rank.each)
+    if len(set(each)) == 1:
+        counts: tuple[Int, ...] = tuple(rank.chunks * count for count in each[0])
+        words = tuple(f"{count} {kind} layers of a chunk" for count, kind in zip(each[0], kinds, strict=True))
+        return Flying(counts, tuple(f"K·{count}" for count in each[0]), words, each)
+    weights = tuple(total_bytes((*layers.kinds[kind].kept, *layers.kinds[kind].statistics)) for kind in kinds)
+    found = fullest(rank.schedule, each, batch.grad_accum_steps, weights, loss=loss)
+    letter = "G" if loss else "F"
+    return Flying(found, tuple(f"{letter}_{kind}" for kind in kinds), tuple(f"{kind} layers" for kind in kinds), each)
+
+
 def _in_layers(
-    rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, *, last: str | None = None, inputs_of: int = 1
-) -> Iterator[Line]:  # fmt: skip
-    """What layers keep; with a ``last`` kind, of it one layer fewer, and nothing of the kinds behind it."""
-    runs = runs_of(model, recipe)
-    counts = counts_of(rank.at, rank.layers, runs, mesh)
-    whole = len(runs) > 1 or int(mesh.pp) == 1
-    for run, layers_of_kind in zip(runs, counts, strict=True):
-        of_chunk = layers_of_kind if whole else rank.cut.each
-        (lacking, lacks), less = (0, "") if whole else rank.lacks, int(run.kind == last)
-        if run.kind == "decoder":
+    flying: Flying, layers: Layers, model: ModelSpec, recipe: RecipeSpec, *, last: str | None = None
+) -> Iterator[Line]:
+    """What layers keep; with a ``last`` kind, a layer of it is in its backward, and those behind it in its chunk are over."""
+    kinds = [run.kind for run in runs_of(model, recipe)]
+    at = None if last is None else kinds.index(last)
+    for number, kind in enumerate(kinds):
+        count, formula = flying.counts[number], flying.formulas[number]
+        over = 0 if at is None else int(number == at) if number <= at else flying.behind(at, number)
+        if isinstance(count, int) and count <= over:
+            continue
+        if kind == "decoder":
             yield from _encoded(layers, model, recipe)
-        if inputs_of > 1:  # the inputs of checkpoints of several layers each
-            of_chunk, (lacking, lacks) = ceil_div(of_chunk, inputs_of), (0, "")
-        count = rank.chunks * of_chunk - lacking - less
-        several = f"(K·{of_chunk}{lacks}{' - 1' if less else ''})" if lacks or less else f"K·{of_chunk}"
-        for letter, lines, what in _kept_by(layers.kinds[run.kind]):
-            reason = f"what {of_chunk} {run.kind} layers of a chunk {what}, of every chunk in flight"
-            if lines and of_chunk:
-                yield Line(Kind.ACTIVATIONS, count * total_bytes(lines), reason, f"{several}·{letter}_{run.kind}", SCHEDULE)
-        if less:
-            return
+        several = f"({formula} - {over})" if over else formula
+        for letter, lines, what in _kept_by(layers.kinds[kind]):
+            if lines:
+                reason = f"what {flying.words[number]} {what}, of every chunk in flight"
+                n_bytes = maximum(0, count - over) * total_bytes(lines)
+                yield Line(Kind.ACTIVATIONS, n_bytes, reason, f"{several}·{letter}_{kind}", SCHEDULE)
 
 
 def _encoded(layers: Layers, model: ModelSpec, recipe: RecipeSpec) -> Iterator[Line]:
@@ -673,7 +680,7 @@ def _kept_by(layer: Layer) -> tuple[tuple[str, tuple[Line, ...], str], ...]:
 
 
 def _embedded(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
-    """Token ids, the mask of the embedding's dropout, and attention's mask."""
+    """Token ids, the mask of the embedding's dropout, and what a norm behind the embedding keeps."""
     tokens = batch.micro_batch_size * batch.seq_len
     width, what = _of_embedding(model, recipe), "input ids and positions, int64" if model.positions else "input ids, int64"
     ids = ceil_div(width * tokens, mesh.cp)
@@ -689,6 +696,10 @@ def _embedded(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
         formula = f"H·ceil(T·h/({'C·p' if recipe.sequence_parallel else 'C'}))"
         masks = rank.embeds * ceil_div(tokens * model.hidden_size, split)
         yield Line(Kind.ACTIVATIONS, masks, "mask of the embedding's dropout", formula, REPORT)
+    if model.family == "bloom":
+        inputs = rank.embeds * ceil_div((element_of(recipe) * model.hidden_size + 8) * tokens, mesh.cp)
+        reason = "input of the embedding's norm, and its statistics"
+        yield Line(Kind.ACTIVATIONS, inputs, reason, "H·ceil((e·h + 8)·T/C)", EMBEDDING_NORM)
 
 
 def _of_embedding(model: ModelSpec, recipe: RecipeSpec) -> int:
@@ -879,8 +890,7 @@ def _to_experts(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, ba
     forwards = 2 if recipe.recompute == "full" else 1
     tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp * (mesh.tp if recipe.sequence_parallel else 1))
     payload = 2 * tokens * model.moe.num_experts_per_tok * model.hidden_size
-    runs = runs_of(model, recipe)
-    counts = zip(runs, counts_of(rank.at, rank.layers, runs, mesh), strict=True)
+    counts = zip(runs_of(model, recipe), rank.counts, strict=True)
     calls = batch.grad_accum_steps * sum(layers for run, layers in counts if run.kind == "moe")
     yield _call("all_to_all", "tokens", Phase.FORWARD, Among.EXPERTS, mesh.ep, 2 * calls, payload)
     yield _call("all_to_all", "tokens", Phase.BACKWARD, Among.EXPERTS, mesh.ep, 2 * forwards * calls, payload)

@@ -20,7 +20,7 @@ from zeroplan.report.series.step import step
 from zeroplan.report.series.timeline import timeline
 from zeroplan.report.words import NAME_A_GPU, headline, verdict_sentence
 from zeroplan.resolve import Request, Resolved, resolve
-from zeroplan.resolve.options import KEEP_LOGITS
+from zeroplan.resolve.options import KEEP_LOGITS, SWITCH
 from zeroplan.settings import with_setting
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import Stage
@@ -208,6 +208,9 @@ def flags(said: Mapping[str, str]) -> Iterator[str]:
         text = said.get(name, "").strip()
         if text and not _is_default(control, text):
             key = _model_key(text) if name == "model" else name
+            if control.choices == SWITCH:
+                yield "--" + key.replace("_", "-")
+                continue
             for one in text.split() if name == _SETTINGS else (text,):
                 yield from ("--" + key.replace("_", "-"), one)
 
@@ -220,6 +223,7 @@ def _is_default(control: Control, text: str) -> bool:
 _SAME_BY_DEFAULT = (
     "precision", "recompute", "optimizer", "attention", "loss", "micro_batch", "grad_accum", "replicas", "offload_optimizer",
     "offload_param", "keep_logits", "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel",
+    "sequence_parallel",
 )  # fmt: skip
 
 
@@ -241,6 +245,8 @@ def _value(control: Control, text: str) -> object:
         return parse_count(text, what=control.label, examples="8 or 1024")
     if text not in control.choices:
         raise _invalid_choice(control, text)
+    if control.choices == SWITCH:
+        return text == "yes"
     return KEEP_LOGITS[text] if control.name == "keep_logits" else int(text) if text.isdigit() else text
 
 

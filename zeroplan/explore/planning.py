@@ -15,6 +15,7 @@ from zeroplan.planner.result import Layout, Plan
 from zeroplan.report.plan import Beside, layout_payload, plan_payload
 from zeroplan.report.series.pareto import pareto
 from zeroplan.resolve import Request
+from zeroplan.resolve.options import SWITCH
 from zeroplan.spec.job import JobSpec
 from zeroplan.units import parse_count
 
@@ -109,11 +110,15 @@ _TAKEN_ANYWAY = (("--lora-targets", "all-linear"),)
 
 def said_of(job: JobSpec, request: Request) -> dict[str, str] | None:
     """Return the controls' values for a job, from the flags of its command; None if a flag has no control."""
-    names, words = {control.name for control in controls()}, iter(shlex.split(estimate_command(job, request))[2:])
+    of_page, words = {control.name: control for control in controls()}, iter(shlex.split(estimate_command(job, request))[2:])
     said: dict[str, str] = {}
     for flag in words:
-        name, value = "model" if flag == "--params" else flag.removeprefix("--").replace("-", "_"), next(words, "")
-        if name in names and not value.startswith("--"):
+        name = "model" if flag == "--params" else flag.removeprefix("--").replace("-", "_")
+        if name in of_page and of_page[name].choices == SWITCH:
+            said[name] = "yes"
+            continue
+        value = next(words, "")
+        if name in of_page and not value.startswith("--"):
             said[name] = f"{said[name]} {value}" if name in said else value
         elif (flag, value) not in _TAKEN_ANYWAY:
             return None

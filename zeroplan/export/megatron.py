@@ -11,7 +11,7 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.export.fsdp2 import reshards
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.megatron import chunks_of
+from zeroplan.spec.megatron import chunks_of, cut_flags
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import ADAM, MegatronOptions, RecipeSpec, ways_of_resharding
@@ -53,7 +53,7 @@ def missing(recipe: RecipeSpec) -> str:
         ),
         (recipe.loss != "full", "its loss is not Megatron's own"),
         (recipe.precision == "bf16", "Megatron keeps fp32 weights beside 16-bit ones"),
-        (recipe.pipeline_layers is not None, "stages cut by hand are not written"),
+        (recipe.pipeline_layers is not None and recipe.engine != "megatron", "stages cut by hand are not written"),
         (recipe.optimizer not in ADAM, "only Adam is written"),
         (recipe.offloads, "what is offloaded is not written"),
         (sharded and ways_of_resharding(recipe.fsdp2) is not None, "Megatron reshards over all ranks or none"),
@@ -154,9 +154,7 @@ def _chunks(job: JobSpec) -> Iterator[str]:
     each = stages_per_rank(schedule or "1f1b", job.recipe.pipeline_stages_per_rank) if pp > 1 else 1
     if each > 1:
         yield f"--num-virtual-stages-per-pipeline-rank {each}"
-    cut = chunks_of(job.model.num_hidden_layers, pp * each)
-    if cut is not None and cut.less:
-        yield from ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+    yield from cut_flags(chunks_of(job.model.num_hidden_layers, pp * each, job.recipe.layers_by_hand))
 
 
 def _overlaps(options: MegatronOptions) -> Iterator[str]:

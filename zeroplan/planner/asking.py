@@ -12,6 +12,7 @@ from zeroplan.planner.objectives import Objective
 from zeroplan.planner.questions import (
     LEAST_PARAMETERS,
     SEQUENCE_STEP,
+    cheaper,
     cheapest,
     fewest_gpus,
     largest_batch,
@@ -88,6 +89,9 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, inex
         base, fixed, found = _extreme(base, fixed, question, inexpressible)
         answer = plan(base, fixed, objective=question.objective, mfu=question.mfu, inexpressible=inexpressible)
         notes = (*notes, *found)
+    if not any((question.min_gpus, question.max_seq, question.max_batch, question.max_params)) and question.objective != "cost":
+        less = cheaper(answer, fixed, mfu=question.mfu, inexpressible=inexpressible)
+        answer = answer if less is None else replace(answer, rankings=(*answer.rankings, less))
     if question.max_params and answer.best is not None:
         notes = (f"the largest model that fits: {parameter_count(base.model):,} parameters (in two digits)", *notes)
     return replace(answer, notes=(*told, *notes, *_training_notes(answer)))

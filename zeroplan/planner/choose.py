@@ -8,11 +8,12 @@ from numpy.typing import NDArray
 
 from zeroplan.estimator import account_of, estimate
 from zeroplan.memo import remembering
+from zeroplan.planner.bounds import NEARLY
 from zeroplan.planner.degrees import degrees
 from zeroplan.planner.explain import binding, why_not
 from zeroplan.planner.objectives import Field, Objective, field, ordered, pareto
 from zeroplan.planner.partly import partly_recomputed
-from zeroplan.planner.result import Best, Cloud, Layout, More, Plan, Rival
+from zeroplan.planner.result import Best, Cloud, Layout, More, Plan, Ranked, Rival
 from zeroplan.planner.rules import Fallen, NoLayoutError, Rule
 from zeroplan.planner.search import Found, Inexpressible, job_at, search
 from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, check_batch, easy_room_of, gpu_of
@@ -22,6 +23,12 @@ from zeroplan.steptime import StepTime, step_time
 from zeroplan.units import GB
 
 _MOST_RIVALS = 5
+
+
+def layout_of(one: Found, base: JobSpec, at: int) -> Layout:
+    """Return one layout of a structure with its figures."""
+    least, comfortable, seconds = int(one.least_bytes[at]), int(one.comfortable_bytes[at]), float(one.seconds[at])
+    return Layout(job_at(base, one.recipe, one.grid, at), least, comfortable, seconds, float(one.grid.tokens[at] / seconds))
 
 
 class _Field(NamedTuple):
@@ -48,14 +55,7 @@ class _Field(NamedTuple):
 
     def layout(self, at: np.int64) -> Layout:
         """Return one layout with its figures."""
-        one, layouts = self.found[int(self.layouts.structure[at])], self.layouts
-        return Layout(
-            job_at(self.base, one.recipe, one.grid, int(layouts.at[at])),
-            int(layouts.least_bytes[at]),
-            int(layouts.comfortable_bytes[at]),
-            float(layouts.seconds[at]),
-            float(layouts.tokens_per_s[at]),
-        )
+        return layout_of(self.found[int(self.layouts.structure[at])], self.base, int(self.layouts.at[at]))
 
     def as_asked(self, order: Column) -> tuple[int, ...]:
         """Return the first layout in this order with the requested optimizer and precision."""
@@ -96,7 +96,7 @@ def plan(
     if not splits:
         raise NoLayoutError(f"the requested degrees do not divide {base.mesh.world_size:,} GPUs; use others, or more GPUs")
     check_batch(base, fixed, splits)
-    found, tally = search(base, fixed, mfu=mfu, inexpressible=inexpressible)
+    found, tally = search(base, fixed, mfu=mfu, inexpressible=inexpressible, slow_too=objective == "headroom")
     if not found:
         raise NoLayoutError(_nothing_starts(tally.fallen))
     if objective != "headroom":  # more blocks never reduce them
@@ -115,6 +115,7 @@ def plan(
         objective=objective,
         best=best,
         rivals=_closest(answers) if best is None else _rivals(answers, best),
+        rankings=() if best is None else tuple(_rankings(answers)),
         front=tuple(answers.layout(at) for at in pareto(layouts, answers.kept)),
         considered=considered,
         evaluated=layouts.layouts,
@@ -130,6 +131,22 @@ def _best(answers: _Field) -> Best:
     one_more, further = _bought(answers, layout)
     tight = layout.comfortable_bytes > answers.easy_bytes
     return Best(layout, estimate(layout.job), time, tight, binding(time, further), one_more, _margin(answers, layout))
+
+
+def _rankings(answers: _Field) -> Iterator[Ranked]:
+    """Yield the quickest layout that is kept, and of those nearly as quick the one that needs the least memory."""
+    layouts, kept = answers.layouts, answers.kept
+    rates = np.where(kept, layouts.tokens_per_s, 0.0)
+    order = ordered(layouts, "throughput", float(rates.max()))
+    quickest = order[kept[order]][0]
+    near = np.flatnonzero(rates >= layouts.tokens_per_s[quickest] / NEARLY)
+    for name, at in (("quickest", quickest), ("most careful", near[layouts.comfortable_bytes[near].argmin()])):
+        yield ranked(name, answers.layout(at), answers.room_bytes)
+
+
+def ranked(name: str, layout: Layout, room: int) -> Ranked:
+    """Return a layout as the first of a ranking, on a GPU with so much memory. [bytes]"""
+    return Ranked(name, layout, room - layout.comfortable_bytes)
 
 
 def time_of(job: JobSpec, *, mfu: float | None = None) -> StepTime:

@@ -11,7 +11,6 @@ from itertools import product
 
 from zeroplan.planner.space import WHOLE, Degrees, Fixed, gpus_per_node
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.megatron import chunks_of
 from zeroplan.spec.pipeline import SPLIT, PipelineSchedule
 from zeroplan.spec.recipe import Engine, RecipeSpec, ways_of_resharding
 
@@ -93,7 +92,20 @@ def with_split_sequences(recipe: RecipeSpec, split: Degrees) -> RecipeSpec:
 
 def _chunks(layers: int, pp: int) -> int | None:
     """Return the fewest stages per rank into which the layers can be cut; None, the default of two, if they cannot."""
-    return next((each for each in range(2, layers // pp + 1) if chunks_of(layers, pp * each) is not None), None)
+    return next((each for each in range(2, layers // pp + 1) if is_balanced(layers, pp * each)), None)
+
+
+#: Layers that the fullest chunk of a pipeline may have beyond its share, where embedding and loss count as one each.
+_UNEVEN = 1.05
+
+
+def is_balanced(layers: int, parts: int) -> bool:
+    """Whether chunks have nearly the same number of layers.
+
+    >>> is_balanced(80, 16), is_balanced(61, 16), is_balanced(80, 32)
+    (True, True, False)
+    """
+    return layers % parts == 0 or -(-(layers + 2) // parts) * parts <= _UNEVEN * (layers + 2)
 
 
 def _may_split(recipe: RecipeSpec, split: Degrees) -> bool:
@@ -130,10 +142,10 @@ def _contexts(base: JobSpec, gpus: int, *, wide: bool) -> Iterator[int]:
 
 
 def _pipelines(base: JobSpec, gpus: int, *, wide: bool) -> Iterator[int]:
-    """Pipeline degrees that give every stage the same number of layers, where embedding and loss may count as one each."""
+    """Pipeline degrees that give every stage nearly the same number of layers, where embedding and loss may count as one each."""
     layers = base.model.num_hidden_layers
     ways = (ways for ways in range(1, layers + 1) if gpus % ways == 0)
-    return (each for each in ways if wide or chunks_of(layers, each) is not None)
+    return (each for each in ways if wide or is_balanced(layers, each))
 
 
 def _experts(base: JobSpec, *, wide: bool = False) -> Iterator[int]:

@@ -46,16 +46,9 @@ def field(found: Sequence[Found]) -> Field:
         np.concatenate([one.least_bytes for one in found]),
         np.concatenate([one.comfortable_bytes for one in found]),
         np.concatenate([one.seconds for one in found]),
-        np.concatenate([tokens(one) / one.seconds for one in found]),
+        np.concatenate([one.grid.tokens / one.seconds for one in found]),
         np.concatenate([_complexities(one) for one in found]),
     )
-
-
-def tokens(one: Found) -> NDArray[np.float64]:
-    """Return the tokens of a step on one GPU, for each layout."""
-    grid = one.grid
-    of_the_group = 1.0 * grid.micro_batch_size * grid.grad_accum_steps * grid.seq_len
-    return grid.times(of_the_group / (grid.tp * grid.cp * grid.pp))
 
 
 def _complexities(one: Found) -> Column:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroplan.errors import SpecError
-from zeroplan.planner.objectives import TIE, tokens
+from zeroplan.planner.objectives import TIE
 from zeroplan.planner.search import Found, Inexpressible, evaluated, job_at
 from zeroplan.planner.space import WHOLE, Column, Fixed, Grid, easy_room_of, room_of
 from zeroplan.spec.job import JobSpec
@@ -74,7 +74,7 @@ def _needed(found: Sequence[Found], room: int) -> _Need:
 
 
 def _rates(one: Found) -> NDArray[np.float64]:
-    return tokens(one) / one.seconds
+    return one.grid.tokens / one.seconds
 
 
 def _rated(found: Sequence[Found]) -> Iterator[tuple[Found, NDArray[np.float64]]]:

@@ -8,12 +8,12 @@ import numpy as np
 
 from zeroplan.errors import SpecError
 from zeroplan.memo import remembering
-from zeroplan.planner.choose import plan
+from zeroplan.planner.choose import layout_of, plan, ranked
 from zeroplan.planner.degrees import degrees, degrees_of, with_split_sequences
 from zeroplan.planner.objectives import TIE, Objective
-from zeroplan.planner.result import Plan
+from zeroplan.planner.result import Plan, Ranked
 from zeroplan.planner.rules import NoLayoutError
-from zeroplan.planner.search import Inexpressible, comfortable_bytes, weights_alone_are_too_large
+from zeroplan.planner.search import Inexpressible, comfortable_bytes, faster_than, weights_alone_are_too_large
 from zeroplan.planner.space import (
     MOST_TOKENS,
     Column,
@@ -132,6 +132,29 @@ def cheapest(base: JobSpec, fixed: Fixed, *, mfu: float | None, inexpressible: I
     fitting = [answer for answer in answers if answer.best is not None and not answer.best.tight] or answers
     rates = [0.0 if answer.best is None else answer.best.layout.tokens_per_s for answer in fitting]
     return next(answer for answer, rate in zip(fitting, rates, strict=True) if rate * math.exp(TIE) >= max(rates))
+
+
+def cheaper(answer: Plan, fixed: Fixed, *, mfu: float | None, inexpressible: Inexpressible | None = None) -> Ranked | None:
+    """Return the layout with clearly more tokens per GPU and second on a half, a quarter or an eighth of the plan's GPUs, if any.
+
+    It searches the engine and stage of the plan's best layout.
+    """
+    if answer.best is None or answer.best.tight:
+        return None
+    layout, base = answer.best.layout, answer.base
+    fixed = replace(fixed, engine=layout.job.recipe.engine, zero_stage=layout.job.recipe.zero_stage)
+    rate, best = layout.tokens_per_s * math.exp(TIE), None
+    for gpus in (base.mesh.world_size // parts for parts in (2, 4, 8)):
+        there = replace(base, mesh=MeshSpec(dp_shard=max(1, gpus)))
+        if not gpus or not _divides(gpus, base, fixed):
+            continue
+        for one in faster_than(rate, there, fixed, mfu=mfu, inexpressible=inexpressible):
+            easy = one.comfortable_bytes <= easy_room_of(base, fixed)
+            rates = np.where(easy, one.grid.tokens / one.seconds, 0.0)
+            at = int(rates.argmax())
+            if rates[at] > rate:
+                rate, best = float(rates[at]), layout_of(one, there, at)
+    return None if best is None else ranked(f"cheapest, on {best.job.mesh.world_size:,} GPUs", best, room_of(base))
 
 
 def _fewest(on: Callable[[int], Plan | NoLayoutError], counts: list[int]) -> Plan | None:

@@ -44,6 +44,15 @@ class More(NamedTuple):
     """Gain in tokens/s, as a share."""
 
 
+class Ranked(NamedTuple):
+    """The first layout of one ranking."""
+
+    ranking: str
+    layout: Layout
+    free_bytes: int
+    """What the GPU has left beside it and what the allocator is expected to cache."""
+
+
 class Best(NamedTuple):
     """The best layout in full: its memory, its time, and what limits it.
 
@@ -84,4 +93,6 @@ class Plan:
     evaluated: int
     fallen: tuple[Fallen, ...]
     notes: tuple[str, ...] = ()
+    rankings: tuple[Ranked, ...] = ()
+    """The quickest layout, the smallest of those nearly as quick, and, if it was searched, the cheapest."""
     cloud: Cloud | None = field(default=None, compare=False, repr=False)

@@ -20,6 +20,7 @@ class Rule(StrEnum):
     EXPERTS = "the ranks that have the same experts do not divide the widths of their weights"
     EMITTED = "the requested file cannot express it"
     ENGINE = "the engine refuses it, or it is not modelled"
+    SLOW = "a pipeline that would be clearly slower than a layout that fits, even if it waited for nothing but itself"
     WEIGHTS = "the whole model's weights, which its stage does not shard, do not fit the GPU"
     MEMORY = "it does not fit the GPU"
     TIGHT = "it fits, but not with the allocator's cache and the margin that a plan keeps free"

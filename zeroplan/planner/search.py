@@ -18,6 +18,7 @@ from zeroplan.estimator import Needed, engine_module, flattened_through_the_host
 from zeroplan.ledger import Band, Phase, total_bytes
 from zeroplan.memo import remembering
 from zeroplan.numeric import Int, for_each_value
+from zeroplan.planner.bounds import NEARLY, Bounds
 from zeroplan.planner.columns import highest
 from zeroplan.planner.degrees import degrees_of, scheduled
 from zeroplan.planner.rules import Rule, Tally
@@ -26,7 +27,7 @@ from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 from zeroplan.spec.split import shards_of_experts_are_even, widths_of_experts
-from zeroplan.steptime import StepTime, step_time
+from zeroplan.steptime import step_time
 from zeroplan.timeline import expected_bytes, own_pools
 from zeroplan.transformer.params import parameter_count
 from zeroplan.weights import Highest
@@ -50,6 +51,11 @@ class Found(NamedTuple):
         """Whether a layout fits the GPU, comfortably or not."""
         return bool((self.least_bytes <= room_of(base)).any())
 
+    def quickest(self, base: JobSpec, fixed: Fixed) -> float:
+        """Return the rate of the fastest layout that fits easily; 0 if none does. [tokens/s of a GPU]"""
+        easy = self.comfortable_bytes <= easy_room_of(base, fixed)
+        return float((self.grid.tokens / self.seconds)[easy].max(initial=0.0))
+
     def is_easy(self, base: JobSpec, fixed: Fixed) -> bool:
         """Whether a layout fits with the allocator's expected cache and leaves the margin free."""
         return bool((self.comfortable_bytes <= easy_room_of(base, fixed)).any())
@@ -66,14 +72,22 @@ class Searched(NamedTuple):
 Inexpressible = Callable[[RecipeSpec, Degrees], str]
 
 
-def search(base: JobSpec, fixed: Fixed, *, mfu: float | None = None, inexpressible: Inexpressible | None = None) -> Searched:
+def search(
+    base: JobSpec,
+    fixed: Fixed,
+    *,
+    mfu: float | None = None,
+    inexpressible: Inexpressible | None = None,
+    slow_too: bool = True,
+) -> Searched:
     """Return every layout that some engine can start, evaluated. ``base`` has the model, the GPUs and the sequence length.
 
     If nothing fits with the margin, the search tries unusual degrees and smaller buckets too. Offload costs time, so that the
-    search tries it only if nothing fits without it, or on request.
+    search tries it only if nothing fits without it, or on request. ``slow_too``: also pipelines that cannot be nearly as fast as a
+    layout that fits.
     """
     with remembering(), _without_garbage_collection():
-        return _search(base, fixed, mfu, inexpressible)
+        return _search(_Space(base, fixed, Tally(), mfu, inexpressible, bounds=None if slow_too else Bounds(base, mfu)))
 
 
 @contextmanager
@@ -88,9 +102,17 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _search(base: JobSpec, fixed: Fixed, mfu: float | None, inexpressible: Inexpressible | None) -> Searched:
-    tally = Tally()
-    space = _Space(base, fixed, tally, mfu, inexpressible)
+def faster_than(
+    rate: float, base: JobSpec, fixed: Fixed, *, mfu: float | None = None, inexpressible: Inexpressible | None = None
+) -> tuple[Found, ...]:
+    """Return layouts among which are all that fit easily at a higher rate, without offload. [tokens/s of a GPU]"""
+    space = _Space(base, fixed, Tally(), mfu, inexpressible, bounds=Bounds(base, mfu), quickest=NEARLY * rate)
+    with remembering(), _without_garbage_collection():
+        return tuple(_searched(space, offload=False))
+
+
+def _search(space: "_Space") -> Searched:
+    base, fixed, tally = space.base, space.fixed, space.tally
     found = list(_searched(space, offload=False))
     if not any(one.is_easy(base, fixed) for one in found):
         tally = Tally()  # the wider search counts the layouts of the first again
@@ -126,21 +148,37 @@ class _Space(NamedTuple):
     wide: bool = False
     """Try unusual degrees and smaller buckets too."""
     whatever_weighs: bool = False
+    quickest: float = 0.0
+    """The rate of the fastest layout that is known to fit. [tokens/s of a GPU]"""
+    bounds: Bounds | None = None
+    """Of the rates of pipelines; without, slow pipelines are evaluated too."""
 
 
 def _searched(space: _Space, *, offload: bool) -> Iterator[Found]:
     base, fixed = space.base, space.fixed
-    for structure in structures(base, fixed, offload=offload, wide=space.wide):
-        for split in degrees_of(structure, base, fixed, wide=space.wide):
-            missing = "" if space.inexpressible is None else space.inexpressible(structure, split)
-            if missing:
-                space.tally.cut(Rule.EMITTED, numbers(structure, base, fixed, split).grid.layouts, missing)
-                continue
-            for recipe in scheduled(structure, split, fixed, base.model.num_hidden_layers):
-                yield from _evaluate_structure(space, recipe, split)
+    quickest = space.quickest
+    every = (
+        (structure, split)
+        for structure in structures(base, fixed, offload=offload, wide=space.wide)
+        for split in degrees_of(structure, base, fixed, wide=space.wide)
+    )
+    for structure, split in sorted(every, key=_takes_long):
+        missing = "" if space.inexpressible is None else space.inexpressible(structure, split)
+        if missing:
+            space.tally.cut(Rule.EMITTED, numbers(structure, base, fixed, split).grid.layouts, missing)
+            continue
+        for recipe in scheduled(structure, split, fixed, base.model.num_hidden_layers):
+            for found in _evaluate_structure(space, recipe, split, quickest):
+                quickest = max(quickest, found.quickest(base, fixed))
+                yield found
 
 
-def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator[Found]:
+def _takes_long(one: tuple[RecipeSpec, Degrees]) -> bool:
+    """Whether layouts are evaluated one by one. These come last, when others say how fast they must be."""
+    return one[0].engine != "megatron" and one[1].pp > 1
+
+
+def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees, quickest: float) -> Iterator[Found]:
     base, fixed, tally = space.base, space.fixed, space.tally
     grid, indivisible = numbers(recipe, base, fixed, split)
     tally.cut(Rule.DIVISIBILITY, indivisible)
@@ -154,6 +192,10 @@ def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> It
         grid = grid.only(even)
     if split.pp > 1:
         grid = _runnable_batches(grid, recipe, fixed, tally)
+        if space.bounds is not None and quickest and grid.layouts:
+            near = grid.with_batches(space.bounds.is_near(recipe, grid, quickest)[None, :])
+            tally.cut(Rule.SLOW, grid.layouts - near.layouts)
+            grid = near
     if not space.whatever_weighs and weights_alone_are_too_large(base, recipe, split):
         tally.cut(Rule.WEIGHTS, grid.layouts)
     elif grid.layouts:
@@ -161,10 +203,11 @@ def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> It
             ranks = _pipelines(base, recipe, grid) if split.pp > 1 and recipe.engine != "megatron" else None
             if ranks is not None and fixed.pp is None:
                 grid = _with_room(base, recipe, grid, tally, ranks)
-            if recipe.engine == "megatron" and split.pp > 1 and not space.whatever_weighs:
-                grid = _within_reach(base, recipe, grid, tally)
             for part in _programs(base, grid):
-                yield evaluated(base, recipe, part, mfu=space.mfu, ranks=ranks)
+                one = evaluated(base, recipe, part, mfu=space.mfu, ranks=ranks, reach=not space.whatever_weighs)
+                tally.cut(Rule.MEMORY, part.layouts - one.grid.layouts)
+                if one.grid.layouts:
+                    yield one
         except SpecError as refusal:
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
 
@@ -215,17 +258,6 @@ def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, rank
     return grid.with_batches(fits)
 
 
-def _within_reach(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally) -> Grid:
-    """Return the batches with which Megatron's first rank fits twice the GPU; with others no memory to buy would help."""
-    from zeroplan.engines.megatron import account_of_rank  # noqa: PLC0415  only this engine needs it
-
-    job_at(base, recipe, grid, 0)  # raises SpecError as for a single job
-    first = _needed(highest(account_of_rank(0, base.model, recipe, grid, grid).moments, recipe), recipe, base)
-    kept = np.broadcast_to(first.least_bytes <= 2 * room_of(base), grid.shape)
-    tally.cut(Rule.MEMORY, int((~kept).sum()))
-    return grid.with_batches(kept)
-
-
 def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degrees = WHOLE) -> bool:
     """Whether a rank's share of the weights, which every stage below 3 gathers or holds, exceeds the GPU.
 
@@ -251,22 +283,28 @@ def _resharded(recipe: RecipeSpec, grid: Grid) -> NDArray[np.bool_]:
 
 
 def evaluated(
-    base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None = None, ranks: "Weigher | None" = None
-) -> Found:  # fmt: skip
+    base: JobSpec,
+    recipe: RecipeSpec,
+    grid: Grid,
+    *,
+    mfu: float | None = None,
+    ranks: "Weigher | None" = None,
+    reach: bool = False,
+) -> Found:
     """Return the figures of all layouts of one structure; raises SpecError where the engine refuses it.
 
-    ``ranks``: pipeline ranks computed before.
+    ``ranks``: pipeline ranks computed before. ``reach``: without Megatron's pipelines that need over twice the GPU's memory, since
+    no memory to buy would help these.
     """
     if grid.pp > 1 and recipe.engine != "megatron":
         return _layout_by_layout(base, recipe, grid, mfu=mfu, ranks=ranks or _pipelines(base, recipe, grid))
     job_at(base, recipe, grid, 0)  # raises SpecError as for a single job
     card = outside_column(grid, base.cluster.gpu)
     if grid.pp > 1:
-        needs, time = _megatron_pipeline(base, recipe, grid, mfu)
-    else:
-        account = _account(base, recipe, grid, card)
-        time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu)
-        needs = _needed(highest(account.moments, recipe), recipe, base)
+        return _megatron_pipeline(base, recipe, grid, mfu, reach=reach)
+    account = _account(base, recipe, grid, card)
+    time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu)
+    needs = _needed(highest(account.moments, recipe), recipe, base)
     least = grid.row(needs.least_bytes + card)
     # Where nothing fits, the comfortable figure is not needed.
     comfortable = grid.row(needs.comfortable_bytes + card) if least.min() <= room_of(base) else least
@@ -283,17 +321,24 @@ def comfortable_bytes(base: JobSpec, recipe: RecipeSpec, grid: Grid) -> Column:
     return grid.row(needs.comfortable_bytes + card)
 
 
-def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | None) -> tuple[Needed, StepTime]:
-    """Return what the fullest rank of Megatron's pipeline needs (the first, the second or the last), and the time."""
+def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | None, *, reach: bool) -> Found:
+    """Return the figures of the fullest rank of Megatron's pipelines."""
     from zeroplan.engines.megatron import account_of_rank  # noqa: PLC0415  only this engine needs it
+    from zeroplan.engines.megatron_chunks import ranks_in_question  # noqa: PLC0415  as above
 
-    ranks = [account_of_rank(at, base.model, recipe, grid, grid) for at in sorted({0, 1, grid.pp - 1})]
+    ranks = [account_of_rank(at, base.model, recipe, grid, grid) for at in ranks_in_question(base.model, recipe, grid)]
     needs = [_needed(highest(one.moments, recipe), recipe, base) for one in ranks]
     least = np.array([grid.row(need.least_bytes) for need in needs])
     comfortable = np.array([grid.row(need.comfortable_bytes) for need in needs])
-    fullest = least.argmax(axis=0)[None, :]
-    shaped = (np.take_along_axis(each, fullest, axis=0).reshape(grid.shape) for each in (least, comfortable))
-    return Needed(*shaped), step_time(ranks[0], base.model, recipe, grid, grid, base.cluster, mfu=mfu)
+    fullest, card = least.argmax(axis=0)[None, :], grid.row(outside_column(grid, base.cluster.gpu))
+    least, comfortable = (np.take_along_axis(each, fullest, axis=0)[0] + card for each in (least, comfortable))
+    if reach:
+        kept = least <= 2 * room_of(base)
+        grid, least, comfortable = grid.with_batches(kept[None, :]), least[kept], comfortable[kept]
+    if not grid.layouts:
+        return Found(recipe, grid, least, comfortable, np.zeros(0))
+    time = step_time(ranks[0], base.model, recipe, grid, grid, base.cluster, mfu=mfu)
+    return Found(recipe, grid, least, comfortable, grid.times(time.seconds))
 
 
 def _workspaces(base: JobSpec, recipe: RecipeSpec) -> Int:

@@ -132,6 +132,12 @@ class Grid(NamedTuple):
         return arrangements * batches
 
     @property
+    def tokens(self) -> NDArray[np.float64]:
+        """The tokens of a step on one GPU, for each layout."""
+        of_the_group = 1.0 * self.micro_batch_size * self.grad_accum_steps * self.seq_len
+        return self.times(of_the_group / (self.tp * self.cp * self.pp))
+
+    @property
     def degrees(self) -> Degrees:
         """How all of them split the model."""
         return Degrees(self.tp, self.cp, self.pp, self.ep)

@@ -30,6 +30,18 @@ def layout_words(job: JobSpec) -> str:
     )
 
 
+def layout_code(job: JobSpec) -> str:
+    """Return a layout in a few words: engine, stage, degrees, chunks of a pipeline rank, what is recomputed, the batch."""
+    recipe, mesh, batch = job.recipe, job.mesh, job.batch
+    degrees = [f"{name}{ways}" for name in ("tp", "cp", "pp", "ep") if (ways := getattr(mesh, name)) > 1]
+    words = [recipe.engine, f"stage {recipe.zero_stage}", *degrees]
+    if recipe.pipeline_schedule == "interleaved-1f1b":
+        words.append(f"v{recipe.pipeline_stages_per_rank or 2}")
+    again = "" if recipe.recompute == "none" else f", {recompute_words(recipe)}"
+    extra = ", offload" if recipe.offloads else ""
+    return f"{' '.join(words)}{again}{extra}, {batch.micro_batch_size} x {batch.grad_accum_steps}"
+
+
 def _deepspeed_words(options: DeepSpeedOptions) -> Iterator[str]:
     default = DeepSpeedOptions()
     if options.zero_hpz_partition_size > 1:

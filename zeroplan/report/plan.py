@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zeroplan.planner.result import Best, Layout, More, Plan
-from zeroplan.report.layout import layout_words
+from zeroplan.report.layout import layout_code, layout_words
 from zeroplan.report.payload import SCHEMA_VERSION
 from zeroplan.report.step import part_payload, step_lines
 from zeroplan.report.words import (
@@ -25,7 +25,7 @@ from zeroplan.units import GB, GIB, format_size
 
 _OF_A_ROW = 55
 _DAY_S = 86_400
-_MOST_OF_FRONT = 6
+_MOST_OF_FRONT, _MOST_RULES = 4, 4
 
 
 class Beside(NamedTuple):
@@ -64,6 +64,7 @@ def _head(plan: Plan) -> Iterator[str]:
 def _answer(plan: Plan, best: Best, beside: Beside) -> list[list[str]]:
     return [
         list(_best(plan.objective, best, beside)),
+        list(_rankings(plan)),
         list(_memory(best)),
         list(_time(best, beside)),
         list(_why(best)),
@@ -142,8 +143,22 @@ def _others(plan: Plan) -> Iterator[str]:
         return
     yield "The next ones, and why they are not the best"
     for rival in plan.rivals:
-        yield item(f"{rival.usual}: " * bool(rival.usual) + layout_words(rival.layout.job))
+        yield item(f"{rival.usual}: " * bool(rival.usual) + layout_code(rival.layout.job))
         yield from textwrap.wrap(rival.why_not, WIDTH, initial_indent="      ", subsequent_indent="      ")
+
+
+def _rankings(plan: Plan) -> Iterator[str]:
+    if not plan.rankings:
+        return
+    yield f"{'Three rankings, and the memory that each leaves free':<58}{'GB free':>8}{'tokens/s per GPU':>20}"
+    for one in plan.rankings:
+        yield _of_table(f"{one.ranking}: {layout_code(one.layout.job)}", one.free_bytes, one.layout.tokens_per_s)
+    if len(plan.rankings) < 3:
+        yield "  cheapest: the quickest, since fewer GPUs would not be clearly cheaper"
+
+
+def _of_table(words: str, n_bytes: int, rate: float) -> str:
+    return f"  {words:<{_OF_A_ROW + 1}}{n_bytes / GB:>8,.1f}{rate:>20,.0f}"
 
 
 def _front(plan: Plan) -> Iterator[str]:
@@ -151,9 +166,7 @@ def _front(plan: Plan) -> Iterator[str]:
         return
     yield f"{'Time against memory: nothing is both faster and smaller':<58}{'GB':>8}{'tokens/s per GPU':>20}"
     for one in spread(plan.front, _MOST_OF_FRONT):
-        words, *more = textwrap.wrap(layout_words(one.job), _OF_A_ROW, subsequent_indent="  ")
-        yield f"  {words:<{_OF_A_ROW + 1}}{one.least_bytes / GB:>8,.1f}{one.tokens_per_s:>20,.0f}"
-        yield from (f"  {rest}" for rest in more)
+        yield _of_table(layout_code(one.job), one.least_bytes, one.tokens_per_s)
 
 
 def _nothing(plan: Plan) -> Iterator[str]:
@@ -172,10 +185,13 @@ def _fallen(plan: Plan) -> Iterator[str]:
     if not plan.fallen:
         return
     yield "Rejected layouts, by rule"
-    for one in plan.fallen:
+    most_first = sorted(plan.fallen, key=lambda one: -one.layouts)
+    for one in most_first[:_MOST_RULES]:
         yield f"  {one.layouts:>8,}  {one.rule.value}"
         if one.example:
             yield from textwrap.wrap(one.example, WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12)
+    if others := most_first[_MOST_RULES:]:
+        yield f"  {sum(one.layouts for one in others):>8,}  others (--json has every rule)"
 
 
 def plan_payload(plan: Plan, beside: Beside) -> dict[str, object]:
@@ -189,6 +205,9 @@ def plan_payload(plan: Plan, beside: Beside) -> dict[str, object]:
         "fallen": [{"rule": one.rule.value, "layouts": one.layouts, "example": one.example} for one in plan.fallen],
         "best": None if plan.best is None else {**layout_payload(plan.best.layout), **_detail(plan.best, beside)},
         "rivals": [{**layout_payload(one.layout), "why_not": one.why_not, "usual": one.usual} for one in plan.rivals],
+        "rankings": [
+            {**layout_payload(one.layout), "ranking": one.ranking, "free_bytes": one.free_bytes} for one in plan.rankings
+        ],
         "front": [layout_payload(one) for one in plan.front],
         "notes": [*plan.notes, *beside.notes],
         "written": list(beside.written),

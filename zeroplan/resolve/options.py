@@ -24,6 +24,8 @@ GROUPS: Final = ("Model", "GPUs", "Recipe", "Batch", "Split of the model")
 OF_MODEL, OF_GPUS, OF_RECIPE, OF_BATCH, OF_SPLIT = GROUPS
 
 #: What a person writes for ``keep_logits``, and its value.
+#: Values of a control whose flag takes none.
+SWITCH: Final = ("no", "yes")
 KEEP_LOGITS: Final[Mapping[str, bool | Literal["fp32"]]] = {"no": False, "yes": True, "fp32": "fp32"}
 
 

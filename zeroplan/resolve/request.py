@@ -16,6 +16,7 @@ from zeroplan.resolve.options import (
     OF_RECIPE,
     OF_SPLIT,
     RECIPE,
+    SWITCH,
     SWITCHES,
     Control,
     Option,
@@ -225,11 +226,12 @@ class Request(Spec):
     )})
     pipeline_schedule: PipelineSchedule | None = field(default=None, metadata={"option": Option(
         "gpipe, 1f1b, interleaved-1f1b, interleaved-zero-bubble or zbv. (default: 1f1b)", RECIPE, "NAME",
-        "recipe.pipeline_schedule", searched=True,
+        "recipe.pipeline_schedule", searched=True, control=Control("Pipeline schedule", OF_SPLIT, may_be_empty=True),
     )})
     pipeline_stages_per_rank: Degree | None = field(default=None, metadata={"option": Option(
         "Stages on each pipeline rank. (default: 1, or 2 where the schedule takes several)", RECIPE, "N",
         "recipe.pipeline_stages_per_rank", searched=True,
+        control=Control("Stages per pipeline rank", OF_SPLIT, choices=("", *map(str, range(2, 33)))),
     )})
     pipeline_layers: str | None = field(default=None, metadata={"option": Option(
         "Number of layers in each pipeline stage, such as 7,9,9,7. (default: as torchtitan cuts them)", RECIPE, "LIST",
@@ -270,6 +272,7 @@ class Request(Spec):
     sequence_parallel: bool | None = field(default=None, metadata={"option": Option(
         "With engine megatron, or --activations megatron: tensor-parallel ranks also split norms and dropouts, along the "
         "sequence.", SWITCHES, sets="recipe.sequence_parallel",
+        control=Control("Sequence parallelism", OF_SPLIT, "no", choices=SWITCH, hint="with engine megatron"),
     )})
     sync_every_micro_batch: bool | None = field(default=None, metadata={"option": Option(
         "Reduce gradients after every micro-batch (default). --no-sync-every-micro-batch: after the last one only "

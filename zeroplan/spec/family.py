@@ -103,6 +103,8 @@ USUAL_ACTIVATION: Mapping[str, Activation] = {name: one.activation for name, one
 FREE_ACTIVATION = families(lambda one: one.other_activations)
 WINDOWED_FAMILIES = families(lambda one: one.window)
 LEARNED_POSITIONS = families(lambda one: one.learned_positions)
+#: Positions that are no rotation of queries and keys: learned, or a slope over the scores.
+UNROTATED = (*LEARNED_POSITIONS, "bloom")
 LINEAR_FAMILIES = families(lambda one: one.linear)
 SHARED_EXPERTS = families(lambda one: one.shared_experts)
 ONE_WIDTH_FAMILIES = families(lambda one: one.one_width)

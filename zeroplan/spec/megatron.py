@@ -1,43 +1,48 @@
 """What the closed form of Megatron-Core takes, and what it refuses: with Megatron-LM's own rules where that refuses it too."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.pipeline import stages_per_rank
+from zeroplan.spec.pipeline import Stage, cut, stages_per_rank
 from zeroplan.spec.recipe import ADAM, RecipeSpec
 
 #: Families that Megatron-LM has arguments for and whose layers have a closed form here.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "bloom")
 #: Precisions that have a line in Megatron-LM's table of bytes per parameter.
 PRECISIONS = ("bf16-mixed", "fp16-mixed", "fp32")
 SCHEDULES = (None, "1f1b", "interleaved-1f1b")
 
 
-class Chunks(NamedTuple):
-    """How a pipeline's layers are cut."""
+def chunks_of(layers: int, parts: int, by_hand: tuple[int, ...] | None = None) -> tuple[Stage, ...]:
+    """Cut so many layers into chunks: by hand, or evenly, or else with embedding and loss as a layer each, the first ones larger.
 
-    each: int
-    """Layers of a chunk."""
-    less: int
-    """1 where the first chunk and the last have one layer less: the embedding and the loss count as one each."""
+    Source: Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, get_num_layers_to_build; its layouts
+    (``--pipeline-model-parallel-layout``) can say every cut, and a chunk without a layer.
 
-
-def chunks_of(layers: int, parts: int) -> Chunks | None:
-    """Cut so many layers into chunks, evenly or else with embedding and loss as a layer each; None where neither divides.
-
-    Source: Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, get_num_layers_to_build
-    (``account_for_embedding_in_pipeline_split``, ``account_for_loss_in_pipeline_split``).
-
-    >>> chunks_of(80, 16), chunks_of(126, 16), chunks_of(80, 7)
-    (Chunks(each=5, less=0), Chunks(each=8, less=1), None)
+    >>> [[chunk.layers for chunk in chunks_of(*one)] for one in ((8, 4), (14, 4), (13, 4), (6, 4, (0, 3, 3, 0)))]
+    [[2, 2, 2, 2], [3, 4, 4, 3], [3, 4, 4, 2], [0, 3, 3, 0]]
     """
-    if layers % parts == 0:
-        return Chunks(layers // parts, 0)
-    return Chunks((layers + 2) // parts, 1) if (layers + 2) % parts == 0 else None
+    even = (layers // parts,) * parts if layers % parts == 0 else None
+    return cut(layers, parts, by_hand or even, fewest=0)
+
+
+def cut_flags(chunks: tuple[Stage, ...]) -> tuple[str, ...]:
+    """Return Megatron-LM's arguments for this cut; none where it is even.
+
+    >>> cut_flags(chunks_of(6, 2)), cut_flags(chunks_of(5, 2)), cut_flags(chunks_of(14, 4))[0]
+    ((), ('--pipeline-model-parallel-layout Ettt|ttL',), '--account-for-embedding-in-pipeline-split')
+    """
+    each = [chunk.layers for chunk in chunks]
+    if len(set(each)) == 1:
+        return ()
+    whole = {one + (at in (0, len(each) - 1)) for at, one in enumerate(each)}
+    if len(whole) == 1 and len(each) > 2:
+        return "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
+    written = "|".join("E" * chunk.is_first + "t" * chunk.layers + "L" * chunk.is_last for chunk in chunks)
+    return (f"--pipeline-model-parallel-layout {written}",)
 
 
 def check_megatron(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> None:
@@ -57,7 +62,6 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     yield recipe.precision not in PRECISIONS and f"precision {recipe.precision!r}", f"one of {', '.join(PRECISIONS)}"
     yield recipe.optimizer not in ADAM and f"optimizer {recipe.optimizer!r}", "adamw or adam"
     yield recipe.optimizer_impl not in (None, "fused") and f"optimizer_impl {recipe.optimizer_impl!r}", "fused, its own"
-    yield recipe.pipeline_layers is not None and "pipeline_layers", "an even split"
     yield recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"
     yield bool(recipe.keep_logits) and "keep_logits", "no keep_logits"
     yield recipe.offload_activations and "offload_activations", "recompute 'full'"
@@ -70,10 +74,7 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     yield aware and recipe.precision == "fp32" and "use_precision_aware_optimizer and precision 'fp32'", "'bf16-mixed'"
     schedule, each = recipe.pipeline_schedule, recipe.pipeline_stages_per_rank
     yield schedule not in SCHEDULES and f"schedule {schedule!r}", "1f1b or interleaved-1f1b"
-    yield (
-        mesh.pp == 1 and (schedule is not None or each is not None) and "a pipeline schedule and pp=1",
-        "several pipeline ranks, or leave it out",
-    )
+    yield mesh.pp == 1 and recipe.cuts_pipelines and "a pipeline's schedule or layers and pp=1", "several pipeline ranks"
     yield schedule in (None, "1f1b") and (each or 1) > 1 and "several stages per rank and schedule '1f1b'", "interleaved-1f1b"
     yield (
         mesh.pp == 1 and recipe.megatron.defer_embedding_wgrad_compute and "defer_embedding_wgrad_compute and pp=1",
@@ -128,8 +129,7 @@ def _not_in_groups(recipe: RecipeSpec, mesh: MeshSpec, steps: int) -> Iterator[t
 def _not_split(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> Iterator[tuple[str | bool, str]]:
     layers, experts = model.num_hidden_layers, 0 if model.moe is None else model.moe.num_experts
     chunks = stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank) if mesh.pp > 1 else 1
-    among = f"{layers} layers on pp={mesh.pp} ranks" + (f" in {chunks} chunks each" if chunks > 1 else "")
-    yield chunks_of(layers, mesh.pp * chunks) is None and among, "a factor of the layers, or of two more (embedding and loss)"
+    chunks_of(layers, mesh.pp * chunks, recipe.layers_by_hand)
     if chunks > 1:
         yield from _not_in_groups(recipe, mesh, batch.grad_accum_steps)
     for what, count in (("query", model.num_attention_heads), ("key/value", model.num_key_value_heads)):
@@ -142,13 +142,3 @@ def _not_split(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: Batc
     yield etp > 1 and not experts and f"expert_tensor_parallel_size={etp} and no experts", "1 for it"
     over = f"ep={mesh.ep} x expert_tensor_parallel_size={etp} on {sharing:,} ranks of a pipeline stage"
     yield sharing % (mesh.ep * etp) > 0 and over, "a factor of the ranks"
-    if model.moe is not None and 0 < model.moe.num_dense_layers < layers and mesh.pp > 1:
-        cut_up, dense = chunks_of(layers, mesh.pp * chunks), model.moe.num_dense_layers
-        yield chunks > 1 and "dense layers before layers of experts and an interleaved schedule", "1f1b, or pp=1"
-        first = 0 if cut_up is None else cut_up.each - cut_up.less
-        yield (
-            cut_up is not None
-            and dense > first
-            and f"{dense} dense layers, of which the first of pp={mesh.pp} ranks has {first},",
-            "fewer pipeline ranks",
-        )

@@ -47,10 +47,10 @@ def stages_per_rank(schedule: PipelineSchedule, asked: int | None) -> int:
 
 
 @lru_cache(maxsize=1024)
-def cut(layers: int, stages: int, by_hand: tuple[int, ...] | None = None) -> tuple[Stage, ...]:
+def cut(layers: int, stages: int, by_hand: tuple[int, ...] | None = None, *, fewest: int = 1) -> tuple[Stage, ...]:
     """Return the stages, first to last; ``by_hand`` gives the layers of each.
 
-    Raises SpecError if a stage would have no layer, or if the layers by hand are not those of the model.
+    Raises SpecError if a stage would have less than the fewest layers, or if those by hand are not those of the model.
 
     >>> [stage.layers for stage in cut(32, 4)], [stage.start for stage in cut(32, 4, (6, 9, 9, 8))]
     ([8, 9, 8, 7], [0, 6, 15, 24])
@@ -61,7 +61,7 @@ def cut(layers: int, stages: int, by_hand: tuple[int, ...] | None = None) -> tup
             f"pipeline_layers={','.join(map(str, each))} gives {sum(each)} layers to {len(each)} stages, and there are {layers} "
             f"layers and {stages} stages"
         )
-    if min(each) < 1:
+    if min(each) < fewest:
         raise SpecError(f"{layers} layers cut into {stages} pipeline stages leave one without a layer; use fewer stages")
     ends = tuple(accumulate(each))
     return tuple(

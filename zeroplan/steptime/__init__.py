@@ -14,7 +14,7 @@ from zeroplan.engines.account import Account
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, bytes_by_kind
 from zeroplan.memo import as_key
-from zeroplan.numeric import Float
+from zeroplan.numeric import Float, together
 from zeroplan.spec.batch import Batch, BatchSpec
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.mesh import Mesh
@@ -23,13 +23,22 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import Computing, Rates, Running, computing, peak_flops_per_s, running_of
 from zeroplan.steptime.copies import copies_of_activations, copies_of_states
 from zeroplan.steptime.efficiency import Efficiency, efficiency, shares_of
-from zeroplan.steptime.links import Links, links
+from zeroplan.steptime.links import Links, links, neighbours, seconds
 from zeroplan.steptime.parts import Part, StepTime
 from zeroplan.steptime.sending import exposed, joining
 from zeroplan.steptime.stepping import stepping
 from zeroplan.steptime.work import Work, of_one, work
 
-__all__ = ["Efficiency", "Part", "Running", "StepTime", "efficiency", "shares_of", "step_time"]
+__all__ = [
+    "Efficiency",
+    "Part",
+    "Running",
+    "StepTime",
+    "efficiency",
+    "least_computing",
+    "shares_of",
+    "step_time",
+]
 
 
 def step_time(
@@ -82,6 +91,34 @@ def _busy(
         return work(model, recipe, one, rates.running.kernels, tp=tp, cp=cp, expert_ranks=ep)
 
     return computing(work_of, model, recipe, batch, rates, mfu, key=key), tp * cp
+
+
+def least_computing(
+    model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, cluster: ClusterSpec, *, mfu: float | None = None
+) -> Float:
+    """Return the time of all that the ranks of a pipeline compute together, which no schedule hides; raises SpecError likewise. [s]
+
+    ``mesh``: one rank of the pipeline (pp=1). Ranks that split a layer also wait for each other within it.
+    """
+    gpu, here = cluster.gpu, links(cluster)
+    if gpu is None or here is None:
+        raise SpecError("a step's time needs a GPU; add --gpu NAME (`zeroplan gpus` lists them)")
+    rates = Rates(gpu, shares_of(cluster), running_of(recipe, gpu.architecture), recipe)
+    if recipe.engine == "megatron":
+        from zeroplan.steptime.megatron import time_without_a_pipeline  # noqa: PLC0415  keeps start-up fast
+
+        return time_without_a_pipeline(model, recipe, mesh, batch, here, rates, mfu)
+    busy, _ = _busy(model, recipe, mesh, batch, rates, mfu)
+    return together((*(part.seconds for part in busy.parts), *_least_waits(model, recipe, mesh, batch, here)))
+
+
+def _least_waits(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links) -> Iterator[Float]:
+    """Yield what FSDP2's tensor-parallel ranks wait for each other at the least; nothing where that is not simple. [s]"""
+    if int(mesh.tp) > 1 and model.moe is None:
+        from zeroplan.engines.fsdp2.split import least_collectives  # noqa: PLC0415  keeps start-up fast
+
+        for call in least_collectives(model, recipe, mesh, batch):
+            yield seconds(call, neighbours(call.group, here.per_node), here)
 
 
 def _on_a_pipeline(

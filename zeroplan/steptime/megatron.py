@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Account
 from zeroplan.engines.megatron import (
+    BY_ROWS,
     Rank,
-    chunks_per_rank,
     collectives_of,
-    counts_of,
     is_expert,
     is_split,
     padded_vocabulary,
@@ -24,6 +23,7 @@ from zeroplan.engines.megatron import (
     states_of,
     step_lines,
 )
+from zeroplan.engines.megatron_chunks import chunks_per_rank, ranks_in_question
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Among, Collective, Kind, Phase
 from zeroplan.memo import as_key
@@ -111,8 +111,8 @@ def megatron_time(
     if recipe.megatron.pretrains != "gpt":
         raise SpecError(f"how long a step of megatron.pretrains={recipe.megatron.pretrains!r} takes is not modelled; use 'gpt'")
     case, machine, pp = _Case(model, recipe, mesh, batch), _Machine(rates, here, mfu), int(mesh.pp)
-    ends = {0: 1, pp - 1: 1} | ({1: pp - 2} if pp > 2 else {})  # ranks between the ends take equal time
-    ranks = {at: rank_of(at, model, recipe, mesh, batch) for at in sorted(ends)}
+    ends = ranks_in_question(model, recipe, mesh)
+    ranks = {at: rank_of(at, model, recipe, mesh, batch) for at in ends}
     busy = {at: _busy(rank, case, machine) for at, rank in ranks.items()}
     parts = _slowest(tuple(busy.values()))
     if pp > 1:
@@ -128,6 +128,14 @@ def megatron_time(
     return StepTime(parts, flops, tokens, peak_flops_per_s(rates.gpu, recipe, rates.running.operands))
 
 
+def time_without_a_pipeline(
+    model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, rates: Rates, mfu: float | None
+) -> Float:
+    """Return what a rank with all layers computes and waits for within them in a step, without the optimizer; pp must be 1. [s]"""
+    case = _Case(model, recipe, mesh, batch)
+    return _busy(rank_of(0, model, recipe, mesh, batch), case, _Machine(rates, here, mfu)).total_s
+
+
 # --- what one rank computes -------------------------------------------------------------------------------------------------
 
 
@@ -139,9 +147,8 @@ def _work(rank: Rank, case: _Case, kernels: StepKernels, one: BatchSpec) -> Work
     split = Split(tokens, tp, recipe.sequence_parallel, ep)
     products: tuple[Product, ...] = ()
     moved = Traffic()
-    counts = counts_of(rank.at, rank.layers, layout(model).runs, mesh)
     etp = recipe.megatron.expert_tensor_parallel_size
-    for run, layers in zip(layout(model).runs, counts, strict=True):
+    for run, layers in zip(layout(model).runs, rank.counts, strict=True):
         linear = of_block(run.parameters, layers, tp=tp, ep=ep, etp=etp, at_once=True, gated=gated, sharing=tp)
         each = pointwise.of_block(model, kernels, split, experts=run.kind == "moe", gated=gated).and_of(multiplying(linear))
         products, moved = products + linear, moved.and_of(Traffic(*(layers * part for part in each)))
@@ -161,8 +168,7 @@ def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
     degrees = int(case.mesh.tp), int(case.mesh.cp), int(case.mesh.ep)
     key = (
         case.model, recipe.precision, recipe.attention, recipe.sequence_parallel, recipe.megatron, degrees,
-        as_key(case.batch.seq_len), counts_of(rank.at, rank.layers, layout(case.model).runs, case.mesh),
-        rank.layers, rank.has_head, rates.share, rates.running,
+        as_key(case.batch.seq_len), rank.counts, rank.has_head, rates.share, rates.running,
     )  # fmt: skip
     busy = computing(lambda one: _work(rank, case, kernels, one), case.model, recipe, case.batch, rates, machine.mfu, key=key)
     calls = tuple(collectives_of(rank, case.model, recipe, case.mesh, case.batch))
@@ -207,7 +213,7 @@ def _column_share(model: ModelSpec) -> float:
 
 
 def _is_row(name: str) -> bool:
-    return name.rpartition(".")[0].rpartition(".")[2] in ("o_proj", "down_proj", "c_proj")
+    return name.rpartition(".")[0].rpartition(".")[2] in BY_ROWS
 
 
 def _slowest(ranks: tuple[_RankTime, ...]) -> tuple[Part, ...]:

@@ -14,7 +14,7 @@ they read and write, the loss half as much again; other GPUs are taken to lose t
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from zeroplan.spec.family import HEAD_NORMS, LEARNED_POSITIONS
+from zeroplan.spec.family import HEAD_NORMS, LEARNED_POSITIONS, UNROTATED
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import StepKernels
 from zeroplan.transformer.parameters import Parameter
@@ -123,7 +123,7 @@ def of_block(
     total = total.plus(_LAYOUT[kernels], queries)
     if model.family in HEAD_NORMS:
         total = total.plus(norm, queries).plus(norm, keys)
-    if model.family not in LEARNED_POSITIONS and model.family != "bloom":
+    if model.family not in UNROTATED:
         total = total.plus(ROTARY[_of_part(kernels, "rope", fused)], queries + keys)
     if model.mla is not None:
         total = total.plus(_RESIDUAL[kernels], queries, 2)  # heads are put together of parts

@@ -13,7 +13,7 @@ from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, maximum, where
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.family import HEAD_NORMS
+from zeroplan.spec.family import HEAD_NORMS, UNROTATED
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -25,7 +25,7 @@ from zeroplan.transformer.published import KORTHIKANTI
 #: Families with dropout where the job says nothing of it.
 WITH_DROPOUT = ("gpt2",)
 #: Families whose MLP has no gate, and whose norms keep a mean beside the deviation.
-UNGATED = ("gpt2",)
+UNGATED = ("gpt2", "bloom")
 #: Families whose router takes sigmoids of all experts.
 SIGMOIDS = ("deepseek_v3",)
 
@@ -231,7 +231,8 @@ def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Lay
         of_t5 = "encoder" if kind == "encoder" else "decoder"
     return program.Layer(
         recipe.attention, options.transformer_impl == "local", wide, drops_hidden(model, recipe), drops_scores(model, recipe),
-        not model.positions, norms_heads(model, recipe), "core_attn" in modules, again_too=modules, latent=_latent(model),
+        not (model.positions or model.family in UNROTATED), norms_heads(model, recipe), "core_attn" in modules,
+        again_too=modules, latent=_latent(model),
         masks_in_place=_masks_in_place(recipe), wide_softmax=_softens_in_fp32(recipe), routing=routing,
         exchanged=options.cp_comm_type == "a2a", of_t5=of_t5,
         padded=options.transformer_impl == "transformer_engine" and (options.pretrains == "bert" or of_t5 == "encoder"),

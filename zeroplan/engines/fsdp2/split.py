@@ -1,11 +1,14 @@
 """What tensor-parallel ranks send among themselves in a step under FSDP2."""
 
 from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan
+from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Among, Collective, Phase
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import TRAITS
+from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.families.ending import PARALLEL
 from zeroplan.transformer.families.experts import COMBINE, DISPATCH
 from zeroplan.transformer.families.sharded import GATHER, SCATTER
@@ -50,6 +53,18 @@ def split_collectives(
         _among("all_reduce", NORMS, Phase.BACKWARD, ranks, reductions * norms, elements // norms, reduced, REDUCE)._replace(
             of_all=reductions * reduced * elements
         ),
+    )
+
+
+def least_collectives(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:
+    """Of these what blocks without experts gather and scatter at least, in a pipeline or not: without recomputation and ends."""
+    calls = 2 * model.num_hidden_layers * batch.grad_accum_steps
+    whole = batch.micro_batch_size * batch.seq_len // mesh.cp * model.hidden_size
+    e, every = widths(recipe.precision).compute, (("all_gather", GATHER), ("reduce_scatter", SCATTER))
+    return tuple(
+        _among(operation, ACTIVATIONS, phase, int(mesh.tp), calls, whole, e, source)
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+        for operation, source in every
     )
 
 

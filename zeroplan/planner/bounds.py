@@ -1,0 +1,54 @@
+"""How fast can a pipeline be at the most? Layouts that cannot be nearly as fast as one that fits are not worth an evaluation."""
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroplan.planner.space import Grid
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.pipeline import SPLIT, stages_per_rank
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.steptime import least_computing
+
+#: A pipeline is evaluated if it may take at most so many times as long as the fastest layout that fits.
+NEARLY = 1.1
+
+
+class Bounds:
+    """Upper bounds of the rates of pipelines, with a cache of the time of a micro-batch.
+
+    The ranks of a pipeline together compute as much as one rank with all layers, and wait until the pipeline is full and empty.
+    """
+
+    def __init__(self, base: JobSpec, mfu: float | None) -> None:
+        self.base, self.mfu = base, mfu
+        self._seconds: dict[RecipeSpec, dict[tuple[int, int, int, int], float]] = {}
+
+    def is_near(self, recipe: RecipeSpec, grid: Grid, quickest: float) -> NDArray[np.bool_]:
+        """Whether layouts may be nearly as fast as this rate, or faster if only some blocks are recomputed. [tokens/s of a GPU]"""
+        near = self.most_tokens_per_s(recipe, grid) >= quickest / NEARLY
+        if recipe.recompute == "none":
+            return near
+        return near | (self.most_tokens_per_s(replace(recipe, recompute="none", recompute_layers=None), grid) >= quickest)
+
+    def most_tokens_per_s(self, recipe: RecipeSpec, grid: Grid) -> NDArray[np.float64]:
+        """Return a bound of each layout's rate; schedules that split backwards may wait for nothing. [tokens/s of a GPU]"""
+        steps = grid.row(grid.grad_accum_steps)
+        chunks = stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank)
+        waits = 0.0 if recipe.pipeline_schedule in SPLIT else (grid.pp - 1) / (chunks * steps)
+        return grid.tokens / (self._of_micro_batches(recipe, grid) * steps / grid.pp * (1.0 + waits))
+
+    def _of_micro_batches(self, recipe: RecipeSpec, grid: Grid) -> NDArray[np.float64]:
+        """Return what a rank with all layers takes for one micro-batch of each layout. [s]"""
+        plain = replace(recipe, pipeline_schedule=None, pipeline_stages_per_rank=None)
+        known, sizes = self._seconds.setdefault(plain, {}), grid.row(grid.micro_batch_size).tolist()
+        keys = [(size, grid.tp, grid.cp, grid.ep) for size in sizes]
+        missing = sorted({size for key, size in zip(keys, sizes, strict=True) if key not in known})
+        if missing:
+            one = grid._replace(
+                pp=1, micro_batch_size=np.array([missing]), grad_accum_steps=np.ones((1, len(missing)), np.int64)
+            )
+            found = one.times(least_computing(self.base.model, plain, one, one, self.base.cluster, mfu=self.mfu))
+            known |= {(size, grid.tp, grid.cp, grid.ep): time for size, time in zip(missing, found.tolist(), strict=True)}
+        return np.array([known[key] for key in keys])
