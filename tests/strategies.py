@@ -533,7 +533,8 @@ def _profiled_job(draw: Random, engines: Sequence[str]) -> JobSpec:
 
 
 def _data_parallel(draw: Random, one: ModelSpec, told: RecipeSpec) -> JobSpec:
-    return JobSpec(model=one, recipe=told, mesh=mesh(draw, told), batch=batch(draw, one), cluster=cluster(draw))
+    made = JobSpec(model=one, recipe=told, mesh=mesh(draw, told), batch=batch(draw, one), cluster=cluster(draw))
+    return _all_away(made) if draw.randint(0, 2) == 2 else made
 
 
 def _split(draw: Random, engines: Sequence[str]) -> JobSpec:

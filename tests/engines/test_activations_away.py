@@ -58,10 +58,10 @@ def test_each_pinned_tensor_is_rounded_up_by_itself():
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"model": "mixtral-8x7b"}, "recompute 'none' and experts"),
+        ({"model": "gpt-oss-20b"}, "recompute 'none' and a gpt_oss model"),
         ({"model": "bloom-560m"}, "bloom, whose blocks save a tensor of another"),
         ({"model": "llama-2-7b", "engine": "deepspeed", "stage": 3}, "DeepSpeed's own linear layers"),
-        ({"model": "llama-2-7b", "lora_rank": 8}, "frozen parameters"),
+        ({"model": "llama-2-7b", "lora_rank": 8, "quantize": "nf4"}, "quantised weights"),
         ({"model": "llama-2-7b", "context_parallel": 2}, "cp=2"),
         ({"model": "llama-2-7b", "recompute": "full", "engine": "paper"}, "engine 'paper'"),
         ({"model": "gpt2", "recompute": "full", "attention": "eager"}, "attention 'eager'"),

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from zeroplan.errors import SpecError
-from zeroplan.spec.family import TRAITS
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -11,6 +10,8 @@ from zeroplan.spec.releases import NOW, release_of
 
 #: BLOOM's blocks read a tensor of positions that the model makes, and hold the attention weights of the block below.
 _READ_OTHERS = ("bloom",)
+#: Families whose programs do not list every table and index that an operator saves.
+_NOT_LISTED = ("gpt_oss", "deepseek_v3", "qwen3_next")
 
 
 def check_offloaded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
@@ -35,8 +36,11 @@ def _of_all_that_is_saved(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) 
     yield recipe.fsdp2.modules == "torchtitan" and "modules 'torchtitan'"
     yield bool(recipe.fused_parts) and "fused_kernels"
     yield release_of(recipe.transformers) != NOW and f"transformers={recipe.transformers!r}"
-    yield (model.adapter is not None or model.frozen is not None) and "frozen parameters"
-    yield TRAITS[model.family].experts != "none" and "experts"
+    yield model.is_quantised and "quantised weights"
+    if model.adapter is not None:
+        yield model.moe is not None and "adapters beside experts"
+        yield model.adapter.compute == "fp32" and "adapters that compute in fp32"
+    yield model.family in _NOT_LISTED and f"a {model.family} model"
     yield model.family in _READ_OTHERS and f"{model.family}, whose blocks save a tensor of another"
     for name in ("tp", "cp", "pp", "ep"):
         yield getattr(mesh, name) > 1 and f"{name}={getattr(mesh, name)}"

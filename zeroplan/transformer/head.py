@@ -139,7 +139,7 @@ def _is_leaf_apart(question: _Question, recomputed: bool) -> bool:  # noqa: FBT0
 
     Where blocks are recomputed autograd follows it, and the graph holds it as its end (``AccumulateGrad``).
     """
-    return question.compute.offloaded or (recomputed and question.around.scales_embeddings)
+    return recomputed and (question.compute.offloaded or question.around.scales_embeddings)
 
 
 def _first_saves_it(question: _Question) -> bool:

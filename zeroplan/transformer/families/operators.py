@@ -259,7 +259,7 @@ def wide_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Siz
         tape.weight_gradient(reads * width)
         return arriving
 
-    tape.add(site.name, (made,), (value.store,), backward, of=None, place=site.place)
+    tape.add(site.name, (made,), (value,), backward, of=None, place=site.place)
     return made
 
 

@@ -318,21 +318,19 @@ class Tape:
         """Whether a dtype is fp32 in this run."""
         return dtype == 4 or self.wide or (dtype == r and self.wide_residual) or (dtype == CAST_BY_CUDA and self.autocast)
 
-    def in_bytes(self, value: Value) -> Size:
-        """Return the bytes of a tensor with memory of its own."""
-        dtype = (4 if self.autocast else e) if value.dtype == CAST_BY_CUDA else value.dtype
-        return dtype * value.shape
+    def in_this_run(self, size: Size) -> Size:
+        """Return a size without the symbols that only the tape knows."""
+        if size.has(T_own):
+            size = size.replacing({T_own.text: T_p if self.mode.sharded else T})
+        return size.replacing({CAST_BY_CUDA.text: 4 if self.autocast else e}) if size.has(CAST_BY_CUDA) else size
 
     # --- memory --------------------------------------------------------------------------------------------------------------
 
     def make(self, kind: Kind, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> Store:
         """Allocate a tensor and record the moment. CUDA's autocast runs ``pow`` in fp32, a CPU's does not."""
-        if size.has(T_own):
-            size = size.replacing({T_own.text: T_p if self.mode.sharded else T})
-        if size.has(CAST_BY_CUDA):
-            size = size.replacing({CAST_BY_CUDA.text: 4 if self.autocast else e})
-            if self.autocast:
-                reason, tag = f"{reason}, fp32 under CUDA's autocast", tag._replace(off_gpu=OffGpu.HALF)
+        if self.autocast and size.has(CAST_BY_CUDA):
+            reason, tag = f"{reason}, fp32 under CUDA's autocast", tag._replace(off_gpu=OffGpu.HALF)
+        size = self.in_this_run(size)
         if self.module and not tag.module:
             tag = tag._replace(module=self.module)
         store = Store(kind, reason, size, source, tag)
@@ -451,17 +449,18 @@ class Tape:
         A view in another order is copied on the GPU first, an operand before the operator has made its outputs.
         Source: torch 2.13, aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries.
         """
-        made = {*(value.store for value in outputs), *(one for one in saved if isinstance(one, Store))}
+        there = list(self.alive)
+        made = there[min((there.index(value.store) for value in outputs if value.store in self.alive), default=len(there)) :]
         copies = list[Store]()
         for one in (*saved, *beside):
             if isinstance(one, Beside):
                 reason, size, in_order, is_output = one.reason, one.size, not one.strided, False
             else:
                 store = one.store if isinstance(one, Value) else one
-                size = self.in_bytes(one) if isinstance(one, Value) else store.size
+                size = one.dtype * one.shape if isinstance(one, Value) else store.size
                 is_strided = one in strided or (isinstance(one, Value) and one.strided)
                 reason, in_order, is_output = store.reason, not is_strided, store in made
-            copy = Store(Kind.ACTIVATIONS, reason, size, SAVED_ON_CPU)
+            copy = Store(Kind.ACTIVATIONS, reason, self.in_this_run(size), SAVED_ON_CPU)
             host.copies.append(copy)
             if not (isinstance(one, Beside) and one.brief):
                 copies.append(copy)
