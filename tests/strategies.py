@@ -5,6 +5,7 @@ together is not drawn together, as far as the rules of :mod:`zeroplan.spec` say 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -434,13 +435,23 @@ def _whole(draw: Random, engines: Sequence[str]) -> JobSpec:
     told = recipe(draw, [name for name in engines if name != "megatron"])
     families = [name for name in FAMILIES if (name, told.attention) != ("gpt2", "eager") or not told.offload_activations]
     one = model(draw, families)
-    return JobSpec(
+    made = JobSpec(
         model=one,
         recipe=_by_kernels(draw, _of_a_release(draw, _with_ends(draw, _of_some_layers(draw, told, one), one), one), one),
         mesh=mesh(draw, told),
         batch=batch(draw, one),
         cluster=_of_nodes(cluster(draw), told),
     )
+    return _all_away(made) if draw.randint(0, 2) == 2 else made
+
+
+def _all_away(made: JobSpec) -> JobSpec:
+    """The same with all that blocks save in host memory, where nothing is recomputed and that is modelled."""
+    if made.recipe.recompute != "none" or (made.recipe.engine == "deepspeed" and made.recipe.offloads_states):
+        return made
+    with suppress(SpecError):
+        return replace(made, recipe=replace(made.recipe, offload_activations=True))
+    return made
 
 
 def _of_nodes(made: ClusterSpec, told: RecipeSpec) -> ClusterSpec:
@@ -482,7 +493,7 @@ def _tuned(draw: Random, engines: Sequence[str]) -> JobSpec:
     if told.engine in ("ddp", "fsdp1"):
         one = _as_trainers_do(draw, one, told)
     if told.engine == "fsdp1":
-        told = replace(told, fsdp1=replace(told.fsdp1, ignores_adapters=_mostly(draw, False, True)))
+        told = replace(told, fsdp1=replace(told.fsdp1, ignores_adapters=draw.choice((False, True))))
     return _data_parallel(draw, one, _by_kernels(draw, _of_some_layers(draw, told, one), one))
 
 
@@ -490,13 +501,13 @@ def _as_trainers_do(draw: Random, one: ModelSpec, told: RecipeSpec) -> ModelSpec
     """Adapters beside GPTQ's weights or an older bitsandbytes, or that compute in fp32, where these are modelled."""
     adapter = one.adapter
     assert adapter is not None
-    if told.precision == "fp16-mixed" and draw.choice((True, False)):
+    if told.precision.endswith("mixed") and draw.choice((True, False)):
+        adapter = replace(adapter, quantize="none", compute="fp32")
+    elif told.precision == "fp16-mixed" and draw.choice((True, False)):
         adapter = replace(adapter, quantize="gptq", group_size=draw.choice((-1, 32, 128)))
     elif adapter.quantize != "none":
         older = ("0.43.1",) if told.recompute == "full" else ()
         adapter = replace(adapter, bitsandbytes=draw.choice((None, "0.43.2", *older)))
-    elif told.precision.endswith("mixed"):
-        adapter = replace(adapter, compute=_mostly(draw, "autocast", "fp32"))
     return replace(one, adapter=adapter)
 
 
@@ -524,7 +535,8 @@ def _profiled_job(draw: Random, engines: Sequence[str]) -> JobSpec:
 
 
 def _data_parallel(draw: Random, one: ModelSpec, told: RecipeSpec) -> JobSpec:
-    return JobSpec(model=one, recipe=told, mesh=mesh(draw, told), batch=batch(draw, one), cluster=cluster(draw))
+    made = JobSpec(model=one, recipe=told, mesh=mesh(draw, told), batch=batch(draw, one), cluster=cluster(draw))
+    return _all_away(made) if draw.randint(0, 2) == 2 else made
 
 
 def _split(draw: Random, engines: Sequence[str]) -> JobSpec:

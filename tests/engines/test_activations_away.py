@@ -36,6 +36,19 @@ def test_other_engines_have_as_much_there(stage: int, engine: str):
     assert sum(line.n_bytes for line in away.host if line.kind is Kind.ACTIVATIONS) == residual * LAYERS * INPUT
 
 
+def test_without_recomputation_every_saved_tensor_is_there_once_for_each_operator_that_saves_it():
+    """Weights among them, as matrix products save views of them, and both tables of positions for queries and for keys."""
+    answer = estimate(job(model="llama-2-7b", gpus=8, seq_len=4096, offload_activations=True))
+    weights, tables = 2 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096), 4 * 2 * 4096 * 128
+    hidden, wide = 2 * 4096 * 4096, 2 * 4096 * 11008
+    norms = 2 * (2 * 2 * hidden + hidden + 3 * 4 * 4096 - 4 * 4096)
+    attention = 3 * hidden + 4 * hidden + 4 * 4096 * 32 + hidden
+    mlp = 2 * hidden + 4 * wide
+    saved = next(line.n_bytes for line in answer.host if line.kind is Kind.ACTIVATIONS)
+    assert saved == LAYERS * (weights + tables + norms + attention + mlp)
+    assert not any("kept by the blocks" in line.reason and line.n_bytes for one in answer.moments for line in one.lines)
+
+
 def test_each_pinned_tensor_is_rounded_up_by_itself():
     asked = job(model="llama-2-7b", gpus=8, seq_len=4000, recompute="full", offload_activations=True)
     tensors, beyond = (line.n_bytes for line in estimate(asked).host)
@@ -45,7 +58,11 @@ def test_each_pinned_tensor_is_rounded_up_by_itself():
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"model": "llama-2-7b"}, "recompute 'none'"),
+        ({"model": "gpt-oss-20b"}, "recompute 'none' and a gpt_oss model"),
+        ({"model": "bloom-560m"}, "bloom, whose blocks save a tensor of another"),
+        ({"model": "llama-2-7b", "engine": "deepspeed", "stage": 3}, "DeepSpeed's own linear layers"),
+        ({"model": "llama-2-7b", "lora_rank": 8, "quantize": "nf4"}, "quantised weights"),
+        ({"model": "llama-2-7b", "context_parallel": 2}, "cp=2"),
         ({"model": "llama-2-7b", "recompute": "full", "engine": "paper"}, "engine 'paper'"),
         ({"model": "gpt2", "recompute": "full", "attention": "eager"}, "attention 'eager'"),
         (

@@ -74,6 +74,10 @@ OF_RECIPES: list[tuple[Callable[[], object], str]] = [
         lambda: job(model_of(by_hand()), engine="fsdp2", recompute="full", offload_activations=True),
         "offload_activations with a profile is not modelled; leave it out",
     ),
+    (
+        lambda: job(model_of(by_hand()), engine="fsdp2", fused_kernels="rope"),
+        "fused_kernels with a profile are not modelled: the module was traced with its own; leave them out",
+    ),
 ]
 OF_PROFILES: list[tuple[Callable[[], object], str]] = [
     (

@@ -36,6 +36,7 @@ from zeroplan.transformer.families.tags import SCRATCH
 from zeroplan.transformer.params import layout, runs_in_order
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.fake_cuda.installed import CUDA, install_node
+from zeroplan.verify.training.activations_away import offload_blocks, offloading_from
 from zeroplan.verify.training.causal_model import causal_module
 from zeroplan.verify.training.modules import find_blocks
 from zeroplan.verify.watching.timeline import Timeline
@@ -174,8 +175,11 @@ def run_of(case: Case) -> BlockRun:
         engine="ddp", zero_stage=0, precision=precision, attention=compute.attention, recompute=compute.recompute
     )  # fmt: skip
     stored = torch.bfloat16 if precision == "bf16" else torch.float32
-    with fake_tensors(tracker, CUDA), torch.device(CUDA), tracker:
+    away = offloading_from(CUDA, tracker) if compute.offloaded else nullcontext()
+    with fake_tensors(tracker, CUDA), torch.device(CUDA), tracker, away:
         model = causal_module(spec, recipe, stored, CUDA)
+        if compute.offloaded:
+            offload_blocks(model, find_blocks(model))
         for index, block in enumerate(find_blocks(model)):
             block.register_forward_pre_hook(_before(tracker, at, index))
             block.register_forward_hook(_after(tracker, at, index))
@@ -222,6 +226,7 @@ def said_of(case: Case) -> BlockRun:
     spec, compute, size, _ = case
     block, recomputed = block_pass(spec, case.layers.kind, compute, size), compute.recompute != "none"
     cast = [one for one in case.layers.parameters if one.autocast] if compute.autocast else []
+    entered = _bytes(block.entered)
     kept, cached = _bytes(block.kept(compute.recompute)), 2 * sum(one.numel for one in cast)
     own = 2 * block.cast_elements if compute.autocast and not recomputed else 0
     hidden = _of_residual(case) * size.micro_batch_size * size.seq_len * spec.hidden_size
@@ -231,7 +236,9 @@ def said_of(case: Case) -> BlockRun:
         _bytes(point.lines) + _of_residual(case) * point.gradients + live_casts * point.live_casts for point in block.points
     )  # fmt: skip
     beside = _bytes(block.checkpoint_in_backward) if recomputed else 0
-    return BlockRun(kept + cached, kept + cached + _bytes(tuple(forward)) - hidden, highest + beside - kept - own - hidden)
+    return BlockRun(
+        kept + cached, kept + cached + entered + _bytes(tuple(forward)) - hidden, highest + beside - kept - own - hidden
+    )
 
 
 def _of_residual(case: Case) -> int:

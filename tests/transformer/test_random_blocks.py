@@ -62,6 +62,15 @@ def test_blocks_drawn_of_every_family(family: str, number: int) -> None:
     assert on_the_fake_gpu(differences, case) == (), case
 
 
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("bloom", "gpt_oss", "deepseek_v3", "qwen3_next")])
+@pytest.mark.parametrize("number", range(10 if every_case() else 1))
+def test_blocks_whose_saved_tensors_are_in_host_memory(family: str, number: int) -> None:
+    case = drawn_block(Random(f"{family} {number}, away"), family)  # noqa: S311  draws tests
+    attention = "sdpa" if family == "gpt2" else case.compute.attention
+    compute = case.compute._replace(offloaded=True, recompute="none", attention=attention)
+    assert on_the_fake_gpu(differences, case._replace(compute=compute)) == (), case
+
+
 @pytest.mark.parametrize("family", WRITTEN_OUT)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("number", range(8 if every_case() else 2))

@@ -13,6 +13,7 @@ from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.megatron import check_megatron
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.offloaded import check_offloaded
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
 from zeroplan.spec.recipe import ON_PAPER, Engine, RecipeSpec, Stage, ways_of_resharding
 from zeroplan.spec.releases import check_release
@@ -139,8 +140,7 @@ class JobSpec(Spec):
             self._check_adapter(self.model.adapter)
         if self.model.frozen is not None:
             self._check_frozen()
-        if self.recipe.offload_activations:
-            self._check_offloaded_activations()
+        check_offloaded(self.model, self.recipe, self.mesh)
         if self.recipe.recompute_layers is not None:
             self._check_recompute_layers(self.recipe.recompute_layers)
         self._check_model_ranks()
@@ -302,6 +302,8 @@ class JobSpec(Spec):
             raise SpecError(
                 f"loss={recipe.loss!r} with a profile is not modelled: the module was traced with its own loss; leave it out"
             )
+        if recipe.fused_parts:
+            raise SpecError("fused_kernels with a profile are not modelled: the module was traced with its own; leave them out")
         if recipe.keep_logits == "fp32":
             raise SpecError("keep_logits='fp32' with a profile is not modelled; use yes or no")
 
@@ -340,13 +342,6 @@ class JobSpec(Spec):
         ):
             if asked and recipe.engine == "deepspeed" and recipe.zero_stage == 3:
                 raise SpecError(f"frozen parameters with {asked} are not modelled yet; use {instead}")
-
-    def _check_offloaded_activations(self) -> None:
-        """Raise SpecError for what is not modelled with offloaded activations: GPT-2's block saves its mask like its input."""
-        if self.model.profile is not None:
-            raise SpecError("offload_activations with a profile is not modelled; leave it out")
-        if self.model.family == "gpt2" and self.recipe.attention == "eager":
-            raise SpecError("offload_activations with gpt2 and attention 'eager' is not modelled; use attention 'sdpa'")
 
     def _check_recompute_layers(self, layers: int) -> None:
         """Raise SpecError for more blocks than there are, and for what is not modelled if not all blocks are recomputed."""

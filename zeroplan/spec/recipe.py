@@ -449,8 +449,8 @@ class RecipeSpec(Spec):
             raise SpecError(f"keep_logits with loss={self.loss!r} has no logits to keep; use loss 'full', or leave it out")
         if self.activation_model == "megatron" and self.engine != "paper":
             raise SpecError(f"activation_model='megatron' with engine {self.engine!r} is not modelled; use engine 'paper'")
-        if self.offload_activations:
-            self._check_offloaded_activations()
+        if self.offload_activations and self.engine == "paper":
+            raise SpecError("offload_activations with engine 'paper' is not modelled; use engine 'fsdp2' or 'ddp'")
         if self.recompute_layers is not None:
             self._check_recompute_layers(self.recompute_layers)
         self._check_fused_kernels()
@@ -484,10 +484,3 @@ class RecipeSpec(Spec):
         ):
             if asked:
                 raise SpecError(f"recompute_layers={layers} with {asked} is not modelled; use {instead}, or leave it out")
-
-    def _check_offloaded_activations(self) -> None:
-        """Raise SpecError for what is not modelled with offloaded activations."""
-        if self.engine == "paper":
-            raise SpecError("offload_activations with engine 'paper' is not modelled; use engine 'fsdp2' or 'ddp'")
-        if self.recompute == "none":
-            raise SpecError("offload_activations with recompute 'none' is not modelled; use recompute 'full' or 'selective'")

@@ -14,7 +14,7 @@ from zeroplan.transformer.offloaded import SAVED_ON_CPU
 def copies_of_activations(kept: Int, architecture: str) -> Part:
     """Return the time of copying some bytes down in forward and up in backward, for which the compute stream waits. [s]"""
     takes: Float = 2.0 * kept / pcie_bytes_per_s(architecture)
-    reason = "inputs of blocks to the host in forward and back in backward, on the stream that computes"
+    reason = "what blocks save to the host in forward and back in backward, on the stream that computes"
     return Part("copies of activations", takes, 0.0 * takes, reason, f"{PCIE_SOURCE}; {SAVED_ON_CPU}", Does.COPYING)
 
 

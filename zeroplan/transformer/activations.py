@@ -34,7 +34,7 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, r
 
 def _made(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, recomputed: bool) -> BlockPass:
     one = _kept_on_the_gpu(model, kind, compute, batch, recomputed=recomputed)
-    if not compute.offloaded:
+    if not compute.offloaded or one.away:
         return one
     from zeroplan.transformer.offloaded import input_away  # noqa: PLC0415  keeps start-up fast
 

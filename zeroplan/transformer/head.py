@@ -139,7 +139,7 @@ def _is_leaf_apart(question: _Question, recomputed: bool) -> bool:  # noqa: FBT0
 
     Where blocks are recomputed autograd follows it, and the graph holds it as its end (``AccumulateGrad``).
     """
-    return question.compute.offloaded or (recomputed and question.around.scales_embeddings)
+    return recomputed and (question.compute.offloaded or question.around.scales_embeddings)
 
 
 def _first_saves_it(question: _Question) -> bool:
@@ -176,7 +176,8 @@ def _tables(question: _Question, *, recomputed: bool) -> tuple[tuple[Line, ...],
     size, reason, source, in_32_bits, copied = tables
     lines = (Held(size, reason, source).line(SAVED, question.values),)
     cast = in_32_bits and question.x.casts_inputs and question.x.element != _FP32
-    return ((), lines) if cast or (copied and not recomputed) else (lines, ())
+    gone = (copied or question.compute.offloaded) and not recomputed
+    return ((), lines) if cast or gone else (lines, ())
 
 
 def _masks(question: _Question) -> tuple[Line, ...]:

@@ -39,6 +39,16 @@ JOBS = {
     "qwen3, DDP": asked("qwen3", recipe("ddp", 0)),
     "gpt2, FSDP2 2": asked("gpt2", recipe(stage=2)),
     "gpt2, DDP, selective, fp32": asked("gpt2", recipe("ddp", 0, "selective", precision="fp32")),
+    "llama, FSDP2 3, nothing recomputed": asked("llama", recipe(recompute="none")),
+    "llama, FSDP2 2, nothing recomputed, eager, fp32": asked(
+        "llama", recipe(stage=2, recompute="none", attention="eager", precision="fp32")
+    ),
+    "olmo2, states offloaded too, nothing recomputed": asked(
+        "olmo2", recipe(recompute="none", fsdp2=Fsdp2Options(cpu_offload=True)), accum=2
+    ),
+    "qwen3, DDP, nothing recomputed": asked("qwen3", recipe("ddp", 0, "none")),
+    "gpt2, FSDP1, nothing recomputed": asked("gpt2", recipe("fsdp1", 3, "none")),
+    "phi3, FSDP1 2, nothing recomputed": asked("phi3", recipe("fsdp1", 2, "none", precision="bf16")),
 }
 
 

@@ -66,6 +66,7 @@ TORCH = {
     ),
     "fsdp2 3, loss in chunks": job(ALL, "fsdp2", 3, loss="chunked"),
     "ddp 0, inputs of blocks in host memory": job(ALL, "ddp", 0, recompute="full", offload_activations=True),
+    "ddp 0, all that blocks save in host memory": job(ALL, "ddp", 0, offload_activations=True),
 }
 #: Every other one runs in a process of its own: stage 3 replaces ``linear`` for good.
 DEEPSPEED = {

@@ -44,6 +44,7 @@ CASES = {
         "embedding", 2, "fsdp2", 3, attention="eager", fsdp2=Fsdp2Options(cpu_offload=True)
     ),
     "ddp, inputs of blocks in host memory": job("embedding,norm", 2, "ddp", 0, recompute="full", offload_activations=True),
+    "ddp, all that blocks save in host memory": job("embedding,norm", 2, "ddp", 0, offload_activations=True),
     "fsdp2, recomputed": job("embedding,head", 2, "fsdp2", 3, recompute="full"),
     "fsdp2, recomputed, embeddings that are multiplied": replace(
         job("embedding,head", 2, "fsdp2", 3, recompute="full"), model=MULTIPLIED

@@ -83,7 +83,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     )
     if not recipe.offload_activations:
         return answer
-    return with_activations_away(answer, ((run.block, run.n_blocks) for run in these.runs))
+    return with_activations_away(answer, recipe.recompute, ((run.kind, run.block, run.n_blocks) for run in these.runs))
 
 
 @lru_cache(maxsize=256)

@@ -51,7 +51,8 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     answer = _answer(recipe)(model, recipe, mesh, batch, impl)
     if not recipe.offload_activations:
         return answer
-    return with_activations_away(answer, ((run.block, run.n_blocks) for run in passes(model, recipe, batch).runs))
+    runs = passes(model, recipe, batch).runs
+    return with_activations_away(answer, recipe.recompute, ((run.kind, run.block, run.n_blocks) for run in runs))
 
 
 def _refuse(recipe: RecipeSpec) -> None:

@@ -10,7 +10,7 @@ Left out: one rank alone, where FSDP1 shards nothing; parameters in host memory;
 from collections.abc import Iterator
 
 from zeroplan.engines.account import Account, Symbol
-from zeroplan.engines.activations_away import NOTE
+from zeroplan.engines.activations_away import note
 from zeroplan.engines.frozen import ROUTED
 from zeroplan.engines.fsdp1 import step
 from zeroplan.engines.fsdp1.flat import FlatPlan, flat_plan, frozen_units
@@ -63,7 +63,7 @@ def _of_frozen(plan: FlatPlan) -> Iterator[Symbol]:
 
 def _notes(plan: FlatPlan, model: ModelSpec) -> Iterator[str]:
     if plan.recipe.offload_activations:
-        yield NOTE
+        yield note(plan.recipe.recompute)
     if model.adapter is not None and model.moe is not None:
         yield ROUTED
     copied = plan.is_partly_frozen and plan.width.mixed and not model.is_quantised

@@ -12,7 +12,7 @@ group itself.
 from collections.abc import Iterator
 
 from zeroplan.engines.account import Account, Symbol
-from zeroplan.engines.activations_away import NOTE, NOTHING, Away, away
+from zeroplan.engines.activations_away import NOTHING, Away, away, note
 from zeroplan.engines.fsdp2 import step
 from zeroplan.engines.fsdp2.buffers import smaller_shard
 from zeroplan.engines.fsdp2.groups import Group
@@ -64,7 +64,10 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
 def activations_away(plan: Plan) -> Away:
     """What of the blocks' activations is in host memory."""
-    return away(zip(plan.passes, plan.every_layer, strict=True)) if plan.recipe.offload_activations else NOTHING
+    if not plan.recipe.offload_activations:
+        return NOTHING
+    kinds = [run.name for run in plan.runs]
+    return away(plan.recipe.recompute, zip(kinds, plan.passes, plan.every_layer, strict=True))
 
 
 def in_host_memory(plan: Plan, activations: Away) -> tuple[Line, ...]:
@@ -102,6 +105,7 @@ def symbols_of(plan: Plan, model: ModelSpec, activations: Away) -> tuple[Symbol,
             )
         ),
         *_smaller_shards(plan),
+        *activations.symbols,
         *((beyond_symbol(plan.beyond_pinned_bytes + activations.beyond_bytes),) if plan.recipe.offloads else ()),
         *(_of_trained(plan) if plan.is_partly_frozen else ()),
         *_of_quantised(model),
@@ -168,7 +172,7 @@ def notes_of(recipe: RecipeSpec) -> Iterator[str]:
     if recipe.fsdp2.of_torch_2_15:
         yield "FSDP2 is that of torch 2.15"
     if recipe.offload_activations:
-        yield NOTE
+        yield note(recipe.recompute)
     if recipe.optimizer == "muon":
         yield "Muon multiplies whole matrices: what DTensor holds of them in the optimizer step is left out"
     if recipe.fsdp2.cpu_offload:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from zeroplan.engines.account import Symbol
-from zeroplan.engines.activations_away import away
 from zeroplan.engines.formulas import product, several
+from zeroplan.engines.fsdp2 import activations_away
 from zeroplan.engines.pinned import beyond, beyond_symbol
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import State
@@ -43,7 +43,7 @@ def _states_of(stage: StagePlan) -> Iterator[Line]:
 
 def _inputs(stages: tuple[StagePlan, ...], states: tuple[State, ...]) -> tuple[Line, Int]:
     """The most that is there at once, and what it takes in pinned blocks beyond that."""
-    each = [away(zip(stage.plan.passes, stage.plan.every_layer, strict=True)) for stage in stages]
+    each = [activations_away(stage.plan) for stage in stages]
     n_bytes, rounded = (
         _most(sizes, states) for sizes in ([total_bytes(one.lines) for one in each], [one.beyond_bytes for one in each])
     )

@@ -70,7 +70,7 @@ def _small_cube(tape: Tape, value: Value) -> Value:
             tape.temporary(f"gelu: derivative of pow, {factor}", base.dtype * base.shape, ACTIVATIONS)
         return [(base, op.gradient(tape, base, "gradient of the base of pow", ACTIVATIONS))]
 
-    tape.add("gelu: x³", (cube,), (base.store,), power, of=(base,), place=_site("").place)
+    tape.add("gelu: x³", (cube,), (base,), power, of=(base,), place=_site("").place)
     tape.release(base)
     return op.scaled(tape, cube, "gelu: 0.045·x³", _site("gelu: 0.045·x³"))
 

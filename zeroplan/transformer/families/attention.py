@@ -14,7 +14,7 @@ from zeroplan.spec.releases import Release
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.operators import TEMPORARY, TENSOR, Factor, cast, factors, makes, run, tensor
 from zeroplan.transformer.families.tags import CUDA_ALONE, FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH, TWICE_ON_CPU
-from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import Arriving, Beside, Saved, Site, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import T, a, b, c, c_a, d, e, q, r, s, y
 
 SDPA = "transformers 5.23, integrations/sdpa_attention.py, sdpa_attention_forward"
@@ -71,15 +71,16 @@ def flash(tape: Tape, heads: Heads, *, size: HeadSize = "small") -> Attended:
     kernel saves the output and the output projection saves the copy.
     """
     operands = _cast_heads(tape, heads.query, heads.key, heads.value)
-    scratch = (FLASH_SCRATCH, flash_scratch(size, grouped=heads.grouped, copied=heads.joined), FLASH_BACKWARD)
-    made = _kernel(tape, operands, scratch, copied=heads.joined)
+    copied = heads.joined or tape.offloading
+    scratch = (FLASH_SCRATCH, flash_scratch(size, grouped=heads.grouped, copied=copied), FLASH_BACKWARD)
+    made = _kernel(tape, heads, operands, scratch, copied=heads.joined)
     return Attended(in_order_of_tokens(tape, made, "attention output in the order of tokens") if heads.joined else made)
 
 
 def efficient(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
     """Run CUDA's memory-efficient kernel, which takes fp32. Its output is in the order of tokens."""
     operands = _cast_heads(tape, heads.query, heads.key, heads.value)
-    return Attended(_kernel(tape, operands, _scratch(tape, size), padded=True, twice=heads.joined))
+    return Attended(_kernel(tape, heads, operands, _scratch(tape, size), padded=True, twice=heads.joined))
 
 
 def of_a_release(tape: Tape, heads: Heads, *, release: Release, kernel: Attend) -> Attended:
@@ -136,7 +137,7 @@ def with_mask(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
     tape.drop(tape.make(TEMPORARY, "mask, inverted", b * s * s, SDPA))
     unfilled = e * b * s * s * at_most(1, 16 * ceil(s, 16) - s)
     tape.drop(tape.make(TEMPORARY, "mask in numbers, its rows not yet filled up", unfilled, SDPA))
-    made = _kernel(tape, operands, _scratch(tape, size), mask, padded=True, twice=heads.joined)
+    made = _kernel(tape, heads, operands, _scratch(tape, size), mask, padded=True, twice=heads.joined)
     tape.drop(mask)
     if heads.grouped:
         tape.release(key, value)
@@ -149,6 +150,7 @@ Scratch = tuple[str, Size, str]
 
 def _kernel(
     tape: Tape,
+    heads: Heads,
     operands: tuple[Value, Value, Value],
     scratch: Scratch,
     *extra: Store,
@@ -159,9 +161,11 @@ def _kernel(
     """Run one kernel. It saves its operands, its output and a log-sum-exp per row; some kernels pad these to rows of 32."""
     reason = "attention output" if copied else "attention output, input of the output projection"
     made = tensor(tape, f"{reason}, twice on a CPU" if twice else reason, e, T * c, SDPA, TWICE_ON_CPU if twice else PLAIN)
-    sums = [tape.make(TENSOR, "log-sum-exp of the scores, fp32", 4 * T * a, SDPA)]
-    if padded:
-        padding = 128 * a * b * ceil(s, 32) - 4 * T * a
+    filled = 128 * a * b * ceil(s, 32)
+    in_one = filled if padded and tape.offloading else 4 * T * a
+    sums = [tape.make(TENSOR, "log-sum-exp of the scores, fp32", in_one, SDPA)]
+    if padded and not tape.offloading:
+        padding = filled - 4 * T * a
         sums.append(tape.make(TENSOR, "rows that fill up log-sum-exp, on CUDA", padding, CHOICE, CUDA_ALONE))
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -169,7 +173,13 @@ def _kernel(
         tape.temporary(*scratch, SCRATCH)
         return arriving
 
-    tape.add("attention", (made,), (*(one.store for one in operands), made.store, *sums, *extra), backward, of=operands)
+    query, key, value = operands
+    by_token = () if heads.joined else (query, key), () if heads.one_key else (value,), () if copied else (made,)
+    strided = tuple([one for some in by_token for one in some if not (heads.one_key and one is key)])
+    # The mask is one view for all heads, which a copy in host memory has one by one.
+    beside = tuple([Beside("mask in numbers, for each head", e * a * T * s, strided=True) for _ in extra if tape.offloading])
+    saved: Saved = (*operands, made, *sums, *(() if beside else extra))
+    tape.add("attention", (made,), saved, backward, of=operands, strided=strided, beside=beside)
     tape.kernel_output(made.store, *sums)
     tape.drop(*sums)
     tape.release(*operands)
@@ -273,7 +283,7 @@ def in_32_bits(tape: Tape, heads: Heads) -> Attended:
     if heads.grouped:
         by_key = [_cloned(tape, one, name) for name, one in zip(names[1:], by_key, strict=True)]
     key = _multiplied(tape, by_key[0], "keys, repeated and scaled" if heads.grouped else "keys, scaled")
-    given = _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined, dtype=4), (key, (key.store,))
+    given = _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined, dtype=4), (key, (key,))
     scores = _product(tape, given, copies, "scores", a * T * s, MATH)
     tape.release(key)
     with_mask = masked(tape, scores, Site("attention: scores", MATH))
@@ -285,7 +295,7 @@ def in_32_bits(tape: Tape, heads: Heads) -> Attended:
     value = _operand(
         tape, by_key[1], copies, Site("values", MATH), contiguous=contiguous, copied_for_several=beside_keys, dtype=4
     )
-    made = _product(tape, ((weights, (weights.store,)), value), copies, "attention output, head by head", T * c, MATH)
+    made = _product(tape, ((weights, (weights,)), value), copies, "attention output, head by head", T * c, MATH)
     narrow = cast(tape, made, e, Site("attention output, head by head", MATH))
     tape.release(made, weights, *(by_key if heads.grouped else ()), query, *bare, *operands)
     tape.drop(mask, *copies.in_place)
@@ -373,7 +383,7 @@ class Copies(NamedTuple):
         """Free the copies that nothing needs after the product."""
         tape.drop(*self.own)
         self.own.clear()
-        if not (tape.saving and tape.follows(product)):
+        if not (tape.keeps_saved and tape.follows(product)):
             tape.drop(*self.in_place)
             self.in_place.clear()
 
@@ -388,16 +398,16 @@ def _operand(
     if tape.is_wide(value.dtype) != tape.is_wide(dtype):
         made = cast(tape, value, dtype, site)
         copies.own.append(made.store)
-        return made, (made.store,)
+        return made, (made,)
     size = value.dtype * value.shape * at_most(1, b - 1)
     if copied_for_several:
         tape.split_by_batch(value.store)
         copy = tape.make(TENSOR, f"{site.name}, copied for the product", size, site.source)
         copies.own.append(copy)
-        return value, (value.store, copy)
+        return value, (value,) if tape.offloading else (value.store, copy)
     if not contiguous:
         copies.in_place.append(tape.make(TEMPORARY, f"{site.name}, copied for the product", size, site.source))
-    return value, (value.store,)
+    return value, (value,)
 
 
 def _product(

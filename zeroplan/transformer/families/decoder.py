@@ -101,13 +101,16 @@ Rotated = tuple[Value, Value]
 
 
 def rotated(
-    tape: Tape, query: Value, key: Value, _block: Block, *, source: str, partly: tuple[Size, Size] | None = None
+    tape: Tape, query: Value, key: Value, _block: Block, *, source: str, partly: tuple[Size, Size, Size] | None = None
 ) -> Rotated:  # fmt: skip
-    """Return queries and keys with rotary positions applied, to the whole of each head or to the elements ``partly``."""
-    parts = (None, None) if partly is None else partly
+    """Return queries and keys with rotary positions applied, to the whole of each head or to the elements ``partly``.
+
+    ``partly``: these elements of the queries, of the keys, and of one head.
+    """
+    parts = (None, None, d) if partly is None else partly
     return (
-        op.rotary(tape, query, Site("queries", source), part=parts[0]),
-        op.rotary(tape, key, Site("keys", source), part=parts[1]),
+        op.rotary(tape, query, Site("queries", source), part=parts[0], per_token=parts[2]),
+        op.rotary(tape, key, Site("keys", source), part=parts[1], per_token=parts[2]),
     )
 
 
@@ -129,6 +132,9 @@ class Attention(NamedTuple):
     def run(self, tape: Tape, normal: Value, block: Block) -> Attended:
         """Return the output projection's result, and the attention weights where the kernel returns them."""
         query, key, value = self._projections(tape, normal, block)
+        query = op.heads_of(tape, query, "queries", self.source)
+        if not block.one_key:
+            key, value = (op.heads_of(tape, one, name, self.source) for one, name in ((key, "keys"), (value, "values")))
         rotate = self.rotated or partial(rotated, source=self.source)
         turned = rotate(tape, query, key, block)
         tape.release(query, key)

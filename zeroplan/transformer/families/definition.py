@@ -126,6 +126,8 @@ class Block(NamedTuple):
     """A softmax in fp32 reads 16 bits itself."""
     fused: tuple[str, ...] = ()
     """What fused kernels replace."""
+    offloaded: bool = False
+    """All that its operators save is in host memory until they run backward."""
     looped: int = 0
     """Experts that run one after the other, each its own tokens."""
 

@@ -11,7 +11,7 @@ from zeroplan.expr import Size
 from zeroplan.ledger import Module
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.tape import Arriving, Site, Store, T_own, Tape, Value, Width
+from zeroplan.transformer.families.tape import Arriving, Beside, Site, Store, T_own, Tape, Value, Width
 from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x
 
 ROUTER = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
@@ -157,7 +157,8 @@ def _grouped_product(tape: Tape, value: Value, site: tuple[str, Size, Size], end
         tape.weight_gradient(experts * reads * width, waits=experts == x)
         return [(value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS))]
 
-    tape.add(name, (made,), (value.store, ends), backward, of=None)
+    weights = Beside(f"weights of {name}", r * experts * reads * width, strided=True)
+    tape.add(name, (made,), (value, ends), backward, of=None, beside=(weights,))
     return made
 
 
@@ -240,7 +241,7 @@ def _weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) -
         tape.drop(unsummed)
         return [(outputs, passed), (weights, op.as_narrow(tape, weights, total, made, source))]
 
-    place, saved = Place(At.WEIGHTING, Module.EXPERTS), (outputs.store, weights.store)
+    place, saved = Place(At.WEIGHTING, Module.EXPERTS), (outputs, weights)
     tape.add("weighting of the expert outputs", (made,), saved, backward, of=(outputs, weights), place=place)
     return made
 

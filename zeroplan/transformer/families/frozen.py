@@ -16,7 +16,7 @@ from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Training
 from zeroplan.transformer.families.operators import TEMPORARY
-from zeroplan.transformer.families.tape import Arriving, Mode, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Arriving, Beside, Mode, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import T, e, k, q, v, z
 
 AUTOCAST = "torch 2.13, aten/src/ATen/autocast_mode.cpp, cached_cast"
@@ -56,7 +56,7 @@ def linear(
         return op.trained_linear(tape, value, width, site, reads=reads, bias=bias)
     if training.weights == "frozen" and training.narrow:
         given = op.cast(tape, value, e, Site(f"input of the {site.name}", site.source))
-        made = _frozen_linear(tape, given, width, site, bias=bias, keeps_input=training.keeps_inputs)
+        made = _frozen_linear(tape, given, width, site, reads=reads, bias=bias, keeps_input=training.keeps_inputs)
         tape.release(given)
         return made
     if training.weights == "frozen" and tape.autocast:
@@ -75,7 +75,7 @@ def _adapted(tape: Tape, value: Value, site: Site, training: Training, *, width:
     """Run a frozen linear layer and its adapter, if any. peft casts, scales and adds in separate operators."""
     adapts = training.adapts(site.module)
     with tape.owning() if adapts else nullcontext():
-        made = _frozen_linear(tape, value, width, site, bias=bias, keeps_input=training.keeps_inputs)
+        made = _frozen_linear(tape, value, width, site, reads=reads, bias=bias, keeps_input=training.keeps_inputs)
     if not adapts:
         return made
     read = Site(f"input of the {site.name}'s adapter", LORA, site.module, At.ADAPTED)
@@ -83,15 +83,19 @@ def _adapted(tape: Tape, value: Value, site: Site, training: Training, *, width:
     return _plus_adapter(tape, given, made, site, training, width=width, reads=reads)
 
 
-def _frozen_linear(tape: Tape, value: Value, width: Size, site: Site, *, bias: bool, keeps_input: bool) -> Value:
+def _frozen_linear(
+    tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool, keeps_input: bool
+) -> Value:  # fmt: skip
     """Run a frozen linear layer, which saves only its weight. DeepSpeed's stage-3 layer saves its input too, after its product."""
     made = op.tensor(tape, f"output of the {site.name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
     if not bias:
         tape.matrix_product(made.store)
     backward = op.makes(f"gradient through the {site.name}", site.source, value)
-    saved = (value.store,) if keeps_input else ()
+    saved = (value,) if keeps_input else ()
+    weight = Beside(f"weight of the {site.name}", e * reads * width, strided=True)
     tape.add(
-        site.name, (made,), saved, backward, of=(value,), place=site.place, saves_weight=True, late=keeps_input
+        site.name, (made,), saved, backward, of=(value,), place=site.place, saves_weight=True, late=keeps_input,
+        beside=(weight,),
     )  # fmt: skip
     return made
 
@@ -105,7 +109,9 @@ def _copied_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: 
     if not bias:
         tape.matrix_product(made.store)
     backward = op.makes(f"gradient through the {site.name}", site.source, given)
-    tape.add(site.name, (made,), (copies[-1],), backward, of=(value,))
+    weight = (copies[-1],) if not tape.offloading else ()
+    beside = (Beside(f"16-bit copy of the frozen {site.name}", e * reads * width, strided=True),)
+    tape.add(site.name, (made,), weight, backward, of=(value,), beside=beside)
     tape.drop(*copies)
     tape.release(given)
     return made
@@ -204,14 +210,14 @@ def _product_of_4_bits(tape: Tape, given: Value, site: Site, training: Training,
     tape.drop(*written)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        for store in kept:  # an attribute of the operator, which lives as long as the graph
+        for store in op.stores_of(kept):  # an attribute of the operator, which lives as long as the graph
             tape.hold(store)
         scales = scales_written_out(tape, name, matrix, quantize, copies=1)
         tape.scratch.append(dequantised(tape, name, matrix, BACKWARD))
         tape.drop(*scales)
         return [(given, op.gradient(tape, given, f"gradient through the {name}", BACKWARD))]
 
-    kept = (given.store,) if training.four_bits_keep_inputs else ()
+    kept = (given,) if training.four_bits_keep_inputs else ()
     tape.add(name, (made,), kept, backward, of=(given,), place=site.place)
     return made
 

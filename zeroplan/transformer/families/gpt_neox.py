@@ -44,7 +44,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     bias = block.attention_bias
     joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION), bias=bias)
     query, key, value = op.chunk(tape, joint, (T * q, T * k, T * v), Site("parts q, k and v", ATTENTION))
-    turned = rotated(tape, query, key, block, source=ATTENTION, partly=(T * q_4, T * k_4))
+    turned = rotated(tape, query, key, block, source=ATTENTION, partly=(T * q_4, T * k_4, d_4))
     tape.release(query, key)
     context, weights = block.attend(tape, Heads(*turned, value, grouped=False, one_key=False, joined=True, joint=True))
     made = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c, bias=bias)

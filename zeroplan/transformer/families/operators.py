@@ -9,8 +9,20 @@ from zeroplan.expr import NOTHING, Size
 from zeroplan.ledger import PLAIN, Kind, Role, Tag
 from zeroplan.transformer.blocks import Place
 from zeroplan.transformer.families.tags import CUDA_ALONE, NORMALISED, STATISTICS
-from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Backward, Do, Site, Store, Tape, Value, Width
-from zeroplan.transformer.symbols import T, b, e, h, r
+from zeroplan.transformer.families.tape import (
+    CAST_BY_CUDA,
+    Arriving,
+    Backward,
+    Beside,
+    Do,
+    Saved,
+    Site,
+    Store,
+    Tape,
+    Value,
+    Width,
+)
+from zeroplan.transformer.symbols import T, b, d, e, h, r, s
 
 FUSED_NORM = "fms-acceleration 876e2ed, fms_acceleration_foak/kernels/unsloth/rms_layernorm.py, Fast_RMS_Layernorm"
 
@@ -61,8 +73,8 @@ def makes_weight_gradient(elements: Size, *, waits: bool = False) -> Backward:
 
 def run(
     tape: Tape, inputs: Value | tuple[Value, ...], reason: str, site: Site, *, dtype: Width | None = None,
-    shape: Size | None = None, saved: tuple[Store, ...] = (), gradient: str = "", beside: tuple[str, Size] | None = None,
-    tag: Tag = PLAIN,
+    shape: Size | None = None, saved: Saved = (), gradient: str = "", beside: tuple[str, Size] | None = None,
+    tag: Tag = PLAIN, strided: tuple[Value, ...] = (),
 ) -> Value:  # fmt: skip
     """Run an operator with one output, by default of the first input's dtype and elements.
 
@@ -72,8 +84,13 @@ def run(
     dtype = inputs[0].dtype if dtype is None else dtype
     made = tensor(tape, reason, dtype, inputs[0].shape if shape is None else shape, site.source, tag)
     backward = makes(gradient, site.source, *inputs, beside=beside) if gradient else passes(*inputs)
-    tape.add(site.name, (made,), saved, backward, of=inputs, place=site.place)
+    tape.add(site.name, (made,), saved, backward, of=inputs, place=site.place, strided=strided)
     return made
+
+
+def stores_of(saved: Saved) -> tuple[Store, ...]:
+    """Return the memory of what an operator saves."""
+    return tuple([one.store if isinstance(one, Value) else one for one in saved])
 
 
 def wider(tape: Tape, first: Width, second: Width) -> Width:
@@ -101,9 +118,22 @@ def view(tape: Tape, value: Value, site: Site) -> Value:
     return made
 
 
+def heads_of(tape: Tape, value: Value, name: str, source: str) -> Value:
+    """Heads of a projection's output: a view, which takes the place of ``value``.
+
+    What returns from host memory lies head by head, and so does its gradient, which the view's backward copies.
+    """
+    if not tape.offloading:
+        return value
+    made = Value(value.store, value.dtype, value.shape)
+    backward = makes(f"gradient of the {name} in the order of tokens", source, value)
+    tape.add(f"heads of the {name}", (made,), (), backward, of=(value,))
+    return made
+
+
 def slices(tape: Tape, whole: Value, shapes: tuple[Size, ...], site: Site) -> tuple[Value, ...]:
     """``x[..., a:b]`` for each shape: views. The backward of each writes its gradient into zeros of the whole tensor's size."""
-    views = tuple(Value(tape.hold(whole.store), whole.dtype, shape) for shape in shapes)
+    views = tuple(Value(tape.hold(whole.store), whole.dtype, shape, strided=True) for shape in shapes)
     for view in views:
         tape.add(site.name, (view,), (), makes(f"gradient of the {site.name}", site.source, whole), of=(whole,))
     return views
@@ -111,7 +141,7 @@ def slices(tape: Tape, whole: Value, shapes: tuple[Size, ...], site: Site) -> tu
 
 def chunk(tape: Tape, whole: Value, shapes: tuple[Size, ...], site: Site) -> tuple[Value, ...]:
     """``x.chunk(n, dim=-1)``: views. One backward joins their gradients."""
-    views = tuple(Value(tape.hold(whole.store), whole.dtype, shape) for shape in shapes)
+    views = tuple(Value(tape.hold(whole.store), whole.dtype, shape, strided=True) for shape in shapes)
     tape.add(site.name, views, (), makes(f"gradients of the {site.name}, joined", site.source, whole), of=(whole,))
     return views
 
@@ -211,7 +241,9 @@ def trained_linear(
                 arriving.append((copy, tape.make(TEMPORARY, reason, e * elements, site.source)))
         return arriving
 
-    tape.add(site.name, (made,), (given.store,), backward, of=None, cast=kept if casts else None, place=site.place)
+    read = (Beside(f"weight of the {site.name}", e * matrix, strided=not addmm),) if kept is not None else ()
+    cast_of = kept if casts else None
+    tape.add(site.name, (made,), (given,), backward, of=None, cast=cast_of, place=site.place, beside=read)
     tape.release(given)
     return made
 
@@ -227,7 +259,7 @@ def wide_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Siz
         tape.weight_gradient(reads * width)
         return arriving
 
-    tape.add(site.name, (made,), (value.store,), backward, of=None, place=site.place)
+    tape.add(site.name, (made,), (value,), backward, of=None, place=site.place)
     return made
 
 
@@ -236,7 +268,7 @@ def _weight(tape: Tape, elements: Size, site: Site, *, tracked: bool, of: str) -
 
     The engine counts the bytes of a weight's copy, which lives to the backward. A bias's copy lives to the end of the forward.
     """
-    if tracked:
+    if tracked and not tape.offloading:
         tape.casts.append(elements)
         tape.history.actions.append((Do.CAST, elements))
     else:
@@ -273,11 +305,11 @@ def convolution(tape: Tape, value: Value, width: Size, taps: Size, site: Site) -
     return cut
 
 
-Factor = tuple[Value, tuple[Store, ...]]
+Factor = tuple[Value, Saved]
 """A factor of a product, and the tensors that the product saves of it for the gradient of the other factor."""
 
 
-def factors(tape: Tape, first: Factor, second: Factor) -> tuple[Store, ...]:
+def factors(tape: Tape, first: Factor, second: Factor) -> Saved:
     """Return what a product saves: of each factor only where autograd follows the other."""
     return (*(first[1] if tape.follows(second[0]) else ()), *(second[1] if tape.follows(first[0]) else ()))
 
@@ -293,7 +325,7 @@ def matmul(
     dtype = e if tape.autocast else first.dtype
     right = cast(tape, second, dtype, Site(f"second factor of the {site.name}", site.source))
     left = cast(tape, first, dtype, Site(f"first factor of the {site.name}", site.source))
-    saved = (*factors(tape, (left, (left.store,)), (right, (right.store,))), *copies)
+    saved = (*factors(tape, (left, (left,)), (right, (right,))), *copies)
     of = f"gradient of a factor of the {site.name}"
     made = run(tape, (right, left), reason, site, dtype=dtype, shape=shape, saved=saved, gradient=of)
     tape.release(left, right)
@@ -307,7 +339,7 @@ def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result
     """An activation function in one operator. It saves its input (SiLU, GELU) or its result (ReLU). ``value`` stays."""
     made = tensor(tape, reason, value.dtype, value.shape, site.source)
     backward = makes(f"gradient of the input of {site.name}", site.source, value)
-    saved = made.store if saves_result else value.store
+    saved = made if saves_result else value
     tape.add(site.name, (made,), (saved,), backward, of=(value,), place=site.place)
     return made
 
@@ -321,7 +353,7 @@ def softmax_in_32_bits(tape: Tape, value: Value, reason: str, cast_at: Site, sit
     if tape.fused_softmax and not tape.is_wide(value.dtype):
         made = tensor(tape, reason, 4, value.shape, site.source)
         backward = makes(f"gradient of the input of {site.name}", site.source, value)
-        tape.add(site.name, (made,), (made.store,), backward, of=(value,), place=site.place)
+        tape.add(site.name, (made,), (made,), backward, of=(value,), place=site.place)
         return made
     wide = cast(tape, value, 4, cast_at)
     made = pointwise(tape, wide, reason, site, saves_result=True)
@@ -335,14 +367,14 @@ def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) ->
     The backward makes a narrower factor's gradient in the wider dtype, and casts it afterwards.
     """
     made = tensor(tape, reason, wider(tape, first.dtype, second.dtype), first.shape, site.source)
-    saved = factors(tape, (first, (first.store,)), (second, (second.store,)))
+    saved = factors(tape, (first, (first,)), (second, (second,)))
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         followed = [one for one in (first, second) if tape.follows(one)]
         name = f"gradient of a factor of the {site.name}"
         bare = [tape.make(GRADIENT, name, wider(tape, one.dtype, made.dtype) * one.shape, site.source) for one in followed]
         if any(tape.is_wide(one.dtype) != tape.is_wide(made.dtype) for one in followed):
-            tape.used(*saved)
+            tape.used(*stores_of(saved))
         return [(one, as_narrow(tape, one, wide, made, site.source)) for one, wide in zip(followed, bare, strict=True)]
 
     tape.add(site.name, (made,), saved, backward, of=(first, second), place=site.place)
@@ -352,7 +384,7 @@ def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) ->
 def times_per_row(tape: Tape, value: Value, factor: Value, reason: str, dtype: Width, source: str) -> Value:
     """``value * factor`` with one factor per row, whose gradient the backward sums over each row. It saves both."""
     made = tensor(tape, reason, dtype, value.shape, source)
-    saved = factors(tape, (value, (value.store,)), (factor, (factor.store,)))
+    saved = factors(tape, (value, (value,)), (factor, (factor,)))
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.temporary(f"gradient of a factor of {reason}, not yet summed", dtype * value.shape, source)
@@ -381,13 +413,15 @@ def scaled(tape: Tape, value: Value, reason: str, site: Site) -> Value:
 
 
 def rotary(
-    tape: Tape, value: Value, site: Site, *, part: Size | None = None, tables: Width = r, saved: tuple[Store, ...] = ()
+    tape: Tape, value: Value, site: Site, *, part: Size | None = None, tables: Width = r, saved: Saved = (),
+    per_token: Size = d,
 ) -> Value:  # fmt: skip
     """``x·cos + rotate_half(x)·sin`` with ``tables`` of that dtype. It saves nothing of the block. ``value`` stays.
 
     Unsloth's kernel writes over ``value``, and in the backward over the gradient.
 
     ``part``: the elements that positions rotate, where these are not all; ``saved``: the block's own copies of the tables.
+    ``per_token``: elements of a table for each token. Its backward reads one table at a time, when less is alive than at its end.
     """
     if tape.mode.fused_rotary and part is None:
         return view(tape, value, site)
@@ -405,7 +439,9 @@ def rotary(
         tape.temporary("gradients of the exchanged halves", (dtype + value.dtype) * turned_part, site.source, pieces=2)
         return [(value, given)]
 
-    tape.add(f"rotary positions of the {site.name}", (made,), saved, backward, of=(value,))
+    read = tuple(Beside(f"rotary {one}", tables * s * per_token, brief=True) for one in ("cos", "sin"))
+    own = () if tape.offloading else saved
+    tape.add(f"rotary positions of the {site.name}", (made,), own, backward, of=(value,), beside=read)
     return made
 
 
@@ -441,7 +477,7 @@ def _norm_by_unsloth(tape: Tape, value: Value, rows: Size, site: Site) -> Value:
     """It saves its input and a number per row. Its backward writes over the output's gradient, and makes none of the weight."""
     made = tensor(tape, f"output of the {site.name}", value.dtype, value.shape, FUSED_NORM)
     root = tape.make(TENSOR, f"{site.name}: reciprocal root mean square", 4 * rows, FUSED_NORM)
-    tape.add(site.name, (made,), (value.store, root), passes(value), of=(value,), place=site.place)
+    tape.add(site.name, (made,), (value, root), passes(value), of=(value,), place=site.place)
     tape.drop(root)
     return made
 
@@ -460,7 +496,8 @@ def _norm_in_one_operator(tape: Tape, value: Value, site: Site, *, is_layer: boo
             tape.weight_gradient(h)
         return [(value, gradient(tape, value, f"gradient through the {name}", site.source))] if tape.follows(value) else []
 
-    tape.add(name, (made,), (value.store, kept), backward, of=None, place=site.place)
+    read = tuple(Beside(f"{name}: its {one}", r * h) for one in (("weight", "bias") if is_layer else ("weight",)))
+    tape.add(name, (made,), (value, kept), backward, of=None, place=site.place, beside=read)
     tape.drop(kept)
     return made
 
@@ -473,7 +510,7 @@ def _rms_norm(tape: Tape, value: Value, kind: Norm, weight: Size, rows: Size, si
     tape.release(wide, scale)
     if kind.kind == "cast, then weighted":
         narrow = cast(tape, normal, value.dtype, site._replace(name=f"{site.name}: normalised input"), NORMALISED)
-        made = _weighted(tape, narrow, () if tape.mode.norms_frozen else (narrow.store,), weight, site)
+        made = _weighted(tape, narrow, () if tape.mode.norms_frozen else (narrow,), weight, site)
         tape.release(narrow, normal)  # the fp32 one has a variable until the norm returns
     else:
         made = _weighted_in_32_bits(tape, normal, value.dtype, weight, site, one_plus=kind.kind == "one plus weight")
@@ -485,7 +522,7 @@ def _weighted_in_32_bits(tape: Tape, normal: Value, dtype: Width, weight: Size, 
     """Multiply by the weight, or by 1 + weight, then cast to ``dtype``. 1 + weight is a tensor, which the product saves."""
     name = site.name
     plus = (tape.make(TENSOR, f"{name}: one plus its weight, fp32", 4 * weight, site.source),) if one_plus else ()
-    scaled = _weighted(tape, normal, plus if tape.mode.norms_frozen else (normal.store, *plus), weight, site)
+    scaled = _weighted(tape, normal, plus if tape.mode.norms_frozen else (normal, *plus), weight, site, plus=one_plus)
     tape.drop(*plus)
     if one_plus:
         tape.release(normal)  # its variable holds the product from here on
@@ -504,12 +541,12 @@ def _reciprocal_root(tape: Tape, wide: Value, rows: Size, site: Site, *, names_m
         tape.temporary("derivative of pow, fp32", 8 * wide.shape, site.source, pieces=2)
         return [(wide, gradient(tape, wide, "gradient of the norm's input, fp32", site.source))]
 
-    tape.add(site.name, (square,), (wide.store,), power, of=(wide,), place=site.place)
+    tape.add(site.name, (square,), (wide,), power, of=(wide,), place=site.place)
     mean = tape.make(TEMPORARY, f"{site.name}: mean of its input's squares", 4 * rows, site.source)
     tape.release(square)
     root = tensor(tape, f"{site.name}: reciprocal root mean square", 4, rows, site.source)
     backward = makes("gradient of the squared input", site.source, square)
-    tape.add(f"{site.name}: reciprocal root", (root,), (root.store,), backward, of=(square,), place=site.place)
+    tape.add(f"{site.name}: reciprocal root", (root,), (root,), backward, of=(square,), place=site.place)
     if names_mean:
         return root, (mean,)
     tape.drop(mean)
@@ -522,15 +559,19 @@ def _times_root(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         direct = gradient(tape, wide, "gradient of the input beside its square, fp32", site.source)
         tape.temporary("gradient of the root mean square, not yet summed", 4 * wide.shape, site.source)
+        tape.read()
         return [(wide, direct), (root, gradient(tape, root, "gradient of the reciprocal root mean square", site.source))]
 
-    saved = (wide.store, root.store)
+    saved = (wide, root)
     tape.add(f"{site.name}: product with the root", (made,), saved, backward, of=(wide,), place=site.place)
     return made
 
 
-def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: Size, site: Site) -> Value:
-    """Multiply by the weight, which has the residual stream's dtype: the product has the wider dtype of the two."""
+def _weighted(tape: Tape, value: Value, saved: Saved, weight: Size, site: Site, *, plus: bool = False) -> Value:
+    """Multiply by the weight, which has the residual stream's dtype: the product has the wider dtype of the two.
+
+    ``plus``: one plus the weight, which is among ``saved``, takes its place.
+    """
     frozen = tape.mode.norms_frozen
     made = tensor(tape, f"output of the {site.name}", wider(tape, value.dtype, r), value.shape, site.source)
 
@@ -539,9 +580,10 @@ def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: Size, 
         passed = tape.make(GRADIENT, reason, made.dtype * made.shape, site.source) if followed else None
         if not frozen:
             unsummed = ("gradient of the norm's weight, not yet summed", made.dtype * made.shape, site.source)
-            tape.weight_gradient(weight, unsummed=unsummed, read=saved)
+            tape.weight_gradient(weight, unsummed=unsummed, read=stores_of(saved))
         return [] if passed is None else [(value, as_narrow(tape, value, passed, made, site.source))]
 
     of = (value,) if frozen else None
-    tape.add(f"{site.name}: product with its weight", (made,), saved, backward, of=of, place=site.place)
+    read = () if plus else (Beside(f"{site.name}: its weight", r * weight),)
+    tape.add(f"{site.name}: product with its weight", (made,), saved, backward, of=of, place=site.place, beside=read)
     return made

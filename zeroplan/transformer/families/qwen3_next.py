@@ -145,7 +145,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     key = op.norm(tape, bare, "norm of the keys", NORM, weight=d, rows=T * k_d, place=Place(At.NORM, Module.K_NORM))
     tape.release(bare)
     value = op.linear(tape, normal, v, Site("v projection", ATTENTION, Module.V), bias=bias)
-    turned = rotated(tape, query, key, block, source=ATTENTION, partly=(T * q_4, T * k_4))
+    turned = rotated(tape, query, key, block, source=ATTENTION, partly=(T * q_4, T * k_4, d_4))
     tape.release(query, key)
     context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, joined=True))
     opened = op.pointwise(tape, gate, "sigmoid of the gate", Site("gate: sigmoid", ATTENTION), saves_result=True)

@@ -16,11 +16,16 @@ from typing import NamedTuple, Protocol, TypeAlias
 from zeroplan.expr import Size, at_least, at_most, symbols
 from zeroplan.ledger import PLAIN, Kind, Module, OffGpu, Role, Tag
 from zeroplan.transformer.blocks import At, Place
+from zeroplan.transformer.families.tags import CUDA_ALONE
+from zeroplan.transformer.offloaded import SAVED_ON_CPU
 from zeroplan.transformer.symbols import T, T_p, b, e, r
 
 #: Symbols that only the tape knows: a dtype, fp32 under CUDA's autocast, else the compute dtype; and the tokens whose experts a
 #: rank asks for, its share of them where tensor-parallel ranks have the same tokens.
 CAST_BY_CUDA, T_own = symbols("F T_own")
+
+#: Why activation offload needs more on the GPU than what it moves.
+ON_ITS_WAY = "torch 2.13, aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries"
 
 #: Bytes per element: 4 for fp32, or a symbol.
 Width: TypeAlias = Size | int
@@ -44,13 +49,27 @@ class Store:
 class Value:
     """A tensor that gets a gradient: its memory, bytes per element, and elements. Views share memory."""
 
-    __slots__ = ("dtype", "shape", "store")
+    __slots__ = ("dtype", "shape", "store", "strided")
 
-    def __init__(self, store: Store, dtype: Width, shape: Size) -> None:
-        """``dtype``: bytes per element; ``shape``: number of elements."""
-        self.store, self.dtype, self.shape = store, dtype, shape
+    def __init__(self, store: Store, dtype: Width, shape: Size, *, strided: bool = False) -> None:
+        """``dtype``: bytes per element; ``shape``: number of elements; ``strided``: a view with gaps between its rows."""
+        self.store, self.dtype, self.shape, self.strided = store, dtype, shape, strided
 
 
+class Beside(NamedTuple):
+    """A tensor that an operator saves though the block does not own its memory: a weight, a table of positions."""
+
+    reason: str
+    size: Size
+    """[bytes]"""
+    strided: bool = False
+    """A view in another order than that of memory."""
+    brief: bool = False
+    """It is read where the operator's backward has less alive than at another moment."""
+
+
+Saved: TypeAlias = tuple["Store | Value", ...]
+"""What an operator saves: tensors as wholes, or as the views that it reads."""
 Arriving = list[tuple[Value, Store]]
 """What a backward returns: tensors, each with its gradient."""
 Backward = Callable[["Tape", list[Store]], Arriving]
@@ -113,6 +132,8 @@ class Operator(NamedTuple):
     """Its backward makes the gradient of a weight."""
     owners: tuple["Owner", ...] = ()
     """The modules with weights whose forward ran, an outer one before those inside it; on a tape that marks them."""
+    away: tuple[Store, ...] = ()
+    """Copies in host memory of what it saved, which return for its backward."""
 
 
 class Half(Enum):
@@ -174,6 +195,16 @@ class Marks:
     """Modules whose backward has begun."""
 
 
+@dataclass(slots=True)
+class InHost:
+    """What activation offload has moved."""
+
+    copies: list[Store] = field(default_factory=list)
+    """Copies in host memory of what operators saved, in order."""
+    back: list[Store] = field(default_factory=list)
+    """Copies of these on the GPU, which the running operator of the backward reads."""
+
+
 Action: TypeAlias = tuple[Do, "Store | Size | Owner | None"]
 """An action and its object: a tensor, the elements of a weight, a module, or nothing."""
 
@@ -223,17 +254,18 @@ class Tape:
 
     def __init__(
         self, *, wide: bool, autocast: bool, saving: bool, narrow: bool = False, keeps_selected: bool = False,
-        recomputed: bool = False, marking: bool = False, fused_softmax: bool = False,
+        recomputed: bool = False, marking: bool = False, fused_softmax: bool = False, offloading: bool = False,
     ) -> None:  # fmt: skip
         """``wide``: the compute dtype is fp32. ``saving``: operators save tensors, as they do outside a checkpoint.
 
         ``narrow``: weights and residual stream have the compute dtype even under autocast. ``keeps_selected``: a selective
         checkpoint keeps every second matrix product and attention's output. ``recomputed``: a recomputation saved the tensors, and
         the backward frees each as soon as it has read it. ``marking``: the history marks modules with weights.
-        ``fused_softmax``: a softmax in fp32 reads 16 bits itself.
+        ``fused_softmax``: a softmax in fp32 reads 16 bits itself. ``offloading``: autograd copies all that operators save to host
+        memory, each tensor as often as it is saved, and copies it back for the operator's backward.
         """
         self.keeps_selected, self.recomputed = keeps_selected, recomputed
-        self.marks = Marks() if marking else None
+        self.marks, self.host = Marks() if marking else None, InHost() if offloading else None
         self.wide, self.autocast, self.saving, self.fused_softmax = wide, autocast, saving, fused_softmax
         self.wide_residual = autocast and not narrow
         self.mode = Mode()
@@ -286,16 +318,19 @@ class Tape:
         """Whether a dtype is fp32 in this run."""
         return dtype == 4 or self.wide or (dtype == r and self.wide_residual) or (dtype == CAST_BY_CUDA and self.autocast)
 
+    def in_this_run(self, size: Size) -> Size:
+        """Return a size without the symbols that only the tape knows."""
+        if size.has(T_own):
+            size = size.replacing({T_own.text: T_p if self.mode.sharded else T})
+        return size.replacing({CAST_BY_CUDA.text: 4 if self.autocast else e}) if size.has(CAST_BY_CUDA) else size
+
     # --- memory --------------------------------------------------------------------------------------------------------------
 
     def make(self, kind: Kind, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> Store:
         """Allocate a tensor and record the moment. CUDA's autocast runs ``pow`` in fp32, a CPU's does not."""
-        if size.has(T_own):
-            size = size.replacing({T_own.text: T_p if self.mode.sharded else T})
-        if size.has(CAST_BY_CUDA):
-            size = size.replacing({CAST_BY_CUDA.text: 4 if self.autocast else e})
-            if self.autocast:
-                reason, tag = f"{reason}, fp32 under CUDA's autocast", tag._replace(off_gpu=OffGpu.HALF)
+        if self.autocast and size.has(CAST_BY_CUDA):
+            reason, tag = f"{reason}, fp32 under CUDA's autocast", tag._replace(off_gpu=OffGpu.HALF)
+        size = self.in_this_run(size)
         if self.module and not tag.module:
             tag = tag._replace(module=self.module)
         store = Store(kind, reason, size, source, tag)
@@ -365,20 +400,33 @@ class Tape:
         """Whether autograd follows one of these tensors, and this backward makes gradients of inputs."""
         return self.half is not Half.WEIGHTS and not self.untracked.issuperset(values)
 
+    @property
+    def offloading(self) -> bool:
+        """Whether what operators save moves to host memory."""
+        return self.host is not None
+
+    @property
+    def keeps_saved(self) -> bool:
+        """Whether what operators save stays on the GPU."""
+        return self.saving and not self.offloading
+
     def add(
-        self, name: str, outputs: tuple[Value, ...], saved: tuple[Store, ...], backward: Backward, *,
+        self, name: str, outputs: tuple[Value, ...], saved: Saved, backward: Backward, *,
         of: tuple[Value, ...] | None, cast: Size | None = None, place: Place | None = None, late: bool = False,
-        saves_weight: bool = False,
+        saves_weight: bool = False, beside: tuple[Beside, ...] = (), strided: tuple[Value, ...] = (),
     ) -> None:  # fmt: skip
         """Add an operator to the graph. It holds what it saves until its backward is done.
 
         ``of``: its inputs; None if it has a trained weight. Autograd leaves it out where it follows none of its inputs. ``late``:
-        the operator saves after it computes; torch's own save before.
+        the operator saves after it computes; torch's own save before. ``beside``: what it saves that is not the block's own.
+        ``strided``: those of ``saved`` that are views in another order than that of memory.
         """
         if of is not None and not self.follows(*of):
             self.untracked.update(outputs)
             return
-        kept = saved if self.saving else ()
+        stores = tuple([one.store if isinstance(one, Value) else one for one in saved])
+        away = () if self.host is None else self._packed(self.host, saved, beside, outputs, strided)
+        kept, cast = (stores, cast) if self.keeps_saved else ((), None if self.offloading else cast)
         for store in kept:
             self.hold(store)
             self.saved[store] = None
@@ -388,8 +436,51 @@ class Tape:
             self.history.saved_at = len(self.history.actions)
             self.history.outputs_of_saver = tuple([value.store for value in apart])
         self.operators.append(
-            Operator(name, outputs, kept, backward, cast, saves_weight, place or Place(), self.module, of is None, self._owners)
-        )
+            Operator(
+                name, outputs, kept, backward, cast, saves_weight, place or Place(), self.module, of is None, self._owners, away
+            )
+        )  # fmt: skip
+
+    def _packed(
+        self, host: InHost, saved: Saved, beside: tuple[Beside, ...], outputs: tuple[Value, ...], strided: tuple[Value, ...]
+    ) -> tuple[Store, ...]:
+        """Return the copies in host memory that an operator's backward reads, and record what the GPU needs to make them.
+
+        A view in another order is copied on the GPU first, an operand before the operator has made its outputs.
+        Source: torch 2.13, aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries.
+        """
+        there = list(self.alive)
+        made = there[min((there.index(value.store) for value in outputs if value.store in self.alive), default=len(there)) :]
+        copies = list[Store]()
+        for one in (*saved, *beside):
+            if isinstance(one, Beside):
+                reason, size, in_order, is_output = one.reason, one.size, not one.strided, False
+            else:
+                store = one.store if isinstance(one, Value) else one
+                size = one.dtype * one.shape if isinstance(one, Value) else store.size
+                is_strided = one in strided or (isinstance(one, Value) and one.strided)
+                reason, in_order, is_output = store.reason, not is_strided, store in made
+            copy = Store(Kind.ACTIVATIONS, reason, self.in_this_run(size), SAVED_ON_CPU)
+            host.copies.append(copy)
+            if not (isinstance(one, Beside) and one.brief):
+                copies.append(copy)
+            if not in_order:
+                self._in_order(copy, () if is_output else tuple(made))
+        return tuple(copies)
+
+    def _in_order(self, copy: Store, not_yet: tuple[Store, ...]) -> None:
+        """Allocate a copy in the order of memory for a moment, at which some tensors are not made yet."""
+        there, actions = self.alive.copy(), self.history.actions
+        at = min((actions.index((Do.REQUEST, store)) for store in not_yet), default=len(actions))
+        later = actions[at:]
+        del actions[at:]
+        for store in not_yet:
+            del self.alive[store]
+        self.freed = True
+        reason = f"{copy.reason}, copied on its way to host memory"
+        self.drop(self.make(Kind.TEMPORARY, reason, copy.size, ON_ITS_WAY, CUDA_ALONE))
+        self.alive = there
+        actions += later
 
     @property
     def _owners(self) -> tuple[Owner, ...]:
@@ -445,9 +536,16 @@ class Tape:
     def used(self, *stores: Store) -> None:
         """Record the moment; after a recomputation, free what the backward has just read, except a checkpoint's input."""
         self.record()
+        self.read()
         for store in stores if self.recomputed else ():
             if store.holds == 1 and store in self.alive and store.tag.role is not Role.BLOCK_INPUT:
                 self._free(store)
+
+    def read(self) -> None:
+        """End the copies from host memory that an operator has read. Autograd sums its results over broadcast dimensions later."""
+        if self.host is not None:
+            self.drop(*self.host.back)
+            self.host.back.clear()
 
     def weight_gradient(
         self, size: Size, *, waits: bool = False, unsummed: tuple[str, Size, str] | None = None, read: tuple[Store, ...] = ()
@@ -502,9 +600,14 @@ class Tape:
     def _step(self, operator: Operator, waiting: dict[Value, Store]) -> None:
         self._begin(operator)
         taken = [waiting.pop(value) for value in operator.outputs]
+        if self.host is not None:
+            self.host.back += [
+                self.make(one.kind, f"{one.reason}, back from host memory", one.size, SAVED_ON_CPU) for one in operator.away
+            ]
         arriving = operator.backward(self, taken)
         self.record()
         made = len(self.current) > len(self.waiting)
+        self.read()
         self.drop(*self.scratch, *self._done_with(operator, taken))
         self.scratch.clear()
         # Engines ask for the moment of the loss, so that no later one may replace it.

@@ -94,6 +94,8 @@ class Plan:
     again: Mapping[Recompute, tuple[Placed, ...]]
     """Moments of a recomputation that may be higher than every moment of the backward."""
     arrivals: tuple[PlacedArrival, ...] = ()
+    away: Places = ()
+    """Copies in host memory of what the block saves."""
 
     @property
     def saved(self) -> Places:
@@ -243,6 +245,7 @@ def structure_of(
         compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
         compute.fused_softmax,
         tuple(one for one in compute.fused if one != "cross-entropy"),
+        compute.offloaded and compute.recompute == "none",
         model.moe.num_experts if model.moe is not None and model.adapter is not None else 0,
     )
 
@@ -325,15 +328,18 @@ def _plan(structure: Block, *, run_again: bool) -> Plan:
     index, source = Index(), program_of(structure.family).source
     dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family == "deepseek_v3"}
     tape, given, output = run_forward(structure, saving=True, recomputed=run_again)
-    forward, casts, cached = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts), index.elements(tape.cached)
+    kept = (given.store, *tape.history.input_copies) if structure.offloaded else tape.saved
+    forward, casts, cached = index.forward(tape, kept, dtypes), index.elements(tape.casts), index.elements(tape.cached)
     tape.release(output, given)
+    tape.drop(*(tape.history.input_copies if structure.offloaded else ()))
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
     whole, until_saved = tape.moments.copy(), tape.moments_until_last_saved()
     tape.run_backward(output, incoming)
     if structure.recompute != "none" and structure.training is None:
         tape.moments[: tape.history.moments_before_rerun] = _not_run_again_yet(tape, given.store, structure.recompute)
     by_place = structure.training is not None and structure.training.keeps_inputs
-    points = index.moments(_highest_at(tape.moments, dtypes, by_place=by_place, scratch_apart=structure.ring > 1))
+    apart = structure.ring > 1 or structure.offloaded
+    points = index.moments(_highest_at(tape.moments, dtypes, by_place=by_place, scratch_apart=apart))
     reruns: dict[Recompute, tuple[Placed, ...]] = {}
     recompute: Recompute
     if run_again:
@@ -348,8 +354,9 @@ def _plan(structure: Block, *, run_again: bool) -> Plan:
         dtypes,
     )
     places, arrivals = index.of((given.store, *tape.history.input_copies)), index.arrivals(tape.arrivals)
+    away = () if tape.host is None else index.of(tape.host.copies)
     stores, weights = tuple(index.stores), tuple(index.weights)
-    plan = Plan(stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals)
+    plan = Plan(stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals, away)
     return of_a_rank(plan) if structure.sharded else plan
 
 
@@ -449,6 +456,7 @@ def run_forward(
         recomputed=recomputed,
         marking=marking,
         fused_softmax=structure.fused_softmax,
+        offloading=structure.offloaded and saving,
     )
     dtype = e if training is not None and training.narrow else r
     value = _block_input(tape, given, T_p * h if structure.sharded else T * h, dtype, program.source)
@@ -574,8 +582,9 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
     given, saved = sizes.lines(plan.given), sizes.lines(plan.saved)
     again: Recompute = "selective" if recompute == "selective" else "full"
     before_experts = plan.forwards[recompute].before_experts
+    away = sizes.lines(plan.away)
     return BlockPass(
-        saved,
+        () if away else saved,
         given,
         (*given, *sizes.lines(plan.selective)),
         top(sizes, "none", autocast=autocast),
@@ -583,6 +592,7 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
         sizes.points(recompute),
         sizes.elements(plan.casts),
         sizes.lines(plan.input_apart),
+        away=away,
         handed=sizes.handed(recompute),
         before_experts=sizes.lines(before_experts),
     )

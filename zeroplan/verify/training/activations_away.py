@@ -32,11 +32,25 @@ def offloading_from(device: str, watcher: Watcher) -> Iterator[None]:
 
     def saving(*, pin_memory: bool) -> save_on_cpu:
         hooks = save_on_cpu(pin_memory=pin_memory, device_type=device)
+        hooks.pack_hook = _in_order(hooks.pack_hook) if device != "cpu" else hooks.pack_hook
         hooks.unpack_hook = _claimed(hooks.unpack_hook, watcher)
         return hooks
 
     with replaced(checkpoint_wrapper, "save_on_cpu", saving):
         yield
+
+
+def _in_order(pack: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
+    """Pack, after a copy on the GPU of what is not contiguous, which CUDA makes inside ``copy_`` and frees then.
+
+    Source: torch 2.13, aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries.
+    """
+
+    def packing(tensor: torch.Tensor) -> object:
+        tensor.contiguous()
+        return pack(tensor)
+
+    return packing
 
 
 def _claimed(unpack: Callable[[object], torch.Tensor], watcher: Watcher) -> Callable[[object], torch.Tensor]:

@@ -1,0 +1,46 @@
+"""Which jobs may keep what blocks save in host memory, and which of them without recomputation."""
+
+from collections.abc import Iterator
+
+from zeroplan.errors import SpecError
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.releases import NOW, release_of
+
+#: BLOOM's blocks read a tensor of positions that the model makes, and hold the attention weights of the block below.
+_READ_OTHERS = ("bloom",)
+#: Families whose programs do not list every table and index that an operator saves.
+_NOT_LISTED = ("gpt_oss", "deepseek_v3", "qwen3_next")
+
+
+def check_offloaded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
+    """Raise SpecError for what is not modelled with offloaded activations: GPT-2's block saves its mask like its input."""
+    if not recipe.offload_activations:
+        return
+    if model.profile is not None:
+        raise SpecError("offload_activations with a profile is not modelled; leave it out")
+    if model.family == "gpt2" and recipe.attention == "eager":
+        raise SpecError("offload_activations with gpt2 and attention 'eager' is not modelled; use attention 'sdpa'")
+    for asked in _of_all_that_is_saved(model, recipe, mesh) if recipe.recompute == "none" else ():
+        if asked:
+            raise SpecError(
+                f"offload_activations with recompute 'none' and {asked} is not modelled; use recompute 'full', or leave it out"
+            )
+
+
+def _of_all_that_is_saved(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[str | bool]:
+    """What saves tensors that the blocks' programs do not list one by one, views of weights among them."""
+    yield recipe.engine == "deepspeed" and recipe.zero_stage == 3 and "DeepSpeed's own linear layers at stage 3"
+    yield recipe.engine == "megatron" and "engine 'megatron'"
+    yield recipe.fsdp2.modules == "torchtitan" and "modules 'torchtitan'"
+    yield bool(recipe.fused_parts) and "fused_kernels"
+    yield release_of(recipe.transformers) != NOW and f"transformers={recipe.transformers!r}"
+    yield model.is_quantised and "quantised weights"
+    if model.adapter is not None:
+        yield model.moe is not None and "adapters beside experts"
+        yield model.adapter.compute == "fp32" and "adapters that compute in fp32"
+    yield model.family in _NOT_LISTED and f"a {model.family} model"
+    yield model.family in _READ_OTHERS and f"{model.family}, whose blocks save a tensor of another"
+    for name in ("tp", "cp", "pp", "ep"):
+        yield getattr(mesh, name) > 1 and f"{name}={getattr(mesh, name)}"
