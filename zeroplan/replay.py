@@ -193,4 +193,6 @@ def _table(names: Iterable[str]) -> dict[str, int]:
 
 
 def _call(one: Call) -> CollectiveRecorded:
-    return CollectiveRecorded(operation=one.operation, dtype="", group=one.ranks, n_bytes=one.n_bytes, moment=one.start)
+    return CollectiveRecorded(
+        operation=one.operation, dtype="", group=one.ranks, n_bytes=one.n_bytes, moment=one.start, among=one.among.value
+    )  # fmt: skip

@@ -7,6 +7,7 @@ What becomes of gradients, and what a step does, is in :mod:`zeroplan.engines.de
 from zeroplan.engines.deepspeed import optimizer_impl
 from zeroplan.engines.deepspeed.abandoned import abandoned_states
 from zeroplan.engines.deepspeed.gradients import collects, plan_of
+from zeroplan.engines.deepspeed.numbers import numbers_unsharded
 from zeroplan.engines.deepspeed.stage12 import weights_of
 from zeroplan.engines.deepspeed.stage12_lines import job_of
 from zeroplan.engines.deepspeed.stage12_offload import way_back
@@ -115,6 +116,7 @@ class Step(WholePass):
 
     def update(self) -> None:
         """The wrapper's step."""
+        self.log.call_all(numbers_unsharded(self.recipe, self.ranks))
         self.wrapper.step()
 
 

@@ -9,7 +9,7 @@ from zeroplan.expr import NOTHING, Size
 from zeroplan.ledger import PLAIN, Kind, Role, Tag
 from zeroplan.transformer.blocks import Place
 from zeroplan.transformer.families.tags import CUDA_ALONE, NORMALISED, STATISTICS
-from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Backward, Do, Site, Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Backward, Do, Exchange, Site, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import T, b, e, h, r
 
 FUSED_NORM = "fms-acceleration 876e2ed, fms_acceleration_foak/kernels/unsloth/rms_layernorm.py, Fast_RMS_Layernorm"
@@ -38,13 +38,17 @@ def passes(*values: Value) -> Backward:
     return lambda _tape, taken: [through(value, taken[0]) for value in values]
 
 
-def makes(reason: str, source: str, *values: Value, beside: tuple[str, Size] | None = None) -> Backward:
+def makes(
+    reason: str, source: str, *values: Value, beside: tuple[str, Size] | None = None, sends: tuple[Exchange, ...] = ()
+) -> Backward:  # fmt: skip
     """Return a backward that allocates a gradient of each of ``values``, after a temporary ``beside`` (reason, size)."""
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         if beside is not None:
             tape.temporary(*beside, source)
-        return [(value, gradient(tape, value, reason, source)) for value in values if tape.follows(value)]
+        made = [(value, gradient(tape, value, reason, source)) for value in values if tape.follows(value)]
+        tape.send(*sends)
+        return made
 
     return backward
 
@@ -62,7 +66,7 @@ def makes_weight_gradient(elements: Size, *, waits: bool = False) -> Backward:
 def run(
     tape: Tape, inputs: Value | tuple[Value, ...], reason: str, site: Site, *, dtype: Width | None = None,
     shape: Size | None = None, saved: tuple[Store, ...] = (), gradient: str = "", beside: tuple[str, Size] | None = None,
-    tag: Tag = PLAIN,
+    tag: Tag = PLAIN, sends: tuple[Exchange, ...] = (), sends_back: tuple[Exchange, ...] = (),
 ) -> Value:  # fmt: skip
     """Run an operator with one output, by default of the first input's dtype and elements.
 
@@ -71,7 +75,8 @@ def run(
     inputs = (inputs,) if isinstance(inputs, Value) else inputs
     dtype = inputs[0].dtype if dtype is None else dtype
     made = tensor(tape, reason, dtype, inputs[0].shape if shape is None else shape, site.source, tag)
-    backward = makes(gradient, site.source, *inputs, beside=beside) if gradient else passes(*inputs)
+    tape.send(*sends)
+    backward = makes(gradient, site.source, *inputs, beside=beside, sends=sends_back) if gradient else passes(*inputs)
     tape.add(site.name, (made,), saved, backward, of=inputs, place=site.place)
     return made
 

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
 
 from zeroplan.expr import Size, at_least, at_most, symbols
-from zeroplan.ledger import PLAIN, Kind, Module, OffGpu, Role, Tag
+from zeroplan.ledger import PLAIN, Among, Kind, Module, OffGpu, Role, Tag
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.symbols import T, T_p, b, e, r
 
@@ -154,6 +154,19 @@ class Do(Enum):
     """The module begins its backward."""
     DONE = 10
     """The module ends its backward: its weights have their gradients; the gradient of its input is not passed on yet."""
+    SEND = 11
+    """Ranks that split the model or the batch exchange something."""
+
+
+class Exchange(NamedTuple):
+    """A collective among ranks that split the model or the batch."""
+
+    operation: str
+    among: Among
+    size: Size
+    """Its largest buffer. [bytes]"""
+    kept: bool = False
+    """A selective checkpoint keeps what its operator makes, and does not run the operator again."""
 
 
 class Owner:
@@ -174,8 +187,8 @@ class Marks:
     """Modules whose backward has begun."""
 
 
-Action: TypeAlias = tuple[Do, "Store | Size | Owner | None"]
-"""An action and its object: a tensor, the elements of a weight, a module, or nothing."""
+Action: TypeAlias = tuple[Do, "Store | Size | Owner | Exchange | None"]
+"""An action and its object: a tensor, the elements of a weight, a module, a collective, or nothing."""
 
 
 @dataclass(slots=True)
@@ -290,8 +303,7 @@ class Tape:
 
     def make(self, kind: Kind, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> Store:
         """Allocate a tensor and record the moment. CUDA's autocast runs ``pow`` in fp32, a CPU's does not."""
-        if size.has(T_own):
-            size = size.replacing({T_own.text: T_p if self.mode.sharded else T})
+        size = self._on_this_rank(size)
         if size.has(CAST_BY_CUDA):
             size = size.replacing({CAST_BY_CUDA.text: 4 if self.autocast else e})
             if self.autocast:
@@ -303,6 +315,13 @@ class Tape:
         self.history.actions.append((Do.REQUEST, store))
         self.record()
         return store
+
+    def _on_this_rank(self, size: Size) -> Size:
+        return size.replacing({T_own.text: T_p if self.mode.sharded else T}) if size.has(T_own) else size
+
+    def send(self, *exchanges: Exchange) -> None:
+        """Begin collectives, which take no memory of their own."""
+        self.history.actions += [(Do.SEND, one._replace(size=self._on_this_rank(one.size))) for one in exchanges]
 
     def record(self) -> None:
         """Record what is alive now. It replaces the last moment where nothing was freed since: that one was lower."""
