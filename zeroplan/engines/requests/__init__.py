@@ -5,7 +5,7 @@ the allocator (:mod:`zeroplan.allocator`) can do them: what is reserved follows.
 that give their moments, too.
 
 Left out: what is gone before the first step begins (the model as it was built, zero gradients), but under FSDP1 and DeepSpeed's
-flat optimizer of stage 0; numbers of a few bytes, buffers of the process group.
+stages 0 to 2; numbers of a few bytes, buffers of the process group.
 """
 
 from importlib import import_module

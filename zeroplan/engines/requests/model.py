@@ -283,7 +283,7 @@ class ModelPass:
         elif do is Do.RELEASE:
             log.release(ends.get(place, (layer, place)))
         elif do is Do.GRADIENT:
-            self.make_gradient(size)
+            self._weight_gradient(size, forward=forward)
         elif do is Do.ARRIVE:
             self._hand_over()
         elif do in _OF_MODULES:
@@ -335,6 +335,12 @@ class ModelPass:
         """Gradients come to their weights."""
         self.arrived(self.arriving)
         self.arriving = []
+
+    def _weight_gradient(self, elements: int, *, forward: bool) -> None:
+        """Make the gradient of a weight; the first of a backward is of a product's, before that of the product's input."""
+        if elements and not forward:
+            self._multiplies("backward")
+        self.make_gradient(elements)
 
     def make_gradient(self, elements: int) -> None:
         """Make the gradient of a weight of so many elements, if any."""

@@ -202,19 +202,24 @@ def trained_linear(
     if not bias:
         tape.matrix_product(made.store)
 
+    def of_parameter(tape: Tape, elements: Size) -> Arriving:
+        copy = next((one for one in casts if one.shape is elements), None)
+        if copy is None:
+            tape.weight_gradient(elements)
+            return []
+        reason = f"gradient of the {site.name}'s weights, not yet cast"
+        return [(copy, tape.make(TEMPORARY, reason, e * elements, site.source))]
+
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        """``mm`` makes the weight's gradient first, ``addmm`` the input's; that sums the bias's up when it is done."""
+        of_weight = [] if bias else of_parameter(tape, matrix)
         reason = f"gradient through the {site.name}"
         arriving = [(given, gradient(tape, given, reason, site.source))] if tape.follows(given) else []
-        reason = f"gradient of the {site.name}'s weights, not yet cast"
-        for elements in (matrix, width) if bias else (matrix,):  # autograd sums a bias's gradient up when the operator is done
-            if elements is width:
-                tape.used(given.store)
-            copy = next((one for one in casts if one.shape is elements), None)
-            if copy is None:
-                tape.weight_gradient(elements)
-            else:
-                arriving.append((copy, tape.make(TEMPORARY, reason, e * elements, site.source)))
-        return arriving
+        if bias:
+            of_weight = of_parameter(tape, matrix)
+            tape.used(given.store)
+            of_weight += of_parameter(tape, width)
+        return [*arriving, *of_weight]
 
     tape.add(site.name, (made,), (given.store,), backward, of=None, cast=kept if casts else None, place=site.place)
     tape.release(given)
@@ -227,10 +232,9 @@ def wide_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Siz
     tape.matrix_product(made.store)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        reason = f"gradient through the {site.name}"
-        arriving = [(value, gradient(tape, value, reason, site.source))] if tape.follows(value) else []
         tape.weight_gradient(reads * width)
-        return arriving
+        reason = f"gradient through the {site.name}"
+        return [(value, gradient(tape, value, reason, site.source))] if tape.follows(value) else []
 
     tape.add(site.name, (made,), (value.store,), backward, of=None, place=site.place)
     return made
