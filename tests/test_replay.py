@@ -14,11 +14,12 @@ import pytest
 from zeroplan import SpecError, estimate
 from zeroplan.engines.deepspeed.stage3.step import groups_of
 from zeroplan.engines.pipeline import accounts
+from zeroplan.engines.pipeline.traffic import SEND
 from zeroplan.engines.requests import STEPS, deepspeed_stage3, requests_of
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.rows import trained_row
 from zeroplan.estimator import REPLAYED_MICRO_BATCHES
-from zeroplan.ledger import Among, Kind, Phase, total_bytes
+from zeroplan.ledger import Among, Collective, Kind, Phase, total_bytes
 from zeroplan.measurement import SETTINGS
 from zeroplan.replay import StepReplay, trace_of
 from zeroplan.resolve import job
@@ -87,6 +88,7 @@ _JOBS = (
     {"engine": "fsdp2", "stage": 3, **_MIXTRAL, "fsdp2": Fsdp2Options(torch="2.15"), "grad_accum": 2},
     {"engine": "fsdp2", "stage": 3, **_LLAMA, "recompute": "full", "offload_activations": True, "lora_rank": 8},
     {"engine": "ddp", "stage": 0, **_LLAMA, "loss": "fused", "grad_accum": 2, "optimizer": "sgd"},
+    {"engine": "ddp", "stage": 0, **_LLAMA, "loss": "fused", "freeze": "norm"},
     {"engine": "ddp", "stage": 0, **_LLAMA, "loss": "chunked", "grad_accum": 2, "optimizer": "sgd", "recompute": "full"},
     {"engine": "fsdp1", "stage": 3},
     {"engine": "fsdp1", "stage": 3, **_LLAMA, "fsdp1": Fsdp1Options(backward_prefetch="backward_post"), "recompute": "full"},
@@ -150,11 +152,6 @@ _JOBS = (
 )
 
 
-_FEW_BYTES = 1024
-_OF_WEIGHTS = (Among.SHARDS, Among.REPLICAS, Among.SHARDS_OF_EXPERTS)
-"""Among whom parameters and gradients are sent, and not activations."""
-
-
 def _job(**more: object) -> JobSpec:
     return job(**{"model": "gpt2", "gpus": 4, "seq_len": 256, **more})  # type: ignore[arg-type]
 
@@ -165,11 +162,29 @@ def _steps_of(one: JobSpec, steps: int) -> Log:
     return requests_of(one, steps)
 
 
-def _sent(log: Log) -> Counter[str]:
-    """The payload of each kind of collective. [bytes]"""
-    found = Counter[str]()
-    for call in log.calls:
-        found[call.operation] += call.n_bytes
+_Sent = Counter[tuple[str, Among, int]]
+"""The payload of each kind of collective in each group of ranks. [bytes]"""
+
+
+def _ranks_of(operation: str, ranks: int) -> int:
+    """A send is one of two ranks; the traffic has those of all stages."""
+    return 2 if operation == SEND else ranks
+
+
+def _sent_in_last(fewer: Log, more: Log) -> _Sent:
+    """What the last step sends, which ``more`` has and ``fewer`` has not."""
+    found = _Sent()
+    for call in more.calls[len(fewer.calls) :]:
+        found[call.operation, call.among, call.ranks] += call.n_bytes
+    return found
+
+
+def _sent_as_estimated(collectives: tuple[Collective, ...]) -> _Sent:
+    """The same, of an estimate's traffic."""
+    found = _Sent()
+    for call in collectives:
+        if int(call.group) > 1 and call.payload_bytes:
+            found[call.operation, call.among, _ranks_of(call.operation, int(call.group))] += int(call.payload_bytes)
     return found
 
 
@@ -206,15 +221,11 @@ class TestOfAStep:
         assert max(_live(log)[last:]) + total_bytes(answer.workspaces) == in_steps
 
     def test_a_step_sends_what_the_estimate_says(self, choices: dict[str, object]):
-        """The payload of every kind of collective on the ranks that share; DeepSpeed's few numbers beside gradients left out."""
+        """The payload of every kind of collective in every group of ranks."""
         one = _job(**choices)
         steps = STEPS[one.recipe.engine]
-        fewer, more = (_sent(_steps_of(one, number)) for number in (steps, steps + 1))
-        expected = Counter[str]()
-        for call in estimate(one).traffic.collectives:
-            if call.among in _OF_WEIGHTS and int(call.group) > 1 and int(call.payload_bytes) > _FEW_BYTES:
-                expected[call.operation] += int(call.payload_bytes)
-        assert more - fewer == expected
+        sent = _sent_in_last(_steps_of(one, steps), _steps_of(one, steps + 1))
+        assert sent == _sent_as_estimated(estimate(one).traffic.collectives)
 
     def test_a_further_step_is_like_the_last(self, choices: dict[str, object]):
         """It ends with as much as the one before, and nothing is released that was not requested."""
@@ -271,15 +282,11 @@ class TestOfAPipeline:
             assert max(_live(log)[last:]) == account.pipeline[0].peak_bytes
 
     def test_a_step_sends_what_the_estimate_says_and_is_like_the_last(self, choices: dict[str, object]):
-        """Collectives of weights, and hidden states and gradients between stages."""
+        """Collectives of weights and of ranks that split a stage, and hidden states and gradients between stages."""
         one, every = self._ranks(choices)
         for rank, account in enumerate(every):
             fewer, more = (requests_of(one, steps, pipeline_rank=rank) for steps in (2, 3))
-            expected = Counter[str]()
-            for call in account.collectives:
-                if call.among in (*_OF_WEIGHTS, Among.STAGES) and int(call.group) > 1:
-                    expected[call.operation] += int(call.payload_bytes)
-            assert _sent(more) - _sent(fewer) == expected
+            assert _sent_in_last(fewer, more) == _sent_as_estimated(account.collectives)
             assert _live(fewer)[-1] == _live(more)[-1]
             trace_of(more)  # checks itself
 
@@ -380,6 +387,10 @@ def test_public_figures_lie_between_the_least_and_the_most(recompute: str, gib: 
             "DeepSpeed's offload to NVMe",
         ),
         (
+            {"engine": "deepspeed", "stage": 3, "loss": "fused"},
+            "DeepSpeed stage 3 with a loss that takes the head's weight itself",
+        ),
+        (
             {"model": "granite-3.0-2b", "lora_rank": 8, "recompute": "full", "offload_activations": True},
             "offload of activations beside an embedding that is frozen and scaled",
         ),
@@ -409,6 +420,14 @@ class TestFiles:
         allocated = max(one["args"]["bytes"] for one in events if one["ph"] == "C" and one["name"] == "allocated")
         assert allocated == pytest.approx(estimate(one).peak_bytes, rel=0.2)  # workspaces are not requests of the step
         assert {"forward, step 1", "backward, step 2", "all_gather", "reduce_scatter"} <= {one["name"] for one in events}
+
+    def test_perfettos_has_collectives_of_ranks_that_split_a_model(self, tmp_path: Path):
+        """Each names the ranks that it is among."""
+        one = _job(model="mixtral-8x7b", gpus=16, stage=3, tensor_parallel=2, expert_parallel=2)
+        save_events(trace_of(StepReplay(one).log), "a step", tmp_path / "step.json", force=False)
+        events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+        sent = {(one["name"], one["args"]["among"]) for one in events if one.get("tid") == 3 and one["ph"] == "X"}
+        assert {("all_gather", "tensor"), ("all_to_all", "experts"), ("reduce_scatter", "shards of experts")} <= sent
 
     def test_torchs_viewer_reads_the_snapshot(self, tmp_path: Path):
         """As zeroplan does itself: what is in use is what the log says is alive."""

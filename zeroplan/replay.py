@@ -1,7 +1,8 @@
 """A step that nobody ran, replayed through the model of CUDA's caching allocator: what it reserves, and what of that is no use.
 
 The engines' programs say every request in order (:mod:`zeroplan.engines.requests`). cuBLAS takes a workspace at the first product
-of matrices of the forward's thread and of autograd's.
+of matrices of the forward's thread and of autograd's: when it is called, and so after the product's output. Recorded runs on fake
+tensors are replayed with it before the output.
 """
 
 from collections.abc import Iterable
@@ -127,10 +128,11 @@ class StepReplay:
         requests, chunks = self.log.requests, dict[int, Chunk]()
         marked = frozenset[int]() if keeps_up else self.log.marked
         last = next(span.start for span in self.log.spans if span.step == self.log.spans[-1].step)
+        early, late = (self._products, ()) if self.log.starts == "recorded" else ((), self._products)
         highest = unusable = at = 0
         try:
             for at, deed in enumerate(self.log.deeds):
-                if at in self._products:
+                if at in early:
                     card.request(self._workspace_bytes)
                 if at in self.log.waits:
                     card.reached(self.log.waits[at])
@@ -139,6 +141,8 @@ class StepReplay:
                     continue
                 before, free = card.reserved_bytes, card.reserved_bytes - card.allocated_bytes
                 chunks[deed] = card.request(requests[deed].n_bytes, requests[deed].stream)
+                if at in late:
+                    card.request(self._workspace_bytes)
                 unusable = free if card.reserved_bytes > before else unusable
                 highest = max(highest, card.allocated_bytes) if at >= last else 0
         except CardFullError:
@@ -211,4 +215,6 @@ def _table(names: Iterable[str]) -> dict[str, int]:
 
 
 def _call(one: Call) -> CollectiveRecorded:
-    return CollectiveRecorded(operation=one.operation, dtype="", group=one.ranks, n_bytes=one.n_bytes, moment=one.start)
+    return CollectiveRecorded(
+        operation=one.operation, dtype="", group=one.ranks, n_bytes=one.n_bytes, moment=one.start, among=one.among.value
+    )  # fmt: skip

@@ -64,6 +64,8 @@ class CollectiveRecorded(Spec):
     group: CountOrZero
     n_bytes: CountOrZero
     moment: CountOrZero
+    among: str = ""
+    """Which ranks of the mesh these are, as ``Among`` has it; a script's run does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

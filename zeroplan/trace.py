@@ -10,7 +10,7 @@ are joined only when code reads them.
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, overload
 
-from zeroplan.ledger import Line, Moment, Phase, total_bytes
+from zeroplan.ledger import Among, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, maximum
 from zeroplan.weights import EMPTY, Highest, Pools, Weight, most, on_one_stream, summed, together, total, weigh
 
@@ -260,7 +260,7 @@ class Trace:
         """Allocate and free tensors of these sizes, one after the other, for a collective or none; the line is the largest."""
         self.pass_by(line)
 
-    def call(self, operation: str, n_bytes: Int, ranks: Int) -> None:
+    def call(self, operation: str, n_bytes: Int, ranks: Int, among: Among = Among.SHARDS) -> None:
         """Ignore a collective: it takes no memory of its own."""
 
     def become(self, key: Hashable, new: Hashable, line: Line) -> None:

@@ -9,8 +9,8 @@ import pytest
 from tests.engines.columns import Columns
 from tests.formulas import assert_explained
 from zeroplan.engines.pipeline import accounts, accounts_of, highest_of, ranks_in_question
-from zeroplan.engines.pipeline.halves_walk import split_states
-from zeroplan.engines.pipeline.walk import Place, gathers, states
+from zeroplan.engines.pipeline.schedule import Place
+from zeroplan.engines.pipeline.walk import gathers, states
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate, needed
 from zeroplan.ledger import Kind
@@ -192,7 +192,7 @@ def test_what_is_not_modelled_of_several_stages_is_refused(change: dict[str, obj
 def test_the_first_stage_takes_no_first_half_and_the_bottom_of_the_v_sends_nothing_to_itself() -> None:
     for rank, flying in ((0, 8), (3, 5)):
         place = Place("zbv", rank, 4, 2, 16)
-        walk = split_states(place, widened=True)
+        walk = states(place, resharded=False, widened=True)
         assert max(state.flying[0] for state in walk if state.kind == "forward") + 1 == flying
         assert {state.kind for state in walk if state.chunk == 0} == {
             "forward", "reducing", *(("backward",) if rank == 0 else ("input", "weights")),

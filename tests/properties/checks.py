@@ -5,6 +5,7 @@ as it is told to. A job that is refused in one line is answered, too.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import lru_cache
@@ -22,11 +23,12 @@ from zeroplan.engines.account import Account
 from zeroplan.engines.megatron import ATTENTION_MASK
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.quantised import TABLES
+from zeroplan.engines.requests import STEPS, not_written, requests_of
 from zeroplan.errors import SpecError
 from zeroplan.estimator import account_of
 from zeroplan.export.files import TARGETS, Export, Target, cannot_say, export, write
 from zeroplan.job_file import read_job_file
-from zeroplan.ledger import Collective, Phase, total_bytes
+from zeroplan.ledger import Among, Collective, Phase, total_bytes
 from zeroplan.numeric import maximum
 from zeroplan.remedies import remedies
 from zeroplan.report.payload import estimate_payload
@@ -42,6 +44,10 @@ from zeroplan.transformer.families.traced import EXCESS
 from zeroplan.transformer.megatron import cost_of
 
 Check = Callable[[JobSpec, Random], None]
+
+
+_WRITTEN_OUT = 8
+"""Layers times micro-batches of a step that is written out; more of them repeat the same."""
 
 
 class Refused(Exception):  # noqa: N818  no error
@@ -494,6 +500,23 @@ def has_a_time(job: JobSpec, _: Random) -> None:
 _ROUNDING = 1 + 1e-9
 
 
+def a_step_written_out_sends_the_traffic(job: JobSpec, _: Random) -> None:
+    """The requests of a step name the same payload of each kind of collective in each group of ranks as the traffic."""
+    answer, steps = answered(job), STEPS.get(job.recipe.engine, 0)
+    short = job.model.num_hidden_layers * int(job.batch.grad_accum_steps) <= _WRITTEN_OUT
+    if not_written(job) or not short:
+        return
+    fewer, more = (requests_of(job, number).calls for number in (steps, steps + 1))
+    sent, expected = Counter[tuple[str, str, int]](), Counter[tuple[str, str, int]]()
+    for call in more[len(fewer) :]:
+        sent[call.operation, call.among, call.ranks] += call.n_bytes
+    for one in answer.traffic.collectives:
+        if int(one.group) > 1 and one.payload_bytes:
+            ranks = 2 if one.among is Among.STAGES else int(one.group)  # the traffic has those of all stages
+            expected[one.operation, one.among, ranks] += int(one.payload_bytes)
+    assert sent == expected, {each: (sent[each], expected[each]) for each in {*sent, *expected} if sent[each] != expected[each]}
+
+
 def _time(job: JobSpec) -> StepTime:
     answered(job)
     try:
@@ -606,7 +629,7 @@ CHECKS: dict[str, Check] = {
     for check in (
         adds_up, is_explained, can_be_said, grid_is_its_points, grows_with_the_batch, grows_with_the_sequence, grows_with_layers,
         falls_with_ranks, falls_with_stage, falls_with_recomputation, stages_agree_on_one_rank, adapters_take_less,
-        has_a_time,
+        has_a_time, a_step_written_out_sends_the_traffic,
         reads_back,
     )
 }  # fmt: skip

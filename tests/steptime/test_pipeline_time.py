@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from zeroplan.engines.pipeline.halves_order import zero_bubble
-from zeroplan.engines.pipeline.halves_walk import order_of
 from zeroplan.engines.pipeline.order import Action, interleaved
-from zeroplan.engines.pipeline.walk import Place
+from zeroplan.engines.pipeline.schedule import Place, order_of
 from zeroplan.estimator import account_of, estimate
 from zeroplan.resolve import job
 from zeroplan.spec.pipeline import SPLIT, indices_of_rank

@@ -78,7 +78,7 @@ def _calls(trace: Trace) -> Iterator[_Event]:
     for moment, calls in groupby(trace.collectives, key=lambda one: one.moment):
         together = list(calls)
         for at, one in enumerate(together):
-            args = {"bytes": one.n_bytes, "dtype": one.dtype, "ranks": one.group}
+            args = {"bytes": one.n_bytes, "dtype": one.dtype, "ranks": one.group, "among": one.among}
             yield _slice(_COLLECTIVES, one.operation, moment + at / len(together), 1 / len(together), **args)
 
 

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.pipeline.halves_walk import order_of
+from zeroplan.engines.pipeline.schedule import Place, order_of
 from zeroplan.engines.pipeline.stage import layers_of
 from zeroplan.engines.pipeline.traffic import SEND
-from zeroplan.engines.pipeline.walk import Place
 from zeroplan.ledger import Collective
 from zeroplan.numeric import Float, longest, together
 from zeroplan.spec.batch import Batch

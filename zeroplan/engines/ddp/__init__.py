@@ -235,7 +235,7 @@ def _collectives(recipe: RecipeSpec, model: ModelSpec, accum: Int, ranks: Int) -
     reduce = Collective(
         "all_reduce", what, "backward", ranks, calls, payload, 2 * share * calls, 2 * moved * calls, _ALL_REDUCE
     )
-    kept = _buffers(model, width, calls, ranks)
+    kept = buffers_sent(model, width, calls, ranks)
     if recipe.zero_stage == 0:
         return (reduce, *kept)
     updated = "parameters, each tensor by the rank that updated it"
@@ -246,7 +246,7 @@ def _collectives(recipe: RecipeSpec, model: ModelSpec, accum: Int, ranks: Int) -
     )
 
 
-def _buffers(model: ModelSpec, width: int, calls: Int, ranks: Int) -> tuple[Collective, ...]:
+def buffers_sent(model: ModelSpec, width: int, calls: Int, ranks: Int) -> tuple[Collective, ...]:
     """Rank 0's buffers, sent to all before a forward whose predecessor moved gradients; they are no part of the 2·Ψ."""
     n_bytes = buffer_bytes(model, width)
     if not n_bytes:

@@ -1,5 +1,6 @@
 """Which single numbers do DeepSpeed's ranks agree on in a step: a gradient norm, a flag that something overflowed?"""
 
+from zeroplan.engines.deepspeed.gradients import collects
 from zeroplan.ledger import Collective, Phase
 from zeroplan.numeric import Int
 from zeroplan.spec.recipe import RecipeSpec
@@ -11,14 +12,16 @@ _ZERO = "DeepSpeed 0.19.8, runtime/zero"
 _CLIP = "DeepSpeed 0.19.8, runtime/utils.py, clip_grad_norm_"
 
 
-def numbers_unpartitioned(recipe: RecipeSpec, ranks: Int) -> tuple[Collective, ...]:
-    """Stage 0: gradients are whole, so only plain fp32 training asks for a norm, and only where gradients are clipped."""
-    asks = recipe.precision == "fp32" and recipe.deepspeed.compute_grad_norm
-    return (_reduced(_NORM, ranks, 1, 4, _CLIP),) if asks else ()
+def numbers_unsharded(recipe: RecipeSpec, ranks: Int) -> tuple[Collective, ...]:
+    """Stages 1 and 2: a flag in 16 bits, and a norm in fp32 where it is wanted; ``BF16_Optimizer`` asks for neither.
 
-
-def numbers_partitioned(recipe: RecipeSpec, ranks: Int) -> tuple[Collective, ...]:
-    """Stages 1 and 2: a flag in 16 bits, and a norm in fp32 where it is wanted."""
+    At stage 0 gradients are whole, so only plain fp32 training asks for a norm, and only where gradients are clipped.
+    """
+    if recipe.zero_stage == 0:
+        asks = recipe.precision == "fp32" and recipe.deepspeed.compute_grad_norm
+        return (_reduced(_NORM, ranks, 1, 4, _CLIP),) if asks else ()
+    if collects(recipe):
+        return ()
     flag = _reduced(_FLAG, ranks, 1, 1, f"{_ZERO}/stage_1_and_2.py, has_overflow")
     norm = _reduced(_NORM, ranks, 1, 4, f"{_ZERO}/stage_1_and_2.py, get_grad_norm_direct")
     return (

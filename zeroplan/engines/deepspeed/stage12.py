@@ -6,7 +6,7 @@ state of that share. Rank 0 is described, whose share begins with the embedding.
 
 from zeroplan.engines.account import Account
 from zeroplan.engines.deepspeed.abandoned import abandoned_states, beside
-from zeroplan.engines.deepspeed.numbers import numbers_partitioned
+from zeroplan.engines.deepspeed.numbers import numbers_unsharded
 from zeroplan.engines.deepspeed.offload import kept_as, note, offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.sources import SHARE, STAGE12
 from zeroplan.engines.deepspeed.stage12_backward import trained
@@ -123,5 +123,5 @@ def _collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
             (n - 1) * element * job.partition, n * job.partition, "DeepSpeed 0.19.8, runtime/utils.py, all_gather_dp_groups",
             phase=Phase.STEP,
         ),
-        *numbers_partitioned(job.recipe, n),
+        *numbers_unsharded(job.recipe, n),
     )  # fmt: skip

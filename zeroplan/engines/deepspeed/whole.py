@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.abandoned import abandoned_states, beside
-from zeroplan.engines.deepspeed.numbers import numbers_unpartitioned
+from zeroplan.engines.deepspeed.numbers import numbers_unsharded
 from zeroplan.engines.deepspeed.sources import SHARE
 from zeroplan.engines.deepspeed.stage12_backward import trained
 from zeroplan.engines.deepspeed.stage12_lines import Job, frozen_weights, job_of, symbols
@@ -118,7 +118,7 @@ def _collectives(job: Job) -> tuple[Collective, ...]:
             "all_reduce", "gradients", "after the backward of the last micro-batch", n, calls, element * ceil_div(psi, calls),
             2 * (n - 1) * element * psi // n, 2 * psi, f"{ENGINE}, allreduce_no_retain", element * psi,
         ),
-        *(numbers_unpartitioned(job.recipe, n) if job.recipe.zero_stage == 0 else ()),
+        *numbers_unsharded(job.recipe, n),
     )  # fmt: skip
 
 

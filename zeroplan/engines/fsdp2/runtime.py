@@ -14,7 +14,7 @@ from zeroplan.engines.fsdp2 import lines
 from zeroplan.engines.fsdp2.groups import Ends, Group
 from zeroplan.engines.fsdp2.param_groups import ParamGroup, param_groups
 from zeroplan.engines.fsdp2.plan import Plan
-from zeroplan.ledger import Line, Phase
+from zeroplan.ledger import Among, Line, Phase
 from zeroplan.numeric import Int
 from zeroplan.trace import Inside, Trace
 
@@ -184,7 +184,12 @@ class Runtime:
         group = unit.parts.groups[index]
         (line,) = self._once(lines.gathered_ahead if ahead else lines.gather_buffer, group)
         self.memory.put(unit.gathered(index), line)
-        self.memory.call("all_gather", line.n_bytes, self.ranks_of(unit, index))
+        self.memory.call("all_gather", line.n_bytes, self.ranks_of(unit, index), self.among(group))
+
+    @staticmethod
+    def among(group: ParamGroup) -> Among:
+        """Who shares a group's parameters."""
+        return Among.SHARDS_OF_EXPERTS if group.are_experts else Among.SHARDS
 
     def ranks_of(self, unit: Unit, index: int) -> Int:
         """Those that a group is gathered from."""

@@ -1,5 +1,7 @@
 """What tensor-parallel ranks send among themselves in a step under FSDP2."""
 
+from collections.abc import Iterable
+
 from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan
 from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Among, Collective, Phase
@@ -12,6 +14,7 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.families.ending import PARALLEL
 from zeroplan.transformer.families.experts import COMBINE, DISPATCH
 from zeroplan.transformer.families.sharded import GATHER, SCATTER
+from zeroplan.transformer.parameters import Parameter
 
 #: What the collectives of tensor-parallel ranks are said to carry.
 ACTIVATIONS, ROWS, NORMS = "activations", "sums over the vocabulary", "gradients of norms"
@@ -96,10 +99,15 @@ def _of_experts(
 
 def _norms(plan: Plan) -> tuple[int, int]:
     """How many norms there are, and the elements of their weights, which every rank holds whole."""
-    in_blocks = [(run.layers, one) for run in plan.runs for one in run.parameters]
-    outside = [(1, one) for one in plan.parameters if one.name.startswith(FINAL_NORM)]
-    found = [(layers, one.numel) for layers, one in (*in_blocks, *outside) if "norm" in one.name]
+    outside = (one for one in plan.parameters if one.name.startswith(FINAL_NORM))
+    found = [(1, one) for one in summed(outside)]
+    found += [(run.layers, one) for run in plan.runs for one in summed(run.parameters)]
     return sum(layers for layers, _ in found), sum(layers * numel for layers, numel in found)
+
+
+def summed(parameters: Iterable[Parameter]) -> tuple[int, ...]:
+    """The elements of each norm among them, whose gradients tensor-parallel ranks sum up (``_get_grad_inner_tensor``)."""
+    return tuple([one.numel for one in parameters if "norm" in one.name])
 
 
 def _among(

@@ -17,13 +17,13 @@ from zeroplan.engines.fsdp2 import notes_of
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Units
 from zeroplan.engines.optimizers import step_temporary_lines
-from zeroplan.engines.pipeline.halves_walk import left_over, split_states
 from zeroplan.engines.pipeline.host import in_host_memory
 from zeroplan.engines.pipeline.moments import moments_of
+from zeroplan.engines.pipeline.schedule import Place
 from zeroplan.engines.pipeline.stage import StagePlan, stage_plans
 from zeroplan.engines.pipeline.traffic import collectives
 from zeroplan.engines.pipeline.waiting import Rank
-from zeroplan.engines.pipeline.walk import Place, State, gathers, states
+from zeroplan.engines.pipeline.walk import State, gathers, left_over, states
 from zeroplan.engines.precisions import compute_of
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, Moment, Phase, Role, Tag
@@ -235,9 +235,7 @@ def _notes(recipe: RecipeSpec, mesh: Mesh) -> tuple[str, ...]:
 
 def states_for(place: Place, plan: Plan) -> tuple[State, ...]:
     """What waits on a rank in a step, where most does."""
-    if place.schedule in SPLIT:
-        return split_states(place, widened=plan.reduce_bytes != plan.width.compute)
-    return states(place, resharded=bool(plan.reshard))
+    return states(place, resharded=bool(plan.reshard), widened=plan.reduce_bytes != plan.width.compute)
 
 
 def until_next(place: Place, hidden_bytes: Int) -> tuple[Line, ...]:

@@ -28,26 +28,22 @@ class Bounds(NamedTuple):
     """What gathers can hold, where the stage is not whole yet."""
     in_turn: int
     """The same of a forward that finds what is outside the blocks unsharded."""
-    gradients: int
-    """Of earlier micro-batches."""
-    fresh: int
-    """The same where they are as they were made."""
-    shards: int
-    """This rank's share of them."""
+    sizes: Sizes
+    """Of what waits, earlier micro-batches' gradients among it; ints."""
 
     def of(self, state: State) -> Weight | None:
         """Of a state's pass, by pool; None of half a backward."""
-        at = state.chunk
-        earlier = (self.gradients if state.earlier[at] else 0) + (self.fresh if state.fresh and state.fresh[at] else 0)
+        at, (gradients, fresh) = state.chunk, map(int, (self.sizes.gradients, self.sizes.fresh))
+        earlier = state.earlier[at] * gradients + (fresh if state.fresh and state.fresh[at] else 0)
         gathers = 0 if state.whole[at] and not state.begins else self.gathers
         if state.kind == "forward":
             return self.forward + earlier, gathers if state.begins else min(gathers, self.in_turn), 0
         if state.kind == "backward":
-            return self.backward + max(earlier, self.gradients), gathers, 0
-        return (self.reducing + max(earlier, self.fresh), 0, self.shards) if state.kind == "reducing" else None
+            return self.backward + max(earlier, gradients), gathers, 0
+        return (self.reducing + max(earlier, fresh), 0, int(self.sizes.shards)) if state.kind == "reducing" else None
 
 
-def bounds_of(stage: StagePlan, sizes: Sizes, fresh: int) -> Bounds | None:
+def bounds_of(stage: StagePlan, sizes: Sizes) -> Bounds | None:
     """The bounds of a stage; None where parameters are gathered, kept or reduced in other ways than most."""
     plan = stage.plan
     if plan.has_experts_apart or plan.of_torch_2_15 or not isinstance(plan.reshard, bool) or plan.recipe.offloads:
@@ -63,9 +59,7 @@ def bounds_of(stage: StagePlan, sizes: Sizes, fresh: int) -> Bounds | None:
         int(sizes.unsharded) + _reducing(stage),
         int(gathers),
         int(width * (alone + 2 * max(int(group.padded) for group in plan.blocks))),
-        int(sizes.gradients),
-        fresh,
-        int(sizes.shards),
+        sizes,
     )
 
 

@@ -12,6 +12,7 @@ from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Int
+from zeroplan.weights import total
 
 
 class Rank(NamedTuple):
@@ -34,7 +35,7 @@ def most_waits(rank: Rank, states: tuple[State, ...]) -> list[tuple[State, tuple
         return [(state, waiting_lines(rank, state)) for state in states]
     highest: dict[object, tuple[int, State]] = {}
     for state in states:
-        n_bytes = int(waiting_bytes(state, sizes)) + int(total_bytes(of_the_head(rank, state)))
+        n_bytes = int(total(waits(state, sizes))) + int(total_bytes(of_the_head(rank, state)))
         alike = alike_in(state)
         if alike not in highest or n_bytes > highest[alike][0]:
             highest[alike] = (n_bytes, state)
@@ -70,7 +71,7 @@ def sizes_of(stage: StagePlan) -> Sizes:
     plan = stage.plan
     shards = reduced(plan, plan.every_layer, "", plan.trained_outside).n_bytes
     gradients = accumulated(plan, plan.every_layer, plan.trained_outside).n_bytes
-    fresh = plan.width.compute * plan.numel
+    fresh = as_made(plan, plan.every_layer, plan.trained_outside).n_bytes
     every, none = plan.every_layer, tuple(0 for _ in plan.blocks)
     return Sizes(
         stage.kept_bytes, stage.output_bytes, stage.hidden_bytes, shards, gradients, stage.between_bytes, fresh,
@@ -80,27 +81,26 @@ def sizes_of(stage: StagePlan) -> Sizes:
     )  # fmt: skip
 
 
-def waiting_bytes(state: State, sizes: tuple[Sizes, ...]) -> Int:
-    """The sum of what :func:`waiting_lines` lists, but for what is there at every moment, and a head's gradient. [bytes]"""
-    n_bytes: Int = state.sent * sizes[0].hidden
+def waits(state: State, sizes: tuple[Sizes, ...]) -> list[Int]:
+    """The sums of what :func:`waiting_lines` lists in each pool, but for what is always there, and a head's gradient. [bytes]"""
+    computing: Int = state.sent * sizes[0].hidden
+    gather: Int = 0
+    reduce: Int = 0
     for at, one in enumerate(sizes):
-        n_bytes = n_bytes + state.flying[at] * one.kept + state.outputs[at] * one.output
-        if at != state.chunk:
-            n_bytes = n_bytes + _parameters_bytes(state, at, one)
-            n_bytes = n_bytes + (one.shards if state.reduced[at] else one.gradients * state.earlier[at])
+        computing = computing + state.flying[at] * one.kept + state.outputs[at] * one.output
         if state.between:
-            left = at != state.chunk and not state.reduced[at]
-            n_bytes = n_bytes + state.between[at] * one.between + (one.fresh * state.fresh[at] if left else 0)
-    return n_bytes
-
-
-def _parameters_bytes(state: State, at: int, one: Sizes) -> Int:
-    """The bytes of :func:`_parameters_of_another`."""
-    if state.reduced[at]:
-        return 0
-    if not state.has_begun(at):
-        return one.gathered
-    return one.unsharded if state.whole[at] else one.outside
+            computing = computing + state.between[at] * one.between
+        if at == state.chunk:
+            continue
+        if state.reduced[at]:
+            reduce = reduce + one.shards
+            continue
+        if state.has_begun(at):
+            computing = computing + (one.unsharded if state.whole[at] else one.outside)
+        else:
+            gather = gather + one.gathered
+        computing = computing + state.earlier[at] * one.gradients + (state.fresh[at] * one.fresh if state.fresh else 0)
+    return [computing, gather, reduce]
 
 
 STAGE = "torch 2.13, torch/distributed/pipelining/stage.py, forward_one_chunk"

@@ -1,19 +1,21 @@
 """What waits on a pipeline rank while it takes one pass: micro-batches in flight, tensors that sends still hold, gradients.
 
-Everything here follows from the order of passes and from what the schedule's code refers to. Outputs of stages and gradients of
-their inputs are freed when nobody refers to them: the schedule's own variables hold the last ones, and a send holds its tensor
-until it is dropped, which GPipe and the interleaved schedules do at the end of the step only.
+A schedule's program (:mod:`zeroplan.engines.pipeline.schedule`) drives stages that count. Where backwards are split, nearly all
+that a micro-batch has left in a stage stays from the first half of its backward to the second, and gradients of operators'
+outputs with it. Gradients of weights that the second half makes stay in the compute dtype until the next first half of that
+stage, in which FSDP2's hooks take them up.
 
-Source: torch 2.13, torch/distributed/pipelining/schedules.py, ``_step_microbatches`` of each schedule; stage.py,
-``fwd_cache``.
+Source: torch 2.13, torch/distributed/pipelining/_backward.py, ``stage_backward_input`` and ``stage_backward_weight``; stage.py,
+``backward_one_chunk`` and ``backward_weight_one_chunk``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from zeroplan.engines.pipeline.order import Pass, interleaved
-from zeroplan.spec.pipeline import SINGLE, PipelineSchedule
+from zeroplan.engines.pipeline.order import Pass
+from zeroplan.engines.pipeline.schedule import Passes, Place
+from zeroplan.spec.pipeline import SINGLE, SPLIT
 
 
 class State(NamedTuple):
@@ -36,7 +38,7 @@ class State(NamedTuple):
     begins: bool = False
     """It is the stage's first pass of the step, before which all of it was sharded."""
     between: tuple[int, ...] = ()
-    """Of schedules that split backwards (``halves_walk.py``): micro-batches between the two halves of their backward."""
+    """Of schedules that split backwards: micro-batches between the two halves of their backward."""
     fresh: tuple[int, ...] = ()
     """Of the same: 1 where gradients of weights are as they were made, and not taken up yet."""
     ahead: bool = False
@@ -47,25 +49,23 @@ class State(NamedTuple):
         return bool(self.flying[at] or self.earlier[at] or (self.between and (self.between[at] or self.fresh[at])))
 
 
-class Place(NamedTuple):
-    """Where in a pipeline a rank stands: structure, and the number of micro-batches."""
-
-    schedule: PipelineSchedule
-    rank: int
-    pp: int
-    chunks: int
-    micro_batches: int
-
-
 @lru_cache(maxsize=4096)
-def states(place: Place, *, resharded: bool) -> tuple[State, ...]:
+def states(place: Place, *, resharded: bool, widened: bool = False) -> tuple[State, ...]:
     """The states of a step that no other surpasses: a handful, however many micro-batches there are.
 
-    ``resharded`` says that blocks are sharded again after each forward.
+    ``resharded`` says that blocks are sharded again after each forward; ``widened`` that gradients are reduced in a wider dtype
+    than they are made in, and add up in that.
     """
-    walks = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
-    walk = walks[place.schedule](place) if place.schedule in SINGLE else _interleaved(place)
-    return highest(_with_the_head(_with_parameters(walk, resharded=resharded, at_first=place.schedule not in SINGLE)))
+    return _highest(_walked(place, resharded=resharded, widened=widened))
+
+
+def left_over(place: Place) -> int:
+    """Gradients of inputs that stay until the next step begins: ``stage_backward_input`` leaves them on what was received.
+
+    What a rank hands to its own next stage is what that stage received, and counts there.
+    """
+    chunks = [chunk for chunk in range(place.chunks) if not (place.is_first(chunk) or place.goes_by_hand(chunk - 1))]
+    return len(chunks) * place.micro_batches
 
 
 class Gathers(NamedTuple):
@@ -89,129 +89,124 @@ def gathers(place: Place, *, resharded: bool) -> tuple[Gathers, ...]:
         return (Gathers(place.micro_batches, 1),)
     if place.schedule == "1f1b":
         return (Gathers(ahead, place.micro_batches - ahead + 1),)
-    walk = tuple(_with_parameters(_interleaved(place), resharded=True, at_first=True))
+    walk = _walked(place, resharded=True)
     return tuple(
         Gathers(1 + _sharded(walk, "forward", chunk), _sharded(walk, "backward", chunk)) for chunk in range(place.chunks)
     )
 
 
-def _sharded(walk: tuple[State, ...], kind: str, chunk: int) -> int:
+def _sharded(walk: Iterable[State], kind: str, chunk: int) -> int:
     """Passes of one kind that find their stage sharded."""
     return sum((state.kind, state.chunk, state.whole[chunk]) == (kind, chunk, False) for state in walk)
 
 
-def _gpipe(place: Place) -> Iterator[State]:
-    """All forwards, then all backwards; sends are held until the step ends, and the last stage's last output too."""
-    count, is_first, is_last = place.micro_batches, place.rank == 0, place.rank == place.pp - 1
-    for index in _ends(count):
-        yield _single("forward", index, index, 0, 0)
-    for index in _ends(count):
-        outputs = count - index if is_last else count
-        yield _single("backward", count - 1 - index, outputs, 0 if is_first else index, min(index, 1))
-    yield _single("reducing", 0, 1 if is_last else count, 0 if is_first else count, 1)
+def _walked(place: Place, *, resharded: bool, widened: bool = False) -> list[State]:
+    """The state of every pass; under GPipe of the first two and the last, between which everything is linear."""
+    ahead, told = min(place.micro_batches, place.pp - place.rank), range(place.micro_batches)
+    if place.schedule == "1f1b":  # after so many, every one goes as the one before it
+        place = place._replace(micro_batches=min(place.micro_batches, 2 * ahead + 2))
+    elif place.schedule == "gpipe":
+        told = sorted({0, min(1, place.micro_batches - 1), place.micro_batches - 1})
+    walk = _Walk(place, told, resharded=resharded, widened=widened)
+    Passes(place, walk.stages).run()
+    return walk.states
 
 
-def _ends(count: int) -> tuple[int, ...]:
-    """The first two and the last: between them everything is linear."""
-    return tuple(sorted({0, min(1, count - 1), count - 1}))
+class _Walk:
+    """What waits, as one pass follows the other."""
+
+    def __init__(self, place: Place, told: Iterable[int], *, resharded: bool, widened: bool) -> None:
+        """``told`` are the micro-batches whose passes are wanted."""
+        self.splits, self.told, self.resharded, self.widened = place.schedule in SPLIT, frozenset(told), resharded, widened
+        self.states: list[State] = []
+        at_first = place.schedule not in SINGLE  # the runtime of several stages unshards all of them
+        self.stages = [Counted(self, chunk, is_first=place.is_first(chunk), whole=at_first) for chunk in range(place.chunks)]
+        self.ahead = False
+
+    def note(self, kind: Pass | Literal["reducing"], chunk: int, micro_batch: int) -> None:
+        """A pass begins, or a stage's reduction."""
+        of, stages = self.stages[chunk], self.stages
+        if micro_batch in self.told:
+            self.states.append(
+                State(
+                    kind, chunk, tuple([one.flying for one in stages]), tuple([len(one.outputs) for one in stages]),
+                    sum([len(one.sends) for one in stages]), tuple([one.earlier for one in stages]),
+                    tuple([one.whole and not one.reduced for one in stages]), tuple([one.reduced for one in stages]),
+                    not of.begun, tuple([one.between for one in stages]) if self.splits else (),
+                    tuple([one.fresh for one in stages]) if self.splits else (), self.ahead,
+                )
+            )  # fmt: skip
+        of.begun = True
+        if of is stages[-1] and not self.splits and kind != "reducing":
+            self.ahead = kind == "forward"
 
 
-def _single(kind: Literal["forward", "backward", "reducing"], flying: int, outputs: int, sent: int, earlier: int) -> State:
-    return State(kind, 0, (flying,), (outputs,), sent, (earlier,), (False,), (False,))
+class Counted:
+    """Counts what a stage's micro-batches have left."""
+
+    def __init__(self, walk: _Walk, chunk: int, *, is_first: bool, whole: bool) -> None:
+        """Begin with nothing."""
+        self.walk, self.chunk, self.is_first, self.whole = walk, chunk, is_first, whole
+        self.flying = self.between = self.earlier = self.fresh = 0
+        self.outputs, self.sends = set[int](), set[int]()
+        self.begun = self.reduced = False
+
+    def forward_of(self, micro_batch: int) -> None:
+        """A micro-batch goes forward; blocks may be sharded again after it."""
+        self.walk.note("forward", self.chunk, micro_batch)
+        self.flying += 1
+        self.outputs.add(micro_batch)
+        self.whole = not self.walk.resharded
+
+    def backward_of(self, micro_batch: int) -> None:
+        """It goes backward, which leaves the stage unsharded, since no gradient is reduced after it."""
+        self.flying -= 1
+        self.walk.note("backward", self.chunk, micro_batch)
+        self.earlier, self.whole = 1, True
+        self._send(micro_batch)
+
+    def _send(self, micro_batch: int) -> None:
+        if not self.is_first:
+            self.sends.add(micro_batch)
+
+    def input_of(self, micro_batch: int) -> None:
+        """The first half, which takes up what an earlier second one has left."""
+        self.flying -= 1
+        self.walk.note("input", self.chunk, micro_batch)
+        self.between += 1
+        self._send(micro_batch)
+        if self.fresh:
+            self.earlier, self.fresh = 1, 0
+
+    def weights_of(self, micro_batch: int) -> None:
+        """The second half."""
+        self.between -= 1
+        self.walk.note("weights", self.chunk, micro_batch)
+        if self.walk.widened:
+            self.fresh = 1
+        else:
+            self.earlier = 1
+
+    def output_of(self, micro_batch: int) -> None:
+        """The output goes."""
+        self.outputs.discard(micro_batch)
+
+    def sent(self, micro_batch: int) -> None:
+        """The gradient of the input goes."""
+        self.sends.discard(micro_batch)
+
+    def unshard_all(self) -> None:
+        """The stage is unsharded from the beginning."""
+
+    wait_for_all = unshard_all
+
+    def reduce(self) -> None:
+        """All is sharded again."""
+        self.walk.note("reducing", self.chunk, 0)
+        self.reduced = True
 
 
-def _one_forward_one_backward(place: Place) -> Iterator[State]:
-    """Follow the variables of ``Schedule1F1B``: which outputs and gradients the last sends still hold."""
-    is_first, is_last = place.rank == 0, place.rank == place.pp - 1
-    ahead = min(place.micro_batches, place.pp - place.rank)
-    count = min(place.micro_batches, 2 * ahead + 2)  # after so many, every one goes as the one before it
-    cached: set[int] = set()
-    named: set[int] = set()  # `output`
-    to_send: set[int] = set()  # `fwd_sends`
-    in_work: set[int] = set()  # `send_work`, while micro-batches go forward only
-    sent = 0  # `bwd_sends`, whose tensor `send_work` holds too at the end
-    done = 0
-
-    def state(kind: Literal["forward", "backward", "reducing"], flying: int) -> State:
-        return _single(kind, flying, len(cached | named | to_send | in_work), sent, min(done, 1))
-
-    for index in range(count + ahead):
-        if index < count:
-            yield state("forward", len(cached))
-            cached.add(index)
-            named = {index}
-            to_send = set() if is_last else {index}
-            if index < ahead - 1:
-                in_work = to_send
-        if index < ahead - 1 or done == count:
-            continue
-        if index >= count:
-            in_work = set()
-        yield state("backward", len(cached) - 1)
-        cached.discard(done)
-        done += 1
-        sent = 0 if is_first else 1
-    in_work = set()
-    yield state("reducing", 0)
-
-
-def _interleaved(place: Place) -> Iterator[State]:
-    """Sends are held until the step ends; a stage's gradients are reduced right after its last backward."""
-    every = range(place.chunks)
-    first, last = place.rank == 0, place.rank == place.pp - 1
-    flying, outputs, backwards = [0 for _ in every], [0 for _ in every], [0 for _ in every]
-    sent = 0
-    reduced = [False for _ in every]
-
-    def state(kind: Pass | Literal["reducing"], chunk: int) -> State:
-        waiting = tuple(number - (at == chunk and kind == "backward") for at, number in enumerate(flying))
-        earlier = tuple(min(number, 1) for number in backwards)
-        return State(kind, chunk, waiting, tuple(outputs), sent, earlier, tuple(False for _ in every), tuple(reduced))
-
-    order = interleaved(rank=place.rank, pp=place.pp, chunks=place.chunks, micro_batches=place.micro_batches)
-    for kind, chunk, _ in order:
-        yield state(kind, chunk)
-        ends_here, begins_here = last and chunk == place.chunks - 1, first and chunk == 0
-        if kind == "forward":
-            flying[chunk] += 1
-            outputs[chunk] += 1
-            continue
-        flying[chunk] -= 1
-        backwards[chunk] += 1
-        outputs[chunk] -= ends_here
-        sent += not begins_here
-        if backwards[chunk] == place.micro_batches:
-            yield state("reducing", chunk)
-            reduced[chunk] = True
-
-
-def _with_parameters(walk: Iterator[State], *, resharded: bool, at_first: bool) -> Iterator[State]:
-    """Say which stages are unsharded when a pass begins: from their first pass on, and until their next forward's end.
-
-    A backward leaves its stage unsharded, since no gradient is reduced after it; the runtime of the interleaved schedules
-    unshards all stages at first.
-    """
-    whole: list[bool] | None = None
-    begun: set[int] = set()
-    for state in walk:
-        if whole is None:
-            whole = [at_first for _ in state.flying]
-        now = tuple(here and not done for here, done in zip(whole, state.reduced, strict=True))
-        yield state._replace(whole=now, begins=state.chunk not in begun)
-        begun.add(state.chunk)
-        whole[state.chunk] = state.kind == "backward" or (state.kind == "forward" and not resharded)
-
-
-def _with_the_head(walk: Iterator[State]) -> Iterator[State]:
-    """Say whether the rank's last stage has run forward since it last ran backward."""
-    ahead = False
-    for state in walk:
-        yield state._replace(ahead=ahead)
-        if state.chunk == len(state.flying) - 1 and state.kind != "reducing":
-            ahead = state.kind == "forward"
-
-
-def highest(walk: Iterator[State]) -> tuple[State, ...]:
+def _highest(walk: Iterable[State]) -> tuple[State, ...]:
     """Leave out states that another surpasses everywhere."""
     kept: list[State] = []
     for state in dict.fromkeys(walk):

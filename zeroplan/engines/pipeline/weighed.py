@@ -15,11 +15,10 @@ from zeroplan.engines.fsdp2.runtime import Units
 from zeroplan.engines.optimizers import step_temporary_lines
 from zeroplan.engines.pipeline import account_of_time, accounts_of, arranged, cut_lines, received_lines, states_for, until_next
 from zeroplan.engines.pipeline.bounds import Bounds, bounds_of
-from zeroplan.engines.pipeline.gradients import as_made
 from zeroplan.engines.pipeline.moments import makers_of
 from zeroplan.engines.pipeline.passes import StagePass, only_in_flight
 from zeroplan.engines.pipeline.stage import StagePlan, layers_of, recipe_of, stage_plan_of
-from zeroplan.engines.pipeline.waiting import Rank, alike_in, sizes_of, waiting_bytes
+from zeroplan.engines.pipeline.waiting import Rank, alike_in, sizes_of, waits
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Kind, Line
 from zeroplan.memo import recalled
@@ -51,7 +50,6 @@ class Worked:
         self.units = Units(inner._replace(walk=plan.walk))
         self.passes: dict[object, Pass] = {}
         self.sizes = sizes_of(plan)
-        self.as_made = as_made(inner, inner.every_layer, inner.trained_outside).n_bytes
         self.standing = weigh(inner.persistent, pools)
         shards = inner.gradient_shards(inner.every_layer, "after backward", inner.trained_outside)
         self.reduced = weigh((shards,), pools)
@@ -59,7 +57,7 @@ class Worked:
     @cached_property
     def bounds(self) -> Bounds | None:
         """What passes take at the most, where that is simple."""
-        return bounds_of(self.stage, self.sizes, int(self.as_made))
+        return bounds_of(self.stage, self.sizes)
 
     def taken(self, state: State) -> Pass:
         """What the pass of a state takes through this stage, which is one of those that the state tells of."""
@@ -145,7 +143,7 @@ class WeighedRank:
         received = received_lines(self.plans, of.mesh, self.batch)
         self.standing = together([*[one.standing for one in self.worked], weigh(received, of.pools)])
         passing = weigh(cut_lines(self.plans, of.mesh, self.batch), of.pools)
-        self.waiting = in_pools(together([self.standing, passing]))
+        self.waiting = together([self.standing, passing])
         self.states = states_for(self.place, self.plans[0].plan)
 
     @cached_property
@@ -165,9 +163,9 @@ class WeighedRank:
             return []
         found = list[tuple[State, Weight, Weight | None]]()
         for state in self._most():
-            bounds, waits = self.worked[state.chunk].bounds, self._waits(state)
+            bounds, waiting = self.worked[state.chunk].bounds, self._waits(state)
             most = None if bounds is None else bounds.of(state)
-            found.append((state, waits, None if most is None else together([most, waits])))
+            found.append((state, waiting, None if most is None else together([most, waiting])))
         return found
 
     @cached_property
@@ -181,7 +179,7 @@ class WeighedRank:
     def exceeds(self, n_bytes: int) -> bool:
         """Whether its peak is above so many bytes; what waits, or a bound, says so soon."""
         if "peak_bytes" not in self.__dict__:
-            if any(total(waits) > n_bytes for _, waits, _ in self._at_most):
+            if any(total(waiting) > n_bytes for _, waiting, _ in self._at_most):
                 return True
             if self.bound_bytes is not None and self.bound_bytes <= n_bytes:
                 return False
@@ -192,11 +190,11 @@ class WeighedRank:
         if not self.of.is_plain:
             return self._by_lines
         found = _highest(self._at_the_step)
-        for state, waits, most in sorted(self._at_most, key=_most_first):
+        for state, waiting, most in sorted(self._at_most, key=_most_first):
             if most is not None and _is_below(most, found, pools=pools):
                 continue
             taken = self.worked[state.chunk].taken(state)
-            found = found.or_of(beside(taken.highest, waits))
+            found = found.or_of(beside(taken.highest, waiting))
             if taken.at_the_loss is not None:
                 found = found.or_of(beside(taken.at_the_loss, self._waits(only_in_flight(state))))
         return found
@@ -224,7 +222,7 @@ class WeighedRank:
         """Of the states in which a pass takes the same those in which most waits."""
         highest: dict[object, tuple[int, State]] = {}
         for state in self.states:
-            n_bytes = int(waiting_bytes(state, self.sizes))
+            n_bytes = int(total(waits(state, self.sizes)))
             alike = alike_in(state)
             if alike not in highest or n_bytes > highest[alike][0]:
                 highest[alike] = n_bytes, state
@@ -232,26 +230,7 @@ class WeighedRank:
 
     def _waits(self, state: State) -> Weight:
         """What waits in a state: the sums of :func:`~zeroplan.engines.pipeline.waiting.waiting_lines`."""
-        computing, gather, reduce = self.waiting
-        computing = computing + state.sent * self.sizes[0].hidden
-        for at, one in enumerate(self.worked):
-            size = one.sizes
-            computing = computing + state.flying[at] * size.kept + state.outputs[at] * size.output
-            if state.between:
-                computing = computing + state.between[at] * size.between
-            if at == state.chunk:
-                continue
-            if state.reduced[at]:
-                reduce = reduce + size.shards
-                continue
-            if state.has_begun(at):
-                computing = computing + (size.unsharded if state.whole[at] else size.outside)
-            else:
-                gather = gather + size.gathered
-            computing = computing + state.earlier[at] * size.gradients
-            if state.fresh:
-                computing = computing + state.fresh[at] * one.as_made
-        return [computing, gather, reduce]
+        return together([self.waiting, waits(state, self.sizes)])
 
     def account_of_time(self) -> Account:
         """What its step's time follows from; what is in host memory is copied, and is in the whole account alone."""

@@ -5,7 +5,7 @@ the allocator (:mod:`zeroplan.allocator`) can do them: what is reserved follows.
 that give their moments, too.
 
 Left out: what is gone before the first step begins (the model as it was built, zero gradients), but under FSDP1 and DeepSpeed's
-flat optimizer of stage 0; numbers of a few bytes, buffers of the process group.
+stages 0 to 2; numbers of a few bytes, buffers of the process group.
 """
 
 from importlib import import_module
@@ -124,8 +124,13 @@ def _of_pipelines(job: JobSpec) -> tuple[tuple[bool, str], ...]:
 
 
 def _of_stage_3(job: JobSpec) -> tuple[tuple[bool, str], ...]:
-    options = job.recipe.deepspeed
+    options, moe = job.recipe.deepspeed, job.model.moe
     return (
+        (job.recipe.loss != "full", "DeepSpeed stage 3 with a loss that takes the head's weight itself"),
+        (
+            job.model.mla is not None and moe is not None and not moe.num_shared_experts,
+            "DeepSpeed stage 3 without shared experts",
+        ),
         ("nvme" in (options.offload_optimizer, options.offload_param), "DeepSpeed's offload to NVMe"),
         (job.model.family == "qwen3_next", "DeepSpeed stage 3 with linear attention"),
     )

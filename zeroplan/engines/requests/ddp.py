@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from zeroplan.engines.ddp import filled_buckets
+from zeroplan.engines.ddp import buffers_sent, filled_buckets
 from zeroplan.engines.ddp.reducer import plan_of
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, tensors_of_fullest
 from zeroplan.engines.optimizers import LocalTensor, implementation_of
@@ -27,7 +27,8 @@ class Step(WholePass):
         self.job, self.stored, self.views = job, plan.element, plan.views
         impl = implementation_of(job.recipe)
         self.optimizer, self.tensors = Update(job.recipe.optimizer, impl, self.stored), _updated(job, impl, self.stored)
-        self.forwards = 0
+        self.forwards, self.begins = 0, True
+        """Forwards begun, and whether the next one is a step's first."""
 
     def begin(self) -> None:
         """Parameters, and the reducer's first bucket, which is one for all gradients."""
@@ -41,6 +42,9 @@ class Step(WholePass):
     def before_forward(self) -> None:
         """``Reducer::rebuild_buckets``, in the second forward."""
         super().before_forward()
+        if self.begins or self.recipe.sync_every_micro_batch:
+            self.log.call_all(buffers_sent(self.job.model, self.stored, 1, self.ranks))
+        self.begins = self.last
         if self.forwards == 1 and self.wrapped:
             stays = self.views and self.recipe.sync_every_micro_batch and self.job.batch.grad_accum_steps > 1
             if not stays:
@@ -55,7 +59,7 @@ class Step(WholePass):
         """Each bucket is all-reduced as it fills; here they are noted together, at the end."""
         if self.last or self.recipe.sync_every_micro_batch:
             for n_bytes in rebuilt_buckets(self.job.model, self.stored, self.recipe.ddp.bucket_cap_mb):
-                self.log.call("all_reduce", n_bytes, int(self.job.mesh.dp_shard))
+                self.log.call("all_reduce", n_bytes, self.ranks)
 
     def after_forward(self) -> None:
         """``_DDPSink``: where DDP looks for unused parameters, the loop is given copies of what the model returns."""
@@ -75,7 +79,7 @@ class Step(WholePass):
         self.optimizer.step(self.log, self.tensors)
         if self.recipe.zero_stage:
             n_bytes = self.stored * sum(each.numel for each in every_tensor(self.job.model))
-            self.log.call("broadcast", int(n_bytes), int(self.job.mesh.dp_shard))
+            self.log.call("broadcast", int(n_bytes), self.ranks)
         self.gradients.release_gradients()
 
 

@@ -7,6 +7,7 @@ What becomes of gradients, and what a step does, is in :mod:`zeroplan.engines.de
 from zeroplan.engines.deepspeed import optimizer_impl
 from zeroplan.engines.deepspeed.abandoned import abandoned_states
 from zeroplan.engines.deepspeed.gradients import collects, plan_of
+from zeroplan.engines.deepspeed.numbers import numbers_unsharded
 from zeroplan.engines.deepspeed.stage12 import weights_of
 from zeroplan.engines.deepspeed.stage12_lines import job_of
 from zeroplan.engines.deepspeed.stage12_offload import way_back
@@ -53,9 +54,7 @@ class Step(WholePass):
             self._flatten()
             return
         if self.recipe.zero_stage:
-            self._abandoned()
-            self.request_parameters(self.job.element, trained=False)
-            self.log.put("weights", *self._flat_weights())
+            self._shard()
         else:
             self.request_parameters(self.job.element)
             self._abandoned()
@@ -66,6 +65,31 @@ class Step(WholePass):
         for n_elements in [self.whole.n_elements] if self.flat else map(numel, self.whole.placed):
             self.log.request("master", _FP32 * n_elements, Kind.OPTIMIZER_STATE, "weights in fp32")
         self.optimizer.make_states(self.log, self.tensors)  # ``initialize_optimizer_states`` takes an empty step
+
+    def _shard(self) -> None:
+        """``DeepSpeedZeroOptimizer.__init__``: weights are laid flat, the share is copied and cast, zero gradients come and go.
+
+        What goes stays in the allocator's cache: the weights as they were, the copy, the zeros. ``BF16_Optimizer``'s is left out.
+        """
+        log, job = self.log, self.job
+        flat, *kept = self._flat_weights()
+        if log.starts == "recorded" or collects(self.recipe):
+            self._abandoned()
+            self.request_parameters(job.element, trained=False)
+            log.put("weights", flat, *kept)
+            return
+        self.request_parameters(job.element, trained=False)
+        for each in self.whole.placed:
+            log.request("as it was", job.element * numel(each), Kind.PARAMETERS, "a parameter, not yet flat")
+        self._abandoned()
+        log.put("weights", flat)
+        log.release("as it was")
+        log.request("copy", job.element * int(job.partition), Kind.PARAMETERS, "a copy of this rank's share, to be cast")
+        log.put("weights", *kept)
+        log.release("copy")
+        if not self.offloads:
+            log.request("zeros", job.master * int(job.partition), Kind.GRADIENTS, "zero gradients of this rank's share")
+            log.release("zeros")
 
     @property
     def frozen(self) -> bool:
@@ -115,6 +139,7 @@ class Step(WholePass):
 
     def update(self) -> None:
         """The wrapper's step."""
+        self.log.call_all(numbers_unsharded(self.recipe, self.ranks))
         self.wrapper.step()
 
 

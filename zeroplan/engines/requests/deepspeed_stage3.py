@@ -5,6 +5,7 @@ from collections.abc import Hashable
 
 from zeroplan.engines.deepspeed import optimizer_impl
 from zeroplan.engines.deepspeed.abandoned import abandoned_states
+from zeroplan.engines.deepspeed.numbers import numbers_sharded
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, offloads_parameters
 from zeroplan.engines.deepspeed.order import FORWARD
 from zeroplan.engines.deepspeed.quantized_gradients import Memory, Split, applies, is_quantized, quantized, sent_bytes
@@ -322,6 +323,7 @@ class Step(ModelPass):
         self.micro = 0
         self._partition_all()
         groups = groups_of(job.whole, self.options.sub_group_size, self.ranks)
+        log.call_all(numbers_sharded(self.recipe, self.ranks, len(groups)))
         for each in () if self.offloads else job.whole.placed:
             n_bytes = _FP64 * ceil_div(numel(each), self.ranks)
             log.request("norm", n_bytes, Kind.OPTIMIZER_TEMPORARY, "share of a gradient in fp64")

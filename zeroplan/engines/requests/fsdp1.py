@@ -20,7 +20,7 @@ from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ModelPass
 from zeroplan.engines.requests.optimizer import Update
-from zeroplan.ledger import Kind
+from zeroplan.ledger import Among, Kind
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.parameters import Parameter
 
@@ -293,7 +293,7 @@ class Step(ModelPass):
         out = "reduced" if there or wide != stored else shard
         log.request(out, wide * int(group.shard), Kind.GRADIENTS, "reduce-scatter output")
         log.call("reduce_scatter", wide * int(group.padded), self.n)
-        log.call("all_reduce", wide * int(group.shard), self.replicas)
+        log.call("all_reduce", wide * int(group.shard), self.replicas, Among.REPLICAS)
         log.stream = _ALL_REDUCES if self.replicas > 1 else _REDUCES
         if wide != stored:
             key = "reduced" if there else shard

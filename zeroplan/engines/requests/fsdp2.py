@@ -18,12 +18,13 @@ from zeroplan.engines.requests.fsdp2_units import Cutting, Sizes
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ENDING, ModelPass
 from zeroplan.engines.requests.optimizer import Update
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import Among, Kind, Line
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.blocks import AtEmbedding
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation
 
 GATHERS, REDUCES = 1, 2
@@ -74,8 +75,7 @@ class Step(Runtime, ModelPass):
     def update(self) -> None:
         """The optimizer steps; then ``zero_grad``."""
         self.optimizer.step(self.log, self.tensors)
-        for call in of_muon(self.plan) if self.recipe.optimizer == "muon" else ():
-            self.log.call(call.operation, call.payload_bytes, call.group)
+        self.log.call_all(of_muon(self.plan) if self.recipe.optimizer == "muon" else ())
         self.log.release("ids", *self.shards)
 
     @property
@@ -235,6 +235,7 @@ class Step(Runtime, ModelPass):
         at = self.plan.at_embedding
         if at is not None:
             self._lines("whole embeddings", [line._replace(kind=Kind.TEMPORARY) for line in (at.gathered, at.by_rank)])
+            self.log.call("reduce_scatter", at.gathered.n_bytes, self.plan.tp, Among.TENSOR)
         super().embed()
         self.log.release("whole embeddings")
 
@@ -244,12 +245,17 @@ class Step(Runtime, ModelPass):
         if at is None:
             super().embedding_gradients()
             return
-        self._line("by rank", at.by_rank)
-        self._line("gathered gradient", at.gathered)
-        self.log.release("by rank", self.flow)
+        self.gather_gradient(at)
         self._line("whole gradient", at.whole)
         self.log.release("gathered gradient")
         self.make_gradient(self.tree.embeddings[0].numel)
+
+    def gather_gradient(self, at: AtEmbedding) -> None:
+        """The gradient of the embedding's output, of all tokens."""
+        self._line("by rank", at.by_rank)
+        self._line("gathered gradient", at.gathered)
+        self.log.call("all_gather", at.gathered.n_bytes, self.plan.tp, Among.TENSOR)
+        self.log.release("by rank", self.flow)
 
     def _line(self, key: str, line: Line) -> None:
         self._lines(key, (line,))
@@ -307,6 +313,8 @@ class Step(Runtime, ModelPass):
             log.release(*gradients)
         for one in gradients:
             log.rename(one, key)
+        for elements in self.each(unit, index).norms:
+            log.call("all_reduce", width * elements, plan.tp, Among.TENSOR)
         in_2_13, each = not plan.of_torch_2_15, self.each(unit, index).gradients
         if group.narrow and in_2_13:
             self._put_in_order(key, each, width)
@@ -338,8 +346,8 @@ class Step(Runtime, ModelPass):
             log.request("undivided", n_bytes, Kind.REDUCE, "sum of the experts' gradients")
         log.request("reduced", n_bytes, Kind.GRADIENTS, "reduce-scatter output")
         log.release("undivided")
-        log.call("reduce_scatter", int(group.ranks) * n_bytes, group.ranks)
-        log.call("all_reduce", n_bytes, self.replicas)
+        log.call("reduce_scatter", int(group.ranks) * n_bytes, group.ranks, self.among(group))
+        log.call("all_reduce", n_bytes, self.replicas, Among.REPLICAS)
         if plan.reduce_bytes != plan.width.stored:
             n_bytes = plan.width.stored * elements
             log.request(shard if not there else "cast", n_bytes, Kind.GRADIENTS, "reduce-scatter output, cast")

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from zeroplan.engines.fsdp2.plan import Plan
+from zeroplan.engines.fsdp2.split import summed
 from zeroplan.engines.requests.log import Log
 from zeroplan.ledger import Kind
 from zeroplan.numeric import ceil_div
@@ -19,6 +20,8 @@ class Sizes(NamedTuple):
     """Of those that get one, without padding."""
     widths: tuple[int, ...]
     """Of an element, as it is stored. [bytes]"""
+    norms: tuple[int, ...]
+    """Of norms, whose gradients tensor-parallel ranks sum up (:func:`summed`)."""
 
 
 class Cutting:
@@ -40,6 +43,7 @@ class Cutting:
             tuple([ranks * self.shard(one) for one in parameters]),
             tuple([one.numel for one in parameters if not one.frozen]),
             tuple(map(self.width, parameters)),
+            summed(parameters),
         )
 
     def shard(self, parameter: Parameter) -> int:

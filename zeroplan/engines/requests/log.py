@@ -1,10 +1,10 @@
 """Requests and releases of memory in the order in which a program makes them."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from zeroplan.engines.requests.stretches import Stretch
-from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.ledger import Among, Collective, Kind, Line, Phase
 from zeroplan.numeric import Int
 
 Starts: TypeAlias = Literal["loaded", "built", "recorded"]
@@ -23,12 +23,13 @@ class Request(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One collective: its payload in the sense of its largest buffer, its ranks, and how many deeds there were before it."""
+    """One collective: the bytes of its largest buffer, its ranks, the deeds before it, and which ranks those are."""
 
     operation: str
     n_bytes: int
     ranks: int
     start: int
+    among: Among = Among.SHARDS
 
 
 class Span(NamedTuple):
@@ -74,10 +75,15 @@ class Log:
         """Begin a part of the run."""
         self.spans.append(Span(step, phase, len(self.deeds)))
 
-    def call(self, operation: str, n_bytes: Int, ranks: Int) -> None:
+    def call(self, operation: str, n_bytes: Int, ranks: Int, among: Among = Among.SHARDS) -> None:
         """Begin a collective, if it is one of several ranks and something is sent."""
         if ranks > 1 and n_bytes:
-            self.calls.append(Call(operation, int(n_bytes), int(ranks), len(self.deeds)))
+            self.calls.append(Call(operation, int(n_bytes), int(ranks), len(self.deeds), among))
+
+    def call_all(self, collectives: Iterable[Collective]) -> None:
+        """Begin those of a step that the traffic lists, each with the payload of all its calls."""
+        for one in collectives:
+            self.call(one.operation, one.payload_bytes, one.group, one.among)
 
     def note(self, event: str, copy: int = 0, cast: int = 0) -> None:
         """Something happens that only moments are interested in."""

@@ -7,7 +7,7 @@ from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.stretches import Stretch, stretches
-from zeroplan.ledger import Kind, Line, Phase, Role
+from zeroplan.ledger import Among, Kind, Line, Phase, Role
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -57,6 +57,7 @@ class ModelPass:
         first = first_recomputed(model, recipe)
         self.compute = compute = compute or compute_of(recipe)
         self.tree = tree = tree or layout_by_recomputation(model, first)
+        self.splits = {Among.TENSOR: compute.tp, Among.SEQUENCE: compute.cp, Among.EXPERTS: compute.expert_ranks}
         self.width, self.autocast = compute.element_bytes, compute.autocast
         self.gradient_width = widths(recipe.precision).stored if compute.autocast else self.width
         self.order = order_by_recomputation(model, first)
@@ -272,7 +273,7 @@ class ModelPass:
         return self._stretches[key]
 
     def _do(self, layer: int, one: Instruction, ends: dict[int, Hashable], *, forward: bool) -> None:
-        do, place, size, pieces, kind, reason, multiplies = one
+        do, place, size, pieces, kind, reason, multiplies, sends = one
         log = self.log
         if do is Do.REQUEST:
             if multiplies:
@@ -282,16 +283,17 @@ class ModelPass:
         elif do is Do.RELEASE:
             log.release(ends.get(place, (layer, place)))
         elif do is Do.GRADIENT:
-            self.make_gradient(size)
+            self._weight_gradient(size, forward=forward)
         elif do is Do.ARRIVE:
-            self.arrived(self.arriving)
-            self.arriving = []
+            self._hand_over()
         elif do in _OF_MODULES:
             self.at_module(do, place)
+        elif sends is not None:
+            log.call(sends.operation, size, self.splits[sends.among], sends.among)
         elif do is Do.CAST:
             self._cast(layer, place, size, forward=forward)
-        elif self.casts.get((layer, place)):
-            log.release(self.casts[layer, place].pop())
+        else:
+            self._uncast(layer, place)
 
     def _model_returns(self) -> None:
         """What the model's forward holds by name goes when it returns, after the final norm."""
@@ -316,6 +318,10 @@ class ModelPass:
             self.casts.setdefault((layer, place), []).append(key)
         self.log.request(key, self.width * elements, Kind.WEIGHT_CASTS, "16-bit copy of a weight")
 
+    def _uncast(self, layer: int, place: int) -> None:
+        if self.casts.get((layer, place)):
+            self.log.release(self.casts[layer, place].pop())
+
     def _ends(self, layer: int, sized: Sized) -> dict[int, Hashable]:
         """The keys of what a block is given and returns."""
         requested, below = sized.requested, (len(self.order) if layer == ENDING else layer) - 1
@@ -324,6 +330,17 @@ class ModelPass:
             ends[requested.made] = ("hidden", layer)
             ends[requested.incoming] = self.flow
         return ends
+
+    def _hand_over(self) -> None:
+        """Gradients come to their weights."""
+        self.arrived(self.arriving)
+        self.arriving = []
+
+    def _weight_gradient(self, elements: int, *, forward: bool) -> None:
+        """Make the gradient of a weight; the first of a backward is of a product's, before that of the product's input."""
+        if elements and not forward:
+            self._multiplies("backward")
+        self.make_gradient(elements)
 
     def make_gradient(self, elements: int) -> None:
         """Make the gradient of a weight of so many elements, if any."""
@@ -373,6 +390,7 @@ class ModelPass:
         self.before_ending_backward()
         self.is_before_head = True
         self._backward_of(ENDING, self.ending)
+        self._hand_over()  # a fused loss makes the head's, and no norm may follow
         self.after_ending_backward()
 
     def below_backward(self) -> None:
@@ -388,8 +406,7 @@ class ModelPass:
     def embedding_gradients(self) -> None:
         """The embedding's own backward, to which the gradient that flows comes; that of tokens is the last of several tables."""
         for parameter in reversed(below_blocks(self.tree)):
-            self.arrived(self.arriving)
-            self.arriving = []
+            self._hand_over()
             if not parameter.frozen and not is_final_norm(parameter):
                 self.make_gradient(parameter.numel)
         self.log.release(self.flow)
@@ -402,8 +419,7 @@ class ModelPass:
             self.sum_of_tied(self.arriving.pop())
         elif self.tree.tied_head is not None and not self.tree.tied_head.frozen:  # chunks' are the parameter's already
             self.log.release(self.arriving.pop())
-        self.arrived(self.arriving)
-        self.arriving = []
+        self._hand_over()
 
     @property
     def head_gives_a_view(self) -> bool:

@@ -14,7 +14,7 @@ from zeroplan.engines.pipeline.traffic import SEND
 from zeroplan.engines.requests import fsdp2
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ENDING
-from zeroplan.ledger import Kind, Phase
+from zeroplan.ledger import Among, Kind, Phase
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -141,7 +141,7 @@ class StageStep(fsdp2.Step):
     def _hand_down(self, micro_batch: int) -> None:
         self.log.rename(self.flow, ("sent", micro_batch))
         if self.sends_down:
-            self.log.call(SEND, self._hidden_bytes, _TWO)
+            self.log.call(SEND, self._hidden_bytes, _TWO, Among.STAGES)
 
     def weights_of(self, micro_batch: int) -> None:
         """The second half, in which no hook of FSDP2's runs; then the graph goes."""
@@ -256,7 +256,7 @@ class StageStep(fsdp2.Step):
         log.release("by name", *((("hidden", -1),) if self.head.first_input else ()))
         log.rename(("hidden", len(self.order) - 1), "output")
         if self.sends_up:
-            log.call(SEND, self._hidden_bytes, _TWO)
+            log.call(SEND, self._hidden_bytes, _TWO, Among.STAGES)
 
     def _keep_output(self) -> None:
         """Logits, or hidden states of which the loss comes in chunks."""
@@ -312,9 +312,7 @@ class StageStep(fsdp2.Step):
         if at is None:
             super().embedding_gradients()
             return
-        self._lines("by rank", (at.by_rank,))
-        self._lines("gathered gradient", (at.gathered,))
-        self.log.release("by rank", self.flow)
+        self.gather_gradient(at)
         self.make_gradient(self.plan.embedding_elements + whole_embedding(self.plan))
         self.log.release("gathered gradient")
 

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from zeroplan.expr import NOTHING, Size, Values, at_least, at_most, call, ceil
-from zeroplan.ledger import Kind, Line, Module, Role, Tag
+from zeroplan.ledger import Among, Kind, Line, Module, Role, Tag
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, minimum, next_power_of_2
 from zeroplan.spec.model import ModelSpec
@@ -38,6 +38,7 @@ from zeroplan.transformer.families.tape import (
     Arriving,
     Backward,
     Do,
+    Exchange,
     Half,
     Mode,
     Site,
@@ -408,10 +409,13 @@ def _written_over(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple
 
 def _over_ranks(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
     """Run cross-entropy over a rank's share of the vocabulary. One backward covers log-softmax and loss."""
-    wide = _wide(tape, logits)
+    wide, each_row = _wide(tape, logits), Exchange("all_reduce", Among.TENSOR, 4 * T)
+    tape.send(each_row)  # the largest
     less = _logits(tape, wide, "logits less the largest of their row, fp32", PARALLEL)
     rows = tape.make(LOGITS, "largest logit, sum and logarithm of each row, fp32", 12 * T, PARALLEL)
+    tape.send(each_row)  # the sum
     softmax = _logits(tape, wide, "log-softmax of the logits, fp32", PARALLEL)
+    tape.send(each_row)  # the label's
     loss, share = _scalar(), 4 * wide.shape
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from zeroplan.expr import Size
-from zeroplan.ledger import Module
+from zeroplan.ledger import Among, Module
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.tape import Arriving, Beside, Site, Store, T_own, Tape, Value, Width
+from zeroplan.transformer.families.tape import Arriving, Beside, Exchange, Site, Store, T_own, Tape, Value, Width
 from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x
 
 ROUTER = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
@@ -286,15 +286,23 @@ def _of_this_rank(tape: Tape, normal: Value, weights: Value) -> tuple[Value, Val
         return normal, weights, ()
     cut = Site("this rank's share of the tokens", DISPATCH)
     own = op.run(
-        tape, normal, "this rank's share of the tokens", cut, shape=T_own * h, gradient="gradient of all ranks' tokens"
-    )
+        tape, normal, "this rank's share of the tokens", cut, shape=T_own * h, gradient="gradient of all ranks' tokens",
+        sends_back=(_of_all_ranks(normal, h),),
+    )  # fmt: skip
     indices = tape.make(op.TENSOR, "experts of this rank's share of the tokens, int64", 8 * T_own * t, DISPATCH)
     site = cut._replace(name="routing weights of this rank's share")
     return (
         own,
-        op.run(tape, weights, site.name, site, shape=T_own * t, gradient="gradient of all ranks' routing weights"),
+        op.run(
+            tape, weights, site.name, site, shape=T_own * t, gradient="gradient of all ranks' routing weights",
+            sends_back=(_of_all_ranks(weights, t),),
+        ),
         (indices,),
-    )
+    )  # fmt: skip
+
+
+def _of_all_ranks(value: Value, width: Size) -> Exchange:
+    return Exchange("all_gather", Among.TENSOR, value.dtype * T * width)
 
 
 def _sent(tape: Tape, normal: Value) -> tuple[Store, Value]:
@@ -304,6 +312,7 @@ def _sent(tape: Tape, normal: Value) -> tuple[Store, Value]:
     sent = picked(tape, normal, ("tokens sorted by expert, to be sent", T_own * t * h), rows, DISPATCH)
     tape.drop(rows)
     counts = tape.make(op.TEMPORARY, "pairs for each expert, sent and got, int64", 16 * E, DISPATCH)
+    tape.send(Exchange("all_to_all", Among.EXPERTS, 8 * E))
     tape.drop(tape.make(op.TEMPORARY, "ones to be counted, int64", 8 * T_own * t, DISPATCH))
     received = _exchanged(tape, sent, "tokens that came for this rank's experts", DISPATCH)
     tape.drop(tape.make(op.TEMPORARY, "experts of the pairs that came, as they are made", 16 * T_own * t + 8 * E, DISPATCH))
@@ -314,8 +323,11 @@ def _sent(tape: Tape, normal: Value) -> tuple[Store, Value]:
 
 def _exchanged(tape: Tape, value: Value, reason: str, source: str) -> Value:
     """``all_to_all_single``; its backward is another one. torchtitan's selective recomputation keeps its output."""
-    site = Site(f"all-to-all: {reason}", source)
-    made = op.run(tape, value, reason, site, gradient=f"gradient, sent back, of {reason}")
+    site, sends = Site(f"all-to-all: {reason}", source), Exchange("all_to_all", Among.EXPERTS, value.dtype * value.shape)
+    made = op.run(
+        tape, value, reason, site, gradient=f"gradient, sent back, of {reason}", sends=(sends._replace(kept=True),),
+        sends_back=(sends,),
+    )  # fmt: skip
     tape.kernel_output(made.store)
     return made
 
@@ -332,7 +344,10 @@ def _combined(tape: Tape, outputs: Value, weights: Value, order: Store) -> Value
     tape.release(weighted)
     if tape.mode.sharded:
         own, whole = wide, "outputs of the experts for all ranks' tokens"
-        wide = op.run(tape, own, whole, Site(whole, COMBINE), shape=T * h, gradient="gradient of this rank's outputs")
+        wide = op.run(
+            tape, own, whole, Site(whole, COMBINE), shape=T * h, gradient="gradient of this rank's outputs",
+            sends=(_of_all_ranks(own, h),),
+        )  # fmt: skip
         tape.release(own)
     tape.release(unsorted, returned)
     made = op.cast(tape, wide, r, Site("output of the experts", COMBINE))

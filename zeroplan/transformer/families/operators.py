@@ -15,6 +15,7 @@ from zeroplan.transformer.families.tape import (
     Backward,
     Beside,
     Do,
+    Exchange,
     Saved,
     Site,
     Store,
@@ -50,13 +51,17 @@ def passes(*values: Value) -> Backward:
     return lambda _tape, taken: [through(value, taken[0]) for value in values]
 
 
-def makes(reason: str, source: str, *values: Value, beside: tuple[str, Size] | None = None) -> Backward:
+def makes(
+    reason: str, source: str, *values: Value, beside: tuple[str, Size] | None = None, sends: tuple[Exchange, ...] = ()
+) -> Backward:  # fmt: skip
     """Return a backward that allocates a gradient of each of ``values``, after a temporary ``beside`` (reason, size)."""
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         if beside is not None:
             tape.temporary(*beside, source)
-        return [(value, gradient(tape, value, reason, source)) for value in values if tape.follows(value)]
+        made = [(value, gradient(tape, value, reason, source)) for value in values if tape.follows(value)]
+        tape.send(*sends)
+        return made
 
     return backward
 
@@ -74,7 +79,7 @@ def makes_weight_gradient(elements: Size, *, waits: bool = False) -> Backward:
 def run(
     tape: Tape, inputs: Value | tuple[Value, ...], reason: str, site: Site, *, dtype: Width | None = None,
     shape: Size | None = None, saved: Saved = (), gradient: str = "", beside: tuple[str, Size] | None = None,
-    tag: Tag = PLAIN, strided: tuple[Value, ...] = (),
+    tag: Tag = PLAIN, strided: tuple[Value, ...] = (), sends: tuple[Exchange, ...] = (), sends_back: tuple[Exchange, ...] = (),
 ) -> Value:  # fmt: skip
     """Run an operator with one output, by default of the first input's dtype and elements.
 
@@ -83,7 +88,8 @@ def run(
     inputs = (inputs,) if isinstance(inputs, Value) else inputs
     dtype = inputs[0].dtype if dtype is None else dtype
     made = tensor(tape, reason, dtype, inputs[0].shape if shape is None else shape, site.source, tag)
-    backward = makes(gradient, site.source, *inputs, beside=beside) if gradient else passes(*inputs)
+    tape.send(*sends)
+    backward = makes(gradient, site.source, *inputs, beside=beside, sends=sends_back) if gradient else passes(*inputs)
     tape.add(site.name, (made,), saved, backward, of=inputs, place=site.place, strided=strided)
     return made
 
@@ -227,19 +233,24 @@ def trained_linear(
     if not bias:
         tape.matrix_product(made.store)
 
+    def of_parameter(tape: Tape, elements: Size) -> Arriving:
+        copy = next((one for one in casts if one.shape is elements), None)
+        if copy is None:
+            tape.weight_gradient(elements)
+            return []
+        reason = f"gradient of the {site.name}'s weights, not yet cast"
+        return [(copy, tape.make(TEMPORARY, reason, e * elements, site.source))]
+
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        """``mm`` makes the weight's gradient first, ``addmm`` the input's; that sums the bias's up when it is done."""
+        of_weight = [] if bias else of_parameter(tape, matrix)
         reason = f"gradient through the {site.name}"
         arriving = [(given, gradient(tape, given, reason, site.source))] if tape.follows(given) else []
-        reason = f"gradient of the {site.name}'s weights, not yet cast"
-        for elements in (matrix, width) if bias else (matrix,):  # autograd sums a bias's gradient up when the operator is done
-            if elements is width:
-                tape.used(given.store)
-            copy = next((one for one in casts if one.shape is elements), None)
-            if copy is None:
-                tape.weight_gradient(elements)
-            else:
-                arriving.append((copy, tape.make(TEMPORARY, reason, e * elements, site.source)))
-        return arriving
+        if bias:
+            of_weight = of_parameter(tape, matrix)
+            tape.used(given.store)
+            of_weight += of_parameter(tape, width)
+        return [*arriving, *of_weight]
 
     read = (Beside(f"weight of the {site.name}", e * matrix, strided=not addmm),) if kept is not None else ()
     cast_of = kept if casts else None
@@ -254,10 +265,9 @@ def wide_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Siz
     tape.matrix_product(made.store)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        reason = f"gradient through the {site.name}"
-        arriving = [(value, gradient(tape, value, reason, site.source))] if tape.follows(value) else []
         tape.weight_gradient(reads * width)
-        return arriving
+        reason = f"gradient through the {site.name}"
+        return [(value, gradient(tape, value, reason, site.source))] if tape.follows(value) else []
 
     tape.add(site.name, (made,), (value,), backward, of=None, place=site.place)
     return made

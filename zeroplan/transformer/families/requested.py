@@ -6,7 +6,7 @@ Sizes have values for every batch. The engine that runs the block decides about 
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Role
@@ -20,11 +20,13 @@ from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
 from zeroplan.transformer.families.halves import structure_and_order
 from zeroplan.transformer.families.sharded import SHARES
 from zeroplan.transformer.families.tags import INCOMING
-from zeroplan.transformer.families.tape import Action, Do, Owner, Store, Tape, Value
+from zeroplan.transformer.families.tape import Action, Do, Exchange, Owner, Store, Tape, Value
 from zeroplan.transformer.families.traced import run_forward, structure_of, torchtitan_structure
 from zeroplan.transformer.families.widths import in_one_chunk, makes_a_mask, values_of, widths
 from zeroplan.transformer.parameters import BlockRun
 from zeroplan.transformer.symbols import r
+
+_Thing: TypeAlias = Store | Size | Owner | Exchange
 
 
 class Done(NamedTuple):
@@ -37,8 +39,8 @@ class Done(NamedTuple):
 class Requested(NamedTuple):
     """A program's actions, and the tensors and weights that they act on. The index of an absent tensor is -1."""
 
-    things: tuple[Store | Size | Owner, ...]
-    """Tensors, the elements of weights, and modules."""
+    things: "tuple[_Thing, ...]"
+    """Tensors, the elements of weights, modules, and collectives."""
     forward: tuple[Done, ...]
     backward: tuple[Done, ...]
     given: int
@@ -59,13 +61,15 @@ class Instruction(NamedTuple):
     do: Do
     place: int
     size: int = 0
-    """Bytes of a tensor, elements of a weight."""
+    """Bytes of a tensor or of a collective's largest buffer, elements of a weight."""
     pieces: int = 1
     """The number of tensors of that size."""
     kind: Kind = Kind.UNSHARDED_GRADIENTS
     reason: str = "gradient of a weight"
     multiplies: bool = False
     """A matrix product makes it: the output of a linear layer, or the gradient through one."""
+    sends: Exchange | None = None
+    """The collective."""
 
 
 class Sized(NamedTuple):
@@ -155,10 +159,10 @@ def _sized(requested: Requested, values: Values) -> Sized:
     return Sized(forward, backward, requested)
 
 
-def _size(thing: Store | Size | Owner, values: Values) -> int:
+def _size(thing: _Thing, values: Values) -> int:
     if isinstance(thing, Owner):
         return 0
-    return _int((thing.size if isinstance(thing, Store) else thing).value(values))
+    return _int((thing if isinstance(thing, Size) else thing.size).value(values))
 
 
 def _instruction(requested: Requested, sizes: list[int], do: Do, place: int) -> Instruction:
@@ -166,7 +170,7 @@ def _instruction(requested: Requested, sizes: list[int], do: Do, place: int) -> 
         return Instruction(do, place)
     thing = requested.things[place]
     if not isinstance(thing, Store):
-        return Instruction(do, place, sizes[place])
+        return Instruction(do, place, sizes[place], sends=thing if isinstance(thing, Exchange) else None)
     multiplies = thing.tag.role is Role.OUTPUT or thing.kind is Kind.ACTIVATION_GRADIENTS
     return Instruction(do, place, sizes[place] // thing.pieces, thing.pieces, thing.kind, thing.reason, multiplies)
 
@@ -180,12 +184,12 @@ class _Places:
     """Assigns every tensor and weight an index, in the order of first use."""
 
     def __init__(self) -> None:
-        self.places: dict[Store | Size | Owner, int] = {}
+        self.places: dict[_Thing, int] = {}
         self.same: dict[Store, Store] = {}
         """Tensors of the recomputation that are tensors of the forward."""
 
-    def of(self, thing: Store | Size | Owner | None) -> int:
-        """Return the index of a tensor, weight or module; -1 for None."""
+    def of(self, thing: _Thing | None) -> int:
+        """Return the index of a tensor, weight, module or collective; -1 for None."""
         if thing is None:
             return -1
         return self.places.setdefault(self.same.get(thing, thing) if isinstance(thing, Store) else thing, len(self.places))
@@ -221,7 +225,13 @@ def _of_a_rank(whole: Requested) -> Requested:
     for one in whole.things:
         if isinstance(one, Store):
             one.size = one.size.replacing(SHARES)
-    return whole._replace(things=tuple([one.replacing(SHARES) if isinstance(one, Size) else one for one in whole.things]))
+    return whole._replace(things=tuple(map(_of_this_rank, whole.things)))
+
+
+def _of_this_rank(one: _Thing) -> _Thing:
+    if isinstance(one, Exchange):
+        return one._replace(size=one.size.replacing(SHARES))
+    return one.replacing(SHARES) if isinstance(one, Size) else one
 
 
 def _plain(structure: Block, *, marking: bool, received: bool) -> Requested:
@@ -265,7 +275,7 @@ def _recomputed(structure: Block, *, keeps: bool, offloaded: bool, marking: bool
     incoming, until_saved = _incoming(output, received=received), [] if to_the_end else _until_last_saved(again)
     again.release(given, output)
     ran, is_saved = len(again.history.actions), given.store in again.saved
-    rerun = again.history.actions[:ran] if to_the_end else until_saved
+    rerun = [one for one in again.history.actions[:ran] if not (keeps and _is_kept(one))] if to_the_end else until_saved
     again.run_backward(output, incoming)
     needed = max(ran, again.history.rerun_at)
     before, after = again.history.actions[ran:needed], again.history.actions[needed:]
@@ -282,6 +292,11 @@ def _recomputed(structure: Block, *, keeps: bool, offloaded: bool, marking: bool
     return places.requested(
         forward, back, given=given.store, made=made.store, incoming=incoming, outgoing=again.history.outgoing, saves_given=True,
     )  # fmt: skip
+
+
+def _is_kept(action: Action) -> bool:
+    """Whether it is a collective whose outcome a selective checkpoint has."""
+    return isinstance(action[1], Exchange) and action[1].kept
 
 
 def _until_last_saved(tape: Tape) -> list[Action]:

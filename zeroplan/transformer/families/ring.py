@@ -8,10 +8,11 @@ Source: torch 2.13, ``torch/distributed/tensor/experimental/_context_parallel/_a
 """
 
 from zeroplan.expr import Size
+from zeroplan.ledger import Among
 from zeroplan.transformer.families.attention import Attended, Heads, HeadSize, flash_scratch, in_order_of_tokens
 from zeroplan.transformer.families.operators import GRADIENT, TEMPORARY, TENSOR, gradient, tensor
 from zeroplan.transformer.families.tags import FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
-from zeroplan.transformer.families.tape import Arriving, Store, Tape
+from zeroplan.transformer.families.tape import Arriving, Exchange, Store, Tape
 from zeroplan.transformer.symbols import T_2, T, a, c, e, k, q, v
 
 FORWARD = "torch 2.13, torch/distributed/tensor/experimental/_context_parallel/_attention.py, _templated_ring_attention"
@@ -20,6 +21,7 @@ BACKWARD = (
 )
 MERGE = "torch 2.13, torch/distributed/tensor/experimental/_context_parallel/_attention.py, _SDPAMerger"
 _PAIR = e * T * (k + v)
+_PASSED_ON = Exchange("all_to_all", Among.SEQUENCE, 4 * T * (k + v))
 
 
 def ring_attention(tape: Tape, heads: Heads, *, ranks: int, size: HeadSize) -> Attended:
@@ -46,6 +48,10 @@ def ring_attention(tape: Tape, heads: Heads, *, ranks: int, size: HeadSize) -> A
     return Attended(made if one_head else in_order_of_tokens(tape, made, "attention output in the order of tokens"))
 
 
+def _gathers(ranks: int) -> Exchange:
+    return Exchange("all_gather", Among.SEQUENCE, ranks * _PAIR)
+
+
 def _copies(tape: Tape, heads: Heads, source: str) -> tuple[Store, ...]:
     """Copy keys and values head by head, unless there is a single head."""
     if heads.one_key:
@@ -64,6 +70,7 @@ def _forward(tape: Tape, heads: Heads, ranks: int) -> Store:
 
     copies, pair = _copies(tape, heads, FORWARD), tape.make(TEMPORARY, "keys and values, to be sent", _PAIR, FORWARD)
     whole = tape.make(TEMPORARY, "keys and values of all ranks", ranks * _PAIR, FORWARD)
+    tape.send(_gathers(ranks)._replace(kept=True))
     tape.drop(pair)
     part, sums = (
         make("output for this rank's keys", e * T * q),
@@ -120,6 +127,7 @@ class _RingBackward:
         )  # fmt: skip
         self.copies, self.pair = _copies(tape, heads, BACKWARD), self._held("keys and values, to be sent", _PAIR)
         self.whole = self._held("keys and values of all ranks", ranks * _PAIR)
+        tape.send(_gathers(ranks))
         self.parts = self._kernel(T)
         flat = () if heads.one_key else (
             self._made("gradient of the keys, flat", 4 * T * k), self._made("gradient of the values, flat", 4 * T * v)
@@ -167,7 +175,9 @@ class _RingBackward:
         return self._made("gradients of keys and values, to be sent, fp32", 4 * T * (k + v))
 
     def _receive(self) -> Store:
-        return self._made("gradients of keys and values received, fp32", 4 * T * (k + v))
+        received = self._made("gradients of keys and values received, fp32", 4 * T * (k + v))
+        self.tape.send(_PASSED_ON)
+        return received
 
     def _kernel(self, queries: Size) -> tuple[Store, ...]:
         made = (

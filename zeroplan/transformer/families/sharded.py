@@ -6,11 +6,11 @@ reduce-scatter sums the ranks' outputs and cuts the sum.
 """
 
 from zeroplan.expr import Size, at_most, symbols
-from zeroplan.ledger import Kind, Module
+from zeroplan.ledger import Among, Kind, Module
 from zeroplan.transformer.blocks import Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.operators import Norm
-from zeroplan.transformer.families.tape import Mode, Site, Tape, Value
+from zeroplan.transformer.families.tape import Exchange, Mode, Site, Tape, Value
 from zeroplan.transformer.families.widths import SPLIT
 from zeroplan.transformer.symbols import T, T_p, b, e, h
 
@@ -19,6 +19,7 @@ SCATTER = "torch 2.13, torch/distributed/_functional_collectives.py, reduce_scat
 CUT = "torch 2.13, torch/distributed/tensor/placement_types.py, Shard._replicate_to_shard"
 
 SHARES = dict(zip((*SPLIT, "k/d"), symbols("a/p q/p k/p v/p c/p f/p V/p k/p/d"), strict=True))
+_GATHERS, _SCATTERS = (Exchange(operation, Among.TENSOR, e * T * h) for operation in ("all_gather", "reduce_scatter"))
 #: Matrices whose input features are split: the ranks sum their outputs.
 _SUMMED_OVER_RANKS = {Module.O: "output of attention", Module.DOWN: "output of the MLP"}
 
@@ -47,13 +48,14 @@ def gathered(tape: Tape, value: Value, name: str, *, alike: bool = False) -> Val
         return value
     by_rank = tape.make(Kind.TEMPORARY, f"{name}, gathered rank by rank", e * T * h * at_most(1, b - 1), GATHER)
     made = op.tensor(tape, f"{name}, gathered along the sequence", value.dtype, T * h, GATHER)
+    tape.send(_GATHERS)
     tape.drop(by_rank)
     if alike:
         own = op.makes(f"gradient of the {name}, a share of the sequence", CUT, value)
         tape.add(f"{name}: gathered along the sequence", (made,), (), own, of=(value,))
         return made
     beside = (f"gradient of the {name}, cut by ranks", e * T * h)
-    backward = op.makes(f"gradient of the {name}, reduced and scattered", SCATTER, value, beside=beside)
+    backward = op.makes(f"gradient of the {name}, reduced and scattered", SCATTER, value, beside=beside, sends=(_SCATTERS,))
     tape.add(f"{name}: gathered along the sequence", (made,), (), backward, of=(value,))
     tape.summed_anew.add(made)
     return made
@@ -64,7 +66,7 @@ def own_share(tape: Tape, value: Value, name: str) -> Value:
     beside = (f"gradient of the {name}, gathered rank by rank", e * T * h * at_most(1, b - 1))
     made = op.run(
         tape, value, f"{name}, a share of the sequence", Site(f"{name}: cut along the sequence", CUT), shape=T_p * h,
-        gradient=f"gradient of the {name}, gathered along the sequence", beside=beside,
+        gradient=f"gradient of the {name}, gathered along the sequence", beside=beside, sends_back=(_GATHERS,),
     )  # fmt: skip
     tape.release(value)
     return made
@@ -88,8 +90,9 @@ def _scattered(tape: Tape, value: Value, name: str) -> Value:
     """Reduce the ranks' outputs and scatter the sum along the sequence."""
     cut = tape.make(Kind.TEMPORARY, f"{name}, cut by ranks", e * T * h, SCATTER)
     made = op.tensor(tape, f"{name}, reduced and scattered along the sequence", value.dtype, T_p * h, SCATTER)
+    tape.send(_SCATTERS)
     tape.drop(cut)
     beside = (f"gradient of the {name}, gathered rank by rank", e * T * h * at_most(1, b - 1))
-    backward = op.makes(f"gradient of the {name}, gathered along the sequence", GATHER, value, beside=beside)
+    backward = op.makes(f"gradient of the {name}, gathered along the sequence", GATHER, value, beside=beside, sends=(_GATHERS,))
     tape.add(f"{name}: scattered along the sequence", (made,), (), backward, of=(value,))
     return made

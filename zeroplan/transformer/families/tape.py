@@ -14,7 +14,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
 
 from zeroplan.expr import Size, at_least, at_most, symbols
-from zeroplan.ledger import PLAIN, Kind, Module, OffGpu, Role, Tag
+from zeroplan.ledger import PLAIN, Among, Kind, Module, OffGpu, Role, Tag
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families.tags import CUDA_ALONE
 from zeroplan.transformer.offloaded import SAVED_ON_CPU
@@ -175,6 +175,19 @@ class Do(Enum):
     """The module begins its backward."""
     DONE = 10
     """The module ends its backward: its weights have their gradients; the gradient of its input is not passed on yet."""
+    SEND = 11
+    """Ranks that split the model or the batch exchange something."""
+
+
+class Exchange(NamedTuple):
+    """A collective among ranks that split the model or the batch."""
+
+    operation: str
+    among: Among
+    size: Size
+    """Its largest buffer. [bytes]"""
+    kept: bool = False
+    """A selective checkpoint keeps what its operator makes, and does not run the operator again."""
 
 
 class Owner:
@@ -205,8 +218,8 @@ class InHost:
     """Copies of these on the GPU, which the running operator of the backward reads."""
 
 
-Action: TypeAlias = tuple[Do, "Store | Size | Owner | None"]
-"""An action and its object: a tensor, the elements of a weight, a module, or nothing."""
+Action: TypeAlias = tuple[Do, "Store | Size | Owner | Exchange | None"]
+"""An action and its object: a tensor, the elements of a weight, a module, a collective, or nothing."""
 
 
 @dataclass(slots=True)
@@ -338,6 +351,10 @@ class Tape:
         self.history.actions.append((Do.REQUEST, store))
         self.record()
         return store
+
+    def send(self, *exchanges: Exchange) -> None:
+        """Begin collectives, which take no memory of their own."""
+        self.history.actions += [(Do.SEND, one._replace(size=self.in_this_run(one.size))) for one in exchanges]
 
     def record(self) -> None:
         """Record what is alive now. It replaces the last moment where nothing was freed since: that one was lower."""

@@ -1,0 +1,171 @@
+"""A pipeline rank's step: passes through its stages in a schedule's order, and when the schedule lets go of what they make.
+
+Outputs of stages and gradients of their inputs are freed when nobody refers to them. The schedule's own variables hold the last
+ones. A send holds its tensor until it is dropped, which only ``Schedule1F1B`` does before the step ends.
+
+The program drives stages that write requests (:mod:`zeroplan.engines.requests.pipeline_stage`), or that count what waits
+(:mod:`zeroplan.engines.pipeline.walk`). Source: torch 2.13, torch/distributed/pipelining/schedules.py, ``_step_microbatches`` of
+each schedule; stage.py, ``fwd_cache``.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from zeroplan.engines.pipeline.halves_order import v_shaped, zero_bubble
+from zeroplan.engines.pipeline.order import Action, interleaved
+from zeroplan.spec.pipeline import SPLIT, PipelineSchedule
+
+if TYPE_CHECKING:
+    from zeroplan.engines.pipeline.walk import Counted
+    from zeroplan.engines.requests.pipeline_stage import StageStep
+
+    Driven: TypeAlias = Counted | StageStep
+
+
+class Place(NamedTuple):
+    """Where in a pipeline a rank stands: structure, and the number of micro-batches."""
+
+    schedule: PipelineSchedule
+    rank: int
+    pp: int
+    chunks: int
+    micro_batches: int
+
+    def is_first(self, chunk: int) -> bool:
+        """Whether one of the rank's stages is the first of all."""
+        return self.rank == 0 and chunk == 0
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether it is the last of all."""
+        return self.rank == (0 if self.schedule == "zbv" else self.pp - 1) and chunk == self.chunks - 1
+
+    def goes_by_hand(self, chunk: int) -> bool:
+        """Whether what a stage sends goes to the next stage of the same rank: at the bottom of the V."""
+        return self.schedule == "zbv" and self.rank == self.pp - 1 and chunk == 0
+
+
+def order_of(place: Place) -> tuple[Action, ...]:
+    """The passes of a rank of several stages, in the order of its schedule."""
+    if place.schedule == "zbv":
+        return v_shaped(rank=place.rank, pp=place.pp, micro_batches=place.micro_batches)
+    order = zero_bubble if place.schedule in SPLIT else interleaved
+    return order(rank=place.rank, pp=place.pp, chunks=place.chunks, micro_batches=place.micro_batches)
+
+
+class Passes:
+    """The passes of a rank's step."""
+
+    def __init__(self, place: Place, stages: "Sequence[Driven]") -> None:
+        """Take the rank's stages, in the order of their layers."""
+        self.place, self.stages, self.count = place, stages, place.micro_batches
+
+    def run(self) -> None:
+        """All of them. A first half leaves the gradient of its input on what was received, until the next step begins."""
+        splits = self.place.schedule in SPLIT
+        self._let_go(sent=splits)
+        {"gpipe": self._gpipe, "1f1b": self._one_forward_one_backward}.get(self.place.schedule, self._in_order)()
+        self._let_go(outputs=True, sent=not splits)
+
+    def _let_go(self, *, outputs: bool = False, sent: bool = False) -> None:
+        for stage in self.stages:
+            for at in range(self.count):
+                if outputs:
+                    stage.output_of(at)
+                if sent:
+                    stage.sent(at)
+
+    def _in_order(self) -> None:
+        """Of several stages. All units are gathered at first, and a stage is reduced right after its last backward."""
+        takes = {"forward": self._forward, "backward": self._backward, "input": self._input, "weights": self._weights}
+        for stage in self.stages:
+            stage.unshard_all()
+        for kind, chunk, at in order_of(self.place):
+            takes[kind](chunk, at)
+
+    def _forward(self, chunk: int, at: int) -> None:
+        """What a rank hands to its own next stage counts as what that has received."""
+        stage = self.stages[chunk]
+        if not at:
+            stage.wait_for_all()
+        stage.forward_of(at)
+        if self.place.goes_by_hand(chunk):
+            stage.output_of(at)
+
+    def _backward(self, chunk: int, at: int) -> None:
+        self.stages[chunk].backward_of(at)
+        if self.place.is_last(chunk):
+            self.stages[chunk].output_of(at)
+        if at == self.count - 1:
+            self.stages[chunk].reduce()
+
+    def _input(self, chunk: int, at: int) -> None:
+        """The first stage of all has no input to make a gradient for: its second half is a whole backward."""
+        stage = self.stages[chunk]
+        if self.place.is_first(chunk):
+            return
+        stage.input_of(at)
+        if self.place.is_last(chunk):
+            stage.output_of(at)
+        if self.place.goes_by_hand(chunk - 1):
+            stage.sent(at)
+
+    def _weights(self, chunk: int, at: int) -> None:
+        stage = self.stages[chunk]
+        (stage.backward_of if self.place.is_first(chunk) else stage.weights_of)(at)
+        if at == self.count - 1:
+            stage.reduce()
+
+    def _gpipe(self) -> None:
+        """All forwards, then all backwards. Sends hold what they send until the step ends, and the last output stays, too."""
+        (stage,), last = self.stages, self.count - 1
+        for at in range(self.count):
+            stage.forward_of(at)
+        for at in range(self.count):
+            stage.backward_of(at)
+            if self.place.is_last(0) and at != last:
+                stage.output_of(at)
+        stage.reduce()
+
+    def _one_forward_one_backward(self) -> None:
+        """Follow the variables of ``Schedule1F1B``: which outputs and gradients the last sends still hold."""
+        (stage,), ahead = self.stages, min(self.count, self.place.pp - self.place.rank)
+        held, done = _Outputs(stage, sends=not self.place.is_last(0)), 0
+        for at in range(self.count + ahead):
+            if at < self.count:
+                stage.forward_of(at)
+                held.made(at, waits=at < ahead - 1)
+            if at < ahead - 1 or done == self.count:
+                continue
+            if at >= self.count:
+                held.hold(in_work=set())
+            stage.backward_of(done)
+            stage.sent(done - 1)
+            held.cached.discard(done)
+            held.hold()
+            done += 1
+        held.hold(in_work=set())
+        stage.reduce()
+
+
+class _Outputs:
+    """Whose outputs ``Schedule1F1B`` refers to."""
+
+    def __init__(self, stage: "Driven", *, sends: bool) -> None:
+        """None, yet; ``sends``: outputs go to another rank."""
+        self.stage, self.sends, self.alive = stage, sends, set[int]()
+        self.cached, self.named, self.to_send, self.in_work = set[int](), set[int](), set[int](), set[int]()
+
+    def made(self, at: int, *, waits: bool) -> None:
+        """A forward has made one."""
+        self.alive.add(at)
+        self.cached.add(at)
+        self.named = {at}
+        self.to_send = {at} if self.sends else set()
+        self.hold(in_work=self.to_send if waits else self.in_work)
+
+    def hold(self, in_work: Iterable[int] | None = None) -> None:
+        """Let go of those that nothing refers to; ``in_work`` are those of a send that is waited for later."""
+        self.in_work = self.in_work if in_work is None else set(in_work)
+        for at in sorted(self.alive - self.cached - self.named - self.to_send - self.in_work):
+            self.stage.output_of(at)
+            self.alive.discard(at)
