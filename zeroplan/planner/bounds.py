@@ -40,7 +40,8 @@ class Bounds:
         chunks = stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank)
         waits = 0.0 if recipe.pipeline_schedule in SPLIT else (grid.pp - 1) / (chunks * steps)
         seconds = self._of_micro_batches(recipe, grid) * steps / grid.pp * (1.0 + waits)
-        return np.divide(grid.tokens, seconds, out=np.full(grid.layouts, np.inf), where=seconds > 0)
+        rates: NDArray[np.float64] = np.divide(grid.tokens, seconds, out=np.full(grid.layouts, np.inf), where=seconds > 0)
+        return rates
 
     def _of_micro_batches(self, recipe: RecipeSpec, grid: Grid) -> NDArray[np.float64]:
         """Return what a rank with all layers takes for one micro-batch of each layout; 0 where its engine refuses it. [s]"""

@@ -143,8 +143,9 @@ def cheaper(answer: Plan, fixed: Fixed, *, mfu: float | None, inexpressible: Ine
         return None
     layout, base = answer.best.layout, answer.base
     recipe, mesh = layout.job.recipe, layout.job.mesh
-    split = {"tp": mesh.tp, "cp": mesh.cp, "pp": mesh.pp, "ep": mesh.ep}
-    fixed = replace(fixed, engine=recipe.engine, zero_stage=recipe.zero_stage, **split)
+    fixed = replace(
+        fixed, engine=recipe.engine, zero_stage=recipe.zero_stage, tp=mesh.tp, cp=mesh.cp, pp=mesh.pp, ep=mesh.ep
+    )  # fmt: skip
     rate, best = layout.tokens_per_s * math.exp(TIE), None
     for gpus in (base.mesh.world_size // parts for parts in (2, 4, 8)):
         there = replace(base, mesh=MeshSpec(dp_shard=max(1, gpus)))
