@@ -72,13 +72,8 @@ def _up(number: int, multiple: int) -> int:
 # --- models --------------------------------------------------------------------------------------------------------------
 
 
-def model(
-    draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, layers: int = 1, dense: bool = True
-) -> ModelSpec:
-    """Any model, from a few thousand parameters to a trillion, which ``ranks`` can split, with a multiple of ``layers``.
-
-    ``dense`` lets first layers be without experts, where a family has such.
-    """
+def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, layers: int = 1) -> ModelSpec:
+    """Any model, from a few thousand parameters to a trillion, which ``ranks`` can split, with a multiple of ``layers``."""
     family = draw.choice(families)
     heads, kv_heads, head_dim = _heads(draw, family, ranks)
     wide = family in _PLAIN_HEADS or draw.randint(0, 2)
@@ -99,7 +94,7 @@ def model(
         sliding_window=_mostly(draw, None, _about(draw, 1, 8192)) if family in WINDOWED_FAMILIES else None,
         hidden_act=_mostly(draw, None, *get_args(Activation)) if family in FREE_ACTIVATION else None,
         parallel_residual=family != "gpt_neox" or _mostly(draw, True, False),
-        moe=_experts(draw, family, ffn, n_layers if dense else 0) if family in MOE_FAMILIES else None,
+        moe=_experts(draw, family, ffn, n_layers) if family in MOE_FAMILIES else None,
         mla=mla,
         linear=_linear(draw) if family in LINEAR_FAMILIES else None,
     )  # fmt: skip
@@ -614,11 +609,13 @@ def _by_megatron(draw: Random, engines: Sequence[str]) -> JobSpec:
     told = recipe(draw, [name for name in engines if name == "megatron"])
     tp, cp, pp = (_mostly(draw, 1, 2, 4) for _ in range(3))
     each = draw.choice((1, 1, 2, 3)) if pp > 1 else 1
-    one = replace(model(draw, megatron.FAMILIES, ranks=tp, layers=pp * each, dense=each == 1), hidden_act=None)
+    one = replace(model(draw, megatron.FAMILIES, ranks=tp, layers=pp * each), hidden_act=None)
     if pp > 1 and one.num_hidden_layers > 2 * pp * each and draw.randint(0, 3) == 3:
         one = replace(one, num_hidden_layers=one.num_hidden_layers - 2)  # embedding and loss count as a layer each
+    by_hand = _cut_by_hand(draw, pp * each, one.num_hidden_layers) if pp > 1 else None
     told = replace(
         told,
+        pipeline_layers=by_hand,
         sequence_parallel=told.sequence_parallel or (tp > 1 and one.moe is not None),
         attention="sdpa" if cp > 1 and told.attention == "eager" else told.attention,
         pipeline_schedule="interleaved-1f1b" if each > 1 else draw.choice((None, "1f1b")) if pp > 1 else None,

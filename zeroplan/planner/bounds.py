@@ -1,10 +1,12 @@
 """How fast can a pipeline be at the most? Layouts that cannot be nearly as fast as one that fits are not worth an evaluation."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zeroplan.errors import SpecError
 from zeroplan.planner.space import Grid
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.pipeline import SPLIT, stages_per_rank
@@ -37,10 +39,12 @@ class Bounds:
         steps = grid.row(grid.grad_accum_steps)
         chunks = stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank)
         waits = 0.0 if recipe.pipeline_schedule in SPLIT else (grid.pp - 1) / (chunks * steps)
-        return grid.tokens / (self._of_micro_batches(recipe, grid) * steps / grid.pp * (1.0 + waits))
+        seconds = self._of_micro_batches(recipe, grid) * steps / grid.pp * (1.0 + waits)
+        rates: NDArray[np.float64] = np.divide(grid.tokens, seconds, out=np.full(grid.layouts, np.inf), where=seconds > 0)
+        return rates
 
     def _of_micro_batches(self, recipe: RecipeSpec, grid: Grid) -> NDArray[np.float64]:
-        """Return what a rank with all layers takes for one micro-batch of each layout. [s]"""
+        """Return what a rank with all layers takes for one micro-batch of each layout; 0 where its engine refuses it. [s]"""
         plain = replace(recipe, pipeline_schedule=None, pipeline_stages_per_rank=None)
         known, sizes = self._seconds.setdefault(plain, {}), grid.row(grid.micro_batch_size).tolist()
         keys = [(size, grid.tp, grid.cp, grid.ep) for size in sizes]
@@ -49,6 +53,8 @@ class Bounds:
             one = grid._replace(
                 pp=1, micro_batch_size=np.array([missing]), grad_accum_steps=np.ones((1, len(missing)), np.int64)
             )
-            found = one.times(least_computing(self.base.model, plain, one, one, self.base.cluster, mfu=self.mfu))
+            found = np.zeros(len(missing))
+            with suppress(SpecError):
+                found = one.times(least_computing(self.base.model, plain, one, one, self.base.cluster, mfu=self.mfu))
             known |= {(size, grid.tp, grid.cp, grid.ep): time for size, time in zip(missing, found.tolist(), strict=True)}
         return np.array([known[key] for key in keys])

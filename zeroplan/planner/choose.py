@@ -140,7 +140,7 @@ def _rankings(answers: _Field) -> Iterator[Ranked]:
     order = ordered(layouts, "throughput", float(rates.max()))
     quickest = order[kept[order]][0]
     near = np.flatnonzero(rates >= layouts.tokens_per_s[quickest] / NEARLY)
-    for name, at in (("quickest", quickest), ("most careful", near[layouts.comfortable_bytes[near].argmin()])):
+    for name, at in (("fastest", quickest), ("most careful", near[layouts.comfortable_bytes[near].argmin()])):
         yield ranked(name, answers.layout(at), answers.room_bytes)
 
 

@@ -137,12 +137,15 @@ def cheapest(base: JobSpec, fixed: Fixed, *, mfu: float | None, inexpressible: I
 def cheaper(answer: Plan, fixed: Fixed, *, mfu: float | None, inexpressible: Inexpressible | None = None) -> Ranked | None:
     """Return the layout with clearly more tokens per GPU and second on a half, a quarter or an eighth of the plan's GPUs, if any.
 
-    It searches the engine and stage of the plan's best layout.
+    It searches the engine, stage and degrees of the plan's best layout.
     """
     if answer.best is None or answer.best.tight:
         return None
     layout, base = answer.best.layout, answer.base
-    fixed = replace(fixed, engine=layout.job.recipe.engine, zero_stage=layout.job.recipe.zero_stage)
+    recipe, mesh = layout.job.recipe, layout.job.mesh
+    fixed = replace(
+        fixed, engine=recipe.engine, zero_stage=recipe.zero_stage, tp=mesh.tp, cp=mesh.cp, pp=mesh.pp, ep=mesh.ep
+    )  # fmt: skip
     rate, best = layout.tokens_per_s * math.exp(TIE), None
     for gpus in (base.mesh.world_size // parts for parts in (2, 4, 8)):
         there = replace(base, mesh=MeshSpec(dp_shard=max(1, gpus)))

@@ -94,5 +94,5 @@ class Plan:
     fallen: tuple[Fallen, ...]
     notes: tuple[str, ...] = ()
     rankings: tuple[Ranked, ...] = ()
-    """The quickest layout, the smallest of those nearly as quick, and, if it was searched, the cheapest."""
+    """The fastest layout, the smallest of those nearly as fast, and, if it was searched, the cheapest."""
     cloud: Cloud | None = field(default=None, compare=False, repr=False)

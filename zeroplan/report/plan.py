@@ -154,7 +154,7 @@ def _rankings(plan: Plan) -> Iterator[str]:
     for one in plan.rankings:
         yield _of_table(f"{one.ranking}: {layout_code(one.layout.job)}", one.free_bytes, one.layout.tokens_per_s)
     if len(plan.rankings) < 3:
-        yield "  cheapest: the quickest, since fewer GPUs would not be clearly cheaper"
+        yield "  cheapest: the fastest, since fewer GPUs would not be clearly cheaper"
 
 
 def _of_table(words: str, n_bytes: int, rate: float) -> str:
