@@ -102,7 +102,8 @@ def _sharded(walk: Iterable[State], kind: str, chunk: int) -> int:
 
 def _walked(place: Place, *, resharded: bool, widened: bool = False) -> list[State]:
     """The state of every pass; under GPipe of the first two and the last, between which everything is linear."""
-    ahead, told = min(place.micro_batches, place.pp - place.rank), range(place.micro_batches)
+    ahead = min(place.micro_batches, place.pp - place.rank)
+    told: Iterable[int] = range(place.micro_batches)
     if place.schedule == "1f1b":  # after so many, every one goes as the one before it
         place = place._replace(micro_batches=min(place.micro_batches, 2 * ahead + 2))
     elif place.schedule == "gpipe":
