@@ -9,7 +9,7 @@ Source: torch 2.13, torch/distributed/pipelining/_backward.py, ``stage_backward_
 ``backward_one_chunk`` and ``backward_weight_one_chunk``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -103,7 +103,7 @@ def _sharded(walk: Iterable[State], kind: str, chunk: int) -> int:
 def _walked(place: Place, *, resharded: bool, widened: bool = False) -> list[State]:
     """The state of every pass; under GPipe of the first two and the last, between which everything is linear."""
     ahead = min(place.micro_batches, place.pp - place.rank)
-    told: Sequence[int] = range(place.micro_batches)
+    told: Iterable[int] = range(place.micro_batches)
     if place.schedule == "1f1b":  # after so many, every one goes as the one before it
         place = place._replace(micro_batches=min(place.micro_batches, 2 * ahead + 2))
     elif place.schedule == "gpipe":
