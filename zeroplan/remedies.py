@@ -230,7 +230,8 @@ def _at_stage(recipe: RecipeSpec, stage: Stage) -> _Candidate:
     engine = engine_at(stage, recipe.engine)
     other = "" if engine == recipe.engine else f", which takes {engine} instead of {recipe.engine}"
     flags = f"--stage {stage} --engine {engine}"
-    return _with_recipe(f"shard more: ZeRO stage {stage}{other}", flags, zero_stage=stage, engine=engine)
+    reentrant = recipe.reentrant if engine == "ddp" else None  # counted with DDP alone
+    return _with_recipe(f"shard more: ZeRO stage {stage}{other}", flags, zero_stage=stage, engine=engine, reentrant=reentrant)
 
 
 def _arranged(job: JobSpec, *, gpus: int, replicas: int) -> JobSpec:

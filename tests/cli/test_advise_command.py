@@ -97,7 +97,7 @@ def test_every_change_has_words_in_every_kind(said: dict):
     job = resolve(Request(model="llama-3.2-1b", gpus=8, gpu="h100", attention="eager", optimizer_impl="foreach", **said)).job
     for one in advise(job).changes:
         assert one.freed_bytes == estimate(job).least_bytes - one.after.least_bytes
-        for kind in ("deepspeed", "accelerate", "trainer", "torchtitan"):
+        for kind in ("deepspeed", "accelerate", "trainer", "torchtitan", "llama-factory", "axolotl"):
             assert in_its_words(job, one.change.job, kind, {}), (kind, one.change.change)  # type: ignore[arg-type]
 
 

@@ -116,6 +116,10 @@ SETUPS = {
     "accelerate.yaml": "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n"
                        "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n",
     "training_args.json": '{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "bf16": true}',
+    "llama_factory_sft.yaml": "model_name_or_path: meta-llama/Llama-3.2-1B\nstage: sft\ndo_train: true\nfinetuning_type: lora\n"
+    "template: llama3\nbf16: true\nper_device_train_batch_size: 1\n",
+    "axolotl_qlora.yaml": "base_model: meta-llama/Llama-3.2-1B\nsequence_len: 2048\nmicro_batch_size: 1\nadapter: qlora\n"
+    "load_in_4bit: true\nlora_r: 16\nlora_target_linear: true\nbf16: auto\n",
     "llama3_8b.toml": '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nseq_len = 8192\n'
                       '[activation_checkpoint]\nmode = "full"\n',
 }  # fmt: skip

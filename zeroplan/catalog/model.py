@@ -136,4 +136,4 @@ def _aliases(file: Path) -> frozenset[str]:
     return frozenset((*named, *(alias.rpartition("/")[2] for alias in named)))
 
 
-_SHELF = Shelf("model", _FOLDER, _aliases, "`zeroplan models` lists all; a config.json works too")
+_SHELF = Shelf("model", _FOLDER, _aliases, "`zeroplan models` lists all; --config takes its config.json")

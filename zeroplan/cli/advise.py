@@ -56,7 +56,7 @@ def _setup(asked: Asked) -> SetupRead:
 
 def _as_its_program_would(job: "JobSpec", found: SetupRead) -> "JobSpec":
     """Accelerate's FSDP2, which transformers' Trainer takes too, reduces gradients in the dtype it computes in."""
-    if found.kind not in ("accelerate", "trainer") or job.recipe.precision != "bf16-mixed":
+    if found.kind not in ("accelerate", "trainer", "llama-factory", "axolotl") or job.recipe.precision != "bf16-mixed":
         return job
     return replace(job, recipe=replace(job.recipe, fsdp2=replace(job.recipe.fsdp2, reduce_dtype="param")))
 

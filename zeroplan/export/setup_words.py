@@ -101,6 +101,7 @@ def _nothing(_: _Words, __: _Value) -> list[str]:
 
 #: Fields for which no file has a key.
 _IN_SCRIPT: dict[str, _Said] = {
+    "recipe.reentrant": _nothing,
     "recipe.attention": _script('attn_implementation="{value}"'),
     "recipe.loss": _script("head and loss in one kernel, Liger's fused linear cross-entropy"),
     "recipe.keep_logits": _script("let go of the model's output before backward"),
@@ -273,14 +274,17 @@ def _trainer_recomputes(words: _Words, value: _Value) -> list[str]:
     return ['"fsdp_config": {"activation_checkpointing": true}' if fsdp else '"gradient_checkpointing": true']
 
 
-def _optim(words: _Words, _: _Value) -> list[str]:
+def _optim_name(words: _Words) -> str:
     recipe = words.after.recipe
     names = {
         "adamw-8bit": "adamw_bnb_8bit",
         "adamw": "adamw_torch_fused" if recipe.optimizer_impl == "fused" else "adamw_torch",
     }
-    name = names.get(recipe.optimizer, recipe.optimizer)
-    return [f'"optim": "{name}"']
+    return names.get(recipe.optimizer, recipe.optimizer)
+
+
+def _optim(words: _Words, _: _Value) -> list[str]:
+    return [f'"optim": "{_optim_name(words)}"']
 
 
 def _trainer_engine(_: _Words, value: _Value) -> list[str]:
@@ -315,6 +319,43 @@ _TRAINER: dict[str, _Said] = {
     "batch.seq_len": _seq_len("max_length", ":"),
     "mesh.dp_replicate": _json("parallelism_config.dp_replicate_size"),
 }
+
+
+# LLaMA-Factory and Axolotl, which run on the Trainer
+
+
+def _on_the_trainer(recomputed: str, kept: str, optimizer: str, micro_batch: str, length: str) -> dict[str, _Said]:
+    """Return the words of a YAML file with these keys, and its lines for full recomputation and none."""
+    lines = {"full": [recomputed], "none": [kept]}
+    return {
+        **_ZERO,
+        "recipe.engine": lambda _, value: (
+            ["fsdp: [full_shard, auto_wrap]", "fsdp_config.version: 2"] if value == "fsdp2" else []
+        ),
+        "recipe.zero_stage": _sharding("fsdp_config.reshard_after_forward: true", "fsdp_config.reshard_after_forward: false"),
+        "recipe.recompute": lambda words, value: lines.get(str(value)) or _recomputed(words, value),
+        "recipe.optimizer": lambda words, _: [f"{optimizer}: {_optim_name(words)}"],
+        "recipe.optimizer_impl": lambda words, _: [f"{optimizer}: {_optim_name(words)}"],
+        "batch.grad_accum_steps": _yaml("gradient_accumulation_steps"),
+        "batch.micro_batch_size": _yaml(micro_batch),
+        "batch.seq_len": _yaml(length),
+    }
+
+
+_LLAMA_FACTORY = {
+    **_on_the_trainer("disable_gradient_checkpointing: false", "disable_gradient_checkpointing: true", "optim",
+                      "per_device_train_batch_size", "cutoff_len"),
+    "recipe.loss": lambda *_: ["enable_liger_kernel: true (which replaces more than the loss)"],
+    "fsdp2.cpu_offload": _yaml("fsdp_config.cpu_offload"),
+}  # fmt: skip
+_AXOLOTL = {
+    **_on_the_trainer("gradient_checkpointing: true", "gradient_checkpointing: false", "optimizer", "micro_batch_size",
+                      "sequence_len"),
+    "recipe.loss": lambda *_: ["liger_fused_linear_cross_entropy: true"],
+    "recipe.attention": lambda _, value: [f"attn_implementation: {'flash_attention_2' if value == 'flash' else value}"],
+    "fsdp2.cpu_offload": _yaml("fsdp_config.offload_params"),
+    "mesh.dp_replicate": _yaml("dp_replicate_size"),
+}  # fmt: skip
 
 
 # torchtitan
@@ -368,4 +409,6 @@ _BY_KIND: "dict[Kind, dict[str, _Said]]" = {
     "accelerate": _ACCELERATE,
     "trainer": _TRAINER,
     "torchtitan": _TORCHTITAN,
+    "llama-factory": _LLAMA_FACTORY,
+    "axolotl": _AXOLOTL,
 }

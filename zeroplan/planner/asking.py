@@ -30,6 +30,7 @@ from zeroplan.transformer.params import parameter_count
 #: Fields of a request that the search decides unless they are given.
 SEARCHED = tuple(one.field for one in OPTIONS.values() if one.option.searched)
 
+_HELD = "reentrant checkpoints hold a block's output each during its backward, which a search does not count"
 #: Options of one engine. The search keeps them whatever else it tries.
 _OPTIONS = ("ddp", "fsdp1", "fsdp2", "deepspeed", "megatron")
 
@@ -58,11 +59,11 @@ def with_setup_defaults(request: Request) -> tuple[Request, tuple[str, ...]]:
             "--from with a DeepSpeed configuration: the file already fixes what a plan would search; use `zeroplan estimate`, or "
             "`zeroplan advise`"
         )
-    kept = {
-        name: value for name, value in found.filled.items() if name not in SEARCHED and getattr(found.request, name) is None
-    }
+    decided = {*SEARCHED, "reentrant"}  # a search goes through engines and recomputations that have no such checkpoints
+    kept = {name: value for name, value in found.filled.items() if name not in decided and getattr(found.request, name) is None}
     instead = () if found.own is None else found.own.instead
-    return replace(found.request, **kept), (*instead, *found.notes)  # type: ignore[arg-type]  # Request checks every field
+    held = (_HELD,) * bool(found.filled.get("reentrant"))
+    return replace(found.request, **kept), (*instead, *held, *found.notes)  # type: ignore[arg-type]  # Request checks every field
 
 
 def ask(request: Request, question: Question, *, extra: Path | None = None, inexpressible: Inexpressible | None = None) -> Plan:

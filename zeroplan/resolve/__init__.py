@@ -97,7 +97,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     own_folder(extra, "models")  # raises for an invalid catalogue even if no name is looked up
     read = with_setup(request, chosen)
     model, model_notes = _model(read.request, extra)
-    model = _partly_frozen(_fine_tuned(model, read.request), read.request)
+    model = _partly_frozen(_fine_tuned(model, read.complete), read.request)
     request, config_notes = _with_deepspeed_config(read, model, chosen)
     gpus = request.gpus or 1
     stage = _default_stage(request.engine, gpus) if request.stage is None else request.stage

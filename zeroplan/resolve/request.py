@@ -188,8 +188,8 @@ class Request(Spec):
         control=Control("Offload parameters", OF_RECIPE, "none", choices=("none", "cpu")),
     )})
     from_file: str | None = field(default=None, metadata={"option": Option(
-        "An existing configuration: DeepSpeed's, accelerate's YAML, TrainingArguments as JSON, or torchtitan's. Flags "
-        "must not contradict it.", RECIPE, "FILE",
+        "An existing configuration: DeepSpeed's, accelerate's YAML, TrainingArguments as JSON or YAML, "
+        "LLaMA-Factory's, Axolotl's, or torchtitan's. Flags must not contradict it.", RECIPE, "FILE",
     )})
     deepspeed_config: str | None = field(default=None, metadata={"option": Option(
         'A DeepSpeed configuration (JSON). Values "auto" are filled in as transformers\' Trainer does. Flags must not '
@@ -365,4 +365,7 @@ class SetupRead(NamedTuple):
             left.pop("sync_every_micro_batch", None)
         if request.loss not in (None, "full"):
             left.pop("keep_logits", None)
+        engine = request.engine or left.get("engine") or ("ddp" if request.stage in (0, 1) else None)
+        if engine != "ddp" or (request.recompute or left.get("recompute")) != "full":
+            left.pop("reentrant", None)
         return replace(request, **left)  # type: ignore[arg-type]  # Request checks every field

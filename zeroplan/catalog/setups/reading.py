@@ -13,7 +13,11 @@ _NAMES: dict[Kind, str] = {
     "accelerate": "accelerate configuration",
     "trainer": "TrainingArguments",
     "torchtitan": "torchtitan configuration",
+    "llama-factory": "LLaMA-Factory configuration",
+    "axolotl": "Axolotl configuration",
 }
+#: Words of a file that no other kind has; they go before keys that several kinds share.
+_STAGES = ("pt", "sft", "rm", "ppo", "dpo", "kto")
 #: One of these keys is enough, in this order.
 _MARKS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("accelerate", ("distributed_type", "compute_environment")),
@@ -29,6 +33,7 @@ _FOREIGN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("is a job file of zeroplan's; give it as the first argument", _OF_A_JOB),
     ("is a model's config.json; give it to --config", ("model_type", "architectures", "num_hidden_layers")),
     ("is an adapter's configuration; say --lora-rank and --lora-targets", ("peft_type",)),
+    ("holds arguments of LLaMA-Factory's v1, which are not read; say them as flags", ("model_class", "dist_config")),
     ("holds Megatron-LM's arguments, which are not read; say them as flags", ("tensor_model_parallel_size",)),
 )
 
@@ -42,8 +47,16 @@ def is_setup(path: Path) -> bool:
     """Whether a file is a set-up of another program's rather than a job file; one that cannot be read is refused."""
     what = f"file {str(path)!r}"
     data = parsed(read_text(path, what="file"), path, what)
+    if _own_words(data) is not None:
+        return True
     job = isinstance(data.get("model"), str) or any(key in data for key in (*_OF_A_JOB, "schema_version"))
     return not job and any(mark in data for _, marks in _MARKS for mark in marks)
+
+
+def _own_words(data: Mapping[str, object]) -> Kind | None:
+    if "finetuning_type" in data or data.get("stage") in _STAGES or ("template" in data and "model_name_or_path" in data):
+        return "llama-factory"
+    return "axolotl" if isinstance(data.get("base_model"), str) else None
 
 
 def read_setup(path: Path, *, gpus: int | None) -> Setup:
@@ -66,12 +79,22 @@ def read_setup(path: Path, *, gpus: int | None) -> Setup:
         from zeroplan.catalog.setups.trainer import trainer_setup  # noqa: PLC0415
 
         return trainer_setup(table, path.parent)
+    if kind == "llama-factory":
+        from zeroplan.catalog.setups.llama_factory import llama_factory_setup  # noqa: PLC0415
+
+        return llama_factory_setup(table, path.parent)
+    if kind == "axolotl":
+        from zeroplan.catalog.setups.axolotl import axolotl_setup  # noqa: PLC0415
+
+        return axolotl_setup(table, path.parent)
     from zeroplan.catalog.setups.torchtitan import torchtitan_setup  # noqa: PLC0415
 
     return torchtitan_setup(table, gpus)
 
 
 def _kind(data: Mapping[str, object], what: str) -> Kind:
+    if (own := _own_words(data)) is not None:
+        return own
     for belongs, theirs in _FOREIGN:
         if any(mark in data for mark in theirs):
             raise SpecError(f"{what} {belongs}")
@@ -79,8 +102,8 @@ def _kind(data: Mapping[str, object], what: str) -> Kind:
         if any(mark in data for mark in marks):
             return kind
     raise SpecError(
-        f"{what} is no set-up that is known: a DeepSpeed configuration, an accelerate one, TrainingArguments or a torchtitan "
-        "configuration; say the job as flags"
+        f"{what} is no set-up that is known: a DeepSpeed configuration, an accelerate one, TrainingArguments, or "
+        "torchtitan's, LLaMA-Factory's or Axolotl's; say the job as flags"
     )
 
 

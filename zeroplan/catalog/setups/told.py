@@ -8,7 +8,7 @@ from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
-Kind = Literal["deepspeed", "accelerate", "trainer", "torchtitan"]
+Kind = Literal["deepspeed", "accelerate", "trainer", "torchtitan", "llama-factory", "axolotl"]
 
 
 class Told(NamedTuple):
@@ -130,7 +130,9 @@ class Table:
 
     def __init__(self, data: Mapping[str, object], where: str, prefix: str = "") -> None:
         self.data, self.where, self.prefix = data, where, prefix
-        self._read: set[str] = set()
+        self.read: set[str] = set()
+        self.left_out: frozenset[str] = frozenset()
+        """Keys whose value is the program's default, not the file's."""
 
     def name(self, key: str) -> str:
         """The key with the tables it stands in."""
@@ -138,7 +140,7 @@ class Table:
 
     def get(self, key: str) -> object:
         """The value, or None; a key with null counts as left out."""
-        self._read.add(key)
+        self.read.add(key)
         return self.data.get(key)
 
     def wrong(self, key: str, wanted: str) -> SpecError:
@@ -190,7 +192,7 @@ class Table:
 
     def leave(self, keys: Iterable[str]) -> None:
         """Keys that change no memory of a training step."""
-        self._read.update(keys)
+        self.read.update(keys)
 
     def refuse(self, keys: Mapping[str, tuple[object, ...]]) -> None:
         """Refuse keys that change memory, unless their value is one that leaves it as it is."""
@@ -202,8 +204,25 @@ class Table:
 
     def unknown(self) -> Iterator[str]:
         """A note on every key that nobody has read."""
-        for key in sorted(self.data.keys() - self._read, key=str):
+        for key in sorted(self.data.keys() - self.read, key=str):
             yield f"{shown(self.name(str(key)))} is not known here and left out"
+
+
+class TranslatedTable(Table):
+    """A program's own keys in the words of TrainingArguments, with its own in errors and notes.
+
+    ``instead`` has its keys by those of TrainingArguments, and ``made`` the values under the latter.
+    """
+
+    def __init__(self, theirs: Table, instead: Mapping[str, str], made: Mapping[str, object]) -> None:
+        kept = {key: value for key, value in theirs.data.items() if key not in instead.values()}
+        super().__init__({**kept, **made}, theirs.where)
+        self.instead, self.read = instead, theirs.read
+        self.left_out = frozenset(key for key, own in instead.items() if theirs.data.get(own) is None)
+
+    def name(self, key: str) -> str:
+        """The program's own key."""
+        return self.instead.get(key, key)
 
 
 def ends_counted_as_one(program: str) -> str:
@@ -238,7 +257,7 @@ class Reading:
         self, flag: str, key: str, value: object, *, filled: bool = False, also: tuple[object, ...] = (), note: str = ""
     ) -> None:  # fmt: skip
         """Say a flag."""
-        self.flags[flag] = Told(key, value, filled, also, note)
+        self.flags[flag] = Told(self.table.name(key), value, filled or key in self.table.left_out, also, note)
 
     def tell_offload(self, key: str) -> None:
         """Say that parameters, gradients and the optimizer are in host memory."""

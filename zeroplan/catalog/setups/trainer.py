@@ -1,4 +1,4 @@
-"""What do TrainingArguments as JSON say of a job?
+"""What do TrainingArguments as JSON or YAML say of a job?
 
 Keys are those of transformers 5.23 (training_args.py) and of releases since 4.30, with 5.23's defaults where one is left out, and
 those of the scripts that come with transformers and TRL for model, sequence length and adapters. How many GPUs is not in them.
@@ -19,7 +19,10 @@ _OPTIMIZERS: dict[str, tuple[str, str | None]] = {
     "sgd": ("sgd", None), "adagrad": ("adagrad", None), "rmsprop": ("rmsprop", None),
 }  # fmt: skip
 _DEFAULT_OPTIM = "adamw_torch_fused"
+#: bitsandbytes' optimizers with states in memory that the driver moves between GPU and host, and what has them on the GPU.
+_PAGED = {"paged_adamw_8bit": "adamw-8bit", "paged_adamw": "adamw", "paged_adamw_32bit": "adamw"}
 _DEFAULT_BATCH = 8
+_HELD = "use_reentrant is on: the block's output that each checkpoint holds during its backward is not counted with this engine"
 _UNUSED = "ddp_find_unused_parameters"
 
 #: What changes memory and has no words in a job, and the values that leave it as it is.
@@ -29,6 +32,8 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "mp_parameters": (), "sharded_ddp": (), "apex": (), "use_ipex": (), "use_mps_device": (),
     "load_in_8bit": (), "half_precision_backend": ("auto", "cpu_amp", "cuda_amp"), "bf16_full_eval": (), "fp16_full_eval": (),
     "use_dora": (), "modules_to_save": (), "lora_modules_to_save": (), "padding_free": (),
+    "beta": (), "num_generations": (), "max_completion_length": (), "max_prompt_length": (), "precompute_ref_log_probs": (),
+    "activation_offloading": (),
 }  # fmt: skip
 
 #: What changes no memory of a training step.
@@ -62,6 +67,7 @@ _KNOWN = frozenset(_KNOWN_WORDS.split())
 _FSDP_WORDS = """
     transformer_layer_cls_to_wrap state_dict_type cpu_ram_efficient_loading sync_module_states backward_prefetch
     backward_prefetch_policy use_orig_params min_num_params limit_all_gathers forward_prefetch xla_fsdp_settings
+    final_state_dict_type cpu_offload_pin_memory
 """
 _FSDP_KNOWN = frozenset(_FSDP_WORDS.split())
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_max_length", "cutoff_len")
@@ -69,13 +75,18 @@ _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_
 
 def trainer_setup(table: Table, folder: Path) -> Setup:
     """Read the file's keys; raises SpecError where it says what is not modelled."""
+    return arguments_read(table, folder).setup("trainer")
+
+
+def arguments_read(table: Table, folder: Path) -> Reading:
+    """Read the same keys for a program that runs on transformers' Trainer; raises SpecError as above."""
     reading = Reading(table, folder)
     reading.own_units = "accelerate, which the Trainer runs on,"
     table.refuse(_REFUSED)
     for read in (_deepspeed, _engine, _precision, _batch, _recomputation, _ddp, _optimizer, _model, _adapter, _accelerators):
         read(reading)
     table.leave(_KNOWN)
-    return reading.setup("trainer")
+    return reading
 
 
 def _deepspeed(reading: Reading) -> None:
@@ -224,6 +235,11 @@ def _recomputation(reading: Reading) -> None:
         return
     if on:
         reading.tell("recompute", on[0], "full")
+        reentrant = reading.table.table(f"{on[0]}_kwargs").switch("use_reentrant")
+        if reentrant is not None and reading.flags.get("engine", Told("", "")).value == "ddp":
+            reading.tell("reentrant", f"{on[0]}_kwargs", reentrant, filled=True)
+        elif reentrant:
+            reading.notes.append(_HELD)
     else:
         reading.tell("recompute", said[0] if said else keys[0], "none", filled=not said)
 
@@ -246,6 +262,12 @@ def _ddp(reading: Reading) -> None:
 
 def _optimizer(reading: Reading) -> None:
     name = reading.table.text("optim")
+    if name in _PAGED:
+        reading.asks["optimizer"] = (
+            f"{reading.table.name('optim')} is {name}, whose states move between GPU and host, which is not modelled; say "
+            f"--optimizer {_PAGED[name]} to count them on the GPU"
+        )
+        return
     if (name or _DEFAULT_OPTIM) not in _OPTIMIZERS:
         raise reading.table.refused("optim", f"use one of {', '.join(_OPTIMIZERS)}")
     optimizer, impl = _OPTIMIZERS[name or _DEFAULT_OPTIM]

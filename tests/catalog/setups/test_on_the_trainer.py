@@ -1,0 +1,258 @@
+"""LLaMA-Factory's, Axolotl's and TRL's YAML become the job that they describe, or one line that says why not."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from zeroplan.catalog.setups import axolotl, llama_factory
+from zeroplan.catalog.setups.reading import is_setup, read_setup
+from zeroplan.catalog.setups.told import Table
+from zeroplan.errors import SpecError, ZeroplanError
+from zeroplan.export.setup_words import in_its_words
+from zeroplan.planner.asking import with_setup_defaults
+from zeroplan.remedies import single_changes
+from zeroplan.resolve import Request, Resolved, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FACTORY: dict[str, Any] = {
+    "model_name_or_path": "meta-llama/Llama-3.2-1B", "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_rank": 16,
+    "lora_target": "q_proj,v_proj", "template": "llama3", "cutoff_len": 1024, "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4, "bf16": True, "flash_attn": "fa2", "plot_loss": True,
+}  # fmt: skip
+AXOLOTL: dict[str, Any] = {
+    "base_model": "meta-llama/Llama-3.2-1B", "sequence_len": 1024, "sample_packing": True, "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4, "optimizer": "adamw_torch", "bf16": "auto", "flash_attention": True, "adapter": "qlora",
+    "load_in_4bit": True, "lora_r": 16, "lora_target_linear": True, "gradient_checkpointing": True, "wandb_project": None,
+}  # fmt: skip
+
+
+def without(data: dict[str, Any], *keys: str, **more: Any) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if key not in keys} | more
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[..., Resolved]:
+    def read(data: dict[str, Any], **said: Any) -> Resolved:
+        file = tmp_path / "mine.yaml"
+        file.write_text(yaml.safe_dump(data))
+        return resolve(Request(from_file=str(file), **said))
+
+    return read
+
+
+def test_llama_factory_with_adapters(read: Callable[..., Resolved]):
+    job, notes = read(FACTORY, gpus=4)
+    assert job.model.adapter is not None
+    assert (job.model.name, job.model.adapter.rank, job.model.adapter.layers) == ("llama-3.2-1b", 16, ("q_proj", "v_proj"))
+    assert not job.model.adapter.dropout
+    assert (job.batch.seq_len, job.batch.micro_batch_size, job.batch.grad_accum_steps) == (1024, 2, 4)
+    recipe = job.recipe
+    assert (recipe.engine, recipe.precision, recipe.attention, recipe.recompute) == ("ddp", "bf16-mixed", "flash", "full")
+    assert recipe.reentrant
+    assert not any("not known" in note for note in notes)
+
+
+def test_llama_factorys_defaults_give_way_to_flags(read: Callable[..., Resolved]):
+    """Adapters of rank 8 in all linear layers, 2048 tokens, recomputation (hparams/, model_utils/checkpointing.py)."""
+    bare = without(FACTORY, "lora_rank", "lora_target", "cutoff_len", "finetuning_type", "flash_attn")
+    job = read(bare).job
+    assert job.model.adapter is not None
+    assert (job.model.adapter.rank, job.model.adapter.targets, job.batch.seq_len) == (8, "all-linear", 2048)
+    assert (job.recipe.recompute, job.recipe.attention) == ("full", "sdpa")
+    assert read(bare, seq_len=512, lora_rank=4, recompute="none").job.batch.seq_len == 512
+    assert read(bare, stage=3, gpus=4).job.recipe.engine == "fsdp2"
+    with pytest.raises(SpecError, match=r"--seq-len 512 contradicts LLaMA-Factory .*, where cutoff_len makes it 1024"):
+        read(FACTORY, seq_len=512)
+
+
+def test_llama_factory_keeps_recomputation_off_where_it_is_disabled(read: Callable[..., Resolved]):
+    """And DDP looks for unused parameters then, unless there are adapters (hparams/parser.py)."""
+    off = FACTORY | {"disable_gradient_checkpointing": True}
+    adapted, whole = read(off, gpus=4).job.recipe, read(off | {"finetuning_type": "full"}, gpus=4).job.recipe
+    assert (adapted.recompute, adapted.ddp.find_unused_parameters) == ("none", False)
+    assert (whole.recompute, whole.ddp.find_unused_parameters) == ("none", True)
+
+
+def test_llama_factory_trains_in_16_bits_where_pure_bf16_says_so(read: Callable[..., Resolved]):
+    full = without(FACTORY, "bf16", finetuning_type="full", pure_bf16=True)
+    assert read(full).job.recipe.precision == "bf16"
+    with pytest.raises(SpecError, match="pure_bf16=True changes memory"):
+        read(full | {"bf16": True})
+    with pytest.raises(SpecError, match="neither bf16 nor fp16 is on"):
+        read(without(FACTORY, "bf16"))
+    assert read(without(FACTORY, "bf16"), precision="bf16-mixed").job.recipe.precision == "bf16-mixed"
+
+
+def test_llama_factorys_four_bits_are_doubly_quantised_and_nothing_else_becomes_fp32(read: Callable[..., Resolved]):
+    four = FACTORY | {"quantization_bit": 4}
+    adapter = read(four).job.model.adapter
+    assert adapter is not None
+    assert (adapter.quantize, adapter.upcast) == ("nf4-double", "none")
+    plain = read(four | {"double_quantization": False, "upcast_layernorm": True}).job.model.adapter
+    assert plain is not None
+    assert (plain.quantize, plain.upcast) == ("nf4", "norms")
+
+
+def test_llama_factory_beside_deepspeed_and_ray(read: Callable[..., Resolved], tmp_path: Path):
+    (tmp_path / "ds.json").write_text(json.dumps({
+        "zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto"}))  # fmt: skip
+    job, notes = read(FACTORY | {"deepspeed": "ds.json", "ray_num_workers": 4, "finetuning_type": "full"})
+    assert (job.recipe.engine, job.recipe.zero_stage, job.mesh.world_size) == ("deepspeed", 3, 4)
+    assert any("use_reentrant is on" in note for note in notes)
+
+
+def test_axolotl_with_qlora(read: Callable[..., Resolved]):
+    job, notes = read(AXOLOTL, gpus=2)
+    adapter = job.model.adapter
+    assert adapter is not None
+    assert (adapter.rank, adapter.targets, adapter.quantize, adapter.upcast) == (16, "all-linear", "nf4-double", "none")
+    assert (job.batch.seq_len, job.batch.micro_batch_size, job.batch.grad_accum_steps) == (1024, 2, 4)
+    recipe = job.recipe
+    assert (recipe.engine, recipe.precision, recipe.attention, recipe.recompute) == ("ddp", "bf16-mixed", "flash", "full")
+    assert (recipe.optimizer_impl, recipe.reentrant) == (None, True)
+    assert [any(word in note for note in notes) for word in ("sample_packing", "own kernels", "not known")] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_axolotl_counts_weights_of_16_bits_as_fp32_and_says_so(read: Callable[..., Resolved]):
+    """It loads them in 16 bits; what stays so is not known, and fp32 is the most."""
+    full = without(AXOLOTL, "adapter", "load_in_4bit")
+    found = read(full)
+    assert found.job.recipe.precision == "bf16-mixed"
+    assert any("weights are loaded as 'bfloat16'" in note for note in found.notes)
+    assert read(full | {"bf16": False, "bfloat16": True}).job.recipe.precision == "bf16"
+    assert read(full | {"fp16": True}).job.recipe.precision == "fp16-mixed"
+    assert read(full | {"bf16": None}).job.recipe.precision == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (
+            {"fsdp": ["full_shard", "auto_wrap"], "fsdp_config": {"fsdp_state_dict_type": "FULL_STATE_DICT"}},
+            ("fsdp1", 3, False),
+        ),
+        ({"fsdp_version": 2, "fsdp_config": {"offload_params": True, "reshard_after_forward": True}}, ("fsdp2", 3, True)),
+        ({"fsdp_config": {"fsdp_version": 2, "reshard_after_forward": False}}, ("fsdp2", 2, False)),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}, ("fsdp1", 2, False)),
+    ],
+)
+def test_axolotls_fsdp_is_version_1_unless_it_says_2(
+    read: Callable[..., Resolved], said: dict, expected: tuple[str, int, bool]
+):
+    recipe = read(without(AXOLOTL, "adapter", "load_in_4bit") | said, gpus=4).job.recipe
+    assert (recipe.engine, recipe.zero_stage, recipe.offloads_states) == expected
+
+
+def test_axolotls_older_batch_and_its_names_of_layers(read: Callable[..., Resolved]):
+    older = without(AXOLOTL, "gradient_accumulation_steps", "lora_target_linear", batch_size=8,
+                    lora_target_modules=["self_attn.q_proj", "mlp.up_proj"])  # fmt: skip
+    job = read(older).job
+    assert job.model.adapter is not None
+    assert (job.batch.grad_accum_steps, job.model.adapter.layers) == (4, ("q_proj", "up_proj"))
+
+
+def test_axolotls_losses(read: Callable[..., Resolved]):
+    liger = {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True}
+    assert read(without(AXOLOTL, "adapter", "load_in_4bit") | liger).job.recipe.loss == "fused"
+    cut = AXOLOTL | {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}
+    with pytest.raises(SpecError, match="cut_cross_entropy never writes all logits"):
+        read(cut)
+    assert read(cut, loss="full").job.recipe.loss == "full"
+    assert read(cut | {"cut_cross_entropy": False}).job.recipe.loss == "full"
+
+
+def test_trls_yaml_is_trainers_keys(read: Callable[..., Resolved]):
+    """`trl sft --config`: its ModelConfig and SFTConfig side by side."""
+    data = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "max_length": 1024, "use_peft": True, "lora_r": 8,
+            "lora_target_modules": ["q_proj", "v_proj"], "bf16": True, "gradient_checkpointing": True, "packing": True,
+            "per_device_train_batch_size": 4, "gradient_checkpointing_kwargs": {"use_reentrant": False}}  # fmt: skip
+    job, notes = read(data, gpus=2)
+    assert job.model.adapter is not None
+    assert (job.model.adapter.rank, job.batch.seq_len, job.recipe.reentrant) == (8, 1024, False)
+    assert not any("not known" in note for note in notes)
+    with pytest.raises(SpecError, match="num_generations=8 changes memory"):
+        read(data | {"num_generations": 8})
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (FACTORY | {"stage": "dpo"}, "stage='dpo' changes memory in a way that is not modelled; sft and pt are modelled"),
+        (FACTORY | {"finetuning_type": "freeze"}, "finetuning_type='freeze' changes memory"),
+        (FACTORY | {"do_train": False}, "do_train is not true, so that nothing is trained"),
+        (FACTORY | {"use_galore": True}, "use_galore=True changes memory"),
+        (FACTORY | {"flash_attn": "fa9"}, "flash_attn='fa9' changes memory"),
+        (FACTORY | {"quantization_bit": 8}, "quantization_bit=8 changes memory"),
+        (FACTORY | {"quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method='hqq' changes memory"),
+        (FACTORY | {"quantization_bit": 4, "quantization_type": "fp4"}, "quantization_type='fp4' changes memory"),
+        (FACTORY | {"upcast_layernorm": True}, "upcast_layernorm=True changes memory"),
+        (FACTORY | {"quantization_bit": 4, "finetuning_type": "full"}, "quantization_bit=True changes|weights in four bits"),
+        (FACTORY | {"model_name_or_path": "someone/else"}, "unknown model 'someone/else'.*--config takes its config.json"),
+        ({"model": "x", "model_class": "llm", "dist_config": {"name": "fsdp2"}}, "LLaMA-Factory's v1, which are not read"),
+        (AXOLOTL | {"rl": "dpo"}, "rl='dpo' changes memory"),
+        (AXOLOTL | {"adapter": "llama-adapter"}, "adapter='llama-adapter' changes memory"),
+        (without(AXOLOTL, "lora_r"), "lora_r is left out; give a rank"),
+        (AXOLOTL | {"optimizer": "muon"}, "optimizer='muon' changes memory"),
+        (AXOLOTL | {"optimizer": "paged_adamw_8bit"}, "optimizer is paged_adamw_8bit.*say --optimizer adamw-8bit"),
+        (AXOLOTL | {"micro_batch_size": "two"}, "micro_batch_size='two' is not a whole number"),
+        (AXOLOTL | {"gradient_checkpointing": "offload"}, "gradient_checkpointing='offload' changes memory"),
+        (without(AXOLOTL, "flash_attention"), "sample_packing=True changes memory"),
+        (AXOLOTL | {"sample_packing": False, "flash_attention": False, "xformers_attention": True}, "attention with xformers"),
+        (AXOLOTL | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "what the plugin 'KDPlugin' does to memory"),
+        (AXOLOTL | {"liger_rms_norm": True}, "liger_rms_norm=True changes memory"),
+        (AXOLOTL | {"tensor_parallel_size": 2}, "tensor_parallel_size is 2, transformers' own tensor parallelism"),
+        (AXOLOTL | {"peft_autocast_adapter_dtype": False}, "peft_autocast_adapter_dtype=False changes memory"),
+        (AXOLOTL | {"bf16": False, "bfloat16": True}, "bfloat16=True changes memory"),
+    ],
+)  # fmt: skip
+def test_what_is_not_modelled_is_refused_in_one_line(read: Callable[..., Resolved], data: dict, expected: str):
+    with pytest.raises(ZeroplanError, match=expected) as refused:
+        read(data, gpus=4)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("data", [FACTORY, AXOLOTL])
+def test_an_unknown_key_is_named_and_the_file_is_recognised_by_its_words(
+    read: Callable[..., Resolved], data: dict, tmp_path: Path
+):
+    assert any("'mine' is not known here and left out" in note for note in read(data | {"mine": 1}).notes)
+    assert is_setup(tmp_path / "mine.yaml")
+    assert read_setup(tmp_path / "mine.yaml", gpus=1).kind == ("axolotl" if data is AXOLOTL else "llama-factory")
+
+
+@pytest.mark.parametrize("value", [3, "x", "", [], [1], [[]], {}, {"a": 1}, True, 1.5, -1])
+def test_any_value_of_any_key_is_read_or_refused(value: object):
+    """Lists in place of names, tables in place of numbers: never another error than SpecError."""
+    for data, setup, module in ((FACTORY, llama_factory.llama_factory_setup, llama_factory),
+                                (AXOLOTL, axolotl.axolotl_setup, axolotl)):  # fmt: skip
+        for key in {*data, *module._REFUSED, *module._KNOWN, *module._INSTEAD.values(), "plugins", "fsdp_version"}:
+            with suppress(SpecError):
+                setup(Table(data | {key: value}, "it"), Path())
+
+
+def test_more_shards_are_offered_though_their_engine_has_no_such_checkpoints(read: Callable[..., Resolved]):
+    job = read(without(FACTORY, "flash_attn", finetuning_type="full"), gpus=4).job
+    assert job.recipe.reentrant
+    words = [in_its_words(job, one.job, "llama-factory", {}) for one in single_changes(job)]
+    assert any("fsdp: [full_shard, auto_wrap]" in said for said in words)
+    assert not any("reentrant" in key for said in words for key in said)
+
+
+def test_a_search_goes_through_engines_whose_checkpoints_are_not_reentrant(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(FACTORY))
+    request, notes = with_setup_defaults(Request(from_file=str(tmp_path / "mine.yaml")))
+    assert request.reentrant is None
+    assert any("reentrant checkpoints" in note for note in notes)

@@ -1,0 +1,199 @@
+"""What does Axolotl's YAML say of a job?
+
+Keys are those of Axolotl 0.17 (utils/schemas/), with its defaults where one is left out. Axolotl runs on transformers' Trainer:
+its keys become those of TrainingArguments, and are read as such.
+"""
+
+from pathlib import Path
+
+from zeroplan.catalog.setups.told import Reading, Setup, Table, TranslatedTable, own_tensor_parallelism
+from zeroplan.catalog.setups.trainer import arguments_read
+from zeroplan.catalog.text import shown
+from zeroplan.errors import SpecError
+
+#: Its keys by those of TrainingArguments and of TRL.
+_INSTEAD = {
+    "model_name_or_path": "base_model", "max_length": "sequence_len", "per_device_train_batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps", "optim": "optimizer", "use_peft": "adapter",
+    "lora_target_modules": "lora_target_modules", "load_in_4bit": "load_in_4bit", "lora_dropout": "lora_dropout", "bf16": "bf16",
+    "fp16": "fp16", "attn_implementation": "attn_implementation", "fsdp_config": "fsdp_config", "fsdp": "fsdp",
+    "gradient_checkpointing_kwargs": "gradient_checkpointing_kwargs", "dtype": "torch_dtype", "deepspeed": "deepspeed",
+    "parallelism_config.dp_replicate_size": "dp_replicate_size",
+}  # fmt: skip
+_LEGACY_ATTENTION = {
+    "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager",
+    "xformers_attention": "xformers", "flex_attention": "flex_attention", "sage_attention": "sage",
+}  # fmt: skip
+#: Plugins that change no memory, or that have keys of their own.
+_PLUGINS = ("SwanLabPlugin", "LigerPlugin", "CutCrossEntropyPlugin")
+_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+_PACKED = "sample_packing fills one row with micro_batch_size x sequence_len tokens: as many full sequences are counted"
+_OWN_KERNELS = (
+    "adapters run in Axolotl's own kernels (lora_mlp_kernel, lora_qkv_kernel, lora_o_kernel) unless all are false; these are not "
+    "modelled, and peft's layers are counted in their place"
+)
+_CUT = (
+    "cut_cross_entropy never writes all logits, which is not modelled; say --loss full, the most it can take, or --loss fused"
+)
+
+#: What changes memory and has no words in a job.
+_REFUSED_WORDS = """
+    rl reward_model process_reward_model trainer_cls qat quantization diffusion ebft trl vllm layer_offloading
+    activation_offloading selective_checkpointing tiled_mlp relora lisa_n_layers lisa_step_interval peft gptq
+    quantize_moe_experts use_kernels use_scattermoe use_sonicmoe fp8 fp8_enable_fsdp_float8_all_gather lora_on_cpu peft_use_dora
+    lora_target_parameters peft_layers_to_transform peft_layers_pattern peft_layer_replication lora_rank_pattern
+    peft_trainable_token_indices chunked_cross_entropy use_eaft batch_flattening llama4_linearized_experts use_onebitllms
+    model_quantization_config unfrozen_parameters freeze_mm_modules flash_attn_cross_entropy flash_attn_rms_norm
+    flash_attn_fuse_mlp flash_attn_fuse_qkv flash_optimum fused_attn_kernel float16 deepcompile fp32_norms lora_model_dir
+    scaling_softmax pretrain_multipack_attn llmcompressor shrink_embeddings sdpa_varlen spectrum_top_fraction liger_rope
+    liger_rms_norm liger_rms_norm_gated liger_layer_norm liger_glu_activation liger_swiglu liger_cross_entropy
+    liger_use_token_scaling cls_model_config overrides_of_model_config torch_compile use_dsv4_kernels use_glm_dsa_kernels
+    large_head_attention s2_attention flash_attn_d512 gemma4_hybrid_attn_impl overrides_of_model_kwargs noisy_embedding_alpha
+    train_attn train_mlp train_unembed
+"""
+_REFUSED: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(_REFUSED_WORDS.split(), ()), "context_parallel_size": (1,), "sequence_parallel_degree": (1,),
+    "expert_parallel_size": (1,), "experts_implementation": ("eager",), "num_labels": (1,),
+    "bnb_config_kwargs": ({"bnb_4bit_use_double_quant": True},),
+}  # fmt: skip
+
+#: What changes no memory of a training step.
+_KNOWN_WORDS = """
+    base_model_config base_model_ignore_patterns revision_of_model model_type strict experimental_skip_move_to_device
+    resize_token_embeddings_to_32x mean_resizing_embeddings embeddings_skip_upcast reinit_weights datasets test_datasets
+    shuffle_merged_datasets shuffle_before_merging_datasets skip_prepare_dataset num_dataset_shards_to_save push_dataset_to_hub
+    hf_use_auth_token device device_map world_size ddp do_causal_lm_eval do_bench_eval gc_steps gc_collect_steps
+    excess_length_strategy min_sample_len max_prompt_len pad_to_sequence_len pad_to_multiple_of curriculum_sampling
+    multipack_real_batches use_pose max_packed_sequence_len heads_k_stride ring_attn_func fsdp_final_state_dict_type
+    val_set_size special_tokens tokens added_tokens_overrides num_epochs adam_epsilon2 adam_beta3 adam_eps eta_min embedding_lr
+    embedding_lr_scale torchdistx_path evals_per_epoch saves_per_epoch save_first_step use_tensorboard include_tkps
+    train_on_inputs max_memory gpu_memory_limit eot_tokens default_system_message fix_untrained_tokens preprocess_iterable
+    total_num_tokens total_supervised_tokens axolotl_config_path use_ray use_swanlab auto_resume_from_checkpoints
+    lora_fan_in_fan_out lora_alpha_pattern peft_use_rslora peft_init_lora_weights peft_ensure_weight_tying
+    center_rewards_coefficient use_otel_metrics full_finetune lora_target_linear sample_packing bfloat16 float32 torch_dtype
+    fsdp_version dp_shard_size dp_replicate_size tensor_parallel_size batch_size qlora_sharded_model_loading project_name
+    flex_attn_compile_kwargs model_config generate_samples num_generation_samples dynamic_checkpoint rope_scaling orpo_alpha
+    simpo_gamma cpo_alpha rpo_alpha rl_beta use_comet use_mlflow use_trackio type_of_model resources_per_worker
+    torch_compile_options model_quantization_config_kwargs fp32_norm_classes
+"""
+_KNOWN = frozenset(_KNOWN_WORDS.split())
+#: How keys begin that change none either, or that belong to a key that is refused.
+_KNOWN_STARTS = (
+    "wandb_", "swanlab_", "mlflow_", "comet_", "trackio_", "gradio_", "generation_", "tokenizer_", "dataset_", "jagged_",
+    "otel_", "sample_packing_", "loss_watchdog_", "pose_", "eval_", "gptq_", "streaming_", "is_", "lr_", "cosine_", "dion_",
+    "qgalore_", "relora_", "dpo_", "kto_", "tiled_mlp_", "lisa_", "ray_", "profiler_", "early_", "bench_", "processor_",
+    "chat_template", "image_", "eaft_", "scaling_softmax_", "chunked_cross_entropy_", "loraplus_", "pretrain", "use_wandb",
+    "merge_",
+)  # fmt: skip
+
+
+def axolotl_setup(whole: Table, folder: Path) -> Setup:
+    """Read the file's keys; raises SpecError where it says what is not modelled."""
+    whole.refuse(_REFUSED)
+    if whole.switch("peft_autocast_adapter_dtype") is False:
+        raise whole.refused("peft_autocast_adapter_dtype", "peft's fp32 adapters are modelled")
+    sharded = any(whole.get(key) not in (None, "", [], {}) for key in ("fsdp", "fsdp_config"))
+    made: dict[str, object] = {
+        "model_name_or_path": whole.get("base_model"), "optim": whole.get("optimizer"), "deepspeed": whole.get("deepspeed"),
+        **_batch(whole), **_attention(whole), **_precision(whole, sharded=sharded), **_recomputation(whole), **_adapter(whole),
+        **_fsdp(whole, sharded=sharded),
+    }  # fmt: skip
+    degrees = {"dp_shard_size": "dp_shard_size", "dp_replicate_size": "dp_replicate_size", "tensor_parallel_size": "tp_size"}
+    made["parallelism_config"] = {theirs: whole.count(own) for own, theirs in degrees.items()}
+    reading = arguments_read(TranslatedTable(whole, _INSTEAD, made), folder)
+    if whole.switch("bfloat16") and not made["bf16"]:
+        if made["use_peft"]:
+            raise whole.refused("bfloat16", "use bf16 beside adapters")
+        reading.tell("precision", "bfloat16", "bf16")
+    if "quantize" in reading.flags:  # loaders/model.py, _configure_embedding_dtypes makes all else 16 bits again
+        reading.tell("upcast", "adapter", "none", filled=True)
+    if "tensor_parallel" in reading.asks:
+        ways = whole.count("tensor_parallel_size") or 1
+        reading.asks["tensor_parallel"] = own_tensor_parallelism("tensor_parallel_size", ways)
+    reading.notes += [_PACKED] * bool(whole.switch("sample_packing"))
+    if made["use_peft"] and not all(whole.switch(key) is False for key in _KERNELS[:3]):
+        reading.notes.append(_OWN_KERNELS)
+    _loss(reading, whole)
+    reading.table.leave((*_KNOWN, *_LEGACY_ATTENTION, *_KERNELS, *(key for key in whole.data if key.startswith(_KNOWN_STARTS))))
+    return reading.setup("axolotl")
+
+
+def _batch(whole: Table) -> dict[str, object]:
+    """``batch_size`` is an older word for sequences per step and GPU (utils/config/__init__.py, normalize_config)."""
+    each, total = whole.count("micro_batch_size") or 1, whole.count("batch_size")
+    steps = whole.count("gradient_accumulation_steps") or (None if total is None else max(1, total // each))
+    length = whole.count("sequence_len")
+    return {"max_length": length, "per_device_train_batch_size": each, "gradient_accumulation_steps": steps}
+
+
+def _attention(whole: Table) -> dict[str, object]:
+    older = [name for key, name in _LEGACY_ATTENTION.items() if whole.switch(key)]
+    word = whole.text("attn_implementation") or (older[0] if older else None)
+    if whole.switch("sample_packing") and not str(word).startswith("flash_attention"):
+        raise whole.refused("sample_packing", "its mask is modelled with attn_implementation: flash_attention_2 alone")
+    if word in ("xformers", "flex_attention", "sage"):
+        raise SpecError(f"{whole.where}: attention with {word} is not modelled; use flash_attention_2, sdpa or eager")
+    return {"attn_implementation": word}
+
+
+def _precision(whole: Table, *, sharded: bool) -> dict[str, object]:
+    """``auto`` is bf16 where the GPU has it; weights are loaded in the same 16 bits (utils/config/__init__.py, resolve_dtype)."""
+    fp16 = bool(whole.switch("fp16"))
+    bf16 = not fp16 if whole.get("bf16") == "auto" else bool(whole.switch("bf16"))
+    loaded = "bfloat16" if bf16 else "float16" if fp16 else None
+    kept = not (sharded or whole.get("deepspeed") or whole.get("adapter"))
+    return {"bf16": bf16, "fp16": fp16 and not bf16, "dtype": loaded if kept else None}
+
+
+def _recomputation(whole: Table) -> dict[str, object]:
+    if whole.get("gradient_checkpointing") in ("offload", "offload_disk"):
+        raise whole.refused("gradient_checkpointing", "use true")
+    kwargs = whole.get("gradient_checkpointing_kwargs")
+    return {"gradient_checkpointing_kwargs": {"use_reentrant": True} if kwargs is None else kwargs}
+
+
+def _adapter(whole: Table) -> dict[str, object]:
+    adapter, rank, dropout = whole.text("adapter"), whole.count("lora_r"), whole.get("lora_dropout")
+    if adapter not in (None, "", "lora", "qlora"):
+        raise whole.refused("adapter", "lora and qlora are modelled")
+    if not adapter:
+        return {"use_peft": False, "load_in_4bit": whole.get("load_in_4bit")}
+    if rank is None:
+        raise SpecError(f"{whole.where}: adapter is {adapter}, and lora_r is left out; give a rank")
+    targets = whole.get("lora_target_modules")
+    names = [targets] if isinstance(targets, str) else targets
+    if isinstance(names, list):  # peft compares the ends of names, part by part
+        names = [one.removeprefix("self_attn.").removeprefix("mlp.") if isinstance(one, str) else one for one in names]
+    return {
+        "use_peft": True,
+        "lora_target_modules": "all-linear" if whole.switch("lora_target_linear") else names,
+        "lora_dropout": 0.0 if dropout is None else dropout,
+        "load_in_4bit": whole.get("load_in_4bit"),
+        "use_bnb_nested_quant": True,
+    }
+
+
+def _fsdp(whole: Table, *, sharded: bool) -> dict[str, object]:
+    """Version 1 where none is given (utils/schemas/validation.py, check_fsdp_version_in_fsdp_config)."""
+    if not sharded:
+        return {"fsdp": None, "fsdp_config": None}
+    config = {key.removeprefix("fsdp_"): value for key, value in whole.table("fsdp_config").data.items()}
+    strategy = str(config.pop("sharding_strategy", None) or "FULL_SHARD").lower()
+    config["version"] = whole.get("fsdp_version") or config.get("version") or 1
+    if "offload_params" in config:
+        config["cpu_offload"] = config.pop("offload_params")
+    return {"fsdp": whole.get("fsdp") or [strategy], "fsdp_config": config}
+
+
+def _loss(reading: Reading, whole: Table) -> None:
+    """Plugins, and how they and their keys compute the loss."""
+    plugins = whole.get("plugins") or []
+    names = plugins if isinstance(plugins, list) else [plugins]
+    for name in names:
+        if (last := str(name).rpartition(".")[2]) not in _PLUGINS:
+            raise SpecError(f"{whole.where}: what the plugin {shown(last)} does to memory is not modelled; leave it out")
+    cut = whole.switch("cut_cross_entropy")
+    if cut or (cut is None and any("CutCrossEntropy" in str(name) for name in names)):
+        reading.asks["loss"] = _CUT
+    if whole.switch("liger_fused_linear_cross_entropy"):
+        reading.tell("loss", "liger_fused_linear_cross_entropy", "fused")
