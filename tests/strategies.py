@@ -624,7 +624,28 @@ def _by_megatron(draw: Random, engines: Sequence[str]) -> JobSpec:
     told = replace(told, megatron=replace(told.megatron, **_megatron_in_detail(draw, told, one, pp=pp, interleaved=each > 1)))
     ep = draw.choice([ways for ways in (1, 2, 4) if one.moe.num_experts % ways == 0]) if one.moe else 1
     fed = batch(draw, one, multiple=2 * cp if cp > 1 else 1, steps=pp)
+    own = _megatron_script(told, one, fed, pp=pp, cp=cp, ep=ep)
+    told = replace(told, megatron=replace(told.megatron, **own))
     return JobSpec(model=one, recipe=told, mesh=mesh(draw, told, tp=tp, cp=cp, pp=pp, ep=ep), batch=fed, cluster=cluster(draw))
+
+
+def _megatron_script(told: RecipeSpec, one: ModelSpec, fed: BatchSpec, *, pp: int, cp: int, ep: int) -> dict[str, Any]:
+    """Which of Megatron-LM's scripts runs, and what is overlapped with experts, where these go with the rest."""
+    apart = Random(f"{told} {one.name} {fed}")  # noqa: S311  so that other draws stay as they are
+    if told.recompute != "none":
+        return {}
+    gathers = told.megatron.moe_token_dispatcher_type == "allgather"  # noqa: S105  tokens of text
+    if one.moe is not None and ep > 1 and pp == 1 and not gathers and not one.moe.num_dense_layers:
+        return {"overlap_moe_expert_parallel_comm": apart.choice((True, False))}
+    if one.family != "gpt2" or told.attention != "eager" or not told.megatron.masked_softmax_fusion or cp > 1:
+        return {}
+    if apart.choice((True, False)):
+        return {"pretrains": "bert", "bert_binary_head": apart.choice((True, False))}
+    if pp > 1 or told.sequence_parallel:
+        return {}
+    longest = one.max_position_embeddings
+    lengths = {"encoder_num_layers": apart.choice((None, 3)), "encoder_seq_length": apart.choice((None, max(1, longest // 2)))}
+    return {"pretrains": "t5", **lengths}
 
 
 def _megatron_in_detail(draw: Random, told: RecipeSpec, one: ModelSpec, *, pp: int, interleaved: bool) -> dict[str, Any]:
