@@ -19,7 +19,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 
-# Sharding ranks are what is left of the GPUs once the others are given; the longest sequence follows from --lengths.
+# --gpus and the other degrees give the number of sharding ranks; --lengths gives the longest sequence.
 _OF_NO_OPTION = {"mesh.dp_shard", "batch.longest_seq_len"}
 
 

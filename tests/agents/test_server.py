@@ -1,4 +1,4 @@
-"""A real client of the protocol: it lists the tools, is answered, and is told in one line what is wrong."""
+"""A client of the official SDK lists the tools, gets answers, and gets one line for a wrong question."""
 
 from __future__ import annotations
 

@@ -413,7 +413,7 @@ def test_an_interrupt_ends_a_simulation_silently_whatever_it_does(here: Path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=FOREVER_S)  # half as long as it sleeps
     assert (process.returncode, out) == (130, "")
-    # On a busy machine a run that takes seconds to start says so.
+    # The second line comes if the machine is busy, so that starting takes seconds.
     assert err in ("simulating rank 0 of 2\n", "simulating rank 0 of 2\nrank 0: starting\n")
     assert not (here / "records").exists()
 

@@ -102,8 +102,8 @@ class Scored(NamedTuple):
     found_peak: int
     found_held: int
     reserved: int
-    """What the allocator is expected to reserve, with the longest sequences that there may be: a card with room for it is said
-    to fit the job."""
+    """What the allocator is expected to reserve with the longest possible sequences. The verdict is *fits* on a card with that
+    much."""
     moment: str
 
     @property

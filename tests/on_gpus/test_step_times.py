@@ -11,7 +11,7 @@ _BOUND_BY_THE_GPU = (
 
 
 def test_steps_of_our_card():
-    """What computes for long is told within 7 %; what waits for the CPU is told too quick, by a third of the step at most."""
+    """Steps bound by the GPU are predicted within 7 %; steps bound by the CPU too short, by at most a third."""
     found = {one.name: one for one in timed()}
     assert all(abs(found[name].error) < 0.07 for name in _BOUND_BY_THE_GPU)
     assert all(-0.33 < one.error < 0.07 for one in timed())

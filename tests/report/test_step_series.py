@@ -73,6 +73,10 @@ def test_an_engine_without_requests_is_drawn_by_its_moments():
     assert len(series.totals) == len(series.places)
 
 
+def test_a_pipeline_of_very_many_micro_batches_is_drawn_by_its_moments_at_once():
+    assert not drawn(stage=3, pipeline_parallel=2, grad_accum=1_000_000).requests
+
+
 def test_head_and_loss_can_be_seen_beside_many_blocks():
     answer = estimate(job(model="llama-3.1-70b", gpus=64, stage=3, gpu="h100", seq_len=2048))
     series = step(answer, timeline(answer.job, own=answer))

@@ -1,4 +1,4 @@
-"""What an agent is told about zeroplan: the skill file, and the instructions that the server gives a client."""
+"""The skill file for agents, and the instructions that the server sends to a client."""
 
 from importlib.resources import files
 

@@ -249,7 +249,7 @@ def _schema(required: tuple[str, ...], **properties: object) -> dict[str, object
 
 _A_JOB = _job("The training job: name a model (or params, or config), and what else is known.")
 _ANOTHER_JOB = {"type": "object", "description": "A training job, with the keys of estimate's job."}
-"""The keys stand in one tool alone, since a client sends every schema to its model."""
+"""Only one tool lists the keys: a client sends every schema to its language model, which costs tokens."""
 _SEARCH = {"type": "string", "description": "Words that the names must contain; leave it out for all."}
 
 TOOLS: tuple[Tool, ...] = (

@@ -150,7 +150,7 @@ def _answered(what: str, request: Request) -> Response:
         return JSONResponse({"error": str(error)}, status_code=422)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)  # a step is up to 200 kB
 def _said(what: str, said: tuple[tuple[str, str], ...]) -> bytes:
     """Return an answer's bytes. A cache serves repeated questions, as when a slider moves back and forth."""
     return _text(_ANSWERS[what](dict(said)))

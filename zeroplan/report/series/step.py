@@ -17,6 +17,8 @@ from zeroplan.report.series.timeline import TimelineSeries
 
 _MOST_COLUMNS = 720
 """A screen shows no more. Of requests and releases that share a column, it shows the moment at which most is alive."""
+_MOST_IN_A_PIPELINE = 128
+"""Micro-batches of a pipeline, all of which are drawn; a step of more takes seconds to write out, and would be a smear."""
 _FEWEST_COLUMNS = 12
 """Of embedding, head and loss, so that they can be seen beside the blocks."""
 _SMALL = 1000
@@ -80,9 +82,9 @@ def step(answer: Estimate, moments: TimelineSeries) -> StepSeries:
     >>> found.requests, found.places[0].phase, found.totals[found.peak] == answer.peak_bytes
     (True, 'forward', True)
     """
-    if not_written(answer.job):
-        return _of_moments(moments)
     batch = answer.job.batch
+    if not_written(answer.job) or (answer.pipeline and batch.grad_accum_steps > _MOST_IN_A_PIPELINE):
+        return _of_moments(moments)
     drawn = batch.grad_accum_steps if answer.pipeline else min(batch.grad_accum_steps, REPLAYED_MICRO_BATCHES)
     few = replace(answer.job, batch=replace(batch, grad_accum_steps=drawn))
     log = requests_of(few, pipeline_rank=answer.pipeline[0].rank if answer.pipeline else None)
