@@ -33,11 +33,12 @@ class Call(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A part of the run: which step (the first is 0; -1 before it), which phase, and how many deeds there were before it."""
+    """A part of the run: which step (the first is 0; -1 before it), which phase, how many deeds and calls there were before it."""
 
     step: int
     phase: Phase
     start: int
+    calls: int = 0
 
 
 class Log:
@@ -73,7 +74,7 @@ class Log:
 
     def begin(self, step: int, phase: Phase) -> None:
         """Begin a part of the run."""
-        self.spans.append(Span(step, phase, len(self.deeds)))
+        self.spans.append(Span(step, phase, len(self.deeds), len(self.calls)))
 
     def call(self, operation: str, n_bytes: Int, ranks: Int, among: Among = Among.SHARDS) -> None:
         """Begin a collective, if it is one of several ranks and something is sent."""

@@ -12,7 +12,7 @@ from zeroplan.estimator import REPLAYED_MICRO_BATCHES, Estimate
 from zeroplan.ledger import Kind, Phase, bytes_by_kind
 from zeroplan.replay import module_of
 from zeroplan.report.palette import ORDER
-from zeroplan.report.series.parts import Caption
+from zeroplan.report.series.parts import Caption, caption
 from zeroplan.report.series.timeline import TimelineSeries
 
 _MOST_COLUMNS = 720
@@ -116,7 +116,7 @@ def _of_requests(log: Log, answer: Estimate, moments: TimelineSeries, told: tupl
     rows[Kind.WORKSPACE.value, "workspaces of libraries"] = [beside] * len(shown)
     totals = tuple(map(sum, zip(*rows.values(), strict=True)))
     return StepSeries(
-        caption=Caption(title=moments.caption.title, lines=(*moments.caption.lines, *told)),
+        caption=caption(answer, moments.caption.title, *told),
         requests=True,
         totals=totals,
         peak=totals.index(max(totals)),
@@ -202,11 +202,10 @@ def _line(kind: str, reason: str, row: Sequence[int]) -> StepLine:
 
 def _calls(log: Log, shown: Sequence[int]) -> Iterator[StepCall]:
     """Yield the collectives of the last step, those of one operation and column together."""
-    first = _first(log)
+    before = min(one.calls for one in log.spans if one.step == log.spans[-1].step)
     found: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for call in log.calls:
-        if call.start >= first:
-            found[call.operation, min(bisect_left(shown, call.start), len(shown) - 1)].append(call.n_bytes)
+    for call in log.calls[before:]:
+        found[call.operation, min(bisect_left(shown, call.start), len(shown) - 1)].append(call.n_bytes)
     for (operation, column), sizes in found.items():
         yield StepCall(operation=operation, column=column, calls=len(sizes), n_bytes=sum(sizes))
 
