@@ -12,6 +12,7 @@ from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, Role, bytes_by_kind, total_bytes
 from zeroplan.measurement import AllocatorSettings
+from zeroplan.memo import recalled
 from zeroplan.numeric import Int, ceil_div, maximum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.hardware import node_size
@@ -294,7 +295,7 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None, replay: bool = F
     """
     if not isinstance(job, JobSpec):
         raise TypeError(f"estimate() takes a job, not {job!r:.60}; write estimate(job(model=..., gpus=8))")
-    account = account_of(job, job.batch) if pipeline_rank is None else _of_each_rank(job, job.batch)[pipeline_rank]
+    account = account_of_job(job) if pipeline_rank is None else _of_each_rank(job, job.batch)[pipeline_rank]
     highest = peak(account.moments)
     workspaces = _workspaces(job)
     parameters = parameter_count(job.model)
@@ -424,6 +425,11 @@ def _workspaces(job: JobSpec) -> tuple[Line, ...]:
 _FLATTENED_IN_HOST_MEMORY = (
     "The GPU has no room for the model and its flat copy beside each other, so DeepSpeed makes that copy through host memory"
 )
+
+
+def account_of_job(job: JobSpec) -> Account:
+    """The engine's account, which the memory and the time of a job share within one question."""
+    return recalled(lambda: ("account", job), lambda: account_of(job, job.batch))
 
 
 def account_of(job: JobSpec, batch: Batch) -> Account:

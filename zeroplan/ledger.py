@@ -47,6 +47,10 @@ class Kind(StrEnum):
     """What libraries request from torch and keep: cuBLAS's workspaces."""
 
 
+NOT_TOLD_APART = "not told apart"
+"""The kind of what a file counts and does not say what for."""
+
+
 class Phase(StrEnum):
     """The part of the step, or of the script, that a moment belongs to."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.explore.test_answers import printed
+from zeroplan import __version__, estimate, job
 
 uvicorn = pytest.importorskip("uvicorn")
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -245,6 +246,7 @@ def test_a_report_hands_out_too_moves_its_stage_and_plans_nothing(browser: Any, 
     assert "stage 0: DDP" in (page.text_content("#headline") or "")
     assert "--stage 0" in (page.text_content("#command") or "")
     assert page.locator("#bar .piece").count() > 3
+    assert f"zeroplan {__version__} on " in (page.text_content("#made") or "")
     page.close()
 
 
@@ -334,6 +336,40 @@ def test_a_click_on_a_column_chooses_its_stage(page: Page):
     page.locator("#stages .choose").first.click()
     page.wait_for_selector(ANSWERED)
     assert page.is_checked("#c-stage-0")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("files") / "step.json"
+    printed(f"zeroplan estimate --model gpt2 --gpus 8 --stage 3 --seq-len 128 --trace {path}")
+    return path
+
+
+def test_a_file_is_opened_scrubbed_and_closed(page: Page, trace: Path):
+    page.set_input_files("#file", trace)
+    page.wait_for_selector("main.opened")
+    highest = estimate(job(model="gpt2", gpus=8, stage=3, seq_len=128)).peak_bytes
+    assert f"{highest / 2**20:.2f} MiB" in page.inner_text("#verdict")
+    assert page.is_hidden("#bar")
+    page.focus("#scrub")
+    page.keyboard.press("Home")
+    assert page.inner_text("#ledger-title") == "What is alive: initialisation"
+    page.click("#close")
+    page.wait_for_selector("#bar")
+    assert page.inner_text("#timeline-title") == "Over one step"
+    assert page.inner_text("#ledger-title") == "What is alive at the peak"
+
+
+def test_a_file_is_dropped_and_what_is_none_leaves_the_job(page: Page):
+    before = page.inner_text("#verdict")
+    dropped = page.evaluate_handle(
+        "() => { const held = new DataTransfer(); held.items.add(new File(['x'], 'notes.txt')); return held; }"
+    )
+    for event in ("dragover", "drop"):
+        page.dispatch_event("main", event, {"dataTransfer": dropped})
+    page.wait_for_selector("#error:visible")
+    assert page.inner_text("#error").startswith("file 'notes.txt' does not say what is alive over time")
+    assert page.inner_text("#verdict") == before
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -13,6 +13,18 @@ CHECKS = [getattr(schemathesis.checks, name) for name in (
 )]  # fmt: skip
 A_JOB = {"model": "gpt2", "seq_len": "128", "gpus": "4", "gpu": "l4-24gb", "lora_rank": ""}
 QUESTIONS = ("/api/controls", "/api/answer", "/api/step", "/api/changes", "/api/plan")
+FILES = "/api/opened"
+
+
+def test_no_file_is_too_odd(port: int):
+    described = schemathesis.openapi.from_url(f"http://127.0.0.1:{port}/openapi.json")
+
+    @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(described[FILES]["POST"].as_strategy())
+    def ask(case: Any) -> None:
+        assert case.call_and_validate(checks=CHECKS).status_code == 422
+
+    ask()
 
 
 @pytest.mark.parametrize("path", QUESTIONS)
@@ -30,5 +42,5 @@ def test_no_question_is_too_odd(port: int, path: str):
         asked.append(case.call_and_validate(checks=CHECKS).status_code)
 
     ask()
-    assert set(described) == set(QUESTIONS)
+    assert set(described) == {*QUESTIONS, FILES}
     assert set(asked) == ({200} if path == "/api/controls" else {200, 422})

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+from zeroplan.explore.opened import LARGEST_BYTES
 from zeroplan.explore.server import LONGEST_QUERY, Guarded, Planning, explore_app
 
 
@@ -63,6 +64,15 @@ def test_what_there_is_not_and_for_whom(port: int, path: str, headers: dict[str,
 def test_nothing_can_be_sent(port: int):
     assert ask(port, "/api/answer", method="POST")[0] == 405
     assert ask(port, "/api/answer", method="POST", body=b"model=gpt2")[0] == 413
+
+
+def test_a_file_is_opened_and_no_other_body(port: int):
+    found = ask(port, "/api/opened?name=../s.json", method="POST", body=b'{"traceEvents":[]}')
+    assert (found.status, json.loads(found.body)["error"].partition(" is ")[0]) == (422, "file 's.json'")
+    too_long = {"Content-Length": str(LARGEST_BYTES + 1)}
+    assert ask(port, "/api/opened", method="POST", headers=too_long)[0] == 413
+    assert ask(port, "/api/opened", method="POST", body=b"{}", headers={"Origin": "http://example.com"})[0] == 403
+    assert ask(port, "/api/opened?name=x", method="GET")[0] == 405
 
 
 def test_eight_at_once_are_answered(port: int):

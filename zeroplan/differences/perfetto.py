@@ -17,13 +17,14 @@ _PHASES, _COLLECTIVES = 1, 3
 _LARGEST = 10**15
 
 
-class _Counter(NamedTuple):
+class Figure(NamedTuple):
     """A figure that changes: at which moments, and to what. [bytes]"""
 
     at: list[int]
     n_bytes: list[int]
 
     def after(self, moment: int) -> int:
+        """What it is after a moment; 0 before the first."""
         place = bisect_right(self.at, moment)
         return self.n_bytes[place - 1] if place else 0
 
@@ -37,16 +38,43 @@ class _Phase(NamedTuple):
     end: int
 
 
+class Course(NamedTuple):
+    """A trace as it runs: what is alive of each kind, the phases, and each collective with its moment and its bytes."""
+
+    kinds: Mapping[str, Figure]
+    phases: tuple[_Phase, ...]
+    calls: tuple[tuple[str, int, int], ...]
+
+
+def course_of(data: object, where: str) -> Course:
+    """The memory over time of a trace of ``estimate --trace`` or ``dryrun --trace``; SpecError, in one line, for others."""
+    try:
+        return _course(_events(data))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _not_ours(error, where) from None
+
+
+def _course(events: list[Mapping[str, object]]) -> Course:
+    counters = _counters(events)
+    del counters[_ALL]
+    phases = [_phase(event) for event in events if event["ph"] == "X" and event["tid"] == _PHASES]
+    calls = [event for event in events if event["ph"] == "X" and event["tid"] == _COLLECTIVES]
+    sent = tuple((str(one["name"]), int(_time(one["ts"])), _count(_args(one)["bytes"])) for one in calls)
+    return Course(counters, tuple(sorted(phases, key=lambda phase: phase.start)), sent)
+
+
+def _not_ours(error: Exception, where: str) -> SpecError:
+    if isinstance(error, SpecError):
+        return error
+    return SpecError(f"{where} is a trace, but not one that zeroplan wrote ({type(error).__name__}: {error!s:.60})")
+
+
 def of_trace(data: object, where: str, name: str = "") -> Side:
     """A trace of ``estimate --trace`` or ``dryrun --trace``. Raises SpecError, in one line, where it is none of these."""
     try:
         return _side(_events(data), where, name)
     except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, SpecError):
-            raise
-        raise SpecError(
-            f"{where} is a trace, but not one that zeroplan wrote ({type(error).__name__}: {error!s:.60})"
-        ) from None
+        raise _not_ours(error, where) from None
 
 
 def _events(data: object) -> list[Mapping[str, object]]:
@@ -77,12 +105,12 @@ def _side(events: list[Mapping[str, object]], where: str, name: str) -> Side:
     )
 
 
-def _counters(events: list[Mapping[str, object]]) -> dict[str, _Counter]:
+def _counters(events: list[Mapping[str, object]]) -> dict[str, Figure]:
     """What is allocated in all, and of each kind."""
-    found: dict[str, _Counter] = {}
+    found: dict[str, Figure] = {}
     for event in events:
         if event["ph"] == "C":
-            counter = found.setdefault(str(event["name"]), _Counter([], []))
+            counter = found.setdefault(str(event["name"]), Figure([], []))
             moment = _count(event["ts"])
             if counter.at and moment <= counter.at[-1]:
                 raise ValueError("its counters are not in order")
@@ -103,17 +131,19 @@ def _last_step(events: list[Mapping[str, object]]) -> list[_Phase]:
 def _phase(event: Mapping[str, object]) -> _Phase:
     phase, _, step = str(event["name"]).rpartition(", step ")
     start = _count(event["ts"])
-    return _Phase(phase, int(step) if phase and step.isdecimal() else 0, start, start + _count(event["dur"]))
+    return _Phase(
+        phase or str(event["name"]), int(step) if phase and step.isdecimal() else 0, start, start + _count(event["dur"])
+    )
 
 
-def _at(phase: _Phase, counters: Mapping[str, _Counter], every: _Counter) -> At:
+def _at(phase: _Phase, counters: Mapping[str, Figure], every: Figure) -> At:
     """The highest moment of a phase, the earliest of equals."""
     inside = (moment for moment in every.at if phase.start < moment <= phase.end)
     moment = max((phase.start, *inside), key=every.after)
     return At(phase.phase, phase.phase, every.after(moment), _lines(counters, moment))
 
 
-def _lines(counters: Mapping[str, _Counter], moment: int) -> tuple[Held, ...]:
+def _lines(counters: Mapping[str, Figure], moment: int) -> tuple[Held, ...]:
     held = ((kind, counter.after(moment)) for kind, counter in counters.items())
     return tuple(Held(kind, "", n_bytes) for kind, n_bytes in held if n_bytes)
 

@@ -36,17 +36,27 @@ def opened(path: Path) -> Opened:
     Raises :class:`~zeroplan.errors.SpecError`, in one line, for everything else, and for what asks for more memory than a file of
     its size may.
     """
-    head = _head(path)
-    if head.startswith(_PICKLE) or path.suffix in (".pickle", ".pkl"):
+    head = head_of(path)
+    if is_snapshot(path, head):
         return _snapshot(path)
-    if head.startswith((_GZIP, _RUN, _TRACE)):
+    if is_run_or_trace(head):
         return _large(path)
     if path.suffix == ".jsonl":
         raise SpecError(f"file {str(path)!r} has the results of many cases; give one record, as `zeroplan verify` writes it")
     return _small(path)
 
 
-def _head(path: Path) -> bytes:
+def is_snapshot(path: Path, head: bytes) -> bool:
+    """Whether a file is a pickle, by its first bytes or its name."""
+    return head.startswith(_PICKLE) or path.suffix in (".pickle", ".pkl")
+
+
+def is_run_or_trace(head: bytes) -> bool:
+    """Whether a file is a saved dry run or a trace of ours, or compressed, by its first bytes."""
+    return head.startswith((_GZIP, _RUN, _TRACE))
+
+
+def head_of(path: Path) -> bytes:
     """The first bytes of a file; SpecError where there is none."""
     where = f"file {str(path)!r}"
     try:
@@ -72,13 +82,17 @@ def _snapshot(path: Path) -> Opened:
 
 
 def _large(path: Path) -> Opened:
-    """A saved dry run or a trace, which may be compressed and of tens of megabytes."""
+    return _of_data(large_data(path), path, f"file {str(path)!r}")
+
+
+def large_data(path: Path) -> object:
+    """The JSON of a saved dry run or a trace, which may be compressed and of tens of megabytes."""
     from zeroplan.saved_runs.files import content_of  # noqa: PLC0415  see above
 
     where = f"file {str(path)!r}"
     content = content_of(path, where, "dry run or trace")
     with _limited(len(content), where):
-        return _of_data(strict_json(_decoded(content, where), where), path, where)
+        return strict_json(_decoded(content, where), where)
 
 
 def _decoded(content: bytes, where: str) -> str:

@@ -4,14 +4,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from zeroplan.ledger import Kind
+from zeroplan.ledger import NOT_TOLD_APART, Kind
 from zeroplan.spec.job import JobSpec
 
 Grain = Literal["tensor", "module", "place", "kind"]
 """How finely a thing tells its memory apart: by tensor, by module, by the line of code that asked, or by kind alone."""
 
-NOT_TOLD_APART = "not told apart"
-"""The kind of what a file counts at the peak and does not say what for."""
 _NUMBER = re.compile(r"\d[\d,]*")
 _OF_MANY = re.compile(r"(\d[\d,]*) of (\d[\d,]*)")
 _LAYER = re.compile(r"(^|\.)\d+(?=[.:]|$)")

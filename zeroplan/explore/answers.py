@@ -1,5 +1,6 @@
 """Answers the page's questions as plain data, with the command line's functions. It keeps nothing but a cache of estimates."""
 
+import json
 import shlex
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import fields
@@ -11,6 +12,7 @@ from zeroplan.estimator import Estimate
 from zeroplan.estimator import estimate as estimate_anew
 from zeroplan.explore.configurations import configurations
 from zeroplan.explore.controls import Control, controls
+from zeroplan.memo import remembering
 from zeroplan.planner.choose import time_of
 from zeroplan.remedies import Remedy, remedies
 from zeroplan.report.palette import ENGINES, LOOKS
@@ -69,6 +71,11 @@ def answer_payload(said: Mapping[str, str]) -> dict[str, object]:
 
 def answer_of(resolved: Resolved, command: str, *, name_a_gpu: str = NAME_A_GPU) -> dict[str, object]:
     """Return the answer for a complete job, with its command line; ``name_a_gpu``: how a reader names a GPU."""
+    with remembering():
+        return _answer_of(resolved, command, name_a_gpu)
+
+
+def _answer_of(resolved: Resolved, command: str, name_a_gpu: str) -> dict[str, object]:
     answer = estimate(resolved.job)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -152,6 +159,11 @@ def with_flags(said: Mapping[str, str], flags: str) -> dict[str, str] | None:
             return None
         after[name] = f"{after[name]} {value}" if name == _SETTINGS and after.get(name) else value
     return after
+
+
+def text_of(data: dict[str, object]) -> bytes:
+    """Return an answer as the JSON that is sent."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def plain(value: object) -> object:

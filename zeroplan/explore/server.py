@@ -4,7 +4,6 @@ Nothing leaves this machine, and other sites have no access: requests must name 
 keeps no state; every answer depends only on its address.
 """
 
-import json
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -16,8 +15,9 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from zeroplan.errors import ZeroplanError
-from zeroplan.explore.answers import answer_payload, changes_payload, controls_payload, step_payload
+from zeroplan.explore.answers import answer_payload, changes_payload, controls_payload, step_payload, text_of
 from zeroplan.explore.controls import controls
+from zeroplan.explore.opened import LARGEST_BYTES, Opening
 from zeroplan.explore.planning import ASKED, planned_payload
 
 _Scope = MutableMapping[str, object]
@@ -32,6 +32,7 @@ _LONGEST_HEADERS = 8000
 _PER_SECOND, _AT_ONCE = 1000.0, 2000.0
 _PLANS_PER_SECOND, _PLANS_AT_ONCE, _TURN_S = 2.0, 20.0, 10.0
 _PAGE = {"/": ("index.html", "text/html"), "/page.js": ("page.js", "text/javascript"), "/page.css": ("page.css", "text/css")}
+_FILES = "/api/opened"
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -59,6 +60,9 @@ def explore_app(run: bytes | None = None) -> _App:
         app.add_api_route(
             f"/api/{name}", question, methods=["GET"], name=name, responses=_REFUSED, openapi_extra=_said_of(name)
         )
+    app.add_api_route(
+        _FILES, Opening().__call__, methods=["POST"], name="opened", responses=_REFUSED, openapi_extra=_of_a_file()
+    )
     return Guarded(app)
 
 
@@ -87,6 +91,19 @@ def _said_of(question: str) -> dict[str, object]:
 def _parameter(name: str, label: str, choices: tuple[str, ...]) -> dict[str, object]:
     schema: dict[str, object] = {"type": "string", **({"enum": list(choices)} if choices else {})}
     return {"name": name, "in": "query", "description": label, "required": False, "schema": schema}
+
+
+def _of_a_file() -> dict[str, object]:
+    """Return the fields of a request with a file for the schema."""
+    return {
+        "parameters": [
+            {"name": "name", "in": "query", "description": "The file's name", "required": False, "schema": {"type": "string"}}
+        ],
+        "requestBody": {
+            "required": True,
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        },
+    }
 
 
 def _file(name: str, media_type: str) -> Callable[[], Response]:
@@ -119,7 +136,7 @@ class Planning:
     def __init__(
         self, planned: Callable[[Mapping[str, str]], dict[str, object]], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._planned = lru_cache(maxsize=64)(lambda said: _text(planned(dict(said))))
+        self._planned = lru_cache(maxsize=64)(lambda said: text_of(planned(dict(said))))
         self._bucket, self._one = Bucket(_PLANS_PER_SECOND, _PLANS_AT_ONCE, clock), threading.Lock()
 
     async def __call__(self, request: Request) -> Response:
@@ -153,7 +170,7 @@ def _answered(what: str, request: Request) -> Response:
 @lru_cache(maxsize=128)  # a step is up to 200 kB
 def _said(what: str, said: tuple[tuple[str, str], ...]) -> bytes:
     """Return an answer's bytes. A cache serves repeated questions, as when a slider moves back and forth."""
-    return _text(_ANSWERS[what](dict(said)))
+    return text_of(_ANSWERS[what](dict(said)))
 
 
 _ANSWERS = {"answer": answer_payload, "step": step_payload, "changes": changes_payload}
@@ -161,11 +178,7 @@ _JSON = "application/json"
 
 
 def _json(data: dict[str, object]) -> Response:
-    return Response(_text(data), media_type=_JSON)
-
-
-def _text(data: dict[str, object]) -> bytes:
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+    return Response(text_of(data), media_type=_JSON)
 
 
 class Guarded:
@@ -205,9 +218,14 @@ class Guarded:
             return 414, f"the address is longer than {LONGEST_QUERY} bytes"
         if sum(map(len, headers.values())) > _LONGEST_HEADERS:
             return 431, f"the headers are longer than {_LONGEST_HEADERS} bytes"
-        if int(headers.get("content-length", "0") or 0) > 0 or "transfer-encoding" in headers:
-            return 413, "a question has no body"
+        if "transfer-encoding" in headers or int(headers.get("content-length", "0") or 0) > _longest_body(scope):
+            return 413, "a question has no body, and a file no more than its limit"
         return None if self._bucket.gives() else (429, "too many questions at once; wait a moment")
+
+
+def _longest_body(scope: _Scope) -> int:
+    """Return how large the body of a request may be. [bytes]"""
+    return LARGEST_BYTES if scope.get("path") == _FILES and scope.get("method") == "POST" else 0
 
 
 class Bucket:

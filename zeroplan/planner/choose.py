@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroplan.estimator import account_of, estimate
+from zeroplan.estimator import account_of_job, estimate
 from zeroplan.memo import remembering
 from zeroplan.planner.bounds import NEARLY
 from zeroplan.planner.degrees import degrees
@@ -151,7 +151,7 @@ def ranked(name: str, layout: Layout, room: int) -> Ranked:
 
 def time_of(job: JobSpec, *, mfu: float | None = None) -> StepTime:
     """Return the time of one job's step, part by part. [s]"""
-    return step_time(account_of(job, job.batch), job.model, job.recipe, job.mesh, job.batch, job.cluster, mfu=mfu)
+    return step_time(account_of_job(job), job.model, job.recipe, job.mesh, job.batch, job.cluster, mfu=mfu)
 
 
 def _nothing_starts(fallen: Sequence[Fallen]) -> str:

@@ -46,7 +46,7 @@ def diagnosis_payload(found: Diagnosis, *, where: str, rows: tuple[Compared, ...
         "failure": None if found.failure is None else found.failure._asdict(),
         "replayed": None if found.replayed is None else found.replayed._asdict(),
         "predicted": [row_payload(row) for row in rows],
-        "advice": list(_advised(found)),
+        "advice": list(advised(found)),
     }
 
 
@@ -87,11 +87,11 @@ def _site(held: Held, at: int) -> str:
 
 
 def _advice(found: Diagnosis) -> Iterator[str]:
-    for text in _advised(found):
+    for text in advised(found):
         yield textwrap.fill(text, WIDTH)
 
 
-def _advised(found: Diagnosis) -> Iterator[str]:
+def advised(found: Diagnosis) -> Iterator[str]:
     """Yield what follows from it, for readers new to it."""
     if found.failure is not None:
         yield _of_a_failure(found.failure, found)

@@ -7,7 +7,7 @@ a page in a browser may use it as it is.
 
 from typing import Literal, NamedTuple
 
-from zeroplan.ledger import Kind
+from zeroplan.ledger import NOT_TOLD_APART, Kind
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
@@ -42,6 +42,7 @@ LOOKS: dict[str, Look] = {
     Kind.OPTIMIZER_TEMPORARY.value: Look("#7FCBB3", "", "▣", "Q"),
     Kind.WORKSPACE.value: Look("#5E5E5E", "++", "◆", "C"),
     OUTSIDE: Look("#D9D9D9", "..", "□", "X"),
+    NOT_TOLD_APART: Look("#C4C4C4", "//", "◇", "N"),
 }
 ORDER = tuple(LOOKS)
 

@@ -1,7 +1,7 @@
 "use strict";
 // Draws what the server answers. Every number on the page is one of the answer's; nothing is computed here but where to put it.
 
-const GB = 1e9, GIB = 2 ** 30, WAIT_MS = 60;
+const GB = 1e9, GIB = 2 ** 30, TYPING_MS = 60, WAIT_MS = 60, CALM_MS = 120;
 const SVG = "http://www.w3.org/2000/svg";
 const of = (id) => document.getElementById(id);
 const state = { colours: {}, controls: [], asked: 0, timer: 0, settled: true, pushing: false };
@@ -81,7 +81,7 @@ function numberField(control, id) {
   const steps = Math.round(Math.log2(control.most / control.least));
   const slide = node("input", { type: "range", min: 0, max: steps, step: 1, "aria-label": `${control.label}, in doublings`, id: `${id}-slide` });
   const count = node("input", { type: "text", inputmode: "numeric", class: "count", id, name: control.name });
-  slide.addEventListener("input", () => { count.value = control.least * 2 ** slide.value; count.dispatchEvent(new Event("input", { bubbles: true })); });
+  slide.addEventListener("input", () => { count.value = control.least * 2 ** slide.value; place(control, count, slide); });
   count.addEventListener("input", () => { place(control, count, slide); });
   return [slide, count];
 }
@@ -117,13 +117,25 @@ function build(told) {
   addEventListener("hashchange", () => { if (!namesAPlace()) { restore(); ask(addressed()); } });
 }
 
-/** Ask soon. The first move after a control was left begins a new entry of the browser's history, for Back to return from. */
-function moved() {
+/**
+ * Ask: at once after a choice or a move of a slider, and a moment later while a text is typed, which is not yet a name or a number.
+ * The first move after a control was left begins a new entry of the browser's history, for Back to return from.
+ */
+function moved(event) {
   busy(true);
-  state.asked++; // an answer that is still on its way is to what stood there before
   if (state.settled) Object.assign(state, { settled: false, pushing: true });
   clearTimeout(state.timer);
-  state.timer = setTimeout(ask, WAIT_MS);
+  if (event.target.type !== "text") { soon(); return; }
+  state.asked++; // an answer that is still on its way is to what stood there before
+  state.timer = setTimeout(ask, TYPING_MS);
+}
+
+/** One question at a time: what a slider passes while an answer is on its way is skipped, so that answers never queue. */
+async function soon() {
+  if (state.flying) { state.again = true; return; }
+  state.flying = true;
+  try { await ask(); } finally { state.flying = false; }
+  if (state.again) { state.again = false; soon(); }
 }
 
 /** Whether the address names a part of the page, as `#answer` does, and no job. */
@@ -169,10 +181,10 @@ const main = document.querySelector("main");
 const busy = (asking) => of("answer").setAttribute("aria-busy", String(asking));
 
 /** The server's answer, or `error`: one line that says why there is none. */
-async function fetched(path) {
+async function fetched(path, how = {}) {
   let response;
   try {
-    response = await fetch(path);
+    response = await fetch(path, how);
   } catch {
     return { error: GONE };
   }
@@ -194,11 +206,18 @@ async function ask(query = said()) {
   if (mine !== state.asked) return;
   if (told.error) { refuse(told.error); return; }
   show(told);
-  step(query, mine);
-  if (told.estimate.fits === false) changes(query, mine);
+  clearTimeout(state.calm);
+  state.calm = setTimeout(() => details(query, mine), state.before ? CALM_MS : 0);
 }
 
-/** The step, request by request. It takes longer than the answer, which does not wait for it. */
+/** What takes longer than the answer, and is asked for where no next move follows within a moment. */
+function details(query, mine) {
+  if (mine !== state.asked) return;
+  step(query, mine);
+  if (state.told.estimate.fits === false) changes(query, mine);
+}
+
+/** The step, request by request. */
 async function step(query, mine) {
   of("timeline").setAttribute("aria-busy", "true");
   const told = await fetched(`/api/step?${query}`);
@@ -245,6 +264,7 @@ function searching(now) {
 function refuse(why) {
   of("error").textContent = worded(why);
   of("error").hidden = false;
+  main.classList.remove("waiting");
   main.classList.add("stale");
   of("headline").textContent = state.told ? `No answer. The figures below are the last: ${state.told.headline}` : "";
   judge("", null);
@@ -255,10 +275,11 @@ function refuse(why) {
 // --- showing ------------------------------------------------------------------------------------------------------------------
 
 function show(told) {
+  if (opened()) closeFile();
   state.before = state.told;
   state.told = told;
   of("error").hidden = true;
-  main.classList.remove("stale", "empty");
+  main.classList.remove("stale", "empty", "waiting");
   of("headline").textContent = told.headline;
   judge(told.verdict, told.estimate.fits);
   showChanges([]);
@@ -717,7 +738,7 @@ function scrubbed(at) {
   const words = `${place.phase[0].toUpperCase()}${place.phase.slice(1)}${place.name && `, ${place.name}`}: ${size(total)}`;
   of("moment").textContent = at === series.peak ? `${words}, the peak` : words;
   of("scrub").setAttribute("aria-valuetext", words);
-  if (at === series.peak) ledger(state.told.estimate);
+  if (at === series.peak && !opened()) ledger(state.told.estimate);
   else ledgerAt(at, words);
 }
 
@@ -730,6 +751,49 @@ for (const event of ["pointerdown", "pointermove"]) {
 }
 of("scrub").addEventListener("input", () => { if (state.step) scrubbed(Number(of("scrub").value)); });
 of("to-peak").addEventListener("click", () => { if (state.step) scrubbed(state.step.peak); });
+
+// --- a file of the reader's own ------------------------------------------------------------------------------------------------
+
+const opened = () => main.classList.contains("opened");
+
+/** Show what is alive over time in a file, in place of the job. */
+async function openFile(file) {
+  if (!file) return;
+  clearTimeout(state.calm);
+  const mine = ++state.asked, headed = of("headline").textContent;
+  of("headline").textContent = `Reading ${file.name}…`;
+  const told = await fetched(`/api/opened?name=${encodeURIComponent(file.name)}`, { method: "POST", body: file });
+  if (mine !== state.asked) return;
+  if (told.error) { of("error").textContent = told.error; of("error").hidden = false; of("headline").textContent = headed; return; }
+  of("error").hidden = true;
+  main.classList.remove("stale", "empty", "waiting");
+  main.classList.add("opened");
+  of("close").hidden = false;
+  of("timeline-title").textContent = "Request by request";
+  of("headline").textContent = "A file of your own";
+  judge([`${told.headline}.`, ...told.advice].join(" "), null);
+  showStep(told.step);
+}
+
+function closeFile() {
+  main.classList.remove("opened");
+  of("close").hidden = true;
+  of("timeline-title").textContent = "Over one step";
+  of("file").value = "";
+}
+
+of("close").addEventListener("click", () => { closeFile(); ask(); });
+of("file").addEventListener("change", () => openFile(of("file").files[0]));
+if (!of("told")) {
+  for (const event of ["dragover", "drop", "dragleave"]) {
+    addEventListener(event, (dragged) => {
+      if (event === "dragleave" ? dragged.relatedTarget : !dragged.dataTransfer.types.includes("Files")) return;
+      dragged.preventDefault();
+      document.body.classList.toggle("dropping", event === "dragover");
+      if (event === "drop") openFile(dragged.dataTransfer.files[0]);
+    });
+  }
+}
 
 // --- the ledger ---------------------------------------------------------------------------------------------------------------
 
@@ -802,7 +866,8 @@ function redraw() {
 addEventListener("resize", () => { clearTimeout(state.resized); state.resized = setTimeout(redraw, WAIT_MS); });
 
 /** A report: one job under every stage, which stands in the page. Its one control is the stage. */
-function report({ colours, hatches, own, answers }) {
+function report({ colours, hatches, made, own, answers }) {
+  of("made").textContent = made;
   Object.assign(state, { colours, hatches });
   const shown = (stage) => {
     show(answers[stage].answer);

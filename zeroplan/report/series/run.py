@@ -88,9 +88,9 @@ def run(saved: SavedRun, *, whole: bool = False) -> RunSeries:
     if saved.trace is None:
         raise SpecError("the run was kept without its blocks; run the script again with --save")
     trace, found = saved.trace, saved.run
-    moments = range(trace.moments + 1) if whole else range(trace.last_step.start, _end(trace) + 1)
+    moments = range(trace.moments + 1) if whole else range(trace.last_step.start, end_of_run(trace) + 1)
     by_kind = _by_kind(trace)[:, moments.start : moments.stop]
-    starts = _columns(by_kind.sum(axis=0))
+    starts = highest_of_neighbours(by_kind.sum(axis=0))
     chosen = by_kind[:, starts]
     order = [kind for kind in ORDER if kind in trace.kinds and chosen[trace.kinds.index(kind)].any()]
     n_bytes = chosen[[trace.kinds.index(kind) for kind in order]]
@@ -138,7 +138,7 @@ def _caption(found: DryRun, what: str) -> Caption:
     )
 
 
-def _end(trace: Trace) -> int:
+def end_of_run(trace: Trace) -> int:
     """The last moment of what the script did: what follows is its end."""
     last = trace.spans[-1]
     return last.start if last.phase in (Phase.INIT, Beside.AFTER) else trace.moments
@@ -154,9 +154,9 @@ def _by_kind(trace: Trace) -> NDArray[np.int64]:
     return changes.cumsum(axis=1)[:, :-1]
 
 
-def _columns(totals: NDArray[np.int64]) -> NDArray[np.int64]:
+def highest_of_neighbours(totals: NDArray[np.int64], most: int = _MOST_COLUMNS) -> NDArray[np.int64]:
     """Which moments are shown: of each few neighbours the highest."""
-    parts = np.array_split(np.arange(len(totals)), min(len(totals), _MOST_COLUMNS))
+    parts = np.array_split(np.arange(len(totals)), min(len(totals), most))
     return np.array([int(part[totals[part].argmax()]) for part in parts])
 
 

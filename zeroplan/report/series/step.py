@@ -101,7 +101,7 @@ def _of_moments(moments: TimelineSeries) -> StepSeries:
         requests=False,
         totals=tuple(one.total_bytes for one in moments.instants),
         peak=moments.peak,
-        lines=tuple(_line(kind, "", [now.get(kind, 0) for now in alive]) for kind in kinds),
+        lines=tuple(line_of(kind, "", [now.get(kind, 0) for now in alive]) for kind in kinds),
         calls=(),
         places=tuple(Place(column=at, phase=one.phase, name=one.name) for at, one in enumerate(moments.instants)),
         room_bytes=moments.room_bytes,
@@ -120,7 +120,7 @@ def _of_requests(log: Log, answer: Estimate, moments: TimelineSeries, told: tupl
         requests=True,
         totals=totals,
         peak=totals.index(max(totals)),
-        lines=tuple(_line(kind, reason, row) for (kind, reason), row in _folded(rows, max(totals)).items() if any(row)),
+        lines=tuple(line_of(kind, reason, row) for (kind, reason), row in folded(rows, max(totals)).items() if any(row)),
         calls=tuple(_calls(log, shown)),
         places=tuple(_places(log, shown)),
         room_bytes=moments.room_bytes,
@@ -185,7 +185,7 @@ def _rows(log: Log, shown: Sequence[int]) -> dict[tuple[str, str], list[int]]:
     return rows
 
 
-def _folded(rows: dict[tuple[str, str], list[int]], most: int) -> dict[tuple[str, str], list[int]]:
+def folded(rows: dict[tuple[str, str], list[int]], most: int) -> dict[tuple[str, str], list[int]]:
     """Return the rows of large lines, and the sum of the small ones of each kind."""
     found: dict[tuple[str, str], list[int]] = {}
     for (kind, reason), row in rows.items():
@@ -194,7 +194,7 @@ def _folded(rows: dict[tuple[str, str], list[int]], most: int) -> dict[tuple[str
     return found
 
 
-def _line(kind: str, reason: str, row: Sequence[int]) -> StepLine:
+def line_of(kind: str, reason: str, row: Sequence[int]) -> StepLine:
     """Return a row by the columns at which it changes."""
     changes = [at for at, n_bytes in enumerate(row) if n_bytes != (row[at - 1] if at else 0)]
     return StepLine(kind=kind, reason=reason, columns=tuple(changes), n_bytes=tuple(row[at] for at in changes))

@@ -1,0 +1,75 @@
+"""Opens a file that a reader drops on the page: a snapshot, a trace, or a saved dry run. It is read as a stranger's file."""
+
+import tempfile
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NoReturn
+
+from fastapi import Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+
+from zeroplan.errors import SpecError
+from zeroplan.explore.answers import SCHEMA_VERSION, plain, text_of
+from zeroplan.units import MIB
+
+LARGEST_BYTES = 512 * MIB
+"""The limit of a file; a snapshot of a step of a large model has tens of megabytes. [bytes]"""
+_LONGEST_NAME, _LONGEST_SUFFIX, _TURN_S = 120, 8, 10.0
+
+
+class Opening:
+    """Opens one file at a time, beside other answers, since a large one takes seconds. Nothing of it is kept."""
+
+    def __init__(self) -> None:
+        self._one = threading.Lock()
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer with what is alive over time in the file, which is the body of the request."""
+        name = Path(request.query_params.get("name", "") or "file").name[:_LONGEST_NAME]
+        with tempfile.TemporaryDirectory(prefix="zeroplan-") as folder:
+            path = Path(folder) / f"file{_suffix(name)}"
+            try:
+                await _write(path, request.stream())
+                return Response(await run_in_threadpool(self._in_turn, path, name), media_type="application/json")
+            except SpecError as error:
+                return JSONResponse({"error": str(error).replace(repr(str(path)), repr(name))}, status_code=422)
+            except TimeoutError:
+                return JSONResponse({"error": "another file is being read; wait a moment"}, status_code=429)
+
+    def _in_turn(self, path: Path, name: str) -> bytes:
+        if not self._one.acquire(timeout=_TURN_S):
+            raise TimeoutError
+        try:
+            return opened_bytes(path, name)
+        finally:
+            self._one.release()
+
+
+def opened_bytes(path: Path, name: str) -> bytes:
+    """Return the answer for a file, which its reader knows by ``name``. Raises SpecError, one line, if it cannot be opened."""
+    from zeroplan.report.series.opened import opened  # noqa: PLC0415  most readers of the page open no file
+
+    found = opened(path, name)
+    return text_of({"schema_version": SCHEMA_VERSION, **found._asdict(), "step": plain(found.step)})
+
+
+def _suffix(name: str) -> str:
+    """Return the end of a name, by which readers tell pickles and compressed files."""
+    suffix = Path(name).suffix
+    return suffix if len(suffix) <= _LONGEST_SUFFIX and suffix[1:].isalnum() else ""
+
+
+async def _write(path: Path, pieces: AsyncIterator[bytes]) -> None:
+    written = 0
+    with path.open("wb") as file:
+        async for piece in pieces:
+            written += len(piece)
+            if written > LARGEST_BYTES:
+                _too_large()
+            file.write(piece)
+
+
+def _too_large() -> NoReturn:
+    raise SpecError(f"the file has more than {LARGEST_BYTES // MIB} MiB; `zeroplan diagnose` on the command line reads it")
