@@ -1,6 +1,7 @@
 """What every test shares."""
 
 import gc
+import os
 import sys
 from collections.abc import Generator, Iterator
 
@@ -9,6 +10,11 @@ import pytest
 from tests.combined import CASES_WITHOUT_A_TEST, leave_to_the_night, without_a_test
 from zeroplan import auto_profile
 from zeroplan.verify.watching.cycles import manual_garbage_collection
+
+# Where the environment forbids Python to keep what it compiles, each of the hundreds of processes that tests start compiles all
+# that it imports. An installed program is compiled once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.hookimpl(tryfirst=True)

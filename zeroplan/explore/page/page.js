@@ -219,7 +219,6 @@ function details(query, mine) {
 
 /** The step, request by request. */
 async function step(query, mine) {
-  of("timeline").setAttribute("aria-busy", "true");
   const told = await fetched(`/api/step?${query}`);
   if (mine !== state.asked || told.error) return;
   showStep(told.step);
@@ -287,6 +286,7 @@ function show(told) {
   stages(told.stages, told.speeds, told.estimate.job.recipe.zero_stage);
   figures(told.estimate, told.speed);
   state.step = undefined;
+  of("timeline").setAttribute("aria-busy", "true");
   ledger(told.estimate);
   sent(told.estimate.communication);
   files(told.configurations);
