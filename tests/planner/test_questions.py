@@ -114,6 +114,18 @@ def test_what_no_file_can_say_is_left_out_of_the_extremes():
     assert largest_batch(base, either, inexpressible) == largest_batch(base, others) < largest_batch(base, either)
 
 
+def test_where_nothing_fits_comfortably_on_the_gpu_alone_offload_or_a_tight_fit_is_the_answer():
+    request = Request(model="llama-3.1-8b", gpus=4, gpu="a100-sxm-40gb", engine="fsdp2")
+    found = ask(request, Question(max_seq=True))
+    assert found.best is not None
+    assert found.best.layout.job.recipe.offloads
+    assert any("fits with offload to host memory" in note for note in found.notes)
+    kept = ask(replace(request, offload_optimizer="none"), Question(max_seq=True))
+    assert kept.best is not None
+    assert kept.best.tight
+    assert 4096 <= kept.best.layout.job.batch.seq_len < found.best.layout.job.batch.seq_len
+
+
 def test_the_longest_sequence_of_ranks_that_split_a_model_with_a_window_ends_before_it():
     """Mistral's 4,096: beyond it only ranks that do not split are modelled, and they go further."""
     base = job(model="mistral-7b", gpu="h100", gpus=8, seq_len=128)

@@ -1,6 +1,6 @@
 """Turns a request from flags or a job file into a search: what is fixed, and what the planner decides."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +11,9 @@ from zeroplan.planner.choose import plan
 from zeroplan.planner.objectives import Objective
 from zeroplan.planner.questions import (
     LEAST_PARAMETERS,
+    ROOMS,
     SEQUENCE_STEP,
+    Room,
     cheaper,
     cheapest,
     fewest_gpus,
@@ -216,21 +218,39 @@ def _extreme(
     base: JobSpec, fixed: Fixed, question: Question, inexpressible: Inexpressible | None
 ) -> tuple[JobSpec, Fixed, tuple[str, ...]]:
     """Return the job with the longest sequence or the largest micro-batch that fits; unchanged if neither is requested."""
+    one_each = replace(fixed, micro_batch_size=1)
     if question.max_seq:
-        longest = longest_sequence(base, fixed, inexpressible)
+        longest, how, more = _first(longest_sequence, base, fixed, inexpressible)
         if not longest:
-            return base, replace(fixed, micro_batch_size=1), (f"not even {SEQUENCE_STEP} tokens fit",)
-        said = f"the longest sequence that fits: {longest:,} tokens (a multiple of {SEQUENCE_STEP})"
+            return base, one_each, (f"not even {SEQUENCE_STEP} tokens fit",)
+        said = f"the longest sequence that fits{how}: {longest:,} tokens (a multiple of {SEQUENCE_STEP}){more}"
         window = base.model.sliding_window
         if window is not None and longest < window <= longest + SEQUENCE_STEP and (fixed.tp or 1) * (fixed.cp or 1) > 1:
             said += f"; longer ones, beyond the window of {window:,}, are not modelled on ranks that split the model"
         found = replace(base, batch=replace(base.batch, seq_len=longest))
-        notes = tuple(note for note in (said, beyond_positions(found)) if note)
-        return found, replace(fixed, micro_batch_size=1), notes
+        return found, one_each, tuple(note for note in (said, beyond_positions(found)) if note)
     if question.max_batch:
-        largest = largest_batch(base, fixed, inexpressible)
+        largest, how, more = _first(largest_batch, base, fixed, inexpressible)
         if not largest:
-            return base, replace(fixed, micro_batch_size=1), ("not even one sequence fits",)
-        said = f"the largest micro-batch that fits: {largest:,} sequences per data-parallel rank"
+            return base, one_each, ("not even one sequence fits",)
+        said = f"the largest micro-batch that fits{how}: {largest:,} sequences per data-parallel rank{more}"
         return base, replace(fixed, micro_batch_size=largest), (said,)
     return base, fixed, ()
+
+
+_Largest = Callable[[JobSpec, Fixed, Inexpressible | None, Room], int]
+_WORTH_SAYING = 1.25
+"""How much more must fit with offload than without for the answer to name it."""
+
+
+def _first(largest: _Largest, base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None) -> tuple[int, str, str]:
+    """Return the largest number in the first kind of room in which anything fits, that room, and how many offload would fit.
+
+    0 if nothing fits.
+    """
+    for room in ROOMS:
+        if found := largest(base, fixed, inexpressible, room):
+            away = largest(base, fixed, inexpressible, Room(offload=True)) if room == ROOMS[0] else 0
+            more = f"; with offload to host memory: {away:,}" if away >= _WORTH_SAYING * found else ""
+            return found, f" {room.words}" if room.words else "", more
+    return 0, "", ""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from zeroplan.planner.degrees import degrees, degrees_of, with_split_sequences
 from zeroplan.planner.objectives import TIE, Objective
 from zeroplan.planner.result import Plan, Ranked
 from zeroplan.planner.rules import NoLayoutError
-from zeroplan.planner.search import Inexpressible, comfortable_bytes, faster_than, weights_alone_are_too_large
+from zeroplan.planner.search import Inexpressible, faster_than, needed_bytes, weights_alone_are_too_large
 from zeroplan.planner.space import (
     MOST_TOKENS,
     Column,
@@ -175,25 +176,43 @@ def _fewest(on: Callable[[int], Plan | NoLayoutError], counts: list[int]) -> Pla
     return answer
 
 
+class Room(NamedTuple):
+    """Where the search for a largest number may go: to host memory, and up to the last byte of the GPU."""
+
+    offload: bool = False
+    tight: bool = False
+
+    @property
+    def words(self) -> str:
+        """What a reader must know of it; empty for what fits comfortably on the GPU alone."""
+        return "with offload to host memory" if self.offload else "tightly" if self.tight else ""
+
+
+ROOMS = (Room(), Room(offload=True), Room(tight=True))
+"""In the order in which they are tried: offload is slow, and what fits tightly may run out of memory."""
+
+
 @remembering()
-def longest_sequence(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None = None) -> int:
+def longest_sequence(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None = None, room: Room = ROOMS[0]) -> int:
     """Return the longest sequence with which some layout fits, one sequence per micro-batch; 0 if none does. [tokens]"""
     most = base.model.max_position_embeddings if base.model.positions else _MOST_TOKENS
     units = np.unique(np.geomspace(1, most // SEQUENCE_STEP, 48).astype(np.int64))
-    coarse = _most(base, fixed, units * SEQUENCE_STEP, tokens=True, inexpressible=inexpressible)
+    coarse = _most(base, fixed, units * SEQUENCE_STEP, room, tokens=True, inexpressible=inexpressible)
     finer = coarse // SEQUENCE_STEP + np.arange(0, 1 + max(1, coarse // SEQUENCE_STEP // 4), dtype=np.int64)
     fine = finer[finer * SEQUENCE_STEP <= most] * SEQUENCE_STEP
-    return max(coarse, _most(base, fixed, fine[fine > 0], tokens=True, inexpressible=inexpressible))
+    return max(coarse, _most(base, fixed, fine[fine > 0], room, tokens=True, inexpressible=inexpressible))
 
 
 @remembering()
-def largest_batch(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None = None) -> int:
+def largest_batch(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None = None, room: Room = ROOMS[0]) -> int:
     """Return the largest micro-batch with which some layout fits; 0 if none does. [sequences per data-parallel rank]"""
     most = max(1, min(_MOST_SEQUENCES, MOST_TOKENS // base.batch.seq_len))
     sizes = np.unique(np.geomspace(1, most, 64).astype(np.int64))
-    coarse = _most(base, fixed, sizes, tokens=False, inexpressible=inexpressible)
+    coarse = _most(base, fixed, sizes, room, tokens=False, inexpressible=inexpressible)
     finer = coarse + np.arange(0, 1 + max(1, coarse // 4), dtype=np.int64)
-    return max(coarse, _most(base, fixed, finer[(finer > 0) & (finer <= most)], tokens=False, inexpressible=inexpressible))
+    return max(
+        coarse, _most(base, fixed, finer[(finer > 0) & (finer <= most)], room, tokens=False, inexpressible=inexpressible)
+    )
 
 
 def largest_model(at: Callable[[int], JobSpec], fixed: Fixed, inexpressible: Inexpressible | None = None) -> int:
@@ -240,7 +259,7 @@ def _fits(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None) -> b
             degrees=split,
         )
         try:
-            if comfortable_bytes(base, recipe, grid)[0] <= room:
+            if needed_bytes(base, recipe, grid)[0] <= room:
                 return True
         except SpecError:
             continue
@@ -248,10 +267,10 @@ def _fits(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None) -> b
 
 
 def _smallest_structures(
-    base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None
+    base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None, *, offload: bool = False
 ) -> Iterator[tuple[RecipeSpec, Degrees]]:
-    """Yield the structures with the least memory: no smaller shards between forward and backward, no offload unless requested."""
-    for recipe in structures(base, fixed, offload=False, wide=True):
+    """Yield the structures with the least memory: no smaller shards between forward and backward, no unrequested offload."""
+    for recipe in structures(base, fixed, offload=offload, wide=True):
         if recipe.engine == "fsdp2" and ways_of_resharding(recipe.fsdp2) is not None:
             continue
         megatron = recipe.engine == "megatron"
@@ -266,12 +285,13 @@ def _smallest_structures(
 LEAST_PARAMETERS, _BEYOND = 50_000_000, 3
 
 
-def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, inexpressible: Inexpressible | None) -> int:
-    """Return the largest value with which some structure fits comfortably, fully sharded and without unrequested offload."""
-    gpus, room = base.mesh.world_size, easy_room_of(base, fixed)
+def _most(base: JobSpec, fixed: Fixed, values: Column, room: Room, *, tokens: bool, inexpressible: Inexpressible | None) -> int:
+    """Return the largest value with which some structure fits, fully sharded."""
+    gpus = base.mesh.world_size
+    limit = room_of(base) if room.tight else easy_room_of(base, fixed)
     longest = replace(base, batch=replace(base.batch, seq_len=int(values.max()))) if tokens and len(values) else base
     most = 0
-    for recipe, split in _smallest_structures(longest, fixed, inexpressible):
+    for recipe, split in _smallest_structures(longest, fixed, inexpressible, offload=room.offload):
         told = _modelled(values, base, split) if tokens else values
         told = told[told > most]  # smaller values are known to fit
         if not told.size:
@@ -286,10 +306,10 @@ def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, inexpres
             degrees=split,
         )
         try:
-            found = comfortable_bytes(base, recipe, grid)
+            found = needed_bytes(base, recipe, grid, tight=room.tight)
         except SpecError:
             continue
-        fitting = told[found <= room]
+        fitting = told[found <= limit]
         most = max(most, int(fitting.max(initial=0)))
     return most
 

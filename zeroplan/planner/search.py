@@ -311,14 +311,15 @@ def evaluated(
     return Found(recipe, grid, least, comfortable, grid.times(time.seconds))
 
 
-def comfortable_bytes(base: JobSpec, recipe: RecipeSpec, grid: Grid) -> Column:
-    """Return what all layouts of one structure need with the expected cache, without their times; raises SpecError likewise."""
+def needed_bytes(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, tight: bool = False) -> Column:
+    """Return what all layouts of one structure need, without their times: with the expected cache, or at the least."""
     if grid.pp > 1:
-        return evaluated(base, recipe, grid).comfortable_bytes
+        found = evaluated(base, recipe, grid)
+        return found.least_bytes if tight else found.comfortable_bytes
     job_at(base, recipe, grid, 0)
     card = outside_column(grid, base.cluster.gpu)
     needs = _needed(highest(_account(base, recipe, grid, card).moments, recipe), recipe, base)
-    return grid.row(needs.comfortable_bytes + card)
+    return grid.row((needs.least_bytes if tight else needs.comfortable_bytes) + card)
 
 
 def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | None, *, reach: bool) -> Found:
