@@ -67,9 +67,8 @@ def advise(job: JobSpec) -> Advised:
 
 def _changes(job: JobSpec) -> Iterator[Change]:
     yield from single_changes(job)
-    for kind in (_offloads, _smaller_buffers):
-        for change, flags, after in kind(job):
-            yield Change(change, flags, after, kind.__name__.strip("_"))
+    for change, flags, after in _smaller_buffers(job):
+        yield Change(change, flags, after, "smaller_buffers")
 
 
 def _advice(change: Change, before: Estimate, rate: float | None) -> Advice | None:
@@ -113,22 +112,6 @@ _Other = Iterator[tuple[str, str, JobSpec]]
 def _with(job: JobSpec, group: str, **said: object) -> JobSpec:
     options = replace(getattr(job.recipe, group), **said)
     return replace(job, recipe=replace(job.recipe, **{group: options}))
-
-
-def _offloads(job: JobSpec) -> _Other:
-    """States to host memory, as far as the engine takes them."""
-    recipe = job.recipe
-    both = "--offload-optimizer cpu --offload-param cpu"
-    if recipe.engine == "fsdp2" and not recipe.fsdp2.cpu_offload:
-        yield from _tried("keep parameters, gradients and optimizer in host memory", both, job, "fsdp2", cpu_offload=True)
-    if recipe.engine != "deepspeed" or recipe.zero_stage == 0:
-        return
-    if recipe.deepspeed.offload_optimizer == "none":
-        flags = "--offload-optimizer cpu"
-        yield from _tried("keep the optimizer in host memory", flags, job, "deepspeed", offload_optimizer="cpu")
-    if recipe.zero_stage == 3 and recipe.deepspeed.offload_param == "none":
-        change = "keep parameters and the optimizer in host memory"
-        yield from _tried(change, both, job, "deepspeed", offload_optimizer="cpu", offload_param="cpu")
 
 
 def _smaller_buffers(job: JobSpec) -> _Other:

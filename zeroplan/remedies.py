@@ -14,6 +14,7 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate, step_implementation
 from zeroplan.spec.job import JobSpec, engine_at
 from zeroplan.spec.recipe import ADAM, DdpOptions, RecipeSpec, Stage
+from zeroplan.units import TIB
 
 MOST_GPUS = 4096
 _SHORTEST = 512
@@ -31,6 +32,18 @@ class Remedy(NamedTuple):
     room_bytes: int
 
 
+class _Needs(NamedTuple):
+    """What a job needs of its GPU, and what is left; whether it fits, and its servers have the host memory. [bytes]"""
+
+    fits: bool
+    least_bytes: int
+    room_bytes: int
+
+
+MOST_HOST_BYTES = 2 * TIB
+"""Host memory of a server beyond which offload is no suggestion: what NVIDIA's DGX H100 has (datasheet, 2023). [bytes]"""
+
+
 class _Candidate(NamedTuple):
     """One change: in words, as flags, and done to a job."""
 
@@ -45,16 +58,18 @@ _Kind: TypeAlias = Callable[[JobSpec], Iterator[_Candidate]]
 def remedies(short: Estimate, *, most: int = 5) -> tuple[Remedy, ...]:
     """Return up to ``most`` changes that make the job fit, the mildest of each kind; empty where it fits or no GPU is named.
 
-    Where no change alone is enough, the one combination that is found. Leaves out changes of the model and of the GPU.
+    Where no change alone is enough that leaves the GPUs and the training as they are, combinations come first: one on the GPUs that
+    are there, and one that may take more. Leaves out changes of the model and of the GPU.
     """
     if short.fits is not False:
         return ()
     job = short.job
-    alone = [remedy for kind in _KINDS if (remedy := _first(_tried(job, [one]) for one in kind(job)))]
-    if alone:
-        return tuple(alone[:most])
-    together = _combined(job)
-    return () if together is None else (together,)
+    alone = {kind: remedy for kind in _KINDS if (remedy := _mildest(job, kind))}
+    if alone.keys() - _DEAR:
+        return tuple(alone.values())[:most]
+    together = (_combined(job, kinds) for kinds in (_ON_THESE_GPUS, _HEAPED))
+    found = {one.flags: one for one in (*together, *alone.values()) if one is not None}
+    return tuple(found.values())[:most]
 
 
 class Change(NamedTuple):
@@ -79,28 +94,29 @@ def single_changes(job: JobSpec) -> Iterator[Change]:
                 continue
 
 
-def _first(tried: Iterator[Remedy | None]) -> Remedy | None:
-    return next((remedy for remedy in tried if remedy is not None), None)
+def _mildest(job: JobSpec, kind: _Kind) -> Remedy | None:
+    """The mildest change of a kind that is enough. Where the strongest is known not to be, none is."""
+    options = tuple(kind(job))
+    if options and (needs := _needs_after(job, options[-1:])) is not None and not needs.fits:
+        return None
+    return next((remedy for one in options if (remedy := _tried(job, [one])) is not None), None)
+
+
+def _needs_after(job: JobSpec, changes: Sequence[_Candidate]) -> _Needs | None:
+    """What the job needs after the changes; None for a size that no job can have, and for what the engine does not offer."""
+    try:
+        return _needs_of(_all_applied(job, changes))
+    except SpecError:
+        return None
 
 
 def _tried(job: JobSpec, changes: Sequence[_Candidate]) -> Remedy | None:
     """The changes as a remedy, if the job fits after them."""
-    try:
-        needs = _needs_of(_all_applied(job, changes))
-    except SpecError:  # a size that no job can have: no remedy
-        return None
+    needs = _needs_after(job, changes)
     if needs is None or not needs.fits:
         return None
     change, flags = "; ".join(one.change for one in changes), " ".join(one.flags for one in changes)
     return Remedy(change, flags, needs.least_bytes, needs.room_bytes)
-
-
-class _Needs(NamedTuple):
-    """What a job needs of its GPU, and what is left. [bytes]"""
-
-    fits: bool | None
-    least_bytes: int
-    room_bytes: int
 
 
 @lru_cache(maxsize=256)
@@ -110,15 +126,16 @@ def _needs_of(job: JobSpec) -> _Needs | None:
         answer = estimate(job)
     except SpecError:
         return None
-    return _Needs(answer.fits, answer.least_bytes, answer.room_bytes or 0)
+    there = (answer.host_bytes_per_node or answer.host_bytes) <= MOST_HOST_BYTES
+    return _Needs(answer.fits is True and there, answer.least_bytes, answer.room_bytes or 0)
 
 
-def _combined(job: JobSpec) -> Remedy | None:
+def _combined(job: JobSpec, kinds: Sequence[_Kind]) -> Remedy | None:
     """Heap up the strongest change of every kind until the job fits; then take back what is not needed, dearest first."""
     heap: list[tuple[_Candidate, ...]] = []
     current = job
-    for kind in _HEAPED:
-        options = tuple(_possible(current, kind))
+    for kind in kinds:
+        options = _up_to_the_strongest(current, kind)
         if not options:
             continue
         heap.append(options)
@@ -128,15 +145,17 @@ def _combined(job: JobSpec) -> Remedy | None:
     return None
 
 
-def _possible(job: JobSpec, kind: _Kind) -> Iterator[_Candidate]:
-    """The changes of a kind that some engine offers for this job."""
-    for one in kind(job):
+def _up_to_the_strongest(job: JobSpec, kind: _Kind) -> tuple[_Candidate, ...]:
+    """The changes of a kind from the mildest to the strongest that some engine offers for this job; empty if it offers none."""
+    options = tuple(kind(job))
+    for count in range(len(options), 0, -1):
         try:
-            changed = one.applied_to(job)
+            changed = options[count - 1].applied_to(job)
         except SpecError:
             continue
         if _needs_of(changed) is not None:
-            yield one
+            return options[:count]
+    return ()
 
 
 def _taken_back(job: JobSpec, heap: Sequence[tuple[_Candidate, ...]]) -> list[_Candidate]:
@@ -216,6 +235,23 @@ def _recompute(job: JobSpec) -> Iterator[_Candidate]:
 def _offloaded_activations(job: JobSpec) -> Iterator[_Candidate]:
     if job.recipe.recompute != "none" and not job.recipe.offload_activations:
         yield _with_recipe("keep inputs of blocks in host memory", "--offload-activations", offload_activations=True)
+
+
+def _offloaded_states(job: JobSpec) -> Iterator[_Candidate]:
+    """States to host memory, as far as the engine takes them."""
+    recipe = job.recipe
+    both = "--offload-optimizer cpu --offload-param cpu"
+    if recipe.engine == "fsdp2" and not recipe.fsdp2.cpu_offload:
+        change = "keep parameters, gradients and optimizer in host memory"
+        yield _with_recipe(change, both, fsdp2=replace(recipe.fsdp2, cpu_offload=True))
+    if recipe.engine != "deepspeed" or recipe.zero_stage == 0:
+        return
+    options = replace(recipe.deepspeed, offload_optimizer="cpu")
+    if recipe.deepspeed.offload_optimizer == "none":
+        yield _with_recipe("keep the optimizer in host memory", "--offload-optimizer cpu", deepspeed=options)
+    if recipe.zero_stage == 3 and recipe.deepspeed.offload_param == "none":
+        change = "keep parameters and the optimizer in host memory"
+        yield _with_recipe(change, both, deepspeed=replace(options, offload_param="cpu"))
 
 
 def _higher_stage(job: JobSpec) -> Iterator[_Candidate]:
@@ -313,11 +349,18 @@ def _smaller_state(job: JobSpec) -> Iterator[_Candidate]:
 #: From what costs nothing to what changes the training or the bill.
 _KINDS: tuple[_Kind, ...] = (
     _lighter_step, _lighter_loss, _recompute, _higher_stage, _fewer_replicas, _even_shards, _offloaded_activations,
-    _fewer_sequences, _shorter_sequences, _more_gpus, _smaller_state,
+    _fewer_sequences, _offloaded_states, _shorter_sequences, _more_gpus, _smaller_state,
 )  # fmt: skip
+#: What is slow, takes other GPUs, or trains another way.
+_DEAR: frozenset[_Kind] = frozenset((_offloaded_states, _shorter_sequences, _more_gpus, _smaller_state))
 #: In this order they are heaped up: sharding is free on the GPUs there are, shorter sequences train another model. With more
 #: GPUs experts may cease to divide, so that is asked again.
 _HEAPED: tuple[_Kind, ...] = (
     _lighter_step, _higher_stage, _fewer_replicas, _lighter_loss, _recompute, _fewer_sequences, _even_shards, _more_gpus,
     _even_shards, _shorter_sequences,
+)  # fmt: skip
+#: The same without more GPUs and without another training: offload is slow, and is taken back first where it is not needed.
+_ON_THESE_GPUS: tuple[_Kind, ...] = (
+    _lighter_step, _higher_stage, _fewer_replicas, _lighter_loss, _recompute, _fewer_sequences, _even_shards,
+    _offloaded_states, _offloaded_activations,
 )  # fmt: skip

@@ -170,3 +170,17 @@ def test_own_entries_may_not_claim_one_name_twice(tmp_path: Path):
     (tmp_path / "ONE.toml").write_text(MINE)
     with pytest.raises(SpecError, match="both mean 'one'"):
         model("one", extra=tmp_path)
+
+
+@pytest.mark.parametrize(("written", "meant"), [
+    ("llama3-8b", "llama-3-8b"), ("llama-3-8b-instruct", "llama-3-8b"), ("Gemma2-9b-it", "gemma-2-9b"),
+    ("qwen2.5 7b base", "qwen2.5-7b"),
+])  # fmt: skip
+def test_hyphens_may_be_missing_and_a_tuned_model_has_the_shape_of_its_base(written: str, meant: str):
+    assert model(written).name == meant
+
+
+@pytest.mark.parametrize("name", ["nonsense-it", "-it", "llama-it", "llama8b"])
+def test_a_name_that_may_mean_several_or_none_is_refused(name: str):
+    with pytest.raises(UnknownNameError, match="unknown model"):
+        model(name)

@@ -22,7 +22,7 @@ def gpu(name: str, *, extra: Path | None = None) -> GpuSpec:
 
     Ignores case, blanks and underscores. ``extra``: a folder of entries that override the shipped ones.
 
-    >>> gpu("H100").name, gpu("rtx 4090").name, gpu("NVIDIA A100-SXM4-80GB").name
+    >>> gpu("H100").name, gpu("rtx4090").name, gpu("NVIDIA A100-SXM4-80GB").name
     ('h100-sxm-80gb', 'rtx-4090-24gb', 'a100-sxm-80gb')
     """
     return _entry(find(_SHELF, name, extra=extra))

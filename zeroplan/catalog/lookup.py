@@ -12,6 +12,8 @@ from typing import NamedTuple
 from zeroplan.errors import SpecError, unknown_name
 
 _LONGEST_SHOWN = 60
+_TUNED = re.compile(r"-(instruct|chat|it|base|hf)$")
+"""The end of a name of a tuned model, which has the shape of the model that was tuned."""
 
 
 class Shelf(NamedTuple):
@@ -35,13 +37,14 @@ def normal(name: str) -> str:
 def find(shelf: Shelf, name: str, *, extra: Path | None) -> Path:
     """Return the file of the entry called ``name``, canonically or by an alias; an entry of ``extra`` wins.
 
-    A canonical name opens no file. An alias opens entries with the same beginning first. Raises UnknownNameError with the
-    nearest names.
+    A canonical name opens no file. An alias opens entries with the same beginning first. Hyphens may be missing where only one
+    entry can be meant. Raises UnknownNameError with the nearest names.
     """
     wanted, own, shipped = normal(name), own_files(extra), shipped_files(shelf.folder)
     file = own.get(wanted) or _own_alias(shelf, wanted, own) or shipped.get(wanted)
     if file is None:
-        meant = _shipped_alias(shelf, wanted)
+        same = _TUNED.sub("", wanted)
+        meant = _shipped_alias(shelf, wanted) or _shipped_alias(shelf, same) or _but_for_hyphens(shelf, same)
         file = None if meant is None else own.get(meant, shipped[meant])
     if file is None:
         asked = name if len(name) <= _LONGEST_SHOWN else f"{name[: _LONGEST_SHOWN - 1]}…"
@@ -90,6 +93,15 @@ def _own_alias(shelf: Shelf, wanted: str, own: Mapping[str, Path]) -> Path | Non
 
 
 def _shipped_alias(shelf: Shelf, wanted: str) -> str | None:
+    """Return the entry with this name or alias."""
     shipped, last = shipped_files(shelf.folder), wanted.rpartition("/")[2]
     likely_first = sorted(shipped, key=lambda name: not (name.startswith(wanted) or last.startswith(name)))
-    return next((name for name in likely_first if wanted in shelf.aliases(shipped[name])), None)
+    return next((name for name in likely_first if wanted == name or wanted in shelf.aliases(shipped[name])), None)
+
+
+def _but_for_hyphens(shelf: Shelf, wanted: str) -> str | None:
+    """Return the one entry with a name or alias that has the same letters and digits: ``rtx4090``, ``llama3-8b``."""
+    asked = wanted.replace("-", "")
+    named = ((name, (name, *shelf.aliases(file))) for name, file in shipped_files(shelf.folder).items())
+    meant = [name for name, called in named if asked in {one.replace("-", "") for one in called}]
+    return meant[0] if len(meant) == 1 else None
