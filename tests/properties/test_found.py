@@ -21,6 +21,7 @@ from zeroplan.engines.rows import row
 from zeroplan.errors import SpecError
 from zeroplan.resolve import job as described
 from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.profile import Amount, Point, Tensor, model_of
 from zeroplan.spec.recipe import DeepSpeedOptions
 from zeroplan.transformer.params import runs_in_order
@@ -188,3 +189,15 @@ def test_a_small_weight_above_a_tied_head_gets_its_gradient_first(engine: str, s
     at_norm = next(moment for moment in estimate(job).moments if "norm" in moment.name)
     made = sum(int(line.n_bytes) for line in at_norm.lines if line.kind in (Kind.GRADIENTS, Kind.UNSHARDED_GRADIENTS))
     assert made == 2 * 64
+
+
+def test_nothing_is_alive_of_the_lowest_trained_block_when_its_last_gradient_is_there():
+    """What is saved beyond the blocks was counted there: 29,128 bytes more than a column of jobs had (case 784)."""
+    model = replace(LLAMA, num_hidden_layers=6, tie_word_embeddings=True, frozen=FrozenSpec(parts="embedding,head", layers=4))
+    options = DeepSpeedOptions(contiguous_gradients=False)
+    recipe = RecipeSpec(engine="deepspeed", zero_stage=2, deepspeed=options)
+    job = JobSpec(model=model, recipe=recipe, mesh=MeshSpec(dp_shard=16), batch=BatchSpec(seq_len=2, grad_accum_steps=3))
+    grid_is_its_points(job, drawn(784))
+    arrives = next(moment for moment in estimate(job).moments if moment.name.startswith("gradient arrives"))
+    sizes = [line.n_bytes for line in arrives.lines if line.reason.endswith("the block that runs")]
+    assert sizes == [2 * 2 * 64, 2 * 2 * 64], "those of its first norm, whose gradient is yet to come"
