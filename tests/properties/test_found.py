@@ -231,3 +231,11 @@ def test_checkpoints_of_other_modules_than_attention_do_not_save_the_mask():
         at_head = next(moment for moment in answer.moments if moment.name == "backward of the head")
         masks[modules] = sum(int(line.n_bytes) for line in at_head.lines if line.reason == ATTENTION_MASK)
     assert masks == {"core_attn": 64**2, "mlp": 0, "core_attn,mlp": 64**2}
+
+
+def test_small_weights_that_cannot_be_quantized_are_refused():
+    """They are kept from the first step on, which gathers them as all others: DeepSpeed raises AssertionError there (case 2692)."""
+    recipe = RecipeSpec(engine="deepspeed", zero_stage=3, deepspeed=DeepSpeedOptions(zero_quantized_weights=True))
+    assert estimate(JobSpec(model=LLAMA, recipe=recipe, mesh=MeshSpec(dp_shard=8))).peak_bytes
+    with pytest.raises(SpecError, match="a rank's share of 4 elements"):
+        estimate(JobSpec(model=LLAMA, recipe=recipe, mesh=MeshSpec(dp_shard=16)))
