@@ -405,11 +405,14 @@ def batch(draw: Random, one: ModelSpec | None = None, *, multiple: int = 1, step
     length = multiple * _about(draw, 1, max(1, longest // multiple))
     if traced is not None:
         length = traced.seq_len or max(length, traced.shortest)
-    return BatchSpec(
+    made = BatchSpec(
         micro_batch_size=_about(draw, 1, 32),
         seq_len=length,
         grad_accum_steps=steps * draw.choice((1, 1, 2, 3, 8) if steps == 1 else (1, 1, 2, 3)),
     )
+    apart = Random(f"{made} {longest}")  # noqa: S311  so that other draws stay as they are
+    longer = multiple * apart.randint(length // multiple, max(length, longest) // multiple)
+    return replace(made, longest_seq_len=_mostly(apart, None, longer) if traced is None or not traced.seq_len else None)
 
 
 def mesh(draw: Random, told: RecipeSpec, **ways: int) -> MeshSpec:

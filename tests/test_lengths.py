@@ -1,13 +1,15 @@
 """Sequences of several lengths: the job is that of a run's longest micro-batch."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from zeroplan import job
+from zeroplan import BatchSpec, job
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate, replayed_if_tight
+from zeroplan.job_file import read_job_file
 from zeroplan.report.words import verdict_sentence
 from zeroplan.resolve import Request, resolve
 from zeroplan.resolve.lengths import Lognormal, lengths_of, longest_of
@@ -102,3 +104,22 @@ def test_drawn_lengths_fit_only_with_the_longest_that_there_may_be(tmp_path: Pat
         assert drawn.is_tight_by_length
         assert "4,096 tokens" in verdict_sentence(replayed_if_tight(drawn))
         assert replayed_if_tight(drawn).replay is None
+
+
+def test_a_job_with_drawn_lengths_reads_back_with_the_longest(tmp_path: Path) -> None:
+    """Without it, an answer's JSON handed over as a job file fitted where the job itself was tight."""
+    drawn = job(**MODEL, lengths="lognormal(290,0.5,800)")
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(asdict(drawn)), encoding="utf-8")
+    assert resolve(read_job_file(file)).job == drawn
+    shorter = resolve(read_job_file(file).overridden_by(Request(seq_len=128))).job
+    assert (shorter.batch.seq_len, shorter.batch.longest_seq_len) == (128, None)
+
+
+def test_the_longest_sequence_that_is_not_modelled_is_refused() -> None:
+    split = replace(
+        job(model="mistral-7b-v0.1", engine="fsdp2", gpus=2, tensor_parallel=2, seq_len=2048),
+        batch=BatchSpec(seq_len=2048, longest_seq_len=8192),
+    )
+    with pytest.raises(SpecError, match="sliding window shorter than the sequence"):
+        estimate(split)

@@ -99,6 +99,8 @@ class Estimate:
     """Every rank of a pipeline, the one that this estimate is of first."""
     replay: "StepReplay | None" = None
     """The first steps request by request, where they were asked for; what is reserved then follows from them."""
+    longest_bytes: int = 0
+    """What is comfortable with the longest sequences that there may be, where lengths were drawn; else 0. [bytes]"""
 
     def __repr__(self) -> str:
         """Return the answer in a line: all fields with every line of every moment would fill a hundred screens."""
@@ -242,24 +244,17 @@ class Estimate:
 
         Where lengths of sequences were drawn, that of the longest that they may have.
         """
-        return max(self._own_comfortable_bytes, self._longest_bytes)
+        return max(self._own_comfortable_bytes, self.longest_bytes)
 
     @property
     def _own_comfortable_bytes(self) -> int:
         return int(self.reserved.expected_bytes) + int(self.outside_band.expected_bytes)
 
-    @cached_property
-    def _longest_bytes(self) -> int:
-        longest = self.job.batch.longest_seq_len
-        if longest is None:
-            return 0
-        return int(needed(self.job, replace(self.job.batch, seq_len=longest, longest_seq_len=None)).comfortable_bytes)
-
     @property
     def is_tight_by_length(self) -> bool:
         """Whether the job is ``tight`` only since sequences may be longer than those that were drawn."""
         capacity = self.capacity_bytes
-        return capacity is not None and self._own_comfortable_bytes <= capacity < self._longest_bytes
+        return capacity is not None and self._own_comfortable_bytes <= capacity < self.longest_bytes
 
     @property
     def verdict(self) -> Verdict:
@@ -317,6 +312,14 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None, replay: bool = F
         kept=account.kept,
         pipeline=account.pipeline,
         replay=_replay(job, account.pipeline[0].rank if account.pipeline else None) if replay else None,
+        longest_bytes=_with_longest(job),
+    )
+
+
+def _with_longest(job: JobSpec) -> int:
+    longest = job.batch.longest_seq_len
+    return (
+        0 if longest is None else int(needed(job, replace(job.batch, seq_len=longest, longest_seq_len=None)).comfortable_bytes)
     )
 
 

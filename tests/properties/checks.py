@@ -21,6 +21,7 @@ from zeroplan.catalog.gpu import gpu
 from zeroplan.catalog.model import model as published
 from zeroplan.engines.account import Account
 from zeroplan.engines.megatron import ATTENTION_MASK
+from zeroplan.engines.megatron_chunks import chunks_per_rank
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.quantised import TABLES
 from zeroplan.engines.requests import STEPS, not_written, requests_of
@@ -28,7 +29,7 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import account_of
 from zeroplan.export.files import TARGETS, Export, Target, cannot_say, export, write
 from zeroplan.job_file import read_job_file
-from zeroplan.ledger import Among, Collective, Phase, total_bytes
+from zeroplan.ledger import Among, Collective, Line, Phase, total_bytes
 from zeroplan.numeric import maximum
 from zeroplan.remedies import remedies
 from zeroplan.report.payload import estimate_payload
@@ -239,15 +240,23 @@ def grows_with_layers(job: JobSpec, _: Random) -> None:
     """
     if job.model.profile is not None:
         raise Refused("a profile has its layers")
-    model, moe = job.model, job.model.moe
-    if moe is not None and moe.num_dense_layers == model.num_hidden_layers:  # one more of the kind there is
-        moe = replace(moe, num_dense_layers=moe.num_dense_layers + 1)
-    deeper = _changed(job, model=replace(model, num_hidden_layers=model.num_hidden_layers + 1, moe=moe))
+    model, moe, more = job.model, job.model.moe, _one_for_each_chunk(job)
+    if moe is not None and moe.num_dense_layers == model.num_hidden_layers:  # more of the kind there is
+        moe = replace(moe, num_dense_layers=moe.num_dense_layers + more)
+    deeper = _changed(job, model=replace(model, num_hidden_layers=model.num_hidden_layers + more, moe=moe))
     highest = answered(job).peak.name
     less = max(0, _gathered(job, highest) - _gathered(deeper, highest)) if _gathers_ahead(job) else 0
     if (job.recipe.engine, job.recipe.zero_stage) == ("ddp", 1):
         less = max(0, _of_optimizer(job) - _of_optimizer(deeper))
     assert _peak(deeper) + less >= _peak(job)
+
+
+def _one_for_each_chunk(job: JobSpec) -> int:
+    """Layers by which a model grows: under Megatron-LM one for each chunk of a pipeline, which it cuts otherwise with one more.
+
+    Twelve layers are three on each of four ranks, thirteen 3, 4, 4 and 2: the last rank, which may be the fullest, has fewer.
+    """
+    return job.mesh.pp * chunks_per_rank(job.recipe, job.mesh) if job.recipe.engine == "megatron" else 1
 
 
 def _of_optimizer(job: JobSpec) -> int:
@@ -270,9 +279,14 @@ def _gathers_ahead(job: JobSpec) -> bool:
 
 def _gathered(job: JobSpec, name: str) -> int:
     """What is gathered at the highest moment of this name."""
+    return _of_moment(job, name, lambda line: line.kind is Kind.GATHER)
+
+
+def _of_moment(job: JobSpec, name: str, counts: Callable[[Line], bool]) -> int:
+    """What the lines that count take at the highest moment of this name."""
     named = [moment for moment in answered(job).moments if moment.name == name] or answered(job).moments
     highest = max(named, key=lambda moment: moment.total_bytes)
-    return sum(int(line.n_bytes) for line in highest.lines if line.kind is Kind.GATHER)
+    return sum(int(line.n_bytes) for line in highest.lines if counts(line))
 
 
 def _of_peak(job: JobSpec, *reasons: str) -> int:
@@ -318,6 +332,7 @@ _OF_CHECKPOINTS = (
     "block input", "inputs of the blocks before this one (checkpoints)", "attention mask of eager attention",
     "masks of eager attention, local and global", "mask of the sliding window, booleans",
     "position ids, int64, held by checkpoints",
+    "rotary cos and sin, of half of each head",  # GLM-4's, of which autograd saves copies alone
 )  # fmt: skip
 
 
@@ -410,14 +425,12 @@ def _lacks(kind: str, more: JobSpec, less: JobSpec) -> int:
 
 
 def _masks_in_checkpoints(more: JobSpec, less: JobSpec) -> int:
-    """The data loader's masks that Megatron-LM's checkpoints save, beyond those that are there without them. [bytes]
+    """The data loader's masks that Megatron-LM's checkpoints save, beyond those that are there at that moment without them. [bytes]
 
     Source: Megatron-LM 2026-08, ``_checkpointed_attention_forward`` (megatron/core/transformer/attention.py) and
     ``checkpointed_forward`` (megatron/core/recompute.py) pass the mask to ``CheckpointFunction``, which saves its arguments.
     """
-    without = max(
-        sum(int(line.n_bytes) for line in moment.lines if line.reason == ATTENTION_MASK) for moment in answered(less).moments
-    )
+    without = _of_moment(less, answered(more).peak.name, lambda line: line.reason == ATTENTION_MASK)
     return max(0, _of_peak(more, ATTENTION_MASK) - without)
 
 

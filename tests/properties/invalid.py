@@ -586,8 +586,11 @@ def asked(command: list[str]) -> object:
     assert time.process_time() - began < MOST_SECONDS, command
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MOST_BYTES, command
     if code in (2, 4):
-        assert said.startswith("zeroplan: "), (command, said)
-        assert said.count("\n") == 1, (command, said)
+        # A trace of the model's own code takes long and is announced; that its code refuses the model is known afterwards.
+        every = said.removesuffix("\n").split("\n")
+        lines = [line for line in every if not line.startswith("no formulas for ")]
+        assert len(lines) == 1, (command, said)
+        assert lines[0].startswith("zeroplan: "), (command, said)
         assert len(said) < 2000, command
     assert "Traceback" not in said, command
     return code

@@ -13,8 +13,8 @@ from zeroplan.spec.base import Spec
 from zeroplan.spec.pipeline import PipelineSchedule
 from zeroplan.spec.profile import Profile
 
-#: Fields with one value only, and one that ``--lengths`` sets with the rest of a batch and no flag says alone.
-CONSTANT = {"Profile.schema_version", "BatchSpec.longest_seq_len"}
+#: Fields with one value only.
+CONSTANT = {"Profile.schema_version"}
 DRAWN = 2000
 
 

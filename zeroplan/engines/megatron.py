@@ -499,9 +499,18 @@ def _left(rank: Rank, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Left:
 
 
 def _saves_mask(recipe: RecipeSpec) -> bool:
-    """Whether autograd saves the data loader's mask: a checkpoint does, and so does torch's softmax of local layers."""
+    """Whether autograd saves the data loader's mask.
+
+    A checkpoint of core attention or of whole layers does, one of another module does not; and so does torch's softmax of local
+    layers.
+    """
     options = recipe.megatron
-    return recipe.recompute != "none" or (options.transformer_impl == "local" and not options.masked_softmax_fusion)
+    of_attention = recipe.recompute == "selective" and "core_attn" in options.recompute_modules.split(",")
+    return (
+        recipe.recompute == "full"
+        or of_attention
+        or (options.transformer_impl == "local" and not options.masked_softmax_fusion)
+    )
 
 
 def _backward(
@@ -710,7 +719,7 @@ def _of_embedding(model: ModelSpec, recipe: RecipeSpec) -> int:
 def _attention_masks(rank: Rank, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
     """On the first rank and the last: one byte for each pair of tokens, of the micro-batch that runs forward.
 
-    With recomputation, full or selective, checkpoints save the mask among their inputs: one for each micro-batch in flight.
+    Where autograd saves the mask, there is one for each micro-batch in flight.
     """
     if recipe.megatron.pretrains != "gpt":
         yield _padding_masks(recipe, batch)

@@ -156,8 +156,16 @@ class MicroBatch(ABC):
 
         A tied head's gradient waits for the embedding's.
         """
-        tied = head_elements(self.whole) if has_tied_head(self.whole) else 0
-        return max(0, point.gradients - tied), 0 if tied else point.current_gradient
+        if self.tied_waits(point):
+            return point.gradients - head_elements(self.whole), 0
+        return point.gradients, point.current_gradient
+
+    def tied_waits(self, point: BackwardPoint) -> bool:
+        """Whether a tied head's gradient is among those that the loss, the head and the final norm have made.
+
+        A smaller weight that a traced module has above its head gets its gradient before that.
+        """
+        return has_tied_head(self.whole) and point.gradients >= head_elements(self.whole)
 
     def sums_by_itself(self, point: BackwardPoint) -> bool:
         """Whether the loss has the head's gradient, and passes it on when its backward is over.

@@ -389,7 +389,10 @@ def _batch(request: Request, seq_len: int) -> tuple[BatchSpec, str]:
     if request.lengths is None:
         if request.padding_free:
             raise SpecError("--padding-free needs --lengths: sequences of one length have no padding")
-        return BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps), ""
+        longest_seq_len = request.longest_seq_len
+        return BatchSpec(
+            micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps, longest_seq_len=longest_seq_len
+        ), ""
     if request.padding_free and request.attention != "flash":
         raise SpecError("--padding-free needs --attention flash: no other kernel keeps joined sequences apart without a mask")
     from zeroplan.resolve.lengths import CAREFUL, Lognormal, lengths_of, longest_of, note_of  # noqa: PLC0415  only this flag pays for it

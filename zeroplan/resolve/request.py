@@ -307,6 +307,8 @@ class Request(Spec):
     # fmt: on
     device_kernels: Kernels | None = field(default=None, metadata={"option": Option(sets="recipe.kernels")})
     """Whose kernels compute, as a complete job says it; no flag."""
+    longest_seq_len: Count | None = field(default=None, metadata={"option": Option(sets="batch.longest_seq_len")})
+    """The longest sequence where lengths were drawn, likewise."""
     shares: SharesSpec | None = field(default=None, metadata={"option": Option(sets="cluster.shares")})
     """What a measured step reached of the GPU's rates, likewise."""
     fetched: str | None = None
@@ -315,9 +317,8 @@ class Request(Spec):
     def overridden_by(self, other: "Request") -> "Request":
         """Return this request with the values of ``other`` in place of its own; another model replaces the whole model."""
         said = {field.name: value for field in fields(other) if (value := getattr(other, field.name)) is not None}
-        base = (
-            replace(self, **dict.fromkeys((*WAYS_TO_NAME, "treat_as", "fetched"))) if said.keys() & set(WAYS_TO_NAME) else self
-        )
+        own = replace(self, longest_seq_len=None) if "seq_len" in said else self  # every sequence has this length then
+        base = replace(own, **dict.fromkeys((*WAYS_TO_NAME, "treat_as", "fetched"))) if said.keys() & set(WAYS_TO_NAME) else own
         return replace(base, **said)
 
 

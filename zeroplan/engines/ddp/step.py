@@ -13,7 +13,6 @@ from zeroplan.engines.ddp.reducer import Levels, made_above
 from zeroplan.engines.formulas import blocks_sum, product, times
 from zeroplan.engines.micro_batch import Lines, MicroBatch
 from zeroplan.engines.passes import Passes, RunPass
-from zeroplan.engines.rows import has_tied_head, head_elements
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.numeric import Int
@@ -81,11 +80,10 @@ class Training(MicroBatch):
 
     def at_head(self) -> Iterator[Lines]:
         """Gradients, that of a tied head among them, and copies, all of which a loss in chunks has."""
-        tied = head_elements(self.whole) if has_tied_head(self.whole) else 0
         for point in self.these.head.points:
-            sums, waits = self.sums_by_itself(point), bool(tied and point.gradients)
-            made = (0, 0) if sums else (point.gradients - tied, 0) if waits else (point.gradients, point.current_gradient)
-            apart: Lines = self.tied_head() if waits else ()
+            sums = self.sums_by_itself(point)
+            made = (0, 0) if sums else self.of_head(point)
+            apart: Lines = self.tied_head() if self.tied_waits(point) else ()
             if sums:
                 apart = (self.gradient(point.gradients, "gradient of the head, still the loss's"),)
             in_context = self.recipe.loss == "chunked" and point.place.at is not At.FINAL_NORM

@@ -37,7 +37,12 @@ class Pass(NamedTuple):
 
 @lru_cache(maxsize=64)
 def gathered(one: Pass) -> Gathered:
-    """Replay one pass of the model, with one micro-batch per step."""
+    """Replay one pass of the model, with one micro-batch per step.
+
+    Before it comes one that gathers what persists, too, and raises SpecError where DeepSpeed cannot quantize a module's shares.
+    """
+    if one.sharing.width:
+        _FirstPass(one, persistent_missing=True).decide()
     return Replay(one).run()
 
 
@@ -369,6 +374,13 @@ class Replay:
     def _hold(self, elements: int) -> None:
         self.elements += elements
         self.peak = max(self.peak, self.elements)
+
+
+class _FirstPass(Replay):
+    """The first pass knows of no module to come."""
+
+    def _prefetch(self, direction: str) -> None:
+        pass
 
 
 def _uses(steps: tuple[Step, ...]) -> dict[int, list[int]]:

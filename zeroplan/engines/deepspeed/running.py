@@ -78,17 +78,16 @@ def points_of_kinds(run: RunPass) -> Iterator[tuple[BackwardPoint, ...]]:
         yield points[kind.start : kind.stop]
 
 
-def _handed_at(these: Passes, block: int, made: int) -> tuple[Line, ...]:
-    """What is alive when the last of so many gradients is handed on; outside the blocks only a profile says so."""
+def _alive_now(these: Passes, block: int, made: int) -> tuple[Line, ...]:
+    """Return what is alive of the block that runs when so many elements of its weights' gradients exist.
+
+    That is what is alive when the last of them is handed on: nothing, where all below is frozen. Outside the blocks only a
+    profile says so.
+    """
     head = these.head
     handed = head.handed_below if block < 0 else head.handed if block >= these.n_blocks else _run_of(these, block).block.handed
-    return next((one.lines for one in handed if made <= one.gradients), handed[-1].lines if handed else ())
-
-
-def _alive_now(these: Passes, block: int, made: int) -> tuple[Line, ...]:
-    """Return what is alive of the block that runs when so many elements of its weights' gradients exist."""
-    if lines := _handed_at(these, block, made):
-        return lines
+    if handed:
+        return next((one.lines for one in handed if made <= one.gradients), handed[-1].lines)
     flow = Line(_FLOWING, these.head.hidden_bytes, "", _FLOW)
     if block < 0:
         return (flow,) if made < these.below else ()

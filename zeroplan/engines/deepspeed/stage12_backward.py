@@ -103,7 +103,7 @@ class Training(MicroBatch):
         made = tuple(map(self.of_head, points))
         received = received_before(made, _sizes(self.whole, self.these.n_blocks))
         for point, (_, current), count in zip(points, made, received, strict=True):
-            waits = bool(point.gradients) and not self.sums_by_itself(point)
+            waits = self.tied_waits(point) and not self.sums_by_itself(point)
             yield self._around(highest(self.courses, ("between", run, count)).held, current, waits=waits)
 
     def of_head(self, point: BackwardPoint) -> tuple[int, int]:

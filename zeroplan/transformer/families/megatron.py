@@ -395,9 +395,10 @@ def _softmax(tape: Tape, pairs: tuple[Value, ...], numbers: Size, structure: Lay
     backward = op.makes("gradient of queries and keys", UNFUSED, *pairs)
     tape.add("scores", (raw,), tuple([pair.store for pair in pairs]), backward, of=pairs)
     dtype: Width = 4 if structure.wide_softmax else e
-    masked = _masked(tape, raw) if structure.masks_in_place and not structure.wide_softmax else _again(tape, raw)
+    masked = _masked(tape, raw) if structure.masks_in_place and not structure.wide_softmax else raw
     read = op.cast(tape, masked, dtype, Site("scores", SOFTMAX))
-    tape.release(masked)
+    if masked is not raw:
+        tape.release(masked)
     soft = op.tensor(tape, "attention scores", dtype, numbers, SOFTMAX)
     tape.add("softmax", (soft,), (soft.store,), op.makes("gradient of the scores", SOFTMAX, read), of=(read,))
     tape.release(read)
@@ -419,14 +420,9 @@ def _without_padding(tape: Tape, soft: Value, pairs: Size) -> Value:
     return made
 
 
-def _again(tape: Tape, value: Value) -> Value:
-    """The same tensor under another variable."""
-    return Value(tape.hold(value.store), value.dtype, value.shape)
-
-
 def _masked(tape: Tape, raw: Value) -> Value:
     """``masked_fill_`` on a view: torch's backward copies the gradient of the whole twice beside the one it makes (CopySlices)."""
-    made = _again(tape, raw)
+    made = Value(tape.hold(raw.store), raw.dtype, raw.shape)
     beside = ("gradient of the scores, copied for the mask", 2 * e * raw.shape)
     tape.add(
         "mask of the scores",
