@@ -182,7 +182,7 @@ def as_the_program_sends(row: Row, job: JobSpec, account: Account) -> Account:
     """Return the account with the collectives of the row's own program, where they are others than those of torch's plan.
 
     KempnerForge's tensor parallelism (distributed/tensor_parallel.py) splits the input of each projection apart: torch.compile
-    merges their gathers (``fx_graph_cse``), but not the sums of their gradients, five per block instead of two. Logits are gathered.
+    merges their gathers (``fx_graph_cse``), but not the sums of their gradients: five per block, not two. Logits are gathered.
     """
     if program(row) != "kempner" or job.mesh.tp == 1:
         return account
