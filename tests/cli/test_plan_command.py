@@ -17,17 +17,26 @@ if TYPE_CHECKING:
 ASKED = ("plan", "--model", "llama-3.2-1b", "--gpu", "a10-24gb", "--gpus", "8", "--seq-len", "2048", "--global-batch", "64")
 
 
-def test_the_answer_has_all_that_is_promised(run: Run):
+def test_the_answer_fits_one_screen(run: Run):
     code, out, err = run(*ASKED, "--tokens", "1e9", "--price-per-gpu-hour", "2")
     assert (code, err) == (0, "")
-    for said in ("Best for throughput:", "zeroplan estimate --model llama-3.2-1b", "together, at the peak", "Time of a step",
-                 "matrix multiplications", "tokens/s per GPU", "MFU", "days and cost", "Limited by", "One more GB would buy",
-                 "why they are not the best", "Time against memory", "Rejected layouts, by rule"):  # fmt: skip
+    for said in ("Best for throughput:", "zeroplan estimate --model llama-3.2-1b", "GB at the peak", "s for a step",
+                 "tokens/s per GPU", "MFU", "days and cost", "Limited by", "One more GB would buy", "why they are not the best",
+                 "--verbose"):  # fmt: skip
         assert said in out, said
-    front = out.partition("Time against memory")[2].partition("\n\n")[0].splitlines()[1:]
-    assert all(re.search(r", \d+ x \d+ +[\d.]+ +[\d,]+$", line) for line in front)
+    assert len(out.splitlines()) <= 40
     rankings = out.partition("Three rankings")[2].partition("\n\n")[0].splitlines()[1:]
     assert [line.split(":")[0].split(",")[0].strip() for line in rankings] == ["fastest", "most careful", "cheapest"]
+
+
+def test_verbose_has_every_part(run: Run):
+    out = run(*ASKED, "--tokens", "1e9", "--price-per-gpu-hour", "2", "--verbose")[1]
+    for said in ("together, at the peak", "Time of a step", "matrix multiplications", "days and cost", "Limited by",
+                 "Time against memory", "Rejected layouts, by rule"):  # fmt: skip
+        assert said in out, said
+    assert "--verbose" not in out
+    front = out.partition("Time against memory")[2].partition("\n\n")[0].splitlines()[1:]
+    assert all(re.search(r", \d+ x \d+ +[\d.]+ +[\d,]+$", line) for line in front)
 
 
 def test_the_command_it_names_says_the_same_memory(run: Run):

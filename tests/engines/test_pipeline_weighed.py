@@ -8,7 +8,7 @@ from zeroplan import JobSpec, job
 from zeroplan.engines.pipeline import accounts, highest_of
 from zeroplan.engines.pipeline.weighed import WeighedRank, Weigher, fullest
 from zeroplan.memo import remembering
-from zeroplan.planner.columns import highest
+from zeroplan.planner.search import highest
 from zeroplan.spec.batch import Numbers
 from zeroplan.timeline import own_pools
 from zeroplan.weights import total

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from zeroplan.catalog.gpu import gpu
 from zeroplan.errors import SpecError
+from zeroplan.ledger import Among, Phase
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.job import JobSpec
@@ -27,6 +28,7 @@ from zeroplan.steptime.compute import running_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from zeroplan.engines.account import Account
     from zeroplan.spec.hardware import GpuSpec
 
 Row = dict[str, Any]
@@ -36,7 +38,7 @@ KEPT = Path(__file__).parents[1] / "golden" / "published_throughput.jsonl"
 _FIELDS = (
     "id", "source", "model", "params", "hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "moe", "seq", "micro_batch",
     "global_batch", "n_gpus", "gpu", "gpus_per_node", "interconnect", "engine", "stage", "tp", "pp", "vpp", "cp", "ep", "precision",
-    "recompute", "compile", "flash", "config_group",
+    "recompute", "compile", "flash", "config_group", "sequence_parallel",
 )  # fmt: skip
 _VALUES = (
     "tokens_per_s_per_gpu", "tokens_per_s_per_gpu_derived", "step_s", "step_s_derived", "step_s_derived_full_attention",
@@ -94,8 +96,10 @@ class Case(NamedTuple):
 
 
 def rows_of(path: Path) -> list[Row]:
-    """Read the rows of a file."""
-    return list(json.loads(path.read_text(encoding="utf-8")))
+    """Read the rows of a file. Aleph Alpha's notes begin with whether ranks split sequences, where that was recorded."""
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    words = {"sequence_parallel=1": True, "sequence_parallel=0": False}
+    return [row | {"sequence_parallel": words.get(str(row["notes"]).partition(";")[0])} for row in rows]
 
 
 def kept() -> list[Row]:
@@ -160,7 +164,8 @@ def running_of_row(row: Row, job: JobSpec) -> Running:
     transformer_engine = program(row) == "auto"  # in these rows of NeMo AutoModel
     fused = transformer_engine or "RMS" in flash
     kernels = "compiled" if row["compile"] else "fused" if fused else "eager" if program(row) == "aleph" else usual.kernels
-    torchs = job.recipe.engine != "megatron" and not transformer_engine  # before torch 2.9, whose kernel was FlashAttention 2
+    # With torch before 2.9 the kernel was FlashAttention 2; KempnerForge's lock file (uv.lock) has torch 2.11 and cuDNN 9.19.
+    torchs = job.recipe.engine != "megatron" and not transformer_engine and program(row) != "kempner"
     generation = 1 if "v1" in flash or program(row) == "mpt" else 2 if torchs or "flash_attention2" in flash else usual.flash
     operands = next((name for word, name in _OPERANDS.items() if word in str(row["precision"])), None)
     return Running(kernels, generation, operands, _tensor_overlap(row))
@@ -171,6 +176,28 @@ def _tensor_overlap(row: Row) -> Literal["none", "backward", "all"]:
     if program(row) in ("mlm21", "ptdz3", "mtnlg", "bloom", "aleph"):
         return "none"
     return "all" if program(row) in ("mlm24", "dgxc", "mbridge", "nemo24") else "backward"
+
+
+def as_the_program_sends(row: Row, job: JobSpec, account: Account) -> Account:
+    """Return the account with the collectives of the row's own program, where they are others than those of torch's plan.
+
+    KempnerForge's tensor parallelism (distributed/tensor_parallel.py) splits the input of each projection apart: torch.compile
+    merges their gathers (``fx_graph_cse``), but not the sums of their gradients: five per block, not two. Logits are gathered.
+    """
+    if program(row) != "kempner" or job.mesh.tp == 1:
+        return account
+    tp, batch = job.mesh.tp, job.batch
+    logits = 2 * batch.micro_batch_size * batch.seq_len * job.model.vocab_size
+    found = []
+    for call in account.collectives:
+        if call.among is Among.TENSOR and (call.operation, call.phase) == ("reduce_scatter", Phase.BACKWARD):
+            calls = call.calls + 3 * job.model.num_hidden_layers * batch.grad_accum_steps
+            call = call._replace(calls=calls, sent_bytes=call.sent_bytes * calls // call.calls)  # noqa: PLW2901
+        elif call.what == "sums over the vocabulary":
+            calls, sent = batch.grad_accum_steps, batch.grad_accum_steps * logits * (tp - 1) // tp
+            call = call._replace(operation="all_gather", what="logits", calls=calls, n_bytes=logits, sent_bytes=sent)  # noqa: PLW2901
+        found.append(call)
+    return account._replace(collectives=tuple(found))
 
 
 def _refuse(row: Row) -> None:
@@ -193,6 +220,7 @@ def _refuse(row: Row) -> None:
         ("schedule ZB" in str(row["notes"]) or "schedule zero" in str(row["notes"]), "a zero-bubble schedule of Megatron's fork"),
         ("schedule v-min" in str(row["notes"]), "a schedule of Primus"),
         (kind == "longseq", "the figure leaves its convention open"),
+        (kind == "ptdz3" and _engine(row) == "deepspeed", "DeepSpeed of 2021, whose gathers copy a tensor per rank, one by one"),
     ):  # fmt: skip
         if asked:
             raise RefusedError(reason)
@@ -330,6 +358,10 @@ def _recipe(row: Row, dp: int) -> RecipeSpec:
     narrow = "fp32" if "DEFAULT" in words or program(row) in _WIDE_REDUCTIONS else "param"
     if engine == "deepspeed":
         return said
+    if program(row) == "kempner":  # weights in bf16 alone (distributed/parallel.py, build_parallel_model)
+        said = replace(
+            said, precision="bf16", sync_every_micro_batch=(row.get("tp") or 1) > 1
+        )  # training/grad.py, maybe_no_sync
     return replace(
         said, optimizer_impl="fused", fsdp1=Fsdp1Options(reduce_dtype=narrow), fsdp2=Fsdp2Options(reduce_dtype=narrow)
     )
@@ -339,7 +371,7 @@ def _of_megatron(said: RecipeSpec, row: Row) -> RecipeSpec:
     kind, tp = program(row), row.get("tp") or 1
     modern = kind in _NVIDIAS or "seq" in str(row["recompute"])
     overlaps = kind in _NVIDIAS and kind != "simax" and said.zero_stage == 1
-    sequence = tp > 1 and (modern or row["moe"] is not None)
+    sequence = tp > 1 and (row["sequence_parallel"] or modern or row["moe"] is not None)
     options = MegatronOptions(
         overlap_grad_reduce=overlaps, overlap_param_gather=overlaps, swiglu=False if "emotron" in row["model"] else None,
         gradient_accumulation_fusion=kind not in ("mlm21", "ptdz3", "mtnlg", "bloom", "aleph"),

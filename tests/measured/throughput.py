@@ -19,6 +19,7 @@ from tests.measured.published_rows import (
     Case,
     RefusedError,
     Row,
+    as_the_program_sends,
     case_of,
     half_of,
     keep,
@@ -41,7 +42,7 @@ _SIZES = {2e9: "under 2B", 10e9: "2B to 10B", 50e9: "10B to 50B", 150e9: "50B to
 #: Layouts count as different in speed from this on.
 _APART = 1.05
 #: What a pair may differ in.
-_AXES = ("micro_batch", "tp", "pp", "vpp", "cp", "ep", "recompute", "flash", "stage", "compile")
+_AXES = ("micro_batch", "tp", "pp", "vpp", "cp", "ep", "recompute", "flash", "stage", "compile", "sequence_parallel")
 
 
 class Scored(NamedTuple):
@@ -62,9 +63,15 @@ def predicted(job: JobSpec, running: Running | None = None) -> StepTime:
     return step_time(account_of(job, job.batch), job.model, job.recipe, job.mesh, job.batch, job.cluster, running=running)
 
 
+def _predicted_of_row(row: Row, job: JobSpec) -> StepTime:
+    account = as_the_program_sends(row, job, account_of(job, job.batch))
+    running = running_of_row(row, job)
+    return step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, running=running)
+
+
 def scored(case: Case) -> Scored:
     """Predict a case; of several jobs that it may have been, the quickest that fits."""
-    every = [Scored(case, job, predicted(job, running_of_row(case.row, job))) for job in case.jobs]
+    every = [Scored(case, job, _predicted_of_row(case.row, job)) for job in case.jobs]
     if len(every) == 1:
         return every[0]
     fitting = [one for one in every if estimate(one.job).fits]

@@ -1,8 +1,8 @@
-"""A step of FSDP played on streams: what the GPU computes, and a network that carries one call after the other.
+"""A step of an engine played on streams: what the GPU computes, and a network that carries one call after the other.
 
-Each block is gathered while the one before it computes, and its gradients are reduced while the next one computes, as FSDP2 issues
-them (torch 2.13, ``_fsdp_param_group.py``): a gather begins once the block before has begun, a reduction once the block has ended
-and the reduction before has, for which computing waits. While the network is busy, NCCL's SMs are missing from what computes.
+Under FSDP each block is gathered while the one before it computes, and its gradients are reduced while the next one computes (torch
+2.13, ``_fsdp_param_group.py``): a gather begins once the block before has begun, a reduction once the block has ended and the
+reduction before has, for which computing waits. While the network is busy, NCCL's SMs are missing from what computes.
 """
 
 from __future__ import annotations
@@ -71,3 +71,56 @@ def micro_batch(streams: Streams, root: Unit, blocks: list[Unit], head: Unit) ->
         streams.computed = max(ended, reduced)
         reduced = streams.send(streams.computed, blocks[at].reduce)
     streams.computed = max(streams.computed, streams.send(streams.computed, root.reduce), reduced)
+
+
+class Piece(NamedTuple):
+    """A part of a backward up to which a bucket is full. [s]"""
+
+    backward: float
+    reduce: float
+
+
+def in_buckets(streams: Streams, forward: float, pieces: list[Piece], *, waits: bool) -> None:
+    """Play one micro-batch of DDP, or of DeepSpeed at stages 1 and 2: each bucket is reduced once it is full.
+
+    ``waits``: computing waits for the reduction before (DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``average_tensor``).
+    """
+    streams.compute(0.0, forward)
+    reduced = 0.0
+    for piece in pieces:
+        streams.compute(0.0, piece.backward)
+        if piece.reduce:
+            streams.computed = max(streams.computed, reduced) if waits else streams.computed
+            reduced = streams.send(streams.computed, piece.reduce)
+    streams.computed = max(streams.computed, streams.sent)
+
+
+class Module(NamedTuple):
+    """What ZeRO-3 gathers together: the embedding, a block, the head; ``flushes`` are the buckets that it fills. [s]"""
+
+    forward: float
+    backward: float
+    gather: float
+    gather_again: float
+    flushes: tuple[float, ...] = ()
+
+
+def of_stage_3(streams: Streams, modules: list[Module]) -> None:
+    """Play one micro-batch of DeepSpeed's stage 3, whose host runs ahead: forwards gather on and on, backwards one module ahead.
+
+    Calls go out in the order in which the host issues them. Two reductions may be under way (DeepSpeed 0.19.8, ``stage3.py``,
+    ``max_param_reduce_events``).
+    """
+    ready = [streams.send(0.0 if at else streams.computed, one.gather) for at, one in enumerate(modules)]
+    for there, one in zip(ready, modules, strict=True):
+        streams.compute(there, one.forward)
+    order = list(reversed(modules))
+    there, reduced = [streams.computed], [0.0, 0.0]
+    for at, one in enumerate(order):
+        if at + 1 < len(order):
+            there.append(streams.send(0.0, order[at + 1].gather_again))
+        streams.compute(there[at], one.backward)
+        for flush in one.flushes:
+            streams.computed = max(streams.computed, reduced[-2])
+            reduced.append(streams.send(streams.computed, flush))
+    streams.computed = max(streams.computed, streams.sent)

@@ -61,6 +61,19 @@ def test_a_collective_inside_a_node_takes_what_was_measured():
         assert columns[at] == pytest.approx(float(seconds(alone, neighbours(size, 8), here)))
 
 
+def test_a_board_of_four_has_links_for_each_pair():
+    """Two ranks use a third of a GPU's links there, three two thirds, four all; eight GPUs share a switch."""
+    four, eight = (links(ClusterSpec(gpu=gpu("h200"), gpus_per_node=per_node)) for per_node in (4, 8))
+    assert [four.bytes_per_s_among(ranks) for ranks in (1, 2, 3, 4, 16)] == pytest.approx([150e9, 150e9, 300e9, 450e9, 450e9])
+    assert eight.bytes_per_s_among(2) == 450e9
+    pair = Collective("all_gather", "", "forward", 2, 1, 2**28, 2**27, 0)
+    assert seconds(pair, neighbours(2, 4), four) == pytest.approx(3 * seconds(pair, neighbours(2, 8), eight))
+    ranks = np.array([2, 4])
+    columns = seconds(pair._replace(group=ranks, sent_bytes=2**28 * (ranks - 1) // ranks), neighbours(ranks, 4), four)
+    assert columns[0] == pytest.approx(float(seconds(pair, neighbours(2, 4), four)))
+    assert rate(strided(4, 2, 4), four) == pytest.approx(0.8 * 100e9)  # two cards, below what a pair's links carry
+
+
 @pytest.mark.parametrize(
     ("group", "members", "expected"),
     [

@@ -76,6 +76,10 @@ Emit = Annotated[
 ]
 Out = Annotated[str | None, _text("The folder to write into. (default: the current one)", "FOLDER", _OUTPUT)]
 Force = Annotated[bool, typer.Option("--force", help="Write over files that are there.", rich_help_panel=_OUTPUT)]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="Memory by kind, time by part, rejected layouts.", rich_help_panel=_OUTPUT),
+]
 Json = Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Markdown.", rich_help_panel=_OUTPUT)]
 
@@ -86,7 +90,8 @@ def plan_command(
     max_seq: MaxSeq = False, max_batch: MaxBatch = False, max_params: MaxParams = False, search_optimizer: SearchOptimizer = False,
     mfu: Mfu = None, margin: Margin = None, calibrate: Calibrate = None, measured: Measured = None,
     measured_job: MeasuredJob = None, tokens: Tokens = None, price_per_gpu_hour: PricePerGpuHour = None,
-    emit: Emit = None, out: Out = None, force: Force = False, as_json: Json = False, as_markdown: Markdown = False,
+    emit: Emit = None, out: Out = None, force: Force = False, verbose: Verbose = False, as_json: Json = False,
+    as_markdown: Markdown = False,
 ) -> int:  # fmt: skip
     """The best layout that fits, its step time, why it is the best, and the configuration that runs it."""
     from zeroplan.report.plan import Beside  # noqa: PLC0415  no other command pays for the planner and NumPy
@@ -113,7 +118,7 @@ def plan_command(
         if target is not None:
             beside = _with_files(beside, answer.best, target, Path(out or "."), force=force)
         beside = beside._replace(notes=(*beside.notes, *notes, *(() if learnt is None else (learnt_words(learnt),))))
-    _show(answer, beside, as_json=as_json, as_markdown=as_markdown)
+    _show(answer, beside, verbose=verbose, as_json=as_json, as_markdown=as_markdown)
     return NO if answer.best is None else 0
 
 
@@ -217,7 +222,7 @@ def _learnt(measured: str | None, path: str | None, asked: Asked, calibrate: lis
     return learnt_from(job, measured_rate(measured, job))
 
 
-def _show(plan: "Plan", said: "Beside", *, as_json: bool, as_markdown: bool) -> None:
+def _show(plan: "Plan", said: "Beside", *, verbose: bool, as_json: bool, as_markdown: bool) -> None:
     from zeroplan.report.plan import plan_markdown, plan_payload, plan_text  # noqa: PLC0415  see plan_command
 
     if as_json:
@@ -227,7 +232,7 @@ def _show(plan: "Plan", said: "Beside", *, as_json: bool, as_markdown: bool) -> 
     else:
         from zeroplan.cli.terminal import show  # noqa: PLC0415
 
-        show(plan_text(plan, said))
+        show(plan_text(plan, said, verbose=verbose))
 
 
 def _target(emit: str | None, out: str | None, *, force: bool) -> "Target | None":

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.errors import SpecError
+from zeroplan.memo import remembering
 from zeroplan.planner.choose import plan
 from zeroplan.planner.objectives import Objective
 from zeroplan.planner.questions import (
@@ -68,6 +69,7 @@ def with_setup_defaults(request: Request) -> tuple[Request, tuple[str, ...]]:
     return replace(found.request, **kept), (*instead, *held, *found.notes)  # type: ignore[arg-type]  # Request checks every field
 
 
+@remembering()
 def ask(request: Request, question: Question, *, extra: Path | None = None, inexpressible: Inexpressible | None = None) -> Plan:
     """Return the plan for a question on a request. Raises SpecError in one line for a contradiction or an impossible wish."""
     request, told = with_setup_defaults(request)

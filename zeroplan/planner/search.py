@@ -192,10 +192,8 @@ def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees, quick
         grid = grid.only(even)
     if split.pp > 1:
         grid = _runnable_batches(grid, recipe, fixed, tally)
-        if space.bounds is not None and quickest and grid.layouts:
-            near = grid.with_batches(space.bounds.is_near(recipe, grid, quickest)[None, :])
-            tally.cut(Rule.SLOW, grid.layouts - near.layouts)
-            grid = near
+    if space.bounds is not None and quickest and grid.layouts and (split.pp > 1 or space.quickest):
+        grid = _near(space, recipe, grid, quickest)
     if not space.whatever_weighs and weights_alone_are_too_large(base, recipe, split):
         tally.cut(Rule.WEIGHTS, grid.layouts)
     elif grid.layouts:
@@ -210,6 +208,14 @@ def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees, quick
                     yield one
         except SpecError as refusal:
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
+
+
+def _near(space: _Space, recipe: RecipeSpec, grid: Grid, quickest: float) -> Grid:
+    """Return the batches that may be nearly as fast as this rate, however GPUs are arranged. [tokens/s of a GPU]"""
+    first = grid.only(np.arange(grid.shape[0])[:, None] == 0)  # what is computed is the same in every arrangement
+    kept = grid.with_batches(space.bounds.is_near(recipe, first, quickest, partly=not space.quickest)[None, :])
+    space.tally.cut(Rule.SLOW, grid.layouts - kept.layouts)
+    return kept
 
 
 def _runnable_batches(grid: Grid, recipe: RecipeSpec, fixed: Fixed, tally: Tally) -> Grid:

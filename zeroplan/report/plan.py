@@ -1,4 +1,4 @@
-"""A plan as text, Markdown and plain data: the layout, its memory and time by part, the rivals, the rejected layouts."""
+"""A plan as text, Markdown and plain data: the layout and its rivals; on request every part of its memory and time."""
 
 import textwrap
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from zeroplan.planner.result import Best, Layout, More, Plan
 from zeroplan.report.layout import layout_code, layout_words
 from zeroplan.report.payload import SCHEMA_VERSION
-from zeroplan.report.step import part_payload, step_lines
+from zeroplan.report.step import part_payload, rate_line, step_lines
 from zeroplan.report.words import (
     EXPANDABLE,
     WIDTH,
@@ -25,7 +25,7 @@ from zeroplan.units import GB, GIB, format_size
 
 _OF_A_ROW = 55
 _DAY_S = 86_400
-_MOST_OF_FRONT, _MOST_RULES = 4, 4
+_MOST_OF_FRONT, _MOST_RULES, _LARGEST = 4, 4, 3
 
 
 class Beside(NamedTuple):
@@ -39,18 +39,30 @@ class Beside(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def plan_text(plan: Plan, beside: Beside) -> str:
-    """Return the answer for a terminal."""
-    answer = [list(_nothing(plan))] if plan.best is None else _answer(plan, plan.best, beside)
-    parts = [list(_head(plan)), *answer, list(_fallen(plan))]
-    return paragraphs([*parts, notes_part([*plan.notes, *beside.notes])])
+def plan_text(plan: Plan, beside: Beside, *, verbose: bool = False) -> str:
+    """Return the answer for a terminal, on one screen; ``verbose`` adds memory by kind, time by part and rejected layouts."""
+    best = plan.best
+    if best is None:
+        answer = [list(_nothing(plan)), list(_fallen(plan))]
+    elif verbose:
+        answer = [
+            list(_best(plan.objective, best, beside)), list(_rankings(plan)), list(_memory(best)), list(_time(best, beside)),
+            list(_why(best)), list(_others(plan)), list(_front(plan)), list(_fallen(plan)),
+        ]  # fmt: skip
+    else:
+        said = [*_best(plan.objective, best, beside), *_in_short(best, beside), *_why(best)]
+        answer = [said, list(_rankings(plan)), list(_others(plan)), [_MORE]]
+    return paragraphs([list(_head(plan)), *answer, notes_part([*plan.notes, *beside.notes])])
+
+
+_MORE = "--verbose adds memory by kind, time by part, time against memory, and what rejected the others."
 
 
 def plan_markdown(plan: Plan, beside: Beside) -> str:
-    """Return the same as Markdown, with the terminal's tables."""
+    """Return all of it as Markdown, with the terminal's tables."""
     best = "Nothing fits" if plan.best is None else layout_words(plan.best.layout.job)
     command = f"\n\n`{beside.command}`" if plan.best is not None else ""
-    return f"## {best}{command}\n\n```text\n{plan_text(plan, beside)}\n```"
+    return f"## {best}{command}\n\n```text\n{plan_text(plan, beside, verbose=True)}\n```"
 
 
 def _head(plan: Plan) -> Iterator[str]:
@@ -59,18 +71,6 @@ def _head(plan: Plan) -> Iterator[str]:
     recipe, tokens = base.recipe, plural(base.batch.seq_len, "token")
     yield f"{model_words(base)} on {gpus}, {recipe.precision}, {recipe.optimizer}, {tokens} per sequence"
     yield f"{plural(plan.considered, 'layout')} considered, {plan.evaluated:,} of them computed"
-
-
-def _answer(plan: Plan, best: Best, beside: Beside) -> list[list[str]]:
-    return [
-        list(_best(plan.objective, best, beside)),
-        list(_rankings(plan)),
-        list(_memory(best)),
-        list(_time(best, beside)),
-        list(_why(best)),
-        list(_others(plan)),
-        list(_front(plan)),
-    ]
 
 
 def _best(objective: str, best: Best, beside: Beside) -> Iterator[str]:
@@ -82,6 +82,25 @@ def _best(objective: str, best: Best, beside: Beside) -> Iterator[str]:
         yield f"  {beside.launch}"
 
 
+def _in_short(best: Best, beside: Beside) -> Iterator[str]:
+    """Yield what the layout takes: its memory and its time, with the largest parts of each, and the rate."""
+    room, peak, cached = (
+        n_bytes / GB for n_bytes in (best.estimate.capacity_bytes or 0, best.layout.least_bytes, best.layout.comfortable_bytes)
+    )
+    kinds = ", ".join(f"{kind.value} {n / GB:,.2f}" for kind, n in kinds_by_size(best.estimate.peak.lines)[:_LARGEST])
+    whole = float(best.time.seconds)
+    parts = sorted(best.time.parts, key=lambda part: -float(part.seconds))[:_LARGEST]
+    shares = ", ".join(f"{part.name} {float(part.seconds) / whole:.0%}" for part in parts)
+    yield from textwrap.wrap(
+        f"{peak:,.2f} of {room:,.2f} GB at the peak, {cached:,.2f} with what the allocator caches; most of it {kinds}", WIDTH,
+        break_on_hyphens=False,
+    )  # fmt: skip
+    yield from textwrap.wrap(f"{whole:,.3f} s for a step; most of it {shares}", WIDTH, break_on_hyphens=False)
+    yield rate_line(best.time, best.layout.job.mesh.world_size)
+    yield from _beside_the_card(best)
+    yield from _budget(best.layout, beside)
+
+
 def _memory(best: Best) -> Iterator[str]:
     yield f"{'Memory of a GPU':<44}{'GB':>10}{'GiB':>10}"
     for kind, n_bytes in kinds_by_size(best.estimate.peak.lines):
@@ -90,12 +109,17 @@ def _memory(best: Best) -> Iterator[str]:
     yield _row("  together, at the peak", best.layout.least_bytes)
     yield _row("  with what the allocator caches", best.layout.comfortable_bytes)
     yield _row("  the GPU has", best.estimate.capacity_bytes or 0)
-    if best.estimate.host_bytes:
-        yield _row("  host memory of a rank", best.estimate.host_bytes)
-        yield _row("  host memory of a node, if it has that much", best.estimate.host_bytes_per_node or 0)
     yield f"  at this moment: {best.estimate.peak.name}"
+    yield from _beside_the_card(best)
+
+
+def _beside_the_card(best: Best) -> Iterator[str]:
+    """Yield the host's memory, if the layout takes any, and whether the card is nearly full."""
+    if best.estimate.host_bytes:
+        node = (best.estimate.host_bytes_per_node or 0) / GB
+        yield f"host memory: {best.estimate.host_bytes / GB:,.2f} GB of a rank, {node:,.2f} GB of a node, if it has that much"
     if best.tight:
-        yield f"  tight: the cache and the margin do not fit beside it; set {EXPANDABLE}"
+        yield f"tight: the cache and the margin do not fit beside it; set {EXPANDABLE}"
 
 
 def _row(what: str, n_bytes: int) -> str:

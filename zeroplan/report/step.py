@@ -52,17 +52,20 @@ def step_payload(answer: Estimate, time: StepTime, learnt: Learnt | None, notes:
 
 def step_lines(time: StepTime, gpus: int) -> Iterator[str]:
     """Yield a table of the step's parts, and the rate. [s, tokens/s]"""
-    whole, rate = float(time.seconds), float(time.tokens_per_s)
+    whole = float(time.seconds)
     yield f"{'Time of a step':<44}{'s':>10}{'':>8}{'hidden s':>10}"
     for part in time.parts:
         took, hidden = float(part.seconds), float(part.hidden_s)
         if took + hidden > 0:
             yield f"  {part.name:<42.42}{took:>10.3f}{took / whole:>7.1%} {hidden:>10.3f}"
     yield f"  {'together':<42}{whole:>10.3f}"
-    yield (
-        f"{rate:,.0f} tokens/s per GPU, {rate * gpus:,.0f} in all; "
-        f"MFU {float(time.mfu):.1%} (no recomputation, causal attention)"
-    )
+    yield rate_line(time, gpus)
+
+
+def rate_line(time: StepTime, gpus: int) -> str:
+    """Return the rate in words. [tokens/s]"""
+    rate, mfu = float(time.tokens_per_s), float(time.mfu)
+    return f"{rate:,.0f} tokens/s per GPU, {rate * gpus:,.0f} in all; MFU {mfu:.1%} (no recomputation, causal attention)"
 
 
 def step_reasons(time: StepTime) -> Iterator[str]:

@@ -57,10 +57,8 @@ def step_time(
 
     ``running``: its kernels, if they are not the engine's usual ones.
     """
-    gpu, here = cluster.gpu, links(cluster)
-    if gpu is None or here is None:
-        raise SpecError("a step's time needs a GPU; add --gpu NAME (`zeroplan gpus` lists them)")
-    rates = Rates(gpu, share or shares_of(cluster), running or running_of(recipe, gpu.architecture), recipe)
+    rates, here = _rates(recipe, cluster, share, running)
+    gpu = rates.gpu
     if recipe.engine == "megatron":
         from zeroplan.steptime.megatron import megatron_time  # noqa: PLC0415  keeps start-up fast
 
@@ -75,6 +73,15 @@ def step_time(
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps / split
     peak = peak_flops_per_s(gpu, recipe, rates.running.operands)
     return StepTime(parts, batch.grad_accum_steps * 3.0 * busy.flops, tokens, peak)
+
+
+def _rates(
+    recipe: RecipeSpec, cluster: ClusterSpec, share: Efficiency | None = None, running: Running | None = None
+) -> tuple[Rates, Links]:
+    gpu, here = cluster.gpu, links(cluster)
+    if gpu is None or here is None:
+        raise SpecError("a step's time needs a GPU; add --gpu NAME (`zeroplan gpus` lists them)")
+    return Rates(gpu, share or shares_of(cluster), running or running_of(recipe, gpu.architecture), recipe), here
 
 
 def _busy(
@@ -100,10 +107,7 @@ def least_computing(
 
     ``mesh``: one rank of the pipeline (pp=1). Ranks that split a layer also wait for each other within it.
     """
-    gpu, here = cluster.gpu, links(cluster)
-    if gpu is None or here is None:
-        raise SpecError("a step's time needs a GPU; add --gpu NAME (`zeroplan gpus` lists them)")
-    rates = Rates(gpu, shares_of(cluster), running_of(recipe, gpu.architecture), recipe)
+    rates, here = _rates(recipe, cluster)
     if recipe.engine == "megatron":
         from zeroplan.steptime.megatron import time_without_a_pipeline  # noqa: PLC0415  keeps start-up fast
 

@@ -43,6 +43,14 @@ class Links(NamedTuple):
     """The GPU whose measured collectives inside a node are read."""
     taken: float = 0.0
     """Share of a GPU's SMs that NCCL takes while it sends."""
+    in_pairs: bool = False
+    """Each pair of a node's GPUs has links of its own, which no other can use."""
+
+    def bytes_per_s_among(self, ranks: Int) -> Float:
+        """Return the rate of one of so many ranks of a node to the others. [bytes/s]"""
+        if not self.in_pairs:
+            return self.node_bytes_per_s
+        return self.node_bytes_per_s * maximum(1, minimum(ranks, self.per_node) - 1) / (self.per_node - 1)
 
 
 class Group(NamedTuple):
@@ -59,7 +67,12 @@ def links(cluster: ClusterSpec) -> Links | None:
         return None
     hop = _PCIE_HOP_S if gpu.node_link.startswith("PCIe") else _NVLINK_HOP_S
     per_node = cluster.gpus_per_node or gpu.gpus_per_node
-    return Links(per_node, gpu.node_link_bytes_per_s.value, hop, network_bytes_per_s(cluster), _table(gpu), _taken(gpu))
+    figures = per_node, gpu.node_link_bytes_per_s.value, hop, network_bytes_per_s(cluster), _table(gpu), _taken(gpu)
+    return Links(*figures, in_pairs=per_node == _WITHOUT_A_SWITCH and gpu.node_link.startswith("NVLink"))
+
+
+#: Boards of four A100, H100 or H200 join every pair directly, with a third of a GPU's links (NVIDIA HGX A100 and H100, 4-GPU).
+_WITHOUT_A_SWITCH = 4
 
 
 #: SMs by architecture (data sheets of A100, H100 and B200), of GPUs joined by NVLink.
@@ -139,7 +152,7 @@ def _inside_seconds(call: Collective, group: Group, here: Links) -> Float:
     for ranks in distinct(group.size).values:
         if 2 <= ranks <= here.per_node:
             share = link_share(here.table, call.operation, ranks, call.n_bytes)
-            takes = call.sent_bytes / (longest(share, _LEAST_SHARE) * here.node_bytes_per_s)
+            takes = call.sent_bytes / (longest(share, _LEAST_SHARE) * here.bytes_per_s_among(ranks))
             total = takes if isinstance(group.size, int) else total + (group.size == ranks) * takes
     return total
 
@@ -178,7 +191,7 @@ def _exchange_seconds(call: Collective, group: Group, here: Links) -> Float:
 
 def rate(group: Group, here: Links) -> Float:
     """Return the rate at which one GPU of the group sends. [bytes/s]"""
-    inside = LINK_SHARE * here.node_bytes_per_s
+    inside = LINK_SHARE * here.bytes_per_s_among(group.members)
     if here.network_bytes_per_s is None:
         return inside
     across = LINK_SHARE * here.network_bytes_per_s * group.members

@@ -13,9 +13,8 @@ from zeroplan.steptime.tables import COLUMNS, ROWS, product_share
 from zeroplan.transformer.parameters import Parameter
 
 #: What an accumulating weight gradient (NT, into fp32) reaches of a forward of the same shape, in the median of 205 products on
-#: A100 and B200; input gradients (NN) reach as much as the forward.
+#: A100 and B200; input gradients (NN) reach as much as the forward (github.com/MooreThreads/SimuMax at 4dcaae51, configs/system).
 WEIGHT_GRADIENT_SHARE = 0.96
-WEIGHT_GRADIENT_SOURCE = "github.com/MooreThreads/SimuMax at 4dcaae51 (2026-05-11), configs/system: TN, NN and NT products"
 #: What a product reaches whose columns or depth are no multiple of 64 elements (128 bytes), by the largest power of two in them.
 #: Tensor cores are full at multiples of 64 on A100 and later (NVIDIA, Matrix Multiplication Background User's Guide, table 1).
 #: The value at 8 is that of BigScience's runs with a hidden size of 14,400 on eight tensor-parallel ranks.

@@ -1,7 +1,10 @@
 """The time that collectives add to a step, given what each engine overlaps with computing."""
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Among, Collective, Phase
 from zeroplan.numeric import Float, Int, longest, shortest, together, where
 from zeroplan.spec.batch import Batch
@@ -21,6 +24,7 @@ from zeroplan.steptime.links import (
     strided,
 )
 from zeroplan.steptime.parts import Does, Part
+from zeroplan.transformer.params import parameter_count
 
 
 class _Sent(NamedTuple):
@@ -52,25 +56,26 @@ def exposed(
     """
     passes = batch.grad_accum_steps
     windows = {Phase.FORWARD: _Sent(), Phase.BACKWARD: _Sent(), Phase.STEP: _Sent()}
+    blocks = {  # computing beside collectives lasts longer, and hides more of them
+        Phase.FORWARD: (busy.forward_s - busy.ends_s) / (1.0 - here.taken),
+        Phase.BACKWARD: (busy.backward_s - busy.ends_backward_s) * _share_beside(recipe, passes) / (1.0 - here.taken),
+        Phase.STEP: 0.0 * busy.forward_s,
+    }
     for call in calls:
         group = group_of(call, recipe, mesh, here)
         time = _time(call, group, model, recipe, here)
-        bare = _hidden_part(call, recipe)
-        windows[call.phase] = windows[call.phase].and_of(time, group, _uncovered(time, call, bare, passes))
+        bare = _uncovered(time, call, model, recipe, passes, blocks[call.phase])
+        windows[call.phase] = windows[call.phase].and_of(time, group, bare)
     others = 1.0 - 1.0 / model.num_hidden_layers  # the block that waits for the last call computes after it
-    beside = {
-        Phase.FORWARD: others * (busy.forward_s - busy.ends_s),
-        Phase.BACKWARD: others * (busy.backward_s - busy.ends_backward_s) * _share_beside(recipe, passes),
-        Phase.STEP: 0.0 * busy.forward_s,
-    }
-    parts = tuple(_part(phase, windows[phase], beside[phase], here.taken) for phase in windows)
+    parts = tuple(_part(phase, windows[phase], others * blocks[phase]) for phase in windows)
     return (*parts, slowed(together(part.hidden_s for part in parts), here))
 
 
 def slowed(hidden_s: Float, here: Links) -> Part:
     """Return what collectives cost the kernels beside them, whose SMs NCCL's channels take while they send."""
     slower = here.taken * hidden_s
-    return Part("computing slowed by collectives", slower, 0.0 * slower, _TAKEN, CHANNELS, Does.SENDING)
+    reason = "NCCL's channels take SMs from the kernels beside them"
+    return Part("computing slowed by collectives", slower, 0.0 * slower, reason, CHANNELS, Does.SENDING)
 
 
 def joining(calls: tuple[Collective, ...], batch: Batch, bandwidth: float) -> Part:
@@ -85,11 +90,8 @@ def joining(calls: tuple[Collective, ...], batch: Batch, bandwidth: float) -> Pa
             copied = 1 if call.operation == "reduce_scatter" else where(batch.micro_batch_size > 1, 1, 0)
             moved = moved + 2.0 * copied * call.calls * call.n_bytes
     takes = moved / bandwidth
-    return Part("copies for tensor-parallel ranks", takes, 0.0 * takes, "sequences are joined and cut by copies", _JOINED)
-
-
-_JOINED = "torch 2.13, torch/distributed/_functional_collectives.py, all_gather_single and reduce_scatter_single"
-_TAKEN = "NCCL's channels take SMs from the kernels beside them"
+    source = "torch 2.13, torch/distributed/_functional_collectives.py, all_gather_single and reduce_scatter_single"
+    return Part("copies for tensor-parallel ranks", takes, 0.0 * takes, "sequences are joined and cut by copies", source)
 
 
 _NAMES = {
@@ -99,10 +101,10 @@ _NAMES = {
 }
 
 
-def _part(phase: Phase, sent: _Sent, beside: Float, taken: float) -> Part:
-    """Return what a phase waits for; computing beside collectives lasts longer, and hides more of them."""
+def _part(phase: Phase, sent: _Sent, beside: Float) -> Part:
+    """Return what a phase waits for."""
     takes = sent.takes
-    waits = longest(takes - beside / (1.0 - taken), shortest(sent.bare, takes))
+    waits = longest(takes - beside, shortest(sent.bare, takes))
     title, reason = _NAMES[phase]
     return Part(title, waits, takes - waits, reason, SOURCE, Does.SENDING_AT_STEP if phase is Phase.STEP else Does.SENDING)
 
@@ -121,47 +123,72 @@ def group_of(call: Collective, recipe: RecipeSpec, mesh: Mesh, here: Links) -> G
 
 
 def _time(call: Collective, group: Group, model: ModelSpec, recipe: RecipeSpec, here: Links) -> Float:
-    """Return the time of a collective. DDP's one line stands for all buckets and has the latency of each."""
+    """Return the time of a collective. DDP's one line stands for all buckets, each of which is a call."""
     if recipe.engine == "ddp" and call.operation == "all_reduce":
-        from zeroplan.engines.ddp import bucket_count  # noqa: PLC0415  keeps start-up fast
-
-        buckets = bucket_count(model, 4)
-        return seconds(call._replace(calls=buckets * call.calls), group, here)
+        buckets = len(_buckets(model, recipe))
+        return seconds(call._replace(calls=buckets * call.calls, n_bytes=call.n_bytes // buckets), group, here)
     return seconds(call, group, here)
 
 
-def _hidden_part(call: Collective, recipe: RecipeSpec) -> str:
-    """Return what of a collective computing can hide: ``none``, all but the ``first`` call, or all but a ``bucket``."""
-    if call.phase is Phase.STEP or call.operation == "all_to_all":
-        return "none"  # experts wait for their tokens
-    if recipe.engine in ("fsdp1", "fsdp2"):
-        return "none" if call.near or call.is_root else "first"  # the next matrix waits for it
-    if recipe.engine == "ddp":
-        return "bucket" if call.phase is Phase.BACKWARD else "none"
-    return "first" if _overlaps(call, recipe) else "none"
+def _buckets(model: ModelSpec, recipe: RecipeSpec) -> tuple[int, ...]:
+    """Return the sizes of DDP's buckets, in the order in which they are reduced. [bytes]"""
+    from zeroplan.engines.ddp import bucket_sizes  # noqa: PLC0415  keeps start-up fast
+
+    return bucket_sizes(model, widths(recipe.precision).stored, recipe.ddp.bucket_cap_mb)
 
 
 def _overlaps(call: Collective, recipe: RecipeSpec) -> bool:
-    """Whether DeepSpeed overlaps a collective of a pass with computing.
+    """Whether an engine overlaps a collective of a pass with computing: FSDP all, DDP its reductions, DeepSpeed what it is told.
 
     Source: DeepSpeed 0.19, runtime/zero/partitioned_param_coordinator.py, ``fetch_sub_module``, which prefetches only for a
     bucket size above 0.
     """
+    if recipe.engine != "deepspeed":
+        return call.phase is Phase.BACKWARD if recipe.engine == "ddp" else not (call.near or call.is_root)
     options = recipe.deepspeed
     if call.operation == "all_gather":
         return options.stage3_prefetch_bucket_size > 0 or options.stage3_allgather_sequential or recipe.zero_stage < 3
     return recipe.zero_stage == 3 if options.overlap_comm is None else options.overlap_comm
 
 
-def _uncovered(time: Float, call: Collective, bare: str, passes: Int) -> Float:
-    """Return the part of a collective's time that nothing can hide."""
-    if bare == "none":
-        return time
-    if bare == "bucket":  # the last bucket, which is reduced after the backward
-        from zeroplan.engines.ddp import BUCKET_BYTES  # noqa: PLC0415  keeps start-up fast
+def _uncovered(time: Float, call: Collective, model: ModelSpec, recipe: RecipeSpec, passes: Int, blocks: Float) -> Float:
+    """Return the part of a collective's time that nothing can hide; ``blocks``: computing blocks, while collectives run. [s]
 
-        return time * (1.0 * BUCKET_BYTES / longest(1.0 * call.n_bytes, 1.0 * BUCKET_BYTES))
-    return time * (passes / longest(1.0 * call.calls, 1.0 * passes))
+    Experts wait for their tokens, and the next matrix for what its own ranks send.
+    """
+    if call.phase is Phase.STEP or call.operation == "all_to_all" or not _overlaps(call, recipe):
+        return time
+    if recipe.engine == "ddp" or (recipe.engine == "deepspeed" and call.operation != "all_gather"):
+        return longest(*(unsent * time - uncomputed * blocks for unsent, uncomputed in _when_buckets_are_full(model, recipe)))
+    first = passes / longest(1.0 * call.calls, 1.0 * passes)
+    if recipe.engine == "deepspeed" and call.phase is Phase.FORWARD:  # the embedding comes first, alone
+        first = longest(first, 1.0 * model.vocab_size * model.hidden_size / parameter_count(model))
+    return time * first
+
+
+def _when_buckets_are_full(model: ModelSpec, recipe: RecipeSpec) -> Iterator[tuple[float, float]]:
+    """Yield, as each bucket is full, the shares of gradients still to be sent, with its own, and of blocks still to be computed.
+
+    DDP's buckets are small: only the last one counts, which has the embedding in it and is full after the backward.
+    """
+    if recipe.engine == "ddp":
+        sizes = _buckets(model, recipe)
+        yield sizes[-1] / sum(sizes), 0.0
+        return
+    from zeroplan.engines.deepspeed.buckets import schedule  # noqa: PLC0415  keeps start-up fast
+    from zeroplan.engines.rows import trained_row  # noqa: PLC0415  as above
+
+    whole, unsent = trained_row(model), 0
+    of_blocks = Counter[int]()
+    for each in whole.placed:
+        of_blocks[each.block] += each.end - each.start
+    for flush in schedule(
+        whole, recipe.deepspeed.reduce_bucket_size, leaves=recipe.zero_stage == 3
+    ).flushes:  # the last one first
+        unsent += flush.fill
+        begun = 0.0 if flush.block < 0 else min(1.0, flush.made / of_blocks[flush.block])
+        left = min(whole.n_blocks, flush.block + 1 - begun) if flush.block >= 0 else 0
+        yield unsent / whole.n_elements, left / whole.n_blocks
 
 
 def _share_beside(recipe: RecipeSpec, passes: Int) -> Float:

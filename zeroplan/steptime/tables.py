@@ -138,7 +138,6 @@ def attention_share(table: str, width: int, tokens: float, heads: float) -> floa
 #: medians of the times in tests/on_gpus/records/h100-operators.csv (torch 2.11, cuDNN 9).
 _CUDNN = ((1024, 1.36), (2048, 1.17), (4096, 1.12), (8192, 1.03), (16384, 1.04), (32768, 0.94))
 CUDNN_BACKWARD_SHARE = 0.83
-CUDNN_SOURCE = "tests/on_gpus/records/h100-operators.csv: nine shapes on one H100"
 _LOG_CUDNN = tuple(log2(tokens) for tokens, _share in _CUDNN)
 
 

@@ -146,4 +146,5 @@ def step_pairs() -> str:
 _AXES = {
     "all": "anything", "micro_batch": "the micro-batch alone", "tp": "tensor parallelism alone", "pp": "the pipeline alone",
     "recompute": "recomputation alone", "flash": "the attention kernel alone", "vpp": "chunks alone",
+    "sequence_parallel": "sequence parallelism alone",
 }  # fmt: skip

@@ -205,15 +205,16 @@ class Replay:
     def _fetch(self, at: int, step: Step, *, turned: bool) -> int:
         direction = BACKWARD if turned else FORWARD
         self.peak = self.elements
-        self._gather([index for index in step.parameters if self._missing(index)], direction)
-        for index in self._costliest(step.parameters):
-            self._wait(index)
-        needed = {index for index in step.parameters if self.fetched_for.get(index, -1) < at}
-        dropped: set[int] = set()
-        while self.queue and len(dropped) < len(needed):
-            index, used_at = self.queue.popleft()
-            self.fetched_for[index] = used_at
-            dropped.add(index)
+        if step.parameters:
+            self._gather([index for index in step.parameters if self._missing(index)], direction)
+            for index in self._costliest(step.parameters):
+                self._wait(index)
+            needed = {index for index in step.parameters if self.fetched_for.get(index, -1) < at}
+            dropped: set[int] = set()
+            while self.queue and len(dropped) < len(needed):
+                index, used_at = self.queue.popleft()
+                self.fetched_for[index] = used_at
+                dropped.add(index)
         self._prefetch(direction)
         return self.peak
 
@@ -225,13 +226,15 @@ class Replay:
             return
         numel = sum(self.numel[index] for index in indices)
         one_by_one = len(indices) == 1 or self.options.stage3_allgather_sequential
-        takes = taken(tuple(self._piece(index) for index in sorted(indices)), self.sharing, one_by_one=one_by_one)
-        self._read(indices)
-        self.read -= self.persistent  # which are never released, so their buffers are
+        takes = taken(tuple(map(self._piece, sorted(indices))), self.sharing, one_by_one=one_by_one)
+        if self.on_nvme:
+            self._read(indices)
+            self.read -= self.persistent  # which are never released, so their buffers are
         self.in_flight.update(dict.fromkeys(indices, _Handle(tuple(indices), takes)))
         self.counted += numel
         sent = self.sent[direction]
-        sent.sizes.update(self.numel[index] for index in indices)
+        for index in indices:
+            sent.sizes[self.numel[index]] += 1
         sent.calls += len(indices) if one_by_one else 1
         sent.scales += takes.scales
         for change in takes.asked:

@@ -56,7 +56,7 @@ def taken(pieces: tuple[Piece, ...], sharing: Sharing, *, one_by_one: bool) -> T
 
     >>> two = (Piece(80, 10, 8), Piece(160, 20, 8))
     >>> taken(two, Sharing(), one_by_one=False)
-    Taken(asked=(240, 0, 0), arrived=(240,), done=-240, scales=0)
+    Taken(asked=(240,), arrived=(240,), done=-240, scales=0)
     """
     if sharing.width:
         return _quantized_one_by_one(pieces, sharing) if one_by_one else _quantized_flat(pieces, sharing)
@@ -64,7 +64,7 @@ def taken(pieces: tuple[Piece, ...], sharing: Sharing, *, one_by_one: bool) -> T
     one_by_one = one_by_one or (sharing.copied and sharing.ranks == 1)  # a single rank's copies are the parameters themselves
     copies = [ceil_div(piece.numel, sharing.ranks) for piece in pieces] if sharing.copied and sharing.ranks > 1 else [0]
     copied = max(copies) if one_by_one else sum(copies)
-    asked = (numel, copied, -copied)
+    asked = (numel, copied, -copied) if copied else (numel,)
     return Taken(asked) if one_by_one else Taken(asked, (numel,), -numel)
 
 
