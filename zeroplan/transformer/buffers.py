@@ -15,6 +15,8 @@ from zeroplan.spec.releases import release_of
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.params import layout
 
+#: Families whose routers add a bias, a buffer, to the scores that experts are chosen by.
+BIASED_ROUTERS = ("deepseek_v3", "glm4_moe", "dots1", "minimax_m2")
 _FP32 = 4
 _FREQUENCIES_TWICE = 2 * _FP32
 """``inv_freq`` and ``original_inv_freq``, in fp32 whatever the model's dtype."""
@@ -64,6 +66,6 @@ def _frequencies(model: ModelSpec) -> int:
 
 
 def _routing_biases(model: ModelSpec) -> int:
-    if model.moe is None or model.family != "deepseek_v3":
+    if model.moe is None or model.family not in BIASED_ROUTERS:
         return 0
     return (model.num_hidden_layers - model.moe.num_dense_layers) * model.moe.num_experts
