@@ -53,7 +53,7 @@ RANDOM_STATE = 24
 """Seed and offset that CUDA's attention kernels save, of 8 bytes, or 16 and 8; the estimate leaves them out."""
 BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
-    "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "dots1",
+    "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "dots1", "glm", "gemma",
 )  # fmt: skip
 BY_KINDS = ("gemma2", "gemma3_text", "gpt_oss", "olmo3")
 """Families whose classes always have a window."""
@@ -125,10 +125,10 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
 
 
 def _biases(draw: Random, family: str) -> dict[str, bool]:
-    always = family in (*PLAIN_HEADS, "qwen2", "gpt_oss")
+    always = family in (*PLAIN_HEADS, "qwen2", "gpt_oss", "starcoder2")
     free = family in BIASED_AT_WILL and bool(draw.randint(0, 1))
     attention = free if family == "gpt_neox" else always or free
-    mlp = family in PLAIN_HEADS or (family in ("llama", "granite", "smollm3") and draw.randint(0, 3) == 0)
+    mlp = family in (*PLAIN_HEADS, "starcoder2") or (family in ("llama", "granite", "smollm3") and draw.randint(0, 3) == 0)
     return {"attention_bias": attention, "mlp_bias": mlp}
 
 

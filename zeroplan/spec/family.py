@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple, get_args
 
 #: Families by their ``model_type``.
 Family = Literal[
-    "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma2", "gemma3_text", "phi3",
-    "olmo2", "olmo3", "exaone4", "granite", "glm4", "gpt2", "gpt_neox", "opt", "bloom",
+    "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2", "gemma3_text",
+    "phi3", "olmo2", "olmo3", "exaone4", "granite", "glm", "glm4", "starcoder2", "gpt2", "gpt_neox", "opt", "bloom",
     "mixtral", "olmoe", "minimax_m2", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe",
     "dots1", "gpt_oss",
 ]  # fmt: skip
@@ -76,6 +76,7 @@ TRAITS: Mapping[str, Traits] = {
     "seed_oss": Traits("llama", biased_output=False),
     "smollm3": Traits("llama", global_every=4, unturned=True),
     "hunyuan_v1_dense": Traits("llama", head_norms=True),
+    "gemma": Traits("gemma", "gelu_pytorch_tanh"),
     "gemma2": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=2, sdpa=False),
     "gemma3_text": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True),
     "phi3": Traits("phi3", window=True),
@@ -83,7 +84,9 @@ TRAITS: Mapping[str, Traits] = {
     "olmo3": Traits("olmo2", window=True, global_every=4, angles_of_kinds=True),
     "exaone4": Traits("olmo2", window=True, global_every=4, unturned=True, head_norms=True),
     "granite": Traits("llama", divides_logits=True),
+    "glm": Traits("glm4", turned=2, biased_output=False),
     "glm4": Traits("glm4", turned=2, biased_output=False),
+    "starcoder2": Traits("starcoder2", "gelu_pytorch_tanh", window=True),
     "gpt2": Traits("gpt2", "gelu_new", learned_positions=True, plain_heads=True),
     "gpt_neox": Traits("gpt_neox", "gelu", plain_heads=True, turned=4),
     "opt": Traits("opt", "relu", learned_positions=True, plain_heads=True),

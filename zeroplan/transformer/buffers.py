@@ -52,7 +52,7 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
         from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  keeps start-up fast
 
         return profile_of(model).buffer_bytes
-    scale = element_bytes if model.family in ("gemma2", "gemma3_text") else 0
+    scale = element_bytes if model.family in ("gemma", "gemma2", "gemma3_text") else 0
     return _frequencies(model) + scale + _routing_biases(model) * element_bytes
 
 

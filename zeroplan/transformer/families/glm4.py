@@ -1,4 +1,4 @@
-"""GLM-4: norms before and after each branch, rotary positions of half of each head, one matrix for gate and up."""
+"""GLM and GLM-4: in GLM-4 norms before and after each branch, rotary positions of half of each head, one matrix for gate and up."""
 
 from functools import partial
 from typing import NamedTuple
@@ -86,15 +86,13 @@ def _exchanged(tape: Tape, half: Value, of: _Half) -> Value:
     return made
 
 
-_LAYER = layer(
-    Layer(
-        Norm("cast, then weighted", f"{GLM4}, Glm4RMSNorm.forward"),
-        Attention(f"{GLM4}, Glm4Attention.forward", rotated=_rotated, joined=True).run,
-        partial(joint_mlp, source=f"{GLM4}, Glm4MLP.forward"),
-        f"{GLM4}, Glm4DecoderLayer.forward",
-        after=(Place(At.NORM), Place(At.NORM)),
-    )
+_GLM = Layer(
+    Norm("cast, then weighted", f"{GLM4}, Glm4RMSNorm.forward"),
+    Attention(f"{GLM4}, Glm4Attention.forward", rotated=_rotated, joined=True).run,
+    partial(joint_mlp, source=f"{GLM4}, Glm4MLP.forward"),
+    f"{GLM4}, Glm4DecoderLayer.forward",
 )
+_LAYER = layer(_GLM._replace(after=(Place(At.NORM), Place(At.NORM))))
 
 
 # --- parameters, and the keys of config.json ---------------------------------------------------------------------------------
@@ -104,7 +102,8 @@ def _tensors(model: ModelSpec) -> Layout:
     hidden, width = model.hidden_size, model.intermediate_size
     attention = attention_of(model, bias=model.attention_bias, output_bias=False)
     mlp = (*linear("mlp.gate_up_proj", hidden, 2 * width), *linear("mlp.down_proj", width, hidden))
-    names = ("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
+    names = ("input_layernorm", "post_attention_layernorm")
+    names += ("post_self_attn_layernorm", "post_mlp_layernorm") if model.family == "glm4" else ()
     return alike(model, (*attention, *mlp, *(norm for name in names for norm in rms_norm(name, hidden))))
 
 
@@ -118,4 +117,13 @@ _MODULES = (
     "input_layernorm", "self_attn", *ATTENTION_MODULES, "post_self_attn_layernorm",
     "post_attention_layernorm", "mlp", "mlp.gate_up_proj", "mlp.activation_fn", "mlp.down_proj", "post_mlp_layernorm",
 )  # fmt: skip
-FAMILIES = {"glm4": Definition(_LAYER, _tensors, _CONFIG, _MODULES, tables=_TABLES)}
+FAMILIES = {
+    "glm": Definition(
+        layer(_GLM),
+        _tensors,
+        _CONFIG,
+        tuple(name for name in _MODULES if "post_self" not in name and "post_mlp" not in name),
+        tables=_TABLES,
+    ),
+    "glm4": Definition(_LAYER, _tensors, _CONFIG, _MODULES, tables=_TABLES),
+}
