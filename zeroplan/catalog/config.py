@@ -222,7 +222,8 @@ def _refuse_other_architectures(source: _Source) -> None:
         )
     if family == "minimax_m2" and 2 * source.integer("rotary_dim") != source.integer("head_dim"):
         raise NoFormulasError(
-            f"rotary_dim={shown(config['rotary_dim'])} in config.json has no formula: minimax_m2 turns half of each head"
+            f"rotary_dim={shown(config['rotary_dim'])} in config.json has no formula, only half of head_dim has; "
+            "`zeroplan profile --config` traces the model itself"
         )
     width = config.get("word_embed_proj_dim")
     if width is not None and width != config.get("hidden_size"):
