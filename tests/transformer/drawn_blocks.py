@@ -53,9 +53,10 @@ RANDOM_STATE = 24
 """Seed and offset that CUDA's attention kernels save, of 8 bytes, or 16 and 8; the estimate leaves them out."""
 BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
-    "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "dots1", "glm", "gemma",
+    "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "dots1", "glm", "gemma", "cohere",
+    "cohere2",
 )  # fmt: skip
-BY_KINDS = ("gemma2", "gemma3_text", "gpt_oss", "olmo3")
+BY_KINDS = ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2")
 """Families whose classes always have a window."""
 
 
@@ -92,7 +93,7 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     head_dim = draw.choice((8, 16, 24, 32, 64, 80, 128, draw.choice((136, 160, 256))))
     kv_heads = heads if plain else draw.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
     part = 1 if plain else draw.choice((0.5, 0.75, 1, 1, 1.25, 2))
-    square = plain or family == "olmoe"
+    square = plain or family in ("olmoe", "cohere2")
     hidden = heads * head_dim if square else max(8 * heads, int(part * heads * head_dim) // (8 * heads) * 8 * heads)
     wide = max(hidden, heads * head_dim)
     ffn = 4 * hidden if family == "bloom" else int(wide * draw.choice((1, 1.5, 2, 2.6875, 3.5, 5))) // 8 * 8

@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple, get_args
 #: Families by their ``model_type``.
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2", "gemma3_text",
-    "phi3", "olmo2", "olmo3", "exaone4", "granite", "glm", "glm4", "starcoder2", "gpt2", "gpt_neox", "opt", "bloom",
-    "mixtral", "olmoe", "minimax_m2", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe",
-    "dots1", "gpt_oss",
+    "phi3", "olmo2", "olmo3", "exaone4", "granite", "glm", "glm4", "cohere", "cohere2", "starcoder2",
+    "gpt2", "gpt_neox", "opt", "bloom", "mixtral", "olmoe", "minimax_m2", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "deepseek_v3", "glm4_moe", "dots1", "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
 Activation = Literal[
@@ -86,6 +86,8 @@ TRAITS: Mapping[str, Traits] = {
     "granite": Traits("llama", divides_logits=True),
     "glm": Traits("glm4", turned=2, biased_output=False),
     "glm4": Traits("glm4", turned=2, biased_output=False),
+    "cohere": Traits("cohere", divides_logits=True),
+    "cohere2": Traits("cohere", window=True, global_every=4, unturned=True, divides_logits=True),
     "starcoder2": Traits("starcoder2", "gelu_pytorch_tanh", window=True),
     "gpt2": Traits("gpt2", "gelu_new", learned_positions=True, plain_heads=True),
     "gpt_neox": Traits("gpt_neox", "gelu", plain_heads=True, turned=4),

@@ -258,9 +258,9 @@ class ModelSpec(Spec):
             raise SpecError(f"hidden_act={self.hidden_act!r} of a {self.family} model has no formula: it always has {usual}")
 
     def _check_experts(self) -> None:
-        if self.family == "olmoe" and self.num_attention_heads * self.head_dim != self.hidden_size:
+        if self.family in ("olmoe", "cohere2") and self.num_attention_heads * self.head_dim != self.hidden_size:
             raise SpecError(
-                f"head_dim={self.head_dim} of an olmoe model has no formula: its heads are as wide as hidden_size together"
+                f"head_dim={self.head_dim} of a {self.family} model has no formula: its heads are as wide as hidden_size together"
             )
         if self.moe is not None and self.linear is not None and not self.moe.num_shared_experts:
             raise SpecError(f"num_shared_experts=0: a {self.family} model has an expert that every token visits; write 1")
