@@ -60,8 +60,8 @@ def tiny_spec(
         max_position_embeddings=512,
         positions=positions,
         tie_word_embeddings=family == "gpt2",
-        attention_bias=plain or family == "qwen2",
-        mlp_bias=plain,
+        attention_bias=plain or family in ("qwen2", "starcoder2"),
+        mlp_bias=plain or family == "starcoder2",
         sliding_window=window,
         moe=MoeSpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=ffn) if mixtral else None,
     )
