@@ -41,8 +41,8 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
     """Return the bytes of all buffers of ``model`` with elements of ``element_bytes``. [bytes]
 
     They are the frequencies of the rotary embedding, twice, for each kind of layer that has its own (Gemma 3, OLMo 3); Gemma's
-    scale of the embedding; DeepSeek's bias of each router. A profile lists its module's buffers. Source: transformers 5.23,
-    ``models/<family>/modeling_<family>.py``.
+    scale of the embedding; DeepSeek's bias of each router, in fp32 in GLM-4 MoE. A profile lists its module's buffers. Source:
+    transformers 5.23, ``models/<family>/modeling_<family>.py``.
 
     >>> buffer_bytes(ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
     ...     num_key_value_heads=1, head_dim=4, vocab_size=10), 2)  # 2 · 2 frequencies in fp32
@@ -53,7 +53,8 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
 
         return profile_of(model).buffer_bytes
     scale = element_bytes if model.family in ("gemma", "gemma2", "gemma3_text") else 0
-    return _frequencies(model) + scale + _routing_biases(model) * element_bytes
+    of_bias = _FP32 if model.family == "glm4_moe" else element_bytes
+    return _frequencies(model) + scale + _routing_biases(model) * of_bias
 
 
 def _frequencies(model: ModelSpec) -> int:
