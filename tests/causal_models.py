@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 #: Families whose config is the one that a measurement runs.
-MOE = ("qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss")
+MEASURED = (
+    "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "seed_oss", "smollm3", "hunyuan_v1_dense", "exaone4", "olmoe",
+    "gemma", "glm", "starcoder2", "cohere", "cohere2", "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "dots1",
+)  # fmt: skip
 
 
 #: Longer than any sequence here; a class that always has a window takes no None.
@@ -57,8 +60,8 @@ def tiny_spec(
         max_position_embeddings=512,
         positions=positions,
         tie_word_embeddings=family == "gpt2",
-        attention_bias=plain or family == "qwen2",
-        mlp_bias=plain,
+        attention_bias=plain or family in ("qwen2", "starcoder2"),
+        mlp_bias=plain or family == "starcoder2",
         sliding_window=window,
         moe=MoeSpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=ffn) if mixtral else None,
     )
@@ -97,7 +100,7 @@ def weight_dtype(compute: Compute) -> torch.dtype:
 
 
 def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:
-    if spec.family in MOE:
+    if spec.family in MEASURED:
         return AutoConfig.for_model(**config(replace(spec, num_hidden_layers=layers)))
     common = {
         "num_hidden_layers": layers,

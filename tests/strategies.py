@@ -22,12 +22,15 @@ from zeroplan.errors import SpecError
 from zeroplan.spec import megatron, releases
 from zeroplan.spec.adapter import ADAPTED_FAMILIES, ATTENTION, GROUPS, AdapterSpec
 from zeroplan.spec.family import (
+    DENSE_LAYERS,
     DISPATCHED_FAMILIES,
     FAMILIES,
     FREE_ACTIVATION,
     LINEAR_FAMILIES,
     MOE_FAMILIES,
+    ONE_WIDTH_FAMILIES,
     SHARED_EXPERTS,
+    TRAITS,
     WINDOWED_FAMILIES,
     Activation,
 )
@@ -51,7 +54,7 @@ _SPLIT_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop
 PLACED_ELSEWHERE = ("llama",)
 _FIXED_BIASES = {
     "mistral": (False, False), "phi3": (False, False), "mixtral": (False, False), "gpt2": (True, True), "opt": (True, True),
-    "bloom": (True, True),
+    "bloom": (True, True), "starcoder2": (True, True),
 }  # fmt: skip
 
 
@@ -76,7 +79,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     """Any model, from a few thousand parameters to a trillion, which ``ranks`` can split, with a multiple of ``layers``."""
     family = draw.choice(families)
     heads, kv_heads, head_dim = _heads(draw, family, ranks)
-    wide = family in _PLAIN_HEADS or draw.randint(0, 2)
+    wide = family in (*_PLAIN_HEADS, "olmoe", "cohere2") or draw.randint(0, 2)
     hidden = heads * head_dim if wide else 8 * _about(draw, 1, 1024)
     ffn = 4 * hidden if family == "bloom" else _up(8 * _about(draw, 1, 4000), ranks)
     positions = draw.choice((64, 1024, 2048)) if family in ("gpt2", "opt") else draw.choice((4096, 2**20))
@@ -103,7 +106,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
 def _heads(draw: Random, family: str, ranks: int) -> tuple[int, int, int]:
     kv_heads = ranks * _about(draw, 1, max(1, 32 // ranks))
     groups = 1 if family in (*_PLAIN_HEADS, "deepseek_v3") else draw.randint(1, 8)
-    return groups * kv_heads, kv_heads, (8 if family in ("gpt_neox", "qwen3_next") else 2) * _about(draw, 2, 32)
+    return groups * kv_heads, kv_heads, 2 * TRAITS[family].turned * _about(draw, 2, 32)
 
 
 def _biases(draw: Random, family: str) -> tuple[bool, bool]:
@@ -119,9 +122,9 @@ def _experts(draw: Random, family: str, ffn: int, layers: int) -> MoeSpec:
     return MoeSpec(
         num_experts=experts,
         num_experts_per_tok=draw.randint(1, min(8, experts)),
-        moe_intermediate_size=ffn if family in ("mixtral", "gpt_oss") else 8 * _about(draw, 1, 512),
-        num_shared_experts=draw.randint(family in LINEAR_FAMILIES, 2) if family in SHARED_EXPERTS else 0,
-        num_dense_layers=_mostly(draw, 0, draw.randint(0, layers)) if family in ("deepseek_v3", "qwen3_moe") else 0,
+        moe_intermediate_size=ffn if family in ONE_WIDTH_FAMILIES else 8 * _about(draw, 1, 512),
+        num_shared_experts=draw.randint(TRAITS[family].linear, 2) if family in SHARED_EXPERTS else 0,
+        num_dense_layers=_mostly(draw, 0, draw.randint(0, layers)) if family in DENSE_LAYERS else 0,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from tests.transformer.fake_blocks import BlockRun, Passage
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import (
+    DENSE_LAYERS,
     FAMILIES,
     FREE_ACTIVATION,
     GLOBAL_LAYERS,
@@ -50,7 +51,12 @@ if TYPE_CHECKING:
 
 RANDOM_STATE = 24
 """Seed and offset that CUDA's attention kernels save, of 8 bytes, or 16 and 8; the estimate leaves them out."""
-BY_KINDS = ("gemma2", "gemma3_text", "gpt_oss", "olmo3")
+BIASED_AT_WILL = (
+    "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
+    "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "dots1", "glm", "gemma", "cohere",
+    "cohere2",
+)  # fmt: skip
+BY_KINDS = ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2")
 """Families whose classes always have a window."""
 
 
@@ -87,7 +93,8 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     head_dim = draw.choice((8, 16, 24, 32, 64, 80, 128, draw.choice((136, 160, 256))))
     kv_heads = heads if plain else draw.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
     part = 1 if plain else draw.choice((0.5, 0.75, 1, 1, 1.25, 2))
-    hidden = max(8 * heads, int(part * heads * head_dim) // (8 * heads) * 8 * heads) if not plain else heads * head_dim
+    square = plain or family in ("olmoe", "cohere2")
+    hidden = heads * head_dim if square else max(8 * heads, int(part * heads * head_dim) // (8 * heads) * 8 * heads)
     wide = max(hidden, heads * head_dim)
     ffn = 4 * hidden if family == "bloom" else int(wide * draw.choice((1, 1.5, 2, 2.6875, 3.5, 5))) // 8 * 8
     mla = _latent(draw) if family == "deepseek_v3" else None
@@ -112,16 +119,17 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
         linear=_linear(draw) if family in LINEAR_FAMILIES else None,
         hidden_act=draw.choice(get_args(Activation)) if family in FREE_ACTIVATION and draw.randint(0, 2) == 0 else None,
         parallel_residual=family != "gpt_neox" or bool(draw.randint(0, 1)),
+        use_qk_norm=TRAITS[family].head_norms is None and bool(draw.randint(0, 1)),
         **_biases(draw, family),
     )
     return spec, block
 
 
 def _biases(draw: Random, family: str) -> dict[str, bool]:
-    always = family in (*PLAIN_HEADS, "qwen2", "gpt_oss")
-    free = family in ("llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox") and bool(draw.randint(0, 1))
+    always = family in (*PLAIN_HEADS, "qwen2", "gpt_oss", "starcoder2")
+    free = family in BIASED_AT_WILL and bool(draw.randint(0, 1))
     attention = free if family == "gpt_neox" else always or free
-    mlp = family in PLAIN_HEADS or (family in ("llama", "granite") and draw.randint(0, 3) == 0)
+    mlp = family in (*PLAIN_HEADS, "starcoder2") or (family in ("llama", "granite", "smollm3") and draw.randint(0, 3) == 0)
     return {"attention_bias": attention, "mlp_bias": mlp}
 
 
@@ -137,8 +145,8 @@ def _experts(draw: Random, family: str, ffn: int) -> MoeSpec:
         num_experts=experts,
         num_experts_per_tok=draw.choice([number for number in (2, 4, 8) if number <= experts]),
         moe_intermediate_size=ffn if family in ONE_WIDTH_FAMILIES else draw.choice((32, 56, 96, 256)),
-        num_shared_experts=(draw.choice((1, 2)) if family == "deepseek_v3" else 1) if family in SHARED_EXPERTS else 0,
-        num_dense_layers=draw.choice((0, 1, 2)) if family in ("qwen3_moe", "deepseek_v3") else 0,
+        num_shared_experts=(draw.choice((1, 2)) if family in DENSE_LAYERS else 1) if family in SHARED_EXPERTS else 0,
+        num_dense_layers=draw.choice((0, 1, 2)) if family in DENSE_LAYERS else 0,
     )
 
 
@@ -254,11 +262,14 @@ def too_high(case: Case) -> tuple[int, int]:
     """By how much the estimate may be above a forward and a backward: what autograd or autocast lets go of earlier.
 
     Autocast keeps no copy of a convolution's weight, which is a view. A checkpoint's input goes with the last operator that saved
-    something, where autocast's casts come after that: in a block that saves casts of its input alone.
+    something, where autocast's casts come after that: in a block that saves casts of its input alone. Linear attention may be the
+    highest moment of a forward, before autocast casts the weights of the MLP behind it.
     """
     if not case.compute.autocast or case.compute.recompute == "none":
         return 0, 0
     views = 2 * sum(one.numel for one in case.layers.parameters if "conv1d" in one.name)
+    if case.spec.family in ("qwen3_5_text", "qwen3_5_moe_text"):
+        return views + 2 * sum(one.numel for one in case.layers.parameters if one.autocast and one.name.startswith("mlp.")), 0
     hidden = _of_residual(case) * case.size.micro_batch_size * case.size.seq_len * case.spec.hidden_size
     return views, hidden if case.spec.family in ("olmo2", "olmo3") else 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroplan.spec.family import LINEAR_FAMILIES, SHARED_EXPERTS
+from zeroplan.spec.family import LINEAR_FAMILIES, ONE_WIDTH_FAMILIES, SHARED_EXPERTS
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 
 #: Width of an expert's MLP.
@@ -35,7 +35,7 @@ def moe_spec(family: str, shape: tuple[int, ...], *, latent_queries: bool = True
         moe=MoeSpec(
             num_experts=4,
             num_experts_per_tok=2,
-            moe_intermediate_size=ffn if family in ("mixtral", "gpt_oss") else WIDTH,
+            moe_intermediate_size=ffn if family in ONE_WIDTH_FAMILIES else WIDTH,
             num_shared_experts=2 if family in SHARED_EXPERTS else 0,
         ),
         mla=mla if deepseek else None,

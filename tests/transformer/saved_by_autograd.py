@@ -32,7 +32,7 @@ def assert_saved_as_is_said(spec: ModelSpec, compute: Compute, batch: BatchSpec)
 
 def embedding_scale(spec: ModelSpec, compute: Compute) -> int:
     """One number that Gemma multiplies embeddings by."""
-    scaled = spec.family in ("gemma2", "gemma3_text")
+    scaled = spec.family in ("gemma", "gemma2", "gemma3_text")
     return (4 if compute.autocast else compute.element_bytes) if scaled else 0
 
 

@@ -10,7 +10,15 @@ import pytest
 from tests.formulas import WITHOUT_FORMULA, evaluate
 from zeroplan.ledger import Line, total_bytes
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.family import FAMILIES, LINEAR_FAMILIES, MOE_FAMILIES, PLAIN_HEADS, SHARED_EXPERTS
+from zeroplan.spec.family import (
+    DENSE_LAYERS,
+    FAMILIES,
+    LINEAR_FAMILIES,
+    MOE_FAMILIES,
+    ONE_WIDTH_FAMILIES,
+    PLAIN_HEADS,
+    SHARED_EXPERTS,
+)
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BlockPass, Compute, HeadPass
@@ -52,8 +60,8 @@ def spec(family: str) -> ModelSpec:
         moe=MoeSpec(
             num_experts=5,
             num_experts_per_tok=3,
-            moe_intermediate_size=160 if family in ("mixtral", "gpt_oss") else 56,
-            num_dense_layers=1 if family in ("deepseek_v3", "qwen3_moe") else 0,
+            moe_intermediate_size=160 if family in ONE_WIDTH_FAMILIES else 56,
+            num_dense_layers=1 if family in DENSE_LAYERS else 0,
             num_shared_experts=2 if family in SHARED_EXPERTS else 0,
         )
         if moe

@@ -19,6 +19,11 @@ _NEXT = _LLAMA | {
     "linear_value_head_dim": 14,
 }  # fmt: skip
 
+_DENSE_NEXT = {key: value for key, value in _NEXT.items() if "expert" not in key and key != "moe_intermediate_size"}
+_GLM = _LLAMA | {
+    "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+}  # fmt: skip
+
 TINY: dict[str, dict[str, object]] = {
     "llama": _LLAMA,
     "llama, biases": _LLAMA | {"attention_bias": True, "mlp_bias": True},
@@ -29,6 +34,14 @@ TINY: dict[str, dict[str, object]] = {
     "qwen2, tied": _LLAMA | {"tie_word_embeddings": True},
     "qwen3": _LLAMA | {"head_dim": 16},
     "qwen3, biases": _LLAMA | {"attention_bias": True},
+    "seed_oss": _LLAMA | {"head_dim": 16},
+    "seed_oss, no biases, tied": _LLAMA | {"attention_bias": False, "tie_word_embeddings": True},
+    "smollm3": _LLAMA | {"num_hidden_layers": 5},
+    "smollm3, biases, untied, three layers": _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    "hunyuan_v1_dense": _LLAMA | {"head_dim": 16},
+    "hunyuan_v1_dense, biases, tied": _LLAMA | {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
+    "gemma": _LLAMA | {"head_dim": 16},
+    "gemma, untied, biases": _LLAMA | {"tie_word_embeddings": False, "attention_bias": True},
     "gemma2": _LLAMA | {"head_dim": 16},
     "gemma2, untied, biases": _LLAMA | {"tie_word_embeddings": False, "attention_bias": True},
     "gemma3_text": _LLAMA | {"head_dim": 16},
@@ -39,8 +52,18 @@ TINY: dict[str, dict[str, object]] = {
     "olmo2, biases, wide heads": _LLAMA | {"attention_bias": True, "head_dim": 16},
     "olmo3": _LLAMA,
     "olmo3, biases, more layers": _LLAMA | {"attention_bias": True, "num_hidden_layers": 5},
+    "exaone4": _LLAMA | {"num_hidden_layers": 5, "sliding_window": 16},
+    "exaone4, no window, tied": _LLAMA | {
+        "sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True,
+    },
     "granite": _LLAMA,
     "granite, biases, tied": _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "glm": _LLAMA | {"head_dim": 16},
+    "cohere": _LLAMA,
+    "cohere, untied, biases": _LLAMA | {"tie_word_embeddings": False, "attention_bias": True},
+    "cohere2": _LLAMA | {"num_hidden_layers": 5, "sliding_window": 16},
+    "starcoder2": _LLAMA,
+    "starcoder2, untied": _LLAMA | {"tie_word_embeddings": False},
     "glm4": _LLAMA | {"head_dim": 16},
     "glm4, no biases, tied": _LLAMA | {"attention_bias": False, "tie_word_embeddings": True, "head_dim": 8},
     "gpt2": _GPT | {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
@@ -62,6 +85,11 @@ TINY: dict[str, dict[str, object]] = {
     "bloom": _GPT | {"hidden_size": 32, "n_layer": 3, "n_head": 4},
     "bloom, untied": _GPT | {"hidden_size": 32, "n_layer": 3, "n_head": 4, "tie_word_embeddings": False},
     "mixtral": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": _LLAMA | {"num_experts": 4, "num_experts_per_tok": 2},
+    "olmoe, biases, tied": _LLAMA | {
+        "num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "tie_word_embeddings": True,
+    },
+    "minimax_m2": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
     "qwen3_moe": _LLAMA | {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16, "mlp_only_layers": [0],
     },
@@ -70,9 +98,18 @@ TINY: dict[str, dict[str, object]] = {
     },
     "qwen3_next": _NEXT,
     "qwen3_next, biases, one key head for each": _NEXT | {"attention_bias": True, "linear_num_value_heads": 2},
+    "qwen3_5_text": _DENSE_NEXT,
+    "qwen3_5_text, biases, tied": _DENSE_NEXT | {
+        "attention_bias": True, "tie_word_embeddings": True,
+    },
+    "qwen3_5_moe_text": {key: value for key, value in _NEXT.items() if key != "intermediate_size"},
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v3, whole queries, biases": _DEEPSEEK | {"q_lora_rank": None, "attention_bias": True},
     "deepseek_v3, biases, no dense layer": _DEEPSEEK | {"attention_bias": True, "first_k_dense_replace": 0},
+    "glm4_moe": _GLM | {"head_dim": 16},
+    "glm4_moe, biases, norms of heads": _GLM | {"attention_bias": True, "use_qk_norm": True, "head_dim": 8},
+    "dots1": _GLM | {"norm_topk_prob": True},
+    "dots1, biases, no dense layer": _GLM | {"attention_bias": True, "first_k_dense_replace": 0, "norm_topk_prob": True},
     "gpt_oss": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
     "gpt_oss, no bias": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "attention_bias": False},
 }  # fmt: skip

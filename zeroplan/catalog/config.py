@@ -22,7 +22,7 @@ from zeroplan.catalog.config_rest import (
 )
 from zeroplan.catalog.text import one_line, read_text, shown, strict_json
 from zeroplan.errors import NoFormulasError, SpecError, unknown_name
-from zeroplan.spec.family import FAMILIES, LINEAR_FAMILIES, MOE_FAMILIES, ONE_WIDTH_FAMILIES, PLAIN_HEADS
+from zeroplan.spec.family import FAMILIES, LINEAR_FAMILIES, MOE_FAMILIES, ONE_WIDTH_FAMILIES, PLAIN_HEADS, TRAITS
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 
 Config: TypeAlias = Mapping[str, object]
@@ -58,8 +58,8 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
     _refuse_other_kinds(config)
     text, is_part, of_parts = text_part(config)
     source = _Source(text, _family(text, treat_as))
-    _refuse_other_architectures(source)
     _demand_required(source)
+    _refuse_other_architectures(source)
     model = _spec(source, f"{name} (text part)".lstrip() if is_part else name)
     beside = quantised(config) if is_part else ()
     return ConfigRead(
@@ -220,6 +220,11 @@ def _refuse_other_architectures(source: _Source) -> None:
         raise NoFormulasError(
             f"kv_lora_rank={shown(config['kv_lora_rank'])} in config.json: only deepseek_v3 has latent attention"
         )
+    if family == "minimax_m2" and 2 * source.integer("rotary_dim") != source.integer("head_dim"):
+        raise NoFormulasError(
+            f"rotary_dim={shown(config['rotary_dim'])} in config.json has no formula, only half of head_dim has; "
+            "`zeroplan profile --config` traces the model itself"
+        )
     width = config.get("word_embed_proj_dim")
     if width is not None and width != config.get("hidden_size"):
         raise NoFormulasError(f"word_embed_proj_dim={shown(width)} in config.json has no formula; it must equal hidden_size")
@@ -267,6 +272,7 @@ def _shape(source: _Source) -> dict[str, object]:
         "sliding_window": _window(source),
         "hidden_act": activation_of(source.config, source.family),
         **_of_neox(source),
+        **({"use_qk_norm": source.flag("use_qk_norm")} if TRAITS[source.family].head_norms is None else {}),
         "moe": _moe(source),
         "mla": _mla(source),
         "linear": _linear(source),

@@ -1,7 +1,11 @@
 """The kinds of models that are known by their ``model_type`` alone."""
 
-#: Other names of the same classes.
-SAME_AS = {"kimi_k2": "deepseek_v3"}
+#: Other names of the same classes, and text parts whose blocks and parameters are those of a family. Source: transformers 5.23,
+#: ``models/qwen3_vl/modeling_qwen3_vl.py``, ``Qwen3VLTextDecoderLayer``, and those of its like.
+SAME_AS = {
+    "kimi_k2": "deepseek_v3", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}  # fmt: skip
 OTHER_KINDS: dict[str, tuple[str, ...]] = {
     "an encoder-decoder model": (
         "t5", "mt5", "umt5", "longt5", "t5gemma", "switch_transformers", "bart", "mbart", "plbart", "pegasus", "marian",

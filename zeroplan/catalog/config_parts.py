@@ -3,8 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from zeroplan.catalog.config_keys import SAME_AS
 from zeroplan.catalog.text import shown
+from zeroplan.catalog.towers import outside_the_text
 from zeroplan.spec.family import FAMILIES
+from zeroplan.units import format_gb
 
 Config = Mapping[str, object]
 
@@ -31,12 +34,25 @@ class TextPart(NamedTuple):
 
 def text_part(config: Config) -> TextPart:
     """Return the language model's config, with the whole model's value for tied embeddings."""
-    text = config.get("text_config")
-    if config.get("model_type") in FAMILIES or not isinstance(text, Mapping):
+    text = _text_config(config)
+    if config.get("model_type") in FAMILIES or text is None:
         return TextPart(config, is_part=False)
     tied = _tied(config, text)
     found = text if tied is None else {**text, "tie_word_embeddings": tied}
-    return TextPart(found, is_part=True, notes=(*_left_out(config), *_tied_by_text_part(config, text, tied)))
+    return TextPart(found, is_part=True, notes=(*_left_out(config, text), *_tied_by_text_part(config, text, tied)))
+
+
+def _text_config(config: Config) -> Config | None:
+    """Return the text part; older files of Qwen's models have its keys beside ``vision_config``.
+
+    Qwen3-VL's router always divides its weights by their sum, and its class has no key that says so.
+    """
+    text, kind = config.get("text_config"), f"{config.get('model_type')}_text"
+    if isinstance(text, Mapping):
+        return {"norm_topk_prob": True, **text} if text.get("model_type") == "qwen3_vl_moe_text" else text
+    if kind not in SAME_AS or "vision_config" not in config:
+        return None
+    return {**{key: value for key, value in config.items() if key != "vision_config"}, "model_type": kind}
 
 
 def _tied(config: Config, text: Config) -> object:
@@ -65,17 +81,27 @@ def _tied_by_text_part(config: Config, text: Config, tied: object) -> Iterator[s
 # --- what is left out -----------------------------------------------------------------------------------------------------
 
 
-def _left_out(config: Config) -> Iterator[str]:
+def _left_out(config: Config, text: Config) -> Iterator[str]:
+    whole = outside_the_text(config, text)
     parts = [
-        f"{key}{_counted(part)}"
+        f"{key}{_counted(part) if whole is None or key != 'vision_config' else _with_bytes(whole)}"
         for key, part in config.items()
         if key != "text_config" and str(key).endswith("_config") and isinstance(part, Mapping) and part
         if key not in ("quantization_config", "compression_config", "generation_config")
     ]
     beside = f": {', '.join(parts)} and what joins the parts are left out" if parts else ": other parts are left out"
+    tables = ", and rotary tables of each further sequence" if text.get("model_type") in SAME_AS else ""
     yield (
         f"only the text part of this {shown(config.get('model_type'))[1:-1]} model is counted{beside}, with their weights, states "
-        "and activations; `zeroplan profile` traces a whole model"
+        f"and activations{tables}: every figure is too low by them; `zeroplan profile` traces a whole model"
+    )
+
+
+def _with_bytes(parameters: int) -> str:
+    """Return the number of parameters outside the text, with the bytes of their weights and of training them."""
+    return (
+        f" (with what joins it to the text {parameters:,} parameters: {format_gb(2 * parameters)} if frozen in 16 bits, "
+        f"{format_gb(16 * parameters)} on all ranks together if trained in fp32 with Adam)"
     )
 
 

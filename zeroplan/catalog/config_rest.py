@@ -49,6 +49,7 @@ def notes_on_other_keys(config: Config, family: str) -> tuple[str, ...]:
     """Return a note on each thing that is not counted; raises SpecError for what would be counted wrongly."""
     _refuse_values(config, family)
     _refuse_layer_types(config, family)
+    _refuse_other_turns(config, family)
     notes = (
         *_dropout(config, family),
         *_counted_otherwise(config, family),
@@ -90,7 +91,7 @@ def known_keys(family: str) -> frozenset[str]:
     harmless = (*HARMLESS.values(), *own.harmless.values())
     return frozenset((
         *read, *optional, *own.read, *_LOOKED_AT, *own.fixed, own.activation, *own.dropout, *ONLY, *own.only, *own.not_null,
-        *own.counted_as,
+        *own.in_turn, *own.counted_as,
         *(key for keys in harmless for key in keys),
     ))  # fmt: skip
 
@@ -143,12 +144,25 @@ def _refuse_layer_types(config: Config, family: str) -> None:
     if not isinstance(said, list | tuple) or not all(isinstance(kind, str) for kind in said):
         raise SpecError(f"layer_types={shown(said)} in config.json is not a list of names; correct it, or leave it out")
     every = GLOBAL_LAYERS.get(family, config_keys(family).window_every)
+    window = config.get("sliding_window", config_keys(family).defaults.get("sliding_window"))
+    windows = ("sliding_attention",) if window is not None else ("sliding_attention", "full_attention")
+    often = ("linear_attention",) if family in LINEAR_FAMILIES else windows
     for layer, kind in enumerate(said, start=1):
         local = every is not None and layer % every
-        often = "linear_attention" if family in LINEAR_FAMILIES else "sliding_attention"
-        if kind != (often if local else "full_attention") and not _windowed(config, family, layer):
+        if kind not in (often if local else ("full_attention",)) and not _windowed(config, family, layer):
             raise NoFormulasError(
                 f"layer_types in config.json makes layer {layer} {shown(kind)}, which has no formula in a {family}; {_WAY_OUT}"
+            )
+
+
+def _refuse_other_turns(config: Config, family: str) -> None:
+    """Raise NoFormulasError for a list of a value per layer in another order than the family's period."""
+    for key, (often, rare) in config_keys(family).in_turn.items():
+        said, every = config.get(key), GLOBAL_LAYERS[family]
+        if said is not None and said != [often if layer % every else rare for layer in range(1, len(said) + 1)]:  # type: ignore[arg-type]
+            raise NoFormulasError(
+                f"{key}={shown(said)} in config.json has no formula: every {every}th layer of a {family} has {rare}, the others "
+                f"{often}; {_WAY_OUT}"
             )
 
 

@@ -9,9 +9,10 @@ from typing import Literal, NamedTuple, get_args
 
 #: Families by their ``model_type``.
 Family = Literal[
-    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3",
-    "olmo2", "olmo3", "granite", "glm4", "gpt2", "gpt_neox", "opt", "bloom",
-    "mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss",
+    "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2", "gemma3_text", "phi3",
+    "olmo2", "olmo3", "exaone4", "granite", "glm", "glm4", "cohere", "cohere2", "starcoder2", "gpt2", "gpt_neox", "opt", "bloom",
+    "mixtral", "olmoe", "minimax_m2", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "deepseek_v3", "glm4_moe", "dots1", "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
 Activation = Literal[
@@ -37,18 +38,24 @@ class Traits(NamedTuple):
     """The period of alternating layers: one has full attention, the others a window or linear attention."""
     linear: bool = False
     """Those others have linear attention."""
+    unturned: bool = False
+    """That one has no rotary positions."""
     experts: Literal["none", "on this rank", "dispatched"] = "none"
     """Its blocks have experts; ``dispatched``: experts on several ranks are modelled too."""
     shared_experts: bool = False
     """It may have shared experts, which every token visits."""
     routes_in_32_bits: bool = False
     """Its router's weights, and so the experts' weighted outputs, stay in fp32."""
+    dense_layers: bool = False
+    """Its first layers may have a dense MLP."""
     one_width: bool = False
     """Its experts are as wide as ``intermediate_size``."""
     learned_positions: bool = False
     """A position's embedding is added to that of a token."""
-    head_norms: bool = False
-    """Queries and keys are normalised over each head."""
+    biased_output: bool = True
+    """Where attention's projections have biases, its output projection has one too."""
+    head_norms: bool | None = False
+    """Queries and keys are normalised over each head; None: a config says whether they are."""
     plain_heads: bool = False
     """The width of a head is hidden / heads, and there are as many key/value heads as heads."""
     divides_logits: bool = False
@@ -64,15 +71,24 @@ class Traits(NamedTuple):
 TRAITS: Mapping[str, Traits] = {
     "llama": Traits("llama"),
     "mistral": Traits("llama", window=True),
-    "qwen2": Traits("llama"),
+    "qwen2": Traits("llama", biased_output=False),
     "qwen3": Traits("llama", head_norms=True),
+    "seed_oss": Traits("llama", biased_output=False),
+    "smollm3": Traits("llama", global_every=4, unturned=True),
+    "hunyuan_v1_dense": Traits("llama", head_norms=True),
+    "gemma": Traits("gemma", "gelu_pytorch_tanh"),
     "gemma2": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=2, sdpa=False),
     "gemma3_text": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True),
     "phi3": Traits("phi3", window=True),
     "olmo2": Traits("olmo2"),
     "olmo3": Traits("olmo2", window=True, global_every=4, angles_of_kinds=True),
+    "exaone4": Traits("olmo2", window=True, global_every=4, unturned=True, head_norms=True),
     "granite": Traits("llama", divides_logits=True),
-    "glm4": Traits("glm4", turned=2),
+    "glm": Traits("glm4", turned=2, biased_output=False),
+    "glm4": Traits("glm4", turned=2, biased_output=False),
+    "cohere": Traits("cohere", divides_logits=True),
+    "cohere2": Traits("cohere", window=True, global_every=4, unturned=True, divides_logits=True),
+    "starcoder2": Traits("starcoder2", "gelu_pytorch_tanh", window=True),
     "gpt2": Traits("gpt2", "gelu_new", learned_positions=True, plain_heads=True),
     "gpt_neox": Traits("gpt_neox", "gelu", plain_heads=True, turned=4),
     "opt": Traits("opt", "relu", learned_positions=True, plain_heads=True),
@@ -80,11 +96,31 @@ TRAITS: Mapping[str, Traits] = {
     "mixtral": Traits(
         "mixtral", other_activations=False, window=True, experts="dispatched", one_width=True, routes_in_32_bits=True
     ),
-    "qwen3_moe": Traits("mixtral", other_activations=False, window=True, experts="dispatched", head_norms=True),
+    "olmoe": Traits("mixtral", other_activations=False, experts="dispatched", one_width=True),
+    "minimax_m2": Traits(
+        "mixtral", other_activations=False, experts="dispatched", one_width=True, routes_in_32_bits=True, turned=2
+    ),
+    "qwen3_moe": Traits(
+        "mixtral", other_activations=False, window=True, experts="dispatched", head_norms=True, dense_layers=True
+    ),
     "qwen3_next": Traits(
         "qwen3_next", other_activations=False, global_every=4, linear=True, experts="on this rank", shared_experts=True, turned=4,
     ),
-    "deepseek_v3": Traits("deepseek", other_activations=False, experts="on this rank", shared_experts=True),
+    "qwen3_5_text": Traits("qwen3_next", other_activations=False, global_every=4, linear=True, turned=4),
+    "qwen3_5_moe_text": Traits(
+        "qwen3_next", other_activations=False, global_every=4, linear=True, experts="on this rank", shared_experts=True, turned=4,
+        one_width=True,
+    ),
+    "deepseek_v3": Traits(
+        "deepseek", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True
+    ),
+    "glm4_moe": Traits(
+        "glm4_moe", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, head_norms=None,
+        biased_output=False, turned=2,
+    ),
+    "dots1": Traits(
+        "glm4_moe", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, head_norms=True
+    ),
     "gpt_oss": Traits("gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False),
 }  # fmt: skip
 FAMILIES: tuple[str, ...] = get_args(Family)
@@ -110,6 +146,7 @@ SHARED_EXPERTS = families(lambda one: one.shared_experts)
 ONE_WIDTH_FAMILIES = families(lambda one: one.one_width)
 MOE_FAMILIES = families(lambda one: one.experts != "none")
 DISPATCHED_FAMILIES = families(lambda one: one.experts == "dispatched")
+DENSE_LAYERS = families(lambda one: one.dense_layers)
 HEAD_NORMS = families(lambda one: one.head_norms)
 PLAIN_HEADS = families(lambda one: one.plain_heads)
 DIVIDED_LOGITS = families(lambda one: one.divides_logits)

@@ -7,7 +7,9 @@ from zeroplan.errors import NoFormulasError, SpecError
 from zeroplan.spec.adapter import ADAPTED_FAMILIES, ADAPTED_IN_OLDER, AdapterSpec
 from zeroplan.spec.base import Count, Dimension, Range, Spec
 from zeroplan.spec.family import (
+    DENSE_LAYERS,
     FREE_ACTIVATION,
+    HEAD_NORMS,
     LEARNED_POSITIONS,
     LINEAR_FAMILIES,
     MOE_FAMILIES,
@@ -145,6 +147,8 @@ class ModelSpec(Spec):
     """The MLP's activation function, if it is not the family's usual one."""
     parallel_residual: bool = True
     """GPT-NeoX only: attention and MLP read the same input."""
+    use_qk_norm: bool = False
+    """GLM-4 MoE only: queries and keys are normalised over each head."""
     moe: MoeSpec | None = None
     """Experts, in families with experts."""
     mla: MlaSpec | None = None
@@ -164,6 +168,11 @@ class ModelSpec(Spec):
     def activation(self) -> Activation:
         """The MLP's activation function."""
         return self.hidden_act or USUAL_ACTIVATION.get(self.family, "silu")
+
+    @property
+    def head_norms(self) -> bool:
+        """Whether queries and keys are normalised over each head."""
+        return self.use_qk_norm or self.family in HEAD_NORMS
 
     @property
     def has_experts(self) -> bool:
@@ -225,6 +234,8 @@ class ModelSpec(Spec):
         self._check_activation()
         if self.family != "gpt_neox" and not self.parallel_residual:
             raise SpecError(f"family={self.family!r} has no parallel_residual of its own; only gpt_neox has")
+        if self.use_qk_norm and TRAITS[self.family].head_norms is not None:
+            raise SpecError(f"family={self.family!r} has no use_qk_norm of its own; only glm4_moe has")
         turned = TRAITS[self.family].turned if self.family in TRAITS else 1
         if turned > 1 and self.head_dim % (2 * turned):
             part = {2: "half", 4: "a quarter"}[turned]
@@ -247,12 +258,16 @@ class ModelSpec(Spec):
             raise SpecError(f"hidden_act={self.hidden_act!r} of a {self.family} model has no formula: it always has {usual}")
 
     def _check_experts(self) -> None:
+        if self.family in ("olmoe", "cohere2") and self.num_attention_heads * self.head_dim != self.hidden_size:
+            raise SpecError(
+                f"head_dim={self.head_dim} of a {self.family} model has no formula: its heads are as wide as hidden_size together"
+            )
         if self.moe is not None and self.linear is not None and not self.moe.num_shared_experts:
             raise SpecError(f"num_shared_experts=0: a {self.family} model has an expert that every token visits; write 1")
         if self.moe is not None and self.moe.num_shared_experts and self.family not in SHARED_EXPERTS:
             raise SpecError(f"family={self.family!r} has no shared experts; only {' and '.join(SHARED_EXPERTS)} have")
-        if self.moe is not None and self.moe.num_dense_layers and self.family not in ("deepseek_v3", "qwen3_moe"):
-            raise SpecError(f"family={self.family!r} has no dense layers; only deepseek_v3 and qwen3_moe have")
+        if self.moe is not None and self.moe.num_dense_layers and self.family not in DENSE_LAYERS:
+            raise SpecError(f"family={self.family!r} has no dense layers; only {', '.join(DENSE_LAYERS)} have")
         if (
             self.moe is not None
             and self.family in ONE_WIDTH_FAMILIES

@@ -11,7 +11,9 @@ from zeroplan.spec.releases import NOW, release_of
 #: BLOOM's blocks read a tensor of positions that the model makes, and hold the attention weights of the block below.
 _READ_OTHERS = ("bloom",)
 #: Families whose programs do not list every table and index that an operator saves.
-_NOT_LISTED = ("gpt_oss", "deepseek_v3", "qwen3_next")
+NOT_LISTED = (
+    "gpt_oss", "deepseek_v3", "glm4_moe", "dots1", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax_m2", "olmoe",
+)  # fmt: skip
 
 
 def check_offloaded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
@@ -40,7 +42,7 @@ def _of_all_that_is_saved(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) 
     if model.adapter is not None:
         yield model.moe is not None and "adapters beside experts"
         yield model.adapter.compute == "fp32" and "adapters that compute in fp32"
-    yield model.family in _NOT_LISTED and f"a {model.family} model"
+    yield model.family in NOT_LISTED and f"a {model.family} model"
     yield model.family in _READ_OTHERS and f"{model.family}, whose blocks save a tensor of another"
     for name in ("tp", "cp", "pp", "ep"):
         yield getattr(mesh, name) > 1 and f"{name}={getattr(mesh, name)}"

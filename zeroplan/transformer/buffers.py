@@ -15,6 +15,8 @@ from zeroplan.spec.releases import release_of
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.params import layout
 
+#: Families whose routers add a bias, a buffer, to the scores that experts are chosen by.
+BIASED_ROUTERS = ("deepseek_v3", "glm4_moe", "dots1", "minimax_m2")
 _FP32 = 4
 _FREQUENCIES_TWICE = 2 * _FP32
 """``inv_freq`` and ``original_inv_freq``, in fp32 whatever the model's dtype."""
@@ -39,8 +41,8 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
     """Return the bytes of all buffers of ``model`` with elements of ``element_bytes``. [bytes]
 
     They are the frequencies of the rotary embedding, twice, for each kind of layer that has its own (Gemma 3, OLMo 3); Gemma's
-    scale of the embedding; DeepSeek's bias of each router. A profile lists its module's buffers. Source: transformers 5.23,
-    ``models/<family>/modeling_<family>.py``.
+    scale of the embedding; DeepSeek's bias of each router, in fp32 in GLM-4 MoE. A profile lists its module's buffers. Source:
+    transformers 5.23, ``models/<family>/modeling_<family>.py``.
 
     >>> buffer_bytes(ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
     ...     num_key_value_heads=1, head_dim=4, vocab_size=10), 2)  # 2 · 2 frequencies in fp32
@@ -50,8 +52,9 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
         from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  keeps start-up fast
 
         return profile_of(model).buffer_bytes
-    scale = element_bytes if model.family in ("gemma2", "gemma3_text") else 0
-    return _frequencies(model) + scale + _routing_biases(model) * element_bytes
+    scale = element_bytes if model.family in ("gemma", "gemma2", "gemma3_text") else 0
+    of_bias = _FP32 if model.family == "glm4_moe" else element_bytes
+    return _frequencies(model) + scale + _routing_biases(model) * of_bias
 
 
 def _frequencies(model: ModelSpec) -> int:
@@ -64,6 +67,6 @@ def _frequencies(model: ModelSpec) -> int:
 
 
 def _routing_biases(model: ModelSpec) -> int:
-    if model.moe is None or model.family != "deepseek_v3":
+    if model.moe is None or model.family not in BIASED_ROUTERS:
         return 0
     return (model.num_hidden_layers - model.moe.num_dense_layers) * model.moe.num_experts

@@ -9,8 +9,11 @@ from zeroplan.transformer.params_modules import Parameters, embedding, linear, r
 
 
 def alike(model: ModelSpec, block: Parameters) -> Layout:
-    """Return a model whose blocks have the same parameters; some may have a window and others full attention."""
-    if model.sliding_window is not None and model.family in GLOBAL_LAYERS:
+    """Return a model whose blocks have the same parameters; some may have a window and others full attention, or no positions.
+
+    SmolLM3 has layers without positions but no window; EXAONE 4 has neither where its config has no window.
+    """
+    if (model.sliding_window is not None and model.family in GLOBAL_LAYERS) or model.family == "smollm3":
         return alternating(model, KINDS_IN_TURN[0], block, block)
     return _around(model, (BlockRun("dense", model.num_hidden_layers, block),))
 
@@ -61,9 +64,14 @@ def attention_of(model: ModelSpec, *, bias: bool = False, output_bias: bool | No
     )
 
 
-def head_norms(model: ModelSpec) -> Parameters:
+def head_norms(model: ModelSpec, names: tuple[str, str] = ("q_norm", "k_norm")) -> Parameters:
     """Return the norms over each head's queries and keys."""
-    return (*rms_norm("self_attn.q_norm", model.head_dim), *rms_norm("self_attn.k_norm", model.head_dim))
+    return tuple([norm for name in names for norm in rms_norm(f"self_attn.{name}", model.head_dim)])
+
+
+def joint_norms(model: ModelSpec) -> Parameters:
+    """Return the norms over the queries and over the keys of all heads."""
+    return (*rms_norm("self_attn.q_norm", query_width(model)), *rms_norm("self_attn.k_norm", key_width(model)))
 
 
 def two_norms(model: ModelSpec) -> Parameters:

@@ -132,7 +132,7 @@ def _of_stage_3(job: JobSpec) -> tuple[tuple[bool, str], ...]:
             "DeepSpeed stage 3 without shared experts",
         ),
         ("nvme" in (options.offload_optimizer, options.offload_param), "DeepSpeed's offload to NVMe"),
-        (job.model.family == "qwen3_next", "DeepSpeed stage 3 with linear attention"),
+        (job.model.linear is not None, "DeepSpeed stage 3 with linear attention"),
     )
 
 

@@ -20,7 +20,7 @@ from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.sharded import gathered, norm
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.tape import Site, Tape, Value
-from zeroplan.transformer.symbols import T, a, c, d, f, h, k, k_d, q, v
+from zeroplan.transformer.symbols import T, a, c, d, d_4, f, h, k, k_4, k_d, q, q_4, v
 
 LLAMA_NORM = Norm("cast, then weighted", "transformers 5.23, models/llama/modeling_llama.py, LlamaRMSNorm.forward")
 LAYER_NORM = Norm("layer", "torch 2.13, aten/src/ATen/native/cuda/layer_norm_kernel.cu, layer_norm_cuda")
@@ -98,6 +98,8 @@ def layer(parts: Layer) -> Program:
 # --- attention ---------------------------------------------------------------------------------------------------------------
 
 Rotated = tuple[Value, Value]
+#: Half of the elements of the queries, of the keys, and of one head.
+HALF = (2 * T * q_4, 2 * T * k_4, 2 * d_4)
 
 
 def rotated(
@@ -124,6 +126,8 @@ class Attention(NamedTuple):
     """The module normalises queries before it projects keys, else after all three projections."""
     norm_over_heads: bool = False
     """One norm over all heads together (OLMo 2), else over each head by itself."""
+    norm_last: bool = False
+    """The module normalises queries and keys after it has applied rotary positions (Hunyuan)."""
     rotated: Callable[[Tape, Value, Value, Block], Rotated] | None = None
     """How the family applies rotary positions; None: as Llama does."""
     joined: bool = False
@@ -135,14 +139,21 @@ class Attention(NamedTuple):
         query = op.heads_of(tape, query, "queries", self.source)
         if not block.one_key:
             key, value = (op.heads_of(tape, one, name, self.source) for one, name in ((key, "keys"), (value, "values")))
-        rotate = self.rotated or partial(rotated, source=self.source)
-        turned = rotate(tape, query, key, block)
-        tape.release(query, key)
+        turned = self._turned(tape, query, key, block)
         context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, self.joined))
         site = Site("output projection", self.source, Module.O)
         made = op.linear(tape, context, h, site, reads=c, bias=block.output_bias)
         tape.release(value, *turned, context)
         return Attended(made, weights)
+
+    def _turned(self, tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
+        """Return queries and keys with rotary positions, in layers that have them; release the bare ones."""
+        if block.unturned:
+            return query, key
+        rotate = self.rotated or partial(rotated, source=self.source)
+        made = rotate(tape, query, key, block)
+        tape.release(query, key)
+        return (self._normed_queries(tape, made[0]), self._normed_keys(tape, made[1])) if self.norm_last else made
 
     def _projections(self, tape: Tape, normal: Value, block: Block) -> tuple[Value, Value, Value]:
         if tape.mode.projections is not None:
@@ -157,7 +168,7 @@ class Attention(NamedTuple):
         key = project(k, "k projection", Module.K)
         key = self._normed_keys(tape, key) if self.norm_at_once else key
         value = project(v, "v projection", Module.V)
-        if not self.norm_at_once:
+        if not (self.norm_at_once or self.norm_last):
             query, key = self._normed_queries(tape, query), self._normed_keys(tape, key)
         return query, key, value
 

@@ -142,7 +142,7 @@ def _copied_into(tape: Tape, whole: Value, before: Value | None, part: Value, na
 # --- router and experts ------------------------------------------------------------------------------------------------------
 
 
-def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
+def mlp(tape: Tape, normal: Value, block: Block) -> Value:
     """Run the gated MLP of the first layers, or routed and shared experts. The routing tensors live to the module's end."""
     if not block.routed:
         return gated_mlp(tape, normal, block, MLP)
@@ -201,15 +201,17 @@ def _top_experts(tape: Tape) -> Store:
 
 
 def _tensors(model: ModelSpec) -> Layout:
-    def routed(moe: MoeSpec) -> Parameters:
-        shared = moe.num_shared_experts * moe.moe_intermediate_size
-        return (
-            *fused_experts(model, moe),
-            *linear("mlp.gate", model.hidden_size, moe.num_experts),
-            *(gated("mlp.shared_experts", model, shared) if shared else ()),
-        )
+    return with_experts(model, _attention_parameters(model), partial(routed_and_shared, model))
 
-    return with_experts(model, _attention_parameters(model), routed)
+
+def routed_and_shared(model: ModelSpec, moe: MoeSpec) -> Parameters:
+    """Return routed experts, their router, and the shared experts as one MLP."""
+    shared = moe.num_shared_experts * moe.moe_intermediate_size
+    return (
+        *fused_experts(model, moe),
+        *linear("mlp.gate", model.hidden_size, moe.num_experts),
+        *(gated("mlp.shared_experts", model, shared) if shared else ()),
+    )
 
 
 def _attention_parameters(model: ModelSpec) -> Parameters:
@@ -235,7 +237,7 @@ def _query_parameters(mla: MlaSpec, model: ModelSpec) -> Parameters:
     )
 
 
-_CONFIG = ConfigKeys(
+CONFIG = ConfigKeys(
     defaults={"max_position_embeddings": 4096, "num_key_value_heads": 128},
     fixed={"moe_layer_freq": 1, "mlp_bias": False},
     required=(
@@ -263,11 +265,11 @@ _LATENT = (
     "self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa",
     "self_attn.kv_a_layernorm", "self_attn.kv_b_proj", "self_attn.o_proj",
 )  # fmt: skip
-_EXPERTS = ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn", *gated_modules("mlp.shared_experts"))
+EXPERT_MODULES = ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn", *gated_modules("mlp.shared_experts"))
 FAMILIES = {
     "deepseek_v3": Definition(
-        layer(Layer(LLAMA_NORM, _attention, _mlp, f"{DEEPSEEK}, DeepseekV3DecoderLayer.forward")), _tensors, _CONFIG,
-        before_and_after(_LATENT, gated_modules("mlp")), before_and_after(_LATENT, _EXPERTS),
+        layer(Layer(LLAMA_NORM, _attention, mlp, f"{DEEPSEEK}, DeepseekV3DecoderLayer.forward")), _tensors, CONFIG,
+        before_and_after(_LATENT, gated_modules("mlp")), before_and_after(_LATENT, EXPERT_MODULES),
         Tables(2 * r * s * o),
     )
 }  # fmt: skip

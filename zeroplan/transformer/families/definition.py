@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from zeroplan.expr import Size, Values
 from zeroplan.ledger import PLAIN, Kind, Line, Module, Tag
 from zeroplan.spec.adapter import Quantize
-from zeroplan.spec.family import HEAD_NORMS, TRAITS, Activation
+from zeroplan.spec.family import TRAITS, Activation
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Attention, Kernels, Recompute
 from zeroplan.spec.releases import NOW, Release
@@ -17,7 +17,7 @@ from zeroplan.transformer.families.attention import Attend, HeadSize
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.symbols import d, r, s
+from zeroplan.transformer.symbols import d, d_4, r, s
 
 #: ``counted_as`` of models with a router.
 ROUTER_LOGITS = (False, "the loss of the router and its logits take some bytes per token and expert more")
@@ -130,11 +130,10 @@ class Block(NamedTuple):
     """All that its operators save is in host memory until they run backward."""
     looped: int = 0
     """Experts that run one after the other, each its own tokens."""
-
-    @property
-    def head_norms(self) -> bool:
-        """Whether the block normalises queries and keys over each head."""
-        return self.family in HEAD_NORMS
+    head_norms: bool = False
+    """The block normalises queries and keys over each head."""
+    unturned: bool = False
+    """Attention has no rotary positions."""
 
     @property
     def attend(self) -> Attend:
@@ -198,6 +197,8 @@ class ConfigKeys(NamedTuple):
     """The window counts only where ``use_sliding_window`` is true."""
     window_every: int | None = None
     """The period of a pattern of layers, all but the last of which have a window, where the pattern changes no tensor."""
+    in_turn: Mapping[str, tuple[object, object]] = {}
+    """Keys with a list of a value per layer: that of most layers, and that of the last one of each period."""
     dropout: Mapping[str, float] = {"attention_dropout": 0.0}
     """The dropout rates that the class reads, with their defaults."""
     only: Mapping[str, tuple[object, ...]] = {}
@@ -225,6 +226,13 @@ class Tables(NamedTuple):
     """They are fp32 whatever the model's dtype."""
     copied: bool = False
     """Every layer saves copies of its own, so that after the forward only a recomputation needs the tables."""
+
+
+HALF_TABLES = Tables(
+    4 * r * s * d_4,
+    "rotary cos and sin, of half of each head",
+    "transformers 5.23, models/glm4_moe/modeling_glm4_moe.py, Glm4MoeRotaryEmbedding.forward",
+)
 
 
 class Held(NamedTuple):

@@ -15,6 +15,7 @@ from zeroplan.transformer.families.tape import Arriving, Beside, Exchange, Site,
 from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x
 
 ROUTER = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
+MINIMAX = "transformers 5.23, models/minimax_m2/modeling_minimax_m2.py, MiniMaxM2TopKRouter.forward"
 EXPERTS = "transformers 5.23, integrations/moe.py, grouped_mm_experts_forward"
 DISPATCH = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._dispatch_tokens"
 COMBINE = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._combine_tokens"
@@ -30,20 +31,21 @@ class Routing(NamedTuple):
     indices: Store
 
 
-def router(tape: Tape, normal: Value, *, narrowed: bool) -> Routing:
+def router(tape: Tape, normal: Value, *, narrowed: bool, sigmoid: bool = False, divided: bool = True) -> Routing:
     """Run Mixtral's router. ``narrowed``: Qwen3's, which casts its weights to the dtype of its logits.
 
+    ``sigmoid``: MiniMax's scores, to which it adds a bias for the choice. Not ``divided``: the weights of OLMoE do not sum to one.
     Its input is a view of all tokens in one row. The view comes before the product, so that the router's weight gets its
     gradient before the view's gradient reaches ``normal``.
     """
     flat = op.view(tape, normal, Site("router: its input", ROUTER))
     logits = op.linear(tape, flat, E, Site("router", ROUTER))
     tape.release(flat)
-    scores = _scores(tape, logits, narrowed=narrowed)
+    scores = _sigmoids(tape, logits) if sigmoid else _scores(tape, logits, narrowed=narrowed)
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
     tape.release(scores)
-    weights = divided_by_their_sum(tape, chosen, 4, ROUTER)
+    weights = divided_by_their_sum(tape, chosen, 4, ROUTER) if divided else chosen
     if not narrowed:
         return Routing(logits, weights, indices)
     narrow = op.cast(tape, weights, e, Site("router: weights", ROUTER))
@@ -59,6 +61,15 @@ def _scores(tape: Tape, logits: Value, *, narrowed: bool) -> Value:
     wide = op.cast(tape, logits, 4, cast_at)
     scores = op.pointwise(tape, wide, reason, site, saves_result=True)
     tape.release(wide)
+    return scores
+
+
+def _sigmoids(tape: Tape, logits: Value) -> Value:
+    """Return the sigmoids of ``logits.float()``; the experts are chosen by these and a bias."""
+    wide = op.cast(tape, logits, 4, Site("router: logits", MINIMAX))
+    scores = op.pointwise(tape, wide, "router: scores of all experts", Site("router: sigmoid", MINIMAX), saves_result=True)
+    tape.release(wide)
+    tape.drop(tape.make(op.TEMPORARY, "router: scores and bias, fp32", 4 * T * E, MINIMAX))
     return scores
 
 

@@ -1,4 +1,4 @@
-"""Gemma 2 and Gemma 3: norms before and after each branch, which multiply by 1 + weight in fp32.
+"""Gemma: norms that multiply by 1 + weight in fp32; in Gemma 2 and 3 before and after each branch.
 
 Gemma 3 also normalises queries and keys over each head.
 """
@@ -25,7 +25,7 @@ from zeroplan.transformer.families.tags import AFTER_ATTENTION_AND_MLP, AT_ATTEN
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.families.widths import kinds_of_layers
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms
+from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, two_norms
 from zeroplan.transformer.params_modules import rms_norm
 from zeroplan.transformer.symbols import d, r, s
 
@@ -45,6 +45,14 @@ _LAYER = layer(
         before=(AT_ATTENTION_NORM, Place(At.NORM, Module.BEFORE_MLP_NORM)), after=AFTER_ATTENTION_AND_MLP,
     )
 )  # fmt: skip
+_FIRST_LAYER = layer(
+    Layer(NORM, _attention, partial(gated_mlp, source=f"{GEMMA}, Gemma3MLP.forward"), f"{GEMMA}, Gemma3DecoderLayer.forward")
+)
+
+
+def _first_tensors(model: ModelSpec) -> Layout:
+    attention = attention_of(model, bias=model.attention_bias)
+    return alike(model, (*attention, *gated("mlp", model, model.intermediate_size), *two_norms(model)))
 
 
 def _tensors(model: ModelSpec) -> Layout:
@@ -70,6 +78,14 @@ def _modules(attention: Names) -> Names:
 _HARMLESS = {
     "numbers in a formula, which change no tensor": ("query_pre_attn_scalar",), "not read by the class": ("hidden_act",),
 }  # fmt: skip
+_FIRST = ConfigKeys(
+    defaults={
+        "max_position_embeddings": 8192, "num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True,
+    },
+    fixed={"mlp_bias": False},
+    only={"use_bidirectional_attention": (False,)},
+    harmless={"not read by the class": ("hidden_activation",)},
+)  # fmt: skip
 _GEMMA_2 = ConfigKeys(
     defaults={
         "max_position_embeddings": 8192, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
@@ -100,6 +116,7 @@ _WITH_HEAD_NORMS = (
 )  # fmt: skip
 _AROUND = Around(masks=2)  # one for layers with a window, one for the others
 FAMILIES = {
+    "gemma": Definition(_FIRST_LAYER, _first_tensors, _FIRST),
     "gemma2": Definition(_LAYER, _tensors, _GEMMA_2, _modules(ATTENTION_MODULES), around=_AROUND),
     "gemma3_text": Definition(_LAYER, _tensors, _GEMMA_3, _modules(_WITH_HEAD_NORMS), tables=_tables, around=_AROUND),
 }

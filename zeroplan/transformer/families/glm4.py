@@ -1,4 +1,4 @@
-"""GLM-4: norms before and after each branch, rotary positions of half of each head, one matrix for gate and up."""
+"""GLM and GLM-4: in GLM-4 norms before and after each branch, rotary positions of half of each head, one matrix for gate and up."""
 
 from functools import partial
 from typing import NamedTuple
@@ -26,7 +26,7 @@ ROTARY = f"{GLM4}, Glm4RotaryEmbedding.forward"
 def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
     """Return queries and keys head by head. The tables are copied, each angle twice, and the products save the copies."""
     cos, sin = (tape.make(op.TENSOR, f"{name} of each pair", 2 * r * s * d_4, APPLY) for name in ("cos", "sin"))
-    queries, keys = _Half("queries", q_4), _Half("keys", k_4)
+    queries, keys = Half("queries", q_4), Half("keys", k_4)
     both = op.slices(tape, query, (queries.shape,) * 2, queries.site), op.slices(tape, key, (keys.shape,) * 2, keys.site)
     turned = _half_rotated(tape, both[0][0], cos, sin, queries), _half_rotated(tape, both[1][0], cos, sin, keys)
     query = op.joined(tape, (turned[0], both[0][1]), "queries", 2 * queries.shape, queries.site)
@@ -37,7 +37,7 @@ def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
     return query, key
 
 
-class _Half(NamedTuple):
+class Half(NamedTuple):
     """Half of each head of the queries or of the keys. ``quarter`` is the width of a quarter of all heads."""
 
     name: str
@@ -45,36 +45,39 @@ class _Half(NamedTuple):
 
     @property
     def shape(self) -> Size:
+        """Its elements."""
         return 2 * T * self.quarter
 
     @property
     def site(self) -> Site:
+        """Where it is taken out."""
         return Site(f"halves of the {self.name}", APPLY)
 
 
-def _half_rotated(tape: Tape, half: Value, cos: Store, sin: Store, of: _Half) -> Value:
+def _half_rotated(tape: Tape, half: Value, cos: Store, sin: Store, of: Half) -> Value:
     """``x·cos + rotate_half(x)·sin``."""
-    direct = _times(tape, half, cos, f"{of.name} times cos")
-    exchanged = _exchanged(tape, half, of)
-    times_sin = _times(tape, exchanged, sin, f"{of.name} times sin")
+    direct = times_table(tape, half, cos, f"{of.name} times cos")
+    exchanged = exchanged_pairs(tape, half, of)
+    times_sin = times_table(tape, exchanged, sin, f"{of.name} times sin")
     tape.release(exchanged)
     made = op.add(tape, direct, times_sin, f"{of.name}, half turned", Site(f"rotary positions of the {of.name}", APPLY))
     tape.release(direct, times_sin)
     return made
 
 
-def _times(tape: Tape, value: Value, table: Store, reason: str) -> Value:
+def times_table(tape: Tape, value: Value, table: Store | None, reason: str) -> Value:
+    """Multiply by cos or sin. It saves a block's own copy of the table."""
     made = op.tensor(tape, reason, op.wider(tape, value.dtype, r), value.shape, APPLY)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         passed = tape.make(op.GRADIENT, f"gradient through {reason}", made.dtype * made.shape, APPLY)
         return [(value, op.as_narrow(tape, value, passed, made, APPLY))]
 
-    tape.add(reason, (made,), (table,), backward, of=(value,))
+    tape.add(reason, (made,), () if table is None else (table,), backward, of=(value,))
     return made
 
 
-def _exchanged(tape: Tape, half: Value, of: _Half) -> Value:
+def exchanged_pairs(tape: Tape, half: Value, of: Half) -> Value:
     """``stack((-x[1::2], x[::2]))``. The negative is a tensor; the gradients are views of one tensor."""
     site = Site(f"even and odd elements of the {of.name}", APPLY)
     even, odd = op.slices(tape, half, (T * of.quarter,) * 2, site)
@@ -86,15 +89,13 @@ def _exchanged(tape: Tape, half: Value, of: _Half) -> Value:
     return made
 
 
-_LAYER = layer(
-    Layer(
-        Norm("cast, then weighted", f"{GLM4}, Glm4RMSNorm.forward"),
-        Attention(f"{GLM4}, Glm4Attention.forward", rotated=_rotated, joined=True).run,
-        partial(joint_mlp, source=f"{GLM4}, Glm4MLP.forward"),
-        f"{GLM4}, Glm4DecoderLayer.forward",
-        after=(Place(At.NORM), Place(At.NORM)),
-    )
+_GLM = Layer(
+    Norm("cast, then weighted", f"{GLM4}, Glm4RMSNorm.forward"),
+    Attention(f"{GLM4}, Glm4Attention.forward", rotated=_rotated, joined=True).run,
+    partial(joint_mlp, source=f"{GLM4}, Glm4MLP.forward"),
+    f"{GLM4}, Glm4DecoderLayer.forward",
 )
+_LAYER = layer(_GLM._replace(after=(Place(At.NORM), Place(At.NORM))))
 
 
 # --- parameters, and the keys of config.json ---------------------------------------------------------------------------------
@@ -104,7 +105,8 @@ def _tensors(model: ModelSpec) -> Layout:
     hidden, width = model.hidden_size, model.intermediate_size
     attention = attention_of(model, bias=model.attention_bias, output_bias=False)
     mlp = (*linear("mlp.gate_up_proj", hidden, 2 * width), *linear("mlp.down_proj", width, hidden))
-    names = ("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
+    after = ("post_self_attn_layernorm", "post_mlp_layernorm") if model.family == "glm4" else ()
+    names = ("input_layernorm", "post_attention_layernorm", *after)
     return alike(model, (*attention, *mlp, *(norm for name in names for norm in rms_norm(name, hidden))))
 
 
@@ -118,4 +120,13 @@ _MODULES = (
     "input_layernorm", "self_attn", *ATTENTION_MODULES, "post_self_attn_layernorm",
     "post_attention_layernorm", "mlp", "mlp.gate_up_proj", "mlp.activation_fn", "mlp.down_proj", "post_mlp_layernorm",
 )  # fmt: skip
-FAMILIES = {"glm4": Definition(_LAYER, _tensors, _CONFIG, _MODULES, tables=_TABLES)}
+FAMILIES = {
+    "glm": Definition(
+        layer(_GLM),
+        _tensors,
+        _CONFIG,
+        tuple(name for name in _MODULES if "post_self" not in name and "post_mlp" not in name),
+        tables=_TABLES,
+    ),
+    "glm4": Definition(_LAYER, _tensors, _CONFIG, _MODULES, tables=_TABLES),
+}

@@ -1,10 +1,11 @@
-"""Llama, Mistral, Qwen2, Qwen3 and Granite: what a block keeps for its backward, its parameters, its keys of ``config.json``.
+"""Llama, Mistral, Qwen2, Qwen3, Seed-OSS, SmolLM3, Hunyuan and Granite: a block, its parameters, its keys of ``config.json``.
 
 ``decoder.py`` has the layer, the attention and the MLP as programs. A trained block keeps, in the order of its forward: its input
 (in fp32) and the result of the first norm; what each of the q, k and v projections read, which is one tensor; for attention's
 kernel queries, keys, values, output and a log-sum-exp per row; the same of the second norm; and the MLP's gate, activated gate,
-up projection and their product. Qwen3 also normalises queries and keys over each head, and keeps the inputs of those two norms.
-The families' classes differ in biases and in these norms. Granite multiplies each branch's output by a constant.
+up projection and their product. Qwen3 also normalises queries and keys over each head, and keeps the inputs of those two norms;
+Hunyuan does so behind the rotary positions. Every fourth layer of SmolLM3 has no rotary positions. Granite multiplies each
+branch's output by a constant. The families' classes differ in biases, too.
 """
 
 from functools import partial
@@ -35,6 +36,10 @@ _PLAIN = Attention(f"{LLAMA}, LlamaAttention.forward")
 _WITH_HEAD_NORMS = Attention(
     "transformers 5.23, models/qwen3/modeling_qwen3.py, Qwen3Attention.forward", norm=LLAMA_NORM, norm_at_once=True
 )
+_NORMS_LAST = Attention(
+    "transformers 5.23, models/hunyuan_v1_dense/modeling_hunyuan_v1_dense.py, HunYuanDenseV1Attention.forward", norm=LLAMA_NORM,
+    norm_last=True,
+)  # fmt: skip
 
 
 def attention(tape: Tape, normal: Value, block: Block) -> Attended:
@@ -44,6 +49,14 @@ def attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 _LAYER = layer(
     Layer(LLAMA_NORM, attention, partial(gated_mlp, source=f"{LLAMA}, LlamaMLP.forward"), f"{LLAMA}, LlamaDecoderLayer.forward")
+)
+_HUNYUAN_LAYER = layer(
+    Layer(
+        LLAMA_NORM,
+        _NORMS_LAST.run,
+        partial(gated_mlp, source=f"{LLAMA}, LlamaMLP.forward"),
+        f"{LLAMA}, LlamaDecoderLayer.forward",
+    )
 )
 _GRANITE_LAYER = layer(
     Layer(
@@ -68,12 +81,14 @@ def _mistral(model: ModelSpec) -> Layout:
 
 
 def _qwen2(model: ModelSpec) -> Layout:
-    attention = attention_of(model, bias=True, output_bias=False)
+    """Qwen2 and Seed-OSS."""
+    biased = model.attention_bias or model.family == "qwen2"
+    attention = attention_of(model, bias=biased, output_bias=False)
     return alike(model, (*attention, *gated("mlp", model, model.intermediate_size), *two_norms(model)))
 
 
-def _qwen3(model: ModelSpec) -> Layout:
-    attention = (*attention_of(model, bias=model.attention_bias), *head_norms(model))
+def _qwen3(model: ModelSpec, norms: tuple[str, str] = ("q_norm", "k_norm")) -> Layout:
+    attention = (*attention_of(model, bias=model.attention_bias), *head_norms(model, norms))
     return alike(model, (*attention, *gated("mlp", model, model.intermediate_size), *two_norms(model)))
 
 
@@ -94,6 +109,25 @@ _QWEN3 = ConfigKeys(
     fixed={"mlp_bias": False},
     optional_window=True,
 )
+_SEED_OSS = ConfigKeys(
+    defaults={"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+    fixed={"mlp_bias": False},
+    dropout={"attention_dropout": 0.1, "residual_dropout": 0.1},
+    only={"attention_out_bias": (False,)},
+)
+_SMOLLM3 = ConfigKeys(
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    optional_window=True,
+    in_turn={"no_rope_layers": (1, 0)},
+    only={"no_rope_layer_interval": (4,), "use_sliding_window": (False,)},
+)
+_HUNYUAN = ConfigKeys(
+    defaults={"max_position_embeddings": 2048},
+    fixed={"mlp_bias": False},
+    keys={"head_dim": ("head_dim", "attention_head_dim")},
+    only={"use_qk_norm": (True,), "use_cla": (False,)},
+    harmless={"special tokens": ("eod_token_id",)},
+)
 _GRANITE = _LLAMA._replace(
     harmless={
         "numbers in a formula, which change no tensor": (
@@ -106,10 +140,20 @@ _GRANITE = _LLAMA._replace(
 WITH_NORMS: Names = (
     "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj", "self_attn.o_proj",
 )  # fmt: skip
+_NORMS_AT_THE_END: Names = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.query_layernorm", "self_attn.key_layernorm",
+    "self_attn.o_proj",
+)  # fmt: skip
 FAMILIES = {
     "llama": Definition(_LAYER, _llama, _LLAMA),
     "mistral": Definition(_LAYER, _mistral, _MISTRAL),
     "qwen2": Definition(_LAYER, _qwen2, _QWEN2),
     "qwen3": Definition(_LAYER, _qwen3, _QWEN3, before_and_after(WITH_NORMS, gated_modules("mlp"))),
+    "seed_oss": Definition(_LAYER, _qwen2, _SEED_OSS),
+    "smollm3": Definition(_LAYER, _llama, _SMOLLM3),
+    "hunyuan_v1_dense": Definition(
+        _HUNYUAN_LAYER, partial(_qwen3, norms=("query_layernorm", "key_layernorm")), _HUNYUAN,
+        before_and_after(_NORMS_AT_THE_END, gated_modules("mlp")),
+    ),
     "granite": Definition(_GRANITE_LAYER, _llama, _GRANITE, around=Around(scales_embeddings=True)),
-}
+}  # fmt: skip

@@ -1,11 +1,16 @@
-"""Mixtral and Qwen3-MoE: Llama's and Qwen3's attention, a router, and experts on this rank or on several."""
+"""Mixtral, Qwen3-MoE, OLMoE and MiniMax-M2: attention of one kind or another, a router, and experts on this rank or on several."""
+
+from collections.abc import Callable
+from functools import partial
 
 from zeroplan.ledger import Module
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec, MoeSpec
-from zeroplan.transformer.families.decoder import LLAMA_NORM, Layer, layer
+from zeroplan.transformer.families.attention import Attended
+from zeroplan.transformer.families.decoder import HALF, LLAMA_NORM, Attention, Layer, layer, rotated
 from zeroplan.transformer.families.definition import (
     ATTENTION_MODULES,
+    HALF_TABLES,
     ROUTER_LOGITS,
     ROUTER_LOSS,
     SIZES,
@@ -21,10 +26,12 @@ from zeroplan.transformer.families.llama import WITH_NORMS, attention
 from zeroplan.transformer.families.sharded import own_share
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import attention_of, fused_experts, head_norms, with_experts
+from zeroplan.transformer.params_gated import attention_of, fused_experts, head_norms, joint_norms, with_experts
 from zeroplan.transformer.params_modules import Parameters, linear
 
 MIXTRAL = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralDecoderLayer.forward"
+OLMOE = "transformers 5.23, models/olmoe/modeling_olmoe.py"
+MINIMAX = "transformers 5.23, models/minimax_m2/modeling_minimax_m2.py"
 QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDecoderLayer.forward"
 
 
@@ -35,7 +42,9 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
 
         return looped_experts(tape, normal, block.training, block.looped)
     with tape.owning(leaf=True):
-        routing = router(tape, normal, narrowed=not TRAITS[block.family].routes_in_32_bits)
+        narrowed = not TRAITS[block.family].routes_in_32_bits
+        sigmoid, divided = block.family == "minimax_m2", block.family != "olmoe"
+        routing = router(tape, normal, narrowed=narrowed, sigmoid=sigmoid, divided=divided)
         with tape.inside(Module.EXPERTS):
             made = (dispatched if block.dispatched else experts_here)(tape, normal, routing.weights)
         tape.drop(routing.indices)
@@ -43,7 +52,14 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     return own_share(tape, made, "output of the MLP") if block.sharded else made
 
 
-def _layer(source: str) -> Program:
+_OLMOE_ATTENTION = Attention(f"{OLMOE}, OlmoeAttention.forward", norm=LLAMA_NORM, norm_at_once=True, norm_over_heads=True)
+_MINIMAX_ATTENTION = Attention(
+    f"{MINIMAX}, MiniMaxM2Attention.forward", norm=LLAMA_NORM, norm_at_once=True, norm_over_heads=True, joined=True,
+    rotated=partial(rotated, source=f"{MINIMAX}, apply_rotary_pos_emb", partly=HALF),
+)  # fmt: skip
+
+
+def _layer(source: str, attention: Callable[[Tape, Value, Block], Attended] = attention) -> Program:
     return layer(Layer(LLAMA_NORM, attention, _mlp, source))
 
 
@@ -64,6 +80,15 @@ def _single(model: ModelSpec, moe: MoeSpec) -> Parameters:
     shapes = (("w1", hidden, width), ("w2", width, hidden), ("w3", hidden, width))
     every = ((f"mlp.experts.{one}.{name}", n_in, n_out) for one in range(moe.num_experts) for name, n_in, n_out in shapes)
     return tuple(parameter for name, n_in, n_out in every for parameter in linear(name, n_in, n_out))
+
+
+def _with_joint_norms(model: ModelSpec) -> Layout:
+    """OLMoE and MiniMax-M2. Their class has the norms behind the output projection."""
+
+    def routed(moe: MoeSpec) -> Parameters:
+        return (*linear("mlp.gate", model.hidden_size, moe.num_experts), *fused_experts(model, moe))
+
+    return with_experts(model, (*attention_of(model, bias=model.attention_bias), *joint_norms(model)), routed)
 
 
 def _qwen3_moe(model: ModelSpec) -> Layout:
@@ -102,10 +127,47 @@ _QWEN3_MOE = ConfigKeys(
         "read by no decoder of these families": ("max_window_layers",),
     },
 )
+_OLMOE = ConfigKeys(
+    defaults={"max_position_embeddings": 4096},
+    fixed={"mlp_bias": False},
+    required=(*SIZES, *_EXPERTS),
+    keys={"num_experts": ("num_experts", "num_local_experts")},
+    only={"clip_qkv": (), "norm_topk_prob": (False,)},
+    counted_as={"output_router_logits": ROUTER_LOGITS},
+    harmless=ROUTER_LOSS,
+)
+_MINIMAX = ConfigKeys(
+    defaults={"max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128},
+    fixed={"attention_bias": False, "mlp_bias": False},
+    required=(*SIZES, *_EXPERTS, "rotary_dim"),
+    keys={"num_experts": ("num_local_experts", "num_experts")},
+    only={
+        "use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "scoring_func": ("sigmoid",), "use_routing_bias": (True,),
+        "shared_intermediate_size": (0,), "partial_rotary_factor": (0.5,),
+    },
+    counted_as={
+        "router_jitter_noise": (0.0, "the noise adds up to 1 % of a block"),
+        "output_router_logits": ROUTER_LOGITS,
+    },
+    read=("rotary_dim",),
+    harmless={
+        **ROUTER_LOSS,
+        "multi-token prediction, which transformers does not build": ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+        "attention of the older MiniMax models": ("attn_type_list",),
+    },
+)  # fmt: skip
 _MODULES = ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn")
 FAMILIES = {
     "mixtral": Definition(
         _layer(MIXTRAL), _mixtral, _MIXTRAL, expert_modules=before_and_after(ATTENTION_MODULES, _MODULES)
+    ),
+    "olmoe": Definition(
+        _layer(f"{OLMOE}, OlmoeDecoderLayer.forward", _OLMOE_ATTENTION.run), _with_joint_norms, _OLMOE,
+        expert_modules=before_and_after(WITH_NORMS, _MODULES),
+    ),
+    "minimax_m2": Definition(
+        _layer(f"{MINIMAX}, MiniMaxM2DecoderLayer.forward", _MINIMAX_ATTENTION.run), _with_joint_norms, _MINIMAX,
+        expert_modules=before_and_after(WITH_NORMS, _MODULES), tables=HALF_TABLES,
     ),
     "qwen3_moe": Definition(
         _layer(QWEN3), _qwen3_moe, _QWEN3_MOE, before_and_after(WITH_NORMS, gated_modules("mlp")),

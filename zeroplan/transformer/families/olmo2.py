@@ -1,18 +1,30 @@
-"""OLMo 2 and 3: norms after attention and after the MLP, and over the queries and keys of all heads; positions in fp32."""
+"""OLMo 2 and 3, EXAONE 4: norms after attention and after the MLP, and over queries and keys.
+
+OLMo normalises the queries of all heads together, and has positions in fp32. EXAONE 4 normalises each head; where it has a window,
+layers without it have no rotary positions.
+"""
 
 from functools import partial
 
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.decoder import Attention, Layer, Rotated, gated_mlp, layer
-from zeroplan.transformer.families.definition import Around, Block, ConfigKeys, Definition, Tables, gated_modules
+from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, Rotated, gated_mlp, layer
+from zeroplan.transformer.families.definition import (
+    ATTENTION_MODULES,
+    Around,
+    Block,
+    ConfigKeys,
+    Definition,
+    Tables,
+    gated_modules,
+)
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import AFTER_ATTENTION_AND_MLP
 from zeroplan.transformer.families.tape import Site, Tape, Value, Width
 from zeroplan.transformer.families.widths import kinds_of_layers
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import alike, attention_of, gated, key_width, query_width
+from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, joint_norms
 from zeroplan.transformer.params_modules import rms_norm
 from zeroplan.transformer.symbols import d, e, s
 
@@ -52,11 +64,21 @@ _LAYER = layer(
 )
 
 
-def _tensors(model: ModelSpec) -> Layout:
-    norms = (
-        *rms_norm("self_attn.q_norm", query_width(model)),
-        *rms_norm("self_attn.k_norm", key_width(model)),
+EXAONE4 = "transformers 5.23, models/exaone4/modeling_exaone4.py"
+_EXAONE_LAYER = layer(
+    Layer(
+        LLAMA_NORM,
+        Attention(f"{EXAONE4}, Exaone4Attention.forward", norm=LLAMA_NORM).run,
+        partial(gated_mlp, source=f"{EXAONE4}, Exaone4MLP.forward"),
+        f"{EXAONE4}, Exaone4DecoderLayer.forward",
+        before=None,
+        after=AFTER_ATTENTION_AND_MLP,
     )
+)
+
+
+def _tensors(model: ModelSpec) -> Layout:
+    norms = head_norms(model) if model.head_norms else joint_norms(model)
     after = (
         *rms_norm("post_attention_layernorm", model.hidden_size),
         *rms_norm("post_feedforward_layernorm", model.hidden_size),
@@ -74,9 +96,21 @@ def _tables(model: ModelSpec) -> Tables:
 
 _CONFIG = ConfigKeys(defaults={"max_position_embeddings": 2048}, fixed={"mlp_bias": False})
 _OLMO_3 = _CONFIG._replace(defaults={"max_position_embeddings": 2048, "sliding_window": 4096})
+_EXAONE_4 = ConfigKeys(
+    defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "sliding_window": 4096},
+    fixed={"attention_bias": False, "mlp_bias": False},
+    only={"sliding_window_pattern": (4, "LLLG")},
+)
 _MODULES = (
     "self_attn", "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj",
     "self_attn.o_proj", "post_attention_layernorm", *gated_modules("mlp"), "post_feedforward_layernorm",
 )  # fmt: skip
 _OLMO_2 = Definition(_LAYER, _tensors, _CONFIG, _MODULES, tables=_tables)
-FAMILIES = {"olmo2": _OLMO_2, "olmo3": _OLMO_2._replace(config=_OLMO_3, around=Around(masks=2))}
+_NORMS_LATER = (
+    "self_attn", *ATTENTION_MODULES[:3], "self_attn.q_norm", "self_attn.k_norm", "self_attn.o_proj", *_MODULES[7:],
+)  # fmt: skip
+FAMILIES = {
+    "olmo2": _OLMO_2,
+    "olmo3": _OLMO_2._replace(config=_OLMO_3, around=Around(masks=2)),
+    "exaone4": Definition(_EXAONE_LAYER, _tensors, _EXAONE_4, _NORMS_LATER, around=Around(masks=2)),
+}

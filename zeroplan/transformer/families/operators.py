@@ -463,9 +463,10 @@ class Norm(NamedTuple):
 
     ``layer``: ``nn.LayerNorm``. ``fused``: ``torch.nn.RMSNorm``. The others are RMSNorm in single operators, in fp32: Llama's
     casts its result back and then multiplies by the weight, gpt-oss multiplies and then casts, Gemma multiplies by 1 + weight.
+    ``layer, written out``: Cohere's LayerNorm, in single operators too.
     """
 
-    kind: Literal["layer", "fused", "cast, then weighted", "weighted, then cast", "one plus weight"]
+    kind: Literal["layer", "fused", "cast, then weighted", "weighted, then cast", "one plus weight", "layer, written out"]
     source: str
 
 
@@ -480,7 +481,39 @@ def norm(
             return _norm_by_unsloth(tape, value, rows, site)
         if kind.kind in ("layer", "fused"):
             return _norm_in_one_operator(tape, value, site, is_layer=kind.kind == "layer")
+        if kind.kind == "layer, written out":
+            return _layer_norm_written_out(tape, value, weight, rows, site)
         return _rms_norm(tape, value, kind, weight, rows, site)
+
+
+def _layer_norm_written_out(tape: Tape, value: Value, weight: Size, rows: Size, site: Site) -> Value:
+    """It subtracts the mean twice, for the variance and for its result, and saves both differences."""
+    wide = cast(tape, value, 4, site._replace(name=f"{site.name}: its input"))
+    mean = run(
+        tape, wide, f"{site.name}: mean", site._replace(name=f"{site.name}: mean"), shape=rows,
+        gradient="gradient of the norm's input through its mean",
+    )  # fmt: skip
+    once = _less_mean(tape, wide, mean, site)
+    root, named = _reciprocal_root(tape, once, rows, site, names_mean=True)
+    tape.release(once)
+    again = _less_mean(tape, wide, mean, site)
+    normal = _times_root(tape, again, root, site)
+    tape.release(wide, again, root)
+    made = _weighted_in_32_bits(tape, normal, value.dtype, weight, site, copied=not tape.is_wide(r))
+    tape.release(mean)
+    tape.drop(*named)
+    return made
+
+
+def _less_mean(tape: Tape, wide: Value, mean: Value, site: Site) -> Value:
+    made = tensor(tape, f"{site.name}: its input less the mean", 4, wide.shape, site.source)
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        tape.temporary("gradient of the mean, not yet summed", 4 * wide.shape, site.source)
+        return [through(wide, taken[0]), (mean, gradient(tape, mean, "gradient of the mean", site.source))]
+
+    tape.add(f"{site.name}: difference from the mean", (made,), (), backward, of=(wide, mean))
+    return made
 
 
 def _norm_by_unsloth(tape: Tape, value: Value, rows: Size, site: Site) -> Value:
@@ -528,12 +561,19 @@ def _rms_norm(tape: Tape, value: Value, kind: Norm, weight: Size, rows: Size, si
     return made
 
 
-def _weighted_in_32_bits(tape: Tape, normal: Value, dtype: Width, weight: Size, site: Site, *, one_plus: bool) -> Value:
-    """Multiply by the weight, or by 1 + weight, then cast to ``dtype``. 1 + weight is a tensor, which the product saves."""
+def _weighted_in_32_bits(
+    tape: Tape, normal: Value, dtype: Width, weight: Size, site: Site, *, one_plus: bool = False, copied: bool | None = None
+) -> Value:  # fmt: skip
+    """Multiply by the weight, or by 1 + weight, then cast to ``dtype``. 1 + weight is a tensor, which the product saves.
+
+    ``copied``: so is a cast copy of the weight, where there is one; None: the weight multiplies in its own dtype.
+    """
     name = site.name
-    plus = (tape.make(TENSOR, f"{name}: one plus its weight, fp32", 4 * weight, site.source),) if one_plus else ()
-    scaled = _weighted(tape, normal, plus if tape.mode.norms_frozen else (normal, *plus), weight, site, plus=one_plus)
+    words = f"{name}: one plus its weight, fp32" if one_plus else f"{name}: its weight in fp32"
+    plus = (tape.make(TENSOR, words, 4 * weight, site.source),) if one_plus or copied else ()
+    scaled = _weighted(tape, normal, plus if tape.mode.norms_frozen else (normal, *plus), weight, site, plus=bool(plus))
     tape.drop(*plus)
+    one_plus = one_plus or copied is not None
     if one_plus:
         tape.release(normal)  # its variable holds the product from here on
     made = cast(tape, scaled, dtype, site._replace(name=f"output of the {name}"))

@@ -1,11 +1,12 @@
-"""Qwen3-Next: three blocks of linear attention to each block of gated full attention; routed experts and a gated shared one.
+"""Qwen3-Next and Qwen3.5: three blocks of linear attention to each of gated full attention; routed experts and a gated shared one.
 
+Qwen3.5 has a matrix for each input of linear attention, and models with a plain MLP.
 ``delta_rule.py`` has the recurrence of the linear attention.
 """
 
 from zeroplan.expr import NOTHING
 from zeroplan.ledger import Module
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads
@@ -35,6 +36,9 @@ LAYER = f"{QWEN3_NEXT}, Qwen3NextDecoderLayer.forward"
 LINEAR = f"{QWEN3_NEXT}, Qwen3NextGatedDeltaNet.forward"
 ATTENTION = f"{QWEN3_NEXT}, Qwen3NextAttention.forward"
 MOE = f"{QWEN3_NEXT}, Qwen3NextSparseMoeBlock.forward"
+QWEN3_5 = "transformers 5.23, models/qwen3_5/modeling_qwen3_5.py"
+LINEAR_3_5 = f"{QWEN3_5}, Qwen3_5GatedDeltaNet.forward"
+MLP = f"{QWEN3_5}, Qwen3_5MLP.forward"
 ROTARY = f"{QWEN3_NEXT}, Qwen3NextRotaryEmbedding.forward"
 NORM = Norm("one plus weight", f"{QWEN3_NEXT}, Qwen3NextRMSNorm.forward")
 GATED_NORM = Norm("cast, then weighted", f"{QWEN3_NEXT}, Qwen3NextRMSNormGated.forward")
@@ -50,6 +54,8 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
 
 def _linear_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     """Run ``Qwen3NextGatedDeltaNet``. Its variables keep its projections to its end."""
+    if block.family != "qwen3_next":
+        return _of_four_projections(tape, normal, block)
     wide = 2 * J * D + 2 * A * I
     joint = op.linear(tape, normal, wide, Site("joint projection of q, k, v and z", LINEAR))
     rates = op.linear(tape, normal, 2 * A, Site("joint projection of beta and decay", LINEAR))
@@ -64,15 +70,33 @@ def _linear_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     tape.release(query, key, value)
     mixed = _mixed(tape, (flat[1], flat[2], flat[0]))
     tape.release(*flat)
+    out = _by_the_rule(tape, mixed, beta, decay, gate, block)
+    tape.release(joint, rates, gate, beta, decay)
+    return Attended(out)
+
+
+def _of_four_projections(tape: Tape, normal: Value, block: Block) -> Attended:
+    """Run ``Qwen3_5GatedDeltaNet``."""
+    joint = op.linear(tape, normal, 2 * J * D + A * I, Site("joint projection of q, k and v", LINEAR_3_5))
+    gate = op.linear(tape, normal, A * I, Site("projection to z", LINEAR_3_5))
+    beta, decay = (op.linear(tape, normal, A, Site(f"projection to {name}", LINEAR_3_5)) for name in ("beta", "decay"))
+    mixed = _convolved(tape, joint)
+    out = _by_the_rule(tape, mixed, beta, decay, gate, block)
+    tape.release(gate, beta, decay)
+    return Attended(out)
+
+
+def _by_the_rule(tape: Tape, mixed: Value, beta: Value, decay: Value, gate: Value, block: Block) -> Value:
+    """Run the recurrence, the gated norm and the output projection. It releases ``mixed``."""
     learnt = op.pointwise(tape, beta, "beta", Site("beta: sigmoid", LINEAR), saves_result=True)
     logarithm = _decay(tape, decay)
-    query, key, value = op.chunk(tape, mixed, (keys, keys, heads), Site("parts q, k and v", LINEAR))
+    query, key, value = op.chunk(tape, mixed, (T * J * D, T * J * D, T * A * I), Site("parts q, k and v", LINEAR))
     made = gated_delta_rule(tape, Given(query, key, value, learnt, logarithm), block)
     normed = _gated_norm(tape, made, gate)
     tape.release(made, learnt)
     out = op.linear(tape, normed, h, Site("output projection", LINEAR), reads=A * I)
-    tape.release(normed, joint, rates, gate, beta, decay, mixed, query, key, value, logarithm)
-    return Attended(out)
+    tape.release(normed, mixed, query, key, value, logarithm)
+    return out
 
 
 def _in_order(tape: Tape, value: Value, name: str) -> Value:
@@ -81,12 +105,17 @@ def _in_order(tape: Tape, value: Value, name: str) -> Value:
 
 
 def _mixed(tape: Tape, parts: tuple[Value, ...]) -> Value:
-    """Join queries, keys and values, then run the convolution and SiLU."""
+    """Join queries, keys and values, then run the convolution."""
     wide = 2 * J * D + A * I
     joined = op.joined(
         tape, parts, "queries, keys and values, joined", T * wide, Site("joined queries, keys and values", LINEAR)
     )
-    bare = op.convolution(tape, joined, wide, l, Site("convolution", LINEAR))
+    return _convolved(tape, joined)
+
+
+def _convolved(tape: Tape, joined: Value) -> Value:
+    """Run the convolution and SiLU. It releases ``joined``."""
+    bare = op.convolution(tape, joined, 2 * J * D + A * I, l, Site("convolution", LINEAR))
     made = op.pointwise(tape, bare, "silu of the convolution", Site("convolution: silu", LINEAR))
     tape.release(bare, joined)
     return made
@@ -163,7 +192,9 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _moe(tape: Tape, normal: Value, block: Block) -> Value:
-    """Run the gated shared expert and the routed experts. The routing tensors live to the module's end."""
+    """Run the MLP, or the gated shared expert and the routed experts. The routing tensors live to the module's end."""
+    if not block.routed:
+        return gated_mlp(tape, normal, block, MLP)
     flat = op.view(tape, normal, Site("experts: their input", MOE))
     shared = gated_mlp(tape, flat, block, MOE, width=n * m, prefix="shared expert: ")
     routing = router(tape, flat, narrowed=True)
@@ -192,31 +223,36 @@ _FULL = Layer(NORM, _attention, _moe, LAYER)
 
 
 def _tensors(model: ModelSpec) -> Layout:
-    assert model.moe is not None  # noqa: S101  the family always has it
-    hidden, moe = model.hidden_size, model.moe
-    shared = moe.num_shared_experts * moe.moe_intermediate_size
-    after = (
-        *linear("mlp.gate", hidden, moe.num_experts),
-        *fused_experts(model, moe),
-        *gated("mlp.shared_expert", model, shared),
-        *linear("mlp.shared_expert_gate", hidden, 1),
-        *two_norms(model),
-    )
+    mlp = gated("mlp", model, model.intermediate_size) if model.moe is None else _with_shared_expert(model, model.moe)
+    after = (*mlp, *two_norms(model))
     return alternating(model, KINDS_IN_TURN[1], (*_of_linear(model), *after), (*_of_full(model), *after))
+
+
+def _with_shared_expert(model: ModelSpec, moe: MoeSpec) -> Parameters:
+    return (
+        *linear("mlp.gate", model.hidden_size, moe.num_experts),
+        *fused_experts(model, moe),
+        *gated("mlp.shared_expert", model, moe.num_shared_experts * moe.moe_intermediate_size),
+        *linear("mlp.shared_expert_gate", model.hidden_size, 1),
+    )
 
 
 def _of_linear(model: ModelSpec) -> Parameters:
     assert model.linear is not None  # noqa: S101  the family always has it
     own, hidden = model.linear, model.hidden_size
     keys, values = own.num_key_heads * own.key_head_dim, own.num_value_heads * own.value_head_dim
+    q_k_v, z, rates = 2 * keys + values, values, own.num_value_heads
+    joint = {"in_proj_qkvz": q_k_v + z, "in_proj_ba": 2 * rates}
+    apart = {"in_proj_qkv": q_k_v, "in_proj_z": z, "in_proj_b": rates, "in_proj_a": rates}
+    matrices = (joint if model.family == "qwen3_next" else apart).items()
+    before = tuple([one for name, width in matrices for one in linear(f"linear_attn.{name}", hidden, width)])
+    after = (*rms_norm("linear_attn.norm", own.value_head_dim), *linear("linear_attn.out_proj", values, hidden))
     return (
         Parameter("linear_attn.dt_bias", (own.num_value_heads,)),
         Parameter("linear_attn.A_log", (own.num_value_heads,)),
-        Parameter("linear_attn.conv1d.weight", (2 * keys + values, 1, own.conv_kernel_dim), autocast=True),
-        *linear("linear_attn.in_proj_qkvz", hidden, 2 * keys + 2 * values),
-        *linear("linear_attn.in_proj_ba", hidden, 2 * own.num_value_heads),
-        *rms_norm("linear_attn.norm", own.value_head_dim),
-        *linear("linear_attn.out_proj", values, hidden),
+        Parameter("linear_attn.conv1d.weight", (q_k_v, 1, own.conv_kernel_dim), autocast=True),
+        *(before if model.family == "qwen3_next" else after),
+        *(after if model.family == "qwen3_next" else before),
     )
 
 
@@ -233,6 +269,11 @@ def _of_full(model: ModelSpec) -> Parameters:
 
 
 _TABLES = Tables(2 * r * s * d_4, "rotary cos and sin, of a quarter of each head", ROTARY)
+_TABLES_OF_3_5 = Tables(
+    2 * r * T * d_4,
+    "rotary cos and sin of each sequence, of a quarter of each head",
+    f"{QWEN3_5}, Qwen3_5TextRotaryEmbedding.forward",
+)
 _LINEAR_SIZES = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 _CONFIG = ConfigKeys(
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 256, "linear_conv_kernel_dim": 4},
@@ -249,16 +290,56 @@ _CONFIG = ConfigKeys(
     read=("shared_expert_intermediate_size",),
     harmless=ROUTER_LOSS,
 )  # fmt: skip
+_OF_3_5 = ConfigKeys(
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "head_dim": 256, "linear_conv_kernel_dim": 4},
+    fixed={"mlp_bias": False},
+    required=(*SIZES, *_LINEAR_SIZES),
+    only={
+        "full_attention_interval": (4,), "partial_rotary_factor": (0.25,), "attn_output_gate": (True,), "mlp_only_layers": ([],),
+    },
+    harmless={
+        "multi-token prediction, which transformers does not build": (
+            "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "num_mtp_layers", "num_nextn_predict_layers",
+        ),
+        "of the inference engine's states": ("mamba_ssm_dtype",),
+    },
+)  # fmt: skip
+_MOE_OF_3_5 = _OF_3_5._replace(
+    defaults={**_OF_3_5.defaults, "num_key_value_heads": 2},
+    required=(
+        *(size for size in SIZES if size != "intermediate_size"), *_LINEAR_SIZES, "num_experts", "num_experts_per_tok",
+        "intermediate_size", "shared_expert_intermediate_size",
+    ),
+    keys={"intermediate_size": ("moe_intermediate_size",), "num_experts": ("num_experts", "num_local_experts")},
+    counted_as={"output_router_logits": ROUTER_LOGITS},
+    read=("shared_expert_intermediate_size",),
+    harmless={**_OF_3_5.harmless, **ROUTER_LOSS},
+)  # fmt: skip
+_FULL_MODULES = (
+    "self_attn", "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj",
+    "self_attn.o_proj",
+)  # fmt: skip
 _MODULES = (
-    "linear_attn", "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.norm", "linear_attn.out_proj", "self_attn",
-    "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj", "self_attn.o_proj",
+    "linear_attn", "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.norm", "linear_attn.out_proj", *_FULL_MODULES,
+)  # fmt: skip
+_MODULES_OF_3_5 = (
+    "linear_attn", *(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")), "linear_attn.norm", "linear_attn.out_proj",
+    *_FULL_MODULES,
 )  # fmt: skip
 _EXPERTS = (
     "mlp", *gated_modules("mlp.shared_expert"), "mlp.gate", "mlp.experts", "mlp.experts.act_fn", "mlp.shared_expert_gate",
 )  # fmt: skip
+_PROGRAM = Program(_layer, LAYER, NORM)
+_AFTER = "post_attention_layernorm"
 FAMILIES = {
     "qwen3_next": Definition(
-        Program(_layer, LAYER, NORM), _tensors, _CONFIG,
-        expert_modules=("input_layernorm", *_MODULES, "post_attention_layernorm", *_EXPERTS), tables=_TABLES,
-    )
+        _PROGRAM, _tensors, _CONFIG, expert_modules=("input_layernorm", *_MODULES, _AFTER, *_EXPERTS), tables=_TABLES
+    ),
+    "qwen3_5_text": Definition(
+        _PROGRAM, _tensors, _OF_3_5, ("input_layernorm", *_MODULES_OF_3_5, _AFTER, *gated_modules("mlp")), tables=_TABLES_OF_3_5
+    ),
+    "qwen3_5_moe_text": Definition(
+        _PROGRAM, _tensors, _MOE_OF_3_5, expert_modules=("input_layernorm", *_MODULES_OF_3_5, _AFTER, *_EXPERTS),
+        tables=_TABLES_OF_3_5,
+    ),
 }  # fmt: skip

@@ -15,6 +15,7 @@ from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line, Module, OffGpu, Tag
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Bool, Int, maximum, where
+from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place
@@ -228,7 +229,7 @@ def structure_of(
         x.kernels,
         model.parallel_residual,
         model.activation,
-        model.attention_bias and model.family not in ("qwen2", "glm4"),
+        model.attention_bias and TRAITS[model.family].biased_output,
         model.mlp_bias,
         x.expert_ranks > 1,
         compute.cp,
@@ -247,6 +248,8 @@ def structure_of(
         tuple(one for one in compute.fused if one != "cross-entropy"),
         compute.offloaded and compute.recompute == "none",
         model.moe.num_experts if model.moe is not None and model.adapter is not None else 0,
+        model.head_norms,
+        kind == "global" and TRAITS[model.family].unturned,
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from zeroplan.catalog.config_rest import LINEAR_FIELDS, config_keys
 from zeroplan.errors import MeasurementError
-from zeroplan.spec.family import FREE_ACTIVATION, PLAIN_HEADS, WINDOWED_FAMILIES
+from zeroplan.spec.family import DENSE_LAYERS, FREE_ACTIVATION, ONE_WIDTH_FAMILIES, PLAIN_HEADS, TRAITS, WINDOWED_FAMILIES
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Attention, RecipeSpec
@@ -59,36 +59,50 @@ def _peculiar(spec: ModelSpec) -> dict[str, object]:
         made["sliding_window"] = spec.sliding_window
     if config_keys(spec.family).optional_window:
         made["use_sliding_window"] = spec.sliding_window is not None
-    if spec.moe is not None and spec.family in ("qwen3_moe", "qwen3_next", "deepseek_v3"):
+    if spec.moe is not None and spec.family not in ONE_WIDTH_FAMILIES:
         made["moe_intermediate_size"] = spec.moe.moe_intermediate_size
     if spec.moe is not None and spec.family == "qwen3_moe":
         made["mlp_only_layers"] = list(range(spec.moe.num_dense_layers))
         made["norm_topk_prob"] = True  # as in every published model; the class defaults to False
-    if spec.family == "gpt_neox":
-        made["use_parallel_residual"] = spec.parallel_residual
     if spec.family in FREE_ACTIVATION:
         made[config_keys(spec.family).activation] = spec.activation
+    return made | _of_one_family(spec) | _latent(spec) | _linear(spec)
+
+
+def _of_one_family(spec: ModelSpec) -> dict[str, object]:
+    made: dict[str, object] = {}
+    if spec.family == "gpt_neox":
+        made["use_parallel_residual"] = spec.parallel_residual
+    if spec.family == "exaone4" and spec.sliding_window is None:
+        made["layer_types"] = ["full_attention"] * spec.num_hidden_layers  # the class cannot derive them
+    if spec.family == "minimax_m2":
+        made["rotary_dim"] = spec.head_dim // 2
     if spec.family == "opt":
         made["word_embed_proj_dim"] = spec.hidden_size
-    return made | _latent(spec) | _linear(spec)
+    if TRAITS[spec.family].head_norms is None:
+        made["use_qk_norm"] = spec.use_qk_norm
+    return made
 
 
 def _linear(spec: ModelSpec) -> dict[str, object]:
     """Linear attention, and the shared expert that every token visits."""
-    if spec.linear is None or spec.moe is None:
+    if spec.linear is None:
         return {}
-    shared = spec.moe.num_shared_experts * spec.moe.moe_intermediate_size
     own = {f"linear_{field}": getattr(spec.linear, field) for field in LINEAR_FIELDS}
-    return {**own, "shared_expert_intermediate_size": shared}
+    if spec.moe is None:
+        return own
+    return {**own, "shared_expert_intermediate_size": spec.moe.num_shared_experts * spec.moe.moe_intermediate_size}
 
 
 def _latent(spec: ModelSpec) -> dict[str, object]:
-    """DeepSeek's attention and routing, with groups of experts if there are enough."""
-    if spec.mla is None or spec.moe is None:
+    """DeepSeek's routing, with groups of experts if there are enough, and its attention."""
+    if spec.moe is None or spec.family not in DENSE_LAYERS or spec.family == "qwen3_moe":
         return {}
-    grouped = spec.moe.num_experts % 8 == 0 and spec.moe.num_experts >= 16
+    grouped = spec.family == "deepseek_v3" and spec.moe.num_experts % 8 == 0 and spec.moe.num_experts >= 16
+    latent = () if spec.mla is None else ("q_lora_rank", "kv_lora_rank", *_HEAD_PARTS)
     return {
-        **{name: getattr(spec.mla, name) for name in ("q_lora_rank", "kv_lora_rank", *_HEAD_PARTS)},
+        **{name: getattr(spec.mla, name) for name in latent},
+        "norm_topk_prob": True,
         "n_shared_experts": spec.moe.num_shared_experts,
         "first_k_dense_replace": spec.moe.num_dense_layers,
         **({} if grouped else {"n_group": 1, "topk_group": 1}),
@@ -172,4 +186,5 @@ _OFF: dict[str, dict[str, object]] = {
     "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "opt": {"dropout": 0.0, "attention_dropout": 0.0},
     "bloom": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
 }

@@ -1,0 +1,73 @@
+"""The parameters outside a multimodal model's text, and those of its text, held against the model that transformers builds."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeroplan.catalog.config import config_with_notes
+from zeroplan.catalog.towers import outside_the_text
+from zeroplan.transformer.params import parameter_count
+
+TEXT: dict[str, object] = {
+    "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10, "linear_value_head_dim": 14,
+}  # fmt: skip
+ENCODER = {
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 56,
+    "patch_size": 14,
+}  # fmt: skip
+QWEN = {"depth": 3, "hidden_size": 48, "intermediate_size": 80, "num_heads": 4, "out_hidden_size": 64}
+QWEN3 = QWEN | {"num_position_embeddings": 36}
+TOWERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "gemma3": (TEXT, ENCODER | {"model_type": "siglip_vision_model", "vision_use_head": False}),
+    "gemma3, pooled": (TEXT, ENCODER | {"model_type": "siglip_vision_model", "vision_use_head": True}),
+    "llava": (TEXT | {"model_type": "llama"}, ENCODER | {"model_type": "clip_vision_model"}),
+    "qwen2_vl": (TEXT, {"depth": 3, "embed_dim": 48, "hidden_size": 64, "num_heads": 4}),
+    "qwen2_5_vl": (TEXT, QWEN | {"fullatt_block_indexes": [1]}),
+    "qwen3_vl": (TEXT, QWEN3 | {"deepstack_visual_indexes": [0, 2]}),
+    "qwen3_vl_moe": (TEXT | EXPERTS, QWEN3 | {"deepstack_visual_indexes": [1]}),
+    "qwen3_5": (TEXT | LINEAR, QWEN3),
+}
+
+
+def whole(case: str) -> dict[str, object]:
+    text, vision = TOWERS[case]
+    made = pytest.importorskip("transformers").CONFIG_MAPPING[case.partition(",")[0]](text_config=text, vision_config=vision)
+    written: dict[str, object] = made.to_dict()
+    return written
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("case", TOWERS)
+def test_all_parameters_are_those_of_the_text_and_those_outside(case: str) -> None:
+    transformers, torch, config = pytest.importorskip("transformers"), pytest.importorskip("torch"), whole(case)
+    kind = str(config["model_type"])
+    with torch.device("meta"):
+        real = transformers.AutoModelForImageTextToText.from_config(transformers.CONFIG_MAPPING[kind](**config))
+    text = config["text_config"]
+    assert isinstance(text, dict)
+    outside = outside_the_text(config, text)
+    assert outside is not None
+    read = config_with_notes(config)
+    assert parameter_count(read.model) + outside == sum(one.numel() for one in real.parameters())
+    assert f"{outside:,} parameters" in read.notes[0]
+    assert "every figure is too low by them" in read.notes[0]
+
+
+@pytest.mark.torch
+def test_a_file_with_the_texts_keys_beside_the_tower_is_read() -> None:
+    config = whole("qwen2_5_vl")
+    text = config["text_config"]
+    assert isinstance(text, dict)
+    flat = {**text, "model_type": "qwen2_5_vl", "vision_config": config["vision_config"]}
+    assert config_with_notes(flat).model == config_with_notes(config).model
+    assert config_with_notes(flat).notes[0] == config_with_notes(config).notes[0]
+
+
+def test_a_tower_without_its_sizes_is_not_counted() -> None:
+    assert outside_the_text({"model_type": "qwen3_vl", "vision_config": {"depth": 3}}, {"hidden_size": 64}) is None
+    assert outside_the_text({"model_type": "qwen3_vl"}, {"hidden_size": 64}) is None

@@ -1,0 +1,98 @@
+"""Cohere's Command R and Command A: attention and MLP side by side behind one LayerNorm; positions of neighbours, in fp32.
+
+In Command R7B and Command A three layers with a window come before one with full attention, which has no positions.
+"""
+
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.decoder import Attention, Rotated, gated_mlp
+from zeroplan.transformer.families.definition import (
+    ATTENTION_MODULES,
+    Around,
+    Block,
+    ConfigKeys,
+    Definition,
+    Program,
+    gated_modules,
+)
+from zeroplan.transformer.families.glm4 import Half, exchanged_pairs, times_table
+from zeroplan.transformer.families.operators import Norm
+from zeroplan.transformer.families.tags import AT_ATTENTION_NORM
+from zeroplan.transformer.families.tape import Site, Tape, Value
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params_gated import alike, attention_of, gated
+from zeroplan.transformer.params_modules import rms_norm
+from zeroplan.transformer.symbols import k_4, q_4
+
+COHERE = "transformers 5.23, models/cohere/modeling_cohere.py"
+LAYER = f"{COHERE}, CohereDecoderLayer.forward"
+ROTARY = f"{COHERE}, apply_rotary_pos_emb"
+NORM = Norm("layer, written out", f"{COHERE}, CohereLayerNorm.forward")
+
+
+def _layer(tape: Tape, given: Value, block: Block) -> Value:
+    """Run one decoder layer. The attention weights live to the end."""
+    normal = op.norm(tape, given, "norm before both branches", NORM, place=AT_ATTENTION_NORM)
+    attended, weights = _ATTENTION.run(tape, normal, block)
+    branch = gated_mlp(tape, normal, block, f"{COHERE}, CohereMLP.forward")
+    both = op.add(tape, given, attended, "residual stream and attention", Site("addition of attention", LAYER))
+    made = op.add(tape, both, branch, "block output", Site("addition of the MLP", LAYER))
+    tape.release(both, normal, branch, attended)
+    if weights is not None:
+        tape.release(weights)
+    return made
+
+
+def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
+    """Return queries and keys in their own dtype. The function's variables keep both in fp32, and both turned."""
+    wide = [op.cast(tape, one, 4, Site(name, ROTARY)) for name, one in (("queries", query), ("keys", key))]
+    turned = [
+        _turned(tape, one, Half(name, 2 * quarter))
+        for name, one, quarter in (("queries", wide[0], q_4), ("keys", wide[1], k_4))
+    ]
+    made = [
+        op.cast(tape, one, bare.dtype, Site(f"turned {name}", ROTARY))
+        for name, one, bare in (("queries", turned[0], query), ("keys", turned[1], key))
+    ]
+    tape.release(*wide, *turned)
+    return made[0], made[1]
+
+
+def _turned(tape: Tape, value: Value, of: Half) -> Value:
+    """``x·cos + rotate_half(x)·sin`` of whole heads."""
+    direct = times_table(tape, value, None, f"{of.name} times cos")
+    exchanged = exchanged_pairs(tape, value, of)
+    times_sin = times_table(tape, exchanged, None, f"{of.name} times sin")
+    tape.release(exchanged)
+    made = op.add(tape, direct, times_sin, f"{of.name}, turned", Site(f"rotary positions of the {of.name}", ROTARY))
+    tape.release(direct, times_sin)
+    return made
+
+
+_ATTENTION = Attention(f"{COHERE}, CohereAttention.forward", rotated=_rotated)
+
+
+def _tensors(model: ModelSpec) -> Layout:
+    attention, mlp = attention_of(model, bias=model.attention_bias), gated("mlp", model, model.intermediate_size)
+    return alike(model, (*attention, *mlp, *rms_norm("input_layernorm", model.hidden_size)))
+
+
+_CONFIG = ConfigKeys(
+    defaults={"max_position_embeddings": 8192, "tie_word_embeddings": True},
+    fixed={"mlp_bias": False},
+    only={"use_qk_norm": (False,)},
+    not_null=("logit_scale",),
+    harmless={"numbers in a formula, which change no tensor": ("logit_scale",)},
+)
+_WINDOWED = _CONFIG._replace(
+    defaults={**_CONFIG.defaults, "sliding_window": 4096},
+    only={**_CONFIG.only, "sliding_window_pattern": (4,), "use_parallel_block": (True,), "use_parallel_embedding": (False,)},
+    harmless={
+        **_CONFIG.harmless,
+        "made of other keys": ("order_of_interleaved_layers", "rotary_pct", "position_embedding_type"),
+    },
+)
+_COHERE = Definition(
+    Program(_layer, LAYER, NORM), _tensors, _CONFIG, ("input_layernorm", "self_attn", *ATTENTION_MODULES, *gated_modules("mlp"))
+)
+FAMILIES = {"cohere": _COHERE, "cohere2": _COHERE._replace(config=_WINDOWED, around=Around(masks=2))}

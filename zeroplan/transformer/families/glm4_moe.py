@@ -1,0 +1,74 @@
+"""GLM-4 MoE (GLM-4.5 to 4.7) and dots.llm1: grouped attention beside DeepSeek-V3's experts.
+
+GLM-4 MoE turns half of each head; its larger models normalise queries and keys over each head.
+"""
+
+from functools import partial
+
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.families.attention import Attended
+from zeroplan.transformer.families.decoder import HALF, LLAMA_NORM, Attention, Layer, layer, rotated
+from zeroplan.transformer.families.deepseek import CONFIG, EXPERT_MODULES, mlp, routed_and_shared
+from zeroplan.transformer.families.definition import HALF_TABLES, SIZES, Block, Definition, before_and_after, gated_modules
+from zeroplan.transformer.families.llama import WITH_NORMS, attention
+from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params_gated import attention_of, head_norms, with_experts
+
+GLM4_MOE = "transformers 5.23, models/glm4_moe/modeling_glm4_moe.py"
+DOTS1 = "transformers 5.23, models/dots1/modeling_dots1.py"
+_PLAIN = Attention(
+    f"{GLM4_MOE}, Glm4MoeAttention.forward", joined=True,
+    rotated=partial(rotated, source=f"{GLM4_MOE}, apply_rotary_pos_emb", partly=HALF),
+)  # fmt: skip
+
+
+def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
+    return (_PLAIN._replace(norm=LLAMA_NORM) if block.head_norms else _PLAIN).run(tape, normal, block)
+
+
+def _tensors(model: ModelSpec) -> Layout:
+    output_bias = False if model.family == "glm4_moe" else None
+    norms = head_norms(model) if model.head_norms else ()
+    return with_experts(
+        model,
+        (*attention_of(model, bias=model.attention_bias, output_bias=output_bias), *norms),
+        partial(routed_and_shared, model),
+    )
+
+
+_REQUIRED = (
+    *SIZES, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts", "num_dense_layers",
+)  # fmt: skip
+_GLM = CONFIG._replace(
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8},
+    required=_REQUIRED,
+    only={"norm_topk_prob": (True,), "partial_rotary_factor": (0.5,)},
+    read=("use_qk_norm",),
+)
+_DOTS = CONFIG._replace(
+    defaults={
+        "max_position_embeddings": 2048, "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 62,
+        "num_dense_layers": 0,
+    },
+    required=_REQUIRED[:-1],
+    optional_window=True,
+    only={"scoring_func": ("noaux_tc", "sigmoid")},
+    counted_as={
+        **CONFIG.counted_as, "norm_topk_prob": (True, "without the division the router saves some bytes per token less"),
+    },
+    assumed={"norm_topk_prob": False},
+)  # fmt: skip
+_MODULES = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.o_proj",
+)  # fmt: skip
+FAMILIES = {
+    "glm4_moe": Definition(
+        layer(Layer(LLAMA_NORM, _attention, mlp, f"{GLM4_MOE}, Glm4MoeDecoderLayer.forward")), _tensors, _GLM,
+        before_and_after(_MODULES, gated_modules("mlp")), before_and_after(_MODULES, EXPERT_MODULES), HALF_TABLES,
+    ),
+    "dots1": Definition(
+        layer(Layer(LLAMA_NORM, attention, mlp, f"{DOTS1}, Dots1DecoderLayer.forward")), _tensors, _DOTS,
+        before_and_after(WITH_NORMS, gated_modules("mlp")), before_and_after(WITH_NORMS, EXPERT_MODULES),
+    ),
+}  # fmt: skip

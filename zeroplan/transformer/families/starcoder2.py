@@ -1,0 +1,45 @@
+"""StarCoder 2: Llama's attention with biases, LayerNorms, and an MLP of two matrices."""
+
+from functools import partial
+
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.families.decoder import LAYER_NORM, Attention, Layer, layer, two_layer_mlp
+from zeroplan.transformer.families.definition import ATTENTION_MODULES, ConfigKeys, Definition, before_and_after
+from zeroplan.transformer.parameters import BlockRun, Layout
+from zeroplan.transformer.params_gated import attention_of
+from zeroplan.transformer.params_modules import embedding, layer_norm, linear, whole
+
+STARCODER2 = "transformers 5.23, models/starcoder2/modeling_starcoder2.py"
+_LAYER = layer(
+    Layer(
+        LAYER_NORM,
+        Attention(f"{STARCODER2}, Starcoder2Attention.forward").run,
+        partial(two_layer_mlp, source=f"{STARCODER2}, Starcoder2MLP.forward"),
+        f"{STARCODER2}, Starcoder2DecoderLayer.forward",
+    )
+)
+
+
+def _tensors(model: ModelSpec) -> Layout:
+    hidden, width = model.hidden_size, model.intermediate_size
+    mlp = (*linear("mlp.c_fc", hidden, width, bias=True), *linear("mlp.c_proj", width, hidden, bias=True))
+    norms = (*layer_norm("input_layernorm", hidden), *layer_norm("post_attention_layernorm", hidden))
+    return whole(
+        model,
+        embeddings=embedding("model.embed_tokens", model.vocab_size, hidden),
+        runs=(BlockRun("dense", model.num_hidden_layers, (*attention_of(model, bias=True), *mlp, *norms)),),
+        norm=layer_norm("model.norm", hidden),
+        tied_to="model.embed_tokens.weight",
+    )
+
+
+_CONFIG = ConfigKeys(
+    defaults={"max_position_embeddings": 4096, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    fixed={"attention_bias": True, "mlp_bias": True},
+    keys={"attention_bias": ("use_bias",), "mlp_bias": ("use_bias",)},
+    dropout={"attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    only={"use_bias": (True,), "norm_type": ("layer_norm",), "mlp_type": ("default",)},
+    harmless={"numbers in a formula, which change no tensor": ("norm_epsilon",)},
+)
+_MODULES = before_and_after(ATTENTION_MODULES, ("mlp", "mlp.c_fc", "mlp.act", "mlp.c_proj"))
+FAMILIES = {"starcoder2": Definition(_LAYER, _tensors, _CONFIG, _MODULES)}
