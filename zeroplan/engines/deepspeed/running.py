@@ -81,7 +81,8 @@ def points_of_kinds(run: RunPass) -> Iterator[tuple[BackwardPoint, ...]]:
 def _handed_at(these: Passes, block: int, made: int) -> tuple[Line, ...]:
     """What is alive when the last of so many gradients is handed on; outside the blocks only a profile says so."""
     head = these.head
-    handed = head.handed_below if block < 0 else head.handed if block >= these.n_blocks else _run_of(these, block).block.handed
+    of_block = (run.block.handed for run in these.runs if block < run.first + run.n_blocks)
+    handed = head.handed_below if block < 0 else next(of_block, head.handed)
     return next((one.lines for one in handed if made <= one.gradients), handed[-1].lines if handed else ())
 
 
@@ -126,10 +127,6 @@ def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[int, 
 
 def _sum_of(lines: Iterable[Line]) -> str:
     return total_formula(tuple([line.formula for line in lines])) or "0"
-
-
-def _run_of(these: Passes, block: int) -> RunPass:
-    return next(run for run in these.runs if block < run.first + run.n_blocks)
 
 
 @lru_cache(maxsize=256)
