@@ -150,7 +150,7 @@ def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     these = passes(model, recipe, batch)
     left = abandoned_states(recipe, psi, element)
     persistent = (*weights, *state, *left, *layout(model).buffers)
-    start = (Moment("initialisation: model", Phase.INIT, there),)
+    start: tuple[Moment, ...] = (Moment("initialisation: model", Phase.INIT, there),)
     if mixed:
         start = _init_of_whole(job, persistent, temporary, wrapped=wrapped)
     return Account(
