@@ -102,22 +102,25 @@ class StepReplay:
         """What comes of it where the allocator may take so much."""
         if self.replayed(settings).reserved_bytes <= room_bytes:
             return OnCard(fits=True, retries=0, phase=None, free_bytes=0)
-        card = CachingAllocator(expandable_segments=settings == "expandable_segments", room_bytes=room_bytes)
-        try:
-            self._play(card, keeps_up=self.keeps_up)
-        except _FullAtError as full:
-            phase = next(span.phase for span in reversed(self.log.spans) if span.start <= full.at)
-            return OnCard(fits=False, retries=card.retries, phase=phase, free_bytes=card.reserved_bytes - card.allocated_bytes)
-        return OnCard(fits=True, retries=card.retries, phase=None, free_bytes=0)
+        card, full_at = self._on_card(room_bytes, settings)
+        if full_at is None:
+            return OnCard(fits=True, retries=card.retries, phase=None, free_bytes=0)
+        phase = next(span.phase for span in reversed(self.log.spans) if span.start <= full_at)
+        return OnCard(fits=False, retries=card.retries, phase=phase, free_bytes=card.reserved_bytes - card.allocated_bytes)
 
     def full_at(self, room_bytes: int, settings: AllocatorSettings = "default") -> "Full | None":
         """Return where the allocator runs out, where it may take so much; None where it does not."""
+        card, full_at = self._on_card(room_bytes, settings)
+        return None if full_at is None else Full(full_at, card.allocated_bytes, card.reserved_bytes)
+
+    def _on_card(self, room_bytes: int, settings: AllocatorSettings) -> tuple[CachingAllocator, int | None]:
+        """An allocator that may take so much, after the steps, and the deed at which it ran out."""
         card = CachingAllocator(expandable_segments=settings == "expandable_segments", room_bytes=room_bytes)
         try:
             self._play(card, keeps_up=self.keeps_up)
         except _FullAtError as full:
-            return Full(full.at, card.allocated_bytes, card.reserved_bytes)
-        return None
+            return card, full.at
+        return card, None
 
     @cached_property
     def _products(self) -> frozenset[int]:

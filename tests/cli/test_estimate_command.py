@@ -455,7 +455,7 @@ def test_an_answer_reads_no_other_command_and_no_other_engine():
     done = subprocess.run([sys.executable, "-c", code, *SEVEN, "--json"], capture_output=True, text=True, check=True)
     loaded = set(done.stderr.split())
     assert {name for name in loaded if name.startswith("zeroplan.cli.")} == {
-        f"zeroplan.cli.{name}" for name in ("app", "catalog_flags", "estimate", "job_flags", "quick")
+        f"zeroplan.cli.{name}" for name in ("app", "estimate", "flags", "job_flags", "quick")
     }
     assert {name for name in loaded if name.startswith("zeroplan.report.")} == {"zeroplan.report.payload"}
     assert not {"zeroplan.planner", "zeroplan.steptime", "zeroplan.advice", "zeroplan.export"} & loaded

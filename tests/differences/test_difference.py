@@ -21,7 +21,8 @@ from zeroplan.differences.measured import of_record, of_snapshot
 from zeroplan.differences.settings import settings_of
 from zeroplan.differences.side import At
 from zeroplan.report.difference import difference_markdown, difference_payload, difference_text
-from zeroplan.report.screen import COLUMNS, LINES
+from zeroplan.report.screen import LINES
+from zeroplan.report.words import COLUMNS
 from zeroplan.snapshots.reading import read_snapshot
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from tests.properties.nightly import drawn, held
 from zeroplan import BatchSpec, ClusterSpec, Fsdp2Options, JobSpec, Kind, MeshSpec, ModelSpec, MoeSpec, RecipeSpec, estimate
 from zeroplan.engines.deepspeed.buckets import schedule
 from zeroplan.engines.deepspeed.course import course_of
+from zeroplan.engines.deepspeed.gathers import sharing_of
 from zeroplan.engines.deepspeed.gradients import Plan
-from zeroplan.engines.deepspeed.quantized import sharing_of
 from zeroplan.engines.megatron import ATTENTION_MASK
 from zeroplan.engines.quantised import TABLES
 from zeroplan.engines.rows import row

@@ -11,9 +11,9 @@ from zeroplan import Estimate, SpecError, estimate, job
 from zeroplan.catalog.model import model, model_names
 from zeroplan.remedies import remedies
 from zeroplan.report.markdown import estimate_markdown
-from zeroplan.report.screen import COLUMNS, LINES
+from zeroplan.report.screen import LINES
 from zeroplan.report.text import estimate_text
-from zeroplan.report.words import allocator_sentence, headline, job_lines, per_parameter, verdict_sentence
+from zeroplan.report.words import COLUMNS, allocator_sentence, headline, job_lines, per_parameter, verdict_sentence
 from zeroplan.spec.job import ENGINE_STAGES
 from zeroplan.units import GIBIBYTES, GIGABYTES, Unit, format_size
 

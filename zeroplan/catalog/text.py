@@ -48,16 +48,19 @@ def _fault(path: Path, what: str) -> str | None:
     return None
 
 
-def strict_json(text: str, where: str) -> object:
-    """Return the content of a JSON file, in which each key occurs once; ``where``: the file's name in errors."""
+def strict_json(text: str | bytes, where: str, *, written: str = "") -> object:
+    """Return the content of a JSON file, in which each key occurs once; ``where``: the file's name in errors.
+
+    ``written``: what it is, of a file that zeroplan writes itself.
+    """
     try:
         return json.loads(text, object_pairs_hook=lambda pairs: each_key_once(pairs, where))
     except RecursionError:
-        raise SpecError(f"{where} is nested too deep") from None
+        raise SpecError(f"{where} is nested too deep{f' to be a {written}' if written else ''}") from None
     except SpecError:
         raise
     except ValueError as error:
-        raise SpecError(f"{where} is not JSON: {one_line(str(error))}") from None
+        raise SpecError(f"{where} is not {'complete ' if written else ''}JSON: {one_line(str(error))}") from None
 
 
 def each_key_once(pairs: Iterable[tuple[Key, object]], where: str) -> dict[Key, object]:
@@ -72,19 +75,7 @@ def each_key_once(pairs: Iterable[tuple[Key, object]], where: str) -> dict[Key, 
 
 def written_json(path: Path, *, what: str) -> object:
     """Return the content of a file that zeroplan writes itself, a ``what``."""
-    return complete_json(read_text(path, what=what), what=what, where=f"{what} {str(path)!r}")
-
-
-def complete_json(text: str | bytes, *, what: str, where: str) -> object:
-    """Return the content of such a file's text, in which each key occurs once; ``where``: the file's name in errors."""
-    try:
-        return json.loads(text, object_pairs_hook=lambda pairs: each_key_once(pairs, where))
-    except RecursionError:
-        raise SpecError(f"{where} is nested too deep to be a {what}") from None
-    except SpecError:
-        raise
-    except ValueError as error:
-        raise SpecError(f"{where} is not complete JSON: {one_line(str(error))}") from None
+    return strict_json(read_text(path, what=what), f"{what} {str(path)!r}", written=what)
 
 
 def shown(value: object) -> str:

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from zeroplan.cli import json_text
+from zeroplan.cli.flags import AsJson
 from zeroplan.cli.job_flags import Asked, takes_a_request
 from zeroplan.cli.plan import Calibrate, shares_measured
 from zeroplan.resolve import Request, SetupRead, resolve, with_setup
@@ -15,14 +16,12 @@ if TYPE_CHECKING:
     from zeroplan.advice import Advice
     from zeroplan.spec.job import JobSpec
 
-_OUTPUT = "Output"
-
 
 def _advise(
     *,
     asked: Asked,
     calibrate: Calibrate = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Single changes of a set-up or a job, ranked by what they free and what they cost, in the file's own words."""
     from zeroplan.advice import advise  # noqa: PLC0415  only this command pays for it

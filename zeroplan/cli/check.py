@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroplan.cli import BAD_INPUT, NO, say
+from zeroplan.cli.flags import flag, switch
 from zeroplan.cli.job_flags import Shared, takes_flags_of_two
 from zeroplan.errors import SpecError, ZeroplanError
 from zeroplan.report.checks import FORMATS, Checked, Format, Outcome, checked, refused, shown, summary
 
 if TYPE_CHECKING:
     from zeroplan.resolve import Request
-
-_OUTPUT = "Output"
 
 
 def _check(
@@ -28,13 +27,8 @@ def _check(
         ),
     ] = None,
     shared: Shared,
-    how: Annotated[
-        str,
-        typer.Option("--format", metavar="NAME", help="text, json, junit or github (annotations).", rich_help_panel=_OUTPUT),
-    ] = "text",
-    careful: Annotated[
-        bool, typer.Option("--careful", help="A job that fits only tightly fails, too.", rich_help_panel=_OUTPUT)
-    ] = False,
+    how: Annotated[str, flag("--format", "NAME", "text, json, junit or github (annotations).", shown=True)] = "text",
+    careful: Annotated[bool, switch("--careful", "A job that fits only tightly fails, too.")] = False,
 ) -> int:
     """Whether the jobs of files fit their GPU: 0 all fit, 1 one does not, 2 one is no job.
 

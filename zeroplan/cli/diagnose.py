@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroplan.cli import json_text
+from zeroplan.cli.flags import AsJson
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.resolve import Resolved
 from zeroplan.snapshots.message import LONGEST_BYTES
@@ -34,7 +35,7 @@ def _diagnose(
     device: Annotated[
         str | None, typer.Option("--device", metavar="N", help="Which GPU of the snapshot. (default: the busiest)")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what held a GPU's memory when it was highest or ran out, and with a job what its estimate had said.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroplan.cli import NO, json_text
-from zeroplan.cli.estimate import AsJson, AsMarkdown, UnitName
+from zeroplan.cli.flags import AsJson, AsMarkdown, UnitName, flag, refuse_two_renderings, switch
 from zeroplan.cli.job_flags import Shared, takes_flags_of_two
 from zeroplan.errors import SpecError
 from zeroplan.units import Unit, parse_fraction, unit_named
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from zeroplan.differences import Difference, Side
     from zeroplan.differences.reading import Opened
 
-_OUTPUT = "Output"
 _BEFORE = ("-v", "--verbose", "--unit", "--json", "--markdown", "--fail-above")
 _TWO = "give two files (zeroplan diff A B), or flags of B after -- (zeroplan diff job.toml -- --stage 2)"
 
@@ -29,18 +28,10 @@ Words = Annotated[
         show_default=False,
     ),
 ]
-Verbose = Annotated[
-    bool,
-    typer.Option("--verbose", "-v", help="Every tensor, moment, collective, setting and note.", rich_help_panel=_OUTPUT),
-]
+Verbose = Annotated[bool, switch("--verbose", "Every tensor, moment, collective, setting and note.", short="-v")]
 FailAbove = Annotated[
     str | None,
-    typer.Option(
-        "--fail-above",
-        metavar="FRACTION",
-        help="Exit with 1 if B's peak is higher than A's by more than that, as 1%.",
-        rich_help_panel=_OUTPUT,
-    ),
+    flag("--fail-above", "FRACTION", "Exit with 1 if B's peak is higher than A's by more than that, as 1%."),
 ]
 
 
@@ -58,8 +49,7 @@ def _diff(
 
     B is a second file, or A with the flags after --: zeroplan diff job.toml -- --stage 2
     """
-    if as_json and as_markdown:
-        raise SpecError("--json and --markdown are two renderings; choose one")
+    refuse_two_renderings(as_json=as_json, as_markdown=as_markdown)
     sizes, limit = unit_named(unit), _limit(fail_above)
     from zeroplan.differences import between  # noqa: PLC0415  start-up is part of every command's time
 
@@ -90,8 +80,7 @@ def _show(found: "Difference", sizes: Unit, limit: float | None, *, verbose: boo
     from zeroplan.cli.dryrun_files import printable  # noqa: PLC0415  only the rendering asked for is loaded
     from zeroplan.cli.terminal import show  # noqa: PLC0415
     from zeroplan.report.difference import difference_markdown, difference_text  # noqa: PLC0415
-    from zeroplan.report.screen import COLUMNS  # noqa: PLC0415
-    from zeroplan.report.words import WIDTH  # noqa: PLC0415
+    from zeroplan.report.words import COLUMNS, WIDTH  # noqa: PLC0415
 
     if as_markdown:
         typer.echo(printable(difference_markdown(found, limit=limit)))

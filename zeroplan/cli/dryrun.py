@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from zeroplan.cli import NO, json_text
-from zeroplan.cli.compare import TOLERANCE, parse_tolerance
 from zeroplan.cli.dryrun_files import printable, saved_at, show_saved
 from zeroplan.cli.dryrun_flags import Flags, takes_flags
 from zeroplan.cli.dryrun_on_card import Asked, Limits, on_card
 from zeroplan.cli.dryrun_task import dry_run_of
+from zeroplan.cli.flags import TOLERANCE, parse_tolerance
 from zeroplan.dryrun.command import read_command
 from zeroplan.units import Unit, unit_named
 

@@ -2,30 +2,18 @@
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Annotated, NamedTuple, get_type_hints
 
 import typer
 
-from zeroplan.cli.compare import TOLERANCE
 from zeroplan.cli.dryrun_files import Wanted
 from zeroplan.cli.dryrun_task import ANY_GPU, Ranks
+from zeroplan.cli.flags import TOLERANCE, AsJson, Force, flag, number, switch
 from zeroplan.errors import SpecError
 
-_RUN, _OUTPUT = "The run", "Output"
+_flag, _switch = partial(flag, panel="The run"), partial(switch, panel="The run")
 CUDA = "cuda"
-
-
-def _flag(name: str, value: str, text: str, *, panel: str = _RUN, short: str = "") -> typer.models.OptionInfo:
-    names = (name, short) if short else (name,)
-    option: typer.models.OptionInfo = typer.Option(*names, metavar=value, help=text, rich_help_panel=panel, show_default=False)
-    return option
-
-
-def _switch(name: str, text: str, *, short: str = "", panel: str = _OUTPUT) -> typer.models.OptionInfo:
-    names = (name, short) if short else (name,)
-    option: typer.models.OptionInfo = typer.Option(*names, help=text, rich_help_panel=panel)
-    return option
 
 
 class Flags(NamedTuple):
@@ -33,7 +21,8 @@ class Flags(NamedTuple):
 
     gpus: Annotated[str | None, _flag("--gpus", "N", "Ranks in all. (default: what the launcher says, else 1)")] = None
     gpu: Annotated[
-        str | None, _flag("--gpu", "NAME", f"The GPU, from the catalogue (`zeroplan gpus`). (default: {ANY_GPU})")
+        str | None,
+        _flag("--gpu", "NAME", f"The GPU, from the catalogue (`zeroplan gpus`). (default: {ANY_GPU})"),
     ] = None
     gpus_per_node: Annotated[
         str | None, _flag("--gpus-per-node", "N", "Ranks on a node. (default: the GPU's usual server)")
@@ -42,11 +31,9 @@ class Flags(NamedTuple):
     steps: Annotated[str | None, _flag("--steps", "N", "Optimizer steps; then the script is stopped. (default: 2)")] = None
     until_end: Annotated[
         bool,
-        _switch(
-            "--until-end", "Do not stop: run to the script's own end or to --timeout, evaluation and saving too.", panel=_RUN
-        ),
+        _switch("--until-end", "Do not stop: run to the script's own end or to --timeout, evaluation and saving too."),
     ] = False
-    eager: Annotated[bool, _switch("--eager", "Leave torch.compile out.", panel=_RUN)] = False
+    eager: Annotated[bool, _switch("--eager", "Leave torch.compile out.")] = False
     imbalance: Annotated[
         str | None,
         _flag("--imbalance", "X", "This rank's experts receive X times the even share of tokens. (default: 1)"),
@@ -63,46 +50,36 @@ class Flags(NamedTuple):
     tolerance: Annotated[
         str | None,
         _flag(
-            "--tolerance",
-            "FRACTION",
-            f"With --backend cuda: how far the two may be apart; 3 beyond it. (default: {TOLERANCE})",
+            "--tolerance", "FRACTION", f"With --backend cuda: how far the two may be apart; 3 beyond it. (default: {TOLERANCE})"
         ),
     ] = None
-    verbose: Annotated[bool, _switch("--verbose", "Every module, line, step, collective and note.", short="-v")] = False
-    quiet: Annotated[bool, _switch("--quiet", "Leave out what the script prints.", short="-q")] = False
-    show: Annotated[str | None, _flag("--show", "FILE", "Show a saved run again, and run nothing.", panel=_OUTPUT)] = None
-    save: Annotated[
-        str | None, _flag("--save", "FILE", "Keep the run with every block of memory; .gz compresses it.", panel=_OUTPUT)
-    ] = None
+    verbose: Annotated[bool, switch("--verbose", "Every module, line, step, collective and note.", short="-v")] = False
+    quiet: Annotated[bool, switch("--quiet", "Leave out what the script prints.", short="-q")] = False
+    show: Annotated[str | None, flag("--show", "FILE", "Show a saved run again, and run nothing.")] = None
+    save: Annotated[str | None, flag("--save", "FILE", "Keep the run with every block of memory; .gz compresses it.")] = None
     profile: Annotated[
         str | None,
-        _flag(
+        flag(
             "--profile",
             "own|all",
             "Save a profile of the model, too, for --from-run of estimate, advise and plan: as the script "
             "executes it, or for other engines and recomputation as well.",
-            panel=_OUTPUT,
         ),
     ] = None
     against: Annotated[
         str | None,
-        _flag(
+        flag(
             "--against",
             "FILE",
             "Say what changed since a saved run, in place of the answer. With --backend cuda: the dry run to compare with.",
-            panel=_OUTPUT,
         ),
     ] = None
-    snapshot: Annotated[
-        str | None, _flag("--snapshot", "FILE", "A memory snapshot, for pytorch.org/memory_viz.", panel=_OUTPUT)
-    ] = None
-    trace: Annotated[
-        str | None, _flag("--trace", "FILE", "Memory by kind, phases and collectives, for ui.perfetto.dev.", panel=_OUTPUT)
-    ] = None
-    force: Annotated[bool, _switch("--force", "Write over files that are there.")] = False
-    unit: Annotated[str | None, _flag("--unit", "gib|gb", "Unit of sizes as text. (default: gib)", panel=_OUTPUT)] = None
-    as_json: Annotated[bool, _switch("--json", "Versioned JSON.")] = False
-    check: Annotated[bool, _switch("--check", "Exit with 1 if the script does not fit its GPU.")] = False
+    snapshot: Annotated[str | None, flag("--snapshot", "FILE", "A memory snapshot, for pytorch.org/memory_viz.")] = None
+    trace: Annotated[str | None, flag("--trace", "FILE", "Memory by kind, phases and collectives, for ui.perfetto.dev.")] = None
+    force: Force = False
+    unit: Annotated[str | None, flag("--unit", "gib|gb", "Unit of sizes as text. (default: gib)")] = None
+    as_json: AsJson = False
+    check: Annotated[bool, switch("--check", "Exit with 1 if the script does not fit its GPU.")] = False
 
     @property
     def ranks(self) -> Ranks:
@@ -122,12 +99,12 @@ class Flags(NamedTuple):
     @property
     def times(self) -> float:
         """By how much the rank's experts receive more than their even share."""
-        return _number(self.imbalance or "1", "--imbalance", "a factor from 1 on; write 1.5")
+        return number(self.imbalance or "1", "--imbalance", 1, 1e6, "a factor from 1 on; write 1.5")
 
     @property
     def seconds(self) -> float:
         """How long the script may run. [s]"""
-        return _number(self.timeout or "600", "--timeout", "a number of seconds from 1 on; write 600")
+        return number(self.timeout or "600", "--timeout", 1, 1e6, "a number of seconds from 1 on; write 600")
 
     def refuse(self) -> None:
         """Refuse, before anything runs, what cannot be written, and flags that would be ignored beside others; SpecError."""
@@ -218,13 +195,3 @@ _WORDS = Annotated[
         metavar="-- COMMAND", help="The script and its arguments, -m module, torchrun …, accelerate launch …, deepspeed …"
     ),
 ]
-
-
-def _number(text: str, flag: str, otherwise: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 1 <= value <= 1e6:
-        raise SpecError(f"{flag} {text!r} is not {otherwise}")
-    return value

@@ -1,11 +1,12 @@
 """``zeroplan estimate``: how much memory does one GPU need for this job, when, and why?"""
 
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
 from zeroplan.cli import NO, json_text
+from zeroplan.cli.flags import AsJson, AsMarkdown, Force, UnitName, flag, refuse_two_renderings, switch
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate, replayed_if_tight
@@ -13,29 +14,12 @@ from zeroplan.remedies import Remedy, remedies
 from zeroplan.resolve import Resolved
 from zeroplan.units import Unit, unit_named
 
-_OUTPUT = "Output"
-
-
-def _switch(*names: str, says: str) -> Any:  # noqa: ANN401  typer's
-    return typer.Option(*names, help=says, rich_help_panel=_OUTPUT)
-
-
-def _file(name: str, says: str) -> Any:  # noqa: ANN401  typer's
-    return typer.Option(name, metavar="FILE", help=says, rich_help_panel=_OUTPUT)
-
-
-Verbose = Annotated[bool, _switch("--verbose", "-v", says="Also every kind, pipeline rank, collective and note.")]
-Explain = Annotated[bool, _switch("--explain", says="Every line with its formula, numbers and source.")]
-UnitName = Annotated[str, _switch("--unit", says="Unit of sizes as text: gib or gb.")]
-AsJson = Annotated[bool, _switch("--json", says="Versioned JSON.")]
-AsMarkdown = Annotated[bool, _switch("--markdown", says="Markdown.")]
-Check = Annotated[bool, _switch("--check", says="Exit with 1 if the job does not fit its GPU.")]
-Replay = Annotated[
-    bool, _switch("--replay", says="Replay the step's requests as CUDA's allocator: what is reserved, as a figure.")
-]
-TraceFile = Annotated[str | None, _file("--trace", "Write the step for Perfetto (ui.perfetto.dev).")]
-SnapshotFile = Annotated[str | None, _file("--snapshot", "Write the step for torch's memory_viz, as a pickle.")]
-Force = Annotated[bool, _switch("--force", says="Overwrite files that are there.")]
+Verbose = Annotated[bool, switch("--verbose", "Also every kind, pipeline rank, collective and note.", short="-v")]
+Explain = Annotated[bool, switch("--explain", "Every line with its formula, numbers and source.")]
+Check = Annotated[bool, switch("--check", "Exit with 1 if the job does not fit its GPU.")]
+Replay = Annotated[bool, switch("--replay", "Replay the step's requests as CUDA's allocator: what is reserved, as a figure.")]
+TraceFile = Annotated[str | None, flag("--trace", "FILE", "Write the step for Perfetto (ui.perfetto.dev).")]
+SnapshotFile = Annotated[str | None, flag("--snapshot", "FILE", "Write the step for torch's memory_viz, as a pickle.")]
 
 
 @takes_a_job
@@ -56,7 +40,7 @@ def estimate_command(
     """Per-GPU memory of a training job: states, activations, buffers, the peak and its moment, and what is sent."""
     files = _Files(trace, snapshot, force)
     how = _How(verbose, explain, unit_named(unit), as_json, as_markdown)
-    how.refuse()
+    refuse_two_renderings(as_json=as_json, as_markdown=as_markdown)
     files.refuse()
     if check and resolved.job.cluster.gpu is None:
         raise SpecError("--check asks whether the job fits, but no GPU is named; add --gpu NAME (`zeroplan gpus` lists them)")
@@ -109,11 +93,6 @@ class _How(NamedTuple):
     as_json: bool
     as_markdown: bool
 
-    def refuse(self) -> None:
-        """Refuse two renderings; SpecError."""
-        if self.as_json and self.as_markdown:
-            raise SpecError("--json and --markdown are two renderings; choose one")
-
     def show(self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...]) -> None:
         """Print the answer."""
         if self.as_json:
@@ -127,9 +106,8 @@ class _How(NamedTuple):
 
     def _show_text(self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...]) -> None:
         from zeroplan.cli.terminal import show  # noqa: PLC0415  only the rendering asked for is loaded
-        from zeroplan.report.screen import COLUMNS  # noqa: PLC0415
         from zeroplan.report.text import estimate_text  # noqa: PLC0415
-        from zeroplan.report.words import WIDTH  # noqa: PLC0415
+        from zeroplan.report.words import COLUMNS, WIDTH  # noqa: PLC0415
 
         text = estimate_text(answer, notes, changes, verbose=self.verbose, explain=self.explain, unit=self.unit)
         show(text, WIDTH if self.verbose or self.explain else COLUMNS)

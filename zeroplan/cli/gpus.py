@@ -8,7 +8,7 @@ import typer
 
 from zeroplan.catalog.gpu import gpu, gpus
 from zeroplan.cli import json_text
-from zeroplan.cli.catalog_flags import Catalog, folder
+from zeroplan.cli.flags import Catalog, folder
 from zeroplan.errors import SpecError
 from zeroplan.report.catalog import gpu_table, gpu_text
 from zeroplan.resolve import own_folder

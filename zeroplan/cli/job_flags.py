@@ -15,7 +15,7 @@ import typer
 from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.model import model as find_model
 from zeroplan.cli import say
-from zeroplan.cli.catalog_flags import Catalog, folder
+from zeroplan.cli.flags import Catalog, folder
 from zeroplan.cli.quick import ALL_FLAGS
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve import OPTIONS, Request, Resolved, own_folder, resolve, with_fetched

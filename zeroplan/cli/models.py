@@ -1,14 +1,13 @@
 """``zeroplan models``: which models are known, and the shape, source and parameter count of one."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from zeroplan.catalog.model import ModelEntry, model_entry, models
 from zeroplan.cli import json_text
-from zeroplan.cli.catalog_flags import Catalog, folder
+from zeroplan.cli.flags import Catalog, folder
 from zeroplan.errors import SpecError
 from zeroplan.report.catalog import model_table, model_text
 from zeroplan.resolve import own_folder
@@ -46,7 +45,7 @@ def list_models(
     most = 10**18 if max_params is None else parse_count(max_params, what="--max-params")
     chosen = [
         one
-        for one in _by_size(own_folder(folder(catalog), "models"))
+        for one in sorted(models(extra=own_folder(folder(catalog), "models")), key=lambda one: parameter_count(one.spec))
         if (family is None or one.spec.family == family)
         and (moe is None or (one.spec.moe is not None) == moe)
         and least <= parameter_count(one.spec) <= most
@@ -65,10 +64,6 @@ def show_model(
     """Show one model: shape, parameters tensor by tensor, published count and source."""
     found = model_entry(name, extra=own_folder(folder(catalog), "models"))
     typer.echo(json_text(_payload(found)) if as_json else model_text(found))
-
-
-def _by_size(own: Path | None) -> list[ModelEntry]:
-    return sorted(models(extra=own), key=lambda one: parameter_count(one.spec))
 
 
 def _payload(entry: ModelEntry) -> dict[str, object]:

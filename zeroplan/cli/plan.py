@@ -1,12 +1,14 @@
 """``zeroplan plan``: what should be run on these GPUs, how quick is it, and the file that runs it?"""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zeroplan.cli import NO, json_text
+from zeroplan.cli.flags import AsJson, AsMarkdown, Force, flag, refuse_two_renderings, switch
 from zeroplan.cli.job_flags import Asked, takes_a_request
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request
@@ -23,65 +25,57 @@ if TYPE_CHECKING:
     from zeroplan.spec.hardware import SharesSpec
     from zeroplan.spec.job import JobSpec
 
-_PLAN, _OUTPUT = "Plan", "Output"
+_flag, _switch = partial(flag, panel="Plan"), partial(switch, panel="Plan")
 _HELD = (
     "accelerate hands on logits in fp32, and a loop holds them while it goes backward: they are counted; --keep-logits no, where "
     "yours lets go of them"
 )
 
 
-def _text(help_text: str, metavar: str, panel: str = _PLAN) -> typer.models.OptionInfo:
-    return cast(
-        "typer.models.OptionInfo", typer.Option(help=help_text, metavar=metavar, rich_help_panel=panel, show_default=False)
-    )
-
-
-def _asks(flag: str, help_text: str) -> typer.models.OptionInfo:
-    return cast("typer.models.OptionInfo", typer.Option(flag, help=help_text, rich_help_panel=_PLAN))
-
-
-GlobalBatch = Annotated[str | None, _text("Sequences of all GPUs per step; micro-batch and accumulation follow.", "N")]
-ObjectiveName = Annotated[str | None, _text("throughput, headroom, or cost, on --gpus or fewer. (default: throughput)", "NAME")]
-MinGpus = Annotated[bool, _asks("--min-gpus", "Find the fewest GPUs that fit.")]
-MaxSeq = Annotated[bool, _asks("--max-seq", "Find the longest sequence that fits.")]
-MaxBatch = Annotated[bool, _asks("--max-batch", "Find the largest micro-batch that fits.")]
-MaxParams = Annotated[bool, _asks("--max-params", "Find the largest model that fits, of a shape as --params takes it.")]
-SearchOptimizer = Annotated[
-    bool, _asks("--search-optimizer", "Try Adam's states in 8 bits, and weights and states in bf16, too: they train otherwise.")
+GlobalBatch = Annotated[str | None, _flag("", "N", "Sequences of all GPUs per step; micro-batch and accumulation follow.")]
+ObjectiveName = Annotated[
+    str | None, _flag("", "NAME", "throughput, headroom, or cost, on --gpus or fewer. (default: throughput)")
 ]
-Mfu = Annotated[str | None, _text("Share of the dense peak at which a GPU computes, instead of the fitted ones.", "SHARE")]
+MinGpus = Annotated[bool, _switch("--min-gpus", "Find the fewest GPUs that fit.")]
+MaxSeq = Annotated[bool, _switch("--max-seq", "Find the longest sequence that fits.")]
+MaxBatch = Annotated[bool, _switch("--max-batch", "Find the largest micro-batch that fits.")]
+MaxParams = Annotated[bool, _switch("--max-params", "Find the largest model that fits, of a shape as --params takes it.")]
+SearchOptimizer = Annotated[
+    bool,
+    _switch("--search-optimizer", "Try Adam's states in 8 bits, and weights and states in bf16, too: they train otherwise."),
+]
+Mfu = Annotated[str | None, _flag("", "SHARE", "Share of the dense peak at which a GPU computes, instead of the fitted ones.")]
 Margin = Annotated[
-    str | None, _text("Share of the GPU's memory that stays free, beside the allocator's cache. (default: 5%)", "SHARE")
+    str | None, _flag("", "SHARE", "Share of the GPU's memory that stays free, beside the allocator's cache. (default: 5%)")
 ]
 Calibrate = Annotated[
     list[str] | None,
-    _text("A record of a step on this GPU (`zeroplan verify --backend cuda`), whose rates stand for the fitted; repeatable: of "
-          "several the median.", "FILE"),
-]  # fmt: skip
-
-
-Measured = Annotated[
-    str | None,
-    _text(
-        "What a run reached on these GPUs, as tokens-per-second=10682 (per GPU), or its log (torchtitan, Megatron-LM, Trainer): "
-        "its rates stand for the fitted.",
-        "RATE|FILE",
+    _flag(
+        "",
+        "FILE",
+        "A record of a step on this GPU (`zeroplan verify --backend cuda`), whose rates stand for the fitted; repeatable: of "
+        "several the median.",
     ),
 ]
-MeasuredJob = Annotated[str | None, _text("The job file of the run that --measured is of (`zeroplan estimate JOB`).", "FILE")]
-Tokens = Annotated[str | None, _text("A token budget, as 15T: how many days it takes.", "COUNT")]
-PricePerGpuHour = Annotated[str | None, _text("What a GPU costs per hour: what the budget costs.", "AMOUNT")]
+Measured = Annotated[
+    str | None,
+    _flag(
+        "",
+        "RATE|FILE",
+        "What a run reached on these GPUs, as tokens-per-second=10682 (per GPU), or its log (torchtitan, Megatron-LM, Trainer): "
+        "its rates stand for the fitted.",
+    ),
+]
+MeasuredJob = Annotated[
+    str | None, _flag("", "FILE", "The job file of the run that --measured is of (`zeroplan estimate JOB`).")
+]
+Tokens = Annotated[str | None, _flag("", "COUNT", "A token budget, as 15T: how many days it takes.")]
+PricePerGpuHour = Annotated[str | None, _flag("", "AMOUNT", "What a GPU costs per hour: what the budget costs.")]
 Emit = Annotated[
-    str | None, _text("Write what runs the layout: deepspeed, accelerate, fsdp2, torchtitan or megatron.", "TARGET", _OUTPUT)
+    str | None, flag("", "TARGET", "Write what runs the layout: deepspeed, accelerate, fsdp2, torchtitan or megatron.")
 ]
-Out = Annotated[str | None, _text("The folder to write into. (default: the current one)", "FOLDER", _OUTPUT)]
-Force = Annotated[bool, typer.Option("--force", help="Write over files that are there.", rich_help_panel=_OUTPUT)]
-Verbose = Annotated[
-    bool,
-    typer.Option("--verbose", "-v", help="Memory by kind, time by part, rejected layouts.", rich_help_panel=_OUTPUT),
-]
-Json = Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)]
-Markdown = Annotated[bool, typer.Option("--markdown", help="Markdown.", rich_help_panel=_OUTPUT)]
+Out = Annotated[str | None, flag("", "FOLDER", "The folder to write into. (default: the current one)")]
+Verbose = Annotated[bool, switch("--verbose", "Memory by kind, time by part, rejected layouts.", short="-v")]
 
 
 @takes_a_request
@@ -90,15 +84,14 @@ def plan_command(
     max_seq: MaxSeq = False, max_batch: MaxBatch = False, max_params: MaxParams = False, search_optimizer: SearchOptimizer = False,
     mfu: Mfu = None, margin: Margin = None, calibrate: Calibrate = None, measured: Measured = None,
     measured_job: MeasuredJob = None, tokens: Tokens = None, price_per_gpu_hour: PricePerGpuHour = None,
-    emit: Emit = None, out: Out = None, force: Force = False, verbose: Verbose = False, as_json: Json = False,
-    as_markdown: Markdown = False,
+    emit: Emit = None, out: Out = None, force: Force = False, verbose: Verbose = False, as_json: AsJson = False,
+    as_markdown: AsMarkdown = False,
 ) -> int:  # fmt: skip
     """The best layout that fits, its step time, why it is the best, and the configuration that runs it."""
     from zeroplan.report.plan import Beside  # noqa: PLC0415  no other command pays for the planner and NumPy
     from zeroplan.report.step import learnt_words  # noqa: PLC0415
 
-    if as_json and as_markdown:
-        raise SpecError("--json and --markdown are two renderings; choose one")
+    refuse_two_renderings(as_json=as_json, as_markdown=as_markdown)
     target = _target(emit, out, force=force)
     question = question_of(
         global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch, max_params=max_params
@@ -257,11 +250,11 @@ def _objective(text: str | None) -> "Objective":
     raise SpecError(f"--objective {text!r} is none of {', '.join(OBJECTIVES)}")
 
 
-def share_of(text: str, flag: str) -> float:
+def share_of(text: str, name: str) -> float:
     """Return a share that was typed; SpecError names its flag."""
     share = parse_fraction(text)
     if share is None:
-        raise SpecError(f"{flag} {text!r} is not a share; write 0.45 or 45%")
+        raise SpecError(f"{name} {text!r} is not a share; write 0.45 or 45%")
     return share
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from zeroplan.cli import NO, say_notes
-from zeroplan.cli.compare import TOLERANCE, parse_tolerance
+from zeroplan.cli.compare import Records
+from zeroplan.cli.flags import TOLERANCE, Force, flag, parse_tolerance, switch
 from zeroplan.cli.job_flags import Asked, takes_a_job, takes_a_request
 from zeroplan.cli.plan import GlobalBatch, MaxBatch, MaxParams, MaxSeq, Mfu, MinGpus, ObjectiveName, question_of
 from zeroplan.cli.quick import QuickCommand
@@ -26,19 +27,11 @@ if TYPE_CHECKING:
     from zeroplan.spec.job import JobSpec
 
 kinds_app = typer.Typer()
-_OUTPUT = "Output"
 _ENDINGS = (".png", ".svg", ".pdf")
 
-_Out = Annotated[
-    str | None,
-    typer.Option("-o", "--out", metavar="FILE", help="Where to: a .png, .svg or .pdf. (default: the screen)",
-                 rich_help_panel=_OUTPUT, show_default=False),
-]  # fmt: skip
-_Theme = Annotated[
-    str, typer.Option("--theme", metavar="light|dark", help="Dark on light, or light on dark.", rich_help_panel=_OUTPUT)
-]
-_Text = Annotated[bool, typer.Option("--text", help="Bars of text, in the terminal.", rich_help_panel=_OUTPUT)]
-_Force = Annotated[bool, typer.Option("--force", help="Write over a file that is there.", rich_help_panel=_OUTPUT)]
+_Out = Annotated[str | None, flag("-o", "FILE", "Where to: a .png, .svg or .pdf. (default: the screen)", short="--out")]
+_Theme = Annotated[str, flag("--theme", "light|dark", "Dark on light, or light on dark.", shown=True)]
+_Text = Annotated[bool, switch("--text", "Bars of text, in the terminal.")]
 
 
 class _Where(NamedTuple):
@@ -66,13 +59,10 @@ def _where(out: str | None, theme: str, *, text: bool, force: bool) -> _Where:
         refuse_target(Path(out), "-o", force=force)
     if not text and (lacking := not_installed("matplotlib", by="drawing")):
         raise MeasurementError(f"{lacking}, or use --text")
-    if not text and out is None and not _has_display():
+    has_display = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if not text and out is None and not has_display:
         raise SpecError("there is no display to draw on; write a file with -o FILE.png, or use --text")
     return _Where(None if out is None else Path(out), theme, text, force)
-
-
-def _has_display() -> bool:
-    return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 def _drawn(kind: str, series: object, where: _Where) -> None:
@@ -111,7 +101,7 @@ def _job_picture(kind: str) -> Callable[..., int | None]:
     """A command that draws a job and takes nothing else."""
 
     def command(
-        *, resolved: Resolved, out: _Out = None, theme: _Theme = "light", text: _Text = False, force: _Force = False
+        *, resolved: Resolved, out: _Out = None, theme: _Theme = "light", text: _Text = False, force: Force = False
     ) -> None:
         where = _where(out, theme, text=text, force=force)
         series: Callable[[Any], object] = getattr(import_module(f"zeroplan.report.series.{kind}"), kind)
@@ -136,7 +126,7 @@ for _kind in _HELP:
 def _pareto(
     *, asked: Asked, global_batch: GlobalBatch = None, objective: ObjectiveName = None, min_gpus: MinGpus = False,
     max_seq: MaxSeq = False, max_batch: MaxBatch = False, max_params: MaxParams = False, mfu: Mfu = None, out: _Out = None,
-    theme: _Theme = "light", text: _Text = False, force: _Force = False,
+    theme: _Theme = "light", text: _Text = False, force: Force = False,
 ) -> int:  # fmt: skip
     """Every layout that `zeroplan plan` computes, by memory and speed: the front, and the best one. Exit code 1: nothing fits."""
     from zeroplan.planner.asking import ask  # noqa: PLC0415  only this kind pays for the planner
@@ -178,7 +168,7 @@ def _timeline(
     out: _Out = None,
     theme: _Theme = "light",
     text: _Text = False,
-    force: _Force = False,
+    force: Force = False,
 ) -> None:
     """Memory over one step, band by band, with collectives and the peak marked; with a record, what the engine took."""
     from zeroplan.records import read_record  # noqa: PLC0415  only this kind needs them
@@ -235,19 +225,13 @@ kinds_app.command("timeline", cls=QuickCommand)(takes_a_job(_timeline, or_none=T
 
 @kinds_app.command("validation", cls=QuickCommand)
 def _validation(
-    records: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RECORD...",
-            help="Records or results of a matrix that `zeroplan verify --record-dir` wrote, or folders of them.",
-        ),
-    ],
+    records: Records,
     *,
     tolerance: Annotated[str, typer.Option("--tolerance", metavar="FRACTION", help="The limit that is drawn.")] = TOLERANCE,
     out: _Out = None,
     theme: _Theme = "light",
     text: _Text = False,
-    force: _Force = False,
+    force: Force = False,
 ) -> None:
     """Predicted peaks against measured ones, and how large the errors are, over the records of `zeroplan verify`."""
     from zeroplan.cli.comparing import given, judged  # noqa: PLC0415  only this kind needs them

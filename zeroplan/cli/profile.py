@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from zeroplan.cli import say
+from zeroplan.cli.flags import Force, flag
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.installation import not_installed
 from zeroplan.spec.base import Spec
@@ -28,34 +29,28 @@ _ATTENTION = ("sdpa", "eager")
 _NO_VALUES = "leave out what reads them (.item(), .tolist(), a branch on a value), or profile a variant without it"
 
 
-def _flag(name: str, value: str, text: str, *, shown: bool = False) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(name, metavar=value, help=text, show_default=shown)
-    return option
-
-
 _Workload = Annotated[
     str | None,
-    _flag("--workload", "PACKAGE.MODULE:FUNCTION", "Your own module, example batch and loss, as `zeroplan verify` takes it."),
+    flag("--workload", "PACKAGE.MODULE:FUNCTION", "Your own module, example batch and loss, as `zeroplan verify` takes it."),
 ]
-_Config = Annotated[str | None, _flag("--config", "PATH", "A config.json of transformers, or a folder that holds one.")]
+_Config = Annotated[str | None, flag("--config", "PATH", "A config.json of transformers, or a folder that holds one.")]
 _Attention = Annotated[
-    str, _flag("--attention", "|".join(_ATTENTION), "How the class of a config.json computes it.", shown=True)
+    str, flag("--attention", "|".join(_ATTENTION), "How the class of a config.json computes it.", shown=True)
 ]
-_Engine = Annotated[str | None, _flag("--engine", "|".join(_ENGINES), "For this engine only. (default: for all)")]
-_Precision = Annotated[str | None, _flag("--precision", "|".join(_PRECISIONS), "In this precision only. (default: in all)")]
+_Engine = Annotated[str | None, flag("--engine", "|".join(_ENGINES), "For this engine only. (default: for all)")]
+_Precision = Annotated[str | None, flag("--precision", "|".join(_PRECISIONS), "In this precision only. (default: in all)")]
 _Recompute = Annotated[
-    str | None, _flag("--recompute", "|".join(_RECOMPUTE), "With this recomputation only. (default: with each)")
+    str | None, flag("--recompute", "|".join(_RECOMPUTE), "With this recomputation only. (default: with each)")
 ]
 _SeqLen = Annotated[
     str | None,
-    _flag("--seq-len", "TOKENS", "For sequences this long and longer only, where a module computes short ones otherwise."),
+    flag("--seq-len", "TOKENS", "For sequences this long and longer only, where a module computes short ones otherwise."),
 ]
 _FallbackSeqLen = Annotated[
     str | None,
-    _flag("--fallback-seq-len", "TOKENS", "As --seq-len, but only where one profile for all lengths is not possible."),
+    flag("--fallback-seq-len", "TOKENS", "As --seq-len, but only where one profile for all lengths is not possible."),
 ]
-_Out = Annotated[str, _flag("--out", "FILE", "Where to write the profile.", shown=True)]
-_Force = Annotated[bool, typer.Option("--force", help="Write over a file that is there.")]
+_Out = Annotated[str, flag("--out", "FILE", "Where to write the profile.", shown=True)]
 
 
 def profile_command(
@@ -69,7 +64,7 @@ def profile_command(
     seq_len: _SeqLen = None,
     fallback_seq_len: _FallbackSeqLen = None,
     out: _Out = "profile.json",
-    force: _Force = False,
+    force: Force = False,
 ) -> None:
     """Trace a module's blocks on fake tensors and write what they keep and use, for any batch, as a file for --profile."""
     if (workload is None) == (config is None):

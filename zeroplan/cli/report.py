@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from zeroplan.cli.flags import Force, flag
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Resolved
@@ -17,10 +18,8 @@ from zeroplan.whole import refuse_target, unwritten, write_whole
 def report_command(
     *,
     resolved: Resolved,
-    out: Annotated[
-        str, typer.Option("--out", "-o", metavar="FILE", help="Where to write it.", show_default=True)
-    ] = "report.html",
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    out: Annotated[str, flag("--out", "FILE", "Where to write it.", short="-o", shown=True)] = "report.html",
+    force: Force = False,
 ) -> None:
     """Write the answer as one HTML file, with charts, ledger and command line, that loads nothing from anywhere."""
     from zeroplan.explore.report import report_html  # noqa: PLC0415  start-up is part of every command's time

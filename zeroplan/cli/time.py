@@ -7,15 +7,14 @@ from typing import Annotated
 import typer
 
 from zeroplan.cli import json_text
+from zeroplan.cli.flags import AsJson, switch
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.cli.plan import Calibrate, Measured, Mfu, measured_rate, share_of
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate
 from zeroplan.resolve import Resolved
 
-_OUTPUT = "Output"
-Explain = Annotated[bool, typer.Option("--explain", help="How each part is computed, and its source.", rich_help_panel=_OUTPUT)]
-AsJson = Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)]
+Explain = Annotated[bool, switch("--explain", "How each part is computed, and its source.")]
 
 
 @takes_a_job

@@ -1,12 +1,13 @@
 """``zeroplan verify``: is the estimate true? Runs the real engine and holds what it took against what was predicted."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
 from zeroplan.cli import DISAGREES, say, say_notes
-from zeroplan.cli.compare import TOLERANCE, parse_tolerance
+from zeroplan.cli.flags import TOLERANCE, AsJson, Tolerance, flag, number, parse_tolerance, refuse_given, switch
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.installation import not_installed
@@ -15,13 +16,12 @@ from zeroplan.units import format_gb, parse_count
 from zeroplan.whole import refuse_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from zeroplan.measurement import Measurement
     from zeroplan.spec.job import JobSpec
     from zeroplan.verify.task import Task
 
-_RUN, _OUTPUT = "Run", "Output"
+_SLURM = "Slurm"
+_flag, _switch = partial(flag, panel="Run"), partial(switch, panel="Run")
 BACKENDS = ("simulate", "cpu", "cuda")
 _TRANSPORT: dict[str, Literal["gloo", "nccl"]] = {"cpu": "gloo", "cuda": "nccl"}
 _SETTLED = 3
@@ -29,16 +29,9 @@ _SETTLED = 3
 first follows the trace of the first."""
 
 
-def _flag(
-    name: str, value: str | None, text: str, *, panel: str = _RUN, shown: bool = False, short: str = ""
-) -> typer.models.OptionInfo:
-    names = (name, short) if short else (name,)
-    option: typer.models.OptionInfo = typer.Option(*names, metavar=value, help=text, rich_help_panel=panel, show_default=shown)
-    return option
-
-
 _Backend = Annotated[
-    str, _flag("--backend", "simulate|cpu|cuda", "Fake tensors, real ones on the CPU, or real GPUs.", shown=True)
+    str,
+    _flag("--backend", "simulate|cpu|cuda", "Fake tensors, real ones on the CPU, or real GPUs.", shown=True),
 ]
 _Nproc = Annotated[
     str | None,
@@ -47,40 +40,38 @@ _Nproc = Annotated[
 _Rank = Annotated[
     str,
     _flag(
-        "--as-rank", "R", "Which rank to be, where one process stands for all; --rank for short.", shown=True, short="--rank"
+        "--as-rank", "R", "Which rank to be, where one process stands for all; --rank for short.", short="--rank", shown=True
     ),
 ]
 _Of = Annotated[str | None, _flag("--of", "N", "Of how many: the same as --gpus.")]
-_Steps = Annotated[str | None, _flag("--steps", "N", "Optimizer steps; the last counts. (default: 3; FSDP2 simulated: 2)")]
-_AllLayers = Annotated[bool, _flag("--all-layers", None, "simulate: run every layer instead of extending a few.")]
+_Steps = Annotated[
+    str | None,
+    _flag("--steps", "N", "Optimizer steps; the last counts. (default: 3; FSDP2 simulated: 2)"),
+]
+_AllLayers = Annotated[bool, _switch("--all-layers", "simulate: run every layer instead of extending a few.")]
 _Workload = Annotated[
     str | None,
     _flag("--workload", "PACKAGE.MODULE:FUNCTION", "Your own module, example batch and loss, instead of the job's model."),
 ]
 _Timeout = Annotated[str, _flag("--timeout", "SECONDS", "How long a collective or a rank may be silent.", shown=True)]
 _Matrix = Annotated[
-    str | None, _flag("--matrix", "FILE", "Many cases instead of a job: a TOML file, or one of the package's by name.")
+    str | None,
+    _flag("--matrix", "FILE", "Many cases instead of a job: a TOML file, or one of the package's by name."),
 ]
-_SLURM = "Slurm"
-_Slurm = Annotated[bool, _flag("--slurm", None, "Run the ranks, all of them real, as a job of Slurm's.", panel=_SLURM)]
-_Partition = Annotated[str | None, _flag("--partition", "NAME", "Slurm's partition.", panel=_SLURM)]
-_Account = Annotated[str | None, _flag("--account", "NAME", "Slurm's account.", panel=_SLURM)]
-_TimeLimit = Annotated[str | None, _flag("--time-limit", "MINUTES", "How long the job may take. (default: 30)", panel=_SLURM)]
+_Slurm = Annotated[bool, switch("--slurm", "Run the ranks, all of them real, as a job of Slurm's.", panel=_SLURM)]
+_Partition = Annotated[str | None, flag("--partition", "NAME", "Slurm's partition.", panel=_SLURM)]
+_Account = Annotated[str | None, flag("--account", "NAME", "Slurm's account.", panel=_SLURM)]
+_TimeLimit = Annotated[str | None, flag("--time-limit", "MINUTES", "How long the job may take. (default: 30)", panel=_SLURM)]
 _SlurmOption = Annotated[
     list[str] | None,
-    _flag("--slurm-option", "NAME=VALUE", "Another option of sbatch's, as qos=debug; repeatable.", panel=_SLURM),
+    flag("--slurm-option", "NAME=VALUE", "Another option of sbatch's, as qos=debug; repeatable.", panel=_SLURM),
 ]
-_Resume = Annotated[str | None, _flag("--resume", "DIR", "Take up a job of --slurm again, by its --record-dir.", panel=_SLURM)]
-_Tolerance = Annotated[
-    str,
-    _flag("--tolerance", "FRACTION", "How far peak, held bytes and collectives may be apart.", panel=_OUTPUT, shown=True),
-]
-_Out = Annotated[str | None, _flag("--record-dir", "DIR", "Write the records here; --out too.", panel=_OUTPUT, short="--out")]
+_Resume = Annotated[str | None, flag("--resume", "DIR", "Take up a job of --slurm again, by its --record-dir.", panel=_SLURM)]
+_Out = Annotated[str | None, flag("--record-dir", "DIR", "Write the records here; --out too.", short="--out")]
 _Snapshot = Annotated[
     str | None,
-    _flag("--snapshot", "DIR", "cuda: write what the allocator remembers here, for `zeroplan diagnose`.", panel=_OUTPUT),
+    flag("--snapshot", "DIR", "cuda: write what the allocator remembers here, for `zeroplan diagnose`."),
 ]
-_Json = Annotated[bool, _flag("--json", None, "Versioned JSON.", panel=_OUTPUT)]
 
 
 def _verify(
@@ -101,23 +92,23 @@ def _verify(
     time_limit: _TimeLimit = None,
     slurm_option: _SlurmOption = None,
     resume: _Resume = None,
-    tolerance: _Tolerance = TOLERANCE,
+    tolerance: Tolerance = TOLERANCE,
     out: _Out = None,
     snapshot: _Snapshot = None,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> int:
     """Run the job's real engine, on real GPUs or without, and hold what it took against the estimate; 3 beyond the tolerance."""
     flags = _Flags(backend, nproc, rank, of, steps, all_layers, workload, timeout, slurm, snapshot)
     of_slurm = OfSlurm(partition, account, time_limit, tuple(slurm_option or ()))
     into = _Into(None if out is None else Path(out), parse_tolerance(tolerance), as_json)
     if not slurm:
-        _refuse_without("slurm", of_slurm.given())
+        refuse_given(of_slurm.given(), "goes with --slurm; leave it out, or say --slurm")
     said = {"a job": resolved, **flags.given()}
     if matrix is not None:
-        _refuse_beside("matrix", said)
+        refuse_given(said, "does not go with --matrix, whose cases say it themselves; leave it out")
         return _many(matrix, flags, into)
     if resume is not None:
-        _refuse_beside("resume", said)
+        refuse_given(said, "does not go with --resume, whose cases say it themselves; leave it out")
         return _resumed(Path(resume), into)
     return _one(resolved or resolve(Request()), flags, of_slurm, into)  # which says what is missing
 
@@ -206,18 +197,6 @@ def answer(kept: "list[Measurement]", *, tolerance: float, as_json: bool) -> int
     held = tuple(Held.of(measured) for measured in sorted(kept, key=lambda measured: measured.rank))
     typer.echo(printed(held, tolerance=tolerance, as_json=as_json))
     return 0 if all(one.comparison.agrees(tolerance) for one in judged(held)) else DISAGREES
-
-
-def _refuse_beside(flag: str, others: "Mapping[str, object]") -> None:
-    given = next((name for name, value in others.items() if value is not None), None)
-    if given is not None:
-        raise SpecError(f"{given} does not go with --{flag}, whose cases say it themselves; leave it out")
-
-
-def _refuse_without(flag: str, others: "Mapping[str, object]") -> None:
-    given = next((name for name, value in others.items() if value is not None), None)
-    if given is not None:
-        raise SpecError(f"{given} goes with --{flag}; leave it out, or say --{flag}")
 
 
 verify_command = takes_a_job(_verify, or_none=True, gpus_as="of", traces=False)
@@ -346,10 +325,4 @@ def _number(text: str, what: str, low: int, high: int) -> int:
 
 
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.1 <= value <= 1e6:
-        raise SpecError(f"--timeout {text!r} is not a number of seconds; write 300")
-    return value
+    return number(text, "--timeout", 0.1, 1e6, "a number of seconds; write 300")

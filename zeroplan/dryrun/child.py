@@ -104,12 +104,10 @@ class _Run:
         from zeroplan.dryrun import checkpoints, launchers, process_group, routing, saving, torch_patches  # noqa: PLC0415
         from zeroplan.dryrun.libraries import (  # noqa: PLC0415
             bitsandbytes,
-            ddp,
             deepspeed,
-            fsdp1,
-            fsdp2,
             megatron,
             pipelining,
+            torch_engines,
             transformers,
             triton,
         )
@@ -124,8 +122,8 @@ class _Run:
         AfterImport(
             checkpoints.PATCHES | bitsandbytes.PATCHES | megatron.patches(self.loop)
             | pipelining.patches(self._mail, self.loop)
-            | transformers.PATCHES | triton.PATCHES | ddp.patches(self.tracker) | fsdp1.patches(self.tracker)
-            | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop),
+            | transformers.PATCHES | triton.PATCHES | torch_engines.patches(self.tracker)
+            | deepspeed.patches(self.tracker, self.loop),
             saving.watch(self.loop, Path(task.answer).with_name("aside")),
         ).install()  # fmt: skip
         self.loop.watch()

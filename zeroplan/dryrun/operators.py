@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from zeroplan.verify.fake_cuda import streams
 from zeroplan.verify.nested import device_of, tensors_in
 from zeroplan.verify.watching.collectives import COLLECTIVES
-from zeroplan.verify.watching.inside import INSIDE
+from zeroplan.verify.watching.libraries import INSIDE
 
 _MOVES_NOTHING = {
     "detach", "alias", "lift_fresh", "_local_scalar_dense", "is_pinned", "equal", "empty_like", "new_empty", "new_empty_strided",

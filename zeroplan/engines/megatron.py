@@ -36,6 +36,8 @@ from zeroplan.transformer.megatron import (
     encoder_length,
     is_gated,
     layers_of,
+    own_part,
+    own_part_formula,
 )
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import layout
@@ -543,9 +545,8 @@ def _deferred(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     count, counted = (minimum(limit, before), f"min({limit}, B-1)") if limit else (before, "(B-1)")
     logits = _logits(e, model, recipe, mesh, batch, "gradients of logits of micro-batches before", DEFERRED)
     yield logits._replace(n_bytes=count * logits.n_bytes, formula=f"{counted}·{logits.formula}")
-    split = mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp
-    each = ceil_div(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, split)
-    formula = f"ceil(e·T·h/({'C·p' if recipe.sequence_parallel else 'C'}))"
+    each = own_part(e * batch.micro_batch_size * batch.seq_len * model.hidden_size, recipe, mesh)
+    formula = own_part_formula("e·T·h", recipe)
     yield Line(Kind.ACTIVATIONS, count * each, "inputs of the head of micro-batches before", f"{counted}·{formula}", DEFERRED)
     earlier = maximum(0, before - 1)  # the schedule itself still refers to those of the last one
     more, counted = (minimum(limit, earlier), f"min({limit}, max(0, B-2))") if limit else (earlier, "max(0, B-2)")
@@ -701,9 +702,10 @@ def _embedded(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
             n_bytes = rank.embeds * read * model.hidden_size
             yield Line(Kind.ACTIVATIONS, n_bytes, "mask of the dropout before the encoder", "H·T_e·h", T5)
     if drops_hidden(model, recipe):
-        split = mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp
-        formula = f"H·ceil(T·h/({'C·p' if recipe.sequence_parallel else 'C'}))"
-        masks = rank.embeds * ceil_div(tokens * model.hidden_size, split)
+        masks, formula = (
+            rank.embeds * own_part(tokens * model.hidden_size, recipe, mesh),
+            f"H·{own_part_formula('T·h', recipe)}",
+        )
         yield Line(Kind.ACTIVATIONS, masks, "mask of the embedding's dropout", formula, REPORT)
     if model.family == "bloom":
         inputs = rank.embeds * ceil_div((element_of(recipe) * model.hidden_size + 8) * tokens, mesh.cp)
@@ -761,14 +763,9 @@ def _of_each_token(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
     width = whole if rank.at else whole - _of_embedding(model, recipe)
     yield Line(Kind.ACTIVATIONS, width * tokens, "labels and the rest of the batch", f"{width}·ceil(T/C)", MASK)
     yield Line(Kind.LOGITS, _TARGETS * tokens, "what the loss has per token", f"{_TARGETS}·ceil(T/C)", TARGETS)
-    own, wide = _tokens_of_rank(recipe, mesh, batch), 8 if model.family in UNGATED else 4
-    formula = f"{wide}·ceil(T/({'C·p' if recipe.sequence_parallel else 'C'}))"
+    wide, own = 8 if model.family in UNGATED else 4, own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)
+    formula = f"{wide}·{own_part_formula('T', recipe)}"
     yield Line(Kind.ACTIVATIONS, wide * own, "statistics of the final norm", formula, REPORT)
-
-
-def _tokens_of_rank(recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Int:
-    split = mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp
-    return ceil_div(batch.micro_batch_size * batch.seq_len, split)
 
 
 def head_lines(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
@@ -777,9 +774,8 @@ def head_lines(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
     count, what, source = 2, "inputs of the final norm and of the head", REPORT
     if recipe.megatron.pretrains == "bert":  # its head is a matrix, GELU and a norm of its own before the vocabulary
         count, what, source = 5, "inputs of the final norm and of all parts of the head", BERT
-    inputs = ceil_div(count * e * tokens * hidden, mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp)
-    formula = f"ceil({count}·e·T·h/({'C·p' if recipe.sequence_parallel else 'C'}))"
-    lines = [Line(Kind.LOGITS, inputs, what, formula, source)]
+    inputs = own_part(count * e * tokens * hidden, recipe, mesh)
+    lines = [Line(Kind.LOGITS, inputs, what, own_part_formula(f"{count}·e·T·h", recipe), source)]
     lines += _logits_of_loss(model, recipe, mesh, batch)
     if recipe.megatron.cross_entropy_fusion_impl == "native":
         lines.append(_logits(4, model, recipe, mesh, batch, "a further copy in fp32, of the fused loss", FUSED))
@@ -830,7 +826,7 @@ def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
         yield from _of_gradients("experts", Among.SHARDS_OF_EXPERTS, width, recipe, ranks, rank.experts)
     yield from _within_layers(rank, model, recipe, mesh, batch)
     if int(mesh.pp) > 1:
-        tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp)
+        tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)
         calls = batch.grad_accum_steps * chunks_per_rank(recipe, mesh)
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             yield _sent("hidden states to the next stage", phase, Among.STAGES, 2, calls, 2 * tokens * model.hidden_size)
@@ -897,7 +893,7 @@ def _around_rings(model: ModelSpec, mesh: Mesh, calls: Int, forwards: int, token
 def _to_experts(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
     assert model.moe is not None  # noqa: S101  asked of models with experts only
     forwards = 2 if recipe.recompute == "full" else 1
-    tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp * (mesh.tp if recipe.sequence_parallel else 1))
+    tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)
     payload = 2 * tokens * model.moe.num_experts_per_tok * model.hidden_size
     counts = zip(runs_of(model, recipe), rank.counts, strict=True)
     calls = batch.grad_accum_steps * sum(layers for run, layers in counts if run.kind == "moe")

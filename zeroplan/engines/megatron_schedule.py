@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, ceil_div, where
+from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.transformer.megatron import element_of
+from zeroplan.transformer.megatron import element_of, own_part, own_part_formula
 
 INPUT = "Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, TransformerBlock.set_input_tensor"
 PLAIN = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_without_interleaving"
@@ -98,9 +98,8 @@ def _left_between_chunks(stage: Stage, came: int, *, overlapped: bool) -> Left:
 
 def left_lines(left: Left, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> LeftLines:
     """What is left during a forward, a backward and the optimizer's step, as lines. [bytes]"""
-    split = mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp
-    each = ceil_div(element_of(recipe) * batch.micro_batch_size * batch.seq_len * model.hidden_size, split)
-    formula = f"ceil(e·T·h/({'C·p' if recipe.sequence_parallel else 'C'}))"
+    each = own_part(element_of(recipe) * batch.micro_batch_size * batch.seq_len * model.hidden_size, recipe, mesh)
+    formula = own_part_formula("e·T·h", recipe)
     source = INTERLEAVED if recipe.pipeline_schedule == "interleaved-1f1b" else PLAIN
     reason = "hidden states and gradients that the schedule still refers to"
     held = "last input of every chunk and its gradient, which the chunk still refers to"

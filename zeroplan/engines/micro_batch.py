@@ -7,10 +7,10 @@ one before it, which the engine knows.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
-from zeroplan.engines.passes import Passes, RunPass, checkpoint_beside, kept_before, kept_by_all
+from zeroplan.engines.passes import Passes, RunPass, checkpoint_beside, flowing_at_embedding, kept_before, kept_by_all
 from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, head_elements
-from zeroplan.engines.sources import FLOWING, INPUT_BUFFER
-from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.engines.sources import INPUT_BUFFER
+from zeroplan.ledger import Line, Phase
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.trace import Inside, Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
@@ -129,13 +129,11 @@ class MicroBatch(ABC):
         and the head's is a transposed view, which refers to what it is a view of, unless it has been cast.
         """
         trace, these = self.trace, self.these
-        reason = "gradient of the embedding's output"
-        flowing = Line(Kind.ACTIVATION_GRADIENTS, these.head.hidden_bytes, reason, these.head.hidden_formula, FLOWING)
         trace.hold("shared", *these.head.at_embedding)
         lines: Lines = ()
         for name, lines in self.below_blocks():
             trace.at(f"backward of the embedding{name}", Phase.BACKWARD)
-            trace.pass_by(flowing, *these.head.below_blocks, *lines)
+            trace.pass_by(flowing_at_embedding(these), *these.head.below_blocks, *lines)
         if has_tied_head(self.whole) and self.sums_apart:
             reason, symbol = "sum of the embedding's and the tied head's", embedding_symbol(self.whole)
             total = self.gradient(embedding_elements(self.whole), reason, symbol)

@@ -1,6 +1,6 @@
-"""When, in one forward and backward pass, can memory peak, as far as activations go?
+"""One forward and backward pass of a whole model: what its blocks, in rows of one kind, and the rest cost and keep.
 
-Each instant holds the activations alive then and says which block runs; an engine adds its weights, gradients and buffers.
+Engines walk through it, and add weights, gradients and buffers.
 """
 
 from functools import lru_cache
@@ -13,12 +13,12 @@ from zeroplan.engines.formulas import kept_by, several
 from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.sources import FLOWING, KEPT
-from zeroplan.ledger import PLAIN, Kind, Line, Phase, Tag, total_bytes
+from zeroplan.ledger import PLAIN, Kind, Line, Tag, total_bytes
 from zeroplan.numeric import Int, maximum, minimum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec, Recompute
-from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
+from zeroplan.transformer.blocks import BlockPass, HeadPass
 from zeroplan.transformer.parameters import BlockRun, Parameter
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
 
@@ -57,19 +57,6 @@ class Passes(NamedTuple):
     def n_blocks(self) -> int:
         """Blocks of the model."""
         return self.runs[-1].first + self.runs[-1].n_blocks
-
-
-class Instant(NamedTuple):
-    """A moment of the pass: its activations, its point, the block that runs (``n_blocks``: head; -1: embedding)."""
-
-    name: str
-    phase: Phase
-    lines: tuple[Line, ...]
-    block: Int
-    point: BackwardPoint
-
-
-_NOWHERE = BackwardPoint("", (), 0, 0, 0)
 
 
 def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
@@ -193,61 +180,9 @@ def kept_by_all(these: Passes) -> tuple[Line, ...]:
     return (*kept_before(these, these.n_blocks - 1), *last.kept)
 
 
-def forward_instant(these: Passes, run: RunPass, block: int) -> Instant:
-    """Return the highest moment in the forward of a block."""
-    own = (*run.block.entered, *run.kept, *(run.block.forward if run.recompute == "none" else run.block.forward_recompute))
-    return Instant("forward of a block", Phase.FORWARD, (*_around_forward(these, block), *own), block, _NOWHERE)
-
-
-def _around_forward(these: Passes, block: int) -> tuple[Line, ...]:
-    return (*these.head.shared, *these.head.forward, *these.head.first_input, *kept_before(these, block))
-
-
-def before_experts_instant(these: Passes, run: RunPass, block: int) -> Instant:
-    """Return the moment in the forward of a block at which its experts begin."""
-    lines = (*_around_forward(these, block), *run.block.before_experts)
-    return Instant("experts gathered for their forward", Phase.FORWARD, lines, block, _NOWHERE)
-
-
-def loss_instant(these: Passes) -> Instant:
-    """Return the instant of the loss, forward."""
-    lines = (*these.head.shared, *kept_by_all(these), *these.head.saved, *these.head.loss_forward)
-    return Instant("loss forward", Phase.LOSS, lines, these.n_blocks, _NOWHERE)
-
-
-def head_instants(these: Passes) -> tuple[Instant, ...]:
-    """Return the instants of the backward of loss, head and final norm."""
-    around = (*these.head.shared, *these.output, *kept_by_all(these))
-    return tuple(
-        Instant(f"backward of the {point.name}", Phase.BACKWARD, around + point.lines, these.n_blocks, point)
-        for point in these.head.points
-    )
-
-
 def checkpoint_beside(run: RunPass) -> tuple[Line, ...]:
     """Under recomputation of either kind, a block's input, alive during its own backward."""
     return run.block.checkpoint_in_backward if run.recompute != "none" else ()
-
-
-def norm_instants(these: Passes) -> tuple[Instant, ...]:
-    """Return the instants of the final norm, forward: what the model's forward holds by name is there still."""
-    around = _around_forward(these, these.n_blocks)
-    return tuple(
-        Instant("forward of the final norm", Phase.FORWARD, (*around, *lines), these.n_blocks, _NOWHERE)
-        for lines in these.head.norm_forward
-    )
-
-
-def head_gathering_instant(these: Passes) -> Instant:
-    """Return the instant before the head's multiplication, forward: its input is there, the logits are not."""
-    lines = (*these.head.shared, *kept_by_all(these), *these.head.saved)
-    return Instant("gathered for the head", Phase.FORWARD, lines, these.n_blocks, _NOWHERE)
-
-
-def head_forward_instant(these: Passes) -> Instant:
-    """Return the instant of the head's multiplication, forward: its input and the logits."""
-    lines = (*these.head.shared, *kept_by_all(these), *these.head.saved, *these.head.output)
-    return Instant("forward of the head", Phase.FORWARD, lines, these.n_blocks, _NOWHERE)
 
 
 def shared_at(these: Passes, block: Int) -> tuple[Line, ...]:
@@ -259,17 +194,7 @@ def shared_at(these: Passes, block: Int) -> tuple[Line, ...]:
     return (*these.head.at_embedding, *tables)
 
 
-def around_block(these: Passes, run: RunPass, block: Int) -> tuple[Line, ...]:
-    """Return the activations beside those of a block's own points, in its backward.
-
-    Under recomputation the block's input is one of them.
-    """
-    return (*these.head.shared, *these.output, *kept_before(these, block), *checkpoint_beside(run))
-
-
-def embedding_instant(these: Passes) -> Instant:
-    """Return the instant of the embedding's backward: the gradient of its output, all blocks done."""
+def flowing_at_embedding(these: Passes) -> Line:
+    """Return the gradient of the embedding's output, all blocks done."""
     head, reason = these.head, "gradient of the embedding's output"
-    gradient = Line(Kind.ACTIVATION_GRADIENTS, head.hidden_bytes, reason, head.hidden_formula, FLOWING)
-    lines = (*head.at_embedding, *these.output, gradient, *head.below_blocks)
-    return Instant("backward of the embedding", Phase.BACKWARD, lines, -1, _NOWHERE)
+    return Line(Kind.ACTIVATION_GRADIENTS, head.hidden_bytes, reason, head.hidden_formula, FLOWING)

@@ -237,15 +237,11 @@ def _accelerate_engine(_: _Words, value: _Value) -> list[str]:
     return [f"distributed_type: {'DEEPSPEED' if value == 'deepspeed' else 'MULTI_GPU'}"]
 
 
-def _processes(words: _Words, _: _Value) -> list[str]:
-    if words.after.mesh.world_size == words.before.mesh.world_size:
-        return []
-    return [f"num_processes: {words.after.mesh.world_size}"]
-
-
 def _accelerate_shards(words: _Words, value: _Value) -> list[str]:
-    shards = [f"parallelism_config.parallelism_config_dp_shard_size: {value}"] if words.before.mesh.dp_replicate > 1 else []
-    return [*_processes(words, value), *shards]
+    before, after = words.before.mesh, words.after.mesh
+    processes = [f"num_processes: {after.world_size}"] if after.world_size != before.world_size else []
+    shards = [f"parallelism_config.parallelism_config_dp_shard_size: {value}"] if before.dp_replicate > 1 else []
+    return [*processes, *shards]
 
 
 _ACCELERATE: dict[str, _Said] = {
@@ -367,10 +363,6 @@ def _titan_recomputes(_: _Words, value: _Value) -> list[str]:
     return [f'activation_checkpoint.mode = "{value}"']
 
 
-def _titan_shards(_: _Words, value: _Value) -> list[str]:
-    return [f"parallelism.data_parallel_shard_degree = {value}"]
-
-
 def _titan_batch(words: _Words, value: _Value) -> list[str]:
     if words.after.mesh.pp > 1:
         return [f"parallelism.pipeline_parallel_microbatch_size = {value}"]
@@ -401,7 +393,7 @@ _TORCHTITAN: dict[str, _Said] = {
     "batch.grad_accum_steps": _titan_total,
     "batch.seq_len": _seq_len("training.seq_len", "="),
     "mesh.dp_replicate": _toml("parallelism.data_parallel_replicate_degree"),
-    "mesh.dp_shard": _titan_shards,
+    "mesh.dp_shard": _toml("parallelism.data_parallel_shard_degree"),
 }
 
 _BY_KIND: "dict[Kind, dict[str, _Said]]" = {

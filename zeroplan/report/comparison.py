@@ -190,8 +190,8 @@ def _markdown_table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
     yield f"| {title} | predicted GB | GiB | measured GB | GiB | error |"
     yield "|---|---:|---:|---:|---:|---:|"
     for row in ordered:
-        cells = (f"{n_bytes / unit:,.3f}" for n_bytes in (row.predicted, row.measured) for unit in (GB, GIB))
-        yield f"| {row.what} | {' | '.join(cells)} | {_error(row, GB)} |"
+        amounts = (f"{n_bytes / unit:,.3f}" for n_bytes in (row.predicted, row.measured) for unit in (GB, GIB))
+        yield f"| {row.what} | {' | '.join(amounts)} | {_error(row, GB)} |"
 
 
 def percent(error: float) -> str:

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zeroplan.differences import At, Changed, Difference, Grain, SameMoment, Setting, Side
-from zeroplan.report.screen import COLUMNS, LINES
-from zeroplan.report.words import WIDTH, headline_of, notes_part, paragraphs, plural
+from zeroplan.report.screen import LINES, notes_that_fit
+from zeroplan.report.words import COLUMNS, WIDTH, cells, headline_of, notes_part, paragraphs, plural
 from zeroplan.units import GIBIBYTES, Unit
 
 SCHEMA_VERSION = 1
@@ -87,7 +87,8 @@ def _screen(found: Difference, table: _Table, limit: float | None) -> str:
     moments = _moments(found, table.unit)
     free = LINES - sum(map(len, (top, below, moments))) - 1 - _FEWEST_ROWS
     sent = _sent(found, table, min(_MOST_SENT, free - bool(found.notes) - 1))
-    notes = _notes(found.notes, min(free - len(sent), max(1, free - len(sent) - _ROWS_BEFORE_NOTES)))
+    room = min(free - len(sent), max(1, free - len(sent) - _ROWS_BEFORE_NOTES))
+    notes = list(notes_that_fit(found.notes, room))
     free -= len(sent) + len(notes)
     gaps = max(0, min(_GAPS, free))
     peaks = [table.head(_title(found)), *_rows(rows, table, _FEWEST_ROWS + free - gaps), *below]
@@ -288,15 +289,6 @@ def _sent(found: Difference, table: _Table, most: int) -> list[str]:
     return [table.head(title), *_rows(found.sent, table, most)]
 
 
-def _notes(notes: Sequence[str], room: int) -> list[str]:
-    """As many notes as there is room for, whole, and how many more there are."""
-    filled = [_filled(f"Note: {note}") for note in notes]
-    shown = next(n for n in range(len(notes), -1, -1) if not n or sum(map(len, filled[:n])) + (n < len(notes)) <= room)
-    left = len(notes) - shown
-    more = [f"{plural(left, 'more note' if shown else 'note')}: add -v."] if left else []
-    return [*(line for lines in filled[:shown] for line in lines), *more]
-
-
 def difference_markdown(found: Difference, *, limit: float | None = None) -> str:
     """Return all of it as Markdown tables."""
     unit = _small(found, GIBIBYTES)
@@ -323,20 +315,16 @@ def _settings_markdown(settings: Sequence[Setting]) -> Iterator[str]:
     if settings:
         yield "| setting | A | B |"
         yield "|---|---|---|"
-        yield from (_cells(one.name, one.before, one.after) for one in settings)
+        yield from (cells(one.name, one.before, one.after) for one in settings)
 
 
 def _table_markdown(title: str, rows: Sequence[Changed], unit: Unit) -> Iterator[str]:
     if rows:
-        yield _cells(title, "", f"A {unit.name}", f"B {unit.name}", "change")
+        yield cells(title, "", f"A {unit.name}", f"B {unit.name}", "change")
         yield "|---|---|---:|---:|---:|"
         for row in rows:
             sides = (unit.amount(size) for size in (row.before_bytes, row.after_bytes))
-            yield _cells(named(row), row.happened, *sides, f"{row.change_bytes / unit.n_bytes:+,.2f}")
-
-
-def _cells(*cells: str) -> str:
-    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+            yield cells(named(row), row.happened, *sides, f"{row.change_bytes / unit.n_bytes:+,.2f}")
 
 
 def difference_payload(found: Difference, *, limit: float | None = None) -> dict[str, object]:

@@ -9,11 +9,10 @@ from zeroplan.catalog.gpu import gpu as gpu_named
 from zeroplan.engines.device import Outside, outside_beside, total_band
 from zeroplan.ledger import Band
 from zeroplan.report.tables import Table
-from zeroplan.report.words import plural
+from zeroplan.report.words import COLUMNS, filled, paragraphs, plural
 from zeroplan.script_run import DryRun, Part, PhaseOfRun
 from zeroplan.units import GIBIBYTES, Unit
 
-COLUMNS = 80
 _NO_NAME = "the model as a whole"
 _LAYER = re.compile(r"(^|\.)\d+(\.|$)")
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -28,7 +27,7 @@ def dry_run_text(found: DryRun, *, verbose: bool = False, unit: Unit = GIBIBYTES
     small = small_unit(found, unit)
     table, most = Table(small, what=_NAME + 2), None if verbose else _FEW
     parts = [
-        [*_filled(verdict(found, unit)), *_filled(_what(found)), *_filled(_peak(found, small))],
+        [*filled(verdict(found, unit)), *filled(_what(found)), *filled(_peak(found, small))],
         list(_alive(found, table, most)),
         list(_phases(found, table, verbose=verbose)),
         list(_named("By module at the peak", found.modules, table, most)),
@@ -40,7 +39,7 @@ def dry_run_text(found: DryRun, *, verbose: bool = False, unit: Unit = GIBIBYTES
         list(_assumed_values(found, most)),
         [*_replaced_code(found, verbose=verbose), *_remarks(found, verbose=verbose)],
     ]
-    return "\n\n".join("\n".join(part) for part in parts if part)
+    return paragraphs(parts)
 
 
 def small_unit(found: DryRun, unit: Unit) -> Unit:
@@ -100,10 +99,6 @@ def routing(found: DryRun) -> str:
     if found.imbalance == 1:
         return ", if every expert is chosen as often as any other"
     return f", if this rank's experts receive {found.imbalance:g} times the even share of tokens"
-
-
-def _filled(text: str) -> list[str]:
-    return textwrap.wrap(text, COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
 def _what(found: DryRun) -> str:
@@ -217,7 +212,7 @@ def _operators(found: DryRun) -> Iterator[str]:
     if (one := found.operators) is None:
         return
     again = f", {_teras(one.recomputed_flops)} of them again in the backward" if one.recomputed_flops else ""
-    yield from _filled(
+    yield from filled(
         f"Operators of the last step: {one.count:,} on {plural(one.streams, 'stream')}. They compute {_teras(one.flops)}{again}; "
         f"the model's are {_teras(one.model_flops)}. They read {one.read_bytes / 2**30:,.1f} GiB and write "
         f"{one.written_bytes / 2**30:,.1f} GiB."
@@ -228,16 +223,17 @@ def _teras(flops: int) -> str:
     return f"{flops / 10**12:,.2f} TFLOP" if flops >= 10**10 else f"{flops / 10**6:,.2f} MFLOP"
 
 
+def _indented(text: str) -> list[str]:
+    return textwrap.wrap(text, COLUMNS, initial_indent="  ", subsequent_indent="    ")
+
+
 def _savings(found: DryRun, unit: Unit) -> Iterator[str]:
     """Yield what would free how much, as upper bounds."""
     if found.savings:
         yield "What would free how much of the last step's peak, at most"
     for one in found.savings:
         where = f": {', '.join(one.of)}" if one.of else ""
-        yield from textwrap.wrap(
-            f"up to {unit.size(one.at_most_bytes)} by {one.change}{where}", COLUMNS,
-            initial_indent="  ", subsequent_indent="    ",
-        )  # fmt: skip
+        yield from _indented(f"up to {unit.size(one.at_most_bytes)} by {one.change}{where}")
 
 
 def _assumed_values(found: DryRun, most: int | None) -> Iterator[str]:
@@ -246,10 +242,7 @@ def _assumed_values(found: DryRun, most: int | None) -> Iterator[str]:
         return
     yield "Made-up values: the script read these, and fake tensors have none"
     for one in found.made_up[:most]:
-        yield from textwrap.wrap(
-            f"{one.line or 'a library'} read {one.read} and was given {one.said} ({one.count}x)", COLUMNS,
-            initial_indent="  ", subsequent_indent="    ",
-        )  # fmt: skip
+        yield from _indented(f"{one.line or 'a library'} read {one.read} and was given {one.said} ({one.count}x)")
     if most is not None and len(found.made_up) > most:
         yield f"  {len(found.made_up) - most} more: add -v."
 
@@ -259,25 +252,24 @@ def _replaced_code(found: DryRun, *, verbose: bool) -> Iterator[str]:
     if not found.stood_in:
         return
     if not verbose:
-        yield from _filled(f"Replaced: {', '.join(one.what for one in found.stood_in)}. -v says by what.")
+        yield from filled(f"Replaced: {', '.join(one.what for one in found.stood_in)}. -v says by what.")
         return
     yield "Replaced, since it needs a GPU or would write files"
     for one in found.stood_in:
-        text = f"{one.what}: {one.by} ({one.count:,}x)"
-        yield from textwrap.wrap(text, COLUMNS, initial_indent="  ", subsequent_indent="    ")
+        yield from _indented(f"{one.what}: {one.by} ({one.count:,}x)")
 
 
 def _remarks(found: DryRun, *, verbose: bool) -> Iterator[str]:
     if verbose:
-        yield from (line for one in found.remarks for line in _filled(f"Note: {one}."))
+        yield from (line for one in found.remarks for line in filled(f"Note: {one}."))
     if found.compiler_left_out:
-        yield from _filled("Note: torch.compile was left out; every figure is of the script without it, which keeps more.")
+        yield from filled("Note: torch.compile was left out; every figure is of the script without it, which keeps more.")
     if found.before_capture:
-        yield from _filled(
+        yield from filled(
             "Note: the last step ran on a stream beside the default one. If it warms up a CUDA graph, ask for more --steps, or "
             "--until-end, so that the run comes to the capture."
         )
     if found.ended == "time over":
-        yield from _filled("Note: the script was stopped when its time was over; what would have come later is not known.")
+        yield from filled("Note: the script was stopped when its time was over; what would have come later is not known.")
     elif found.ended == "script ended" and not verbose:
-        yield from _filled(f"Note: the script came to its end after {plural(len(found.steps), 'optimizer step')}.")
+        yield from filled(f"Note: the script came to its end after {plural(len(found.steps), 'optimizer step')}.")

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from zeroplan.report.dryrun import COLUMNS, shown_name, small_unit
+from zeroplan.report.dryrun import shown_name, small_unit
+from zeroplan.report.words import COLUMNS
 from zeroplan.script_run import DryRun
 from zeroplan.script_trace import SavedRun
 from zeroplan.units import GIBIBYTES, Unit

@@ -1,13 +1,13 @@
 """A script's run on real GPUs and its dry run side by side, as text and as data."""
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
 from zeroplan.comparison import Compared
 from zeroplan.engines.device import outside_beside, total_band
-from zeroplan.report.dryrun import COLUMNS, fits, outside, small_unit, verdict
+from zeroplan.report.dryrun import fits, outside, small_unit, verdict
+from zeroplan.report.words import filled, paragraphs
 from zeroplan.saved_runs.on_card import OnCard, held_against
 from zeroplan.script_card import RankOnCard
 from zeroplan.script_run import DryRun
@@ -41,13 +41,9 @@ class CardComparison(NamedTuple):
 def on_card_text(found: CardComparison, *, unit: Unit = GIBIBYTES) -> str:
     """Return the comparison as text of ``COLUMNS`` columns."""
     small = small_unit(found.predicted, unit)
-    parts = [
-        _filled(_verdict_on_dry_run(found)),
-        _filled(_what(found)),
-        list(_table(found, small)),
-        list(_driver(found, small)),
-    ]
-    return "\n\n".join("\n".join(part) for part in parts if part)
+    return paragraphs(
+        [filled(_verdict_on_dry_run(found)), filled(_what(found)), list(_table(found, small)), list(_driver(found, small))]
+    )
 
 
 def on_card_payload(found: CardComparison) -> dict[str, object]:
@@ -69,10 +65,6 @@ def _row(one: Compared) -> dict[str, object]:
     return {
         "what": one.what, "measured_bytes": one.measured, "predicted_bytes": one.predicted, "difference_bytes": one.difference,
     }  # fmt: skip
-
-
-def _filled(text: str) -> list[str]:
-    return textwrap.wrap(text, COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
 def _verdict_on_dry_run(found: CardComparison) -> str:
@@ -122,10 +114,10 @@ def _driver(found: CardComparison, unit: Unit) -> Iterator[str]:
     first = found.ranks[0]
     card, parts = first.card, outside_beside(0, found.predicted.gpu) if first.alone else outside(found.predicted)
     band = total_band(parts)
-    yield from _filled(
+    yield from filled(
         f"Outside the allocator the driver counts {unit.size(card.outside_bytes)} (all that uses the card beside it; predicted "
         f"{unit.size(int(band.low_bytes))} to {unit.size(int(band.high_bytes))}). "
         f"Driver {card.driver or 'unknown'}, CUDA {card.cuda}."
     )
     if first.said:
-        yield from _filled(f"torch said: {first.said}")
+        yield from filled(f"torch said: {first.said}")

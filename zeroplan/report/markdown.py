@@ -8,6 +8,7 @@ from zeroplan.remedies import Remedy
 from zeroplan.report.formulas import with_numbers
 from zeroplan.report.words import (
     NO_CHANGE,
+    cells,
     every_note,
     headline,
     job_lines,
@@ -40,48 +41,44 @@ def estimate_markdown(
     return paragraphs(parts)
 
 
-def _cells(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
 def _amounts(n_bytes: int) -> tuple[str, str]:
     return f"{n_bytes / GB:,.2f}", f"{n_bytes / GIB:,.2f}"
 
 
 def _states(answer: Estimate) -> Iterator[str]:
-    yield _cells("model states per GPU", "GB", "GiB", "bytes per parameter")
+    yield cells("model states per GPU", "GB", "GiB", "bytes per parameter")
     yield "|---|---:|---:|---|"
     for kind, n_bytes in answer.states_by_kind.items():
-        yield _cells(kind.value, *_amounts(n_bytes), per_parameter(answer, kind))
-    yield _cells("**together**", *_amounts(sum(answer.states_by_kind.values())), per_parameter(answer))
+        yield cells(kind.value, *_amounts(n_bytes), per_parameter(answer, kind))
+    yield cells("**together**", *_amounts(sum(answer.states_by_kind.values())), per_parameter(answer))
 
 
 def _peak(answer: Estimate, *, explain: bool) -> Iterator[str]:
     yield f"**Peak allocated: {format_size(answer.peak_bytes)}**, at this moment: {answer.peak.name}."
     yield ""
     if explain:
-        yield _cells("kind", "GB", "GiB", "what", "formula", "source")
+        yield cells("kind", "GB", "GiB", "what", "formula", "source")
         yield "|---|---:|---:|---|---|---|"
         yield from (_line(answer, line) for line in answer.peak.lines if line.n_bytes)
         return
-    yield _cells("alive then", "GB", "GiB")
+    yield cells("alive then", "GB", "GiB")
     yield "|---|---:|---:|"
     for kind, n_bytes in kinds_by_size(answer.peak.lines):
-        yield _cells(kind.value, *_amounts(n_bytes))
+        yield cells(kind.value, *_amounts(n_bytes))
 
 
 def _line(answer: Estimate, line: Line) -> str:
     formula = f"`{line.formula} = {with_numbers(line.formula, answer)}`" if line.formula else ""
-    return _cells(line.kind.value, *_amounts(int(line.n_bytes)), line.reason, formula, line.source)
+    return cells(line.kind.value, *_amounts(int(line.n_bytes)), line.reason, formula, line.source)
 
 
 def _card(answer: Estimate) -> Iterator[str]:
-    yield _cells("on the card", "expected GB", "expected GiB", "from GB", "to GB", "from GiB", "to GiB")
+    yield cells("on the card", "expected GB", "expected GiB", "from GB", "to GB", "from GiB", "to GiB")
     yield "|---|---:|---:|---:|---:|---:|---:|"
     rows = [("reserved by the caching allocator", answer.reserved), *((part.what, part.band) for part in answer.outside)]
     for what, band in rows:
         ends = (f"{end / unit:,.2f}" for unit in (GB, GIB) for end in (band.low_bytes, band.high_bytes))
-        yield _cells(what, *_amounts(int(band.expected_bytes)), *ends)
+        yield cells(what, *_amounts(int(band.expected_bytes)), *ends)
 
 
 def _verdict(answer: Estimate, changes: Sequence[Remedy] | None) -> Iterator[str]:
@@ -102,8 +99,8 @@ def _communication(answer: Estimate) -> Iterator[str]:
     sent = [call for call in traffic.collectives if call.sent_bytes]
     if sent:
         yield ""
-        yield _cells("collective", "what", "when", "calls", "MB each", "MiB each", "GB sent", "GiB sent")
+        yield cells("collective", "what", "when", "calls", "MB each", "MiB each", "GB sent", "GiB sent")
         yield "|---|---|---|---:|---:|---:|---:|---:|"
     for call in sent:
         each = (f"{int(call.n_bytes) / unit:,.1f}" for unit in (MB, MIB))
-        yield _cells(call.operation, call.what, call.when, f"{int(call.calls):,}", *each, *_amounts(int(call.sent_bytes)))
+        yield cells(call.operation, call.what, call.when, f"{int(call.calls):,}", *each, *_amounts(int(call.sent_bytes)))

@@ -14,6 +14,7 @@ from zeroplan.report.tables import Table
 from zeroplan.report.words import (
     NO_CHANGE,
     every_note,
+    filled,
     headline,
     job_lines,
     kinds_by_size,
@@ -23,7 +24,7 @@ from zeroplan.report.words import (
 )
 from zeroplan.units import Unit
 
-LINES, COLUMNS = 26, 80
+LINES = 26
 _FEWEST_KINDS, _KINDS_BEFORE_NOTES, _MOST_KINDS = 2, 4, 7
 _MOST_CHANGES = 3
 _GAPS = 4
@@ -34,15 +35,16 @@ _REMARK = 33
 def screen_text(answer: Estimate, notes: Sequence[str], changes: Sequence[Remedy] | None, unit: Unit) -> str:
     """Return the answer in at most ``LINES`` lines of ``COLUMNS`` columns, all sizes in one unit."""
     table = Table(unit, what=33)
-    top = [*_filled(verdict_sentence(answer, unit)), *_changes(answer, changes, unit)]
-    job = _filled(headline(answer)) + _filled("; ".join(job_lines(answer)))
+    top = [*filled(verdict_sentence(answer, unit)), *_changes(answer, changes, unit)]
+    job = filled(headline(answer)) + filled("; ".join(job_lines(answer)))
     summary = list(_summary(answer, unit))
     card = [table.head("On the card at the peak", "range"), *card_rows(answer, table)]
-    sent = _filled(_sent(answer, unit))
+    sent = filled(_sent(answer, unit))
     free = LINES - sum(len(part) for part in (top, job, summary, card, sent))
     every = every_note(answer, notes)
     gaps = max(0, min(_GAPS, free - bool(every) - _FEWEST_KINDS))
-    shown = list(_notes(every, max(bool(every), free - gaps - _KINDS_BEFORE_NOTES)))
+    room = max(bool(every), free - gaps - _KINDS_BEFORE_NOTES)
+    shown = list(notes_that_fit(every, room, ", and every collective"))
     kinds = _kinds(answer, table, at_most=min(_MOST_KINDS, max(_FEWEST_KINDS, free - gaps - len(shown))))
     return _spaced([top, job, summary, [card[0], *kinds, *card[1:]], [*sent, *shown]], gaps)
 
@@ -53,28 +55,24 @@ def _spaced(parts: Sequence[Sequence[str]], gaps: int) -> str:
     return "\n".join(line for part in spaced for line in part)
 
 
-def _filled(text: str) -> list[str]:
-    return textwrap.wrap(text, COLUMNS, break_long_words=False, break_on_hyphens=False)
-
-
 def _changes(answer: Estimate, changes: Sequence[Remedy] | None, unit: Unit) -> Iterator[str]:
     """Yield the nearest changes as flags to copy, each with what it needs."""
     if changes is not None and not changes and answer.fits is False:
-        yield from _filled(NO_CHANGE)
+        yield from filled(NO_CHANGE)
     for one in (changes or ())[:_MOST_CHANGES]:
-        yield from _filled(f"It fits with {one.flags} ({unit.size(one.needed_bytes)}).")
+        yield from filled(f"It fits with {one.flags} ({unit.size(one.needed_bytes)}).")
 
 
 def _summary(answer: Estimate, unit: Unit) -> Iterator[str]:
-    yield from _filled(f"Peak allocated: {unit.size(answer.peak_bytes)}, at the moment: {answer.peak.name}")
+    yield from filled(f"Peak allocated: {unit.size(answer.peak_bytes)}, at the moment: {answer.peak.name}")
     states, together = answer.states_by_kind, sum(answer.states_by_kind.values())
     parts = ", ".join(f"{kind.value} {unit.part(n_bytes, together)}" for kind, n_bytes in states.items())
-    yield from _filled(f"Model states: {unit.size(together)} ({parts})")
-    yield from _filled(replay_sentence(answer, unit))
+    yield from filled(f"Model states: {unit.size(together)} ({parts})")
+    yield from filled(replay_sentence(answer, unit))
     if answer.pipeline:
         ranks = sorted(answer.pipeline, key=lambda one: int(one.peak_bytes))
         lowest = f"the lowest, rank {ranks[0].rank}, {unit.size(int(ranks[0].peak_bytes))}"
-        yield from _filled(f"Pipeline: rank {answer.pipeline[0].rank} of {len(ranks)} has the highest peak; {lowest}")
+        yield from filled(f"Pipeline: rank {answer.pipeline[0].rank} of {len(ranks)} has the highest peak; {lowest}")
 
 
 def _kinds(answer: Estimate, table: Table, *, at_most: int) -> list[str]:
@@ -108,10 +106,10 @@ def _sent(answer: Estimate, unit: Unit) -> str:
     return f"Each GPU sends {size} per step, {traffic.relative_bytes_to_ddp:.2f}x the bytes of plain data parallelism."
 
 
-def _notes(notes: Sequence[str], room: int) -> Iterator[str]:
-    """Yield as many whole notes as there is room for, and the number of the others."""
-    filled = [_filled(f"Note: {note}") for note in notes]
-    shown = next(n for n in range(len(notes), -1, -1) if not n or sum(map(len, filled[:n])) + (n < len(notes)) <= room)
-    yield from (line for lines in filled[:shown] for line in lines)
+def notes_that_fit(notes: Sequence[str], room: int, others: str = "") -> Iterator[str]:
+    """Yield as many whole notes as there is room for, and the number of the others, and what else is left out."""
+    lines = [filled(f"Note: {note}") for note in notes]
+    shown = next(n for n in range(len(notes), -1, -1) if not n or sum(map(len, lines[:n])) + (n < len(notes)) <= room)
+    yield from (line for note in lines[:shown] for line in note)
     if left := len(notes) - shown:
-        yield f"{plural(left, 'more note' if shown else 'note')}, and every collective: add -v."
+        yield f"{plural(left, 'more note' if shown else 'note')}{others}: add -v."

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 WIDTH = 100
 """Columns of running text in a terminal. [signs]"""
+COLUMNS = 80
+"""Columns of an answer on one screen. [signs]"""
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 NO_CHANGE = (
     "Nothing that zeroplan tries makes it fit: recomputation, a higher ZeRO stage, smaller micro-batches, shorter sequences, "
@@ -33,6 +35,16 @@ NO_CHANGE = (
 def paragraphs(parts: Iterable[Sequence[str]]) -> str:
     """Return the parts of an answer, line by line, with an empty line between them; empty parts are left out."""
     return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def filled(text: str) -> list[str]:
+    """Return a text in lines of an answer on one screen."""
+    return textwrap.wrap(text, COLUMNS, break_long_words=False, break_on_hyphens=False)
+
+
+def cells(*each: str) -> str:
+    """Return a row of a table in Markdown."""
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in each) + " |"
 
 
 def item(text: str, width: int = WIDTH) -> str:

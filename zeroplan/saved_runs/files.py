@@ -6,7 +6,7 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from zeroplan.catalog.text import complete_json, shown
+from zeroplan.catalog.text import shown, strict_json
 from zeroplan.errors import SpecError
 from zeroplan.memory_limit import no_more_memory_than
 from zeroplan.script_trace import SCHEMA_VERSION, SavedRun, as_data
@@ -52,7 +52,7 @@ def read_saved(path: Path) -> SavedRun:
     content = content_of(path, where)
     try:
         with no_more_memory_than(_AT_LEAST_BYTES + _TIMES * len(content)):
-            return run_of(complete_json(content, what="saved run", where=where), where)
+            return run_of(strict_json(content, where, written="saved run"), where)
     except MemoryError:
         raise SpecError(f"{where} needs more memory than its size justifies; it was not read") from None
 

@@ -113,6 +113,16 @@ def element_of(recipe: RecipeSpec) -> int:
     return 4 if recipe.precision == "fp32" else 2
 
 
+def own_part(whole: Int, recipe: RecipeSpec, mesh: Mesh) -> Int:
+    """A rank's part between matrices, of which context-parallel ranks have one each, with sequence parallelism all ranks."""
+    return ceil_div(whole, mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp)
+
+
+def own_part_formula(whole: str, recipe: RecipeSpec) -> str:
+    """The formula of :func:`own_part`."""
+    return f"ceil({whole}/({'C·p' if recipe.sequence_parallel else 'C'}))"
+
+
 def drops_hidden(model: ModelSpec, recipe: RecipeSpec) -> bool:
     """Whether the embedding's and the blocks' outputs pass dropout, whose masks have one byte per element."""
     said = recipe.megatron.hidden_dropout
@@ -151,10 +161,8 @@ def layer_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, bat
 
 
 def _given(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Line:
-    split = mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp
-    n_bytes = ceil_div(element_of(recipe) * model.hidden_size * batch.micro_batch_size * batch.seq_len, split)
-    formula = f"ceil(T·(e·h)/({'C·p' if recipe.sequence_parallel else 'C'}))"
-    return Line(Kind.ACTIVATIONS, n_bytes, "input of the layer", formula, f"{_TABLE_2}, last row")
+    n_bytes = own_part(element_of(recipe) * model.hidden_size * batch.micro_batch_size * batch.seq_len, recipe, mesh)
+    return Line(Kind.ACTIVATIONS, n_bytes, "input of the layer", own_part_formula("T·(e·h)", recipe), f"{_TABLE_2}, last row")
 
 
 class Layer(NamedTuple):
@@ -267,13 +275,14 @@ def _masks_in_place(recipe: RecipeSpec) -> bool:
 
 def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Symbolic, ...]:
     """What the formulas of layers use beyond the legend of the model."""
-    tokens, split = batch.micro_batch_size * batch.seq_len, recipe.sequence_parallel
-    read, own = ceil_div(tokens, mesh.cp), ceil_div(tokens, mesh.cp * mesh.tp if split else mesh.cp)
+    tokens = batch.micro_batch_size * batch.seq_len
+    read, between = ceil_div(tokens, mesh.cp), own_part(tokens, recipe, mesh)
+    gathered = where(mesh.tp > 1, read, 0) if recipe.sequence_parallel else 0
     scores = model.num_attention_heads * batch.seq_len * batch.seq_len * batch.micro_batch_size
     dense = (
-        Symbolic("T_n", own, "tokens of a rank between matrices"),
+        Symbolic("T_n", between, "tokens of a rank between matrices"),
         Symbolic("T_m", read, "tokens that a rank's matrices read"),
-        Symbolic("T_w", where(mesh.tp > 1, read, 0) if split else 0, "those of them that are gathered for a matrix"),
+        Symbolic("T_w", gathered, "those of them that are gathered for a matrix"),
         Symbolic("T_x", where(mesh.cp > 1, read, 0), "tokens whose attention context-parallel ranks exchange"),
         Symbolic("w_n", 8 if model.family in UNGATED else 4, "bytes of a norm's statistics per token"),
         Symbolic("q_r", ceil_div(model.num_attention_heads * model.head_dim, mesh.tp), "width of a rank's queries"),
@@ -288,7 +297,7 @@ def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
         dense = (*dense, Symbolic("P_m", tokens * batch.seq_len, "pairs of tokens"))
     if recipe.megatron.pretrains == "t5":
         return (*dense, *_symbols_of_t5(model, recipe, mesh, batch))
-    return dense if model.moe is None else (*dense, *_symbols_of_experts(model, recipe, mesh, own))
+    return dense if model.moe is None else (*dense, *_symbols_of_experts(model, recipe, mesh, between))
 
 
 def encoder_length(recipe: RecipeSpec, batch: Batch) -> Int:

@@ -75,7 +75,7 @@ def test_the_first_step_takes_no_more_than_the_estimate_and_all_from_the_second_
 
 
 def test_lion_steps_as_published():
-    from zeroplan.verify.training.published_optimizers import Lion
+    from zeroplan.verify.training.optimizers import Lion
 
     weight, momentum = torch.tensor([1.0, -2.0]), torch.zeros(2)
     parameter = torch.nn.Parameter(weight.clone())

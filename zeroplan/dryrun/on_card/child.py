@@ -81,8 +81,7 @@ class _Run:
         from zeroplan.dryrun.libraries import deepspeed, pipelining  # noqa: PLC0415
         from zeroplan.dryrun.loop import Loop  # noqa: PLC0415
         from zeroplan.dryrun.on_card.group import make_groups_alone  # noqa: PLC0415
-        from zeroplan.dryrun.on_card.peaks import Peaks  # noqa: PLC0415
-        from zeroplan.dryrun.on_card.phases import PhasesOnCard  # noqa: PLC0415
+        from zeroplan.dryrun.on_card.phases import Peaks, PhasesOnCard  # noqa: PLC0415
         from zeroplan.dryrun.patches import AfterImport  # noqa: PLC0415
 
         peaks = Peaks()

@@ -4,15 +4,14 @@ from collections.abc import Callable
 
 from zeroplan.engines.account import Account
 from zeroplan.engines.activations_away import with_activations_away
+from zeroplan.engines.deepspeed.gathers import refuse_quantized
 from zeroplan.engines.deepspeed.gradients import collects, sums_in_fp32
 from zeroplan.engines.deepspeed.infinity import refuse_swapping
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, refuse
-from zeroplan.engines.deepspeed.quantized import refuse_quantized
 from zeroplan.engines.deepspeed.quantized_gradients import refuse_quantized_gradients
 from zeroplan.engines.deepspeed.secondary import refuse_second
 from zeroplan.engines.deepspeed.stage3 import sharded_account
-from zeroplan.engines.deepspeed.stage12 import partitioned_account
-from zeroplan.engines.deepspeed.whole import bf16_optimizer_account, unpartitioned_account
+from zeroplan.engines.deepspeed.stage12 import bf16_optimizer_account, partitioned_account, unpartitioned_account
 from zeroplan.engines.optimizers import implementation
 from zeroplan.engines.passes import passes
 from zeroplan.errors import SpecError

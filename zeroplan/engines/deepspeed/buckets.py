@@ -5,7 +5,6 @@ reverse of the order in which the modules run, which differs from that of ``mode
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -130,7 +129,8 @@ def _fills(buckets: Schedule) -> dict[int, tuple[tuple[int, int], ...]]:
     """Of each block, and the embedding (-1) and the head, the elements made and those in the bucket after each operator."""
     found: dict[int, list[tuple[int, int]]] = {}
     whole, fill = buckets.whole, 0
-    of_block = {block: list(groups) for block, groups in groupby(_arriving(buckets), key=lambda group: group[0].block)}
+    arriving = groupby(made_at_once(whole, leaves=buckets.leaves), key=lambda group: group[0].block)
+    of_block = {block: list(groups) for block, groups in arriving}
     for block in range(whole.n_blocks, -2, -1):
         made = 0
         found[block] = [(0, fill)]
@@ -140,7 +140,3 @@ def _fills(buckets: Schedule) -> dict[int, tuple[tuple[int, int], ...]]:
                 made += numel(each)
             found[block].append((made, fill))
     return {block: tuple(after) for block, after in found.items()}
-
-
-def _arriving(buckets: Schedule) -> Iterator[tuple[Placed, ...]]:
-    return made_at_once(buckets.whole, leaves=buckets.leaves)

@@ -154,7 +154,8 @@ class Replay:
                 loss, turned = self.elements, True
             gathering = self._fetch(at, step, turned=turned)
             self.in_graph.update(() if turned else step.in_graph)  # the graph of a recomputation goes with it
-            during, handing = self.elements, self.elements - self._saved_of(step)
+            during = self.elements
+            handing = during - sum([self.saved.get(index, 0) for index in step.parameters])
             self._release(at, step)
             if turned:
                 notes.in_backward(step, Note(step.made, gathering, during, self.elements, handing))
@@ -316,9 +317,6 @@ class Replay:
         """A parameter from NVMe has a buffer from then on until it is released."""
         self.read.update(index for index in indices if index in self.on_nvme)
         self.most_read = max(self.most_read, len(self.read))
-
-    def _saved_of(self, step: Step) -> int:
-        return sum([self.saved.get(index, 0) for index in step.parameters])
 
     def _release(self, at: int, step: Step) -> None:
         for freed in step.frees:

@@ -8,8 +8,11 @@ weights (qwZ) shares are gathered in 8 bits and come out of that in fp16, to be 
 from functools import lru_cache
 from typing import NamedTuple
 
+from zeroplan.engines.deepspeed.offload import offloads_parameters
+from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
-from zeroplan.numeric import ceil_div
+from zeroplan.numeric import Int, ceil_div
+from zeroplan.spec.recipe import RecipeSpec
 
 _HALF, _SCALE = 2, 4
 """Bytes of what the quantizer reads and writes back, and of a group's scale (``csrc/quantization/pt_binding.cpp``)."""
@@ -121,3 +124,29 @@ def groups_of(share: int) -> int:
             "use another number of ranks, or leave it out"
         )
     return groups
+
+
+def refuse_quantized(recipe: RecipeSpec) -> None:
+    """Refuse what DeepSpeed does not take, and what is not modelled."""
+    options = recipe.deepspeed
+    if not options.zero_quantized_weights:
+        return
+    if recipe.zero_stage != 3:
+        raise SpecError(f"zero_quantized_weights needs ZeRO stage 3; leave it out at stage {recipe.zero_stage}")
+    if options.offloads:
+        raise SpecError("zero_quantized_weights with offload is not modelled; leave one of them out")
+
+
+def sharing_of(recipe: RecipeSpec, n_ranks: Int) -> Sharing:
+    """What of the ranks a gather depends on; refuses a column of several numbers of them where it does depend on those."""
+    quantized, copied = recipe.deepspeed.zero_quantized_weights, offloads_parameters(recipe)
+    if not quantized and not copied:
+        return Sharing()
+    ranks = n_ranks if isinstance(n_ranks, int) else int(n_ranks.min())
+    if not isinstance(n_ranks, int) and ranks != n_ranks.max():
+        raise SpecError(
+            "gathers of quantized or offloaded parameters depend on the number of ranks; ask for one number after the other"
+        )
+    if not quantized or ranks == 1:
+        return Sharing(ranks, copied)
+    return Sharing(ranks, copied, widths(recipe.precision).compute, half=recipe.precision == "fp16-mixed")

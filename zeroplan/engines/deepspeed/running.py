@@ -85,7 +85,8 @@ def _alive_now(these: Passes, block: int, made: int) -> tuple[Line, ...]:
     profile says so.
     """
     head = these.head
-    handed = head.handed_below if block < 0 else head.handed if block >= these.n_blocks else _run_of(these, block).block.handed
+    of_block = (run.block.handed for run in these.runs if block < run.first + run.n_blocks)
+    handed = head.handed_below if block < 0 else next(of_block, head.handed)
     if handed:
         return next((one.lines for one in handed if made <= one.gradients), handed[-1].lines)
     flow = Line(_FLOWING, these.head.hidden_bytes, "", _FLOW)
@@ -125,10 +126,6 @@ def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[int, 
 
 def _sum_of(lines: Iterable[Line]) -> str:
     return total_formula(tuple([line.formula for line in lines])) or "0"
-
-
-def _run_of(these: Passes, block: int) -> RunPass:
-    return next(run for run in these.runs if block < run.first + run.n_blocks)
 
 
 @lru_cache(maxsize=256)

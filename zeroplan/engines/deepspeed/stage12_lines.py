@@ -30,8 +30,6 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 
 _KEEP = f"{STAGE12}, copy_grads_in_partition"
-_BUCKETS = f"{STAGE12}, setup_buckets"
-_ALL_REDUCE = f"{STAGE12}, allreduce_bucket"
 
 
 class Job(NamedTuple):

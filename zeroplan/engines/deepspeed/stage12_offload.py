@@ -19,7 +19,6 @@ from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, for_each_value, where
 
 _BUFFER = f"{STAGE12}, temp_grad_buffer_for_gpu_offload"
-_NORM = f"{STAGE12}, set_norm_for_param_grad_in_gpu"
 _WAY_THERE = f"{STAGE12}, param_buffer_of_bit16_for_cpu_offload_groups"
 
 

@@ -5,7 +5,6 @@ in the order of their forwards, turned round: a block is prefetched by the first
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp1.flat import FlatPlan, adapter_units, frozen_units
@@ -25,13 +24,6 @@ _HELD = "torch 2.13, torch/distributed/fsdp/_runtime_utils.py, _register_post_ba
 _NOTHING = Group(0, 0, 0, "nothing")
 
 
-class _Adapters(NamedTuple):
-    """What a block's adapters take one after the other. [bytes]"""
-
-    unsharded: Line
-    """The largest unit of them, while its layer runs."""
-
-
 class AdaptedMicroBatch(FlatMicroBatch):
     """A micro-batch on its way through frozen blocks with adapters, and back."""
 
@@ -40,7 +32,7 @@ class AdaptedMicroBatch(FlatMicroBatch):
         parts = [Parts(plan, group, _NOTHING) for group in frozen_units(plan)]
         units.layers = tuple((position, Unit(unit.name, parts[position.run])) for position, unit in units.layers)
         super().__init__(plan, trace, units)
-        self._adapters = [_adapters(plan, run) for run in range(len(plan.runs))]
+        self._adapters = [_largest_unit(plan, run) for run in range(len(plan.runs))]
         self._below: Unit | None = None
 
     def inside_forward(self, position: Position) -> tuple[Line, ...]:
@@ -49,7 +41,7 @@ class AdaptedMicroBatch(FlatMicroBatch):
 
     def _of_adapters(self, run: int) -> tuple[Line, ...]:
         """At stage 2 they count among what stays unsharded."""
-        return () if self.plan.reshard is False else (self._adapters[run].unsharded,)
+        return () if self.plan.reshard is False else (self._adapters[run],)
 
     def gradients_so_far(self, position: Position) -> None:
         """Hold what the blocks above have left."""
@@ -110,13 +102,14 @@ def _hooked(plan: FlatPlan, blocks: int) -> tuple[Line, ...]:
     return (Line(Kind.ACTIVATIONS, count * each, reason, f"{count}·{formula}", _HELD),)
 
 
-def _adapters(plan: FlatPlan, run: int) -> _Adapters:
+def _largest_unit(plan: FlatPlan, run: int) -> Line:
+    """The largest unit of a block's adapters, while its layer runs. [bytes]"""
     width: int = plan.adapter_bytes
     largest: Int = 0
     for unit in () if plan.options.ignores_adapters else adapter_units(plan, run):
         largest = maximum(largest, width * unit.padded)
     reason = "a matrix of an adapter, while it is used"
-    return _Adapters(Line(Kind.UNSHARDED_PARAMETERS, largest, reason, product(1, largest), _SOURCE))
+    return Line(Kind.UNSHARDED_PARAMETERS, largest, reason, product(1, largest), _SOURCE)
 
 
 def _made(plan: FlatPlan, point: BackwardPoint) -> Line:

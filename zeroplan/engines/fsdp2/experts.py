@@ -21,7 +21,6 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 
-SPLIT = "torchtitan, distributed/fsdp.py, apply_fsdp_to_decoder (shard_placement_fn)"
 EXCHANGE = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP"
 NOTE = (
     "experts are taken to be evenly visited, each rank's as often as any other's; a rank whose experts are visited more often "

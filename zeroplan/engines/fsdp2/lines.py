@@ -4,8 +4,7 @@ from functools import lru_cache
 
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.buffers import ALONE, COPY_OUT, GATHER, POST_FORWARD, reduce_output_width, smaller_shard
-from zeroplan.engines.fsdp2.groups import Group
-from zeroplan.engines.fsdp2.param_groups import ParamGroup
+from zeroplan.engines.fsdp2.groups import Group, ParamGroup
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, maximum, where

@@ -11,8 +11,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from zeroplan.engines.fsdp2 import lines
-from zeroplan.engines.fsdp2.groups import Ends, Group
-from zeroplan.engines.fsdp2.param_groups import ParamGroup, param_groups
+from zeroplan.engines.fsdp2.groups import Ends, Group, ParamGroup, param_groups
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.ledger import Among, Line, Phase
 from zeroplan.numeric import Int

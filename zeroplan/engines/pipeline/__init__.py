@@ -277,12 +277,22 @@ def _joined(lines: Iterator[Line]) -> tuple[Line, ...]:
 
 
 def cut_lines(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
-    """Of the step's sequences, where ranks share them: what is there until its passes are over."""
+    """Of a whole step's sequences, where ranks share them: copies to be restored, and shares, until its passes are over. [bytes]
+
+    torchtitan of 2025 (``train.py``, ``forward_backward_step``) puts one ``context_parallel`` around the schedule's step. It cuts
+    token ids or labels, and what says positions, of which every stage needs its own: in place, which gives no memory back. The
+    share of the positions has two names. ``batch`` is one rank's.
+    """
     if mesh.cp == 1:
         return ()
-    from zeroplan.engines.pipeline.context import cut_for_a_step  # noqa: PLC0415  keeps start-up fast
+    from zeroplan.transformer.context import BUFFERS  # noqa: PLC0415  keeps start-up fast
 
-    return cut_for_a_step(batch, int(mesh.cp), sequences=_sequences(stages, batch))
+    ranks, length, rows = int(mesh.cp), 8 * batch.seq_len, _sequences(stages, batch) + 1
+    copies = several((rows, length * ranks))
+    return (
+        Line(Kind.ACTIVATIONS, rows * length * ranks, "copies of whole sequences, to be restored", copies, BUFFERS),
+        Line(Kind.ACTIVATIONS, (rows + 1) * length, "this rank's shares of them", several((rows + 1, length)), BUFFERS),
+    )
 
 
 def _sequences(stages: tuple[StagePlan, ...], batch: Batch) -> Int:

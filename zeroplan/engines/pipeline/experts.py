@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.buffers import reduce_input, reduce_output_bytes
-from zeroplan.engines.fsdp2.groups import Apart, Group
+from zeroplan.engines.fsdp2.groups import Apart, Group, param_groups
 from zeroplan.engines.fsdp2.lines import experts_copied_or_reduced
-from zeroplan.engines.fsdp2.param_groups import param_groups
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
 from zeroplan.engines.pipeline.gradients import named_bytes
 from zeroplan.ledger import Kind, Line, Moment, Phase

@@ -2,9 +2,8 @@
 
 from zeroplan.engines.formulas import product, several
 from zeroplan.engines.fsdp2.buffers import kept
-from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.groups import Group, param_groups
 from zeroplan.engines.fsdp2.lines import copying_out
-from zeroplan.engines.fsdp2.param_groups import param_groups
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.pipeline.gradients import sizes_of
 from zeroplan.engines.pipeline.stage import StagePlan

@@ -3,7 +3,7 @@
 Outputs of stages and gradients of their inputs are freed when nobody refers to them. The schedule's own variables hold the last
 ones. A send holds its tensor until it is dropped, which only ``Schedule1F1B`` does before the step ends.
 
-The program drives stages that write requests (:mod:`zeroplan.engines.requests.pipeline_stage`), or that count what waits
+The program drives stages that write requests (:mod:`zeroplan.engines.requests.pipeline`), or that count what waits
 (:mod:`zeroplan.engines.pipeline.walk`). Source: torch 2.13, torch/distributed/pipelining/schedules.py, ``_step_microbatches`` of
 each schedule; stage.py, ``fwd_cache``.
 """
@@ -17,7 +17,7 @@ from zeroplan.spec.pipeline import SPLIT, PipelineSchedule
 
 if TYPE_CHECKING:
     from zeroplan.engines.pipeline.walk import Counted
-    from zeroplan.engines.requests.pipeline_stage import StageStep
+    from zeroplan.engines.requests.pipeline import StageStep
 
     Driven: TypeAlias = Counted | StageStep
 

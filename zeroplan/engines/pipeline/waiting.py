@@ -1,6 +1,6 @@
 """What waits on a pipeline rank while a stage takes a pass: what micro-batches keep, what other stages hold, what is sent."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from zeroplan.engines.formulas import several
@@ -33,16 +33,21 @@ def most_waits(rank: Rank, states: tuple[State, ...]) -> list[tuple[State, tuple
     sizes = tuple(map(sizes_of, rank.stages))
     if not all(isinstance(size, int) for one in sizes for size in one):
         return [(state, waiting_lines(rank, state)) for state in states]
+    most = highest_of_alike(states, lambda state: int(total(waits(state, sizes))) + int(total_bytes(of_the_head(rank, state))))
+    return [(state, waiting_lines(rank, state)) for state in most]
+
+
+def highest_of_alike(states: Iterable[State], waiting_bytes: Callable[[State], int]) -> list[State]:
+    """Of the states in which a pass takes the same those in which most waits, the first of equals."""
     highest: dict[object, tuple[int, State]] = {}
     for state in states:
-        n_bytes = int(total(waits(state, sizes))) + int(total_bytes(of_the_head(rank, state)))
-        alike = alike_in(state)
+        n_bytes, alike = waiting_bytes(state), _alike_in(state)
         if alike not in highest or n_bytes > highest[alike][0]:
-            highest[alike] = (n_bytes, state)
-    return [(state, waiting_lines(rank, state)) for _, state in highest.values()]
+            highest[alike] = n_bytes, state
+    return [state for _, state in highest.values()]
 
 
-def alike_in(state: State) -> tuple[object, ...]:
+def _alike_in(state: State) -> tuple[object, ...]:
     """What a pass depends on; all else only waits."""
     at = state.chunk
     return state.kind, at, state.whole[at], state.earlier[at], state.begins, state.ahead, state.fresh and state.fresh[at]

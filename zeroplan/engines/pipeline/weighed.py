@@ -18,7 +18,7 @@ from zeroplan.engines.pipeline.bounds import Bounds, bounds_of
 from zeroplan.engines.pipeline.moments import makers_of
 from zeroplan.engines.pipeline.passes import StagePass, only_in_flight
 from zeroplan.engines.pipeline.stage import StagePlan, layers_of, recipe_of, stage_plan_of
-from zeroplan.engines.pipeline.waiting import Rank, alike_in, sizes_of, waits
+from zeroplan.engines.pipeline.waiting import Rank, highest_of_alike, sizes_of, waits
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Kind, Line
 from zeroplan.memo import recalled
@@ -162,7 +162,7 @@ class WeighedRank:
         if not self.of.is_plain:
             return []
         found = list[tuple[State, Weight, Weight | None]]()
-        for state in self._most():
+        for state in highest_of_alike(self.states, lambda state: int(total(waits(state, self.sizes)))):
             bounds, waiting = self.worked[state.chunk].bounds, self._waits(state)
             most = None if bounds is None else bounds.of(state)
             found.append((state, waiting, None if most is None else together([most, waiting])))
@@ -217,16 +217,6 @@ class WeighedRank:
         made = step_temporary_lines(recipe.optimizer, plan.impl, tensors, plan.width.stored, symbol="")
         left = until_next(self.place, self.plans[0].hidden_bytes)
         return together([self.standing, *[one.reduced for one in self.worked], weigh((*made, *left), pools)])
-
-    def _most(self) -> list[State]:
-        """Of the states in which a pass takes the same those in which most waits."""
-        highest: dict[object, tuple[int, State]] = {}
-        for state in self.states:
-            n_bytes = int(total(waits(state, self.sizes)))
-            alike = alike_in(state)
-            if alike not in highest or n_bytes > highest[alike][0]:
-                highest[alike] = n_bytes, state
-        return [state for _, state in highest.values()]
 
     def _waits(self, state: State) -> Weight:
         """What waits in a state: the sums of :func:`~zeroplan.engines.pipeline.waiting.waiting_lines`."""

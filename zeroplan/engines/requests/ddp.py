@@ -67,8 +67,8 @@ class Step(WholePass):
         if not self.wrapped or not options.find_unused_parameters or options.static_graph:
             return
         if not self.recipe.keep_logits:
-            self._lines("output", self.head.output)
-        self._lines("copies", self.head.output)
+            self.log.put("output", *self.head.output)
+        self.log.put("copies", *self.head.output)
         self.log.release("output")
         if self.recipe.keep_logits:
             self.log.rename("copies", "output")

@@ -8,10 +8,9 @@ from zeroplan.engines.deepspeed import optimizer_impl
 from zeroplan.engines.deepspeed.abandoned import abandoned_states
 from zeroplan.engines.deepspeed.gradients import collects, plan_of
 from zeroplan.engines.deepspeed.numbers import numbers_unsharded
-from zeroplan.engines.deepspeed.stage12 import weights_of
+from zeroplan.engines.deepspeed.stage12 import flat_in_fp32, weights_of
 from zeroplan.engines.deepspeed.stage12_lines import job_of
 from zeroplan.engines.deepspeed.stage12_offload import way_back
-from zeroplan.engines.deepspeed.whole import flat_in_fp32
 from zeroplan.engines.deepspeed.wrappers import Around, takes_flat_wrapper, wrapper_of
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.requests.log import Log

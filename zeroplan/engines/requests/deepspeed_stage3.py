@@ -72,8 +72,7 @@ class Step(ModelPass):
         log, job = self.log, self.job
         groups = groups_of(job.whole, self.options.sub_group_size, self.ranks)
         self._request_weights()
-        for line in abandoned_states(self.recipe, job.whole.n_elements, job.element):
-            log.request("abandoned", int(line.n_bytes), line.kind, line.reason)
+        log.put("abandoned", *abandoned_states(self.recipe, job.whole.n_elements, job.element))
         for group in () if self.offloads else groups:
             log.request("master", job.master * group.elements, Kind.OPTIMIZER_STATE, "weights of this rank's share")
         impl = optimizer_impl(self.recipe)

@@ -5,27 +5,88 @@ sizes of single tensors, and what the model's forward and backward call when. Me
 (torch/distributed/fsdp/_fully_shard).
 """
 
+import math
 from collections.abc import Hashable
+from typing import NamedTuple
 
 from zeroplan.engines.fsdp2 import lines
-from zeroplan.engines.fsdp2.param_groups import ParamGroup
+from zeroplan.engines.fsdp2.groups import ParamGroup
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.fsdp2.runtime import Runtime, Unit, Units
+from zeroplan.engines.fsdp2.split import summed
 from zeroplan.engines.fsdp2.traffic import of_muon
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.precisions import compute_of
-from zeroplan.engines.requests.fsdp2_units import Cutting, Sizes
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ENDING, ModelPass
 from zeroplan.engines.requests.optimizer import Update
-from zeroplan.ledger import Among, Kind, Line
-from zeroplan.numeric import Int
+from zeroplan.ledger import Among, Kind
+from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import AtEmbedding
+from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation
+
+
+class Sizes(NamedTuple):
+    """Of each parameter of a parameter group. [elements]"""
+
+    whole: tuple[int, ...]
+    """With padding."""
+    gradients: tuple[int, ...]
+    """Of those that get one, without padding."""
+    widths: tuple[int, ...]
+    """Of an element, as it is stored. [bytes]"""
+    norms: tuple[int, ...]
+    """Of norms, whose gradients tensor-parallel ranks sum up (:func:`summed`)."""
+
+
+class Cutting:
+    """Cuts parameters into this rank's chunks."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Take the job's plan."""
+        self.plan, self.n, self.tp, self.ep = plan, int(plan.n), plan.tp, int(plan.ep)
+
+    def sizes(self, parameters: tuple[Parameter, ...]) -> tuple[Sizes, ...]:
+        """Those of a unit's groups: its experts are apart where ranks share them out."""
+        theirs = [self.ep != 1 and one.active_share != (1, 1) for one in parameters]
+        apart = [tuple([one for one, is_it in zip(parameters, theirs, strict=True) if is_it is them]) for them in (False, True)]
+        ranks = self.n, self.n * self.tp // self.ep
+        return tuple([self._sizes(part, ranks[at]) for at, part in enumerate(apart) if part or not at])
+
+    def _sizes(self, parameters: tuple[Parameter, ...], ranks: int) -> Sizes:
+        return Sizes(
+            tuple([ranks * self.shard(one) for one in parameters]),
+            tuple([one.numel for one in parameters if not one.frozen]),
+            tuple(map(self.width, parameters)),
+            summed(parameters),
+        )
+
+    def shard(self, parameter: Parameter) -> int:
+        """This rank's chunk of a parameter. [elements]"""
+        return math.prod(self.chunk(parameter))
+
+    def chunk(self, parameter: Parameter) -> tuple[int, ...]:
+        """Its shape."""
+        if self.ep != 1:
+            from zeroplan.engines.fsdp2.experts import chunk  # noqa: PLC0415  keeps start-up fast
+
+            return tuple(map(int, chunk(parameter, 1, n=self.n, tp=self.tp, ep=self.ep, in_block=True).shape))
+        return ceil_div(parameter.shape[0], self.n), *parameter.shape[1:]
+
+    def width(self, parameter: Parameter) -> int:
+        """Of an element as it is stored: beside adapters what is frozen is in the compute dtype. [bytes]"""
+        return self.plan.frozen_width if parameter.frozen else self.plan.width.stored
+
+    def request_shards(self, log: Log, parameters: list[Parameter]) -> None:
+        """This rank's chunks of all parameters."""
+        for one in parameters:
+            log.request("shards", self.width(one) * self.shard(one), Kind.PARAMETERS, "this rank's chunk of a parameter")
+
 
 GATHERS, REDUCES = 1, 2
 """The numbers of the streams on which all-gathers are filled and reduce-scatters come out."""
@@ -96,7 +157,7 @@ class Step(Runtime, ModelPass):
             blocks = layout_by_recomputation(self.model, first_recomputed(self.model, self.recipe)).runs
             self.request_scales([one for run in self.order for one in blocks[run].parameters])
         if self.plan.shared_sequences:
-            self._lines("sequences", [line for line in self.plan.persistent if line.kind is Kind.ACTIVATIONS])
+            self.log.put("sequences", *(line for line in self.plan.persistent if line.kind is Kind.ACTIVATIONS))
         inside = {id(one) for run in self.tree.runs for one in run.parameters}
         updated = [one for one in self.parameters if not one.frozen and not self.plan.offloaded]
         return [LocalTensor(self.cutting.chunk(one), in_block=id(one) in inside) for one in updated]
@@ -234,31 +295,28 @@ class Step(Runtime, ModelPass):
         """Ranks that split it sum up what they have of all tokens, and share that out."""
         at = self.plan.at_embedding
         if at is not None:
-            self._lines("whole embeddings", [line._replace(kind=Kind.TEMPORARY) for line in (at.gathered, at.by_rank)])
+            self.log.put("whole embeddings", *(line._replace(kind=Kind.TEMPORARY) for line in (at.gathered, at.by_rank)))
             self.log.call("reduce_scatter", at.gathered.n_bytes, self.plan.tp, Among.TENSOR)
         super().embed()
         self.log.release("whole embeddings")
 
     def embedding_gradients(self) -> None:
-        """Of an embedding that is split that of all of it is made, of which the rank takes its share."""
+        """Of an embedding that is split, the gradient of its output is gathered, of all tokens."""
         at = self.plan.at_embedding
         if at is None:
             super().embedding_gradients()
             return
-        self.gather_gradient(at)
-        self._line("whole gradient", at.whole)
-        self.log.release("gathered gradient")
-        self.make_gradient(self.tree.embeddings[0].numel)
-
-    def gather_gradient(self, at: AtEmbedding) -> None:
-        """The gradient of the embedding's output, of all tokens."""
-        self._line("by rank", at.by_rank)
-        self._line("gathered gradient", at.gathered)
+        self.log.put("by rank", at.by_rank)
+        self.log.put("gathered gradient", at.gathered)
         self.log.call("all_gather", at.gathered.n_bytes, self.plan.tp, Among.TENSOR)
         self.log.release("by rank", self.flow)
+        self.whole_gradient(at)
 
-    def _line(self, key: str, line: Line) -> None:
-        self._lines(key, (line,))
+    def whole_gradient(self, at: AtEmbedding) -> None:
+        """The gradient of all of the embedding is made, of which the rank takes its share."""
+        self.log.put("whole gradient", at.whole)
+        self.log.release("gathered gradient")
+        self.make_gradient(self.tree.embeddings[0].numel)
 
     # --- gradients ----------------------------------------------------------------------------------------------------------
 

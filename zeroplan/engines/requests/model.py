@@ -7,7 +7,7 @@ from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.stretches import Stretch, stretches
-from zeroplan.ledger import Among, Kind, Line, Phase, Role
+from zeroplan.ledger import Among, Kind, Phase, Role
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -68,7 +68,7 @@ class ModelPass:
             block, self.ending = torchtitan_requests(model, compute, batch, recipe.recompute)
             self.blocks = (block,)
             _, self.head, rotations = passes_of(model, recipe, batch)
-            self._lines("rotations", (rotations,))
+            self.log.put("rotations", rotations)
         else:
             self.head = head or outside(model, recipe, batch)
             self.blocks = tuple(self._sized(model, run, batch) for run in tree.runs)
@@ -114,7 +114,7 @@ class ModelPass:
             return
         from zeroplan.engines.quantised import scales_of_each  # noqa: PLC0415  keeps start-up fast
 
-        self._lines("scales", scales_of_each(parameters, self.quantize))
+        self.log.put("scales", *scales_of_each(parameters, self.quantize))
 
     def run(self, steps: int) -> Log:
         """Run from before the first step on, so many steps."""
@@ -200,10 +200,10 @@ class ModelPass:
         self.before_forward()
         log.layer = -1
         self.take_batch()
-        self._lines("tables", self.head.with_blocks)
+        self.log.put("tables", *self.head.with_blocks)
         self.embed()
         self.after_embedding()
-        self._lines("by name", self.head.forward)
+        self.log.put("by name", *self.head.forward)
         for layer, run in enumerate(self.order):
             log.layer = layer
             self.before_block(layer)
@@ -225,13 +225,13 @@ class ModelPass:
         self._play(ENDING, self.ending, forward=True)
         self._model_returns()
         if self.recipe.keep_logits:
-            self._lines("output", self.head.output)
+            self.log.put("output", *self.head.output)
         self.after_forward()
         log.release(("cached",))
 
     def take_batch(self) -> None:
         """The loop hands a batch over."""
-        self._lines("batch", self.head.at_embedding)
+        self.log.put("batch", *self.head.at_embedding)
 
     def embed(self) -> None:
         """The embedding's own forward. The graph holds the output of a frozen one where inputs of blocks go to host memory."""
@@ -241,14 +241,7 @@ class ModelPass:
 
     @property
     def _hidden_bytes(self) -> int:
-        n_bytes = self.head.hidden_bytes
-        assert isinstance(n_bytes, int)  # noqa: S101  of one batch
-        return n_bytes
-
-    def _lines(self, key: Hashable, lines: Iterable[Line]) -> None:
-        for line in lines:
-            assert isinstance(line.n_bytes, int)  # noqa: S101  of one batch
-            self.log.request(key, line.n_bytes, line.kind, line.reason)
+        return int(self.head.hidden_bytes)
 
     def _name_goes(self, layer: int, run: int) -> None:
         """The model's forward has a new hidden state; the old one goes unless somebody else has it."""

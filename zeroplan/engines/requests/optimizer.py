@@ -38,10 +38,10 @@ class Update:
     def make_states(self, log: Log, tensors: Tensors) -> None:
         """The states of these tensors, unless they are there."""
         for tensor in () if self.has_states else _each(tensors):
-            self._request(log, "states", self._states(tensor))
+            log.put("states", *self._states(tensor))
         if self.optimizer == "adamw-8bit" and not self.has_states:
             maps = state_lines(self.optimizer, self.impl, list(_each(tensors)), self.width)[-1]
-            self._request(log, "states", (maps,))
+            log.put("states", maps)
         self.has_states = True
 
     def step(self, log: Log, tensors: Tensors) -> None:
@@ -54,9 +54,9 @@ class Update:
         for _ in range(copies):
             for tensor in _each(tensors):
                 (line,) = self._temporaries(tensor)
-                self._request(log, "temporaries", (line._replace(n_bytes=line.n_bytes // copies),))
+                log.put("temporaries", line._replace(n_bytes=line.n_bytes // copies))
         if not copies:
-            self._request(log, "temporaries", step_temporary_lines(self.optimizer, self.impl, list(_each(tensors)), self.width))
+            log.put("temporaries", *step_temporary_lines(self.optimizer, self.impl, list(_each(tensors)), self.width))
         log.release("temporaries")
 
     def _step_of_muon(self, log: Log, tensors: list[LocalTensor]) -> None:
@@ -87,11 +87,6 @@ class Update:
         if tensor not in self._of_steps:
             self._of_steps[tensor] = step_temporary_lines(self.optimizer, self.impl, (tensor,), self.width)
         return self._of_steps[tensor]
-
-    @staticmethod
-    def _request(log: Log, key: str, lines: tuple[Line, ...]) -> None:
-        for line in lines:
-            log.request(key, int(line.n_bytes), line.kind, line.reason)
 
 
 def _each(tensors: Tensors) -> Iterable[LocalTensor]:

@@ -3,7 +3,6 @@
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from matplotlib.figure import Figure
 
@@ -23,6 +22,10 @@ from zeroplan.report.series.stages import StagesSeries
 from zeroplan.report.series.timeline import TimelineSeries
 
 Series = HeatSeries | ParetoSeries | ScalingSeries | StacksSeries | StagesSeries | TimelineSeries
+_DRAW: dict[type[Series], Callable[..., None]] = {
+    HeatSeries: draw_heat, ParetoSeries: draw_pareto, ScalingSeries: draw_scaling, StacksSeries: draw_stacks,
+    StagesSeries: draw_stages, TimelineSeries: draw_timeline,
+}  # fmt: skip
 #: Of a notebook's screen, on which a figure keeps the size that it has on paper.
 _SCREEN_DOTS_PER_INCH = 96
 
@@ -47,8 +50,8 @@ def picture(series: Series, *, theme: str = "light") -> Picture:
     >>> picture(stages(job(model="gpt2", gpus=8, stage=3, seq_len=128))).width
     768
     """
-    look = THEMES[theme]
-    return drawn(partial(_draw, series=series, theme=look), theme=look)
+    look, draw = THEMES[theme], _DRAW[type(series)]
+    return drawn(lambda figure: draw(figure, series, look), theme=look)
 
 
 def drawn(draw: Callable[[Figure], None], *, theme: Theme = THEMES["light"]) -> Picture:
@@ -59,19 +62,3 @@ def drawn(draw: Callable[[Figure], None], *, theme: Theme = THEMES["light"]) -> 
         draw(figure)
         saved(figure, held, "png")
     return Picture(held.getvalue(), round(figure.get_figwidth() * _SCREEN_DOTS_PER_INCH))
-
-
-def _draw(figure: Figure, *, series: Series, theme: Theme) -> None:
-    match series:
-        case StagesSeries():
-            draw_stages(figure, series, theme)
-        case TimelineSeries():
-            draw_timeline(figure, series, theme)
-        case ScalingSeries():
-            draw_scaling(figure, series, theme)
-        case HeatSeries():
-            draw_heat(figure, series, theme)
-        case ParetoSeries():
-            draw_pareto(figure, series, theme)
-        case StacksSeries():
-            draw_stacks(figure, series, theme)

@@ -8,7 +8,7 @@ import torch._dynamo  # must be imported before CUDA is faked, since it checks t
 
 from zeroplan.catalog.gpu import gpu as gpu_named
 from zeroplan.spec.hardware import ClusterSpec, GpuSpec, node_size
-from zeroplan.verify.fake_cuda import cpp, kernels, torch_cuda
+from zeroplan.verify.fake_cuda import cpp, torch_cuda
 from zeroplan.verify.fake_cuda.memory import Memory
 
 CUDA = "cuda"
@@ -41,4 +41,30 @@ def install_node(cluster: ClusterSpec | None = None) -> None:
 @cache
 def _enable() -> None:
     cpp.enable_cuda()
-    kernels.register_kernels()
+    register_kernels()
+
+
+_LIBRARIES: list[torch.library.Library] = []
+"""Keeps the registered kernels alive."""
+
+
+_CUDAS_ALONE, _NOT_CUDAS = frozenset({"aten::_fused_rms_norm"}), frozenset({"aten::native_channel_shuffle"})
+"""Operators with a kernel in CUDA builds only, and operators without one there (torch 2.13)."""
+
+
+def register_kernels() -> None:
+    """Register a kernel on CUDA for every operator that has one; torch would decompose the others.
+
+    CUDA has one wherever the CPU has one, with few named exceptions. No kernel is ever called, since fake tensors answer before.
+    """
+    library = torch.library.Library("aten", "IMPL", "CUDA")  # type: ignore[no-untyped-call]
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in torch._C._dispatch_get_all_op_names():
+        taken_apart = name.startswith("aten::") and has(name, "CompositeImplicitAutograd")
+        if taken_apart and name not in _NOT_CUDAS and (name in _CUDAS_ALONE or has(name, "CPU")):
+            library.impl(name.removeprefix("aten::"), _never)  # type: ignore[no-untyped-call]
+    _LIBRARIES.append(library)
+
+
+def _never(*_args: object, **_options: object) -> object:
+    raise AssertionError("a tensor on the fake GPU has bytes; all tensors there must be fake")

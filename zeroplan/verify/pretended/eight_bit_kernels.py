@@ -10,7 +10,7 @@ here it is all of them, the upper limit.
 import bitsandbytes  # noqa: F401  it registers its operators with torch
 import torch
 
-from zeroplan.verify.watching.inside import INSIDE
+from zeroplan.verify.watching.libraries import INSIDE
 
 _ops = torch.ops.bitsandbytes
 Optional = torch.Tensor | None

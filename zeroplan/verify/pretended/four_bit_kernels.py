@@ -6,7 +6,7 @@ from bitsandbytes.nn.modules import Linear4bit
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zeroplan.verify.watching.inside import INSIDE
+from zeroplan.verify.watching.libraries import INSIDE
 
 
 def _written_out(

@@ -1,6 +1,5 @@
 """The module to profile: a user's own or a class of transformers, with a batch of any shape."""
 
-import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 
 from zeroplan.catalog.config import named_after
-from zeroplan.catalog.text import each_key_once, one_line, read_text
+from zeroplan.catalog.text import one_line, read_text, strict_json
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.spec.recipe import Attention
 from zeroplan.verify.profiling.anatomy import Anatomy, Manner
@@ -99,13 +98,7 @@ def of_config(named: str, attention: Attention) -> Subject:
 
 
 def _mapping(path: Path) -> dict[str, object]:
-    try:
-        text = read_text(path, what="configuration")
-        keys = json.loads(text, object_pairs_hook=lambda pairs: each_key_once(pairs, f"configuration {str(path)!r}"))
-    except SpecError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"configuration {str(path)!r} is not JSON: {one_line(str(error))}") from None
+    keys = strict_json(read_text(path, what="configuration"), f"configuration {str(path)!r}")
     if not isinstance(keys, dict) or not isinstance(keys.get("model_type"), str):
         raise SpecError(f"configuration {str(path)!r} names no model_type; it is not one of transformers")
     return keys

@@ -10,13 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import DdpOptions, RecipeSpec
-from zeroplan.verify.training.engine import COMPUTE, labelled
+from zeroplan.verify.training.engine import COMPUTE, Engine, labelled
 from zeroplan.verify.training.optimizers import make_optimizer, trained, zero_redundancy
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
 
 
-class Ddp:
+class Ddp(Engine):
     """``DistributedDataParallel``, alone or with ``ZeroRedundancyOptimizer``; mixed precision by autocast.
 
     A single rank is wrapped only if the recipe says so, since it has nothing to reduce.
@@ -41,7 +41,8 @@ class Ddp:
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass; only the last one reduces gradients, unless the recipe says otherwise."""
         model = self._wrapper or self._work.module
-        with nullcontext() if last or self._recipe.sync_every_micro_batch else self._no_sync():
+        syncs = last or self._recipe.sync_every_micro_batch
+        with nullcontext() if syncs or self._wrapper is None else self._wrapper.no_sync():
             enter(Phase.FORWARD)
             with autocast(self._recipe, self._device):
                 output = model(**self._work.batch)
@@ -50,17 +51,6 @@ class Ddp:
                 del output
             enter(Phase.BACKWARD)
             loss.backward()  # type: ignore[no-untyped-call]
-
-    def _no_sync(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._wrapper is None else self._wrapper.no_sync()
-
-    def optimizer_step(self) -> None:
-        """Update all parameters; with ZeroRedundancyOptimizer, this rank's, then receive the others."""
-        self.optimizer.step()
-
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        self.optimizer.zero_grad()
 
     def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Label the buckets that the reducer makes in the second forward; the first ones are made with the engine."""

@@ -19,7 +19,7 @@ from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.pretended import nvme
 from zeroplan.verify.replaced import replaced
-from zeroplan.verify.training.engine import Requesting, all_labelled
+from zeroplan.verify.training.engine import Engine, Requesting, all_labelled
 from zeroplan.verify.training.optimizers import make_optimizer, trained
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
@@ -52,7 +52,7 @@ def configuration(job: JobSpec) -> dict[str, object]:
     }
 
 
-class DeepSpeed:
+class DeepSpeed(Engine):
     """``deepspeed.initialize`` with torch's optimizer.
 
     Torch's fused Adam also replaces DeepSpeed's own, which needs a GPU.

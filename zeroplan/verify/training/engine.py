@@ -3,9 +3,9 @@
 The engines run unmodified. Labels around their functions tell the watcher what each buffer is for.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,8 +18,8 @@ from zeroplan.verify.replaced import replaced
 from zeroplan.verify.watching.watcher import Watcher
 
 
-class Engine(Protocol):
-    """The methods that the training loop calls."""
+class Engine(ABC):
+    """What the training loop calls; the optimizer steps like torch's own unless an engine says otherwise."""
 
     optimizer: torch.optim.Optimizer
     handed_on: Kind
@@ -27,21 +27,21 @@ class Engine(Protocol):
     kept: Kind | None
     """The kind of gradients that parameters hold after a pass; None if it is the same."""
 
+    @abstractmethod
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass; ``enter`` is called when each begins."""
-        ...
 
     def optimizer_step(self) -> None:
-        """Update the parameters."""
-        ...
+        """Update the parameters of this rank; ``ZeroRedundancyOptimizer`` then receives the others."""
+        self.optimizer.step()
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        ...
+        self.optimizer.zero_grad()
 
+    @abstractmethod
     def labels(self, watcher: Watcher, /) -> AbstractContextManager[None]:
         """Label the engine's own buffers for the watcher, inside."""
-        ...
 
 
 def train(engine: Engine, watcher: Watcher, *, module: nn.Module, steps: int, accumulate: int) -> None:

@@ -16,14 +16,14 @@ from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import Fsdp1Options, RecipeSpec
 from zeroplan.verify.pretended.addresses import addresses
 from zeroplan.verify.training.ddp import autocast
-from zeroplan.verify.training.engine import COMPUTE, Requesting, all_labelled
+from zeroplan.verify.training.engine import COMPUTE, Engine, Requesting, all_labelled
 from zeroplan.verify.training.fsdp2 import forward_and_backward
 from zeroplan.verify.training.optimizers import make_optimizer, trained
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
 
 
-class Fsdp1:
+class Fsdp1(Engine):
     """``FullyShardedDataParallel`` around every block and around the whole."""
 
     handed_on = Kind.UNSHARDED_GRADIENTS
@@ -46,14 +46,6 @@ class Fsdp1:
         """Autocast where adapters are in fp32, to whose dtype peft casts their inputs: as accelerate has it, for all models."""
         adapted = any(".lora_" in name for name, _ in self._work.module.named_modules())
         return autocast(self._recipe, "cuda") if adapted else nullcontext()
-
-    def optimizer_step(self) -> None:
-        """Update this rank's shards."""
-        self.optimizer.step()
-
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        self.optimizer.zero_grad()
 
     def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Tell buffers apart by the function of FSDP1 that asks for them."""

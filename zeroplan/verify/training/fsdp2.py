@@ -17,7 +17,7 @@ from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.adapters import unwrapped
-from zeroplan.verify.training.engine import COMPUTE, Requesting, all_labelled
+from zeroplan.verify.training.engine import COMPUTE, Engine, Requesting, all_labelled
 from zeroplan.verify.training.experts import ExpertMeshes, disable_gradient_division, placement
 from zeroplan.verify.training.modules import last_norm
 from zeroplan.verify.training.optimizers import make_optimizer, trained
@@ -25,7 +25,7 @@ from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
 
 
-class Fsdp2:
+class Fsdp2(Engine):
     """``fully_shard`` around every block and around the whole module, as in PyTorch's own examples."""
 
     handed_on = Kind.UNSHARDED_GRADIENTS
@@ -44,14 +44,6 @@ class Fsdp2:
         """Run one forward and backward pass; gradients are reduced in the last of a step, or in each."""
         self._model.set_requires_gradient_sync(last or self._recipe.sync_every_micro_batch)
         forward_and_backward(self._work.module, self._work, enter, keep_logits=bool(self._recipe.keep_logits))
-
-    def optimizer_step(self) -> None:
-        """Update this rank's shards."""
-        self.optimizer.step()
-
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        self.optimizer.zero_grad()
 
     def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Label buffers by the function of FSDP2 that requests them."""

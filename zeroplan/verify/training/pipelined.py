@@ -29,7 +29,7 @@ from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.activations_away import offload_blocks
 from zeroplan.verify.training.adapters import unwrapped
 from zeroplan.verify.training.causal_model import causal_module
-from zeroplan.verify.training.engine import COMPUTE, labelled, weights_dtype
+from zeroplan.verify.training.engine import COMPUTE, Engine, labelled, weights_dtype
 from zeroplan.verify.training.experts import dispatched
 from zeroplan.verify.training.fsdp2 import allocate, fsdp2_labels, shard
 from zeroplan.verify.training.losses import loss_of_hidden
@@ -49,7 +49,7 @@ _SCHEDULES = {
 }
 
 
-class Pipelined:
+class Pipelined(Engine):
     """FSDP2 around every block and each stage of this rank, run by a schedule of torch's pipelining."""
 
     handed_on = Kind.UNSHARDED_GRADIENTS
@@ -124,14 +124,6 @@ class Pipelined:
         schedule = self._schedule
         stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
         return cast("list[PipelineStage]", stages)
-
-    def optimizer_step(self) -> None:
-        """Update this rank's shards of its stages."""
-        self.optimizer.step()
-
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        self.optimizer.zero_grad()
 
     @contextmanager
     def labels(self, watcher: Watcher) -> Iterator[None]:

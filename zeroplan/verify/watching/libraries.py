@@ -4,7 +4,9 @@ No formula gives these to the byte, and the library chooses the kernel. Records 
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+from torch._ops import OpOverload
 
 from zeroplan.measurement import AttentionMeasured
 from zeroplan.verify.watching.allocations import Allocation, Timeline
@@ -51,3 +53,7 @@ def kept_by_products(alive: Iterable[Allocation], owned: frozenset[int]) -> int:
     return sum(
         block.n_bytes for block in alive if block.address not in owned and block.operators and block.operators[-1] in _PRODUCTS
     )
+
+
+INSIDE: dict[OpOverload, Callable[..., object]] = {}
+"""For each operator, the function that makes its GPU allocations with torch's operators."""

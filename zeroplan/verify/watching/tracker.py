@@ -32,7 +32,7 @@ from zeroplan.verify.replaced import replaced
 from zeroplan.verify.watching.collectives import COLLECTIVES, call
 from zeroplan.verify.watching.cycles import manual_garbage_collection
 from zeroplan.verify.watching.host import HostMemory
-from zeroplan.verify.watching.inside import INSIDE
+from zeroplan.verify.watching.libraries import INSIDE
 from zeroplan.verify.watching.modules_at_work import ModulesAtWork
 from zeroplan.verify.watching.recording import LIFTED, Block, Call, Recording, Span
 from zeroplan.verify.watching.timeline import is_of_the_loss

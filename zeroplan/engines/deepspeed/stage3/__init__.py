@@ -9,8 +9,6 @@ from zeroplan.engines.deepspeed.abandoned import abandoned_states, beside
 from zeroplan.engines.deepspeed.infinity import Shares, note_on_nvme, nvme_lines, refuse_few_pipelined
 from zeroplan.engines.deepspeed.offload import note, offloads_optimizer
 from zeroplan.engines.deepspeed.secondary import second_partition
-from zeroplan.engines.deepspeed.stage3.backward import backward_moments
-from zeroplan.engines.deepspeed.stage3.forward import forward_moments
 from zeroplan.engines.deepspeed.stage3.job import Job, by_micro_batches, make_job, numels
 from zeroplan.engines.deepspeed.stage3.states import (
     bucket_line,
@@ -27,15 +25,17 @@ from zeroplan.engines.deepspeed.stage3.step import (
     stepped_symbols,
 )
 from zeroplan.engines.deepspeed.stage3.traffic import collectives
+from zeroplan.engines.deepspeed.stage3.training import Training
 from zeroplan.engines.deepspeed.stage3_offload import host_lines, host_symbols, states_on_gpu
 from zeroplan.engines.optimizers import counted
 from zeroplan.engines.passes import Passes, kept_in_a_block, kept_symbols, passes
 from zeroplan.engines.rows import largest_parameter, shares
-from zeroplan.ledger import Line, Moment, Phase
+from zeroplan.ledger import Line, Phase
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
+from zeroplan.trace import Entry, Moments, Trace, entry_of
 from zeroplan.transformer.params import layout
 
 
@@ -52,21 +52,21 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     refuse_few_pipelined(recipe, group_count(job))
     persistent = (*states, bucket_line(job), persistent_line(job))
     these = passes(model, recipe, batch)
-    running = [
-        moment
-        for each in by_micro_batches(job, batch)
-        for moment in (*forward_moments(each, these), *backward_moments(each, these))
-    ]
-    training = tuple(moment.beside(persistent) for moment in running)
+    trace = Trace()
+    trace.hold("states", *persistent)
+    for each in by_micro_batches(job, batch):
+        Training(trace, each, these).run()
     taken = step_temporaries(job, impl)
     steps = step_away_moments(job) if offloads_optimizer(recipe) else step_moments(job, impl, taken)
     second = second_partition(recipe, job.element, job.partition, job.n_ranks)
     step = tuple(moment.beside((*states, bucket_line(job), *second)) for moment in steps[:-1])
     step += tuple(moment.beside((*states, bucket_line(job))) for moment in steps[-1:])
+    training = (*trace.finished(), *map(entry_of, step))
+    start = beside(construction_moments(job, states), (*left, *beside_shards))
     mine = Shares(job.whole, job.n_ranks, job.partition, job.element, job.master, job.kept)
     return Account(
         (*states, bucket_line(job), persistent_line(job)),
-        (*beside(construction_moments(job, states), (*left, *beside_shards)), *training, *step),
+        Moments((*map(entry_of, start), *training)),
         collectives(job, batch),
         host=host_lines(recipe, mine, everything, taken),
         symbols=(*_symbols(job, impl), *host_symbols(recipe, mine), *kept_symbols(these), *counted(*everything, *taken)),
@@ -74,7 +74,7 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
             *note(recipe),
             *note_on_nvme(recipe),
             *((_PACKED_STAY,) if model.is_quantised else ()),
-            *_bound(model, these, (*training, *step)),
+            *_bound(model, these, training),
         ),
         nvme=nvme_lines(recipe, mine),
         kept=kept_in_a_block(these),
@@ -97,7 +97,7 @@ _FROZEN_BOUND = (
 )
 
 
-def _bound(model: ModelSpec, these: Passes, moments: tuple[Moment, ...]) -> tuple[str, ...]:
+def _bound(model: ModelSpec, these: Passes, moments: tuple[Entry, ...]) -> tuple[str, ...]:
     """Say where the peak is an upper bound: it depends on the order of a set of parameters, or on that of gathers in a block."""
     keeps_nothing = model.frozen is not None and any(not run.kept for run in these.runs)
     if not (model.moe or keeps_nothing) or any(not isinstance(moment.total_bytes, int) for moment in moments):

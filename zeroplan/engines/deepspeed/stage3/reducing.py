@@ -9,12 +9,12 @@ from zeroplan.engines.deepspeed.offload import offloads_optimizer
 from zeroplan.engines.deepspeed.quantized_gradients import Split, beside_quantized, quantized_line, unless_quantized
 from zeroplan.engines.deepspeed.running import GradientCounts, place_in_block, running_lines
 from zeroplan.engines.deepspeed.sources import STAGE3
-from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line, gradient_line, tied_head_lines
+from zeroplan.engines.deepspeed.stage3.job import Job, gradient_line
 from zeroplan.engines.deepspeed.stage3_offload import beside_flushes, on_the_way
 from zeroplan.engines.formulas import product, unless_zero
-from zeroplan.engines.passes import Passes, kept_before, shared_at
+from zeroplan.engines.passes import Passes
 from zeroplan.engines.rows import Sizes, shares
-from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import where
 from zeroplan.spec.recipe import DeepSpeedOptions
 
@@ -112,20 +112,15 @@ def _reduce_formulas(element: int, kept: int, sizes: Sizes) -> tuple[str, str]:
     return f"{element}·N·({share})", f"{kept}·({share})"
 
 
-def flush_moment(job: Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
-    """The moment at which a bucket is reduced, with the elements gathered then."""
-    flush, held = chosen
-    activations = _running(job, these, flush)
-    around = (*shared_at(these, flush.block), *these.output, *kept_before(these, max(flush.block, 0)))
-    tied = tied_head_lines(job) if flush.block >= 0 else ()  # taken in by the embedding's gradient when that arrives
-    lines = (*around, *activations, gathered_line(job, held), *reduce_lines(job, flush), *tied)
-    if swaps_optimizer(job.recipe):
-        before = len(job.buckets.flushes) - 1 - job.buckets.flushes.index(flush)
-        lines += staying_of(job.buckets, before, job.n_ranks, job.master)
-    return Moment("bucket reduced during the backward", Phase.BACKWARD, lines)
+def staying_until(job: Job, flush: Flush) -> tuple[Line, ...]:
+    """Gradients that wait on the GPU since earlier buckets were reduced."""
+    if not swaps_optimizer(job.recipe):
+        return ()
+    before = len(job.buckets.flushes) - 1 - job.buckets.flushes.index(flush)
+    return staying_of(job.buckets, before, job.n_ranks, job.master)
 
 
-def _running(job: Job, these: Passes, flush: Flush) -> tuple[Line, Line]:
+def running_at(job: Job, these: Passes, flush: Flush) -> tuple[Line, Line]:
     """Return the activations of the block that runs; a leaf module hands on when all that flows out of it has been added up."""
     saved, flowing = running_lines(these, flush.block, flush.made)
     if flush.made != leaf_elements(job.whole, flush.block):

@@ -163,8 +163,9 @@ class _Layer(nn.Module):
     """The parameters of a linear layer, allocated on the GPU at once."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, params_dtype: torch.dtype | None, device: Any,  # noqa: ANN401
-        init_method: Callable[[torch.Tensor], object] | None, return_bias: bool, **options: Any,  # noqa: ANN401
+        self, in_features: int, out_features: int, *_: object, bias: bool = True, return_bias: bool = False,
+        params_dtype: torch.dtype | None = None, device: Any = "cuda",  # noqa: ANN401
+        init_method: Callable[[torch.Tensor], object] | None = None, **options: Any,  # noqa: ANN401
     ) -> None:  # fmt: skip
         super().__init__()
         for name in ("sequence_parallel", "fuse_wgrad_accumulation", "parameters_split", "delay_wgrad_compute", "ub_name"):
@@ -186,16 +187,6 @@ class _Layer(nn.Module):
 class Linear(_Layer):
     """``transformer_engine.pytorch.Linear``."""
 
-    def __init__(
-        self, in_features: int, out_features: int, *_: object, bias: bool = True, return_bias: bool = False,
-        params_dtype: torch.dtype | None = None, device: Any = "cuda",  # noqa: ANN401
-        init_method: Callable[[torch.Tensor], object] | None = None, **options: Any,  # noqa: ANN401
-    ) -> None:  # fmt: skip
-        super().__init__(
-            in_features, out_features, bias=bias, params_dtype=params_dtype, device=device, init_method=init_method,
-            return_bias=return_bias, **options,
-        )  # fmt: skip
-
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **_: object) -> Any:  # noqa: ANN401, ARG002, FBT001
         """The product."""
         bias = None if self.return_bias else self.bias
@@ -206,15 +197,10 @@ class LayerNormLinear(_Layer):
     """``transformer_engine.pytorch.LayerNormLinear``."""
 
     def __init__(
-        self, in_features: int, out_features: int, eps: float = 1e-5, *_: object, bias: bool = True,
-        normalization: str = "LayerNorm", return_bias: bool = False, params_dtype: torch.dtype | None = None,
-        return_layernorm_output: bool = False, zero_centered_gamma: bool = False, device: Any = "cuda",  # noqa: ANN401, ARG002
-        init_method: Callable[[torch.Tensor], object] | None = None, **options: Any,  # noqa: ANN401
+        self, in_features: int, out_features: int, eps: float = 1e-5, *_: object, normalization: str = "LayerNorm",
+        return_layernorm_output: bool = False, **options: Any,  # noqa: ANN401
     ) -> None:  # fmt: skip
-        super().__init__(
-            in_features, out_features, bias=bias, params_dtype=params_dtype, device=device, init_method=init_method,
-            return_bias=return_bias, **options,
-        )  # fmt: skip
+        super().__init__(in_features, out_features, **options)
         if normalization not in ("LayerNorm", "RMSNorm"):
             _refuse(f"normalization {normalization!r}")
         self.eps, self.normalization, self.return_layernorm_output = eps, normalization, return_layernorm_output

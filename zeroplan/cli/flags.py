@@ -1,0 +1,90 @@
+"""Flags that several commands have, how a flag is declared, and how what was typed is read."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+from zeroplan.errors import SpecError
+from zeroplan.units import parse_fraction
+
+OUTPUT = "Output"
+"""The panel of the help that says how an answer is shown or written."""
+
+
+def flag(
+    name: str, value: str | None, says: str, *, short: str = "", panel: str = OUTPUT, shown: bool = False
+) -> typer.models.OptionInfo:
+    """Declare a flag, named as its parameter if ``name`` is empty; ``value`` stands for what is typed.
+
+    ``shown`` says that the help prints its default.
+    """
+    names = tuple(filter(None, (name, short)))
+    option: typer.models.OptionInfo = typer.Option(*names, metavar=value, help=says, rich_help_panel=panel, show_default=shown)
+    return option
+
+
+def switch(name: str, says: str, *, short: str = "", panel: str = OUTPUT) -> typer.models.OptionInfo:
+    """Declare a flag without a value."""
+    return flag(name, None, says, short=short, panel=panel)
+
+
+UnitName = Annotated[str, flag("--unit", None, "Unit of sizes as text: gib or gb.", shown=True)]
+AsJson = Annotated[bool, switch("--json", "Versioned JSON.")]
+AsMarkdown = Annotated[bool, switch("--markdown", "Markdown.")]
+Force = Annotated[bool, switch("--force", "Overwrite files that are there.")]
+Catalog: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--catalog",
+        metavar="DIR",
+        help="Your own catalogue: a folder with models/*.toml and gpus/*.toml.",
+        envvar="ZEROPLAN_CATALOG",
+        show_default=False,
+    ),
+]
+
+
+def folder(catalog: str | None) -> Path | None:
+    """The folder that ``--catalog`` names."""
+    if catalog == "":  # which a path would take for the current folder
+        raise SpecError("--catalog '' names no folder; give one that holds models/*.toml or gpus/*.toml")
+    return None if catalog is None else Path(catalog)
+
+
+def refuse_two_renderings(*, as_json: bool, as_markdown: bool) -> None:
+    """Refuse two renderings; SpecError."""
+    if as_json and as_markdown:
+        raise SpecError("--json and --markdown are two renderings; choose one")
+
+
+def refuse_given(others: Mapping[str, object], why: str) -> None:
+    """Refuse the first flag that is given; SpecError says why."""
+    if (given := next((name for name, value in others.items() if value is not None), None)) is not None:
+        raise SpecError(f"{given} {why}")
+
+
+def number(text: str, what: str, low: float, high: float, otherwise: str) -> float:
+    """Return a number that was typed; SpecError says what it is not, where it is none from ``low`` to ``high``."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise SpecError(f"{what} {text!r} is not {otherwise}")
+    return value
+
+
+TOLERANCE = "0.02"
+Tolerance = Annotated[
+    str, flag("--tolerance", "FRACTION", "How far peak, held bytes and collectives may be apart.", shown=True)
+]
+
+
+def parse_tolerance(text: str) -> float:
+    """Read a tolerance as a fraction: ``0.02``, or ``2%``."""
+    value = parse_fraction(text)
+    if value is None or not 0 <= value <= 1:
+        raise SpecError(f"--tolerance {text!r} is not a fraction from 0 to 1; write 0.02 or 2%")
+    return value

@@ -1,0 +1,275 @@
+"""A micro-batch on its way through the model under ZeRO-3, with what is gathered meanwhile, written into a trace.
+
+Of each kind of block the last one is gone through, and those before it at which more is gathered.
+"""
+
+from functools import lru_cache
+
+from zeroplan.engines.deepspeed.adapted import highest_places
+from zeroplan.engines.deepspeed.buckets import unreduced_elements
+from zeroplan.engines.deepspeed.infinity import swaps_optimizer
+from zeroplan.engines.deepspeed.notes import Gathered, Note, rising
+from zeroplan.engines.deepspeed.running import gradient_counts, running_lines
+from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line, gradient_line, staying_lines, tied_head_lines
+from zeroplan.engines.deepspeed.stage3.reducing import (
+    highest_flushes,
+    reduce_lines,
+    running_at,
+    staying_until,
+    taken_beside,
+)
+from zeroplan.engines.deepspeed.stage12_lines import waiting
+from zeroplan.engines.micro_batch import Lines
+from zeroplan.engines.passes import (
+    Passes,
+    RunPass,
+    checkpoint_beside,
+    flowing_at_embedding,
+    kept_before,
+    kept_by_all,
+    shared_at,
+)
+from zeroplan.engines.rows import embedding_elements, embedding_symbol, has_tied_head
+from zeroplan.engines.sources import INPUT_BUFFER
+from zeroplan.ledger import Phase
+from zeroplan.trace import Trace
+from zeroplan.transformer.blocks import At, BackwardPoint
+
+_GATHERING = -1
+"""Stands, in place of the elements being made, for the moment at which the module is gathered (:func:`_held`)."""
+_NOWHERE = BackwardPoint("", (), 0, 0, 0)
+_OF_HEAD = {At.LOSS: 0, At.HEAD: 1, At.FINAL_NORM: 2}
+"""Where in the trace's figures of the head a point is, where no gradients tell."""
+_Place = tuple[int, int, bool, bool]
+"""A point of a block's backward, as :func:`_held` takes it."""
+_Highest = tuple[tuple[int, int], ...]
+"""The last block, and earlier ones where more is gathered; with the elements gathered."""
+
+
+class Training:
+    """Forward and backward, up to the bucket that is left at the end. ``trace`` has what persists already."""
+
+    def __init__(self, trace: Trace, job: Job, these: Passes) -> None:
+        """Take the job, and what blocks and the rest of the model cost."""
+        self.trace, self.job, self.these, self.gathered = trace, job, these, job.trace
+        self.tied, self._kept = tied_head_lines(job), dict[int, Lines]()
+
+    def run(self) -> None:
+        """Forward, loss and head backward, blocks, the buckets reduced among them, and the end."""
+        self.forward()
+        self.head_backward()
+        for run in self.these.runs:
+            self.trace.hold("checkpoint", *checkpoint_beside(run))
+            if self._is_frozen(run):
+                self.frozen_block_backward(run)
+            else:
+                self.block_backward(run)
+        self.trace.hold("checkpoint")
+        self.reduce_buckets()
+        self.end_of_backward()
+
+    def _at(self, name: str, phase: Phase, gathered: int, lines: Lines, beside: Lines = ()) -> None:
+        """Take lines, with so many elements gathered and what is there of gradients beside them."""
+        self.trace.at(name, phase, of_forward=phase is Phase.LOSS)
+        self.trace.pass_by(*lines, gathered_line(self.job, gathered), *beside)
+
+    def _enter(self, block: int) -> None:
+        """The blocks before this one keep what they need for their backward."""
+        if block not in self._kept:
+            self._kept[block] = kept_before(self.these, block)
+        self.trace.hold("kept", *self._kept[block])
+
+    # --- forward ------------------------------------------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        """Blocks, the final norm, the head and the loss."""
+        trace, these, head, held, phase = self.trace, self.these, self.these.head, self.gathered, Phase.FORWARD
+        trace.hold("shared", *head.shared)
+        trace.hold("by name", *head.forward, *head.first_input)
+        for run in these.runs:
+            own = run.block.forward if run.recompute == "none" else run.block.forward_recompute
+            for block, elements in _highest_forward(held.forward, run.first, run.n_blocks):
+                self._enter(block)
+                self._at("forward of a block", phase, elements, (*run.block.entered, *run.kept, *own))
+            experts = _highest_forward(held.before_experts, run.first, run.n_blocks) if held.before_experts[run.first] else ()
+            for block, elements in experts:
+                self._enter(block)
+                self._at("experts gathered for their forward", phase, elements, run.block.before_experts)
+        self._enter(these.n_blocks)
+        for lines in head.norm_forward:
+            self._at("forward of the final norm", phase, held.norm_forward, lines)
+        trace.hold("by name")
+        trace.hold("kept", *kept_by_all(these))
+        self._at("gathered for the head", phase, held.head_gathering, head.saved)
+        self._at("forward of the head", phase, held.head_forward, (*head.saved, *head.output))
+        self._at("loss forward", Phase.LOSS, held.loss, (*head.saved, *head.loss_forward))
+
+    # --- loss and head, backward --------------------------------------------------------------------------------------------
+
+    def head_backward(self) -> None:
+        """Each point of the loss, the head and the final norm."""
+        trace, these, job = self.trace, self.these, self.job
+        trace.hold("kept")
+        trace.hold("output", *these.output)
+        for point in these.head.points:
+            first = point.gradients == point.current_gradient
+            tied = self.tied if point.gradients and not first else ()
+            made = gradient_line(job, point.current_gradient, "gradient just made")
+            trace.hold("kept", *kept_by_all(these))
+            beside = (made, *tied, *self._unreduced_before(point))
+            self._at(f"backward of the {point.name}", Phase.BACKWARD, self._held_at_head(point), point.lines, beside)
+            if first and point.gradients and not self.gathered.head_notes:
+                self._past_head(point.gradients)
+
+    def _held_at_head(self, point: BackwardPoint) -> int:
+        gathered = self.gathered
+        if gathered.head_notes:
+            return _held(gathered.head_notes, point.gradients, point.current_gradient, ahead=False, apart=False)
+        if gathered.modules:
+            return gathered.head[_OF_HEAD[point.place.at]]
+        return gathered.head[0 if not point.gradients else 1 if point.gradients == point.current_gradient else 2]
+
+    def _unreduced_before(self, point: BackwardPoint) -> Lines:
+        """Without a contiguous bucket, the gradients after the blocks that wait to be reduced, less the one being made."""
+        if self.job.recipe.deepspeed.contiguous_gradients:
+            return ()
+        elements = self._unreduced(self.these.n_blocks, point) - point.current_gradient
+        return (gradient_line(self.job, elements, "gradients that wait to be reduced"),)
+
+    def _past_head(self, made: int) -> None:
+        """What the final norm needs is gathered while a gradient too large for the bucket waits."""
+        at_head = self.these.n_blocks
+        waits = self._waiting(at_head, _NOWHERE._replace(gradients=made))
+        self._enter(at_head)
+        lines = (*running_lines(self.these, at_head, made), *self.tied)
+        self._at("gathered for the final norm's backward", Phase.BACKWARD, self.gathered.head[2], lines, waits)
+
+    # --- blocks, backward ---------------------------------------------------------------------------------------------------
+
+    def _is_frozen(self, run: RunPass) -> bool:
+        """Whether blocks of a run have weights that are not trained, beside adapters or alone."""
+        return any(each.parameter.frozen for each in self.job.every.placed if each.block == run.first)
+
+    def frozen_block_backward(self, run: RunPass) -> None:
+        """Each point, where weights are frozen."""
+        for point in run.block.points:
+            current = point.current_gradient
+            for block, held, gathering in highest_places(self.gathered, run.first, run.n_blocks, point.place, current):
+                self._enter(block)
+                around = (*self._waiting(block, point), *self.tied)
+                name = f"backward of a block: {point.name}"
+                self._at(name, Phase.BACKWARD, held, (*around, *point.lines))
+                if gathering > held:
+                    self._at(f"gathered for the {name}", Phase.BACKWARD, gathering, (*around, *point.before))
+
+    def block_backward(self, run: RunPass) -> None:
+        """Each point, and before the first of its experts' the moment at which those are gathered."""
+        experts = next((point.gradients for point in run.block.points if point.place.at is At.WEIGHTING), None)
+        for point in run.block.points:
+            before = point.gradients - point.current_gradient
+            weighting = point.place.at is At.WEIGHTING
+            place = point.gradients, point.current_gradient, weighting, before == experts
+            for block, held in self._highest(run, place, point):
+                self._enter(block)
+                beside = (*self._waiting(block, point), *self.tied, *staying_lines(self.job, block, before))
+                self._at(f"backward of a block: {point.name}", Phase.BACKWARD, held, point.lines, beside)
+            if weighting:
+                self._gather_experts(run, point)
+
+    def _highest(self, run: RunPass, at: _Place, point: BackwardPoint) -> _Highest:
+        """Where most is gathered; gradients that wait in no bucket count too.
+
+        Where gradients stay on the GPU, the first block too: they grow towards it, block by block, as activations grow less.
+        """
+        first, backward = run.first, self.gathered.backward
+        if self.job.recipe.deepspeed.contiguous_gradients:
+            found = _highest_blocks(self.gathered, first, run.n_blocks, at)
+        else:
+            most = rising(first, run.n_blocks, lambda block: _held(backward[block], *at) + self._unreduced(block, point))
+            found = tuple((block, _held(backward[block], *at)) for block, _ in most)
+        if not swaps_optimizer(self.job.recipe) or found[-1][0] == first:
+            return found
+        return (*found, (first, _held(backward[first], *at)))
+
+    def _gather_experts(self, run: RunPass, first: BackwardPoint) -> None:
+        """Experts are gathered for their backward, before its ``first`` point has made anything."""
+        made = first.gradients
+        for block, held in _highest_blocks(self.gathered, run.first, run.n_blocks, (made, _GATHERING, True, True)):
+            waits = self._waiting(block, _NOWHERE._replace(gradients=made))
+            self._enter(block)
+            beside = (*waits, *self.tied, *staying_lines(self.job, block, made))
+            self._at("experts gathered for their backward", Phase.BACKWARD, held, first.before, beside)
+
+    def _waiting(self, block: int, point: BackwardPoint) -> Lines:
+        """Return gradients outside the bucket: the one being made, and what waits with it."""
+        job = self.job
+        if job.recipe.deepspeed.contiguous_gradients:
+            return (waiting(job.buckets, job.element, block, point.gradients, point.current_gradient),)
+        return (gradient_line(job, self._unreduced(block, point), "gradients that wait to be reduced"),)
+
+    def _unreduced(self, block: int, point: BackwardPoint) -> int:
+        """Elements of gradients that wait in no bucket; that of a tied head waits for the embedding's first."""
+        job, gradients = self.job, point.gradients
+        if block == job.whole.n_blocks and has_tied_head(job.whole):
+            gradients = max(point.current_gradient, gradients - embedding_elements(job.whole))
+        return unreduced_elements(job.buckets, block, gradients, point.current_gradient)
+
+    # --- buckets, and the end -----------------------------------------------------------------------------------------------
+
+    def reduce_buckets(self) -> None:
+        """Those that are reduced during the backward."""
+        job, these = self.job, self.these
+        for flush, held in highest_flushes(job.buckets, job.trace, gradient_counts(these), taken_beside(job)):
+            self.trace.hold("shared", *shared_at(these, flush.block))
+            self._enter(max(flush.block, 0))
+            tied = self.tied if flush.block >= 0 else ()  # taken in by the embedding's gradient when that arrives
+            beside = (*reduce_lines(job, flush), *tied, *staying_until(job, flush))
+            self._at("bucket reduced during the backward", Phase.BACKWARD, held, running_at(job, these, flush), beside)
+
+    def end_of_backward(self) -> None:
+        """The embedding's gradient, and the bucket that is left."""
+        trace, job, head, phase = self.trace, self.job, self.these.head, Phase.BACKWARD
+        trace.hold("shared", *head.at_embedding)
+        trace.hold("kept")
+        elements, flowing = embedding_elements(job.whole), (flowing_at_embedding(self.these), *head.below_blocks)
+        embedding = gradient_line(job, elements, "gradient of the embedding", embedding_symbol(job.whole) if elements else "")
+        waits = () if job.recipe.deepspeed.contiguous_gradients else self._waiting(-1, _NOWHERE)
+        gradients, stay, end = (*waits, embedding, *self.tied), staying_lines(job, -1, -1), self.gathered.end
+        self._at("embedding gathered for its backward", phase, self.gathered.embedding, flowing, (*waits, *self.tied))
+        self._at("backward of the embedding", phase, end, flowing, (*gradients, *stay))
+        if job.recipe.keeps_gathered_linears and has_tied_head(job.whole):
+            # DeepSpeed's own linear gives autograd a tensor to which the embedding's gradient is added; torch's gives a view
+            reason = "sum of the embedding's and the tied head's"
+            total = gradient_line(job, elements, reason, embedding_symbol(job.whole))._replace(source=INPUT_BUFFER)
+            self._at(f"{reason} gradient", phase, end, (), (*stay, *gradients, total))
+        self._at("end of backward: last bucket reduced", phase, end, (), (*stay, *reduce_lines(job, job.buckets.flushes[0])))
+        trace.hold("output")
+
+
+@lru_cache(maxsize=256)
+def _highest_forward(most: tuple[int, ...], first: int, n_blocks: int) -> _Highest:
+    """Return where most is gathered in the forward."""
+    return rising(first, n_blocks, lambda block: most[block])
+
+
+@lru_cache(maxsize=4096)
+def _highest_blocks(gathered: Gathered, first: int, n_blocks: int, at: _Place) -> _Highest:
+    """Return where most is gathered at a point of the backward."""
+    return rising(first, n_blocks, lambda block: _held(gathered.backward[block], *at))
+
+
+def _held(notes: tuple[Note, ...], gradients: int, current: int, ahead: bool, apart: bool) -> int:  # noqa: FBT001  hashed as a tuple above
+    """Return the elements gathered at a point after so many gradients, ``current`` elements of which are being made.
+
+    ``ahead`` says that the module that runs has no gradient yet. While parameters are gathered, no gradient of their module is
+    there, which is a moment ``apart``, or one with the point's lines. Of what the module's operators saved of its parameters, that
+    is gone of which gradients are made.
+    """
+    at = next((at for at, note in enumerate(notes) if note.made >= gradients + ahead), len(notes) - 1)
+    note, before = notes[at], notes[at - 1].made if at else 0
+    if current == _GATHERING:
+        return note.gathering
+    gone = min(max(gradients - current - before, 0), note.during - note.handing)
+    if current:
+        return max(note.during - gone, note.gathering - current if gradients - current <= before and not apart else 0)
+    return note.during - gone if note.made > gradients else note.after
