@@ -164,8 +164,8 @@ def pareto() -> ParetoSeries:
         )
     )
     return ParetoSeries(
-        caption=_about("Speed against memory: every layout"), objective="throughput", spots=spots, front=named, best=named[1],
-        capacity_bytes=CAPACITY,
+        caption=_about("Speed against memory: every layout"), objective="throughput", spots=spots, front=named, knees=named[2:],
+        best=named[1], capacity_bytes=CAPACITY,
     )  # fmt: skip
 
 

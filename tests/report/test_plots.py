@@ -258,6 +258,7 @@ def test_every_layout_has_a_mark_and_the_best_a_star_on_the_front():
     words = " ".join(text.get_text().replace("\n", " ") for text in texts(drawn("pareto")))
     assert series.best.words in words
     assert all(f"{engine}, " in words for engine in {spot.engine for spot in series.spots})
+    assert all(f"a knee: {one.needed_bytes / GIB:,.1f} GiB" in words for one in series.knees)
 
 
 def test_a_map_has_a_cell_for_every_pair():

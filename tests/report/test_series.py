@@ -198,6 +198,8 @@ def test_a_plan_is_every_layout_near_the_gpus_memory():
     assert (found.best.needed_bytes, found.best.tokens_per_s) == plan.best.layout[1:5:3]  # type: ignore[union-attr]
     rates, needs = [one.tokens_per_s for one in found.front], [one.needed_bytes for one in found.front]
     assert (rates, needs) == (sorted(rates, reverse=True), sorted(needs, reverse=True))
+    assert len(found.knees) == 2
+    assert set(found.knees) <= set(found.front[1:-1])
 
 
 @pytest.mark.parametrize(("trained", "words"), [

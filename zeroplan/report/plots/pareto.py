@@ -16,6 +16,7 @@ from zeroplan.units import GIB
 _BESIDE = 34
 """Signs that fit beside the axes."""
 _SIZE = 5.5
+_LETTERS = "ABC"
 _BELOW = 0.7
 """Where the axis begins, in parts of the slowest, if it does not begin at nothing."""
 _FACES: dict[str, str] = {"fits": "filled", "tight": "hollow", "does not fit": "small"}
@@ -33,6 +34,9 @@ def draw_pareto(figure: Figure, series: ParetoSeries, theme: Theme) -> None:
               drawstyle="steps-post")  # fmt: skip
     axes.plot([gib for gib, _ in front], [rate for _, rate in front], "o", color="none", markeredgecolor=theme.ink, markersize=9,
               markeredgewidth=1.1, zorder=5)  # fmt: skip
+    for letter, one in zip(_LETTERS, series.knees, strict=False):
+        axes.annotate(letter, (one.needed_bytes / GIB, one.tokens_per_s), (-9, 6), textcoords="offset points", color=theme.ink,
+                      fontsize=9, fontweight="bold", ha="right", zorder=6)  # fmt: skip
     if series.best is not None:
         axes.plot([series.best.needed_bytes / GIB], [series.best.tokens_per_s], "*", **_star(theme), zorder=6)
     largest = max([series.capacity_bytes, *(spot.needed_bytes for spot in series.spots)]) / GIB
@@ -77,6 +81,8 @@ def _entries(axes: Axes, series: ParetoSeries, theme: Theme) -> Iterator[LegendE
         yield (star,), _words(f"best for {series.objective}", series.best)
         ring = Line2D([], [], color=theme.ink, linewidth=1.2, marker="o", markerfacecolor="none", markersize=8)
         yield (ring,), f"the front: nothing that fits is\nboth quicker and smaller ({len(series.front):,})"
+    for letter, one in zip(_LETTERS, series.knees, strict=False):
+        yield (Line2D([], [], linestyle="none", marker=f"${letter}$", color=theme.ink, markersize=7),), _words("a knee", one)
     for engine in ENGINES:
         counts = {
             face: sum(spot.layouts for spot in series.spots if (spot.engine, spot.verdict) == (engine, face)) for face in _FACES

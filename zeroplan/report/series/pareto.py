@@ -1,5 +1,7 @@
 """Which layouts are quick, which small, and which of them would a planner take?"""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +15,8 @@ from zeroplan.spec.recipe import Engine
 
 _BEYOND = 1.3
 """What needs more than so many times the GPU's memory, or where nothing fits the least need, is not drawn."""
+_MOST_KNEES = 2
+"""More than so many names would not be read."""
 _FINE = 400
 """Layouts that are no further apart than this part of the picture, to both sides, are one spot."""
 
@@ -39,12 +43,13 @@ class Named:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParetoSeries:
-    """All layouts, the front of those that fit (the quickest first), and the one that is best for what was asked."""
+    """All layouts, the front of those that fit (the quickest first), its knees, and the one that is best for what was asked."""
 
     caption: Caption
     objective: str
     spots: tuple[Spot, ...]
     front: tuple[Named, ...]
+    knees: tuple[Named, ...]
     best: Named | None
     capacity_bytes: int
 
@@ -55,14 +60,33 @@ def pareto(plan: Plan) -> ParetoSeries:
     if plan.cloud is None or gpu is None:
         raise ValueError("a plan is of a GPU, and knows every layout that it has computed")
     room = int(gpu.memory_bytes.value)
+    front = tuple(_named(one) for one in plan.front)
     return ParetoSeries(
         caption=_caption(plan, gpu.full_name),
         objective=plan.objective,
         spots=_spots(plan, room),
-        front=tuple(_named(one) for one in plan.front),
+        front=front,
+        knees=_knees(front, room),
         best=None if plan.best is None else _named(plan.best.layout),
         capacity_bytes=room,
     )
+
+
+def _knees(front: Sequence[Named], room: int) -> tuple[Named, ...]:
+    """Return where the front bends most as it is drawn, the smallest first: less memory costs much there, more buys little."""
+    fastest = max((one.tokens_per_s for one in front), default=0.0)
+
+    def angle(one: Named, other: Named) -> float:
+        return math.atan2((other.tokens_per_s - one.tokens_per_s) / fastest, (other.needed_bytes - one.needed_bytes) / room)
+
+    hull: list[Named] = []
+    for one in sorted(front, key=lambda named: named.needed_bytes):
+        while len(hull) > 1 and angle(hull[-2], hull[-1]) <= angle(hull[-1], one):
+            hull.pop()
+        hull.append(one)
+    bends = [angle(before, at) - angle(at, after) for before, at, after in zip(hull, hull[1:], hull[2:], strict=False)]
+    most = sorted(range(len(bends)), key=lambda at: -bends[at])[:_MOST_KNEES]
+    return tuple(hull[at + 1] for at in sorted(most))
 
 
 def _caption(plan: Plan, gpu: str) -> Caption:
