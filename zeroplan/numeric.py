@@ -138,17 +138,15 @@ def for_each_value(function: Callable[[int], int], values: Int) -> Int:
 
     For functions without a formula, such as a greedy assignment.
 
-
     >>> for_each_value(lambda ranks: 10 // ranks, 3)
     3
     """
-    if isinstance(values, int):
-        return function(values)
+    found = distinct(values)
+    if found.positions is None:
+        return function(found.values[0])
     import numpy as np  # noqa: PLC0415  keeps start-up fast
 
-    distinct, positions = np.unique(values, return_inverse=True)
-    results = np.array([function(int(value)) for value in distinct], dtype=np.int64)
-    return cast("Int", results[positions.reshape(values.shape)])
+    return cast("Int", np.array([function(value) for value in found.values], dtype=np.int64)[found.positions])
 
 
 class Distinct(NamedTuple):

@@ -148,41 +148,18 @@ def _refuse(request: Request, question: Question) -> None:
         )
     named = next((name for name in WAYS_TO_NAME if getattr(request, name) is not None), "")
     for flag, said, instead in (
-        (
-            "--engine paper",
-            request.engine == "paper",
-            "engine paper is a formula without a program; use ddp, fsdp2 or deepspeed",
-        ),
-        (
-            "--deepspeed-config",
-            request.deepspeed_config is not None,
-            "the file already fixes what a plan would search; use `zeroplan estimate`",
-        ),
+        ("--engine paper", request.engine == "paper", "a formula without a program; use megatron, ddp, fsdp2 or deepspeed"),
+        ("--deepspeed-config", request.deepspeed_config is not None, "it fixes what a plan searches; use `zeroplan estimate`"),
         ("--lengths", request.lengths is not None, "it needs one micro-batch; use --seq-len, or `zeroplan estimate`"),
         ("--min-gpus", question.min_gpus and request.gpus is not None, "it searches --gpus; leave one of them out"),
         ("--max-seq", question.max_seq and request.seq_len is not None, "it searches --seq-len; leave one of them out"),
-        (
-            "--max-seq",
-            question.max_seq and (request.micro_batch or 1) > 1,
-            "it uses micro-batches of one sequence; leave --micro-batch out",
-        ),
-        (
-            "--search-optimizer",
-            question.search_optimizer and request.optimizer is not None and request.precision is not None,
-            "--optimizer and --precision leave nothing to search; leave one of them out",
-        ),
+        ("--max-seq", question.max_seq and (request.micro_batch or 1) > 1, "it uses one sequence; leave --micro-batch out"),
+        ("--search-optimizer", question.search_optimizer and request.optimizer is not None and request.precision is not None,
+         "--optimizer and --precision leave nothing to search; leave one of them out"),
         ("--max-params", question.max_params and bool(named), f"it searches the model; leave --{named} out"),
-        (
-            "--max-batch",
-            question.max_batch and request.micro_batch is not None,
-            "it searches --micro-batch; leave one of them out",
-        ),
-        (
-            "--max-batch",
-            question.max_batch and question.global_batch is not None,
-            "it determines the global batch; leave one of them out",
-        ),
-    ):
+        ("--max-batch", question.max_batch and request.micro_batch is not None, "it searches --micro-batch; leave one of them out"),
+        ("--max-batch", question.max_batch and question.global_batch is not None, "it sets the batch; leave one of them out"),
+    ):  # fmt: skip
         if said:
             raise SpecError(f"{flag}: {instead}")
     _refuse_values(request, question)

@@ -28,10 +28,7 @@ class Bounds:
         self._seconds: dict[RecipeSpec, dict[tuple[int, int, int, int], float]] = {}
 
     def is_near(self, recipe: RecipeSpec, grid: Grid, quickest: float, *, partly: bool = True) -> NDArray[np.bool_]:
-        """Whether layouts may be nearly as fast as this rate, or faster if only some blocks are recomputed. [tokens/s of a GPU]
-
-        ``partly``: the caller also tries recomputing only some blocks.
-        """
+        """Whether layouts may be nearly as fast as this rate or, ``partly`` recomputed, as fast. [tokens/s of a GPU]"""
         near = self.most_tokens_per_s(recipe, grid) >= quickest / NEARLY
         if recipe.recompute == "none" or not partly:
             return near

@@ -128,9 +128,9 @@ def _best(answers: _Field) -> Best:
     """Return the first layout that fits, estimated once more as a single job."""
     layout = answers.layout(answers.order[answers.kept[answers.order]][0])
     time = time_of(layout.job, mfu=answers.mfu)
-    one_more, further = _bought(answers, layout)
-    tight = layout.comfortable_bytes > answers.easy_bytes
-    return Best(layout, estimate(layout.job), time, tight, binding(time, further), one_more, _margin(answers, layout))
+    tight, limit = layout.comfortable_bytes > answers.easy_bytes, binding(time, _nearest_gain(answers, layout))
+    one_more, margin = (_gain(answers, layout, more) for more in (GB, answers.room_bytes - answers.easy_bytes))
+    return Best(layout, estimate(layout.job), time, tight, limit, one_more, margin)
 
 
 def _rankings(answers: _Field) -> Iterator[Ranked]:
@@ -207,34 +207,29 @@ def _too_much(n_bytes: int) -> str:
     return f"needs {n_bytes / GB:,.2f} GB more than the GPU has"
 
 
-def _bought(answers: _Field, best: Layout) -> tuple[More | None, More | None]:
-    """Return what one more GB would gain, and the least memory up to twice the GPU's that gains anything, in tokens/s."""
-    layouts, room = answers.layouts, answers.easy_bytes
-    missing, gains = layouts.comfortable_bytes - room, layouts.tokens_per_s / best.tokens_per_s - 1
-    worth = (missing > 0) & (missing <= room) & (gains > _WORTH)
+def _gain(answers: _Field, best: Layout, missing_bytes: int) -> More | None:
+    """Return the fastest layout that would fit easily with so much memory more, if it is clearly faster."""
+    missing, gains = _missing_and_gained(answers, best)
+    worth = np.flatnonzero((missing > 0) & (missing <= missing_bytes) & (gains > _WORTH))
+    return _more(answers, worth[np.argmax(gains[worth])], best) if len(worth) else None
+
+
+def _nearest_gain(answers: _Field, best: Layout) -> More | None:
+    """Return the layout that gains clearly with the least memory more, up to twice the GPU's."""
+    missing, gains = _missing_and_gained(answers, best)
+    worth = (missing > 0) & (missing <= answers.easy_bytes) & (gains > _WORTH)
     better = answers.order[worth[answers.order]]
-    if not len(better):
-        return None, None
-
-    def more(at: np.int64) -> More:
-        return More(answers.layout(at), int(missing[at]), float(gains[at]))
-
-    within = better[missing[better] <= GB]
-    nearest = better[np.argmin(missing[better])]
-    return (more(within[np.argmax(gains[within])]) if len(within) else None), more(nearest)
+    return _more(answers, better[np.argmin(missing[better])], best) if len(better) else None
 
 
-def _margin(answers: _Field, best: Layout) -> More | None:
-    """Return what the memory that stays free would gain, if a plan filled the GPU up to the allocator's expected cache."""
+def _missing_and_gained(answers: _Field, best: Layout) -> tuple[Column, NDArray[np.float64]]:
     layouts = answers.layouts
-    gains = layouts.tokens_per_s / best.tokens_per_s - 1
-    worth = (
-        (layouts.comfortable_bytes > answers.easy_bytes) & (layouts.comfortable_bytes <= answers.room_bytes) & (gains > _WORTH)
-    )
-    if not worth.any():
-        return None
-    at = np.int64(np.flatnonzero(worth)[np.argmax(gains[worth])])
-    return More(answers.layout(at), int(layouts.comfortable_bytes[at]) - answers.easy_bytes, float(gains[at]))
+    return layouts.comfortable_bytes - answers.easy_bytes, layouts.tokens_per_s / best.tokens_per_s - 1
+
+
+def _more(answers: _Field, at: np.int64, best: Layout) -> More:
+    missing, gains = _missing_and_gained(answers, best)
+    return More(answers.layout(at), int(missing[at]), float(gains[at]))
 
 
 #: The model cannot distinguish smaller gains.

@@ -47,7 +47,7 @@ def partly_recomputed(
         return ()
     room = easy_room_of(base, fixed)
     need = _needed(found, room)
-    room = room if any(one.is_easy(base, fixed) for one in found) else room_of(base)
+    room = room if any(one.quickest(base, fixed) for one in found) else room_of(base)
     quickest = max((float(rates[need(one) <= room].max(initial=0.0)) for one, rates in _rated(found)), default=0.0)
     chances = sorted(_candidates(base, found, need, room), key=lambda one: -one.tokens_per_s)
     made: list[Found] = []

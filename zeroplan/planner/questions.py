@@ -14,7 +14,7 @@ from zeroplan.planner.degrees import degrees, degrees_of, with_split_sequences
 from zeroplan.planner.objectives import TIE, Objective
 from zeroplan.planner.result import Plan, Ranked
 from zeroplan.planner.rules import NoLayoutError
-from zeroplan.planner.search import Inexpressible, faster_than, needed_bytes, weights_alone_are_too_large
+from zeroplan.planner.search import Inexpressible, evaluated, faster_than, weights_alone_are_too_large
 from zeroplan.planner.space import (
     MOST_TOKENS,
     Column,
@@ -243,27 +243,38 @@ def _two_digits(most: int) -> list[int]:
 @remembering()
 def _fits(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None) -> bool:
     """Whether some structure fits comfortably, with the requested micro-batch or one sequence."""
-    gpus, room, size = base.mesh.world_size, easy_room_of(base, fixed), fixed.micro_batch_size or 1
-    one = np.ones(1, dtype=np.int64)
+    size = np.full(1, fixed.micro_batch_size or 1, dtype=np.int64)
     for recipe, split in _smallest_structures(base, fixed, inexpressible):
-        if weights_alone_are_too_large(base, recipe, split):
-            continue
-        sharing = gpus // split.model_ranks
-        steps = fixed.grad_accum_steps or max(1, (fixed.global_batch_size or sharing) // (sharing * size))
-        grid = grid_of(
-            one * (fixed.dp_replicate or 1),
-            gpus,
-            micro_batch_size=one * size,
-            grad_accum_steps=one * steps,
-            seq_len=base.batch.seq_len,
-            degrees=split,
-        )
-        try:
-            if needed_bytes(base, recipe, grid)[0] <= room:
-                return True
-        except SpecError:
-            continue
+        sharing = base.mesh.world_size // split.model_ranks
+        steps = fixed.grad_accum_steps or max(1, (fixed.global_batch_size or sharing) // (sharing * int(size[0])))
+        is_small = not weights_alone_are_too_large(base, recipe, split)
+        if is_small and _fitting(base, fixed, recipe, split, size, steps=steps).size:
+            return True
     return False
+
+
+def _fitting(
+    base: JobSpec,
+    fixed: Fixed,
+    recipe: RecipeSpec,
+    split: Degrees,
+    values: Column,
+    *,
+    steps: int,
+    tokens: bool = False,
+    tight: bool = False,
+) -> Column:
+    """Return the values, lengths of sequences in ``tokens`` or micro-batches, with which one structure fits."""
+    ones = np.ones(len(values), dtype=np.int64)
+    grid = grid_of(
+        ones[:1] * (fixed.dp_replicate or 1), base.mesh.world_size, micro_batch_size=ones if tokens else values,
+        grad_accum_steps=ones * steps, seq_len=values if tokens else base.batch.seq_len, degrees=split,
+    )  # fmt: skip
+    try:
+        found = evaluated(base, recipe, grid, timed=False)
+    except SpecError:
+        return values[:0]
+    return values[found.least_bytes <= room_of(base) if tight else found.comfortable_bytes <= easy_room_of(base, fixed)]
 
 
 def _smallest_structures(
@@ -287,30 +298,15 @@ LEAST_PARAMETERS, _BEYOND = 50_000_000, 3
 
 def _most(base: JobSpec, fixed: Fixed, values: Column, room: Room, *, tokens: bool, inexpressible: Inexpressible | None) -> int:
     """Return the largest value with which some structure fits, fully sharded."""
-    gpus = base.mesh.world_size
-    limit = room_of(base) if room.tight else easy_room_of(base, fixed)
     longest = replace(base, batch=replace(base.batch, seq_len=int(values.max()))) if tokens and len(values) else base
-    most = 0
+    most, steps = 0, fixed.grad_accum_steps or 1
     for recipe, split in _smallest_structures(longest, fixed, inexpressible, offload=room.offload):
         told = _modelled(values, base, split) if tokens else values
         told = told[told > most]  # smaller values are known to fit
-        if not told.size:
-            continue
-        ones = np.ones(len(told), dtype=np.int64)
-        grid = grid_of(
-            np.ones(1, dtype=np.int64),
-            gpus,
-            micro_batch_size=ones if tokens else told,
-            grad_accum_steps=ones * (fixed.grad_accum_steps or 1),
-            seq_len=told if tokens else base.batch.seq_len,
-            degrees=split,
-        )
-        try:
-            found = needed_bytes(base, recipe, grid, tight=room.tight)
-        except SpecError:
-            continue
-        fitting = told[found <= limit]
-        most = max(most, int(fitting.max(initial=0)))
+        if told.size:
+            whole = replace(fixed, dp_replicate=None)
+            fitting = _fitting(base, whole, recipe, split, told, steps=steps, tokens=tokens, tight=room.tight)
+            most = max(most, int(fitting.max(initial=0)))
     return most
 
 

@@ -1,7 +1,7 @@
 """Memory and step time of every layout: one pass of the same formulas per structure, over columns."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,11 +15,10 @@ from zeroplan.engines.precisions import widths
 from zeroplan.engines.reserved_shares import shares_of
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Needed, engine_module, flattened_through_the_host, flattens_on_the_gpu
-from zeroplan.ledger import Band, Phase, total_bytes
+from zeroplan.ledger import Band, Moment, Phase, total_bytes
 from zeroplan.memo import remembering
 from zeroplan.numeric import Int, for_each_value
 from zeroplan.planner.bounds import NEARLY, Bounds
-from zeroplan.planner.columns import highest
 from zeroplan.planner.degrees import degrees_of, scheduled
 from zeroplan.planner.rules import Rule, Tally
 from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, easy_room_of, numbers, room_of, structures
@@ -29,6 +28,7 @@ from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 from zeroplan.spec.split import shards_of_experts_are_even, widths_of_experts
 from zeroplan.steptime import step_time
 from zeroplan.timeline import expected_bytes, own_pools
+from zeroplan.trace import Moments, entry_of, highest_of
 from zeroplan.transformer.params import parameter_count
 from zeroplan.weights import Highest
 
@@ -55,10 +55,6 @@ class Found(NamedTuple):
         """Return the rate of the fastest layout that fits easily; 0 if none does. [tokens/s of a GPU]"""
         easy = self.comfortable_bytes <= easy_room_of(base, fixed)
         return float((self.grid.tokens / self.seconds)[easy].max(initial=0.0))
-
-    def is_easy(self, base: JobSpec, fixed: Fixed) -> bool:
-        """Whether a layout fits with the allocator's expected cache and leaves the margin free."""
-        return bool((self.comfortable_bytes <= easy_room_of(base, fixed)).any())
 
 
 class Searched(NamedTuple):
@@ -114,7 +110,7 @@ def faster_than(
 def _search(space: "_Space") -> Searched:
     base, fixed, tally = space.base, space.fixed, space.tally
     found = list(_searched(space, offload=False))
-    if not any(one.is_easy(base, fixed) for one in found):
+    if not any(one.quickest(base, fixed) for one in found):
         tally = Tally()  # the wider search counts the layouts of the first again
         found = list(_searched(space._replace(tally=tally, wide=True), offload=False))
     if not any(one.fits(base) for one in found):
@@ -193,7 +189,7 @@ def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees, quick
     if split.pp > 1:
         grid = _runnable_batches(grid, recipe, fixed, tally)
     if space.bounds is not None and quickest and grid.layouts and (split.pp > 1 or space.quickest):
-        grid = _near(space, recipe, grid, quickest)
+        grid = _near(space.bounds, space, recipe, grid, quickest)
     if not space.whatever_weighs and weights_alone_are_too_large(base, recipe, split):
         tally.cut(Rule.WEIGHTS, grid.layouts)
     elif grid.layouts:
@@ -210,10 +206,10 @@ def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees, quick
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
 
 
-def _near(space: _Space, recipe: RecipeSpec, grid: Grid, quickest: float) -> Grid:
+def _near(bounds: Bounds, space: _Space, recipe: RecipeSpec, grid: Grid, quickest: float) -> Grid:
     """Return the batches that may be nearly as fast as this rate, however GPUs are arranged. [tokens/s of a GPU]"""
     first = grid.only(np.arange(grid.shape[0])[:, None] == 0)  # what is computed is the same in every arrangement
-    kept = grid.with_batches(space.bounds.is_near(recipe, first, quickest, partly=not space.quickest)[None, :])
+    kept = grid.with_batches(bounds.is_near(recipe, first, quickest, partly=not space.quickest)[None, :])
     space.tally.cut(Rule.SLOW, grid.layouts - kept.layouts)
     return kept
 
@@ -296,11 +292,12 @@ def evaluated(
     mfu: float | None = None,
     ranks: "Weigher | None" = None,
     reach: bool = False,
+    timed: bool = True,
 ) -> Found:
     """Return the figures of all layouts of one structure; raises SpecError where the engine refuses it.
 
-    ``ranks``: pipeline ranks computed before. ``reach``: without Megatron's pipelines that need over twice the GPU's memory, since
-    no memory to buy would help these.
+    ``timed``: with their times. ``ranks``: pipeline ranks computed before. ``reach``: without Megatron's pipelines that need over
+    twice the GPU's memory, since no memory to buy would help these.
     """
     if grid.pp > 1 and recipe.engine != "megatron":
         return _layout_by_layout(base, recipe, grid, mfu=mfu, ranks=ranks or _pipelines(base, recipe, grid))
@@ -309,23 +306,12 @@ def evaluated(
     if grid.pp > 1:
         return _megatron_pipeline(base, recipe, grid, mfu, reach=reach)
     account = _account(base, recipe, grid, card)
-    time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu)
+    time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu).seconds if timed else 0.0
     needs = _needed(highest(account.moments, recipe), recipe, base)
     least = grid.row(needs.least_bytes + card)
     # Where nothing fits, the comfortable figure is not needed.
     comfortable = grid.row(needs.comfortable_bytes + card) if least.min() <= room_of(base) else least
-    return Found(recipe, grid, least, comfortable, grid.times(time.seconds))
-
-
-def needed_bytes(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, tight: bool = False) -> Column:
-    """Return what all layouts of one structure need, without their times: with the expected cache, or at the least."""
-    if grid.pp > 1:
-        found = evaluated(base, recipe, grid)
-        return found.least_bytes if tight else found.comfortable_bytes
-    job_at(base, recipe, grid, 0)
-    card = outside_column(grid, base.cluster.gpu)
-    needs = _needed(highest(_account(base, recipe, grid, card).moments, recipe), recipe, base)
-    return grid.row((needs.least_bytes if tight else needs.comfortable_bytes) + card)
+    return Found(recipe, grid, least, comfortable, grid.times(time))
 
 
 def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | None, *, reach: bool) -> Found:
@@ -346,6 +332,12 @@ def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float
         return Found(recipe, grid, least, comfortable, np.zeros(0))
     time = step_time(ranks[0], base.model, recipe, grid, grid, base.cluster, mfu=mfu)
     return Found(recipe, grid, least, comfortable, grid.times(time.seconds))
+
+
+def highest(moments: Iterable[Moment], recipe: RecipeSpec) -> Highest:
+    """Return the peak, and the highest total of each pool of the allocator; ints or columns. [bytes]"""
+    entries = moments.entries if isinstance(moments, Moments) else tuple(map(entry_of, moments))
+    return highest_of(entries, own_pools(recipe))
 
 
 def _workspaces(base: JobSpec, recipe: RecipeSpec) -> Int:

@@ -46,16 +46,15 @@ def plan_text(plan: Plan, beside: Beside, *, verbose: bool = False) -> str:
         answer = [list(_nothing(plan)), list(_fallen(plan))]
     elif verbose:
         answer = [
-            list(_best(plan.objective, best, beside)), list(_rankings(plan)), list(_memory(best)), list(_time(best, beside)),
-            list(_why(best)), list(_others(plan)), list(_front(plan)), list(_fallen(plan)),
+            list(_best(plan.objective, best, beside)), list(_rankings(plan)), list(_memory(best)),
+            [*step_lines(best.time, best.layout.job.mesh.world_size), *_budget(best.layout, beside)], list(_why(best)),
+            list(_others(plan)), list(_front(plan)), list(_fallen(plan)),
         ]  # fmt: skip
     else:
         said = [*_best(plan.objective, best, beside), *_in_short(best, beside), *_why(best)]
-        answer = [said, list(_rankings(plan)), list(_others(plan)), [_MORE]]
+        more = "--verbose adds memory by kind, time by part, time against memory, and what rejected the others."
+        answer = [said, list(_rankings(plan)), list(_others(plan)), [more]]
     return paragraphs([list(_head(plan)), *answer, notes_part([*plan.notes, *beside.notes])])
-
-
-_MORE = "--verbose adds memory by kind, time by part, time against memory, and what rejected the others."
 
 
 def plan_markdown(plan: Plan, beside: Beside) -> str:
@@ -84,21 +83,17 @@ def _best(objective: str, best: Best, beside: Beside) -> Iterator[str]:
 
 def _in_short(best: Best, beside: Beside) -> Iterator[str]:
     """Yield what the layout takes: its memory and its time, with the largest parts of each, and the rate."""
-    room, peak, cached = (
-        n_bytes / GB for n_bytes in (best.estimate.capacity_bytes or 0, best.layout.least_bytes, best.layout.comfortable_bytes)
-    )
+    layout, room, whole = best.layout, best.estimate.capacity_bytes or 0, float(best.time.seconds)
     kinds = ", ".join(f"{kind.value} {n / GB:,.2f}" for kind, n in kinds_by_size(best.estimate.peak.lines)[:_LARGEST])
-    whole = float(best.time.seconds)
     parts = sorted(best.time.parts, key=lambda part: -float(part.seconds))[:_LARGEST]
     shares = ", ".join(f"{part.name} {float(part.seconds) / whole:.0%}" for part in parts)
-    yield from textwrap.wrap(
-        f"{peak:,.2f} of {room:,.2f} GB at the peak, {cached:,.2f} with what the allocator caches; most of it {kinds}", WIDTH,
-        break_on_hyphens=False,
-    )  # fmt: skip
-    yield from textwrap.wrap(f"{whole:,.3f} s for a step; most of it {shares}", WIDTH, break_on_hyphens=False)
-    yield rate_line(best.time, best.layout.job.mesh.world_size)
+    peak = f"{layout.least_bytes / GB:,.2f} of {room / GB:,.2f} GB at the peak"
+    cached = f"{layout.comfortable_bytes / GB:,.2f} with what the allocator caches"
+    for said in (f"{peak}, {cached}; most of it {kinds}", f"{whole:,.3f} s for a step; most of it {shares}"):
+        yield from textwrap.wrap(said, WIDTH, break_on_hyphens=False)
+    yield rate_line(best.time, layout.job.mesh.world_size)
     yield from _beside_the_card(best)
-    yield from _budget(best.layout, beside)
+    yield from _budget(layout, beside)
 
 
 def _memory(best: Best) -> Iterator[str]:
@@ -124,11 +119,6 @@ def _beside_the_card(best: Best) -> Iterator[str]:
 
 def _row(what: str, n_bytes: int) -> str:
     return f"{what:<44.44}{n_bytes / GB:>10,.2f}{n_bytes / GIB:>10,.2f}"
-
-
-def _time(best: Best, beside: Beside) -> Iterator[str]:
-    yield from step_lines(best.time, best.layout.job.mesh.world_size)
-    yield from _budget(best.layout, beside)
 
 
 def days(best: Layout, tokens: int) -> float:

@@ -160,7 +160,7 @@ def _uncovered(time: Float, call: Collective, model: ModelSpec, recipe: RecipeSp
         return time
     if recipe.engine == "ddp" or (recipe.engine == "deepspeed" and call.operation != "all_gather"):
         return longest(*(unsent * time - uncomputed * blocks for unsent, uncomputed in _when_buckets_are_full(model, recipe)))
-    first = passes / longest(1.0 * call.calls, 1.0 * passes)
+    first: Float = passes / longest(1.0 * call.calls, 1.0 * passes)
     if recipe.engine == "deepspeed" and call.phase is Phase.FORWARD:  # the embedding comes first, alone
         first = longest(first, 1.0 * model.vocab_size * model.hidden_size / parameter_count(model))
     return time * first
