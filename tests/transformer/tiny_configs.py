@@ -61,6 +61,7 @@ TINY: dict[str, dict[str, object]] = {
     "glm": _LLAMA | {"head_dim": 16},
     "cohere": _LLAMA,
     "cohere, untied, biases": _LLAMA | {"tie_word_embeddings": False, "attention_bias": True},
+    "cohere, norms of heads": _LLAMA | {"use_qk_norm": True},
     "cohere2": _LLAMA | {"num_hidden_layers": 5, "sliding_window": 16},
     "starcoder2": _LLAMA,
     "starcoder2, untied": _LLAMA | {"tie_word_embeddings": False},

@@ -18,7 +18,7 @@ Upcast = Literal["none", "norms", "all"]
 
 #: Families whose linear layers have these names and whose blocks with adapters are modelled.
 ADAPTED_FAMILIES = (
-    "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "gemma", "gemma2", "gemma3_text", "olmo2", "granite",
+    "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "gemma2", "gemma3_text", "olmo2", "granite",
 )  # fmt: skip
 #: Families whose blocks with adapters are modelled with older releases of transformers alone.
 ADAPTED_IN_OLDER = ("mixtral",)

@@ -86,7 +86,7 @@ TRAITS: Mapping[str, Traits] = {
     "granite": Traits("llama", divides_logits=True),
     "glm": Traits("glm4", turned=2, biased_output=False),
     "glm4": Traits("glm4", turned=2, biased_output=False),
-    "cohere": Traits("cohere", divides_logits=True),
+    "cohere": Traits("cohere", divides_logits=True, head_norms=None),
     "cohere2": Traits("cohere", window=True, global_every=4, unturned=True, divides_logits=True),
     "starcoder2": Traits("starcoder2", "gelu_pytorch_tanh", window=True),
     "gpt2": Traits("gpt2", "gelu_new", learned_positions=True, plain_heads=True),

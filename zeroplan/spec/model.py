@@ -148,7 +148,7 @@ class ModelSpec(Spec):
     parallel_residual: bool = True
     """GPT-NeoX only: attention and MLP read the same input."""
     use_qk_norm: bool = False
-    """GLM-4 MoE only: queries and keys are normalised over each head."""
+    """GLM-4 MoE and Command R+ only: queries and keys are normalised over each head."""
     moe: MoeSpec | None = None
     """Experts, in families with experts."""
     mla: MlaSpec | None = None
@@ -235,7 +235,7 @@ class ModelSpec(Spec):
         if self.family != "gpt_neox" and not self.parallel_residual:
             raise SpecError(f"family={self.family!r} has no parallel_residual of its own; only gpt_neox has")
         if self.use_qk_norm and TRAITS[self.family].head_norms is not None:
-            raise SpecError(f"family={self.family!r} has no use_qk_norm of its own; only glm4_moe has")
+            raise SpecError(f"family={self.family!r} has no use_qk_norm of its own; only glm4_moe and cohere have")
         turned = TRAITS[self.family].turned if self.family in TRAITS else 1
         if turned > 1 and self.head_dim % (2 * turned):
             part = {2: "half", 4: "a quarter"}[turned]

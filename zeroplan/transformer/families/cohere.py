@@ -19,7 +19,7 @@ from zeroplan.transformer.families.glm4 import Half, exchanged_pairs, times_tabl
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM
 from zeroplan.transformer.families.tape import Site, Tape, Value
-from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.params_gated import alike, attention_of, gated
 from zeroplan.transformer.params_modules import rms_norm
 from zeroplan.transformer.symbols import k_4, q_4
@@ -33,7 +33,7 @@ NORM = Norm("layer, written out", f"{COHERE}, CohereLayerNorm.forward")
 def _layer(tape: Tape, given: Value, block: Block) -> Value:
     """Run one decoder layer. The attention weights live to the end."""
     normal = op.norm(tape, given, "norm before both branches", NORM, place=AT_ATTENTION_NORM)
-    attended, weights = _ATTENTION.run(tape, normal, block)
+    attended, weights = (_WITH_NORMS if block.head_norms else _ATTENTION).run(tape, normal, block)
     branch = gated_mlp(tape, normal, block, f"{COHERE}, CohereMLP.forward")
     both = op.add(tape, given, attended, "residual stream and attention", Site("addition of attention", LAYER))
     made = op.add(tape, both, branch, "block output", Site("addition of the MLP", LAYER))
@@ -70,29 +70,42 @@ def _turned(tape: Tape, value: Value, of: Half) -> Value:
 
 
 _ATTENTION = Attention(f"{COHERE}, CohereAttention.forward", rotated=_rotated)
+_WITH_NORMS = _ATTENTION._replace(norm=NORM, own_weights=True)
 
 
 def _tensors(model: ModelSpec) -> Layout:
     attention, mlp = attention_of(model, bias=model.attention_bias), gated("mlp", model, model.intermediate_size)
-    return alike(model, (*attention, *mlp, *rms_norm("input_layernorm", model.hidden_size)))
+    widths = (("q", model.num_attention_heads), ("k", model.num_key_value_heads)) if model.use_qk_norm else ()
+    norms = tuple(Parameter(f"self_attn.{name}_norm.weight", (heads, model.head_dim)) for name, heads in widths)
+    return alike(model, (*attention, *norms, *mlp, *rms_norm("input_layernorm", model.hidden_size)))
 
 
 _CONFIG = ConfigKeys(
     defaults={"max_position_embeddings": 8192, "tie_word_embeddings": True},
     fixed={"mlp_bias": False},
-    only={"use_qk_norm": (False,)},
     not_null=("logit_scale",),
+    read=("use_qk_norm",),
     harmless={"numbers in a formula, which change no tensor": ("logit_scale",)},
 )
 _WINDOWED = _CONFIG._replace(
     defaults={**_CONFIG.defaults, "sliding_window": 4096},
-    only={**_CONFIG.only, "sliding_window_pattern": (4,), "use_parallel_block": (True,), "use_parallel_embedding": (False,)},
+    read=(),
+    only={
+        "use_qk_norm": (False,),
+        "sliding_window_pattern": (4,),
+        "use_parallel_block": (True,),
+        "use_parallel_embedding": (False,),
+    },
     harmless={
         **_CONFIG.harmless,
         "made of other keys": ("order_of_interleaved_layers", "rotary_pct", "position_embedding_type"),
     },
 )
 _COHERE = Definition(
-    Program(_layer, LAYER, NORM), _tensors, _CONFIG, ("input_layernorm", "self_attn", *ATTENTION_MODULES, *gated_modules("mlp"))
-)
+    Program(_layer, LAYER, NORM), _tensors, _CONFIG,
+    (
+        "input_layernorm", "self_attn", *ATTENTION_MODULES[:3], "self_attn.q_norm", "self_attn.k_norm", "self_attn.o_proj",
+        *gated_modules("mlp"),
+    ),
+)  # fmt: skip
 FAMILIES = {"cohere": _COHERE, "cohere2": _COHERE._replace(config=_WINDOWED, around=Around(masks=2))}

@@ -126,6 +126,8 @@ class Attention(NamedTuple):
     """The module normalises queries before it projects keys, else after all three projections."""
     norm_over_heads: bool = False
     """One norm over all heads together (OLMo 2), else over each head by itself."""
+    own_weights: bool = False
+    """Each head has weights of its own in a norm over each head (Command R+)."""
     norm_last: bool = False
     """The module normalises queries and keys after it has applied rotary positions (Hunyuan)."""
     rotated: Callable[[Tape, Value, Value, Block], Rotated] | None = None
@@ -182,7 +184,8 @@ class Attention(NamedTuple):
         """``of``: the width of all heads together, and the rows that a norm over each head has."""
         if self.norm is None:
             return bare
-        weight, rows = (of[0], T) if self.norm_over_heads else (d, of[1])
+        weight = of[0] if self.norm_over_heads or self.own_weights else d
+        rows = T if self.norm_over_heads else of[1]
         made = op.norm(tape, bare, name, self.norm, weight=weight, rows=rows, place=Place(At.NORM, module))
         tape.release(bare)
         return made
