@@ -100,9 +100,10 @@ _FROZEN_BOUND = (
 def _bound(model: ModelSpec, these: Passes, moments: tuple[Entry, ...]) -> tuple[str, ...]:
     """Say where the peak is an upper bound: it depends on the order of a set of parameters, or on that of gathers in a block."""
     keeps_nothing = model.frozen is not None and any(not run.kept for run in these.runs)
-    if not (model.moe or keeps_nothing) or any(not isinstance(moment.total_bytes, int) for moment in moments):
+    totals = [moment.total_bytes for moment in moments] if model.moe or keeps_nothing else []
+    if not all(isinstance(total, int) for total in totals) or not totals:
         return ()
-    if max(moments, key=lambda moment: moment.total_bytes).phase is not Phase.FORWARD:
+    if moments[totals.index(max(totals))].phase is not Phase.FORWARD:
         return ()
     return (_FROZEN_BOUND,) if keeps_nothing else (_UPPER_BOUND,)
 
