@@ -271,7 +271,7 @@ def in_32_bits(tape: Tape, heads: Heads) -> Attended:
     """Run attention as torch writes it in fp32 operators where no kernel takes the heads.
 
     On CUDA these are grouped heads in fp32, on a CPU heads of two sizes in any dtype. It multiplies queries and keys, repeated for
-    each query head, by the root of the scale. Leaves out the booleans of the causal mask and the temporaries of ``_safe_softmax``.
+    each query head, by the root of the scale. Leaves out the temporaries of ``_safe_softmax``.
     """
     names = ("queries", "keys", "values")
     copies, operands = Copies([], []), _cast_heads(tape, heads.query, heads.key, heads.value)
@@ -279,7 +279,7 @@ def in_32_bits(tape: Tape, heads: Heads) -> Attended:
         cast(tape, one, 4, Site(f"{name}, fp32", MATH)) for name, one in zip(names, operands, strict=True)
     ]
     query = _multiplied(tape, query_32, "queries, scaled")
-    mask = tape.make(TEMPORARY, "causal mask in numbers", 4 * s * s, MATH)
+    mask = _causal(tape)
     if heads.grouped:
         by_key = [_cloned(tape, one, name) for name, one in zip(names[1:], by_key, strict=True)]
     key = _multiplied(tape, by_key[0], "keys, repeated and scaled" if heads.grouped else "keys, scaled")
@@ -300,6 +300,15 @@ def in_32_bits(tape: Tape, heads: Heads) -> Attended:
     tape.release(made, weights, *(by_key if heads.grouped else ()), query, *bare, *operands)
     tape.drop(mask, *copies.in_place)
     return Attended(in_order_of_tokens(tape, narrow, "attention output"))
+
+
+def _causal(tape: Tape) -> Store:
+    """``ones``, ``tril`` and ``where``: the mask in booleans and in numbers."""
+    ones, booleans = (tape.make(TEMPORARY, f"{name} of the causal mask", s * s, MATH) for name in ("ones", "booleans"))
+    tape.drop(ones)
+    mask = tape.make(TEMPORARY, "causal mask in numbers", 4 * s * s, MATH)
+    tape.drop(booleans)
+    return mask
 
 
 def _multiplied(tape: Tape, value: Value, reason: str) -> Value:
@@ -414,11 +423,14 @@ def _product(
     tape: Tape, operands: tuple[Factor, Factor], copies: Copies, reason: str, shape: Size, source: str,
     of: str = "gradient of a factor of the product",
 ) -> Value:  # fmt: skip
-    """Run a batched product of two operands, and free the copies that it alone needed."""
+    """Run a batched product of two operands, and free the copies that it alone needed.
+
+    The backward of ``bmm`` makes the second operand's gradient first.
+    """
     (first, _), (second, _) = operands
     name = "product with the values" if reason.startswith("attention output") else reason
     made = run(
-        tape, (first, second), reason, Site(f"attention: {name}", source), dtype=first.dtype if source == MATH else e, shape=shape,
+        tape, (second, first), reason, Site(f"attention: {name}", source), dtype=first.dtype if source == MATH else e, shape=shape,
         saved=factors(tape, *operands), gradient=of,
     )  # fmt: skip
     copies.used(tape, made)
