@@ -164,4 +164,4 @@ class MicroBatch(ABC):
 
         A loss in chunks adds it up itself, and a fused loss makes it in the forward.
         """
-        return self.recipe.loss != "full" and point.place.at is not At.FINAL_NORM
+        return self.recipe.loss in ("chunked", "fused") and point.place.at is not At.FINAL_NORM

@@ -220,8 +220,8 @@ class Request(Spec):
         control=Control("Attention", OF_RECIPE, "sdpa"),
     )})
     loss: Loss | None = field(default=None, metadata={"option": Option(
-        "How the loss is computed: full (all logits at once), chunked (in pieces, as in torchtitan) or fused (Liger's "
-        "kernel). (default: full)", RECIPE, "NAME", "recipe.loss",
+        "How the loss is computed: full (all logits at once), chunked (in pieces, as in torchtitan), fused (Liger's "
+        "kernel) or log-probs (in tiles, as in TRL's trainers). (default: full)", RECIPE, "NAME", "recipe.loss",
         searched=True, control=Control("Loss", OF_RECIPE, "full"),
     )})
     pipeline_schedule: PipelineSchedule | None = field(default=None, metadata={"option": Option(

@@ -233,7 +233,7 @@ class JobSpec(Spec):
             (model.family not in PIPELINED and f"family {model.family!r}", f"one of {', '.join(PIPELINED)}"),
             (model.profile is not None and "a profile", "a model of a known family"),
             (model.is_quantised and "quantised weights (QLoRA)", "LoRA"),
-            (recipe.loss == "fused" and "loss 'fused'", "loss 'full' or 'chunked'"),
+            (recipe.loss in ("fused", "log-probs") and f"loss {recipe.loss!r}", "loss 'full' or 'chunked'"),
             (
                 recipe.loss == "chunked" and recipe.fsdp2.of_torch_2_15 and "loss 'chunked' and the FSDP2 of torch 2.15",
                 "loss 'full'",

@@ -20,7 +20,7 @@ ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
 OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
-Loss = Literal["full", "chunked", "fused"]
+Loss = Literal["full", "chunked", "fused", "log-probs"]
 #: What ``fused_kernels`` may name.
 FUSED = ("cross-entropy", "rms-norm", "rope", "lora")
 ActivationModel = Literal["module", "megatron"]
@@ -356,7 +356,8 @@ class RecipeSpec(Spec):
     """Megatron's formulas only: norms and dropouts are split over the tensor-parallel ranks too. Engine fsdp2 always splits
     them."""
     loss: Loss = "full"
-    """``full``: all logits at once (transformers); ``chunked``: an eighth at a time (torchtitan); ``fused``: Liger's."""
+    """``full``: all logits at once (transformers); ``chunked``: an eighth at a time (torchtitan); ``fused``: Liger's;
+    ``log-probs``: the labels' log-probabilities in tiles (TRL's trainers)."""
     keep_logits: bool | Literal["fp32"] = False
     """The training loop holds the model's output (the logits) while it calls backward; ``fp32``: upcast to fp32."""
     sync_every_micro_batch: bool = True

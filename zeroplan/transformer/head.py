@@ -96,6 +96,15 @@ def _made(
     )
 
 
+def scored_forward(model: ModelSpec, compute: Compute, batch: Batch) -> tuple[Line, ...]:
+    """Return what final norm and TRL's head take in a forward without gradients, with ids and tables of positions. [bytes]"""
+    from zeroplan.transformer.families.ending import ending_of, unsaved  # noqa: PLC0415  keeps start-up fast
+
+    question = _question(model, compute, batch)
+    around = _whole(question, recomputed=True)
+    return (*around.shared, *unsaved(ending_of(model, compute, question.x, "log-probs"), question.values))
+
+
 def output_bytes(model: ModelSpec, compute: Compute, batch: Batch, *, fp32_output: bool) -> Int:
     """Return the size of the model's output, with a loss over all tokens at once, as in :func:`head_pass`. [bytes]"""
     if model.profile is not None:

@@ -143,7 +143,7 @@ class Training(MicroBatch):
 
     def copied_in_forward(self, blocks: int) -> Lines:
         """Autocast drops its copies when its context ends, after the loss; a fused loss copies the head's weight itself."""
-        beside = self.copied.of_head if blocks > self.these.n_blocks and self.recipe.loss != "fused" else 0
+        beside = self.copied.of_head if blocks > self.these.n_blocks and self.recipe.loss not in ("fused", "log-probs") else 0
         return self._casts(blocks, beside, in_context=True)
 
     def _casts(self, blocks: int, beside: int, *, in_context: bool = False) -> Lines:

@@ -175,7 +175,7 @@ class MicroBatch:
         """Whether the backward of the unit with the head has begun: of the root with the loss, unless that comes in chunks."""
         if self.plan.recipe.loss == "chunked":
             return at is At.FINAL_NORM
-        return self.ends is None or at is not At.LOSS
+        return self.ends is None or at is not At.LOSS or self.plan.recipe.loss == "log-probs"
 
     def _gather_last_block(self, point: BackwardPoint) -> None:
         """The pre-backward hook of the root, or of the unit with the head, gathers what ran before it."""

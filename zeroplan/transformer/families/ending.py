@@ -1,8 +1,9 @@
-"""The operators after the blocks: the final norm, the head's matrix product, and one of three losses.
+"""The operators after the blocks: the final norm, the head's matrix product, and one of four losses.
 
 *full*: transformers computes the logits of all tokens at once. *chunked*: torchtitan's ``ChunkedLossWrapper`` runs an eighth of the
 tokens forward and backward before the next. *fused*: Liger's fused linear cross-entropy makes the gradients in the forward, and
-never holds more logits than about the bytes of the hidden states.
+never holds more logits than about the bytes of the hidden states. *log-probs*: TRL's fused head makes the labels' log-probabilities
+tile by tile, and makes each tile again in the backward.
 
 Leaves out the loss itself and the sum of label weights (4 bytes each), a last chunk smaller than the others, and the fp32
 accumulation of Liger's ``accum_dtype``.
@@ -58,6 +59,8 @@ SHIFTED = "transformers 4.48.1, loss/loss_utils.py, ForCausalLMLoss"
 CAP = "transformers 5.23, models/gemma2/modeling_gemma2.py, Gemma2ForCausalLM.forward"
 CHUNKED = "torchtitan, 2026-08, components/loss.py, ChunkedLossWrapper"
 FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cross_entropy_forward"
+TILED = "trl 1.16, kernels/chunked_logprob.py, ChunkedLogProbFunction"
+SCORED = "trl 1.16, trainer/utils.py, add_fused_lm_head"
 WRITTEN_OVER = "fms-acceleration 876e2ed, fms_acceleration_foak/kernels/unsloth/cross_entropy_loss.py, FastForCausalLMLoss"
 PARALLEL = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel"
 LOGITS, WEIGHT = Kind.LOGITS, Kind.UNSHARDED_GRADIENTS
@@ -97,6 +100,8 @@ class Ending(NamedTuple):
     """The frozen head has the compute dtype where the residual stream is fp32."""
     fused: tuple[str, ...] = ()
     """What fused kernels replace."""
+    saves: bool = True
+    """Autograd runs. Without it nothing is saved."""
 
 
 class EndingPass(NamedTuple):
@@ -150,6 +155,11 @@ def ending_pass(model: ModelSpec, compute: Compute, x: Widths, values: Values, l
     return recalled(
         lambda: (ending_pass, ending, as_key(beside), *map(as_key, values.values())), lambda: _written(ending, values, beside)
     )
+
+
+def unsaved(ending: Ending, values: Values) -> tuple[Line, ...]:
+    """Return what is alive at the highest point of the forward without gradients. [bytes]"""
+    return _written(ending._replace(saves=False), values, 0).forward
 
 
 def _written(ending: Ending, values: Values, beside: Int) -> EndingPass:
@@ -246,7 +256,7 @@ def _with_the_loss(moments: list[Alive], dtypes: dict[str, bool]) -> tuple[Alive
 
 
 def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
-    tape = Tape(wide=ending.wide, autocast=ending.wide_residual, saving=True, marking=marking)
+    tape = Tape(wide=ending.wide, autocast=ending.wide_residual, saving=ending.saves, marking=marking)
     tape.mode = TENSOR_PARALLEL if ending.sharded else Mode(norms_frozen=ending.frozen_norm)
     if ending.frozen_head:
         from zeroplan.transformer.families.frozen import linear  # noqa: PLC0415  keeps start-up fast
@@ -279,7 +289,7 @@ def _product(tape: Tape, read: Value) -> Value:
     return made
 
 
-# --- the three losses ---------------------------------------------------------------------------------------------------
+# --- the four losses ----------------------------------------------------------------------------------------------------
 
 
 def _all_at_once(tape: Tape, read: Value, ending: Ending) -> _Ran:
@@ -524,5 +534,70 @@ def _fused_chunk(values: Values) -> Int:
     return minimum(tokens, next_power_of_2(ceil_div(tokens, ceil_div(values["V"], values["h"]))))
 
 
+def _log_probs(tape: Tape, read: Value, ending: Ending) -> _Ran:
+    """Run TRL's head, which scores every token but each sequence's first, as if all of them were of completions.
+
+    The Triton kernels that fold a tile allocate nothing. Without autocast a tile's weights and hidden states are views.
+    """
+    mask = tape.make(LOGITS, "which tokens count", T - b, SCORED)
+    labels = tape.make(LOGITS, "labels, masked", 8 * T, SCORED, LABELS)
+    scored = _scored(tape, read, mask)
+    targets = tape.make(LOGITS, "labels that count", 8 * _ROWS, SCORED, LABELS)
+    rows = tape.make(LOGITS, "statistics of each token, fp32", 28 * _ROWS, TILED)
+    tile = (tape.make(LOGITS, "a tile of logits", e * TILE_COLUMNS * _TILE_ROWS, TILED), *_casts_of_a_tile(tape, scored, 1))
+    tape.drop(*tile)
+    made = tape.make(LOGITS, "log-probabilities and what is measured beside them", 9 * _ROWS + 13 * (T - b), TILED)
+    saved = tape.make(LOGITS, "log-sum-exp and entropy of each token", 8 * _ROWS, TILED)
+    loss = _scalar()
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        wide = tape.is_wide(scored.dtype)
+        arriving: Arriving = []
+        beside = [] if wide else [tape.make(GRADIENT, "gradient of the scored tokens, fp32", 4 * _ROWS * h, TILED)]
+        if tape.follows(scored):
+            arriving = [(scored, tape.make(GRADIENT, "gradient of the scored tokens", scored.dtype * _ROWS * h, TILED))]
+        beside.append(tape.make(LOGITS, "a tile of logits, run again", e * TILE_COLUMNS * _TILE_ROWS, TILED))
+        tape.scratch += [*beside, *_casts_of_a_tile(tape, scored, 2)]
+        if not ending.frozen_head:
+            narrow = not tape.is_wide(r)
+            tape.weight_gradient(h * V, unsummed=("gradient of the head's weight, fp32", 4 * h * V, TILED) if narrow else None)
+        return arriving
+
+    of = (scored,) if ending.frozen_head else None
+    tape.add("log-probabilities", (loss,), (scored, targets, saved), backward, of=of, place=AT_LOSS)
+    tape.release(scored)
+    return _Ran(loss, (saved, targets), (mask, labels, targets, rows, made, saved))
+
+
+def _scored(tape: Tape, read: Value, mask: Store) -> Value:
+    """Return the hidden states of the tokens that count, a copy."""
+    most = Value(tape.hold(read.store), read.dtype, read.shape)
+    tape.add("all but the last token", (most,), (), op.makes("gradient of all tokens", SCORED, read), of=(read,))
+    scored = op.tensor(tape, "hidden states of the tokens that count", read.dtype, _ROWS * h, SCORED)
+    tape.add("tokens that count", (scored,), (mask,), op.makes("gradient of all but the last token", SCORED, most), of=(most,))
+    tape.release(most)
+    return scored
+
+
+def _casts_of_a_tile(tape: Tape, scored: Value, pieces: int) -> tuple[Store, ...]:
+    """16-bit copies of a tile's hidden states and weights under autocast, with the last tile's, which variables still hold."""
+    if not tape.autocast or not tape.is_wide(scored.dtype):
+        return ()
+    columns = e * h * at_most(pieces * TILE_COLUMNS, V)
+    return (
+        tape.make(TEMPORARY, "a tile's hidden states, cast", e * h * at_most(2 * TILE_ROWS, _ROWS), TILED),
+        tape.make(TEMPORARY, "a tile's weights, cast", columns, TILED),
+    )
+
+
+TILE_ROWS, TILE_COLUMNS = 4096, 32768
+"""trl 1.16, kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE, and trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE."""
+_ROWS = T - b
+_TILE_ROWS = at_most(TILE_ROWS, _ROWS)
 _FUSED_CHUNK = call("min(T, pow2(ceil(T/ceil(V/h))))", _fused_chunk)
-_LOSSES: dict[Loss, Callable[[Tape, Value, Ending], _Ran]] = {"full": _all_at_once, "chunked": _in_chunks, "fused": _fused}
+_LOSSES: dict[Loss, Callable[[Tape, Value, Ending], _Ran]] = {
+    "full": _all_at_once,
+    "chunked": _in_chunks,
+    "fused": _fused,
+    "log-probs": _log_probs,
+}

@@ -86,6 +86,10 @@ def _refuse_what_cannot_run(recipe: RecipeSpec, *, on_gpu: bool) -> None:
         raise MeasurementError("attention 'flash' runs on GPUs only; verify sdpa or eager")
     if recipe.loss == "fused" and not on_gpu:
         raise MeasurementError("loss 'fused' is Liger's kernel and runs on GPUs only; use full or chunked, or --workload")
+    if recipe.loss == "log-probs":
+        raise MeasurementError(
+            "loss 'log-probs' is that of TRL's trainers, which verify does not run; dry-run a script of theirs"
+        )
     if recipe.loss == "chunked" and recipe.engine != "fsdp2":
         raise MeasurementError("loss 'chunked' runs its own backward, which only fsdp2 supports; use loss 'full'")
 
