@@ -143,7 +143,8 @@ def claim_stepped(watcher: Watcher, wrapper: object, optimizer: torch.optim.Opti
 
 
 def _masters(wrapper: object, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    groups = getattr(optimizer, "param_groups", ())  # an engine for a reference model has no optimizer
+    masters = [parameter for group in groups for parameter in group["params"]]
     # Stage 3 lends them to the optimizer for a step.
     return [*masters, *getattr(wrapper, "fp32_partitioned_groups_flat", [])]
 
