@@ -1,0 +1,74 @@
+"""A forward without gradients: what it takes beside what is held, whoever's weights it reads.
+
+Blocks take what their forward inside a checkpoint takes, which saves nothing either. The head is TRL's, which makes
+log-probabilities tile by tile.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from typing import NamedTuple
+
+from zeroplan.engines.precisions import compute_of
+from zeroplan.estimator import Estimate, estimate
+from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.spec.job import JobSpec
+from zeroplan.transformer.head import scored_forward
+
+_STATES = frozenset({Kind.GRADIENTS, Kind.OPTIMIZER_STATE, Kind.UNSHARDED_GRADIENTS, Kind.REDUCE, Kind.OPTIMIZER_TEMPORARY})
+_OF_WEIGHTS = frozenset({Kind.PARAMETERS, Kind.WEIGHT_CASTS, Kind.GATHER, Kind.UNSHARDED_PARAMETERS})
+
+
+class Forward(NamedTuple):
+    """A forward without gradients, at its highest moment."""
+
+    moment: str
+    parameters: tuple[Line, ...]
+    """What of the weights this rank keeps."""
+    lines: tuple[Line, ...]
+    """What comes and goes with the forward."""
+
+
+def without_gradients(job: JobSpec, weights: tuple[Line, ...] | None = None) -> Forward:
+    """Return the highest moment of a forward of the job's model that makes log-probabilities and saves nothing. [bytes]
+
+    ``weights``: what the forward reads instead of what the job's engine gathers.
+    """
+    recipe = replace(job.recipe, recompute="full", recompute_layers=None, keep_logits=False)
+    answer = estimate(replace(job, recipe=recipe, batch=replace(job.batch, grad_accum_steps=1)))
+    moments = [_unsaved(moment) for moment in answer.engine_moments if moment.phase is Phase.FORWARD]
+    moments.append(_of_the_head(answer))
+    if weights is not None:
+        moments = [moment._replace(lines=_reading(moment.lines, weights)) for moment in moments]
+    highest = max(moments, key=lambda one: one.total_bytes)
+    parameters = tuple(line for line in highest.lines if line.kind is Kind.PARAMETERS)
+    return Forward(highest.name, parameters, tuple(line for line in highest.lines if line.kind is not Kind.PARAMETERS))
+
+
+def _reading(lines: tuple[Line, ...], weights: tuple[Line, ...]) -> tuple[Line, ...]:
+    return (*(line for line in lines if line.kind is Kind.PARAMETERS or line.kind not in _OF_WEIGHTS), *weights)
+
+
+def _unsaved(moment: Moment) -> Moment:
+    """The moment without states of the training and without what blocks keep for their backward."""
+    return moment._replace(lines=tuple(line for line in moment.lines if line.kind not in _STATES and not line.tag.blocks))
+
+
+def _of_the_head(answer: Estimate) -> Moment:
+    job = answer.job
+    loss = next(moment for moment in answer.engine_moments if moment.of_forward and moment.phase is Phase.LOSS)
+    weights = tuple(line for line in loss.lines if line.kind in _OF_WEIGHTS)
+    made = scored_forward(job.model, compute_of(job.recipe), job.batch)
+    return Moment("log-probabilities", Phase.LOSS, (*weights, *made))
+
+
+def held_after_forward(answer: Estimate) -> tuple[Line, ...]:
+    """What is alive between the forward and the backward of a training step: states, and what is saved. [bytes]
+
+    It is there at the loss's moment of the forward, and again when the loss goes backward, of whose moments one shares most.
+    """
+    moments = answer.engine_moments
+    at = next(at for at, one in enumerate(moments) if one.of_forward and one.phase is Phase.LOSS)
+    backward = [Counter(one.lines) for one in moments[at + 1 :] if not one.of_forward]
+    forward = Counter(moments[at].lines)
+    shared = max((forward & one for one in backward), key=lambda lines: lines.total())
+    return tuple(shared.elements())

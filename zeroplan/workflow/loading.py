@@ -1,0 +1,109 @@
+"""Loading and saving: what a node's host memory and each GPU need before the first step and at a checkpoint.
+
+``from_pretrained`` builds the model on the meta device and puts every tensor of the checkpoint on the CPU, in each process.
+With ``fsdp_cpu_ram_efficient_loading`` one process of a node does so, under ZeRO-3 one of all. It hands the weights out.
+"""
+
+from collections.abc import Iterator
+
+from zeroplan.engines.precisions import widths
+from zeroplan.estimator import Estimate
+from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.spec.job import JobSpec
+from zeroplan.transformer.parameters import Parameter
+from zeroplan.transformer.params import layout
+from zeroplan.workflow.phases import DRY_RUN, ON_A_CPU, HostUse, LoopPhase
+
+LOADED = "transformers 5.23, modeling_utils.py, PreTrainedModel.from_pretrained"
+IN_ONE = "transformers 5.23, modeling_utils.py, _move_missing_keys_from_meta_to_device"
+ZERO3 = "transformers 5.23, integrations/deepspeed.py, _load_state_dict_into_zero3_model"
+FULL = "accelerate 1.15, accelerator.py, Accelerator.get_state_dict"
+GATHERED = "deepspeed 0.19.8, runtime/engine.py, DeepSpeedEngine._zero3_consolidated_16bit_state_dict"
+SHARDED = "accelerate 1.15, utils/fsdp_utils.py, save_fsdp_model"
+PLACED = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_init.py, _move_states_to_device"
+
+
+def loading(answer: Estimate, reference: tuple[Line, ...]) -> LoopPhase:
+    """Return the GPU's highest moment before the first step, with the ``reference`` model's copy where there is one. [bytes]"""
+    moments = [moment for moment in answer.engine_moments if moment.phase is Phase.INIT]
+    weights = tuple(line for line in answer.states if line.kind is Kind.PARAMETERS)
+    peak = max(moments, key=lambda one: int(one.total_bytes)).lines if moments else weights
+    is_one_unit = bool(reference) and answer.job.recipe.engine == "fsdp2" and answer.job.mesh.dp_shard > 1
+    if is_one_unit:  # the trained model is sharded later, when training begins
+        lines = (*reference, _whole(answer, answer.parameters, "reference model"))
+        return LoopPhase("loading", "the reference model becomes one unit of FSDP2", lines, DRY_RUN)
+    if answer.job.recipe.engine.startswith("fsdp") and answer.job.mesh.dp_shard > 1:
+        lines = (*reference, *peak, *_largest_unit(answer))
+        return LoopPhase("loading", "the largest unit is cut", lines, DRY_RUN)
+    return LoopPhase("loading", "model and optimizer are built", (*reference, *peak), DRY_RUN)
+
+
+def _largest_unit(answer: Estimate) -> tuple[Line, ...]:
+    """A unit moves to the GPU before it is cut, and FSDP1 lays it flat there first.
+
+    Embedding and head are one unit of FSDP1. Under FSDP2 variables of accelerate's ``fsdp2_prepare_model`` hold both until it ends.
+    """
+    parts = layout(answer.job.model)
+    ends = sum(one.numel for one in (*parts.embeddings, *parts.tail))
+    unit = max(ends, *(sum(one.numel for one in run.parameters) for run in parts.runs))
+    flat = (_whole(answer, unit, "the largest unit, flat"),) if answer.job.recipe.engine == "fsdp1" else ()
+    return (_whole(answer, unit, "the largest unit"), *flat)
+
+
+def _whole(answer: Estimate, elements: int, what: str) -> Line:
+    """A unit whose weights have moved to the GPU. [bytes]"""
+    width = widths(answer.job.recipe.precision).stored
+    return Line(Kind.TEMPORARY, width * elements, f"{what}: whole, before it is cut", f"{width}·{elements}", PLACED)
+
+
+def saving(answer: Estimate, resident: tuple[Line, ...], *, full: bool) -> LoopPhase:
+    """Return the GPU's highest moment while a checkpoint is written: one tensor gathered at a time. [bytes]"""
+    job = answer.job
+    if not full or not _is_sharded(job):
+        return LoopPhase("saving", "each rank writes what it has", resident)
+    width, largest, source = _width_saved(job), max(one.numel for one in _tensors(job)), _source_saved(job)
+    line = Line(Kind.UNSHARDED_PARAMETERS, width * largest, "the largest tensor, gathered", f"{width}·{largest}", source)
+    return LoopPhase("saving", "the largest tensor is gathered", (*resident, line), DRY_RUN)
+
+
+def host(answer: Estimate, *, models: int, efficient: bool, full: bool) -> Iterator[HostUse]:
+    """Yield what a node's host memory holds while ``models`` models are loaded, and at a checkpoint. [bytes]"""
+    job, here = answer.job, answer.ranks_per_node or answer.job.mesh.world_size
+    width, said = widths(job.recipe.precision).stored, "" if models == 1 else f" of {models} models"
+    each = models * answer.parameters
+    if job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 3:
+        yield HostUse(
+            "loading", each * widths(job.recipe.precision).compute, 1, f"the checkpoint{said}, in rank 0 alone", ZERO3
+        )
+    elif efficient and job.recipe.engine.startswith("fsdp"):
+        yield HostUse("loading", each * width, 1, f"all weights{said}, in one process of the node", IN_ONE)
+    else:
+        yield HostUse("loading", each * width, here, f"all weights{said}, in every process", LOADED, ON_A_CPU)
+    if not _is_sharded(job):
+        return
+    if full:
+        yield HostUse("saving", _width_saved(job) * answer.parameters, 1, "the full state dict, in rank 0", _source_saved(job))
+    elif job.recipe.engine.startswith("fsdp"):
+        share = -(-width * answer.parameters // job.mesh.dp_shard)
+        yield HostUse("saving", share, here, "each rank's shards on their way to files, at most", SHARDED)
+
+
+def _is_sharded(job: JobSpec) -> bool:
+    return job.mesh.dp_shard > 1 and (job.recipe.engine.startswith("fsdp") or job.recipe.zero_stage == 3)
+
+
+def _width_saved(job: JobSpec) -> int:
+    """Bytes of an element in a full state dict: what FSDP shards, and DeepSpeed's 16-bit weights."""
+    return widths(job.recipe.precision).stored if job.recipe.engine.startswith("fsdp") else widths(job.recipe.precision).compute
+
+
+def _source_saved(job: JobSpec) -> str:
+    return FULL if job.recipe.engine.startswith("fsdp") else GATHERED
+
+
+def _tensors(job: JobSpec) -> Iterator[Parameter]:
+    parts = layout(job.model)
+    yield from parts.embeddings
+    for run in parts.runs:
+        yield from run.parameters
+    yield from parts.tail

@@ -1,0 +1,159 @@
+"""Which phases does a workflow have, and what stays on the GPU between them?"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from zeroplan.engines.precisions import widths
+from zeroplan.errors import SpecError
+from zeroplan.estimator import Estimate
+from zeroplan.ledger import Kind, Line
+from zeroplan.spec.job import JobSpec
+from zeroplan.workflow import preference
+from zeroplan.workflow.asked import PREFERENCES, Asked
+from zeroplan.workflow.forward import without_gradients
+from zeroplan.workflow.loading import host, loading, saving
+from zeroplan.workflow.phases import DRY_RUN, HostUse, Loop, LoopPhase, renamed
+from zeroplan.workflow.reference import Reference, reference_of
+from zeroplan.workflow.rollout import BLOCK_TOKENS, Rollout, asleep, buffered, rollout_of, synchronisation
+
+_ENGINES = ("fsdp2", "fsdp1", "ddp", "deepspeed")
+COMPLETION = 512
+"""trl 1.16, trainer/grpo_config.py, GRPOConfig.max_completion_length."""
+GENERATIONS = 8
+"""trl 1.16, trainer/grpo_config.py, GRPOConfig.num_generations."""
+
+
+class _Parts(NamedTuple):
+    """What a workflow is made of."""
+
+    answer: Estimate
+    reference: Reference | None
+    rollout: Rollout | None
+
+
+def loop_of(job: JobSpec, asked: Asked) -> Loop:
+    """Return the phases of a workflow with this job as its training step. [bytes]
+
+    Raises :class:`~zeroplan.errors.SpecError` for an engine or a split that TRL's trainers do not have, and for numbers that no
+    run can have.
+    """
+    _check(job, asked)
+    answer = preference.trained(job, asked)
+    compares = asked.workflow in PREFERENCES or bool(asked.beta)
+    reference = reference_of(answer.job) if compares else None
+    rollout = rollout_of(job, asked, answer.parameters) if asked.workflow == "grpo" else None
+    parts = _Parts(answer, reference, rollout)
+    resident = _resident(parts, asked)
+    made = _of_rollouts(parts, asked, resident) if asked.workflow == "grpo" else preference.phases(answer, reference, asked)
+    copy = _copy_at_first(reference, asked, answer)
+    full = bool(asked.full_state_dict)
+    stays = _beside_training(rollout)
+    first = loading(answer, copy)
+    if asked.workflow == "grpo":  # the engine starts before the reference model is sharded, and sleeps from then on if it does
+        first = first._replace(lines=(*first.lines, *stays), held_against="")
+    phases = (first, *made, saving(answer, (*resident, *stays), full=full))
+    memory = (*host(answer, models=1 + bool(copy), efficient=bool(asked.cpu_ram_efficient_loading), full=full), *_asleep(parts))
+    return Loop(asked.workflow, answer, phases, resident, memory, tuple(_notes(parts, asked)))
+
+
+def _resident(parts: _Parts, asked: Asked) -> tuple[Line, ...]:
+    """What stays on the GPU between phases."""
+    stays = parts.reference is not None and not asked.precompute_ref_log_probs
+    copy = parts.reference.resident if parts.reference is not None and stays else ()
+    return (*copy, *parts.answer.held, *parts.answer.workspaces)
+
+
+def _beside_training(rollout: Rollout | None) -> tuple[Line, ...]:
+    return () if rollout is None else rollout.while_training
+
+
+def _copy_at_first(reference: Reference | None, asked: Asked, answer: Estimate) -> tuple[Line, ...]:
+    """The reference model's copy as training begins: where log-probabilities are made before, only FSDP needs one."""
+    if reference is None or (asked.precompute_ref_log_probs and not answer.job.recipe.engine.startswith("fsdp")):
+        return ()
+    return tuple(line for line in reference.resident if line.kind is Kind.PARAMETERS)
+
+
+def _of_rollouts(parts: _Parts, asked: Asked, resident: tuple[Line, ...]) -> Iterator[LoopPhase]:
+    """Yield GRPO's phases in their order: weights go to the engine, which generates; both models score; the model trains."""
+    answer, reference, rollout = parts
+    batch = _buffered(answer.job, asked, compares=reference is not None)
+    stays = _beside_training(rollout)
+    if rollout is not None:
+        yield synchronisation(answer, resident, rollout)
+        yield LoopPhase("rollout", "vLLM generates", (*resident, *rollout.awake))
+    forward = without_gradients(answer.job)
+    lines = (*resident, *stays, batch, *renamed(forward.lines, "scored"))
+    yield LoopPhase("old log-probabilities", f"scored: {forward.moment}", lines, DRY_RUN)
+    if reference is not None:
+        scoring = (*resident, *stays, batch, *reference.forward.lines)
+        yield LoopPhase("reference log-probabilities", f"reference: {reference.forward.moment}", scoring, DRY_RUN)
+    copy = () if reference is None else reference.resident
+    yield preference.training(answer, (*copy, *stays, batch))
+
+
+def _buffered(job: JobSpec, asked: Asked, *, compares: bool) -> Line:
+    completion = asked.max_completion_length or COMPLETION
+    steps = asked.steps_per_generation or job.batch.grad_accum_steps
+    return buffered(job, job.batch.seq_len - completion, completion, steps, scored=3 + compares)
+
+
+def _asleep(parts: _Parts) -> Iterator[HostUse]:
+    if parts.rollout is not None:
+        yield from asleep(parts.rollout, parts.answer.ranks_per_node or parts.answer.job.mesh.world_size)
+
+
+def _notes(parts: _Parts, asked: Asked) -> Iterator[str]:
+    yield "TRL 1.16 on accelerate 1.15. All tokens count as completion tokens; prompts make the log-probabilities smaller."
+    if widths(parts.answer.job.recipe.precision).stored == 2:
+        yield "A checkpoint in 16 bits is mapped: all processes of a node share its pages until they write to them."
+    if parts.rollout is not None:
+        yield from _of_the_engine(parts.rollout, parts.answer.job, asked)
+    if asked.workflow == "grpo":
+        yield "Reward functions take no GPU memory here. A reward model is one more copy of its weights in every phase."
+
+
+def _of_the_engine(rollout: Rollout, job: JobSpec, asked: Asked) -> Iterator[str]:
+    sequences = job.batch.micro_batch_size * (asked.steps_per_generation or job.batch.grad_accum_steps)
+    sequences *= asked.vllm_tensor_parallel_size or 1
+    needed = sequences * -(-job.batch.seq_len // BLOCK_TOKENS)
+    yield (
+        f"vLLM's KV cache: at most {rollout.blocks:,} blocks of {BLOCK_TOKENS} tokens, {rollout.block_bytes:,} bytes each; the "
+        f"{sequences:,} sequences of a rollout fill {needed:,} at their longest. vLLM's profiling run takes its activations and "
+        "CUDA graphs off that."
+    )
+    if rollout.sleeps:
+        yield (
+            f"vLLM sleeps while the model trains (level {rollout.level}): its weights and its KV cache leave the GPU. What stays "
+            "is not counted: CUDA graphs, buffers of libraries, its allocator's cache. In public logs of sleeping engines 4.75 GiB "
+            "(vLLM issue 17117) and 6.95 GiB (issue 47654) of a GPU are still in use, the CUDA context included."
+        )
+
+
+def _check(job: JobSpec, asked: Asked) -> None:
+    recipe, mesh = job.recipe, job.mesh
+    for refused, instead in (
+        (recipe.engine not in _ENGINES and f"engine {recipe.engine!r}", f"one of {', '.join(_ENGINES)}"),
+        (mesh.tp * mesh.cp * mesh.pp * mesh.ep > 1 and "ranks that split the model or a sequence", "--gpus alone"),
+        (job.model.profile is not None and "a profile", "a model of a known family"),
+    ):
+        if refused:
+            raise SpecError(f"workflow {asked.workflow} with {refused} is not modelled; use {instead}")
+    if asked.workflow == "grpo":
+        _check_rollout(job, asked)
+
+
+def _check_rollout(job: JobSpec, asked: Asked) -> None:
+    completion, batch = asked.max_completion_length or COMPLETION, job.batch
+    if completion >= batch.seq_len:
+        raise SpecError(
+            f"--max-completion-length {completion:,} leaves no prompt in --seq-len {batch.seq_len:,}, which is both; use a "
+            "longer --seq-len"
+        )
+    steps, generations = asked.steps_per_generation or batch.grad_accum_steps, asked.num_generations or GENERATIONS
+    generated = batch.micro_batch_size * job.mesh.world_size * steps
+    if generated % generations:
+        raise SpecError(
+            f"a rollout of {generated:,} completions (micro-batch x GPUs x steps per generation) is not divisible by "
+            f"--num-generations {generations}; change one of them"
+        )

@@ -1,0 +1,60 @@
+"""Preferences and supervised fine-tuning: one trained model, and where a workflow asks for it a reference model beside it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from zeroplan.estimator import Estimate, estimate
+from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.spec.job import JobSpec
+from zeroplan.workflow.asked import Asked
+from zeroplan.workflow.forward import held_after_forward
+from zeroplan.workflow.phases import DRY_RUN, LoopPhase
+from zeroplan.workflow.reference import Reference
+
+SEQUENCES = {"dpo": 2}
+"""Sequences of a pair in a batch (DPOTrainer: chosen and rejected)."""
+
+
+def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
+    """Return the training step: with TRL's head, and the sequences that a batch of this workflow has."""
+    recipe, model = replace(job.recipe, loss="log-probs"), job.model
+    if recipe.engine == "fsdp2" and not (model.positions or model.family == "bloom"):
+        recipe = replace(
+            recipe, fsdp2=replace(recipe.fsdp2, ends_apart=True)
+        )  # as accelerate 1.15, on which TRL's trainers run
+    batch = replace(job.batch, micro_batch_size=SEQUENCES.get(asked.workflow, 1) * job.batch.micro_batch_size)
+    return replace(job, recipe=recipe, batch=batch)
+
+
+def phases(answer: Estimate, reference: Reference | None, asked: Asked) -> Iterator[LoopPhase]:
+    """Yield the phases in order, without loading and saving. [bytes]"""
+    if reference is None:
+        yield training(answer, ())
+        return
+    scoring = f"reference: {reference.forward.moment}"
+    if asked.precompute_ref_log_probs:
+        before = (*_alone(answer, reference), *answer.workspaces)
+        yield LoopPhase("reference log-probabilities, once", scoring, (*before, *reference.forward.lines), DRY_RUN)
+        yield training(answer, ())
+        return
+    held = (*reference.resident, *held_after_forward(answer), *answer.workspaces)
+    yield LoopPhase("reference log-probabilities, in every step", scoring, (*held, *reference.forward.lines), DRY_RUN)
+    yield training(answer, reference.resident)
+
+
+def _alone(answer: Estimate, reference: Reference) -> tuple[Line, ...]:
+    """What is there before training: the model that scores. Under FSDP that is a copy, since the trained one is not sharded yet."""
+    weights = tuple(line for line in answer.states if line.kind is Kind.PARAMETERS)
+    return reference.resident if answer.job.recipe.engine.startswith("fsdp") and reference.resident else weights
+
+
+def training(answer: Estimate, beside: tuple[Line, ...]) -> LoopPhase:
+    """Return the training step with what stays ``beside`` it. [bytes]"""
+    moments = [moment for moment in answer.engine_moments if moment.phase is not Phase.INIT]
+    peak = max(moments, key=lambda moment: int(moment.total_bytes))
+    return LoopPhase("training step", peak.name, (*beside, *peak.lines, *answer.workspaces), DRY_RUN)
+
+
+def trained(job: JobSpec, asked: Asked) -> Estimate:
+    """Return the estimate of the training step alone."""
+    return estimate(trained_job(job, asked))

@@ -1,0 +1,61 @@
+"""The reference model of a preference: its copy beside the trained model, and the forward that scores with it.
+
+Sources: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__, and models/utils.py, prepare_deepspeed and prepare_fsdp. DeepSpeed
+shards the copy under stage 3 alone. FSDP2 makes the whole copy one unit, which every forward gathers at once. FSDP1's root
+unit stays gathered from its first forward on.
+"""
+
+from typing import NamedTuple
+
+from zeroplan.engines.precisions import widths
+from zeroplan.estimator import estimate
+from zeroplan.ledger import Kind, Line
+from zeroplan.spec.job import JobSpec
+from zeroplan.transformer.params import layout
+from zeroplan.workflow.forward import Forward, without_gradients
+from zeroplan.workflow.phases import renamed
+
+DPO = "trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__"
+WHOLE_UNIT = "trl 1.16, models/utils.py, prepare_fsdp: fully_shard of the root alone"
+
+
+class Reference(NamedTuple):
+    """The model that a trained one is compared with."""
+
+    resident: tuple[Line, ...]
+    """The copy, as long as it stays; nothing where the trained model without its adapters is the reference."""
+    forward: Forward
+
+
+def reference_of(job: JobSpec) -> Reference:
+    """Return the reference model of a job: a copy, or with adapters the trained model without them. [bytes]"""
+    forward = without_gradients(job)
+    if job.model.adapter is not None:
+        return Reference((), forward._replace(lines=renamed(forward.lines, "without adapters")))
+    if job.recipe.engine == "fsdp2" and job.mesh.dp_shard > 1:
+        forward = _gathered_whole(job)
+    copy = estimate(job).states
+    resident = tuple(line._replace(reason=f"reference model: {line.reason}") for line in copy if line.kind is Kind.PARAMETERS)
+    stays = _root_left_gathered(job, forward)
+    lines = tuple(line for line in forward.lines if line not in stays)
+    return Reference((*resident, *renamed(stays, "reference model")), forward._replace(lines=renamed(lines, "reference model")))
+
+
+def _root_left_gathered(job: JobSpec, forward: Forward) -> tuple[Line, ...]:
+    """FSDP1's root unit stays gathered after a forward, and no backward of the reference model ever frees it."""
+    if job.recipe.engine != "fsdp1" or job.mesh.dp_shard == 1:
+        return ()
+    parts = layout(job.model)
+    root = widths(job.recipe.precision).compute * sum(one.numel for one in (*parts.embeddings, *parts.tail))
+    return tuple(line for line in forward.lines if line.kind is Kind.UNSHARDED_PARAMETERS and line.n_bytes == root)[:1]
+
+
+def _gathered_whole(job: JobSpec) -> Forward:
+    """FSDP2's forward of a model that is one unit: the all-gather's output stays beside the parameters until the forward ends."""
+    width = widths(job.recipe.precision).compute
+    whole, formula = width * estimate(job).parameters, f"{width}·Ψ"
+    gathered = (
+        Line(Kind.GATHER, whole, "output of the all-gather of the whole model", formula, WHOLE_UNIT),
+        Line(Kind.UNSHARDED_PARAMETERS, whole, "the whole model, gathered", formula, WHOLE_UNIT),
+    )
+    return without_gradients(job, gathered)
