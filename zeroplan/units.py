@@ -163,16 +163,16 @@ def unit_named(name: str) -> Unit:
 
 
 def format_size(n_bytes: int) -> str:
-    """Both units, so that nobody has to guess; small sizes in MB and MiB, kB and KiB, or bytes.
+    """Both units, so that nobody has to guess; small sizes in MiB and MB, KiB and kB, or bytes.
 
     >>> format_size(14_000_000_000), format_size(8_519_680), format_size(65_536), format_size(512)
-    ('14.00 GB = 13.04 GiB', '8.52 MB = 8.12 MiB', '65.54 kB = 64.00 KiB', '512 B')
+    ('13.04 GiB = 14.00 GB', '8.12 MiB = 8.52 MB', '64.00 KiB = 65.54 kB', '512 B')
     """
     magnitude = abs(n_bytes)
     if magnitude >= GB // 10:
-        return f"{format_gb(n_bytes)} = {format_gib(n_bytes)}"
+        return f"{format_gib(n_bytes)} = {format_gb(n_bytes)}"
     if magnitude >= MB // 10:
-        return f"{n_bytes / MB:,.2f} MB = {n_bytes / MIB:,.2f} MiB"
+        return f"{n_bytes / MIB:,.2f} MiB = {n_bytes / MB:,.2f} MB"
     if magnitude >= 10 * KB:
-        return f"{n_bytes / KB:,.2f} kB = {n_bytes / KIB:,.2f} KiB"
+        return f"{n_bytes / KIB:,.2f} KiB = {n_bytes / KB:,.2f} kB"
     return f"{n_bytes:,} B"

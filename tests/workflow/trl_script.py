@@ -7,51 +7,72 @@ LlamaDecoderLayer as the class to wrap, or DeepSpeed's stage. Without a launcher
 
 import argparse
 
-import torch
-import trl
-from datasets import Dataset
-from peft import LoraConfig
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl.kernels import chunked_logprob
 
-said = argparse.ArgumentParser()
-said.add_argument("--workflow", choices=("sft", "dpo", "kto"), default="dpo")
-said.add_argument("--dtype", default="float32")
-said.add_argument("--precompute", action="store_true")
-for name, number in {"batch": 2, "seq": 1024, "hidden": 1024, "layers": 6, "vocab": 32000, "tie": 0, "lora": 0}.items():
-    said.add_argument(f"--{name}", type=int, default=number)
-said = said.parse_args()
+def main() -> None:
+    import torch
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from trl.kernels import chunked_logprob
 
-chunked_logprob._forward_tile = chunked_logprob._backward_tile = lambda *_, **__: None
-chunked_logprob._use_triton = lambda _: False
-trl.trainer.utils._use_triton = lambda _: True  # only tokens that count are scored, as on a GPU
+    said = argparse.ArgumentParser()
+    said.add_argument("--workflow", choices=("sft", "dpo", "kto", "grpo"), default="dpo")
+    said.add_argument("--dtype", default="float32")
+    said.add_argument("--precompute", action="store_true")
+    for name, number in {"batch": 2, "seq": 1024, "hidden": 1024, "layers": 6, "vocab": 32000, "tie": 0, "lora": 0}.items():
+        said.add_argument(f"--{name}", type=int, default=number)
+    said = said.parse_args()
 
-TOKENS = {"pad_token": "w1", "eos_token": "w2", "unk_token": "w0"}
-words = Tokenizer(WordLevel({f"w{at}": at for at in range(said.vocab)}, unk_token=TOKENS["unk_token"]))
-words.pre_tokenizer = Whitespace()
-config = LlamaConfig(
-    hidden_size=said.hidden, intermediate_size=3 * said.hidden, num_hidden_layers=said.layers, num_attention_heads=8,
-    num_key_value_heads=4, vocab_size=said.vocab, tie_word_embeddings=bool(said.tie),
-)  # fmt: skip
-model, *reference = (
-    LlamaForCausalLM._from_config(config, dtype=getattr(torch, said.dtype))
-    for _ in range(1 if said.workflow == "sft" or said.precompute or said.lora else 2)
-)
-text = " " + " ".join(f"w{3 + at}" for at in range(said.seq - 1))
-row = {"dpo": {"chosen": text, "rejected": text}, "kto": {"completion": text, "label": True}, "sft": {"completion": text}}
-data = Dataset.from_list([{"prompt": "w3", **row[said.workflow]}] * 64)
-name = said.workflow.upper()
-options = {"precompute_ref_log_probs": True} if said.precompute else {}
-arguments = getattr(trl, f"{name}Config")(
-    "out", per_device_train_batch_size=said.batch, max_length=said.seq, bf16=True, report_to=[], save_strategy="no", max_steps=4,
-    gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}, **options,
-)  # fmt: skip
-getattr(trl, f"{name}Trainer")(
-    model, args=arguments, train_dataset=data,
-    processing_class=PreTrainedTokenizerFast(tokenizer_object=words, **TOKENS),
-    peft_config=LoraConfig(r=said.lora, target_modules="all-linear", task_type="CAUSAL_LM") if said.lora else None,
-    **({"ref_model": reference[0]} if reference else {}),
-).train()  # fmt: skip
+    chunked_logprob._forward_tile = chunked_logprob._backward_tile = lambda *_, **__: None
+    chunked_logprob._use_triton = lambda _: False
+    trl.trainer.utils._use_triton = lambda _: True  # only tokens that count are scored, as on a GPU
+
+    tokens = {"pad_token": "w1", "eos_token": "w2", "unk_token": "w0"}
+    words = Tokenizer(WordLevel({f"w{at}": at for at in range(said.vocab)}, unk_token=tokens["unk_token"]))
+    words.pre_tokenizer = Whitespace()
+    config = LlamaConfig(
+        hidden_size=said.hidden, intermediate_size=3 * said.hidden, num_hidden_layers=said.layers, num_attention_heads=8,
+        num_key_value_heads=4, vocab_size=said.vocab, tie_word_embeddings=bool(said.tie),
+    )  # fmt: skip
+    model, *reference = (
+        LlamaForCausalLM._from_config(config, dtype=getattr(torch, said.dtype))
+        for _ in range(1 if said.workflow == "sft" or said.precompute or said.lora else 2)
+    )
+    text = " " + " ".join(f"w{3 + at}" for at in range(said.seq - 1))
+    row = {
+        "dpo": {"chosen": text, "rejected": text}, "kto": {"completion": text, "label": True}, "sft": {"completion": text},
+        "grpo": {},
+    }  # fmt: skip
+    data = Dataset.from_list([{"prompt": "w3", **row[said.workflow]}] * 64)
+    name, long = said.workflow.upper(), said.seq - 1
+    options, given = {"max_length": said.seq}, {"ref_model": reference[0]} if reference else {}
+    if said.precompute:
+        options["precompute_ref_log_probs"] = True
+    if said.workflow == "grpo":  # completions come from a function, in place of vLLM
+        options = {"beta": 0.04, "num_generations": said.batch, "max_completion_length": long, "num_iterations": 2}
+        trl.trainer.grpo_trainer.create_model_from_path = lambda *_, **__: reference[0]
+        given = {
+            "reward_funcs": lambda completions, **_: [float(at) for at in range(len(completions))],
+            "rollout_func": lambda prompts, _: {
+                "prompt_ids": [[3] for _ in prompts], "completion_ids": [[4] * (long - 1) + [2] for _ in prompts],
+                "logprobs": [[0.0] * long for _ in prompts],
+            },
+        }  # fmt: skip
+    arguments = getattr(trl, f"{name}Config")(
+        "out", per_device_train_batch_size=said.batch, bf16=True, report_to=[], save_strategy="no", max_steps=4,
+        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}, **options,
+    )  # fmt: skip
+    getattr(trl, f"{name}Trainer")(
+        model, args=arguments, train_dataset=data,
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, **tokens),
+        peft_config=LoraConfig(r=said.lora, target_modules="all-linear", task_type="CAUSAL_LM") if said.lora else None,
+        **given,
+    ).train()  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

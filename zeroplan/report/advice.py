@@ -32,7 +32,7 @@ def _rate(advised: Advised) -> str:
 
 
 def _size(n_bytes: int) -> str:
-    return f"{n_bytes / GB:,.2f} GB = {n_bytes / GIB:,.2f} GiB"
+    return f"{n_bytes / GIB:,.2f} GiB = {n_bytes / GB:,.2f} GB"
 
 
 def _table(advised: Advised, words: InWords) -> Iterator[str]:
@@ -41,11 +41,11 @@ def _table(advised: Advised, words: InWords) -> Iterator[str]:
         return
     enough = "those that alone make it fit, then the others; of each " if advised.before.fits is False else ""
     yield from textwrap.wrap(f"Single changes: {enough}{_UNTIMED if advised.tokens_per_s is None else _ORDER}", WIDTH)
-    yield f"{'frees GB':>10}{'then GB':>10}{'':>3}{'verdict':<10}{'speed':>9}{'':>7}change"
+    yield f"{'frees GiB':>10}{'then GiB':>10}{'':>3}{'verdict':<10}{'speed':>9}{'':>7}change"
     for one in advised.changes:
         verdict = _WORDS[one.after.verdict]
         rate = "" if one.slower is None else f"{-one.slower:+.1%}"
-        figures = f"{one.freed_bytes / GB:>10,.2f}{one.after.least_bytes / GB:>10,.2f}{'':>3}{verdict:<10}{rate:>9}"
+        figures = f"{one.freed_bytes / GIB:>10,.2f}{one.after.least_bytes / GIB:>10,.2f}{'':>3}{verdict:<10}{rate:>9}"
         cost = f" ({one.other_cost})" if one.other_cost else ""
         yield f"{figures:<{len(_MARGIN)}}{one.change.change}{cost}"
         yield from (f"{_MARGIN}  {word}" for word in words(one))

@@ -71,10 +71,10 @@ def _during(part: str) -> str:
 
 
 def _held(held: tuple[Held, ...]) -> Iterator[str]:
-    yield f"{'  in use then':<{_WHAT + 2}}{'GB':>10}{'GiB':>10}  asked for by"
+    yield f"{'  in use then':<{_WHAT + 2}}{'GiB':>10}{'GB':>10}  asked for by"
     for one in held:
         first, *others = [_site(one, at) for at in range(len(one.sites))] or [""]
-        yield f"  {one.kind:<{_WHAT}}{one.n_bytes / GB:>10,.2f}{one.n_bytes / GIB:>10,.2f}  {first}".rstrip()
+        yield f"  {one.kind:<{_WHAT}}{one.n_bytes / GIB:>10,.2f}{one.n_bytes / GB:>10,.2f}  {first}".rstrip()
         yield from (" " * (_WHAT + 24) + other for other in others)
 
 

@@ -84,11 +84,11 @@ def _best(objective: str, best: Best, beside: Beside) -> Iterator[str]:
 def _in_short(best: Best, beside: Beside) -> Iterator[str]:
     """Yield what the layout takes: its memory and its time, with the largest parts of each, and the rate."""
     layout, room, whole = best.layout, best.estimate.capacity_bytes or 0, float(best.time.seconds)
-    kinds = ", ".join(f"{kind.value} {n / GB:,.2f}" for kind, n in kinds_by_size(best.estimate.peak.lines)[:_LARGEST])
+    kinds = ", ".join(f"{kind.value} {n / GIB:,.2f}" for kind, n in kinds_by_size(best.estimate.peak.lines)[:_LARGEST])
     parts = sorted(best.time.parts, key=lambda part: -float(part.seconds))[:_LARGEST]
     shares = ", ".join(f"{part.name} {float(part.seconds) / whole:.0%}" for part in parts)
-    peak = f"{layout.least_bytes / GB:,.2f} of {room / GB:,.2f} GB at the peak"
-    cached = f"{layout.comfortable_bytes / GB:,.2f} with what the allocator caches"
+    peak = f"{layout.least_bytes / GIB:,.2f} of {room / GIB:,.2f} GiB at the peak"
+    cached = f"{layout.comfortable_bytes / GIB:,.2f} with what the allocator caches"
     for said in (f"{peak}, {cached}; most of it {kinds}", f"{whole:,.3f} s for a step; most of it {shares}"):
         yield from textwrap.wrap(said, WIDTH, break_on_hyphens=False)
     yield rate_line(best.time, layout.job.mesh.world_size)
@@ -97,7 +97,7 @@ def _in_short(best: Best, beside: Beside) -> Iterator[str]:
 
 
 def _memory(best: Best) -> Iterator[str]:
-    yield f"{'Memory of a GPU':<44}{'GB':>10}{'GiB':>10}"
+    yield f"{'Memory of a GPU':<44}{'GiB':>10}{'GB':>10}"
     for kind, n_bytes in kinds_by_size(best.estimate.peak.lines):
         yield _row(f"  {kind.value}", n_bytes)
     yield _row("  context and communicators", int(best.estimate.outside_band.expected_bytes))
@@ -111,14 +111,14 @@ def _memory(best: Best) -> Iterator[str]:
 def _beside_the_card(best: Best) -> Iterator[str]:
     """Yield the host's memory, if the layout takes any, and whether the card is nearly full."""
     if best.estimate.host_bytes:
-        node = (best.estimate.host_bytes_per_node or 0) / GB
-        yield f"host memory: {best.estimate.host_bytes / GB:,.2f} GB of a rank, {node:,.2f} GB of a node, if it has that much"
+        node = (best.estimate.host_bytes_per_node or 0) / GIB
+        yield f"host memory: {best.estimate.host_bytes / GIB:,.2f} GiB of a rank, {node:,.2f} GiB of a node, if it has that much"
     if best.tight:
         yield f"tight: the cache and the margin do not fit beside it; set {EXPANDABLE}"
 
 
 def _row(what: str, n_bytes: int) -> str:
-    return f"{what:<44.44}{n_bytes / GB:>10,.2f}{n_bytes / GIB:>10,.2f}"
+    return f"{what:<44.44}{n_bytes / GIB:>10,.2f}{n_bytes / GB:>10,.2f}"
 
 
 def days(best: Layout, tokens: int) -> float:
@@ -148,7 +148,7 @@ def _why(best: Best) -> Iterator[str]:
     else:
         yield from textwrap.wrap(f"One more GB would buy {more.gain:.1%}: {layout_words(more.layout.job)}", WIDTH)
     if (kept := best.margin) is not None:
-        said = f"{kept.missing_bytes / GB:,.2f} GB of the margin (--margin) would buy {kept.gain:.1%}"
+        said = f"{kept.missing_bytes / GIB:,.2f} GiB of the margin (--margin) would buy {kept.gain:.1%}"
         yield from textwrap.wrap(f"{said}: {layout_words(kept.layout.job)}", WIDTH)
 
 
@@ -164,7 +164,7 @@ def _others(plan: Plan) -> Iterator[str]:
 def _rankings(plan: Plan) -> Iterator[str]:
     if not plan.rankings:
         return
-    yield f"{'Three rankings, and the memory that each leaves free':<58}{'GB free':>8}{'tokens/s per GPU':>20}"
+    yield f"{'Three rankings, and the memory that each leaves free':<58}{'GiB free':>8}{'tokens/s per GPU':>20}"
     for one in plan.rankings:
         yield _of_table(f"{one.ranking}: {layout_code(one.layout.job)}", one.free_bytes, one.layout.tokens_per_s)
     if len(plan.rankings) < 3:
@@ -172,13 +172,13 @@ def _rankings(plan: Plan) -> Iterator[str]:
 
 
 def _of_table(words: str, n_bytes: int, rate: float) -> str:
-    return f"  {words:<{_OF_A_ROW + 1}}{n_bytes / GB:>8,.1f}{rate:>20,.0f}"
+    return f"  {words:<{_OF_A_ROW + 1}}{n_bytes / GIB:>8,.1f}{rate:>20,.0f}"
 
 
 def _front(plan: Plan) -> Iterator[str]:
     if len(plan.front) < 2:
         return
-    yield f"{'Time against memory: nothing is both faster and smaller':<58}{'GB':>8}{'tokens/s per GPU':>20}"
+    yield f"{'Time against memory: nothing is both faster and smaller':<58}{'GiB':>8}{'tokens/s per GPU':>20}"
     for one in spread(plan.front, _MOST_OF_FRONT):
         yield _of_table(layout_code(one.job), one.least_bytes, one.tokens_per_s)
 

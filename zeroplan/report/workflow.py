@@ -60,9 +60,10 @@ def _between(lines: tuple[Line, ...]) -> Iterator[str]:
 
 
 def _host(loop: Loop) -> Iterator[str]:
-    yield f"{'Host memory of a node':<46}{'GB':>10}  processes x GB each; {NOT_RUN}"
+    yield f"{'Host memory of a node':<36}{'GB':>10}  processes x GB each"
     for one in loop.host:
-        yield f"  {one.when:<44.44}{one.total_bytes / 1e9:>10.1f}  {one.processes} x {one.each_bytes / 1e9:.1f}: {one.reason}"
+        mark = "" if one.held_against else f"; {NOT_RUN}"
+        yield f"  {one.when:<34.34}{one.total_bytes / 1e9:>10.1f}  {one.processes} x {one.each_bytes / 1e9:.1f}: {one.reason}{mark}"
 
 
 def _reasons(loop: Loop) -> Iterator[str]:

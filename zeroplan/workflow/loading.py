@@ -12,7 +12,7 @@ from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import layout
-from zeroplan.workflow.phases import DRY_RUN, HostUse, LoopPhase
+from zeroplan.workflow.phases import DRY_RUN, ON_A_CPU, HostUse, LoopPhase
 
 LOADED = "transformers 5.23, modeling_utils.py, PreTrainedModel.from_pretrained"
 IN_ONE = "transformers 5.23, modeling_utils.py, _move_missing_keys_from_meta_to_device"
@@ -39,14 +39,15 @@ def loading(answer: Estimate, reference: tuple[Line, ...]) -> LoopPhase:
 
 
 def _largest_unit(answer: Estimate) -> tuple[Line, ...]:
-    """A unit moves to the GPU before it is cut. FSDP1 lays it flat there first, embedding and head together."""
+    """A unit moves to the GPU before it is cut, and FSDP1 lays it flat there first.
+
+    Embedding and head are one unit of FSDP1. Under FSDP2 variables of accelerate's ``fsdp2_prepare_model`` hold both until it ends.
+    """
     parts = layout(answer.job.model)
-    ends = [sum(one.numel for one in group) for group in (parts.embeddings, parts.tail)]
-    blocks = [sum(one.numel for one in run.parameters) for run in parts.runs]
-    if answer.job.recipe.engine == "fsdp1":
-        unit = max(sum(ends), *blocks)
-        return (_whole(answer, unit, "the largest unit"), _whole(answer, unit, "the largest unit, flat"))
-    return (_whole(answer, max(*ends, *blocks), "the largest unit"),)
+    ends = sum(one.numel for one in (*parts.embeddings, *parts.tail))
+    unit = max(ends, *(sum(one.numel for one in run.parameters) for run in parts.runs))
+    flat = (_whole(answer, unit, "the largest unit, flat"),) if answer.job.recipe.engine == "fsdp1" else ()
+    return (_whole(answer, unit, "the largest unit"), *flat)
 
 
 def _whole(answer: Estimate, elements: int, what: str) -> Line:
@@ -62,7 +63,7 @@ def saving(answer: Estimate, resident: tuple[Line, ...], *, full: bool) -> LoopP
         return LoopPhase("saving", "each rank writes what it has", resident)
     width, largest, source = _width_saved(job), max(one.numel for one in _tensors(job)), _source_saved(job)
     line = Line(Kind.UNSHARDED_PARAMETERS, width * largest, "the largest tensor, gathered", f"{width}·{largest}", source)
-    return LoopPhase("saving", "the largest tensor is gathered", (*resident, line))
+    return LoopPhase("saving", "the largest tensor is gathered", (*resident, line), DRY_RUN)
 
 
 def host(answer: Estimate, *, models: int, efficient: bool, full: bool) -> Iterator[HostUse]:
@@ -77,7 +78,7 @@ def host(answer: Estimate, *, models: int, efficient: bool, full: bool) -> Itera
     elif efficient and job.recipe.engine.startswith("fsdp"):
         yield HostUse("loading", each * width, 1, f"all weights{said}, in one process of the node", IN_ONE)
     else:
-        yield HostUse("loading", each * width, here, f"all weights{said}, in every process", LOADED)
+        yield HostUse("loading", each * width, here, f"all weights{said}, in every process", LOADED, ON_A_CPU)
     if not _is_sharded(job):
         return
     if full:

@@ -6,6 +6,7 @@ from zeroplan.estimator import Estimate, Verdict, verdict
 from zeroplan.ledger import Band, Kind, Line, total_bytes
 
 DRY_RUN = "TRL 1.16's own trainer in a dry run"
+ON_A_CPU = "from_pretrained on a CPU, resident memory of the process"
 
 
 class LoopPhase(NamedTuple):
@@ -35,6 +36,8 @@ class HostUse(NamedTuple):
     """How many of the node take as much."""
     reason: str
     source: str
+    held_against: str = ""
+    """As in :class:`LoopPhase`."""
 
     @property
     def total_bytes(self) -> int:

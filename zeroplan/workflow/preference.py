@@ -48,11 +48,11 @@ def _alone(answer: Estimate, reference: Reference) -> tuple[Line, ...]:
     return reference.resident if answer.job.recipe.engine.startswith("fsdp") and reference.resident else weights
 
 
-def training(answer: Estimate, beside: tuple[Line, ...], held_against: str = DRY_RUN) -> LoopPhase:
+def training(answer: Estimate, beside: tuple[Line, ...]) -> LoopPhase:
     """Return the training step with what stays ``beside`` it. [bytes]"""
     moments = [moment for moment in answer.engine_moments if moment.phase is not Phase.INIT]
     peak = max(moments, key=lambda moment: int(moment.total_bytes))
-    return LoopPhase("training step", peak.name, (*beside, *peak.lines, *answer.workspaces), held_against)
+    return LoopPhase("training step", peak.name, (*beside, *peak.lines, *answer.workspaces), DRY_RUN)
 
 
 def trained(job: JobSpec, asked: Asked) -> Estimate:
