@@ -21,7 +21,7 @@ def test_the_answer_fits_one_screen(run: Run):
     code, out, err = run(*ASKED, "--tokens", "1e9", "--price-per-gpu-hour", "2")
     assert (code, err) == (0, "")
     for said in ("Best for throughput:", "zeroplan estimate --model llama-3.2-1b", "GB at the peak", "s for a step",
-                 "tokens/s per GPU", "MFU", "days and cost", "Limited by", "One more GB would buy", "why they are not the best",
+                 "tokens/s per GPU", "MFU", "days and cost", "Limited by", "One more GiB would buy", "why they are not the best",
                  "--verbose"):  # fmt: skip
         assert said in out, said
     assert len(out.splitlines()) <= 40

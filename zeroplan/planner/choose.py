@@ -20,7 +20,7 @@ from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, check_batch, e
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime import StepTime, step_time
-from zeroplan.units import GB
+from zeroplan.units import GIB
 
 _MOST_RIVALS = 5
 
@@ -129,7 +129,7 @@ def _best(answers: _Field) -> Best:
     layout = answers.layout(answers.order[answers.kept[answers.order]][0])
     time = time_of(layout.job, mfu=answers.mfu)
     tight, limit = layout.comfortable_bytes > answers.easy_bytes, binding(time, _nearest_gain(answers, layout))
-    one_more, margin = (_gain(answers, layout, more) for more in (GB, answers.room_bytes - answers.easy_bytes))
+    one_more, margin = (_gain(answers, layout, more) for more in (GIB, answers.room_bytes - answers.easy_bytes))
     return Best(layout, estimate(layout.job), time, tight, limit, one_more, margin)
 
 
@@ -175,7 +175,7 @@ def _why_not(one: Layout, best: Best, answers: _Field) -> str:
     if one.least_bytes > answers.room_bytes:
         return f"does not fit: it {_too_much(one.least_bytes - answers.room_bytes)}"
     if one.comfortable_bytes > answers.easy_bytes and not best.tight:
-        return f"leaves too little free: it needs {(one.comfortable_bytes - answers.easy_bytes) / GB:,.2f} GB more"
+        return f"leaves too little free: it needs {(one.comfortable_bytes - answers.easy_bytes) / GIB:,.2f} GiB more"
     return why_not(one, time_of(one.job, mfu=answers.mfu), best.layout, best.time)
 
 
@@ -204,7 +204,7 @@ def _closest(answers: _Field) -> tuple[Rival, ...]:
 
 
 def _too_much(n_bytes: int) -> str:
-    return f"needs {n_bytes / GB:,.2f} GB more than the GPU has"
+    return f"needs {n_bytes / GIB:,.2f} GiB more than the GPU has"
 
 
 def _gain(answers: _Field, best: Layout, missing_bytes: int) -> More | None:

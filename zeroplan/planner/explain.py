@@ -4,9 +4,9 @@ from zeroplan.planner.objectives import TIE, complexity_of
 from zeroplan.planner.result import Layout, More
 from zeroplan.steptime import StepTime
 from zeroplan.steptime.parts import Does
-from zeroplan.units import GB
+from zeroplan.units import GIB
 
-#: Differences that two digits of GB, or one of a per cent, do not show.
+#: Differences that two digits of GiB, or one of a per cent, do not show.
 _SMALL, _VISIBLE_SLOWDOWN = 5 * 10**6, 0.0005
 #: Parts of a step that the links cause.
 _WAITING = (Does.SENDING, Does.SENDING_AT_STEP, Does.COPYING)
@@ -18,8 +18,8 @@ def why_not(rival: Layout, its: StepTime, best: Layout, winner: StepTime) -> str
     if slower < TIE:
         more = rival.least_bytes - best.least_bytes
         if more > _SMALL:
-            return f"as fast, but needs {more / GB:,.2f} GB more"
-        than = f"with {-more / GB:,.2f} GB less" if more < -_SMALL else "and as small"
+            return f"as fast, but needs {more / GIB:,.2f} GiB more"
+        than = f"with {-more / GIB:,.2f} GiB less" if more < -_SMALL else "and as small"
         if complexity_of(rival.job) > complexity_of(best.job):
             return f"as fast, {than}, but with a more complex recipe"
         return f"{f'{slower:.1%} slower' if slower > _VISIBLE_SLOWDOWN else 'as fast'}, {than}"
@@ -45,7 +45,7 @@ def binding(time: StepTime, further: More | None) -> str:
     largest = max(time.parts, key=lambda part: float(part.seconds))
     share = float(largest.seconds) / float(time.seconds)
     if further is not None:
-        return f"memory: with {further.missing_bytes / GB:,.2f} GB more a layout that is {further.gain:.1%} faster would fit"
+        return f"memory: with {further.missing_bytes / GIB:,.2f} GiB more a layout that is {further.gain:.1%} faster would fit"
     if largest.does in _WAITING:
         return f"the links: {largest.name} takes {share:.0%} of the step"
     return f"the GPU's speed: {largest.name} takes {share:.0%} of the step"

@@ -64,7 +64,7 @@ class Best(NamedTuple):
     time: StepTime
     tight: bool
     binding: str
-    one_more_gb: More | None
+    one_more_gib: More | None
     margin: More | None
     """What the memory that the plan keeps free would gain."""
 

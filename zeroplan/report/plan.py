@@ -142,11 +142,11 @@ def _budget(best: Layout, beside: Beside) -> Iterator[str]:
 
 def _why(best: Best) -> Iterator[str]:
     yield f"Limited by {best.binding}"
-    more = best.one_more_gb
+    more = best.one_more_gib
     if more is None:
-        yield "One more GB would buy nothing."
+        yield "One more GiB would buy nothing."
     else:
-        yield from textwrap.wrap(f"One more GB would buy {more.gain:.1%}: {layout_words(more.layout.job)}", WIDTH)
+        yield from textwrap.wrap(f"One more GiB would buy {more.gain:.1%}: {layout_words(more.layout.job)}", WIDTH)
     if (kept := best.margin) is not None:
         said = f"{kept.missing_bytes / GIB:,.2f} GiB of the margin (--margin) would buy {kept.gain:.1%}"
         yield from textwrap.wrap(f"{said}: {layout_words(kept.layout.job)}", WIDTH)
@@ -256,7 +256,7 @@ def _detail(best: Best, beside: Beside) -> dict[str, object]:
         "tight": best.tight,
         "host_bytes_per_node": best.estimate.host_bytes_per_node,
         "binding": best.binding,
-        "one_more_gb": _more(best.one_more_gb),
+        "one_more_gib": _more(best.one_more_gib),
         "margin": _more(best.margin),
         "mfu": float(best.time.mfu),
         "parts": [part_payload(one) for one in best.time.parts],

@@ -60,10 +60,10 @@ def _between(lines: tuple[Line, ...]) -> Iterator[str]:
 
 
 def _host(loop: Loop) -> Iterator[str]:
-    yield f"{'Host memory of a node':<36}{'GB':>10}  processes x GB each"
+    yield f"{'Host memory of a node':<36}{'GiB':>10}  processes x GiB each"
     for one in loop.host:
         mark = "" if one.held_against else f"; {NOT_RUN}"
-        yield f"  {one.when:<34.34}{one.total_bytes / 1e9:>10.1f}  {one.processes} x {one.each_bytes / 1e9:.1f}: {one.reason}{mark}"
+        yield f"  {one.when:<34.34}{one.total_bytes / GIB:>10.1f}  {one.processes} x {one.each_bytes / GIB:.1f}: {one.reason}{mark}"
 
 
 def _reasons(loop: Loop) -> Iterator[str]:
