@@ -77,7 +77,7 @@ def test_an_engine_that_sleeps_leaves_room_for_training():
     assert by_name[0]["rollout"] == by_name[1]["rollout"]
     assert by_name[0]["training step"] - by_name[1]["training step"] == pytest.approx(0.4 * awake.answer.capacity_bytes, abs=1)
     assert [one.when for one in asleep.host] == ["loading", "saving", "vLLM asleep (level 1)"]
-    assert not any(one.held_against for one in awake.phases if one.name == "rollout")
+    assert not any(one.compared_with for one in awake.phases if one.name == "rollout")
 
 
 def test_a_process_takes_what_from_pretrained_took(tmp_path: Path):

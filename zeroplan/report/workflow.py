@@ -41,7 +41,7 @@ def verdict_of(loop: Loop) -> str:
 def _phases(loop: Loop) -> Iterator[str]:
     yield f"{'Peak of each phase':<46}{'GiB':>10}  fits"
     for one in loop.phases:
-        mark = "" if one.held_against else f"  {NOT_RUN}"
+        mark = "" if one.compared_with else f"  {NOT_RUN}"
         fits = {True: "yes", False: "no", None: "-"}[loop.fits(one)]
         yield f"  {one.name:<44.44}{one.total_bytes / GIB:>10.2f}  {fits}{mark}"
         yield from textwrap.wrap(f"{one.moment}: {_kinds(one)}", WIDTH, initial_indent="    ", subsequent_indent="      ")
@@ -62,13 +62,13 @@ def _between(lines: tuple[Line, ...]) -> Iterator[str]:
 def _host(loop: Loop) -> Iterator[str]:
     yield f"{'Host memory of a node':<36}{'GiB':>10}  processes x GiB each"
     for one in loop.host:
-        mark = "" if one.held_against else f"; {NOT_RUN}"
+        mark = "" if one.compared_with else f"; {NOT_RUN}"
         yield f"  {one.when:<34.34}{one.total_bytes / GIB:>10.1f}  {one.processes} x {one.each_bytes / GIB:.1f}: {one.reason}{mark}"
 
 
 def _reasons(loop: Loop) -> Iterator[str]:
     for one in loop.phases:
-        yield f"{one.name}, held against: {one.held_against or 'nothing; its source was read'}"
+        yield f"{one.name}, compared with: {one.compared_with or 'nothing; its source was read'}"
         for line in one.lines:
             if line.n_bytes:
                 yield f"  {format_size(int(line.n_bytes))}: {line.reason}"
@@ -93,7 +93,7 @@ def loop_payload(loop: Loop, notes: Sequence[str]) -> dict[str, object]:
 
 def _phase_payload(loop: Loop, one: LoopPhase) -> dict[str, object]:
     return {"phase": one.name, "moment": one.moment, "peak_bytes": one.total_bytes, "fits": loop.fits(one),
-            "held_against": one.held_against or None, "lines": [_line_payload(line) for line in one.lines]}  # fmt: skip
+            "compared_with": one.compared_with or None, "lines": [_line_payload(line) for line in one.lines]}  # fmt: skip
 
 
 def _line_payload(line: Line) -> dict[str, object]:

@@ -50,7 +50,7 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
     stays = _beside_training(rollout)
     first = loading(answer, copy)
     if asked.workflow == "grpo":  # the engine starts before the reference model is sharded, and sleeps from then on if it does
-        first = first._replace(lines=(*first.lines, *stays), held_against="")
+        first = first._replace(lines=(*first.lines, *stays), compared_with="")
     phases = (first, *made, saving(answer, (*resident, *stays), full=full))
     memory = (*host(answer, models=1 + bool(copy), efficient=bool(asked.cpu_ram_efficient_loading), full=full), *_asleep(parts))
     return Loop(asked.workflow, answer, phases, resident, memory, tuple(_notes(parts, asked)))

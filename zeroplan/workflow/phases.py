@@ -17,8 +17,8 @@ class LoopPhase(NamedTuple):
     """What happens then."""
     lines: tuple[Line, ...]
     """All that torch or another engine holds on the GPU then."""
-    held_against: str = ""
-    """The code that its bytes were held against; empty where it was read and not run."""
+    compared_with: str = ""
+    """The code that its bytes were compared with; empty where it was read and not run."""
 
     @property
     def total_bytes(self) -> int:
@@ -36,7 +36,7 @@ class HostUse(NamedTuple):
     """How many of the node take as much."""
     reason: str
     source: str
-    held_against: str = ""
+    compared_with: str = ""
     """As in :class:`LoopPhase`."""
 
     @property
