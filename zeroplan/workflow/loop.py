@@ -9,7 +9,7 @@ from zeroplan.estimator import Estimate
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
 from zeroplan.workflow import preference
-from zeroplan.workflow.asked import PREFERENCES, Asked
+from zeroplan.workflow.asked import PREFERENCES, Asked, Name
 from zeroplan.workflow.forward import without_gradients
 from zeroplan.workflow.loading import host, loading, saving
 from zeroplan.workflow.phases import DRY_RUN, HostUse, Loop, LoopPhase, renamed
@@ -17,6 +17,13 @@ from zeroplan.workflow.reference import Reference, reference_of
 from zeroplan.workflow.rollout import BLOCK_TOKENS, Rollout, asleep, buffered, rollout_of, synchronisation
 
 _ENGINES = ("fsdp2", "fsdp1", "ddp", "deepspeed")
+_RAN: dict[Name, tuple[str, ...]] = {
+    "sft": ("one GPU", "fsdp2 3"),
+    "dpo": ("one GPU", "fsdp1 3", "fsdp2 3", "deepspeed 2", "deepspeed 3"),
+    "kto": ("one GPU",),
+    "grpo": ("one GPU",),
+}
+"""Where the trainers ran, by engine and stage: the rows of tests/workflow/trl.json."""
 COMPLETION = 512
 """trl 1.16, trainer/grpo_config.py, GRPOConfig.max_completion_length."""
 GENERATIONS = 8
@@ -52,8 +59,17 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
     if asked.workflow == "grpo":  # the engine starts before the reference model is sharded, and sleeps from then on if it does
         first = first._replace(lines=(*first.lines, *stays), compared_with="")
     phases = (first, *made, saving(answer, (*resident, *stays), full=full))
+    if not _ran(job, asked, rollout):
+        phases = tuple(one._replace(compared_with="") for one in phases)
     memory = (*host(answer, models=1 + bool(copy), efficient=bool(asked.cpu_ram_efficient_loading), full=full), *_asleep(parts))
     return Loop(asked.workflow, answer, phases, resident, memory, tuple(_notes(parts, asked)))
+
+
+def _ran(job: JobSpec, asked: Asked, rollout: Rollout | None) -> bool:
+    """Whether TRL's trainer ran in a dry run under this engine; never beside vLLM."""
+    recipe = job.recipe
+    where = "one GPU" if job.mesh.world_size == 1 else f"{recipe.engine} {recipe.zero_stage}"
+    return rollout is None and where in _RAN[asked.workflow]
 
 
 def _resident(parts: _Parts, asked: Asked) -> tuple[Line, ...]:
@@ -124,9 +140,9 @@ def _of_the_engine(rollout: Rollout, job: JobSpec, asked: Asked) -> Iterator[str
     )
     if rollout.sleeps:
         yield (
-            f"vLLM sleeps while the model trains (level {rollout.level}): its weights and its KV cache leave the GPU. What stays "
-            "is not counted: CUDA graphs, buffers of libraries, its allocator's cache. In public logs of sleeping engines 4.75 GiB "
-            "(vLLM issue 17117) and 6.95 GiB (issue 47654) of a GPU are still in use, the CUDA context included."
+            f"vLLM sleeps while the model trains (level {rollout.level}): its weights and its KV cache leave the GPU. CUDA graphs, "
+            "buffers of libraries and its allocator's cache stay. No formula gives them: the largest figure of two public logs is "
+            "counted, 6.95 GiB, CUDA context included (the other has 4.75 GiB)."
         )
 
 

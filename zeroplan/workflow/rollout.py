@@ -16,6 +16,7 @@ from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.params import layout
+from zeroplan.units import GIB
 from zeroplan.workflow.asked import Asked
 from zeroplan.workflow.phases import HostUse, LoopPhase
 
@@ -27,6 +28,9 @@ BLOCK_TOKENS = 16
 """vllm 0.33, config/cache.py, CacheConfig.DEFAULT_BLOCK_SIZE."""
 WIDTH = 2
 """vLLM holds weights and KV cache in the 16 bits of the checkpoint. [bytes]"""
+STILL_THERE_BYTES = round(6.95 * GIB)
+"""What a GPU still holds beside a sleeping engine, the larger of two public logs, CUDA context included: vLLM issues 47654 and
+17117 (4.75 GiB). Models and GPUs of the logs are others, and no formula is known, so the larger one is the careful figure."""
 DEFAULT_SHARE = 0.3
 """trl 1.16, trainer/grpo_config.py, GRPOConfig.vllm_gpu_memory_utilization."""
 
@@ -71,13 +75,19 @@ class Rollout(NamedTuple):
 
     @property
     def while_training(self) -> tuple[Line, ...]:
-        """What of it stays while the model trains: all, or where it sleeps what was read to stay but not measured."""
-        return () if self.sleeps else self.awake
+        """What of it stays while the model trains: all, or where it sleeps what others saw to stay."""
+        return (self.still_there,) if self.sleeps else self.awake
+
+    @property
+    def still_there(self) -> Line:
+        """What a sleeping engine keeps on the GPU. [bytes]"""
+        reason = "vLLM asleep: CUDA graphs, libraries, its allocator's cache"
+        return Line(Kind.TEMPORARY, STILL_THERE_BYTES, reason, "", "vLLM issue 47654")
 
     @property
     def while_synchronising(self) -> tuple[Line, ...]:
         """The weights alone wake up before the new ones are written into them."""
-        return (self.weights,) if self.sleeps else self.awake
+        return (self.weights, self.still_there) if self.sleeps else self.awake
 
 
 def rollout_of(job: JobSpec, asked: Asked, parameters: int) -> Rollout | None:
