@@ -56,6 +56,7 @@ def test_all_parameters_are_those_of_the_text_and_those_outside(case: str) -> No
     assert parameter_count(read.model) + outside == sum(one.numel() for one in real.parameters())
     assert f"{outside:,} parameters" in read.notes[0]
     assert "every figure is too low by them" in read.notes[0]
+    assert read.model.name == f"(text part, {outside:,} weights left out)"
 
 
 @pytest.mark.torch

@@ -56,14 +56,15 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
     if not isinstance(config, Mapping):
         raise SpecError(f"config.json holds {shown(config)}, not a JSON object; give the model's own config.json")
     _refuse_other_kinds(config)
-    text, is_part, of_parts = text_part(config)
+    part = text_part(config)
+    text, is_part = part.config, part.is_part
     source = _Source(text, _family(text, treat_as))
     _demand_required(source)
     _refuse_other_architectures(source)
-    model = _spec(source, f"{name} (text part)".lstrip() if is_part else name)
+    model = _spec(source, f"{name} ({part.words})".lstrip() if is_part else name)
     beside = quantised(config) if is_part else ()
     return ConfigRead(
-        model, (*of_parts, *_treated(text.get("model_type"), treat_as), *beside, *notes_on_other_keys(text, source.family))
+        model, (*part.notes, *_treated(text.get("model_type"), treat_as), *beside, *notes_on_other_keys(text, source.family))
     )
 
 

@@ -30,6 +30,13 @@ class TextPart(NamedTuple):
     config: Config
     is_part: bool
     notes: tuple[str, ...] = ()
+    outside: int | None = None
+    """Parameters outside the text, where they are known."""
+
+    @property
+    def words(self) -> str:
+        """What a model's name says of it, which every answer shows."""
+        return "text part" if self.outside is None else f"text part, {self.outside:,} weights left out"
 
 
 def text_part(config: Config) -> TextPart:
@@ -39,7 +46,9 @@ def text_part(config: Config) -> TextPart:
         return TextPart(config, is_part=False)
     tied = _tied(config, text)
     found = text if tied is None else {**text, "tie_word_embeddings": tied}
-    return TextPart(found, is_part=True, notes=(*_left_out(config, text), *_tied_by_text_part(config, text, tied)))
+    outside = outside_the_text(config, text)
+    notes = (*_left_out(config, text, outside), *_tied_by_text_part(config, text, tied))
+    return TextPart(found, is_part=True, notes=notes, outside=outside)
 
 
 def _text_config(config: Config) -> Config | None:
@@ -81,8 +90,7 @@ def _tied_by_text_part(config: Config, text: Config, tied: object) -> Iterator[s
 # --- what is left out -----------------------------------------------------------------------------------------------------
 
 
-def _left_out(config: Config, text: Config) -> Iterator[str]:
-    whole = outside_the_text(config, text)
+def _left_out(config: Config, text: Config, whole: int | None) -> Iterator[str]:
     parts = [
         f"{key}{_counted(part) if whole is None or key != 'vision_config' else _with_bytes(whole)}"
         for key, part in config.items()

@@ -14,7 +14,7 @@ they read and write, the loss half as much again; other GPUs are taken to lose t
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from zeroplan.spec.family import HEAD_NORMS, LEARNED_POSITIONS, UNROTATED
+from zeroplan.spec.family import LEARNED_POSITIONS, UNROTATED
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import StepKernels
 from zeroplan.transformer.parameters import Parameter
@@ -121,7 +121,7 @@ def of_block(
     keys = tokens * model.num_key_value_heads * model.head_dim / tp
     total = Traffic().plus(norm, hidden, 4 if model.family in _FOUR_NORMS else 2).plus(_RESIDUAL[kernels], hidden, 2)
     total = total.plus(_LAYOUT[kernels], queries)
-    if model.family in HEAD_NORMS:
+    if model.head_norms:
         total = total.plus(norm, queries).plus(norm, keys)
     if model.family not in UNROTATED:
         total = total.plus(ROTARY[_of_part(kernels, "rope", fused)], queries + keys)
