@@ -31,10 +31,10 @@ MEASURED: dict[str, tuple[Held, Held]] = {
     # derived: python -m tests.measured.replayed
     "ddp": (Held(jobs=222, low=985, high=1094, median=162, near=981), Held(jobs=222, low=964, high=1114, median=760, near=950)),
     "deepspeed": (
-        Held(jobs=504, low=946, high=1037, median=265, near=948),
-        Held(jobs=504, low=956, high=1020, median=258, near=954),
+        Held(jobs=504, low=959, high=1035, median=243, near=954),
+        Held(jobs=504, low=956, high=1020, median=159, near=956),
     ),
-    "fsdp1": (Held(jobs=49, low=946, high=1086, median=0, near=836), Held(jobs=49, low=991, high=1051, median=0, near=979)),
+    "fsdp1": (Held(jobs=49, low=946, high=1086, median=0, near=836), Held(jobs=49, low=998, high=1051, median=0, near=959)),
     "fsdp2": (Held(jobs=354, low=968, high=1014, median=94, near=977), Held(jobs=354, low=941, high=1058, median=3, near=954)),
     # end
 }
