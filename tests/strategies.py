@@ -100,6 +100,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         moe=_experts(draw, family, ffn, n_layers) if family in MOE_FAMILIES else None,
         mla=mla,
         linear=_linear(draw) if family in LINEAR_FAMILIES else None,
+        use_qk_norm=TRAITS[family].head_norms is None and draw.choice((False, True)),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def snapshot(tmp_path: Path) -> str:
 def test_the_answer_names_the_moment_the_kinds_and_the_lines(run: Run, snapshot: str):
     code, out, err = run("diagnose", snapshot)
     assert (code, err) == (0, "")
-    assert "Out of memory: 1.00 GB = 0.93 GiB were requested by model.py:21 forward, in the forward" in out
+    assert "Out of memory: 0.93 GiB = 1.00 GB were requested by model.py:21 forward, in the forward" in out
     assert "optimizer state" in out
     assert "adamw.py" not in out  # torch's own line is not the user's
     assert "Predicted" not in out

@@ -20,7 +20,7 @@ ASKED = ("plan", "--model", "llama-3.2-1b", "--gpu", "a10-24gb", "--gpus", "8", 
 def test_the_answer_fits_one_screen(run: Run):
     code, out, err = run(*ASKED, "--tokens", "1e9", "--price-per-gpu-hour", "2")
     assert (code, err) == (0, "")
-    for said in ("Best for throughput:", "zeroplan estimate --model llama-3.2-1b", "GB at the peak", "s for a step",
+    for said in ("Best for throughput:", "zeroplan estimate --model llama-3.2-1b", "GiB at the peak", "s for a step",
                  "tokens/s per GPU", "MFU", "days and cost", "Limited by", "One more GiB would buy", "why they are not the best",
                  "--verbose"):  # fmt: skip
         assert said in out, said

@@ -239,3 +239,14 @@ def test_small_weights_that_cannot_be_quantized_are_refused():
     assert estimate(JobSpec(model=LLAMA, recipe=recipe, mesh=MeshSpec(dp_shard=8))).peak_bytes
     with pytest.raises(SpecError, match="a rank's share of 4 elements"):
         estimate(JobSpec(model=LLAMA, recipe=recipe, mesh=MeshSpec(dp_shard=16)))
+
+
+@pytest.mark.parametrize("ranks", [2, 1024])
+def test_an_ignored_adapter_is_not_gathered(ranks: int):
+    """At stage 2 it was, as often as there are ranks, each of which has it whole (case 1001871)."""
+    asked = described(model="olmo-2-1b", engine="fsdp1", stage=2, gpus=ranks, lora_rank=16, seq_len=64)
+    asked = replace(asked, recipe=replace(asked.recipe, fsdp1=replace(asked.recipe.fsdp1, ignores_adapters=True)))
+    answer = estimate(asked)
+    gathered = max(int(line.n_bytes) for one in answer.moments for line in one.lines if line.kind is Kind.UNSHARDED_PARAMETERS)
+    frozen = answer.parameters - answer.trained_parameters
+    assert gathered < 2 * frozen + 2 * ranks * asked.model.num_hidden_layers

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from zeroplan.ledger import Kind
+from zeroplan.ledger import NOT_TOLD_APART, Kind
 from zeroplan.report.palette import ENGINES, LOOKS, OUTSIDE, STAGES, THEMES, lightness
 from zeroplan.spec.job import ENGINE_STAGES
 
@@ -14,7 +14,7 @@ _APART = 0.1
 
 
 def test_every_kind_stage_and_engine_has_a_look():
-    assert LOOKS.keys() == {*(kind.value for kind in Kind), OUTSIDE}
+    assert LOOKS.keys() == {*(kind.value for kind in Kind), OUTSIDE, NOT_TOLD_APART}
     assert STAGES.keys() == {0, 1, 2, 3}
     assert ENGINES.keys() == ENGINE_STAGES.keys()
 

@@ -116,8 +116,8 @@ def test_one_answer_has_one_unit():
 
 def test_every_byte_count_in_markdown_has_both_units():
     answer = estimate(job(model="llama-2-7b", gpus=8, gpu="h100", seq_len=512))
-    for sentence in re.findall(r"[\d,.]+ GB\b[^|\n]*", estimate_markdown(answer)):
-        assert "GiB" in sentence, sentence
+    for sentence in re.findall(r"[\d,.]+ GiB\b[^|\n]*", estimate_markdown(answer)):
+        assert "GB" in sentence, sentence
 
 
 def test_without_a_gpu_it_says_from_how_much_on_it_fits_and_from_how_much_tightly():

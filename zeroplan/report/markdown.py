@@ -42,11 +42,11 @@ def estimate_markdown(
 
 
 def _amounts(n_bytes: int) -> tuple[str, str]:
-    return f"{n_bytes / GB:,.2f}", f"{n_bytes / GIB:,.2f}"
+    return f"{n_bytes / GIB:,.2f}", f"{n_bytes / GB:,.2f}"
 
 
 def _states(answer: Estimate) -> Iterator[str]:
-    yield cells("model states per GPU", "GB", "GiB", "bytes per parameter")
+    yield cells("model states per GPU", "GiB", "GB", "bytes per parameter")
     yield "|---|---:|---:|---|"
     for kind, n_bytes in answer.states_by_kind.items():
         yield cells(kind.value, *_amounts(n_bytes), per_parameter(answer, kind))
@@ -57,11 +57,11 @@ def _peak(answer: Estimate, *, explain: bool) -> Iterator[str]:
     yield f"**Peak allocated: {format_size(answer.peak_bytes)}**, at this moment: {answer.peak.name}."
     yield ""
     if explain:
-        yield cells("kind", "GB", "GiB", "what", "formula", "source")
+        yield cells("kind", "GiB", "GB", "what", "formula", "source")
         yield "|---|---:|---:|---|---|---|"
         yield from (_line(answer, line) for line in answer.peak.lines if line.n_bytes)
         return
-    yield cells("alive then", "GB", "GiB")
+    yield cells("alive then", "GiB", "GB")
     yield "|---|---:|---:|"
     for kind, n_bytes in kinds_by_size(answer.peak.lines):
         yield cells(kind.value, *_amounts(n_bytes))

@@ -42,7 +42,7 @@ LOOKS: dict[str, Look] = {
     Kind.OPTIMIZER_TEMPORARY.value: Look("#7FCBB3", "", "▣", "Q"),
     Kind.WORKSPACE.value: Look("#5E5E5E", "++", "◆", "C"),
     OUTSIDE: Look("#D9D9D9", "..", "□", "X"),
-    NOT_TOLD_APART: Look("#C4C4C4", "//", "◇", "N"),
+    NOT_TOLD_APART: Look("#F2F2F2", "//", "◇", "N"),
 }
 ORDER = tuple(LOOKS)
 

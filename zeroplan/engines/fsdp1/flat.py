@@ -52,6 +52,14 @@ class FlatPlan(Plan):
         """What formulas call a flat parameter: ``P`` with its padding, ``G`` without."""
         return "P" if self.options.use_orig_params else "G"
 
+    @property
+    def gathered_blocks(self) -> tuple[tuple[Group, ...], tuple[str, ...]]:
+        """What a block's all-gathers bring together: of ignored adapters, which every rank has whole, nothing."""
+        if not self.options.ignores_adapters:
+            return super().gathered_blocks
+        frozen = frozen_units(self)
+        return frozen, tuple(group.symbol for group in frozen)
+
     def flat(self, group: Group) -> Int:
         """A unit's flat parameter, and so its flat gradient. [elements]"""
         return group.padded if self.options.use_orig_params else group.numel

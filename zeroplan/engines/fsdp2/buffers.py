@@ -39,12 +39,13 @@ def still_unsharded(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
     """What blocks keep of their gathered parameters between their forward and their backward, by ``reshard_after_forward``."""
     if plan.reshard is True:
         return ()
+    gathered, kinds = plan.gathered_blocks
     elements: Int = 0
-    for count, group in zip(layers, plan.blocks, strict=True):
+    for count, group in zip(layers, gathered, strict=True):
         elements = elements + count * (group.padded if plan.reshard is False else smaller_shard(plan, group))
     reason = "blocks unsharded until their backward" if plan.reshard is False else "blocks' smaller shards until their backward"
     formula = _still_formula(
-        plan.width.compute, "P" if plan.reshard is False and not plan.has_experts_apart else "Q", layers, plan.kinds
+        plan.width.compute, "P" if plan.reshard is False and not plan.has_experts_apart else "Q", layers, kinds
     )
     return (Line(Kind.UNSHARDED_PARAMETERS, plan.width.compute * elements, reason, formula, POST_FORWARD),)
 

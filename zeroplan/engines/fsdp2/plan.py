@@ -105,6 +105,11 @@ class Plan(NamedTuple):
     """The same lines where they are."""
 
     @property
+    def gathered_blocks(self) -> tuple[tuple[Group, ...], tuple[str, ...]]:
+        """What the all-gathers of each run's blocks bring together, and what formulas call it."""
+        return self.blocks, self.kinds
+
+    @property
     def offloaded(self) -> bool:
         """Whether shards and optimizer are in host memory."""
         return self.recipe.fsdp2.cpu_offload

@@ -99,7 +99,7 @@ _OLMO_3 = _CONFIG._replace(defaults={"max_position_embeddings": 2048, "sliding_w
 _EXAONE_4 = ConfigKeys(
     defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "sliding_window": 4096},
     fixed={"attention_bias": False, "mlp_bias": False},
-    only={"sliding_window_pattern": (4, "LLLG")},
+    only={"sliding_window_pattern": (4, "LLLG", 0)},  # 0: transformers saves it where there is no window
 )
 _MODULES = (
     "self_attn", "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj",
