@@ -140,8 +140,8 @@ def test_out_of_memory_says_what_was_asked_for_by_whom_and_what_was_in_the_way(c
     assert seen.failure[:3] == (60_000, 1_000, (4096 - 4000) + (8192 - 8000) + (5120 - 5000))
     assert kinds(seen)[Kind.ACTIVATIONS] == 5_000
     said = diagnosis_text(seen, where="it.pickle")
-    assert "Out of memory: 60.00 kB = 58.59 KiB were requested by model.py:21 forward, in the forward" in said
-    assert said.endswith("58.59 kB = 57.22 KiB were lacking, all that was reserved and idle counted as room.")
+    assert "Out of memory: 58.59 KiB = 60.00 kB were requested by model.py:21 forward, in the forward" in said
+    assert said.endswith("57.22 KiB = 58.59 kB were lacking, all that was reserved and idle counted as room.")
 
 
 def test_what_is_allocated_outside_a_step_is_said_so(card: Written, tmp_path: Path):
@@ -153,7 +153,7 @@ def test_what_is_allocated_outside_a_step_is_said_so(card: Written, tmp_path: Pa
 def test_room_in_pieces_is_told_from_no_room(card: Written, tmp_path: Path):
     card.fail(60_000, FORWARD, left=1_000)
     said = diagnosis_text(found(card, tmp_path, idle=(40_000, 30_000)), where="it.pickle")
-    assert "70.75 kB = 69.09 KiB were reserved and not in use, but no one piece was large enough" in said
+    assert "69.09 KiB = 70.75 kB were reserved and not in use, but no one piece was large enough" in said
     assert "expandable_segments:True" in said
 
 
