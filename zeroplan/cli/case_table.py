@@ -55,7 +55,7 @@ def size(n_bytes: int) -> str:
     >>> size(14_000_000_000), size(512)
     ('13.04 GiB', '512 B')
     """
-    return format_size(n_bytes).rpartition(" = ")[2]
+    return format_size(n_bytes).partition(" = ")[0]
 
 
 def word(agrees: bool | None) -> str:
