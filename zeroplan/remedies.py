@@ -95,9 +95,13 @@ def single_changes(job: JobSpec) -> Iterator[Change]:
 
 
 def _mildest(job: JobSpec, kind: _Kind) -> Remedy | None:
-    """The mildest change of a kind that is enough. Where the strongest is known not to be, none is."""
+    """The mildest change of a kind that is enough. Where the strongest is known not to be, none is.
+
+    But for experts under FSDP2, which fills their first dimension up to its ranks: more GPUs may take more memory.
+    """
     options = tuple(kind(job))
-    if options and (needs := _needs_after(job, options[-1:])) is not None and not needs.fits:
+    fills_up = job.recipe.engine == "fsdp2" and job.model.moe is not None
+    if options and not fills_up and (needs := _needs_after(job, options[-1:])) is not None and not needs.fits:
         return None
     return next((remedy for one in options if (remedy := _tried(job, [one])) is not None), None)
 

@@ -139,7 +139,7 @@ def keep(path: Path) -> None:
 
 
 def main() -> None:
-    """Print what share is told right, and what ran out of the ten ranked first."""
+    """Print which share of the layouts is told right, and how many of the ten ranked first ran out of memory."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--from", dest="file", type=Path, help="keep the layouts of this collection, JSON")
     asked = parser.parse_args()

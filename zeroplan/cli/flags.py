@@ -16,7 +16,7 @@ OUTPUT = "Output"
 def flag(
     name: str, value: str | None, says: str, *, short: str = "", panel: str = OUTPUT, shown: bool = False
 ) -> typer.models.OptionInfo:
-    """Declare a flag, named as its parameter if ``name`` is empty; ``value`` stands for what is typed.
+    """Declare a flag. Without a ``name`` it has that of its parameter; ``value`` is what the help shows for a user's value.
 
     ``shown`` says that the help prints its default.
     """

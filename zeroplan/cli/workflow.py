@@ -1,25 +1,22 @@
-"""``zeroplan workflow``: what does each phase of a fine-tuning loop take of a GPU, and which one breaks?"""
+"""``zeroplan workflow``: how much GPU memory does each phase of a fine-tuning loop need, and which one needs most?"""
 
+from functools import partial
 from typing import Annotated, Any, cast
 
 import typer
 
 from zeroplan.cli import NO, json_text
+from zeroplan.cli.flags import AsJson, flag, switch
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Resolved
 from zeroplan.units import parse_count
 
-_LOOP, _HOST, _OUTPUT = "Workflow", "Loading and saving", "Output"
+_LOOP, _HOST = "Workflow", "Loading and saving"
 _SERVERS = ("colocate", "server")
 
 
-def _word(metavar: str, says: str) -> Any:  # noqa: ANN401  typer's
-    return typer.Option(metavar=metavar, help=says, rich_help_panel=_LOOP, show_default=False)
-
-
-def _switch(name: str, says: str, panel: str = _LOOP) -> Any:  # noqa: ANN401  typer's
-    return typer.Option(name, help=says, rich_help_panel=panel, show_default=False)
+_word, _switch = partial(flag, "", panel=_LOOP), partial(switch, panel=_LOOP)
 
 
 @takes_a_job
@@ -50,16 +47,14 @@ def workflow_command(
         str | None, _word("N", "GRPO: 2, as TRL sleeps (weights are dropped), or 1 (they go to the host). (default: 2)")
     ] = None,
     cpu_ram_efficient_loading: Annotated[
-        bool, _switch("--fsdp-cpu-ram-efficient-loading", "One process of a node loads the weights for all of it.", _HOST)
+        bool, _switch("--fsdp-cpu-ram-efficient-loading", "One process of a node loads the weights for all of it.", panel=_HOST)
     ] = False,
     full_state_dict: Annotated[
-        bool, _switch("--full-state-dict", "A checkpoint is one full state dict, gathered, rather than shards.", _HOST)
+        bool, _switch("--full-state-dict", "A checkpoint is one full state dict, gathered, rather than shards.", panel=_HOST)
     ] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Every line with its source.", rich_help_panel=_OUTPUT)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 if a phase does not fit its GPU.", rich_help_panel=_OUTPUT)
-    ] = False,
+    explain: Annotated[bool, switch("--explain", "Every line with its source.")] = False,
+    as_json: AsJson = False,
+    check: Annotated[bool, switch("--check", "Exit with 1 if a phase does not fit its GPU.")] = False,
 ) -> int:  # fmt: skip
     """The phases of a fine-tuning loop that share a GPU: loading, scoring, rollouts, training, saving. Words are TRL's."""
     from zeroplan.workflow import Asked, loop_of  # noqa: PLC0415  only this command pays for it

@@ -19,6 +19,10 @@ LARGEST_BYTES = 512 * MIB
 _LONGEST_NAME, _LONGEST_SUFFIX, _TURN_S = 120, 8, 10.0
 
 
+class _BusyError(Exception):
+    """Another file is being read."""
+
+
 class Opening:
     """Opens one file at a time, beside other answers, since a large one takes seconds. Nothing of it is kept."""
 
@@ -35,12 +39,16 @@ class Opening:
                 return Response(await run_in_threadpool(self._in_turn, path, name), media_type="application/json")
             except SpecError as error:
                 return JSONResponse({"error": str(error).replace(repr(str(path)), repr(name))}, status_code=422)
-            except TimeoutError:
+            except OSError as error:  # a full disk
+                return JSONResponse(
+                    {"error": f"file {name!r} cannot be put aside for reading: {error.strerror}"}, status_code=422
+                )
+            except _BusyError:
                 return JSONResponse({"error": "another file is being read; wait a moment"}, status_code=429)
 
     def _in_turn(self, path: Path, name: str) -> bytes:
         if not self._one.acquire(timeout=_TURN_S):
-            raise TimeoutError
+            raise _BusyError
         try:
             return opened_bytes(path, name)
         finally:

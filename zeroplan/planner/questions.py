@@ -264,7 +264,7 @@ def _fitting(
     tokens: bool = False,
     tight: bool = False,
 ) -> Column:
-    """Return the values, lengths of sequences in ``tokens`` or micro-batches, with which one structure fits."""
+    """Return those values with which one structure fits: lengths of sequences if ``tokens``, else micro-batches."""
     ones = np.ones(len(values), dtype=np.int64)
     grid = grid_of(
         ones[:1] * (fixed.dp_replicate or 1), base.mesh.world_size, micro_batch_size=ones if tokens else values,

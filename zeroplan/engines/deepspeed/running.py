@@ -81,8 +81,8 @@ def points_of_kinds(run: RunPass) -> Iterator[tuple[BackwardPoint, ...]]:
 def _alive_now(these: Passes, block: int, made: int) -> tuple[Line, ...]:
     """Return what is alive of the block that runs when so many elements of its weights' gradients exist.
 
-    That is what is alive when the last of them is handed on: nothing, where all below is frozen. Outside the blocks only a
-    profile says so.
+    These tensors are alive when autograd hands on the last of those gradients; there are none if everything below is frozen.
+    Outside the blocks only a profile knows them.
     """
     head = these.head
     of_block = (run.block.handed for run in these.runs if block < run.first + run.n_blocks)

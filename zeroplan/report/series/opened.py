@@ -1,6 +1,6 @@
 """What a file says was alive over time: a snapshot of torch's allocator, a saved dry run, or a trace that zeroplan wrote."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from zeroplan.report.diagnosis import advised
 from zeroplan.report.palette import LOOKS
 from zeroplan.report.series.parts import Caption
 from zeroplan.report.series.run import end_of_run, highest_of_neighbours
-from zeroplan.report.series.step import Place, StepCall, StepSeries, folded, line_of
+from zeroplan.report.series.step import MOST_COLUMNS, Place, StepCall, StepSeries, folded, joined, line_of
 from zeroplan.saved_runs.files import run_of
 from zeroplan.script_trace import SavedRun
 from zeroplan.snapshots.diagnosis import diagnose, place
@@ -23,8 +23,6 @@ from zeroplan.snapshots.kinds import sorted_into_kinds
 from zeroplan.snapshots.lives import lives_of
 from zeroplan.snapshots.reading import Snapshot, read_snapshot
 from zeroplan.units import GIBIBYTES
-
-_MOST_COLUMNS = 720
 
 
 class Opened(NamedTuple):
@@ -123,7 +121,7 @@ def _of_trace(course: Course, name: str) -> Opened:
 
 
 def _shown(live: Sequence[int]) -> list[int]:
-    return [int(at) for at in highest_of_neighbours(np.asarray(live, dtype=np.int64), _MOST_COLUMNS)]
+    return [int(at) for at in highest_of_neighbours(np.asarray(live, dtype=np.int64), MOST_COLUMNS)]
 
 
 def _series(
@@ -177,9 +175,4 @@ def _calls(shown: Sequence[int], calls: Iterable[tuple[str, int, int]]) -> tuple
     for operation, moment, n_bytes in calls:
         column = min(int(np.searchsorted(shown, moment)), len(shown) - 1)
         found.setdefault((operation, column), []).append(n_bytes)
-    return tuple(_joined(found))
-
-
-def _joined(found: Mapping[tuple[str, int], list[int]]) -> Iterator[StepCall]:
-    for (operation, column), sizes in found.items():
-        yield StepCall(operation=operation, column=column, calls=len(sizes), n_bytes=sum(sizes))
+    return tuple(joined(found))

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -15,7 +15,7 @@ from zeroplan.report.palette import ORDER
 from zeroplan.report.series.parts import Caption, caption
 from zeroplan.report.series.timeline import TimelineSeries
 
-_MOST_COLUMNS = 720
+MOST_COLUMNS = 720
 """A screen shows no more. Of requests and releases that share a column, it shows the moment at which most is alive."""
 _MOST_IN_A_PIPELINE = 128
 """Micro-batches of a pipeline, all of which are drawn; a step of more takes seconds to write out, and would be a smear."""
@@ -161,7 +161,7 @@ def _layers(log: Log) -> list[int]:
 def _ends(stretch: tuple[range, bool], deeds: int) -> list[int]:
     """Return where a stretch's columns begin and end. What surrounds the blocks makes few requests, among them the highest."""
     at, is_block = stretch
-    columns = max(_MOST_COLUMNS * len(at) // deeds, 1 if is_block else _FEWEST_COLUMNS)
+    columns = max(MOST_COLUMNS * len(at) // deeds, 1 if is_block else _FEWEST_COLUMNS)
     columns = min(columns, len(at))
     return [at.start + len(at) * one // columns for one in range(columns + 1)]
 
@@ -206,6 +206,11 @@ def _calls(log: Log, shown: Sequence[int]) -> Iterator[StepCall]:
     found: dict[tuple[str, int], list[int]] = defaultdict(list)
     for call in log.calls[before:]:
         found[call.operation, min(bisect_left(shown, call.start), len(shown) - 1)].append(call.n_bytes)
+    yield from joined(found)
+
+
+def joined(found: Mapping[tuple[str, int], Sequence[int]]) -> Iterator[StepCall]:
+    """Yield the calls of each operation and column as one; ``found`` has the bytes of each."""
     for (operation, column), sizes in found.items():
         yield StepCall(operation=operation, column=column, calls=len(sizes), n_bytes=sum(sizes))
 
