@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import tomllib
+from collections import Counter
 from itertools import combinations, product
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -23,6 +24,8 @@ CASES_BY_DAY: dict[str, dict[str, list[str]]] = _TABLE["by_day"]
 """By file and test, the cases that stand for the others by day."""
 CASES_AT_NIGHT: dict[str, dict[str, list[str]]] = _TABLE["at_night"]
 """By file and test, the cases that others stand for."""
+ONE_IN: dict[str, dict[str, int]] = _TABLE["one_in"]
+"""By file and test, how many cases one stands for by day: the first of as many, in the order of the file."""
 RUN_BY_DAY: dict[str, list[str]] = _TABLE["run_by_day"]
 """By file, the runs of the day, where tests share what one process runs."""
 CASES_WITHOUT_A_TEST = pytest.StashKey[list[str]]()
@@ -42,13 +45,16 @@ BY_NIGHT = pytest.mark.skipif(not every_case(), reason="run at night, with EVERY
 
 def leave_to_the_night(items: Iterable[pytest.Item]) -> None:
     """Mark the cases that others stand for by day."""
+    counted: Counter[tuple[str, str]] = Counter()
     for item in items:
         file, _, test = item.nodeid.partition("::")
         name, _, case = test.partition("[")
         cases, waiting = CASES_BY_DAY.get(file, {}).get(name), CASES_AT_NIGHT.get(file, {}).get(name, [])
         case = case.removesuffix("]")
-        if (cases is not None and case not in cases) or case in waiting:
+        stands_for = ONE_IN.get(file, {}).get(name, 1)
+        if (cases is not None and case not in cases) or case in waiting or counted[file, name] % stands_for:
             item.add_marker(BY_NIGHT)
+        counted[file, name] += 1
 
 
 def of_the_day(file: str, runs: Mapping[str, T]) -> dict[str, T]:
@@ -67,7 +73,9 @@ def without_a_test(items: Iterable[pytest.Item]) -> list[str]:
         for table in (CASES_BY_DAY, CASES_AT_NIGHT) for file in files & table.keys()
         for name, cases in table[file].items() for case in cases
     ]  # fmt: skip
-    return [one for one in named if one not in there]
+    tests = {one.partition("[")[0] for one in there}
+    sampled = [f"{file}::{name}" for file in files & ONE_IN.keys() for name in ONE_IN[file]]
+    return [one for one in named if one not in there] + [one for one in sampled if one not in tests]
 
 
 def combined(*factors: Collection[T], together: int = 2) -> list[tuple[T, ...]]:

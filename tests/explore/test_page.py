@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.combined import every_case
 from tests.explore.test_answers import printed
 from zeroplan import __version__
 from zeroplan.report.series.opened import opened
@@ -80,9 +81,9 @@ def moved(page: Page, **values: str) -> None:
     page.wait_for_selector(ANSWERED)
 
 
-def test_thirty_states_show_what_the_command_line_says(page: Page):
+def test_states_at_random_show_what_the_command_line_says(page: Page):
     chance = random.Random(7)  # noqa: S311  a sample, not a secret
-    for _ in range(30):
+    for _ in range(30 if every_case() else 8):
         moved(
             page,
             model=chance.choice(["gpt2", "llama-3.2-1b", "qwen3-4b", "mixtral-8x7b", "7e9"]),

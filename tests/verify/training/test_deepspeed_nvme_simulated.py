@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.combined import of_the_day
 from tests.verify.training.test_deepspeed_simulated import Run, answers
 from zeroplan.comparison import Comparison, compare_with_estimate
 from zeroplan.measurement import Measurement
@@ -55,17 +56,18 @@ RUNS = {
         **PARAMETERS, offload_optimizer="cpu", offload_param_max_in_cpu=0, offload_param_buffer_count=8, ranks=1
     ),
 }
+TODAY = of_the_day(__file__, RUNS)
 #: Numbers by themselves: counters, norms, flags.
 A_FEW_NUMBERS = 2000
 
 
 @pytest.fixture(scope="module")
 def compared() -> dict[str, Comparison]:
-    records = answers(RUNS)
+    records = answers(TODAY)
     return {name: compare_with_estimate(read(Measurement, record, where="record")) for name, record in records.items()}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", TODAY)
 def test_every_file_and_buffer_is_estimated(name: str, compared: dict[str, Comparison]):
     found = compared[name]
     assert found.nvme is not None
@@ -74,7 +76,7 @@ def test_every_file_and_buffer_is_estimated(name: str, compared: dict[str, Compa
     assert abs(found.host.difference) < A_FEW_NUMBERS
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", TODAY)
 def test_so_are_the_peak_and_what_is_held(name: str, compared: dict[str, Comparison]):
     found = compared[name]
     assert abs(found.peak.error) < 0.0035, found
