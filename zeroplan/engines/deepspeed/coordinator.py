@@ -6,7 +6,6 @@ the batch. They are replayed here, step by step. Source: DeepSpeed 0.19.8, ``run
 """
 
 from collections import Counter, deque
-from dataclasses import astuple
 from functools import lru_cache
 from itertools import accumulate, permutations
 from typing import NamedTuple
@@ -57,7 +56,7 @@ def gathered_by_several(one: Pass) -> Gathered | None:
     first = Replay(one, persistent_missing=True)
     first.decide()
     several = Replay(one, decided=first.decided, later=True).run()
-    return None if astuple(gathered(one)) == astuple(several) else several
+    return None if several.is_like(gathered(one)) else several
 
 
 class _Handle:

@@ -11,6 +11,7 @@ Source: torch 2.13, torch/distributed/pipelining/_backward.py, ``stage_backward_
 
 from collections.abc import Iterable
 from functools import lru_cache
+from operator import ge
 from typing import Literal, NamedTuple
 
 from zeroplan.engines.pipeline.order import Pass
@@ -209,21 +210,29 @@ class Counted:
 
 def _highest(walk: Iterable[State]) -> tuple[State, ...]:
     """Leave out states that another surpasses everywhere."""
-    kept: list[State] = []
-    for state in dict.fromkeys(walk):
-        if any(_surpasses(other, state) for other in kept):
+    alike: dict[tuple[object, ...], dict[State, tuple[int, ...]]] = {}
+    states = tuple(dict.fromkeys(walk))
+    for state in states:
+        among = alike.setdefault(_compared_within(state), {})
+        waits = _waiting(state)
+        if any(_reaches(others, waits) for others in among.values()):
             continue
-        kept = [other for other in kept if not _surpasses(state, other)]
-        kept.append(state)
-    return tuple(kept)
+        for lower in [other for other, others in among.items() if _reaches(waits, others)]:
+            del among[lower]
+        among[state] = waits
+    return tuple(state for state in states if state in alike[_compared_within(state)])
 
 
-def _surpasses(one: State, other: State) -> bool:
-    """Whether as much waits everywhere, or more; what is reduced already is less."""
-    if (one.kind, one.chunk, one.whole, one.begins) != (other.kind, other.chunk, other.whole, other.begins):
-        return False
-    if (one.fresh, one.ahead) != (other.fresh, other.ahead):
-        return False
-    mine, theirs = ((*state.flying, *state.outputs, state.sent, *state.earlier, *state.between) for state in (one, other))
-    left = all(now <= then for now, then in zip(one.reduced, other.reduced, strict=True))
-    return left and all(here >= there for here, there in zip(mine, theirs, strict=True))
+def _compared_within(state: State) -> tuple[object, ...]:
+    """What two states must share for one to surpass the other."""
+    return state.kind, state.chunk, state.whole, state.begins, state.fresh, state.ahead
+
+
+def _waiting(state: State) -> tuple[int, ...]:
+    """How much waits at each place; what is reduced already is less."""
+    left = [-reduced for reduced in state.reduced]
+    return (*state.flying, *state.outputs, state.sent, *state.earlier, *state.between, *left)
+
+
+def _reaches(mine: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
+    return all(map(ge, mine, theirs))
