@@ -1,4 +1,4 @@
-"""FSDP2 of eight wide Llama blocks; ``blocks`` and ``loss`` are compiled, or it ``evaluates`` after a step, where the line says so."""
+"""FSDP2 of eight wide Llama blocks. The command line names what is compiled (``blocks``, ``loss``), or has it ``evaluate``."""
 
 import sys
 
