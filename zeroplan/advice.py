@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zeroplan.errors import SpecError
-from zeroplan.estimator import Estimate, account_of, estimate
+from zeroplan.estimator import Estimate, account_of, estimate, replayed_if_tight
 from zeroplan.remedies import Change, single_changes
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import SMALL_BUCKET
@@ -59,7 +59,7 @@ def advise(job: JobSpec) -> Advised:
     Among equals come those that leave training and bill as they are; of them those that cost no time, by what they free, then the
     others, by what they free per time that is lost.
     """
-    before, rate = estimate(job), _tokens_per_s(job)
+    before, rate = replayed_if_tight(estimate(job)), _tokens_per_s(job)
     found = [one for change in _changes(job) if (one := _advice(change, before, rate)) is not None]
     kept = [one for one in found if _worth_telling(one, [other for other in found if other.change.kind == one.change.kind])]
     return Advised(before, rate, tuple(sorted(kept, key=lambda one: _rank(one, before))))

@@ -23,6 +23,7 @@ Left out: the settings that change sizes (``max_split_size_mb``, ``roundup_power
 ``garbage_collection_threshold``), which are off by default.
 """
 
+import os
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Self, cast
@@ -134,6 +135,12 @@ def _size(chunk: Chunk) -> int:
 
 def _address(chunk: Chunk) -> int:
     return chunk.address
+
+
+def expandable_segments_are_set() -> bool:
+    """Whether the environment of this process turns expandable segments on for torch's allocator."""
+    settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    return "expandable_segments:true" in settings.lower().replace(" ", "")
 
 
 class CachingAllocator:

@@ -11,7 +11,7 @@ from zeroplan.engines.device import Outside, allocator_room, outside, reserved_a
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, Role, bytes_by_kind, total_bytes
-from zeroplan.measurement import AllocatorSettings
+from zeroplan.measurement import SETTINGS, AllocatorSettings
 from zeroplan.memo import recalled
 from zeroplan.numeric import Int, ceil_div, maximum
 from zeroplan.spec.batch import Batch
@@ -258,13 +258,28 @@ class Estimate:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the job fits the GPU: ``tight`` where it fits only if the allocator's cache stays small."""
+        """Whether the job fits the GPU: ``tight`` where it fits only if the allocator's cache stays small.
+
+        A job whose replay runs out of memory with either setting of the allocator does not fit, whatever its peak.
+        """
+        if not any(self.goes_through(settings) for settings in SETTINGS):
+            return "does not fit"
         return verdict(self.least_bytes, self.comfortable_bytes, self.capacity_bytes)
+
+    def goes_through(self, settings: AllocatorSettings) -> bool:
+        """Whether the replayed step does not run out of memory on the GPU; true without a replay or a GPU."""
+        room = self.allocator_room_bytes
+        return self.replay is None or room is None or self.replay.on_card(room, settings).fits
+
+    @property
+    def needs_expandable_segments(self) -> bool:
+        """Whether the replayed step runs out of memory with the allocator's default settings, and not with expandable segments."""
+        return not self.goes_through("default") and self.goes_through("expandable_segments")
 
     @property
     def fits(self) -> bool | None:
         """True for ``fits`` and ``tight``; None where no GPU is named."""
-        return None if self.capacity_bytes is None else self.least_bytes <= self.capacity_bytes
+        return None if self.capacity_bytes is None else self.verdict != "does not fit"
 
     @property
     def room_bytes(self) -> int | None:

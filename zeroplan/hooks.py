@@ -21,6 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from zeroplan.errors import SpecError, ZeroplanError
 from zeroplan.estimator import Estimate, estimate, replayed_if_tight
+from zeroplan.report.checks import passes
 from zeroplan.report.words import verdict_sentence
 from zeroplan.resolve import Request, resolve
 from zeroplan.units import GIBIBYTES
@@ -55,7 +56,7 @@ class MemoryCheck(TrainerCallback):
             _say(args, f"it cannot tell whether this job fits: {error}")
             return
         verdict = verdict_sentence(self.predicted, GIBIBYTES)
-        if self.predicted.fits is False and self.if_too_large == "stop":
+        if not passes(self.predicted) and self.if_too_large == "stop":
             raise WillNotFitError(f"zeroplan: {verdict} MemoryCheck(if_too_large='warn') trains all the same.")
         _say(args, verdict)
 

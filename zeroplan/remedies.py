@@ -30,6 +30,13 @@ class Remedy(NamedTuple):
     needed_bytes: int
     """Allocated peak and what is outside the allocator, after the change."""
     room_bytes: int
+    is_tight: bool = False
+    """It then fits if the allocator's cache stays small."""
+
+    @property
+    def how(self) -> str:
+        """How it then fits, where not comfortably: words to follow what it needs, with their comma."""
+        return ", tightly" * self.is_tight
 
 
 class _Needs(NamedTuple):
@@ -38,6 +45,7 @@ class _Needs(NamedTuple):
     fits: bool
     least_bytes: int
     room_bytes: int
+    is_tight: bool
 
 
 MOST_HOST_BYTES = 2 * TIB
@@ -119,8 +127,20 @@ def _tried(job: JobSpec, changes: Sequence[_Candidate]) -> Remedy | None:
     needs = _needs_after(job, changes)
     if needs is None or not needs.fits:
         return None
-    change, flags = "; ".join(one.change for one in changes), " ".join(one.flags for one in changes)
-    return Remedy(change, flags, needs.least_bytes, needs.room_bytes)
+    return Remedy(
+        "; ".join(one.change for one in changes),
+        _flags_of(changes),
+        needs.least_bytes,
+        needs.room_bytes,
+        is_tight=needs.is_tight,
+    )
+
+
+def _flags_of(changes: Sequence[_Candidate]) -> str:
+    """The flags of several changes; of a flag that two of them set, the later value."""
+    said = " ".join(one.flags for one in changes).removeprefix("--").split(" --")
+    last = {flag if flag.startswith("set ") else flag.partition(" ")[0]: flag for flag in said}
+    return " ".join(f"--{flag}" for flag in last.values())
 
 
 @lru_cache(maxsize=256)
@@ -131,7 +151,14 @@ def _needs_of(job: JobSpec) -> _Needs | None:
     except SpecError:
         return None
     there = (answer.host_bytes_per_node or answer.host_bytes) <= MOST_HOST_BYTES
-    return _Needs(answer.fits is True and there, answer.least_bytes, answer.room_bytes or 0)
+    fits = answer.fits is True and there and _can_free_enough(answer)
+    return _Needs(fits, answer.least_bytes, answer.room_bytes or 0, answer.verdict == "tight")
+
+
+def _can_free_enough(answer: Estimate) -> bool:
+    """Whether the peak fits with what the allocator could not free in similar jobs; a replay of each change would take seconds."""
+    room = answer.allocator_room_bytes
+    return room is None or int(answer.under_pressure()[1]) <= room
 
 
 def _combined(job: JobSpec, kinds: Sequence[_Kind]) -> Remedy | None:

@@ -73,6 +73,7 @@ class StepReplay:
         self.log = requests_of(job, pipeline_rank=pipeline_rank, starts=starts)
         self._workspace_bytes = int(workspace_line(job.cluster.gpu).n_bytes) // _THREADS
         self._done: dict[AllocatorSettings, Replayed] = {}
+        self._cards: dict[tuple[int, AllocatorSettings], OnCard] = {}
 
     def replayed(self, settings: AllocatorSettings = "default") -> Replayed:
         """What the allocator shows in the end.
@@ -100,6 +101,12 @@ class StepReplay:
 
     def on_card(self, room_bytes: int, settings: AllocatorSettings = "default") -> OnCard:
         """What comes of it where the allocator may take so much."""
+        key = room_bytes, settings
+        if key not in self._cards:
+            self._cards[key] = self._outcome(*key)
+        return self._cards[key]
+
+    def _outcome(self, room_bytes: int, settings: AllocatorSettings) -> OnCard:
         if self.replayed(settings).reserved_bytes <= room_bytes:
             return OnCard(fits=True, retries=0, phase=None, free_bytes=0)
         card, full_at = self._on_card(room_bytes, settings)

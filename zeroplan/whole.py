@@ -137,17 +137,6 @@ def refuse_target(path: Path, flag: str, *, force: bool, new_folder: bool = Fals
     refuse_folder(path.parent, flag)
 
 
-def refuse_missing_folder(folder: Path, flag: str) -> None:
-    """Refuse a folder that is not there, or in which no file can be made; SpecError."""
-    try:
-        there = folder.is_dir()
-    except (OSError, ValueError):  # a name too long, or with a NUL
-        there = False
-    if not there:
-        raise SpecError(f"{flag} {str(folder)!r} is not a folder; make it first")
-    refuse_folder(folder, flag)
-
-
 def refuse_folder(folder: Path, flag: str) -> None:
     """Refuse a folder in which no file can be made, or that itself cannot be; SpecError. Nothing of it is left."""
     try:

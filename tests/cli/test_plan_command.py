@@ -131,7 +131,7 @@ def test_logits_that_accelerate_hands_on_are_counted(run: Run, tmp_path: Path):
         ((*ASKED[1:], "--objective", "beauty"), "throughput, headroom, cost"),
         ((*ASKED[1:], "--emit", "yaml"), "deepspeed, accelerate, fsdp2, torchtitan, megatron"),
         ((*ASKED[1:], "--force"), "--emit is not given"),
-        ((*ASKED[1:], "--emit", "fsdp2", "--out", "nowhere"), "not a folder"),
+        ((*ASKED[1:], "--emit", "fsdp2", "--out", "/dev/null/below"), "cannot be written to"),
         ((*ASKED[1:], "--emit", "deepspeed", "--engine", "fsdp2"), "its engine is fsdp2"),
         ((*ASKED[1:], "--json", "--markdown"), "choose one"),
         ((*ASKED[1:], "--replicas", "3"), "not divisible by --replicas 3"),

@@ -214,7 +214,7 @@ def test_no_number_is_larger_than_a_column_holds():
 def test_fewest_gpus_are_fewest():
     base = job(model="llama-3.1-8b", gpu="h100", seq_len=4096)
     fixed = Fixed(offload_optimizer="none", offload_param="none")
-    answer = fewest_gpus(base, fixed, objective="throughput", mfu=None)
+    answer, _ = fewest_gpus(base, fixed, objective="throughput", mfu=None)
     gpus = best_job(answer).mesh.world_size
     assert gpus == 2
     assert plan(replace(base, mesh=MeshSpec(dp_shard=1)), fixed).best is None

@@ -35,7 +35,8 @@ def _check(
     zeroplan check configs/*.yaml --model llama-3.1-8b --gpu h100-sxm-80gb
     """
     named = _format(how)
-    fails: frozenset[Outcome] = frozenset({"does not fit", "invalid", *(("tight",) if careful else ())})
+    outcomes: tuple[Outcome, ...] = ("does not fit", "needs expandable segments", "invalid", "tight")
+    fails = frozenset(outcomes if careful else outcomes[:-1])
     rows = [_checked(name, shared) for name in files or [""]]
     typer.echo(shown(rows, named, fails=fails))
     if len(rows) > 1:

@@ -13,7 +13,7 @@ from zeroplan.cli.job_flags import Asked, takes_a_request
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request
 from zeroplan.units import parse_count, parse_fraction
-from zeroplan.whole import refuse_missing_folder
+from zeroplan.whole import refuse_folder
 
 if TYPE_CHECKING:
     from zeroplan.calibration import Learnt
@@ -237,7 +237,7 @@ def _target(emit: str | None, out: str | None, *, force: bool) -> "Target | None
         return None
     if emit not in TARGETS:
         raise SpecError(f"--emit {emit!r} is none of {', '.join(TARGETS)}")
-    refuse_missing_folder(Path(out or "."), "--out")
+    refuse_folder(Path(out or "."), "--out")
     return emit
 
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from zeroplan.allocator import expandable_segments_are_set
 from zeroplan.dryrun.mail import Mail
 from zeroplan.dryrun.script import answer_or_failure, leave, run_script
 from zeroplan.dryrun.task import DryRunTask, Over
@@ -93,7 +94,7 @@ class _Run:
         self._mail = Mail(Path(task.mail), task.rank)
         install(self.gpu, memory, ranks=task.local_world_size, local_rank=task.local_rank)
         self.tracker = ScriptTracker(
-            memory, expandable_segments=_expandable(), workspace_bytes=workspace_asked_for(os.environ, self.gpu)
+            memory, expandable_segments=expandable_segments_are_set(), workspace_bytes=workspace_asked_for(os.environ, self.gpu)
         )
         self.observer = Observer() if task.profiled else None
         self.loop = Loop(self.tracker, task.steps, self.observer, ends_at=began + task.until_end if task.until_end else None)
@@ -182,12 +183,6 @@ def _prepared(task: DryRunTask, began: float) -> _Run:
 
         preload_dynamo_rules()
     return _Run(task, began)
-
-
-def _expandable() -> bool:
-    """Whether the script's environment sets expandable segments for torch's allocator."""
-    settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-    return "expandable_segments:true" in settings.lower().replace(" ", "")
 
 
 def _run_script(task: DryRunTask) -> None:

@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from typing import cast
 
 from zeroplan.errors import SpecError, ZeroplanError, unknown_name
-from zeroplan.estimator import Estimate
+from zeroplan.estimator import Estimate, replayed_if_tight
 from zeroplan.estimator import estimate as estimate_anew
 from zeroplan.explore.configurations import configurations
 from zeroplan.explore.controls import Control, controls
@@ -20,7 +20,7 @@ from zeroplan.report.payload import estimate_payload
 from zeroplan.report.series.stages import STAGES, at_stage, stages
 from zeroplan.report.series.step import step
 from zeroplan.report.series.timeline import timeline
-from zeroplan.report.words import NAME_A_GPU, headline, verdict_sentence
+from zeroplan.report.words import NAME_A_GPU, headline, job_lines, verdict_sentence
 from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.resolve.options import KEEP_LOGITS, SWITCH
 from zeroplan.settings import with_setting
@@ -81,6 +81,7 @@ def _answer_of(resolved: Resolved, command: str, name_a_gpu: str) -> dict[str, o
         "schema_version": SCHEMA_VERSION,
         "command": command,
         "headline": headline(answer),
+        "job": "; ".join(job_lines(answer)),
         "verdict": verdict_sentence(answer, GIBIBYTES, name_a_gpu=name_a_gpu),
         "speed": _speed(resolved.job),
         "estimate": estimate_payload(answer, resolved.notes),
@@ -121,20 +122,29 @@ def step_of(resolved: Resolved) -> dict[str, object]:
 
 
 def changes_payload(said: Mapping[str, str]) -> dict[str, object]:
-    """Return changes that would make the job fit, if it does not: each with the controls' values and the price in speed."""
+    """Return the verdict, of a replay where only that can say whether the job runs, and changes that would make it fit.
+
+    Each has the controls' values and the price in speed.
+    """
     resolved = resolved_of(said)
-    changes = [{**change._asdict(), **_priced(change, said, resolved.job)} for change in remedies(estimate(resolved.job))]
-    return {"schema_version": SCHEMA_VERSION, "changes": changes}
+    answer = replayed_if_tight(estimate(resolved.job))
+    changes = [{**change._asdict(), **_priced(change, said, resolved.job)} for change in remedies(answer)]
+    return {"schema_version": SCHEMA_VERSION, **_judged(answer), "changes": changes}
+
+
+def _judged(answer: Estimate) -> dict[str, object]:
+    told = verdict_sentence(answer, GIBIBYTES, name_a_gpu=f"Choose yours under {_label('gpu')}.")
+    return {"verdict": told, "fits": answer.fits}
 
 
 def changes_of(resolved: Resolved) -> dict[str, object]:
     """Return the changes for a complete job, without controls."""
-    found = remedies(estimate(resolved.job))
-    return {"schema_version": SCHEMA_VERSION, "changes": [change._asdict() for change in found]}
+    answer = replayed_if_tight(estimate(resolved.job))
+    return {"schema_version": SCHEMA_VERSION, **_judged(answer), "changes": [one._asdict() for one in remedies(answer)]}
 
 
 def _priced(change: Remedy, said: Mapping[str, str], job: JobSpec) -> dict[str, object]:
-    """Return the values of the controls after a change, or None where a flag has no control; and how much slower a token is."""
+    """Return the controls' values after a change, None where a flag has no control, and the share of tokens/s that it costs."""
     after = with_flags(said, change.flags)
     if after is None:
         return {"said": None, "slower": None}
@@ -142,7 +152,7 @@ def _priced(change: Remedy, said: Mapping[str, str], job: JobSpec) -> dict[str, 
         before, then = time_of(job), time_of(resolved_of(after).job)
     except ZeroplanError:
         return {"said": after, "slower": None}
-    return {"said": after, "slower": float(before.tokens_per_s / then.tokens_per_s - 1)}
+    return {"said": after, "slower": 1 - float(then.tokens_per_s / before.tokens_per_s)}
 
 
 def with_flags(said: Mapping[str, str], flags: str) -> dict[str, str] | None:

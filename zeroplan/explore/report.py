@@ -64,7 +64,7 @@ def _answers(resolved: Resolved, command: str) -> dict[int, object]:
             answer = answer_of(one, command if one.job is resolved.job else _command_at(command, one.job))
         except SpecError:
             continue
-        found[stage] = {"answer": answer, "step": step_of(one)["step"], "changes": changes_of(one)["changes"]}
+        found[stage] = {"answer": answer, "step": step_of(one)["step"], **changes_of(one)}
     return found
 
 

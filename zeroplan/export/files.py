@@ -234,9 +234,10 @@ def _nodes(job: JobSpec) -> tuple[int, int]:
 
 
 def write(made: Export, folder: Path, *, force: bool) -> tuple[Path, ...]:
-    """Write the files into a folder; raises SpecError if one exists and ``force`` is not given."""
+    """Write the files into a folder, which is made if need be; raises SpecError if one exists and ``force`` is not given."""
     paths = tuple(folder / file.name for file in made.files)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         write_all({path: file.text for path, file in zip(paths, made.files, strict=True)}, force=force)
     except OSError as error:
         raise unwritten(error) from None

@@ -87,7 +87,8 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, inex
         )
     base = replace(base, cluster=replace(base.cluster, shares=question.shares))
     if question.min_gpus:
-        answer = fewest_gpus(base, fixed, objective=question.objective, mfu=question.mfu, inexpressible=inexpressible)
+        answer, found = fewest_gpus(base, fixed, objective=question.objective, mfu=question.mfu, inexpressible=inexpressible)
+        notes = (*notes, *found)
     elif question.objective == "cost":
         answer = cheapest(base, fixed, mfu=question.mfu, inexpressible=inexpressible)
     else:
@@ -223,13 +224,13 @@ _WORTH_SAYING = 1.25
 
 
 def _first(largest: _Largest, base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None) -> tuple[int, str, str]:
-    """Return the largest number in the first kind of room in which anything fits, that room, and how many offload would fit.
+    """Return the largest number in the first kind of room in which anything fits, that room, and how many others would fit.
 
     0 if nothing fits.
     """
-    for room in ROOMS:
+    for at, room in enumerate(ROOMS):
         if found := largest(base, fixed, inexpressible, room):
-            away = largest(base, fixed, inexpressible, Room(offload=True)) if room == ROOMS[0] else 0
-            more = f"; with offload to host memory: {away:,}" if away >= _WORTH_SAYING * found else ""
-            return found, f" {room.words}" if room.words else "", more
+            how = room.words or (f"with {fixed.margin:.0%} of the GPU free" if fixed.margin else "comfortably")
+            others = ((largest(base, fixed, inexpressible, other), other.words) for other in ROOMS[1:] if not at)
+            return found, f" {how}", "".join(f"; {words}: {more:,}" for more, words in others if more >= _WORTH_SAYING * found)
     return 0, "", ""

@@ -30,6 +30,7 @@ from zeroplan.planner.space import (
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
+from zeroplan.units import GIBIBYTES
 
 #: The largest numbers of GPUs, sequences and tokens that are tried.
 _MOST_GPUS, _MOST_SEQUENCES, _MOST_TOKENS = 4096, 4096, 1 << 20
@@ -39,15 +40,37 @@ SEQUENCE_STEP = 128
 
 def fewest_gpus(
     base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, inexpressible: Inexpressible | None = None
-) -> Plan:
-    """Return the plan on the fewest GPUs on which anything fits: powers of two up to a node, then whole nodes.
+) -> tuple[Plan, tuple[str, ...]]:
+    """Return the plan on the fewest GPUs on which anything fits, and notes: which numbers were tried, and what offload would do.
+
+    Offload to host memory is left out where the job leaves it open and anything fits without.
+    """
+
+    def fewest(fixed: Fixed) -> Plan:
+        def on(gpus: int) -> Plan | NoLayoutError:
+            return _on(gpus, base, fixed, objective=objective, mfu=mfu, inexpressible=inexpressible)
+
+        return _fewest_of(base, fixed, on)
+
+    tried = f"numbers of GPUs that were tried: powers of two up to a node of {gpus_per_node(base)}, then whole nodes"
+    if {fixed.offload_optimizer, fixed.offload_param} != {None} or base.recipe.offloads:
+        return fewest(fixed), (tried,)
+    alone = fewest(replace(fixed, offload_optimizer="none", offload_param="none"))
+    away = fewest(fixed)
+    if alone.best is None or away.best is None:
+        return away, (tried,)
+    fewer = away.base.mesh.world_size
+    if fewer == alone.base.mesh.world_size:
+        return alone, (tried,)
+    host = GIBIBYTES.size(away.best.estimate.host_bytes_per_node)
+    return alone, (tried, f"with offload to host memory it fits on {fewer:,}, with {host} of a node: --offload-optimizer cpu")
+
+
+def _fewest_of(base: JobSpec, fixed: Fixed, on: Callable[[int], Plan | NoLayoutError]) -> Plan:
+    """Return the plan on the fewest GPUs.
 
     It doubles the number until something fits, then bisects: with more GPUs no GPU needs more memory.
     """
-
-    def on(gpus: int) -> Plan | NoLayoutError:
-        return _on(gpus, base, fixed, objective=objective, mfu=mfu, inexpressible=inexpressible)
-
     per_node = gpus_per_node(base)
     nodes = range(per_node, _MOST_GPUS + 1, per_node)
     counts = [gpus for gpus in (*_parts_of_a_node(per_node), *nodes) if _divides(gpus, base, fixed)]

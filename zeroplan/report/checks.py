@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 from xml.etree import ElementTree  # noqa: ICN001  a full name; written, never read
 
+from zeroplan.allocator import expandable_segments_are_set
 from zeroplan.estimator import Estimate
 from zeroplan.report.words import headline, verdict_sentence
 from zeroplan.units import GIBIBYTES
 
 SCHEMA_VERSION = 1
 
-Outcome = Literal["fits", "tight", "does not fit", "invalid"]
+Outcome = Literal["fits", "tight", "needs expandable segments", "does not fit", "invalid"]
 Format = Literal["text", "json", "junit", "github"]
 FORMATS: tuple[Format, ...] = ("text", "json", "junit", "github")
 
@@ -29,9 +30,22 @@ class Checked(NamedTuple):
 
 def checked(file: str, answer: Estimate) -> Checked:
     """Return the verdict on a file's job, which must name a GPU."""
-    outcome: Outcome = "does not fit" if not answer.fits else "tight" if answer.verdict == "tight" else "fits"
     says = verdict_sentence(answer, GIBIBYTES)
-    return Checked(file, outcome, says, headline(answer), answer.least_bytes, answer.capacity_bytes)
+    return Checked(file, outcome_of(answer), says, headline(answer), answer.least_bytes, answer.capacity_bytes)
+
+
+def outcome_of(answer: Estimate) -> Outcome:
+    """Whether the job fits its GPU here: expandable segments, where it needs them, may be set in this environment."""
+    if not answer.fits:
+        return "does not fit"
+    if answer.needs_expandable_segments and not expandable_segments_are_set():
+        return "needs expandable segments"
+    return "tight" if answer.verdict == "tight" else "fits"
+
+
+def passes(answer: Estimate) -> bool:
+    """Whether a check of the job passes here: it fits its GPU, be it tightly."""
+    return outcome_of(answer) in ("fits", "tight")
 
 
 def refused(file: str, why: str) -> Checked:
@@ -45,7 +59,10 @@ def shown(rows: Sequence[Checked], how: Format, *, fails: frozenset[Outcome]) ->
 
 
 def _text(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:
-    return "\n".join(f"{'FAIL' if row.outcome in fails else 'ok  '}  {row.file}: {row.says}" for row in rows)
+    def word(row: Checked) -> str:
+        return "ERROR" if row.outcome == "invalid" else "FAIL" if row.outcome in fails else "ok"
+
+    return "\n".join(f"{word(row):<5} {row.file}: {row.says}" for row in rows)
 
 
 def _json(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:

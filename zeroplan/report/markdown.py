@@ -85,7 +85,7 @@ def _verdict(answer: Estimate, changes: Sequence[Remedy] | None) -> Iterator[str
     yield verdict_sentence(answer)
     if changes:
         yield ""
-        yield from (f"- `{one.flags}`: {one.change}; needs {format_size(one.needed_bytes)}" for one in changes)
+        yield from (f"- `{one.flags}`: {one.change}; needs {format_size(one.needed_bytes)}{one.how}" for one in changes)
     elif changes is not None and answer.fits is False:
         yield NO_CHANGE
 

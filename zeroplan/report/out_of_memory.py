@@ -108,7 +108,7 @@ def _changes(changes: Sequence[Remedy]) -> Iterator[str]:
     """Yield what would make the job fit."""
     if changes:
         yield "What would make it fit"
-        yield from (f"  {one.flags}: {one.change}; needs {_size(one.needed_bytes)}" for one in changes)
+        yield from (f"  {one.flags}: {one.change}; needs {_size(one.needed_bytes)}{one.how}" for one in changes)
 
 
 def _size(n_bytes: int) -> str:

@@ -25,7 +25,7 @@ from zeroplan.report.words import (
 from zeroplan.units import Unit
 
 LINES = 26
-_FEWEST_KINDS, _KINDS_BEFORE_NOTES, _MOST_KINDS = 2, 4, 7
+_FEWEST_KINDS, _KINDS_BEFORE_NOTES, _MOST_KINDS = 4, 4, 7
 _MOST_CHANGES = 3
 _GAPS = 4
 _REMARK = 33
@@ -60,7 +60,7 @@ def _changes(answer: Estimate, changes: Sequence[Remedy] | None, unit: Unit) -> 
     if changes is not None and not changes and answer.fits is False:
         yield from filled(NO_CHANGE)
     for one in (changes or ())[:_MOST_CHANGES]:
-        yield from filled(f"It fits with {one.flags} ({unit.size(one.needed_bytes)}).")
+        yield from filled(f"It fits with {one.flags} ({unit.size(one.needed_bytes)}{one.how}).")
 
 
 def _summary(answer: Estimate, unit: Unit) -> Iterator[str]:
@@ -68,7 +68,7 @@ def _summary(answer: Estimate, unit: Unit) -> Iterator[str]:
     states, together = answer.states_by_kind, sum(answer.states_by_kind.values())
     parts = ", ".join(f"{kind.value} {unit.part(n_bytes, together)}" for kind, n_bytes in states.items())
     yield from filled(f"Model states: {unit.size(together)} ({parts})")
-    yield from filled(replay_sentence(answer, unit))
+    yield from filled(replay_sentence(answer, unit, briefly=True))
     if answer.pipeline:
         ranks = sorted(answer.pipeline, key=lambda one: int(one.peak_bytes))
         lowest = f"the lowest, rank {ranks[0].rank}, {unit.size(int(ranks[0].peak_bytes))}"
@@ -102,8 +102,11 @@ def _sent(answer: Estimate, unit: Unit) -> str:
     traffic = answer.traffic
     if not traffic.total_bytes:
         return "Nothing is sent: there is one rank."
-    size = unit.size(int(traffic.total_bytes))
-    return f"Each GPU sends {size} per step, {traffic.relative_bytes_to_ddp:.2f}x the bytes of plain data parallelism."
+    told = f"Each GPU sends {unit.size(int(traffic.total_bytes))} per step"
+    if answer.job.mesh.model_ranks > 1:  # which also send activations, and have a part of the gradients
+        return f"{told}."
+    elements, sent = traffic.relative_to_ddp, traffic.relative_bytes_to_ddp
+    return f"{told}: {elements:.2f}x DDP's elements, {sent:.2f}x its bytes."
 
 
 def notes_that_fit(notes: Sequence[str], room: int, others: str = "") -> Iterator[str]:

@@ -127,14 +127,18 @@ def _changes(changes: Sequence[Remedy], table: Table) -> Iterator[str]:
         yield f"{title}:"
         for one in changes:
             yield f"  {one.flags}"
-            yield _indented(f"{one.change}; needs {table.unit.size(one.needed_bytes)}")
+            yield _indented(f"{_in_words(one)}; needs {table.unit.size(one.needed_bytes)}")
         return
     wide = table._replace(what=width)
     yield wide.head(f"{title}, needing")
     for one in changes:
         row = wide.row(one.flags, one.needed_bytes)
-        together = f"{row}  {one.change}"
-        yield together if len(together) <= WIDTH else f"{row}\n{_indented(one.change)}"
+        together = f"{row}  {_in_words(one)}"
+        yield together if len(together) <= WIDTH else f"{row}\n{_indented(_in_words(one))}"
+
+
+def _in_words(one: Remedy) -> str:
+    return f"{one.change}{one.how}"
 
 
 def _indented(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from zeroplan.estimator import Estimate, estimate, step_implementation
 from zeroplan.ledger import Kind, Line, bytes_by_kind
-from zeroplan.measurement import SETTINGS, AllocatorSettings
+from zeroplan.measurement import SETTINGS
 from zeroplan.remedies import MOST_GPUS
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
@@ -269,12 +269,13 @@ def verdict_sentence(answer: Estimate, unit: Unit | None = None, *, name_a_gpu: 
     gpu = answer.job.cluster.gpu
     name = "" if gpu is None else gpu.full_name
     capacity, room = size(answer.capacity_bytes), size(abs(answer.room_bytes or 0))
-    if answer.verdict == "does not fit":
+    if answer.least_bytes > answer.capacity_bytes:
         return f"It does not fit {name} ({capacity}): {room} too much."
+    if answer.verdict == "does not fit":
+        return f"It does not fit {name} ({capacity}), though the peak leaves {room} of room. {allocator_sentence(answer, unit)}"
     tightly, way_out = (" tightly", f" Set {EXPANDABLE}.") if answer.verdict == "tight" else ("", "")
-    if tightly and answer.replay is not None and not _goes_through(answer, "default"):
-        saved = _goes_through(answer, "expandable_segments")
-        tightly, way_out = (" with expandable segments only", way_out) if saved else (" on paper only", "")
+    if answer.needs_expandable_segments:
+        tightly, way_out = " with expandable segments only", f" Set {EXPANDABLE}."
     if answer.is_tight_by_length:
         longest = answer.job.batch.longest_seq_len or 0
         way_out = (
@@ -284,21 +285,19 @@ def verdict_sentence(answer: Estimate, unit: Unit | None = None, *, name_a_gpu: 
     return f"It fits {name} ({capacity}){tightly}, with {room} of room beside the peak.{pressed and ' ' + pressed}{way_out}"
 
 
-def _goes_through(answer: Estimate, settings: AllocatorSettings) -> bool:
-    """Whether a replayed job does not run out of memory on its GPU."""
-    room = answer.allocator_room_bytes
-    return answer.replay is None or room is None or answer.replay.on_card(room, settings).fits
+def replay_sentence(answer: Estimate, unit: Unit, *, briefly: bool = False) -> str:
+    """Return what the allocator reserves in a replay of the step's requests; empty without a replay.
 
-
-def replay_sentence(answer: Estimate, unit: Unit) -> str:
-    """Return what the allocator reserves in a replay of the step's requests; empty without a replay."""
+    ``briefly`` leaves out what was free and of no use.
+    """
     if answer.replay is None:
         return ""
     default, expandable = (answer.replay.replayed(settings) for settings in SETTINGS)
     beyond = unit.size(default.reserved_bytes - answer.peak_bytes)
+    unusable = "" if briefly else _unusable(default, unit)
     return (
         f"Replayed: the allocator reserves {unit.size(default.reserved_bytes)}, {beyond} beyond the peak; with expandable segments "
-        f"{unit.size(expandable.reserved_bytes)}.{_unusable(default, unit)}"
+        f"{unit.size(expandable.reserved_bytes)}.{unusable}"
     )
 
 
@@ -313,7 +312,7 @@ def _unusable(shown: "Replayed", unit: Unit) -> str:
 def allocator_sentence(answer: Estimate, unit: Unit | None = None) -> str:
     """Return what happens if the allocator would reserve more than the GPU has; empty if it would not, or without a GPU."""
     room, band = answer.allocator_room_bytes, answer.reserved
-    if room is None or answer.verdict == "does not fit" or int(band.high_bytes) <= room:
+    if room is None or answer.peak_bytes > room or int(band.high_bytes) <= room:
         return ""
     size = format_size if unit is None else unit.size
     if answer.replay is not None:
@@ -333,15 +332,19 @@ def _on_the_card(shown: "OnCard", room: int, size: Callable[[int], str]) -> str:
         where = "" if shown.phase is None else f" in the {shown.phase.value}"
         return f"{has}, it runs out of memory{where}, with {size(shown.free_bytes)} reserved, free and of no use."
     if shown.retries:
-        return f"{has}, the step goes through, after {shown.retries:,} times of giving cached blocks back, which costs time."
+        return f"{has}, the step goes through, after giving cached blocks back {_times(shown.retries)}, which costs time."
     return f"{has}, the step goes through."
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number:,} times"
 
 
 def _with_expandable(answer: Estimate) -> str:
     """Whether expandable segments save a job that runs out of memory without; empty where it does not."""
-    if _goes_through(answer, "default"):
+    if answer.goes_through("default"):
         return ""
-    return f" With expandable segments it {'goes through' if _goes_through(answer, 'expandable_segments') else 'does, too'}."
+    return f" With expandable segments it {'goes through' if answer.needs_expandable_segments else 'runs out, too'}."
 
 
 def _with_fragmentation(answer: Estimate, room: int, size: Callable[[int], str]) -> str:

@@ -214,7 +214,7 @@ async function ask(query = said()) {
 function details(query, mine) {
   if (mine !== state.asked) return;
   step(query, mine);
-  if (state.told.estimate.fits === false) changes(query, mine);
+  if (["does not fit", "tight"].includes(state.told.estimate.verdict)) changes(query, mine);
 }
 
 /** The step, request by request. */
@@ -234,7 +234,9 @@ function remember(query) {
 
 async function changes(query, mine) {
   const told = await fetched(`/api/changes?${query}`);
-  if (mine === state.asked && !told.error) showChanges(told.changes);
+  if (mine !== state.asked || told.error) return;
+  judge(told.verdict, told.fits);
+  showChanges(told.changes);
 }
 
 const described = (query) => state.describe.map((name) => query.get(name) || "").join(" ");
@@ -280,6 +282,7 @@ function show(told) {
   of("error").hidden = true;
   main.classList.remove("stale", "empty", "waiting");
   of("headline").textContent = told.headline;
+  of("job").textContent = told.job;
   judge(told.verdict, told.estimate.fits);
   showChanges([]);
   bar(told, state.before);
@@ -322,11 +325,11 @@ function judge(words, fits) {
 /** Changes that would make it fit: a button that makes each, with what it costs. */
 function showChanges(found) {
   of("fixes").hidden = !found.length;
-  of("changes").replaceChildren(...found.map((one) => node("li", {}, one.said ? fix(one) : node("p", { class: "note" }, one.change, node("code", {}, one.flags)))));
+  of("changes").replaceChildren(...found.map((one) => node("li", {}, one.said ? fix(one) : node("p", { class: "note" }, one.change, node("small", {}, `${short(one.needed_bytes)} needed`), node("code", {}, one.flags)))));
 }
 
 function fix(one) {
-  const price = one.slower === null || one.slower === undefined ? "" : Math.abs(one.slower) < 0.005 ? ", as fast" : `, ${Math.abs(100 * one.slower).toFixed(0)} % ${one.slower > 0 ? "slower" : "faster"} per token`;
+  const price = one.slower === null || one.slower === undefined ? "" : Math.abs(one.slower) < 0.005 ? ", as fast" : `, ${Math.abs(100 * one.slower).toFixed(0)} % ${one.slower > 0 ? "fewer" : "more"} tokens per second`;
   const made = node("button", { type: "button" }, one.change, node("small", {}, `${short(one.needed_bytes)} needed${price}`), node("code", {}, one.flags));
   made.addEventListener("click", () => loaded(one.said));
   return made;
@@ -831,7 +834,7 @@ const lineRow = (line, formulas) => node("tr", {}, node("td", {}, swatch(line.ki
 of("ledger-rest").addEventListener("click", () => { state.unfolded = !state.unfolded; state.refold(); });
 
 function sent(communication) {
-  of("sent-sum").textContent = communication.total_bytes ? `${size(communication.total_bytes)}, ${communication.relative_to_ddp.toFixed(2)}x the elements of plain data parallelism` : "Nothing is sent: there is one rank.";
+  of("sent-sum").textContent = communication.total_bytes ? `${size(communication.total_bytes)}: ${communication.relative_to_ddp.toFixed(2)}x DDP's elements, ${communication.relative_bytes_to_ddp.toFixed(2)}x its bytes` : "Nothing is sent: there is one rank.";
   const body = communication.collectives.map((one) => node("tr", {}, node("td", {}, one.operation), number(one.calls.toLocaleString("en")), number(gib(one.sent_bytes)), number(gb(one.sent_bytes)), node("td", {}, `${one.what}, ${one.when}`)));
   of("sent").replaceChildren(...(body.length ? [heading(["collective", "calls", "GiB", "GB", "of what, when"], [1, 2, 3]), node("tbody", {}, ...body)] : []));
 }
@@ -872,6 +875,7 @@ function report({ colours, hatches, made, own, answers }) {
   const shown = (stage) => {
     show(answers[stage].answer);
     showStep(answers[stage].step);
+    judge(answers[stage].verdict, answers[stage].fits);
     showChanges(answers[stage].changes);
   };
   of("controls").append(fieldOf({ name: "stage", label: "ZeRO stage", choices: Object.keys(answers) }));
