@@ -1,7 +1,7 @@
 """``zeroplan estimate``: how much memory does one GPU need for this job, when, and why?"""
 
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -13,6 +13,9 @@ from zeroplan.estimator import Estimate, estimate, replayed_if_tight
 from zeroplan.remedies import Remedy, remedies
 from zeroplan.resolve import Resolved
 from zeroplan.units import Unit, unit_named
+
+if TYPE_CHECKING:
+    from zeroplan.step_peaks import Lengths
 
 Verbose = Annotated[bool, switch("--verbose", "Also every kind, pipeline rank, collective and note.", short="-v")]
 Explain = Annotated[bool, switch("--explain", "Every line with its formula, numbers and source.")]
@@ -46,7 +49,7 @@ def estimate_command(
         raise SpecError("--check asks whether the job fits, but no GPU is named; add --gpu NAME (`zeroplan gpus` lists them)")
     answer = replayed_if_tight(estimate(resolved.job, replay=replay or files.wanted))
     files.write(answer)
-    how.show(answer, resolved.notes, remedies(answer))
+    how.show(answer, resolved.notes, remedies(answer), _lengths(answer, resolved))
     return NO if check and not answer.fits else 0
 
 
@@ -93,23 +96,29 @@ class _How(NamedTuple):
     as_json: bool
     as_markdown: bool
 
-    def show(self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...]) -> None:
+    def show(
+        self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...], lengths: "Lengths | None" = None
+    ) -> None:
         """Print the answer."""
         if self.as_json:
-            typer.echo(_json(answer, notes, changes))
+            typer.echo(_json(answer, notes, changes, lengths))
         elif self.as_markdown:
             from zeroplan.report.markdown import estimate_markdown  # noqa: PLC0415  only the rendering asked for is loaded
 
-            typer.echo(estimate_markdown(answer, notes, changes, explain=self.explain))
+            typer.echo(estimate_markdown(answer, notes, changes, explain=self.explain, lengths=lengths))
         else:
-            self._show_text(answer, notes, changes)
+            self._show_text(answer, notes, changes, lengths)
 
-    def _show_text(self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...]) -> None:
+    def _show_text(
+        self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...], lengths: "Lengths | None"
+    ) -> None:
         from zeroplan.cli.terminal import show  # noqa: PLC0415  only the rendering asked for is loaded
         from zeroplan.report.text import estimate_text  # noqa: PLC0415
         from zeroplan.report.words import COLUMNS, WIDTH  # noqa: PLC0415
 
-        text = estimate_text(answer, notes, changes, verbose=self.verbose, explain=self.explain, unit=self.unit)
+        text = estimate_text(
+            answer, notes, changes, verbose=self.verbose, explain=self.explain, unit=self.unit, lengths=lengths
+        )
         show(text, WIDTH if self.verbose or self.explain else COLUMNS)
 
 
@@ -118,7 +127,15 @@ def _name(answer: Estimate) -> str:
     return f"{job.model.name or job.model.family}, {job.recipe.engine}, one of {job.mesh.world_size} GPUs, estimated"
 
 
-def _json(answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...]) -> str:
+def _lengths(answer: Estimate, resolved: Resolved) -> "Lengths | None":
+    if resolved.varying is None:
+        return None
+    from zeroplan.step_peaks import step_peaks  # noqa: PLC0415  only lengths that vary pay for it
+
+    return step_peaks(answer, resolved.varying)
+
+
+def _json(answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...], lengths: "Lengths | None") -> str:
     from zeroplan.report.payload import estimate_payload  # noqa: PLC0415  only the rendering asked for is loaded
 
-    return json_text(estimate_payload(answer, notes, changes))
+    return json_text(estimate_payload(answer, notes, changes, lengths))

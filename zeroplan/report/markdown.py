@@ -6,6 +6,7 @@ from zeroplan.estimator import Estimate
 from zeroplan.ledger import Line
 from zeroplan.remedies import Remedy
 from zeroplan.report.formulas import with_numbers
+from zeroplan.report.lengths import lengths_markdown
 from zeroplan.report.words import (
     NO_CHANGE,
     cells,
@@ -18,18 +19,21 @@ from zeroplan.report.words import (
     replay_sentence,
     verdict_sentence,
 )
+from zeroplan.step_peaks import Lengths
 from zeroplan.units import GB, GIB, GIBIBYTES, MB, MIB, format_size
 
 
 def estimate_markdown(
-    answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] | None = None, *, explain: bool = False
-) -> str:
+    answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] | None = None, *, explain: bool = False,
+    lengths: Lengths | None = None,
+) -> str:  # fmt: skip
     """Return the whole answer as Markdown tables; ``explain``: list the peak line by line with formula and source.
 
     ``changes``: None if none were looked for. If none were found, the answer says that none helps.
     """
     parts = [
         [f"## {headline(answer)}", "", *(f"{line}  " for line in job_lines(answer))],
+        list(lengths_markdown(lengths)),
         list(_states(answer)),
         list(_peak(answer, explain=explain)),
         list(_card(answer)),

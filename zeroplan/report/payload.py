@@ -9,6 +9,8 @@ from zeroplan.estimator import Estimate
 from zeroplan.ledger import Band, Collective, Kind, Line, Moment
 from zeroplan.measurement import SETTINGS
 from zeroplan.remedies import Remedy
+from zeroplan.report.lengths import lengths_payload
+from zeroplan.step_peaks import Lengths
 from zeroplan.traffic import Traffic
 
 SCHEMA_VERSION = 1
@@ -40,7 +42,9 @@ class MomentPayload(TypedDict):
     allocated_bytes: int
 
 
-def estimate_payload(answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = ()) -> dict[str, object]:
+def estimate_payload(
+    answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = (), lengths: Lengths | None = None
+) -> dict[str, object]:
     """Return the answer of ``zeroplan estimate --json``, for ``json.dumps``."""
     return {
         "schema_version": SCHEMA_VERSION,
@@ -73,6 +77,7 @@ def estimate_payload(answer: Estimate, notes: Sequence[str] = (), changes: Seque
         "room_bytes": answer.room_bytes,
         "changes": [change._asdict() for change in changes],
         "communication": _communication(answer.traffic),
+        "lengths": lengths_payload(lengths),
         "approximate": answer.approximate,
         "notes": list(notes),
     }

@@ -8,6 +8,7 @@ from zeroplan.ledger import Line
 from zeroplan.remedies import Remedy
 from zeroplan.report.card import card_rows
 from zeroplan.report.formulas import symbols_of, with_numbers
+from zeroplan.report.lengths import lengths_lines
 from zeroplan.report.screen import main_reason, screen_text
 from zeroplan.report.tables import Table
 from zeroplan.report.words import (
@@ -23,6 +24,7 @@ from zeroplan.report.words import (
     replay_sentence,
     verdict_sentence,
 )
+from zeroplan.step_peaks import Lengths
 from zeroplan.traffic import wire_time
 from zeroplan.transformer.legend import SYMBOLS
 from zeroplan.units import GIBIBYTES, Unit
@@ -40,23 +42,34 @@ def estimate_text(
     verbose: bool = False,
     explain: bool = False,
     unit: Unit = GIBIBYTES,
+    lengths: Lengths | None = None,
 ) -> str:
     """Return the answer on one screen (26 lines of 80 columns), or whole.
 
     ``verbose`` adds every kind of memory, every pipeline rank, every collective and every note; ``explain`` also adds each
     line's formula, numbers and source. ``changes``: None if none were looked for. If none were found, the answer says that none
-    helps.
+    helps. ``lengths``: the steps' peaks, where sequences differ in length.
     """
+    of_lengths = list(lengths_lines(lengths, unit))
     if verbose or explain:
-        return _whole(answer, notes, changes, Table(unit), explain=explain)
-    return screen_text(answer, notes, changes, unit)
+        return _whole(answer, notes, changes, Table(unit), of_lengths, explain=explain)
+    return screen_text(answer, notes, changes, unit, of_lengths)
 
 
-def _whole(answer: Estimate, notes: Sequence[str], changes: Sequence[Remedy] | None, table: Table, *, explain: bool) -> str:
+def _whole(
+    answer: Estimate,
+    notes: Sequence[str],
+    changes: Sequence[Remedy] | None,
+    table: Table,
+    lengths: Sequence[str],
+    *,
+    explain: bool,
+) -> str:
     return paragraphs(
         [
             list(_verdict(answer, changes, table)),
             [headline(answer), *job_lines(answer)],
+            lengths,
             list(_states(answer, table, explain=explain)),
             list(_peak(answer, table, explain=explain)),
             textwrap.wrap(replay_sentence(answer, table.unit), WIDTH),

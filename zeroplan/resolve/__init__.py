@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.catalog.config import read_config_with_notes
 from zeroplan.catalog.gpu import gpu as find_gpu
@@ -27,6 +27,9 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
 from zeroplan.units import parse_count
+
+if TYPE_CHECKING:
+    from zeroplan.resolve.batching import Varying
 
 __all__ = [
     "OPTIONS",
@@ -53,6 +56,8 @@ class Resolved(NamedTuple):
 
     job: JobSpec
     notes: tuple[str, ...]
+    varying: "Varying | None" = None
+    """Sequences of several lengths, of which the job has the longest micro-batch of a run."""
 
 
 def job(**said: object) -> JobSpec:
@@ -103,12 +108,13 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     stage = _default_stage(request.engine, gpus) if request.stage is None else request.stage
     seq_len, seq_note = _seq_len(request, model)
     cluster = cluster_of(request, extra)
-    batch, lengths_note = _batch(request, seq_len)
+    mesh = mesh_of(request, gpus)
+    batch, lengths_note, varying = _batch(request, seq_len, mesh)
     complete = JobSpec(
         model=model,
         cluster=cluster,
         recipe=_on_nodes(_recipe(request, stage), cluster, chosen),
-        mesh=mesh_of(request, gpus),
+        mesh=mesh,
         batch=batch,
     )
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
@@ -119,10 +125,10 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         *read.notes,
         *program_notes,
         *config_notes,
-        "" if request.padding_free else beyond_positions(complete),
+        "" if varying is not None and varying.batching.way != "padded" else beyond_positions(complete),
         *_ignored_options(complete.recipe),
     )
-    return Resolved(complete, tuple(note for note in notes if note))
+    return Resolved(complete, tuple(note for note in notes if note), varying)
 
 
 def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
@@ -383,30 +389,28 @@ def _seq_len(request: Request, model: ModelSpec) -> tuple[int, str]:
     return chosen, f"sequence length not given: {chosen:,} tokens taken"
 
 
-def _batch(request: Request, seq_len: int) -> tuple[BatchSpec, str]:
-    """Return the batch, of several lengths the longest micro-batch, and a note on it."""
+def _batch(request: Request, seq_len: int, mesh: MeshSpec) -> "tuple[BatchSpec, str, Varying | None]":
+    """Return the batch; of several lengths the longest micro-batch, a note on it, and the lengths."""
     micro_batch, steps = request.micro_batch or 1, request.grad_accum or 1
+    asked = {"--padding-free": request.padding_free, "--packing": request.packing, "--token-budget": request.token_budget}
+    flags = [flag for flag, value in asked.items() if value]
     if request.lengths is None:
-        if request.padding_free:
-            raise SpecError("--padding-free needs --lengths: sequences of one length have no padding")
-        longest_seq_len = request.longest_seq_len
-        return BatchSpec(
-            micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps, longest_seq_len=longest_seq_len
-        ), ""
-    if request.padding_free and request.attention != "flash":
-        raise SpecError("--padding-free needs --attention flash: no other kernel keeps joined sequences apart without a mask")
-    from zeroplan.resolve.lengths import CAREFUL, Lognormal, lengths_of, longest_of, note_of  # noqa: PLC0415  only this flag pays for it
+        if flags:
+            raise SpecError(f"{flags[0]} needs --lengths: sequences of one length have no padding")
+        longest = request.longest_seq_len
+        return (
+            BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps, longest_seq_len=longest),
+            "",
+            None,
+        )
+    if len(flags) > 1:
+        raise SpecError(f"{' and '.join(flags)} are two ways of batching; leave one of them out")
+    if flags and request.attention != "flash":
+        raise SpecError(f"{flags[0]} needs --attention flash: no other kernel keeps joined sequences apart without a mask")
+    from zeroplan.resolve.batching import of_varying  # noqa: PLC0415  only this flag pays for it
 
-    joined = bool(request.padding_free)
-    lengths = lengths_of(request.lengths)
-    longest = longest_of(lengths, cut=seq_len, micro_batch=micro_batch, padding_free=joined)
-    taken = longest.within(CAREFUL)
-    drawn = isinstance(lengths, Lognormal)
-    most = min(micro_batch * seq_len, taken + seq_len) if joined else seq_len
-    batch = BatchSpec(
-        micro_batch_size=longest.sequences, seq_len=taken, grad_accum_steps=steps, longest_seq_len=most if drawn else None
-    )
-    return batch, note_of(longest, taken, drawn=drawn)
+    return of_varying(request.lengths, flags[0] if flags else "", BatchSpec(
+        micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps), mesh, request.token_budget or 0)  # fmt: skip
 
 
 def beyond_positions(complete: JobSpec) -> str:
