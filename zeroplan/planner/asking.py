@@ -125,7 +125,7 @@ def _training_notes(answer: Plan) -> Iterator[str]:
 
 def _base(request: Request, extra: Path | None) -> Resolved:
     """Return the job around which the planner searches, without the fields that the search decides."""
-    base, notes = resolve(replace(request, **dict.fromkeys((*SEARCHED, *_OPTIONS))), extra=extra)
+    base, notes, _ = resolve(replace(request, **dict.fromkeys((*SEARCHED, *_OPTIONS))), extra=extra)
     options = {name: said for name in _OPTIONS if (said := getattr(request, name)) is not None}
     gpu_of(base)  # raises SpecError without a GPU
     return Resolved(replace(base, recipe=replace(base.recipe, **options)), notes)
@@ -151,6 +151,7 @@ def _refuse(request: Request, question: Question) -> None:
         ("--engine paper", request.engine == "paper", "a formula without a program; use megatron, ddp, fsdp2 or deepspeed"),
         ("--deepspeed-config", request.deepspeed_config is not None, "it fixes what a plan searches; use `zeroplan estimate`"),
         ("--lengths", request.lengths is not None, "it needs one micro-batch; use --seq-len, or `zeroplan estimate`"),
+        ("--imbalance", request.imbalance is not None, "it is of one number of expert-parallel ranks; use `zeroplan estimate`"),
         ("--min-gpus", question.min_gpus and request.gpus is not None, "it searches --gpus; leave one of them out"),
         ("--max-seq", question.max_seq and request.seq_len is not None, "it searches --seq-len; leave one of them out"),
         ("--max-seq", question.max_seq and (request.micro_batch or 1) > 1, "it uses one sequence; leave --micro-batch out"),

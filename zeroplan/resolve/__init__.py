@@ -104,6 +104,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     model, model_notes = _model(read.request, extra)
     model = _partly_frozen(_fine_tuned(model, read.complete), read.request)
     request, config_notes = _with_deepspeed_config(read, model, chosen)
+    request, imbalance_note = _with_imbalance(request, model)
     gpus = request.gpus or 1
     stage = _default_stage(request.engine, gpus) if request.stage is None else request.stage
     seq_len, seq_note = _seq_len(request, model)
@@ -122,6 +123,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         *model_notes,
         seq_note,
         lengths_note,
+        imbalance_note,
         *read.notes,
         *program_notes,
         *config_notes,
@@ -411,6 +413,23 @@ def _batch(request: Request, seq_len: int, mesh: MeshSpec) -> "tuple[BatchSpec, 
 
     return of_varying(request.lengths, flags[0] if flags else "", BatchSpec(
         micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps), mesh, request.token_budget or 0)  # fmt: skip
+
+
+def _with_imbalance(request: Request, model: ModelSpec) -> tuple[Request, str]:
+    """Return the request with the load of the fullest rank as a number, and a note on the loads."""
+    said, ranks = request.imbalance, request.expert_parallel or 1
+    if said is None or said == 1:
+        return request, ""
+    if model.moe is None or ranks == 1:
+        raise SpecError(
+            f"--imbalance {said} needs experts on several ranks: use --expert-parallel with a model that has experts"
+        )
+    if model.moe.num_experts % ranks:
+        return replace(request, imbalance=None), ""  # the job refuses the ranks
+    from zeroplan.resolve.imbalance import imbalance_of  # noqa: PLC0415  only this flag pays for it
+
+    found = imbalance_of(said, experts=model.moe.num_experts, ranks=ranks)
+    return replace(request, imbalance=found.of_rank), found.note
 
 
 def beyond_positions(complete: JobSpec) -> str:

@@ -313,6 +313,10 @@ class Request(Spec):
         "Micro-batches per optimizer step. (default: 1)", BATCH, "N", "batch.grad_accum_steps", searched=True,
         control=Control("Micro-batches per step", OF_BATCH, "1", kind="number", most=256),
     )})
+    imbalance: float | str | None = field(default=None, metadata={"option": Option(
+        "With --expert-parallel: tokens that come to the fullest rank, as a multiple of the mean; or a file with the load of each "
+        "expert, in a line per layer; or lognormal(SPREAD). (default: 1)", BATCH, "X", "recipe.imbalance",
+    )})
     # fmt: on
     device_kernels: Kernels | None = field(default=None, metadata={"option": Option(sets="recipe.kernels")})
     """Whose kernels compute, as a complete job says it; no flag."""

@@ -54,7 +54,11 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         moments=moments,
         collectives=collectives(plan, mesh, batch, model),
         host=(*in_host_memory(plan, activations), *there),
-        symbols=(*symbols_of(plan, model, activations), *counted(*plan.persistent, *temporaries)),
+        symbols=(
+            *symbols_of(plan, model, activations),
+            *counted(*plan.persistent, *temporaries),
+            *(_that_come(plan, model, mesh, batch) if plan.has_experts_apart else ()),
+        ),
         notes=tuple(_notes(plan)),
         kept=tuple(
             (run.name, one.kept(again)) for run, one, again in zip(plan.runs, plan.passes, plan.recomputes, strict=True)
@@ -134,6 +138,12 @@ def _of_experts(plan: Plan, model: ModelSpec) -> Iterator[Symbol]:
     yield experts.local_experts(model, plan.ep)
 
 
+def _that_come(plan: Plan, model: ModelSpec, mesh: Mesh, batch: Batch) -> Iterator[Symbol]:
+    from zeroplan.engines.fsdp2.experts import that_come  # noqa: PLC0415  keeps start-up fast
+
+    return that_come(model, plan.recipe, mesh, batch)
+
+
 def _of_quantised(model: ModelSpec) -> tuple[Symbol, ...]:
     if not model.is_quantised:
         return ()
@@ -183,9 +193,9 @@ def _notes(plan: Plan) -> Iterator[str]:
     """Say what a recipe's notes say, and where sharding by dim 0 leaves rank 0 with clearly more than its share."""
     yield from notes_of(plan.recipe)
     if plan.has_experts_apart:
-        from zeroplan.engines.fsdp2.experts import NOTE as EVENLY  # noqa: PLC0415  keeps start-up fast
+        from zeroplan.engines.fsdp2.experts import note_of as visited  # noqa: PLC0415  keeps start-up fast
 
-        yield EVENLY
+        yield visited(plan.recipe)
         return
     shards, even = plan.padded // plan.n, plan.numel // plan.n
     if not isinstance(shards, int) or shards - even <= even // _NOTABLE_EXCESS:
