@@ -12,10 +12,8 @@ _WIDTHS = (7, 6, 6, 7, 7, 6, 6, 8)
 _FLASH = "Sequences that are joined or packed also need --attention flash."
 
 
-def lengths_lines(found: Lengths | None, unit: Unit) -> Iterator[str]:
-    """Yield the lengths in a sentence, and a row for each way of batching; nothing where sequences have one length."""
-    if found is None:
-        return
+def lengths_lines(found: Lengths, unit: Unit) -> Iterator[str]:
+    """Yield the lengths in a sentence, and a row for each way of batching."""
     yield from filled(_sentence(found))
     yield _row(f"A step's peak, {unit.name}", _HEADS)
     for one in (found.own, *found.others):
@@ -24,10 +22,8 @@ def lengths_lines(found: Lengths | None, unit: Unit) -> Iterator[str]:
         yield _FLASH
 
 
-def lengths_markdown(found: Lengths | None) -> Iterator[str]:
+def lengths_markdown(found: Lengths) -> Iterator[str]:
     """Yield the same as a table; peaks in GiB."""
-    if found is None:
-        return
     yield _sentence(found) + (f" {_FLASH}" if found.needs_flash else "")
     yield ""
     yield cells("a step's peak, GiB", *_HEADS)
@@ -35,10 +31,8 @@ def lengths_markdown(found: Lengths | None) -> Iterator[str]:
     yield from (cells(_name(one), *_figures(one, GIBIBYTES)) for one in (found.own, *found.others))
 
 
-def lengths_payload(found: Lengths | None) -> dict[str, object] | None:
-    """Return the same as plain data; None where sequences have one length. [bytes, tokens, shares]"""
-    if found is None:
-        return None
+def lengths_payload(found: Lengths) -> dict[str, object]:
+    """Return the same as plain data. [bytes, tokens, shares]"""
     return {
         "sequences": found.sequences, "mean_tokens": found.mean, "tokens_of_90_in_100": found.of_90_in_100,
         "longest_tokens": found.longest, "drawn": found.drawn, "batchings": [_payload(one) for one in (found.own, *found.others)],

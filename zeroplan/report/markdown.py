@@ -1,12 +1,12 @@
 """The answer as Markdown, to paste into a ticket or a design document."""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Line
 from zeroplan.remedies import Remedy
 from zeroplan.report.formulas import with_numbers
-from zeroplan.report.lengths import lengths_markdown
 from zeroplan.report.words import (
     NO_CHANGE,
     cells,
@@ -19,13 +19,15 @@ from zeroplan.report.words import (
     replay_sentence,
     verdict_sentence,
 )
-from zeroplan.step_peaks import Lengths
 from zeroplan.units import GB, GIB, GIBIBYTES, MB, MIB, format_size
+
+if TYPE_CHECKING:
+    from zeroplan.step_peaks import Lengths
 
 
 def estimate_markdown(
     answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] | None = None, *, explain: bool = False,
-    lengths: Lengths | None = None,
+    lengths: "Lengths | None" = None,
 ) -> str:  # fmt: skip
     """Return the whole answer as Markdown tables; ``explain``: list the peak line by line with formula and source.
 
@@ -33,7 +35,7 @@ def estimate_markdown(
     """
     parts = [
         [f"## {headline(answer)}", "", *(f"{line}  " for line in job_lines(answer))],
-        list(lengths_markdown(lengths)),
+        [] if lengths is None else _lengths(lengths),
         list(_states(answer)),
         list(_peak(answer, explain=explain)),
         list(_card(answer)),
@@ -43,6 +45,12 @@ def estimate_markdown(
         [f"- {note}" for note in every_note(answer, notes)],
     ]
     return paragraphs(parts)
+
+
+def _lengths(found: "Lengths") -> list[str]:
+    from zeroplan.report.lengths import lengths_markdown  # noqa: PLC0415  only lengths that vary pay for it
+
+    return list(lengths_markdown(found))
 
 
 def _amounts(n_bytes: int) -> tuple[str, str]:

@@ -2,13 +2,13 @@
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Line
 from zeroplan.remedies import Remedy
 from zeroplan.report.card import card_rows
 from zeroplan.report.formulas import symbols_of, with_numbers
-from zeroplan.report.lengths import lengths_lines
 from zeroplan.report.screen import main_reason, screen_text
 from zeroplan.report.tables import Table
 from zeroplan.report.words import (
@@ -24,10 +24,12 @@ from zeroplan.report.words import (
     replay_sentence,
     verdict_sentence,
 )
-from zeroplan.step_peaks import Lengths
 from zeroplan.traffic import wire_time
 from zeroplan.transformer.legend import SYMBOLS
 from zeroplan.units import GIBIBYTES, Unit
+
+if TYPE_CHECKING:
+    from zeroplan.step_peaks import Lengths
 
 _COMMON_SYMBOLS = {"Ψ": "parameters", "L": "blocks", "N": "ranks that share one copy"}
 _REASON = 52
@@ -42,7 +44,7 @@ def estimate_text(
     verbose: bool = False,
     explain: bool = False,
     unit: Unit = GIBIBYTES,
-    lengths: Lengths | None = None,
+    lengths: "Lengths | None" = None,
 ) -> str:
     """Return the answer on one screen (26 lines of 80 columns), or whole.
 
@@ -50,7 +52,7 @@ def estimate_text(
     line's formula, numbers and source. ``changes``: None if none were looked for. If none were found, the answer says that none
     helps. ``lengths``: the steps' peaks, where sequences differ in length.
     """
-    of_lengths = list(lengths_lines(lengths, unit))
+    of_lengths = [] if lengths is None else _lengths(lengths, unit)
     if verbose or explain:
         return _whole(answer, notes, changes, Table(unit), of_lengths, explain=explain)
     return screen_text(answer, notes, changes, unit, of_lengths)
@@ -81,6 +83,12 @@ def _whole(
             notes_part(every_note(answer, notes)),
         ]
     )
+
+
+def _lengths(found: "Lengths", unit: Unit) -> list[str]:
+    from zeroplan.report.lengths import lengths_lines  # noqa: PLC0415  only lengths that vary pay for it
+
+    return list(lengths_lines(found, unit))
 
 
 def _states(answer: Estimate, table: Table, *, explain: bool) -> Iterator[str]:

@@ -201,7 +201,7 @@ def test_torchtitans_saved_configuration(read: Callable[..., Resolved]):
 
 
 def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
-    job, _ = read({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_batch_size": 64}, gpus=8)
+    job, *_ = read({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_batch_size": 64}, gpus=8)
     assert (job.recipe.engine, job.recipe.zero_stage, job.batch.micro_batch_size) == ("deepspeed", 3, 8)
 
 
