@@ -29,6 +29,10 @@ _ORDERS, _DRAWN, _BUDGETED = 199, 2_000_000, 5_000
 _MOST_SHAPES: Final = 1024
 _STEP_OF_A_CAP, _STEP_OF_A_BUDGET = 64, 1024
 _LONG: Final = 0.99
+#: Shares are sums of floats.
+_SLACK: Final = 1e-9
+#: Where all steps fit, a cut is shown that is clearly shorter than the longest sequence.
+_WORTH_IT: Final = 0.9
 #: Packs are as long as several sequences, so that one is a micro-batch.
 _PACKING: Final = "--packing --micro-batch 1"
 
@@ -47,6 +51,8 @@ class Peaks(NamedTuple):
     """Tokens of the longest micro-batch: of each of its sequences if they are padded, else of all."""
     runs_out: float | None
     """Share of the steps that need more than the GPU has; None without a GPU."""
+    fits: bool | None
+    """Whether the longest micro-batch fits: one that no drawn order has may not."""
     dropped: float
     """Share of the tokens that are cut off."""
     padding: float
@@ -112,11 +118,11 @@ def _cap(answer: Estimate, varying: Varying, own: Peaks) -> int:
 
     lengths, cut = np.sort(varying.lengths), min(varying.batching.cut, max(varying.tokens))
     long = round_up(int(lengths[math.ceil(_LONG * len(lengths)) - 1]), _STEP_OF_A_CAP)
-    if own.runs_out and varying.batching.way == "padded":
+    if own.runs_out and varying.batching.way == "padded" and cut > _STEP_OF_A_CAP:
         tried = np.arange(_STEP_OF_A_CAP, cut, _STEP_OF_A_CAP)
         fits = _needed(answer.job, varying.batching.micro_batch, tried) <= (answer.capacity_bytes or 0)
         long = int(tried[fits][-1]) if fits.any() else 0
-    return long if long < cut else 0
+    return long if long < (cut if own.runs_out else _WORTH_IT * cut) else 0
 
 
 def _priced(answer: Estimate, varying: Varying, flags: str, batching: Batching) -> Peaks:
@@ -126,15 +132,24 @@ def _priced(answer: Estimate, varying: Varying, flags: str, batching: Batching) 
     items, tokens, share, exact = _steps_of(cut, batching)
     job = _job_of(answer.job, varying._replace(batching=batching), int(tokens[-1]))
     need = _needed(job, job.batch.micro_batch_size, tokens)
-    up_to, beside = np.cumsum(share), int(answer.outside_band.expected_bytes)
-    quantiles = (int(need[min(len(need) - 1, int(np.searchsorted(up_to, q - 1e-9)))]) - beside for q in (0.5, 0.9, 0.99, 1.0))
-    median, of_90, of_99, _ = quantiles
-    capacity = answer.capacity_bytes
+    up_to, capacity = np.cumsum(share), answer.capacity_bytes
+    allocated = need - int(answer.outside_band.expected_bytes)
+    median, of_90, of_99 = (int(allocated[np.searchsorted(up_to, quantile - _SLACK)]) for quantile in (0.5, 0.9, 0.99))
     return Peaks(
-        flags, batching, median, of_90, of_99, int(need[-1]) - beside, int(tokens[-1]),
-        None if capacity is None else float(share[need > capacity].sum()), 1 - float(cut.sum() / varying.lengths.sum()),
-        _padding(cut, batching), ceil_div(items, batching.per_step), exact,
-    )  # fmt: skip
+        flags=flags,
+        batching=batching,
+        median_bytes=median,
+        of_90_in_100_bytes=of_90,
+        of_99_in_100_bytes=of_99,
+        highest_bytes=int(allocated[-1]),
+        longest=int(tokens[-1]),
+        runs_out=None if capacity is None else float(share[need > capacity].sum()),
+        fits=None if capacity is None else int(need[-1]) <= capacity,
+        dropped=1 - float(cut.sum() / varying.lengths.sum()),
+        padding=_padding(cut, batching),
+        steps=ceil_div(items, batching.per_step),
+        exact=exact,
+    )
 
 
 def _job_of(job: JobSpec, varying: Varying, tokens: int) -> JobSpec:
@@ -185,7 +200,25 @@ def _steps_of(cut: "Column", batching: Batching) -> _Steps:
         return _Steps(len(cut), *of_the_longest(round_up(cut, batching.multiple), batching.per_step), True)
     per_order, most = (_under_budget, _BUDGETED) if batching.way == "budget" else (_joined, _DRAWN)
     tokens, share = _counted((per_order(order[:most], batching) for order in _orders(cut, most)), batching.multiple)
-    return _Steps(len(cut), tokens, share, _are_few(cut))
+    if _are_few(cut):
+        return _Steps(len(cut), tokens, share, True)
+    return _Steps(len(cut), *_with_longest(tokens, share, round_up(_longest(cut, batching), batching.multiple)), False)
+
+
+def _longest(cut: "Column", batching: Batching) -> int:
+    """Return the tokens of the longest micro-batch of any order: the longest sequences meet, as far as a budget allows. [tokens]"""
+    import numpy as np  # noqa: PLC0415
+
+    at_once = batching.of_a_rank if batching.way == "budget" else batching.micro_batch
+    together = int(np.sort(cut)[-at_once:].sum())
+    return min(batching.budget, together) if batching.way == "budget" else together
+
+
+def _with_longest(tokens: "Column", share: "Shares", longest: int) -> "tuple[Column, Shares]":
+    """Return the same with the longest micro-batch of any order, even if no drawn order has it."""
+    import numpy as np  # noqa: PLC0415
+
+    return (tokens, share) if tokens[-1] >= longest else (np.append(tokens, longest), np.append(share, 0.0))
 
 
 def _packed_steps(cut: "Column", batching: Batching) -> _Steps:
@@ -261,11 +294,11 @@ def _counted(orders: "Iterable[Column | list[int]]", multiple: int) -> "tuple[Co
 
 def _padding(cut: "Column", batching: Batching) -> float:
     """Return the expected share of padding in padded micro-batches."""
-    if batching.way != "padded":
+    if batching.way != "padded" or batching.micro_batch == 1:
         return 0.0
     full, rest = divmod(len(cut), batching.micro_batch)
     made = full * batching.micro_batch * _mean_longest(cut, batching.micro_batch) + rest * _mean_longest(cut, rest)
-    return 1 - float(cut.sum()) / made
+    return max(0.0, 1 - float(cut.sum()) / made)
 
 
 def _mean_longest(values: "Column", drawn: int) -> float:

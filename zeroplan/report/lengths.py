@@ -53,8 +53,9 @@ def _name(one: Peaks) -> str:
 
 def _figures(one: Peaks, unit: Unit) -> tuple[str, ...]:
     peaks = (one.median_bytes, one.of_90_in_100_bytes, one.of_99_in_100_bytes, one.highest_bytes)
-    shares = (one.runs_out, one.dropped, one.padding)
-    return (*(f"{n_bytes / unit.n_bytes:,.1f}" for n_bytes in peaks), *map(_share, shares), f"{one.steps:,}")
+    out = "rare" if one.runs_out == 0 and not one.fits else _share(one.runs_out)
+    sizes = (f"{n_bytes / unit.n_bytes:,.1f}" for n_bytes in peaks)
+    return (*sizes, out, _share(one.dropped), _share(one.padding), f"{one.steps:,}")
 
 
 def _share(share: float | None) -> str:
@@ -73,5 +74,7 @@ def _sentence(found: Lengths) -> str:
     )
     if own.runs_out is None:
         return said
+    if not own.runs_out:
+        return f"{said} No step of {own.steps:,} runs out of memory{'' if own.fits else ', short of orders that are rare'}."
     steps = f"about {own.runs_out * own.steps:,.1f} of {own.steps:,} an epoch"
     return f"{said} Memory runs out in {_share(own.runs_out)} of the steps, {steps}."

@@ -27,6 +27,7 @@ CAREFUL: Final = 95
 _LOGNORMAL = re.compile(r"lognormal\(\s*([\d.]+)\s*,\s*([\d.]+)\s*,\s*(\d+)\s*\)")
 _FORMS = "a file with one length per line nor lognormal(MEAN,SPREAD,SEQUENCES), for example lognormal(290,0.5,8000)"
 _LARGEST_FILE: Final = 256 * MIB
+_LONGEST: Final = 10**9
 #: Fields of a record that say how long it is, or whose items are its tokens.
 _FIELDS: Final = ("length", "num_tokens", "n_tokens", "token_count", "seq_len", "seq_length", "input_ids", "tokens")
 
@@ -81,8 +82,8 @@ def _of_file(text: str) -> "Drawn":
         raise
     except (ValueError, OverflowError):
         raise SpecError(f"--lengths {text!r} is neither {_FORMS}") from None
-    if not 1 <= len(found) <= _MOST_SEQUENCES or found.min() < 1:
-        raise SpecError(f"--lengths {text!r}: a file has 1 to {_MOST_SEQUENCES:,} lengths of 1 token or more")
+    if not 1 <= len(found) <= _MOST_SEQUENCES or found.min() < 1 or found.max() > _LONGEST:
+        raise SpecError(f"--lengths {text!r}: a file has 1 to {_MOST_SEQUENCES:,} lengths of 1 token or more, 1e9 at the most")
     return found
 
 
