@@ -1,6 +1,9 @@
 """``zeroplan estimate``: how much memory does one GPU need for this job, when, and why?"""
 
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -49,7 +52,7 @@ def estimate_command(
         raise SpecError("--check asks whether the job fits, but no GPU is named; add --gpu NAME (`zeroplan gpus` lists them)")
     answer = replayed_if_tight(estimate(resolved.job, replay=replay or files.wanted))
     files.write(answer)
-    how.show(answer, resolved.notes, remedies(answer), _lengths(answer, resolved))
+    how.show(answer, resolved, remedies(answer))
     return NO if check and not answer.fits else 0
 
 
@@ -96,22 +99,24 @@ class _How(NamedTuple):
     as_json: bool
     as_markdown: bool
 
-    def show(
-        self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...], lengths: "Lengths | None" = None
-    ) -> None:
+    def show(self, answer: Estimate, resolved: Resolved, changes: tuple[Remedy, ...]) -> None:
         """Print the answer."""
+        notes, lengths = resolved.notes, None
+        if resolved.varying is not None:
+            from zeroplan.step_peaks import step_peaks  # noqa: PLC0415  only lengths that vary pay for it
+
+            lengths = step_peaks(answer, resolved.varying)
         if self.as_json:
             typer.echo(_json(answer, notes, changes, lengths))
         elif self.as_markdown:
             from zeroplan.report.markdown import estimate_markdown  # noqa: PLC0415  only the rendering asked for is loaded
 
-            typer.echo(estimate_markdown(answer, notes, changes, explain=self.explain, lengths=lengths))
+            of_lengths = () if lengths is None else tuple(_rendered().lengths_markdown(lengths))
+            typer.echo(estimate_markdown(answer, notes, changes, explain=self.explain, lengths=of_lengths))
         else:
-            self._show_text(answer, notes, changes, lengths)
+            self._show_text(answer, notes, changes, () if lengths is None else _rendered().lengths_lines(lengths, self.unit))
 
-    def _show_text(
-        self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...], lengths: "Lengths | None"
-    ) -> None:
+    def _show_text(self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...], lengths: Sequence[str]) -> None:
         from zeroplan.cli.terminal import show  # noqa: PLC0415  only the rendering asked for is loaded
         from zeroplan.report.text import estimate_text  # noqa: PLC0415
         from zeroplan.report.words import COLUMNS, WIDTH  # noqa: PLC0415
@@ -127,15 +132,12 @@ def _name(answer: Estimate) -> str:
     return f"{job.model.name or job.model.family}, {job.recipe.engine}, one of {job.mesh.world_size} GPUs, estimated"
 
 
-def _lengths(answer: Estimate, resolved: Resolved) -> "Lengths | None":
-    if resolved.varying is None:
-        return None
-    from zeroplan.step_peaks import step_peaks  # noqa: PLC0415  only lengths that vary pay for it
-
-    return step_peaks(answer, resolved.varying)
+def _rendered() -> ModuleType:
+    return import_module("zeroplan.report.lengths")  # only lengths that vary pay for it
 
 
 def _json(answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...], lengths: "Lengths | None") -> str:
     from zeroplan.report.payload import estimate_payload  # noqa: PLC0415  only the rendering asked for is loaded
 
-    return json_text(estimate_payload(answer, notes, changes, lengths))
+    of_lengths = None if lengths is None else _rendered().lengths_payload(lengths)
+    return json_text(estimate_payload(answer, notes, changes, of_lengths))

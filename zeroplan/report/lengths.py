@@ -12,14 +12,11 @@ _WIDTHS = (7, 6, 6, 7, 7, 6, 6, 8)
 _FLASH = "Sequences that are joined or packed also need --attention flash."
 
 
-def lengths_lines(found: Lengths, unit: Unit) -> Iterator[str]:
-    """Yield the lengths in a sentence, and a row for each way of batching."""
-    yield from filled(_sentence(found))
-    yield _row(f"A step's peak, {unit.name}", _HEADS)
-    for one in (found.own, *found.others):
-        yield _row(_name(one), _figures(one, unit))
-    if found.needs_flash:
-        yield _FLASH
+def lengths_lines(found: Lengths, unit: Unit) -> list[str]:
+    """Return the lengths in a sentence, and a row for each way of batching."""
+    rows = [(f"A step's peak, {unit.name}", _HEADS), *((_name(one), _figures(one, unit)) for one in (found.own, *found.others))]
+    table = [f"{name:<{_NAME}}" + "".join(map(str.rjust, figures, _WIDTHS)) for name, figures in rows]
+    return [*filled(_sentence(found)), *table, *([_FLASH] if found.needs_flash else [])]
 
 
 def lengths_markdown(found: Lengths) -> Iterator[str]:
@@ -33,18 +30,12 @@ def lengths_markdown(found: Lengths) -> Iterator[str]:
 
 def lengths_payload(found: Lengths) -> dict[str, object]:
     """Return the same as plain data. [bytes, tokens, shares]"""
+    tokens = found.varying.tokens
     return {
-        "sequences": found.sequences, "mean_tokens": found.mean, "tokens_of_90_in_100": found.of_90_in_100,
-        "longest_tokens": found.longest, "drawn": found.drawn, "batchings": [_payload(one) for one in (found.own, *found.others)],
+        "sequences": len(tokens), "mean_tokens": sum(tokens) / len(tokens), "tokens_of_90_in_100": found.varying.within(0.9),
+        "longest_tokens": max(tokens), "drawn": found.varying.drawn,
+        "batchings": [{**one._asdict(), "batching": one.batching._asdict()} for one in (found.own, *found.others)],
     }  # fmt: skip
-
-
-def _payload(one: Peaks) -> dict[str, object]:
-    return {**one._asdict(), "batching": one.batching._asdict()}
-
-
-def _row(name: str, figures: tuple[str, ...]) -> str:
-    return f"{name:<{_NAME}}" + "".join(f"{figure:>{width}}" for figure, width in zip(figures, _WIDTHS, strict=True))
 
 
 def _name(one: Peaks) -> str:
@@ -53,8 +44,8 @@ def _name(one: Peaks) -> str:
 
 def _figures(one: Peaks, unit: Unit) -> tuple[str, ...]:
     peaks = (one.median_bytes, one.of_90_in_100_bytes, one.of_99_in_100_bytes, one.highest_bytes)
-    out = "rare" if one.runs_out == 0 and not one.fits else _share(one.runs_out)
     sizes = (f"{n_bytes / unit.n_bytes:,.1f}" for n_bytes in peaks)
+    out = "rare" if one.runs_out == 0 and not one.fits else _share(one.runs_out)
     return (*sizes, out, _share(one.dropped), _share(one.padding), f"{one.steps:,}")
 
 
@@ -66,15 +57,16 @@ def _share(share: float | None) -> str:
 
 
 def _sentence(found: Lengths) -> str:
-    own, ways = found.own, found.own.batching
-    each = f"{ways.micro_batch:,} x " if ways.way == "padded" else ""
+    own, tokens, each = found.own, found.varying.tokens, ""
+    if own.batching.way == "padded":
+        each = f"{own.batching.micro_batch:,} x "
     said = (
-        f"{found.sequences:,} sequences of {found.mean:,.0f} tokens on average, 90 in 100 of up to {found.of_90_in_100:,}, the "
-        f"longest of {found.longest:,}. The longest micro-batch has {each}{own.longest:,} tokens."
+        f"{len(tokens):,} sequences of {sum(tokens) / len(tokens):,.0f} tokens on average, 90 in 100 of up to "
+        f"{found.varying.within(0.9):,}, the longest of {max(tokens):,}. The longest micro-batch has {each}{own.longest:,} tokens."
     )
     if own.runs_out is None:
         return said
     if not own.runs_out:
         return f"{said} No step of {own.steps:,} runs out of memory{'' if own.fits else ', short of orders that are rare'}."
-    steps = f"about {own.runs_out * own.steps:,.1f} of {own.steps:,} an epoch"
-    return f"{said} Memory runs out in {_share(own.runs_out)} of the steps, {steps}."
+    out = f"about {own.runs_out * own.steps:,.1f} of {own.steps:,} an epoch"
+    return f"{said} Memory runs out in {_share(own.runs_out)} of the steps, {out}."

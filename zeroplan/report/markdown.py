@@ -1,7 +1,6 @@
 """The answer as Markdown, to paste into a ticket or a design document."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Line
@@ -21,13 +20,10 @@ from zeroplan.report.words import (
 )
 from zeroplan.units import GB, GIB, GIBIBYTES, MB, MIB, format_size
 
-if TYPE_CHECKING:
-    from zeroplan.step_peaks import Lengths
-
 
 def estimate_markdown(
     answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] | None = None, *, explain: bool = False,
-    lengths: "Lengths | None" = None,
+    lengths: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """Return the whole answer as Markdown tables; ``explain``: list the peak line by line with formula and source.
 
@@ -35,7 +31,7 @@ def estimate_markdown(
     """
     parts = [
         [f"## {headline(answer)}", "", *(f"{line}  " for line in job_lines(answer))],
-        [] if lengths is None else _lengths(lengths),
+        lengths,
         list(_states(answer)),
         list(_peak(answer, explain=explain)),
         list(_card(answer)),
@@ -45,12 +41,6 @@ def estimate_markdown(
         [f"- {note}" for note in every_note(answer, notes)],
     ]
     return paragraphs(parts)
-
-
-def _lengths(found: "Lengths") -> list[str]:
-    from zeroplan.report.lengths import lengths_markdown  # noqa: PLC0415  only lengths that vary pay for it
-
-    return list(lengths_markdown(found))
 
 
 def _amounts(n_bytes: int) -> tuple[str, str]:

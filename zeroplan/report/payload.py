@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 from zeroplan.engines.account import PipelineRank
 from zeroplan.estimator import Estimate
@@ -10,9 +10,6 @@ from zeroplan.ledger import Band, Collective, Kind, Line, Moment
 from zeroplan.measurement import SETTINGS
 from zeroplan.remedies import Remedy
 from zeroplan.traffic import Traffic
-
-if TYPE_CHECKING:
-    from zeroplan.step_peaks import Lengths
 
 SCHEMA_VERSION = 1
 
@@ -44,7 +41,7 @@ class MomentPayload(TypedDict):
 
 
 def estimate_payload(
-    answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = (), lengths: "Lengths | None" = None
+    answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = (), lengths: dict[str, object] | None = None
 ) -> dict[str, object]:
     """Return the answer of ``zeroplan estimate --json``, for ``json.dumps``."""
     return {
@@ -78,16 +75,10 @@ def estimate_payload(
         "room_bytes": answer.room_bytes,
         "changes": [change._asdict() for change in changes],
         "communication": _communication(answer.traffic),
-        "lengths": None if lengths is None else _lengths(lengths),
+        "lengths": lengths,
         "approximate": answer.approximate,
         "notes": list(notes),
     }
-
-
-def _lengths(found: "Lengths") -> dict[str, object]:
-    from zeroplan.report.lengths import lengths_payload  # noqa: PLC0415  only lengths that vary pay for it
-
-    return lengths_payload(found)
 
 
 def _replay(answer: Estimate) -> dict[str, object] | None:

@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Line
@@ -28,9 +27,6 @@ from zeroplan.traffic import wire_time
 from zeroplan.transformer.legend import SYMBOLS
 from zeroplan.units import GIBIBYTES, Unit
 
-if TYPE_CHECKING:
-    from zeroplan.step_peaks import Lengths
-
 _COMMON_SYMBOLS = {"Ψ": "parameters", "L": "blocks", "N": "ranks that share one copy"}
 _REASON = 52
 """Columns of a reason in the whole answer. [signs]"""
@@ -44,18 +40,17 @@ def estimate_text(
     verbose: bool = False,
     explain: bool = False,
     unit: Unit = GIBIBYTES,
-    lengths: "Lengths | None" = None,
+    lengths: Sequence[str] = (),
 ) -> str:
     """Return the answer on one screen (26 lines of 80 columns), or whole.
 
     ``verbose`` adds every kind of memory, every pipeline rank, every collective and every note; ``explain`` also adds each
     line's formula, numbers and source. ``changes``: None if none were looked for. If none were found, the answer says that none
-    helps. ``lengths``: the steps' peaks, where sequences differ in length.
+    helps. ``lengths``: lines on the steps' peaks, where sequences differ in length.
     """
-    of_lengths = [] if lengths is None else _lengths(lengths, unit)
     if verbose or explain:
-        return _whole(answer, notes, changes, Table(unit), of_lengths, explain=explain)
-    return screen_text(answer, notes, changes, unit, of_lengths)
+        return _whole(answer, notes, changes, Table(unit), lengths, explain=explain)
+    return screen_text(answer, notes, changes, unit, lengths)
 
 
 def _whole(
@@ -83,12 +78,6 @@ def _whole(
             notes_part(every_note(answer, notes)),
         ]
     )
-
-
-def _lengths(found: "Lengths", unit: Unit) -> list[str]:
-    from zeroplan.report.lengths import lengths_lines  # noqa: PLC0415  only lengths that vary pay for it
-
-    return list(lengths_lines(found, unit))
 
 
 def _states(answer: Estimate, table: Table, *, explain: bool) -> Iterator[str]:

@@ -428,8 +428,8 @@ def _with_imbalance(request: Request, model: ModelSpec) -> tuple[Request, str]:
         return replace(request, imbalance=None), ""  # the job refuses the ranks
     from zeroplan.resolve.imbalance import imbalance_of  # noqa: PLC0415  only this flag pays for it
 
-    found = imbalance_of(said, experts=model.moe.num_experts, ranks=ranks)
-    return replace(request, imbalance=found.of_rank), found.note
+    ratio, note = imbalance_of(said, experts=model.moe.num_experts, ranks=ranks)
+    return replace(request, imbalance=ratio), note
 
 
 def beyond_positions(complete: JobSpec) -> str:

@@ -6,7 +6,9 @@ Packing is that of TRL 1.16, a budget of tokens that of verl 0.9.1: tests/test_b
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
 
 from zeroplan.errors import SpecError
 from zeroplan.numeric import round_up
@@ -14,16 +16,14 @@ from zeroplan.resolve.lengths import CAREFUL, Lognormal, drawn_once, lengths_of,
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.mesh import MeshSpec
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Column = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-
+Column: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Way = Literal["padded", "padding-free", "packed", "budget"]
-#: ``datasets.Dataset.map`` hands TRL so many sequences at a time.
-PACKED_AT_ONCE: Final = 1000
-#: Sequences that are packed or put under a budget, of those of larger data.
-MOST_PLACED: Final = 20_000
+#: The flag of each way.
+WAYS: Final[dict[str, Way]] = {
+    "": "padded", "--padding-free": "padding-free", "--packing": "packed", "--token-budget": "budget",
+}  # fmt: skip
+#: ``datasets.Dataset.map`` hands TRL so many sequences at a time. Of larger data, so many are packed.
+PACKED_AT_ONCE, MOST_PLACED = 1000, 20_000
 #: verl's measure of the work of a sequence: so many times its tokens, and their square.
 _PER_TOKEN: Final = 24576
 
@@ -32,45 +32,39 @@ class Batching(NamedTuple):
     """How sequences become the micro-batches of a step."""
 
     way: Way
-    micro_batch: int
-    """Sequences of a micro-batch; packed, those of full length; under a budget a rank has so many per accumulated one."""
-    cut: int
-    """Tokens at which a sequence is cut off."""
-    ranks: int
-    """Data-parallel ranks."""
-    accumulated: int
-    """Micro-batches of a rank in a step."""
-    budget: int = 0
-    """Tokens of a micro-batch at the most, with a budget."""
-    multiple: int = 1
-    """Ranks that share a sequence pad it to a multiple of this."""
-
-    @property
-    def per_step(self) -> int:
-        """Sequences of a step on all ranks."""
-        return self.micro_batch * self.accumulated * self.ranks
+    micro_batch: int  # sequences of a micro-batch; if packed, packs; under a budget a rank has so many per accumulated one
+    cut: int  # tokens at which a sequence is cut off
+    ranks: int  # data-parallel ranks
+    accumulated: int  # micro-batches of a rank in a step
+    budget: int = 0  # tokens of a micro-batch at the most, with a budget
+    multiple: int = 1  # ranks that share a sequence pad it to a multiple of this
 
     @property
     def of_a_rank(self) -> int:
         """Sequences of a rank's step."""
         return self.micro_batch * self.accumulated
 
+    @property
+    def per_step(self) -> int:
+        """Sequences of a step on all ranks."""
+        return self.of_a_rank * self.ranks
+
 
 class Varying(NamedTuple):
     """Sequences of several lengths, and how they are batched."""
 
     tokens: tuple[int, ...]
-    """Tokens of every sequence of the data."""
     batching: Batching
-    drawn: bool
-    """They come from a distribution, not from data."""
+    drawn: bool  # from a distribution, not from data
 
     @property
-    def lengths(self) -> "Column":
+    def lengths(self) -> Column:
         """The tokens of every sequence as a column."""
-        import numpy as np  # noqa: PLC0415  keeps start-up fast
-
         return np.array(self.tokens, dtype=np.int64)
+
+    def within(self, share: float) -> int:
+        """Tokens that this share of the sequences do not exceed."""
+        return sorted(self.tokens)[int(np.ceil(share * len(self.tokens))) - 1]
 
 
 def packed(lengths: Sequence[int], size: int) -> list[int]:
@@ -78,12 +72,8 @@ def packed(lengths: Sequence[int], size: int) -> list[int]:
 
     Source: TRL 1.16, data_utils.py, ``_pack_bfd`` with ``on_seq_length_overflow="truncate"``.
     """
-    starts = range(0, len(lengths), PACKED_AT_ONCE)
-    return [
-        pack
-        for at in starts
-        for pack in _packs(sorted((min(one, size) for one in lengths[at : at + PACKED_AT_ONCE]), reverse=True), size)
-    ]
+    parts = (lengths[at : at + PACKED_AT_ONCE] for at in range(0, len(lengths), PACKED_AT_ONCE))
+    return [pack for part in parts for pack in _packs(sorted((min(one, size) for one in part), reverse=True), size)]
 
 
 def _packs(longest_first: Sequence[int], size: int) -> Iterator[int]:
@@ -91,16 +81,8 @@ def _packs(longest_first: Sequence[int], size: int) -> Iterator[int]:
     rooms: list[int] = []
     for length in longest_first:
         at = bisect_left(rooms, length)
-        room = rooms.pop(at) if at < len(rooms) else size
-        insort(rooms, room - length)
+        insort(rooms, (rooms.pop(at) if at < len(rooms) else size) - length)
     return (size - room for room in rooms)
-
-
-def packs_of(varying: Varying) -> "Column":
-    """Return the packs of the data, of which a sample where it is large. [tokens]"""
-    import numpy as np  # noqa: PLC0415  keeps start-up fast
-
-    return np.array(packed(varying.tokens[:MOST_PLACED], varying.batching.cut), dtype=np.int64)
 
 
 def budgeted(each_rank: Sequence[Sequence[int]], budget: int) -> list[int]:
@@ -111,7 +93,7 @@ def budgeted(each_rank: Sequence[Sequence[int]], budget: int) -> list[int]:
     count = max(min(len(lengths), -(-sum(lengths) // budget)) for lengths in each_rank)
     while True:
         made = [
-            sum(lengths[at] for at in part) for lengths in each_rank for part in balanced(lengths, min(count, len(lengths)))
+            sum(map(lengths.__getitem__, part)) for lengths in each_rank for part in balanced(lengths, min(count, len(lengths)))
         ]
         if max(made) <= budget:
             return made
@@ -148,21 +130,9 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 def largest(varying: Varying) -> tuple[int, int]:
     """Return the tokens of the largest micro-batch that a budget allows, and how many a rank's longest sequences make."""
-    import numpy as np  # noqa: PLC0415  keeps start-up fast
-
     batching = varying.batching
-    longest = np.sort(np.minimum(varying.lengths, batching.cut))[-batching.of_a_rank :]
-    total = int(longest.sum())
+    total = int(np.sort(np.minimum(varying.lengths, batching.cut))[-batching.of_a_rank :].sum())
     return min(batching.budget, total), -(-total // batching.budget)
-
-
-#: The flag of each way.
-WAYS: Final[dict[str, Way]] = {
-    "": "padded",
-    "--padding-free": "padding-free",
-    "--packing": "packed",
-    "--token-budget": "budget",
-}
 
 
 def of_varying(text: str, flag: str, asked: BatchSpec, mesh: MeshSpec, budget: int) -> tuple[BatchSpec, str, Varying]:
@@ -170,36 +140,30 @@ def of_varying(text: str, flag: str, asked: BatchSpec, mesh: MeshSpec, budget: i
 
     ``asked``: the micro-batch, the tokens at which sequences are cut, and how many micro-batches a step has.
     """
-    lengths, cut = lengths_of(text), asked.seq_len
+    lengths, cut, size, steps = lengths_of(text), asked.seq_len, asked.micro_batch_size, asked.grad_accum_steps
     multiple = 2 * mesh.cp * mesh.tp if mesh.cp > 1 else mesh.tp
-    batching = Batching(
-        WAYS[flag], asked.micro_batch_size, cut, mesh.dp_replicate * mesh.dp_shard, asked.grad_accum_steps, budget, multiple
-    )
-    drawn = isinstance(lengths, Lognormal)
+    batching = Batching(WAYS[flag], size, cut, mesh.dp_replicate * mesh.dp_shard, steps, budget, multiple)
+    drawn, joined = isinstance(lengths, Lognormal), batching.way != "padded"
     varying = Varying(tuple(drawn_once(lengths).tolist()), batching, drawn)
     if batching.way == "budget":
         return _under(varying)
     if batching.way == "packed":
         if mesh.cp > 1:  # TRL 1.16, trainer/sft_trainer.py, SFTTrainer.__init__
             raise SpecError(
-                "--packing with --context-parallel: TRL refuses it, since packs would attend to each other; leave one out"
+                "--packing with --context-parallel: TRL refuses it: packs would attend to each other; leave one out"
             )
-        lengths = packs_of(varying)
-    joined = batching.way != "padded"
-    longest = longest_of(lengths, cut=cut, micro_batch=asked.micro_batch_size, padding_free=joined)
+        lengths = np.array(packed(varying.tokens[:MOST_PLACED], cut), dtype=np.int64)
+    longest = longest_of(lengths, cut=cut, micro_batch=size, padding_free=joined)
     taken = longest.within(CAREFUL)
-    most = min(asked.micro_batch_size * cut, taken + cut) if joined else cut
-    batch = BatchSpec(
-        micro_batch_size=longest.sequences, seq_len=round_up(taken, multiple), grad_accum_steps=asked.grad_accum_steps,
-        longest_seq_len=round_up(most, multiple) if drawn else None,
-    )  # fmt: skip
+    most = round_up(min(size * cut, taken + cut) if joined else cut, multiple) if drawn else None
+    tokens = round_up(taken, multiple)
+    batch = BatchSpec(micro_batch_size=longest.sequences, seq_len=tokens, grad_accum_steps=steps, longest_seq_len=most)
     return batch, note_of(longest, taken, drawn=drawn), varying
 
 
 def _under(varying: Varying) -> tuple[BatchSpec, str, Varying]:
     """Return the largest micro-batch under a budget; raises SpecError if the longest sequence is beyond it."""
-    batching = varying.batching
-    longest = min(max(varying.tokens), batching.cut)
+    batching, longest = varying.batching, min(max(varying.tokens), varying.batching.cut)
     if longest > batching.budget:
         raise SpecError(
             f"--token-budget {batching.budget:,}: the longest sequence has {longest:,} tokens, which verl refuses; raise it, or "

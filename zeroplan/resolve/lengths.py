@@ -7,17 +7,15 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
 
 from zeroplan.catalog.text import read_text
 from zeroplan.errors import SpecError
 from zeroplan.units import MIB
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Drawn = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-
+Drawn: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 #: Orders that are drawn, and lengths of all of them together at the most.
 _ORDERS: Final = 199
 _MOST_DRAWN: Final = 20_000_000
@@ -56,7 +54,7 @@ class Longest(NamedTuple):
         return self.found[min(len(self.found) - 1, percent * len(self.found) // 100)] // self.sequences
 
 
-def lengths_of(text: str) -> "Lognormal | Drawn":
+def lengths_of(text: str) -> Lognormal | Drawn:
     """Return what ``--lengths`` says; raises SpecError for a file that cannot be read and for numbers that are no lengths."""
     said = _LOGNORMAL.fullmatch(text.strip())
     if said is None:
@@ -67,9 +65,7 @@ def lengths_of(text: str) -> "Lognormal | Drawn":
     return found
 
 
-def _of_file(text: str) -> "Drawn":
-    import numpy as np  # noqa: PLC0415  keeps start-up fast
-
+def _of_file(text: str) -> Drawn:
     name, field = (text, "") if _is_file(text) else text.rpartition(":")[::2]
     if not name or not _is_file(name):
         raise SpecError(f"--lengths {text!r} is neither {_FORMS}")
@@ -125,13 +121,11 @@ def _no_length(record: dict[str, object], field: str) -> str:
     )
 
 
-def longest_of(lengths: "Lognormal | Drawn", *, cut: int, micro_batch: int, padding_free: bool) -> Longest:
+def longest_of(lengths: Lognormal | Drawn, *, cut: int, micro_batch: int, padding_free: bool) -> Longest:
     """Return the longest micro-batch of each order drawn; sequences are cut at so many tokens. A last, smaller one counts too.
 
     Padding makes all sequences of a micro-batch as long as its longest; without it they are joined.
     """
-    import numpy as np  # noqa: PLC0415
-
     draw = np.random.default_rng(0)
     count = lengths.sequences if isinstance(lengths, Lognormal) else len(lengths)
     found = []
@@ -146,17 +140,13 @@ def longest_of(lengths: "Lognormal | Drawn", *, cut: int, micro_batch: int, padd
     return Longest(-(-count // micro_batch), tuple(sorted(found)), 1 if padding_free else micro_batch)
 
 
-def _drawn(lengths: Lognormal, draw: "np.random.Generator") -> "Drawn":
-    import numpy as np  # noqa: PLC0415
-
+def _drawn(lengths: Lognormal, draw: np.random.Generator) -> Drawn:
     middle = np.log(lengths.mean) - lengths.spread**2 / 2
     return np.ceil(draw.lognormal(middle, lengths.spread, lengths.sequences)).astype(np.int64)
 
 
-def drawn_once(lengths: "Lognormal | Drawn") -> "Drawn":
+def drawn_once(lengths: Lognormal | Drawn) -> Drawn:
     """Return the lengths of a file, or one draw of those that only a few numbers say."""
-    import numpy as np  # noqa: PLC0415
-
     return _drawn(lengths, np.random.default_rng(0)) if isinstance(lengths, Lognormal) else lengths
 
 

@@ -27,11 +27,11 @@ class Batch(Protocol):
 
 
 class Numbers(NamedTuple):
-    """A batch for formulas, of checked numbers."""
+    """A batch for formulas, of checked numbers or columns of them."""
 
-    micro_batch_size: int
-    seq_len: int
-    grad_accum_steps: int
+    micro_batch_size: Int
+    seq_len: Int
+    grad_accum_steps: Int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
