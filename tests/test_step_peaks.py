@@ -231,7 +231,7 @@ def test_the_answer_is_one_screen_and_its_json_has_all_of_it(tmp_path: Path, cap
     assert own["batching"]["way"] == "padded"
     assert own["median_bytes"] <= own["of_90_in_100_bytes"] <= own["of_99_in_100_bytes"] <= own["highest_bytes"]
     assert len(others) == 3
-    assert "| a step's peak, GiB | median |" in run("--markdown")[1]
+    assert "```text\n210 sequences of 729 tokens" in run("--markdown")[1]
 
 
 def test_ten_thousand_lengths_take_less_than_a_second() -> None:

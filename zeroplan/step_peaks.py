@@ -154,7 +154,7 @@ def _steps_of(cut: Column, batching: Batching) -> _Steps:
         found = _steps_of(packs, batching._replace(way="padding-free"))
         return found._replace(items=ceil_div(len(packs) * len(cut), len(some)), exact=found.exact and some is cut)
     if batching.way == "padded" or (batching.way == "padding-free" and batching.micro_batch == 1):
-        return _Steps(len(cut), *of_the_longest(round_up(cut, batching.multiple), batching.per_step), True)
+        return _Steps(len(cut), *of_the_longest(-(-cut // batching.multiple) * batching.multiple, batching.per_step), True)
     per_order, most = (_under_budget, _BUDGETED) if batching.way == "budget" else (_joined, _DRAWN)
     drawn = np.concatenate([per_order(order[:most], batching) for order in _orders(cut, most)])
     tokens, counts = np.unique(round_up(drawn, batching.multiple), return_counts=True)

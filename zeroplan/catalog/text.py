@@ -37,6 +37,14 @@ def read_text(path: Path, *, what: str, most: int = LARGEST_FILE_BYTES) -> str:
         raise SpecError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from None
 
 
+def is_there(path: Path) -> bool:
+    """Return whether there is something at a path; there is nothing at a name too long, or with a NUL."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
 def _fault(path: Path, what: str, most: int) -> str | None:
     """Return why ``path`` cannot be opened; called before anything is read."""
     if "\0" in str(path) or not path.exists():

@@ -1,10 +1,7 @@
 """``zeroplan estimate``: how much memory does one GPU need for this job, when, and why?"""
 
-from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -16,9 +13,6 @@ from zeroplan.estimator import Estimate, estimate, replayed_if_tight
 from zeroplan.remedies import Remedy, remedies
 from zeroplan.resolve import Resolved
 from zeroplan.units import Unit, unit_named
-
-if TYPE_CHECKING:
-    from zeroplan.step_peaks import Lengths
 
 Verbose = Annotated[bool, switch("--verbose", "Also every kind, pipeline rank, collective and note.", short="-v")]
 Explain = Annotated[bool, switch("--explain", "Every line with its formula, numbers and source.")]
@@ -101,29 +95,31 @@ class _How(NamedTuple):
 
     def show(self, answer: Estimate, resolved: Resolved, changes: tuple[Remedy, ...]) -> None:
         """Print the answer."""
-        notes, lengths = resolved.notes, None
+        notes, lines, lengths = resolved.notes, (), None
         if resolved.varying is not None:
-            from zeroplan.step_peaks import step_peaks  # noqa: PLC0415  only lengths that vary pay for it
+            from zeroplan.report.lengths import lengths_lines, lengths_payload  # noqa: PLC0415  only lengths that vary pay for it
+            from zeroplan.step_peaks import step_peaks  # noqa: PLC0415
 
-            lengths = step_peaks(answer, resolved.varying)
+            found = step_peaks(answer, resolved.varying)
+            lines, lengths = lengths_lines(found, self.unit), lengths_payload(found)
         if self.as_json:
             typer.echo(_json(answer, notes, changes, lengths))
         elif self.as_markdown:
             from zeroplan.report.markdown import estimate_markdown  # noqa: PLC0415  only the rendering asked for is loaded
 
-            of_lengths = () if lengths is None else tuple(_rendered().lengths_markdown(lengths))
-            typer.echo(estimate_markdown(answer, notes, changes, explain=self.explain, lengths=of_lengths))
+            typer.echo(estimate_markdown(answer, notes, changes, explain=self.explain, lengths=lines))
         else:
-            self._show_text(answer, notes, changes, () if lengths is None else _rendered().lengths_lines(lengths, self.unit))
+            self._show_text(answer, notes, changes, lines)
 
-    def _show_text(self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...], lengths: Sequence[str]) -> None:
+    def _show_text(
+        self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...], lengths: tuple[str, ...]
+    ) -> None:
         from zeroplan.cli.terminal import show  # noqa: PLC0415  only the rendering asked for is loaded
         from zeroplan.report.text import estimate_text  # noqa: PLC0415
         from zeroplan.report.words import COLUMNS, WIDTH  # noqa: PLC0415
 
-        text = estimate_text(
-            answer, notes, changes, verbose=self.verbose, explain=self.explain, unit=self.unit, lengths=lengths
-        )
+        how = {"verbose": self.verbose, "explain": self.explain}
+        text = estimate_text(answer, notes, changes, **how, unit=self.unit, lengths=lengths)
         show(text, WIDTH if self.verbose or self.explain else COLUMNS)
 
 
@@ -132,12 +128,7 @@ def _name(answer: Estimate) -> str:
     return f"{job.model.name or job.model.family}, {job.recipe.engine}, one of {job.mesh.world_size} GPUs, estimated"
 
 
-def _rendered() -> ModuleType:
-    return import_module("zeroplan.report.lengths")  # only lengths that vary pay for it
-
-
-def _json(answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...], lengths: "Lengths | None") -> str:
+def _json(answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...], lengths: dict[str, object] | None) -> str:
     from zeroplan.report.payload import estimate_payload  # noqa: PLC0415  only the rendering asked for is loaded
 
-    of_lengths = None if lengths is None else _rendered().lengths_payload(lengths)
-    return json_text(estimate_payload(answer, notes, changes, of_lengths))
+    return json_text(estimate_payload(answer, notes, changes, lengths))

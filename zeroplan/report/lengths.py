@@ -1,10 +1,8 @@
-"""What lengths that vary do to the steps of a run: as text, as Markdown and as plain data."""
+"""What lengths that vary do to the steps of a run: as text and as plain data."""
 
-from collections.abc import Iterator
-
-from zeroplan.report.words import cells, filled
+from zeroplan.report.words import filled
 from zeroplan.step_peaks import Lengths, Peaks
-from zeroplan.units import GIBIBYTES, Unit
+from zeroplan.units import Unit
 
 _NAME = 27
 _HEADS = ("median", "90 %", "99 %", "most", "no fit", "cut", "pad", "steps")
@@ -12,20 +10,11 @@ _WIDTHS = (7, 6, 6, 7, 7, 6, 6, 8)
 _FLASH = "Sequences that are joined or packed also need --attention flash."
 
 
-def lengths_lines(found: Lengths, unit: Unit) -> list[str]:
+def lengths_lines(found: Lengths, unit: Unit) -> tuple[str, ...]:
     """Return the lengths in a sentence, and a row for each way of batching."""
     rows = [(f"A step's peak, {unit.name}", _HEADS), *((_name(one), _figures(one, unit)) for one in (found.own, *found.others))]
     table = [f"{name:<{_NAME}}" + "".join(map(str.rjust, figures, _WIDTHS)) for name, figures in rows]
-    return [*filled(_sentence(found)), *table, *([_FLASH] if found.needs_flash else [])]
-
-
-def lengths_markdown(found: Lengths) -> Iterator[str]:
-    """Yield the same as a table; peaks in GiB."""
-    yield _sentence(found) + (f" {_FLASH}" if found.needs_flash else "")
-    yield ""
-    yield cells("a step's peak, GiB", *_HEADS)
-    yield "|---|" + "---:|" * len(_HEADS)
-    yield from (cells(_name(one), *_figures(one, GIBIBYTES)) for one in (found.own, *found.others))
+    return (*filled(_sentence(found)), *table, *([_FLASH] if found.needs_flash else []))
 
 
 def lengths_payload(found: Lengths) -> dict[str, object]:

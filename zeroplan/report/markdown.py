@@ -31,7 +31,7 @@ def estimate_markdown(
     """
     parts = [
         [f"## {headline(answer)}", "", *(f"{line}  " for line in job_lines(answer))],
-        lengths,
+        ["```text", *lengths, "```"] if lengths else [],
         list(_states(answer)),
         list(_peak(answer, explain=explain)),
         list(_card(answer)),

@@ -15,6 +15,7 @@ from zeroplan.catalog.gpu import gpu as find_gpu
 from zeroplan.catalog.hub_names import is_repository, repository_of, way_to_the_hub
 from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.model import model as find_model
+from zeroplan.catalog.text import is_there
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve.request import OPTIONS, Request, SetupRead, fields_set, request_of
 from zeroplan.spec.adapter import AdapterSpec
@@ -270,16 +271,9 @@ def own_folder(extra: Path | None, kind: str) -> Path | None:
     """Return a sub-folder of the user's catalogue, or None."""
     if extra is None:
         return None
-    if not _is_folder(extra):
+    if not (is_there(extra) and extra.is_dir()):
         raise SpecError(f"catalogue {str(extra)!r} is not a folder; give one that holds models/*.toml or gpus/*.toml")
     return extra / kind if (extra / kind).is_dir() else None
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # a name too long, or with a NUL
-        return False
 
 
 def _parameters(params: str | float | None) -> int:

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from zeroplan.catalog.text import read_text
+from zeroplan.catalog.text import is_there, read_text
 from zeroplan.errors import SpecError
 from zeroplan.units import MIB
 
@@ -66,8 +66,8 @@ def lengths_of(text: str) -> Lognormal | Drawn:
 
 
 def _of_file(text: str) -> Drawn:
-    name, field = (text, "") if _is_file(text) else text.rpartition(":")[::2]
-    if not name or not _is_file(name):
+    name, field = (text, "") if is_there(Path(text)) else text.rpartition(":")[::2]
+    if not name or not is_there(Path(name)):
         raise SpecError(f"--lengths {text!r} is neither {_FORMS}")
     content = read_text(Path(name), what="file of lengths", most=_LARGEST_FILE)
     try:
@@ -81,13 +81,6 @@ def _of_file(text: str) -> Drawn:
     if not 1 <= len(found) <= _MOST_SEQUENCES or found.min() < 1 or found.max() > _LONGEST:
         raise SpecError(f"--lengths {text!r}: a file has 1 to {_MOST_SEQUENCES:,} lengths of 1 token or more, 1e9 at the most")
     return found
-
-
-def _is_file(text: str) -> bool:
-    try:
-        return Path(text).exists()
-    except (OSError, ValueError):  # a name too long, or with a NUL
-        return False
 
 
 def _of_records(content: str, name: str, field: str) -> Iterator[int]:

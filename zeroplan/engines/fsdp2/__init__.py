@@ -49,16 +49,13 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     activations = activations_away(plan)
     held = plan.head.shared if plan.loss_in_loop else ()
     moments = step.moments(plan, (*states, *held, *here))
+    of_experts = tuple(_of_experts(plan, model, mesh, batch)) if plan.has_experts_apart else ()
     return Account(
         states=states,
         moments=moments,
         collectives=collectives(plan, mesh, batch, model),
         host=(*in_host_memory(plan, activations), *there),
-        symbols=(
-            *symbols_of(plan, model, activations),
-            *counted(*plan.persistent, *temporaries),
-            *(_that_come(plan, model, mesh, batch) if plan.has_experts_apart else ()),
-        ),
+        symbols=(*symbols_of(plan, model, activations), *counted(*plan.persistent, *temporaries), *of_experts),
         notes=tuple(_notes(plan)),
         kept=tuple(
             (run.name, one.kept(again)) for run, one, again in zip(plan.runs, plan.passes, plan.recomputes, strict=True)
@@ -113,7 +110,6 @@ def symbols_of(plan: Plan, model: ModelSpec, activations: Away) -> tuple[Symbol,
         *((beyond_symbol(plan.beyond_pinned_bytes + activations.beyond_bytes),) if plan.recipe.offloads else ()),
         *(_of_trained(plan) if plan.is_partly_frozen else ()),
         *_of_quantised(model),
-        *(_of_experts(plan, model) if plan.has_experts_apart else ()),
     )
 
 
@@ -131,17 +127,11 @@ def _padded(plan: Plan, group: Group) -> Symbol:
     return Symbol(name, plan.n * group.shard, f"N times this rank's chunk of one {group.symbol} block")
 
 
-def _of_experts(plan: Plan, model: ModelSpec) -> Iterator[Symbol]:
+def _of_experts(plan: Plan, model: ModelSpec, mesh: Mesh, batch: Batch) -> Iterator[Symbol]:
     from zeroplan.engines.fsdp2 import experts  # noqa: PLC0415  keeps start-up fast
 
     yield from experts.symbols(plan)
-    yield experts.local_experts(model, plan.ep)
-
-
-def _that_come(plan: Plan, model: ModelSpec, mesh: Mesh, batch: Batch) -> Iterator[Symbol]:
-    from zeroplan.engines.fsdp2.experts import that_come  # noqa: PLC0415  keeps start-up fast
-
-    return that_come(model, plan.recipe, mesh, batch)
+    yield from experts.local_experts(model, plan.recipe, mesh, batch)
 
 
 def _of_quantised(model: ModelSpec) -> tuple[Symbol, ...]:

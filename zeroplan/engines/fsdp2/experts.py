@@ -113,14 +113,11 @@ def symbols(plan: Plan) -> Iterator[Symbol]:
         yield Symbol(f"Y_{kind}", one.numel, f"parameters of the experts that a rank has in one {kind} block, without padding")
 
 
-def local_experts(model: ModelSpec, ep: int) -> Symbol:
-    """The symbol of the experts on a rank."""
-    return Symbol("x", 0 if model.moe is None else model.moe.num_experts // ep, "experts of this rank, E/ep")
-
-
-def that_come(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Symbol]:
-    """The symbol of the pairs that come to a rank whose experts are visited more often than others."""
-    if recipe.imbalance != 1 and int(mesh.ep) > 1:
+def local_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Symbol]:
+    """The symbols of the experts on a rank, and of the pairs that come to them if they are visited more often than others."""
+    assert model.moe is not None  # noqa: S101  asked of models with experts only
+    yield Symbol("x", model.moe.num_experts // mesh.ep, "experts of this rank, E/ep")
+    if recipe.imbalance != 1:
         yield Symbol("X_r", _pairs(model, recipe, mesh, batch)[-1], "pairs that come to this rank's experts")
 
 

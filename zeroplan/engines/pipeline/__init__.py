@@ -219,9 +219,9 @@ def account_of_time(
 def _symbols(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Symbol, ...]:
     if mesh.ep == 1:
         return ()
-    from zeroplan.engines.fsdp2.experts import local_experts, that_come  # noqa: PLC0415  keeps start-up fast
+    from zeroplan.engines.fsdp2.experts import local_experts  # noqa: PLC0415  keeps start-up fast
 
-    return (local_experts(model, int(mesh.ep)), *that_come(model, recipe, mesh, batch))
+    return tuple(local_experts(model, recipe, mesh, batch))
 
 
 def _notes(recipe: RecipeSpec, mesh: Mesh) -> tuple[str, ...]:
