@@ -110,13 +110,12 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     stage = _default_stage(request.engine, gpus) if request.stage is None else request.stage
     seq_len, seq_note = _seq_len(request, model)
     cluster = cluster_of(request, extra)
-    mesh = mesh_of(request, gpus)
-    batch, lengths_note, varying = _batch(request, seq_len, mesh)
+    batch, lengths_note, varying = _batch(request, seq_len)
     complete = JobSpec(
         model=model,
         cluster=cluster,
         recipe=_on_nodes(_recipe(request, stage), cluster, chosen),
-        mesh=mesh,
+        mesh=mesh_of(request, gpus),
         batch=batch,
     )
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
@@ -385,28 +384,26 @@ def _seq_len(request: Request, model: ModelSpec) -> tuple[int, str]:
     return chosen, f"sequence length not given: {chosen:,} tokens taken"
 
 
-def _batch(request: Request, seq_len: int, mesh: MeshSpec) -> "tuple[BatchSpec, str, Varying | None]":
+def _batch(request: Request, seq_len: int) -> "tuple[BatchSpec, str, Varying | None]":
     """Return the batch; of several lengths the longest micro-batch, a note on it, and the lengths."""
-    micro_batch, steps = request.micro_batch or 1, request.grad_accum or 1
+    batch = BatchSpec(
+        micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1,
+        longest_seq_len=request.longest_seq_len,
+    )  # fmt: skip
     asked = {"--padding-free": request.padding_free, "--packing": request.packing, "--token-budget": request.token_budget}
     flags = [flag for flag, value in asked.items() if value]
     if request.lengths is None:
         if flags:
             raise SpecError(f"{flags[0]} needs --lengths: sequences of one length have no padding")
-        longest = request.longest_seq_len
-        return (
-            BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps, longest_seq_len=longest),
-            "",
-            None,
-        )
+        return batch, "", None
     if len(flags) > 1:
         raise SpecError(f"{' and '.join(flags)} are two ways of batching; leave one of them out")
     if flags and request.attention != "flash":
         raise SpecError(f"{flags[0]} needs --attention flash: no other kernel keeps joined sequences apart without a mask")
     from zeroplan.resolve.batching import of_varying  # noqa: PLC0415  only this flag pays for it
 
-    return of_varying(request.lengths, flags[0] if flags else "", BatchSpec(
-        micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps), mesh, request.token_budget or 0)  # fmt: skip
+    mesh = mesh_of(request, request.gpus or 1)
+    return of_varying(request.lengths, flags[0] if flags else "", batch, mesh, request.token_budget or 0)
 
 
 def _with_imbalance(request: Request, model: ModelSpec) -> tuple[Request, str]:
