@@ -17,7 +17,7 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, needed
 from zeroplan.numeric import ceil_div, round_up
 from zeroplan.resolve.batching import MOST_PLACED, PACKED_AT_ONCE, Batching, Column, Varying, budgeted, largest, packed
-from zeroplan.spec.batch import Numbers
+from zeroplan.spec.batch import Columns
 from zeroplan.spec.job import JobSpec
 
 Shares: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -131,7 +131,7 @@ def _needed(job: JobSpec, sequences: int, tokens: Column) -> Column:
     shapes are rounded up to as many.
     """
     tried = np.unique(np.minimum(round_up(tokens, ceil_div(int(tokens[-1]), _MOST_SHAPES)), tokens[-1]))
-    found = needed(job, Numbers(sequences, tried, job.batch.grad_accum_steps)).least_bytes
+    found = needed(job, Columns(sequences, tried, job.batch.grad_accum_steps)).least_bytes
     return np.maximum.accumulate(np.broadcast_to(found, tried.shape))[np.searchsorted(tried, tokens)]
 
 

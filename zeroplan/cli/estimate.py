@@ -95,7 +95,8 @@ class _How(NamedTuple):
 
     def show(self, answer: Estimate, resolved: Resolved, changes: tuple[Remedy, ...]) -> None:
         """Print the answer."""
-        notes, lines, lengths = resolved.notes, (), None
+        notes, lengths = resolved.notes, None
+        lines: tuple[str, ...] = ()
         if resolved.varying is not None:
             from zeroplan.report.lengths import lengths_lines, lengths_payload  # noqa: PLC0415  only lengths that vary pay for it
             from zeroplan.step_peaks import step_peaks  # noqa: PLC0415

@@ -27,7 +27,15 @@ class Batch(Protocol):
 
 
 class Numbers(NamedTuple):
-    """A batch for formulas, of checked numbers or columns of them."""
+    """A batch for formulas, of checked numbers."""
+
+    micro_batch_size: int
+    seq_len: int
+    grad_accum_steps: int
+
+
+class Columns(NamedTuple):
+    """The same with a column of sequence lengths."""
 
     micro_batch_size: Int
     seq_len: Int

@@ -8,7 +8,7 @@ from zeroplan.estimator import Needed, Verdict, estimate, needed, verdict
 from zeroplan.numeric import Int
 from zeroplan.report.series.parts import Caption, caption
 from zeroplan.report.words import engine_words
-from zeroplan.spec.batch import Numbers
+from zeroplan.spec.batch import Columns
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.profiled import profile_of
 
@@ -76,7 +76,7 @@ def _row(job: JobSpec, micro_batch: int, seq_lens: tuple[int, ...]) -> Needed:
     import numpy as np  # noqa: PLC0415  only columns pay for it
 
     column = np.array(seq_lens, dtype=np.int64)
-    return needed(job, Numbers(micro_batch, column, job.batch.grad_accum_steps))
+    return needed(job, Columns(micro_batch, column, job.batch.grad_accum_steps))
 
 
 def _ints(column: Int, length: int) -> tuple[int, ...]:
