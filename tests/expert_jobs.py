@@ -74,6 +74,17 @@ JOBS: dict[str, JobSpec] = {
         dp_shard=4, tp=2, ep=2, dp_replicate=2, zero_stage=2, precision="fp32"
     ),
     "qwen3 with a dense layer, tensor-parallel ranks": expert_job(model=_QWEN3, dp_shard=4, tp=2, ep=8, batch=(1, 64, 2)),
+    "mixtral, experts that are visited more often": expert_job(imbalance=1.5),
+    "mixtral, experts that are visited more often, recomputed, accumulated": expert_job(
+        imbalance=1.377, batch=(1, 64, 2), recompute="full"
+    ),
+    "gpt-oss, experts that are visited more often, selective": expert_job(model=_GPT_OSS, imbalance=2.5, recompute="selective"),
+    "qwen3 with a dense layer, experts that are visited more often, tensor-parallel ranks": expert_job(
+        model=_QWEN3, imbalance=1.25, dp_shard=4, tp=2, ep=8, batch=(1, 64, 2)
+    ),
+    "mixtral, experts that are visited more often, bf16, shared sequences": expert_job(
+        imbalance=3, dp_shard=2, cp=4, ep=8, batch=(2, 256, 1), precision="bf16"
+    ),
     "qwen3 with a dense layer, tensor-parallel ranks, shared sequences, recomputed": expert_job(
         model=_QWEN3, dp_shard=2, tp=2, cp=2, batch=(2, 256, 1), recompute="full"
     ),

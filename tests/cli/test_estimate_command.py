@@ -41,7 +41,7 @@ KEYS = {
     "host_bytes_per_node": type(None), "host_lines": list, "nvme_bytes": int,
     "nvme_bytes_per_node": type(None), "nvme_lines": list, "fits": type(None), "verdict": str,
     "capacity_bytes": type(None), "room_bytes": type(None), "changes": list, "communication": dict, "approximate": str,
-    "notes": list, "pipeline_ranks": list, "replay": type(None),
+    "notes": list, "pipeline_ranks": list, "replay": type(None), "lengths": type(None),
 }  # fmt: skip
 
 

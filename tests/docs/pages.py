@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import re
 import shlex
 import tempfile
@@ -20,6 +21,7 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import NormalDist
 from typing import NamedTuple
 
 from zeroplan.cli.app import main
@@ -146,7 +148,8 @@ def furnish(folder: Path) -> None:
     (folder / "job.toml").write_text('model = "gpt2"\ngpu = "h100"\n')
     (folder / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
     (folder / "train.py").write_text(TRAIN)
-    (folder / "lengths.txt").write_text("".join(f"{256 + 64 * number}\n" for number in range(40)))
+    as_chats = NormalDist(5.9, 0.9)
+    (folder / "lengths.txt").write_text("".join(f"{math.exp(as_chats.inv_cdf((at + 0.5) / 4000)):.0f}\n" for at in range(4000)))
     for name, text in SETUPS.items():
         (folder / name).write_text(text)
     (folder / "profile.json").write_text(json.dumps(said(by_hand())))

@@ -20,14 +20,14 @@ _NOT_THIS = (
 Key = TypeVar("Key")
 
 
-def read_text(path: Path, *, what: str) -> str:
-    """Return the text of a regular UTF-8 file of at most ``LARGEST_FILE_BYTES``; raises an error of one line."""
+def read_text(path: Path, *, what: str, most: int = LARGEST_FILE_BYTES) -> str:
+    """Return the text of a regular UTF-8 file of at most so many bytes; raises an error of one line."""
     try:
-        fault = _fault(path, what)
+        fault = _fault(path, what, most)
         if fault:
             raise SpecError(f"{what} {str(path)!r} {fault}")
         with path.open("rb") as file:
-            content = file.read(LARGEST_FILE_BYTES)
+            content = file.read(most)
         if content.startswith((b"\x1f\x8b", _SAVED_RUN)):
             raise SpecError(f"{what} {str(path)!r} {_NOT_THIS}")
         return content.decode("utf-8-sig")
@@ -37,14 +37,22 @@ def read_text(path: Path, *, what: str) -> str:
         raise SpecError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from None
 
 
-def _fault(path: Path, what: str) -> str | None:
+def is_there(path: Path) -> bool:
+    """Return whether there is something at a path; there is nothing at a name too long, or with a NUL."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _fault(path: Path, what: str, most: int) -> str | None:
     """Return why ``path`` cannot be opened; called before anything is read."""
     if "\0" in str(path) or not path.exists():
         return "does not exist; check the path"
     if not path.is_file():
         return "is not a file; give the path of one"
-    if path.stat().st_size > LARGEST_FILE_BYTES:
-        return f"is larger than {LARGEST_FILE_BYTES // MIB} MiB; that is no {what}"
+    if path.stat().st_size > most:
+        return f"is larger than {most // MIB} MiB; that is no {what}"
     return None
 
 

@@ -46,7 +46,7 @@ def estimate_command(
         raise SpecError("--check asks whether the job fits, but no GPU is named; add --gpu NAME (`zeroplan gpus` lists them)")
     answer = replayed_if_tight(estimate(resolved.job, replay=replay or files.wanted))
     files.write(answer)
-    how.show(answer, resolved.notes, remedies(answer))
+    how.show(answer, resolved, remedies(answer))
     return NO if check and not _passes(answer) else 0
 
 
@@ -99,23 +99,34 @@ class _How(NamedTuple):
     as_json: bool
     as_markdown: bool
 
-    def show(self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...]) -> None:
+    def show(self, answer: Estimate, resolved: Resolved, changes: tuple[Remedy, ...]) -> None:
         """Print the answer."""
+        notes, lengths = resolved.notes, None
+        lines: tuple[str, ...] = ()
+        if resolved.varying is not None:
+            from zeroplan.report.lengths import lengths_lines, lengths_payload  # noqa: PLC0415  only lengths that vary pay for it
+            from zeroplan.step_peaks import step_peaks  # noqa: PLC0415
+
+            found = step_peaks(answer, resolved.varying)
+            lines, lengths = lengths_lines(found, self.unit), lengths_payload(found)
         if self.as_json:
-            typer.echo(_json(answer, notes, changes))
+            typer.echo(_json(answer, notes, changes, lengths))
         elif self.as_markdown:
             from zeroplan.report.markdown import estimate_markdown  # noqa: PLC0415  only the rendering asked for is loaded
 
-            typer.echo(estimate_markdown(answer, notes, changes, explain=self.explain))
+            typer.echo(estimate_markdown(answer, notes, changes, explain=self.explain, lengths=lines))
         else:
-            self._show_text(answer, notes, changes)
+            self._show_text(answer, notes, changes, lines)
 
-    def _show_text(self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...]) -> None:
+    def _show_text(
+        self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...], lengths: tuple[str, ...]
+    ) -> None:
         from zeroplan.cli.terminal import show  # noqa: PLC0415  only the rendering asked for is loaded
         from zeroplan.report.text import estimate_text  # noqa: PLC0415
         from zeroplan.report.words import COLUMNS, WIDTH  # noqa: PLC0415
 
-        text = estimate_text(answer, notes, changes, verbose=self.verbose, explain=self.explain, unit=self.unit)
+        how = {"verbose": self.verbose, "explain": self.explain}
+        text = estimate_text(answer, notes, changes, **how, unit=self.unit, lengths=lengths)
         show(text, WIDTH if self.verbose or self.explain else COLUMNS)
 
 
@@ -124,7 +135,7 @@ def _name(answer: Estimate) -> str:
     return f"{job.model.name or job.model.family}, {job.recipe.engine}, one of {job.mesh.world_size} GPUs, estimated"
 
 
-def _json(answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...]) -> str:
+def _json(answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...], lengths: dict[str, object] | None) -> str:
     from zeroplan.report.payload import estimate_payload  # noqa: PLC0415  only the rendering asked for is loaded
 
-    return json_text(estimate_payload(answer, notes, changes))
+    return json_text(estimate_payload(answer, notes, changes, lengths))

@@ -14,6 +14,7 @@ import typer
 
 from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.model import model as find_model
+from zeroplan.catalog.text import is_there
 from zeroplan.cli import say
 from zeroplan.cli.flags import Catalog, folder
 from zeroplan.cli.quick import ALL_FLAGS
@@ -263,19 +264,12 @@ def _run(path: str, said: dict[str, object], job_file: object) -> "FromRun":
 
 def _looked_up(request: Request, extra: Path | None) -> Request:
     """The request with what its flag ``--model`` names beyond the catalogue: a model of the Hub's, or by mistake a file."""
-    if _exists(Path(str(request.model))):
+    if is_there(Path(str(request.model))):
         try:
             find_model(str(request.model), extra=own_folder(extra, "models"))
         except UnknownNameError as unknown:
             raise UnknownNameError(f"{unknown}; there is a file or folder of this name, which goes to --config") from None
     return with_fetched(request, extra=extra)
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name too long, or with a NUL
-        return False
 
 
 #: ``8xH100``, as clouds and papers write it; ``0x10`` is no number of GPUs.

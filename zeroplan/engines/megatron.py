@@ -79,6 +79,10 @@ _EXPERTS_NOTE = (
     "experts are taken to be visited evenly, and a rank that gets more tokens takes more; of 41 runs of Megatron-LM's tests with "
     "experts the figure was from 10 % too low to 6 % too high"
 )
+_UNEVEN_NOTE = (
+    "more tokens than an even share come to this rank's experts, in every layer; what they take is read from Megatron-Core's "
+    "dispatcher, not run, and step times are those of an even share"
+)
 EMBEDDING_NORM = "BigScience's Megatron-DeepSpeed 2022, megatron/mpu/layers.py, VocabParallelEmbedding.forward"
 _ALIBI = (
     "Megatron-LM has no arguments for BLOOM's positions (ALiBi) and the norm of its embedding, which BigScience's "
@@ -247,7 +251,7 @@ def _of_rank(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
         ),
         notes=(
             NOTE,
-            *((_EXPERTS_NOTE,) if model.moe is not None else ()),
+            *((_EXPERTS_NOTE if recipe.imbalance == 1 else _UNEVEN_NOTE,) if model.moe is not None else ()),
             *((_ALIBI,) if model.family == "bloom" else ()),
             *_notes_of_cut(model, recipe, mesh),
             *{"gpt": (), "bert": (_BERT_NOTE,), "t5": (_T5_NOTE,)}[recipe.megatron.pretrains],

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from zeroplan.spec.recipe import Precision, RecipeSpec
+from zeroplan.spec.recipe import EVEN, Precision, RecipeSpec
 from zeroplan.spec.releases import release_of
 from zeroplan.transformer.blocks import Compute
 
@@ -67,4 +67,5 @@ def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1, cp: int = 1) -> 
         release_of(recipe.transformers),
         recipe.precision == "fp16-mixed" and recipe.kernels == "cuda",
         recipe.fused_parts,
+        recipe.imbalance_in_thousandths if ep > 1 else EVEN,
     )

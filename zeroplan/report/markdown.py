@@ -22,14 +22,16 @@ from zeroplan.units import GB, GIB, GIBIBYTES, MB, MIB, format_size
 
 
 def estimate_markdown(
-    answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] | None = None, *, explain: bool = False
-) -> str:
+    answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] | None = None, *, explain: bool = False,
+    lengths: Sequence[str] = (),
+) -> str:  # fmt: skip
     """Return the whole answer as Markdown tables; ``explain``: list the peak line by line with formula and source.
 
     ``changes``: None if none were looked for. If none were found, the answer says that none helps.
     """
     parts = [
         [f"## {headline(answer)}", "", *(f"{line}  " for line in job_lines(answer))],
+        ["```text", *lengths, "```"] if lengths else [],
         list(_states(answer)),
         list(_peak(answer, explain=explain)),
         list(_card(answer)),

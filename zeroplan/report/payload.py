@@ -40,7 +40,9 @@ class MomentPayload(TypedDict):
     allocated_bytes: int
 
 
-def estimate_payload(answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = ()) -> dict[str, object]:
+def estimate_payload(
+    answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = (), lengths: dict[str, object] | None = None
+) -> dict[str, object]:
     """Return the answer of ``zeroplan estimate --json``, for ``json.dumps``."""
     return {
         "schema_version": SCHEMA_VERSION,
@@ -73,6 +75,7 @@ def estimate_payload(answer: Estimate, notes: Sequence[str] = (), changes: Seque
         "room_bytes": answer.room_bytes,
         "changes": [change._asdict() for change in changes],
         "communication": _communication(answer.traffic),
+        "lengths": lengths,
         "approximate": answer.approximate,
         "notes": list(notes),
     }

@@ -32,21 +32,24 @@ _REMARK = 33
 """Columns for a remark beside a row's name and number. [signs]"""
 
 
-def screen_text(answer: Estimate, notes: Sequence[str], changes: Sequence[Remedy] | None, unit: Unit) -> str:
-    """Return the answer in at most ``LINES`` lines of ``COLUMNS`` columns, all sizes in one unit."""
+def screen_text(
+    answer: Estimate, notes: Sequence[str], changes: Sequence[Remedy] | None, unit: Unit, lengths: Sequence[str] = ()
+) -> str:
+    """Return the answer in at most ``LINES`` lines of ``COLUMNS`` columns, all sizes in one unit. ``lengths``: lines on those."""
     table = Table(unit, what=33)
     top = [*filled(verdict_sentence(answer, unit)), *_changes(answer, changes, unit)]
     job = filled(headline(answer)) + filled("; ".join(job_lines(answer)))
     summary = list(_summary(answer, unit))
     card = [table.head("On the card at the peak", "range"), *card_rows(answer, table)]
-    sent = filled(_sent(answer, unit))
-    free = LINES - sum(len(part) for part in (top, job, summary, card, sent))
+    sent = [] if lengths else filled(_sent(answer, unit))
+    free = LINES - sum(len(part) for part in (top, job, summary, lengths, card, sent))
     every = every_note(answer, notes)
-    gaps = max(0, min(_GAPS, free - bool(every) - _FEWEST_KINDS))
+    fewest = 0 if lengths else _FEWEST_KINDS
+    gaps = max(0, min(_GAPS, free - bool(every) - fewest))
     room = max(bool(every), free - gaps - _KINDS_BEFORE_NOTES)
     shown = list(notes_that_fit(every, room, ", and every collective"))
-    kinds = _kinds(answer, table, at_most=min(_MOST_KINDS, max(_FEWEST_KINDS, free - gaps - len(shown))))
-    return _spaced([top, job, summary, [card[0], *kinds, *card[1:]], [*sent, *shown]], gaps)
+    kinds = _kinds(answer, table, at_most=min(_MOST_KINDS, max(fewest, free - gaps - len(shown))))
+    return _spaced([top, job, summary, *([lengths] if lengths else []), [card[0], *kinds, *card[1:]], [*sent, *shown]], gaps)
 
 
 def _spaced(parts: Sequence[Sequence[str]], gaps: int) -> str:
@@ -77,7 +80,7 @@ def _summary(answer: Estimate, unit: Unit) -> Iterator[str]:
 
 def _kinds(answer: Estimate, table: Table, *, at_most: int) -> list[str]:
     """Return the lines of the peak, the largest first; the smallest in one row if there are too many."""
-    kinds = kinds_by_size(answer.peak.lines)
+    kinds = kinds_by_size(answer.peak.lines) if at_most else []
     shown = kinds if len(kinds) <= at_most else kinds[: at_most - 1]
     rest = kinds[len(shown) :]
     lines = answer.peak.lines

@@ -40,23 +40,33 @@ def estimate_text(
     verbose: bool = False,
     explain: bool = False,
     unit: Unit = GIBIBYTES,
+    lengths: Sequence[str] = (),
 ) -> str:
     """Return the answer on one screen (26 lines of 80 columns), or whole.
 
     ``verbose`` adds every kind of memory, every pipeline rank, every collective and every note; ``explain`` also adds each
     line's formula, numbers and source. ``changes``: None if none were looked for. If none were found, the answer says that none
-    helps.
+    helps. ``lengths``: lines on the steps' peaks, where sequences differ in length.
     """
     if verbose or explain:
-        return _whole(answer, notes, changes, Table(unit), explain=explain)
-    return screen_text(answer, notes, changes, unit)
+        return _whole(answer, notes, changes, Table(unit), lengths, explain=explain)
+    return screen_text(answer, notes, changes, unit, lengths)
 
 
-def _whole(answer: Estimate, notes: Sequence[str], changes: Sequence[Remedy] | None, table: Table, *, explain: bool) -> str:
+def _whole(
+    answer: Estimate,
+    notes: Sequence[str],
+    changes: Sequence[Remedy] | None,
+    table: Table,
+    lengths: Sequence[str],
+    *,
+    explain: bool,
+) -> str:
     return paragraphs(
         [
             list(_verdict(answer, changes, table)),
             [headline(answer), *job_lines(answer)],
+            lengths,
             list(_states(answer, table, explain=explain)),
             list(_peak(answer, table, explain=explain)),
             textwrap.wrap(replay_sentence(answer, table.unit), WIDTH),

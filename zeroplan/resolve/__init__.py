@@ -8,13 +8,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.catalog.config import read_config_with_notes
 from zeroplan.catalog.gpu import gpu as find_gpu
 from zeroplan.catalog.hub_names import is_repository, repository_of, way_to_the_hub
 from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.model import model as find_model
+from zeroplan.catalog.text import is_there
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve.request import OPTIONS, Request, SetupRead, fields_set, request_of
 from zeroplan.spec.adapter import AdapterSpec
@@ -27,6 +28,9 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
 from zeroplan.units import parse_count
+
+if TYPE_CHECKING:
+    from zeroplan.resolve.batching import Varying
 
 __all__ = [
     "OPTIONS",
@@ -53,6 +57,8 @@ class Resolved(NamedTuple):
 
     job: JobSpec
     notes: tuple[str, ...]
+    varying: "Varying | None" = None
+    """Sequences of several lengths, of which the job has the longest micro-batch of a run."""
 
 
 def job(**said: object) -> JobSpec:
@@ -99,11 +105,12 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     model, model_notes = _model(read.request, extra)
     model = _partly_frozen(_fine_tuned(model, read.complete), read.request)
     request, config_notes = _with_deepspeed_config(read, model, chosen)
+    request, imbalance_note = _with_imbalance(request, model)
     gpus = request.gpus or 1
     stage = _default_stage(request.engine, gpus) if request.stage is None else request.stage
     seq_len, seq_note = _seq_len(request, model)
     cluster = cluster_of(request, extra)
-    batch, lengths_note = _batch(request, seq_len)
+    batch, lengths_note, varying = _batch(request, seq_len)
     complete = JobSpec(
         model=model,
         cluster=cluster,
@@ -116,13 +123,14 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         *model_notes,
         seq_note,
         lengths_note,
+        imbalance_note,
         *read.notes,
         *program_notes,
         *config_notes,
-        "" if request.padding_free else beyond_positions(complete),
+        "" if varying is not None and varying.batching.way != "padded" else beyond_positions(complete),
         *_ignored_options(complete.recipe),
     )
-    return Resolved(complete, tuple(note for note in notes if note))
+    return Resolved(complete, tuple(note for note in notes if note), varying)
 
 
 def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
@@ -262,16 +270,9 @@ def own_folder(extra: Path | None, kind: str) -> Path | None:
     """Return a sub-folder of the user's catalogue, or None."""
     if extra is None:
         return None
-    if not _is_folder(extra):
+    if not (is_there(extra) and extra.is_dir()):
         raise SpecError(f"catalogue {str(extra)!r} is not a folder; give one that holds models/*.toml or gpus/*.toml")
     return extra / kind if (extra / kind).is_dir() else None
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # a name too long, or with a NUL
-        return False
 
 
 def _parameters(params: str | float | None) -> int:
@@ -383,30 +384,43 @@ def _seq_len(request: Request, model: ModelSpec) -> tuple[int, str]:
     return chosen, f"sequence length not given: {chosen:,} tokens taken"
 
 
-def _batch(request: Request, seq_len: int) -> tuple[BatchSpec, str]:
-    """Return the batch, of several lengths the longest micro-batch, and a note on it."""
-    micro_batch, steps = request.micro_batch or 1, request.grad_accum or 1
-    if request.lengths is None:
-        if request.padding_free:
-            raise SpecError("--padding-free needs --lengths: sequences of one length have no padding")
-        longest_seq_len = request.longest_seq_len
-        return BatchSpec(
-            micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps, longest_seq_len=longest_seq_len
-        ), ""
-    if request.padding_free and request.attention != "flash":
-        raise SpecError("--padding-free needs --attention flash: no other kernel keeps joined sequences apart without a mask")
-    from zeroplan.resolve.lengths import CAREFUL, Lognormal, lengths_of, longest_of, note_of  # noqa: PLC0415  only this flag pays for it
-
-    joined = bool(request.padding_free)
-    lengths = lengths_of(request.lengths)
-    longest = longest_of(lengths, cut=seq_len, micro_batch=micro_batch, padding_free=joined)
-    taken = longest.within(CAREFUL)
-    drawn = isinstance(lengths, Lognormal)
-    most = min(micro_batch * seq_len, taken + seq_len) if joined else seq_len
+def _batch(request: Request, seq_len: int) -> "tuple[BatchSpec, str, Varying | None]":
+    """Return the batch; of several lengths the longest micro-batch, a note on it, and the lengths."""
     batch = BatchSpec(
-        micro_batch_size=longest.sequences, seq_len=taken, grad_accum_steps=steps, longest_seq_len=most if drawn else None
-    )
-    return batch, note_of(longest, taken, drawn=drawn)
+        micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1,
+        longest_seq_len=request.longest_seq_len,
+    )  # fmt: skip
+    asked = {"--padding-free": request.padding_free, "--packing": request.packing, "--token-budget": request.token_budget}
+    flags = [flag for flag, value in asked.items() if value]
+    if request.lengths is None:
+        if flags:
+            raise SpecError(f"{flags[0]} needs --lengths: sequences of one length have no padding")
+        return batch, "", None
+    if len(flags) > 1:
+        raise SpecError(f"{' and '.join(flags)} are two ways of batching; leave one of them out")
+    if flags and request.attention != "flash":
+        raise SpecError(f"{flags[0]} needs --attention flash: no other kernel keeps joined sequences apart without a mask")
+    from zeroplan.resolve.batching import of_varying  # noqa: PLC0415  only this flag pays for it
+
+    mesh = mesh_of(request, request.gpus or 1)
+    return of_varying(request.lengths, flags[0] if flags else "", batch, mesh, request.token_budget or 0)
+
+
+def _with_imbalance(request: Request, model: ModelSpec) -> tuple[Request, str]:
+    """Return the request with the load of the fullest rank as a number, and a note on the loads."""
+    said, ranks = request.imbalance, request.expert_parallel or 1
+    if said is None or said == 1:
+        return request, ""
+    if model.moe is None or ranks == 1:
+        raise SpecError(
+            f"--imbalance {said} needs experts on several ranks: use --expert-parallel with a model that has experts"
+        )
+    if model.moe.num_experts % ranks:
+        return replace(request, imbalance=None), ""  # the job refuses the ranks
+    from zeroplan.resolve.imbalance import imbalance_of  # noqa: PLC0415  only this flag pays for it
+
+    ratio, note = imbalance_of(said, experts=model.moe.num_experts, ranks=ranks)
+    return replace(request, imbalance=ratio), note
 
 
 def beyond_positions(complete: JobSpec) -> str:

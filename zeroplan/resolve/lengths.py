@@ -3,17 +3,19 @@
 A run passes its sequences in one order of many. Orders are drawn with a fixed seed, so the same lengths give the same answer.
 """
 
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
+import numpy as np
+
+from zeroplan.catalog.text import is_there, read_text
 from zeroplan.errors import SpecError
+from zeroplan.units import MIB
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Drawn = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-
+Drawn: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 #: Orders that are drawn, and lengths of all of them together at the most.
 _ORDERS: Final = 199
 _MOST_DRAWN: Final = 20_000_000
@@ -22,6 +24,10 @@ _MOST_SEQUENCES: Final = _MOST_DRAWN // 9
 CAREFUL: Final = 95
 _LOGNORMAL = re.compile(r"lognormal\(\s*([\d.]+)\s*,\s*([\d.]+)\s*,\s*(\d+)\s*\)")
 _FORMS = "a file with one length per line nor lognormal(MEAN,SPREAD,SEQUENCES), for example lognormal(290,0.5,8000)"
+_LARGEST_FILE: Final = 256 * MIB
+_LONGEST: Final = 10**9
+#: Fields of a record that say how long it is, or whose items are its tokens.
+_FIELDS: Final = ("length", "num_tokens", "n_tokens", "token_count", "seq_len", "seq_length", "input_ids", "tokens")
 
 
 class Lognormal(NamedTuple):
@@ -48,7 +54,7 @@ class Longest(NamedTuple):
         return self.found[min(len(self.found) - 1, percent * len(self.found) // 100)] // self.sequences
 
 
-def lengths_of(text: str) -> "Lognormal | Drawn":
+def lengths_of(text: str) -> Lognormal | Drawn:
     """Return what ``--lengths`` says; raises SpecError for a file that cannot be read and for numbers that are no lengths."""
     said = _LOGNORMAL.fullmatch(text.strip())
     if said is None:
@@ -59,40 +65,82 @@ def lengths_of(text: str) -> "Lognormal | Drawn":
     return found
 
 
-def _of_file(text: str) -> "Drawn":
-    import numpy as np  # noqa: PLC0415  keeps start-up fast
-
+def _of_file(text: str) -> Drawn:
+    name, field = (text, "") if is_there(Path(text)) else text.rpartition(":")[::2]
+    if not name or not is_there(Path(name)):
+        raise SpecError(f"--lengths {text!r} is neither {_FORMS}")
+    content = read_text(Path(name), what="file of lengths", most=_LARGEST_FILE)
     try:
-        found = np.array([int(line) for line in Path(text).read_text(encoding="utf-8").split()], dtype=np.int64)
-    except (OSError, ValueError, OverflowError):
+        records = content.lstrip().startswith("{") or bool(field)
+        lines = _of_records(content, name, field) if records else map(int, content.split())
+        found = np.fromiter(lines, dtype=np.int64)
+    except SpecError:
+        raise
+    except (ValueError, OverflowError):
         raise SpecError(f"--lengths {text!r} is neither {_FORMS}") from None
-    if not 1 <= len(found) <= _MOST_SEQUENCES or found.min() < 1:
-        raise SpecError(f"--lengths {text!r}: a file has 1 to {_MOST_SEQUENCES:,} lengths of 1 token or more")
+    if not 1 <= len(found) <= _MOST_SEQUENCES or found.min() < 1 or found.max() > _LONGEST:
+        raise SpecError(f"--lengths {text!r}: a file has 1 to {_MOST_SEQUENCES:,} lengths of 1 token or more, 1e9 at the most")
     return found
 
 
-def longest_of(lengths: "Lognormal | Drawn", *, cut: int, micro_batch: int, padding_free: bool) -> Longest:
+def _of_records(content: str, name: str, field: str) -> Iterator[int]:
+    """Yield the length of each record of a JSON Lines file: of a field that counts tokens, or that lists them."""
+    for number, line in enumerate(content.splitlines(), start=1):
+        if line.strip():
+            record = _record(line, f"{name!r}, line {number}")
+            said = next((record[one] for one in ([field] if field else _FIELDS) if one in record), None)
+            if isinstance(said, bool) or not isinstance(said, (int, list)):
+                raise SpecError(f"--lengths {name!r}, line {number}: {_no_length(record, field)}")
+            yield len(said) if isinstance(said, list) else said
+
+
+def _record(line: str, where: str) -> dict[str, object]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise SpecError(f"--lengths {where}: not a JSON record; a file has one record per line, or one length per line")
+    return found
+
+
+def _no_length(record: dict[str, object], field: str) -> str:
+    has = ", ".join(map(repr, list(record)[:4])) or "nothing"
+    if field:
+        return f"its field {field!r} is no number of tokens and no list of them; the record has {has}"
+    return (
+        f"a record with {has} and no length; zeroplan has no tokenizer: write len(tokenizer(text)['input_ids']) of each record "
+        "to a file, one per line, or name the field that has its length or token ids, as FILE:FIELD"
+    )
+
+
+def longest_of(lengths: Lognormal | Drawn, *, cut: int, micro_batch: int, padding_free: bool) -> Longest:
     """Return the longest micro-batch of each order drawn; sequences are cut at so many tokens. A last, smaller one counts too.
 
     Padding makes all sequences of a micro-batch as long as its longest; without it they are joined.
     """
-    import numpy as np  # noqa: PLC0415
-
     draw = np.random.default_rng(0)
     count = lengths.sequences if isinstance(lengths, Lognormal) else len(lengths)
     found = []
-    for _ in range(max(9, min(_ORDERS, _MOST_DRAWN // count))):
-        if isinstance(lengths, Lognormal):
-            middle = np.log(lengths.mean) - lengths.spread**2 / 2
-            order = np.ceil(draw.lognormal(middle, lengths.spread, count)).astype(np.int64)
-        else:
-            order = draw.permutation(lengths)
+    alike = not padding_free and not isinstance(lengths, Lognormal)  # every order has the longest sequence of the data
+    for _ in range(1 if alike else max(9, min(_ORDERS, _MOST_DRAWN // count))):
+        order = _drawn(lengths, draw) if isinstance(lengths, Lognormal) else draw.permutation(lengths)
         cut_off = np.minimum(order, cut)
         starts = np.arange(0, count, micro_batch)
         joined = np.add if padding_free else np.maximum
         tokens = int(joined.reduceat(cut_off, starts).max())
         found.append(tokens if padding_free else tokens * micro_batch)
     return Longest(-(-count // micro_batch), tuple(sorted(found)), 1 if padding_free else micro_batch)
+
+
+def _drawn(lengths: Lognormal, draw: np.random.Generator) -> Drawn:
+    middle = np.log(lengths.mean) - lengths.spread**2 / 2
+    return np.ceil(draw.lognormal(middle, lengths.spread, lengths.sequences)).astype(np.int64)
+
+
+def drawn_once(lengths: Lognormal | Drawn) -> Drawn:
+    """Return the lengths of a file, or one draw of those that only a few numbers say."""
+    return _drawn(lengths, np.random.default_rng(0)) if isinstance(lengths, Lognormal) else lengths
 
 
 def note_of(longest: Longest, taken: int, *, drawn: bool) -> str:

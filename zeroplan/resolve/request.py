@@ -288,11 +288,19 @@ class Request(Spec):
         control=Control("Tokens per sequence", OF_BATCH, "4096", kind="number", least=128, most=1_048_576),
     )})
     lengths: str | None = field(default=None, metadata={"option": Option(
-        "Sequences differ in length: a file with one length per line, or lognormal(MEAN,SPREAD,SEQUENCES) in tokens, SPREAD of the "
-        "logarithm. The longest micro-batch of a run is estimated; --seq-len is where sequences are cut.", BATCH, "FILE",
+        "Sequences differ in length: a file with a length per line, JSON Lines (length or token ids; FILE:FIELD), or "
+        "lognormal(MEAN,SPREAD,SEQUENCES), SPREAD of the logarithm. A run's longest micro-batch is estimated, and its steps' "
+        "peaks; --seq-len cuts sequences.", BATCH, "FILE",
     )})
     padding_free: bool | None = field(default=None, metadata={"option": Option(
         "With --lengths: sequences of a micro-batch are joined instead of padded to the longest (attention flash).", SWITCHES,
+    )})
+    packing: bool | None = field(default=None, metadata={"option": Option(
+        "With --lengths: packs of --seq-len tokens, as TRL's bfd; --micro-batch counts these (flash).", SWITCHES,
+    )})
+    token_budget: Count | None = field(default=None, metadata={"option": Option(
+        "With --lengths: at most so many tokens in a micro-batch, as verl's `max_token_len_per_gpu`; a rank's step has "
+        "--micro-batch x --grad-accum sequences (attention flash).", BATCH, "TOKENS",
     )})
     micro_batch: Count | None = field(default=None, metadata={"option": Option(
         "Sequences in one forward pass of a data-parallel rank. Ranks that split a model or a sequence count as one. "
@@ -303,6 +311,10 @@ class Request(Spec):
     grad_accum: Count | None = field(default=None, metadata={"option": Option(
         "Micro-batches per optimizer step. (default: 1)", BATCH, "N", "batch.grad_accum_steps", searched=True,
         control=Control("Micro-batches per step", OF_BATCH, "1", kind="number", most=256),
+    )})
+    imbalance: float | str | None = field(default=None, metadata={"option": Option(
+        "With --expert-parallel: tokens of the fullest rank, beside the mean; each expert's load in a file; lognormal(SPREAD). "
+        "(default: 1)", BATCH, "X", "recipe.imbalance",
     )})
     # fmt: on
     device_kernels: Kernels | None = field(default=None, metadata={"option": Option(sets="recipe.kernels")})

@@ -34,6 +34,14 @@ class Numbers(NamedTuple):
     grad_accum_steps: int
 
 
+class Columns(NamedTuple):
+    """The same with a column of sequence lengths."""
+
+    micro_batch_size: Int
+    seq_len: Int
+    grad_accum_steps: Int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec(Spec):
     """The batch of one job."""

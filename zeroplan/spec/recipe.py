@@ -1,7 +1,8 @@
 """The training recipe: structure that a search loops over and that formulas may branch on."""
 
+import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Count, CountOrZero, Degree, Range, Spec
@@ -323,6 +324,10 @@ class DeepSpeedOptions(Spec):
         return "nvme" in (self.offload_optimizer, self.offload_param)
 
 
+#: Experts of all ranks are visited equally often. [thousandths]
+EVEN: Final = 1000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeSpec(Spec):
     """Everything about the run that is structure, not a number.
@@ -333,6 +338,8 @@ class RecipeSpec(Spec):
 
     engine: Engine = "fsdp2"
     """The engine that holds the model."""
+    imbalance: Annotated[float, Range(1, 1e6)] = 1.0
+    """Pairs of a token and an expert that come to this rank, beside an even share; of expert-parallel ranks."""
     zero_stage: Stage = 3
     """What is sharded: nothing, optimizer state, gradients too, parameters too."""
     precision: Precision = "bf16-mixed"
@@ -462,6 +469,11 @@ class RecipeSpec(Spec):
                 "sequence_parallel=True needs engine 'megatron', or activation_model='megatron' (engine 'paper'); leave it out "
                 "otherwise: engine 'fsdp2' always splits the sequence with tp"
             )
+
+    @property
+    def imbalance_in_thousandths(self) -> int:
+        """The imbalance of experts as a whole number, rounded up; floats next to a thousandth are that thousandth."""
+        return math.ceil(round(self.imbalance * EVEN, 6))
 
     def _check_fused_kernels(self) -> None:
         """Raise SpecError for names of no kernel, and where they are not modelled."""

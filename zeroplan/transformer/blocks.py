@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zeroplan.ledger import Line, Module
 from zeroplan.numeric import Int
-from zeroplan.spec.recipe import Attention, Kernels, Recompute
+from zeroplan.spec.recipe import EVEN, Attention, Kernels, Recompute
 from zeroplan.spec.releases import NOW, Release
 
 
@@ -42,6 +42,8 @@ class Compute(NamedTuple):
     """CUDA's softmax reads fp16 and writes fp32 in one kernel. No other dtype has such a kernel."""
     fused: tuple[str, ...] = ()
     """What fused kernels replace (``RecipeSpec.fused_parts``)."""
+    imbalance: int = EVEN
+    """Pairs that come to this rank for its experts, in thousandths of those that it sends."""
 
 
 class At(StrEnum):

@@ -16,7 +16,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import HEAD_NORMS, UNROTATED
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import EVEN, RecipeSpec
 from zeroplan.transformer.families import megatron as program
 from zeroplan.transformer.families.tags import STATISTICS
 from zeroplan.transformer.families.tape import Alive, Store
@@ -341,6 +341,8 @@ def _symbols_of_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, own: I
     moe, options = model.moe, recipe.megatron
     etp, local = options.expert_tensor_parallel_size, ceil_div(moe.num_experts, mesh.ep)
     sent = own * moe.num_experts_per_tok
+    evenly = "" if recipe.imbalance > 1 else " when experts are visited evenly"
+    come = sent * etp if mesh.ep == 1 else ceil_div(sent * etp * recipe.imbalance_in_thousandths, EVEN)
     sorted_again = (local > 1) | (etp > 1)
     return (
         Symbolic("m_r", ceil_div(moe.moe_intermediate_size, etp), "a rank's part of an expert's width"),
@@ -348,9 +350,9 @@ def _symbols_of_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, own: I
         Symbolic("T_g", own * etp * mesh.ep, "tokens of all ranks that share the experts"),
         Symbolic("T_a", where(etp * mesh.ep > 1, own * etp * mesh.ep, 0), "the same where these are several ranks"),
         Symbolic("X_s", sent, "pairs of a token and an expert that a rank sends"),
-        Symbolic("X_r", sent * etp, "pairs that come to a rank when experts are visited evenly"),
+        Symbolic("X_r", come, f"pairs that come to a rank{evenly}"),
         Symbolic("X_1", where((mesh.ep > 1) | sorted_again, sent, 0), "pairs that are copied before they come"),
-        Symbolic("X_2", where(sorted_again, sent * etp, 0), "pairs that are copied once they have come"),
+        Symbolic("X_2", where(sorted_again, come, 0), "pairs that are copied once they have come"),
         Symbolic("E_r", local, "experts of a rank"),
         Symbolic("E_g", local if options.moe_grouped_gemm else 1, "experts whose gradients are made at once"),
         Symbolic(

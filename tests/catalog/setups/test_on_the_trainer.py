@@ -49,7 +49,7 @@ def read(tmp_path: Path) -> Callable[..., Resolved]:
 
 
 def test_llama_factory_with_adapters(read: Callable[..., Resolved]):
-    job, notes = read(FACTORY, gpus=4)
+    job, notes, _ = read(FACTORY, gpus=4)
     assert job.model.adapter is not None
     assert (job.model.name, job.model.adapter.rank, job.model.adapter.layers) == ("llama-3.2-1b", 16, ("q_proj", "v_proj"))
     assert not job.model.adapter.dropout
@@ -105,13 +105,13 @@ def test_llama_factory_beside_deepspeed_and_ray(read: Callable[..., Resolved], t
     (tmp_path / "ds.json").write_text(json.dumps({
         "zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto"}))  # fmt: skip
-    job, notes = read(FACTORY | {"deepspeed": "ds.json", "ray_num_workers": 4, "finetuning_type": "full"})
+    job, notes, _ = read(FACTORY | {"deepspeed": "ds.json", "ray_num_workers": 4, "finetuning_type": "full"})
     assert (job.recipe.engine, job.recipe.zero_stage, job.mesh.world_size) == ("deepspeed", 3, 4)
     assert any("use_reentrant is on" in note for note in notes)
 
 
 def test_axolotl_with_qlora(read: Callable[..., Resolved]):
-    job, notes = read(AXOLOTL, gpus=2)
+    job, notes, _ = read(AXOLOTL, gpus=2)
     adapter = job.model.adapter
     assert adapter is not None
     assert (adapter.rank, adapter.targets, adapter.quantize, adapter.upcast) == (16, "all-linear", "nf4-double", "none")
@@ -179,7 +179,7 @@ def test_trls_yaml_is_trainers_keys(read: Callable[..., Resolved]):
     data = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "max_length": 1024, "use_peft": True, "lora_r": 8,
             "lora_target_modules": ["q_proj", "v_proj"], "bf16": True, "gradient_checkpointing": True, "packing": True,
             "per_device_train_batch_size": 4, "gradient_checkpointing_kwargs": {"use_reentrant": False}}  # fmt: skip
-    job, notes = read(data, gpus=2)
+    job, notes, _ = read(data, gpus=2)
     assert job.model.adapter is not None
     assert (job.model.adapter.rank, job.batch.seq_len, job.recipe.reentrant) == (8, 1024, False)
     assert not any("not known" in note for note in notes)

@@ -66,7 +66,7 @@ def read(tmp_path: Path) -> Callable[..., Resolved]:
 
 
 def test_accelerate_with_fsdp2(read: Callable[..., Resolved]):
-    job, notes = read(FSDP)
+    job, notes, _ = read(FSDP)
     recipe = job.recipe
     assert (recipe.engine, recipe.zero_stage, recipe.precision, recipe.recompute) == ("fsdp2", 3, "bf16-mixed", "full")
     assert (recipe.fsdp2.reduce_dtype, recipe.keep_logits) == ("param", "fp32")
@@ -99,7 +99,7 @@ def test_accelerates_replicas_and_deepspeed(read: Callable[..., Resolved], tmp_p
 
 
 def test_the_trainers_arguments(read: Callable[..., Resolved]):
-    job, notes = read(TRAINER, gpus=4)
+    job, notes, _ = read(TRAINER, gpus=4)
     assert (job.recipe.engine, job.recipe.recompute, job.recipe.optimizer_impl) == ("ddp", "full", "fused")
     assert (job.batch.micro_batch_size, job.batch.grad_accum_steps) == (2, 4)
     assert not job.recipe.sync_every_micro_batch  # the Trainer reduces after the last one
@@ -201,7 +201,7 @@ def test_torchtitans_saved_configuration(read: Callable[..., Resolved]):
 
 
 def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
-    job, _ = read({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_batch_size": 64}, gpus=8)
+    job, *_ = read({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_batch_size": 64}, gpus=8)
     assert (job.recipe.engine, job.recipe.zero_stage, job.batch.micro_batch_size) == ("deepspeed", 3, 8)
 
 

@@ -49,12 +49,13 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     activations = activations_away(plan)
     held = plan.head.shared if plan.loss_in_loop else ()
     moments = step.moments(plan, (*states, *held, *here))
+    of_experts = tuple(_of_experts(plan, model, mesh, batch)) if plan.has_experts_apart else ()
     return Account(
         states=states,
         moments=moments,
         collectives=collectives(plan, mesh, batch, model),
         host=(*in_host_memory(plan, activations), *there),
-        symbols=(*symbols_of(plan, model, activations), *counted(*plan.persistent, *temporaries)),
+        symbols=(*symbols_of(plan, model, activations), *counted(*plan.persistent, *temporaries), *of_experts),
         notes=tuple(_notes(plan)),
         kept=tuple(
             (run.name, one.kept(again)) for run, one, again in zip(plan.runs, plan.passes, plan.recomputes, strict=True)
@@ -109,7 +110,6 @@ def symbols_of(plan: Plan, model: ModelSpec, activations: Away) -> tuple[Symbol,
         *((beyond_symbol(plan.beyond_pinned_bytes + activations.beyond_bytes),) if plan.recipe.offloads else ()),
         *(_of_trained(plan) if plan.is_partly_frozen else ()),
         *_of_quantised(model),
-        *(_of_experts(plan, model) if plan.has_experts_apart else ()),
     )
 
 
@@ -127,11 +127,11 @@ def _padded(plan: Plan, group: Group) -> Symbol:
     return Symbol(name, plan.n * group.shard, f"N times this rank's chunk of one {group.symbol} block")
 
 
-def _of_experts(plan: Plan, model: ModelSpec) -> Iterator[Symbol]:
+def _of_experts(plan: Plan, model: ModelSpec, mesh: Mesh, batch: Batch) -> Iterator[Symbol]:
     from zeroplan.engines.fsdp2 import experts  # noqa: PLC0415  keeps start-up fast
 
     yield from experts.symbols(plan)
-    yield experts.local_experts(model, plan.ep)
+    yield from experts.local_experts(model, plan.recipe, mesh, batch)
 
 
 def _of_quantised(model: ModelSpec) -> tuple[Symbol, ...]:
@@ -183,9 +183,9 @@ def _notes(plan: Plan) -> Iterator[str]:
     """Say what a recipe's notes say, and where sharding by dim 0 leaves rank 0 with clearly more than its share."""
     yield from notes_of(plan.recipe)
     if plan.has_experts_apart:
-        from zeroplan.engines.fsdp2.experts import NOTE as EVENLY  # noqa: PLC0415  keeps start-up fast
+        from zeroplan.engines.fsdp2.experts import note_of as visited  # noqa: PLC0415  keeps start-up fast
 
-        yield EVENLY
+        yield visited(plan.recipe)
         return
     shards, even = plan.padded // plan.n, plan.numel // plan.n
     if not isinstance(shards, int) or shards - even <= even // _NOTABLE_EXCESS:

@@ -4,7 +4,7 @@ A block is one ``fully_shard`` unit of two groups, as torchtitan makes it: the e
 else on N. The second is gathered, copied out and reduced after the first, and in the backward the first after the second. Tokens
 go to their expert's rank and back by transformers' own all-to-all (:mod:`zeroplan.transformer.families.experts`).
 
-Left out: explicit prefetching, with which torchtitan gathers one block ahead in forward too; uneven routing.
+Left out: explicit prefetching, with which torchtitan gathers one block ahead in forward too.
 """
 
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from zeroplan.numeric import Bool, Int, ceil_div, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import EVEN, RecipeSpec
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 
 EXCHANGE = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP"
@@ -26,6 +27,16 @@ NOTE = (
     "experts are taken to be evenly visited, each rank's as often as any other's; a rank whose experts are visited more often "
     "holds and computes more"
 )
+
+
+def note_of(recipe: RecipeSpec) -> str:
+    """Return how experts are taken to be visited."""
+    if recipe.imbalance == 1:
+        return NOTE
+    return (
+        f"in every block, {recipe.imbalance:g} times the even share of tokens come to this rank's experts; step times are those of "
+        "an even share"
+    )
 
 
 # --- which weights a rank has ---------------------------------------------------------------------------------------------
@@ -102,9 +113,12 @@ def symbols(plan: Plan) -> Iterator[Symbol]:
         yield Symbol(f"Y_{kind}", one.numel, f"parameters of the experts that a rank has in one {kind} block, without padding")
 
 
-def local_experts(model: ModelSpec, ep: int) -> Symbol:
-    """The symbol of the experts on a rank."""
-    return Symbol("x", 0 if model.moe is None else model.moe.num_experts // ep, "experts of this rank, E/ep")
+def local_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Symbol]:
+    """The symbols of the experts on a rank, and of the pairs that come to them if they are visited more often than others."""
+    assert model.moe is not None  # noqa: S101  asked of models with experts only
+    yield Symbol("x", model.moe.num_experts // mesh.ep, "experts of this rank, E/ep")
+    if recipe.imbalance != 1:
+        yield Symbol("X_r", _pairs(model, recipe, mesh, batch)[-1], "pairs that come to this rank's experts")
 
 
 # --- traffic ----------------------------------------------------------------------------------------------------------------------
@@ -116,15 +130,24 @@ def exchanges(plan: Plan, run: BlockRun, mesh: Mesh, batch: Batch, model: ModelS
     Selective recomputation keeps what came, as torchtitan's does, but asks again how many.
     """
     assert model.moe is not None  # noqa: S101  asked of blocks with experts only
-    pairs = batch.micro_batch_size * (batch.seq_len // mesh.tp) * model.moe.num_experts_per_tok
+    sizes = [pairs * model.hidden_size for pairs in _pairs(model, plan.recipe, mesh, batch)]
     calls, again = batch.grad_accum_steps * run.layers, "none" if run.plain else plan.recipe.recompute
     width, name = plan.width.compute, f"{run.words} blocks"
-    elements, ranks = pairs * model.hidden_size, mesh.ep
-    yield _exchange(f"tokens of {name}", Phase.FORWARD, ranks, 2 * calls, width, elements)
-    yield _exchange(f"tokens of {name}", Phase.BACKWARD, ranks, (4 if again == "full" else 2) * calls, width, elements)
+    each, ranks = 2 // len(sizes) * calls, mesh.ep
+    for elements in sizes:
+        yield _exchange(f"tokens of {name}", Phase.FORWARD, ranks, each, width, elements)
+        yield _exchange(f"tokens of {name}", Phase.BACKWARD, ranks, (2 if again == "full" else 1) * each, width, elements)
     yield _exchange(f"counts of {name}", Phase.FORWARD, ranks, calls, 8, model.moe.num_experts)
     if again != "none":
         yield _exchange(f"counts of {name}", Phase.BACKWARD, ranks, calls, 8, model.moe.num_experts)
+
+
+def _pairs(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Int, ...]:
+    """Return the pairs of a token and an expert that leave this rank and that come to it; once if they are as many."""
+    assert model.moe is not None  # noqa: S101  as above
+    pairs = batch.micro_batch_size * (batch.seq_len // mesh.tp) * model.moe.num_experts_per_tok
+    come = ceil_div(pairs * recipe.imbalance_in_thousandths, EVEN)
+    return (pairs,) if recipe.imbalance == 1 else (pairs, come)
 
 
 def _exchange(what: str, phase: Phase, ranks: Int, calls: Int, width: int, elements: Int) -> Collective:

@@ -194,7 +194,7 @@ def _account(
         collectives=collectives(stages, gathers(place, resharded=resharded), mesh, batch, model),
         host=(*host, *on_host),
         pipeline=(_shown(place.rank, stages, moments),),
-        symbols=(*_symbols(model, mesh), *pinned),
+        symbols=(*_symbols(model, recipe, mesh, batch), *pinned),
         notes=(*notes_of(recipe), *_notes(recipe, mesh)),
     )
 
@@ -216,21 +216,21 @@ def account_of_time(
     return Account((*standing, *gradients), (), sent, pipeline=(PipelineRank(place.rank, "", 0, 0, ""),))
 
 
-def _symbols(model: ModelSpec, mesh: Mesh) -> tuple[Symbol, ...]:
+def _symbols(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Symbol, ...]:
     if mesh.ep == 1:
         return ()
     from zeroplan.engines.fsdp2.experts import local_experts  # noqa: PLC0415  keeps start-up fast
 
-    return (local_experts(model, int(mesh.ep)),)
+    return tuple(local_experts(model, recipe, mesh, batch))
 
 
 def _notes(recipe: RecipeSpec, mesh: Mesh) -> tuple[str, ...]:
     of_schedules = (SCHEDULES_OF_2_13,) if recipe.fsdp2.of_torch_2_15 else ()
     if mesh.ep == 1:
         return of_schedules
-    from zeroplan.engines.fsdp2.experts import NOTE  # noqa: PLC0415  as above
+    from zeroplan.engines.fsdp2.experts import note_of  # noqa: PLC0415  as above
 
-    return (*of_schedules, NOTE)
+    return (*of_schedules, note_of(recipe))
 
 
 def states_for(place: Place, plan: Plan) -> tuple[State, ...]:

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Needed, Verdict, estimate, needed, verdict
 from zeroplan.numeric import Int
 from zeroplan.report.series.parts import Caption, caption
 from zeroplan.report.words import engine_words
+from zeroplan.spec.batch import Columns
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.profiled import profile_of
 
@@ -17,14 +17,6 @@ _MOST_SEQUENCES = 64
 _PER_DOUBLING = 4
 _WORTH_A_LOOK = 4
 """What needs so many times the GPU's memory, or the job's, is not drawn."""
-
-
-class _Batches(NamedTuple):
-    """One micro-batch and a column of sequence lengths, as formulas take them."""
-
-    micro_batch_size: Int
-    seq_len: Int
-    grad_accum_steps: Int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +76,7 @@ def _row(job: JobSpec, micro_batch: int, seq_lens: tuple[int, ...]) -> Needed:
     import numpy as np  # noqa: PLC0415  only columns pay for it
 
     column = np.array(seq_lens, dtype=np.int64)
-    return needed(job, _Batches(micro_batch, column, job.batch.grad_accum_steps))
+    return needed(job, Columns(micro_batch, column, job.batch.grad_accum_steps))
 
 
 def _ints(column: Int, length: int) -> tuple[int, ...]:

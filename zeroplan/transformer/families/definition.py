@@ -99,6 +99,8 @@ class Block(NamedTuple):
     mlp_bias: bool = False
     dispatched: bool = False
     """The experts are spread over several ranks."""
+    uneven: bool = False
+    """More pairs come to this rank for its experts than it sends."""
     ring: int = 1
     """Context-parallel ranks, which split the sequence."""
     head_size: HeadSize = "small"

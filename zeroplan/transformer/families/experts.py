@@ -11,7 +11,7 @@ from zeroplan.expr import Size
 from zeroplan.ledger import Among, Module
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.tape import Arriving, Beside, Exchange, Site, Store, T_own, Tape, Value, Width
+from zeroplan.transformer.families.tape import Arriving, Beside, Exchange, P_own, Site, Store, T_own, Tape, Value, Width
 from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x
 
 ROUTER = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
@@ -99,7 +99,7 @@ class Computing(NamedTuple):
 
 def silu_gate(tape: Tape, both: Value) -> Value:
     """``silu(gate) * up`` of the first product's output. It releases ``both``."""
-    gate, up = op.chunk(tape, both, (T_own * t * m, T_own * t * m), Site("experts: gates and ups", EXPERTS))
+    gate, up = op.chunk(tape, both, (P_own * m, P_own * m), Site("experts: gates and ups", EXPERTS))
     active = op.pointwise(tape, gate, "experts: silu of the gate", Site("experts: silu", EXPERTS))
     reason = "experts: gated product, input of the down projection"
     made = op.product(tape, active, up, reason, Site("experts: gated product", EXPERTS))
@@ -162,7 +162,7 @@ def _grouped_product(tape: Tape, value: Value, site: tuple[str, Size, Size], end
     Gradients of a rank's own experts (``x``) reach their weights only when operators that ran earlier have run their backward.
     """
     name, reads, width = site
-    made = op.tensor(tape, f"{name}: output", r, T_own * t * width, EXPERTS)
+    made = op.tensor(tape, f"{name}: output", r, P_own * width, EXPERTS)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.weight_gradient(experts * reads * width, waits=experts == x)
@@ -175,7 +175,7 @@ def _grouped_product(tape: Tape, value: Value, site: tuple[str, Size, Size], end
 
 def _bias(tape: Tape, name: str, width: Size, sorting: _Sorting, experts: Size) -> Value:
     """Return the bias of each pair's expert, a row per pair. It saves the experts of the pairs."""
-    made = op.tensor(tape, f"experts: bias of the {name} projection for each pair", r, T_own * t * width, EXPERTS)
+    made = op.tensor(tape, f"experts: bias of the {name} projection for each pair", r, P_own * width, EXPERTS)
     backward = op.makes_weight_gradient(experts * width, waits=experts == x)
     tape.add(f"experts: bias of the {name} projection", (made,), (sorting.experts,), backward, of=None)
     return made
@@ -208,8 +208,8 @@ def experts_here(tape: Tape, normal: Value, weights: Value, computing: Computing
 
 def _sorted_experts(tape: Tape) -> tuple[Store, Store]:
     """Return the expert of each pair, sorted, and the permutation that sorts the pairs."""
-    experts = tape.make(op.TENSOR, "experts of the pairs, sorted, int64", 8 * T_own * t, EXPERTS)
-    return experts, tape.make(op.TENSOR, "order of the sorted pairs, int64", 8 * T_own * t, EXPERTS)
+    experts = tape.make(op.TENSOR, "experts of the pairs, sorted, int64", 8 * P_own, EXPERTS)
+    return experts, tape.make(op.TENSOR, "order of the sorted pairs, int64", 8 * P_own, EXPERTS)
 
 
 def picked(
@@ -259,9 +259,9 @@ def _weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) -
 
 def _back_in_order(tape: Tape, value: Value, reason: str) -> Value:
     """Return the pairs in their order before sorting. It releases ``value``."""
-    inverse = tape.make(op.TENSOR, "order that undoes the sorting, int64", 8 * T_own * t, EXPERTS)
-    tape.drop(tape.make(op.TEMPORARY, "0, 1, 2, ..., int64", 8 * T_own * t, EXPERTS))
-    made = picked(tape, value, (reason, T_own * t * h), inverse, EXPERTS)
+    inverse = tape.make(op.TENSOR, "order that undoes the sorting, int64", 8 * P_own, EXPERTS)
+    tape.drop(tape.make(op.TEMPORARY, "0, 1, 2, ..., int64", 8 * P_own, EXPERTS))
+    made = picked(tape, value, (reason, P_own * h), inverse, EXPERTS)
     tape.drop(inverse)
     tape.release(value)
     return made
@@ -273,15 +273,15 @@ def _back_in_order(tape: Tape, value: Value, reason: str) -> Value:
 def dispatched(tape: Tape, normal: Value, weights: Value, computing: Computing = SILU) -> Value:
     """``AllToAllEP.__call__``. Its variables keep the received pairs and the experts' outputs to the end.
 
-    Assumes evenly visited experts: a rank receives as many pairs as it sends, T·t. Tensor-parallel ranks have the same tokens, and
-    each sends those of its share.
+    A rank receives as many pairs as it sends, T·t, or X_r if its experts are visited more often. Tensor-parallel ranks have
+    the same tokens, and each sends those of its share.
     """
     normal, weights, indices = _of_this_rank(tape, normal, weights)
     order, received = _sent(tape, normal)
     tape.drop(*indices)
     tape.release(normal)
-    theirs = tape.make(op.TENSOR, "experts of the pairs that came, int64", 8 * T_own * t, DISPATCH)
-    ones = tape.make(op.TENSOR, "weights of one for the pairs that came", e * T_own * t, DISPATCH)
+    theirs = tape.make(op.TENSOR, "experts of the pairs that came, int64", 8 * P_own, DISPATCH)
+    ones = tape.make(op.TENSOR, "weights of one for the pairs that came", e * P_own, DISPATCH)
     outputs = _own_experts(tape, received, computing)
     made = _combined(tape, outputs, weights, order)
     tape.drop(order, theirs, ones)
@@ -325,19 +325,20 @@ def _sent(tape: Tape, normal: Value) -> tuple[Store, Value]:
     counts = tape.make(op.TEMPORARY, "pairs for each expert, sent and got, int64", 16 * E, DISPATCH)
     tape.send(Exchange("all_to_all", Among.EXPERTS, 8 * E))
     tape.drop(tape.make(op.TEMPORARY, "ones to be counted, int64", 8 * T_own * t, DISPATCH))
-    received = _exchanged(tape, sent, "tokens that came for this rank's experts", DISPATCH)
-    tape.drop(tape.make(op.TEMPORARY, "experts of the pairs that came, as they are made", 16 * T_own * t + 8 * E, DISPATCH))
+    received = _exchanged(tape, sent, P_own * h, "tokens that came for this rank's experts", DISPATCH)
+    tape.drop(tape.make(op.TEMPORARY, "experts of the pairs that came, as they are made", 16 * P_own + 8 * E, DISPATCH))
     tape.release(sent)
     tape.drop(counts)
     return order, received
 
 
-def _exchanged(tape: Tape, value: Value, reason: str, source: str) -> Value:
+def _exchanged(tape: Tape, value: Value, shape: Size, reason: str, source: str) -> Value:
     """``all_to_all_single``; its backward is another one. torchtitan's selective recomputation keeps its output."""
-    site, sends = Site(f"all-to-all: {reason}", source), Exchange("all_to_all", Among.EXPERTS, value.dtype * value.shape)
+    site = Site(f"all-to-all: {reason}", source)
+    sends, back = (Exchange("all_to_all", Among.EXPERTS, value.dtype * sent) for sent in (value.shape, shape))
     made = op.run(
-        tape, value, reason, site, gradient=f"gradient, sent back, of {reason}", sends=(sends._replace(kept=True),),
-        sends_back=(sends,),
+        tape, value, reason, site, shape=shape, gradient=f"gradient, sent back, of {reason}", sends=(sends._replace(kept=True),),
+        sends_back=(back,),
     )  # fmt: skip
     tape.kernel_output(made.store)
     return made
@@ -345,7 +346,7 @@ def _exchanged(tape: Tape, value: Value, reason: str, source: str) -> Value:
 
 def _combined(tape: Tape, outputs: Value, weights: Value, order: Store) -> Value:
     """Send the experts' outputs back, reorder and weight them, and sum over a token's experts."""
-    returned = _exchanged(tape, outputs, "outputs that came back from the experts", COMBINE)
+    returned = _exchanged(tape, outputs, T_own * t * h, "outputs that came back from the experts", COMBINE)
     unsorted = op.run(
         tape, returned, "outputs of the experts in the order of tokens", Site("outputs in the order of tokens", COMBINE),
         shape=T_own * t * h, saved=(order,), gradient="gradient of the outputs, sorted by expert",
@@ -369,15 +370,13 @@ def _combined(tape: Tape, outputs: Value, weights: Value, order: Store) -> Value
 def _own_experts(tape: Tape, received: Value, computing: Computing) -> Value:
     """``grouped_mm_experts_forward`` of this rank's experts. It sets pairs of no expert to zero; there are none, but it asks."""
     experts, order = _sorted_experts(tape)
-    rows = tape.make(op.TENSOR, "row of each pair, int64", 8 * T_own * t, EXPERTS)
-    selected = picked(
-        tape, received, ("pairs sorted by expert, input of the experts", T_own * t * h), rows, EXPERTS, first=True
-    )
+    rows = tape.make(op.TENSOR, "row of each pair, int64", 8 * P_own, EXPERTS)
+    selected = picked(tape, received, ("pairs sorted by expert, input of the experts", P_own * h), rows, EXPERTS, first=True)
     tape.drop(rows)
-    ones = tape.make(op.TENSOR, "weights of one, sorted", e * T_own * t, EXPERTS)
-    counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", 4 * T_own * t + 4 * x, EXPERTS)
+    ones = tape.make(op.TENSOR, "weights of one, sorted", e * P_own, EXPERTS)
+    counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", 4 * P_own + 4 * x, EXPERTS)
     ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * x, EXPERTS)
-    beyond = tape.make(op.TENSOR, "which pairs are of no expert", T_own * t, EXPERTS)
+    beyond = tape.make(op.TENSOR, "which pairs are of no expert", P_own, EXPERTS)
     outputs, bias = _products(tape, selected, _Sorting(experts, order, ends, beyond), computing, experts=x)
     made = _unsorted(tape, outputs, ones)
     tape.drop(experts, order, ones, counted, ends, beyond)
@@ -402,10 +401,10 @@ def _zeroed(tape: Tape, value: Value, beyond: Store, name: str, *, in_place: boo
 def _unsorted(tape: Tape, outputs: Value, ones: Store) -> Value:
     """Multiply the outputs by one, put them back in the order of receipt, and sum each over its single expert."""
     weighted = op.run(
-        tape, outputs, "experts: outputs times one", Site("experts: outputs times one", EXPERTS), shape=T_own * t * h,
+        tape, outputs, "experts: outputs times one", Site("experts: outputs times one", EXPERTS), shape=P_own * h,
         saved=(ones,), gradient="gradient of the outputs, times one",
     )  # fmt: skip
     back = _back_in_order(tape, weighted, "experts: outputs in the order in which pairs came")
-    made = op.run(tape, back, "output of this rank's experts", Site("experts: sum over one", EXPERTS), shape=T_own * t * h)
+    made = op.run(tape, back, "output of this rank's experts", Site("experts: sum over one", EXPERTS), shape=P_own * h)
     tape.release(back)
     return made

@@ -20,7 +20,7 @@ from zeroplan.transformer.families.definition import (
 from zeroplan.transformer.families.experts import Computing, dispatched, experts_here, picked
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM
-from zeroplan.transformer.families.tape import Site, Tape, Value
+from zeroplan.transformer.families.tape import P_own, Site, Tape, Value
 from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.params_gated import attention_of, of_experts, with_experts
 from zeroplan.transformer.params_modules import Parameters, linear
@@ -91,7 +91,7 @@ def _routed(tape: Tape, normal: Value, block: Block) -> tuple[Value, Value]:
 
 def _gate(tape: Tape, both: Value) -> Value:
     """``(clamp(up) + 1) * gate * sigmoid(alpha * gate)``; every second element of ``both`` is a gate's. It releases ``both``."""
-    gate, up = op.slices(tape, both, (T * t * m, T * t * m), Site("experts: gates and ups", GATE))
+    gate, up = op.slices(tape, both, (P_own * m, P_own * m), Site("experts: gates and ups", GATE))
     gate_in_limits = _clamped(tape, gate, "experts: clamped gate", masks=1)
     up_in_limits = _clamped(tape, up, "experts: clamped up", masks=2)
     steep = op.multiplied(tape, gate_in_limits, "experts: gate times alpha", Site("experts: alpha", GATE))

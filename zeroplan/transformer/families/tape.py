@@ -18,11 +18,11 @@ from zeroplan.ledger import PLAIN, Among, Kind, Module, OffGpu, Role, Tag
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families.tags import CUDA_ALONE
 from zeroplan.transformer.offloaded import SAVED_ON_CPU
-from zeroplan.transformer.symbols import T, T_p, b, e, r
+from zeroplan.transformer.symbols import T, T_p, X_r, b, e, r, t
 
 #: Symbols that only the tape knows: a dtype, fp32 under CUDA's autocast, else the compute dtype; and the tokens whose experts a
 #: rank asks for, its share of them where tensor-parallel ranks have the same tokens.
-CAST_BY_CUDA, T_own = symbols("F T_own")
+CAST_BY_CUDA, T_own, P_own = symbols("F T_own P_own")
 
 #: Why activation offload needs more on the GPU than what it moves.
 ON_ITS_WAY = "torch 2.13, aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries"
@@ -96,6 +96,8 @@ class Mode(NamedTuple):
     """One function runs the projections of queries, keys and values."""
     fused_norms: bool = False
     """One kernel runs a whole norm."""
+    uneven: bool = False
+    """More pairs of a token and an expert come to this rank than it sends."""
     fused_rotary: bool = False
     """One kernel rotates queries, or keys, in place."""
 
@@ -333,6 +335,8 @@ class Tape:
 
     def in_this_run(self, size: Size) -> Size:
         """Return a size without the symbols that only the tape knows."""
+        if size.has(P_own):
+            size = size.replacing({P_own.text: X_r if self.mode.uneven else T_own * t})
         if size.has(T_own):
             size = size.replacing({T_own.text: T_p if self.mode.sharded else T})
         return size.replacing({CAST_BY_CUDA.text: 4 if self.autocast else e}) if size.has(CAST_BY_CUDA) else size

@@ -17,7 +17,7 @@ from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Recompute
+from zeroplan.spec.recipe import EVEN, Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place
 from zeroplan.transformer.families.attention import head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
@@ -232,6 +232,7 @@ def structure_of(
         model.attention_bias and TRAITS[model.family].biased_output,
         model.mlp_bias,
         x.expert_ranks > 1,
+        x.expert_ranks > 1 and x.imbalance != EVEN,
         compute.cp,
         head_size(max(x.head_dim, x.context // x.heads)),
         not dense,
@@ -469,6 +470,7 @@ def run_forward(
         freeze(tape, value, training)
     if structure.sharded:
         tape.mode = TENSOR_PARALLEL
+    tape.mode = tape.mode._replace(uneven=structure.uneven)
     if structure.fused:
         tape.mode = tape.mode._replace(fused_norms="rms-norm" in structure.fused, fused_rotary="rope" in structure.fused)
     return tape, value, program.block(tape, value, structure)

@@ -6,7 +6,7 @@ from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import GLOBAL_LAYERS, WITHOUT_SDPA
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
-from zeroplan.spec.recipe import Attention, Kernels
+from zeroplan.spec.recipe import EVEN, Attention, Kernels
 from zeroplan.spec.releases import NOW, Release
 from zeroplan.transformer.blocks import Compute
 
@@ -50,6 +50,8 @@ class Widths(NamedTuple):
     """The engine casts a block's inputs to the compute dtype first."""
     release: Release = NOW
     """What the release of transformers does otherwise."""
+    imbalance: int = EVEN
+    """Pairs that come to this rank for its experts, in thousandths of those that it sends."""
 
 
 def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool = False) -> Widths:
@@ -84,6 +86,7 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
         compute.expert_ranks,
         compute.casts_inputs,
         compute.release,
+        compute.imbalance,
     )
 
 
@@ -180,6 +183,7 @@ def quantities(
     return {
         **symbols(x, intermediate_size, moe),
         "x": moe.num_experts // x.expert_ranks if moe else 0,
+        "X_r": pairs_that_come(x, moe),
         "T/2": x.tokens // 2,
         "d/4": x.head_dim // 4,
         "q/4": x.heads * (x.head_dim // 4),
@@ -197,4 +201,9 @@ def values_of(model: ModelSpec, x: Widths, ranks: int = 1) -> dict[str, Int]:
     if ranks == 1:
         return values
     shares = {f"{name}/p": values[name] // ranks for name in ("T", *SPLIT)}
-    return {**values, **shares, "k/p/d": x.key // ranks // x.head_dim}
+    return {**values, **shares, "k/p/d": x.key // ranks // x.head_dim, "X_r": pairs_that_come(x, model.moe, ranks)}
+
+
+def pairs_that_come(x: Widths, moe: MoeSpec | None, ranks: int = 1) -> Int:
+    """Return the pairs of a token and an expert that come to one of ``ranks`` that have the same tokens."""
+    return ceil_div(x.tokens // ranks * moe.num_experts_per_tok * x.imbalance, EVEN) if moe else 0

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import EVEN
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.meshes import TENSOR
 
@@ -121,20 +122,21 @@ def _info(mesh: DeviceMesh) -> FSDPMeshInfo:
 
 
 def even_routing(job: JobSpec) -> AbstractContextManager[None]:
-    """Replace the tokens per rank, which depend on a router's choices, by an even split."""
+    """Replace the tokens per rank, which depend on a router's choices: an even split, and the job's multiple of it that comes."""
     from transformers.distributed import expert_parallel  # noqa: PLC0415  takes seconds
 
     assert job.model.moe is not None  # noqa: S101  a job without experts has nothing to dispatch
     tokens = job.batch.micro_batch_size * (job.batch.seq_len // (job.mesh.cp * job.mesh.tp))
     pairs = tokens * job.model.moe.num_experts_per_tok
     sizes = [(pairs + rank) // job.mesh.ep for rank in range(job.mesh.ep)]
-    return replaced(expert_parallel, "torch", _Torch(sizes))
+    came = -(-pairs * job.recipe.imbalance_in_thousandths // EVEN)
+    return replaced(expert_parallel, "torch", _Torch([sizes, [(came + rank) // job.mesh.ep for rank in range(job.mesh.ep)]]))
 
 
 class _Torch(ModuleType):
     """torch, except for ``stack``, whose result is read as token counts."""
 
-    def __init__(self, sizes: list[int]) -> None:
+    def __init__(self, sizes: list[list[int]]) -> None:
         super().__init__("torch")
         self._sizes = sizes
 
@@ -142,8 +144,8 @@ class _Torch(ModuleType):
         return getattr(torch, name)
 
     def stack(self, counts: list[torch.Tensor]) -> "_Counts":
-        """The stacked counts, with an even split as their values."""
-        return _Counts(torch.stack(counts), [self._sizes for _ in counts])
+        """The stacked counts of pairs that go and that come, with an even split as their values."""
+        return _Counts(torch.stack(counts), self._sizes)
 
 
 class _Counts(NamedTuple):
