@@ -60,12 +60,20 @@ def _checked(name: str, shared: Shared) -> Checked:
     from zeroplan.estimator import estimate, replayed_if_tight  # noqa: PLC0415  start-up is part of every command's time
 
     try:
-        resolved = shared.resolved(_request(name) if name else None, name)
+        request = _request(name) if name else None
+        resolved = shared.resolved(request, name)
         if resolved.job.cluster.gpu is None:
             raise SpecError("no GPU is named; add --gpu NAME (`zeroplan gpus` lists them)")
-        return checked(name or "the job", replayed_if_tight(estimate(resolved.job)))
+        return checked(name or "the job", replayed_if_tight(estimate(resolved.job)), _not_counted(request))
     except ZeroplanError as error:
         return refused(name or "the job", str(error))
+
+
+def _not_counted(request: "Request | None") -> tuple[str, ...]:
+    """Return the keys of another program's file that change memory and are not modelled."""
+    from zeroplan.resolve import with_setup  # noqa: PLC0415  only a file pays for it
+
+    return () if request is None else tuple(with_setup(request).matters)
 
 
 def _request(name: str) -> "Request":

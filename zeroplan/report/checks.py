@@ -27,10 +27,11 @@ class Checked(NamedTuple):
     capacity_bytes: int | None = None
 
 
-def checked(file: str, answer: Estimate) -> Checked:
-    """Return the verdict on a file's job, which must name a GPU."""
+def checked(file: str, answer: Estimate, not_counted: Sequence[str] = ()) -> Checked:
+    """Return the verdict on a file's job, which must name a GPU. ``not_counted``: keys that matter and are not modelled."""
     outcome: Outcome = "does not fit" if not answer.fits else "tight" if answer.verdict == "tight" else "fits"
     says = verdict_sentence(answer, GIBIBYTES)
+    says += f" What these keys do to memory is not counted: {', '.join(not_counted)}." if not_counted else ""
     return Checked(file, outcome, says, headline(answer), answer.least_bytes, answer.capacity_bytes)
 
 
