@@ -128,7 +128,7 @@ def test_an_automodel_recipe(read: Callable[..., Resolved]):
     )
     assert not any("not known" in note for note in notes)
     told = read(AUTO | {"fp8": {"enabled": True}}).notes
-    assert any("fp8.enabled=True takes memory that is not counted: the answer is too low by that" in note for note in told)
+    assert any("fp8.enabled=True changes memory in a way that is not modelled" in note for note in told)
     adapted = read(AUTO | {"peft": {"_target_": "x", "target_modules": "*_proj", "dim": 16}, "distributed": {"dp_size": 4}}).job
     assert adapted.model.adapter is not None
     assert (adapted.model.adapter.rank, adapted.model.adapter.targets) == (16, "all-linear")

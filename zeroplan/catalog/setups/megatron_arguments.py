@@ -23,7 +23,7 @@ _OTHERS = ("pretrains", "swiglu", "qk_layernorm", "transformer_engine_release", 
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256, "TikTokenizer": 131072,
                  "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}  # fmt: skip
 _ADDS = """
-    *fp8_format *fp8_param_gather *fp4_format *mtp_num_layers *teacher_model *rlhf_type *mcore_ref_model *perform_rl_step
+    *mtp_num_layers *teacher_model *rlhf_type *mcore_ref_model *perform_rl_step
     *export_kd_* *enable_cuda_graph *cuda_graph_impl *moe_z_loss_coeff *modules_to_save *use_mup *moe_expert_capacity_factor
     *experimental_attention_variant *linear_attention_freq *first_last_layers_bf16 *optimizer_offload_fraction
 """
@@ -54,7 +54,7 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     each = reading.number("micro_batch", "micro_batch_size", default=1) or 1
     reading.tell_steps("global_batch_size", table.count("global_batch_size"), each * ranks)
     _model(reading)
-    reading.unmodelled(saves=_SAVES, adds=_ADDS)
+    reading.unmodelled(saves=_SAVES, adds=_ADDS, either="*fp8_format *fp8_param_gather *fp4_format")
     table.leave(table.data)  # what is left changes the data, the schedule or what is written
     return reading.setup("megatron")
 

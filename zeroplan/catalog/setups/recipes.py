@@ -133,7 +133,7 @@ _AUTO_KNOWN = """
     model.text_config* model.num_labels distributed_config.*
 """
 _AUTO_ADDS = """
-    fp8.enabled quantization.load_in_8bit model.backend.te_fp8.recipe *num_nextn_predict_layers peft.moe_rank_scaling
+    quantization.load_in_8bit *num_nextn_predict_layers peft.moe_rank_scaling
     peft.use_dora qat.* neftune.* teacher_model.* kd_ratio optimizer.master_weights distributed.autocast_dtype longalign.*
     model.sparse* embedding_row_repair.* model.lm_head* distributed.mp_policy.reduce_dtype
 """
@@ -175,7 +175,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     if table.last("loss_fn._target_") == "FusedLinearCrossEntropy":
         table.matters["loss_fn"] = "loss_fn is fused with the head, which may save memory: the answer is the most it takes"
     _auto_adapter(reading)
-    reading.unmodelled(saves=_AUTO_SAVES, adds=_AUTO_ADDS)
+    reading.unmodelled(saves=_AUTO_SAVES, adds=_AUTO_ADDS, either="fp8.enabled model.backend.te_fp8.recipe")
     table.like(_AUTO_KNOWN)
     return reading.setup("automodel")
 
