@@ -122,6 +122,11 @@ SETUPS = {
     "template: llama3\nbf16: true\nper_device_train_batch_size: 1\n",
     "axolotl_qlora.yaml": "base_model: meta-llama/Llama-3.2-1B\nsequence_len: 2048\nmicro_batch_size: 1\nadapter: qlora\n"
     "load_in_4bit: true\nlora_r: 16\nlora_target_linear: true\nbf16: auto\n",
+    "torchtune_lora.yaml": "model:\n  _component_: torchtune.models.llama3_2.lora_llama3_2_1b\n  lora_rank: 8\n"
+    "  lora_attn_modules: [q_proj, v_proj]\ncheckpointer:\n  checkpoint_dir: /models/Llama-3.2-1B-Instruct\nbatch_size: 2\n"
+    "tokenizer:\n  max_seq_len: 2048\noptimizer:\n  _component_: torch.optim.AdamW\ndtype: bf16\n",
+    "train_verl.sh": "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct \\\n"
+    "  data.max_response_length=1024 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 trainer.n_gpus_per_node=8\n",
     "llama3_8b.toml": '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nseq_len = 8192\n'
                       '[activation_checkpoint]\nmode = "full"\n',
 }  # fmt: skip

@@ -19,7 +19,8 @@ IMPORTED_AS = {"liger-kernel": "liger_kernel", "pyyaml": "yaml"}
 #: What those that are asked for bring along by their own metadata, being nothing without.
 BROUGHT_ALONG = {"starlette": "fastapi", "huggingface_hub": "transformers", "anyio": "mcp"}
 #: What a user's own script may have imported, which is then there.
-OF_SCRIPTS = {"accelerate", "triton"}
+#: Lightning is the user's, whose Trainer calls the callback.
+OF_SCRIPTS = {"accelerate", "triton", "lightning", "pytorch_lightning"}
 
 
 def of_the_package() -> set[str]:

@@ -228,7 +228,8 @@ def test_a_record_and_an_order_are_as_whole_as_before(tmp_path: Path):
 #: a file of results, to which lines are added, and what the system has for throwing away.
 THEMSELVES = {
     "dryrun/child.py", "dryrun/companions.py", "dryrun/launch.py", "dryrun/mail.py", "dryrun/on_card/child.py",
-    "dryrun/on_card/launch.py", "dryrun/unwritten.py", "dryrun/without_bytes.py", "explore/opened.py", "hooks.py",
+    "dryrun/on_card/launch.py", "dryrun/unwritten.py", "dryrun/without_bytes.py", "explore/opened.py", "hooks/lightning.py",
+    "hooks/trainer.py",
     "report/plots/frame.py",
     "verify/cases/results.py", "verify/processes/launch.py", "verify/processes/messages.py", "verify/record.py", "whole.py",
 }  # fmt: skip

@@ -12,8 +12,11 @@ from typing import NamedTuple
 from zeroplan.errors import SpecError, unknown_name
 
 _LONGEST_SHOWN = 60
-_TUNED = re.compile(r"-(instruct|chat|it|base|hf)$")
-"""The end of a name of a tuned model, which has the shape of the model that was tuned."""
+_TUNED = re.compile(
+    r"^(nousresearch|unsloth|llm-research|ai-modelscope|modelscope|mlx-community|lmstudio-community|font-info|openrlhf|hugging-quants)/|"
+    r"(-(instruct|chat|it|base|hf|pt|thinking|2507|awq|gptq|int4|int8|4bit|8bit|fp8|bf16|fp16|bnb|unsloth))+$"
+)
+"""Owners that mirror others' models, and the ends of names of tuned and stored ones, which have the shape of the model itself."""
 
 
 class Shelf(NamedTuple):

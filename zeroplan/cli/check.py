@@ -28,15 +28,18 @@ def _check(
     ] = None,
     shared: Shared,
     how: Annotated[str, flag("--format", "NAME", "text, json, junit or github (annotations).", shown=True)] = "text",
-    careful: Annotated[bool, switch("--careful", "A job that fits only tightly fails, too.")] = False,
+    careful: Annotated[
+        bool,
+        switch("--careful", "A job fails, too, that fits only tightly, or has keys that may take memory and are not counted."),
+    ] = False,
 ) -> int:
     """Whether the jobs of files fit their GPU: 0 all fit, 1 one does not, 2 one is no job.
 
     zeroplan check configs/*.yaml --model llama-3.1-8b --gpu h100-sxm-80gb
     """
     named = _format(how)
-    outcomes: tuple[Outcome, ...] = ("does not fit", "needs expandable segments", "invalid", "tight")
-    fails = frozenset(outcomes if careful else outcomes[:-1])
+    outcomes: tuple[Outcome, ...] = ("does not fit", "needs expandable segments", "invalid", "tight", "not all counted")
+    fails = frozenset(outcomes if careful else outcomes[:3])
     rows = [_checked(name, shared) for name in files or [""]]
     typer.echo(shown(rows, named, fails=fails))
     if len(rows) > 1:
@@ -61,12 +64,24 @@ def _checked(name: str, shared: Shared) -> Checked:
     from zeroplan.estimator import estimate, replayed_if_tight  # noqa: PLC0415  start-up is part of every command's time
 
     try:
-        resolved = shared.resolved(_request(name) if name else None, name)
+        request = _request(name) if name else None
+        resolved = shared.resolved(request, name)
         if resolved.job.cluster.gpu is None:
             raise SpecError("no GPU is named; add --gpu NAME (`zeroplan gpus` lists them)")
-        return checked(name or "the job", replayed_if_tight(estimate(resolved.job)))
+        matters, too_low = _not_counted(request)
+        return checked(name or "the job", replayed_if_tight(estimate(resolved.job)), matters, may_be_too_low=too_low)
     except ZeroplanError as error:
         return refused(name or "the job", str(error))
+
+
+def _not_counted(request: "Request | None") -> tuple[tuple[str, ...], bool]:
+    """Return the keys of another program's file that change memory and are not modelled, and whether some may take memory."""
+    from zeroplan.resolve import with_setup  # noqa: PLC0415  only a file pays for it
+
+    if request is None:
+        return (), False
+    found = with_setup(request)
+    return tuple(found.matters), not found.matters.keys() <= found.saves
 
 
 def _request(name: str) -> "Request":

@@ -52,7 +52,7 @@ def in_its_words(
     words = _Words(before, after, keys, deepspeed)
     told: list[str] = []
     for one in changed(before, after):
-        said = _BY_KIND[kind].get(one.name) or _IN_SCRIPT.get(one.name)
+        said = _BY_KIND.get(kind, {}).get(one.name) or _IN_SCRIPT.get(one.name)
         told += (
             said(words, one.value)
             if said is not None

@@ -12,7 +12,7 @@ from zeroplan.units import GIBIBYTES
 
 SCHEMA_VERSION = 1
 
-Outcome = Literal["fits", "tight", "needs expandable segments", "does not fit", "invalid"]
+Outcome = Literal["fits", "tight", "not all counted", "needs expandable segments", "does not fit", "invalid"]
 Format = Literal["text", "json", "junit", "github"]
 FORMATS: tuple[Format, ...] = ("text", "json", "junit", "github")
 
@@ -28,10 +28,19 @@ class Checked(NamedTuple):
     capacity_bytes: int | None = None
 
 
-def checked(file: str, answer: Estimate) -> Checked:
-    """Return the verdict on a file's job, which must name a GPU."""
+def checked(
+    file: str, answer: Estimate, not_counted: Sequence[str] = (), *, may_be_too_low: bool = False
+) -> Checked:  # fmt: skip
+    """Return the verdict on a file's job, which must name a GPU.
+
+    ``not_counted``: keys that matter and are not modelled; ``may_be_too_low``: some of them may take memory.
+    """
     says = verdict_sentence(answer, GIBIBYTES)
-    return Checked(file, outcome_of(answer), says, headline(answer), answer.least_bytes, answer.capacity_bytes)
+    says += f" What these keys do to memory is not counted: {', '.join(not_counted)}." if not_counted else ""
+    outcome = outcome_of(answer)
+    if may_be_too_low and outcome in ("fits", "tight"):
+        outcome = "not all counted"
+    return Checked(file, outcome, says, headline(answer), answer.least_bytes, answer.capacity_bytes)
 
 
 def outcome_of(answer: Estimate) -> Outcome:
@@ -60,7 +69,9 @@ def shown(rows: Sequence[Checked], how: Format, *, fails: frozenset[Outcome]) ->
 
 def _text(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:
     def word(row: Checked) -> str:
-        return "ERROR" if row.outcome == "invalid" else "FAIL" if row.outcome in fails else "ok"
+        if row.outcome in fails:
+            return "ERROR" if row.outcome == "invalid" else "FAIL"
+        return "ok?" if row.outcome == "not all counted" else "ok"
 
     return "\n".join(f"{word(row):<5} {row.file}: {row.says}" for row in rows)
 
@@ -94,7 +105,7 @@ def _plain(text: str) -> str:
 
 def _github(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:
     """Return workflow commands of GitHub's Actions, which annotate the file."""
-    levels: dict[Outcome, str] = {"fits": "notice", "tight": "warning"}
+    levels: dict[Outcome, str] = {"fits": "notice", "tight": "warning", "not all counted": "warning"}
     lines = (
         f"::{'error' if row.outcome in fails else levels.get(row.outcome, 'error')} "
         f"file={_escaped(row.file, of_property=True)},title=zeroplan::{_escaped(row.says)}"

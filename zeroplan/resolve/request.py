@@ -188,8 +188,9 @@ class Request(Spec):
         control=Control("Offload parameters", OF_RECIPE, "none", choices=("none", "cpu")),
     )})
     from_file: str | None = field(default=None, metadata={"option": Option(
-        "An existing configuration: DeepSpeed's, accelerate's YAML, TrainingArguments as JSON or YAML, "
-        "LLaMA-Factory's, Axolotl's, or torchtitan's. Flags must not contradict it.", RECIPE, "FILE",
+        "An existing configuration: DeepSpeed's, accelerate's, TrainingArguments, LLaMA-Factory's, Axolotl's, torchtitan's, "
+        "verl's, ms-swift's, OpenRLHF's, torchtune's, NeMo AutoModel's, Megatron-LM's, nanotron's or Lightning's, or a shell "
+        "script that launches one of them. Flags must not contradict it.", RECIPE, "FILE",
     )})
     deepspeed_config: str | None = field(default=None, metadata={"option": Option(
         'A DeepSpeed configuration (JSON). Values "auto" are filled in as transformers\' Trainer does. Flags must not '
@@ -367,6 +368,10 @@ class SetupRead(NamedTuple):
     """The modules that the file's program trains, if they are modelled."""
     own_units: str = ""
     """The program that makes embedding and head FSDP2 units of their own, if the file's does."""
+    matters: Mapping[str, str] = {}
+    """Keys of the file that change memory in a way that is not modelled, and a note on each."""
+    saves: frozenset[str] = frozenset()
+    """Those among them that can only save memory."""
 
     @property
     def complete(self) -> Request:

@@ -27,7 +27,9 @@ def read_beside(request: Request, path: Path, chosen: Sequence[str]) -> SetupRea
     notes = tuple(f"{shown(path.name)}: {note}" for note in found.notes)
     keys = {name: told.key for name, told in setup.flags.items()}
     own = setup.own and setup.own._replace(instead=tuple(f"{shown(path.name)}: {note}" for note in setup.own.instead))
-    return SetupRead(request, found.filled, notes, setup.deepspeed, setup.kind, keys, own, setup.own_units)
+    return SetupRead(
+        request, found.filled, notes, setup.deepspeed, setup.kind, keys, own, setup.own_units, setup.matters, setup.saves
+    )
 
 
 def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:

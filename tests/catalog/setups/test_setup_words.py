@@ -39,7 +39,7 @@ def trainer(said: dict[str, Any], folder: Path = Path()) -> Setup:
 
 
 def titan(said: dict[str, Any], gpus: int | None = None) -> Setup:
-    return torchtitan_setup(Table({"activation_checkpoint": {"mode": "full"}} | said, "it"), gpus)
+    return torchtitan_setup(Table({"activation_checkpoint": {"mode": "full"}} | said, "it"), Path(), gpus)
 
 
 def values(setup: Setup, *flags: str) -> list[object]:

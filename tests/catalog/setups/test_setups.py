@@ -234,7 +234,7 @@ def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
         ("[" * 100_000, {}, "nested too deep"),
         ({"a": 1}, {}, "is no set-up that is known"),
         ({"model_type": "llama"}, {}, "is a model's config.json; give it to --config"),
-        (TRAINER | {"torch_compile": True}, {}, "torch_compile=True changes memory in a way that is not modelled"),
+        (TRAINER | {"use_cpu": True}, {}, "use_cpu=True changes memory in a way that is not modelled"),
         (TRAINER | {"fsdp": True, "fsdp_config": {"version": 1, "backward_prefetch": "soon"}}, {},
          "use backward_pre, backward_post or no_prefetch"),
         (TRAINER | {"optim": "galore_adamw"}, {}, "optim='galore_adamw' changes memory"),

@@ -34,7 +34,7 @@ _PARALLEL_KNOWN = (
 )  # fmt: skip
 
 
-def accelerate_setup(table: Table, folder: Path) -> Setup:
+def accelerate_setup(table: Table, folder: Path, _: int | None = None) -> Setup:
     """Read the file's keys; raises SpecError where it is not for GPUs of one's own, or says what is not modelled."""
     reading = Reading(table, folder)
     reading.own_units = "accelerate"

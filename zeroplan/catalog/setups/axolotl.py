@@ -28,53 +28,56 @@ _LEGACY_ATTENTION = {
 _PLUGINS = ("SwanLabPlugin", "LigerPlugin", "CutCrossEntropyPlugin")
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 _PACKED = "sample_packing fills one row with micro_batch_size x sequence_len tokens: as many full sequences are counted"
+_ON_GPU = "they are counted on the GPU, which is the most it takes"
+_MASK = "sample_packing without FlashAttention makes a mask of all pairs of tokens, not counted: the answer is too low by that"
 _OWN_KERNELS = (
     "adapters run in Axolotl's own kernels (lora_mlp_kernel, lora_qkv_kernel, lora_o_kernel) unless all are false; these are not "
     "modelled, and peft's layers are counted in their place"
 )
-_CUT = (
-    "cut_cross_entropy never writes all logits, which is not modelled; say --loss full, the most it can take, or --loss fused"
-)
+_CUT = "cut_cross_entropy never writes all logits, which is not counted: the answer is the most; --loss fused may be nearer"
 
+#: What is no training as it is modelled.
+_REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(
+    ("process_reward_model", "trainer_cls", "diffusion", "ebft", "peft", "gptq", "llmcompressor"), ()
+)
 #: What changes memory and has no words in a job.
-_REFUSED_WORDS = """
-    rl reward_model process_reward_model trainer_cls qat quantization diffusion ebft trl vllm layer_offloading
-    activation_offloading selective_checkpointing tiled_mlp relora lisa_n_layers lisa_step_interval peft gptq
-    quantize_moe_experts use_kernels use_scattermoe use_sonicmoe fp8 fp8_enable_fsdp_float8_all_gather lora_on_cpu peft_use_dora
-    lora_target_parameters peft_layers_to_transform peft_layers_pattern peft_layer_replication lora_rank_pattern
-    peft_trainable_token_indices chunked_cross_entropy use_eaft batch_flattening llama4_linearized_experts use_onebitllms
-    model_quantization_config unfrozen_parameters freeze_mm_modules flash_attn_cross_entropy flash_attn_rms_norm
-    flash_attn_fuse_mlp flash_attn_fuse_qkv flash_optimum fused_attn_kernel float16 deepcompile fp32_norms lora_model_dir
-    scaling_softmax pretrain_multipack_attn llmcompressor shrink_embeddings sdpa_varlen spectrum_top_fraction liger_rope
-    liger_rms_norm liger_rms_norm_gated liger_layer_norm liger_glu_activation liger_swiglu liger_cross_entropy
-    liger_use_token_scaling cls_model_config overrides_of_model_config torch_compile use_dsv4_kernels use_glm_dsa_kernels
-    large_head_attention s2_attention flash_attn_d512 gemma4_hybrid_attn_impl overrides_of_model_kwargs noisy_embedding_alpha
-    train_attn train_mlp train_unembed
+_SAVES = """
+    layer_offloading activation_offloading selective_checkpointing tiled_mlp lisa_n_layers lisa_step_interval
+    quantize_moe_experts lora_on_cpu chunked_cross_entropy unfrozen_parameters freeze_mm_modules flash_attn_cross_entropy
+    flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv deepcompile shrink_embeddings spectrum_top_fraction liger_*
+    train_attn train_mlp train_unembed context_parallel_size sequence_parallel_degree expert_parallel_size
+    model_quantization_config peft_layers_to_transform peft_layers_pattern s2_attention large_head_attention load_in_8bit
 """
-_REFUSED: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(_REFUSED_WORDS.split(), ()), "context_parallel_size": (1,), "sequence_parallel_degree": (1,),
-    "expert_parallel_size": (1,), "experts_implementation": ("eager",), "num_labels": (1,),
-    "bnb_config_kwargs": ({"bnb_4bit_use_double_quant": True},),
+_ADDS = """
+    reward_model qat trl vllm relora peft_use_dora lora_target_parameters peft_layer_replication lora_rank_pattern
+    peft_trainable_token_indices use_eaft fp32_norms scaling_softmax noisy_embedding_alpha num_labels
+"""
+_EITHER = """
+    quantization use_kernels use_scattermoe use_sonicmoe fp8 fp8_enable_fsdp_float8_all_gather batch_flattening
+    llama4_linearized_experts use_onebitllms flash_optimum fused_attn_kernel float16 lora_model_dir pretrain_multipack_attn
+    sdpa_varlen cls_model_config overrides_of_model_config torch_compile use_dsv4_kernels use_glm_dsa_kernels
+    flash_attn_d512 gemma4_hybrid_attn_impl overrides_of_model_kwargs experts_implementation bnb_config_kwargs
+"""
+_HARMLESS = {
+    "num_labels": (1,), "context_parallel_size": (1,), "sequence_parallel_degree": (1,), "expert_parallel_size": (1,),
+    "experts_implementation": ("eager",), "bnb_config_kwargs": ({"bnb_4bit_use_double_quant": True},),
+    "liger_fused_linear_cross_entropy": (True,), "torch_compile": ("auto",),
 }  # fmt: skip
+_POLICIES = {"dpo": 2, "ipo": 2, "orpo": 2, "simpo": 2, "kto": 1, "gdpo": 1, "grpo": 1}
+_RL = "preferences and rewards are counted as {} of the batch; reference model and generation are not counted (`zeroplan workflow`)"
 
 #: What changes no memory of a training step.
 _KNOWN_WORDS = """
-    base_model_config base_model_ignore_patterns revision_of_model model_type strict experimental_skip_move_to_device
-    resize_token_embeddings_to_32x mean_resizing_embeddings embeddings_skip_upcast reinit_weights datasets test_datasets
-    shuffle_merged_datasets shuffle_before_merging_datasets skip_prepare_dataset num_dataset_shards_to_save push_dataset_to_hub
-    hf_use_auth_token device device_map world_size ddp do_causal_lm_eval do_bench_eval gc_steps gc_collect_steps
-    excess_length_strategy min_sample_len max_prompt_len pad_to_sequence_len pad_to_multiple_of curriculum_sampling
-    multipack_real_batches use_pose max_packed_sequence_len heads_k_stride ring_attn_func fsdp_final_state_dict_type
-    val_set_size special_tokens tokens added_tokens_overrides num_epochs adam_epsilon2 adam_beta3 adam_eps eta_min embedding_lr
-    embedding_lr_scale torchdistx_path evals_per_epoch saves_per_epoch save_first_step use_tensorboard include_tkps
-    train_on_inputs max_memory gpu_memory_limit eot_tokens default_system_message fix_untrained_tokens preprocess_iterable
-    total_num_tokens total_supervised_tokens axolotl_config_path use_ray use_swanlab auto_resume_from_checkpoints
-    lora_fan_in_fan_out lora_alpha_pattern peft_use_rslora peft_init_lora_weights peft_ensure_weight_tying
-    center_rewards_coefficient use_otel_metrics full_finetune lora_target_linear sample_packing bfloat16 float32 torch_dtype
-    fsdp_version dp_shard_size dp_replicate_size tensor_parallel_size batch_size qlora_sharded_model_loading project_name
-    flex_attn_compile_kwargs model_config generate_samples num_generation_samples dynamic_checkpoint rope_scaling orpo_alpha
-    simpo_gamma cpo_alpha rpo_alpha rl_beta use_comet use_mlflow use_trackio type_of_model resources_per_worker
-    torch_compile_options model_quantization_config_kwargs fp32_norm_classes
+    base_model_config base_model_ignore_patterns revision_of_model experimental_skip_move_to_device
+    resize_token_embeddings_to_32x mean_resizing_embeddings embeddings_skip_upcast reinit_weights device_map world_size ddp
+    excess_length_strategy min_sample_len pad_to_sequence_len pad_to_multiple_of curriculum_sampling multipack_real_batches
+    use_pose max_packed_sequence_len heads_k_stride ring_attn_func val_set_size tokens added_tokens_overrides eta_min
+    torchdistx_path include_tkps train_on_inputs max_memory gpu_memory_limit eot_tokens default_system_message
+    fix_untrained_tokens preprocess_iterable total_num_tokens total_supervised_tokens axolotl_config_path use_ray
+    lora_fan_in_fan_out lora_alpha_pattern peft_use_rslora peft_init_lora_weights peft_ensure_weight_tying full_finetune
+    lora_target_linear sample_packing bfloat16 float32 torch_dtype dp_shard_size dp_replicate_size tensor_parallel_size
+    batch_size qlora_sharded_model_loading flex_attn_compile_kwargs model_config dynamic_checkpoint rope_scaling simpo_gamma
+    rl_beta type_of_model resources_per_worker torch_compile_options model_quantization_config_kwargs fp32_norm_classes
 """
 _KNOWN = frozenset(_KNOWN_WORDS.split())
 #: How keys begin that change none either, or that belong to a key that is refused.
@@ -87,9 +90,12 @@ _KNOWN_STARTS = (
 )  # fmt: skip
 
 
-def axolotl_setup(whole: Table, folder: Path) -> Setup:
+def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     """Read the file's keys; raises SpecError where it says what is not modelled."""
     whole.refuse(_REFUSED)
+    whole.unmodelled(saves=_SAVES, adds=_ADDS, either=_EITHER, harmless=_HARMLESS)
+    if (method := whole.text("rl")) and method not in _POLICIES:
+        raise whole.refused("rl", f"use one of {', '.join(_POLICIES)}")
     if whole.switch("peft_autocast_adapter_dtype") is False:
         raise whole.refused("peft_autocast_adapter_dtype", "peft's fp32 adapters are modelled")
     sharded = any(whole.get(key) not in (None, "", [], {}) for key in ("fsdp", "fsdp_config"))
@@ -114,6 +120,10 @@ def axolotl_setup(whole: Table, folder: Path) -> Setup:
     if made["use_peft"] and not all(whole.switch(key) is False for key in _KERNELS[:3]):
         reading.notes.append(_OWN_KERNELS)
     _loss(reading, whole)
+    if method:
+        size = reading.flags["micro_batch"]
+        reading.flags["micro_batch"] = size._replace(value=_POLICIES[method] * int(str(size.value)))
+        whole.matters["rl"] = f"rl={method}: {_RL.format('sequences twice' if _POLICIES[method] > 1 else 'the sequences')}"
     reading.table.leave((*_KNOWN, *_LEGACY_ATTENTION, *_KERNELS, *(key for key in whole.data if key.startswith(_KNOWN_STARTS))))
     return reading.setup("axolotl")
 
@@ -130,9 +140,10 @@ def _attention(whole: Table) -> dict[str, object]:
     older = [name for key, name in _LEGACY_ATTENTION.items() if whole.switch(key)]
     word = whole.text("attn_implementation") or (older[0] if older else None)
     if whole.switch("sample_packing") and not str(word).startswith("flash_attention"):
-        raise whole.refused("sample_packing", "its mask is modelled with attn_implementation: flash_attention_2 alone")
+        whole.matters["sample_packing"] = _MASK
     if word in ("xformers", "flex_attention", "sage"):
-        raise SpecError(f"{whole.where}: attention with {word} is not modelled; use flash_attention_2, sdpa or eager")
+        whole.matters["attn_implementation"] = f"attention with {word} is not modelled: FlashAttention is counted in its place"
+        word = "flash_attention_2"
     return {"attn_implementation": word}
 
 
@@ -146,9 +157,11 @@ def _precision(whole: Table, *, sharded: bool) -> dict[str, object]:
 
 
 def _recomputation(whole: Table) -> dict[str, object]:
-    if whole.get("gradient_checkpointing") in ("offload", "offload_disk"):
-        raise whole.refused("gradient_checkpointing", "use true")
     kwargs = whole.get("gradient_checkpointing_kwargs")
+    if (kind := whole.get("gradient_checkpointing")) in ("offload", "offload_disk"):
+        whole.saves.add("gradient_checkpointing")
+        whole.matters["gradient_checkpointing"] = f"gradient_checkpointing={kind} keeps checkpoints on the host: {_ON_GPU}"
+        return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
     return {"gradient_checkpointing_kwargs": {"use_reentrant": True} if kwargs is None else kwargs}
 
 
@@ -191,9 +204,10 @@ def _loss(reading: Reading, whole: Table) -> None:
     names = plugins if isinstance(plugins, list) else [plugins]
     for name in names:
         if (last := str(name).rpartition(".")[2]) not in _PLUGINS:
-            raise SpecError(f"{whole.where}: what the plugin {shown(last)} does to memory is not modelled; leave it out")
+            whole.matters[f"plugins: {last}"] = f"what the plugin {shown(last)} does to memory is not modelled, and left out"
     cut = whole.switch("cut_cross_entropy")
     if cut or (cut is None and any("CutCrossEntropy" in str(name) for name in names)):
-        reading.asks["loss"] = _CUT
+        whole.saves.add("cut_cross_entropy")
+        whole.matters["cut_cross_entropy"] = _CUT
     if whole.switch("liger_fused_linear_cross_entropy"):
         reading.tell("loss", "liger_fused_linear_cross_entropy", "fused")

@@ -21,27 +21,31 @@ _INSTEAD = {
 _DEFAULT_RANK, _DEFAULT_LENGTH, _DEFAULT_DROPOUT = 8, 2048, 0.0
 _ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
 
+#: What is no training as it is modelled.
+_REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(("use_kt", "use_mca", "use_megatron_bridge", "use_hyper_parallel"), ())
 #: What changes memory and has no words in a job.
-_REFUSED_WORDS = """
-    use_unsloth use_unsloth_gc enable_liger_kernel shift_attn mixture_of_depths use_galore use_apollo use_badam use_adam_mini
-    use_muon use_llama_pro use_kt use_mca use_megatron_bridge use_hyper_parallel fp8 fp8_enable_fsdp_float8_all_gather
-    use_dft_loss use_asft_loss use_eaft_loss upcast_lmhead_output resize_vocab additional_target add_tokens add_special_tokens
-    new_special_tokens_config moe_aux_loss_coef freeze_language_model use_v1_kernels neat_packing adapter_name_or_path
-    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size block_diag_attn
+_SAVES = """
+    use_unsloth use_unsloth_gc enable_liger_kernel shift_attn use_galore use_apollo use_badam use_adam_mini use_muon
+    freeze_language_model neat_packing
 """
-_REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(_REFUSED_WORDS.split(), ())
+_ADDS = """
+    mixture_of_depths use_llama_pro use_dft_loss use_asft_loss use_eaft_loss upcast_lmhead_output resize_vocab
+    additional_target add_tokens add_special_tokens new_special_tokens_config moe_aux_loss_coef adapter_name_or_path
+"""
+_EITHER = """
+    fp8 fp8_enable_fsdp_float8_all_gather use_v1_kernels block_diag_attn tensor_model_parallel_size
+    pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
+"""
+_PAIRS = "pairs are counted as two sequences; the reference model is not counted (`zeroplan workflow dpo`)"
+_ONE_EACH = "what is trained on preferences or rewards is counted as fine-tuning: reference and value heads are not counted"
 
 #: What changes no memory of a training step.
 _KNOWN_WORDS = """
-    stage finetuning_type do_train template dataset dataset_dir media_dir train_on_prompt mask_history buffer_size mix_strategy
-    interleave_probs max_samples ignore_pad_token_for_loss val_size tool_format default_system enable_thinking preserve_thinking
-    tokenized_path data_shared_file_system adapter_folder split_special_tokens init_special_tokens rope_scaling
-    train_from_scratch infer_backend offload_folder use_kv_cache infer_dtype hf_hub_token ms_hub_token om_hub_token
-    print_param_status quantization_method quantization_device_map crop_to_patches use_audio_in_video create_new_adapter
-    asft_alpha eaft_alpha fp8_backend freeze_vision_tower freeze_multi_modal_projector compute_accuracy disable_shuffling
-    early_stopping_steps plot_loss include_effective_tokens_per_second predict_with_generate upcast_layernorm pure_bf16
-    use_swanlab simpo_gamma ld_alpha dpo_label_smoothing module_dropout freeze_extra_modules enable_torch_profiler
-    profile_modules megatron_bridge_args device_map
+    stage do_train media_dir mask_history buffer_size mix_strategy interleave_probs ignore_pad_token_for_loss val_size
+    tool_format enable_thinking preserve_thinking tokenized_path adapter_folder rope_scaling train_from_scratch
+    offload_folder infer_dtype print_param_status quantization_method quantization_device_map crop_to_patches
+    create_new_adapter freeze_vision_tower compute_accuracy plot_loss include_effective_tokens_per_second upcast_layernorm
+    pure_bf16 simpo_gamma dpo_label_smoothing module_dropout freeze_extra_modules megatron_bridge_args device_map
 """
 _KNOWN = frozenset(_KNOWN_WORDS.split())
 #: How keys begin that change none either, or that belong to a key that is refused.
@@ -52,7 +56,7 @@ _KNOWN_STARTS = (
 )  # fmt: skip
 
 
-def llama_factory_setup(whole: Table, folder: Path) -> Setup:
+def llama_factory_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     """Read the file's keys; raises SpecError where it trains nothing, or says what is not modelled."""
     _refuse(whole)
     adapted = _has_adapters(whole)
@@ -62,6 +66,11 @@ def llama_factory_setup(whole: Table, folder: Path) -> Setup:
     table = TranslatedTable(whole, _INSTEAD, made)
     reading = arguments_read(table, folder)
     _precision(reading, whole, adapted=adapted)
+    if (stage := whole.text("stage")) in ("dpo", "rm"):
+        size = reading.flags["micro_batch"]
+        reading.flags["micro_batch"] = size._replace(value=2 * int(str(size.value)))
+    if stage in ("dpo", "rm", "kto"):
+        reading.table.matters["stage"] = _PAIRS if stage == "dpo" else _ONE_EACH
     if adapted and "quantize" in reading.flags:  # model/model_utils/checkpointing.py; peft's preparation is not called
         upcast = "norms" if whole.switch("upcast_layernorm") else "none"
         reading.tell("upcast", "upcast_layernorm", upcast, filled=upcast == "none")
@@ -74,9 +83,10 @@ def llama_factory_setup(whole: Table, folder: Path) -> Setup:
 def _refuse(whole: Table) -> None:
     if not whole.switch("do_train"):
         raise SpecError(f"{whole.where}: do_train is not true, so that nothing is trained; give the file that trains")
-    if whole.text("stage") not in (None, "pt", "sft"):
-        raise whole.refused("stage", "sft and pt are modelled")
+    if whole.text("stage") not in (None, "pt", "sft", "dpo", "kto", "rm"):
+        raise whole.refused("stage", "sft, pt, dpo, kto and rm are modelled")
     whole.refuse(_REFUSED)
+    whole.unmodelled(saves=_SAVES, adds=_ADDS, either=_EITHER)
     if whole.switch("upcast_layernorm") and whole.get("quantization_bit") is None:
         raise whole.refused("upcast_layernorm", "it is modelled beside quantization_bit: 4")
 

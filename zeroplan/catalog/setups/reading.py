@@ -1,10 +1,13 @@
 """Which kind of set-up is a file, and what does it say of a job?"""
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import cast
 
 from zeroplan.catalog.setups.parsing import parsed
-from zeroplan.catalog.setups.told import DeepSpeedPart, Kind, Setup, Table
+from zeroplan.catalog.setups.script import OF_LAUNCHERS, Launched, is_script, launches
+from zeroplan.catalog.setups.told import DeepSpeedPart, Kind, Setup, Table, Told
 from zeroplan.catalog.text import read_text, shown
 from zeroplan.errors import SpecError
 
@@ -15,7 +18,24 @@ _NAMES: dict[Kind, str] = {
     "torchtitan": "torchtitan configuration",
     "llama-factory": "LLaMA-Factory configuration",
     "axolotl": "Axolotl configuration",
+    "verl": "verl configuration",
+    "ms-swift": "ms-swift's arguments",
+    "openrlhf": "OpenRLHF's arguments",
+    "torchtune": "torchtune recipe",
+    "automodel": "NeMo AutoModel recipe",
+    "megatron": "Megatron-LM's arguments",
+    "nanotron": "nanotron configuration",
+    "lightning": "Lightning configuration",
 }
+#: Which module reads a kind, and with which function; only the kind at hand is loaded.
+_READERS: dict[Kind, tuple[str, str]] = {
+    "accelerate": ("accelerate", "accelerate_setup"), "trainer": ("trainer", "trainer_setup"),
+    "torchtitan": ("torchtitan", "torchtitan_setup"), "llama-factory": ("llama_factory", "llama_factory_setup"),
+    "axolotl": ("axolotl", "axolotl_setup"), "verl": ("verl", "verl_setup"), "ms-swift": ("ms_swift", "ms_swift_setup"),
+    "openrlhf": ("openrlhf", "openrlhf_setup"), "torchtune": ("recipes", "torchtune_setup"),
+    "automodel": ("recipes", "automodel_setup"), "megatron": ("megatron_arguments", "megatron_setup"),
+    "nanotron": ("recipes", "nanotron_setup"), "lightning": ("recipes", "lightning_setup"),
+}  # fmt: skip
 #: Words of a file that no other kind has; they go before keys that several kinds share.
 _STAGES = ("pt", "sft", "rm", "ppo", "dpo", "kto")
 #: One of these keys is enough, in this order.
@@ -34,7 +54,6 @@ _FOREIGN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("is a model's config.json; give it to --config", ("model_type", "architectures", "num_hidden_layers")),
     ("is an adapter's configuration; say --lora-rank and --lora-targets", ("peft_type",)),
     ("holds arguments of LLaMA-Factory's v1, which are not read; say them as flags", ("model_class", "dist_config")),
-    ("holds Megatron-LM's arguments, which are not read; say them as flags", ("tensor_model_parallel_size",)),
 )
 
 
@@ -46,7 +65,10 @@ def name_of(kind: Kind) -> str:
 def is_setup(path: Path) -> bool:
     """Whether a file is a set-up of another program's rather than a job file; one that cannot be read is refused."""
     what = f"file {str(path)!r}"
-    data = parsed(read_text(path, what="file"), path, what)
+    text = read_text(path, what="file")
+    if is_script(text, path):
+        return True
+    data = parsed(text, path, what)
     if _own_words(data) is not None:
         return True
     job = isinstance(data.get("model"), str) or any(key in data for key in (*_OF_A_JOB, "schema_version"))
@@ -54,9 +76,35 @@ def is_setup(path: Path) -> bool:
 
 
 def _own_words(data: Mapping[str, object]) -> Kind | None:
-    if "finetuning_type" in data or data.get("stage") in _STAGES or ("template" in data and "model_name_or_path" in data):
-        return "llama-factory"
-    return "axolotl" if isinstance(data.get("base_model"), str) else None
+    """Return the kind of a file with keys that no other kind has together."""
+
+    def inner(table: str, key: str) -> bool:
+        return isinstance(found := data.get(table), dict) and key in found
+
+    def any_key(*begins: str) -> bool:
+        return any(str(key).startswith(begins) for key in data)
+
+    for kind, holds in (
+        ("megatron", isinstance(data.get("MODEL_ARGS"), dict)),
+        ("verl", any_key("actor_rollout_ref", "model.partial_pretrain", "model.path") or inner("model", "partial_pretrain")),
+        ("openrlhf", any_key("ds.", "micro_train_batch_size")),
+        ("ms-swift", bool({"tuner_type", "train_type", "rlhf_type"} & data.keys()) and "model" in data),
+        ("megatron", any_key("tensor_model_parallel_size", "num_attention_heads")
+         and not {"model_type", "architectures"} & data.keys()),
+        ("megatron", (isinstance(data.get("train"), dict) and (inner("train", "train_iters") or inner("train", "global_batch_size"))
+         and not inner("train", "micro_batch_size")) or inner("train", "train_iters")),
+        ("nanotron", "tokens" in data and "parallelism" in data),
+        ("automodel", "step_scheduler" in data),
+        ("torchtune", inner("model", "_component_") or inner("tokenizer", "_component_") or inner("checkpointer", "_component_")),
+        ("lightning", (inner("train", "micro_batch_size") and "precision" in data) or inner("trainer", "devices")
+         or inner("trainer", "accelerator")),
+        ("llama-factory", "finetuning_type" in data or data.get("stage") in _STAGES
+         or ("template" in data and "model_name_or_path" in data)),
+        ("axolotl", isinstance(data.get("base_model"), str)),
+    ):  # fmt: skip
+        if holds:
+            return kind  # type: ignore[return-value]
+    return None
 
 
 def read_setup(path: Path, *, gpus: int | None) -> Setup:
@@ -65,31 +113,115 @@ def read_setup(path: Path, *, gpus: int | None) -> Setup:
     ``gpus`` is how many GPUs are asked for beside it: some files do not say.
     """
     what = f"set-up {str(path)!r}"
-    data = parsed(read_text(path, what="set-up"), path, what)
-    kind = _kind(data, what)
+    text = read_text(path, what="set-up")
+    if is_script(text, path):
+        return _launched_setup(text, path, gpus)
+    return _setup(parsed(text, path, what), path, gpus)
+
+
+def _setup(data: Mapping[str, object], path: Path, gpus: int | None, kind: Kind | None = None) -> Setup:
+    kind = kind or _kind(data, f"set-up {str(path)!r}")
     where = f"{_NAMES[kind]} {str(path)!r}"
     if kind == "deepspeed":
         return Setup(kind, deepspeed=DeepSpeedPart(data, where))
-    table = Table(data, where)
-    if kind == "accelerate":
-        from zeroplan.catalog.setups.accelerate import accelerate_setup  # noqa: PLC0415  only the kind at hand is loaded
+    module, function = _READERS[kind]
+    reader = getattr(import_module(f"zeroplan.catalog.setups.{module}"), function)
+    return cast("Setup", reader(Table(data, where), path.parent, gpus))
 
-        return accelerate_setup(table, path.parent)
-    if kind == "trainer":
-        from zeroplan.catalog.setups.trainer import trainer_setup  # noqa: PLC0415
 
-        return trainer_setup(table, path.parent)
-    if kind == "llama-factory":
-        from zeroplan.catalog.setups.llama_factory import llama_factory_setup  # noqa: PLC0415
+#: How a program is named in a command, by the kind of its arguments.
+_PROGRAMS: tuple[tuple[str, Kind], ...] = (
+    ("openrlhf.cli.train", "openrlhf"), ("verl", "verl"), ("main_ppo", "verl"), ("main_dapo", "verl"), ("swift", "ms-swift"),
+    ("megatron sft", "ms-swift"), ("megatron pt", "ms-swift"), ("megatron rlhf", "ms-swift"),
+)  # fmt: skip
+_FILES = (".yaml", ".yml", ".json", ".toml")
 
-        return llama_factory_setup(table, path.parent)
-    if kind == "axolotl":
-        from zeroplan.catalog.setups.axolotl import axolotl_setup  # noqa: PLC0415
 
-        return axolotl_setup(table, path.parent)
-    from zeroplan.catalog.setups.torchtitan import torchtitan_setup  # noqa: PLC0415
+def _launched_setup(text: str, path: Path, gpus: int | None) -> Setup:
+    """Read the command that trains: its arguments, or the file that it names with ``key=value`` over it."""
+    commands = launches(text, f"script {str(path)!r}")
+    reasons: list[str] = []
+    for one in commands:
+        try:
+            return _of_command(one, path, gpus)
+        except _NoTrainingError as error:
+            reasons.append(str(error))
+    raise SpecError(
+        f"script {str(path)!r} launches no training that is known{f': {reasons[0]}' if reasons else ''}; say the job as flags"
+    )
 
-    return torchtitan_setup(table, gpus)
+
+class _NoTrainingError(SpecError):
+    """A command that is no training of a known program."""
+
+
+def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
+    words = " ".join(one.words[-2:])
+    kind = next((kind for name, kind in _PROGRAMS if name in words), None)
+    data = {key: value for key, value in one.arguments.items() if key and value != "" and key not in OF_LAUNCHERS}
+    named = _named_config(one, path)
+    if named is not None:
+        beside = parsed(read_text(named, what="set-up"), named, f"set-up {str(named)!r}")
+        data = overridden(
+            beside, {key: value for key, value in data.items() if key not in ("config", "c", "config_name", "config_path")}
+        )
+        kind = None
+    elif kind is None:
+        kind = "megatron" if {"num_layers", "tensor_model_parallel_size"} & data.keys() else None
+    kind = kind or _own_words(data) or next((kind for kind, marks in _MARKS[1:2] if len(set(marks) & data.keys()) > 1), None)
+    if kind is None:
+        raise _NoTrainingError(words)
+    told = one.gpus
+    if told is not None and kind in ("openrlhf", "ms-swift", "megatron", "torchtune", "automodel"):
+        data["launched_gpus"] = told
+    setup = _setup(data, path, gpus or told, kind)
+    accelerate = one.launcher.get("config_file")
+    if kind in ("trainer", "axolotl", "llama-factory") and isinstance(accelerate, str):
+        setup = _beside_accelerate(setup, named_file(accelerate, path.parent, f"script {str(path)!r}"), gpus)
+    if told is not None and "gpus" not in setup.flags:
+        setup = setup._replace(flags={**setup.flags, "gpus": Told("the launcher", told)})
+    return setup
+
+
+def _named_config(one: Launched, path: Path) -> Path | None:
+    """Return the configuration that a command names, if it is here: beside the script, or above it."""
+    rest = one.arguments.get("")
+    loose = [str(word) for word in rest] if isinstance(rest, list) else []
+    named = [str(one.arguments[key]) for key in ("config", "c") if isinstance(one.arguments.get(key), str)]
+    for word in (*named, *loose):
+        if word.endswith(_FILES):
+            for folder in (Path(), path.parent, *list(path.resolve().parents)[:6]):
+                if (found := folder / word).is_file():
+                    return found
+            raise SpecError(f"script {str(path)!r} trains with {shown(word)}, which is not here; give that file")
+    return None
+
+
+def overridden(data: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
+    """Return nested tables with ``a.b=value`` put over them, as Hydra, OmegaConf and jsonargparse do.
+
+    >>> overridden({"a": {"b": 1}}, {"a.b": "2", "c": True})
+    {'a': {'b': '2'}, 'c': True}
+    """
+    made = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+    for key, value in over.items():
+        first, _, rest = key.partition(".")
+        inner = made.get(first)
+        made[first] = overridden(inner if isinstance(inner, dict) else {}, {rest: value}) if rest else value
+    return made
+
+
+def _beside_accelerate(setup: Setup, file: Path, gpus: int | None) -> Setup:
+    """Return the set-up of a script that accelerate launches with a file of its own, which says engine, stage and GPUs."""
+    other = read_setup(file, gpus=gpus)
+    engine = {
+        key: told for key, told in other.flags.items() if key in setup.flags and (setup.flags[key].filled or not told.filled)
+    }
+    more = {key: told for key, told in other.flags.items() if key not in setup.flags}
+    return setup._replace(
+        flags={**setup.flags, **engine, **more}, options={**other.options, **setup.options}, asks={**other.asks, **setup.asks},
+        notes=(*setup.notes, *other.notes), deepspeed=setup.deepspeed or other.deepspeed, own_units=setup.own_units,
+    )  # fmt: skip
 
 
 def _kind(data: Mapping[str, object], what: str) -> Kind:
@@ -102,8 +234,7 @@ def _kind(data: Mapping[str, object], what: str) -> Kind:
         if any(mark in data for mark in marks):
             return kind
     raise SpecError(
-        f"{what} is no set-up that is known: a DeepSpeed configuration, an accelerate one, TrainingArguments, or "
-        "torchtitan's, LLaMA-Factory's or Axolotl's; say the job as flags"
+        f"{what} is no set-up that is known: {', '.join(list(_NAMES.values())[:-1])} or {_NAMES['lightning']}; say the job as flags"
     )
 
 
@@ -111,7 +242,12 @@ def named_file(named: str, folder: Path, where: str) -> Path:
     """A file that a set-up names: from where one stands, as its program looks, or beside the set-up."""
     path = Path(named)
     try:
-        return path if path.is_absolute() or path.exists() else folder / path
+        above = [*([folder] if path.is_absolute() else []), folder, *list(folder.resolve().parents)[:6]]
+        return (
+            path
+            if path.is_absolute() or path.exists()
+            else next((f / path for f in above if (f / path).exists()), folder / path)
+        )
     except (OSError, ValueError):
         raise SpecError(f"{where} names a file that cannot be read: {shown(named)}") from None
 

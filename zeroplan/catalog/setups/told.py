@@ -1,6 +1,7 @@
 """What a file says of a job, key by key, and how that meets what is said beside it."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -8,7 +9,10 @@ from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
-Kind = Literal["deepspeed", "accelerate", "trainer", "torchtitan", "llama-factory", "axolotl"]
+Kind = Literal[
+    "deepspeed", "accelerate", "trainer", "torchtitan", "llama-factory", "axolotl", "verl", "ms-swift", "openrlhf", "torchtune",
+    "automodel", "megatron", "nanotron", "lightning",
+]  # fmt: skip
 
 
 class Told(NamedTuple):
@@ -53,6 +57,10 @@ class Setup(NamedTuple):
     own: OwnModules | None = None
     own_units: str = ""
     """The program that shards embedding and head as FSDP2 units of their own, if the file's does."""
+    matters: Mapping[str, str] = {}
+    """Keys that change memory in a way that is not modelled, and the note that names each."""
+    saves: frozenset[str] = frozenset()
+    """Those among them that can only save memory."""
 
 
 class Taken(NamedTuple):
@@ -99,6 +107,7 @@ def _model(name: str, told: Told, said: Mapping[str, object], flags: dict[str, o
     mine = next((key for key in WAYS_TO_NAME if key in said), None)
     if mine is None:
         flags[name] = told.value
+        yield from [told.note] if told.note else []
     elif said[mine] != told.value:
         yield f"{told.key} is {shown(told.value)}, but --{mine} stands in its place"
 
@@ -125,12 +134,43 @@ def option_taken(name: str, told: Told, mine: object, default: object, where: st
     return mine
 
 
+#: How a switch is off, in small letters.
+_OFF = ("false", "none", "null", "no", "0", "0.0", "disabled", "", "[]", "{}")
+#: What a key does to memory that is not modelled, and what the answer is then.
+_EFFECTS = {
+    "saves": "may save memory, which is not counted: the answer is the most it takes",
+    "adds": "takes memory that is not counted: the answer is too low by that",
+    "either": "changes memory in a way that is not modelled: the answer is without it, and may be too low",
+}
+
+
+#: Keys of every program that change no memory of a training step: data, learning rates, evaluation, what is logged and saved.
+_OF_NO_MATTER_WORDS = """
+    *dataset* *data_files* *train_file *validation_file *tokenizer* *seed* *shuffl* *lr lr_* *_lr *_lr_* *learning_rate*
+    *warmup* *weight_decay* *decay_* *momentum *beta1 *beta2 *beta3 *betas *eps *eps2 *epsilon* *epochs *max_steps *_steps
+    *_step *interval *save* *resume* log_* *.log_* *logging* *logger* *report_to *run_name *wandb* *swanlab* *mlflow*
+    *comet* *trackio* *tensorboard* *hub* *push_to* *token *output_dir* *out_dir *cache* *eval* *test* *metric* *early_stop*
+    *dataloader* *num_workers* *num_proc* *prefetch_factor *pin_memory *drop_last *timeout* *_backend *port *debug* *profil*
+    *trust_remote_code *revision *template* *prompt* *system *special_tokens *temperature *top_k *top_p *reward* *generat*
+    *vllm* *sglang* *rollout* *ray_* *clip* *grad_norm *name *_type *alpha *coef* *coeff *loss_scale* *ratio *image* *video*
+    *audio* *processor* *streaming* *column* *samples* *strict* *verbos* *project* *version *_target_ *_id *callbacks *ckpt*
+    *checkpoint_dir *hostfile *messages* checkpoint.* *.checkpoint.* checkpoints.* *checkpointer.* data.* ci.* general.*
+    launched_gpus device *rng* dist_env.* benchmark.* trainer.* optim.* *.optim.* lr_scheduler.* optimizer.* compile.*
+    recipe recipe.* hydra.* _* algo.* algorithm.* critic.* ref.* *.ref.* train.* adam.* *.adam.* kto* dpo.* rm.* reward.*
+    actor_rollout_ref.ref.* slurm* skypilot*
+"""
+_OF_NO_MATTER = tuple(_OF_NO_MATTER_WORDS.split())
+
+
 class Table:
     """One table of a file: values by key, with their types checked, and which keys nobody has asked for."""
 
     def __init__(self, data: Mapping[str, object], where: str, prefix: str = "") -> None:
         self.data, self.where, self.prefix = data, where, prefix
         self.read: set[str] = set()
+        self.matters: dict[str, str] = {}
+        self.saves: set[str] = set()
+        """Keys that change memory in a way that is not modelled, and a note on each."""
         self.left_out: frozenset[str] = frozenset()
         """Keys whose value is the program's default, not the file's."""
 
@@ -171,7 +211,7 @@ class Table:
     def count(self, key: str, *, least: int = 1) -> int | None:
         """A whole number from ``least`` on, also as a text; None where it is left out."""
         value = self.get(key)
-        if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 16:
+        if isinstance(value, str) and value.isascii() and value.removeprefix("-").isdigit() and len(value) < 16:
             value = int(value)
         if isinstance(value, float) and value.is_integer() and abs(value) <= 10**15:
             value = int(value)
@@ -202,10 +242,29 @@ class Table:
                 continue
             raise self.refused(key)
 
+    def like(self, patterns: str) -> list[str]:
+        """Keys that one of the patterns describes, in the file's order; they count as read."""
+        found = [key for key in self.data if any(fnmatchcase(key, one) for one in patterns.split())]
+        self.read.update(found)
+        return found
+
+    def unmodelled(self, *, harmless: Mapping[str, tuple[object, ...]] = {}, **effects: str) -> None:
+        """Note keys that change memory and are not modelled, by patterns: those that save it, add to it, or do either.
+
+        ``harmless`` has values of keys that change none.
+        """
+        for effect, patterns in effects.items():
+            for key in self.like(patterns):
+                value = self.data[key]
+                if value is not None and str(value).lower() not in _OFF and value not in harmless.get(key, ()):
+                    self.matters[key] = f"{self.name(key)}={shown(value)} {_EFFECTS[effect]}"
+                    self.saves.update([key] * (effect == "saves"))
+
     def unknown(self) -> Iterator[str]:
-        """A note on every key that nobody has read."""
+        """A note on every key that nobody has read and that may matter."""
         for key in sorted(self.data.keys() - self.read, key=str):
-            yield f"{shown(self.name(str(key)))} is not known here and left out"
+            if not any(fnmatchcase(str(key), one) for one in _OF_NO_MATTER):
+                yield f"{shown(self.name(str(key)))} is not known here and left out"
 
 
 class TranslatedTable(Table):
@@ -217,12 +276,42 @@ class TranslatedTable(Table):
     def __init__(self, theirs: Table, instead: Mapping[str, str], made: Mapping[str, object]) -> None:
         kept = {key: value for key, value in theirs.data.items() if key not in instead.values()}
         super().__init__({**kept, **made}, theirs.where)
-        self.instead, self.read = instead, theirs.read
+        self.instead, self.read, self.matters, self.saves = instead, theirs.read, theirs.matters, theirs.saves
         self.left_out = frozenset(key for key, own in instead.items() if theirs.data.get(own) is None)
 
     def name(self, key: str) -> str:
         """The program's own key."""
         return self.instead.get(key, key)
+
+
+def _flat(data: Mapping[str, object], before: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", None if value in ("", "null", "None", "???") else value
+
+
+class FlatTable(Table):
+    """All keys of a file, each with the tables it is in before it: ``trainer.nnodes``. A value ``${key}`` is that key's."""
+
+    def __init__(self, data: Mapping[str, object], where: str) -> None:
+        super().__init__(dict(_flat(data)), where)
+        for key, value in self.data.items():
+            if isinstance(value, str) and value.startswith("${") and value.endswith("}"):
+                other = self.data.get(value[2:-1])
+                self.data = {**self.data, key: None if isinstance(other, str) and other.startswith("${") else other}
+
+    def last(self, key: str) -> str:
+        """The last word of a dotted name, such as a class's; empty where it is left out."""
+        return str(self.get(key) or "").rpartition(".")[2]
+
+    def unknown(self) -> Iterator[str]:
+        """One note on all keys that nobody has read and that are not null."""
+        unread = [key for key, value in self.data.items() if key not in self.read and value is not None]
+        left = [shown(key) for key in unread if not any(fnmatchcase(key, one) for one in _OF_NO_MATTER)]
+        if left:
+            yield f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} not known here and left out"
 
 
 def ends_counted_as_one(program: str) -> str:
@@ -264,7 +353,56 @@ class Reading:
         for name in ("offload_optimizer", "offload_param"):
             self.tell(name, key, "cpu")
 
+    def number(self, flag: str, *keys: str, default: int | None = None, times: int = 1) -> int | None:
+        """Say a count under the first of these keys that the file has, or the program's default; returns it."""
+        key = next((one for one in keys if self.table.data.get(one) is not None), keys[0])
+        said = self.table.count(key)
+        value = default if said is None else said
+        if value is not None:
+            self.tell(flag, key, value * times, filled=said is None)
+        return value
+
+    def degree(self, flag: str, *keys: str) -> int:
+        """Say a degree of parallelism above 1; returns it. 0 and -1 are 1 to some programs."""
+        key = next((one for one in keys if self.table.data.get(one) is not None), keys[0])
+        said = self.table.get(key)
+        value = 1 if said in (None, 0, -1, "0", "-1", "none") else self.table.count(key) or 1
+        if value > 1:
+            self.tell(flag, key, value)
+        return value
+
+    def tell_steps(self, key: str, total: int | None, each: int) -> None:
+        """Say the micro-batches of a step: the whole batch over the sequences that all ranks take at once."""
+        if total is not None:
+            self.tell("grad_accum", key, max(1, -(-total // each)), filled=total % each != 0)
+
+    def tell_model(self, key: str, named: str) -> None:
+        """Say the model: a folder here with a config.json, or a name; of another path its last part."""
+        folder = next((path for path in (Path(named), self.folder / named) if _holds_a_config(path)), None)
+        if folder is not None:
+            self.tell("config", key, str(folder))
+            return
+        last = named.rstrip("/").rpartition("/")[2]
+        is_path = named.startswith(("/", ".", "~")) or named.count("/") > 1
+        note = f"{self.table.name(key)} is a path without a config.json here, and its last part is taken for the model's name"
+        self.tell("model", key, last if is_path else named, note=note if is_path else "")
+
+    def unmodelled(self, *, saves: str = "", adds: str = "", either: str = "") -> None:
+        """Note the keys that change memory and are not modelled; see Table's."""
+        self.table.unmodelled(saves=saves, adds=adds, either=either)
+
     def setup(self, kind: Kind) -> Setup:
         """All that was told, and a note on every key that nobody has read."""
-        notes = (*self.notes, *self.table.unknown())
-        return Setup(kind, self.flags, self.options, self.asks, notes, self.deepspeed, own_units=self.own_units)
+        matters = self.table.matters
+        notes = (*matters.values(), *self.notes, *self.table.unknown())
+        return Setup(
+            kind, self.flags, self.options, self.asks, notes, self.deepspeed, own_units=self.own_units, matters=matters,
+            saves=frozenset(self.table.saves),
+        )  # fmt: skip
+
+
+def _holds_a_config(path: Path) -> bool:
+    try:
+        return (path / "config.json").is_file()
+    except (OSError, ValueError):
+        return False

@@ -6,6 +6,8 @@ read, with torchtitan's defaults where a key is left out. Its modules are its ow
 counted as transformers' are.
 """
 
+from pathlib import Path
+
 from zeroplan.catalog.setups.told import OwnModules, Reading, Setup, Table
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
@@ -73,7 +75,7 @@ class _Reading(Reading):
         """What is said where transformers' modules are counted in the place of torchtitan's."""
 
 
-def torchtitan_setup(whole: Table, gpus: int | None) -> Setup:
+def torchtitan_setup(whole: Table, _: Path, gpus: int | None) -> Setup:
     """Read the file's tables; raises SpecError where it says what is not modelled. ``gpus`` are asked for beside it."""
     reading = _Reading(whole, gpus)
     _refuse(reading)

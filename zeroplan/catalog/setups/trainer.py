@@ -21,47 +21,37 @@ _OPTIMIZERS: dict[str, tuple[str, str | None]] = {
 _DEFAULT_OPTIM = "adamw_torch_fused"
 #: bitsandbytes' optimizers with states in memory that the driver moves between GPU and host, and what has them on the GPU.
 _PAGED = {"paged_adamw_8bit": "adamw-8bit", "paged_adamw": "adamw", "paged_adamw_32bit": "adamw"}
+#: torchao's, and bitsandbytes' with as many bits.
+_TORCHAO = {"adamw_torch_8bit": "adamw-8bit", "adamw_torch_4bit": "adamw-8bit"}
 _DEFAULT_BATCH = 8
 _HELD = "use_reentrant is on: the block's output that each checkpoint holds during its backward is not counted with this engine"
 _UNUSED = "ddp_find_unused_parameters"
 
-#: What changes memory and has no words in a job, and the values that leave it as it is.
-_REFUSED: dict[str, tuple[object, ...]] = {
-    "torch_compile": (), "torch_compile_backend": (), "torch_compile_mode": (), "torchdynamo": (), "use_liger_kernel": (),
-    "neftune_noise_alpha": (0,), "label_smoothing_factor": (0, 0.0), "optim_target_modules": (), "use_cpu": (), "no_cuda": (),
-    "mp_parameters": (), "sharded_ddp": (), "apex": (), "use_ipex": (), "use_mps_device": (),
-    "load_in_8bit": (), "half_precision_backend": ("auto", "cpu_amp", "cuda_amp"), "bf16_full_eval": (), "fp16_full_eval": (),
-    "use_dora": (), "modules_to_save": (), "lora_modules_to_save": (), "padding_free": (),
-    "beta": (), "num_generations": (), "max_completion_length": (), "max_prompt_length": (), "precompute_ref_log_probs": (),
-    "activation_offloading": (),
-}  # fmt: skip
+#: What is no training on one's own GPUs as it is modelled.
+_REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(
+    ("use_cpu", "no_cuda", "mp_parameters", "sharded_ddp", "apex", "use_ipex", "use_mps_device"), ()
+)
+#: What changes memory and has no words in a job.
+_SAVES = "use_liger_kernel optim_target_modules load_in_8bit activation_offloading precompute_ref_log_probs padding_free"
+_ADDS = """
+    neftune_noise_alpha label_smoothing_factor use_dora modules_to_save lora_modules_to_save beta num_generations
+    max_completion_length max_prompt_length
+"""
+_EITHER = (
+    "torch_compile torch_compile_backend torch_compile_mode torchdynamo half_precision_backend bf16_full_eval fp16_full_eval"
+)
+_HARMLESS = {"half_precision_backend": ("auto", "cpu_amp", "cuda_amp")}
 
 #: What changes no memory of a training step.
 _KNOWN_WORDS = """
-    output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps
-    warmup_ratio optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon average_tokens_across_devices max_grad_norm tf32
-    gradient_checkpointing_kwargs activation_checkpointing_kwargs liger_kernel_config use_cache torch_empty_cache_steps
-    logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen
-    log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
-    trackio_static_space_id eval_strategy evaluation_strategy eval_steps eval_delay per_device_eval_batch_size
-    prediction_loss_only eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps
-    include_for_metrics include_inputs_for_metrics include_tokens_per_second batch_eval_metrics save_only_model save_strategy
-    save_steps save_on_each_node save_total_limit save_safetensors enable_jit_checkpoint push_to_hub hub_token hub_private_repo
-    hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end metric_for_best_model greater_is_better
-    ignore_data_skip restore_callback_states_from_checkpoint full_determinism seed data_seed dataloader_drop_last
-    dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-    dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names train_sampling_strategy
-    group_by_length length_column_name ddp_broadcast_buffers ddp_backend
-    ddp_timeout debug skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank logging_dir
-    fp16_opt_level fp16_backend tpu_num_cores tpu_metrics_debug past_index jit_mode_eval ray_scope push_to_hub_model_id
-    push_to_hub_organization push_to_hub_token fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params deepspeed_plugin
-    distributed_state per_gpu_eval_batch_size _n_gpu
-    dataset_name dataset_config dataset_config_name dataset_train_split dataset_test_split dataset_text_field
-    dataset_num_proc dataset_kwargs dataset_streaming train_file validation_file validation_split_percentage
-    max_train_samples max_eval_samples preprocessing_num_workers overwrite_cache streaming tokenizer_name tokenizer_name_or_path
-    cache_dir token use_auth_token model_revision trust_remote_code use_fast_tokenizer low_cpu_mem_usage keep_linebreaks
-    packing packing_strategy eval_packing eos_token pad_token chat_template_path completion_only_loss assistant_only_loss
-    lora_alpha lora_task_type use_rslora bnb_4bit_quant_storage bnb_4bit_compute_dtype model_init_kwargs
+    optim_args average_tokens_across_devices tf32 gradient_checkpointing_kwargs activation_checkpointing_kwargs
+    liger_kernel_config include_num_input_tokens_seen disable_tqdm prediction_loss_only include_tokens_per_second
+    enable_jit_checkpoint load_best_model_at_end greater_is_better ignore_data_skip restore_callback_states_from_checkpoint
+    full_determinism label_names train_sampling_strategy group_by_length ddp_broadcast_buffers do_train do_predict
+    local_rank fp16_opt_level tpu_num_cores past_index fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params
+    deepspeed_plugin distributed_state validation_split_percentage low_cpu_mem_usage keep_linebreaks packing
+    packing_strategy completion_only_loss assistant_only_loss use_rslora bnb_4bit_quant_storage bnb_4bit_compute_dtype
+    model_init_kwargs
 """
 _KNOWN = frozenset(_KNOWN_WORDS.split())
 _FSDP_WORDS = """
@@ -73,7 +63,7 @@ _FSDP_KNOWN = frozenset(_FSDP_WORDS.split())
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_max_length", "cutoff_len")
 
 
-def trainer_setup(table: Table, folder: Path) -> Setup:
+def trainer_setup(table: Table, folder: Path, _: int | None = None) -> Setup:
     """Read the file's keys; raises SpecError where it says what is not modelled."""
     return arguments_read(table, folder).setup("trainer")
 
@@ -83,6 +73,7 @@ def arguments_read(table: Table, folder: Path) -> Reading:
     reading = Reading(table, folder)
     reading.own_units = "accelerate, which the Trainer runs on,"
     table.refuse(_REFUSED)
+    table.unmodelled(saves=_SAVES, adds=_ADDS, either=_EITHER, harmless=_HARMLESS)
     for read in (_deepspeed, _engine, _precision, _batch, _recomputation, _ddp, _optimizer, _model, _adapter, _accelerators):
         read(reading)
     table.leave(_KNOWN)
@@ -263,10 +254,12 @@ def _ddp(reading: Reading) -> None:
 def _optimizer(reading: Reading) -> None:
     name = reading.table.text("optim")
     if name in _PAGED:
-        reading.asks["optimizer"] = (
-            f"{reading.table.name('optim')} is {name}, whose states move between GPU and host, which is not modelled; say "
-            f"--optimizer {_PAGED[name]} to count them on the GPU"
-        )
+        note = f"{reading.table.name('optim')} is {name}, whose states may move to the host: they are counted on the GPU"
+        reading.tell("optimizer", "optim", _PAGED[name], note=note)
+        return
+    if name in _TORCHAO:
+        note = f"{reading.table.name('optim')} is torchao's {name}: bitsandbytes' states of eight bits are counted"
+        reading.tell("optimizer", "optim", _TORCHAO[name], note=note)
         return
     if (name or _DEFAULT_OPTIM) not in _OPTIMIZERS:
         raise reading.table.refused("optim", f"use one of {', '.join(_OPTIMIZERS)}")
@@ -299,24 +292,13 @@ def _model(reading: Reading) -> None:
     reading.table.leave(("config_overrides",) if not reading.table.data.get("config_overrides") else ())
     named = name or config
     if named:
-        folder = next((path for path in (Path(named), reading.folder / named) if _holds_a_config(path)), None)
-        if folder is not None:
-            reading.tell("config", "model_name_or_path", str(folder))
-        else:
-            reading.tell("model", "model_name_or_path", named)
+        reading.tell_model("model_name_or_path", named)
     words = {"flash_attention_2": "flash", "flash_attention_3": "flash", "sdpa": "sdpa", "eager": "eager"}
     attention = reading.table.text("attn_implementation")
     if attention is not None:
         if attention not in words:
             raise reading.table.refused("attn_implementation", f"use one of {', '.join(words)}")
         reading.tell("attention", "attn_implementation", words[attention])
-
-
-def _holds_a_config(path: Path) -> bool:
-    try:
-        return (path / "config.json").is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def _adapter(reading: Reading) -> None:

@@ -1,0 +1,341 @@
+"""Recipes, arguments and scripts of verl, ms-swift, OpenRLHF, torchtune, AutoModel, Megatron-LM, nanotron and Lightning."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from tests.catalog.setups.test_setups import FSDP
+from zeroplan import estimate
+from zeroplan.catalog.setups.reading import is_setup, overridden, read_setup
+from zeroplan.catalog.setups.script import launches
+from zeroplan.errors import SpecError, UnknownNameError, ZeroplanError
+from zeroplan.export.megatron import megatron_arguments
+from zeroplan.resolve import Request, Resolved, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TUNE: dict[str, Any] = {
+    "model": {"_component_": "torchtune.models.llama3_1.lora_llama3_1_8b", "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.0,
+              "lora_attn_modules": ["q_proj", "output_proj"], "apply_lora_to_mlp": True},
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "max_seq_len": 2048},
+    "checkpointer": {"_component_": "x", "checkpoint_dir": "/here/Meta-Llama-3.1-8B-Instruct/"}, "batch_size": 2, "dtype": "bf16",
+    "batch_size_val": "${batch_size}", "gradient_accumulation_steps": 4, "enable_activation_checkpointing": True, "compile": False,
+    "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "lr": 1e-4},
+    "loss": {"_component_": "a.LinearCrossEntropyLoss"},
+}  # fmt: skip
+AUTO: dict[str, Any] = {
+    "recipe": "TrainFinetuneRecipeForNextTokenPrediction", "step_scheduler": {"global_batch_size": 64, "local_batch_size": 2},
+    "model": {"_target_": "a.from_pretrained", "pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B"},
+    "distributed": {"strategy": "fsdp2", "dp_size": 4, "tp_size": 2, "cp_size": 1, "activation_checkpointing": True},
+    "dataset": {"_target_": "x", "seq_length": 2048}, "optimizer": {"_target_": "torch.optim.Adam", "lr": 1e-5},
+    "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
+}  # fmt: skip
+NANO: dict[str, Any] = {
+    "model": {"dtype": "bfloat16", "model_config": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 4096, "tie_word_embeddings": True}},
+    "optimizer": {"zero_stage": 1, "accumulate_grad_in_fp32": True},
+    "parallelism": {"dp": 2, "tp": 2, "pp": 1, "tp_mode": "REDUCE_SCATTER"},
+    "tokens": {"micro_batch_size": 3, "sequence_length": 4096, "batch_accumulation_per_replica": 2},
+}  # fmt: skip
+LIT: dict[str, Any] = {
+    "checkpoint_dir": "checkpoints/meta-llama/Meta-Llama-3.1-8B", "precision": "bf16-true", "devices": 4, "quantize": None,
+    "train": {"global_batch_size": 64, "micro_batch_size": 4, "max_seq_length": 512},
+    "optimizer": {"class_path": "torch.optim.AdamW"},
+}  # fmt: skip
+SWIFT: dict[str, Any] = {
+    "model": "Qwen/Qwen2.5-7B-Instruct", "tuner_type": "lora", "lora_rank": 8, "target_modules": "all-linear", "max_length": 2048,
+    "torch_dtype": "bfloat16", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "deepspeed": "zero2",
+}  # fmt: skip
+VERL = """set -x
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-7B-Instruct}
+prompt=$((512 * 2)); response=1024
+python3 -m verl.trainer.main_ppo data.max_prompt_length=$prompt data.max_response_length=${response} \\
+    actor_rollout_ref.model.path="$MODEL_PATH" actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.rollout.n=5 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.actor.fsdp_config.param_offload=True \\
+    +actor_rollout_ref.actor.fsdp_config.fsdp_size=-1 trainer.n_gpus_per_node=8 trainer.nnodes=2 $@
+"""
+MEGATRON = """#!/bin/bash
+GPUS_PER_NODE=8
+MODEL_ARGS=(
+    --num-layers 32 # as many as 8B has
+    --hidden-size 4096
+    --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 --swiglu
+    --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights
+    "--vocab-size 128256"
+)
+if [[ "$FP8" == "yes" ]]; then
+    MODEL_ARGS+=(--seq-length 4096)
+else
+    MODEL_ARGS+=(--seq-length 999)
+fi
+torchrun --nproc_per_node $GPUS_PER_NODE --nnodes 2 pretrain_gpt.py ${MODEL_ARGS[@]} --bf16 --micro-batch-size 1 \\
+    --global-batch-size 128 --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer \\
+    --attention-dropout 0.0 --hidden-dropout 0.0 --no-create-attention-mask-in-dataloader
+"""
+RLHF = """read -r -d '' training_commands <<EOF
+openrlhf.cli.train_dpo --data.max_len 2048 --train.batch_size 128 --train.micro_batch_size 2 --dpo.beta 0.1 \\
+   --model.model_name_or_path meta-llama/Llama-3.1-8B --ds.zero_stage 3 --ds.param_dtype bf16 --model.gradient_checkpointing_enable
+EOF
+deepspeed --num_gpus 8 --module $training_commands
+"""
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[..., Resolved]:
+    def read(data: dict[str, Any] | str, name: str = "mine.yaml", **said: Any) -> Resolved:
+        (tmp_path / name).write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+        return resolve(Request(from_file=str(tmp_path / name), **said))
+
+    return read
+
+
+def test_a_torchtune_recipe(read: Callable[..., Resolved]):
+    job, notes = read(TUNE, gpus=4)
+    assert job.model.adapter is not None
+    assert (job.model.name, job.model.adapter.rank) == ("llama-3.1-8b", 16)
+    assert job.model.adapter.layers == ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert (job.batch.seq_len, job.batch.micro_batch_size, job.batch.grad_accum_steps) == (2048, 2, 4)
+    recipe = job.recipe
+    assert (recipe.engine, recipe.precision, recipe.recompute, recipe.loss) == ("fsdp2", "bf16", "full", "chunked")
+    assert not any("not known" in note for note in notes)
+    alone, why = read(TUNE)
+    assert (alone.recipe.engine, alone.mesh.world_size) == ("ddp", 1)
+    assert any("does not say how many GPUs: one is counted" in note for note in why)
+    with pytest.raises(SpecError, match="trains nothing"):
+        read({key: value for key, value in TUNE.items() if key != "optimizer"})
+
+
+def test_an_automodel_recipe(read: Callable[..., Resolved]):
+    job, notes = read(AUTO)
+    assert (job.mesh.dp_shard, job.mesh.tp, job.batch.grad_accum_steps) == (4, 2, 8)
+    assert (job.recipe.engine, job.recipe.precision, job.recipe.optimizer, job.recipe.recompute) == (
+        "fsdp2",
+        "bf16",
+        "adam",
+        "full",
+    )
+    assert not any("not known" in note for note in notes)
+    told = read(AUTO | {"fp8": {"enabled": True}}).notes
+    assert any("fp8.enabled=True changes memory in a way that is not modelled" in note for note in told)
+    adapted = read(AUTO | {"peft": {"_target_": "x", "target_modules": "*_proj", "dim": 16}, "distributed": {"dp_size": 4}}).job
+    assert adapted.model.adapter is not None
+    assert (adapted.model.adapter.rank, adapted.model.adapter.targets) == (16, "all-linear")
+
+
+def test_a_nanotron_configuration_is_answered_with_megatrons_engine(read: Callable[..., Resolved]):
+    job, notes = read(NANO)
+    assert (job.recipe.engine, job.recipe.zero_stage, job.mesh.tp, job.mesh.dp_shard) == ("megatron", 1, 2, 2)
+    assert (job.model.hidden_size, job.batch.micro_batch_size, job.batch.grad_accum_steps) == (2048, 3, 2)
+    assert any("nanotron's own layers are not modelled" in note for note in notes)
+
+
+def test_lightning_and_litgpt(read: Callable[..., Resolved]):
+    job = read(LIT).job
+    assert (job.model.name, job.recipe.engine, job.recipe.precision) == ("llama-3.1-8b", "fsdp1", "bf16")
+    assert (job.mesh.world_size, job.batch.grad_accum_steps, job.batch.seq_len) == (4, 4, 512)
+    trainer = {
+        "strategy": "deepspeed_stage_2",
+        "devices": 8,
+        "num_nodes": 2,
+        "precision": "16-mixed",
+        "accumulate_grad_batches": 3,
+    }
+    model = {"class_path": "x", "init_args": {"model_name": "gpt2"}}
+    cli = read({"trainer": trainer, "model": model, "data": {"batch_size": 4}}).job
+    assert (cli.recipe.engine, cli.recipe.zero_stage, cli.recipe.precision) == ("deepspeed", 2, "fp16-mixed")
+    assert (cli.model.name, cli.mesh.world_size, cli.batch.micro_batch_size, cli.batch.grad_accum_steps) == ("gpt2", 16, 4, 3)
+
+
+def test_ms_swift_as_yaml_and_as_a_command(read: Callable[..., Resolved]):
+    """`zero2` stands for a file of ms-swift's own (swift/config/zero2.json)."""
+    job = read(SWIFT, gpus=2).job
+    assert job.model.adapter is not None
+    assert (job.model.name, job.model.adapter.rank, job.recipe.engine, job.recipe.zero_stage) == (
+        "qwen2.5-7b",
+        8,
+        "deepspeed",
+        2,
+    )
+    assert job.recipe.deepspeed.reduce_bucket_size == 200_000_000
+    words = " ".join(f"--{key} {value}" for key, value in SWIFT.items())
+    assert read(f"NPROC_PER_NODE=2 \\\nCUDA_VISIBLE_DEVICES=0,1 swift sft {words}\n", "mine.sh").job == job
+    rlhf = read(f"swift rlhf --rlhf_type dpo {words}", "mine.sh").notes
+    assert any("rlhf_type='dpo' takes memory that is not counted" in note for note in rlhf)
+
+
+def test_a_verl_command(read: Callable[..., Resolved]):
+    job, notes = read(VERL, "mine.sh")
+    assert (job.model.name, job.mesh.world_size, job.batch.seq_len, job.batch.micro_batch_size) == ("qwen2.5-7b", 16, 2048, 4)
+    assert (job.recipe.engine, job.recipe.fsdp1.reduce_dtype, job.recipe.recompute) == ("fsdp1", "fp32", "full")
+    assert job.batch.grad_accum_steps == 256 * 5 // (4 * 16)
+    assert any("the actor's update alone is counted" in note for note in notes)
+    assert not job.recipe.offloads
+    assert any("move weights and states to the GPU for the update" in note for note in notes)
+    split = read(VERL.replace("$@", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"), "mine.sh").job
+    assert split.batch.seq_len == 512
+    dynamic = "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=5000"
+    assert (
+        read(VERL.replace("$@", dynamic), "mine.sh").job.batch.micro_batch_size == 3
+    )  # 5000 tokens are part of three sequences
+
+
+def test_megatrons_arguments_and_what_we_write_of_them(read: Callable[..., Resolved]):
+    """What ``plan`` writes of such a job is read back as the same job."""
+    job, notes = read(MEGATRON, "mine.sh")
+    recipe = job.recipe
+    assert (recipe.engine, recipe.zero_stage, recipe.sequence_parallel, job.mesh.tp, job.mesh.dp_shard) == (
+        "megatron",
+        1,
+        True,
+        2,
+        8,
+    )
+    assert (job.batch.seq_len, job.batch.grad_accum_steps) == (4096, 16)
+    assert not recipe.megatron.create_attention_mask_in_dataloader
+    assert not any("not known" in note for note in notes)
+    written = " ".join(megatron_arguments(job).split())
+    again = read(f"torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py {written}", "again.sh").job
+    assert estimate(again).peak_bytes == estimate(job).peak_bytes
+    as_yaml = {"MODEL_ARGS": {"--num-layers": 12, "--hidden-size": 512, "--num-attention-heads": 8, "--micro-batch-size": 4,
+                              "--seq-length": 1024, "--max-position-embeddings": 1024, "--pipeline-model-parallel-size": 2,
+                              "--bf16": True}}  # fmt: skip
+    small, why = read(as_yaml)
+    assert (small.model.family, small.mesh.world_size, small.model.vocab_size) == ("gpt2", 2, 50257)
+    assert any("the file does not say how many GPUs: 2" in note for note in why)
+
+
+def test_openrlhfs_command(read: Callable[..., Resolved]):
+    job, notes = read(RLHF, "mine.sh")
+    assert (job.recipe.engine, job.recipe.zero_stage, job.recipe.precision) == ("deepspeed", 3, "bf16-mixed")
+    assert (job.mesh.world_size, job.batch.micro_batch_size, job.batch.seq_len) == (8, 4, 2048)
+    assert any("the reference model is not counted" in note for note in notes)
+
+
+def test_a_command_over_a_file_and_beside_accelerates(read: Callable[..., Resolved], tmp_path: Path):
+    (tmp_path / "tune.yaml").write_text(yaml.safe_dump(TUNE))
+    command = "tune run --nproc_per_node 4 lora_finetune_distributed --config tune.yaml batch_size=8 model.lora_rank=4\n"
+    job = read(command, "mine.sh").job
+    assert job.model.adapter is not None
+    assert (job.mesh.world_size, job.batch.micro_batch_size, job.model.adapter.rank) == (4, 8, 4)
+    (tmp_path / "fsdp.yaml").write_text(FSDP)
+    trained = read("accelerate launch --config_file fsdp.yaml train.py --model_name_or_path meta-llama/Llama-3.2-1B --bf16 "
+                   "--per_device_train_batch_size 2 --max_length 1024 --output_dir out\n", "mine.sh").job  # fmt: skip
+    assert (trained.recipe.engine, trained.batch.micro_batch_size) == ("fsdp2", 2)
+    with pytest.raises(SpecError, match=r"trains with 'gone\.yaml', which is not here; give that file"):
+        read("axolotl train gone.yaml --batch 3\n", "mine.sh")
+    with pytest.raises(SpecError, match="launches no training that is known"):
+        read("swift infer --model x\n", "mine.sh")
+
+
+def test_overrides_go_into_tables():
+    assert overridden({"a": {"b": 1, "c": 2}}, {"a.b": 3, "d.e": 4}) == {"a": {"b": 3, "c": 2}, "d": {"e": 4}}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("A=1 B=$((A + 2 * 3))\npython t.py --x $B", {"x": "7"}),
+        ("python t.py --a=1 --b two three --c", {"a": "1", "b": ["two", "three"], "c": True}),
+        ('X="--n 8 --m"\npython t.py $X # --hidden 3', {"n": "8", "m": True}),
+        ("python t.py --n ${N:-4} --gone $1 --s 'a b'", {"n": "4", "gone": "", "s": "a b"}),
+        ("if a; then\nN=1\nelse\nN=2\nfi\npython t.py --n $N", {"n": "1"}),
+        ("python t.py a.b=1 +c=[1,2] ~d=3", {"a.b": "1", "c": "[1,2]", "d": "3"}),
+        ("python t.py --n $(expr 32 / 4) --k $(nproc)", {"n": "8", "k": ""}),
+    ],
+)
+def test_words_of_a_shell_script(text: str, expected: dict[str, object]):
+    assert launches(text, "it")[0].arguments == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["A=x\n" + "A=$A$A\n" * 60 + "python t.py --a $A", "((((" * 20_000, "python t.py --a '" + "x" * 10_000, "$(" * 30_000,
+     "A=$((" + "9**" * 50 + "9))\npython t.py --a $A", "python t.py --x " + "\\" * 50_001, "if\n" * 30_000, '"' * 99_999],
+)  # fmt: skip
+def test_a_hostile_script_takes_no_time_and_no_memory(text: str):
+    begun = time.process_time()
+    with suppress(SpecError):
+        launches(text, "it")
+    assert time.process_time() - begun < 2
+
+
+@pytest.mark.parametrize("value", [3, "x", "", [], [[]], {}, {"a": 1}, True, 1.5, -1, None])
+def test_any_value_of_any_key_is_read_or_refused(value: object, tmp_path: Path):
+    """Lists in place of names, tables in place of numbers: never another error than a line."""
+    for data in (TUNE, AUTO, NANO, LIT, SWIFT):
+        for key, inner in data.items():
+            for changed in ({key: value}, *({key: inner | {one: value}} for one in (inner if isinstance(inner, dict) else ()))):
+                (tmp_path / "mine.json").write_text(json.dumps(data | changed))
+                with suppress(SpecError):
+                    read_setup(tmp_path / "mine.json", gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(b"\x00\xff\x80" * 100, "is not UTF-8"), (b"a: [1, 2\nb", "is neither JSON nor TOML nor YAML"), (b"", "holds nothing"),
+     (b"a: &a [x]\n" + b"".join(b"%c: &%c [*%c,*%c]\n" % (98 + i, 98 + i, 97 + i, 97 + i) for i in range(20)), "has aliases"),
+     (b"x" * (17 << 20), "is larger than 16 MiB"), (b"#!/bin/bash\n" + b"A=1\n" * 40_000, "more than 131072 characters")],
+)  # fmt: skip
+def test_a_broken_file_is_refused_in_one_line(tmp_path: Path, content: bytes, expected: str):
+    (tmp_path / "mine").write_bytes(content)
+    with pytest.raises(ZeroplanError, match=expected) as refused:
+        read_setup(tmp_path / "mine", gpus=None)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ZeroplanError, match="is not a file"):
+        read_setup(tmp_path, gpus=None)
+
+
+def test_scripts_are_set_ups(tmp_path: Path):
+    (tmp_path / "mine.sh").write_text(VERL)
+    assert is_setup(tmp_path / "mine.sh")
+
+
+@pytest.mark.parametrize("name", ["unsloth/Llama-3.1-8B-Instruct", "NousResearch/Meta-Llama-3.1-8B", "Qwen/Qwen2.5-7B-Instruct-AWQ",
+                                  "Qwen/Qwen3-30B-A3B-Instruct-2507", "unsloth/Llama-3.1-8B-bnb-4bit"])  # fmt: skip
+def test_a_mirror_and_a_stored_form_have_the_shape_of_their_model(name: str):
+    assert resolve(Request(model=name)).job.model.name in ("llama-3.1-8b", "qwen2.5-7b", "qwen3-30b-a3b")
+
+
+def test_another_owners_model_is_not_taken_for_a_mirror():
+    with pytest.raises(UnknownNameError):
+        resolve(Request(model="someone/Llama-3.1-8B-longer"))
+
+
+_EXAMPLES = os.environ.get("ZEROPLAN_EXAMPLES")
+#: What is no configuration of a training, by what its refusal says.
+_NO_TRAINING = re.compile(
+    r"no set-up that is known|launches no training|trains nothing|nothing is trained|keys and values|holds nothing"
+    r"|is a model's config|neither JSON nor TOML|is not JSON|twice; keep one|LLaMA-Factory's v1"
+)
+
+
+@pytest.mark.skipif(not _EXAMPLES, reason="ZEROPLAN_EXAMPLES names no folder of others' examples")
+def test_examples_of_others_are_read():
+    """One folder per project: nearly all configurations of trainings are read, with no other error than a line."""
+    for folder in sorted(path for path in Path(_EXAMPLES or "").iterdir() if path.is_dir()):
+        found, readable, plain = 0, 0, 0
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+            try:
+                setup = read_setup(file, gpus=None)
+            except ZeroplanError as error:
+                found += str(error).count("\n") * 1000  # an error is one line
+                found += not _NO_TRAINING.search(str(error))
+                continue
+            found, readable, plain = found + 1, readable + 1, plain + (not setup.matters)
+            with suppress(ZeroplanError):
+                estimate(resolve(Request(from_file=str(file))).job)
+        told = f"{folder.name}: {found} configurations of trainings, {readable} read, {plain} with all that matters modelled"
+        sys.stderr.write(f"{told}\n")
+        assert readable >= 0.8 * found, folder.name

@@ -1,0 +1,98 @@
+"""The function for any loop, and Lightning's callback: the command line's answer, and what cannot fit is stopped."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.catalog.setups.test_setups import TITAN
+from zeroplan import estimate
+from zeroplan.hooks import WillNotFitError, check_memory
+from zeroplan.resolve import Request, resolve
+
+
+def test_a_loop_of_ones_own_asks_by_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The launcher says how many ranks there are; the first one speaks."""
+    file = tmp_path / "mine.toml"
+    file.write_text(TITAN)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    found = check_memory(from_file=str(file), gpu="h100-sxm-80gb")
+    asked = Request(from_file=str(file), gpus=8, gpu="h100-sxm-80gb")
+    assert found is not None
+    assert found.peak_bytes == estimate(resolve(asked).job).peak_bytes
+    assert "zeroplan: It fits NVIDIA H100" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "3")
+    check_memory(from_file=str(file), gpu="h100-sxm-80gb")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_that_cannot_fit_is_stopped_or_warned_of(capsys: pytest.CaptureFixture[str]):
+    said: dict[str, Any] = {"model": "llama-3.1-8b", "gpu": "l4-24gb", "gpus": 1, "seq_len": 4096}
+    with pytest.raises(WillNotFitError, match="It does not fit NVIDIA L4"):
+        check_memory(**said)
+    found = check_memory(**said, if_too_large="warn")
+    assert found is not None
+    assert found.fits is False
+    assert "does not fit" in capsys.readouterr().err
+    assert check_memory(model="nobody", gpu="l4-24gb") is None
+    assert "it cannot tell whether this job fits: unknown model 'nobody'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def lightning(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lightning's base class alone, which the callback needs of it."""
+    package, module = ModuleType("lightning"), ModuleType("lightning.pytorch")
+    module.Callback = type("Callback", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lightning", package)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", module)
+    from zeroplan.hooks import LightningMemoryCheck
+
+    return LightningMemoryCheck
+
+
+def a_trainer(strategy: str, **said: Any) -> SimpleNamespace:
+    own = {"num_nodes": 1, "world_size": 8, "precision": "bf16-mixed", "accumulate_grad_batches": 4, "is_global_zero": True}
+    return SimpleNamespace(strategy=type(strategy, (), {"config": {"zero_optimization": {"stage": 3}}})(), **(own | said))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [("FSDPStrategy", ("fsdp1", 3)), ("DDPStrategy", ("ddp", 0)), ("DeepSpeedStrategy", ("deepspeed", 3)),
+     ("ModelParallelStrategy", ("fsdp2", 3))],
+)  # fmt: skip
+def test_lightnings_trainer_is_read(lightning: Any, strategy: str, expected: tuple[str, int]):
+    check = lightning(model="llama-3.2-1b", gpu="h100-sxm-80gb", micro_batch=2, seq_len=1024)
+    check.setup(a_trainer(strategy), SimpleNamespace(), "fit")
+    recipe, batch = check.predicted.job.recipe, check.predicted.job.batch
+    assert (recipe.engine, recipe.zero_stage, recipe.precision) == (*expected, "bf16-mixed")
+    assert (batch.micro_batch_size, batch.grad_accum_steps, check.predicted.job.mesh.world_size) == (2, 4, 8)
+
+
+def test_lightnings_run_is_stopped_before_its_model_is_there(lightning: Any, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(WillNotFitError, match="It does not fit"):
+        lightning(model="llama-3.1-8b", gpu="l4-24gb").setup(a_trainer("DDPStrategy"), SimpleNamespace(), "fit")
+    unasked = lightning(model="llama-3.1-8b", gpu="l4-24gb")
+    unasked.setup(a_trainer("DDPStrategy"), SimpleNamespace(), "test")
+    assert unasked.predicted is None
+    lightning(gpu="l4-24gb").setup(a_trainer("DDPStrategy"), SimpleNamespace(), "fit")
+    assert "the module has no model.config" in capsys.readouterr().err
+
+
+def test_a_hook_takes_no_third_of_a_second(tmp_path: Path):
+    """Its modules are loaded by then; a first call in a process loads some more."""
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump({"trainer": {"strategy": "fsdp", "devices": 8, "precision": "bf16-mixed"}})
+    )
+    said = {"from_file": str(tmp_path / "mine.yaml"), "model": "llama-3.1-70b", "gpu": "h100-sxm-80gb", "seq_len": 8192}
+    check_memory(**said, if_too_large="warn")
+    begun = time.process_time()
+    check_memory(**said, if_too_large="warn")
+    assert time.process_time() - begun < 0.3

@@ -1,0 +1,243 @@
+"""What do Megatron-LM's arguments say of a job?
+
+They are in a launcher script, in a YAML file of Megatron-LM's tests (``MODEL_ARGS``), in ms-swift's ``megatron sft`` and, as fields
+of the same names, in Megatron-Bridge's and verl's configurations. Defaults are those of Megatron-LM 2026-08
+(megatron/training/arguments.py). The shape of the model is in the arguments, too, unless a checkpoint has it.
+"""
+
+from dataclasses import fields
+from math import lcm
+from pathlib import Path
+from typing import cast
+
+from zeroplan.catalog.setups.told import FlatTable, Reading, Setup, Table, Told
+from zeroplan.errors import SpecError
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import MegatronOptions
+
+_CHOICES = ("p2p", "a2a", "transformer_engine", "local", "fp32", "fp16", "bf16", "fp8", "alltoall", "allgather")
+_FLOATS = ("hidden_dropout", "attention_dropout")
+_OTHERS = ("pretrains", "swiglu", "qk_layernorm", "transformer_engine_release", "recompute_modules", "moe_aux_loss",
+           "cross_entropy_fusion_impl", "expert_tensor_parallel_size")  # fmt: skip
+#: Vocabularies of tokenizers, where ``--vocab-size`` is left out.
+_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256, "TikTokenizer": 131072,
+                 "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}  # fmt: skip
+_ADDS = """
+    *mtp_num_layers *teacher_model *rlhf_type *mcore_ref_model *perform_rl_step
+    *export_kd_* *enable_cuda_graph *cuda_graph_impl *moe_z_loss_coeff *modules_to_save *use_mup *moe_expert_capacity_factor
+    *experimental_attention_variant *linear_attention_freq *first_last_layers_bf16 *optimizer_offload_fraction
+"""
+_SAVES = """
+    *use_megatron_fsdp *fine_grained_activation_offloading *optimizer_cpu_offload *num_layers_in_first_pipeline_stage
+    *cpu_offloading *num_layers_in_last_pipeline_stage *decoder_first_pipeline_num_layers *decoder_last_pipeline_num_layers
+    *pipeline_model_parallel_layout *account_for_*_in_pipeline_split
+"""
+
+
+def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
+    """Read the arguments; raises SpecError where they say what is not modelled."""
+    data = whole.data.get("MODEL_ARGS", whole.data)
+    flat = FlatTable(data if isinstance(data, dict) else {}, whole.where)
+    # Megatron-Bridge has the same names one table further in; dashes and underscores are the same
+    plain = {
+        key.removeprefix("model.").removeprefix("train.").lstrip("-").replace("-", "_"): one for key, one in flat.data.items()
+    }
+    table = FlatTable({key: one for key, one in plain.items() if one != ""}, whole.where)
+    reading = Reading(table, folder)
+    if str(table.data.get("tuner_type") or table.data.get("train_type") or "full") != "full":
+        raise SpecError(f"{whole.where}: adapters under Megatron-Core are not modelled; use tuner_type full")
+    if gpus is None:
+        gpus = table.count("launched_gpus")
+    ranks = tell_megatron(reading, gpus, "")
+    seq = next((key for key in ("seq_length", "max_length", "dataset.seq_length") if table.data.get(key)), "seq_length")
+    reading.number("seq_len", seq)
+    each = reading.number("micro_batch", "micro_batch_size", default=1) or 1
+    reading.tell_steps("global_batch_size", table.count("global_batch_size"), each * ranks)
+    _model(reading)
+    reading.unmodelled(saves=_SAVES, adds=_ADDS, either="*fp8_format *fp8_param_gather *fp4_format")
+    table.leave(table.data)  # what is left changes the data, the schedule or what is written
+    return reading.setup("megatron")
+
+
+def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
+    """Say engine, degrees and recomputation of the arguments with this prefix; returns the data-parallel ranks."""
+    table, override = reading.table, f"{before}override_transformer_config."
+    sizes = {
+        flag: reading.degree(flag, f"{before}{key}") for flag, key in (
+            ("tensor_parallel", "tensor_model_parallel_size"), ("pipeline_parallel", "pipeline_model_parallel_size"),
+            ("context_parallel", "context_parallel_size"), ("expert_parallel", "expert_model_parallel_size"),
+        )
+    }  # fmt: skip
+    tp, pp, cp, ep = sizes.values()
+    split = tp * pp * cp
+    etp = table.count(f"{before}expert_tensor_parallel_size") or tp
+    least = lcm(split, ep * etp * pp) if ep > 1 else split
+    note = "" if gpus else f"the file does not say how many GPUs: {least}, the least that its degrees need, are counted"
+    if gpus and gpus % least:
+        note = f"{gpus} GPUs are said, which its degrees do not divide: {-(-gpus // least) * least} are counted"
+    gpus = -(-(gpus or least) // least) * least
+    reading.tell("gpus", "world size", gpus, filled=True, note=note)
+    if table.switch(f"{before}use_torch_fsdp2"):
+        reading.tell("engine", "use_torch_fsdp2", "fsdp2")
+        reading.tell("stage", "use_torch_fsdp2", 3)
+        return gpus // split
+    reading.tell("engine", "Megatron-LM", "megatron")
+    distributed = table.switch(f"{before}use_distributed_optimizer")
+    own = before != "" or "tuner_type" in table.data or "model" in table.data
+    shards = own if distributed is None else distributed  # ms-swift, Megatron-Bridge and verl share out the optimizer
+    reading.tell("stage", "use_distributed_optimizer", 1 if shards else 0)
+    half = "fp16" if table.switch("fp16") else "bf16" if table.switch("bf16") or own else None
+    reading.tell("precision", half or "bf16", f"{half}-mixed" if half else "fp32", filled=own)
+    on = tp > 1 and (
+        table.switch(f"{before}sequence_parallel") or (before != "" and table.get(f"{before}sequence_parallel") is None)
+    )
+    reading.tell("sequence_parallel", f"{before}sequence_parallel", value=bool(on))
+    _recomputation(reading, override if before else "")
+    _schedule(reading, before, pp)
+    _options(reading, override if before else "", etp)
+    return gpus // split
+
+
+def _recomputation(reading: Reading, before: str) -> None:
+    table = reading.table
+    word = table.text(f"{before}recompute_granularity") or ("selective" if table.switch("recompute_activations") else None)
+    reading.tell("recompute", f"{before}recompute_granularity", word or "none")
+    if table.text(f"{before}recompute_method") == "block" and (layers := table.count(f"{before}recompute_num_layers")):
+        reading.tell("recompute_layers", f"{before}recompute_num_layers", layers)
+    modules = table.get(f"{before}recompute_modules")
+    if modules and word == "selective":
+        names = modules.strip("[]").replace(",", " ").split() if isinstance(modules, str) else modules
+        reading.options["megatron.recompute_modules"] = Told(
+            "recompute_modules", ",".join(map(str, cast("list[object]", names)))
+        )
+
+
+def _schedule(reading: Reading, before: str, pp: int) -> None:
+    table, layers = reading.table, reading.table.count("num_layers")
+    each = table.count(f"{before}virtual_pipeline_model_parallel_size") or table.count("num_virtual_stages_per_pipeline_rank")
+    if each is None and layers and (share := table.count("num_layers_per_virtual_pipeline_stage")):
+        each = layers // pp // share
+    if pp > 1 and (each or 1) > 1:
+        reading.tell("pipeline_schedule", "virtual stages", "interleaved-1f1b")
+        reading.tell("pipeline_stages_per_rank", "virtual stages", each)
+
+
+def _options(reading: Reading, before: str, etp: int) -> None:
+    """Megatron-LM's own switches, under the same names."""
+    table, options = reading.table, dict[str, object]()
+    for field in fields(MegatronOptions):
+        if field.name not in _OTHERS and not (field.name == "recompute_num_layers" and "recompute_layers" in reading.flags):
+            options[field.name] = _option(table, before, field.name, field.default)
+    if table.count("num_experts") or "expert_parallel" in reading.flags:
+        options["expert_tensor_parallel_size"] = etp
+    if table.switch(f"{before}apply_query_key_layer_scaling"):
+        options["attention_softmax_in_fp32"] = True
+    if str(table.get(f"{before}moe_aux_loss_coeff") or "0").strip("0.e-") != "":
+        options["moe_aux_loss"] = True
+    if table.switch(f"{before}cross_entropy_loss_fusion"):
+        other = "te" if "model" in table.data else "native"
+        options["cross_entropy_fusion_impl"] = table.text(f"{before}cross_entropy_fusion_impl") or other
+    reading.options |= {f"megatron.{name}": Told(name, one) for name, one in options.items() if one is not None}
+    if table.data.get("transformer_impl") == "local":
+        reading.tell("attention", "transformer_impl", "eager")
+
+
+def _option(table: Table, before: str, name: str, default: object) -> object:
+    """Return the value of a switch, a count or a word; None where it is left out."""
+    others = before != "" or "model" in table.data  # ms-swift and verl have defaults of their own
+    if name in _FLOATS:
+        return str(table.get(f"{before}{name}") or ("0" if others else "0.1")).strip("0.") != ""
+    if isinstance(default, bool):
+        said = False if table.switch(f"{before}no_{name}") else table.switch(f"{before}{name}")
+        return bool(said) if name == "moe_grouped_gemm" and not others else said
+    if isinstance(default, int):
+        return table.count(f"{before}{name}")
+    return value if (value := table.get(f"{before}{name}")) in _CHOICES else None
+
+
+def _model(reading: Reading) -> None:
+    """The shape in the arguments; ms-swift's ``--model`` names one instead."""
+    table = reading.table
+    named = next((key for key in ("model", "hf_path", "hf_model_id") if isinstance(table.data.get(key), str)), None)
+    if named is not None:
+        reading.tell_model(named, str(table.get(named)))
+    elif table.data.get("num_layers") and table.data.get("hidden_size"):
+        reading.tell("model", "num_layers, hidden_size", _shape(reading))
+
+
+def _shape(reading: Reading) -> ModelSpec:
+    from zeroplan.catalog.config import model_from_config  # noqa: PLC0415  only these arguments pay for it
+
+    table = reading.table
+    for name in ("swiglu", "qk_layernorm"):
+        table.switch(name)
+    config = _config(reading)
+    if config["model_type"] != "gpt2" and not table.switch("swiglu"):
+        reading.options["megatron.swiglu"] = Told("swiglu", value=False)
+    if config["model_type"] in ("llama", "mixtral") and table.switch("qk_layernorm"):
+        reading.options["megatron.qk_layernorm"] = Told("qk_layernorm", value=True)
+    return model_from_config(config, name="Megatron-LM's arguments")
+
+
+def _config(reading: Reading) -> dict[str, object]:
+    """The arguments as a ``config.json`` of the family whose layers have these parts."""
+    table = reading.table
+    layers, hidden, heads = (table.count(key) or 1 for key in ("num_layers", "hidden_size", "num_attention_heads"))
+    gated, experts = bool(table.switch("swiglu")), table.count("num_experts")
+    width = table.count("ffn_hidden_size") or (int(hidden * 8 / 3 / 64) * 64 if gated else 4 * hidden)
+    shape: dict[str, object] = {
+        "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": width,
+        "vocab_size": _vocabulary(reading), "max_position_embeddings": table.count("max_position_embeddings") or 4096,
+        "tie_word_embeddings": not table.switch("untie_embeddings_and_output_weights"),
+    }  # fmt: skip
+    groups = table.count("num_query_groups") if table.switch("group_query_attention") else None
+    head = table.count("kv_channels") or hidden // heads
+    shape |= {"num_key_value_heads": groups or heads, "head_dim": head}
+    if table.switch("multi_latent_attention"):
+        return {**shape, **_latent(table, experts)}
+    if experts:
+        inner = table.count("moe_ffn_hidden_size") or width
+        picks = table.count("moe_router_topk") or 2
+        if shared := table.count("moe_shared_expert_intermediate_size"):
+            reading.options["megatron.moe_shared_expert_intermediate_size"] = Told(
+                "moe_shared_expert_intermediate_size", shared
+            )
+        kind = {"model_type": "qwen3_moe", "num_experts": experts, "moe_intermediate_size": inner, "norm_topk_prob": True,
+                "decoder_sparse_step": 1, "mlp_only_layers": []} if table.switch("qk_layernorm") else {
+                "model_type": "mixtral", "num_local_experts": experts, "intermediate_size": inner}  # fmt: skip
+        return {**shape, **kind, "num_experts_per_tok": picks}
+    rotates = table.text("position_embedding_type") in ("rope", "yarn", "none") or table.switch(
+        "use_rotary_position_embeddings"
+    )
+    if not (rotates or gated or groups):
+        return {"model_type": "gpt2", "n_layer": layers, "n_embd": hidden, "n_head": heads, "n_inner": width,
+                "n_positions": shape["max_position_embeddings"], "vocab_size": shape["vocab_size"],
+                "tie_word_embeddings": shape["tie_word_embeddings"]}  # fmt: skip
+    if table.switch("add_qkv_bias"):
+        return {**shape, "model_type": "qwen2"}
+    biased = not table.switch("disable_bias_linear")
+    return {**shape, "model_type": "llama", "attention_bias": biased, "mlp_bias": biased}
+
+
+def _latent(table: Table, experts: int | None) -> dict[str, object]:
+    """DeepSeek V3's attention, and the experts beside it."""
+    sizes = {theirs: table.count(own) or default for own, theirs, default in (
+        ("q_lora_rank", "q_lora_rank", None), ("kv_lora_rank", "kv_lora_rank", 32), ("qk_head_dim", "qk_nope_head_dim", 128),
+        ("qk_pos_emb_head_dim", "qk_rope_head_dim", 64), ("v_head_dim", "v_head_dim", 128))}  # fmt: skip
+    width = table.count("moe_ffn_hidden_size") or 1
+    shared = (table.count("moe_shared_expert_intermediate_size") or 0) // width
+    frequency = str(table.get("moe_layer_freq") or "1")
+    dense = frequency.partition("*")[2].strip().partition("+")[0].partition(")")[0] if "[0]" in frequency else "0"
+    return {**sizes, "model_type": "deepseek_v3", "n_routed_experts": experts or 1, "moe_intermediate_size": width,
+            "num_experts_per_tok": table.count("moe_router_topk") or 2, **({"n_shared_experts": shared} if shared else {}),
+            "n_group": table.count("moe_router_num_groups") or 1, "topk_group": table.count("moe_router_group_topk") or 1,
+            "first_k_dense_replace": int(dense) if dense.isdigit() else 0}  # fmt: skip
+
+
+def _vocabulary(reading: Reading) -> int:
+    table = reading.table
+    said = table.count("vocab_size") or table.count("padded_vocab_size")
+    kind = table.text("tokenizer_type") or "GPT2BPETokenizer"
+    if said is None and kind not in _VOCABULARIES:
+        reading.notes.append(f"the vocabulary of tokenizer {kind} is not in the arguments: 131072 entries are counted")
+    return said or _VOCABULARIES.get(kind, 131072)

@@ -1,0 +1,124 @@
+"""What do ms-swift's arguments say of a job: YAML, JSON, or the command line of ``swift sft``?
+
+Its own keys are those of ms-swift 4.6 (arguments/), with its defaults; it runs on transformers' Trainer, and its other keys are
+read as TrainingArguments. ``megatron sft`` has Megatron-LM's arguments.
+"""
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from zeroplan.catalog.setups.told import FlatTable, Setup, Table, TranslatedTable
+from zeroplan.catalog.setups.trainer import arguments_read
+from zeroplan.errors import SpecError
+
+_INSTEAD = {
+    "model_name_or_path": "model", "attn_implementation": "attn_impl", "use_peft": "tuner_type", "lora_r": "lora_rank",
+    "lora_target_modules": "target_modules", "load_in_4bit": "quant_bits", "dtype": "torch_dtype", "optim": "optimizer",
+}  # fmt: skip
+#: ms-swift's own DeepSpeed files (config/zero2.json), as far as they change memory.
+_OFFLOAD = {"device": "cpu", "pin_memory": True}
+_SAVES = """
+    use_liger_kernel freeze_llm freeze_parameters* use_logits_to_keep use_galore use_muon lisa_activated_layers
+    sequence_parallel_size
+"""
+_ADDS = """
+    rlhf_type teacher_model reward_model num_labels modules_to_save use_dora enable_dft_loss neftune_noise_alpha
+    new_special_tokens label_smoothing_factor llamapro_num_new_blocks log_entropy top_entropy_quantile target_regex
+    lora_bias optim_target_modules torch_compile fp8 padding_free activation_cpu_offload router_aux_loss_coef task_type
+"""
+_KNOWN = """
+    model_author enable_thinking add_non_thinking_prefix packing* max_completion_length* beta lmbda sleep_level
+    offload_model offload_optimizer offload_bridge move_model_batches overlong_filter external_plugins multi_turn_*
+    max_turns num_iterations importance_* dynamic_sample *gym* soft_* freeze_vit freeze_aligner vit_* aligner_* max_pixels
+    truncation_strategy lazy_tokenize quant_method bnb_4bit_* adapters* load_args load_data_args create_checkpoint_symlink
+    *_weight max_length init_weights lora_ga_* to_* check_model safe_serialization max_shard_size ref_* teacher_*
+    write_batch_size max_new_tokens response_prefix stop_words deepspeed* repetition_penalty merge_lora experts_impl use_hf
+    tau_* fipo_* advantage_estimator *_logprobs off_policy_* cosine_* gkd_* seq_kd offload_teacher_model use_ray label_names
+    gradient_checkpointing_kwargs galore_* norm_bbox reft_* model_kwargs custom_* include interleave_prob
+"""
+
+
+def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
+    """Read the keys; raises SpecError where they say what is not modelled."""
+    if "tensor_model_parallel_size" in whole.data or "micro_batch_size" in whole.data:
+        from zeroplan.catalog.setups.megatron_arguments import megatron_setup  # noqa: PLC0415  only `megatron sft` pays for it
+
+        return megatron_setup(whole, folder, gpus)._replace(kind="ms-swift")
+    table = FlatTable(whole.data, whole.where)
+    theirs = Table(
+        {key: one for key, one in whole.data.items() if not _is_like(key, f"{_SAVES} {_ADDS} {_KNOWN}")}, whole.where
+    )
+    whole.unmodelled(saves=_SAVES, adds=_ADDS)
+    theirs.matters, theirs.saves = whole.matters, whole.saves
+    reading = arguments_read(TranslatedTable(theirs, _INSTEAD, _made(whole)), folder)
+    if table.count("max_length") is not None:
+        reading.number("seq_len", "max_length")
+    if (launched := table.count("launched_gpus")) is not None:
+        reading.tell("gpus", "NPROC_PER_NODE", launched)
+    if table.count("gradient_accumulation_steps") is None:
+        each = table.count("per_device_train_batch_size") or 1
+        reading.tell(
+            "grad_accum", "gradient_accumulation_steps", max(1, -(-16 // (each * (launched or gpus or 1)))), filled=True
+        )
+    reading.table.leave((*_INSTEAD, *_INSTEAD.values()))
+    return reading.setup("ms-swift")
+
+
+def _is_like(key: str, patterns: str) -> bool:
+    return any(fnmatchcase(key, one) for one in patterns.split())
+
+
+def _made(whole: Table) -> dict[str, object]:
+    """TrainingArguments in the place of its own keys."""
+    tuner = whole.text("tuner_type") or whole.text("train_type") or "lora"
+    if tuner not in ("full", "lora"):
+        raise whole.refused("tuner_type" if "tuner_type" in whole.data else "train_type", "lora and full are modelled")
+    word = whole.text("torch_dtype") or "bfloat16"
+    attention = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2",
+                 "flash_attention_3": "flash_attention_3", "sdpa": "sdpa", "eager": "eager"}  # fmt: skip
+    said = whole.text("attn_impl") or whole.text("attn_implementation")
+    bits = whole.count("quant_bits")
+    if bits not in (None, 4):
+        raise SpecError(f"{whole.where}: quant_bits={bits} is not modelled; four bits are")
+    targets = whole.get("target_modules") or "all-linear"
+    adapters = {
+        "use_peft": True, "lora_r": whole.count("lora_rank") or 8, "load_in_4bit": bits == 4,
+        "lora_target_modules": "all-linear" if targets in ("all-linear", ["all-linear"]) else targets,
+        "lora_dropout": _number(whole.get("lora_dropout"), 0.05),
+    }  # fmt: skip
+    mixed = whole.switch("bf16") is not False and word == "bfloat16"
+    return {
+        "model_name_or_path": whole.text("model"), "attn_implementation": attention.get(said or ""),
+        "bf16": mixed, "fp16": not mixed and word == "float16", "dtype": None if tuner == "lora" else word,
+        "per_device_train_batch_size": whole.count("per_device_train_batch_size") or 1,
+        "gradient_checkpointing": whole.switch("gradient_checkpointing") is not False,
+        "deepspeed": _deepspeed(whole.get("deepspeed"), whole.count("zero_hpz_partition_size")),
+        "optim": whole.text("optim"), **(adapters if tuner == "lora" else {"use_peft": False}),
+    }  # fmt: skip
+
+
+def _number(value: object, otherwise: float) -> float:
+    try:
+        return otherwise if value is None else float(str(value))
+    except ValueError:
+        return otherwise
+
+
+def _deepspeed(said: object, secondary: int | None) -> object:
+    """``zero2_offload`` stands for a file of ms-swift's own; anything else is a path, or a configuration."""
+    if not isinstance(said, str) or not said.startswith("zero") or not said[4:5].isdigit():
+        return said
+    stage, offloads = int(said[4]), said.endswith("_offload")
+    zero: dict[str, object] = {
+        "stage": stage,
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": "auto",
+    }
+    if stage < 3:
+        zero |= {"reduce_bucket_size": int(2e8), "allgather_bucket_size": int(2e8)}
+    if secondary is not None:
+        zero["zero_hpz_partition_size"] = secondary
+    if offloads:
+        zero |= {"offload_optimizer": _OFFLOAD, **({"offload_param": _OFFLOAD} if stage == 3 else {})}
+    return {"zero_optimization": zero, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}

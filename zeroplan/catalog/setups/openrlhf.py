@@ -1,0 +1,95 @@
+"""What do OpenRLHF's arguments say of a job?
+
+Those of 0.10 (openrlhf/cli/), and the flat names of releases before it; with its defaults where one is left out. Of PPO the actor's
+update is told. OpenRLHF hands DeepSpeed a configuration of its own (utils/deepspeed/deepspeed_utils.py).
+"""
+
+from pathlib import Path
+
+from zeroplan.catalog.setups.told import DeepSpeedPart, FlatTable, Reading, Setup, Table
+
+#: Names before 0.10, by today's.
+_OLDER = {
+    "pretrain": "model.model_name_or_path", "max_len": "data.max_len", "micro_train_batch_size": "train.micro_batch_size",
+    "train_batch_size": "train.batch_size", "zero_stage": "ds.zero_stage", "adam_offload": "ds.adam_offload", "zpg": "ds.zpg",
+    "gradient_checkpointing": "model.gradient_checkpointing_enable", "lora_rank": "ds.lora.rank", "load_in_4bit": "ds.load_in_4bit",
+    "grad_accum_dtype": "ds.grad_accum_dtype", "overlap_comm": "ds.overlap_comm", "actor_num_nodes": "actor.num_nodes",
+    "actor_num_gpus_per_node": "actor.num_gpus_per_node", "packing_samples": "ds.packing_samples",
+    "ring_attn_size": "ds.ring_attn_size", "use_liger_kernel": "ds.use_liger_kernel",
+}  # fmt: skip
+_KNOWN = """
+    *.lr_* lr* min_lr* max_norm ds.enable_sleep ds.attn_implementation actor.num_* ds.ring_attn_head_stride local_rank
+    use_ms optim model.*_mode* model.beta *reentrant *.model_name_or_path ds.value_head_prefix
+"""
+_UPDATE = "the actor's update alone is counted: `zeroplan workflow ppo` has the other models and the engine beside it"
+_PAIRS = "pairs are counted as two sequences; the reference model is not counted (`zeroplan workflow dpo`)"
+_ADDS = "actor.entropy_coef train.enable_ema ds.deepcompile ds.grad_accum_dtype muon.* ds.tensor_parallel_size"
+
+
+def openrlhf_setup(whole: Table, folder: Path, _: int | None) -> Setup:
+    """Read the arguments; raises SpecError where they say what is not modelled."""
+    table = FlatTable({_OLDER.get(key, key): value for key, value in whole.data.items()}, whole.where)
+    reading = Reading(table, folder)
+    part = "actor" if table.data.get("actor.model_name_or_path") or "actor.num_nodes" in table.data else "model"
+    is_policy, compares = part == "actor", any(key.startswith(("dpo.", "ref.")) for key in table.data)
+    gpus = table.count("launched_gpus")
+    if is_policy:
+        gpus = (table.count("actor.num_nodes") or 1) * (table.count("actor.num_gpus_per_node") or 8)
+        reading.notes.append(_UPDATE)
+    elif compares:
+        table.matters["ref"] = _PAIRS
+    if gpus is not None:
+        reading.tell("gpus", "GPUs", gpus)
+    named = next((key for key in (f"{part}.model_name_or_path", "model.model_name_or_path") if table.text(key)), None)
+    if named is not None:
+        reading.tell_model(named, str(table.data[named]))
+    _batch(reading, gpus or 1, twice=compares and not is_policy, each=1 if is_policy else 8)
+    recomputes = table.switch(f"{part}.gradient_checkpointing_enable") or table.switch("model.gradient_checkpointing_enable")
+    reading.tell("recompute", f"{part}.gradient_checkpointing_enable", "full" if recomputes else "none")
+    reading.tell("attention", "ds.attn_implementation", "flash", filled=True)
+    _adapter(reading)
+    reading.deepspeed = DeepSpeedPart(_deepspeed(table), f"{table.where}: ds.")
+    reading.unmodelled(saves="ds.use_liger_kernel", adds=_ADDS)
+    table.like(_KNOWN)
+    return reading.setup("openrlhf")
+
+
+def _batch(reading: Reading, gpus: int, *, twice: bool, each: int) -> None:
+    table = reading.table
+    ways = table.count("ds.ring_attn_size") or 1
+    note = "ring attention splits a sequence over ranks: a rank's share of its tokens is counted" if ways > 1 else ""
+    length = table.count("data.max_len")
+    reading.tell("seq_len", "data.max_len", -(-(length or 2048) // ways), filled=length is None, note=note)
+    size = reading.number("micro_batch", "train.micro_batch_size", default=each, times=2 if twice else 1) or 1
+    reading.tell_steps("train.batch_size", table.count("train.batch_size") or 128, size * max(1, gpus // ways))
+
+
+def _adapter(reading: Reading) -> None:
+    table = reading.table
+    rank, targets = table.count("ds.lora.rank", least=0), table.get("ds.lora.target_modules")
+    four = table.switch("ds.load_in_4bit")
+    if rank:
+        reading.tell("lora_rank", "ds.lora.rank", rank)
+        reading.tell(
+            "lora_targets",
+            "ds.lora.target_modules",
+            ",".join(targets) if isinstance(targets, list) else targets or "all-linear",
+        )
+        reading.tell("lora_dropout", "ds.lora.dropout", str(table.get("ds.lora.dropout") or "0").strip("0.") != "")
+        if four:
+            reading.tell("quantize", "ds.load_in_4bit", "nf4-double")
+
+
+def _deepspeed(table: Table) -> dict[str, object]:
+    """``get_train_ds_config``; what it leaves at ``auto`` gets DeepSpeed's defaults."""
+    stage = table.count("ds.zero_stage", least=0)
+    word = table.text("ds.param_dtype") or "bf16"
+    zero: dict[str, object] = {
+        "stage": 2 if stage is None else stage,
+        "offload_param": {"device": "none"},
+        "offload_optimizer": {"device": "cpu" if table.switch("ds.adam_offload") else "none", "pin_memory": True},
+        "zero_hpz_partition_size": table.count("ds.zpg") or 1,
+    }
+    if table.switch("ds.overlap_comm"):
+        zero |= {"overlap_comm": True, "contiguous_gradients": True}
+    return {"zero_optimization": zero, word if word in ("bf16", "fp16") else "bf16": {"enabled": word in ("bf16", "fp16")}}

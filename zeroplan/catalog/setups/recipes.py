@@ -1,0 +1,369 @@
+"""What do YAML recipes of torchtune, NeMo AutoModel, nanotron and Lightning say of a job?
+
+Keys are those of torchtune 0.7, NeMo AutoModel 0.6, nanotron 0.6, litgpt 0.5 and Lightning 2.6, with their defaults.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from zeroplan.catalog.setups.told import FlatTable, Reading, Setup, Table
+from zeroplan.errors import SpecError
+
+_ONE_GPU = "the file does not say how many GPUs: one is counted; add --gpus N"
+_NO_LENGTH = "sequences are as long as the data's: the length is that of --seq-len, or its default"
+_OPTIMIZERS = {
+    "AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "AdamW8bit": "adamw-8bit", "PagedAdamW8bit": "adamw-8bit",
+    "PagedAdamW": "adamw", "FusedAdam": "adamw", "Adafactor": "adafactor", "adamW": "adamw",
+}  # fmt: skip
+_PAGED = "a paged optimizer may move its states to the host; they are counted on the GPU"
+
+
+def _begun(whole: Table, folder: Path) -> Reading:
+    return Reading(FlatTable(whole.data, whole.where), folder)
+
+
+def _flat(reading: Reading) -> FlatTable:
+    return reading.table if isinstance(reading.table, FlatTable) else FlatTable(reading.table.data, reading.table.where)
+
+
+def _optimizer(reading: Reading, key: str) -> None:
+    name = _flat(reading).last(key) or "AdamW"
+    if name not in _OPTIMIZERS:
+        raise reading.table.refused(key, f"use one of {', '.join(_OPTIMIZERS)}")
+    reading.tell("optimizer", key, _OPTIMIZERS[name], note=_PAGED if name.startswith("Paged") else "")
+    fused = reading.table.data.get(f"{key.rpartition('.')[0]}.fused")
+    if fused is not None and _OPTIMIZERS[name] in ("adamw", "adam"):
+        reading.tell("optimizer_impl", key, "fused" if str(fused).lower() == "true" else "foreach")
+
+
+def _sharded(reading: Reading, engine: str, gpus: int | None, *, key: str, ways: int = 1, stage: int = 3) -> None:
+    """FSDP over what the degrees leave of the GPUs; without others a rank is alone."""
+    if gpus is not None:
+        reading.tell("gpus", key, gpus)
+    elif ways > 1:
+        reading.tell("gpus", key, ways, filled=True, note=_ONE_GPU.replace("one is", f"{ways}, as its degrees need, are"))
+    else:
+        reading.notes.append(_ONE_GPU)
+    alone = (gpus or ways) == 1
+    reading.tell("engine", key, "ddp" if alone else engine, filled=alone)
+    reading.tell("stage", key, 0 if alone else stage, filled=alone)
+
+
+# torchtune
+
+_TUNE_KNOWN = """
+    quantizer.* model.*_trainable teacher_* kd_* forward_batch_size ref_* grpo_* *_model.* value_* ppo_* kl_* gamma lmbda
+    penalise* min_* stop_token* whiten* tensor_parallel_plan fsdp.* run_val* batch_size_val max_steps_per_epoch loss.*
+    model.max_seq_len model.attn_dropout collate_fn limit tasks custom_sharded_layers low_cpu_ram tensor_parallel_plan.*
+    model._component_ base_model_path memory_efficient_fsdp_wrap max_new_tokens use_distributed_state_dict
+    keep_last_n_checkpoints num_output_layers
+"""
+_TUNE_ADDS = """
+    teacher_model._component_ ref_checkpointer._component_ ref_policy_checkpointer._component_
+    reward_and_value_model._component_ model.use_dora model.apply_lora_to_output quantizer._component_
+    model.encoder_trainable model.fusion_trainable value_checkpointer._component_ cudnn_deterministic_mode
+"""
+
+
+def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
+    """Read a recipe of torchtune; raises SpecError where it trains nothing, or says what is not modelled."""
+    reading = _begun(whole, folder)
+    table = _flat(reading)
+    if table.get("optimizer._component_") is None or table.get("batch_size") is None:
+        raise SpecError(f"{table.where}: a recipe without optimizer and batch_size trains nothing; give one that trains")
+    component = table.last("model._component_")
+    saved = table.text("checkpointer.checkpoint_dir")
+    if saved and not saved.startswith("${"):
+        reading.tell_model("checkpointer.checkpoint_dir", saved)
+    gpus = table.count("launched_gpus") or gpus
+    ways = reading.degree("tensor_parallel", "tensor_parallel_dim") * reading.degree("context_parallel", "context_parallel_dim")
+    replicas = reading.degree("replicas", "data_parallel_replicate_dim")
+    keeps = table.switch("fsdp_reshard_after_forward") is False
+    table.get("data_parallel_shard_dim")
+    _sharded(reading, "fsdp2", gpus, key="nproc_per_node", ways=ways * replicas, stage=2 if keeps else 3)
+    if (table.switch("fsdp_cpu_offload") or table.switch("fsdp.cpu_offload")) and reading.flags["engine"].value == "fsdp2":
+        reading.tell_offload("fsdp_cpu_offload")
+    reading.tell("precision", "dtype", "fp32" if table.text("dtype") == "fp32" else "bf16")
+    reading.number("micro_batch", "batch_size")
+    reading.number("grad_accum", "gradient_accumulation_steps", default=1)
+    if reading.number("seq_len", "tokenizer.max_seq_len") is None:
+        reading.notes.append(_NO_LENGTH)
+    again = table.switch("enable_activation_checkpointing")
+    reading.tell("recompute", "enable_activation_checkpointing", "full" if again else "none")
+    if table.switch("enable_activation_offloading"):
+        reading.tell("offload_activations", "enable_activation_offloading", value=True)
+    _optimizer(reading, "optimizer._component_")
+    chunked = table.last("loss._component_") in ("LinearCrossEntropyLoss", "SFTLoss")
+    reading.tell("loss", "loss._component_", "chunked" if chunked else "full", filled=True)
+    _tune_adapter(reading, component)
+    reading.unmodelled(saves="compile optimizer_in_bwd *ac_mode", adds=_TUNE_ADDS)
+    table.like(_TUNE_KNOWN)
+    return reading.setup("torchtune")
+
+
+def _tune_adapter(reading: Reading, component: str) -> None:
+    table = reading.table
+    rank, names = table.count("model.lora_rank"), table.get("model.lora_attn_modules")
+    is_adapted = "lora" in component
+    for key in ("model.apply_lora_to_mlp", "model.lora_dropout", "model.quantize_base"):
+        table.get(key)
+    if not is_adapted:
+        return
+    words = {"output_proj": "o_proj"}
+    targets = [words.get(str(one), str(one)) for one in names] if isinstance(names, list) else ["q_proj", "v_proj"]
+    if table.switch("model.apply_lora_to_mlp"):
+        targets += ["gate_proj", "up_proj", "down_proj"]
+    reading.tell("lora_rank", "model.lora_rank", rank or 8, filled=rank is None)
+    reading.tell("lora_targets", "model.lora_attn_modules", ",".join(targets))
+    reading.tell("lora_dropout", "model.lora_dropout", str(table.get("model.lora_dropout") or "0").strip("0.") != "")
+    if component.startswith("qlora") or table.switch("model.quantize_base"):
+        reading.tell("quantize", "model._component_", "nf4-double")
+
+
+# NeMo AutoModel
+
+_AUTO_KNOWN = """
+    fp8.* model.mtp_* distributed.mp_policy.* longalign model.use_sdpa* model.kda_mode qat.* neftune.* step_scheduler.*
+    validation* nvtx loss_fn.* model.backend.* model.config.* distributed.strategy distributed.dp_size
+    distributed.pipeline.* distributed.moe.* distributed.sequence_parallel distributed.defer_fsdp_grad_sync
+    distributed.enable_* distributed.patch_* peft.use_triton peft.exclude_modules peft.match_all_linear quantization.bnb*
+    autopipeline.* packed_sequence.* model.force_hf model.load_base_model model.output_hidden_states model.use_liger*
+    parallelizer.* peft.dropout_position peft.lora_A_init model.attn_implementation peft.lora_dtype prewarm.*
+    model.text_config* model.num_labels distributed_config.*
+"""
+_AUTO_ADDS = """
+    quantization.load_in_8bit *num_nextn_predict_layers peft.moe_rank_scaling
+    peft.use_dora qat.* neftune.* teacher_model.* kd_ratio optimizer.master_weights distributed.autocast_dtype longalign.*
+    model.sparse* embedding_row_repair.* model.lm_head* distributed.mp_policy.reduce_dtype
+"""
+_AUTO_SAVES = (
+    "compile.enabled distributed.offload_policy* freeze_config.* peft.use_memory_efficient_lora model.backend.compile_attn"
+)
+
+
+def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
+    """Read a recipe of NeMo AutoModel; raises SpecError where it says what is not modelled."""
+    reading = _begun(whole, folder)
+    table = _flat(reading)
+    names = [f"model.{key}" for key in ("pretrained_model_name_or_path", "config.pretrained_model_name_or_path",
+                                        "config.name_or_path", "config")]  # fmt: skip
+    named = next((key for key in names if isinstance(table.get(key), str)), None)
+    if named is not None:
+        reading.tell_model(named, str(table.data[named]))
+    ranks = _auto_degrees(reading, gpus)
+    word = str(table.get("model.torch_dtype") or table.get("model.config.torch_dtype") or "auto").rpartition(".")[2]
+    # weights keep the checkpoint's 16 bits unless torch_dtype says fp32 (_transformers/auto_model.py)
+    reading.tell(
+        "precision", "model.torch_dtype", "bf16-mixed" if word in ("float32", "fp32") else "bf16", also=("bf16-mixed",)
+    )
+    each = reading.number("micro_batch", "step_scheduler.local_batch_size", default=1) or 1
+    key = "step_scheduler.global_batch_size"
+    reading.tell_steps(key, table.count(key), each * ranks)
+    packed = table.count("packed_sequence.packed_sequence_size", least=0)
+    if packed:
+        reading.tell("seq_len", "packed_sequence.packed_sequence_size", packed)
+    elif reading.number("seq_len", "dataset.seq_length", "dataset.seq_len", "dataset.max_length") is None:
+        reading.notes.append(_NO_LENGTH)
+    own = "full" if table.data.get("parallelizer.activation_checkpointing") is True else None
+    again = own or str(table.get("distributed.activation_checkpointing") or "false").lower()
+    kinds = {"false": "none", "selective": "selective"}
+    reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "full"))
+    flash = table.get("model.attn_implementation") == "flash_attention_2"
+    reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
+    _optimizer(reading, "optimizer._target_")
+    if table.last("loss_fn._target_") == "FusedLinearCrossEntropy":
+        table.saves.add("loss_fn")
+        table.matters["loss_fn"] = "loss_fn is fused with the head, which may save memory: the answer is the most it takes"
+    _auto_adapter(reading)
+    reading.unmodelled(saves=_AUTO_SAVES, adds=_AUTO_ADDS, either="fp8.enabled model.backend.te_fp8.recipe")
+    table.like(_AUTO_KNOWN)
+    return reading.setup("automodel")
+
+
+def _auto_degrees(reading: Reading, gpus: int | None) -> int:
+    """Say degrees, GPUs and engine; returns the ranks that take sequences of their own."""
+    table = _flat(reading)
+    tp, cp, pp, ep = (
+        reading.degree(flag, f"distributed.{key}") for flag, key in (
+            ("tensor_parallel", "tp_size"), ("context_parallel", "cp_size"), ("pipeline_parallel", "pp_size"),
+            ("expert_parallel", "ep_size"),
+        )
+    )  # fmt: skip
+    replicas = reading.degree("replicas", "distributed.dp_replicate_size")
+    split, dp = tp * cp * pp, table.data.get("distributed.dp_size")
+    said = dp * split if isinstance(dp, int) and not isinstance(dp, bool) and dp > 0 else None
+    nodes = table.count("benchmark.num_nodes") or table.count("ci.nodes") or (1 if "ci.nproc_per_node" in table.data else None)
+    gpus = said or table.count("launched_gpus") or gpus or (nodes * (table.count("ci.nproc_per_node") or 8) if nodes else None)
+    other = "megatron_fsdp" if "Megatron" in table.last("distributed._target_") else "fsdp2"
+    strategy = table.text("distributed.strategy") or other
+    if strategy not in ("fsdp2", "ddp"):
+        raise table.refused("distributed.strategy", "fsdp2 and ddp are modelled")
+    stage = 0 if strategy == "ddp" else 2 if table.switch("distributed.reshard_after_forward") is False else 3
+    _sharded(reading, strategy, gpus, key="distributed.dp_size", ways=max(split * replicas, ep * pp), stage=stage)
+    return max(1, (gpus or split) // split)
+
+
+def _auto_adapter(reading: Reading) -> None:
+    table = reading.table
+    rank, targets, dropout = table.count("peft.dim"), table.get("peft.target_modules"), table.get("peft.dropout")
+    if rank is None:
+        if table.data.get("peft._target_") is None:
+            return
+        rank = 8
+    names = [targets] if isinstance(targets, str) else targets if isinstance(targets, list) else []
+    plain = [re.sub(r"^\*\.?", "", str(one)) for one in names]
+    wide = not plain or any("*" in one or one in ("_proj", "proj", "") for one in plain)
+    reading.tell("lora_rank", "peft.dim", rank)
+    reading.tell("lora_targets", "peft.target_modules", "all-linear" if wide else ",".join(plain))
+    reading.tell("lora_dropout", "peft.dropout", str(dropout or "0").strip("0.") != "")
+    if table.switch("quantization.load_in_4bit"):
+        double = table.switch("quantization.bnb_4bit_use_double_quant")
+        reading.tell("quantize", "quantization.load_in_4bit", "nf4-double" if double else "nf4")
+
+
+# nanotron
+
+_NANO_KNOWN = """
+    data_stages model.init_method.* model.ddp_bucket_cap_mb model.make_vocab* tokens.* parallelism.* s3_upload* doremi*
+"""
+_OWN_LAYERS = "nanotron's own layers are not modelled: Megatron-Core's, with the same degrees and fp32 gradients, are counted"
+
+
+def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
+    """Read a configuration of nanotron; raises SpecError where it says what is not modelled."""
+    from zeroplan.catalog.config import model_from_config  # noqa: PLC0415  only this file pays for it
+
+    reading = _begun(whole, folder)
+    table = _flat(reading)
+    tp, pp, cp, _ = (
+        reading.degree(flag, f"parallelism.{key}") for flag, key in (
+            ("tensor_parallel", "tp"), ("pipeline_parallel", "pp"), ("context_parallel", "context_parallel_size"),
+            ("expert_parallel", "expert_parallel_size"),
+        )
+    )  # fmt: skip
+    reading.tell("gpus", "parallelism", (table.count("parallelism.dp") or 1) * tp * pp * cp)
+    reading.tell("engine", "parallelism", "megatron")
+    reading.tell("stage", "optimizer.zero_stage", 1 if table.count("optimizer.zero_stage", least=0) else 0)
+    reading.tell("precision", "model.dtype", "bf16-mixed" if table.text("model.dtype") == "bfloat16" else "fp32")
+    if table.switch("optimizer.accumulate_grad_in_fp32") is False:
+        reading.notes.append("accumulate_grad_in_fp32 is false: gradients are counted in fp32, which is the most they take")
+    reading.tell("sequence_parallel", "parallelism.tp_mode", tp > 1 and table.text("parallelism.tp_mode") == "REDUCE_SCATTER")
+    reading.tell("recompute", "parallelism.recompute_layer", "full" if table.switch("parallelism.recompute_layer") else "none")
+    for flag, key in (
+        ("micro_batch", "micro_batch_size"),
+        ("seq_len", "sequence_length"),
+        ("grad_accum", "batch_accumulation_per_replica"),
+    ):
+        reading.number(flag, f"tokens.{key}")
+    reading.notes.append(_OWN_LAYERS)
+    config = _nanotron_config(whole.table("model").table("model_config").data)
+    reading.tell("model", "model.model_config", model_from_config(config, name="nanotron's model_config"))
+    table.like("model.model_config.* optimizer.optimizer_factory.name")
+    table.like(_NANO_KNOWN)
+    return reading.setup("nanotron")
+
+
+def _nanotron_config(said: Mapping[str, object]) -> dict[str, object]:
+    """``model_config`` as a ``config.json``: Llama, or with experts Mixtral or Qwen 3's."""
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+            "max_position_embeddings", "tie_word_embeddings")  # fmt: skip
+    shape = {key: said[key] for key in keys if key in said}
+    experts = said.get("moe_config")
+    if isinstance(experts, dict):
+        width = experts.get("moe_intermediate_size") or said.get("intermediate_size")
+        return {**shape, "model_type": "qwen3_moe", "num_experts": experts.get("num_experts"), "mlp_only_layers": [],
+                "num_experts_per_tok": experts.get("top_k"), "norm_topk_prob": True, "moe_intermediate_size": width,
+                "decoder_sparse_step": 1}  # fmt: skip
+    if "moe_num_experts" in said:
+        picks = {"num_local_experts": said["moe_num_experts"], "num_experts_per_tok": said.get("num_experts_per_tok")}
+        return {**shape, **picks, "model_type": "mixtral"}
+    return {**shape, "model_type": "llama"}
+
+
+# Lightning: litgpt's own keys, and those of LightningCLI's Trainer
+
+_LIT_KNOWN = """
+    data* optimizer* model.* num_nodes devices precision model_config* log* ops
+"""
+_STRATEGIES = {
+    "fsdp": ("fsdp1", 3),
+    "FSDPStrategy": ("fsdp1", 3),
+    "ModelParallelStrategy": ("fsdp2", 3),
+    "DDPStrategy": ("ddp", 0),
+}
+
+
+def lightning_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
+    """Read a file of litgpt's or LightningCLI's; raises SpecError where it says what is not modelled."""
+    reading = _begun(whole, folder)
+    table = _flat(reading)
+    is_lit = "train.micro_batch_size" in table.data
+    before = "" if is_lit else "trainer."
+    devices = table.data.get(f"{before}devices")
+    each = len(devices) if isinstance(devices, list) else devices if isinstance(devices, int) and devices > 0 else None
+    gpus = each * (table.count(f"{before}num_nodes") or 1) if each else gpus
+    strategy = table.last(f"{before}strategy") or table.last(f"{before}strategy.class_path") or ("fsdp" if is_lit else "ddp")
+    engine, stage = _STRATEGIES.get(strategy, ("fsdp1" if "fsdp" in strategy else "ddp", 3 if "fsdp" in strategy else 0))
+    if strategy.lower().startswith("deepspeed"):
+        found = re.search(r"stage_(\d)", strategy)
+        said = table.count(f"{before}strategy.init_args.stage", least=0)
+        engine, stage = "deepspeed", int(found[1]) if found else 2 if said is None else said
+    _sharded(reading, engine, gpus, key=f"{before}strategy", stage=stage)
+    word = str(table.get(f"{before}precision") or "32-true")
+    kinds = {"bf16-mixed": "bf16-mixed", "bf16": "bf16-mixed", "bf16-true": "bf16", "16-mixed": "fp16-mixed", "16": "fp16-mixed",
+             "32": "fp32", "32-true": "fp32"}  # fmt: skip
+    if word not in kinds:
+        raise table.refused(f"{before}precision", f"use one of {', '.join(kinds)}")
+    reading.tell("precision", f"{before}precision", kinds[word])
+    if is_lit:
+        _lit(reading, gpus or 1)
+    else:
+        _lightning_batch(reading)
+    reading.unmodelled(saves="optimizer.class_path.galore*", adds="lora_head trainer.strategy.init_args.cpu_offload")
+    table.like(_LIT_KNOWN)
+    return reading.setup("lightning")
+
+
+def _lightning_batch(reading: Reading) -> None:
+    table = reading.table
+    reading.number("grad_accum", "trainer.accumulate_grad_batches", default=1)
+    size = next(
+        (key for key in table.data if key.rpartition(".")[2] in ("batch_size", "train_batch_size", "micro_batch_size")), None
+    )
+    if size is not None:
+        reading.number("micro_batch", size)
+    named = next((key for key in table.data if key.startswith("model") and key.rpartition(".")[2] in (
+        "model_name", "model_name_or_path", "pretrained_model_name_or_path", "model_id") and table.text(key)), None)  # fmt: skip
+    if named is not None:
+        reading.tell_model(named, str(table.data[named]))
+
+
+def _lit(reading: Reading, gpus: int) -> None:
+    """Say what litgpt's scripts read (finetune/, pretrain.py); under FSDP they recompute every block in fine-tuning."""
+    table = reading.table
+    named = next((key for key in ("checkpoint_dir", "model_name") if table.text(key)), None)
+    if named is not None:
+        reading.tell_model(named, str(table.data[named]).removeprefix("checkpoints/"))
+    size = reading.number("micro_batch", "train.micro_batch_size") or 1
+    reading.tell_steps("train.global_batch_size", table.count("train.global_batch_size"), size * gpus)
+    if reading.number("seq_len", "train.max_seq_length") is None:
+        reading.notes.append(_NO_LENGTH)
+    reading.tell("recompute", "FSDPStrategy", "full" if gpus > 1 and named == "checkpoint_dir" else "none", filled=True)
+    _optimizer(reading, "optimizer.class_path")
+    rank = table.count("lora_r")
+    if rank is None:
+        return
+    pairs = {"lora_query": "q_proj", "lora_key": "k_proj", "lora_value": "v_proj", "lora_projection": "o_proj",
+             "lora_mlp": "gate_proj,up_proj,down_proj"}  # fmt: skip
+    reading.tell("lora_rank", "lora_r", rank)
+    reading.tell(
+        "lora_targets", "lora_query", ",".join(names for key, names in pairs.items() if table.switch(key)) or "q_proj,v_proj"
+    )
+    reading.tell("lora_dropout", "lora_dropout", str(table.get("lora_dropout") or "0").strip("0.") != "")
+    kind = table.text("quantize")
+    if kind:
+        words = {"bnb.nf4": "nf4", "bnb.nf4-dq": "nf4-double"}
+        if kind not in words:
+            raise table.refused("quantize", "use bnb.nf4 or bnb.nf4-dq")
+        reading.tell("quantize", "quantize", words[kind])

@@ -1,0 +1,134 @@
+"""What does a verl configuration say of a job: its YAML, or the ``key=value`` of a command?
+
+Keys are those of verl 0.7 (trainer/config/), with its defaults where one is left out. Of PPO and GRPO the actor's update is told.
+"""
+
+from pathlib import Path
+
+from zeroplan.catalog.setups.megatron_arguments import tell_megatron
+from zeroplan.catalog.setups.told import FlatTable, Reading, Setup, Table, Told
+
+_ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
+_UPDATE = (
+    "the actor's update alone is counted: reference, critic, reward model and the engine that generates may hold memory beside it "
+    "(`zeroplan workflow grpo`, `zeroplan workflow ppo`)"
+)
+_MOVED = "param_offload and optimizer_offload move weights and states to the GPU for the update, so that they are counted there"
+_ULYSSES = "Ulysses' ranks split a sequence outside of attention and its heads inside: a rank's share of its tokens is counted"
+_FILLED = "dynamic batches hold up to {} tokens: as many whole sequences are counted"
+
+_KNOWN = """
+    *.override_transformer_config.* use_remove_padding *.lora.* *.torch_dtype *.calculate_sum* engine optim
+    *.override_config *.loss_* *.use_shm *.external_lib *.lora_A_init_method *.dropout_position *.type *.use_remove_padding
+    *.wrap_policy.* *.param_offload *.optimizer_offload *.grad_offload *.use_dist_checkpointing *.dist_checkpointing_path
+    *.use_mbridge *.vanilla_mbridge *.forward_prefetch *.use_torch_compile *.buffer_dtype *.hybrid_engine *.hf_config_path
+    *.freeze_vision_tower *.use_prefix_grouper *.override_config.* *.use_orig_params defaults config_path
+    *.fused_kernel_options.* *.full_determinism *.forward_only *.model_config.* engine.* transfer_queue.* async_training.*
+    *.router_replay.* *.lora_adapter_path *.exclude_modules *.entropy_checkpointing *.entropy_from_logits_with_chunking
+"""
+_SAVES = "*.use_liger *.use_fused_kernels *.enable_activation_offload *.tiled_mlp.enabled *.offload_policy *.cpu_offload"
+_ADDS = "*.entropy_coeff *.calculate_entropy *.mtp.enable_train *.mtp.enable"
+
+
+def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
+    """Read the keys; raises SpecError where they say what is not modelled."""
+    table = FlatTable(whole.data, whole.where)
+    reading = Reading(table, folder)
+    trains_a_policy = any(key.startswith("actor_rollout_ref.") for key in table.data)
+    gpus = (table.count("trainer.n_gpus_per_node") or 8) * (table.count("trainer.nnodes") or 1)
+    reading.tell("gpus", "trainer.n_gpus_per_node", gpus, filled="trainer.n_gpus_per_node" not in table.data)
+    named = next((key for key in (f"{_MODEL}path", "model.partial_pretrain", "model.path") if table.text(key)), None)
+    if named is not None:
+        reading.tell_model(named, str(table.data[named]))
+    _policy(reading, gpus) if trains_a_policy else _supervised(reading, gpus)
+    reading.tell("attention", "attn_implementation", "flash", filled=True)
+    reading.unmodelled(saves=_SAVES, adds=_ADDS)
+    table.like(_KNOWN)
+    return reading.setup("verl")
+
+
+def _policy(reading: Reading, gpus: int) -> None:
+    table = reading.table
+    reading.notes.append(_UPDATE)
+    length = (table.count("data.max_prompt_length") or 512) + (table.count("data.max_response_length") or 512)
+    ways = table.count(f"{_ACTOR}ulysses_sequence_parallel_size") or 1
+    uses_megatron = table.text(f"{_ACTOR}strategy") == "megatron" or "megatron" in str(table.get("config_name")) or any(
+        key.startswith(f"{_ACTOR}megatron.") for key in table.data
+    )  # fmt: skip
+    ranks = tell_megatron(reading, gpus, f"{_ACTOR}megatron.") if uses_megatron else gpus // ways
+    if uses_megatron:
+        reading.tell("seq_len", "data.max_response_length", length)
+    else:
+        _fsdp(reading, f"{_ACTOR}fsdp_config.", str(table.get(f"{_ACTOR}strategy") or "fsdp"), gpus)
+        _model(reading, _MODEL)
+        _length(reading, "data.max_response_length", length, ways)
+    each = _micro_batch(reading, length, ways, ranks)
+    total = (table.count(f"{_ACTOR}ppo_mini_batch_size") or 256) * (table.count("actor_rollout_ref.rollout.n") or 1)
+    reading.tell_steps(f"{_ACTOR}ppo_mini_batch_size", total, each * max(1, ranks))
+    if any(
+        table.data.get(f"{_ACTOR}{part}_offload") in (True, "True", "true") for part in ("fsdp_config.param", "megatron.param")
+    ):
+        reading.notes.append(_MOVED)
+
+
+def _micro_batch(reading: Reading, length: int, ways: int, ranks: int) -> int:
+    table, key = reading.table, f"{_ACTOR}ppo_micro_batch_size_per_gpu"
+    tokens = (table.count(f"{_ACTOR}ppo_max_token_len_per_gpu") or 16384) * ways
+    whole = table.count(f"{_ACTOR}ppo_micro_batch_size")
+    each = table.count(key) or (1 if whole is None else max(1, whole // max(1, ranks)))
+    if table.switch(f"{_ACTOR}use_dynamic_bsz"):
+        each, key = max(1, -(-tokens // length)), f"{_ACTOR}ppo_max_token_len_per_gpu"
+        reading.notes.append(_FILLED.format(tokens))
+    reading.tell("micro_batch", key, each, filled=key not in table.data and whole is None)
+    return each
+
+
+def _supervised(reading: Reading, gpus: int) -> None:
+    table = reading.table
+    ways = table.count("ulysses_sequence_parallel_size") or table.count("engine.ulysses_sequence_parallel_size") or 1
+    length = table.count("data.max_length") or 1024
+    each = reading.number("micro_batch", "data.micro_batch_size_per_gpu", "data.micro_batch_size", default=4) or 1
+    reading.tell_steps("data.train_batch_size", table.count("data.train_batch_size") or 256, each * max(1, gpus // ways))
+    _fsdp(reading, "model.fsdp_config.", str(table.get("engine.strategy") or table.get("model.strategy") or "fsdp2"), gpus)
+    _model(reading, "model.")
+    _length(reading, "data.max_length", length, ways)
+
+
+def _length(reading: Reading, key: str, length: int, ways: int) -> None:
+    reading.tell("seq_len", key, -(-length // ways), note=_ULYSSES if ways > 1 else "")
+
+
+def _fsdp(reading: Reading, before: str, strategy: str, gpus: int) -> None:
+    """Weights in fp32 unless model_dtype says else, computed in bf16, reduced in fp32 (workers/fsdp_workers.py)."""
+    table, version = reading.table, "fsdp2" if strategy == "fsdp2" else "fsdp1"
+    table.get(f"{_ACTOR}fsdp_config.strategy")
+    size = table.count(f"{before}fsdp_size", least=-1) or -1
+    if 0 < size < gpus and gpus % size == 0:
+        version = "fsdp2"
+        reading.tell("replicas", f"{before}fsdp_size", gpus // size)
+    version = version if gpus > 1 else "ddp"  # one rank shards nothing
+    reading.tell("engine", "strategy", version, also=("fsdp1", "fsdp2"))
+    keeps = table.switch(f"{before}reshard_after_forward") is False
+    reading.tell("stage", f"{before}reshard_after_forward", 0 if gpus == 1 else 2 if keeps else 3)
+    dtype = table.text(f"{before}model_dtype") or "fp32"
+    reduced = table.text(f"{before}mixed_precision.reduce_dtype") or "fp32"
+    table.like(f"{before}mixed_precision.* {before}dtype")
+    reading.tell("precision", f"{before}model_dtype", "bf16" if dtype in ("bf16", "bfloat16") else "bf16-mixed")
+    if dtype not in ("bf16", "bfloat16") and gpus > 1:
+        reading.options[f"{version}.reduce_dtype"] = Told("reduce_dtype", "fp32" if reduced in ("fp32", "float32") else "param")
+    reading.tell("optimizer", "optim.optimizer", "adamw", filled=True)
+
+
+def _model(reading: Reading, before: str) -> None:
+    table = reading.table
+    recomputes = table.switch(f"{before}enable_gradient_checkpointing") is not False
+    reading.tell("recompute", f"{before}enable_gradient_checkpointing", "full" if recomputes else "none")
+    rank = next((found for key in ("lora_rank", "lora.rank") if (found := table.count(f"{before}{key}", least=0))), 0)
+    targets = table.get(f"{before}target_modules") or table.get(f"{before}lora.target_modules")
+    if rank:
+        reading.tell("lora_rank", f"{before}lora_rank", rank)
+        names = (
+            targets if isinstance(targets, str) else ",".join(map(str, targets)) if isinstance(targets, list) else "all-linear"
+        )
+        reading.tell("lora_targets", f"{before}target_modules", names.strip("[]").replace("'", "").replace('"', ""))
+        reading.tell("lora_dropout", f"{before}lora_dropout", value=False, filled=True)

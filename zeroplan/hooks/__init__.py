@@ -1,0 +1,110 @@
+"""Ask before a run whether it fits: a function for any training loop, and callbacks for transformers' Trainer and for Lightning.
+
+.. code-block:: python
+
+    from zeroplan.hooks import MemoryCheck, LightningMemoryCheck, check_memory
+
+    check_memory(from_file="llama3_8b.toml")  # torchtitan, or a loop of one's own, before it loads the model
+    transformers.Trainer(..., callbacks=[MemoryCheck(seq_len=4096)])
+    lightning.Trainer(..., callbacks=[LightningMemoryCheck(model="llama-3.1-8b", micro_batch=2, seq_len=4096)])
+
+Each stops a run that cannot fit. Where a job is not modelled, it says so and lets the run go on.
+"""
+
+import os
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal
+
+from zeroplan.errors import SpecError, ZeroplanError
+from zeroplan.estimator import Estimate, estimate, replayed_if_tight
+from zeroplan.report.checks import passes
+from zeroplan.report.words import verdict_sentence
+from zeroplan.resolve import Request, resolve, with_setup
+from zeroplan.units import GIBIBYTES
+
+if TYPE_CHECKING:
+    from zeroplan.hooks.lightning import LightningMemoryCheck
+    from zeroplan.hooks.trainer import MemoryCheck
+
+__all__ = ["IfTooLarge", "LightningMemoryCheck", "MemoryCheck", "WillNotFitError", "check_memory"]
+
+IfTooLarge = Literal["stop", "warn"]
+_CALLBACKS = {"MemoryCheck": "trainer", "LightningMemoryCheck": "lightning"}
+
+
+def __getattr__(name: str) -> object:
+    """Return a callback; only its own program is imported for it."""
+    if name in _CALLBACKS:
+        return getattr(import_module(f"{__name__}.{_CALLBACKS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class WillNotFitError(RuntimeError):
+    """The job cannot fit its GPU: its peak and what is outside the allocator are more than the GPU has."""
+
+
+def check_memory(*, if_too_large: IfTooLarge = "stop", **said: object) -> Estimate | None:
+    """Estimate a job, and stop it if it cannot fit; returns the estimate, None where it is not modelled.
+
+    The keywords are those of :func:`zeroplan.job`, such as ``from_file``, ``model``, ``seq_len`` and ``engine``. Left out, ``gpus``
+    is the launcher's ``WORLD_SIZE``, and ``gpu`` this machine's. ``if_too_large``: ``stop`` raises :class:`WillNotFitError`,
+    ``warn`` only says so. The first rank speaks, on stderr.
+    """
+    world = os.environ.get("WORLD_SIZE", "")
+    try:
+        if said.get("gpus") is None and world.isdigit():
+            said["gpus"] = int(world)
+        request = Request(**{"gpu": None, **said})  # type: ignore[arg-type]  # Request checks every field
+        if request.gpu is None:
+            request = Request(**{**said, "gpu": own_gpu()})  # type: ignore[arg-type]  # as above
+    except ZeroplanError as error:
+        _unknown(error)
+        return None
+    return checked(request, if_too_large)
+
+
+def checked(request: Request, if_too_large: IfTooLarge, *, speaks: bool | None = None) -> Estimate | None:
+    """Return the estimate of a request; says its verdict, and raises :class:`WillNotFitError`."""
+    speaks = os.environ.get("RANK", "0") == "0" if speaks is None else speaks
+    try:
+        predicted = replayed_if_tight(estimate(resolve(request).job))
+    except ZeroplanError as error:
+        _unknown(error, speaks=speaks)
+        return None
+    verdict = verdict_sentence(predicted, GIBIBYTES)
+    if not passes(predicted) and if_too_large == "stop":
+        raise WillNotFitError(f"zeroplan: {verdict} With if_too_large='warn' it trains all the same.")
+    say(verdict, speaks=speaks)
+    for note in with_setup(request).matters.values():
+        say(note, speaks=speaks)
+    return predicted
+
+
+def _unknown(error: ZeroplanError, *, speaks: bool = True) -> None:
+    say(f"it cannot tell whether this job fits: {error}", speaks=speaks)
+
+
+def own_gpu() -> str:
+    """Return the name of this machine's GPU; raises SpecError where there is none."""
+    import torch  # noqa: PLC0415  a job that names its GPU needs no torch
+
+    if not torch.cuda.is_available():
+        raise SpecError("there is no GPU here; name one: gpu='h100-sxm-80gb'")
+    return torch.cuda.get_device_name()
+
+
+def said_afterwards(predicted: Estimate, *, speaks: bool) -> None:
+    """Say what a run took, and how far off the estimate was; on a GPU only."""
+    import torch  # noqa: PLC0415  as above
+
+    if torch.cuda.is_available():
+        measured = torch.cuda.max_memory_allocated()
+        sizes = f"predicted {GIBIBYTES.size(predicted.peak_bytes)}, measured {GIBIBYTES.size(measured)}"
+        say(f"peak allocated: {sizes} ({100 * (predicted.peak_bytes / measured - 1):+.1f} %)", speaks=speaks)
+
+
+def say(text: str, *, speaks: bool) -> None:
+    """Say it once, on the first rank."""
+    if speaks:
+        print(f"zeroplan: {text}", file=sys.stderr, flush=True)
