@@ -30,7 +30,7 @@ def _check(
     how: Annotated[str, flag("--format", "NAME", "text, json, junit or github (annotations).", shown=True)] = "text",
     careful: Annotated[
         bool,
-        switch("--careful", "A job fails, too, that fits only tightly, or has keys that may take memory and are not counted."),
+        switch("--careful", "Fail, too, what fits only tightly, or has keys that may take memory and are not counted."),
     ] = False,
 ) -> int:
     """Whether the jobs of files fit their GPU: 0 all fit, 1 one does not, 2 one is no job.
