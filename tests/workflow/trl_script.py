@@ -8,6 +8,44 @@ LlamaDecoderLayer as the class to wrap, or DeepSpeed's stage. Without a launcher
 import argparse
 
 
+def select(count: int) -> None:
+    """Let a mask select so many tokens of each sequence: GRPO's is unknown in a dry run, where it would select all."""
+    import torch
+
+    class Selected(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, given, mask):
+            ctx.save_for_backward(mask)
+            ctx.shape = given.shape
+            return given.new_empty(mask.shape[0] * count, *given.shape[2:])
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.new_zeros(ctx.shape), None
+
+    class Scattered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, given, mask, source):
+            ctx.save_for_backward(mask)
+            ctx.length = len(source)
+            return given.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None, None, gradient.new_empty(ctx.length)
+
+    indexed = torch.Tensor.__getitem__
+
+    def item(given, index):
+        is_mask = isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.dim() == 2
+        return Selected.apply(given, index) if is_mask else indexed(given, index)
+
+    def scattered(given, mask, source):
+        return Scattered.apply(given, mask, source)
+
+    torch.Tensor.__getitem__, torch.Tensor.masked_scatter = item, scattered
+
+
 def main() -> None:
     import torch
     import trl
@@ -23,7 +61,16 @@ def main() -> None:
     said.add_argument("--workflow", choices=("sft", "dpo", "kto", "grpo"), default="dpo")
     said.add_argument("--dtype", default="float32")
     said.add_argument("--precompute", action="store_true")
-    for name, number in {"batch": 2, "seq": 1024, "hidden": 1024, "layers": 6, "vocab": 32000, "tie": 0, "lora": 0}.items():
+    for name, number in {
+        "batch": 2,
+        "seq": 1024,
+        "hidden": 1024,
+        "layers": 6,
+        "vocab": 32000,
+        "tie": 0,
+        "lora": 0,
+        "prompt": 1,
+    }.items():
         said.add_argument(f"--{name}", type=int, default=number)
     said = said.parse_args()
 
@@ -42,13 +89,16 @@ def main() -> None:
         LlamaForCausalLM._from_config(config, dtype=getattr(torch, said.dtype))
         for _ in range(1 if said.workflow == "sft" or said.precompute or said.lora else 2)
     )
-    text = " " + " ".join(f"w{3 + at}" for at in range(said.seq - 1))
+    long = said.seq - said.prompt
+    if said.workflow == "grpo":
+        select(long)
+    text = " " + " ".join(f"w{3 + at}" for at in range(long))
     row = {
         "dpo": {"chosen": text, "rejected": text}, "kto": {"completion": text, "label": True}, "sft": {"completion": text},
         "grpo": {},
     }  # fmt: skip
-    data = Dataset.from_list([{"prompt": "w3", **row[said.workflow]}] * 64)
-    name, long = said.workflow.upper(), said.seq - 1
+    data = Dataset.from_list([{"prompt": " ".join(["w3"] * said.prompt), **row[said.workflow]}] * 64)
+    name = said.workflow.upper()
     options, given = {"max_length": said.seq}, {"ref_model": reference[0]} if reference else {}
     if said.precompute:
         options["precompute_ref_log_probs"] = True
@@ -58,7 +108,7 @@ def main() -> None:
         given = {
             "reward_funcs": lambda completions, **_: [float(at) for at in range(len(completions))],
             "rollout_func": lambda prompts, _: {
-                "prompt_ids": [[3] for _ in prompts], "completion_ids": [[4] * (long - 1) + [2] for _ in prompts],
+                "prompt_ids": [[3] * said.prompt for _ in prompts], "completion_ids": [[4] * (long - 1) + [2] for _ in prompts],
                 "logprobs": [[0.0] * long for _ in prompts],
             },
         }  # fmt: skip

@@ -29,7 +29,7 @@ def workflow_command(
     ] = False,
     beta: Annotated[str | None, _word("B", "GRPO: weight of the KL term; above 0 a reference model is there. (default: 0)")] = None,
     max_completion_length: Annotated[
-        str | None, _word("N", "GRPO: how many tokens of --seq-len are generated. (default: 512)")
+        str | None, _word("N", "Tokens of --seq-len that are scored; the rest is the prompt. (default: all but one, GRPO: 512)")
     ] = None,
     num_generations: Annotated[str | None, _word("N", "GRPO: completions of a prompt. (default: 8)")] = None,
     steps_per_generation: Annotated[

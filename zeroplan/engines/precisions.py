@@ -67,4 +67,5 @@ def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1, cp: int = 1) -> 
         release_of(recipe.transformers),
         recipe.precision == "fp16-mixed" and recipe.kernels == "cuda",
         recipe.fused_parts,
+        recipe.prompt_len,
     )

@@ -358,6 +358,10 @@ class RecipeSpec(Spec):
     loss: Loss = "full"
     """``full``: all logits at once (transformers); ``chunked``: an eighth at a time (torchtitan); ``fused``: Liger's;
     ``log-probs``: the labels' log-probabilities in tiles (TRL's trainers)."""
+    prompt_len: Count = 1
+    """Tokens of each sequence that loss ``log-probs`` does not score: its prompt, at least its first token."""
+    forward_only: bool = False
+    """No backward ever follows, so that stage 3 keeps nothing gathered for one. Set for a reference model in a workflow."""
     keep_logits: bool | Literal["fp32"] = False
     """The training loop holds the model's output (the logits) while it calls backward; ``fp32``: upcast to fp32."""
     sync_every_micro_batch: bool = True

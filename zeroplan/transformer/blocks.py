@@ -42,6 +42,8 @@ class Compute(NamedTuple):
     """CUDA's softmax reads fp16 and writes fp32 in one kernel. No other dtype has such a kernel."""
     fused: tuple[str, ...] = ()
     """What fused kernels replace (``RecipeSpec.fused_parts``)."""
+    prompt_len: int = 1
+    """Tokens of each sequence that loss ``log-probs`` does not score."""
 
 
 class At(StrEnum):

@@ -120,7 +120,8 @@ def output_bytes(model: ModelSpec, compute: Compute, batch: Batch, *, fp32_outpu
 
 def _question(model: ModelSpec, compute: Compute, batch: Batch) -> _Question:
     x = widths(model, compute, batch)
-    return _Question(model, compute, x, values_of(model, x, compute.tp), definition_of(model.family).around)
+    values = {**values_of(model, x, compute.tp), "g": compute.prompt_len}
+    return _Question(model, compute, x, values, definition_of(model.family).around)
 
 
 def _whole(question: _Question, *, recomputed: bool) -> HeadPass:

@@ -70,7 +70,7 @@ _OF: dict[str, tuple[Name, ...]] = {
     "precompute_ref_log_probs": PREFERENCES,
     **dict.fromkeys(
         (
-            "beta", "max_completion_length", "num_generations", "steps_per_generation", "vllm_mode", "vllm_gpu_memory_utilization",
+            "beta", "num_generations", "steps_per_generation", "vllm_mode", "vllm_gpu_memory_utilization",
             "vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "vllm_sleep_level",
         ),
         ("grpo",),

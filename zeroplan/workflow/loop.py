@@ -24,8 +24,6 @@ _RAN: dict[Name, tuple[str, ...]] = {
     "grpo": ("one GPU",),
 }
 """Where the trainers ran, by engine and stage: the rows of tests/workflow/trl.json."""
-COMPLETION = 512
-"""trl 1.16, trainer/grpo_config.py, GRPOConfig.max_completion_length."""
 GENERATIONS = 8
 """trl 1.16, trainer/grpo_config.py, GRPOConfig.num_generations."""
 
@@ -109,9 +107,8 @@ def _of_rollouts(parts: _Parts, asked: Asked, resident: tuple[Line, ...]) -> Ite
 
 
 def _buffered(job: JobSpec, asked: Asked, *, compares: bool) -> Line:
-    completion = asked.max_completion_length or COMPLETION
-    steps = asked.steps_per_generation or job.batch.grad_accum_steps
-    return buffered(job, job.batch.seq_len - completion, completion, steps, scored=3 + compares)
+    steps, prompt = asked.steps_per_generation or job.batch.grad_accum_steps, preference.prompt_len(job, asked)
+    return buffered(job, prompt, job.batch.seq_len - prompt, steps, scored=3 + compares)
 
 
 def _asleep(parts: _Parts) -> Iterator[HostUse]:
@@ -120,7 +117,9 @@ def _asleep(parts: _Parts) -> Iterator[HostUse]:
 
 
 def _notes(parts: _Parts, asked: Asked) -> Iterator[str]:
-    yield "TRL 1.16 on accelerate 1.15. All tokens count as completion tokens; prompts make the log-probabilities smaller."
+    yield "TRL 1.16 on accelerate 1.15."
+    if parts.answer.job.recipe.prompt_len == 1:
+        yield "All tokens but the first are scored. Give --max-completion-length where prompts are not."
     if widths(parts.answer.job.recipe.precision).stored == 2:
         yield "A checkpoint in 16 bits is mapped: all processes of a node share its pages until they write to them."
     if parts.rollout is not None:
@@ -160,12 +159,7 @@ def _check(job: JobSpec, asked: Asked) -> None:
 
 
 def _check_rollout(job: JobSpec, asked: Asked) -> None:
-    completion, batch = asked.max_completion_length or COMPLETION, job.batch
-    if completion >= batch.seq_len:
-        raise SpecError(
-            f"--max-completion-length {completion:,} leaves no prompt in --seq-len {batch.seq_len:,}, which is both; use a "
-            "longer --seq-len"
-        )
+    batch = job.batch
     steps, generations = asked.steps_per_generation or batch.grad_accum_steps, asked.num_generations or GENERATIONS
     generated = batch.micro_batch_size * job.mesh.world_size * steps
     if generated % generations:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.job import JobSpec
@@ -11,19 +12,32 @@ from zeroplan.workflow.forward import held_after_forward
 from zeroplan.workflow.phases import DRY_RUN, LoopPhase
 from zeroplan.workflow.reference import Reference
 
+COMPLETION = 512
+"""trl 1.16, trainer/grpo_config.py, GRPOConfig.max_completion_length."""
 SEQUENCES = {"dpo": 2}
 """Sequences of a pair in a batch (DPOTrainer: chosen and rejected)."""
 
 
 def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
     """Return the training step: with TRL's head, and the sequences that a batch of this workflow has."""
-    recipe, model = replace(job.recipe, loss="log-probs"), job.model
+    recipe, model = replace(job.recipe, loss="log-probs", prompt_len=prompt_len(job, asked)), job.model
     if recipe.engine == "fsdp2" and not (model.positions or model.family == "bloom"):
         recipe = replace(
             recipe, fsdp2=replace(recipe.fsdp2, ends_apart=True)
         )  # as accelerate 1.15, on which TRL's trainers run
     batch = replace(job.batch, micro_batch_size=SEQUENCES.get(asked.workflow, 1) * job.batch.micro_batch_size)
     return replace(job, recipe=recipe, batch=batch)
+
+
+def prompt_len(job: JobSpec, asked: Asked) -> int:
+    """Return the tokens of a sequence that are not scored. Where nobody gives a length, all but the first are. [tokens]"""
+    completion = asked.max_completion_length or (COMPLETION if asked.workflow == "grpo" else job.batch.seq_len - 1)
+    if completion >= job.batch.seq_len:
+        raise SpecError(
+            f"--max-completion-length {completion:,} leaves no prompt in --seq-len {job.batch.seq_len:,}, which is both; use a "
+            "longer --seq-len"
+        )
+    return job.batch.seq_len - completion
 
 
 def phases(answer: Estimate, reference: Reference | None, asked: Asked) -> Iterator[LoopPhase]:

@@ -5,6 +5,7 @@ shards the copy under stage 3 alone. FSDP2 makes the whole copy one unit, which 
 unit stays gathered from its first forward on.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from zeroplan.engines.precisions import widths
@@ -29,9 +30,11 @@ class Reference(NamedTuple):
 
 def reference_of(job: JobSpec) -> Reference:
     """Return the reference model of a job: a copy, or with adapters the trained model without them. [bytes]"""
-    forward = without_gradients(job)
     if job.model.adapter is not None:
-        return Reference((), forward._replace(lines=renamed(forward.lines, "without adapters")))
+        forward = without_gradients(job)
+        kept = tuple(line for line in forward.lines if line.kind is not Kind.WEIGHT_CASTS or job.model.upcasts_norms)
+        return Reference((), forward._replace(lines=renamed(kept, "without adapters")))  # adapters alone are cast
+    forward = without_gradients(replace(job, recipe=replace(job.recipe, forward_only=True)))
     if job.recipe.engine == "fsdp2" and job.mesh.dp_shard > 1:
         forward = _gathered_whole(job)
     copy = estimate(job).states

@@ -51,7 +51,7 @@ from zeroplan.transformer.families.tape import (
 from zeroplan.transformer.families.traced import Index, Placed, Places, Plan, Sizes, Within, of_a_rank, top
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.params import is_frozen
-from zeroplan.transformer.symbols import T, T_p, V, b, e, h, r
+from zeroplan.transformer.symbols import T, T_p, V, b, e, g, h, r
 
 HEAD = "transformers 5.23, models/llama/modeling_llama.py, LlamaForCausalLM.forward"
 FULL = "transformers 5.23, loss/loss_utils.py, ForCausalLMLoss"
@@ -535,7 +535,7 @@ def _fused_chunk(values: Values) -> Int:
 
 
 def _log_probs(tape: Tape, read: Value, ending: Ending) -> _Ran:
-    """Run TRL's head, which scores every token but each sequence's first, as if all of them were of completions.
+    """Run TRL's head, which scores every token but each sequence's prompt, of one token at least.
 
     The Triton kernels that fold a tile allocate nothing. Without autocast a tile's weights and hidden states are views.
     """
@@ -592,7 +592,7 @@ def _casts_of_a_tile(tape: Tape, scored: Value, pieces: int) -> tuple[Store, ...
 
 TILE_ROWS, TILE_COLUMNS = 4096, 32768
 """trl 1.16, kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE, and trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE."""
-_ROWS = T - b
+_ROWS = T - b * g
 _TILE_ROWS = at_most(TILE_ROWS, _ROWS)
 _FUSED_CHUNK = call("min(T, pow2(ceil(T/ceil(V/h))))", _fused_chunk)
 _LOSSES: dict[Loss, Callable[[Tape, Value, Ending], _Ran]] = {
