@@ -111,7 +111,7 @@ def test_the_host_of_a_node_is_known_before_the_run():
 @pytest.mark.parametrize(
     ("workflow", "asked", "said", "words"),
     [
-        ("orpo", {}, {}, "none of sft, dpo, kto, grpo"),
+        ("ipo", {}, {}, "none of sft, dpo, kto, "),
         ("dpo", {"beta": 0.1}, {}, "--beta is an option of grpo"),
         ("grpo", {"precompute_ref_log_probs": True}, {}, "option of dpo and kto"),
         ("grpo", {"vllm_gpu_memory_utilization": 1.5}, {}, "above 0, at most 1"),

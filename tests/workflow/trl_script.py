@@ -54,11 +54,11 @@ def main() -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
     from trl.kernels import chunked_logprob
 
     said = argparse.ArgumentParser()
-    said.add_argument("--workflow", choices=("sft", "dpo", "kto", "grpo"), default="dpo")
+    said.add_argument("--workflow", choices=("sft", "dpo", "kto", "reward", "grpo"), default="dpo")
     said.add_argument("--dtype", default="float32")
     said.add_argument("--precompute", action="store_true")
     for name, number in {
@@ -85,9 +85,11 @@ def main() -> None:
         hidden_size=said.hidden, intermediate_size=3 * said.hidden, num_hidden_layers=said.layers, num_attention_heads=8,
         num_key_value_heads=4, vocab_size=said.vocab, tie_word_embeddings=bool(said.tie),
     )  # fmt: skip
+    config.num_labels, config.pad_token_id = 1, 1
+    kind = LlamaForSequenceClassification if said.workflow == "reward" else LlamaForCausalLM
     model, *reference = (
-        LlamaForCausalLM._from_config(config, dtype=getattr(torch, said.dtype))
-        for _ in range(1 if said.workflow == "sft" or said.precompute or said.lora else 2)
+        kind._from_config(config, dtype=getattr(torch, said.dtype))
+        for _ in range(1 if said.workflow in ("sft", "reward") or said.precompute or said.lora else 2)
     )
     long = said.seq - said.prompt
     if said.workflow == "grpo":
@@ -95,10 +97,11 @@ def main() -> None:
     text = " " + " ".join(f"w{3 + at}" for at in range(long))
     row = {
         "dpo": {"chosen": text, "rejected": text}, "kto": {"completion": text, "label": True}, "sft": {"completion": text},
+        "reward": {"chosen_ids": [4] * said.seq, "rejected_ids": [4] * said.seq},
         "grpo": {},
     }  # fmt: skip
     data = Dataset.from_list([{"prompt": " ".join(["w3"] * said.prompt), **row[said.workflow]}] * 64)
-    name = said.workflow.upper()
+    name = "Reward" if said.workflow == "reward" else said.workflow.upper()
     options, given = {"max_length": said.seq}, {"ref_model": reference[0]} if reference else {}
     if said.precompute:
         options["precompute_ref_log_probs"] = True

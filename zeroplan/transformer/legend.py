@@ -50,7 +50,7 @@ def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> 
         **symbols(x, model.intermediate_size, model.moe),
         **({"u": 0, "w": 0, "o": 0} if model.mla is None else ranks(model.mla)),
         **of_linear_attention(model.linear),
-        "V": model.vocab_size,
+        "V": model.head_rows or model.vocab_size,
         "g": compute.prompt_len,
         "p": tp,
     }

@@ -1,79 +1,136 @@
-"""What a user says of a workflow beside its job, in the words of TRL and vLLM, and what must not be said of which workflow."""
+"""What a user says of a workflow beside its job: each option once, with the workflows that have it, as TRL names it."""
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
 
 from zeroplan.errors import SpecError
+from zeroplan.spec.recipe import Loss
 
-Name = Literal["sft", "dpo", "kto", "grpo"]
-VllmMode = Literal["colocate", "server"]
+Name = Literal["sft", "dpo", "kto", "reward", "distill", "grpo"]
 
-PREFERENCES: tuple[Name, ...] = ("dpo", "kto")
-WORKFLOWS: dict[Name, str] = {
-    "sft": "SFTTrainer: one model, its labels' log-probabilities",
-    "dpo": "DPOTrainer: chosen and rejected completions in one batch, beside a reference model",
-    "kto": "KTOTrainer: completions beside a reference model",
-    "grpo": "GRPOTrainer: rollouts of vLLM, then training on them",
-}
-"""The workflows that are modelled, and what each is."""
+
+class Workflow(NamedTuple):
+    """What tells a workflow from others."""
+
+    says: str
+    ran: tuple[str, ...]
+    """Where the trainer ran in a dry run, by engine and stage: the rows of tests/workflow/trl.json."""
+    sequences: int = 1
+    """Sequences of an example in a batch: a chosen and a rejected one in a pair."""
+    loss: Loss = "log-probs"
+    head_rows: int | None = None
+    """Outputs of the head, where they are not the vocabulary's."""
+    compares: bool = False
+    """A reference model is there, whatever is said."""
+    generates: bool = False
+    """Rollouts come before the training step."""
+
+
+WORKFLOWS: dict[Name, Workflow] = {
+    "sft": Workflow("SFTTrainer: one model, its labels' log-probabilities.", ("one GPU", "fsdp2 3")),
+    "dpo": Workflow(
+        "DPOTrainer: chosen and rejected completions in one batch, beside a reference model.",
+        ("one GPU", "fsdp1 3", "fsdp2 3", "deepspeed 2", "deepspeed 3"),
+        sequences=2, compares=True,
+    ),
+    "kto": Workflow("KTOTrainer: completions beside a reference model.", ("one GPU",), compares=True),
+    "reward": Workflow("RewardTrainer: a model that scores, on chosen and rejected completions.",
+        ("one GPU", "fsdp2 3", "deepspeed 3"), sequences=2, loss="full",
+        head_rows=1,
+    ),
+    "grpo": Workflow("GRPOTrainer: rollouts of vLLM, then training on them.", ("one GPU",), generates=True),
+}  # fmt: skip
+"""The workflows that are modelled: trainers of TRL 1.16."""
+
+
+class Option(NamedTuple):
+    """How an option is said."""
+
+    of: tuple[Name, ...]
+    value: str
+    """What help shows for a value: N a whole number, X a number, a list of words; empty for a switch."""
+    says: str
+    flag: str = ""
+    """Where it is not the name."""
+
+
+def _said(of: tuple[Name, ...], value: str, says: str, flag: str = "") -> Any:  # noqa: ANN401  of the field's own type
+    return field(default=None, metadata={"option": Option(of, value, says, flag)})
+
+
+_EVERY: tuple[Name, ...] = tuple(WORKFLOWS)
+_SCORES: tuple[Name, ...] = tuple(name for name, one in WORKFLOWS.items() if one.loss != "full")
+_COMPARES: tuple[Name, ...] = tuple(name for name, one in WORKFLOWS.items() if one.compares)
+_GRPO: tuple[Name, ...] = ("grpo",)
+_GENERATES: tuple[Name, ...] = tuple(name for name, one in WORKFLOWS.items() if one.generates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A workflow and its options; ``None`` is TRL's default. Names are those of TRL's configurations."""
+    """A workflow and its options; ``None`` is the trainer's default."""
 
     workflow: Name
-    precompute_ref_log_probs: bool | None = None
-    beta: float | None = None
-    max_completion_length: int | None = None
-    num_generations: int | None = None
-    steps_per_generation: int | None = None
-    vllm_mode: VllmMode | None = None
-    vllm_gpu_memory_utilization: float | None = None
-    vllm_tensor_parallel_size: int | None = None
-    vllm_enable_sleep_mode: bool | None = None
-    vllm_sleep_level: int | None = None
-    cpu_ram_efficient_loading: bool | None = None
-    full_state_dict: bool | None = None
+    precompute_ref_log_probs: bool | None = _said(
+        _COMPARES, "", "Score the data before training, without a reference model then."
+    )
+    beta: float | None = _said(_GRPO, "X", "Weight of the KL term; above 0 a reference model is there. (default: 0)")
+    max_completion_length: int | None = _said(
+        _SCORES, "N", "Tokens of --seq-len that are scored; the rest is the prompt. (default: all but one, grpo: 512)"
+    )
+    num_generations: int | None = _said(_GRPO, "N", "Completions of a prompt. (default: 8)")
+    steps_per_generation: int | None = _said(_GRPO, "N", "Micro-batches of one rollout. (default: as many as are accumulated)")
+    vllm_mode: Literal["colocate", "server"] | None = _said(
+        _GENERATES, "colocate|server", "vLLM on the training GPUs, or on others. (default: colocate)"
+    )
+    vllm_gpu_memory_utilization: float | None = _said(
+        _GENERATES, "X", "vLLM's share of a training GPU's memory. (default: 0.3)"
+    )
+    vllm_tensor_parallel_size: int | None = _said(_GENERATES, "N", "GPUs that share vLLM's weights. (default: 1)")
+    vllm_enable_sleep_mode: bool | None = _said(_GENERATES, "", "vLLM sleeps while the model trains.")
+    vllm_sleep_level: int | None = _said(
+        _GENERATES, "N", "2, as TRL sleeps (weights are dropped), or 1 (they go to the host). (default: 2)"
+    )
+    cpu_ram_efficient_loading: bool | None = _said(
+        _EVERY, "", "One process of a node loads the weights for all of it.", "--fsdp-cpu-ram-efficient-loading"
+    )
+    full_state_dict: bool | None = _said(_EVERY, "", "A checkpoint is one full state dict, gathered, rather than shards.")
 
     def __post_init__(self) -> None:
         """Raise SpecError for a word of another workflow, and for a number that no run can have."""
         if self.workflow not in WORKFLOWS:
             raise SpecError(f"workflow {self.workflow!r} is none of {', '.join(WORKFLOWS)}")
-        for name in (one.name for one in fields(self)):
-            of, flag = _OF.get(name, tuple(WORKFLOWS)), f"--{name.replace('_', '-')}"
-            if getattr(self, name) is not None and self.workflow not in of:
-                raise SpecError(f"{flag} is an option of {' and '.join(of)}, not of {self.workflow}; leave it out")
+        for name, option in OPTIONS.items():
+            value = getattr(self, name)
+            if value is not None and self.workflow not in option.of:
+                raise SpecError(
+                    f"{flag_of(name)} is an option of {' and '.join(option.of)}, not of {self.workflow}; leave it out"
+                )
+            if isinstance(value, str) and "|" in option.value and value not in option.value.split("|"):
+                raise SpecError(f"{flag_of(name)} {value!r} is none of {', '.join(option.value.split('|'))}")
         self._check_numbers()
 
     def _check_numbers(self) -> None:
         share, level = self.vllm_gpu_memory_utilization, self.vllm_sleep_level
-        if share is not None and not 0 < share <= 1:
-            raise SpecError(
-                f"--vllm-gpu-memory-utilization {share:g} is a share of the GPU's memory; use one above 0, at most 1"
-            )
-        if level is not None and level not in (1, 2):
-            raise SpecError(f"--vllm-sleep-level {level} is none of vLLM's; use 1 or 2")
-        if level is not None and not self.vllm_enable_sleep_mode:
-            raise SpecError("--vllm-sleep-level says how vLLM sleeps, which it does not; add --vllm-enable-sleep-mode")
-        if self.beta is not None and self.beta < 0:
-            raise SpecError(f"--beta {self.beta:g} is a weight of the KL term; use 0 or more")
-        if self.num_generations is not None and self.num_generations < 2:
-            raise SpecError(f"--num-generations {self.num_generations} is too few: GRPO compares completions; use 2 or more")
-        if self.vllm_mode == "server" and self.vllm_gpu_memory_utilization is not None:
-            raise SpecError(
-                "--vllm-gpu-memory-utilization is a share of a training GPU, and a server has its own; leave it out"
-            )
+        for wrong, why in (
+            (share is not None and not 0 < share <= 1,
+             f"--vllm-gpu-memory-utilization {share} is a share of the GPU's memory; use one above 0, at most 1"),
+            (level not in (None, 1, 2), f"--vllm-sleep-level {level} is none of vLLM's; use 1 or 2"),
+            (level is not None and not self.vllm_enable_sleep_mode,
+             "--vllm-sleep-level says how vLLM sleeps, which it does not; add --vllm-enable-sleep-mode"),
+            (self.beta is not None and self.beta < 0, f"--beta {self.beta} is a weight of the KL term; use 0 or more"),
+            (self.num_generations is not None and self.num_generations < 2,
+             f"--num-generations {self.num_generations} is too few: GRPO compares completions; use 2 or more"),
+            (self.vllm_mode == "server" and share is not None,
+             "--vllm-gpu-memory-utilization is a share of a training GPU, and a server has its own; leave it out"),
+        ):  # fmt: skip
+            if wrong:
+                raise SpecError(why)
 
 
-_OF: dict[str, tuple[Name, ...]] = {
-    "precompute_ref_log_probs": PREFERENCES,
-    **dict.fromkeys(
-        (
-            "beta", "num_generations", "steps_per_generation", "vllm_mode", "vllm_gpu_memory_utilization",
-            "vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "vllm_sleep_level",
-        ),
-        ("grpo",),
-    ),
-}  # fmt: skip
-"""Of which workflows an option is, where not of all. In DPO and KTO ``beta`` takes no memory, and is no option here."""
+OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields(Asked) if "option" in one.metadata}
+"""Every option by its field in :class:`Asked`."""
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option."""
+    return OPTIONS[name].flag or f"--{name.replace('_', '-')}"

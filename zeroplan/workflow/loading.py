@@ -5,10 +5,12 @@ With ``fsdp_cpu_ram_efficient_loading`` one process of a node does so, under ZeR
 """
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from zeroplan.engines.precisions import widths
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.numeric import ceil_div
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import layout
@@ -20,11 +22,15 @@ ZERO3 = "transformers 5.23, integrations/deepspeed.py, _load_state_dict_into_zer
 FULL = "accelerate 1.15, accelerator.py, Accelerator.get_state_dict"
 GATHERED = "deepspeed 0.19.8, runtime/engine.py, DeepSpeedEngine._zero3_consolidated_16bit_state_dict"
 SHARDED = "accelerate 1.15, utils/fsdp_utils.py, save_fsdp_model"
+HANDED_OUT = "accelerate 1.15, utils/fsdp_utils.py, fsdp2_load_full_state_dict"
 PLACED = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_init.py, _move_states_to_device"
 
 
-def loading(answer: Estimate, reference: tuple[Line, ...]) -> LoopPhase:
-    """Return the GPU's highest moment before the first step, with the ``reference`` model's copy where there is one. [bytes]"""
+def loading(answer: Estimate, reference: tuple[Line, ...], *, efficient: bool) -> LoopPhase:
+    """Return the GPU's highest moment before the first step, with the ``reference`` model's copy where there is one. [bytes]
+
+    ``efficient``: one process has the weights, and under FSDP2 hands them out tensor by tensor.
+    """
     moments = [moment for moment in answer.engine_moments if moment.phase is Phase.INIT]
     weights = tuple(line for line in answer.states if line.kind is Kind.PARAMETERS)
     peak = max(moments, key=lambda one: int(one.total_bytes)).lines if moments else weights
@@ -32,10 +38,24 @@ def loading(answer: Estimate, reference: tuple[Line, ...]) -> LoopPhase:
     if is_one_unit:  # the trained model is sharded later, when training begins
         lines = (*reference, _whole(answer, answer.parameters, "reference model"))
         return LoopPhase("loading", "the reference model becomes one unit of FSDP2", lines, DRY_RUN)
+    if efficient and answer.job.recipe.engine == "fsdp2" and answer.job.mesh.dp_shard > 1:
+        return LoopPhase("loading", "a tensor is handed out", (*reference, *_handed_out(answer)), DRY_RUN)
     if answer.job.recipe.engine.startswith("fsdp") and answer.job.mesh.dp_shard > 1:
         lines = (*reference, *peak, *_largest_unit(answer))
         return LoopPhase("loading", "the largest unit is cut", lines, DRY_RUN)
     return LoopPhase("loading", "model and optimizer are built", (*reference, *peak), DRY_RUN)
+
+
+def _handed_out(answer: Estimate) -> tuple[Line, ...]:
+    """The tensor that takes most with the shards of those before it: whole on the GPU, and this rank's shard of it."""
+    width, ranks = widths(answer.job.recipe.precision).stored, answer.job.mesh.dp_shard
+    sizes = [one.numel for one in _in_order(answer.job)]
+    shards = list(accumulate(width * ceil_div(numel, ranks) for numel in sizes))
+    held, whole = max(zip(shards, sizes, strict=True), key=lambda one: one[0] + width * one[1])
+    return (
+        Line(Kind.PARAMETERS, held, "shards that have arrived", "", HANDED_OUT),
+        Line(Kind.TEMPORARY, width * whole, "a tensor, before it is cut", f"{width}·{whole}", HANDED_OUT),
+    )
 
 
 def _largest_unit(answer: Estimate) -> tuple[Line, ...]:
@@ -102,8 +122,19 @@ def _source_saved(job: JobSpec) -> str:
 
 
 def _tensors(job: JobSpec) -> Iterator[Parameter]:
+    """Yield every kind of tensor once."""
     parts = layout(job.model)
     yield from parts.embeddings
     for run in parts.runs:
         yield from run.parameters
+    yield from parts.tail
+
+
+def _in_order(job: JobSpec) -> Iterator[Parameter]:
+    """Yield every tensor in the order of the state dict."""
+    parts = layout(job.model)
+    yield from parts.embeddings
+    for run in parts.runs:
+        for _ in range(run.layers):
+            yield from run.parameters
     yield from parts.tail

@@ -9,7 +9,7 @@ from zeroplan.estimator import Estimate
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
 from zeroplan.workflow import preference
-from zeroplan.workflow.asked import PREFERENCES, Asked, Name
+from zeroplan.workflow.asked import WORKFLOWS, Asked
 from zeroplan.workflow.forward import without_gradients
 from zeroplan.workflow.loading import host, loading, saving
 from zeroplan.workflow.phases import DRY_RUN, HostUse, Loop, LoopPhase, renamed
@@ -17,13 +17,6 @@ from zeroplan.workflow.reference import Reference, reference_of
 from zeroplan.workflow.rollout import BLOCK_TOKENS, Rollout, asleep, buffered, rollout_of, synchronisation
 
 _ENGINES = ("fsdp2", "fsdp1", "ddp", "deepspeed")
-_RAN: dict[Name, tuple[str, ...]] = {
-    "sft": ("one GPU", "fsdp2 3"),
-    "dpo": ("one GPU", "fsdp1 3", "fsdp2 3", "deepspeed 2", "deepspeed 3"),
-    "kto": ("one GPU",),
-    "grpo": ("one GPU",),
-}
-"""Where the trainers ran, by engine and stage: the rows of tests/workflow/trl.json."""
 GENERATIONS = 8
 """trl 1.16, trainer/grpo_config.py, GRPOConfig.num_generations."""
 
@@ -44,22 +37,23 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
     """
     _check(job, asked)
     answer = preference.trained(job, asked)
-    compares = asked.workflow in PREFERENCES or bool(asked.beta)
+    kind = WORKFLOWS[asked.workflow]
+    compares = kind.compares or bool(asked.beta)
     reference = reference_of(answer.job) if compares else None
-    rollout = rollout_of(job, asked, answer.parameters) if asked.workflow == "grpo" else None
+    rollout = rollout_of(job, asked, answer.parameters) if kind.generates else None
     parts = _Parts(answer, reference, rollout)
     resident = _resident(parts, asked)
-    made = _of_rollouts(parts, asked, resident) if asked.workflow == "grpo" else preference.phases(answer, reference, asked)
+    made = _of_rollouts(parts, asked, resident) if kind.generates else preference.phases(answer, reference, asked)
     copy = _copy_at_first(reference, asked, answer)
-    full = bool(asked.full_state_dict)
+    full, efficient = bool(asked.full_state_dict), bool(asked.cpu_ram_efficient_loading)
     stays = _beside_training(rollout)
-    first = loading(answer, copy)
-    if asked.workflow == "grpo":  # the engine starts before the reference model is sharded, and sleeps from then on if it does
+    first = loading(answer, copy, efficient=efficient)
+    if kind.generates:  # the engine starts before the reference model is sharded, and sleeps from then on if it does
         first = first._replace(lines=(*first.lines, *stays), compared_with="")
     phases = (first, *made, saving(answer, (*resident, *stays), full=full))
     if not _ran(job, asked, rollout):
         phases = tuple(one._replace(compared_with="") for one in phases)
-    memory = (*host(answer, models=1 + bool(copy), efficient=bool(asked.cpu_ram_efficient_loading), full=full), *_asleep(parts))
+    memory = (*host(answer, models=1 + bool(copy), efficient=efficient, full=full), *_asleep(parts))
     return Loop(asked.workflow, answer, phases, resident, memory, tuple(_notes(parts, asked)))
 
 
@@ -67,7 +61,7 @@ def _ran(job: JobSpec, asked: Asked, rollout: Rollout | None) -> bool:
     """Whether TRL's trainer ran in a dry run under this engine; never beside vLLM."""
     recipe = job.recipe
     where = "one GPU" if job.mesh.world_size == 1 else f"{recipe.engine} {recipe.zero_stage}"
-    return rollout is None and where in _RAN[asked.workflow]
+    return rollout is None and where in WORKFLOWS[asked.workflow].ran
 
 
 def _resident(parts: _Parts, asked: Asked) -> tuple[Line, ...]:

@@ -7,26 +7,26 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.job import JobSpec
-from zeroplan.workflow.asked import Asked
+from zeroplan.workflow.asked import WORKFLOWS, Asked
 from zeroplan.workflow.forward import held_after_forward
 from zeroplan.workflow.phases import DRY_RUN, LoopPhase
 from zeroplan.workflow.reference import Reference
 
 COMPLETION = 512
 """trl 1.16, trainer/grpo_config.py, GRPOConfig.max_completion_length."""
-SEQUENCES = {"dpo": 2}
-"""Sequences of a pair in a batch (DPOTrainer: chosen and rejected)."""
 
 
 def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
     """Return the training step: with TRL's head, and the sequences that a batch of this workflow has."""
-    recipe, model = replace(job.recipe, loss="log-probs", prompt_len=prompt_len(job, asked)), job.model
-    if recipe.engine == "fsdp2" and not (model.positions or model.family == "bloom"):
-        recipe = replace(
-            recipe, fsdp2=replace(recipe.fsdp2, ends_apart=True)
-        )  # as accelerate 1.15, on which TRL's trainers run
-    batch = replace(job.batch, micro_batch_size=SEQUENCES.get(asked.workflow, 1) * job.batch.micro_batch_size)
-    return replace(job, recipe=recipe, batch=batch)
+    kind = WORKFLOWS[asked.workflow]
+    recipe, model = replace(job.recipe, loss=kind.loss, prompt_len=prompt_len(job, asked)), job.model
+    if kind.head_rows:  # which no embedding shares
+        model = replace(model, head_rows=kind.head_rows, tie_word_embeddings=False)
+    if recipe.engine == "fsdp2":  # as accelerate 1.15, on which TRL's trainers run
+        apart = not (model.positions or model.family == "bloom")
+        recipe = replace(recipe, fsdp2=replace(recipe.fsdp2, ends_apart=apart, reduce_dtype="param"))
+    batch = replace(job.batch, micro_batch_size=kind.sequences * job.batch.micro_batch_size)
+    return replace(job, model=model, recipe=recipe, batch=batch)
 
 
 def prompt_len(job: JobSpec, asked: Asked) -> int:
