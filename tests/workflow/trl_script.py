@@ -55,10 +55,10 @@ def main() -> None:
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
-    from trl.kernels import chunked_logprob
+    from trl.kernels import chunked_divergence, chunked_logprob
 
     said = argparse.ArgumentParser()
-    said.add_argument("--workflow", choices=("sft", "dpo", "kto", "reward", "grpo"), default="dpo")
+    said.add_argument("--workflow", choices=("sft", "dpo", "kto", "reward", "distill", "grpo"), default="dpo")
     said.add_argument("--dtype", default="float32")
     said.add_argument("--precompute", action="store_true")
     for name, number in {
@@ -74,9 +74,12 @@ def main() -> None:
         said.add_argument(f"--{name}", type=int, default=number)
     said = said.parse_args()
 
-    chunked_logprob._forward_tile = chunked_logprob._backward_tile = lambda *_, **__: None
-    chunked_logprob._use_triton = lambda _: False
-    trl.trainer.utils._use_triton = lambda _: True  # only tokens that count are scored, as on a GPU
+    for kernels, folds in ((chunked_logprob, "forward backward"), (chunked_divergence, "stats jsd backward")):
+        for fold in folds.split():
+            setattr(kernels, f"_{fold}_tile", lambda *_, **__: None)
+    chunked_logprob._use_triton = chunked_divergence._use_triton = lambda _: False
+    for scoring in (trl.trainer.utils, trl.trainer.distillation_trainer):
+        scoring._use_triton = lambda _: True  # only tokens that count are scored, as on a GPU
 
     tokens = {"pad_token": "w1", "eos_token": "w2", "unk_token": "w0"}
     words = Tokenizer(WordLevel({f"w{at}": at for at in range(said.vocab)}, unk_token=tokens["unk_token"]))
@@ -98,13 +101,18 @@ def main() -> None:
     row = {
         "dpo": {"chosen": text, "rejected": text}, "kto": {"completion": text, "label": True}, "sft": {"completion": text},
         "reward": {"chosen_ids": [4] * said.seq, "rejected_ids": [4] * said.seq},
-        "grpo": {},
+        "distill": {}, "grpo": {},
     }  # fmt: skip
     data = Dataset.from_list([{"prompt": " ".join(["w3"] * said.prompt), **row[said.workflow]}] * 64)
-    name = "Reward" if said.workflow == "reward" else said.workflow.upper()
+    name = {"reward": "Reward", "distill": "Distillation"}.get(said.workflow, said.workflow.upper())
     options, given = {"max_length": said.seq}, {"ref_model": reference[0]} if reference else {}
     if said.precompute:
         options["precompute_ref_log_probs"] = True
+    if said.workflow == "distill":
+        options, given = {"max_completion_length": long}, {"teacher_model": reference[0]}
+        trl.DistillationTrainer._generate = lambda _, prompts: (
+            [[3] * said.prompt for _ in prompts], [[4] * (long - 1) + [2] for _ in prompts], None, None, [],
+        )  # fmt: skip
     if said.workflow == "grpo":  # completions come from a function, in place of vLLM
         options = {"beta": 0.04, "num_generations": said.batch, "max_completion_length": long, "num_iterations": 2}
         trl.trainer.grpo_trainer.create_model_from_path = lambda *_, **__: reference[0]

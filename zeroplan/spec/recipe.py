@@ -360,6 +360,8 @@ class RecipeSpec(Spec):
     ``log-probs``: the labels' log-probabilities in tiles (TRL's trainers)."""
     prompt_len: Count = 1
     """Tokens of each sequence that loss ``log-probs`` does not score: its prompt, at least its first token."""
+    distills: bool = False
+    """Loss ``log-probs`` compares whole distributions with a teacher's, tile by tile (TRL's DistillationTrainer)."""
     forward_only: bool = False
     """No backward ever follows, so that stage 3 keeps nothing gathered for one. Set for a reference model in a workflow."""
     keep_logits: bool | Literal["fp32"] = False

@@ -44,6 +44,8 @@ class Compute(NamedTuple):
     """What fused kernels replace (``RecipeSpec.fused_parts``)."""
     prompt_len: int = 1
     """Tokens of each sequence that loss ``log-probs`` does not score."""
+    distills: bool = False
+    """It compares whole distributions with a teacher's."""
 
 
 class At(StrEnum):

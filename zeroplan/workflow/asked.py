@@ -22,6 +22,8 @@ class Workflow(NamedTuple):
     """Outputs of the head, where they are not the vocabulary's."""
     compares: bool = False
     """A reference model is there, whatever is said."""
+    distills: bool = False
+    """A teacher runs forward in every step."""
     generates: bool = False
     """Rollouts come before the training step."""
 
@@ -37,6 +39,10 @@ WORKFLOWS: dict[Name, Workflow] = {
     "reward": Workflow("RewardTrainer: a model that scores, on chosen and rejected completions.",
         ("one GPU", "fsdp2 3", "deepspeed 3"), sequences=2, loss="full",
         head_rows=1,
+    ),
+    "distill": Workflow(
+        "DistillationTrainer: completions of the student, compared with a teacher's distribution.",
+        ("one GPU", "deepspeed 3"), distills=True, generates=True,
     ),
     "grpo": Workflow("GRPOTrainer: rollouts of vLLM, then training on them.", ("one GPU",), generates=True),
 }  # fmt: skip
@@ -61,6 +67,7 @@ def _said(of: tuple[Name, ...], value: str, says: str, flag: str = "") -> Any:  
 _EVERY: tuple[Name, ...] = tuple(WORKFLOWS)
 _SCORES: tuple[Name, ...] = tuple(name for name, one in WORKFLOWS.items() if one.loss != "full")
 _COMPARES: tuple[Name, ...] = tuple(name for name, one in WORKFLOWS.items() if one.compares)
+_DISTILLS: tuple[Name, ...] = ("distill",)
 _GRPO: tuple[Name, ...] = ("grpo",)
 _GENERATES: tuple[Name, ...] = tuple(name for name, one in WORKFLOWS.items() if one.generates)
 
@@ -70,12 +77,15 @@ class Asked:
     """A workflow and its options; ``None`` is the trainer's default."""
 
     workflow: Name
+    teacher_model: str | None = _said(_DISTILLS, "NAME", "The teacher, of the catalogue (`zeroplan models`).")
     precompute_ref_log_probs: bool | None = _said(
         _COMPARES, "", "Score the data before training, without a reference model then."
     )
     beta: float | None = _said(_GRPO, "X", "Weight of the KL term; above 0 a reference model is there. (default: 0)")
     max_completion_length: int | None = _said(
-        _SCORES, "N", "Tokens of --seq-len that are scored; the rest is the prompt. (default: all but one, grpo: 512)"
+        _SCORES,
+        "N",
+        "Tokens of --seq-len that are scored; the rest is the prompt. (default: all but one, 512 where they are generated)",
     )
     num_generations: int | None = _said(_GRPO, "N", "Completions of a prompt. (default: 8)")
     steps_per_generation: int | None = _said(_GRPO, "N", "Micro-batches of one rollout. (default: as many as are accumulated)")

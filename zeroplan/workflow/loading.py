@@ -86,11 +86,14 @@ def saving(answer: Estimate, resident: tuple[Line, ...], *, full: bool) -> LoopP
     return LoopPhase("saving", "the largest tensor is gathered", (*resident, line), DRY_RUN)
 
 
-def host(answer: Estimate, *, models: int, efficient: bool, full: bool) -> Iterator[HostUse]:
-    """Yield what a node's host memory holds while ``models`` models are loaded, and at a checkpoint. [bytes]"""
+def host(answer: Estimate, *, beside: int, efficient: bool, full: bool) -> Iterator[HostUse]:
+    """Yield what a node's host memory holds while a model and so many parameters ``beside`` it are loaded, and at a checkpoint.
+
+    [bytes]
+    """
     job, here = answer.job, answer.ranks_per_node or answer.job.mesh.world_size
-    width, said = widths(job.recipe.precision).stored, "" if models == 1 else f" of {models} models"
-    each = models * answer.parameters
+    width, said = widths(job.recipe.precision).stored, " of both models" if beside else ""
+    each = answer.parameters + beside
     if job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 3:
         yield HostUse(
             "loading", each * widths(job.recipe.precision).compute, 1, f"the checkpoint{said}, in rank 0 alone", ZERO3

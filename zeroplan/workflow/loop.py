@@ -8,8 +8,9 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
-from zeroplan.workflow import preference
+from zeroplan.workflow import distilling, preference
 from zeroplan.workflow.asked import WORKFLOWS, Asked
+from zeroplan.workflow.distilling import Teacher, teacher_of
 from zeroplan.workflow.forward import without_gradients
 from zeroplan.workflow.loading import host, loading, saving
 from zeroplan.workflow.phases import DRY_RUN, HostUse, Loop, LoopPhase, renamed
@@ -27,6 +28,8 @@ class _Parts(NamedTuple):
     answer: Estimate
     reference: Reference | None
     rollout: Rollout | None
+    teacher: Teacher | None = None
+    """Whose model is the ``reference``."""
 
 
 def loop_of(job: JobSpec, asked: Asked) -> Loop:
@@ -39,9 +42,10 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
     answer = preference.trained(job, asked)
     kind = WORKFLOWS[asked.workflow]
     compares = kind.compares or bool(asked.beta)
-    reference = reference_of(answer.job) if compares else None
+    teacher = teacher_of(answer.job, asked.teacher_model) if kind.distills else None
+    reference = reference_of(answer.job) if compares else teacher and teacher.model
     rollout = rollout_of(job, asked, answer.parameters) if kind.generates else None
-    parts = _Parts(answer, reference, rollout)
+    parts = _Parts(answer, reference, rollout, teacher)
     resident = _resident(parts, asked)
     made = _of_rollouts(parts, asked, resident) if kind.generates else preference.phases(answer, reference, asked)
     copy = _copy_at_first(reference, asked, answer)
@@ -53,7 +57,8 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
     phases = (first, *made, saving(answer, (*resident, *stays), full=full))
     if not _ran(job, asked, rollout):
         phases = tuple(one._replace(compared_with="") for one in phases)
-    memory = (*host(answer, models=1 + bool(copy), efficient=efficient, full=full), *_asleep(parts))
+    beside = 0 if not copy else answer.parameters if teacher is None else teacher.parameters
+    memory = (*host(answer, beside=beside, efficient=efficient, full=full), *_asleep(parts))
     return Loop(asked.workflow, answer, phases, resident, memory, tuple(_notes(parts, asked)))
 
 
@@ -83,13 +88,16 @@ def _copy_at_first(reference: Reference | None, asked: Asked, answer: Estimate) 
 
 
 def _of_rollouts(parts: _Parts, asked: Asked, resident: tuple[Line, ...]) -> Iterator[LoopPhase]:
-    """Yield GRPO's phases in their order: weights go to the engine, which generates; both models score; the model trains."""
-    answer, reference, rollout = parts
-    batch = _buffered(answer.job, asked, compares=reference is not None)
+    """Yield the phases in their order: weights go to the engine, which generates; models score; the model trains."""
+    answer, reference, rollout, teacher = parts
+    batch = _buffered(answer.job, asked, compares=reference is not None and teacher is None)
     stays = _beside_training(rollout)
     if rollout is not None:
         yield synchronisation(answer, resident, rollout)
         yield LoopPhase("rollout", "vLLM generates", (*resident, *rollout.awake))
+    if teacher is not None:
+        yield from distilling.phases(answer, teacher, (*stays, batch))
+        return
     forward = without_gradients(answer.job)
     lines = (*resident, *stays, batch, *renamed(forward.lines, "scored"))
     yield LoopPhase("old log-probabilities", f"scored: {forward.moment}", lines, DRY_RUN)
@@ -102,7 +110,7 @@ def _of_rollouts(parts: _Parts, asked: Asked, resident: tuple[Line, ...]) -> Ite
 
 def _buffered(job: JobSpec, asked: Asked, *, compares: bool) -> Line:
     steps, prompt = asked.steps_per_generation or job.batch.grad_accum_steps, preference.prompt_len(job, asked)
-    return buffered(job, prompt, job.batch.seq_len - prompt, steps, scored=3 + compares)
+    return buffered(job, prompt, job.batch.seq_len - prompt, steps, scored=3 + compares if asked.workflow == "grpo" else 0)
 
 
 def _asleep(parts: _Parts) -> Iterator[HostUse]:
@@ -116,6 +124,10 @@ def _notes(parts: _Parts, asked: Asked) -> Iterator[str]:
         yield "All tokens but the first are scored. Give --max-completion-length where prompts are not."
     if widths(parts.answer.job.recipe.precision).stored == 2:
         yield "A checkpoint in 16 bits is mapped: all processes of a node share its pages until they write to them."
+    if parts.teacher is not None and parts.answer.job.recipe.engine != "deepspeed":
+        yield "Every rank has the whole teacher: accelerate shards no model that is only evaluated. DeepSpeed's stage 3 shards it."
+    if parts.teacher is not None and parts.answer.job.recipe.precision == "fp32":
+        yield "The loss calls the student past accelerate's autocast, so that without FSDP or DeepSpeed it computes in fp32."
     if parts.rollout is not None:
         yield from _of_the_engine(parts.rollout, parts.answer.job, asked)
     if asked.workflow == "grpo":

@@ -19,7 +19,9 @@ COMPLETION = 512
 def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
     """Return the training step: with TRL's head, and the sequences that a batch of this workflow has."""
     kind = WORKFLOWS[asked.workflow]
-    recipe, model = replace(job.recipe, loss=kind.loss, prompt_len=prompt_len(job, asked)), job.model
+    recipe, model = replace(job.recipe, loss=kind.loss, prompt_len=prompt_len(job, asked), distills=kind.distills), job.model
+    if kind.distills and recipe.engine == "ddp" and recipe.precision != "bf16":  # the redirected forward is not under autocast
+        recipe = replace(recipe, precision="fp32")
     if kind.head_rows:  # which no embedding shares
         model = replace(model, head_rows=kind.head_rows, tie_word_embeddings=False)
     if recipe.engine == "fsdp2":  # as accelerate 1.15, on which TRL's trainers run
@@ -31,7 +33,7 @@ def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
 
 def prompt_len(job: JobSpec, asked: Asked) -> int:
     """Return the tokens of a sequence that are not scored. Where nobody gives a length, all but the first are. [tokens]"""
-    completion = asked.max_completion_length or (COMPLETION if asked.workflow == "grpo" else job.batch.seq_len - 1)
+    completion = asked.max_completion_length or (COMPLETION if WORKFLOWS[asked.workflow].generates else job.batch.seq_len - 1)
     if completion >= job.batch.seq_len:
         raise SpecError(
             f"--max-completion-length {completion:,} leaves no prompt in --seq-len {job.batch.seq_len:,}, which is both; use a "
@@ -62,9 +64,11 @@ def _alone(answer: Estimate, reference: Reference) -> tuple[Line, ...]:
     return reference.resident if answer.job.recipe.engine.startswith("fsdp") and reference.resident else weights
 
 
-def training(answer: Estimate, beside: tuple[Line, ...]) -> LoopPhase:
-    """Return the training step with what stays ``beside`` it. [bytes]"""
+def training(answer: Estimate, beside: tuple[Line, ...], in_loss: tuple[Line, ...] = ()) -> LoopPhase:
+    """Return the training step with what stays ``beside`` it, and what is there only in a loss, forward and backward. [bytes]"""
     moments = [moment for moment in answer.engine_moments if moment.phase is not Phase.INIT]
+    at_loss = (any(line.kind is Kind.LOGITS for line in one.lines) for one in moments)
+    moments = [one._replace(lines=(*one.lines, *in_loss)) if at else one for one, at in zip(moments, at_loss, strict=True)]
     peak = max(moments, key=lambda moment: int(moment.total_bytes))
     return LoopPhase("training step", peak.name, (*beside, *peak.lines, *answer.workspaces), DRY_RUN)
 
