@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zeroplan import SpecError, job
-from zeroplan.ledger import total_bytes
+from zeroplan.ledger import Kind, total_bytes
 from zeroplan.workflow import Asked, Loop, distilling, loop_of
 from zeroplan.workflow.rollout import STILL_THERE_BYTES
 
@@ -82,7 +82,6 @@ def test_the_engine_takes_its_share_and_its_blocks():
 
     one = job(**{**EIGHT, "engine": "fsdp2"})
     engine = rollout_of(one, Asked(workflow="grpo", vllm_gpu_memory_utilization=0.5), 8_030_261_248)
-    assert engine is not None
     assert engine.block_bytes == 32 * 65_536
     assert engine.blocks == (engine.share_bytes - 2 * 8_030_261_248) // engine.block_bytes
     assert sum(int(line.n_bytes) for line in engine.awake) == engine.share_bytes
@@ -118,6 +117,35 @@ def test_every_rank_has_the_whole_teacher():
     assert any("whole teacher" in note for note in found.notes)
 
 
+def test_what_verl_offloads_is_not_there_while_vllm_generates():
+    """Between the phases a sleeping vLLM is left, and all three models are in the host's memory."""
+    kept, gone = loop("ppo"), loop("ppo", {"param_offload": True, "optimizer_offload": True})
+    of_models = [line for line in gone.resident if line.reason.startswith(("actor", "critic"))]
+    assert not any(line.n_bytes for line in of_models if line.kind is not Kind.ACTIVATIONS)
+    assert total_bytes(kept.resident) - total_bytes(gone.resident) == sum(use.each_bytes for use in gone.host[2:])
+    by_name = [{one.name: one.total_bytes for one in found.phases} for found in (kept, gone)]
+    assert by_name[1]["rollout"] < by_name[0]["rollout"]
+    assert by_name[1]["update of the actor"] < by_name[0]["update of the actor"]  # the critic is away
+
+
+def test_verls_loop_has_the_models_that_were_asked_for():
+    """A critic under gae alone, and a reference model for a KL term, which no adapter needs."""
+    names = [one.name for one in loop("ppo", {"adv_estimator": "grpo"}).phases]
+    assert names == ["loading", "weight synchronisation", "rollout", "old log-probabilities", "update of the actor", "saving"]
+    more = loop("ppo", {"use_kl_loss": True})
+    assert [one.name for one in more.phases][4:7] == ["reference log-probabilities", "values", "update of the critic"]
+    assert not any(one.compared_with for one in more.phases)
+
+
+def test_entropy_in_chunks_and_the_bucket_are_counted():
+    """2,048 tokens in fp32, three times, in place of softmax and product of all tokens in 16 bits; a bucket of 2 GiB."""
+    whole, chunks = (loop("ppo", asked, micro_batch=4) for asked in ({}, {"entropy_from_logits_with_chunking": True}))
+    scored = [next(one.total_bytes for one in found.phases if one.name.startswith("old")) for found in (whole, chunks)]
+    assert scored[0] - scored[1] == (4 * 4 * 2048 - 12 * 2048) * 128_256
+    small = loop("ppo", {"update_weights_bucket_megabytes": 512})
+    assert whole.phases[1].total_bytes - small.phases[1].total_bytes == (2048 - 512) << 20
+
+
 def test_the_host_of_a_node_is_known_before_the_run():
     """70B in fp32 in each of 8 processes, or in one: an answer before the run."""
     every, one = loop("sft", model="llama-3.1-70b"), loop("sft", {"cpu_ram_efficient_loading": True}, model="llama-3.1-70b")
@@ -143,6 +171,9 @@ def test_the_host_of_a_node_is_known_before_the_run():
         ("grpo", {"num_generations": 7}, {}, "not divisible"),
         ("grpo", {}, {"gpu": None}, "add --gpu NAME"),
         ("dpo", {}, {"tensor_parallel": 2}, "ranks that split the model"),
+        ("ppo", {}, {"engine": "ddp", "stage": 0}, "FSDP workers"),
+        ("ppo", {"gpu_memory_utilization": 0.05}, {}, "--gpu-memory-utilization 0.05 is"),
+        ("ppo", {"free_cache_engine": "no"}, {}, "none of true, false"),
         ("sft", {}, {"engine": "paper"}, "engine 'paper' is not modelled"),
     ],
 )

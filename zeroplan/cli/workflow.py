@@ -4,7 +4,7 @@ Each workflow is a command with its own flags alone, made of the table of option
 """
 
 import inspect
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -35,7 +35,7 @@ class _Workflows(QuickGroup):
         """Return the command of a workflow; raise UnknownNameError for what is none."""
         if cmd_name not in WORKFLOWS:
             raise unknown_name("workflow", cmd_name, WORKFLOWS, f"there are {', '.join(WORKFLOWS)}")
-        return as_command(cmd_name, _command(cast("Name", cmd_name)))
+        return as_command(cmd_name, _command(cmd_name))
 
 
 workflow_app = typer.Typer(cls=_Workflows, help="The phases of a fine-tuning loop that share a GPU: loading, scoring, rollouts, "

@@ -68,5 +68,5 @@ def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1, cp: int = 1) -> 
         recipe.precision == "fp16-mixed" and recipe.kernels == "cuda",
         recipe.fused_parts,
         recipe.prompt_len,
-        recipe.distills,
+        recipe.log_probs,
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zeroplan.ledger import Line, Module
 from zeroplan.numeric import Int
-from zeroplan.spec.recipe import Attention, Kernels, Recompute
+from zeroplan.spec.recipe import Attention, Kernels, LogProbs, Recompute
 from zeroplan.spec.releases import NOW, Release
 
 
@@ -44,8 +44,8 @@ class Compute(NamedTuple):
     """What fused kernels replace (``RecipeSpec.fused_parts``)."""
     prompt_len: int = 1
     """Tokens of each sequence that loss ``log-probs`` does not score."""
-    distills: bool = False
-    """It compares whole distributions with a teacher's."""
+    log_probs: LogProbs = "tiles"
+    """How that loss is made."""
 
 
 class At(StrEnum):

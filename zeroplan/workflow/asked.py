@@ -1,12 +1,12 @@
-"""What a user says of a workflow beside its job: each option once, with the workflows that have it, as TRL names it."""
+"""What a user says of a workflow beside its job: each option once, with the workflows that have it, as TRL or verl names it."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from zeroplan.errors import SpecError
-from zeroplan.spec.recipe import Loss
+from zeroplan.spec.recipe import LogProbs, Loss
 
-Name = Literal["sft", "dpo", "kto", "reward", "distill", "grpo"]
+Name = Literal["sft", "dpo", "kto", "reward", "distill", "grpo", "ppo"]
 
 
 class Workflow(NamedTuple):
@@ -22,8 +22,8 @@ class Workflow(NamedTuple):
     """Outputs of the head, where they are not the vocabulary's."""
     compares: bool = False
     """A reference model is there, whatever is said."""
-    distills: bool = False
-    """A teacher runs forward in every step."""
+    log_probs: LogProbs = "tiles"
+    """``divergence``: a teacher runs forward in every step."""
     generates: bool = False
     """Rollouts come before the training step."""
 
@@ -42,11 +42,12 @@ WORKFLOWS: dict[Name, Workflow] = {
     ),
     "distill": Workflow(
         "DistillationTrainer: completions of the student, compared with a teacher's distribution.",
-        ("one GPU", "deepspeed 3"), distills=True, generates=True,
+        ("one GPU", "deepspeed 3"), log_probs="divergence", generates=True,
     ),
     "grpo": Workflow("GRPOTrainer: rollouts of vLLM, then training on them.", ("one GPU",), generates=True),
+    "ppo": Workflow("verl's PPO: actor, critic, reference model and vLLM take turns. --micro-batch is that of both.", ()),
 }  # fmt: skip
-"""The workflows that are modelled: trainers of TRL 1.16."""
+"""The workflows that are modelled: trainers of TRL 1.16, and the FSDP workers of verl 0.9.1."""
 
 
 class Option(NamedTuple):
@@ -60,15 +61,31 @@ class Option(NamedTuple):
     """Where it is not the name."""
 
 
+DEFAULT_SHARE = 0.3
+"""trl 1.16, trainer/grpo_config.py, GRPOConfig.vllm_gpu_memory_utilization."""
+
+
+class Engine(NamedTuple):
+    """What is said of vLLM beside a training."""
+
+    share: float
+    split: int
+    sleeps: bool
+    level: int
+    share_flag: str
+    split_flag: str
+
+
 def _said(of: tuple[Name, ...], value: str, says: str, flag: str = "") -> Any:  # noqa: ANN401  of the field's own type
     return field(default=None, metadata={"option": Option(of, value, says, flag)})
 
 
 _EVERY: tuple[Name, ...] = tuple(WORKFLOWS)
-_SCORES: tuple[Name, ...] = tuple(name for name, one in WORKFLOWS.items() if one.loss != "full")
+_SCORES: tuple[Name, ...] = tuple(name for name, one in WORKFLOWS.items() if one.loss != "full" and name != "ppo")
 _COMPARES: tuple[Name, ...] = tuple(name for name, one in WORKFLOWS.items() if one.compares)
 _DISTILLS: tuple[Name, ...] = ("distill",)
 _GRPO: tuple[Name, ...] = ("grpo",)
+_PPO: tuple[Name, ...] = ("ppo",)
 _GENERATES: tuple[Name, ...] = tuple(name for name, one in WORKFLOWS.items() if one.generates)
 
 
@@ -100,6 +117,23 @@ class Asked:
     vllm_sleep_level: int | None = _said(
         _GENERATES, "N", "2, as TRL sleeps (weights are dropped), or 1 (they go to the host). (default: 2)"
     )
+    adv_estimator: Literal["gae", "grpo"] | None = _said(_PPO, "gae|grpo", "gae has a critic, grpo has none. (default: gae)")
+    use_kl_loss: bool | None = _said(_PPO, "", "A reference model scores every rollout. It is in host memory.")
+    param_offload: bool | None = _said(_PPO, "", "Actor and critic leave the GPU while others work.")
+    optimizer_offload: bool | None = _said(_PPO, "", "Their optimizers do.")
+    ppo_max_token_len_per_gpu: int | None = _said(
+        _PPO, "N", "Tokens of a micro-batch (use_dynamic_bsz), in place of --micro-batch and --seq-len."
+    )
+    log_prob_micro_batch_size_per_gpu: int | None = _said(
+        _PPO, "N", "Sequences of a forward that scores. (default: --micro-batch)"
+    )
+    entropy_from_logits_with_chunking: bool | None = _said(_PPO, "", "2,048 tokens at a time.")
+    gpu_memory_utilization: float | None = _said(_PPO, "X", "vLLM's share of a GPU's memory. (default: 0.5)")
+    tensor_model_parallel_size: int | None = _said(_PPO, "N", "GPUs that share vLLM's weights. (default: 2)")
+    free_cache_engine: Literal["true", "false"] | None = _said(
+        _PPO, "true|false", "vLLM sleeps while models train. (default: true)"
+    )
+    update_weights_bucket_megabytes: int | None = _said(_PPO, "N", "Buffer in which new weights go to vLLM. (default: 2048)")
     cpu_ram_efficient_loading: bool | None = _said(
         _EVERY, "", "One process of a node loads the weights for all of it.", "--fsdp-cpu-ram-efficient-loading"
     )
@@ -119,11 +153,26 @@ class Asked:
                 raise SpecError(f"{flag_of(name)} {value!r} is none of {', '.join(option.value.split('|'))}")
         self._check_numbers()
 
+    @property
+    def engine(self) -> Engine:
+        """The inference engine, with the defaults of the workflow's program."""
+        if self.workflow == "ppo":  # verl 0.9.1, trainer/config/rollout/rollout.yaml
+            share = 0.5 if self.gpu_memory_utilization is None else self.gpu_memory_utilization
+            split, sleeps = self.tensor_model_parallel_size or 2, self.free_cache_engine != "false"
+            return Engine(share, split, sleeps, 2, "--gpu-memory-utilization", "--tensor-model-parallel-size")
+        share = DEFAULT_SHARE if self.vllm_gpu_memory_utilization is None else self.vllm_gpu_memory_utilization
+        split, sleeps = self.vllm_tensor_parallel_size or 1, bool(self.vllm_enable_sleep_mode)
+        flags = "--vllm-gpu-memory-utilization", "--vllm-tensor-parallel-size"
+        return Engine(share, split, sleeps, self.vllm_sleep_level or 2, *flags)
+
     def _check_numbers(self) -> None:
-        share, level = self.vllm_gpu_memory_utilization, self.vllm_sleep_level
+        share, level, (used, flag) = (
+            self.vllm_gpu_memory_utilization,
+            self.vllm_sleep_level,
+            (self.engine.share, self.engine.share_flag),
+        )
         for wrong, why in (
-            (share is not None and not 0 < share <= 1,
-             f"--vllm-gpu-memory-utilization {share} is a share of the GPU's memory; use one above 0, at most 1"),
+            (not 0 < used <= 1, f"{flag} {used:g} is a share of the GPU's memory; use one above 0, at most 1"),
             (level not in (None, 1, 2), f"--vllm-sleep-level {level} is none of vLLM's; use 1 or 2"),
             (level is not None and not self.vllm_enable_sleep_mode,
              "--vllm-sleep-level says how vLLM sleeps, which it does not; add --vllm-enable-sleep-mode"),

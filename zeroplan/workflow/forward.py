@@ -28,16 +28,19 @@ class Forward(NamedTuple):
     """What comes and goes with the forward."""
 
 
-def without_gradients(job: JobSpec, weights: tuple[Line, ...] | None = None, *, head: bool = True) -> Forward:
+def without_gradients(
+    job: JobSpec, weights: tuple[Line, ...] | None = None, *, head: bool = True, at_head: tuple[Line, ...] = ()
+) -> Forward:
     """Return the highest moment of a forward of the job's model that makes log-probabilities and saves nothing. [bytes]
 
-    ``weights``: what the forward reads instead of what the job's engine gathers. Without a ``head`` it ends with the last norm.
+    ``weights``: what the forward reads instead of what the job's engine gathers. Without a ``head`` it ends with the last norm;
+    ``at_head``: what else is there as the head scores.
     """
     recipe = replace(job.recipe, recompute="full", recompute_layers=None, keep_logits=False)
     answer = estimate(replace(job, recipe=recipe, batch=replace(job.batch, grad_accum_steps=1)))
     named = named_embeddings(job.model, compute_of(job.recipe), job.batch)
     moments = [_unsaved(moment, named) for moment in answer.engine_moments if moment.phase is Phase.FORWARD]
-    moments += [_of_the_head(answer)] if head else []
+    moments += [_of_the_head(answer, at_head)] if head else []
     if weights is not None:
         moments = [moment._replace(lines=_reading(moment.lines, weights)) for moment in moments]
     highest = max(moments, key=lambda one: one.total_bytes)
@@ -59,12 +62,12 @@ def _unsaved(moment: Moment, named: tuple[Line, ...]) -> Moment:
     return moment._replace(lines=kept if is_first else (*kept, *named))
 
 
-def _of_the_head(answer: Estimate) -> Moment:
+def _of_the_head(answer: Estimate, beside: tuple[Line, ...]) -> Moment:
     job = answer.job
     loss = next(moment for moment in answer.engine_moments if moment.of_forward and moment.phase is Phase.LOSS)
     weights = tuple(line for line in loss.lines if line.kind in _OF_WEIGHTS)
     made = scored_forward(job.model, compute_of(job.recipe), job.batch)
-    return Moment("log-probabilities", Phase.LOSS, (*weights, *made))
+    return Moment("log-probabilities", Phase.LOSS, (*weights, *made, *beside))
 
 
 def held_after_forward(answer: Estimate) -> tuple[Line, ...]:

@@ -8,7 +8,7 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
-from zeroplan.workflow import distilling, preference
+from zeroplan.workflow import distilling, preference, verl
 from zeroplan.workflow.asked import WORKFLOWS, Asked
 from zeroplan.workflow.distilling import Teacher, teacher_of
 from zeroplan.workflow.forward import without_gradients
@@ -39,12 +39,14 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
     run can have.
     """
     _check(job, asked)
+    if asked.workflow == "ppo":
+        return _of_verl(job, asked)
     answer = preference.trained(job, asked)
     kind = WORKFLOWS[asked.workflow]
     compares = kind.compares or bool(asked.beta)
-    teacher = teacher_of(answer.job, asked.teacher_model) if kind.distills else None
+    teacher = teacher_of(answer.job, asked.teacher_model) if kind.log_probs == "divergence" else None
     reference = reference_of(answer.job) if compares else teacher and teacher.model
-    rollout = rollout_of(job, asked, answer.parameters) if kind.generates else None
+    rollout = rollout_of(job, asked, answer.parameters) if kind.generates and asked.vllm_mode != "server" else None
     parts = _Parts(answer, reference, rollout, teacher)
     resident = _resident(parts, asked)
     made = _of_rollouts(parts, asked, resident) if kind.generates else preference.phases(answer, reference, asked)
@@ -60,6 +62,29 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
     beside = 0 if not copy else answer.parameters if teacher is None else teacher.parameters
     memory = (*host(answer, beside=beside, efficient=efficient, full=full), *_asleep(parts))
     return Loop(asked.workflow, answer, phases, resident, memory, tuple(_notes(parts, asked)))
+
+
+def _of_verl(job: JobSpec, asked: Asked) -> Loop:
+    """The phases of verl's PPO. The actor's step is the training step."""
+    models = verl.trained(job, asked)
+    answer, full = models[0].answer, bool(asked.full_state_dict)
+    rollout = rollout_of(job, asked, answer.parameters)
+    between = tuple(line for one in models for line in one.stays)
+    stays = (*between, *answer.workspaces, *rollout.while_training)
+    others = sum(one.answer.parameters for one in models[1:])
+    efficient = bool(asked.cpu_ram_efficient_loading)
+    first = loading(models[-1].answer, models[0].stays if len(models) > 1 else (), efficient=efficient)
+    made = (first, *verl.phases(models, asked, rollout), saving(answer, (*stays, *models[0].comes_back), full=full))
+    here = answer.ranks_per_node or job.mesh.world_size
+    memory = [*host(answer, beside=others, efficient=efficient, full=full), *asleep(rollout, here)]
+    memory += [use for one in models for use in one.host(here)]
+    notes = (
+        "verl 0.9.1 with its FSDP workers, read and not run.",
+        "A reward model of verl's is an engine of its own, and is not counted.",
+        *_of_the_engine(rollout, answer.job, asked),
+    )
+    phases = tuple(one._replace(compared_with="") for one in made)
+    return Loop(asked.workflow, answer, phases, stays, tuple(memory), notes)
 
 
 def _ran(job: JobSpec, asked: Asked, rollout: Rollout | None) -> bool:
@@ -136,7 +161,7 @@ def _notes(parts: _Parts, asked: Asked) -> Iterator[str]:
 
 def _of_the_engine(rollout: Rollout, job: JobSpec, asked: Asked) -> Iterator[str]:
     sequences = job.batch.micro_batch_size * (asked.steps_per_generation or job.batch.grad_accum_steps)
-    sequences *= asked.vllm_tensor_parallel_size or 1
+    sequences *= asked.engine.split
     needed = sequences * -(-job.batch.seq_len // BLOCK_TOKENS)
     yield (
         f"vLLM's KV cache: at most {rollout.blocks:,} blocks of {BLOCK_TOKENS} tokens, {rollout.block_bytes:,} bytes each; the "

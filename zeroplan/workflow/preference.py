@@ -7,6 +7,7 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.model import ModelSpec
 from zeroplan.workflow.asked import WORKFLOWS, Asked
 from zeroplan.workflow.forward import held_after_forward
 from zeroplan.workflow.phases import DRY_RUN, LoopPhase
@@ -19,16 +20,22 @@ COMPLETION = 512
 def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
     """Return the training step: with TRL's head, and the sequences that a batch of this workflow has."""
     kind = WORKFLOWS[asked.workflow]
-    recipe, model = replace(job.recipe, loss=kind.loss, prompt_len=prompt_len(job, asked), distills=kind.distills), job.model
-    if kind.distills and recipe.engine == "ddp" and recipe.precision != "bf16":  # the redirected forward is not under autocast
+    recipe, model = replace(job.recipe, loss=kind.loss, prompt_len=prompt_len(job, asked), log_probs=kind.log_probs), job.model
+    if (
+        kind.log_probs == "divergence" and recipe.engine == "ddp" and recipe.precision != "bf16"
+    ):  # the redirected forward is not under autocast
         recipe = replace(recipe, precision="fp32")
-    if kind.head_rows:  # which no embedding shares
-        model = replace(model, head_rows=kind.head_rows, tie_word_embeddings=False)
+    model = as_scorer(model, kind.head_rows)
     if recipe.engine == "fsdp2":  # as accelerate 1.15, on which TRL's trainers run
         apart = not (model.positions or model.family == "bloom")
         recipe = replace(recipe, fsdp2=replace(recipe.fsdp2, ends_apart=apart, reduce_dtype="param"))
     batch = replace(job.batch, micro_batch_size=kind.sequences * job.batch.micro_batch_size)
     return replace(job, model=model, recipe=recipe, batch=batch)
+
+
+def as_scorer(model: ModelSpec, rows: int | None) -> ModelSpec:
+    """Return the model with so many outputs of its head, which no embedding shares; itself for None."""
+    return model if rows is None else replace(model, head_rows=rows, tie_word_embeddings=False)
 
 
 def prompt_len(job: JobSpec, asked: Asked) -> int:

@@ -31,8 +31,6 @@ WIDTH = 2
 STILL_THERE_BYTES = round(6.95 * GIB)
 """What a GPU still holds beside a sleeping engine, the larger of two public logs, CUDA context included: vLLM issues 47654 and
 17117 (4.75 GiB). Models and GPUs of the logs are others, and no formula is known, so the larger one is the careful figure."""
-DEFAULT_SHARE = 0.3
-"""trl 1.16, trainer/grpo_config.py, GRPOConfig.vllm_gpu_memory_utilization."""
 
 
 class Rollout(NamedTuple):
@@ -90,25 +88,21 @@ class Rollout(NamedTuple):
         return (self.weights, self.still_there) if self.sleeps else self.awake
 
 
-def rollout_of(job: JobSpec, asked: Asked, parameters: int) -> Rollout | None:
-    """Return the engine beside the training; None where it is a server of its own. [bytes]"""
-    if asked.vllm_mode == "server":
-        return None
-    gpu, split = job.cluster.gpu, asked.vllm_tensor_parallel_size or 1
+def rollout_of(job: JobSpec, asked: Asked, parameters: int) -> Rollout:
+    """Return the engine beside the training. [bytes]"""
+    gpu, said = job.cluster.gpu, asked.engine
     if gpu is None:
         raise SpecError("vLLM takes a share of a GPU, and none is named; add --gpu NAME (`zeroplan gpus` lists them)")
-    if job.mesh.world_size % split:
-        raise SpecError(f"--vllm-tensor-parallel-size {split} does not divide {job.mesh.world_size} GPUs; use a divisor")
-    utilization = DEFAULT_SHARE if asked.vllm_gpu_memory_utilization is None else asked.vllm_gpu_memory_utilization
-    share, weights = math.ceil(int(gpu.memory_bytes.value) * utilization), -(-WIDTH * parameters // split)
-    block = block_bytes(job.model, split)
+    if job.mesh.world_size % said.split:
+        raise SpecError(f"{said.split_flag} {said.split} does not divide {job.mesh.world_size} GPUs; use a divisor")
+    share, weights = math.ceil(int(gpu.memory_bytes.value) * said.share), -(-WIDTH * parameters // said.split)
+    block = block_bytes(job.model, said.split)
     if share < weights + block:
         raise SpecError(
-            f"--vllm-gpu-memory-utilization {utilization:g} is {share:,} bytes, and vLLM's weights are {weights:,}: no room for a "
-            "KV cache; use a larger share, or a larger --vllm-tensor-parallel-size"
+            f"{said.share_flag} {said.share:g} is {share:,} bytes, and vLLM's weights are {weights:,}: no room for a "
+            f"KV cache; use a larger share, or a larger {said.split_flag}"
         )
-    sleeps = bool(asked.vllm_enable_sleep_mode)
-    return Rollout(share, weights, block, (share - weights) // block, sleeps, asked.vllm_sleep_level or 2)
+    return Rollout(share, weights, block, (share - weights) // block, said.sleeps, said.level)
 
 
 def block_bytes(model: ModelSpec, split: int) -> int:

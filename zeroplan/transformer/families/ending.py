@@ -60,6 +60,7 @@ CAP = "transformers 5.23, models/gemma2/modeling_gemma2.py, Gemma2ForCausalLM.fo
 CHUNKED = "torchtitan, 2026-08, components/loss.py, ChunkedLossWrapper"
 FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cross_entropy_forward"
 TILED = "trl 1.16, kernels/chunked_logprob.py, ChunkedLogProbFunction"
+IN_PLACE = "verl 0.9.1, utils/torch_functional.py, logprobs_from_logits_flash_attn"
 COMPARED = "trl 1.16, kernels/chunked_divergence.py, ChunkedDivergenceFunction"
 SCORED = "trl 1.16, trainer/utils.py, add_fused_lm_head"
 WRITTEN_OVER = "fms-acceleration 876e2ed, fms_acceleration_foak/kernels/unsloth/cross_entropy_loss.py, FastForCausalLMLoss"
@@ -190,7 +191,7 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Endin
     """Return the structure of what follows a model's blocks."""
     frozen_norm, frozen_head = is_frozen(model, "norm"), is_frozen(model, "head")
     is_wide, keeps = x.element == 4, frozen_head and compute.keeps_inputs
-    release, loss = compute.release, "divergence" if compute.distills else loss
+    release, loss = compute.release, f"{loss}, {compute.log_probs}" if loss == "log-probs" else loss
     return Ending(
         model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1, release.wide_logits,
         release.shifts_logits, model.upcasts_norms and not model.upcasts_ends and x.residual != x.element,
@@ -604,6 +605,21 @@ def _tiled(tape: Tape, read: Value, ending: Ending, kind: _Tiled) -> _Ran:
     return _Ran(loss, (saved, *targets), (mask, *labels, *targets, rows, made, saved))
 
 
+def _in_place(tape: Tape, read: Value, ending: Ending) -> _Ran:
+    """Run verl's loss: all logits, in the compute dtype, over which the backward of flash-attn's cross-entropy writes."""
+    product = _product(tape, read)
+    logits = _capped(tape, product) if ending.family in CAPPED else product
+    labels = tape.make(LOGITS, "labels", 8 * T, IN_PLACE, LABELS)
+    rows = tape.make(LOGITS, "log-probability and log-sum-exp of each token", 8 * T, IN_PLACE)
+    loss = _scalar()
+
+    def backward(_tape: Tape, _taken: list[Store]) -> Arriving:
+        return [op.through(logits, logits.store)]
+
+    tape.add("log-probabilities", (loss,), (logits.store, rows, labels), backward, of=(logits,), place=AT_LOSS)
+    return _Ran(loss, (logits.store, rows, labels), (labels, rows, logits.store), (logits.store,))
+
+
 def _scored(tape: Tape, read: Value, mask: Store) -> Value:
     """Return the hidden states of the tokens that count, a copy."""
     most = Value(tape.hold(read.store), read.dtype, read.shape)
@@ -636,6 +652,7 @@ _LOSSES: dict[str, Callable[[Tape, Value, Ending], _Ran]] = {
     "full": _all_at_once,
     "chunked": _in_chunks,
     "fused": _fused,
-    "log-probs": _log_probs,
-    "divergence": _divergence,
+    "log-probs, tiles": _log_probs,
+    "log-probs, divergence": _divergence,
+    "log-probs, in place": _in_place,
 }
