@@ -48,7 +48,9 @@ def test_a_phase_that_breaks_is_named(run: Run):
 def test_help_has_the_flags_of_the_workflow_alone(run: Run):
     every = {name: run("workflow", name, "--help")[1] for name in WORKFLOWS}
     for name, option in OPTIONS.items():
-        assert [one for one, text in every.items() if flag_of(name)[:24] in text] == [one for one in every if one in option.of]
+        assert [one for one, text in every.items() if f" {flag_of(name, one)[:24]}" in text] == [
+            one for one in every if one in option.of
+        ]
 
 
 @pytest.mark.parametrize("words", [(), ("ipo",), ("dpo", "--beta", "1")])

@@ -148,7 +148,10 @@ def test_entropy_in_chunks_and_the_bucket_are_counted():
 
 def test_the_host_of_a_node_is_known_before_the_run():
     """70B in fp32 in each of 8 processes, or in one: an answer before the run."""
-    every, one = loop("sft", model="llama-3.1-70b"), loop("sft", {"cpu_ram_efficient_loading": True}, model="llama-3.1-70b")
+    every, one = (
+        loop("sft", model="llama-3.1-70b"),
+        loop("sft", {"fsdp_cpu_ram_efficient_loading": True}, model="llama-3.1-70b"),
+    )
     assert every.host[0].total_bytes == 8 * 4 * every.answer.parameters
     assert one.host[0].total_bytes == 4 * every.answer.parameters
     full = loop("sft", {"full_state_dict": True}, model="llama-3.1-70b", engine="deepspeed")
@@ -172,7 +175,7 @@ def test_the_host_of_a_node_is_known_before_the_run():
         ("grpo", {}, {"gpu": None}, "add --gpu NAME"),
         ("dpo", {}, {"tensor_parallel": 2}, "ranks that split the model"),
         ("ppo", {}, {"engine": "ddp", "stage": 0}, "FSDP workers"),
-        ("ppo", {"gpu_memory_utilization": 0.05}, {}, "--gpu-memory-utilization 0.05 is"),
+        ("ppo", {"vllm_gpu_memory_utilization": 0.05}, {}, "--gpu-memory-utilization 0.05 is"),
         ("ppo", {"free_cache_engine": "no"}, {}, "none of true, false"),
         ("sft", {}, {"engine": "paper"}, "engine 'paper' is not modelled"),
     ],

@@ -62,9 +62,8 @@ def _read(job: JobSpec, student: JobSpec) -> Iterator[Line]:
 
 def phases(answer: Estimate, teacher: Teacher, beside: tuple[Line, ...]) -> Iterator[LoopPhase]:
     """Yield the teacher's forward and the training step, with what stays ``beside`` them. [bytes]"""
-    model, width = answer.job.model, widths(answer.job.recipe.precision).compute
-    batch = answer.job.batch
-    states = width * batch.micro_batch_size * batch.seq_len * model.hidden_size
+    width, batch, hidden = widths(answer.job.recipe.precision).compute, answer.job.batch, answer.job.model.hidden_size
+    states = width * batch.micro_batch_size * batch.seq_len * hidden
     student = Line(Kind.TEMPORARY, states, "student: hidden states, until the loss", "", READ)
     held = (*beside, *teacher.model.resident, *held_after_forward(answer), student, *answer.workspaces)
     forward = teacher.model.forward

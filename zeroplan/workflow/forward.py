@@ -22,8 +22,6 @@ class Forward(NamedTuple):
     """A forward without gradients, at its highest moment."""
 
     moment: str
-    parameters: tuple[Line, ...]
-    """What of the weights this rank keeps."""
     lines: tuple[Line, ...]
     """What comes and goes with the forward."""
 
@@ -44,8 +42,7 @@ def without_gradients(
     if weights is not None:
         moments = [moment._replace(lines=_reading(moment.lines, weights)) for moment in moments]
     highest = max(moments, key=lambda one: one.total_bytes)
-    parameters = tuple(line for line in highest.lines if line.kind is Kind.PARAMETERS)
-    return Forward(highest.name, parameters, tuple(line for line in highest.lines if line.kind is not Kind.PARAMETERS))
+    return Forward(highest.name, tuple(line for line in highest.lines if line.kind is not Kind.PARAMETERS))
 
 
 def _reading(lines: tuple[Line, ...], weights: tuple[Line, ...]) -> tuple[Line, ...]:

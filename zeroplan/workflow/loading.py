@@ -49,7 +49,7 @@ def loading(answer: Estimate, reference: tuple[Line, ...], *, efficient: bool) -
 def _handed_out(answer: Estimate) -> tuple[Line, ...]:
     """The tensor that takes most with the shards of those before it: whole on the GPU, and this rank's shard of it."""
     width, ranks = widths(answer.job.recipe.precision).stored, answer.job.mesh.dp_shard
-    sizes = [one.numel for one in _in_order(answer.job)]
+    sizes = [one.numel for one in _tensors(answer.job)]
     shards = list(accumulate(width * ceil_div(numel, ranks) for numel in sizes))
     held, whole = max(zip(shards, sizes, strict=True), key=lambda one: one[0] + width * one[1])
     return (
@@ -81,7 +81,7 @@ def saving(answer: Estimate, resident: tuple[Line, ...], *, full: bool) -> LoopP
     job = answer.job
     if not full or not _is_sharded(job):
         return LoopPhase("saving", "each rank writes what it has", resident)
-    width, largest, source = _width_saved(job), max(one.numel for one in _tensors(job)), _source_saved(job)
+    (width, source), largest = _saved(job), max(one.numel for one in _tensors(job))
     line = Line(Kind.UNSHARDED_PARAMETERS, width * largest, "the largest tensor, gathered", f"{width}·{largest}", source)
     return LoopPhase("saving", "the largest tensor is gathered", (*resident, line), DRY_RUN)
 
@@ -105,7 +105,8 @@ def host(answer: Estimate, *, beside: int, efficient: bool, full: bool) -> Itera
     if not _is_sharded(job):
         return
     if full:
-        yield HostUse("saving", _width_saved(job) * answer.parameters, 1, "the full state dict, in rank 0", _source_saved(job))
+        width, source = _saved(job)
+        yield HostUse("saving", width * answer.parameters, 1, "the full state dict, in rank 0", source)
     elif job.recipe.engine.startswith("fsdp"):
         share = -(-width * answer.parameters // job.mesh.dp_shard)
         yield HostUse("saving", share, here, "each rank's shards on their way to files, at most", SHARDED)
@@ -115,25 +116,13 @@ def _is_sharded(job: JobSpec) -> bool:
     return job.mesh.dp_shard > 1 and (job.recipe.engine.startswith("fsdp") or job.recipe.zero_stage == 3)
 
 
-def _width_saved(job: JobSpec) -> int:
-    """Bytes of an element in a full state dict: what FSDP shards, and DeepSpeed's 16-bit weights."""
-    return widths(job.recipe.precision).stored if job.recipe.engine.startswith("fsdp") else widths(job.recipe.precision).compute
-
-
-def _source_saved(job: JobSpec) -> str:
-    return FULL if job.recipe.engine.startswith("fsdp") else GATHERED
+def _saved(job: JobSpec) -> tuple[int, str]:
+    """Bytes of an element in a full state dict, and the source: what FSDP shards, and DeepSpeed's 16-bit weights."""
+    width = widths(job.recipe.precision)
+    return (width.stored, FULL) if job.recipe.engine.startswith("fsdp") else (width.compute, GATHERED)
 
 
 def _tensors(job: JobSpec) -> Iterator[Parameter]:
-    """Yield every kind of tensor once."""
-    parts = layout(job.model)
-    yield from parts.embeddings
-    for run in parts.runs:
-        yield from run.parameters
-    yield from parts.tail
-
-
-def _in_order(job: JobSpec) -> Iterator[Parameter]:
     """Yield every tensor in the order of the state dict."""
     parts = layout(job.model)
     yield from parts.embeddings

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
-from zeroplan.estimator import Estimate
+from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
 from zeroplan.workflow import distilling, preference, verl
@@ -13,7 +13,7 @@ from zeroplan.workflow.asked import WORKFLOWS, Asked
 from zeroplan.workflow.distilling import Teacher, teacher_of
 from zeroplan.workflow.forward import without_gradients
 from zeroplan.workflow.loading import host, loading, saving
-from zeroplan.workflow.phases import DRY_RUN, HostUse, Loop, LoopPhase, renamed
+from zeroplan.workflow.phases import DRY_RUN, Loop, LoopPhase, renamed
 from zeroplan.workflow.reference import Reference, reference_of
 from zeroplan.workflow.rollout import BLOCK_TOKENS, Rollout, asleep, buffered, rollout_of, synchronisation
 
@@ -41,7 +41,7 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
     _check(job, asked)
     if asked.workflow == "ppo":
         return _of_verl(job, asked)
-    answer = preference.trained(job, asked)
+    answer = estimate(preference.trained_job(job, asked))
     kind = WORKFLOWS[asked.workflow]
     compares = kind.compares or bool(asked.beta)
     teacher = teacher_of(answer.job, asked.teacher_model) if kind.log_probs == "divergence" else None
@@ -51,8 +51,8 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
     resident = _resident(parts, asked)
     made = _of_rollouts(parts, asked, resident) if kind.generates else preference.phases(answer, reference, asked)
     copy = _copy_at_first(reference, asked, answer)
-    full, efficient = bool(asked.full_state_dict), bool(asked.cpu_ram_efficient_loading)
-    stays = _beside_training(rollout)
+    full, efficient = bool(asked.full_state_dict), bool(asked.fsdp_cpu_ram_efficient_loading)
+    stays = () if rollout is None else rollout.while_training
     first = loading(answer, copy, efficient=efficient)
     if kind.generates:  # the engine starts before the reference model is sharded, and sleeps from then on if it does
         first = first._replace(lines=(*first.lines, *stays), compared_with="")
@@ -60,7 +60,8 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
     if not _ran(job, asked, rollout):
         phases = tuple(one._replace(compared_with="") for one in phases)
     beside = 0 if not copy else answer.parameters if teacher is None else teacher.parameters
-    memory = (*host(answer, beside=beside, efficient=efficient, full=full), *_asleep(parts))
+    away = () if rollout is None else asleep(rollout, answer.ranks_per_node or job.mesh.world_size)
+    memory = (*host(answer, beside=beside, efficient=efficient, full=full), *away)
     return Loop(asked.workflow, answer, phases, resident, memory, tuple(_notes(parts, asked)))
 
 
@@ -69,15 +70,19 @@ def _of_verl(job: JobSpec, asked: Asked) -> Loop:
     models = verl.trained(job, asked)
     answer, full = models[0].answer, bool(asked.full_state_dict)
     rollout = rollout_of(job, asked, answer.parameters)
-    between = tuple(line for one in models for line in one.stays)
-    stays = (*between, *answer.workspaces, *rollout.while_training)
-    others = sum(one.answer.parameters for one in models[1:])
-    efficient = bool(asked.cpu_ram_efficient_loading)
-    first = loading(models[-1].answer, models[0].stays if len(models) > 1 else (), efficient=efficient)
+    stays = (*(line for one in models for line in one.stays), *answer.workspaces, *rollout.while_training)
+    others = sum(one.answer.parameters for one in models[1:]) + verl.has_reference(job, asked) * answer.parameters
+    efficient = bool(asked.fsdp_cpu_ram_efficient_loading)
+    first = loading(models[-1].answer, (), efficient=efficient)
+    actor = tuple(line for line in answer.held if line.kind is Kind.PARAMETERS)
+    first = first._replace(lines=(*actor, *first.lines) if len(models) > 1 else first.lines)
     made = (first, *verl.phases(models, asked, rollout), saving(answer, (*stays, *models[0].comes_back), full=full))
     here = answer.ranks_per_node or job.mesh.world_size
     memory = [*host(answer, beside=others, efficient=efficient, full=full), *asleep(rollout, here)]
-    memory += [use for one in models for use in one.host(here)]
+    reference = [models[0]._replace(name="reference model", offloaded=frozenset({Kind.PARAMETERS}))] * verl.has_reference(
+        job, asked
+    )
+    memory += [use for one in (*models, *reference) for use in one.host(here)]
     notes = (
         "verl 0.9.1 with its FSDP workers, read and not run.",
         "A reward model of verl's is an engine of its own, and is not counted.",
@@ -96,13 +101,8 @@ def _ran(job: JobSpec, asked: Asked, rollout: Rollout | None) -> bool:
 
 def _resident(parts: _Parts, asked: Asked) -> tuple[Line, ...]:
     """What stays on the GPU between phases."""
-    stays = parts.reference is not None and not asked.precompute_ref_log_probs
-    copy = parts.reference.resident if parts.reference is not None and stays else ()
+    copy = () if parts.reference is None or asked.precompute_ref_log_probs else parts.reference.resident
     return (*copy, *parts.answer.held, *parts.answer.workspaces)
-
-
-def _beside_training(rollout: Rollout | None) -> tuple[Line, ...]:
-    return () if rollout is None else rollout.while_training
 
 
 def _copy_at_first(reference: Reference | None, asked: Asked, answer: Estimate) -> tuple[Line, ...]:
@@ -116,7 +116,7 @@ def _of_rollouts(parts: _Parts, asked: Asked, resident: tuple[Line, ...]) -> Ite
     """Yield the phases in their order: weights go to the engine, which generates; models score; the model trains."""
     answer, reference, rollout, teacher = parts
     batch = _buffered(answer.job, asked, compares=reference is not None and teacher is None)
-    stays = _beside_training(rollout)
+    stays = () if rollout is None else rollout.while_training
     if rollout is not None:
         yield synchronisation(answer, resident, rollout)
         yield LoopPhase("rollout", "vLLM generates", (*resident, *rollout.awake))
@@ -138,11 +138,6 @@ def _buffered(job: JobSpec, asked: Asked, *, compares: bool) -> Line:
     return buffered(job, prompt, job.batch.seq_len - prompt, steps, scored=3 + compares if asked.workflow == "grpo" else 0)
 
 
-def _asleep(parts: _Parts) -> Iterator[HostUse]:
-    if parts.rollout is not None:
-        yield from asleep(parts.rollout, parts.answer.ranks_per_node or parts.answer.job.mesh.world_size)
-
-
 def _notes(parts: _Parts, asked: Asked) -> Iterator[str]:
     yield "TRL 1.16 on accelerate 1.15."
     if parts.answer.job.recipe.prompt_len == 1:
@@ -161,7 +156,7 @@ def _notes(parts: _Parts, asked: Asked) -> Iterator[str]:
 
 def _of_the_engine(rollout: Rollout, job: JobSpec, asked: Asked) -> Iterator[str]:
     sequences = job.batch.micro_batch_size * (asked.steps_per_generation or job.batch.grad_accum_steps)
-    sequences *= asked.engine.split
+    sequences *= asked.split
     needed = sequences * -(-job.batch.seq_len // BLOCK_TOKENS)
     yield (
         f"vLLM's KV cache: at most {rollout.blocks:,} blocks of {BLOCK_TOKENS} tokens, {rollout.block_bytes:,} bytes each; the "

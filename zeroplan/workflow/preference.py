@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from zeroplan.errors import SpecError
-from zeroplan.estimator import Estimate, estimate
+from zeroplan.estimator import Estimate
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
@@ -78,8 +78,3 @@ def training(answer: Estimate, beside: tuple[Line, ...], in_loss: tuple[Line, ..
     moments = [one._replace(lines=(*one.lines, *in_loss)) if at else one for one, at in zip(moments, at_loss, strict=True)]
     peak = max(moments, key=lambda moment: int(moment.total_bytes))
     return LoopPhase("training step", peak.name, (*beside, *peak.lines, *answer.workspaces), DRY_RUN)
-
-
-def trained(job: JobSpec, asked: Asked) -> Estimate:
-    """Return the estimate of the training step alone."""
-    return estimate(trained_job(job, asked))

@@ -23,8 +23,6 @@ from zeroplan.workflow.rollout import Rollout, synchronisation
 ENTROPY = "verl 0.9.1, utils/torch_functional.py, entropy_from_logits"
 BUCKET = "verl 0.9.1, workers/rollout/vllm_rollout/bucketed_weight_transfer.py, BucketedWeightSender"
 OFFLOADED = "verl 0.9.1, utils/fsdp_utils.py, offload_fsdp_model_to_cpu and offload_fsdp_optimizer"
-_CHUNK = 2048
-"""verl 0.9.1, entropy_from_logits_with_chunking. [tokens]"""
 
 
 class Trained(NamedTuple):
@@ -53,10 +51,13 @@ class Trained(NamedTuple):
 
 
 def trained(job: JobSpec, asked: Asked) -> tuple[Trained, ...]:
-    """Return the actor, and under ``gae`` the critic. [bytes]"""
+    """Return the actor, and under ``gae`` the critic, with embedding and head in units of their own. [bytes]"""
     if not job.recipe.engine.startswith("fsdp") or job.mesh.dp_shard == 1:
         raise SpecError("workflow ppo models verl's FSDP workers; use --engine fsdp2 or fsdp1 on several GPUs")
-    job = with_verl(job, asked)
+    apart = job.recipe.engine == "fsdp2" and not (job.model.positions or job.model.family == "bloom")
+    fsdp2, budget = replace(job.recipe.fsdp2, ends_apart=apart), asked.ppo_max_token_len_per_gpu
+    batch = replace(job.batch, micro_batch_size=1, seq_len=budget) if budget else job.batch
+    job = replace(job, recipe=replace(job.recipe, loss="log-probs", log_probs="in place", fsdp2=fsdp2), batch=batch)
     gone = [Kind.PARAMETERS, Kind.GRADIENTS] if asked.param_offload else []
     offloaded = frozenset([*gone, *([Kind.OPTIMIZER_STATE] if asked.optimizer_offload else [])])
     actor = Trained("actor", estimate(job), offloaded)
@@ -66,14 +67,9 @@ def trained(job: JobSpec, asked: Asked) -> tuple[Trained, ...]:
     return actor, Trained("critic", estimate(critic), offloaded)
 
 
-def with_verl(job: JobSpec, asked: Asked) -> JobSpec:
-    """Return the job as verl trains it: its head, embedding and head in units of their own, and a budget of tokens as one row."""
-    apart = job.recipe.engine == "fsdp2" and not (job.model.positions or job.model.family == "bloom")
-    recipe = replace(job.recipe, loss="log-probs", log_probs="in place")
-    recipe = replace(recipe, fsdp2=replace(recipe.fsdp2, ends_apart=apart))
-    budget = asked.ppo_max_token_len_per_gpu
-    batch = replace(job.batch, micro_batch_size=1, seq_len=budget) if budget else job.batch
-    return replace(job, recipe=recipe, batch=batch)
+def has_reference(job: JobSpec, asked: Asked) -> bool:
+    """Whether a reference model of its own is there: with adapters the actor without them is the reference."""
+    return bool(asked.use_kl_loss) and job.model.adapter is None
 
 
 def phases(models: tuple[Trained, ...], asked: Asked, rollout: Rollout) -> Iterator[LoopPhase]:
@@ -89,7 +85,7 @@ def phases(models: tuple[Trained, ...], asked: Asked, rollout: Rollout) -> Itera
         job = replace(job, batch=replace(job.batch, micro_batch_size=asked.log_prob_micro_batch_size_per_gpu))
     entropy = _entropy(job, chunked=bool(asked.entropy_from_logits_with_chunking))
     yield _forward("old log-probabilities", actor, job, (*everyone, *stays), (entropy,))
-    if asked.use_kl_loss and job.model.adapter is None:
+    if has_reference(job, asked):
         away = replace(job.recipe, fsdp2=replace(job.recipe.fsdp2, cpu_offload=job.recipe.engine == "fsdp2"))
         forward = without_gradients(replace(job, recipe=away))
         yield LoopPhase("reference log-probabilities", f"reference: {forward.moment}",
@@ -110,7 +106,7 @@ def _forward(name: str, one: Trained, job: JobSpec, held: tuple[Line, ...], at_h
 
 
 def _entropy(job: JobSpec, *, chunked: bool) -> Line:
-    """Softmax of the logits and its product with them; in chunks these and the chunk's logits, in fp32."""
+    """Softmax of the logits and its product with them; in chunks of 2,048 tokens these and the chunk's logits, in fp32."""
     tokens = job.batch.micro_batch_size * job.batch.seq_len
-    n_bytes = 12 * min(tokens, _CHUNK) if chunked else 2 * widths(job.recipe.precision).compute * tokens
+    n_bytes = 12 * min(tokens, 2048) if chunked else 2 * widths(job.recipe.precision).compute * tokens
     return Line(Kind.LOGITS, n_bytes * job.model.vocab_size, "entropy: softmax and products", "", ENTROPY)

@@ -111,7 +111,10 @@ class Replay:
         whole, options = one.whole, one.options
         steps = trace(whole, recomputed=one.recomputed, linears_of_torch=not options.memory_efficient_linear)
         if last_forward:  # and autograd saves nothing
-            steps = tuple(map(_unsaved, takewhile(lambda step: step.direction == FORWARD, steps)))
+            steps = tuple(
+                step._replace(in_graph=(), frees=tuple(freed._replace(saved=()) for freed in step.frees))
+                for step in takewhile(lambda step: step.direction == FORWARD, steps)
+            )
         self.numel = [each.end - each.start for each in whole.placed]
         self.frozen = [each.parameter.frozen for each in whole.placed]
         self.profiled = whole.model.profile is not None
@@ -396,10 +399,6 @@ class Replay:
     def _hold(self, elements: int) -> None:
         self.elements += elements
         self.peak = max(self.peak, self.elements)
-
-
-def _unsaved(step: Step) -> Step:
-    return step._replace(in_graph=(), frees=tuple(freed._replace(saved=()) for freed in step.frees))
 
 
 class _FirstPass(Replay):

@@ -538,38 +538,25 @@ def _fused_chunk(values: Values) -> Int:
 
 
 class _Tiled(NamedTuple):
-    """What one of TRL's fused heads takes beside the hidden states of the tokens that count."""
+    """What one of TRL's fused heads takes: while it works, in what it returns, and for its backward.
+
+    ``width``: bytes of an element of a tile; ``graded``: a copy of a tile's gradient in the compute dtype.
+    """
 
     source: str
     labels: bool
-    """Labels are masked, and those that count chosen."""
     statistics: Size
     made: Size
     saved: Size
-    """What the forward works with, what it returns, and what it keeps for the backward."""
     width: Size | int
-    """Bytes of an element of a tile."""
     graded: Size
-    """A copy of a tile's gradient in the compute dtype."""
 
 
-def _log_probs(tape: Tape, read: Value, ending: Ending) -> _Ran:
-    """Run TRL's head, which scores every token but each sequence's prompt, of one token at least.
+def _tiled(tape: Tape, read: Value, ending: Ending, *, kind: _Tiled) -> _Ran:
+    """Run one of TRL's heads on every token but each sequence's prompt. The Triton kernels that fold a tile allocate nothing.
 
-    The Triton kernels that fold a tile allocate nothing. Without autocast a tile's weights and hidden states are views.
+    Without autocast a tile's weights and hidden states are views. Of a teacher only the tile of logits is on the tape.
     """
-    return _tiled(tape, read, ending, _SCORES)
-
-
-def _divergence(tape: Tape, read: Value, ending: Ending) -> _Ran:
-    """Run the head of TRL's distillation: tiles of the student's and the teacher's logits in fp32, side by side.
-
-    The teacher's own tensors are not on the tape.
-    """
-    return _tiled(tape, read, ending, _DISTILLS)
-
-
-def _tiled(tape: Tape, read: Value, ending: Ending, kind: _Tiled) -> _Ran:
     mask = tape.make(LOGITS, "which tokens count", T - b, SCORED)
     labels = (tape.make(LOGITS, "labels, masked", 8 * T, SCORED, LABELS),) if kind.labels else ()
     scored = _scored(tape, read, mask)
@@ -652,7 +639,7 @@ _LOSSES: dict[str, Callable[[Tape, Value, Ending], _Ran]] = {
     "full": _all_at_once,
     "chunked": _in_chunks,
     "fused": _fused,
-    "log-probs, tiles": _log_probs,
-    "log-probs, divergence": _divergence,
+    "log-probs, tiles": partial(_tiled, kind=_SCORES),
+    "log-probs, divergence": partial(_tiled, kind=_DISTILLS),
     "log-probs, in place": _in_place,
 }
