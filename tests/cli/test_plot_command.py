@@ -107,7 +107,7 @@ def test_a_terminal_without_signs_gets_letters():
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (("stage", *JOB), "unknown kind of plot 'stage'; nearest: stages"),
-    ((), "a plot is of some kind"),
+    ((), "no kind of plot is named"),
     (("stages", *JOB), "there is no display to draw on; write a file with -o FILE.png, or use --text"),
     (("stages", *JOB, "-o", "one.jpg"), "does not end in .png, .svg or .pdf"),
     (("stages", *JOB, "-o", ""), "does not end in .png, .svg or .pdf"),

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pytest
+
+from zeroplan.workflow.asked import OPTIONS, WORKFLOWS, flag_of
+
 if TYPE_CHECKING:
     from tests.cli.command import Run
 
@@ -39,6 +43,20 @@ def test_a_phase_that_breaks_is_named(run: Run):
     assert code == 1
     assert "These phases break: " in text
     assert "training step" in text.partition("\n\n")[0]
+
+
+def test_help_has_the_flags_of_the_workflow_alone(run: Run):
+    every = {name: run("workflow", name, "--help")[1] for name in WORKFLOWS}
+    for name, option in OPTIONS.items():
+        assert [one for one, text in every.items() if f" {flag_of(name, one)[:24]}" in text] == [
+            one for one in every if one in option.of
+        ]
+
+
+@pytest.mark.parametrize("words", [(), ("ipo",), ("dpo", "--beta", "1")])
+def test_a_workflow_that_is_none_ends_in_a_line(run: Run, words: tuple[str, ...]):
+    code, text, err = run("workflow", *words)
+    assert (code, text, err.count("\n")) == (2, "", 1)
 
 
 def test_wrong_words_end_in_a_line(run: Run):

@@ -18,10 +18,10 @@ _LONGEST_MESSAGE = 600
 #: Every command, in the order of the help, and where it is written.
 COMMANDS = {
     **{name: (f"zeroplan.cli.{name}", f"{name}_command") for name in (
-        "estimate", "workflow", "check", "time", "dryrun", "plan", "advise", "verify", "profile", "compare", "diff", "diagnose",
+        "estimate", "check", "time", "dryrun", "plan", "advise", "verify", "profile", "compare", "diff", "diagnose",
         "explore", "report", "mcp", "doctor",
     )},
-    **{name: (f"zeroplan.cli.{name}", f"{name}_app") for name in ("plot", "models", "gpus")},
+    **{name: (f"zeroplan.cli.{name}", f"{name}_app") for name in ("workflow", "plot", "models", "gpus")},
 }  # fmt: skip
 
 

@@ -129,7 +129,7 @@ def _with_flags(
         *(_parameter(flag) for flag in FLAGS),
         _from_run_parameter(),
         _set_parameter(),
-        _keyword("catalog", Catalog, None),
+        keyword("catalog", Catalog, None),
         _help_parameter(),
         *(parameter for parameter in own if parameter not in first),
     ]
@@ -148,33 +148,34 @@ def _with_gpus(given: dict[str, object], flag: str, ranks: object) -> dict[str, 
     return {**given, "gpus": ranks}
 
 
-def _keyword(name: str, annotation: object, default: object) -> inspect.Parameter:
+def keyword(name: str, annotation: object, default: object) -> inspect.Parameter:
+    """Return a flag of a command as a parameter of its signature."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
 def _job_file() -> inspect.Parameter:
     argument = typer.Argument(metavar="[JOB]", help="A job as a TOML or JSON file; flags override it.", show_default=False)
-    return _keyword("job_file", Annotated[str | None, argument], None)
+    return keyword("job_file", Annotated[str | None, argument], None)
 
 
 def _parameter(one: Declared) -> inspect.Parameter:
     flag, panel = one.flag, one.option.panel
     if one.is_switch:
         option = typer.Option(f"{flag}/--no-{flag[2:]}", help=one.help, rich_help_panel=panel, show_default=False)
-        return _keyword(one.field, Annotated[bool | None, option], None)
+        return keyword(one.field, Annotated[bool | None, option], None)
     option = typer.Option(flag, metavar=one.option.metavar, help=one.help, rich_help_panel=panel, show_default=False)
-    return _keyword(one.field, Annotated[str | None, option], None)
+    return keyword(one.field, Annotated[str | None, option], None)
 
 
 def _from_run_parameter() -> inspect.Parameter:
     help_text = "A saved dry run of your own script (`zeroplan dryrun --save FILE --profile own`); flags override its settings."
     option = typer.Option("--from-run", metavar="FILE", help=help_text, rich_help_panel=MODEL, show_default=False)
-    return _keyword("from_run", Annotated[str | None, option], None)
+    return keyword("from_run", Annotated[str | None, option], None)
 
 
 def _help_parameter() -> inspect.Parameter:
     option = typer.Option("--help-all", is_eager=True, callback=_explain_all, help="Explain every flag, and exit.")
-    return _keyword("help_all", Annotated[bool, option], False)
+    return keyword("help_all", Annotated[bool, option], False)
 
 
 def _explain_all(context: typer.Context, asked: bool) -> None:
@@ -187,7 +188,7 @@ def _explain_all(context: typer.Context, asked: bool) -> None:
 def _set_parameter() -> inspect.Parameter:
     help_text = "An engine's own option, as deepspeed.reduce_bucket_size=5e7 or fsdp2.reshard_after_forward=8; repeatable."
     option = typer.Option("--set", metavar="KEY=VALUE", help=help_text, rich_help_panel=RECIPE, show_default=False)
-    return _keyword("settings", Annotated[list[str] | None, option], None)
+    return keyword("settings", Annotated[list[str] | None, option], None)
 
 
 class Asked(NamedTuple):

@@ -7,12 +7,14 @@ parameter is told to hand on what was typed. Older releases have no such step an
 Nor is a command read before it is asked for: the flags of all of them together take longer than most answers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from zeroplan.errors import SpecError, unknown_name
 
 
 class _AsTyped:
@@ -83,6 +85,29 @@ class QuickGroup(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401  click's context, whose home has moved
         """Return the parameters, help among them, without typer's conversions."""
         return _as_typed(super().get_params(ctx))
+
+
+def group_of(what: str, names: Sequence[str], command_of: Callable[[str], Any], says: str) -> typer.Typer:
+    """Return a program with a command per name, made when it is asked for: the job's flags of all would slow down the start."""
+
+    class Group(QuickGroup):
+        def list_commands(self, ctx: Any) -> list[str]:  # noqa: ANN401, ARG002  click's context, whose home has moved
+            return list(names)
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ANN401, ARG002  click's context and command
+            if cmd_name not in names:
+                raise unknown_name(what, cmd_name, names, f"there are {', '.join(names)}")
+            return command_of(cmd_name)
+
+    def begin(context: typer.Context) -> None:
+        if context.invoked_subcommand is None:
+            raise SpecError(
+                f"no {what} is named; write `zeroplan {context.info_name} {names[0]} ...`, or {', '.join(names[1:])}"
+            )
+
+    app = typer.Typer(cls=Group, help=says, invoke_without_command=True, no_args_is_help=False)
+    app.callback()(begin)
+    return app
 
 
 def _as_typed(parameters: list[Any]) -> list[Any]:

@@ -68,4 +68,6 @@ def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1, cp: int = 1) -> 
         recipe.precision == "fp16-mixed" and recipe.kernels == "cuda",
         recipe.fused_parts,
         recipe.imbalance_in_thousandths if ep > 1 else EVEN,
+        recipe.prompt_len,
+        recipe.log_probs,
     )

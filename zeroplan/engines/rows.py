@@ -129,7 +129,7 @@ def head_elements(whole: Row) -> int:
     """Elements of the head's gradient; none where it is frozen. Of a profile as :func:`embedding_elements`."""
     if whole.model.profile is not None:
         return embedding_elements(whole)
-    return 0 if is_frozen(whole.model, "head") else whole.model.vocab_size * whole.model.hidden_size
+    return 0 if is_frozen(whole.model, "head") else (whole.model.head_rows or whole.model.vocab_size) * whole.model.hidden_size
 
 
 def embedding_symbol(whole: Row) -> str:

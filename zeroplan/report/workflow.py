@@ -11,6 +11,8 @@ from zeroplan.units import GIB, format_size
 from zeroplan.workflow import Loop, LoopPhase
 
 NOT_RUN = "read, not run"
+_BAR = 16
+"""Signs of a bar as long as the GPU's memory."""
 
 
 def loop_text(loop: Loop, notes: Sequence[str], *, explain: bool) -> str:
@@ -40,10 +42,12 @@ def verdict_of(loop: Loop) -> str:
 
 def _phases(loop: Loop) -> Iterator[str]:
     yield f"{'Peak of each phase':<46}{'GiB':>10}  fits"
+    most = max(loop.least_bytes, loop.answer.capacity_bytes or 0)
     for one in loop.phases:
+        bar = "#" * round(_BAR * (one.total_bytes + int(loop.outside.expected_bytes)) / most)
         mark = "" if one.compared_with else f"  {NOT_RUN}"
         fits = {True: "yes", False: "no", None: "-"}[loop.fits(one)]
-        yield f"  {one.name:<44.44}{one.total_bytes / GIB:>10.2f}  {fits}{mark}"
+        yield f"  {one.name:<44.44}{one.total_bytes / GIB:>10.2f}  {fits:<3}  {bar:<{_BAR}}{mark}".rstrip()
         yield from textwrap.wrap(f"{one.moment}: {_kinds(one)}", WIDTH, initial_indent="    ", subsequent_indent="      ")
     yield f"  {'CUDA context and communicators, in each':<44}{int(loop.outside.expected_bytes) / GIB:>10.2f}"
 

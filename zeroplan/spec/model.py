@@ -137,6 +137,8 @@ class ModelSpec(Spec):
     """Rows of a learned position table; 0 with rotary or ALiBi positions."""
     tie_word_embeddings: bool = False
     """The head's weight is the embedding."""
+    head_rows: Count | None = None
+    """Outputs of the head; 1 for a model that scores (``AutoModelForSequenceClassification``). ``None``: the vocabulary."""
     attention_bias: bool = False
     """Attention's projections have biases."""
     mlp_bias: bool = False

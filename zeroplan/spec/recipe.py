@@ -22,6 +22,7 @@ OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
+LogProbs = Literal["tiles", "divergence", "in place"]
 #: What ``fused_kernels`` may name.
 FUSED = ("cross-entropy", "rms-norm", "rope", "lora")
 ActivationModel = Literal["module", "megatron"]
@@ -365,6 +366,13 @@ class RecipeSpec(Spec):
     loss: Loss = "full"
     """``full``: all logits at once (transformers); ``chunked``: an eighth at a time (torchtitan); ``fused``: Liger's;
     ``log-probs``: the labels' log-probabilities in tiles (TRL's trainers)."""
+    prompt_len: Count = 1
+    """Tokens of each sequence that loss ``log-probs`` does not score: its prompt, at least its first token."""
+    log_probs: LogProbs = "tiles"
+    """How loss ``log-probs`` is made: in TRL's tiles; as a divergence from a teacher's distribution, in tiles (TRL); or from all
+    logits at once, over which flash-attn's cross-entropy writes their gradient (verl)."""
+    forward_only: bool = False
+    """No backward ever follows, so that stage 3 keeps nothing gathered for one. Set for a reference model in a workflow."""
     keep_logits: bool | Literal["fp32"] = False
     """The training loop holds the model's output (the logits) while it calls backward; ``fp32``: upcast to fp32."""
     sync_every_micro_batch: bool = True

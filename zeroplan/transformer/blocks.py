@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zeroplan.ledger import Line, Module
 from zeroplan.numeric import Int
-from zeroplan.spec.recipe import EVEN, Attention, Kernels, Recompute
+from zeroplan.spec.recipe import EVEN, Attention, Kernels, LogProbs, Recompute
 from zeroplan.spec.releases import NOW, Release
 
 
@@ -44,6 +44,10 @@ class Compute(NamedTuple):
     """What fused kernels replace (``RecipeSpec.fused_parts``)."""
     imbalance: int = EVEN
     """Pairs that come to this rank for its experts, in thousandths of those that it sends."""
+    prompt_len: int = 1
+    """Tokens of each sequence that loss ``log-probs`` does not score."""
+    log_probs: LogProbs = "tiles"
+    """How that loss is made."""
 
 
 class At(StrEnum):

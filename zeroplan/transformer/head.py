@@ -105,6 +105,12 @@ def scored_forward(model: ModelSpec, compute: Compute, batch: Batch) -> tuple[Li
     return (*around.shared, *unsaved(ending_of(model, compute, question.x, "log-probs"), question.values))
 
 
+def named_embeddings(model: ModelSpec, compute: Compute, batch: Batch) -> tuple[Line, ...]:
+    """Return the token embeddings, where a variable of the model's forward holds them until its last block. [bytes]"""
+    question = _question(model, compute, batch)
+    return (_EMBEDDED.line(TEMPORARY, question.values),) if question.around.names_input else ()
+
+
 def output_bytes(model: ModelSpec, compute: Compute, batch: Batch, *, fp32_output: bool) -> Int:
     """Return the size of the model's output, with a loss over all tokens at once, as in :func:`head_pass`. [bytes]"""
     if model.profile is not None:
@@ -120,7 +126,8 @@ def output_bytes(model: ModelSpec, compute: Compute, batch: Batch, *, fp32_outpu
 
 def _question(model: ModelSpec, compute: Compute, batch: Batch) -> _Question:
     x = widths(model, compute, batch)
-    return _Question(model, compute, x, values_of(model, x, compute.tp), definition_of(model.family).around)
+    values = {**values_of(model, x, compute.tp), "g": compute.prompt_len}
+    return _Question(model, compute, x, values, definition_of(model.family).around)
 
 
 def _whole(question: _Question, *, recomputed: bool) -> HeadPass:

@@ -32,6 +32,7 @@ SYMBOLS: dict[str, str] = {
     "n": "shared experts",
     "t": "experts per token",
     "V": "vocabulary",
+    "g": "tokens of a sequence that loss log-probs does not score: its prompt, at least its first token",
     "p": "tensor-parallel ranks",
     "e": "bytes of an activation in the compute dtype",
     "r": "bytes of an element of the residual stream: 4 under autocast, else e",
@@ -49,6 +50,7 @@ def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> 
         **symbols(x, model.intermediate_size, model.moe),
         **({"u": 0, "w": 0, "o": 0} if model.mla is None else ranks(model.mla)),
         **of_linear_attention(model.linear),
-        "V": model.vocab_size,
+        "V": model.head_rows or model.vocab_size,
+        "g": compute.prompt_len,
         "p": tp,
     }

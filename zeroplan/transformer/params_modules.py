@@ -45,7 +45,7 @@ def two_layer_mlp(model: ModelSpec) -> Parameters:
 
 def whole(model: ModelSpec, *, embeddings: Parameters, runs: tuple[BlockRun, ...], norm: Parameters, tied_to: str) -> Layout:
     """Return the layout of a model with its head: a weight of its own, or tied to ``tied_to``."""
-    head = Parameter("lm_head.weight", (model.vocab_size, model.hidden_size), autocast=True)
+    head = Parameter("lm_head.weight", (model.head_rows or model.vocab_size, model.hidden_size), autocast=True)
     if not model.tie_word_embeddings:
         return Layout(embeddings, runs, (*norm, head))
     return Layout(embeddings, runs, norm, tied_head=head._replace(name=tied_to))

@@ -1,79 +1,159 @@
-"""What a user says of a workflow beside its job, in the words of TRL and vLLM, and what must not be said of which workflow."""
+"""What a user says of a workflow beside its job: each option once, with the workflows that have it, as TRL or verl names it."""
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
 
 from zeroplan.errors import SpecError
+from zeroplan.spec.recipe import LogProbs, Loss
 
-Name = Literal["sft", "dpo", "kto", "grpo"]
-VllmMode = Literal["colocate", "server"]
+Name = Literal["sft", "dpo", "kto", "reward", "distill", "grpo", "ppo"]
 
-PREFERENCES: tuple[Name, ...] = ("dpo", "kto")
-WORKFLOWS: dict[Name, str] = {
-    "sft": "SFTTrainer: one model, its labels' log-probabilities",
-    "dpo": "DPOTrainer: chosen and rejected completions in one batch, beside a reference model",
-    "kto": "KTOTrainer: completions beside a reference model",
-    "grpo": "GRPOTrainer: rollouts of vLLM, then training on them",
+
+class Workflow(NamedTuple):
+    """What tells a workflow from others."""
+
+    says: str
+    ran: tuple[str, ...] = ()
+    """Where the trainer ran in a dry run, by engine and stage: the rows of tests/workflow/trl.json."""
+    sequences: int = 1
+    """Sequences of an example in a batch: a chosen and a rejected one in a pair."""
+    loss: Loss = "log-probs"
+    head_rows: int | None = None
+    """Outputs of the head, where they are not the vocabulary's."""
+    compares: bool = False
+    """A reference model is there, whatever is said."""
+    log_probs: LogProbs = "tiles"
+    """``divergence``: a teacher runs forward in every step."""
+    generates: bool = False
+    """Rollouts come before the training step."""
+
+
+# fmt: off
+WORKFLOWS: dict[Name, Workflow] = {
+    "sft": Workflow("SFTTrainer: one model, its labels' log-probabilities.", ("one GPU", "fsdp2 3")),
+    "dpo": Workflow("DPOTrainer: chosen and rejected completions in one batch, beside a reference model.",
+                    ("one GPU", "fsdp1 3", "fsdp2 3", "deepspeed 2", "deepspeed 3"), sequences=2, compares=True),
+    "kto": Workflow("KTOTrainer: completions beside a reference model.", ("one GPU",), compares=True),
+    "reward": Workflow("RewardTrainer: a model that scores, on chosen and rejected completions.",
+                       ("one GPU", "fsdp2 3", "deepspeed 3"), sequences=2, loss="full", head_rows=1),
+    "distill": Workflow("DistillationTrainer: completions of the student, compared with a teacher's distribution.",
+                        ("one GPU", "deepspeed 3"), log_probs="divergence", generates=True),
+    "grpo": Workflow("GRPOTrainer: rollouts of vLLM, then training on them.", ("one GPU",), generates=True),
+    "ppo": Workflow("verl's PPO: actor, critic, reference model and vLLM take turns. --micro-batch is that of both."),
 }
-"""The workflows that are modelled, and what each is."""
+# fmt: on
+"""The workflows that are modelled: trainers of TRL 1.16, and the FSDP workers of verl 0.9.1."""
 
 
+class Option(NamedTuple):
+    """How an option is said."""
+
+    of: tuple[Name, ...]
+    value: str
+    """What help shows for a value: N a whole number, X a number, a list of words; empty for a switch."""
+    says: str
+    in_verl: str = ""
+    """Its flag in verl, where that is another than its name."""
+
+
+def _said(of: tuple[Name, ...], value: str, says: str, in_verl: str = "") -> Any:  # noqa: ANN401  the field's type
+    return field(default=None, metadata={"option": Option(of, value, says, in_verl)})
+
+
+_EVERY: tuple[Name, ...] = tuple(WORKFLOWS)
+_VLLM: tuple[Name, ...] = ("distill", "grpo")
+_PPO: tuple[Name, ...] = ("ppo",)
+
+
+# fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A workflow and its options; ``None`` is TRL's default. Names are those of TRL's configurations."""
+    """A workflow and its options; ``None`` is the trainer's default."""
 
     workflow: Name
-    precompute_ref_log_probs: bool | None = None
-    beta: float | None = None
-    max_completion_length: int | None = None
-    num_generations: int | None = None
-    steps_per_generation: int | None = None
-    vllm_mode: VllmMode | None = None
-    vllm_gpu_memory_utilization: float | None = None
-    vllm_tensor_parallel_size: int | None = None
-    vllm_enable_sleep_mode: bool | None = None
-    vllm_sleep_level: int | None = None
-    cpu_ram_efficient_loading: bool | None = None
-    full_state_dict: bool | None = None
+    teacher_model: str | None = _said(("distill",), "NAME", "The teacher, of the catalogue (`zeroplan models`).")
+    precompute_ref_log_probs: bool | None = _said(
+        ("dpo", "kto"), "", "Score the data before training, without a reference model then.")
+    beta: float | None = _said(("grpo",), "X", "Weight of the KL term; above 0 a reference model is there. (default: 0)")
+    max_completion_length: int | None = _said(
+        ("sft", "dpo", "kto", "distill", "grpo"), "N",
+        "Tokens of --seq-len that are scored; the rest is the prompt. (default: all but one, 512 where generated)")
+    num_generations: int | None = _said(("grpo",), "N", "Completions of a prompt. (default: 8)")
+    steps_per_generation: int | None = _said(("grpo",), "N", "Micro-batches of one rollout. (default: as many as are accumulated)")
+    vllm_mode: Literal["colocate", "server"] | None = _said(
+        _VLLM, "colocate|server", "vLLM on the training GPUs, or on others. (default: colocate)")
+    vllm_gpu_memory_utilization: float | None = _said(
+        (*_VLLM, *_PPO), "X", "vLLM's share of a GPU's memory. (default: 0.3, ppo: 0.5)", in_verl="--gpu-memory-utilization")
+    vllm_tensor_parallel_size: int | None = _said(
+        (*_VLLM, *_PPO), "N", "GPUs that share vLLM's weights. (default: 1, ppo: 2)", in_verl="--tensor-model-parallel-size")
+    vllm_enable_sleep_mode: bool | None = _said(_VLLM, "", "vLLM sleeps while the model trains.")
+    vllm_sleep_level: int | None = _said(
+        _VLLM, "N", "2, as TRL sleeps (weights are dropped), or 1 (they go to the host). (default: 2)")
+    free_cache_engine: Literal["true", "false"] | None = _said(
+        _PPO, "true|false", "vLLM sleeps while models train. (default: true)")
+    adv_estimator: Literal["gae", "grpo"] | None = _said(_PPO, "gae|grpo", "gae has a critic, grpo has none. (default: gae)")
+    use_kl_loss: bool | None = _said(_PPO, "", "A reference model scores every rollout. It is in host memory.")
+    param_offload: bool | None = _said(_PPO, "", "Actor and critic leave the GPU while others work.")
+    optimizer_offload: bool | None = _said(_PPO, "", "Their optimizers do.")
+    ppo_max_token_len_per_gpu: int | None = _said(
+        _PPO, "N", "Tokens of a micro-batch (use_dynamic_bsz), in place of --micro-batch and --seq-len.")
+    log_prob_micro_batch_size_per_gpu: int | None = _said(
+        _PPO, "N", "Sequences of a forward that scores. (default: --micro-batch)")
+    entropy_from_logits_with_chunking: bool | None = _said(_PPO, "", "2,048 tokens at a time.")
+    update_weights_bucket_megabytes: int | None = _said(_PPO, "N", "Buffer in which new weights go to vLLM. (default: 2048)")
+    fsdp_cpu_ram_efficient_loading: bool | None = _said(_EVERY, "", "One process of a node loads the weights for all of it.")
+    full_state_dict: bool | None = _said(_EVERY, "", "A checkpoint is one full state dict, gathered, rather than shards.")
+    # fmt: on
 
     def __post_init__(self) -> None:
         """Raise SpecError for a word of another workflow, and for a number that no run can have."""
         if self.workflow not in WORKFLOWS:
             raise SpecError(f"workflow {self.workflow!r} is none of {', '.join(WORKFLOWS)}")
-        for name in (one.name for one in fields(self)):
-            of, flag = _OF.get(name, tuple(WORKFLOWS)), f"--{name.replace('_', '-')}"
-            if getattr(self, name) is not None and self.workflow not in of:
-                raise SpecError(f"{flag} is an option of {' and '.join(of)}, not of {self.workflow}; leave it out")
+        for name, option in OPTIONS.items():
+            value, flag = getattr(self, name), flag_of(name, self.workflow)
+            if value is not None and self.workflow not in option.of:
+                raise SpecError(f"{flag} is an option of {' and '.join(option.of)}, not of {self.workflow}; leave it out")
+            if isinstance(value, str) and "|" in option.value and value not in option.value.split("|"):
+                raise SpecError(f"{flag} {value!r} is none of {', '.join(option.value.split('|'))}")
         self._check_numbers()
 
+    @property
+    def share(self) -> float:
+        """The share of a GPU that vLLM takes: trl 1.16, trainer/grpo_config.py; verl 0.9.1, trainer/config/rollout/rollout.yaml."""
+        default = 0.5 if self.workflow == "ppo" else 0.3
+        return default if self.vllm_gpu_memory_utilization is None else self.vllm_gpu_memory_utilization
+
+    @property
+    def split(self) -> int:
+        """GPUs that share vLLM's weights. Source: as :attr:`share`."""
+        return self.vllm_tensor_parallel_size or (2 if self.workflow == "ppo" else 1)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether vLLM sleeps while models train."""
+        return self.free_cache_engine != "false" if self.workflow == "ppo" else bool(self.vllm_enable_sleep_mode)
+
     def _check_numbers(self) -> None:
-        share, level = self.vllm_gpu_memory_utilization, self.vllm_sleep_level
-        if share is not None and not 0 < share <= 1:
-            raise SpecError(
-                f"--vllm-gpu-memory-utilization {share:g} is a share of the GPU's memory; use one above 0, at most 1"
-            )
-        if level is not None and level not in (1, 2):
-            raise SpecError(f"--vllm-sleep-level {level} is none of vLLM's; use 1 or 2")
-        if level is not None and not self.vllm_enable_sleep_mode:
-            raise SpecError("--vllm-sleep-level says how vLLM sleeps, which it does not; add --vllm-enable-sleep-mode")
-        if self.beta is not None and self.beta < 0:
-            raise SpecError(f"--beta {self.beta:g} is a weight of the KL term; use 0 or more")
-        if self.num_generations is not None and self.num_generations < 2:
-            raise SpecError(f"--num-generations {self.num_generations} is too few: GRPO compares completions; use 2 or more")
-        if self.vllm_mode == "server" and self.vllm_gpu_memory_utilization is not None:
-            raise SpecError(
-                "--vllm-gpu-memory-utilization is a share of a training GPU, and a server has its own; leave it out"
-            )
+        level, flag = self.vllm_sleep_level, flag_of("vllm_gpu_memory_utilization", self.workflow)
+        for wrong, why in (
+            (not 0 < self.share <= 1, f"{flag} {self.share:g} is a share of the GPU's memory; use one above 0, at most 1"),
+            (level not in (None, 1, 2), f"--vllm-sleep-level {level} is none of vLLM's; use 1 or 2"),
+            (level is not None and not self.sleeps,
+             "--vllm-sleep-level says how vLLM sleeps, which it does not; add --vllm-enable-sleep-mode"),
+            (self.beta is not None and self.beta < 0, f"--beta {self.beta} is a weight of the KL term; use 0 or more"),
+            (self.num_generations is not None and self.num_generations < 2,
+             f"--num-generations {self.num_generations} is too few: GRPO compares completions; use 2 or more"),
+            (self.vllm_mode == "server" and self.vllm_gpu_memory_utilization is not None,
+             f"{flag} is a share of a training GPU, and a server has its own; leave it out"),
+        ):  # fmt: skip
+            if wrong:
+                raise SpecError(why)
 
 
-_OF: dict[str, tuple[Name, ...]] = {
-    "precompute_ref_log_probs": PREFERENCES,
-    **dict.fromkeys(
-        (
-            "beta", "max_completion_length", "num_generations", "steps_per_generation", "vllm_mode", "vllm_gpu_memory_utilization",
-            "vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "vllm_sleep_level",
-        ),
-        ("grpo",),
-    ),
-}  # fmt: skip
-"""Of which workflows an option is, where not of all. In DPO and KTO ``beta`` takes no memory, and is no option here."""
+OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields(Asked) if "option" in one.metadata}
+"""Every option by its field in :class:`Asked`."""
+
+
+def flag_of(name: str, workflow: Name) -> str:
+    """Return the flag of an option in a workflow."""
+    return (workflow == "ppo" and OPTIONS[name].in_verl) or f"--{name.replace('_', '-')}"

@@ -12,7 +12,7 @@ from zeroplan.engines.precisions import compute_of
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.spec.job import JobSpec
-from zeroplan.transformer.head import scored_forward
+from zeroplan.transformer.head import named_embeddings, scored_forward
 
 _STATES = frozenset({Kind.GRADIENTS, Kind.OPTIMIZER_STATE, Kind.UNSHARDED_GRADIENTS, Kind.REDUCE, Kind.OPTIMIZER_TEMPORARY})
 _OF_WEIGHTS = frozenset({Kind.PARAMETERS, Kind.WEIGHT_CASTS, Kind.GATHER, Kind.UNSHARDED_PARAMETERS})
@@ -22,43 +22,49 @@ class Forward(NamedTuple):
     """A forward without gradients, at its highest moment."""
 
     moment: str
-    parameters: tuple[Line, ...]
-    """What of the weights this rank keeps."""
     lines: tuple[Line, ...]
     """What comes and goes with the forward."""
 
 
-def without_gradients(job: JobSpec, weights: tuple[Line, ...] | None = None) -> Forward:
+def without_gradients(
+    job: JobSpec, weights: tuple[Line, ...] | None = None, *, head: bool = True, at_head: tuple[Line, ...] = ()
+) -> Forward:
     """Return the highest moment of a forward of the job's model that makes log-probabilities and saves nothing. [bytes]
 
-    ``weights``: what the forward reads instead of what the job's engine gathers.
+    ``weights``: what the forward reads instead of what the job's engine gathers. Without a ``head`` it ends with the last norm;
+    ``at_head``: what else is there as the head scores.
     """
     recipe = replace(job.recipe, recompute="full", recompute_layers=None, keep_logits=False)
     answer = estimate(replace(job, recipe=recipe, batch=replace(job.batch, grad_accum_steps=1)))
-    moments = [_unsaved(moment) for moment in answer.engine_moments if moment.phase is Phase.FORWARD]
-    moments.append(_of_the_head(answer))
+    named = named_embeddings(job.model, compute_of(job.recipe), job.batch)
+    moments = [_unsaved(moment, named) for moment in answer.engine_moments if moment.phase is Phase.FORWARD]
+    moments += [_of_the_head(answer, at_head)] if head else []
     if weights is not None:
         moments = [moment._replace(lines=_reading(moment.lines, weights)) for moment in moments]
     highest = max(moments, key=lambda one: one.total_bytes)
-    parameters = tuple(line for line in highest.lines if line.kind is Kind.PARAMETERS)
-    return Forward(highest.name, parameters, tuple(line for line in highest.lines if line.kind is not Kind.PARAMETERS))
+    return Forward(highest.name, tuple(line for line in highest.lines if line.kind is not Kind.PARAMETERS))
 
 
 def _reading(lines: tuple[Line, ...], weights: tuple[Line, ...]) -> tuple[Line, ...]:
     return (*(line for line in lines if line.kind is Kind.PARAMETERS or line.kind not in _OF_WEIGHTS), *weights)
 
 
-def _unsaved(moment: Moment) -> Moment:
-    """The moment without states of the training and without what blocks keep for their backward."""
-    return moment._replace(lines=tuple(line for line in moment.lines if line.kind not in _STATES and not line.tag.blocks))
+def _unsaved(moment: Moment, named: tuple[Line, ...]) -> Moment:
+    """The moment without states of the training and without what blocks keep for their backward.
+
+    After the first block a variable still holds its input, the embeddings, which only a checkpoint holds while the model trains.
+    """
+    kept = tuple(line for line in moment.lines if line.kind not in _STATES and not line.tag.blocks)
+    is_first = not any(line.n_bytes for line in moment.lines if line.tag.blocks)
+    return moment._replace(lines=kept if is_first else (*kept, *named))
 
 
-def _of_the_head(answer: Estimate) -> Moment:
+def _of_the_head(answer: Estimate, beside: tuple[Line, ...]) -> Moment:
     job = answer.job
     loss = next(moment for moment in answer.engine_moments if moment.of_forward and moment.phase is Phase.LOSS)
     weights = tuple(line for line in loss.lines if line.kind in _OF_WEIGHTS)
     made = scored_forward(job.model, compute_of(job.recipe), job.batch)
-    return Moment("log-probabilities", Phase.LOSS, (*weights, *made))
+    return Moment("log-probabilities", Phase.LOSS, (*weights, *made, *beside))
 
 
 def held_after_forward(answer: Estimate) -> tuple[Line, ...]:

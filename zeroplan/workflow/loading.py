@@ -5,10 +5,12 @@ With ``fsdp_cpu_ram_efficient_loading`` one process of a node does so, under ZeR
 """
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from zeroplan.engines.precisions import widths
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.numeric import ceil_div
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import layout
@@ -20,11 +22,15 @@ ZERO3 = "transformers 5.23, integrations/deepspeed.py, _load_state_dict_into_zer
 FULL = "accelerate 1.15, accelerator.py, Accelerator.get_state_dict"
 GATHERED = "deepspeed 0.19.8, runtime/engine.py, DeepSpeedEngine._zero3_consolidated_16bit_state_dict"
 SHARDED = "accelerate 1.15, utils/fsdp_utils.py, save_fsdp_model"
+HANDED_OUT = "accelerate 1.15, utils/fsdp_utils.py, fsdp2_load_full_state_dict"
 PLACED = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_init.py, _move_states_to_device"
 
 
-def loading(answer: Estimate, reference: tuple[Line, ...]) -> LoopPhase:
-    """Return the GPU's highest moment before the first step, with the ``reference`` model's copy where there is one. [bytes]"""
+def loading(answer: Estimate, reference: tuple[Line, ...], *, efficient: bool) -> LoopPhase:
+    """Return the GPU's highest moment before the first step, with the ``reference`` model's copy where there is one. [bytes]
+
+    ``efficient``: one process has the weights, and under FSDP2 hands them out tensor by tensor.
+    """
     moments = [moment for moment in answer.engine_moments if moment.phase is Phase.INIT]
     weights = tuple(line for line in answer.states if line.kind is Kind.PARAMETERS)
     peak = max(moments, key=lambda one: int(one.total_bytes)).lines if moments else weights
@@ -32,10 +38,24 @@ def loading(answer: Estimate, reference: tuple[Line, ...]) -> LoopPhase:
     if is_one_unit:  # the trained model is sharded later, when training begins
         lines = (*reference, _whole(answer, answer.parameters, "reference model"))
         return LoopPhase("loading", "the reference model becomes one unit of FSDP2", lines, DRY_RUN)
+    if efficient and answer.job.recipe.engine == "fsdp2" and answer.job.mesh.dp_shard > 1:
+        return LoopPhase("loading", "a tensor is handed out", (*reference, *_handed_out(answer)), DRY_RUN)
     if answer.job.recipe.engine.startswith("fsdp") and answer.job.mesh.dp_shard > 1:
         lines = (*reference, *peak, *_largest_unit(answer))
         return LoopPhase("loading", "the largest unit is cut", lines, DRY_RUN)
     return LoopPhase("loading", "model and optimizer are built", (*reference, *peak), DRY_RUN)
+
+
+def _handed_out(answer: Estimate) -> tuple[Line, ...]:
+    """The tensor that takes most with the shards of those before it: whole on the GPU, and this rank's shard of it."""
+    width, ranks = widths(answer.job.recipe.precision).stored, answer.job.mesh.dp_shard
+    sizes = [one.numel for one in _tensors(answer.job)]
+    shards = list(accumulate(width * ceil_div(numel, ranks) for numel in sizes))
+    held, whole = max(zip(shards, sizes, strict=True), key=lambda one: one[0] + width * one[1])
+    return (
+        Line(Kind.PARAMETERS, held, "shards that have arrived", "", HANDED_OUT),
+        Line(Kind.TEMPORARY, width * whole, "a tensor, before it is cut", f"{width}·{whole}", HANDED_OUT),
+    )
 
 
 def _largest_unit(answer: Estimate) -> tuple[Line, ...]:
@@ -61,16 +81,19 @@ def saving(answer: Estimate, resident: tuple[Line, ...], *, full: bool) -> LoopP
     job = answer.job
     if not full or not _is_sharded(job):
         return LoopPhase("saving", "each rank writes what it has", resident)
-    width, largest, source = _width_saved(job), max(one.numel for one in _tensors(job)), _source_saved(job)
+    (width, source), largest = _saved(job), max(one.numel for one in _tensors(job))
     line = Line(Kind.UNSHARDED_PARAMETERS, width * largest, "the largest tensor, gathered", f"{width}·{largest}", source)
     return LoopPhase("saving", "the largest tensor is gathered", (*resident, line), DRY_RUN)
 
 
-def host(answer: Estimate, *, models: int, efficient: bool, full: bool) -> Iterator[HostUse]:
-    """Yield what a node's host memory holds while ``models`` models are loaded, and at a checkpoint. [bytes]"""
+def host(answer: Estimate, *, beside: int, efficient: bool, full: bool) -> Iterator[HostUse]:
+    """Yield what a node's host memory holds while a model and so many parameters ``beside`` it are loaded, and at a checkpoint.
+
+    [bytes]
+    """
     job, here = answer.job, answer.ranks_per_node or answer.job.mesh.world_size
-    width, said = widths(job.recipe.precision).stored, "" if models == 1 else f" of {models} models"
-    each = models * answer.parameters
+    width, said = widths(job.recipe.precision).stored, " of both models" if beside else ""
+    each = answer.parameters + beside
     if job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 3:
         yield HostUse(
             "loading", each * widths(job.recipe.precision).compute, 1, f"the checkpoint{said}, in rank 0 alone", ZERO3
@@ -82,7 +105,8 @@ def host(answer: Estimate, *, models: int, efficient: bool, full: bool) -> Itera
     if not _is_sharded(job):
         return
     if full:
-        yield HostUse("saving", _width_saved(job) * answer.parameters, 1, "the full state dict, in rank 0", _source_saved(job))
+        width, source = _saved(job)
+        yield HostUse("saving", width * answer.parameters, 1, "the full state dict, in rank 0", source)
     elif job.recipe.engine.startswith("fsdp"):
         share = -(-width * answer.parameters // job.mesh.dp_shard)
         yield HostUse("saving", share, here, "each rank's shards on their way to files, at most", SHARDED)
@@ -92,18 +116,17 @@ def _is_sharded(job: JobSpec) -> bool:
     return job.mesh.dp_shard > 1 and (job.recipe.engine.startswith("fsdp") or job.recipe.zero_stage == 3)
 
 
-def _width_saved(job: JobSpec) -> int:
-    """Bytes of an element in a full state dict: what FSDP shards, and DeepSpeed's 16-bit weights."""
-    return widths(job.recipe.precision).stored if job.recipe.engine.startswith("fsdp") else widths(job.recipe.precision).compute
-
-
-def _source_saved(job: JobSpec) -> str:
-    return FULL if job.recipe.engine.startswith("fsdp") else GATHERED
+def _saved(job: JobSpec) -> tuple[int, str]:
+    """Bytes of an element in a full state dict, and the source: what FSDP shards, and DeepSpeed's 16-bit weights."""
+    width = widths(job.recipe.precision)
+    return (width.stored, FULL) if job.recipe.engine.startswith("fsdp") else (width.compute, GATHERED)
 
 
 def _tensors(job: JobSpec) -> Iterator[Parameter]:
+    """Yield every tensor in the order of the state dict."""
     parts = layout(job.model)
     yield from parts.embeddings
     for run in parts.runs:
-        yield from run.parameters
+        for _ in range(run.layers):
+            yield from run.parameters
     yield from parts.tail

@@ -5,27 +5,19 @@ from typing import NamedTuple
 
 from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
-from zeroplan.estimator import Estimate
+from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
-from zeroplan.workflow import preference
-from zeroplan.workflow.asked import PREFERENCES, Asked, Name
+from zeroplan.workflow import distilling, preference, verl
+from zeroplan.workflow.asked import WORKFLOWS, Asked
+from zeroplan.workflow.distilling import Teacher, teacher_of
 from zeroplan.workflow.forward import without_gradients
 from zeroplan.workflow.loading import host, loading, saving
-from zeroplan.workflow.phases import DRY_RUN, HostUse, Loop, LoopPhase, renamed
+from zeroplan.workflow.phases import DRY_RUN, Loop, LoopPhase, renamed
 from zeroplan.workflow.reference import Reference, reference_of
 from zeroplan.workflow.rollout import BLOCK_TOKENS, Rollout, asleep, buffered, rollout_of, synchronisation
 
 _ENGINES = ("fsdp2", "fsdp1", "ddp", "deepspeed")
-_RAN: dict[Name, tuple[str, ...]] = {
-    "sft": ("one GPU", "fsdp2 3"),
-    "dpo": ("one GPU", "fsdp1 3", "fsdp2 3", "deepspeed 2", "deepspeed 3"),
-    "kto": ("one GPU",),
-    "grpo": ("one GPU",),
-}
-"""Where the trainers ran, by engine and stage: the rows of tests/workflow/trl.json."""
-COMPLETION = 512
-"""trl 1.16, trainer/grpo_config.py, GRPOConfig.max_completion_length."""
 GENERATIONS = 8
 """trl 1.16, trainer/grpo_config.py, GRPOConfig.num_generations."""
 
@@ -36,6 +28,8 @@ class _Parts(NamedTuple):
     answer: Estimate
     reference: Reference | None
     rollout: Rollout | None
+    teacher: Teacher | None = None
+    """Whose model is the ``reference``."""
 
 
 def loop_of(job: JobSpec, asked: Asked) -> Loop:
@@ -45,42 +39,70 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
     run can have.
     """
     _check(job, asked)
-    answer = preference.trained(job, asked)
-    compares = asked.workflow in PREFERENCES or bool(asked.beta)
-    reference = reference_of(answer.job) if compares else None
-    rollout = rollout_of(job, asked, answer.parameters) if asked.workflow == "grpo" else None
-    parts = _Parts(answer, reference, rollout)
+    if asked.workflow == "ppo":
+        return _of_verl(job, asked)
+    answer = estimate(preference.trained_job(job, asked))
+    kind = WORKFLOWS[asked.workflow]
+    compares = kind.compares or bool(asked.beta)
+    teacher = teacher_of(answer.job, asked.teacher_model) if kind.log_probs == "divergence" else None
+    reference = reference_of(answer.job) if compares else teacher and teacher.model
+    rollout = rollout_of(job, asked, answer.parameters) if kind.generates and asked.vllm_mode != "server" else None
+    parts = _Parts(answer, reference, rollout, teacher)
     resident = _resident(parts, asked)
-    made = _of_rollouts(parts, asked, resident) if asked.workflow == "grpo" else preference.phases(answer, reference, asked)
+    made = _of_rollouts(parts, asked, resident) if kind.generates else preference.phases(answer, reference, asked)
     copy = _copy_at_first(reference, asked, answer)
-    full = bool(asked.full_state_dict)
-    stays = _beside_training(rollout)
-    first = loading(answer, copy)
-    if asked.workflow == "grpo":  # the engine starts before the reference model is sharded, and sleeps from then on if it does
+    full, efficient = bool(asked.full_state_dict), bool(asked.fsdp_cpu_ram_efficient_loading)
+    stays = () if rollout is None else rollout.while_training
+    first = loading(answer, copy, efficient=efficient)
+    if kind.generates:  # the engine starts before the reference model is sharded, and sleeps from then on if it does
         first = first._replace(lines=(*first.lines, *stays), compared_with="")
     phases = (first, *made, saving(answer, (*resident, *stays), full=full))
     if not _ran(job, asked, rollout):
         phases = tuple(one._replace(compared_with="") for one in phases)
-    memory = (*host(answer, models=1 + bool(copy), efficient=bool(asked.cpu_ram_efficient_loading), full=full), *_asleep(parts))
+    beside = 0 if not copy else answer.parameters if teacher is None else teacher.parameters
+    away = () if rollout is None else asleep(rollout, answer.ranks_per_node or job.mesh.world_size)
+    memory = (*host(answer, beside=beside, efficient=efficient, full=full), *away)
     return Loop(asked.workflow, answer, phases, resident, memory, tuple(_notes(parts, asked)))
+
+
+def _of_verl(job: JobSpec, asked: Asked) -> Loop:
+    """The phases of verl's PPO. The actor's step is the training step."""
+    models = verl.trained(job, asked)
+    answer, full = models[0].answer, bool(asked.full_state_dict)
+    rollout = rollout_of(job, asked, answer.parameters)
+    stays = (*(line for one in models for line in one.stays), *answer.workspaces, *rollout.while_training)
+    others = sum(one.answer.parameters for one in models[1:]) + verl.has_reference(job, asked) * answer.parameters
+    efficient = bool(asked.fsdp_cpu_ram_efficient_loading)
+    first = loading(models[-1].answer, (), efficient=efficient)
+    actor = tuple(line for line in answer.held if line.kind is Kind.PARAMETERS)
+    first = first._replace(lines=(*actor, *first.lines) if len(models) > 1 else first.lines)
+    made = (first, *verl.phases(models, asked, rollout), saving(answer, (*stays, *models[0].comes_back), full=full))
+    here = answer.ranks_per_node or job.mesh.world_size
+    memory = [*host(answer, beside=others, efficient=efficient, full=full), *asleep(rollout, here)]
+    reference = [models[0]._replace(name="reference model", offloaded=frozenset({Kind.PARAMETERS}))] * verl.has_reference(
+        job, asked
+    )
+    memory += [use for one in (*models, *reference) for use in one.host(here)]
+    notes = (
+        "verl 0.9.1 with its FSDP workers, read and not run.",
+        "A reward model of verl's is an engine of its own, and is not counted.",
+        *_of_the_engine(rollout, answer.job, asked),
+    )
+    phases = tuple(one._replace(compared_with="") for one in made)
+    return Loop(asked.workflow, answer, phases, stays, tuple(memory), notes)
 
 
 def _ran(job: JobSpec, asked: Asked, rollout: Rollout | None) -> bool:
     """Whether TRL's trainer ran in a dry run under this engine; never beside vLLM."""
     recipe = job.recipe
     where = "one GPU" if job.mesh.world_size == 1 else f"{recipe.engine} {recipe.zero_stage}"
-    return rollout is None and where in _RAN[asked.workflow]
+    return rollout is None and where in WORKFLOWS[asked.workflow].ran
 
 
 def _resident(parts: _Parts, asked: Asked) -> tuple[Line, ...]:
     """What stays on the GPU between phases."""
-    stays = parts.reference is not None and not asked.precompute_ref_log_probs
-    copy = parts.reference.resident if parts.reference is not None and stays else ()
+    copy = () if parts.reference is None or asked.precompute_ref_log_probs else parts.reference.resident
     return (*copy, *parts.answer.held, *parts.answer.workspaces)
-
-
-def _beside_training(rollout: Rollout | None) -> tuple[Line, ...]:
-    return () if rollout is None else rollout.while_training
 
 
 def _copy_at_first(reference: Reference | None, asked: Asked, answer: Estimate) -> tuple[Line, ...]:
@@ -91,13 +113,16 @@ def _copy_at_first(reference: Reference | None, asked: Asked, answer: Estimate) 
 
 
 def _of_rollouts(parts: _Parts, asked: Asked, resident: tuple[Line, ...]) -> Iterator[LoopPhase]:
-    """Yield GRPO's phases in their order: weights go to the engine, which generates; both models score; the model trains."""
-    answer, reference, rollout = parts
-    batch = _buffered(answer.job, asked, compares=reference is not None)
-    stays = _beside_training(rollout)
+    """Yield the phases in their order: weights go to the engine, which generates; models score; the model trains."""
+    answer, reference, rollout, teacher = parts
+    batch = _buffered(answer.job, asked, compares=reference is not None and teacher is None)
+    stays = () if rollout is None else rollout.while_training
     if rollout is not None:
         yield synchronisation(answer, resident, rollout)
         yield LoopPhase("rollout", "vLLM generates", (*resident, *rollout.awake))
+    if teacher is not None:
+        yield from distilling.phases(answer, teacher, (*stays, batch))
+        return
     forward = without_gradients(answer.job)
     lines = (*resident, *stays, batch, *renamed(forward.lines, "scored"))
     yield LoopPhase("old log-probabilities", f"scored: {forward.moment}", lines, DRY_RUN)
@@ -109,20 +134,20 @@ def _of_rollouts(parts: _Parts, asked: Asked, resident: tuple[Line, ...]) -> Ite
 
 
 def _buffered(job: JobSpec, asked: Asked, *, compares: bool) -> Line:
-    completion = asked.max_completion_length or COMPLETION
-    steps = asked.steps_per_generation or job.batch.grad_accum_steps
-    return buffered(job, job.batch.seq_len - completion, completion, steps, scored=3 + compares)
-
-
-def _asleep(parts: _Parts) -> Iterator[HostUse]:
-    if parts.rollout is not None:
-        yield from asleep(parts.rollout, parts.answer.ranks_per_node or parts.answer.job.mesh.world_size)
+    steps, prompt = asked.steps_per_generation or job.batch.grad_accum_steps, preference.prompt_len(job, asked)
+    return buffered(job, prompt, job.batch.seq_len - prompt, steps, scored=3 + compares if asked.workflow == "grpo" else 0)
 
 
 def _notes(parts: _Parts, asked: Asked) -> Iterator[str]:
-    yield "TRL 1.16 on accelerate 1.15. All tokens count as completion tokens; prompts make the log-probabilities smaller."
+    yield "TRL 1.16 on accelerate 1.15."
+    if parts.answer.job.recipe.prompt_len == 1:
+        yield "All tokens but the first are scored. Give --max-completion-length where prompts are not."
     if widths(parts.answer.job.recipe.precision).stored == 2:
         yield "A checkpoint in 16 bits is mapped: all processes of a node share its pages until they write to them."
+    if parts.teacher is not None and parts.answer.job.recipe.engine != "deepspeed":
+        yield "Every rank has the whole teacher: accelerate shards no model that is only evaluated. DeepSpeed's stage 3 shards it."
+    if parts.teacher is not None and parts.answer.job.recipe.precision == "fp32":
+        yield "The loss calls the student past accelerate's autocast, so that without FSDP or DeepSpeed it computes in fp32."
     if parts.rollout is not None:
         yield from _of_the_engine(parts.rollout, parts.answer.job, asked)
     if asked.workflow == "grpo":
@@ -131,7 +156,7 @@ def _notes(parts: _Parts, asked: Asked) -> Iterator[str]:
 
 def _of_the_engine(rollout: Rollout, job: JobSpec, asked: Asked) -> Iterator[str]:
     sequences = job.batch.micro_batch_size * (asked.steps_per_generation or job.batch.grad_accum_steps)
-    sequences *= asked.vllm_tensor_parallel_size or 1
+    sequences *= asked.split
     needed = sequences * -(-job.batch.seq_len // BLOCK_TOKENS)
     yield (
         f"vLLM's KV cache: at most {rollout.blocks:,} blocks of {BLOCK_TOKENS} tokens, {rollout.block_bytes:,} bytes each; the "
@@ -160,12 +185,7 @@ def _check(job: JobSpec, asked: Asked) -> None:
 
 
 def _check_rollout(job: JobSpec, asked: Asked) -> None:
-    completion, batch = asked.max_completion_length or COMPLETION, job.batch
-    if completion >= batch.seq_len:
-        raise SpecError(
-            f"--max-completion-length {completion:,} leaves no prompt in --seq-len {batch.seq_len:,}, which is both; use a "
-            "longer --seq-len"
-        )
+    batch = job.batch
     steps, generations = asked.steps_per_generation or batch.grad_accum_steps, asked.num_generations or GENERATIONS
     generated = batch.micro_batch_size * job.mesh.world_size * steps
     if generated % generations:

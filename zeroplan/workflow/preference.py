@@ -3,27 +3,50 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from zeroplan.estimator import Estimate, estimate
+from zeroplan.errors import SpecError
+from zeroplan.estimator import Estimate
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.job import JobSpec
-from zeroplan.workflow.asked import Asked
+from zeroplan.spec.model import ModelSpec
+from zeroplan.workflow.asked import WORKFLOWS, Asked
 from zeroplan.workflow.forward import held_after_forward
 from zeroplan.workflow.phases import DRY_RUN, LoopPhase
 from zeroplan.workflow.reference import Reference
 
-SEQUENCES = {"dpo": 2}
-"""Sequences of a pair in a batch (DPOTrainer: chosen and rejected)."""
+COMPLETION = 512
+"""trl 1.16, trainer/grpo_config.py, GRPOConfig.max_completion_length."""
 
 
 def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
     """Return the training step: with TRL's head, and the sequences that a batch of this workflow has."""
-    recipe, model = replace(job.recipe, loss="log-probs"), job.model
-    if recipe.engine == "fsdp2" and not (model.positions or model.family == "bloom"):
-        recipe = replace(
-            recipe, fsdp2=replace(recipe.fsdp2, ends_apart=True)
-        )  # as accelerate 1.15, on which TRL's trainers run
-    batch = replace(job.batch, micro_batch_size=SEQUENCES.get(asked.workflow, 1) * job.batch.micro_batch_size)
-    return replace(job, recipe=recipe, batch=batch)
+    kind = WORKFLOWS[asked.workflow]
+    recipe, model = replace(job.recipe, loss=kind.loss, prompt_len=prompt_len(job, asked), log_probs=kind.log_probs), job.model
+    if (
+        kind.log_probs == "divergence" and recipe.engine == "ddp" and recipe.precision != "bf16"
+    ):  # the redirected forward is not under autocast
+        recipe = replace(recipe, precision="fp32")
+    model = as_scorer(model, kind.head_rows)
+    if recipe.engine == "fsdp2":  # as accelerate 1.15, on which TRL's trainers run
+        apart = not (model.positions or model.family == "bloom")
+        recipe = replace(recipe, fsdp2=replace(recipe.fsdp2, ends_apart=apart, reduce_dtype="param"))
+    batch = replace(job.batch, micro_batch_size=kind.sequences * job.batch.micro_batch_size)
+    return replace(job, model=model, recipe=recipe, batch=batch)
+
+
+def as_scorer(model: ModelSpec, rows: int | None) -> ModelSpec:
+    """Return the model with so many outputs of its head, which no embedding shares; itself for None."""
+    return model if rows is None else replace(model, head_rows=rows, tie_word_embeddings=False)
+
+
+def prompt_len(job: JobSpec, asked: Asked) -> int:
+    """Return the tokens of a sequence that are not scored. Where nobody gives a length, all but the first are. [tokens]"""
+    completion = asked.max_completion_length or (COMPLETION if WORKFLOWS[asked.workflow].generates else job.batch.seq_len - 1)
+    if completion >= job.batch.seq_len:
+        raise SpecError(
+            f"--max-completion-length {completion:,} leaves no prompt in --seq-len {job.batch.seq_len:,}, which is both; use a "
+            "longer --seq-len"
+        )
+    return job.batch.seq_len - completion
 
 
 def phases(answer: Estimate, reference: Reference | None, asked: Asked) -> Iterator[LoopPhase]:
@@ -48,13 +71,10 @@ def _alone(answer: Estimate, reference: Reference) -> tuple[Line, ...]:
     return reference.resident if answer.job.recipe.engine.startswith("fsdp") and reference.resident else weights
 
 
-def training(answer: Estimate, beside: tuple[Line, ...]) -> LoopPhase:
-    """Return the training step with what stays ``beside`` it. [bytes]"""
+def training(answer: Estimate, beside: tuple[Line, ...], in_loss: tuple[Line, ...] = ()) -> LoopPhase:
+    """Return the training step with what stays ``beside`` it, and what is there only in a loss, forward and backward. [bytes]"""
     moments = [moment for moment in answer.engine_moments if moment.phase is not Phase.INIT]
+    at_loss = (any(line.kind is Kind.LOGITS for line in one.lines) for one in moments)
+    moments = [one._replace(lines=(*one.lines, *in_loss)) if at else one for one, at in zip(moments, at_loss, strict=True)]
     peak = max(moments, key=lambda moment: int(moment.total_bytes))
     return LoopPhase("training step", peak.name, (*beside, *peak.lines, *answer.workspaces), DRY_RUN)
-
-
-def trained(job: JobSpec, asked: Asked) -> Estimate:
-    """Return the estimate of the training step alone."""
-    return estimate(trained_job(job, asked))

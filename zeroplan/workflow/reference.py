@@ -5,6 +5,7 @@ shards the copy under stage 3 alone. FSDP2 makes the whole copy one unit, which 
 unit stays gathered from its first forward on.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from zeroplan.engines.precisions import widths
@@ -27,18 +28,23 @@ class Reference(NamedTuple):
     forward: Forward
 
 
-def reference_of(job: JobSpec) -> Reference:
-    """Return the reference model of a job: a copy, or with adapters the trained model without them. [bytes]"""
-    forward = without_gradients(job)
+def reference_of(job: JobSpec, whose: str = "reference model", *, head: bool = True) -> Reference:
+    """Return the reference model of a job: a copy, or with adapters the trained model without them. [bytes]
+
+    ``whose``: what lines call it; without a ``head`` it ends with the last norm.
+    """
     if job.model.adapter is not None:
-        return Reference((), forward._replace(lines=renamed(forward.lines, "without adapters")))
+        forward = without_gradients(job)
+        kept = tuple(line for line in forward.lines if line.kind is not Kind.WEIGHT_CASTS or job.model.upcasts_norms)
+        return Reference((), forward._replace(lines=renamed(kept, "without adapters")))  # adapters alone are cast
+    forward = without_gradients(replace(job, recipe=replace(job.recipe, forward_only=True)), head=head)
     if job.recipe.engine == "fsdp2" and job.mesh.dp_shard > 1:
         forward = _gathered_whole(job)
     copy = estimate(job).states
-    resident = tuple(line._replace(reason=f"reference model: {line.reason}") for line in copy if line.kind is Kind.PARAMETERS)
+    resident = tuple(line._replace(reason=f"{whose}: {line.reason}") for line in copy if line.kind is Kind.PARAMETERS)
     stays = _root_left_gathered(job, forward)
     lines = tuple(line for line in forward.lines if line not in stays)
-    return Reference((*resident, *renamed(stays, "reference model")), forward._replace(lines=renamed(lines, "reference model")))
+    return Reference((*resident, *renamed(stays, whose)), forward._replace(lines=renamed(lines, whose)))
 
 
 def _root_left_gathered(job: JobSpec, forward: Forward) -> tuple[Line, ...]:

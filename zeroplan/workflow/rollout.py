@@ -17,7 +17,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.params import layout
 from zeroplan.units import GIB
-from zeroplan.workflow.asked import Asked
+from zeroplan.workflow.asked import Asked, flag_of
 from zeroplan.workflow.phases import HostUse, LoopPhase
 
 SHARE = "vllm 0.33, v1/worker/utils.py, request_memory"
@@ -31,8 +31,8 @@ WIDTH = 2
 STILL_THERE_BYTES = round(6.95 * GIB)
 """What a GPU still holds beside a sleeping engine, the larger of two public logs, CUDA context included: vLLM issues 47654 and
 17117 (4.75 GiB). Models and GPUs of the logs are others, and no formula is known, so the larger one is the careful figure."""
-DEFAULT_SHARE = 0.3
-"""trl 1.16, trainer/grpo_config.py, GRPOConfig.vllm_gpu_memory_utilization."""
+_ASLEEP = "vLLM asleep: CUDA graphs, libraries, its allocator's cache"
+_STILL_THERE = Line(Kind.TEMPORARY, STILL_THERE_BYTES, _ASLEEP, "", "vLLM issue 47654")
 
 
 class Rollout(NamedTuple):
@@ -47,11 +47,6 @@ class Rollout(NamedTuple):
     """How many there are at most: with nothing beside the weights."""
     sleeps: bool
     level: int
-
-    @property
-    def tokens(self) -> int:
-        """What the KV cache holds at most."""
-        return self.blocks * BLOCK_TOKENS
 
     @property
     def kv_bytes(self) -> int:
@@ -76,39 +71,32 @@ class Rollout(NamedTuple):
     @property
     def while_training(self) -> tuple[Line, ...]:
         """What of it stays while the model trains: all, or where it sleeps what others saw to stay."""
-        return (self.still_there,) if self.sleeps else self.awake
-
-    @property
-    def still_there(self) -> Line:
-        """What a sleeping engine keeps on the GPU. [bytes]"""
-        reason = "vLLM asleep: CUDA graphs, libraries, its allocator's cache"
-        return Line(Kind.TEMPORARY, STILL_THERE_BYTES, reason, "", "vLLM issue 47654")
+        return (_STILL_THERE,) if self.sleeps else self.awake
 
     @property
     def while_synchronising(self) -> tuple[Line, ...]:
         """The weights alone wake up before the new ones are written into them."""
-        return (self.weights, self.still_there) if self.sleeps else self.awake
+        return (self.weights, _STILL_THERE) if self.sleeps else self.awake
 
 
-def rollout_of(job: JobSpec, asked: Asked, parameters: int) -> Rollout | None:
-    """Return the engine beside the training; None where it is a server of its own. [bytes]"""
-    if asked.vllm_mode == "server":
-        return None
-    gpu, split = job.cluster.gpu, asked.vllm_tensor_parallel_size or 1
+def rollout_of(job: JobSpec, asked: Asked, parameters: int) -> Rollout:
+    """Return the engine beside the training. [bytes]"""
+    gpu, split = job.cluster.gpu, asked.split
+    of_share, of_split = (
+        flag_of(f"vllm_{name}", asked.workflow) for name in ("gpu_memory_utilization", "tensor_parallel_size")
+    )
     if gpu is None:
         raise SpecError("vLLM takes a share of a GPU, and none is named; add --gpu NAME (`zeroplan gpus` lists them)")
     if job.mesh.world_size % split:
-        raise SpecError(f"--vllm-tensor-parallel-size {split} does not divide {job.mesh.world_size} GPUs; use a divisor")
-    utilization = DEFAULT_SHARE if asked.vllm_gpu_memory_utilization is None else asked.vllm_gpu_memory_utilization
-    share, weights = math.ceil(int(gpu.memory_bytes.value) * utilization), -(-WIDTH * parameters // split)
+        raise SpecError(f"{of_split} {split} does not divide {job.mesh.world_size} GPUs; use a divisor")
+    share, weights = math.ceil(int(gpu.memory_bytes.value) * asked.share), -(-WIDTH * parameters // split)
     block = block_bytes(job.model, split)
     if share < weights + block:
         raise SpecError(
-            f"--vllm-gpu-memory-utilization {utilization:g} is {share:,} bytes, and vLLM's weights are {weights:,}: no room for a "
-            "KV cache; use a larger share, or a larger --vllm-tensor-parallel-size"
+            f"{of_share} {asked.share:g} is {share:,} bytes, and vLLM's weights are {weights:,}: no room for a KV cache; use a "
+            f"larger share, or a larger {of_split}"
         )
-    sleeps = bool(asked.vllm_enable_sleep_mode)
-    return Rollout(share, weights, block, (share - weights) // block, sleeps, asked.vllm_sleep_level or 2)
+    return Rollout(share, weights, block, (share - weights) // block, asked.sleeps, asked.vllm_sleep_level or 2)
 
 
 def block_bytes(model: ModelSpec, split: int) -> int:

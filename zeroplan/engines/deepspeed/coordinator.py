@@ -6,8 +6,9 @@ the batch. They are replayed here, step by step. Source: DeepSpeed 0.19.8, ``run
 """
 
 from collections import Counter, deque
+from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, permutations
+from itertools import accumulate, permutations, takewhile
 from typing import NamedTuple
 
 from zeroplan.engines.deepspeed.gathers import Piece, Sharing, Taken, taken
@@ -32,6 +33,8 @@ class Pass(NamedTuple):
     sharing: Sharing
     on_nvme: frozenset[int]
     """Parameters that are gathered ahead only once they have been read."""
+    trains: bool = True
+    """Backward passes follow. Without them nothing is used again, so that each module's parameters go with it."""
 
 
 @lru_cache(maxsize=64)
@@ -42,7 +45,18 @@ def gathered(one: Pass) -> Gathered:
     """
     if one.sharing.width:
         _FirstPass(one, persistent_missing=True).decide()
-    return Replay(one).run()
+    return Replay(one).run() if one.trains else _with_forward_alone(one)
+
+
+def _with_forward_alone(one: Pass) -> Gathered:
+    """What a model holds whose forwards no backward follows: the coordinator's trace ends with the head."""
+    training = one._replace(trains=True)
+    notes = Taking(one.whole.n_blocks)
+    Replay(training, last_forward=True).note(notes)
+    return replace(
+        gathered(training), forward=tuple(notes.forward), before_experts=tuple(notes.before_experts), loss=notes.head_forward,
+        head_gathering=notes.head_gathering, head_forward=notes.head_forward, norm_forward=notes.norm_forward,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
@@ -92,9 +106,15 @@ class Replay:
         persistent_missing: bool = False,
         decided: set[tuple[int, int]] | None = None,
         later: bool = False,
+        last_forward: bool = False,
     ) -> None:
         whole, options = one.whole, one.options
         steps = trace(whole, recomputed=one.recomputed, linears_of_torch=not options.memory_efficient_linear)
+        if last_forward:  # and autograd saves nothing
+            steps = tuple(
+                step._replace(in_graph=(), frees=tuple(freed._replace(saved=()) for freed in step.frees))
+                for step in takewhile(lambda step: step.direction == FORWARD, steps)
+            )
         self.numel = [each.end - each.start for each in whole.placed]
         self.frozen = [each.parameter.frozen for each in whole.placed]
         self.profiled = whole.model.profile is not None
@@ -146,11 +166,17 @@ class Replay:
             self._release(at, step)
 
     def run(self) -> Gathered:
+        """Go through all steps and return what is held."""
+        notes = Taking(self.n_blocks)
+        self.note(notes)
+        return self._gathered(notes)
+
+    def note(self, notes: Taking) -> None:
         """Go through all steps and note what is held."""
-        notes, loss, turned = Taking(self.n_blocks), 0, False
+        turned = False
         for at, step in enumerate(self.steps):
             if step.direction == BACKWARD and not turned:
-                loss, turned = self.elements, True
+                notes.loss, turned = self.elements, True
             gathering = self._fetch(at, step, turned=turned)
             self.in_graph.update(() if turned else step.in_graph)  # the graph of a recomputation goes with it
             during = self.elements
@@ -160,9 +186,8 @@ class Replay:
                 notes.in_backward(step, Note(step.made, gathering, during, self.elements, handing))
             else:
                 notes.in_forward(step, gathering, during)
-        return self._gathered(notes, loss)
 
-    def _gathered(self, notes: Taking, loss: int) -> Gathered:
+    def _gathered(self, notes: Taking) -> Gathered:
         backward, modules = self._of_blocks(notes.blocks)
         persistent = Counter(self.numel[index] for index in self.persistent)
         return Gathered(
@@ -171,7 +196,7 @@ class Replay:
             head_gathering=notes.head_gathering,
             head_forward=notes.head_forward,
             norm_forward=notes.norm_forward,
-            loss=loss,
+            loss=notes.loss,
             head=notes.head,
             past_head=notes.past_head,
             backward=backward,

@@ -91,7 +91,7 @@ class Taking:
         self.before_experts = [0] * n_blocks
         self.blocks: list[list[Noted]] = [[] for _ in range(n_blocks)]
         self.after_blocks: list[Noted] = []
-        self.head_gathering = self.head_forward = self.norm_forward = self.embedding = 0
+        self.head_gathering = self.head_forward = self.norm_forward = self.loss = self.embedding = 0
 
     def in_forward(self, step: Step, gathering: int, during: int) -> None:
         """Note the most while a module's parameters are gathered, and what is held as it runs."""

@@ -51,7 +51,7 @@ from zeroplan.transformer.families.tape import (
 from zeroplan.transformer.families.traced import Index, Placed, Places, Plan, Sizes, Within, of_a_rank, top
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.params import is_frozen
-from zeroplan.transformer.symbols import T, T_p, V, b, e, h, r
+from zeroplan.transformer.symbols import T, T_p, V, b, e, g, h, r
 
 HEAD = "transformers 5.23, models/llama/modeling_llama.py, LlamaForCausalLM.forward"
 FULL = "transformers 5.23, loss/loss_utils.py, ForCausalLMLoss"
@@ -60,6 +60,8 @@ CAP = "transformers 5.23, models/gemma2/modeling_gemma2.py, Gemma2ForCausalLM.fo
 CHUNKED = "torchtitan, 2026-08, components/loss.py, ChunkedLossWrapper"
 FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cross_entropy_forward"
 TILED = "trl 1.16, kernels/chunked_logprob.py, ChunkedLogProbFunction"
+IN_PLACE = "verl 0.9.1, utils/torch_functional.py, logprobs_from_logits_flash_attn"
+COMPARED = "trl 1.16, kernels/chunked_divergence.py, ChunkedDivergenceFunction"
 SCORED = "trl 1.16, trainer/utils.py, add_fused_lm_head"
 WRITTEN_OVER = "fms-acceleration 876e2ed, fms_acceleration_foak/kernels/unsloth/cross_entropy_loss.py, FastForCausalLMLoss"
 PARALLEL = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel"
@@ -85,7 +87,8 @@ class Ending(NamedTuple):
     """The compute dtype is fp32."""
     wide_residual: bool
     """The residual stream is fp32, and autocast casts the inputs of matrix products."""
-    loss: Loss
+    loss: str
+    """One of ``_LOSSES``."""
     frozen_norm: bool = False
     frozen_head: bool = False
     keeps_inputs: bool = False
@@ -184,11 +187,11 @@ def output_bytes(ending: Ending, values: Values) -> Int:
     return n_bytes
 
 
-def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: Loss) -> Ending:
+def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Ending:
     """Return the structure of what follows a model's blocks."""
     frozen_norm, frozen_head = is_frozen(model, "norm"), is_frozen(model, "head")
     is_wide, keeps = x.element == 4, frozen_head and compute.keeps_inputs
-    release = compute.release
+    release, loss = compute.release, f"{loss}, {compute.log_probs}" if loss == "log-probs" else loss
     return Ending(
         model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1, release.wide_logits,
         release.shifts_logits, model.upcasts_norms and not model.upcasts_ends and x.residual != x.element,
@@ -534,39 +537,74 @@ def _fused_chunk(values: Values) -> Int:
     return minimum(tokens, next_power_of_2(ceil_div(tokens, ceil_div(values["V"], values["h"]))))
 
 
-def _log_probs(tape: Tape, read: Value, ending: Ending) -> _Ran:
-    """Run TRL's head, which scores every token but each sequence's first, as if all of them were of completions.
+class _Tiled(NamedTuple):
+    """What one of TRL's fused heads takes: while it works, in what it returns, and for its backward.
 
-    The Triton kernels that fold a tile allocate nothing. Without autocast a tile's weights and hidden states are views.
+    ``width``: bytes of an element of a tile; ``graded``: a copy of a tile's gradient in the compute dtype.
+    """
+
+    source: str
+    labels: bool
+    statistics: Size
+    made: Size
+    saved: Size
+    width: Size | int
+    graded: Size
+
+
+def _tiled(tape: Tape, read: Value, ending: Ending, *, kind: _Tiled) -> _Ran:
+    """Run one of TRL's heads on every token but each sequence's prompt. The Triton kernels that fold a tile allocate nothing.
+
+    Without autocast a tile's weights and hidden states are views. Of a teacher only the tile of logits is on the tape.
     """
     mask = tape.make(LOGITS, "which tokens count", T - b, SCORED)
-    labels = tape.make(LOGITS, "labels, masked", 8 * T, SCORED, LABELS)
+    labels = (tape.make(LOGITS, "labels, masked", 8 * T, SCORED, LABELS),) if kind.labels else ()
     scored = _scored(tape, read, mask)
-    targets = tape.make(LOGITS, "labels that count", 8 * _ROWS, SCORED, LABELS)
-    rows = tape.make(LOGITS, "statistics of each token, fp32", 28 * _ROWS, TILED)
-    tile = (tape.make(LOGITS, "a tile of logits", e * TILE_COLUMNS * _TILE_ROWS, TILED), *_casts_of_a_tile(tape, scored, 1))
+    targets = (tape.make(LOGITS, "labels that count", 8 * _ROWS, SCORED, LABELS),) if kind.labels else ()
+    rows = tape.make(LOGITS, "statistics of each token, fp32", kind.statistics, kind.source)
+    size = kind.width * TILE_COLUMNS * _TILE_ROWS
+    tile = (tape.make(LOGITS, "a tile of logits", size, kind.source), *_casts_of_a_tile(tape, scored, 1))
     tape.drop(*tile)
-    made = tape.make(LOGITS, "log-probabilities and what is measured beside them", 9 * _ROWS + 13 * (T - b), TILED)
-    saved = tape.make(LOGITS, "log-sum-exp and entropy of each token", 8 * _ROWS, TILED)
+    made = tape.make(LOGITS, "log-probabilities and what is measured beside them", kind.made, kind.source)
+    saved = tape.make(LOGITS, "log-sum-exp and entropy of each token", kind.saved, kind.source)
     loss = _scalar()
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         wide = tape.is_wide(scored.dtype)
         arriving: Arriving = []
-        beside = [] if wide else [tape.make(GRADIENT, "gradient of the scored tokens, fp32", 4 * _ROWS * h, TILED)]
+        beside = [] if wide else [tape.make(GRADIENT, "gradient of the scored tokens, fp32", 4 * _ROWS * h, kind.source)]
         if tape.follows(scored):
-            arriving = [(scored, tape.make(GRADIENT, "gradient of the scored tokens", scored.dtype * _ROWS * h, TILED))]
-        beside.append(tape.make(LOGITS, "a tile of logits, run again", e * TILE_COLUMNS * _TILE_ROWS, TILED))
+            gradient = tape.make(GRADIENT, "gradient of the scored tokens", scored.dtype * _ROWS * h, kind.source)
+            arriving = [(scored, gradient)]
+        beside.append(tape.make(LOGITS, "a tile of logits, run again", size, kind.source))
+        if kind is _DISTILLS:
+            beside.append(tape.make(LOGITS, "gradient of a tile, in the compute dtype", kind.graded, kind.source))
         tape.scratch += [*beside, *_casts_of_a_tile(tape, scored, 2)]
         if not ending.frozen_head:
             narrow = not tape.is_wide(r)
-            tape.weight_gradient(h * V, unsummed=("gradient of the head's weight, fp32", 4 * h * V, TILED) if narrow else None)
+            unsummed = ("gradient of the head's weight, fp32", 4 * h * V, kind.source) if narrow else None
+            tape.weight_gradient(h * V, unsummed=unsummed)
         return arriving
 
     of = (scored,) if ending.frozen_head else None
-    tape.add("log-probabilities", (loss,), (scored, targets, saved), backward, of=of, place=AT_LOSS)
+    tape.add("log-probabilities", (loss,), (scored, *targets, saved), backward, of=of, place=AT_LOSS)
     tape.release(scored)
-    return _Ran(loss, (saved, targets), (mask, labels, targets, rows, made, saved))
+    return _Ran(loss, (saved, *targets), (mask, *labels, *targets, rows, made, saved))
+
+
+def _in_place(tape: Tape, read: Value, ending: Ending) -> _Ran:
+    """Run verl's loss: all logits, in the compute dtype, over which the backward of flash-attn's cross-entropy writes."""
+    product = _product(tape, read)
+    logits = _capped(tape, product) if ending.family in CAPPED else product
+    labels = tape.make(LOGITS, "labels", 8 * T, IN_PLACE, LABELS)
+    rows = tape.make(LOGITS, "log-probability and log-sum-exp of each token", 8 * T, IN_PLACE)
+    loss = _scalar()
+
+    def backward(_tape: Tape, _taken: list[Store]) -> Arriving:
+        return [op.through(logits, logits.store)]
+
+    tape.add("log-probabilities", (loss,), (logits.store, rows, labels), backward, of=(logits,), place=AT_LOSS)
+    return _Ran(loss, (logits.store, rows, labels), (labels, rows, logits.store), (logits.store,))
 
 
 def _scored(tape: Tape, read: Value, mask: Store) -> Value:
@@ -592,12 +630,16 @@ def _casts_of_a_tile(tape: Tape, scored: Value, pieces: int) -> tuple[Store, ...
 
 TILE_ROWS, TILE_COLUMNS = 4096, 32768
 """trl 1.16, kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE, and trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE."""
-_ROWS = T - b
+_ROWS = T - b * g
 _TILE_ROWS = at_most(TILE_ROWS, _ROWS)
+_SCORES = _Tiled(TILED, True, 28 * _ROWS, 9 * _ROWS + 13 * (T - b), 8 * _ROWS, e, NOTHING)
+_DISTILLS = _Tiled(COMPARED, False, 36 * _ROWS, 8 * _ROWS, 12 * _ROWS, 8, e * at_most(TILE_COLUMNS, V) * _TILE_ROWS)
 _FUSED_CHUNK = call("min(T, pow2(ceil(T/ceil(V/h))))", _fused_chunk)
-_LOSSES: dict[Loss, Callable[[Tape, Value, Ending], _Ran]] = {
+_LOSSES: dict[str, Callable[[Tape, Value, Ending], _Ran]] = {
     "full": _all_at_once,
     "chunked": _in_chunks,
     "fused": _fused,
-    "log-probs": _log_probs,
+    "log-probs, tiles": partial(_tiled, kind=_SCORES),
+    "log-probs, divergence": partial(_tiled, kind=_DISTILLS),
+    "log-probs, in place": _in_place,
 }

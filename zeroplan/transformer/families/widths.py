@@ -197,7 +197,10 @@ def quantities(
 
 def values_of(model: ModelSpec, x: Widths, ranks: int = 1) -> dict[str, Int]:
     """Return the value of every symbol of a model's sizes, on one of ``ranks`` tensor-parallel ranks."""
-    values = {**quantities(x, model.intermediate_size, model.moe, model.mla, model.linear), "V": model.vocab_size}
+    values = {
+        **quantities(x, model.intermediate_size, model.moe, model.mla, model.linear),
+        "V": model.head_rows or model.vocab_size,
+    }
     if ranks == 1:
         return values
     shares = {f"{name}/p": values[name] // ranks for name in ("T", *SPLIT)}

@@ -92,7 +92,8 @@ def _trace(whole: Row, recipe: RecipeSpec, n_ranks: Int, *, of: Callable[[Pass],
 def pass_of(whole: Row, recipe: RecipeSpec, n_ranks: Int) -> Pass:
     """What decides how a job's passes are gathered."""
     options, disk = recipe.deepspeed, on_nvme(whole, recipe.deepspeed, widths(recipe.precision).compute, n_ranks)
-    return Pass(whole, _of_gathers(options), _recomputed(whole, recipe), sharing_of(recipe, n_ranks), disk)
+    recomputed, sharing = _recomputed(whole, recipe), sharing_of(recipe, n_ranks)
+    return Pass(whole, _of_gathers(options), recomputed, sharing, disk, trains=not recipe.forward_only)
 
 
 def _recomputed(whole: Row, recipe: RecipeSpec) -> int:

@@ -1,0 +1,71 @@
+"""Distillation: a teacher beside the student, which runs forward in every step, and whose hidden states the loss reads.
+
+Source: trl 1.16, trainer/distillation_trainer.py, DistillationTrainer. DeepSpeed's stage 3 shards the teacher. Elsewhere
+accelerate prepares it for evaluation, which shards nothing: every rank has it whole.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from zeroplan.catalog.model import model as find_model
+from zeroplan.engines.precisions import widths
+from zeroplan.errors import SpecError
+from zeroplan.estimator import Estimate
+from zeroplan.ledger import Kind, Line
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.transformer.params import parameter_count
+from zeroplan.workflow.forward import held_after_forward
+from zeroplan.workflow.phases import DRY_RUN, LoopPhase
+from zeroplan.workflow.preference import training
+from zeroplan.workflow.reference import Reference, reference_of
+
+READ = "trl 1.16, trainer/distillation_trainer.py, _compute_loss"
+
+
+class Teacher(NamedTuple):
+    """A model whose distribution a student learns."""
+
+    model: Reference
+    read: tuple[Line, ...]
+    """What the loss needs of it."""
+    parameters: int
+
+
+def teacher_of(job: JobSpec, name: str | None) -> Teacher:
+    """Return the teacher of a student's job, in the same dtype. [bytes]"""
+    if name is None:
+        raise SpecError("distill needs a teacher; add --teacher-model NAME (`zeroplan models` lists them)")
+    teacher = find_model(name)
+    if teacher.vocab_size != job.model.vocab_size:
+        raise SpecError(
+            f"--teacher-model {name} has a vocabulary of {teacher.vocab_size:,}, the student one of {job.model.vocab_size:,}; "
+            "TRL compares whole distributions, so choose two with the same"
+        )
+    recipe, mesh = job.recipe, job.mesh
+    if recipe.engine != "deepspeed":
+        recipe, mesh = replace(recipe, engine="ddp", zero_stage=0), MeshSpec()
+    theirs = replace(job, model=teacher, recipe=recipe, mesh=mesh)
+    return Teacher(reference_of(theirs, "teacher", head=False), tuple(_read(theirs, job)), parameter_count(teacher))
+
+
+def _read(job: JobSpec, student: JobSpec) -> Iterator[Line]:
+    """What the loss reads of the teacher, forward and backward."""
+    width, batch, hidden = widths(job.recipe.precision).compute, job.batch, job.model.hidden_size
+    scored = batch.micro_batch_size * (batch.seq_len - job.recipe.prompt_len)
+    yield Line(Kind.TEMPORARY, width * scored * hidden, "teacher: hidden states of the tokens that count", "", READ)
+    if job.recipe.zero_stage == 3:  # gathered while tiles are made, until then in place of the gradient of the student's head
+        beyond = width * job.model.vocab_size * max(0, hidden - student.model.hidden_size)
+        yield Line(Kind.GATHER, beyond, "teacher: head, gathered, beyond the gradient of the student's", "", READ)
+
+
+def phases(answer: Estimate, teacher: Teacher, beside: tuple[Line, ...]) -> Iterator[LoopPhase]:
+    """Yield the teacher's forward and the training step, with what stays ``beside`` them. [bytes]"""
+    width, batch, hidden = widths(answer.job.recipe.precision).compute, answer.job.batch, answer.job.model.hidden_size
+    states = width * batch.micro_batch_size * batch.seq_len * hidden
+    student = Line(Kind.TEMPORARY, states, "student: hidden states, until the loss", "", READ)
+    held = (*beside, *teacher.model.resident, *held_after_forward(answer), student, *answer.workspaces)
+    forward = teacher.model.forward
+    yield LoopPhase("teacher's forward, in every step", f"teacher: {forward.moment}", (*held, *forward.lines), DRY_RUN)
+    yield training(answer, (*beside, *teacher.model.resident), teacher.read)

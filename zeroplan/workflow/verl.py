@@ -1,0 +1,112 @@
+"""verl's PPO: actor, critic, reference model and rollout engine take turns on the same GPUs. Its code was read, not run.
+
+Source: verl 0.9.1, workers/engine_workers.py, ActorRolloutRefWorker, and workers/engine/fsdp/transformer_impl.py, FSDPEngine.
+Logits of all tokens are made at once, and flash-attn's cross-entropy writes their gradient over them. The reference model is in
+host memory (``CPUOffloadPolicy``) and comes unit by unit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from zeroplan.engines.precisions import widths
+from zeroplan.errors import SpecError
+from zeroplan.estimator import Estimate, estimate
+from zeroplan.ledger import Kind, Line
+from zeroplan.spec.job import JobSpec
+from zeroplan.workflow.asked import Asked
+from zeroplan.workflow.forward import without_gradients
+from zeroplan.workflow.phases import HostUse, LoopPhase, renamed
+from zeroplan.workflow.preference import as_scorer, training
+from zeroplan.workflow.rollout import Rollout, synchronisation
+
+ENTROPY = "verl 0.9.1, utils/torch_functional.py, entropy_from_logits"
+BUCKET = "verl 0.9.1, workers/rollout/vllm_rollout/bucketed_weight_transfer.py, BucketedWeightSender"
+OFFLOADED = "verl 0.9.1, utils/fsdp_utils.py, offload_fsdp_model_to_cpu and offload_fsdp_optimizer"
+
+
+class Trained(NamedTuple):
+    """The actor or the critic, and what of it leaves the GPU while others work."""
+
+    name: str
+    answer: Estimate
+    offloaded: frozenset[Kind]
+
+    @property
+    def stays(self) -> tuple[Line, ...]:
+        """What is on the GPU between its turns. [bytes]"""
+        held = (line for line in self.answer.held if line.kind not in self.offloaded)
+        return tuple(line._replace(reason=f"{self.name}: {line.reason}") for line in held)
+
+    @property
+    def comes_back(self) -> tuple[Line, ...]:
+        """Parameters that are offloaded, and on the GPU for a forward or a checkpoint. [bytes]"""
+        return tuple(line for line in self.answer.held if line.kind is Kind.PARAMETERS and line.kind in self.offloaded)
+
+    def host(self, here: int) -> Iterator[HostUse]:
+        """Yield what it takes of the host's memory while it is offloaded. [bytes]"""
+        n_bytes = sum(int(line.n_bytes) for line in self.answer.held if line.kind in self.offloaded)
+        if n_bytes:
+            yield HostUse(f"{self.name}, offloaded", n_bytes, here, "what its rank shards", OFFLOADED)
+
+
+def trained(job: JobSpec, asked: Asked) -> tuple[Trained, ...]:
+    """Return the actor, and under ``gae`` the critic, with embedding and head in units of their own. [bytes]"""
+    if not job.recipe.engine.startswith("fsdp") or job.mesh.dp_shard == 1:
+        raise SpecError("workflow ppo models verl's FSDP workers; use --engine fsdp2 or fsdp1 on several GPUs")
+    apart = job.recipe.engine == "fsdp2" and not (job.model.positions or job.model.family == "bloom")
+    fsdp2, budget = replace(job.recipe.fsdp2, ends_apart=apart), asked.ppo_max_token_len_per_gpu
+    batch = replace(job.batch, micro_batch_size=1, seq_len=budget) if budget else job.batch
+    job = replace(job, recipe=replace(job.recipe, loss="log-probs", log_probs="in place", fsdp2=fsdp2), batch=batch)
+    gone = [Kind.PARAMETERS, Kind.GRADIENTS] if asked.param_offload else []
+    offloaded = frozenset([*gone, *([Kind.OPTIMIZER_STATE] if asked.optimizer_offload else [])])
+    actor = Trained("actor", estimate(job), offloaded)
+    if asked.adv_estimator == "grpo":
+        return (actor,)
+    critic = replace(job, model=as_scorer(job.model, 1), recipe=replace(job.recipe, loss="full"))
+    return actor, Trained("critic", estimate(critic), offloaded)
+
+
+def has_reference(job: JobSpec, asked: Asked) -> bool:
+    """Whether a reference model of its own is there: with adapters the actor without them is the reference."""
+    return bool(asked.use_kl_loss) and job.model.adapter is None
+
+
+def phases(models: tuple[Trained, ...], asked: Asked, rollout: Rollout) -> Iterator[LoopPhase]:
+    """Yield the phases in their order, without loading and saving. [bytes]"""
+    actor, *rest = models
+    job, stays = actor.answer.job, (*rollout.while_training, *actor.answer.workspaces)
+    everyone = tuple(line for one in models for line in one.stays)
+    bucket = Line(Kind.TEMPORARY, (asked.update_weights_bucket_megabytes or 2048) << 20, "bucket of weights", "", BUCKET)
+    loaded = actor.comes_back if job.recipe.engine == "fsdp1" else ()
+    yield synchronisation(actor.answer, (*everyone, *loaded, *actor.answer.workspaces, bucket), rollout)
+    yield LoopPhase("rollout", "vLLM generates", (*everyone, *actor.answer.workspaces, *rollout.awake))
+    if asked.log_prob_micro_batch_size_per_gpu:
+        job = replace(job, batch=replace(job.batch, micro_batch_size=asked.log_prob_micro_batch_size_per_gpu))
+    entropy = _entropy(job, chunked=bool(asked.entropy_from_logits_with_chunking))
+    yield _forward("old log-probabilities", actor, job, (*everyone, *stays), (entropy,))
+    if has_reference(job, asked):
+        away = replace(job.recipe, fsdp2=replace(job.recipe.fsdp2, cpu_offload=job.recipe.engine == "fsdp2"))
+        forward = without_gradients(replace(job, recipe=away))
+        yield LoopPhase("reference log-probabilities", f"reference: {forward.moment}",
+                        (*everyone, *stays, *renamed(forward.lines, "reference model")))  # fmt: skip
+    for critic in rest:
+        yield _forward("values", critic, replace(job, model=critic.answer.job.model, recipe=critic.answer.job.recipe),
+                       (*everyone, *stays), ())  # fmt: skip
+    for one in (*rest, actor):
+        others = tuple(line for other in models if other is not one for line in other.stays)
+        step = training(one.answer, (*others, *rollout.while_training))
+        yield step._replace(name=f"update of the {one.name}", compared_with="")
+
+
+def _forward(name: str, one: Trained, job: JobSpec, held: tuple[Line, ...], at_head: tuple[Line, ...]) -> LoopPhase:
+    """A forward of a model that is trained, whose parameters come back for it."""
+    forward = without_gradients(job, at_head=at_head)
+    return LoopPhase(name, f"{one.name}: {forward.moment}", (*held, *one.comes_back, *renamed(forward.lines, one.name)))
+
+
+def _entropy(job: JobSpec, *, chunked: bool) -> Line:
+    """Softmax of the logits and its product with them; in chunks of 2,048 tokens these and the chunk's logits, in fp32."""
+    tokens = job.batch.micro_batch_size * job.batch.seq_len
+    n_bytes = 12 * min(tokens, 2048) if chunked else 2 * widths(job.recipe.precision).compute * tokens
+    return Line(Kind.LOGITS, n_bytes * job.model.vocab_size, "entropy: softmax and products", "", ENTROPY)
