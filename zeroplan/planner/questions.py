@@ -62,7 +62,7 @@ def fewest_gpus(
     fewer = away.base.mesh.world_size
     if fewer == alone.base.mesh.world_size:
         return alone, (tried,)
-    host = GIBIBYTES.size(away.best.estimate.host_bytes_per_node)
+    host = GIBIBYTES.size(away.best.estimate.host_bytes_per_node or 0)
     return alone, (tried, f"with offload to host memory it fits on {fewer:,}, with {host} of a node: --offload-optimizer cpu")
 
 
