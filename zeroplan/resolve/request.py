@@ -170,7 +170,9 @@ class Request(Spec):
         control=Control("Precision", OF_RECIPE, "bf16-mixed"),
     )})
     optimizer: Optimizer | None = field(default=None, metadata={"option": Option(
-        "adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, lion, muon or adamw-8bit. (default: adamw)", RECIPE, "NAME",
+        "adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, lion or muon; bitsandbytes' adamw-8bit, lion-8bit, "
+        "lion-32bit and, with paged- before them, also adamw-32bit; torchao-adamw-8bit, -4bit, -fp8 or torchao-adamw; "
+        "schedule-free-adamw, adam-mini or apollo. (default: adamw)", RECIPE, "NAME",
         "recipe.optimizer", control=Control("Optimizer", OF_RECIPE, "adamw"),
     )})
     optimizer_impl: OptimizerImpl | None = field(default=None, metadata={"option": Option(

@@ -14,7 +14,11 @@ Engine = Literal["paper", "ddp", "fsdp1", "fsdp2", "deepspeed", "megatron"]
 ON_PAPER: tuple[Engine, ...] = ("paper", "megatron")
 Stage = Literal[0, 1, 2, 3]
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp32"]
-Optimizer = Literal["adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "adamw-8bit"]
+Optimizer = Literal[
+    "adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "adamw-8bit", "paged-adamw-8bit",
+    "paged-adamw-32bit", "lion-32bit", "lion-8bit", "paged-lion-32bit", "paged-lion-8bit", "torchao-adamw-8bit",
+    "torchao-adamw-4bit", "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "adam-mini", "apollo",
+]  # fmt: skip
 #: Both forms of Adam, which step alike.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
 OptimizerImpl = Literal["foreach", "fused", "forloop"]

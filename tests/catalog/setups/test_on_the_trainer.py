@@ -206,7 +206,7 @@ def test_trls_yaml_is_trainers_keys(read: Callable[..., Resolved]):
         (AXOLOTL | {"adapter": "llama-adapter"}, "adapter='llama-adapter' changes memory"),
         (without(AXOLOTL, "lora_r"), "lora_r is left out; give a rank"),
         (AXOLOTL | {"optimizer": "muon"}, "optimizer='muon' changes memory"),
-        (AXOLOTL | {"optimizer": "paged_adamw_8bit"}, "optimizer is paged_adamw_8bit.*say --optimizer adamw-8bit"),
+        (AXOLOTL | {"optimizer": "paged_adamw_8bit", "fsdp": ["full_shard"]}, "paged_adamw_8bit.*say --optimizer adamw-8bit"),
         (AXOLOTL | {"micro_batch_size": "two"}, "micro_batch_size='two' is not a whole number"),
         (AXOLOTL | {"gradient_checkpointing": "offload"}, "gradient_checkpointing='offload' changes memory"),
         (without(AXOLOTL, "flash_attention"), "sample_packing=True changes memory"),
