@@ -36,6 +36,7 @@ from zeroplan.spec.recipe import (
     DdpOptions,
     DeepSpeedOptions,
     Engine,
+    Float8Recipe,
     Fsdp1Options,
     Fsdp2Options,
     Kernels,
@@ -244,6 +245,10 @@ class Request(Spec):
         " cross-entropy (writes the gradient over the logits), rms-norm, rope, lora (attention's projections with QLoRA)."
         " (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",
+    )})
+    float8_recipe: Float8Recipe | None = field(default=None, metadata={"option": Option(
+        "torchao's float8 for the linear layers of the blocks: tensorwise or rowwise. The head stays in bf16. (default: none)",
+        RECIPE, "NAME", "recipe.float8_recipe",
     )})
     kernels: StepKernels | None = field(default=None, metadata={"option": Option(
         "How norms, rotary positions, gated products and the loss run, for the time of a step alone: eager (operator by "

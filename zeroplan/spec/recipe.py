@@ -21,6 +21,7 @@ Optimizer = Literal[
 ]  # fmt: skip
 #: Both forms of Adam, which step alike.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
+Float8Recipe = Literal["tensorwise", "rowwise"]
 OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
@@ -388,6 +389,8 @@ class RecipeSpec(Spec):
     fused_kernels: str | None = None
     """Operators that Unsloth's Triton kernels replace, as fms-acceleration installs them, separated by commas: ``cross-entropy``
     writes the gradient over the logits, ``rms-norm``, ``rope``, and ``lora``, the attention projections of QLoRA."""
+    float8_recipe: Float8Recipe | None = None
+    """torchao's float8 for all linear layers of the blocks, and how it scales: one number per tensor, or per row."""
     transformers: str | None = None
     """The release of transformers whose modules train, as ``4.48`` (:mod:`zeroplan.spec.releases`); ``None``: 5.23."""
     kernels: Kernels = "cuda"
