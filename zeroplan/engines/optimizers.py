@@ -358,7 +358,7 @@ def _published_lines(
     for held in one.paged if paged else one.states:
         units: Int = 0
         for tensor in tensors:
-            units = units + tensor.repeat * held.count(tensor)
+            units = units + tensor.repeat * held.units(tensor)
         width = held.width or held.alike * element_bytes
         named = symbol if held.symbol == "U" else held.symbol
         lines.append(Line(Kind.OPTIMIZER_STATE, width * units, held.what, times(width, named), one.source))

@@ -21,7 +21,7 @@ class Held(NamedTuple):
 
     what: str
     symbol: str
-    count: Counting
+    units: Counting
     width: int = 0
     """Bytes of a unit, all that are alike together. 0: as wide as the tensor's elements, times ``alike``."""
     alike: int = 1
@@ -106,10 +106,10 @@ def _bitsandbytes(states: tuple[str, ...], bits: int, *, paged: bool = False) ->
         words = f"{named} in 8 bits: {' + '.join(['1'] * copies)}, and {' + '.join(['4'] * copies)} per block of 256"
     in_pages: tuple[Held, ...] = ()
     if paged:
-        in_pages = tuple(one._replace(count=_in_pages(one.count, inside=True), symbol="U_p") for one in main)
+        in_pages = tuple(one._replace(units=_in_pages(one.units, inside=True), symbol="U_p") for one in main)
         below = "of tensors below 100,000 elements"
         main = tuple(
-            one._replace(what=f"{one.what}, {below}", count=_in_pages(one.count, inside=False), symbol="U_l") for one in main
+            one._replace(what=f"{one.what}, {below}", units=_in_pages(one.units, inside=False), symbol="U_l") for one in main
         )
     return Published(
         (*main, *beside), source, words, tables=_BNB_MAP_BYTES * copies if bits == 8 else 0, paged=in_pages,
@@ -212,7 +212,7 @@ def _of_apollo(tensor: "LocalTensor", before: Int, width: int) -> Int:
     if not _matrix(tensor):
         return width * maximum(2 * before + tensor.numel, before + 2 * tensor.numel)
     scaled = width * maximum(before + tensor.numel, 2 * tensor.numel) + 3 * width * _projected(tensor)
-    copied = 0 if width == 4 else 4 * tensor.numel + width * _projector(tensor)
+    copied: Int = 0 if width == 4 else 4 * tensor.numel + width * _projector(tensor)
     return maximum(scaled, width * (before + 2 * _projected(tensor)) + copied + 2 * 4 * _projector(tensor))
 
 
