@@ -18,6 +18,7 @@ from tests.profiles import by_hand
 from zeroplan import BatchSpec, ClusterSpec, DdpOptions, Fsdp2Options, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec
 from zeroplan.catalog.gpu import gpu, gpu_names
 from zeroplan.engines.optimizers import IMPLEMENTATIONS, RAISES_ON_DTENSORS
+from zeroplan.engines.published_optimizers import PUBLISHED
 from zeroplan.errors import SpecError
 from zeroplan.spec import megatron, releases
 from zeroplan.spec.adapter import ADAPTED_FAMILIES, ATTENTION, GROUPS, AdapterSpec
@@ -48,7 +49,8 @@ T = TypeVar("T")
 ENGINES = tuple(ENGINE_STAGES)
 #: Families with one head of keys and values per head, and biases that their class has fixed.
 _PLAIN_HEADS = ("gpt2", "gpt_neox", "opt", "bloom")
-_DEEPSPEED_OPTIMIZERS = tuple(sorted(set(IMPLEMENTATIONS) - {"muon"}))
+_OPTIMIZERS = tuple(sorted(name for name in IMPLEMENTATIONS if name not in PUBLISHED or name == "adamw-8bit"))
+_DEEPSPEED_OPTIMIZERS = tuple(name for name in _OPTIMIZERS if name != "muon")
 _SPLIT_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
 #: The shape of a model of which nothing but a number of parameters is known.
 PLACED_ELSEWHERE = ("llama",)
@@ -272,7 +274,7 @@ def _megatron_options(draw: Random, attention: str) -> MegatronOptions:
 def _optimizer(draw: Random, engine: str, manner: str) -> dict[str, Any]:
     if engine == "megatron":
         return {"optimizer": draw.choice(ADAM), "optimizer_impl": draw.choice((None, "fused"))}
-    offered = _DEEPSPEED_OPTIMIZERS if engine == "deepspeed" else tuple(sorted(IMPLEMENTATIONS))
+    offered = _DEEPSPEED_OPTIMIZERS if engine == "deepspeed" else _OPTIMIZERS
     if engine == "fsdp2":
         offered = tuple(name for name in offered if (name, IMPLEMENTATIONS[name][0]) not in RAISES_ON_DTENSORS)
     optimizer = draw.choice(("adamw", draw.choice(_SPLIT_OPTIMIZERS if "tp" in manner.split() else offered)))

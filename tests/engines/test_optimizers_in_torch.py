@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 from zeroplan.engines.optimizers import IMPLEMENTATIONS, LocalTensor, state_lines, step_temporary_lines
+from zeroplan.engines.published_optimizers import PUBLISHED
 from zeroplan.ledger import total_bytes
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl
 
@@ -39,7 +40,7 @@ SHAPES: dict[str, Tensors] = {
     "blocks only": (LocalTensor((48, 96), 4), LocalTensor((96, 40), 4), LocalTensor((64, 64), 4)),
     "expert stack": (LocalTensor((64,)), LocalTensor((4, 16, 24)), LocalTensor((4, 24, 8))),
 }
-CASES = [(optimizer, impl) for optimizer, impls in IMPLEMENTATIONS.items() for impl in impls if optimizer != "adamw-8bit"]
+CASES = [(optimizer, impl) for optimizer, impls in IMPLEMENTATIONS.items() for impl in impls if optimizer not in PUBLISHED]
 
 # Single numbers that torch makes beside the temporaries: the wrapped step count (8), a norm (4).
 SCALARS = 12

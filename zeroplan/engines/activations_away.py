@@ -54,10 +54,10 @@ def away(recompute: Recompute, blocks: Iterable[tuple[str, BlockPass, int]]) -> 
 
 
 def with_activations_away(answer: Account, recompute: Recompute, blocks: Iterable[tuple[str, BlockPass, int]]) -> Account:
-    """The account of an engine that has nothing else in host memory."""
+    """The account of an engine that moves nothing else to host memory itself."""
     there = away(recompute, blocks)
     return answer._replace(
-        host=(*there.lines, beyond(there.beyond_bytes)),
+        host=(*answer.host, *there.lines, beyond(there.beyond_bytes)),
         symbols=(*answer.symbols, *there.symbols, beyond_symbol(there.beyond_bytes)),
         notes=(*answer.notes, note(recompute)),
     )

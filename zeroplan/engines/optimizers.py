@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.formulas import times
+from zeroplan.engines.published_optimizers import PUBLISHED, Published
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, ceil_div, maximum, minimum, where
+from zeroplan.numeric import Int, maximum, minimum, where
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
 from zeroplan.transformer.parameters import Layout
 
@@ -63,8 +64,11 @@ IMPLEMENTATIONS: dict[Optimizer, tuple[OptimizerImpl, ...]] = {
     "adafactor": ("forloop", "foreach"),
     "lion": ("forloop",),
     "muon": ("forloop",),
-    "adamw-8bit": ("fused",),
-}
+    "adamw-8bit": ("fused",), "paged-adamw-8bit": ("fused",), "paged-adamw-32bit": ("fused",), "lion-32bit": ("fused",),
+    "lion-8bit": ("fused",), "paged-lion-32bit": ("fused",), "paged-lion-8bit": ("fused",), "torchao-adamw-8bit": ("forloop",),
+    "torchao-adamw-4bit": ("forloop",), "torchao-adamw-fp8": ("forloop",), "torchao-adamw": ("forloop",),
+    "schedule-free-adamw": ("foreach", "forloop"), "adam-mini": ("forloop",), "apollo": ("forloop",),
+}  # fmt: skip
 
 #: States with one element per parameter, in the parameter's dtype, by the field's names.
 _ELEMENTWISE_STATES: dict[Optimizer, tuple[str, ...]] = {
@@ -86,6 +90,7 @@ _FOREACH_COPIES: dict[Optimizer, tuple[int, str]] = {
     "adagrad": (2, "foreach step: denominators and scaled gradients of all updates at once"),
     "rmsprop": (1, "foreach step: denominators of all updates at once"),
     "adafactor": (1, "foreach step: variance estimates of all updates at once"),
+    "schedule-free-adamw": (1, "foreach step: denominators of all updates at once"),
 }
 
 #: Copies in a for-loop step: of the tensor before, whose last temporary is still named, and of the tensor in turn.
@@ -97,26 +102,29 @@ _FORLOOP_COPIES: dict[Optimizer, tuple[int, int]] = {
     "adagrad": (1, 1),
     "rmsprop": (1, 1),
     "lion": (1, 3),
+    "schedule-free-adamw": (1, 1),
 }
 
 #: Optimizers whose fused kernel keeps its step counters on the GPU.
 _STEP_ON_GPU: tuple[Optimizer, ...] = ("adamw", "adam", "adagrad")
 
-_BNB_BLOCK = 256  # bitsandbytes 0.50, Optimizer2State.init_state: blockwise, one fp32 absmax per 256 elements
-_BNB_SMALLEST = 4096  # bitsandbytes 0.50, Optimizer8bit: min_8bit_size
-_BNB_MAPS_BYTES = 2 * 256 * 4  # bitsandbytes 0.50, functional.create_dynamic_map: 256 fp32 values, signed and unsigned
-
 _SOURCE = "torch 2.13, torch/optim"
-_BNB_SOURCE = "bitsandbytes 0.50, optim/optimizer.py, Optimizer2State.init_state"
 
 
 #: What the formulas of this module count, where the caller names no symbol of his own: a line is a width times one of these.
 _COUNTS: dict[str, str] = {
     "U": "elements of the tensors that this rank updates",
     "U_n": "tensors that this rank updates",
-    "U_q": "elements of the tensors whose states are kept in 8 bits",
-    "U_s": "elements of the tensors too small for that",
-    "U_256": "blocks of 256 elements in the tensors whose states are kept in 8 bits",
+    "U_q": "elements of the tensors whose states are quantised",
+    "U_s": "elements of the tensors whose states are not, being too small or no whole number of blocks",
+    "U_256": "blocks of 256 elements in the tensors whose states are quantised",
+    "U_128": "blocks of 128 elements in the tensors whose states are quantised",
+    "U_k": "tensors whose states are quantised",
+    "U_l": "elements of the tensors too small for managed memory, and quantised if any states are",
+    "U_p": "elements of the tensors whose states are in managed memory",
+    "U_w": "rows of the matrices and elements of the vectors that this rank updates",
+    "U_r": "elements of one projected moment of all matrices",
+    "U_j": "elements of the projections of all matrices",
     "U_f": "rows and columns of the matrices that this rank updates",
     "U_v": "elements of the vectors that this rank updates",
     "U_m": "elements of the matrices that Muon updates",
@@ -167,6 +175,7 @@ _BNB = "bitsandbytes gives its kernel DTensors and plain tensors together, which
 RAISES_ON_DTENSORS: dict[tuple[Optimizer, OptimizerImpl], str] = {
     ("sgd", "fused"): _FUSED, ("sgd-momentum", "fused"): _FUSED, ("adagrad", "fused"): _FUSED,
     ("adafactor", "forloop"): _NORM, ("adafactor", "foreach"): _NORM, ("adamw-8bit", "fused"): _BNB,
+    ("lion-8bit", "fused"): _BNB, ("lion-32bit", "fused"): _FUSED,
 }  # fmt: skip
 
 
@@ -200,10 +209,36 @@ def implementation_of(recipe: RecipeSpec) -> OptimizerImpl:
         from zeroplan.engines.deepspeed import optimizer_impl  # noqa: PLC0415  keeps start-up fast
 
         return optimizer_impl(recipe)
+    check_engine(recipe)
     impl = implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.offloads_states)
     if recipe.engine == "fsdp2":
         check_on_dtensors(recipe.optimizer, impl)
     return impl
+
+
+def check_engine(recipe: RecipeSpec) -> None:
+    """Raise SpecError where an optimizer of another package is not modelled under the recipe's engine.
+
+    >>> check_engine(RecipeSpec(engine="deepspeed", optimizer="apollo"))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    zeroplan.errors.SpecError: optimizer 'apollo' with engine 'deepspeed' is not modelled; use engine 'ddp' or optimizer 'adamw'
+    """
+    one = PUBLISHED.get(recipe.optimizer)
+    if one is None or recipe.optimizer == "adamw-8bit":
+        return
+    if recipe.engine not in one.engines:
+        engines = " or ".join(repr(engine) for engine in one.engines if engine != "paper")
+        unpaged = recipe.optimizer.removeprefix("paged-")
+        other = unpaged if unpaged in PUBLISHED and one.paged and recipe.engine != "fsdp2" else "adamw"
+        raise SpecError(
+            f"optimizer {recipe.optimizer!r} with engine {recipe.engine!r} is not modelled; use engine {engines} or optimizer "
+            f"{other!r}"
+        )
+    if recipe.engine == "ddp" and recipe.zero_stage == 1:
+        raise SpecError(f"optimizer {recipe.optimizer!r} inside ZeroRedundancyOptimizer is not modelled; use stage 0")
+    if recipe.offloads_states:
+        raise SpecError(f"optimizer {recipe.optimizer!r} in host memory is not modelled; use optimizer 'adamw'")
 
 
 def bytes_per_parameter(optimizer: Optimizer, element_bytes: int) -> str:
@@ -212,9 +247,9 @@ def bytes_per_parameter(optimizer: Optimizer, element_bytes: int) -> str:
     >>> bytes_per_parameter("adamw", 4)
     'momentum and variance in fp32: 4 + 4'
     """
-    if optimizer == "adamw-8bit":
-        return "momentum and variance in 8 bits: 1 + 1, and 4 + 4 per block of 256"
     dtype = "fp32" if element_bytes == 4 else "16 bits"
+    if optimizer in PUBLISHED:
+        return PUBLISHED[optimizer].words.format(dtype=dtype, w=element_bytes)
     if optimizer == "adafactor":
         return f"row and column variance in {dtype}: {element_bytes} per row and per column of a matrix"
     if optimizer == "muon":
@@ -243,8 +278,8 @@ def state_lines(
     >>> [line.n_bytes for line in state_lines("adamw", "foreach", (LocalTensor((64, 32)),), 4)]
     [8192, 8192]
     """
-    if optimizer == "adamw-8bit":
-        return _eight_bit_lines(tensors)
+    if optimizer in PUBLISHED:
+        return _published_lines(PUBLISHED[optimizer], tensors, element_bytes, symbol)
     if optimizer == "adafactor":
         return _adafactor_lines(tensors, element_bytes)
     if optimizer == "muon":
@@ -273,18 +308,19 @@ def step_temporary_lines(
     """
     if impl == "fused":
         return ()
-    if optimizer == "muon":
-        return (_muon_temporary(tensors, element_bytes),)
     if impl == "foreach":
         return _foreach_temporary(optimizer, tensors, element_bytes, symbol)
-    if optimizer == "adafactor":
-        return (_adafactor_temporary(tensors, element_bytes),)
+    if optimizer in ("muon", "adafactor"):
+        return ((_muon_temporary if optimizer == "muon" else _adafactor_temporary)(tensors, element_bytes),)
+    if optimizer in PUBLISHED and optimizer not in _FORLOOP_COPIES:
+        return _published_temporary(optimizer, tensors, element_bytes)
     before, current = _FORLOOP_COPIES[optimizer]
     if not current:
         return ()
     n_bytes = element_bytes * _largest_in_turn(tensors, before=before, current=current)
     formula = times(element_bytes, "U_t")
-    return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes, "for-loop step: temporaries of two tensors in turn", formula, _SOURCE),)
+    source = PUBLISHED[optimizer].source if optimizer in PUBLISHED else _SOURCE
+    return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes, "for-loop step: temporaries of two tensors in turn", formula, source),)
 
 
 def total_elements(tensors: Sequence[LocalTensor]) -> Int:
@@ -315,24 +351,31 @@ def step_counters(optimizer: Optimizer, impl: OptimizerImpl, count: Int) -> tupl
     return (Line(Kind.OPTIMIZER_STATE, 4 * count, reason, "4·U_n", _SOURCE),)
 
 
-def _eight_bit_lines(tensors: Sequence[LocalTensor]) -> tuple[Line, ...]:
-    states: Int = 0
-    scales: Int = 0
-    small: Int = 0
-    for tensor in tensors:
-        numel = tensor.numel
-        quantized = numel >= _BNB_SMALLEST
-        states = states + tensor.repeat * where(quantized, 2 * numel, 0)
-        scales = scales + tensor.repeat * where(quantized, 8 * ceil_div(numel, _BNB_BLOCK), 0)
-        small = small + tensor.repeat * where(quantized, 0, 8 * numel)
-    return (
-        Line(Kind.OPTIMIZER_STATE, states, "momentum and variance, 8 bits each", "2·U_q", _BNB_SOURCE),
-        Line(Kind.OPTIMIZER_STATE, scales, "fp32 scale per block of 256, for momentum and variance", "8·U_256", _BNB_SOURCE),
-        Line(
-            Kind.OPTIMIZER_STATE, small, "momentum and variance in fp32 for tensors below 4096 elements", "8·U_s", _BNB_SOURCE
-        ),
-        Line(Kind.OPTIMIZER_STATE, where(states > 0, _BNB_MAPS_BYTES, 0), "quantization maps", "2048·min(1, U_q)", _BNB_SOURCE),
-    )
+def _published_lines(
+    one: Published, tensors: Sequence[LocalTensor], element_bytes: int, symbol: str, *, paged: bool = False
+) -> tuple[Line, ...]:
+    lines: list[Line] = []
+    for held in one.paged if paged else one.states:
+        units: Int = 0
+        for tensor in tensors:
+            units = units + tensor.repeat * held.units(tensor)
+        width = held.width or held.alike * element_bytes
+        named = symbol if held.symbol == "U" else held.symbol
+        lines.append(Line(Kind.OPTIMIZER_STATE, width * units, held.what, times(width, named), one.source))
+    if one.tables and not paged:
+        scales, counted_as = lines[1].n_bytes, "U_256" if one.paged else "U_q"
+        there = where(scales > 0, one.tables, 0)
+        lines.append(Line(Kind.OPTIMIZER_STATE, there, "quantization maps", f"{one.tables}·min(1, {counted_as})", one.source))
+    return tuple(lines)
+
+
+def managed_lines(optimizer: Optimizer, tensors: Sequence[LocalTensor]) -> tuple[Line, ...]:
+    """Return the states that are in managed memory, which CUDA moves between host and GPU. [bytes]
+
+    >>> [line.n_bytes for line in managed_lines("paged-adamw-32bit", (LocalTensor((1000, 200)), LocalTensor((200,))))]
+    [1600000]
+    """
+    return _published_lines(PUBLISHED[optimizer], tensors, 0, "U_p", paged=True) if optimizer in PUBLISHED else ()
 
 
 def _rows_and_columns(shape: tuple[Int, ...]) -> tuple[Int, Int]:
@@ -404,7 +447,20 @@ def _foreach_temporary(
         return ()
     formula = times(copies * element_bytes, symbol)
     n_bytes = copies * element_bytes * total_elements(tensors)
-    return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes, reason, formula, _SOURCE),)
+    source = PUBLISHED[optimizer].source if optimizer in PUBLISHED else _SOURCE
+    return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes, reason, formula, source),)
+
+
+def _published_temporary(optimizer: Optimizer, tensors: Sequence[LocalTensor], element_bytes: int) -> tuple[Line, ...]:
+    one, largest = PUBLISHED[optimizer], 0 * total_elements(tensors)
+    if one.scratch is None:
+        return ()
+    matrices = [tensor for tensor in tensors if updated_by_muon(tensor)]
+    others = [tensor for tensor in tensors if not updated_by_muon(tensor)]
+    for group in (others, matrices) if optimizer == "apollo" else (tensors,):  # transformers gives APOLLO two groups
+        for before, tensor in _in_turn(group):
+            largest = maximum(largest, one.scratch(tensor, before, element_bytes))
+    return (Line(Kind.OPTIMIZER_TEMPORARY, largest, "step of one tensor in turn", "1·U_z", one.scratch_source),)
 
 
 def _in_turn(tensors: Sequence[LocalTensor]) -> list[tuple[Int, LocalTensor]]:

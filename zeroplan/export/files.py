@@ -113,6 +113,7 @@ _MISSING_FROM_OTHERS: tuple[Missing, ...] = (
     (lambda recipe: recipe.engine == "deepspeed" and recipe.recompute == "selective",
      "no switch of transformers recomputes selectively; the training script would have to"),
     (lambda recipe: recipe.engine == "fsdp2" and recipe.optimizer != "adamw", "the script is written for adamw"),
+    (lambda recipe: recipe.float8_recipe is not None, "the script is written without float8"),
 )  # fmt: skip
 
 

@@ -274,9 +274,11 @@ def _optim_name(words: _Words) -> str:
     recipe = words.after.recipe
     names = {
         "adamw-8bit": "adamw_bnb_8bit",
+        "torchao-adamw-8bit": "adamw_torch_8bit",
+        "torchao-adamw-4bit": "adamw_torch_4bit",
         "adamw": "adamw_torch_fused" if recipe.optimizer_impl == "fused" else "adamw_torch",
     }
-    return names.get(recipe.optimizer, recipe.optimizer)
+    return names.get(recipe.optimizer, recipe.optimizer.replace("-", "_"))
 
 
 def _optim(words: _Words, _: _Value) -> list[str]:

@@ -36,6 +36,7 @@ from zeroplan.spec.recipe import (
     DdpOptions,
     DeepSpeedOptions,
     Engine,
+    Float8Recipe,
     Fsdp1Options,
     Fsdp2Options,
     Kernels,
@@ -170,7 +171,9 @@ class Request(Spec):
         control=Control("Precision", OF_RECIPE, "bf16-mixed"),
     )})
     optimizer: Optimizer | None = field(default=None, metadata={"option": Option(
-        "adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, lion, muon or adamw-8bit. (default: adamw)", RECIPE, "NAME",
+        "adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, lion or muon; bitsandbytes' adamw-8bit, lion-8bit, "
+        "lion-32bit and, with paged- before them, also adamw-32bit; torchao-adamw-8bit, -4bit, -fp8 or torchao-adamw; "
+        "schedule-free-adamw, adam-mini or apollo. (default: adamw)", RECIPE, "NAME",
         "recipe.optimizer", control=Control("Optimizer", OF_RECIPE, "adamw"),
     )})
     optimizer_impl: OptimizerImpl | None = field(default=None, metadata={"option": Option(
@@ -243,6 +246,10 @@ class Request(Spec):
         " cross-entropy (writes the gradient over the logits), rms-norm, rope, lora (attention's projections with QLoRA)."
         " (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",
+    )})
+    float8_recipe: Float8Recipe | None = field(default=None, metadata={"option": Option(
+        "torchao's float8 for the linear layers of the blocks: tensorwise or rowwise. The head stays in bf16. (default: none)",
+        RECIPE, "NAME", "recipe.float8_recipe",
     )})
     kernels: StepKernels | None = field(default=None, metadata={"option": Option(
         "How norms, rotary positions, gated products and the loss run, for the time of a step alone: eager (operator by "

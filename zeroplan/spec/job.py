@@ -8,6 +8,7 @@ from zeroplan.spec.adapter import ATTENTION, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS
+from zeroplan.spec.float8 import check_float8
 from zeroplan.spec.fsdp1 import check_fsdp1
 from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.megatron import check_megatron
@@ -135,6 +136,7 @@ class JobSpec(Spec):
         check_torchtitan(self.model, self.recipe, self.mesh)
         check_release(self.model, self.recipe, self.mesh)
         check_fsdp1(self.model, self.recipe, self.mesh)
+        check_float8(self.model, self.recipe, self.mesh, self.cluster.gpu)
         self._check_ends_apart()
         if self.model.adapter is not None:
             self._check_adapter(self.model.adapter)

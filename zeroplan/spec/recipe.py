@@ -15,9 +15,14 @@ Engine = Literal["paper", "ddp", "fsdp1", "fsdp2", "deepspeed", "megatron"]
 ON_PAPER: tuple[Engine, ...] = ("paper", "megatron")
 Stage = Literal[0, 1, 2, 3]
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp32"]
-Optimizer = Literal["adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "adamw-8bit"]
+Optimizer = Literal[
+    "adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "adamw-8bit", "paged-adamw-8bit",
+    "paged-adamw-32bit", "lion-32bit", "lion-8bit", "paged-lion-32bit", "paged-lion-8bit", "torchao-adamw-8bit",
+    "torchao-adamw-4bit", "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "adam-mini", "apollo",
+]  # fmt: skip
 #: Both forms of Adam, which step alike.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
+Float8Recipe = Literal["tensorwise", "rowwise"]
 OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
@@ -399,6 +404,8 @@ class RecipeSpec(Spec):
     fused_kernels: str | None = None
     """Operators that Unsloth's Triton kernels replace, as fms-acceleration installs them, separated by commas: ``cross-entropy``
     writes the gradient over the logits, ``rms-norm``, ``rope``, and ``lora``, the attention projections of QLoRA."""
+    float8_recipe: Float8Recipe | None = None
+    """torchao's float8 for all linear layers of the blocks, and how it scales: one number per tensor, or per row."""
     transformers: str | None = None
     """The release of transformers whose modules train, as ``4.48`` (:mod:`zeroplan.spec.releases`); ``None``: 5.23."""
     kernels: Kernels = "cuda"

@@ -58,7 +58,8 @@ def running_of(recipe: RecipeSpec, architecture: str) -> Running:
     and is FlashAttention 2 otherwise (aten/src/ATen/native/transformers/cuda/flash_attn).
     """
     if recipe.engine != "megatron":
-        return Running(recipe.step_kernels or "eager", 3 if architecture == "Hopper" and recipe.attention != "flash" else 2)
+        flash = 3 if architecture == "Hopper" and recipe.attention != "flash" else 2
+        return Running(recipe.step_kernels or "eager", flash, None if recipe.float8_recipe is None else "fp8")
     return Running(recipe.step_kernels or "fused", 2 if architecture in ("Ampere", "Volta", "Turing", "Ada Lovelace") else 3)
 
 

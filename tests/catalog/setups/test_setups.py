@@ -177,6 +177,17 @@ def test_the_trainers_scripts_name_model_length_and_adapters(read: Callable[...,
     assert read(TRAINER | {"model_name_or_path": "mine"}, model=None).job.model.hidden_size == 64
 
 
+@pytest.mark.parametrize("table", ["[quantize.linear.float8]", "[float8]"])
+def test_torchtitans_float8(read: Callable[..., Resolved], table: str):
+    text = TITAN.replace("[model]\n", '[model]\nconverters = ["float8"]\n') + f'{table}\nrecipe_name = "rowwise"\n'
+
+    assert read(text, model=None, gpus=16).job.recipe.float8_recipe == "rowwise"
+    plain = read(text.replace('"rowwise"', '"tensorwise"\nenable_fsdp_float8_all_gather = true'), model=None, gpus=16)
+    assert any("enable_fsdp_float8_all_gather is not modelled" in note for note in plain.notes)
+    with pytest.raises(SpecError, match=r"recipe_name='rowwise_with_gw_hp' changes memory.*; use tensorwise or rowwise"):
+        read(text.replace('"rowwise"', '"rowwise_with_gw_hp"'), model=None, gpus=16)
+
+
 def test_torchtitans_toml(read: Callable[..., Resolved]):
     job = read(TITAN, model=None, gpus=16).job
     assert (job.model.name, job.batch.seq_len, job.batch.micro_batch_size) == ("llama-3.1-8b", 8192, 2)

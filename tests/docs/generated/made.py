@@ -23,6 +23,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "legend": blocks.legend_of_the_model,
     "optimizers": steps.optimizers,
     "optimizer-symbols": steps.optimizer_symbols,
+    "less-precision": steps.less_precision,
     "workspaces": steps.workspaces,
     "outside-the-allocator": steps.outside_the_allocator,
     "device-figures": steps.device_figures,

@@ -53,6 +53,39 @@ def optimizer_symbols() -> str:
     return table(("symbol", "what"), [(code(name), meaning) for name, meaning in found.items()])
 
 
+#: What is said on the page on lower precision, and with which engine: options of a job beside the example's.
+_LESS: tuple[dict[str, str], ...] = (
+    {},
+    {"optimizer": "torchao-adamw-8bit"},
+    {"optimizer": "torchao-adamw-4bit"},
+    {"optimizer": "torchao-adamw", "precision": "bf16"},
+    {"float8_recipe": "rowwise"},
+)
+_LESS_ON_ONE: tuple[dict[str, str], ...] = (
+    {},
+    {"optimizer": "adamw-8bit"},
+    {"optimizer": "paged-adamw-8bit"},
+    {"optimizer": "lion-8bit"},
+    {"optimizer": "apollo"},
+)
+
+
+def less_precision() -> str:
+    """What lower precision saves: the example under FSDP2 with recomputation, and Llama 3.2 1B on one GPU."""
+    rows = []
+    for where, options, common in (
+        ("8B on 8 GPUs, FSDP2", _LESS, {"engine": "fsdp2", "stage": 3}),
+        ("1B on one GPU", _LESS_ON_ONE, {"model": "llama-3.2-1b", "gpus": 1, "engine": "ddp", "stage": 0}),
+    ):
+        for said in options:
+            answer = example(**{**common, "recompute": "full", **said})
+            state = sum(int(line.n_bytes) for line in answer.states if line.kind is Kind.OPTIMIZER_STATE)
+            flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in said.items()) or "(fp32 AdamW)"
+            host = sum(int(line.n_bytes) for line in answer.host)
+            rows.append((where, code(flags), gigabytes(state), gigabytes(host), gigabytes(answer.peak_bytes)))
+    return table(("job", "flags", "optimizer state, GB:", "host memory, GB:", "peak, GB:"), once(rows))
+
+
 def workspaces() -> str:
     """What libraries keep on a GPU, by its generation."""
     sources, rows = Sources(), []

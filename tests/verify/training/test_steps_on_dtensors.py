@@ -49,10 +49,19 @@ def test_what_raises_is_refused_and_nothing_else(optimizer: Optimizer, impl: Opt
         step(lambda parameters: cls(parameters, **arguments, **how))
 
 
-def test_adamw_of_bitsandbytes_raises():
+@pytest.mark.parametrize(("name", "bits"), [("AdamW", 8), ("Lion", 8), ("Lion", 32)])
+def test_what_bitsandbytes_has_raises(name: str, bits: int):
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
-        step(lambda parameters: bitsandbytes.optim.AdamW8bit(parameters, lr=1e-3, min_8bit_size=16))
+    said = r"mixed torch.Tensor and DTensor" if bits == 8 else "does not have a sharding strategy"
+    with pytest.raises((RuntimeError, NotImplementedError), match=said):
+        step(lambda parameters: getattr(bitsandbytes.optim, name)(parameters, optim_bits=bits, min_8bit_size=16))
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW"])
+def test_what_torchao_has_does_not(name: str, monkeypatch: pytest.MonkeyPatch):
+    torchao = pytest.importorskip("torchao.optim")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    step(getattr(torchao, name))
 
 
 @pytest.mark.parametrize(("optimizer", "impl"), sorted(RAISES_ON_DTENSORS))

@@ -100,10 +100,10 @@ def _is_llama_of_0_2(reading: _Reading) -> bool:
 
 def _refuse(reading: _Reading) -> None:
     """What changes memory and has no words in a job."""
-    whole, model = reading.table, reading.tables["model"]
+    whole = reading.table
     if reading.tables["compile"].switch("enable"):
         raise reading.tables["compile"].refused("enable", "torch.compile is not modelled; use false")
-    model.refuse({"converters": ()})
+    _float8(reading)
     reading.tables["optimizer"].refuse({"early_step_in_backward": ()})
     reading.tables["parallelism"].refuse({"enable_fsdp_symm_mem": ()})
     if whole.table("fault_tolerance").switch("enable"):
@@ -111,6 +111,25 @@ def _refuse(reading: _Reading) -> None:
     if reading.tables["training"].switch("disable_cuda_graphs") is False:
         reading.notes.append(_GRAPHS)
     whole.leave(("quantize", "float8", "mx", "experimental"))  # they act through model.converters
+
+
+def _float8(reading: _Reading) -> None:
+    """Read torchao's float8, from ``quantize.linear.float8`` or, before 0.2, ``float8``; all other converters are refused."""
+    model = reading.tables["model"]
+    if model.get("converters") not in (["float8"], ["quantize.linear.float8"]):
+        model.refuse({"converters": ()})
+        return
+    quantize = reading.table.get("quantize")
+    linear = quantize.get("linear") if isinstance(quantize, dict) else None
+    found = linear.get("float8") if isinstance(linear, dict) else reading.table.get("float8")
+    table = Table(found if isinstance(found, dict) else {}, reading.table.where, "float8.")
+    recipe = table.text("recipe_name") or "tensorwise"
+    if recipe not in ("tensorwise", "rowwise"):
+        raise table.refused("recipe_name", "use tensorwise or rowwise")
+    reading.tell("float8_recipe", "model.converters", recipe)
+    reading.notes.append("float8 is counted for the blocks' linear layers, whatever filter_fqns says")
+    if table.switch("enable_fsdp_float8_all_gather"):
+        reading.notes.append("enable_fsdp_float8_all_gather is not modelled: parameters are gathered in bf16, which takes more")
 
 
 def _degrees(reading: _Reading) -> int:

@@ -17,12 +17,18 @@ _OPTIMIZERS: dict[str, tuple[str, str | None]] = {
     "adamw_torch": ("adamw", None), "adamw_torch_fused": ("adamw", "fused"), "adamw_hf": ("adamw", None),
     "adamw_bnb_8bit": ("adamw-8bit", None), "adamw_8bit": ("adamw-8bit", None), "adafactor": ("adafactor", None),
     "sgd": ("sgd", None), "adagrad": ("adagrad", None), "rmsprop": ("rmsprop", None),
+    "paged_adamw": ("paged-adamw-32bit", None), "paged_adamw_32bit": ("paged-adamw-32bit", None),
+    "paged_adamw_8bit": ("paged-adamw-8bit", None), "lion_8bit": ("lion-8bit", None), "lion_32bit": ("lion-32bit", None),
+    "paged_lion_8bit": ("paged-lion-8bit", None), "paged_lion_32bit": ("paged-lion-32bit", None),
+    "adamw_torch_8bit": ("torchao-adamw-8bit", None), "adamw_torch_4bit": ("torchao-adamw-4bit", None),
+    "schedule_free_adamw": ("schedule-free-adamw", None),
 }  # fmt: skip
 _DEFAULT_OPTIM = "adamw_torch_fused"
 #: bitsandbytes' optimizers with states in memory that the driver moves between GPU and host, and what has them on the GPU.
-_PAGED = {"paged_adamw_8bit": "adamw-8bit", "paged_adamw": "adamw", "paged_adamw_32bit": "adamw"}
-#: torchao's, and bitsandbytes' with as many bits.
-_TORCHAO = {"adamw_torch_8bit": "adamw-8bit", "adamw_torch_4bit": "adamw-8bit"}
+_PAGED = {
+    "paged_adamw_8bit": "adamw-8bit", "paged_adamw": "adamw", "paged_adamw_32bit": "adamw", "paged_lion_8bit": "lion-8bit",
+    "paged_lion_32bit": "lion-32bit",
+}  # fmt: skip
 _DEFAULT_BATCH = 8
 _HELD = "use_reentrant is on: the block's output that each checkpoint holds during its backward is not counted with this engine"
 _UNUSED = "ddp_find_unused_parameters"
@@ -253,13 +259,9 @@ def _ddp(reading: Reading) -> None:
 
 def _optimizer(reading: Reading) -> None:
     name = reading.table.text("optim")
-    if name in _PAGED:
+    if name in _PAGED and ("engine" not in reading.flags or reading.flags["engine"].value != "ddp"):
         note = f"{reading.table.name('optim')} is {name}, whose states may move to the host: they are counted on the GPU"
         reading.tell("optimizer", "optim", _PAGED[name], note=note)
-        return
-    if name in _TORCHAO:
-        note = f"{reading.table.name('optim')} is torchao's {name}: bitsandbytes' states of eight bits are counted"
-        reading.tell("optimizer", "optim", _TORCHAO[name], note=note)
         return
     if (name or _DEFAULT_OPTIM) not in _OPTIMIZERS:
         raise reading.table.refused("optim", f"use one of {', '.join(_OPTIMIZERS)}")
@@ -271,7 +273,11 @@ def _optimizer(reading: Reading) -> None:
     if momentum:
         optimizer = "sgd-momentum"
     filled = name is None or reading.deepspeed is not None  # DeepSpeed's own section goes before it
-    reading.tell("optimizer", "optim", optimizer, filled=filled)
+    reading.tell("optimizer", "optim", optimizer, filled=filled, also=(_PAGED[name],) if name in _PAGED else ())
+    if optimizer == "torchao-adamw-4bit":
+        reading.notes.append(
+            "the Trainer's 4-bit AdamW has a scale for 256 elements, where torchao's own default, 128, is counted"
+        )
     if impl is not None:
         reading.tell("optimizer_impl", "optim", impl, filled=filled)
     if optimizer == "adamw" and reading.deepspeed is not None and not reading.deepspeed.data.get("optimizer"):

@@ -19,9 +19,17 @@ from zeroplan.engines.ddp.step import Casts, Training
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
 from zeroplan.engines.frozen import ROUTED, frozen_lines, frozen_symbols
 from zeroplan.engines.micro_batch import Lines
-from zeroplan.engines.optimizers import counted, implementation_of, state_lines, step_temporary_lines, whole_tensors
+from zeroplan.engines.optimizers import (
+    counted,
+    implementation_of,
+    managed_lines,
+    state_lines,
+    step_temporary_lines,
+    whole_tensors,
+)
 from zeroplan.engines.passes import Passes, kept_in_a_block, kept_symbols, passes
 from zeroplan.engines.precisions import compute_of, widths
+from zeroplan.engines.published_optimizers import PUBLISHED
 from zeroplan.engines.rows import Row, trained_row
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
@@ -81,6 +89,10 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         notes=tuple(_notes(model, recipe, mesh.dp_shard)),
         kept=kept_in_a_block(these),
     )
+    if managed := managed_lines(recipe.optimizer, whole_tensors(trained_layout(model))):
+        answer = answer._replace(
+            host=managed, symbols=(*symbols, *counted(*managed)), notes=(*answer.notes, PUBLISHED[recipe.optimizer].note)
+        )
     if not recipe.offload_activations:
         return answer
     return with_activations_away(answer, recipe.recompute, ((run.kind, run.block, run.n_blocks) for run in these.runs))

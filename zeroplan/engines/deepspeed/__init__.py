@@ -12,7 +12,7 @@ from zeroplan.engines.deepspeed.quantized_gradients import refuse_quantized_grad
 from zeroplan.engines.deepspeed.secondary import refuse_second
 from zeroplan.engines.deepspeed.stage3 import sharded_account
 from zeroplan.engines.deepspeed.stage12 import bf16_optimizer_account, partitioned_account, unpartitioned_account
-from zeroplan.engines.optimizers import implementation
+from zeroplan.engines.optimizers import check_engine, implementation
 from zeroplan.engines.passes import passes
 from zeroplan.errors import SpecError
 from zeroplan.spec.batch import Batch
@@ -112,6 +112,7 @@ def optimizer_impl(recipe: RecipeSpec) -> OptimizerImpl:
     """
     if recipe.optimizer == "muon":
         raise SpecError("optimizer 'muon' with engine 'deepspeed' is not modelled; use engine 'fsdp2' or optimizer 'adamw'")
+    check_engine(recipe)
     if steps_in_own_kernel(recipe):
         return "fused"
     return implementation(recipe.optimizer, recipe.optimizer_impl, on_host=offloads_optimizer(recipe))

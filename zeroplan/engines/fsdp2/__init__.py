@@ -173,6 +173,11 @@ def notes_of(recipe: RecipeSpec) -> Iterator[str]:
         yield "FSDP2 is that of torch 2.15"
     if recipe.offload_activations:
         yield note(recipe.recompute)
+    if recipe.float8_recipe is not None:
+        yield (
+            "linear layers of the blocks run in torchao's float8 without torch.compile, which fuses the casts and takes less; "
+            "parameters are gathered in the compute dtype"
+        )
     if recipe.optimizer == "muon":
         yield "Muon multiplies whole matrices: what DTensor holds of them in the optimizer step is left out"
     if recipe.fsdp2.cpu_offload:

@@ -23,7 +23,11 @@ EARLIER = "torchtitan 0.2.2, train.py, Trainer.train_step"
 def passes_of(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[BlockPass, HeadPass, Line]:
     """What a block, and what is outside the blocks, costs in one forward and backward pass; and its table of rotations."""
     x = widths(model, compute_of(recipe), batch)
-    return torchtitan_block(model, x, recipe.recompute), _head_pass(x, model.vocab_size, batch), rotations(x)
+    return (
+        torchtitan_block(model, x, recipe.recompute, compute_of(recipe).fused),
+        _head_pass(x, model.vocab_size, batch),
+        rotations(x),
+    )
 
 
 def _head_pass(x: Widths, vocab: int, batch: Batch) -> HeadPass:

@@ -11,6 +11,7 @@ from zeroplan.engines.optimizers import (
     step_temporary_lines,
     updated_by_muon,
 )
+from zeroplan.engines.published_optimizers import PUBLISHED
 from zeroplan.engines.requests.log import Log
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int
@@ -39,7 +40,7 @@ class Update:
         """The states of these tensors, unless they are there."""
         for tensor in () if self.has_states else _each(tensors):
             log.put("states", *self._states(tensor))
-        if self.optimizer == "adamw-8bit" and not self.has_states:
+        if self._one_for_all and not self.has_states:
             maps = state_lines(self.optimizer, self.impl, list(_each(tensors)), self.width)[-1]
             log.put("states", maps)
         self.has_states = True
@@ -71,12 +72,24 @@ class Update:
                 log.request("temporaries", self.width * int(tensor.numel), kind, "step: AdamW's denominators")
         log.release("temporaries")
 
+    @property
+    def _one_for_all(self) -> bool:
+        """Whether there are tables that all tensors' states share."""
+        return self.optimizer in PUBLISHED and PUBLISHED[self.optimizer].tables > 0
+
     def _states(self, tensor: LocalTensor) -> tuple[Line, ...]:
         """Of one tensor; layers have tensors of the same shapes."""
         if tensor not in self._of_states:
             lines = state_lines(self.optimizer, self.impl, (tensor,), self.width)
-            if self.optimizer == "adamw-8bit":  # momentum and variance are in one line; maps are there once for all
-                lines = tuple([line._replace(n_bytes=line.n_bytes // 2) for line in lines[:-1] for _ in range(2)])
+            if self.optimizer in PUBLISHED:  # momentum and variance are in one line; maps are there once for all
+                held = PUBLISHED[self.optimizer].states
+                lines = tuple(
+                    [
+                        line._replace(n_bytes=line.n_bytes // one.alike)
+                        for line, one in zip(lines, held, strict=False)
+                        for _ in range(one.alike)
+                    ]
+                )
             elif self.optimizer == "muon":
                 momentum, others = lines
                 lines = momentum, *(2 * (others._replace(n_bytes=others.n_bytes // 2),))

@@ -141,7 +141,7 @@ def torchtitan_requests(model: ModelSpec, compute: Compute, batch: Batch, recomp
     x = widths(model, compute, batch)
     values = values_of(model, x)
     return (
-        _sized(_of_a_block(torchtitan_structure(x), recompute, offloaded=False), values),
+        _sized(_of_a_block(torchtitan_structure(x, compute.fused), recompute, offloaded=False), values),
         _sized(_of_torchtitans_ending(wide=x.element == 4), values),
     )
 

@@ -176,16 +176,16 @@ def _refuse_a_window(model: ModelSpec, compute: Compute, x: Widths) -> None:
         raise SpecError(f"{ways} with a sliding window shorter than the sequence is not modelled; use {ways[:2]}=1")
 
 
-def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute) -> BlockPass:
-    """Return the memory of one block of torchtitan's Llama 3."""
-    plan = _plan(torchtitan_structure(x), run_again=recompute != "none")
+def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute, replaced: tuple[str, ...] = ()) -> BlockPass:
+    """Return the memory of one block of torchtitan's Llama 3, of which some parts are ``replaced``."""
+    plan = _plan(torchtitan_structure(x, replaced), run_again=recompute != "none")
     return pass_of(Sizes(plan, quantities(x, model.intermediate_size)), autocast=False, recompute=recompute)
 
 
-def torchtitan_structure(x: Widths) -> Block:
-    """Return the structure of a block of torchtitan's Llama 3."""
+def torchtitan_structure(x: Widths, replaced: tuple[str, ...] = ()) -> Block:
+    """Return the structure of a block of torchtitan's Llama 3, of which some parts are ``replaced``."""
     attention, grouped, one_key = x.attention, x.key != x.query, x.key == x.head_dim
-    return Block("torchtitan", x.element == 4, False, attention, False, grouped, one_key, False, x.kernels)
+    return Block("torchtitan", x.element == 4, False, attention, False, grouped, one_key, False, x.kernels, fused=replaced)
 
 
 def saves_its_input(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> bool:
@@ -470,6 +470,10 @@ def run_forward(
         freeze(tape, value, training)
     if structure.sharded:
         tape.mode = TENSOR_PARALLEL
+    if recipes := [name.removeprefix("float8-") for name in structure.fused if name.startswith("float8-")]:
+        from zeroplan.transformer.families.float8 import mode_of  # noqa: PLC0415  keeps start-up fast
+
+        tape.mode = mode_of(recipes[0])
     tape.mode = tape.mode._replace(uneven=structure.uneven)
     if structure.fused:
         tape.mode = tape.mode._replace(fused_norms="rms-norm" in structure.fused, fused_rotary="rope" in structure.fused)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.verify.failures import NotHereError
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.adapters import unwrapped
 from zeroplan.verify.training.engine import COMPUTE, Engine, Requesting, all_labelled
@@ -55,6 +57,9 @@ def shard(
 ) -> FSDPModule:  # fmt: skip
     """Apply ``fully_shard`` to every block and to the whole module, over the ranks of a mesh."""
     policy, offload = mixed_precision(recipe), CPUOffloadPolicy() if recipe.fsdp2.cpu_offload else OffloadPolicy()
+    blocks = list(blocks)
+    if recipe.float8_recipe is not None:
+        _run_in_float8(blocks, recipe.float8_recipe)
     for block in blocks:
         fully_shard(
             block, mesh=mesh, mp_policy=policy, reshard_after_forward=resharding(recipe), offload_policy=offload,
@@ -67,6 +72,16 @@ def shard(
     if experts is not None:
         disable_gradient_division(module)
     return whole
+
+
+def _run_in_float8(blocks: Iterable[nn.Module], recipe: str) -> None:
+    """Replace the linear layers of the blocks by torchao's, as torchtitan does before it shards."""
+    if find_spec("torchao") is None:
+        raise NotHereError("float8_recipe needs torchao, which is not installed; install torchao 0.18 or later")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415  few jobs have it
+
+    for block in blocks:
+        convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(recipe))
 
 
 def _shard_ends(module: nn.Module, sharded: Callable[..., object], *, again: bool | int) -> None:

@@ -1,0 +1,273 @@
+"""Optimizers of other packages: what each keeps of a tensor, and what its step takes.
+
+A state is so many bytes for each of what a tensor has: elements, rows, blocks of 256. bitsandbytes keeps fp32 or 8 bits whatever
+the tensor's dtype; the others keep the tensor's dtype where they do not quantise.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from zeroplan.numeric import Int, ceil_div, maximum, minimum, where
+from zeroplan.spec.recipe import Optimizer
+
+if TYPE_CHECKING:
+    from zeroplan.engines.optimizers import LocalTensor
+
+Counting = Callable[["LocalTensor"], Int]
+
+
+class Held(NamedTuple):
+    """One kind of state: how many units a tensor has of it, what a formula calls them, and the bytes of each."""
+
+    what: str
+    symbol: str
+    units: Counting
+    width: int = 0
+    """Bytes of a unit, all that are alike together. 0: as wide as the tensor's elements, times ``alike``."""
+    alike: int = 1
+    """Allocations of this kind for each tensor: momentum and variance are two."""
+
+
+class Published(NamedTuple):
+    """An optimizer of another package, with its defaults."""
+
+    states: tuple[Held, ...]
+    source: str
+    words: str
+    """What one parameter costs in state, for a reader, where ``dtype`` of so many bytes ``w`` is that of the parameter."""
+    scratch: Callable[["LocalTensor", Int, int], Int] | None = None
+    """What the step of one tensor takes, whose elements are so wide, after one of so many elements. [bytes]"""
+    scratch_source: str = ""
+    tables: int = 0
+    """Tables that are there once where anything is quantised. [bytes]"""
+    paged: tuple[Held, ...] = ()
+    """States in managed memory, which CUDA moves between host and GPU."""
+    engines: tuple[str, ...] = ("paper", "ddp", "fsdp1", "fsdp2", "deepspeed")
+    note: str = ""
+
+
+_SMALLEST = 4096  # both bitsandbytes 0.50 (min_8bit_size) and torchao 0.18 (_new_buffer): smaller tensors are not quantised
+_PAGED = 100_000  # bitsandbytes 0.50, Optimizer8bit.get_state_buffer: 1e5
+_BNB_BLOCK = 256  # bitsandbytes 0.50, Optimizer2State.init_state: blockwise, one fp32 absmax per 256 elements
+_BNB_MAP_BYTES = 256 * 4  # bitsandbytes 0.50, functional.create_dynamic_map: 256 fp32 values
+_BNB_SOURCE = "bitsandbytes 0.50, optim/optimizer.py, Optimizer2State.init_state"
+_BNB_ONE_SOURCE = "bitsandbytes 0.50, optim/optimizer.py, Optimizer1State.init_state"
+_TORCHAO = "torchao 0.18, torchao/optim/adam.py, _AdamBase._new_buffer"
+_COMPILED = "torch 2.13, torch/_inductor: buffers of torchao's step as it is compiled; its kernels were not run"
+
+
+def _elements(tensor: "LocalTensor") -> Int:
+    return tensor.numel
+
+
+def _matrix(tensor: "LocalTensor") -> bool:
+    return tensor.in_block and len(tensor.shape) == 2
+
+
+# bitsandbytes
+
+
+def _wide(tensor: "LocalTensor") -> Int:
+    return where(tensor.numel >= _SMALLEST, tensor.numel, 0)
+
+
+def _narrow(tensor: "LocalTensor") -> Int:
+    return where(tensor.numel >= _SMALLEST, 0, tensor.numel)
+
+
+def _blocks(tensor: "LocalTensor") -> Int:
+    return where(tensor.numel >= _SMALLEST, ceil_div(tensor.numel, _BNB_BLOCK), 0)
+
+
+def _in_pages(count: Counting, *, inside: bool) -> Counting:
+    """The same count of tensors large enough for managed memory alone, or of all others."""
+
+    def counted(tensor: "LocalTensor") -> Int:
+        return where(tensor.numel >= _PAGED, count(tensor) * inside, count(tensor) * (not inside))
+
+    return counted
+
+
+def _bitsandbytes(states: tuple[str, ...], bits: int, *, paged: bool = False) -> Published:
+    """An optimizer of bitsandbytes with these states of one element per parameter each."""
+    named, copies = " and ".join(states), len(states)
+    source = _BNB_SOURCE if copies > 1 else _BNB_ONE_SOURCE
+    if bits == 32:
+        main: tuple[Held, ...] = (Held(f"{named} in fp32", "U", _elements, 4 * copies, copies),)
+        beside: tuple[Held, ...] = ()
+        words = f"{named} in fp32: {' + '.join(['4'] * copies)}"
+    else:
+        main = (Held(f"{named}, 8 bits each" if copies > 1 else f"{named} in 8 bits", "U_q", _wide, copies, copies),)
+        for_what = " and ".join(states)
+        beside = (
+            Held(f"fp32 scale per block of 256, for {for_what}", "U_256", _blocks, 4 * copies, copies),
+            Held(f"{named} in fp32 for tensors below 4096 elements", "U_s", _narrow, 4 * copies, copies),
+        )
+        words = f"{named} in 8 bits: {' + '.join(['1'] * copies)}, and {' + '.join(['4'] * copies)} per block of 256"
+    in_pages: tuple[Held, ...] = ()
+    if paged:
+        in_pages = tuple(one._replace(units=_in_pages(one.units, inside=True), symbol="U_p") for one in main)
+        below = "of tensors below 100,000 elements"
+        main = tuple(
+            one._replace(what=f"{one.what}, {below}", units=_in_pages(one.units, inside=False), symbol="U_l") for one in main
+        )
+    return Published(
+        (*main, *beside), source, words, tables=_BNB_MAP_BYTES * copies if bits == 8 else 0, paged=in_pages,
+        engines=("paper", "ddp") if paged else ("paper", "ddp", "fsdp1", "fsdp2", "deepspeed"),
+        note=_PAGES if paged else "",
+    )  # fmt: skip
+
+
+_PAGES = (
+    "states of tensors from 100,000 elements on are in managed memory, counted as host memory: CUDA moves them to the GPU where "
+    "there is room, beside what torch allocates (read in bitsandbytes 0.50, not run)"
+)
+
+# torchao
+
+
+def _quantised(block: int, *, unit: int = 1, otherwise: bool = False) -> Counting:
+    """Elements of a tensor that torchao quantises, in units of so many; or of one that it does not."""
+
+    def counted(tensor: "LocalTensor") -> Int:
+        is_quantised = (tensor.numel >= _SMALLEST) & (tensor.numel % block == 0)
+        there, other = (0, tensor.numel) if otherwise else (tensor.numel // unit, 0)
+        return where(is_quantised, there, other)
+
+    return counted
+
+
+def _quantised_tensors(block: int) -> Counting:
+    def counted(tensor: "LocalTensor") -> Int:
+        return where((tensor.numel >= _SMALLEST) & (tensor.numel % block == 0), 1, 0)
+
+    return counted
+
+
+def _torchao(bits: int, *, floating: bool = False, block: int = 256) -> Published:
+    codes = 2 * bits // 8
+    kind = f"{bits}-bit floats" if floating else f"{bits} bits each"
+    tables = 0 if floating else 2 * 4 * 2**bits
+    states = [
+        Held(f"momentum and variance, {kind}", "U_q", _quantised(block), codes, 2),
+        Held(f"fp32 scale per block of {block}, for momentum and variance", f"U_{block}", _quantised(block, unit=block), 8, 2),
+        Held("momentum and variance of tensors that are not quantised", "U_s", _quantised(block, otherwise=True), 0, 2),
+    ]
+    if tables:
+        states.append(Held("quantization maps of every tensor", "U_k", _quantised_tensors(block), tables, 2))
+    narrow = f"{codes / 2:g}"
+    return Published(
+        tuple(states), _TORCHAO, f"momentum and variance, {kind}: {narrow} + {narrow}, and 4 + 4 per block of {block}",
+        lambda tensor, _, __: _compiled_scratch(tensor, bits, block, floating=floating), _COMPILED,
+        engines=("paper", "ddp", "fsdp2"),
+    )  # fmt: skip
+
+
+def _compiled_scratch(tensor: "LocalTensor", bits: int, block: int, *, floating: bool) -> Int:
+    """Buffers that the compiled step of one tensor has at its highest point. [bytes]
+
+    A scale per block of both states. 8 bits: the new codes of both. 4 bits: of both, the old codes unpacked, the moment in fp32,
+    and the new codes as int64. Floats are written in place, and so are tensors that are not quantised.
+    """
+    each = 0 if floating else {8: 2, 4: 2 * (1 + 4 + 8)}[bits]
+    return _quantised(block)(tensor) * each + 8 * _quantised(block, unit=block)(tensor)
+
+
+# Others
+
+
+def _rows(tensor: "LocalTensor") -> Int:
+    """Means of a gradient's squares: one per row of a matrix. A vector has one of its own, or, a bias, one per element."""
+    return tensor.numel if len(tensor.shape) == 1 else tensor.numel // tensor.shape[1]
+
+
+def _of_adam_mini(tensor: "LocalTensor", before: Int, width: int) -> Int:
+    """The update and its negative, beside four lists of means; the update before is no larger than the largest."""
+    del before
+    return width * (2 * tensor.numel + 4 * _rows(tensor))
+
+
+_RANK = 128  # transformers 5.23, trainer_optimizer.py, _get_galore_optimizer and _get_apollo_optimizer
+
+
+def _projected(tensor: "LocalTensor") -> Int:
+    """Elements of one moment of a matrix, whose shorter side is projected to the rank."""
+    return _RANK * maximum(*tensor.shape) if _matrix(tensor) else 0
+
+
+def _projector(tensor: "LocalTensor") -> Int:
+    return _RANK * minimum(*tensor.shape) if _matrix(tensor) else 0
+
+
+def _not_projected(tensor: "LocalTensor") -> Int:
+    return 0 if _matrix(tensor) else tensor.numel
+
+
+def _of_apollo(tensor: "LocalTensor", before: Int, width: int) -> Int:
+    """Of a projected matrix: the scaled gradient twice, and its projection, denominators and quotients.
+
+    Every 200 steps the projection is made anew, in fp32, from a copy of the gradient in fp32. Tensors that are not projected have
+    denominators and quotients, of the one before, too.
+    """
+    if not _matrix(tensor):
+        return width * maximum(2 * before + tensor.numel, before + 2 * tensor.numel)
+    scaled = width * maximum(before + tensor.numel, 2 * tensor.numel) + 3 * width * _projected(tensor)
+    copied: Int = 0 if width == 4 else 4 * tensor.numel + width * _projector(tensor)
+    return maximum(scaled, width * (before + 2 * _projected(tensor)) + copied + 2 * 4 * _projector(tensor))
+
+
+_APOLLO = (
+    Held("momentum and variance of the blocks' matrices in rank 128", "U_r", _projected, 0, 2),
+    Held("projections of the blocks' matrices to rank 128", "U_j", _projector, 0, 1),
+    Held("momentum and variance of all other tensors", "U_o", _not_projected, 0, 2),
+)
+
+_ADAM_STATES = ("momentum", "variance")
+_ON_DTENSORS_TOO = ("paper", "ddp", "fsdp2")
+_ALONE = ("paper", "ddp")
+_TWO_STATES = "{dtype}: {w} + {w}"
+_SCHEDULE_FREE = "schedulefree 1.4.1, adamw_schedulefree.py, AdamWScheduleFree.step"
+_ADAM_MINI = "Adam-mini 1.1.1, adam_mini.py, Adam_mini.step"
+_APOLLO_SOURCE = "APOLLO 1.0.3, apollo_torch/apollo.py, AdamW.step"
+_MEANS = "means of squares, at most one per row of a matrix and element of a vector"
+
+PUBLISHED: dict[Optimizer, Published] = {
+    "adamw-8bit": _bitsandbytes(_ADAM_STATES, 8),
+    "paged-adamw-8bit": _bitsandbytes(_ADAM_STATES, 8, paged=True),
+    "paged-adamw-32bit": _bitsandbytes(_ADAM_STATES, 32, paged=True),
+    "lion-32bit": _bitsandbytes(("momentum",), 32),
+    "lion-8bit": _bitsandbytes(("momentum",), 8),
+    "paged-lion-32bit": _bitsandbytes(("momentum",), 32, paged=True),
+    "paged-lion-8bit": _bitsandbytes(("momentum",), 8, paged=True),
+    "torchao-adamw-8bit": _torchao(8),
+    "torchao-adamw-4bit": _torchao(4, block=128),
+    "torchao-adamw-fp8": _torchao(8, floating=True),
+    "torchao-adamw": Published(
+        (Held("momentum and variance", "U", _elements, 0, 2),),
+        _TORCHAO,
+        f"momentum and variance in {_TWO_STATES}",
+        engines=_ON_DTENSORS_TOO,
+    ),
+    "schedule-free-adamw": Published(
+        (Held("variance", "U", _elements), Held("the points that are averaged (z)", "U", _elements)),
+        _SCHEDULE_FREE,
+        f"variance and averaged points in {_TWO_STATES}",
+        engines=_ON_DTENSORS_TOO,
+    ),
+    "adam-mini": Published(
+        (Held("momentum", "U", _elements), Held(_MEANS, "U_w", _rows)),
+        _ADAM_MINI,
+        "momentum in {dtype}: {w}, and {w} per row of a matrix",
+        _of_adam_mini,
+        _ADAM_MINI,
+        engines=_ALONE,
+    ),
+    "apollo": Published(
+        _APOLLO,
+        _APOLLO_SOURCE,
+        f"momentum and variance in {_TWO_STATES}, of the blocks' matrices in rank {_RANK}",
+        _of_apollo,
+        _APOLLO_SOURCE,
+        engines=_ALONE,
+    ),
+}

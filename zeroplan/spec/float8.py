@@ -1,0 +1,46 @@
+"""Which jobs may run their linear layers in float8?"""
+
+from collections.abc import Iterator
+
+from zeroplan.errors import SpecError
+from zeroplan.spec.hardware import GpuSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+#: torchao's products need rows and columns of whole groups (float8/float8_linear_utils.py, ``_auto_filter_for_recipe``).
+_GROUP = 16
+#: Families whose blocks multiply in layers of ``nn.Linear`` alone.
+_FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3", "smollm3", "granite", "seed_oss")
+
+
+def check_float8(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, gpu: GpuSpec | None = None) -> None:
+    """Raise SpecError, in one line with the way out, for float8 where it is not modelled.
+
+    >>> from zeroplan.spec.model import ModelSpec
+    >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    ...                  num_key_value_heads=2, head_dim=16, vocab_size=256)
+    >>> check_float8(tiny, RecipeSpec(engine="ddp", zero_stage=0, float8_recipe="rowwise"), MeshSpec())
+    Traceback (most recent call last):
+    zeroplan.errors.SpecError: float8_recipe 'rowwise' with engine 'ddp' is not modelled; use engine 'fsdp2'
+    """
+    for asked, instead in _not_modelled(model, recipe, mesh) if recipe.float8_recipe is not None else ():
+        if asked:
+            raise SpecError(f"float8_recipe {recipe.float8_recipe!r} with {asked} is not modelled; use {instead}")
+    if recipe.float8_recipe is not None and gpu is not None and "fp8" not in gpu.dense_flops_per_s:
+        raise SpecError(f"GPU {gpu.name!r} does not multiply in float8; leave float8_recipe out, or use an H100")
+
+
+def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
+    yield recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"
+    yield not recipe.precision.startswith("bf16") and f"precision {recipe.precision!r}", "'bf16-mixed' or 'bf16'"
+    yield model.profile is not None and "a profile", "a model of the catalogue"
+    yield model.family not in _FAMILIES and f"a {model.family} model", f"one of {', '.join(_FAMILIES)}"
+    yield (model.attention_bias or model.mlp_bias) and "biases", "a model without them"
+    yield (model.adapter is not None or model.frozen is not None) and "frozen weights", "full training"
+    yield recipe.recompute == "selective" and "recompute 'selective'", "recompute 'full' or 'none'"
+    yield recipe.offload_activations and "offload_activations", "recompute 'full' alone"
+    for name in ("tp", "cp", "pp", "ep"):
+        yield getattr(mesh, name) > 1 and f"{name}={getattr(mesh, name)}", f"{name}=1"
+    widths = model.hidden_size, model.intermediate_size, model.num_key_value_heads * model.head_dim
+    yield any(width % _GROUP for width in widths) and "widths that 16 does not divide", "a model whose widths it divides"

@@ -1,0 +1,90 @@
+"""Linear layers that torchao runs in float8: what they allocate beside a plain layer's tensors.
+
+A layer saves the same as without float8: its input and its weight in 16 bits. Each of its three products casts both factors anew,
+so that a backward casts the output's gradient twice. A cast goes through fp32. The product of a backward wants its second factor
+column by column and copies it; scaled by rows it also multiplies its result by a matrix of scales.
+
+Sizes are those of torchao 0.18 without ``torch.compile``, which fuses the steps of a cast.
+"""
+
+from functools import partial
+
+from zeroplan.expr import Size
+from zeroplan.ledger import Role, Tag
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.operators import TEMPORARY
+from zeroplan.transformer.families.tape import Arriving, Beside, Mode, Site, Store, Tape, Value
+from zeroplan.transformer.symbols import T, e, h
+
+CAST = "torchao 0.18, float8/float8_training_tensor.py, _ToFloat8ConstrFunc.forward"
+PRODUCT = "torchao 0.18, float8/float8_ops.py, float8_mm"
+LAYER = "torchao 0.18, float8/float8_linear.py, matmul_with_hp_or_float8_args"
+
+
+def mode_of(recipe: str) -> Mode:
+    """Return how linear layers run with a recipe of torchao, ``tensorwise`` or ``rowwise``."""
+    return Mode(partial(_linear, by_rows=recipe == "rowwise"))
+
+
+def _linear(
+    tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, by_rows: bool
+) -> Value:  # fmt: skip
+    """Run a ``Float8Linear`` from ``reads`` to ``width`` features."""
+    if bias:
+        raise AssertionError("layers with a bias are refused")
+    name, matrix, inputs, outputs = site.name, reads * width, T * reads, T * width
+    given = op.cast(tape, value, e, Site(f"input of the {name}", site.source))
+    factors = [
+        *_in_float8(tape, f"input of the {name}", inputs, T if by_rows else None),
+        *_in_float8(tape, f"weight of the {name}", matrix, width if by_rows else None),
+    ]
+    factors += _reciprocals(tape, T + width, by_rows=by_rows)
+    made = op.tensor(tape, f"output of the {name}", e, outputs, site.source, Tag(Role.OUTPUT, site.module))
+    tape.matrix_product(made.store)
+    tape.drop(*factors)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        kept = [
+            *_in_float8(tape, f"gradient of the {name}'s output", outputs, T if by_rows else None),
+            *_in_float8(tape, f"weight of the {name}", matrix, reads if by_rows else None),
+        ]
+        copies = [tape.make(TEMPORARY, f"weight of the {name} in float8, column by column", matrix, PRODUCT)]
+        copies += _reciprocals(tape, T + reads, by_rows=by_rows, of_result=inputs)
+        arriving = [(given, op.gradient(tape, given, f"gradient through the {name}", LAYER))]
+        tape.drop(*copies)
+        kept += _in_float8(tape, f"gradient of the {name}'s output", outputs, width if by_rows else None)
+        kept += _in_float8(tape, f"input of the {name}", inputs, reads if by_rows else None)
+        for what, size in ((f"gradient of the {name}'s output", outputs), (f"input of the {name}", inputs)):
+            kept.append(tape.make(TEMPORARY, f"{what} in float8, in another order", size, PRODUCT))
+        kept += _reciprocals(tape, width + reads, by_rows=by_rows, of_result=matrix)
+        tape.weight_gradient(matrix)
+        tape.scratch += kept
+        return arriving
+
+    read = Beside(f"weight of the {name}", e * matrix, strided=True)
+    tape.add(name, (made,), (given,), backward, of=None, place=site.place, beside=(read,))
+    tape.release(given)
+    return made
+
+
+def _in_float8(tape: Tape, what: str, elements: Size, scales: Size | None) -> list[Store]:
+    """Cast a tensor: its largest value, then fp32 copies, scaled and clamped. ``scales``: one per row; None: one in all."""
+    tape.drop(tape.make(TEMPORARY, f"{what}: absolute values", e * elements, CAST))
+    found = [] if scales is None else [tape.make(TEMPORARY, f"{what}: scales of its rows", 4 * scales, CAST)]
+    wide = tape.make(TEMPORARY, f"{what} in fp32", 4 * elements, CAST)
+    scaled = tape.make(TEMPORARY, f"{what} in fp32, scaled", 4 * elements, CAST)
+    tape.drop(wide)
+    clamped = tape.make(TEMPORARY, f"{what} in fp32, clamped", 4 * elements, CAST)
+    made = tape.make(TEMPORARY, f"{what} in float8", elements, CAST)
+    tape.drop(scaled, clamped)
+    return [made, *found]
+
+
+def _reciprocals(tape: Tape, scales: Size, *, by_rows: bool, of_result: Size | None = None) -> list[Store]:
+    """Invert the scales of both factors' rows; a product without fast accumulation multiplies its result by their products."""
+    if not by_rows:
+        return []
+    made = [tape.make(TEMPORARY, "reciprocals of the scales", 4 * scales, PRODUCT)]
+    if of_result is not None:
+        made.append(tape.make(TEMPORARY, "products of the scales, one for each element of a result", 4 * of_result, PRODUCT))
+    return made
