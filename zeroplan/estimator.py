@@ -27,6 +27,7 @@ from zeroplan.transformer.head import output_bytes
 from zeroplan.transformer.legend import legend
 from zeroplan.transformer.params import active_parameter_count, has_frozen, parameter_count, trained_count
 from zeroplan.transformer.recomputed import first_recomputed
+from zeroplan.transformer.vision import weights_alone
 from zeroplan.units import format_size
 
 if TYPE_CHECKING:
@@ -308,7 +309,13 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None, replay: bool = F
         traffic=_traffic(job, account, trained_count(job.model) if has_frozen(job.model) else parameters),
         symbols=tuple(dict.fromkeys(account.symbols)),  # runs of one kind of block have the same ones
         approximate=approximation(job.model, compute_of(job.recipe)),
-        notes=(*account.notes, *_partly_recomputed(job), *_linear_attention(job), *_held_logits(job, highest)),
+        notes=(
+            *account.notes,
+            *_partly_recomputed(job),
+            *_linear_attention(job),
+            *_of_the_tower(job),
+            *_held_logits(job, highest),
+        ),
         kept=account.kept,
         pipeline=account.pipeline,
         replay=_replay(job, account.pipeline[0].rank if account.pipeline else None) if replay else None,
@@ -401,6 +408,7 @@ def _of_each_rank(job: JobSpec, batch: Batch) -> tuple[Account, ...]:
     """One account where ranks are alike, else that of every pipeline rank."""
     if job.mesh.pp == 1:
         return (account_of(job, batch),)
+    job = _with_tower(job)
     return _pipeline(job.recipe.engine).accounts(job.model, job.recipe, job.mesh, batch)
 
 
@@ -430,6 +438,37 @@ _FLATTENED_IN_HOST_MEMORY = (
 )
 
 
+def _with_tower(job: JobSpec) -> JobSpec:
+    """The job as it is counted: of a vision tower the weights alone where its activations are not modelled."""
+    vision = job.model.vision
+    if vision is None or not _tower_not_modelled(job):
+        return job
+    return replace(job, model=replace(job.model, vision=weights_alone(vision)))
+
+
+def _tower_not_modelled(job: JobSpec) -> str:
+    """What of a job the activations of its vision tower are not modelled with; empty where they are."""
+    recipe, mesh, vision = job.recipe, job.mesh, job.model.vision
+    if vision is None or not vision.has_blocks:
+        return ""
+    for is_so, what in (
+        (max(mesh.tp, mesh.cp, mesh.pp, mesh.ep) > 1, "ranks that split the model or a sequence"),
+        (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
+        (recipe.recompute_layers is not None, "recomputation of some layers"),
+        (recipe.offload_activations, "offload of activations"),
+    ):
+        if is_so:
+            return what
+    return ""
+
+
+def _of_the_tower(job: JobSpec) -> tuple[str, ...]:
+    what = _tower_not_modelled(job)
+    if not what:
+        return ()
+    return (f"of the vision tower weights and states are counted, its activations are not: they are not modelled with {what}",)
+
+
 def account_of_job(job: JobSpec) -> Account:
     """The engine's account, which the memory and the time of a job share within one question."""
     return recalled(lambda: ("account", job), lambda: account_of(job, job.batch))
@@ -440,6 +479,7 @@ def account_of(job: JobSpec, batch: Batch) -> Account:
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__ (``flatten_on_accelerator``).
     """
+    job = _with_tower(job)
     if job.mesh.pp > 1:
         return _pipeline(job.recipe.engine).account(job.model, job.recipe, job.mesh, batch)
     engine = engine_module(job.recipe.engine)
