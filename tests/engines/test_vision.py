@@ -92,16 +92,11 @@ def test_ranks_that_split_the_model_count_the_towers_weights_alone_and_say_so() 
     assert estimate(split).peak_bytes > estimate(text).peak_bytes
 
 
-@pytest.mark.parametrize(
-    ("size", "tokens"), [("768x768", 729), ("1024x768", 999), ("28x28", 4), ("10000x10000", 16_384), ("1x100000", None)]
-)
-def test_a_processor_makes_whole_tokens_of_an_image(size: str, tokens: int | None) -> None:
+@pytest.mark.parametrize(("size", "tokens"), [("768x768", 729), ("1024x768", 999), ("28x28", 4), ("10000x10000", 16_384)])
+def test_a_processor_makes_whole_tokens_of_an_image(size: str, tokens: int) -> None:
+    """As ``smart_resize`` of transformers 5.23 does, whose module needs torchvision."""
     width, height = map(int, size.split("x"))
-    made = replace(QWEN, image_width=width, image_height=height).tokens_per_image
-    if tokens is not None:
-        smart_resize = pytest.importorskip("transformers.models.qwen2_vl.image_processing_qwen2_vl").smart_resize
-        rows, columns = smart_resize(height, width, factor=28, min_pixels=3_136, max_pixels=12_845_056)
-        assert made == rows * columns // 28**2 == tokens
+    assert replace(QWEN, image_width=width, image_height=height).tokens_per_image == tokens
 
 
 def test_images_are_asked_for_by_number_and_size() -> None:

@@ -5,7 +5,6 @@ Source: transformers 5.23, ``models/<model>/modeling_<model>.py`` of Qwen2.5-VL,
 comes between theirs. Its patches of all images are one long sequence, in which each image attends to itself alone.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 
 from zeroplan.ledger import Kind, Line
@@ -23,7 +22,6 @@ VISION = "vision"
 BESIDE_THE_TEXT = ("visual.", "multi_modal_projector.")
 QWEN = "transformers 5.23, models/qwen2_5_vl/modeling_qwen2_5_vl.py"
 _FORWARD = f"{QWEN}, Qwen2_5_VLModel.forward"
-_MERGER = f"{QWEN}, Qwen2_5_VLPatchMerger.forward"
 _FP32 = 4
 
 # --- parameters --------------------------------------------------------------------------------------------------------------
@@ -39,7 +37,7 @@ def with_tower(text: Layout, model: ModelSpec) -> Layout:
         return text
     adapted = model.adapter is not None
     tower, joining = (_frozen_if(one, is_so) for one, is_so in zip(_ends(vision), _frozen(vision, adapted), strict=True))
-    blocks = _frozen_if(_BLOCKS[vision.tower](vision), vision.freeze_tower or adapted)
+    blocks = _frozen_if(_block(vision), vision.freeze_tower or adapted)
     run = (BlockRun(VISION, vision.num_hidden_layers, blocks),) if blocks else ()
     return text._replace(embeddings=(*text.embeddings, *tower, *joining), runs=(*run, *text.runs))
 
@@ -66,7 +64,7 @@ def tower_buffers(model: ModelSpec) -> int:
 def parameters_beside_the_text(vision: VisionSpec) -> int:
     """Return the parameters of a tower and of what joins it to the text. [elements]"""
     tower, joining = _ends(vision)
-    inside = sum(one.numel for one in _BLOCKS[vision.tower](vision))
+    inside = sum(one.numel for one in _block(vision))
     return vision.num_hidden_layers * inside + sum(one.numel for one in (*tower, *joining))
 
 
@@ -104,43 +102,6 @@ def _merger(vision: VisionSpec, name: str, norm: Parameters) -> Parameters:
     return (*norm, *first, *linear(f"{name}.linear_fc2", joined, vision.out_hidden_size, bias=True))
 
 
-def _qwen2_5(vision: VisionSpec) -> Parameters:
-    width, inner = vision.hidden_size, vision.intermediate_size
-    mlp = (linear(f"mlp.{name}", width, inner, bias=True) for name in ("gate_proj", "up_proj"))
-    return (
-        *rms_norm("norm1", width), *rms_norm("norm2", width), *_joint_attention(width),
-        *(one for part in mlp for one in part), *linear("mlp.down_proj", inner, width, bias=True),
-    )  # fmt: skip
-
-
-def _joint_attention(width: int) -> Parameters:
-    return (*linear("attn.qkv", width, 3 * width, bias=True), *linear("attn.proj", width, width, bias=True))
-
-
-def _two_matrices(vision: VisionSpec, first: str, second: str) -> Parameters:
-    width, inner = vision.hidden_size, vision.intermediate_size
-    return (*linear(first, width, inner, bias=True), *linear(second, inner, width, bias=True))
-
-
-def _qwen3(vision: VisionSpec) -> Parameters:
-    width = vision.hidden_size
-    norms = (*layer_norm("norm1", width), *layer_norm("norm2", width))
-    return (*norms, *_joint_attention(width), *_two_matrices(vision, "mlp.linear_fc1", "mlp.linear_fc2"))
-
-
-def _siglip(vision: VisionSpec) -> Parameters:
-    width = vision.hidden_size
-    attention = (linear(f"self_attn.{name}", width, width, bias=True) for name in ("k_proj", "v_proj", "q_proj", "out_proj"))
-    return (
-        *layer_norm("layer_norm1", width), *(one for part in attention for one in part), *layer_norm("layer_norm2", width),
-        *_two_matrices(vision, "mlp.fc1", "mlp.fc2"),
-    )  # fmt: skip
-
-
-_BLOCKS: dict[str, Callable[[VisionSpec], Parameters]] = {
-    "qwen2_5_vl": _qwen2_5, "qwen3_vl": _qwen3, "siglip": _siglip, "other": lambda _: (),
-}  # fmt: skip
-
 #: The modules of a block, in the order in which they run.
 _ATTENTION = ("norm1", "attn", "attn.qkv", "attn.proj", "norm2")
 MODULES: dict[str, tuple[str, ...]] = {
@@ -150,7 +111,24 @@ MODULES: dict[str, tuple[str, ...]] = {
         "layer_norm1", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj",
         "layer_norm2", "mlp", "mlp.fc1", "mlp.activation_fn", "mlp.fc2",
     ),
+    "other": (),
 }  # fmt: skip
+_WITHOUT_WEIGHTS = ("attn", "self_attn", "mlp", "mlp.act_fn", "mlp.activation_fn")
+_DOWN = ("mlp.down_proj", "mlp.linear_fc2", "mlp.fc2")
+
+
+def _block(vision: VisionSpec) -> Parameters:
+    """Return the parameters of a block; all of its matrices have biases."""
+    width, inner, made = vision.hidden_size, vision.intermediate_size, list[Parameter]()
+    for name in MODULES[vision.tower]:
+        if "norm" in name:
+            made += rms_norm(name, width) if vision.tower == "qwen2_5_vl" else layer_norm(name, width)
+        elif name in _DOWN:
+            made += linear(name, inner, width, bias=True)
+        elif name not in _WITHOUT_WEIGHTS:
+            wide = inner if name.startswith("mlp") else 3 * width if name == "attn.qkv" else width
+            made += linear(name, width, wide, bias=True)
+    return tuple(made)
 
 
 # --- a pass ------------------------------------------------------------------------------------------------------------------
@@ -185,15 +163,39 @@ def tower_block(model: ModelSpec, vision: VisionSpec, compute: Compute, batch: B
 def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool) -> HeadPass:
     """Return what is outside the blocks with what images take beside the tower's blocks. ``recomputed``: blocks are."""
     vision = model.vision
-    if vision is None or not vision.has_blocks:
+    if vision is None or not vision.images:
         return text
-    own = TowerPass(model, vision, compute, batch, recomputed=recomputed)
-    return text._replace(
-        shared=(*own.kept(), *text.shared),
-        forward=(*text.forward, *own.named(), *own.arguments()),
-        loss_forward=own.arguments(),
-        tower_bytes=own.flowing_bytes,
+    element, every = compute.element_bytes, vision.merge_size**2
+    patches: Int = batch.micro_batch_size * vision.images * vision.patches
+    tokens: Int = batch.micro_batch_size * batch.seq_len
+    residual = _FP32 if compute.autocast and model.adapter is None else element
+    frozen = _frozen(vision, model.adapter is not None)
+
+    def lines(n_bytes: Int, reason: str, *, there: bool = True) -> tuple[Line, ...]:
+        return (Line(Kind.ACTIVATIONS, n_bytes, reason, "", _FORWARD),) if there else ()
+
+    copied = () if element == _FP32 else pixels(model, batch, element, "pixels in the compute dtype")
+    of_head = 2 * _FP32 * (vision.hidden_size // vision.num_attention_heads)
+    tables = lines(of_head * patches, "vision tower: rotary cos and sin, fp32", there=vision.turns_text)
+    joining = _saved_by_the_projector(vision, element, residual) * patches
+    kept = (
+        *lines(tokens * vision.out_hidden_size, "which elements are of images, booleans"),
+        *(() if frozen[0] else copied),
+        *(() if frozen[0] and not recomputed else tables),
+        *lines(joining, "saved by what joins the images to the text", there=recomputed or not all(frozen)),
     )
+    arguments = copied if frozen[0] else ()  # until the model's forward returns the loss
+    features = (2 + vision.deeper) * vision.out_hidden_size * element * patches // every
+    named = (
+        *lines(vision.hidden_size * residual * patches, "vision tower: its output, held by name"),
+        *lines(features, "features of the images, held by name"),
+        *lines(3 * 8 * tokens, "position ids in three dimensions, int64", there=vision.turns_text),
+        *(tables if frozen[0] and not recomputed else ()),
+    )
+    return text._replace(
+        shared=(*kept, *text.shared), forward=(*text.forward, *named, *arguments), loss_forward=arguments,
+        tower_bytes=patches * vision.hidden_size * residual,
+    )  # fmt: skip
 
 
 def pixels(
@@ -205,73 +207,6 @@ def pixels(
         return ()
     n_bytes = element * vision.patch_numbers * batch.micro_batch_size * vision.images * vision.patches
     return (Line(Kind.ACTIVATIONS, n_bytes, reason, "", _FORWARD),)
-
-
-class TowerPass:
-    """What a pass over the images takes beside the tower's blocks. [bytes]"""
-
-    def __init__(self, model: ModelSpec, vision: VisionSpec, compute: Compute, batch: Batch, *, recomputed: bool) -> None:
-        """``recomputed``: blocks are."""
-        self._vision, self._compute = vision, compute
-        self._patches: Int = batch.micro_batch_size * vision.images * vision.patches
-        self._tokens: Int = batch.micro_batch_size * batch.seq_len
-        self._residual = _FP32 if compute.autocast and model.adapter is None else compute.element_bytes
-        frozen = _frozen(vision, model.adapter is not None)
-        self._trains_tower, self._followed_tower = not frozen[0], recomputed or not frozen[0]
-        self._followed = recomputed or not all(frozen)
-
-    @property
-    def _positions(self) -> Line:
-        return Line(Kind.TEMPORARY, 3 * 8 * self._tokens, "position ids in three dimensions, int64", "", _FORWARD)
-
-    def _line(self, kind: Kind, each: int, reason: str, source: str, every: int = 1) -> Line:
-        """``each``: bytes of a patch, or of so many patches as ``every`` says."""
-        return Line(kind, each * self._patches // every, reason, "", source)
-
-    @property
-    def flowing_bytes(self) -> Int:
-        """The residual stream of the tower."""
-        return self._patches * self._vision.hidden_size * self._residual
-
-    def kept(self) -> tuple[Line, ...]:
-        """Return what is alive from the images' forward to the end of the backward, beside the batch's own pixels."""
-        vision, element = self._vision, self._compute.element_bytes
-        mask = self._tokens * vision.out_hidden_size
-        lines = [Line(Kind.ACTIVATIONS, mask, "which elements are of images, booleans", "", _FORWARD)]
-        lines += self._pixels() if self._trains_tower else ()
-        lines += self._tables() if self._followed_tower else ()
-        if self._followed:
-            of_patch = _saved_by_the_projector(vision, element, self._residual)
-            lines.append(self._line(Kind.ACTIVATIONS, of_patch, "saved by what joins the images to the text", _MERGER))
-        return tuple(lines)
-
-    def named(self) -> tuple[Line, ...]:
-        """Return what variables of the model's forward hold until it is done: the tower's output, and features of the text."""
-        vision, every = self._vision, self._vision.merge_size**2
-        features = (2 + vision.deeper) * vision.out_hidden_size * self._compute.element_bytes
-        return (
-            self._line(Kind.TEMPORARY, vision.hidden_size * self._residual, "vision tower: its output, held by name", _FORWARD),
-            self._line(Kind.TEMPORARY, features, "features of the images, held by name", _FORWARD, every),
-            *((self._positions,) if vision.turns_text else ()),
-            *(() if self._followed_tower else self._tables()),
-        )
-
-    def arguments(self) -> tuple[Line, ...]:
-        """Return what the model's forward was called with, which lives until it returns the loss."""
-        return () if self._trains_tower else self._pixels()
-
-    def _pixels(self) -> tuple[Line, ...]:
-        element = self._compute.element_bytes
-        if element == _FP32:
-            return ()
-        return (self._line(Kind.ACTIVATIONS, element * self._vision.patch_numbers, "pixels in the compute dtype", _FORWARD),)
-
-    def _tables(self) -> tuple[Line, ...]:
-        vision = self._vision
-        if not vision.turns_text:
-            return ()
-        of_head = 2 * _FP32 * (vision.hidden_size // vision.num_attention_heads)
-        return (self._line(Kind.ACTIVATIONS, of_head, "vision tower: rotary cos and sin, fp32", _FORWARD),)
 
 
 def _saved_by_the_projector(vision: VisionSpec, element: int, residual: int) -> int:
