@@ -20,6 +20,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER, Engine, OptimizerImpl, RecipeSpec
+from zeroplan.spec.vision import VisionSpec
 from zeroplan.timeline import Sizes, peak, reserved, sizes_of, under_pressure
 from zeroplan.traffic import Traffic, traffic
 from zeroplan.transformer.activations import approximation
@@ -408,7 +409,7 @@ def _of_each_rank(job: JobSpec, batch: Batch) -> tuple[Account, ...]:
     """One account where ranks are alike, else that of every pipeline rank."""
     if job.mesh.pp == 1:
         return (account_of(job, batch),)
-    job = _with_tower(job)
+    job = replace(job, model=counted_model(job.model, job.recipe, job.mesh))
     return _pipeline(job.recipe.engine).accounts(job.model, job.recipe, job.mesh, batch)
 
 
@@ -438,32 +439,28 @@ _FLATTENED_IN_HOST_MEMORY = (
 )
 
 
-def _with_tower(job: JobSpec) -> JobSpec:
-    """The job as it is counted: of a vision tower the weights alone where its activations are not modelled."""
-    vision = job.model.vision
-    if vision is None or not _tower_not_modelled(job):
-        return job
-    return replace(job, model=replace(job.model, vision=weights_alone(vision)))
+def counted_model(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> ModelSpec:
+    """The model as it is counted: of a vision tower the weights alone where its activations are not modelled."""
+    if model.vision is None or not _tower_not_modelled(model.vision, recipe, mesh):
+        return model
+    return replace(model, vision=weights_alone(model.vision))
 
 
-def _tower_not_modelled(job: JobSpec) -> str:
-    """What of a job the activations of its vision tower are not modelled with; empty where they are."""
-    recipe, mesh, vision = job.recipe, job.mesh, job.model.vision
-    if vision is None or not vision.has_blocks:
-        return ""
+def _tower_not_modelled(vision: VisionSpec, recipe: RecipeSpec, mesh: Mesh) -> str:
+    """What the activations of a vision tower are not modelled with; empty where they are."""
     for is_so, what in (
-        (max(mesh.tp, mesh.cp, mesh.pp, mesh.ep) > 1, "ranks that split the model or a sequence"),
+        (max(int(ranks) for ranks in (mesh.tp, mesh.cp, mesh.pp, mesh.ep)) > 1, "ranks that split the model or a sequence"),
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
         (recipe.recompute_layers is not None, "recomputation of some layers"),
         (recipe.offload_activations, "offload of activations"),
     ):
-        if is_so:
+        if is_so and vision.has_blocks:
             return what
     return ""
 
 
 def _of_the_tower(job: JobSpec) -> tuple[str, ...]:
-    what = _tower_not_modelled(job)
+    what = "" if job.model.vision is None else _tower_not_modelled(job.model.vision, job.recipe, job.mesh)
     if not what:
         return ()
     return (f"of the vision tower weights and states are counted, its activations are not: they are not modelled with {what}",)
@@ -479,7 +476,7 @@ def account_of(job: JobSpec, batch: Batch) -> Account:
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__ (``flatten_on_accelerator``).
     """
-    job = _with_tower(job)
+    job = replace(job, model=counted_model(job.model, job.recipe, job.mesh))
     if job.mesh.pp > 1:
         return _pipeline(job.recipe.engine).account(job.model, job.recipe, job.mesh, batch)
     engine = engine_module(job.recipe.engine)

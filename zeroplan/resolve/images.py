@@ -18,7 +18,7 @@ def with_images(
     """Return the model with the requested images and frozen parts of its tower, and notes on what was filled in.
 
     ``freezes``: the program that trains freezes the tower and what joins it to the text unless its file says otherwise. Raises
-    SpecError for images of a model without a tower, and for more of their tokens than a sequence has.
+    SpecError for images of a model without a tower.
     """
     frozen = tuple(name for name in names_in(request.freeze) if name in VISION_PARTS)
     if model.vision is None:
@@ -37,9 +37,9 @@ def with_images(
     elif freezes:  # LLaMA-Factory, hparams/finetuning_args.py, FreezeArguments
         vision = replace(vision, freeze_tower=True, freeze_projector=True)
     if vision.has_blocks:
-        vision = _with_images(vision, request, seq_len)
+        vision = _with_images(vision, request)
     made = replace(model, vision=vision)
-    return made, () if vision == model.vision else tuple(_notes(made, vision, request))
+    return made, () if vision == model.vision else tuple(_notes(made, vision, request, seq_len))
 
 
 def names_in(words: str | None) -> tuple[str, ...]:
@@ -51,21 +51,12 @@ def names_in(words: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in (words or "").split(",") if name.strip())
 
 
-def _with_images(vision: VisionSpec, request: "Request", seq_len: int) -> VisionSpec:
+def _with_images(vision: VisionSpec, request: "Request") -> VisionSpec:
     if request.image_size is not None:
         width, height = _size(request.image_size)
         vision = replace(vision, image_width=width, image_height=height)
-    each = vision.tokens_per_image
-    if request.images is not None:
-        vision = replace(vision, images=request.images)
-    elif not vision.images and each <= seq_len:
-        vision = replace(vision, images=1)
-    if vision.images * each > seq_len:
-        raise SpecError(
-            f"{vision.images} images of {each:,} tokens do not fit a sequence of {seq_len:,}; use fewer or smaller images, or a "
-            "higher --seq-len"
-        )
-    return vision
+    images = request.images if request.images is not None else vision.images or 1
+    return replace(vision, images=images)
 
 
 def _size(words: str) -> tuple[int, int]:
@@ -76,18 +67,17 @@ def _size(words: str) -> tuple[int, int]:
     return width, height
 
 
-def _notes(model: ModelSpec, vision: VisionSpec, request: "Request") -> Iterator[str]:
+def _notes(model: ModelSpec, vision: VisionSpec, request: "Request", seq_len: int) -> Iterator[str]:
     if not vision.has_blocks:
         return
-    each = vision.tokens_per_image
+    tokens = vision.images * vision.tokens_per_image
     if request.images is None:
         size = (
             f"{vision.fixed_size}x{vision.fixed_size}" if vision.fixed_size else f"{vision.image_width}x{vision.image_height}"
         )
-        taken = (
-            f"{vision.images} of {size}, {each:,} tokens, taken" if vision.images else "none taken, since a sequence is shorter"
-        )
-        yield f"images of a sequence not given: {taken}"
+        yield f"images of a sequence not given: {vision.images} of {size}, {tokens:,} tokens, taken"
+    if tokens > seq_len:
+        yield f"the images of a sequence take {tokens:,} tokens, more than its {seq_len:,}; use fewer or smaller ones"
     if model.adapter is not None:
         yield "beside adapters the vision tower is counted as frozen, without adapters of its own"
     elif not vision.frozen_names and request.freeze is None:

@@ -289,7 +289,7 @@ class Request(Spec):
         control=Control("Tokens per sequence", OF_BATCH, "4096", kind="number", least=128, most=1_048_576),
     )})
     images: CountOrZero | None = field(default=None, metadata={"option": Option(
-        "Images of each sequence, for a vision-language model. (default: 1, if --seq-len has room for its tokens)", BATCH, "N",
+        "Images of each sequence, for a vision-language model. (default: 1)", BATCH, "N",
     )})
     image_size: str | None = field(default=None, metadata={"option": Option(
         "Width and height of an image in pixels, such as 1024x768. The model's processor makes tokens of them. (default: "

@@ -8,7 +8,7 @@ from functools import partial
 
 from zeroplan.expr import Size
 from zeroplan.ledger import Module
-from zeroplan.numeric import Int
+from zeroplan.numeric import Int, maximum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.vision import VisionSpec
 from zeroplan.transformer.blocks import BlockPass, Compute
@@ -128,7 +128,7 @@ def _widths(vision: VisionSpec, compute: Compute, batch: Batch) -> Widths:
     width, heads = vision.hidden_size, vision.num_attention_heads
     return Widths(
         tokens=images * vision.patches,
-        micro_batch=images,
+        micro_batch=maximum(1, images),
         seq_len=vision.patches,
         hidden=width,
         heads=heads,
