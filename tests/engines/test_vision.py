@@ -92,7 +92,7 @@ def test_ranks_that_split_the_model_count_the_towers_weights_alone_and_say_so() 
     assert estimate(split).peak_bytes > estimate(text).peak_bytes
 
 
-@pytest.mark.parametrize(("size", "tokens"), [("768x768", 729), ("1024x768", 999), ("28x28", 4), ("10000x10000", 16_384)])
+@pytest.mark.parametrize(("size", "tokens"), [("768x768", 729), ("1024x768", 999), ("28x28", 4), ("10000x10000", 16_129)])
 def test_a_processor_makes_whole_tokens_of_an_image(size: str, tokens: int) -> None:
     """As ``smart_resize`` of transformers 5.23 does, whose module needs torchvision."""
     width, height = map(int, size.split("x"))

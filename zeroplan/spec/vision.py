@@ -1,7 +1,7 @@
 """The vision tower of a multimodal model, what joins it to the text, and the images of a sequence."""
 
 from dataclasses import dataclass
-from math import ceil, floor
+from math import ceil, floor, sqrt
 from typing import Annotated, Literal
 
 from zeroplan.errors import SpecError
@@ -80,10 +80,10 @@ class VisionSpec(Spec):
         rows, columns = (max(1, round(side / factor)) for side in (self.image_height, self.image_width))
         area, pixels = self.image_height * self.image_width, rows * columns * factor**2
         if pixels > most:
-            shrink = (area / most) ** 0.5
+            shrink = sqrt(area / most)
             rows, columns = (max(1, floor(side / shrink / factor)) for side in (self.image_height, self.image_width))
         elif pixels < least:
-            grow = (least / area) ** 0.5
+            grow = sqrt(least / area)
             rows, columns = (ceil(side * grow / factor) for side in (self.image_height, self.image_width))
         return rows * columns * self.merge_size**2
 

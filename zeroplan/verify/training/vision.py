@@ -39,7 +39,11 @@ def whole_config(spec: ModelSpec, text: Mapping[str, object]) -> "PreTrainedConf
         )
     kind = "gemma3" if vision.tower == "siglip" else _TEXTS.get(vision.tower, {}).get(spec.family, vision.tower)
     own = {name: value for name, value in text.items() if name != "model_type"}
-    shared = {"hidden_size": vision.hidden_size, "intermediate_size": vision.intermediate_size, "patch_size": vision.patch_size}
+    shared: dict[str, object] = {
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.intermediate_size,
+        "patch_size": vision.patch_size,
+    }
     if vision.tower == "siglip":
         tower = shared | {
             "model_type": "siglip_vision_model", "num_hidden_layers": vision.num_hidden_layers, "image_size": vision.fixed_size,
@@ -55,10 +59,10 @@ def whole_config(spec: ModelSpec, text: Mapping[str, object]) -> "PreTrainedConf
         tower |= {"deepstack_visual_indexes": list(range(vision.deeper))} if vision.tower == "qwen3_vl" else {}
         own |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": _sections(spec.head_dim)}}
         more = {}
-    made: PreTrainedConfig = CONFIG_MAPPING[kind](
+    build: Callable[..., PreTrainedConfig] = CONFIG_MAPPING[kind]
+    return build(
         text_config=own, vision_config=tower, image_token_id=_IMAGE, tie_word_embeddings=spec.tie_word_embeddings, **more
     )
-    return made
 
 
 def _sections(head_dim: int) -> list[int]:
@@ -86,7 +90,7 @@ def freeze_tower(model: nn.Module, vision: VisionSpec) -> None:
         joins = "merger" in name or "multi_modal_projector" in name
         inside = joins or "visual" in name or "vision_tower" in name
         if inside and (vision.freeze_projector if joins else vision.freeze_tower):
-            parameter.requires_grad_(requires_grad=False)
+            parameter.requires_grad = False
 
 
 def tower_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -95,7 +99,7 @@ def tower_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     found = (
         part for name, part in model.named_modules() if name.endswith(ends) and ("visual" in name or "vision_tower" in name)
     )
-    return tuple(next(iter(found)))  # type: ignore[arg-type]  # a ModuleList
+    return tuple(next(iter(found)))
 
 
 def images(model: nn.Module, vision: VisionSpec, batch: BatchSpec) -> dict[str, torch.Tensor]:
@@ -139,7 +143,8 @@ def _tell_positions(model: nn.Module, vision: VisionSpec, count: int) -> None:
 
     for part in model.modules():
         if hasattr(part, "_deepstack_process"):
-            type(part)._deepstack_process = deepstack
+            own: Any = type(part)
+            own._deepstack_process = deepstack
     grid = np.array([[1, 1, vision.patches]] * count)
     forward = model.forward
-    model.forward = lambda **batch: forward(**batch, image_grid_thw=grid)  # type: ignore[method-assign]
+    model.forward = lambda **batch: forward(**batch, image_grid_thw=grid)
