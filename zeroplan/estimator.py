@@ -20,6 +20,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER, Engine, OptimizerImpl, RecipeSpec
+from zeroplan.spec.vision import VisionSpec
 from zeroplan.timeline import Sizes, peak, reserved, sizes_of, under_pressure
 from zeroplan.traffic import Traffic, traffic
 from zeroplan.transformer.activations import approximation
@@ -27,6 +28,7 @@ from zeroplan.transformer.head import output_bytes
 from zeroplan.transformer.legend import legend
 from zeroplan.transformer.params import active_parameter_count, has_frozen, parameter_count, trained_count
 from zeroplan.transformer.recomputed import first_recomputed
+from zeroplan.transformer.vision import weights_alone
 from zeroplan.units import format_size
 
 if TYPE_CHECKING:
@@ -323,7 +325,13 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None, replay: bool = F
         traffic=_traffic(job, account, trained_count(job.model) if has_frozen(job.model) else parameters),
         symbols=tuple(dict.fromkeys(account.symbols)),  # runs of one kind of block have the same ones
         approximate=approximation(job.model, compute_of(job.recipe)),
-        notes=(*account.notes, *_partly_recomputed(job), *_linear_attention(job), *_held_logits(job, highest)),
+        notes=(
+            *account.notes,
+            *_partly_recomputed(job),
+            *_linear_attention(job),
+            *_of_the_tower(job),
+            *_held_logits(job, highest),
+        ),
         kept=account.kept,
         pipeline=account.pipeline,
         replay=_replay(job, account.pipeline[0].rank if account.pipeline else None) if replay else None,
@@ -416,6 +424,7 @@ def _of_each_rank(job: JobSpec, batch: Batch) -> tuple[Account, ...]:
     """One account where ranks are alike, else that of every pipeline rank."""
     if job.mesh.pp == 1:
         return (account_of(job, batch),)
+    job = replace(job, model=counted_model(job.model, job.recipe, job.mesh))
     return _pipeline(job.recipe.engine).accounts(job.model, job.recipe, job.mesh, batch)
 
 
@@ -445,6 +454,33 @@ _FLATTENED_IN_HOST_MEMORY = (
 )
 
 
+def counted_model(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> ModelSpec:
+    """The model as it is counted: of a vision tower the weights alone where its activations are not modelled."""
+    if model.vision is None or not _tower_not_modelled(model.vision, recipe, mesh):
+        return model
+    return replace(model, vision=weights_alone(model.vision))
+
+
+def _tower_not_modelled(vision: VisionSpec, recipe: RecipeSpec, mesh: Mesh) -> str:
+    """What the activations of a vision tower are not modelled with; empty where they are."""
+    for is_so, what in (
+        (max(int(ranks) for ranks in (mesh.tp, mesh.cp, mesh.pp, mesh.ep)) > 1, "ranks that split the model or a sequence"),
+        (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
+        (recipe.recompute_layers is not None, "recomputation of some layers"),
+        (recipe.offload_activations, "offload of activations"),
+    ):
+        if is_so and vision.has_blocks:
+            return what
+    return ""
+
+
+def _of_the_tower(job: JobSpec) -> tuple[str, ...]:
+    what = "" if job.model.vision is None else _tower_not_modelled(job.model.vision, job.recipe, job.mesh)
+    if not what:
+        return ()
+    return (f"of the vision tower weights and states are counted, its activations are not: they are not modelled with {what}",)
+
+
 def account_of_job(job: JobSpec) -> Account:
     """The engine's account, which the memory and the time of a job share within one question."""
     return recalled(lambda: ("account", job), lambda: account_of(job, job.batch))
@@ -455,6 +491,7 @@ def account_of(job: JobSpec, batch: Batch) -> Account:
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__ (``flatten_on_accelerator``).
     """
+    job = replace(job, model=counted_model(job.model, job.recipe, job.mesh))
     if job.mesh.pp > 1:
         return _pipeline(job.recipe.engine).account(job.model, job.recipe, job.mesh, batch)
     engine = engine_module(job.recipe.engine)

@@ -1,12 +1,13 @@
-"""The parameters outside a multimodal model's text, and those of its text, held against the model that transformers builds."""
+"""The parameters of a multimodal model's text and tower, held against the model that transformers builds."""
 
 from __future__ import annotations
 
 import pytest
 
 from zeroplan.catalog.config import config_with_notes
-from zeroplan.catalog.towers import outside_the_text
+from zeroplan.catalog.towers import vision_of
 from zeroplan.transformer.params import parameter_count
+from zeroplan.transformer.vision import parameters_beside_the_text
 
 TEXT: dict[str, object] = {
     "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -43,20 +44,19 @@ def whole(case: str) -> dict[str, object]:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("case", TOWERS)
-def test_all_parameters_are_those_of_the_text_and_those_outside(case: str) -> None:
+def test_all_parameters_are_those_of_text_and_tower(case: str) -> None:
     transformers, torch, config = pytest.importorskip("transformers"), pytest.importorskip("torch"), whole(case)
     kind = str(config["model_type"])
     with torch.device("meta"):
         real = transformers.AutoModelForImageTextToText.from_config(transformers.CONFIG_MAPPING[kind](**config))
-    text = config["text_config"]
-    assert isinstance(text, dict)
-    outside = outside_the_text(config, text)
-    assert outside is not None
     read = config_with_notes(config)
-    assert parameter_count(read.model) + outside == sum(one.numel() for one in real.parameters())
-    assert f"{outside:,} parameters" in read.notes[0]
-    assert "every figure is too low by them" in read.notes[0]
-    assert read.model.name == f"(text part, {outside:,} weights left out)"
+    assert read.model.vision is not None
+    assert parameter_count(read.model) == sum(one.numel() for one in real.parameters())
+    if read.model.vision.has_blocks:
+        assert (read.model.name, any("left out" in note for note in read.notes)) == ("", False)
+        return
+    assert f"{parameters_beside_the_text(read.model.vision):,} parameters are counted; activations" in read.notes[0]
+    assert read.model.name == "(without its tower's activations)"
 
 
 @pytest.mark.torch
@@ -66,9 +66,9 @@ def test_a_file_with_the_texts_keys_beside_the_tower_is_read() -> None:
     assert isinstance(text, dict)
     flat = {**text, "model_type": "qwen2_5_vl", "vision_config": config["vision_config"]}
     assert config_with_notes(flat).model == config_with_notes(config).model
-    assert config_with_notes(flat).notes[0] == config_with_notes(config).notes[0]
+    assert config_with_notes(flat).notes == config_with_notes(config).notes
 
 
 def test_a_tower_without_its_sizes_is_not_counted() -> None:
-    assert outside_the_text({"model_type": "qwen3_vl", "vision_config": {"depth": 3}}, {"hidden_size": 64}) is None
-    assert outside_the_text({"model_type": "qwen3_vl"}, {"hidden_size": 64}) is None
+    assert vision_of({"model_type": "qwen3_vl", "vision_config": {"depth": 3}}, {"hidden_size": 64}) is None
+    assert vision_of({"model_type": "qwen3_vl"}, {"hidden_size": 64}) is None

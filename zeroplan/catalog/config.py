@@ -6,6 +6,7 @@ Keys, aliases and defaults are those of the configuration classes of transformer
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -33,9 +34,9 @@ _LARGEST = 10**7
 def model_from_config(config: Mapping[str, object], *, name: str = "", treat_as: str | None = None) -> ModelSpec:
     """Return the shape of the model that a ``config.json`` describes.
 
-    For a multimodal config (Gemma 3, LLaVA) this is the text part, which its name contains. ``treat_as``: the family whose
-    formulas to use whatever ``model_type`` is. :func:`config_with_notes` also returns notes on what is not counted.
-    Multi-token-prediction layers need no note, since transformers does not build them.
+    For a multimodal config this is the text part, with the vision tower where that is known; else the name says so.
+    ``treat_as``: the family whose formulas to use whatever ``model_type`` is. :func:`config_with_notes` also returns notes on what
+    is not counted. Multi-token-prediction layers need no note, since transformers does not build them.
 
     >>> model_from_config({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
     ...                    "vocab_size": 50257}).intermediate_size
@@ -61,7 +62,7 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
     source = _Source(text, _family(text, treat_as))
     _demand_required(source)
     _refuse_other_architectures(source)
-    model = _spec(source, f"{name} ({part.words})".lstrip() if is_part else name)
+    model = replace(_spec(source, f"{name}{part.words}".lstrip()), vision=part.vision)
     beside = quantised(config) if is_part else ()
     return ConfigRead(
         model, (*part.notes, *_treated(text.get("model_type"), treat_as), *beside, *notes_on_other_keys(text, source.family))

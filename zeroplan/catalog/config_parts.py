@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from zeroplan.catalog.config_keys import SAME_AS
 from zeroplan.catalog.text import shown
-from zeroplan.catalog.towers import outside_the_text
+from zeroplan.catalog.towers import vision_of
 from zeroplan.spec.family import FAMILIES
-from zeroplan.units import format_gb
+from zeroplan.spec.vision import VisionSpec
 
 Config = Mapping[str, object]
 
@@ -16,12 +16,6 @@ Config = Mapping[str, object]
 TIED_BY_THE_TEXT = (
     "llava", "llava_next_video", "llava_onevision", "fast_vlm", "video_llama_3", "shieldgemma2", "perception_lm", "vibevoice",
 )  # fmt: skip
-#: Kinds of vision towers that are plain transformers, with two or three matrices in each MLP.
-_TWO_MATRICES = (
-    "siglip_vision_model", "clip_vision_model", "idefics2_vision", "idefics3_vision", "smolvlm_vision", "internvl_vision",
-    "kimi_k25_vision",
-)  # fmt: skip
-_THREE_MATRICES = ("pixtral", "ovis2_vision")
 
 
 class TextPart(NamedTuple):
@@ -30,13 +24,15 @@ class TextPart(NamedTuple):
     config: Config
     is_part: bool
     notes: tuple[str, ...] = ()
-    outside: int | None = None
-    """Parameters outside the text, where they are known."""
+    vision: VisionSpec | None = None
+    """The vision tower, where it is known."""
 
     @property
     def words(self) -> str:
-        """What a model's name says of it, which every answer shows."""
-        return "text part" if self.outside is None else f"text part, {self.outside:,} weights left out"
+        """What a model's name says of it, which every answer shows; nothing where all of it is counted."""
+        if self.vision is None:
+            return " (text part)" if self.is_part else ""
+        return "" if self.vision.has_blocks else " (without its tower's activations)"
 
 
 def text_part(config: Config) -> TextPart:
@@ -46,9 +42,9 @@ def text_part(config: Config) -> TextPart:
         return TextPart(config, is_part=False)
     tied = _tied(config, text)
     found = text if tied is None else {**text, "tie_word_embeddings": tied}
-    outside = outside_the_text(config, text)
-    notes = (*_left_out(config, text, outside), *_tied_by_text_part(config, text, tied))
-    return TextPart(found, is_part=True, notes=notes, outside=outside)
+    vision = vision_of(config, text)
+    notes = (*_left_out(config, text, vision), *_tied_by_text_part(config, text, tied))
+    return TextPart(found, is_part=True, notes=notes, vision=vision)
 
 
 def _text_config(config: Config) -> Config | None:
@@ -90,35 +86,26 @@ def _tied_by_text_part(config: Config, text: Config, tied: object) -> Iterator[s
 # --- what is left out -----------------------------------------------------------------------------------------------------
 
 
-def _left_out(config: Config, text: Config, whole: int | None) -> Iterator[str]:
+def _left_out(config: Config, text: Config, vision: VisionSpec | None) -> Iterator[str]:
+    kind = shown(config.get("model_type"))[1:-1]
+    if vision is not None and not vision.has_blocks:
+        yield (
+            f"of what is beside the text of this {kind} model, weights and states of {vision.other_parameters:,} parameters are "
+            "counted; activations of its tower are not, and every figure is too low by them; `zeroplan profile` traces the whole"
+        )
+    known = ("text_config", "quantization_config", "compression_config", "generation_config")
     parts = [
-        f"{key}{_counted(part) if whole is None or key != 'vision_config' else _with_bytes(whole)}"
+        str(key)
         for key, part in config.items()
-        if key != "text_config" and str(key).endswith("_config") and isinstance(part, Mapping) and part
-        if key not in ("quantization_config", "compression_config", "generation_config")
+        if str(key).endswith("_config") and isinstance(part, Mapping) and part and key not in known
+        if vision is None or key != "vision_config"
     ]
+    if vision is not None and not parts:
+        return
     beside = f": {', '.join(parts)} and what joins the parts are left out" if parts else ": other parts are left out"
     tables = ", and rotary tables of each further sequence" if text.get("model_type") in SAME_AS else ""
+    counted = "only the text part of this" if vision is None else "only text and images of this"
     yield (
-        f"only the text part of this {shown(config.get('model_type'))[1:-1]} model is counted{beside}, with their weights, states "
-        f"and activations{tables}: every figure is too low by them; `zeroplan profile` traces a whole model"
+        f"{counted} {kind} model is counted{beside}, with their weights, states and activations{tables}: every figure is too low "
+        "by them; `zeroplan profile` traces a whole model"
     )
-
-
-def _with_bytes(parameters: int) -> str:
-    """Return the number of parameters outside the text, with the bytes of their weights and of training them."""
-    return (
-        f" (with what joins it to the text {parameters:,} parameters: {format_gb(2 * parameters)} if frozen in 16 bits, "
-        f"{format_gb(16 * parameters)} on all ranks together if trained in fp32 with Adam)"
-    )
-
-
-def _counted(part: Config) -> str:
-    """Return the size of a plain transformer from the matrices of its layers; empty if a size is missing."""
-    kind = part.get("model_type")
-    matrices = 2 if kind in _TWO_MATRICES else 3
-    sizes = [part.get(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers")]
-    if kind not in (*_TWO_MATRICES, *_THREE_MATRICES) or not all(type(size) is int and 0 < size < 10**6 for size in sizes):
-        return ""
-    hidden, inner, layers = (int(str(size)) for size in sizes)
-    return f" ({layers * hidden * (4 * hidden + matrices * inner) / 1e6:,.0f} million parameters in its layers)"

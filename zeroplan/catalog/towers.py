@@ -1,19 +1,30 @@
-"""How many parameters do a multimodal model's vision tower and what joins it to the text have?
+"""Reads the vision tower in a multimodal model's ``config.json``.
 
-Source: transformers 5.23, ``models/<model>/modeling_<model>.py``, and of the towers of Gemma 3 and LLaVA ``models/siglip`` and
-``models/clip``. A test holds each kind against the model that transformers builds.
+Source: transformers 5.23, ``models/<model>/configuration_<model>.py`` and ``modeling_<model>.py``, and of the towers of Gemma 3 and
+LLaVA ``models/siglip`` and ``models/clip``. A test holds each kind against the model that transformers builds.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
+from zeroplan.errors import SpecError
+from zeroplan.spec.vision import VisionSpec
+
 Config = Mapping[str, object]
+#: Kinds of vision towers that are plain transformers, with two or three matrices in each MLP.
+_TWO_MATRICES = (
+    "siglip_vision_model", "clip_vision_model", "idefics2_vision", "idefics3_vision", "smolvlm_vision", "internvl_vision",
+    "kimi_k25_vision",
+)  # fmt: skip
+_THREE_MATRICES = ("pixtral", "ovis2_vision")
 
 
 class _Sizes(NamedTuple):
     """The sizes in a vision config, with those that its class assumes."""
 
     config: Config
+    whole: Config
     text_width: int
 
     def __call__(self, key: str, default: int | None = None) -> int:
@@ -23,47 +34,63 @@ class _Sizes(NamedTuple):
         return found
 
 
-def outside_the_text(config: Config, text: Config) -> int | None:
-    """Return the parameters of tower and projector; None for a kind of model without formulas or without its sizes."""
-    vision, count = config.get("vision_config"), _TOWERS.get(str(config.get("model_type")))
-    if count is None or not isinstance(vision, Mapping):
+def vision_of(config: Config, text: Config) -> VisionSpec | None:
+    """Return the tower of a multimodal model's config; None for a kind of model without formulas, or without its sizes.
+
+    Of some kinds only the parameters in the tower's layers are known.
+    """
+    vision, read = config.get("vision_config"), _TOWERS.get(str(config.get("model_type")))
+    if not isinstance(vision, Mapping):
         return None
-    try:
-        return count(_Sizes(vision, _Sizes(text, 0)("hidden_size")))
-    except KeyError:
+    for attempt in (read, _in_layers):
+        try:
+            if attempt is not None:
+                return attempt(_Sizes(vision, config, _Sizes(text, config, 0)("hidden_size")))
+        except (KeyError, SpecError):
+            continue
+    return None
+
+
+def _in_layers(of: _Sizes) -> VisionSpec | None:
+    """Return a tower with the matrices of its layers, of those kinds that are plain transformers."""
+    kind = of.config.get("model_type")
+    if kind not in (*_TWO_MATRICES, *_THREE_MATRICES):
         return None
+    width, matrices = of("hidden_size"), 2 if kind in _TWO_MATRICES else 3
+    return _other(of("num_hidden_layers") * width * (4 * width + matrices * of("intermediate_size")))
+
+
+def _other(parameters: int) -> VisionSpec:
+    return VisionSpec(tower="other", other_parameters=parameters)
 
 
 def _linear(reads: int, writes: int) -> int:
     return reads * writes + writes
 
 
-def _encoder(of: _Sizes) -> int:
-    """The layers of SigLIP and CLIP: two LayerNorms, four projections, an MLP of two matrices, all with biases."""
-    width, inner = of("hidden_size"), of("intermediate_size")
-    return of("num_hidden_layers") * (4 * width + 4 * _linear(width, width) + _linear(width, inner) + _linear(inner, width))
+def _encoder_layer(width: int, inner: int) -> int:
+    """The parameters of a layer of CLIP, or of Qwen2-VL's tower: two norms, attention, an MLP of two matrices, all with biases."""
+    return 4 * width + 4 * _linear(width, width) + _linear(width, inner) + _linear(inner, width)
 
 
-def _patches(of: _Sizes) -> tuple[int, int]:
-    """Return the number of patches of an image, and of numbers in one of three colours."""
-    return (of("image_size") // of("patch_size")) ** 2, 3 * of("patch_size") ** 2
+def _gemma3(of: _Sizes) -> VisionSpec:
+    width, inner, tokens = of("hidden_size"), of("intermediate_size"), of.whole.get("mm_tokens_per_image", 256)
+    side = of("image_size") // of("patch_size")
+    along = int(tokens**0.5) if type(tokens) is int else 0
+    head = 3 * width + 4 * _linear(width, width) + _linear(width, inner) + _linear(inner, width)
+    return VisionSpec(
+        tower="siglip", hidden_size=width, intermediate_size=inner, num_hidden_layers=of("num_hidden_layers"),
+        num_attention_heads=of("num_attention_heads"), patch_size=of("patch_size"), patch_numbers=3 * of("patch_size") ** 2,
+        merge_size=max(1, side // max(along, 1)), out_hidden_size=of.text_width, positions=side**2, fixed_size=of("image_size"),
+        other_parameters=0 if of.config.get("vision_use_head") is False else head,
+    )  # fmt: skip
 
 
-def _gemma3(of: _Sizes) -> int:
-    width, (patches, numbers) = of("hidden_size"), _patches(of)
-    joining = width * of.text_width + width
-    tower = _linear(numbers, width) + patches * width + _encoder(of) + 2 * width
-    if of.config.get("vision_use_head") is False:
-        return tower + joining
-    inner = of("intermediate_size")
-    head = width + 4 * _linear(width, width) + 2 * width + _linear(width, inner) + _linear(inner, width)
-    return tower + head + joining
-
-
-def _llava(of: _Sizes) -> int:
-    width, (patches, numbers) = of("hidden_size"), _patches(of)
-    tower = width + numbers * width + (patches + 1) * width + 4 * width + _encoder(of)
-    return tower + _linear(width, of.text_width) + _linear(of.text_width, of.text_width)
+def _llava(of: _Sizes) -> VisionSpec:
+    width, patches = of("hidden_size"), (of("image_size") // of("patch_size")) ** 2
+    layers = of("num_hidden_layers") * _encoder_layer(width, of("intermediate_size"))
+    tower = width + 3 * of("patch_size") ** 2 * width + (patches + 1) * width + 4 * width + layers
+    return _other(tower + _linear(width, of.text_width) + _linear(of.text_width, of.text_width))
 
 
 def _patch(of: _Sizes) -> int:
@@ -72,37 +99,32 @@ def _patch(of: _Sizes) -> int:
     return colours * of("temporal_patch_size", 2) * of("patch_size", 14) ** 2
 
 
-def _merger(of: _Sizes, width: int, out: int) -> int:
-    joined = width * of("spatial_merge_size", 2) ** 2
-    return _linear(joined, joined) + _linear(joined, out)
-
-
-def _qwen2(of: _Sizes) -> int:
+def _qwen2(of: _Sizes) -> VisionSpec:
     width = of("embed_dim")
-    inner = width * of("mlp_ratio", 4)
-    block = 4 * width + _linear(width, 3 * width) + _linear(width, width) + _linear(width, inner) + _linear(inner, width)
-    return _patch(of) * width + of("depth") * block + 2 * width + _merger(of, width, of("hidden_size"))
+    joined = width * of("spatial_merge_size", 2) ** 2
+    layers = of("depth") * _encoder_layer(width, width * of("mlp_ratio", 4))
+    return _other(_patch(of) * width + layers + 2 * width + _linear(joined, joined) + _linear(joined, of("hidden_size")))
 
 
-def _qwen2_5(of: _Sizes) -> int:
-    width, inner = of("hidden_size"), of("intermediate_size")
-    mlp = 2 * _linear(width, inner) + _linear(inner, width)
-    block = 2 * width + _linear(width, 3 * width) + _linear(width, width) + mlp
-    return _patch(of) * width + of("depth") * block + width + _merger(of, width, of("out_hidden_size"))
+def _qwen2_5(of: _Sizes) -> VisionSpec:
+    return VisionSpec(
+        tower="qwen2_5_vl", hidden_size=of("hidden_size"), intermediate_size=of("intermediate_size"),
+        num_hidden_layers=of("depth", 32), num_attention_heads=of("num_heads", 16), patch_size=of("patch_size", 14),
+        patch_numbers=_patch(of), merge_size=of("spatial_merge_size", 2), out_hidden_size=of("out_hidden_size"),
+    )  # fmt: skip
 
 
-def _qwen3(of: _Sizes) -> int:
-    """Of Qwen3-VL and Qwen3.5. Some layers of the first have a merger of their own, whose norm has the merged width."""
-    width, inner, out = of("hidden_size"), of("intermediate_size"), of("out_hidden_size")
-    block = 4 * width + _linear(width, 3 * width) + _linear(width, width) + _linear(width, inner) + _linear(inner, width)
+def _qwen3(of: _Sizes) -> VisionSpec:
+    """Of Qwen3-VL and Qwen3.5. Some layers of the first have a merger of their own."""
     deep = of.config.get("deepstack_visual_indexes", ())
-    deeper = len(deep) if isinstance(deep, list | tuple) else 0
-    more = deeper * (2 * width * of("spatial_merge_size", 2) ** 2 + _merger(of, width, out))
-    tower = _linear(_patch(of), width) + of("num_position_embeddings") * width + of("depth") * block
-    return tower + 2 * width + _merger(of, width, out) + more
+    sixteen = of._replace(config={"patch_size": 16, **of.config})
+    return replace(
+        _qwen2_5(sixteen), tower="qwen3_vl", positions=of("num_position_embeddings"),
+        deeper=len(deep) if isinstance(deep, list | tuple) else 0,
+    )  # fmt: skip
 
 
-_TOWERS: dict[str, Callable[[_Sizes], int]] = {
+_TOWERS: dict[str, Callable[[_Sizes], VisionSpec]] = {
     "gemma3": _gemma3, "llava": _llava, "qwen2_vl": _qwen2, "qwen2_5_vl": _qwen2_5, "qwen3_vl": _qwen3, "qwen3_vl_moe": _qwen3,
     "qwen3_5": _qwen3, "qwen3_5_moe": _qwen3,
 }  # fmt: skip

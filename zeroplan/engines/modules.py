@@ -10,6 +10,7 @@ from functools import lru_cache
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.definition import GATED_MODULES, Names, definition_of
+from zeroplan.transformer.vision import MODULES
 
 #: Families whose expert layer DeepSpeed gathers and releases as one module, router and all (``leaf_module_config.py``).
 LEAF_FAMILIES = ("mixtral", "qwen3_moe")
@@ -30,6 +31,8 @@ def block_modules(model: ModelSpec, owners: Sequence[str]) -> Names:
     >>> block_modules(tiny, ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))[-4:]
     ('mlp.gate_proj', 'mlp.act_fn', 'mlp.up_proj', 'mlp.down_proj')
     """
+    if model.vision is not None and model.vision.has_blocks and owners and owners[0] in MODULES[model.vision.tower]:
+        return MODULES[model.vision.tower]
     sparse = any(name.endswith("experts") for name in owners)
     listed = _listed(model, sparse=sparse)
     missing = {name for name in _OPTIONAL if not any(owner == name or owner.startswith(f"{name}.") for owner in owners)}

@@ -57,9 +57,13 @@ def _model(job: JobSpec, asked: Request) -> Iterator[str]:
             yield from (f"--{flag}", str(value))
     if job.model.adapter is not None:
         yield from _adapter(job.model.adapter)
-    frozen = job.model.frozen
+    frozen, vision = job.model.frozen, job.model.vision
+    parts = (*(() if frozen is None else frozen.names), *(() if vision is None else vision.frozen_names))
+    yield from ("--freeze", ",".join(parts)) if parts else ()
+    if vision is not None and vision.has_blocks:
+        size = () if vision.fixed_size else ("--image-size", f"{vision.image_width}x{vision.image_height}")
+        yield from ("--images", str(vision.images), *size)
     if frozen is not None:
-        yield from ("--freeze", frozen.parts) if frozen.parts else ()
         yield from ("--freeze-layers", str(frozen.layers)) if frozen.layers else ()
 
 

@@ -14,7 +14,7 @@ from zeroplan.engines.device import communicators, outside_beside, reserved_as_s
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.reserved_shares import shares_of
 from zeroplan.errors import SpecError
-from zeroplan.estimator import Needed, engine_module, flattened_through_the_host, flattens_on_the_gpu
+from zeroplan.estimator import Needed, counted_model, engine_module, flattened_through_the_host, flattens_on_the_gpu
 from zeroplan.ledger import Band, Moment, Phase, total_bytes
 from zeroplan.memo import remembering
 from zeroplan.numeric import Int, for_each_value
@@ -377,13 +377,14 @@ def job_at(base: JobSpec, recipe: RecipeSpec, grid: Grid, at: int) -> JobSpec:
 def _account(base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column) -> Account:
     """Return the engine's account; DeepSpeed builds in host memory where the GPU lacks room, as for a single job."""
     engine, gpu = engine_module(recipe.engine), base.cluster.gpu
-    account = engine.account(base.model, recipe, grid, grid)
+    model = counted_model(base.model, recipe, grid)
+    account = engine.account(model, recipe, grid, grid)
     if gpu is None or not flattens_on_the_gpu(recipe):
         return account
     built = (moment.total_bytes + card for moment in account.moments if moment.phase is Phase.INIT)
     if all(int(sizes.max()) <= gpu.memory_bytes.value for sizes in built):
         return account
-    return engine.account(base.model, flattened_through_the_host(recipe), grid, grid)
+    return engine.account(model, flattened_through_the_host(recipe), grid, grid)
 
 
 def outside_column(grid: Grid, gpu: GpuSpec | None) -> Column:

@@ -17,6 +17,7 @@ from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.model import model as find_model
 from zeroplan.catalog.text import is_there
 from zeroplan.errors import SpecError, UnknownNameError
+from zeroplan.resolve.images import names_in, with_images
 from zeroplan.resolve.request import OPTIONS, Request, SetupRead, fields_set, request_of
 from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.base import nearest_fields
@@ -27,6 +28,7 @@ from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
+from zeroplan.spec.vision import VISION_PARTS
 from zeroplan.units import parse_count
 
 if TYPE_CHECKING:
@@ -104,6 +106,8 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     read = with_setup(request, chosen)
     model, model_notes = _model(read.request, extra)
     model = _partly_frozen(_fine_tuned(model, read.complete), read.request)
+    freezes = read.kind == "llama-factory"
+    model, image_notes = with_images(model, read.request, _seq_len(read.request, model)[0], freezes=freezes)
     request, config_notes = _with_deepspeed_config(read, model, chosen)
     request, imbalance_note = _with_imbalance(request, model)
     gpus = request.gpus or 1
@@ -121,6 +125,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
     notes = (
         *model_notes,
+        *image_notes,
         seq_note,
         lengths_note,
         imbalance_note,
@@ -184,7 +189,8 @@ def recipe_of(request: Request, *, chosen: Sequence[str] = ()) -> RecipeSpec:
 
 def _partly_frozen(model: ModelSpec, request: Request) -> ModelSpec:
     """Return the model with the requested frozen parts. A job file's model may have some already."""
-    said = {"parts": request.freeze, "layers": request.freeze_layers}
+    parts = ",".join(name for name in names_in(request.freeze) if name not in (*VISION_PARTS, "none"))
+    said = {"parts": parts if parts or request.freeze == "" else None, "layers": request.freeze_layers}
     asked = {name: value for name, value in said.items() if value is not None}
     if not asked or (model.frozen is None and asked == {"layers": 0}):
         return model

@@ -113,7 +113,8 @@ class Request(Spec):
         "VERSION",
     )})
     freeze: str | None = field(default=None, metadata={"option": Option(
-        "Parts outside the blocks that are not trained: embedding, norm (the last one) and head, separated by commas.",
+        "Parts outside the blocks that are not trained, separated by commas: embedding, norm (the last one) and head; of a "
+        "vision-language model tower (the vision tower) and projector (what joins it to the text). none: nothing.",
         MODEL, "NAMES",
     )})
     freeze_layers: CountOrZero | None = field(default=None, metadata={"option": Option(
@@ -294,6 +295,13 @@ class Request(Spec):
     seq_len: Count | None = field(default=None, metadata={"option": Option(
         "Tokens per sequence. (default: 4096, or the model's longest)", BATCH, "TOKENS", "batch.seq_len",
         control=Control("Tokens per sequence", OF_BATCH, "4096", kind="number", least=128, most=1_048_576),
+    )})
+    images: CountOrZero | None = field(default=None, metadata={"option": Option(
+        "Images of each sequence, for a vision-language model. (default: 1)", BATCH, "N",
+    )})
+    image_size: str | None = field(default=None, metadata={"option": Option(
+        "Width and height of an image in pixels, such as 1024x768. The model's processor makes tokens of them. (default: "
+        "768x768)", BATCH, "WxH",
     )})
     lengths: str | None = field(default=None, metadata={"option": Option(
         "Sequences differ in length: a file with a length per line, JSON Lines (length or token ids; FILE:FIELD), or "

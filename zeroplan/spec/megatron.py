@@ -58,6 +58,7 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     yield model.family not in FAMILIES and f"family {model.family!r}", f"one of {', '.join(FAMILIES)}"
     yield model.hidden_act is not None and f"activation function {model.hidden_act!r}", "engine 'fsdp2'"
     yield model.adapter is not None and "LoRA", "engine 'fsdp2'"
+    yield model.vision is not None and "a vision tower", "engine 'fsdp2'"
     yield model.frozen is not None and "frozen parameters", "engine 'fsdp2'"
     yield recipe.precision not in PRECISIONS and f"precision {recipe.precision!r}", f"one of {', '.join(PRECISIONS)}"
     yield recipe.optimizer not in ADAM and f"optimizer {recipe.optimizer!r}", "adamw or adam"

@@ -22,6 +22,7 @@ from zeroplan.spec.family import (
     Family,
 )
 from zeroplan.spec.frozen import FREEZABLE_FAMILIES, FrozenSpec
+from zeroplan.spec.vision import VisionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +166,13 @@ class ModelSpec(Spec):
     """Trained low-rank adapters beside frozen weights; None: no adapters."""
     frozen: FrozenSpec | None = None
     """The frozen parameters of a model without adapters."""
+    vision: VisionSpec | None = None
+    """The vision tower of a multimodal model, and the images of a sequence."""
+
+    @property
+    def tower_layers(self) -> int:
+        """Blocks of its vision tower, which run before its own."""
+        return 0 if self.vision is None else self.vision.num_hidden_layers
 
     @property
     def activation(self) -> Activation:

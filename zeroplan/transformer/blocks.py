@@ -205,6 +205,8 @@ class HeadPass(NamedTuple):
     """Arrivals of gradients of the weights after the blocks."""
     handed_below: tuple[HandedOn, ...] = ()
     """Arrivals of gradients of the weights before the blocks."""
+    tower_bytes: Int = 0
+    """Bytes of the residual stream of a vision tower's blocks, which run before the text's."""
 
     @property
     def at_embedding(self) -> tuple[Line, ...]:

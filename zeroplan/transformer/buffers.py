@@ -14,6 +14,7 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.spec.releases import release_of
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.params import layout
+from zeroplan.transformer.vision import VISION, tower_buffers
 
 #: Families whose routers add a bias, a buffer, to the scores that experts are chosen by.
 BIASED_ROUTERS = ("deepseek_v3", "glm4_moe", "dots1", "minimax_m2")
@@ -54,7 +55,7 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
         return profile_of(model).buffer_bytes
     scale = element_bytes if model.family in ("gemma", "gemma2", "gemma3_text") else 0
     of_bias = _FP32 if model.family == "glm4_moe" else element_bytes
-    return _frequencies(model) + scale + _routing_biases(model) * of_bias
+    return _frequencies(model) + tower_buffers(model) + scale + _routing_biases(model) * of_bias
 
 
 def _frequencies(model: ModelSpec) -> int:
@@ -62,7 +63,7 @@ def _frequencies(model: ModelSpec) -> int:
         return 0
     width = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
     rotated = width // TRAITS[model.family].turned
-    tables = len(layout(model).runs) if TRAITS[model.family].angles_of_kinds else 1
+    tables = len({run.kind for run in layout(model).runs if run.kind != VISION}) if TRAITS[model.family].angles_of_kinds else 1
     return tables * _FREQUENCIES_TWICE * ceil_div(rotated, 2)
 
 

@@ -12,9 +12,10 @@ from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import Compute, HeadPass
 from zeroplan.transformer.families.definition import Around, Held, definition_of
 from zeroplan.transformer.families.tags import OF_THE_BATCH, SAVED, TEMPORARY
-from zeroplan.transformer.families.widths import Widths, makes_a_mask, values_of, widths
+from zeroplan.transformer.families.widths import Widths, makes_a_mask, masks_images, values_of, widths
 from zeroplan.transformer.params import is_frozen, layout
 from zeroplan.transformer.symbols import T, T_p, V, V_p, b, h, r, s
+from zeroplan.transformer.vision import with_images
 
 MODEL = "transformers 5.23, models/llama/modeling_llama.py, LlamaModel.forward"
 MASK = "transformers 5.23, masking_utils.py, create_causal_mask"
@@ -37,6 +38,11 @@ _PACKED = Held(
     b * s * s,
     "attention mask, booleans for each sequence",
     "transformers 4.57.3, masking_utils.py, packed_sequence_mask_function",
+)
+_IMAGES = Held(
+    2 * b * s * s,
+    "masks of text and images, local and global, booleans for each sequence",
+    "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3Model.forward",
 )
 
 
@@ -82,13 +88,14 @@ def _made(
     from zeroplan.transformer.families.ending import ending_pass  # noqa: PLC0415  keeps start-up fast
 
     question = _question(model, compute, batch)
-    around = (_whole if compute.tp == 1 else _of_a_rank)(question, recomputed=recomputed)
+    text = (_whole if compute.tp == 1 else _of_a_rank)(question, recomputed=recomputed)
+    around = with_images(text, model, compute, batch, recomputed=recomputed)
     beside = sum(line.n_bytes for line in (*around.forward, *around.first_input))
     ending = ending_pass(model, compute, question.x, question.values, loss, beside=beside)
     wide = _WIDE if compute.tp == 1 else _WIDE_SHARE
     return around._replace(
         saved=ending.saved,
-        loss_forward=ending.forward,
+        loss_forward=(*ending.forward, *around.loss_forward),
         output=(wide.line(Kind.LOGITS, question.values),) if fp32_output and ending.output else ending.output,
         loss=ending.kept,
         points=ending.points,
@@ -190,6 +197,8 @@ def _tables(question: _Question, *, recomputed: bool) -> tuple[tuple[Line, ...],
     if tables is None:
         return (), ()
     size, reason, source, in_32_bits, copied = tables
+    if question.model.vision is not None and question.model.vision.turns_text:
+        size = size * b  # each sequence has positions of its own
     lines = (Held(size, reason, source).line(SAVED, question.values),)
     cast = in_32_bits and question.x.casts_inputs and question.x.element != _FP32
     gone = (copied or question.compute.offloaded) and not recomputed
@@ -204,6 +213,8 @@ def _masks(question: _Question) -> tuple[Line, ...]:
         return (_EAGER[question.around.masks].line(TEMPORARY, question.values),)
     if question.x.release.masks_all:
         return (_PACKED.line(TEMPORARY, question.values),)
+    if masks_images(question.model):
+        return (_IMAGES.line(TEMPORARY, question.values),)
     is_masked = makes_a_mask(question.model, question.x)
     if is_masked is False:
         return ()

@@ -2,7 +2,7 @@
 
 Names, shapes and order are those of ``named_parameters()`` of the causal-LM class that transformers 5.23 builds for the
 family (``models/<family>/modeling_<family>.py``). Leaves out buffers (rotary tables, masks, DeepSeek's routing bias), and modules
-that are not in the causal-LM class (multi-token prediction, vision towers).
+that are not in the causal-LM class (multi-token prediction); a vision tower's are in ``transformer/vision.py``.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.parameters import KINDS_IN_TURN, Layout, Parameter
 from zeroplan.transformer.params_adapted import adapted_layout, only_trained, partly_frozen_layout
+from zeroplan.transformer.vision import VISION, with_tower
 
 
 @lru_cache(maxsize=256)
@@ -36,6 +37,7 @@ def layout(model: ModelSpec) -> Layout:
         built = adapted_layout(built, model.adapter)
     if model.frozen is not None:
         built = partly_frozen_layout(built, model.frozen)
+    built = with_tower(built, model)
     if not model.unplaced_parameters:
         return built
     return built._replace(
@@ -54,7 +56,14 @@ def trained_layout(model: ModelSpec) -> Layout:
 
 def has_frozen(model: ModelSpec) -> bool:
     """Whether some parameters are frozen."""
-    return model.adapter is not None or model.frozen is not None
+    vision = model.vision
+    return model.adapter is not None or model.frozen is not None or (vision is not None and bool(vision.frozen_names))
+
+
+def frozen_tower(model: ModelSpec) -> int:
+    """Return the blocks of a frozen vision tower, the first ones, which have no backward where nothing is recomputed."""
+    frozen = model.vision is not None and (model.adapter is not None or model.vision.freeze_tower)
+    return model.tower_layers if frozen else 0
 
 
 def is_frozen(model: ModelSpec, part: str) -> bool:
@@ -82,7 +91,8 @@ def runs_in_order(model: ModelSpec) -> tuple[int, ...]:
         return tuple(index for index, run in enumerate(runs) for _ in range(run.layers))
     every = GLOBAL_LAYERS[model.family]
     kinds = [often if (layer + 1) % every else rare for layer in range(model.num_hidden_layers)]
-    return tuple(at["first" if layer == 0 and "first" in at else kind] for layer, kind in enumerate(kinds))
+    tower = (at[VISION],) * model.tower_layers if model.tower_layers else ()
+    return (*tower, *(at["first" if layer == 0 and "first" in at else kind] for layer, kind in enumerate(kinds)))
 
 
 @lru_cache(maxsize=256)

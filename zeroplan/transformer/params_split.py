@@ -1,11 +1,13 @@
 """A tensor-parallel rank's share of each parameter."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 from zeroplan.numeric import ceil_div
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params import layout
+from zeroplan.transformer.vision import weights_alone
 
 #: Modules of a block whose output features are split, and those whose input features are split.
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -24,6 +26,8 @@ def split_layout(model: ModelSpec, ranks: int) -> Layout:
     >>> [one.shape for one in split_layout(tiny, 2).runs[0].parameters]
     [(4, 8), (4, 8), (4, 8), (8, 4), (8, 8), (8, 8), (8, 8), (8,), (8,)]
     """
+    if model.vision is not None and model.vision.has_blocks:  # nothing is known of how ranks split a tower
+        model = replace(model, vision=weights_alone(model.vision))
     whole = layout(model)
     return whole._replace(
         embeddings=tuple(_by_rows(one, ranks) for one in whole.embeddings),

@@ -71,6 +71,7 @@ def llama_factory_setup(whole: Table, folder: Path, _: int | None = None) -> Set
         reading.flags["micro_batch"] = size._replace(value=2 * int(str(size.value)))
     if stage in ("dpo", "rm", "kto"):
         reading.table.matters["stage"] = _PAIRS if stage == "dpo" else _ONE_EACH
+    _tower(reading, whole)
     if adapted and "quantize" in reading.flags:  # model/model_utils/checkpointing.py; peft's preparation is not called
         upcast = "norms" if whole.switch("upcast_layernorm") else "none"
         reading.tell("upcast", "upcast_layernorm", upcast, filled=upcast == "none")
@@ -133,6 +134,14 @@ def _adapter(whole: Table, *, adapted: bool) -> dict[str, object]:
         "use_bnb_nested_quant": whole.switch("double_quantization") is not False,
         "bnb_4bit_quant_type": whole.text("quantization_type"),
     }
+
+
+def _tower(reading: Reading, whole: Table) -> None:
+    """Both are frozen unless the file says otherwise (hparams/finetuning_args.py, FreezeArguments)."""
+    keys = {"tower": "freeze_vision_tower", "projector": "freeze_multi_modal_projector"}
+    frozen = [part for part, key in keys.items() if whole.switch(key) is not False]
+    if len(frozen) < len(keys):
+        reading.tell("freeze", next(key for part, key in keys.items() if part not in frozen), ",".join(frozen) or "none")
 
 
 def _precision(reading: Reading, whole: Table, *, adapted: bool) -> None:

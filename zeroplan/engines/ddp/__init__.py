@@ -42,6 +42,7 @@ from zeroplan.trace import Moments, Trace, entry_of
 from zeroplan.transformer.buffers import buffer_bytes, tables_in_layers
 from zeroplan.transformer.params import has_frozen, layout, parameter_count, trained_count, trained_layout
 from zeroplan.transformer.recomputed import first_recomputed, in_two
+from zeroplan.transformer.vision import pixels
 from zeroplan.units import GIB, MIB
 
 _REDUCER = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::initialize_buckets"
@@ -71,7 +72,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     frozen = frozen_lines(model, width, element_bytes, "parameters", _REDUCER_OF)
     buckets, gradients = _gradient_states(recipe, element_bytes, whole.n_elements, mesh.dp_shard)
     tables = tables_in_layers(model, recipe, width)
-    base = (parameters, *frozen, buckets, *held, *_scaler(recipe), *layout(model).buffers, *tables)
+    base = (parameters, *frozen, buckets, *held, *_scaler(recipe), *layout(model).buffers, *tables, *pixels(model, batch))
     states, copied = (*base, *gradients), _copied(model, recipe, these)
     at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
     others = (at_step, *_buckets_rebuilt(recipe, whole, batch.grad_accum_steps, (parameters, *frozen)))

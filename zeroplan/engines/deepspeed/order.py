@@ -19,7 +19,7 @@ from zeroplan.engines.modules import (
 )
 from zeroplan.engines.rows import Row
 from zeroplan.errors import SpecError
-from zeroplan.transformer.params import has_frozen, is_frozen, layout
+from zeroplan.transformer.params import frozen_tower, has_frozen, is_frozen, layout
 
 if TYPE_CHECKING:
     from zeroplan.spec.profile import Profile
@@ -125,7 +125,7 @@ def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tup
     steps += [*_forward((norm,), n_blocks), *_forward((head,), n_blocks)]
     steps += [*(_begun(BACKWARD, module, n_blocks) for module in (*wrappers, root)), _alone(BACKWARD, head, n_blocks, 1)]
     steps += [_begun(BACKWARD, model, n_blocks)._replace(made=1), _alone(BACKWARD, norm, n_blocks, 2)]
-    for block in range(n_blocks - 1, max(lowest, 0) - 1, -1):
+    for block in range(n_blocks - 1, max(lowest, 0 if recomputed else frozen_tower(whole.model)) - 1, -1):
         steps += _backward(whole, blocks[block], block, recomputed=recomputed)
     if lowest >= 0:
         return tuple(steps)  # nobody follows the embedding's output

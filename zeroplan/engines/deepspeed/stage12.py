@@ -35,6 +35,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 from zeroplan.trace import Entry, Moments, entry_of
 from zeroplan.transformer.params import layout, trained_layout
+from zeroplan.transformer.vision import pixels
 
 _WHOLE = f"N·{SHARE}"
 
@@ -57,7 +58,7 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     these, away = passes(model, recipe, batch), offloads_optimizer(recipe)
     here = tuple(map(on_host, updated)) if away else updated
     left = abandoned_states(recipe, job.whole.n_elements, job.element)
-    persistent = (flat, *frozen, *here, *left, *way_back(job), *layout(model).buffers)
+    persistent = (flat, *frozen, *here, *left, *way_back(job), *layout(model).buffers, *pixels(model, batch))
     training = trained(job, impl, these, persistent, () if away else temporary)
     start = beside(_init(job, (flat, here[0], *frozen)), left)
     return Account(
@@ -149,7 +150,7 @@ def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     gradients = all_of(job, Kind.GRADIENTS, element, "all gradients", ENGINE)
     these = passes(model, recipe, batch)
     left = abandoned_states(recipe, psi, element)
-    persistent = (*weights, *state, *left, *layout(model).buffers)
+    persistent = (*weights, *state, *left, *layout(model).buffers, *pixels(model, batch))
     start: tuple[Moment, ...] = (Moment("initialisation: model", Phase.INIT, there),)
     if mixed:
         start = _init_of_whole(job, persistent, temporary, wrapped=wrapped)
@@ -177,7 +178,7 @@ def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
     state = state_lines(recipe.optimizer, impl, tensors, 4, symbol=SHARE)
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol=SHARE)
     left = abandoned_states(recipe, job.whole.n_elements, job.element)
-    persistent = (*weights, *state, *left, *layout(model).buffers)
+    persistent = (*weights, *state, *left, *layout(model).buffers, *pixels(model, batch))
     arrived = all_of(job, Kind.PARAMETERS, 2, "the model as it arrived on the GPU", BF16)
     init = (
         Moment("initialisation: weights laid flat", Phase.INIT, (weights[0], arrived, *frozen_weights(job))),

@@ -23,6 +23,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Fsdp1Options, Fsdp2Options, RecipeSpec
 from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.recomputed import first_recomputed
+from zeroplan.transformer.vision import pixels
 
 _ALIGNED_BYTES = 16  # torch 2.13, _flat_param.py, _get_aligned_numel
 
@@ -91,9 +92,15 @@ def flat_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     whole = recipe.fsdp1.ignores_adapters
     cut = _flattened(cut, n, aligned, whole=whole)
     tensors = tuple(_local_tensors(cut, n, aligned, views=recipe.fsdp1.use_orig_params, whole=whole))
-    autocast = width.mixed and cut.is_partly_frozen and not model.is_quantised
+    beside_adapters = model.vision is None or model.adapter is not None
+    autocast = width.mixed and cut.is_partly_frozen and not model.is_quantised and beside_adapters
     updated = "U" if recipe.fsdp1.use_orig_params else None  # the gaps between aligned parameters are not updated
-    return FlatPlan(*plan_of(cut, tensors, (), model, recipe, mesh, batch, autocast=autocast, updated=updated))
+    plan = FlatPlan(*plan_of(cut, tensors, (), model, recipe, mesh, batch, autocast=autocast, updated=updated))
+    if model.vision is None or not width.mixed:
+        return plan
+    # The tower casts pixels to the dtype of its parameters, whose flat ones are fp32, and back, so that there are two copies.
+    twice = pixels(model, batch, width.compute, "pixels in the compute dtype, as the model's forward got them")
+    return plan._replace(head=plan.head._replace(loss_forward=(*plan.head.loss_forward, *twice)))
 
 
 def _flattened(cut: Cut, n: Int, aligned: int, *, whole: bool) -> Cut:

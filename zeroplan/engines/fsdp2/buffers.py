@@ -124,6 +124,8 @@ def reduce_output_width(plan: Plan) -> int:
     return plan.reduce_bytes + (0 if plan.reduce_bytes == plan.width.stored else plan.width.stored)
 
 
-def flowing(plan: Plan, reason: str) -> Line:
-    """One gradient of the hidden state."""
+def flowing(plan: Plan, reason: str, layer: int | None = None) -> Line:
+    """One gradient of the hidden state: the text's, or that of a vision tower at one of its layers."""
+    if layer is not None and layer < plan.tower_layers:
+        return Line(Kind.ACTIVATION_GRADIENTS, plan.head.tower_bytes, reason, "", FLOWING)
     return Line(Kind.ACTIVATION_GRADIENTS, plan.head.hidden_bytes, reason, plan.head.hidden_formula, FLOWING)

@@ -107,6 +107,16 @@ def made_before_blocks(plan: Plan) -> Line:
     return buffers.root_gradients(plan, made, waiting=plan.waiting_elements)
 
 
+def backward_of_the_projector(plan: Plan, trace: Trace) -> None:
+    """A vision tower goes backward between the text's blocks and the embedding, whose output's gradient waits.
+
+    What joins it to the text has made its gradients by then, and the patch embedding counts with it.
+    """
+    made = plan.tail_elements + plan.tied_head_elements - plan.waiting_elements + plan.projector_elements
+    trace.shrink("root gradients", buffers.root_gradients(plan, made, waiting=plan.waiting_elements), *buffers.cast_early(plan))
+    trace.put("waiting", buffers.flowing(plan, "gradient of the embedding's output, which waits for the vision tower's"))
+
+
 # --- the embedding ----------------------------------------------------------------------------------------------------
 
 
@@ -128,6 +138,7 @@ def backward_of_the_embedding(plan: Plan, trace: Trace) -> None:
         of_a_split_embedding(plan, plan.at_embedding, trace, plan.trained_root.numel + plan.tied_head_elements)
         return
     made = plan.trained_root.numel + plan.tied_head_elements - plan.waiting_elements
+    trace.drop("waiting")
     trace.at("backward of the embedding", Phase.BACKWARD)
     trace.put("below", *plan.head.below_blocks)
     parts = buffers.root_gradients(plan, made, plan.embedding_elements, waiting=plan.waiting_elements)

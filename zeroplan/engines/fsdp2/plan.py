@@ -22,6 +22,7 @@ from zeroplan.transformer.buffers import tables_in_layers
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params_adapted import only_frozen
 from zeroplan.transformer.recomputed import first_recomputed
+from zeroplan.transformer.vision import BESIDE_THE_TEXT, pixels
 
 REDUCE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce"
 ACCUMULATE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.to_accumulated_grad_if_needed"
@@ -86,11 +87,15 @@ class Plan(NamedTuple):
     """Of the head where it is the embedding too, whose gradient then comes in two parts."""
     embedding_elements: int
     """Of the largest table: the embedding of the tokens."""
+    projector_elements: int
+    """Trained ones before the blocks beside the embedding, in a model with a vision tower."""
     last_root_elements: int
     passes: tuple[BlockPass, ...]
     head: HeadPass
     at_embedding: AtEmbedding | None
     """What a split embedding's backward takes."""
+    tower_layers: int
+    """Blocks of a vision tower, the first ones that run."""
     is_a_stage: bool
     """It is of a pipeline's stage, not of a whole model."""
     shared_sequences: bool
@@ -287,12 +292,12 @@ def plan_of(
     passes, head, tables = _program(model, recipe, batch, tree, compute)
     recomputes = tuple(recompute_of(run, compute) for run in tree.runs)
     impl = implementation_of(recipe)
-    frozen_width = width.stored if model.frozen else width.compute
+    frozen_width = width.stored if model.adapter is None else width.compute
     parameters, symbol = parameter_lines(cut, width, frozen=frozen_width)
     optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=updated or symbol)
     older = tables_in_layers(model, recipe, frozen_width if model.adapter is not None else width.stored)
     persistent = (*parameters, *cut.beside, *optimizer, *tree.buffers, *tables, *older)
-    in_the_loop = () if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
+    in_the_loop = pixels(model, batch) if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
     return Plan(
         recipe=recipe,
         width=width,
@@ -327,6 +332,7 @@ def plan_of(
         tail_elements=sum(parameter.numel for parameter in learning.tail),
         tied_head_elements=0 if learning.tied_head is None else learning.tied_head.numel,
         embedding_elements=max((parameter.numel for parameter in learning.embeddings if len(parameter.shape) > 1), default=0),
+        projector_elements=sum(one.numel for one in learning.embeddings if one.name.startswith(BESIDE_THE_TEXT)),
         last_root_elements=next((one.numel for one in (*learning.tail[::-1], *learning.embeddings[::-1])), 0),
         passes=passes,
         head=head,
@@ -334,6 +340,7 @@ def plan_of(
         recomputes=recomputes,
         kept=tuple(total_bytes(one.kept(again)) for one, again in zip(passes, recomputes, strict=True)),
         persistent=(*(tuple(map(on_host, persistent)) if recipe.fsdp2.cpu_offload else persistent), *in_the_loop),
+        tower_layers=model.tower_layers,
         is_a_stage=part is not None,
         shared_sequences=cp > 1,
         in_host_memory=persistent if recipe.fsdp2.cpu_offload else (),

@@ -73,7 +73,7 @@ class MicroBatch:
         for position, unit in self.layers:
             self.trace.recording = position.is_corner
             self._block_forward(position, unit)
-            if not position.layer:
+            if position.layer == self.plan.tower_layers:
                 self.trace.put("first input", *self.plan.head.first_input)
         self.trace.recording = True
 
@@ -102,7 +102,7 @@ class MicroBatch:
     def pass_of(self, position: Position) -> BlockPass:
         """What a block costs; the first one's input counts among what is shared, where that keeps it."""
         one = self.plan.passes[position.run]
-        return one._replace(checkpoint=()) if self._keeps_input and not position.layer else one
+        return one._replace(checkpoint=()) if self._keeps_input and position.layer == self.plan.tower_layers else one
 
     def inside_forward(self, position: Position) -> tuple[Line, ...]:
         """What a block's forward holds at its highest."""
@@ -204,6 +204,8 @@ class MicroBatch:
                 break
             below = self.layers[at - 1][1] if at else self.below_blocks
             self.trace.recording = position.is_corner
+            if position.layer == self.plan.tower_layers - 1:
+                outside.backward_of_the_projector(self.plan, self.trace)
             self._block_backward(position, unit, below)
         self.trace.recording = True
 
@@ -239,9 +241,9 @@ class MicroBatch:
         for point in self.plan.passes[position.run].points:
             yield point.name, (point.lines, (outside.made_in_a_block(self.plan, point),))
 
-    def flows_in(self, position: Position) -> tuple[Line, ...]:  # noqa: ARG002  a stage needs it
+    def flows_in(self, position: Position) -> tuple[Line, ...]:
         """The gradient that comes in at a block's end."""
-        return (buffers.flowing(self.plan, "gradient that flows into this block"),)
+        return (buffers.flowing(self.plan, "gradient that flows into this block", position.layer),)
 
     def enter_backward(self, unit: Unit, below: Unit | None) -> None:
         """A block is gathered for its backward, and the one below ahead of its own."""
@@ -264,7 +266,7 @@ class MicroBatch:
         trace.shrink("left", *plan.left_behind(position.before, self.left))
         trace.hold(
             "leaving",
-            buffers.flowing(plan, "gradient that flows out of this block"),
+            buffers.flowing(plan, "gradient that flows out of this block", position.layer),
             *(one.checkpoint if keeps_input else ()),
         )
         self.run.post_backward(unit)

@@ -80,6 +80,7 @@ def not_written(job: JobSpec) -> str:
     for is_so, what in (
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
         (model.profile is not None, "a profile"),
+        (model.vision is not None, "a vision tower"),
         *(_of_pipelines(job) if mesh.pp > 1 else ()),
         (
             recipe.loss == "chunked" and recipe.engine != "fsdp2" and _has_tied_head(model),

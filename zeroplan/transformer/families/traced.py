@@ -1,6 +1,6 @@
 """From a family's program to the memory of one block.
 
-:func:`_plan` runs the program of a structure once and keeps the moments that can be the highest. :class:`Sizes` gives its tensors
+:func:`plan_of` runs the program of a structure once and keeps the moments that can be the highest. :class:`Sizes` gives its tensors
 bytes for one batch, or for a column of batches.
 """
 
@@ -25,16 +25,28 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
 from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value
-from zeroplan.transformer.families.widths import Widths, grouped_heads, in_one_chunk, makes_a_mask, quantities, values_of
+from zeroplan.transformer.families.widths import (
+    Widths,
+    grouped_heads,
+    in_one_chunk,
+    makes_a_mask,
+    masks_images,
+    quantities,
+    values_of,
+)
 from zeroplan.transformer.symbols import T, T_p, e, h, r
 
 
 def program_of(family: str) -> Program:
-    """Return a family's program, or torchtitan's own."""
+    """Return a family's program, torchtitan's own, or that of a vision tower."""
     if family == "torchtitan":
         from zeroplan.transformer.families.torchtitan import PROGRAM  # noqa: PLC0415  keeps start-up fast
 
         return PROGRAM
+    if family.startswith("vision/"):
+        from zeroplan.transformer.families.vision import PROGRAMS  # noqa: PLC0415  keeps start-up fast
+
+        return PROGRAMS[family.removeprefix("vision/")]
     return definition_of(family).program
 
 
@@ -162,7 +174,7 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
     """
     if compute.tp > 1 or compute.cp > 1:
         _refuse_a_window(model, compute, x)
-    is_masked = in_one_chunk(x) if kind == "linear" else kind != "global" and makes_a_mask(model, x)
+    is_masked = in_one_chunk(x) if kind == "linear" else (kind != "global" or masks_images(model)) and makes_a_mask(model, x)
     made = by_mask(is_masked, lambda masked: _of(model, kind, compute, x, recompute, masked=masked))
     if kind == "frozen" and compute.recompute == "none":
         return BlockPass((), (), (), made.forward, made.forward, (), 0)
@@ -178,7 +190,7 @@ def _refuse_a_window(model: ModelSpec, compute: Compute, x: Widths) -> None:
 
 def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute, replaced: tuple[str, ...] = ()) -> BlockPass:
     """Return the memory of one block of torchtitan's Llama 3, of which some parts are ``replaced``."""
-    plan = _plan(torchtitan_structure(x, replaced), run_again=recompute != "none")
+    plan = plan_of(torchtitan_structure(x, replaced), run_again=recompute != "none")
     return pass_of(Sizes(plan, quantities(x, model.intermediate_size)), autocast=False, recompute=recompute)
 
 
@@ -190,7 +202,7 @@ def torchtitan_structure(x: Widths, replaced: tuple[str, ...] = ()) -> Block:
 
 def saves_its_input(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> bool:
     """Whether a block that is not recomputed saves its input tensor itself, not a cast copy."""
-    return not _plan(
+    return not plan_of(
         structure_of(model, kind, compute._replace(recompute="none"), x, masked=False), run_again=False
     ).input_apart
 
@@ -203,7 +215,7 @@ def _of(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Rec
     structure = structure_of(model, kind, compute, x, masked=masked)
     values = values_of(model, x, compute.tp if structure.sharded else 1)
     again = recompute if structure.recompute == "none" else structure.recompute
-    plan = _plan(structure, run_again=again != "none")
+    plan = plan_of(structure, run_again=again != "none")
     return recalled(
         lambda: (pass_of, plan, again, *map(as_key, values.values())),
         lambda: pass_of(Sizes(plan, values), autocast=structure.autocast, recompute=again),
@@ -327,7 +339,7 @@ def _with_lines(point: BackwardPoint, made_of: Callable[[tuple[Line, ...]], tupl
 
 
 @lru_cache(maxsize=256)
-def _plan(structure: Block, *, run_again: bool) -> Plan:
+def plan_of(structure: Block, *, run_again: bool) -> Plan:
     """Run a structure's program. ``run_again``: a checkpoint's backward runs the forward again, and may peak there."""
     index, source = Index(), program_of(structure.family).source
     dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family == "deepseek_v3"}

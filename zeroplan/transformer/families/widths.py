@@ -106,12 +106,17 @@ def makes_a_mask(model: ModelSpec, x: Widths) -> Bool:
     Some older releases make one for all layers. Eager attention always has a mask.
     Source: transformers 5.23, ``masking_utils.py``, ``_ignore_causal_mask_sdpa``.
     """
-    if x.attention == "sdpa" and x.release.masks_all:
+    if x.attention == "sdpa" and (x.release.masks_all or masks_images(model)):
         return True
     if x.attention != "sdpa" or model.sliding_window is None:
         return False
     beyond = x.seq_len >= model.sliding_window
     return beyond if isinstance(beyond, bool) or (beyond.any() and not beyond.all()) else bool(beyond.all())
+
+
+def masks_images(model: ModelSpec) -> bool:
+    """Whether all layers get a mask, since tokens of an image attend to each other both ways."""
+    return model.vision is not None and model.vision.masks_text
 
 
 def in_one_chunk(x: Widths) -> Bool:

@@ -133,8 +133,9 @@ def _swaps(recipe: RecipeSpec) -> bool:
 
 
 def _layers_not_alike(job: JobSpec) -> bool:
-    """Whether ranks own whole tensors or some blocks are frozen, so that few layers do not show what many do."""
-    return (job.recipe.engine == "ddp" and job.recipe.zero_stage == 1) or job.model.frozen is not None
+    """Whether ranks own whole tensors, some blocks are frozen or of a tower, so that few layers do not show what many do."""
+    apart = job.model.frozen is not None or job.model.vision is not None
+    return (job.recipe.engine == "ddp" and job.recipe.zero_stage == 1) or apart
 
 
 def _recorded(

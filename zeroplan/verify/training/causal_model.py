@@ -121,10 +121,16 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
     """The causal language model of a shape with the recipe's recomputation, adapters and frozen parts."""
     from transformers import AutoConfig  # noqa: PLC0415  takes seconds, and user workloads need none
 
-    made = AutoConfig.for_model(**config(spec))  # type: ignore[arg-type]  # each family has its own keys
+    if spec.vision is None:
+        made = AutoConfig.for_model(**config(spec))  # type: ignore[arg-type]  # each family has its own keys
+    else:
+        from zeroplan.verify.training import vision  # noqa: PLC0415  few models have images
+
+        made = vision.whole_config(spec, config(spec))
     if spec.moe is not None:
         made._experts_implementation = "grouped_mm"
-    model = causal_model(made, attention=recipe.attention, dtype=dtype, device="meta" if spec.is_quantised else device)
+    build = causal_model if spec.vision is None else vision.whole_model
+    model = build(made, attention=recipe.attention, dtype=dtype, device="meta" if spec.is_quantised else device)
     reentrant = recipe.engine == "fsdp1" and spec.adapter is not None and recipe.recompute != "none"
     if reentrant:  # as the Trainer has it
         model.enable_input_require_grads()  # type: ignore[operator]
@@ -137,6 +143,8 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
         from zeroplan.verify.training.adapters import with_adapters  # noqa: PLC0415  only fine-tuning needs peft
 
         model = with_adapters(model, spec.adapter, recipe, device=device)
+    if spec.vision is not None:
+        vision.freeze_tower(model, spec.vision)
     if spec.frozen is not None:
         _freeze(cast("PreTrainedModel", model), spec.frozen)
     if recipe.keep_logits == "fp32":

@@ -54,10 +54,26 @@ def workload(
     with torch.device(batch_device or device):
         ids = torch.randint(0, job.model.vocab_size, shape)
         if job.recipe.loss == "chunked":
+            if job.model.vision is not None:
+                raise MeasurementError("loss 'chunked' with images is not run; use loss 'full'")
             labels = torch.randint(0, job.model.vocab_size, shape)
             loss = chunked_loss(module, labels)
             return Workload(module, {"input_ids": ids}, loss, find_blocks(module), loss_goes_backward=True)
+        if job.model.vision is not None:
+            from zeroplan.verify.training import vision  # noqa: PLC0415  few models have images
+
+            more = vision.images(module, job.model.vision, job.batch)
+            return Workload(module, {"input_ids": ids, "labels": ids, **more}, loss_of_output, blocks_of(module, job))
     return Workload(module, {"input_ids": ids, "labels": ids}, loss_of_output, find_blocks(module))
+
+
+def blocks_of(module: nn.Module, job: JobSpec) -> tuple[nn.Module, ...]:
+    """The blocks that engines wrap, in the order in which they run: a vision tower's come before the text's."""
+    from zeroplan.verify.training.vision import tower_blocks  # noqa: PLC0415  few models have images
+
+    tower = tower_blocks(module)
+    text = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == job.model.num_hidden_layers]
+    return (*tower, *next(tuple(part) for part in text if part[0] is not tower[0]))
 
 
 def placed(make: Callable[[], Workload], device: str) -> Workload:

@@ -37,6 +37,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 from zeroplan.trace import Entry, Moments, Trace, entry_of
 from zeroplan.transformer.params import layout
+from zeroplan.transformer.vision import pixels
 
 
 def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
@@ -48,7 +49,7 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     everything = shares_held(job, impl)
     left = abandoned_states(recipe, job.whole.n_elements, job.element)
     beside_shards = _beside_shards(model)
-    states = (*states_on_gpu(recipe, everything), *left, *layout(model).buffers, *beside_shards)
+    states = (*states_on_gpu(recipe, everything), *left, *layout(model).buffers, *pixels(model, batch), *beside_shards)
     refuse_few_pipelined(recipe, group_count(job))
     persistent = (*states, bucket_line(job), persistent_line(job))
     these = passes(model, recipe, batch)

@@ -1,0 +1,112 @@
+"""Vision-language models with their images, held against the engines' own code and transformers' own modules on fake tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.simulated import simulate
+from zeroplan import estimate
+from zeroplan.comparison import compare_with_estimate
+from zeroplan.errors import SpecError
+from zeroplan.resolve import Request, job, resolve
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.vision import VisionSpec
+
+TEXT = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "vocab_size": 512, "max_position_embeddings": 1024,
+}  # fmt: skip
+QWEN = VisionSpec(
+    tower="qwen2_5_vl", hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, patch_size=14,
+    patch_numbers=1176, merge_size=2, out_hidden_size=128, image_width=224, image_height=224, images=1,
+)  # fmt: skip
+QWEN3 = replace(
+    QWEN, tower="qwen3_vl", patch_size=16, patch_numbers=1536, positions=64, deeper=2, image_width=256, image_height=256
+)
+GEMMA = VisionSpec(
+    tower="siglip", hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, patch_size=14,
+    patch_numbers=588, merge_size=4, out_hidden_size=128, positions=256, fixed_size=224, images=2,
+)  # fmt: skip
+MODELS = {
+    "qwen2.5": ModelSpec(family="qwen2", **TEXT, vision=QWEN),
+    "qwen3": ModelSpec(family="qwen3", **TEXT, vision=QWEN3),
+    "gemma": ModelSpec(family="gemma3_text", **TEXT, tie_word_embeddings=True, sliding_window=512, vision=GEMMA),
+}
+FROZEN = {"freeze_tower": True, "freeze_projector": True}
+
+
+def a_job(name: str, *, frozen: dict[str, bool] | None = None, **said: object) -> JobSpec:
+    model = MODELS[name]
+    assert model.vision is not None
+    asked = {"gpus": 4, "seq_len": 128, "micro_batch": 2, **said}
+    return job(model=replace(model, vision=replace(model.vision, **(frozen or {}))), **asked)
+
+
+CASES = {
+    "qwen2.5": a_job("qwen2.5"),
+    "qwen2.5, recomputed": a_job("qwen2.5", recompute="full"),
+    "qwen2.5, ddp": a_job("qwen2.5", engine="ddp"),
+    "qwen2.5, fsdp1": a_job("qwen2.5", engine="fsdp1"),
+    "qwen2.5, frozen": a_job("qwen2.5", frozen=FROZEN),
+    "qwen2.5, frozen, recomputed": a_job("qwen2.5", frozen=FROZEN, recompute="full"),
+    "qwen3": a_job("qwen3"),
+    "qwen3, recomputed": a_job("qwen3", recompute="full"),
+    "gemma": a_job("gemma"),
+    "gemma, recomputed, tower frozen": a_job("gemma", frozen={"freeze_tower": True}, recompute="full"),
+}
+#: Shares of the peak: buffers that hold what is rounded to 512 bytes, and what joins the parts, which counts until the embedding.
+BELOW, ABOVE = 0.003, 0.07
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_of_every_phase_is_that_of_the_engine(name: str) -> None:
+    pytest.importorskip("transformers")
+    found = compare_with_estimate(simulate(CASES[name], steps=3))
+    for row in (found.peak, *found.phases):
+        assert -BELOW * row.measured <= row.difference <= ABOVE * row.measured, row
+    for row in found.collectives:
+        assert row.difference == 0, row
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_frozen_tower_takes_less_and_more_images_take_more(name: str) -> None:
+    trained, frozen = (estimate(a_job(name, frozen=parts)).peak_bytes for parts in ({}, FROZEN))
+    assert frozen < trained
+    model = MODELS[name]
+    assert model.vision is not None
+    more = replace(model, vision=replace(model.vision, images=2 * model.vision.images))
+    assert estimate(job(model=more, gpus=4, seq_len=128, micro_batch=2)).peak_bytes > trained
+
+
+def test_ranks_that_split_the_model_count_the_towers_weights_alone_and_say_so() -> None:
+    whole = a_job("qwen2.5")
+    split = replace(whole, mesh=MeshSpec(dp_shard=2, tp=2))
+    assert any("its activations are not" in note for note in estimate(split).notes)
+    assert estimate(split).parameters == estimate(whole).parameters
+    text = replace(split, model=replace(split.model, vision=None))
+    assert estimate(split).peak_bytes > estimate(text).peak_bytes
+
+
+@pytest.mark.parametrize(("size", "tokens"), [("768x768", 729), ("1024x768", 999), ("28x28", 4), ("10000x10000", 16_129)])
+def test_a_processor_makes_whole_tokens_of_an_image(size: str, tokens: int) -> None:
+    """As ``smart_resize`` of transformers 5.23 does, whose module needs torchvision."""
+    width, height = map(int, size.split("x"))
+    assert replace(QWEN, image_width=width, image_height=height).tokens_per_image == tokens
+
+
+def test_images_are_asked_for_by_number_and_size() -> None:
+    asked = job(model=MODELS["qwen2.5"], images=2, image_size="448x224", freeze="tower", seq_len=512)
+    assert asked.model.vision is not None
+    assert (asked.model.vision.images, asked.model.vision.tokens_per_image) == (2, 128)
+    assert asked.model.vision.frozen_names == ("tower",)
+    beyond = resolve(Request(model=MODELS["qwen2.5"], images=9, seq_len=512))
+    assert any("take 576 tokens, more than its 512" in note for note in beyond.notes)
+    with pytest.raises(SpecError, match="not a width and a height"):
+        job(model=MODELS["qwen2.5"], image_size="448", seq_len=512)
+    with pytest.raises(SpecError, match="no vision tower"):
+        job(model="gpt2", images=1)

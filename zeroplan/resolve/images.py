@@ -1,0 +1,86 @@
+"""Which images do the sequences of a vision-language model have, and which parts of its vision tower are trained?"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from zeroplan.errors import SpecError
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.vision import VISION_PARTS, VisionSpec
+
+if TYPE_CHECKING:
+    from zeroplan.resolve.request import Request
+
+
+def with_images(
+    model: ModelSpec, request: "Request", seq_len: int, *, freezes: bool = False
+) -> tuple[ModelSpec, tuple[str, ...]]:
+    """Return the model with the requested images and frozen parts of its tower, and notes on what was filled in.
+
+    ``freezes``: the program that trains freezes the tower and what joins it to the text unless its file says otherwise. Raises
+    SpecError for images of a model without a tower.
+    """
+    frozen = tuple(name for name in names_in(request.freeze) if name in VISION_PARTS)
+    if model.vision is None:
+        asked = {
+            "--images": request.images,
+            "--image-size": request.image_size,
+            "--freeze": "" if freezes else ", ".join(frozen),
+        }
+        for flag, value in asked.items():
+            if value:
+                raise SpecError(f"{flag} {value}: this model has no vision tower that is counted; leave it out")
+        return model, ()
+    vision = model.vision
+    if request.freeze is not None:
+        vision = replace(vision, freeze_tower="tower" in frozen, freeze_projector="projector" in frozen)
+    elif freezes:  # LLaMA-Factory, hparams/finetuning_args.py, FreezeArguments
+        vision = replace(vision, freeze_tower=True, freeze_projector=True)
+    if vision.has_blocks:
+        vision = _with_images(vision, request)
+    made = replace(model, vision=vision)
+    return made, () if vision == model.vision else tuple(_notes(made, vision, request, seq_len))
+
+
+def names_in(words: str | None) -> tuple[str, ...]:
+    """Return the parts that ``--freeze`` names.
+
+    >>> names_in("tower, head")
+    ('tower', 'head')
+    """
+    return tuple(name.strip() for name in (words or "").split(",") if name.strip())
+
+
+def _with_images(vision: VisionSpec, request: "Request") -> VisionSpec:
+    if request.image_size is not None:
+        width, height = _size(request.image_size)
+        vision = replace(vision, image_width=width, image_height=height)
+    images = request.images if request.images is not None else vision.images or 1
+    return replace(vision, images=images)
+
+
+def _size(words: str) -> tuple[int, int]:
+    sides = words.lower().split("x")
+    if len(sides) != len(("width", "height")) or not all(side.strip().isdecimal() for side in sides):
+        raise SpecError(f"--image-size {words!r} is not a width and a height; write both in pixels, such as 1024x768")
+    width, height = (int(side) for side in sides)
+    return width, height
+
+
+def _notes(model: ModelSpec, vision: VisionSpec, request: "Request", seq_len: int) -> Iterator[str]:
+    if not vision.has_blocks:
+        return
+    tokens = vision.images * vision.tokens_per_image
+    if request.images is None:
+        size = (
+            f"{vision.fixed_size}x{vision.fixed_size}" if vision.fixed_size else f"{vision.image_width}x{vision.image_height}"
+        )
+        yield f"images of a sequence not given: {vision.images} of {size}, {tokens:,} tokens, taken"
+    if tokens > seq_len:
+        yield f"the images of a sequence take {tokens:,} tokens, more than its {seq_len:,}; use fewer or smaller ones"
+    if model.adapter is not None:
+        yield "beside adapters the vision tower is counted as frozen, without adapters of its own"
+    elif not vision.frozen_names and request.freeze is None:
+        yield "the vision tower is trained, as by a plain Trainer; --freeze tower,projector where it is not"
+    elif vision.frozen_names and request.freeze is None:
+        yield "LLaMA-Factory freezes the vision tower and what joins it to the text unless its file says otherwise"

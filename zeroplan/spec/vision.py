@@ -1,0 +1,118 @@
+"""The vision tower of a multimodal model, what joins it to the text, and the images of a sequence."""
+
+from dataclasses import dataclass
+from math import ceil, floor, sqrt
+from typing import Annotated, Literal
+
+from zeroplan.errors import SpecError
+from zeroplan.spec.base import CountOrZero, Range, Spec
+
+#: Towers with formulas. ``other``: its weights count, its activations do not.
+Tower = Literal["qwen2_5_vl", "qwen3_vl", "siglip", "other"]
+#: Words of ``--freeze`` for the tower, and for what joins it to the text.
+VISION_PARTS = ("tower", "projector")
+#: The fewest and the most pixels of an image.
+_PIXELS = {"qwen2_5_vl": (3_136, 12_845_056), "qwen3_vl": (65_536, 16_777_216)}
+
+_Size = Annotated[int, Range(0, 10**7)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionSpec(Spec):
+    """A vision tower: its shape, what of it is frozen, and the images of each sequence."""
+
+    tower: Tower
+    """Whose blocks it has."""
+    hidden_size: _Size = 0
+    """Width of its blocks."""
+    intermediate_size: _Size = 0
+    """Width of their MLP."""
+    num_hidden_layers: Annotated[int, Range(0, 10**4)] = 0
+    """Its blocks."""
+    num_attention_heads: Annotated[int, Range(0, 10**5)] = 0
+    """Heads of each."""
+    patch_size: _Size = 0
+    """Pixels along a side of a patch."""
+    patch_numbers: _Size = 0
+    """Numbers in a patch: pixels, colours, and frames of a video."""
+    merge_size: Annotated[int, Range(1, 10**3)] = 1
+    """Patches along each side that become one token of the text."""
+    out_hidden_size: _Size = 0
+    """Width of a token's features: that of the text."""
+    positions: CountOrZero = 0
+    """Rows of its table of learned positions."""
+    deeper: Annotated[int, Range(0, 10**3)] = 0
+    """Blocks whose outputs are merged and added to the text's first blocks, too (DeepStack)."""
+    fixed_size: _Size = 0
+    """Pixels along each side to which every image is resized; 0 where images keep their shape."""
+    other_parameters: CountOrZero = 0
+    """Parameters without a formula: all of an ``other`` tower, and SigLIP's pooling head."""
+    freeze_tower: bool = False
+    """The tower is not trained."""
+    freeze_projector: bool = False
+    """What joins it to the text is not trained."""
+    images: Annotated[int, Range(0, 10**5)] = 0
+    """Images of each sequence."""
+    image_width: _Size = 768
+    """Pixels of an image before it is resized."""
+    image_height: _Size = 768
+    """The same of its other side. The default is the area to which LLaMA-Factory limits images (``image_max_pixels``)."""
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether its blocks have formulas."""
+        return self.tower != "other"
+
+    @property
+    def patches(self) -> int:
+        """Patches of one image, resized as its processor does.
+
+        Sources: transformers 5.23, models/qwen2_vl/image_processing_qwen2_vl.py, ``smart_resize``, with the limits in
+        ``preprocessor_config.json`` of Qwen/Qwen2.5-VL-7B-Instruct and Qwen/Qwen3-VL-8B-Instruct; Gemma 3's processor resizes all
+        images to one square, without pan and scan.
+        """
+        if not self.has_blocks:
+            return 0
+        if self.fixed_size:
+            return (self.fixed_size // self.patch_size) ** 2
+        factor = self.patch_size * self.merge_size
+        least, most = _PIXELS[self.tower]
+        rows, columns = (max(1, round(side / factor)) for side in (self.image_height, self.image_width))
+        area, pixels = self.image_height * self.image_width, rows * columns * factor**2
+        if pixels > most:
+            shrink = sqrt(area / most)
+            rows, columns = (max(1, floor(side / shrink / factor)) for side in (self.image_height, self.image_width))
+        elif pixels < least:
+            grow = sqrt(least / area)
+            rows, columns = (ceil(side * grow / factor) for side in (self.image_height, self.image_width))
+        return rows * columns * self.merge_size**2
+
+    @property
+    def tokens_per_image(self) -> int:
+        """Tokens of the text that one image takes."""
+        return self.patches // self.merge_size**2
+
+    @property
+    def masks_text(self) -> bool:
+        """Whether tokens of an image attend to each other both ways, so that all layers of the text get a mask (Gemma 3)."""
+        return self.tower == "siglip" and self.images > 0
+
+    @property
+    def turns_text(self) -> bool:
+        """Whether tokens have positions in three dimensions, so that each sequence has rotary tables of its own (Qwen)."""
+        return self.tower in ("qwen2_5_vl", "qwen3_vl")
+
+    @property
+    def frozen_names(self) -> tuple[str, ...]:
+        """Its frozen parts, in the words of ``--freeze``."""
+        return tuple(
+            name for name, is_so in zip(VISION_PARTS, (self.freeze_tower, self.freeze_projector), strict=True) if is_so
+        )
+
+    def check_rules(self) -> None:
+        """Raise SpecError for a tower without sizes."""
+        sizes = self.hidden_size, self.intermediate_size, self.num_hidden_layers, self.num_attention_heads, self.patch_numbers
+        if self.has_blocks and (not all(sizes) or self.hidden_size % self.num_attention_heads):
+            raise SpecError(f"a {self.tower} tower needs its sizes, with a hidden_size that its heads divide")
+        if not self.image_width or not self.image_height:
+            raise SpecError("an image has a width and a height in pixels; write both, such as 1024x768")

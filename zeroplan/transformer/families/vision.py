@@ -1,0 +1,146 @@
+"""The blocks of vision towers: those of Qwen2.5-VL, Qwen3-VL and SigLIP (Gemma 3).
+
+They are blocks of a text without a causal mask. Qwen's project queries, keys and values with one matrix, turn them in fp32, and
+run attention for each image, or each window of it, by itself: parts of the queries are views, and the parts' outputs are joined.
+"""
+
+from functools import partial
+
+from zeroplan.expr import Size
+from zeroplan.ledger import Module
+from zeroplan.numeric import Int, maximum
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.vision import VisionSpec
+from zeroplan.transformer.blocks import BlockPass, Compute
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.attention import Attended, Heads, head_size
+from zeroplan.transformer.families.decoder import LAYER_NORM, LLAMA_NORM, Attention, Layer, gated_mlp, layer, two_layer_mlp
+from zeroplan.transformer.families.definition import Block, Program, Training
+from zeroplan.transformer.families.operators import TENSOR
+from zeroplan.transformer.families.tape import Site, Store, Tape, Value
+from zeroplan.transformer.families.traced import Sizes, pass_of, plan_of
+from zeroplan.transformer.families.widths import Widths, quantities
+from zeroplan.transformer.symbols import T, c, d, e, h, k, q, v
+
+QWEN = "transformers 5.23, models/qwen2_5_vl/modeling_qwen2_5_vl.py"
+QWEN3 = "transformers 5.23, models/qwen3_vl/modeling_qwen3_vl.py"
+SIGLIP = "transformers 5.23, models/siglip/modeling_siglip.py"
+_ATTENTION = f"{QWEN}, Qwen2_5_VLVisionAttention.forward"
+_ROTARY = f"{QWEN}, apply_rotary_pos_emb_vision"
+
+
+def _joint_attention(tape: Tape, normal: Value, block: Block) -> Attended:
+    """Run attention whose queries, keys and values are one projection. Its result keeps their memory: values are a view of it."""
+    joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", _ATTENTION), bias=True)
+    parts = op.chunk(tape, joint, (T * q, T * k, T * v), Site("parts q, k and v", _ATTENTION))
+    query, key = _turned(tape, parts[0], parts[1], block)
+    context, _ = block.attend(tape, Heads(query, key, parts[2], grouped=False, one_key=False, joint=True))
+    whole = context
+    if block.attention != "flash":
+        whole = op.joined(tape, (context,), "attention of all images", T * c, Site("attention of all images", _ATTENTION))
+    made = op.linear(tape, whole, h, Site("output projection", _ATTENTION, Module.O), reads=c, bias=True)
+    tape.release(joint, *parts, query, key, *dict.fromkeys((context, whole)))
+    return Attended(made)
+
+
+def _turned(tape: Tape, query: Value, key: Value, block: Block) -> tuple[Value, Value]:
+    """Return queries and keys with rotary positions, turned in fp32.
+
+    An engine that casts tables makes every block widen its own.
+    """
+    wide = [op.cast(tape, one, 4, Site(name, _ROTARY)) for one, name in ((query, "queries"), (key, "keys"))]
+    tables: tuple[Store, ...] = ()
+    if block.casts_inputs and not block.wide:
+        tables = tuple([tape.make(TENSOR, f"rotary {name} in fp32", _table(), _ROTARY) for name in ("cos", "sin")])
+    made = []
+    for one, name in zip(wide, ("queries", "keys"), strict=True):
+        turned = op.rotary(tape, one, Site(f"turned {name}", _ROTARY), tables=4, saved=tables, per_token=d)
+        made.append(op.cast(tape, turned, e, Site(f"turned {name} in the compute dtype", _ROTARY)))
+        tape.release(turned)
+    tape.release(*wide)
+    tape.drop(*tables)
+    return made[0], made[1]
+
+
+def _table() -> Size:
+    return 4 * T * d
+
+
+PROGRAMS: dict[str, Program] = {
+    "qwen2_5_vl": layer(
+        Layer(
+            LLAMA_NORM, _joint_attention, partial(gated_mlp, source=f"{QWEN}, Qwen2_5_VLMLP.forward"),
+            f"{QWEN}, Qwen2_5_VLVisionBlock.forward",
+        )
+    ),
+    "qwen3_vl": layer(
+        Layer(
+            LAYER_NORM, _joint_attention, partial(two_layer_mlp, source=f"{QWEN3}, Qwen3VLVisionMLP.forward"),
+            f"{QWEN3}, Qwen3VLVisionBlock.forward",
+        )
+    ),
+    "siglip": layer(
+        Layer(
+            LAYER_NORM, Attention(f"{SIGLIP}, SiglipAttention.forward").run,
+            partial(two_layer_mlp, source=f"{SIGLIP}, SiglipMLP.forward"), f"{SIGLIP}, SiglipEncoderLayer.forward",
+        )
+    ),
+}  # fmt: skip
+
+
+def tower_pass(vision: VisionSpec, compute: Compute, batch: Batch, *, frozen: bool) -> BlockPass:
+    """Return the memory of one block of a tower. Where nothing is recomputed, no gradient reaches a frozen one."""
+    recompute = compute.recompute
+    training = Training("frozen", tracked=recompute != "none", keeps_inputs=compute.keeps_inputs) if frozen else None
+    x = _widths(vision, compute, batch)
+    plan = plan_of(_structure(vision, compute, x, training), run_again=recompute != "none")
+    made = pass_of(Sizes(plan, quantities(x, vision.intermediate_size)), autocast=x.autocast, recompute=recompute)
+    if frozen and recompute == "none":
+        return BlockPass((), (), (), made.forward, made.forward, (), 0)
+    return made
+
+
+def _structure(vision: VisionSpec, compute: Compute, x: Widths, training: Training | None) -> Block:
+    return Block(
+        family=f"vision/{vision.tower}",
+        wide=x.element == 4,
+        autocast=x.autocast,
+        attention=x.attention,
+        masked=False,
+        grouped=False,
+        one_key=False,
+        attention_bias=True,
+        kernels=x.kernels,
+        activation="silu" if vision.tower == "qwen2_5_vl" else "gelu_pytorch_tanh",
+        output_bias=True,
+        mlp_bias=True,
+        head_size=head_size(x.head_dim),
+        casts_inputs=x.casts_inputs,
+        training=training,
+        recompute=compute.recompute if training is not None else "none",
+        unturned=True,
+    )
+
+
+def _widths(vision: VisionSpec, compute: Compute, batch: Batch) -> Widths:
+    """Return the widths of the tower, whose sequences are the images of a micro-batch."""
+    images: Int = batch.micro_batch_size * vision.images
+    width, heads = vision.hidden_size, vision.num_attention_heads
+    return Widths(
+        tokens=images * vision.patches,
+        micro_batch=maximum(1, images),
+        seq_len=vision.patches,
+        hidden=width,
+        heads=heads,
+        head_dim=width // heads,
+        query=width,
+        key=width,
+        value=width,
+        context=width,
+        element=compute.element_bytes,
+        residual=4 if compute.autocast else compute.element_bytes,
+        autocast=compute.autocast,
+        attention=compute.attention,
+        kernels=compute.kernels,
+        casts_inputs=compute.casts_inputs,
+    )

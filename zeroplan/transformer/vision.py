@@ -1,0 +1,222 @@
+"""A vision tower and what joins it to the text: their parameters, and the memory of a pass beside that of the text.
+
+Source: transformers 5.23, ``models/<model>/modeling_<model>.py`` of Qwen2.5-VL, Qwen3-VL and Gemma 3, whose tower is that of
+``models/siglip``. The tower runs after the embedding of the tokens and before the first block of the text, so that its backward
+comes between theirs. Its patches of all images are one long sequence, in which each image attends to itself alone.
+"""
+
+from functools import lru_cache
+
+from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import Int
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.vision import VisionSpec
+from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
+from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
+from zeroplan.transformer.params_modules import Parameters, embedding, layer_norm, linear, rms_norm
+
+#: The kind of the tower's blocks.
+VISION = "vision"
+#: How the names of parameters begin that are neither the text's nor the tower's blocks'.
+BESIDE_THE_TEXT = ("visual.", "multi_modal_projector.")
+QWEN = "transformers 5.23, models/qwen2_5_vl/modeling_qwen2_5_vl.py"
+_FORWARD = f"{QWEN}, Qwen2_5_VLModel.forward"
+_FP32 = 4
+
+# --- parameters --------------------------------------------------------------------------------------------------------------
+
+
+def with_tower(text: Layout, model: ModelSpec) -> Layout:
+    """Return a text's layout with the tower's blocks before its own, and the rest of the tower behind its embedding.
+
+    That is the order in which they run. Beside adapters all of it is frozen.
+    """
+    vision = model.vision
+    if vision is None:
+        return text
+    adapted = model.adapter is not None
+    tower, joining = (_frozen_if(one, is_so) for one, is_so in zip(_ends(vision), _frozen(vision, adapted), strict=True))
+    blocks = _frozen_if(_block(vision), vision.freeze_tower or adapted)
+    run = (BlockRun(VISION, vision.num_hidden_layers, blocks),) if blocks else ()
+    return text._replace(embeddings=(*text.embeddings, *tower, *joining), runs=(*run, *text.runs))
+
+
+def _frozen(vision: VisionSpec, adapted: bool) -> tuple[bool, bool]:  # noqa: FBT001  beside its like
+    return vision.freeze_tower or adapted, vision.freeze_projector or adapted
+
+
+def _frozen_if(parameters: Parameters, is_so: bool) -> Parameters:  # noqa: FBT001  the one thing it asks
+    return tuple(one._replace(frozen=True) for one in parameters) if is_so else parameters
+
+
+def tower_buffers(model: ModelSpec) -> int:
+    """Return the buffers of a model's tower: frequencies of positions, twice, or the numbers of SigLIP's positions. [bytes]"""
+    vision = model.vision
+    if vision is None or not vision.has_blocks:
+        return 0
+    if vision.tower == "siglip":
+        return 8 * vision.positions
+    return 2 * _FP32 * (vision.hidden_size // vision.num_attention_heads // 4)
+
+
+@lru_cache(maxsize=64)
+def parameters_beside_the_text(vision: VisionSpec) -> int:
+    """Return the parameters of a tower and of what joins it to the text. [elements]"""
+    tower, joining = _ends(vision)
+    inside = sum(one.numel for one in _block(vision))
+    return vision.num_hidden_layers * inside + sum(one.numel for one in (*tower, *joining))
+
+
+def weights_alone(vision: VisionSpec) -> VisionSpec:
+    """Return a tower whose weights count, as one vector, and whose activations do not; it is frozen if all of it is."""
+    frozen = vision.freeze_tower and vision.freeze_projector
+    return VisionSpec(tower="other", other_parameters=parameters_beside_the_text(vision), freeze_tower=frozen)
+
+
+def _ends(vision: VisionSpec) -> tuple[Parameters, Parameters]:
+    """Return what of the tower is not in its blocks, and what joins it to the text."""
+    width = vision.hidden_size
+    other = (Parameter("visual.other", (vision.other_parameters,)),) if vision.other_parameters else ()
+    if not vision.has_blocks:
+        return other, ()
+    patch = linear("visual.patch_embed.proj", vision.patch_numbers, width, bias=vision.tower != "qwen2_5_vl")
+    table = embedding("visual.pos_embed", vision.positions, width) if vision.positions else ()
+    if vision.tower == "siglip":
+        joining = (
+            Parameter("multi_modal_projector.mm_input_projection_weight", (width, vision.out_hidden_size), autocast=True),
+            *rms_norm("multi_modal_projector.mm_soft_emb_norm", width),
+        )
+        return (*patch, *table, *layer_norm("visual.post_layernorm", width), *other), joining
+    norm = rms_norm if vision.tower == "qwen2_5_vl" else layer_norm
+    joining = _merger(vision, "visual.merger", norm("visual.merger.norm", width))
+    for index in range(vision.deeper):
+        name = f"visual.deepstack_merger_list.{index}"
+        joining = (*joining, *_merger(vision, name, layer_norm(f"{name}.norm", width * vision.merge_size**2)))
+    return (*patch, *table, *other), joining
+
+
+def _merger(vision: VisionSpec, name: str, norm: Parameters) -> Parameters:
+    joined = vision.hidden_size * vision.merge_size**2
+    first = linear(f"{name}.linear_fc1", joined, joined, bias=True)
+    return (*norm, *first, *linear(f"{name}.linear_fc2", joined, vision.out_hidden_size, bias=True))
+
+
+#: The modules of a block, in the order in which they run.
+_ATTENTION = ("norm1", "attn", "attn.qkv", "attn.proj", "norm2")
+MODULES: dict[str, tuple[str, ...]] = {
+    "qwen2_5_vl": (*_ATTENTION, "mlp", "mlp.gate_proj", "mlp.act_fn", "mlp.up_proj", "mlp.down_proj"),
+    "qwen3_vl": (*_ATTENTION, "mlp", "mlp.linear_fc1", "mlp.act_fn", "mlp.linear_fc2"),
+    "siglip": (
+        "layer_norm1", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj",
+        "layer_norm2", "mlp", "mlp.fc1", "mlp.activation_fn", "mlp.fc2",
+    ),
+    "other": (),
+}  # fmt: skip
+_WITHOUT_WEIGHTS = ("attn", "self_attn", "mlp", "mlp.act_fn", "mlp.activation_fn")
+_DOWN = ("mlp.down_proj", "mlp.linear_fc2", "mlp.fc2")
+
+
+def _block(vision: VisionSpec) -> Parameters:
+    """Return the parameters of a block; all of its matrices have biases."""
+    width, inner, made = vision.hidden_size, vision.intermediate_size, list[Parameter]()
+    for name in MODULES[vision.tower]:
+        if "norm" in name:
+            made += rms_norm(name, width) if vision.tower == "qwen2_5_vl" else layer_norm(name, width)
+        elif name in _DOWN:
+            made += linear(name, inner, width, bias=True)
+        elif name not in _WITHOUT_WEIGHTS:
+            wide = inner if name.startswith("mlp") else 3 * width if name == "attn.qkv" else width
+            made += linear(name, width, wide, bias=True)
+    return tuple(made)
+
+
+# --- a pass ------------------------------------------------------------------------------------------------------------------
+
+
+def tower_block(model: ModelSpec, vision: VisionSpec, compute: Compute, batch: Batch) -> BlockPass:
+    """Return the memory of one block of the tower in a pass over the images of a micro-batch.
+
+    Where blocks are recomputed, the output of the patch embedding gets a gradient, so that a frozen tower goes backward, too:
+    transformers 5.23, modeling_utils.py, ``enable_input_require_grads``.
+    """
+    from zeroplan.transformer.families.vision import tower_pass  # noqa: PLC0415  only models with a tower need it
+
+    if model.adapter is not None:  # beside adapters frozen weights have the compute dtype
+        compute = compute._replace(autocast=False)
+    made = tower_pass(vision, compute, batch, frozen=vision.freeze_tower or model.adapter is not None)
+    named: dict[int, Line] = {}
+
+    def lines(some: tuple[Line, ...]) -> tuple[Line, ...]:
+        return tuple(named.setdefault(id(one), one._replace(reason=f"vision tower: {one.reason}", formula="")) for one in some)
+
+    def point(one: BackwardPoint) -> BackwardPoint:
+        return one._replace(lines=lines(one.lines), before=lines(one.before))
+
+    return BlockPass(
+        lines(made.saved), lines(made.checkpoint), lines(made.selective), lines(made.forward), lines(made.forward_recompute),
+        tuple(map(point, made.points)), made.cast_elements, lines(made.checkpoint_in_backward),
+        handed=tuple(one._replace(lines=lines(one.lines)) for one in made.handed),
+    )  # fmt: skip
+
+
+def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool) -> HeadPass:
+    """Return what is outside the blocks with what images take beside the tower's blocks. ``recomputed``: blocks are."""
+    vision = model.vision
+    if vision is None or not vision.images:
+        return text
+    element, every = compute.element_bytes, vision.merge_size**2
+    patches: Int = batch.micro_batch_size * vision.images * vision.patches
+    tokens: Int = batch.micro_batch_size * batch.seq_len
+    residual = _FP32 if compute.autocast and model.adapter is None else element
+    frozen = _frozen(vision, model.adapter is not None)
+
+    def lines(n_bytes: Int, reason: str, *, there: bool = True) -> tuple[Line, ...]:
+        return (Line(Kind.ACTIVATIONS, n_bytes, reason, "", _FORWARD),) if there else ()
+
+    copied = () if element == _FP32 else pixels(model, batch, element, "pixels in the compute dtype")
+    of_head = 2 * _FP32 * (vision.hidden_size // vision.num_attention_heads)
+    tables = lines(of_head * patches, "vision tower: rotary cos and sin, fp32", there=vision.turns_text)
+    joining = _saved_by_the_projector(vision, element, residual) * patches
+    kept = (
+        *lines(tokens * vision.out_hidden_size, "which elements are of images, booleans"),
+        *(() if frozen[0] else copied),
+        *(() if frozen[0] and not recomputed else tables),
+        *lines(joining, "saved by what joins the images to the text", there=recomputed or not all(frozen)),
+    )
+    arguments = copied if frozen[0] else ()  # until the model's forward returns the loss
+    features = (2 + vision.deeper) * vision.out_hidden_size * element * patches // every
+    named = (
+        *lines(vision.hidden_size * residual * patches, "vision tower: its output, held by name"),
+        *lines(features, "features of the images, held by name"),
+        *lines(3 * 8 * tokens, "position ids in three dimensions, int64", there=vision.turns_text),
+        *(tables if frozen[0] and not recomputed else ()),
+    )
+    return text._replace(
+        shared=(*kept, *text.shared), forward=(*text.forward, *named, *arguments), loss_forward=arguments,
+        tower_bytes=patches * vision.hidden_size * residual,
+    )  # fmt: skip
+
+
+def pixels(
+    model: ModelSpec, batch: Batch, element: int = _FP32, reason: str = "pixels of the images, fp32"
+) -> tuple[Line, ...]:
+    """Return the images that the training loop holds, in fp32, or a copy: as many pixels as their patches have. [bytes]"""
+    vision = model.vision
+    if vision is None or not vision.images:
+        return ()
+    n_bytes = element * vision.patch_numbers * batch.micro_batch_size * vision.images * vision.patches
+    return (Line(Kind.ACTIVATIONS, n_bytes, reason, "", _FORWARD),)
+
+
+def _saved_by_the_projector(vision: VisionSpec, element: int, residual: int) -> int:
+    """Return what it saves for each patch: the norm's input, what both matrices read, and the first one's result. [bytes]
+
+    RMSNorm saves a copy in fp32 and the normalised input. Gemma 3 pools patches before its norm and its matrix.
+    """
+    width, pooled = vision.hidden_size, vision.merge_size**2
+    if vision.tower == "siglip":
+        return width * (residual + 2 * element) + width * (2 * _FP32 + element + residual) // pooled
+    if vision.tower == "qwen2_5_vl":
+        return width * (2 * _FP32 + 4 * element)
+    return width * (residual + 3 * element) * (1 + vision.deeper)

@@ -1,0 +1,150 @@
+"""transformers' own vision-language model for a shape with a tower, and a batch with images.
+
+Which image a patch belongs to is read from numbers in tensors, which fake tensors have not. So the functions that work such numbers
+out return them as a real run would, for images of one size; the engine and the model's own modules run as they are.
+"""
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from zeroplan.errors import MeasurementError
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Attention
+from zeroplan.spec.vision import VisionSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")  # it counts the tokens of images, by their values
+_TEXTS = {"qwen3_vl": {"qwen3_moe": "qwen3_vl_moe", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}}
+_IMAGE = 1
+"""The id of a token of an image."""
+
+
+def whole_config(spec: ModelSpec, text: Mapping[str, object]) -> "PreTrainedConfig":
+    """The configuration of the whole model of a text's."""
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415  takes seconds
+
+    vision = spec.vision
+    if vision is None or not vision.has_blocks or spec.adapter is not None:
+        raise MeasurementError(
+            "only a model with a tower of Qwen2.5-VL, Qwen3-VL or Gemma 3, without adapters, can be verified with its images"
+        )
+    kind = "gemma3" if vision.tower == "siglip" else _TEXTS.get(vision.tower, {}).get(spec.family, vision.tower)
+    own = {name: value for name, value in text.items() if name != "model_type"}
+    shared: dict[str, object] = {
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.intermediate_size,
+        "patch_size": vision.patch_size,
+    }
+    if vision.tower == "siglip":
+        tower = shared | {
+            "model_type": "siglip_vision_model", "num_hidden_layers": vision.num_hidden_layers, "image_size": vision.fixed_size,
+            "num_attention_heads": vision.num_attention_heads, "vision_use_head": bool(vision.other_parameters),
+        }  # fmt: skip
+        more: dict[str, object] = {"mm_tokens_per_image": vision.tokens_per_image}
+    else:
+        tower = shared | {
+            "depth": vision.num_hidden_layers, "num_heads": vision.num_attention_heads, "out_hidden_size": vision.out_hidden_size,
+            "spatial_merge_size": vision.merge_size, "temporal_patch_size": vision.patch_numbers // (3 * vision.patch_size**2),
+        }  # fmt: skip
+        tower |= {"num_position_embeddings": vision.positions} if vision.tower == "qwen3_vl" else {}
+        tower |= {"deepstack_visual_indexes": list(range(vision.deeper))} if vision.tower == "qwen3_vl" else {}
+        own |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": _sections(spec.head_dim)}}
+        more = {}
+    build: Callable[..., PreTrainedConfig] = CONFIG_MAPPING[kind]
+    return build(
+        text_config=own, vision_config=tower, image_token_id=_IMAGE, tie_word_embeddings=spec.tie_word_embeddings, **more
+    )
+
+
+def _sections(head_dim: int) -> list[int]:
+    """Frequencies of a head in each of three dimensions."""
+    half = head_dim // 2
+    return [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
+
+
+def whole_model(made: "PreTrainedConfig", *, attention: Attention, dtype: torch.dtype, device: str) -> nn.Module:
+    """A vision-language model of transformers, uninitialised, in training mode."""
+    from transformers import AutoModelForImageTextToText  # noqa: PLC0415
+    from transformers.initialization import no_init_weights  # noqa: PLC0415
+
+    made._attn_implementation = "eager" if attention == "eager" else "sdpa"
+    with torch.device(device), no_init_weights():
+        model: nn.Module = AutoModelForImageTextToText.from_config(made, dtype=dtype)  # type: ignore[no-untyped-call]
+    model.tie_weights()  # type: ignore[operator]  # left out with the initialisation
+    model.train()
+    return model
+
+
+def freeze_tower(model: nn.Module, vision: VisionSpec) -> None:
+    """Freeze the tower's untrained parts, as a script does before it builds engine and optimizer."""
+    for name, parameter in model.named_parameters():
+        joins = "merger" in name or "multi_modal_projector" in name
+        inside = joins or "visual" in name or "vision_tower" in name
+        if inside and (vision.freeze_projector if joins else vision.freeze_tower):
+            parameter.requires_grad = False
+
+
+def tower_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The tower's blocks, in order."""
+    ends = (".blocks", ".encoder.layers")
+    found = (
+        part for name, part in model.named_modules() if name.endswith(ends) and ("visual" in name or "vision_tower" in name)
+    )
+    return tuple(next(iter(found)))
+
+
+def images(model: nn.Module, vision: VisionSpec, batch: BatchSpec) -> dict[str, torch.Tensor]:
+    """The tensors of a batch that its images add, after the model is told where they are."""
+    sequences, patches = batch.micro_batch_size, vision.patches * vision.images
+    if vision.tower == "siglip":
+        side = vision.fixed_size
+        kinds = torch.zeros((sequences, batch.seq_len), dtype=torch.int64)
+        return {"pixel_values": torch.randn(sequences * vision.images, 3, side, side), "token_type_ids": kinds}
+    _tell_positions(model, vision, sequences * vision.images)
+    return {
+        "pixel_values": torch.randn(sequences * patches, vision.patch_numbers),
+        "position_ids": torch.zeros((3, sequences, batch.seq_len), dtype=torch.int64),
+    }
+
+
+def _tell_positions(model: nn.Module, vision: VisionSpec, count: int) -> None:
+    """Replace what reads the shapes of images from a tensor, in the module of the model's class."""
+    module: Any = importlib.import_module(type(model).__module__)
+    every, tokens = count * vision.patches, count * vision.tokens_per_image
+    bounds = np.arange(count + 1) * vision.patches
+
+    def made(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=next(model.parameters()).device)
+
+    replacements: dict[str, Callable[..., object]] = {
+        "get_vision_position_ids": lambda *_, **__: made(every, 2),
+        "get_vision_attention_seqlens": lambda *_, **__: (bounds, None),
+        "get_vision_window_index": lambda *_, **__: (made(every // vision.merge_size**2), bounds),
+        "get_max_seqlen": lambda *_, **__: None,
+        "get_vision_interpolation_indices_and_weights": lambda *_, **__: (made(every, 4), made(every, 4, dtype=torch.float32)),
+    }
+    for name, instead in replacements.items():
+        if hasattr(module, name):
+            setattr(module, name, instead)
+
+    def deepstack(_self: object, hidden: torch.Tensor, _mask: object, features: torch.Tensor) -> torch.Tensor:
+        hidden, rows, columns = hidden.clone(), made(tokens), made(tokens)
+        hidden[rows, columns, :] = hidden[rows, columns, :] + features.to(hidden.dtype)
+        return hidden
+
+    for part in model.modules():
+        if hasattr(part, "_deepstack_process"):
+            own: Any = type(part)
+            own._deepstack_process = deepstack
+    grid = np.array([[1, 1, vision.patches]] * count)
+    forward = model.forward
+    model.forward = lambda **batch: forward(**batch, image_grid_thw=grid)
