@@ -55,6 +55,8 @@ class _Written(Spec):
     """Keys of the config that are null, which TOML cannot express."""
     published_parameters: Figure | None = None
     published_active_parameters: Figure | None = None
+    vision_tower: str = ""
+    """What the published model has beside the text, and the shape has not."""
 
 
 def model(name: str, *, extra: Path | None = None) -> ModelSpec:
@@ -73,6 +75,15 @@ def model(name: str, *, extra: Path | None = None) -> ModelSpec:
 def model_entry(name: str, *, extra: Path | None = None) -> ModelEntry:
     """Return a model's whole entry: its shape, its source, and its makers' own counts."""
     return _entry(find(_SHELF, name, extra=extra))
+
+
+def tower_left_out(name: str, *, extra: Path | None = None) -> str:
+    """Return what the published model has beside the text that its entry is; empty where nothing.
+
+    >>> tower_left_out("gemma-3-1b"), tower_left_out("qwen3.5-9b")
+    ('', 'a vision tower')
+    """
+    return str(read_toml(find(_SHELF, name, extra=extra), what=_WHAT).get("vision_tower", ""))
 
 
 def model_names(*, extra: Path | None = None) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zeroplan.catalog.config import read_config_with_notes
 from zeroplan.catalog.gpu import gpu as find_gpu
 from zeroplan.catalog.hub_names import is_repository, repository_of, way_to_the_hub
-from zeroplan.catalog.model import WAYS_TO_NAME
+from zeroplan.catalog.model import WAYS_TO_NAME, tower_left_out
 from zeroplan.catalog.model import model as find_model
 from zeroplan.catalog.text import is_there
 from zeroplan.errors import SpecError, UnknownNameError
@@ -269,7 +269,12 @@ def _named_model(name: str, treat_as: str | None, extra: Path | None) -> tuple[M
         found = find_model(repository_of(name) or name, extra=own_folder(extra, "models"))
     except UnknownNameError as unknown:
         raise UnknownNameError(f"{unknown}{way_to_the_hub(name)}") from None
-    return found, () if treat_as is None else (f"--treat-as {treat_as} is not needed: the catalogue knows {found.name}",)
+    notes = () if treat_as is None else (f"--treat-as {treat_as} is not needed: the catalogue knows {found.name}",)
+    if beside := tower_left_out(found.name, extra=own_folder(extra, "models")):
+        left = f"{beside} of {found.name} is left out, and every figure is too low by it; its --config counts it"
+        found = replace(found, name=f"{found.name} (text part)")
+        return found, (left, *notes)
+    return found, notes
 
 
 def own_folder(extra: Path | None, kind: str) -> Path | None:

@@ -245,8 +245,10 @@ def test_a_preference_takes_two_sequences(read: Callable[..., Resolved]):
     assert read(AXOLOTL | {"rl": "kto"}).job.batch.micro_batch_size == 2
 
 
-def test_paged_states_are_counted_on_the_gpu(read: Callable[..., Resolved]):
-    found = read(AXOLOTL | {"optimizer": "paged_adamw_8bit"})
+def test_paged_states_are_counted_on_the_gpu_where_ranks_share_them(read: Callable[..., Resolved]):
+    paged = AXOLOTL | {"optimizer": "paged_adamw_8bit"}
+    assert read(paged).job.recipe.optimizer == "paged-adamw-8bit"
+    found = read(paged | {"fsdp": ["full_shard"]}, gpus=2)
     assert found.job.recipe.optimizer == "adamw-8bit"
     assert any("may move to the host: they are counted on the GPU" in note for note in found.notes)
 
