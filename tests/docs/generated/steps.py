@@ -22,6 +22,7 @@ from zeroplan.steptime.efficiency import (
     PCIE_SOURCE,
     matrices_share,
 )
+from zeroplan.units import GIB
 
 
 def optimizers() -> str:
@@ -82,8 +83,9 @@ def less_precision() -> str:
             state = sum(int(line.n_bytes) for line in answer.states if line.kind is Kind.OPTIMIZER_STATE)
             flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in said.items()) or "(fp32 AdamW)"
             host = sum(int(line.n_bytes) for line in answer.host)
-            rows.append((where, code(flags), gigabytes(state), gigabytes(host), gigabytes(answer.peak_bytes)))
-    return table(("job", "flags", "optimizer state, GB:", "host memory, GB:", "peak, GB:"), once(rows))
+            sizes = (f"{n_bytes / GIB:.2f}" for n_bytes in (state, host, answer.peak_bytes))
+            rows.append((where, code(flags), *sizes))
+    return table(("job", "flags", "optimizer state, GiB:", "host memory, GiB:", "peak, GiB:"), once(rows))
 
 
 def workspaces() -> str:

@@ -57,6 +57,8 @@ def opened(path: Path, name: str) -> Opened:
         return _of_trace(course_of(keys, where), name)
     if keys.get("content") == "zeroplan dryrun":
         return _of_run(run_of(keys, where), name)
+    if b"out of memory" in head:
+        raise SpecError(f"{where} has torch's message about memory; `zeroplan diagnose FILE` on the command line explains it")
     raise SpecError(
         f"{where} does not say what is alive over time; open a snapshot of torch's allocator, a trace from --trace, or a run "
         "from `zeroplan dryrun --save`"
