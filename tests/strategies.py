@@ -43,6 +43,7 @@ from zeroplan.spec.pipeline import PIPELINED, SPLIT
 from zeroplan.spec.profile import model_of
 from zeroplan.spec.recipe import ADAM, ON_PAPER, DeepSpeedOptions, Fsdp1Options, MegatronOptions
 from zeroplan.spec.split import SHARED_BESIDE_EXPERTS, SPLIT_FAMILIES
+from zeroplan.spec.vision import VisionSpec
 
 T = TypeVar("T")
 
@@ -618,7 +619,11 @@ def _by_megatron(draw: Random, engines: Sequence[str]) -> JobSpec:
     told = recipe(draw, [name for name in engines if name == "megatron"])
     tp, cp, pp = (_mostly(draw, 1, 2, 4) for _ in range(3))
     each = draw.choice((1, 1, 2, 3)) if pp > 1 else 1
-    one = replace(model(draw, megatron.FAMILIES, ranks=tp, layers=pp * each), hidden_act=None)
+    of_script = told.recompute == "none" and not draw.randint(0, 3)  # BERT's and T5's, which would be rare
+    if of_script:
+        told, cp = replace(told, attention="eager"), 1
+    families = ("gpt2",) if of_script else megatron.FAMILIES
+    one = replace(model(draw, families, ranks=tp, layers=pp * each), hidden_act=None)
     if pp > 1 and one.num_hidden_layers > 2 * pp * each and draw.randint(0, 3) == 3:
         one = replace(one, num_hidden_layers=one.num_hidden_layers - 2)  # embedding and loss count as a layer each
     by_hand = _cut_by_hand(draw, pp * each, one.num_hidden_layers) if pp > 1 else None
@@ -757,11 +762,47 @@ def drawing(draw: Random, engines: Sequence[str] = ENGINES) -> Drawing:
     refused = list[str]()
     while True:
         try:
-            return Drawing(draw.choice(there)(draw, engines), tuple(refused))
+            return Drawing(_with_more(draw, draw.choice(there)(draw, engines)), tuple(refused))
         except SpecError as error:
             refused.append(str(error))
         if len(refused) > _MOST:
             raise AssertionError(refused)
+
+
+#: The tower that models of a family have, with the pixels of its patches, the numbers in one, and the patches of a token's side.
+_TOWERS = {"qwen2": ("qwen2_5_vl", 14, 1176, 2), "qwen3": ("qwen3_vl", 16, 1536, 2), "gemma3_text": ("siglip", 14, 588, 4)}
+_WITH_TOWERS = ("ddp", "fsdp1", "fsdp2", "deepspeed")
+
+
+def _with_more(draw: Random, made: JobSpec) -> JobSpec:
+    """The job, some with a vision tower, some in float8, and some whose experts are chosen unevenly."""
+    model, told, often = made.model, made.recipe, not draw.randint(0, 3)
+    if made.mesh.ep > 1 and often:
+        return replace(made, recipe=replace(told, imbalance=draw.randint(100, 100 * min(3, made.mesh.ep)) / 100))
+    plain = model.profile is None and model.adapter is None and model.frozen is None
+    if not plain or not often:
+        return made
+    if told.engine in _WITH_TOWERS and (model.family in _TOWERS or not draw.randint(0, 4)):
+        return replace(made, model=replace(model, vision=_vision(draw, model)))
+    if told.engine == "fsdp2" and model.family == "llama":
+        return replace(made, recipe=replace(told, float8_recipe=draw.choice(("tensorwise", "rowwise"))))
+    return made
+
+
+def _vision(draw: Random, one: ModelSpec) -> VisionSpec:
+    frozen = {"freeze_tower": not draw.randint(0, 1), "freeze_projector": not draw.randint(0, 2)}
+    seen = {"images": draw.randint(0, 3), "image_width": draw.randint(100, 900), "image_height": draw.randint(100, 900)}
+    if one.family not in _TOWERS:
+        return VisionSpec(tower="other", other_parameters=draw.randint(1, 10**6), **frozen, **seen)
+    tower, patch, numbers, merged = _TOWERS[one.family]
+    heads, layers = draw.choice((2, 4)), draw.randint(1, 4)
+    return VisionSpec(
+        tower=tower, hidden_size=16 * heads * draw.randint(1, 4), intermediate_size=32 * draw.randint(2, 9),
+        num_hidden_layers=layers, num_attention_heads=heads, patch_size=patch, patch_numbers=numbers, merge_size=merged,
+        out_hidden_size=one.hidden_size, positions=0 if tower == "qwen2_5_vl" else 256,
+        deeper=min(layers, draw.randint(0, 2)) if tower == "qwen3_vl" else 0, fixed_size=224 if tower == "siglip" else 0,
+        **frozen, **seen,
+    )  # fmt: skip
 
 
 #: Draws of one number that may contradict themselves, one after the other.

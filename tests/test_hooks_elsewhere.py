@@ -53,6 +53,7 @@ def lightning(monkeypatch: pytest.MonkeyPatch) -> Any:
     module.Callback = type("Callback", (), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "lightning", package)
     monkeypatch.setitem(sys.modules, "lightning.pytorch", module)
+    monkeypatch.delitem(sys.modules, "zeroplan.hooks.lightning", raising=False)  # pytest leaves it there
     from zeroplan.hooks import LightningMemoryCheck
 
     return LightningMemoryCheck

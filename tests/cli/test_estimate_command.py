@@ -539,7 +539,7 @@ def test_a_replay_is_shown_as_markdown_too(run: Run):
 
 
 def test_a_replay_says_what_was_free_and_of_no_use(run: Run):
-    out = " ".join(run(*REPLAYED, "--replay")[1].split())
+    out = " ".join(run(*REPLAYED, "--replay", "-v")[1].split())
     unusable = json.loads(run(*REPLAYED, "--replay", "--json")[1])["replay"]["default"]["unusable_bytes"]
     assert f"When the allocator last took more from the card, {GIBIBYTES.size(unusable)} were free" in out
 

@@ -13,8 +13,14 @@ from zeroplan.spec.base import Spec
 from zeroplan.spec.pipeline import PipelineSchedule
 from zeroplan.spec.profile import Profile
 
-#: Fields with one value only.
-CONSTANT = {"Profile.schema_version"}
+#: Fields with one value only, and those that a workflow alone sets.
+CONSTANT = {
+    "Profile.schema_version",
+    "ModelSpec.head_rows",
+    "RecipeSpec.forward_only",
+    "RecipeSpec.log_probs",
+    "RecipeSpec.prompt_len",
+}
 DRAWN = 2000
 
 

@@ -74,7 +74,7 @@ def test_the_collectives_of_a_trace_are_all_there(exported: Path):
 
 
 @pytest.mark.parametrize(("content", "why"), [
-    (b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "has torch's message about memory; `zeroplan diag"),
+    (b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "has torch's message about memory"),
     (b"", "does not say what is alive over time"), (b"{}", "does not say what is alive over time"),
     (b'{"traceEvents":[]}', "is a trace, but not one that zeroplan wrote"), (b"\x1f\x8b\x00", "is cut off or damaged"),
     (b"\x80\x04.", "pickle"), (b'{"content":"zeroplan dryrun"}', "run: is missing"),

@@ -1,6 +1,6 @@
 """The answer on one screen: whether it fits, the peak, what the card holds, how much is sent.
 
-At most 26 lines of 80 columns. The table of the peak and the notes are shortened first; ``--verbose`` shows all of them.
+At most 28 lines of 80 columns. The table of the peak and the notes are shortened first; ``--verbose`` shows all of them.
 """
 
 import textwrap
@@ -24,7 +24,7 @@ from zeroplan.report.words import (
 )
 from zeroplan.units import Unit
 
-LINES = 26
+LINES = 28
 _FEWEST_KINDS, _KINDS_BEFORE_NOTES, _MOST_KINDS = 4, 4, 7
 _MOST_CHANGES = 3
 _GAPS = 4

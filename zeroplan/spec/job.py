@@ -25,6 +25,7 @@ from zeroplan.spec.split import (
     widths_of_experts,
 )
 from zeroplan.spec.torchtitan import check_torchtitan
+from zeroplan.spec.vision import VisionSpec
 
 #: The ZeRO stages of each engine, with their names.
 ENGINE_STAGES: dict[Engine, dict[Stage, str]] = {
@@ -142,6 +143,8 @@ class JobSpec(Spec):
             self._check_adapter(self.model.adapter)
         if self.model.frozen is not None:
             self._check_frozen()
+        if self.model.vision is not None:
+            self._check_tower(self.model.vision)
         check_offloaded(self.model, self.recipe, self.mesh)
         if self.recipe.recompute_layers is not None:
             self._check_recompute_layers(self.recipe.recompute_layers)
@@ -253,6 +256,15 @@ class JobSpec(Spec):
         )  # fmt: skip
         if model.frozen is not None:
             self._check_frozen_stages(model.frozen.layers)
+
+    def _check_tower(self, vision: VisionSpec) -> None:
+        """Raise SpecError for ranks that split a model with a vision tower in a way that is not modelled."""
+        if self.mesh.pp > 1:
+            raise SpecError("a vision tower on pipeline ranks is not modelled; use no pipeline")
+        if vision.frozen_names and self.mesh.tp * self.mesh.cp * self.mesh.ep > 1:
+            raise SpecError(
+                "a frozen vision tower with tensor, context or expert parallelism is not modelled; train it, or use none"
+            )
 
     def _not_in_two_halves(self) -> Iterator[tuple[str | bool, str]]:
         """Yield what is not modelled with schedules that split backwards."""

@@ -133,7 +133,7 @@ def output_bytes(model: ModelSpec, compute: Compute, batch: Batch, *, fp32_outpu
 
 def _question(model: ModelSpec, compute: Compute, batch: Batch) -> _Question:
     x = widths(model, compute, batch)
-    values = {**values_of(model, x, compute.tp), "g": compute.prompt_len}
+    values = {**values_of(model, x, compute.tp), "i": compute.prompt_len}
     return _Question(model, compute, x, values, definition_of(model.family).around)
 
 

@@ -32,7 +32,7 @@ SYMBOLS: dict[str, str] = {
     "n": "shared experts",
     "t": "experts per token",
     "V": "vocabulary",
-    "g": "tokens of a sequence that loss log-probs does not score: its prompt, at least its first token",
+    "i": "tokens of a sequence that loss log-probs does not score: its prompt, at least its first token",
     "p": "tensor-parallel ranks",
     "e": "bytes of an activation in the compute dtype",
     "r": "bytes of an element of the residual stream: 4 under autocast, else e",
@@ -51,6 +51,6 @@ def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> 
         **({"u": 0, "w": 0, "o": 0} if model.mla is None else ranks(model.mla)),
         **of_linear_attention(model.linear),
         "V": model.head_rows or model.vocab_size,
-        "g": compute.prompt_len,
+        "i": compute.prompt_len,
         "p": tp,
     }

@@ -51,7 +51,7 @@ from zeroplan.transformer.families.tape import (
 from zeroplan.transformer.families.traced import Index, Placed, Places, Plan, Sizes, Within, of_a_rank, top
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.params import is_frozen
-from zeroplan.transformer.symbols import T, T_p, V, b, e, g, h, r
+from zeroplan.transformer.symbols import T, T_p, V, b, e, h, i, r
 
 HEAD = "transformers 5.23, models/llama/modeling_llama.py, LlamaForCausalLM.forward"
 FULL = "transformers 5.23, loss/loss_utils.py, ForCausalLMLoss"
@@ -630,7 +630,7 @@ def _casts_of_a_tile(tape: Tape, scored: Value, pieces: int) -> tuple[Store, ...
 
 TILE_ROWS, TILE_COLUMNS = 4096, 32768
 """trl 1.16, kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE, and trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE."""
-_ROWS = T - b * g
+_ROWS = T - b * i
 _TILE_ROWS = at_most(TILE_ROWS, _ROWS)
 _SCORES = _Tiled(TILED, True, 28 * _ROWS, 9 * _ROWS + 13 * (T - b), 8 * _ROWS, e, NOTHING)
 _DISTILLS = _Tiled(COMPARED, False, 36 * _ROWS, 8 * _ROWS, 12 * _ROWS, 8, e * at_most(TILE_COLUMNS, V) * _TILE_ROWS)

@@ -4,8 +4,8 @@ Which image a patch belongs to is read from numbers in tensors, which fake tenso
 out return them as a real run would, for images of one size; the engine and the model's own modules run as they are.
 """
 
-import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,7 @@ def images(model: nn.Module, vision: VisionSpec, batch: BatchSpec) -> dict[str, 
 
 def _tell_positions(model: nn.Module, vision: VisionSpec, count: int) -> None:
     """Replace what reads the shapes of images from a tensor, in the module of the model's class."""
-    module: Any = importlib.import_module(type(model).__module__)
+    module: Any = sys.modules[type(model).__module__]
     every, tokens = count * vision.patches, count * vision.tokens_per_image
     bounds = np.arange(count + 1) * vision.patches
 
