@@ -22,7 +22,7 @@ from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.params_gated import alike, attention_of, gated
 from zeroplan.transformer.params_modules import rms_norm
-from zeroplan.transformer.symbols import k_4, q_4
+from zeroplan.transformer.symbols import k_2, q_2
 
 COHERE = "transformers 5.23, models/cohere/modeling_cohere.py"
 LAYER = f"{COHERE}, CohereDecoderLayer.forward"
@@ -47,8 +47,8 @@ def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
     """Return queries and keys in their own dtype. The function's variables keep both in fp32, and both turned."""
     wide = [op.cast(tape, one, 4, Site(name, ROTARY)) for name, one in (("queries", query), ("keys", key))]
     turned = [
-        _turned(tape, one, Half(name, 2 * quarter))
-        for name, one, quarter in (("queries", wide[0], q_4), ("keys", wide[1], k_4))
+        _turned(tape, one, Half(name, half))
+        for name, one, half in (("queries", wide[0], q_2), ("keys", wide[1], k_2))
     ]
     made = [
         op.cast(tape, one, bare.dtype, Site(f"turned {name}", ROTARY))

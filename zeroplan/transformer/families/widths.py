@@ -192,6 +192,8 @@ def quantities(
         "T/2": x.tokens // 2,
         "d/4": x.head_dim // 4,
         "q/4": x.heads * (x.head_dim // 4),
+        "q/2": x.query // 2,
+        "k/2": x.key // 2,
         "k/4": x.key // x.head_dim * (x.head_dim // 4),
         "k/d": x.key // x.head_dim,
         "c/a": x.context // x.heads,
