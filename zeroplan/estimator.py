@@ -424,7 +424,7 @@ def _of_each_rank(job: JobSpec, batch: Batch) -> tuple[Account, ...]:
     """One account where ranks are alike, else that of every pipeline rank."""
     if job.mesh.pp == 1:
         return (account_of(job, batch),)
-    job = replace(job, model=counted_model(job.model, job.recipe, job.mesh))
+    job = replace(job, model=counted_model(job.model, job.recipe))
     return _pipeline(job.recipe.engine).accounts(job.model, job.recipe, job.mesh, batch)
 
 
@@ -454,17 +454,16 @@ _FLATTENED_IN_HOST_MEMORY = (
 )
 
 
-def counted_model(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> ModelSpec:
+def counted_model(model: ModelSpec, recipe: RecipeSpec) -> ModelSpec:
     """The model as it is counted: of a vision tower the weights alone where its activations are not modelled."""
-    if model.vision is None or not _tower_not_modelled(model.vision, recipe, mesh):
+    if model.vision is None or not _tower_not_modelled(model.vision, recipe):
         return model
     return replace(model, vision=weights_alone(model.vision))
 
 
-def _tower_not_modelled(vision: VisionSpec, recipe: RecipeSpec, mesh: Mesh) -> str:
+def _tower_not_modelled(vision: VisionSpec, recipe: RecipeSpec) -> str:
     """What the activations of a vision tower are not modelled with; empty where they are."""
     for is_so, what in (
-        (max(int(ranks) for ranks in (mesh.tp, mesh.cp, mesh.pp, mesh.ep)) > 1, "ranks that split the model or a sequence"),
         (recipe.engine in ON_PAPER, f"engine {recipe.engine!r}"),
         (recipe.recompute_layers is not None, "recomputation of some layers"),
         (recipe.offload_activations, "offload of activations"),
@@ -475,7 +474,7 @@ def _tower_not_modelled(vision: VisionSpec, recipe: RecipeSpec, mesh: Mesh) -> s
 
 
 def _of_the_tower(job: JobSpec) -> tuple[str, ...]:
-    what = "" if job.model.vision is None else _tower_not_modelled(job.model.vision, job.recipe, job.mesh)
+    what = "" if job.model.vision is None else _tower_not_modelled(job.model.vision, job.recipe)
     if not what:
         return ()
     return (f"of the vision tower weights and states are counted, its activations are not: they are not modelled with {what}",)
@@ -491,7 +490,7 @@ def account_of(job: JobSpec, batch: Batch) -> Account:
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__ (``flatten_on_accelerator``).
     """
-    job = replace(job, model=counted_model(job.model, job.recipe, job.mesh))
+    job = replace(job, model=counted_model(job.model, job.recipe))
     if job.mesh.pp > 1:
         return _pipeline(job.recipe.engine).account(job.model, job.recipe, job.mesh, batch)
     engine = engine_module(job.recipe.engine)

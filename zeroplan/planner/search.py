@@ -377,7 +377,7 @@ def job_at(base: JobSpec, recipe: RecipeSpec, grid: Grid, at: int) -> JobSpec:
 def _account(base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column) -> Account:
     """Return the engine's account; DeepSpeed builds in host memory where the GPU lacks room, as for a single job."""
     engine, gpu = engine_module(recipe.engine), base.cluster.gpu
-    model = counted_model(base.model, recipe, grid)
+    model = counted_model(base.model, recipe)
     account = engine.account(model, recipe, grid, grid)
     if gpu is None or not flattens_on_the_gpu(recipe):
         return account

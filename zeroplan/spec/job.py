@@ -259,12 +259,9 @@ class JobSpec(Spec):
 
     def _check_tower(self, vision: VisionSpec) -> None:
         """Raise SpecError for ranks that split a model with a vision tower in a way that is not modelled."""
-        if self.mesh.pp > 1:
-            raise SpecError("a vision tower on pipeline ranks is not modelled; use no pipeline")
-        if vision.frozen_names and self.mesh.tp * self.mesh.cp * self.mesh.ep > 1:
-            raise SpecError(
-                "a frozen vision tower with tensor, context or expert parallelism is not modelled; train it, or use none"
-            )
+        ranks = self.mesh.tp * self.mesh.cp * self.mesh.ep * self.mesh.pp
+        if ranks > 1 and (vision.has_blocks or vision.frozen_names or self.mesh.pp > 1):
+            raise SpecError("a vision tower on ranks that split the model or a sequence is not modelled; use data-parallel ranks")
 
     def _not_in_two_halves(self) -> Iterator[tuple[str | bool, str]]:
         """Yield what is not modelled with schedules that split backwards."""
