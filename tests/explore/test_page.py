@@ -326,7 +326,7 @@ def test_a_fix_is_a_button_with_its_price(page: Page):
     moved(page, model="llama-3.1-8b", gpus="8", seq_len="8192", stage="2")
     button = page.get_by_role("button", name="recompute selectively")
     button.wait_for()
-    assert "slower per token" in (button.text_content() or "")
+    assert "fewer tokens per second" in (button.text_content() or "")
     button.click()
     page.wait_for_selector("#verdict.fits")
     assert page.input_value("#c-recompute") == "selective"

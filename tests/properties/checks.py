@@ -347,7 +347,8 @@ def falls_with_recomputation(job: JobSpec, _: Random) -> None:
     """
     names = ("none", "selective", "full")
     at, model = names.index(job.recipe.recompute), job.model
-    if at == 0 or model.adapter is not None or model.frozen is not None or model.profile is not None:
+    frozen = model.frozen is not None or (model.vision is not None and model.vision.freeze_tower)
+    if at == 0 or model.adapter is not None or frozen or model.profile is not None:
         raise Refused("nothing to compare")
     more = _changed(job, recipe=_told(job, recompute_layers=None, offload_activations=False))
     selective = at == 2 and not _gathers_ahead(job)  # which has none

@@ -261,7 +261,9 @@ class JobSpec(Spec):
         """Raise SpecError for ranks that split a model with a vision tower in a way that is not modelled."""
         ranks = self.mesh.tp * self.mesh.cp * self.mesh.ep * self.mesh.pp
         if ranks > 1 and (vision.has_blocks or vision.frozen_names or self.mesh.pp > 1):
-            raise SpecError("a vision tower on ranks that split the model or a sequence is not modelled; use data-parallel ranks")
+            raise SpecError(
+                "a vision tower on ranks that split the model or a sequence is not modelled; use data-parallel ranks"
+            )
 
     def _not_in_two_halves(self) -> Iterator[tuple[str | bool, str]]:
         """Yield what is not modelled with schedules that split backwards."""

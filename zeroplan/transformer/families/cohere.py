@@ -46,10 +46,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
 def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
     """Return queries and keys in their own dtype. The function's variables keep both in fp32, and both turned."""
     wide = [op.cast(tape, one, 4, Site(name, ROTARY)) for name, one in (("queries", query), ("keys", key))]
-    turned = [
-        _turned(tape, one, Half(name, half))
-        for name, one, half in (("queries", wide[0], q_2), ("keys", wide[1], k_2))
-    ]
+    turned = [_turned(tape, one, Half(name, half)) for name, one, half in (("queries", wide[0], q_2), ("keys", wide[1], k_2))]
     made = [
         op.cast(tape, one, bare.dtype, Site(f"turned {name}", ROTARY))
         for name, one, bare in (("queries", turned[0], query), ("keys", turned[1], key))
