@@ -41,11 +41,15 @@ _ONE_EACH = "what is trained on preferences or rewards is counted as fine-tuning
 
 #: What changes no memory of a training step.
 _KNOWN_WORDS = """
-    stage do_train media_dir mask_history buffer_size mix_strategy interleave_probs ignore_pad_token_for_loss val_size
-    tool_format enable_thinking preserve_thinking tokenized_path adapter_folder rope_scaling train_from_scratch
-    offload_folder infer_dtype print_param_status quantization_method quantization_device_map crop_to_patches
-    create_new_adapter freeze_vision_tower compute_accuracy plot_loss include_effective_tokens_per_second upcast_layernorm
-    pure_bf16 simpo_gamma dpo_label_smoothing module_dropout freeze_extra_modules megatron_bridge_args device_map
+    stage finetuning_type do_train template dataset dataset_dir media_dir train_on_prompt mask_history buffer_size
+    mix_strategy interleave_probs max_samples ignore_pad_token_for_loss val_size tool_format default_system enable_thinking
+    preserve_thinking tokenized_path data_shared_file_system adapter_folder split_special_tokens init_special_tokens
+    rope_scaling train_from_scratch infer_backend offload_folder use_kv_cache infer_dtype hf_hub_token ms_hub_token
+    om_hub_token print_param_status quantization_method quantization_device_map crop_to_patches use_audio_in_video
+    create_new_adapter asft_alpha eaft_alpha fp8_backend freeze_vision_tower freeze_multi_modal_projector compute_accuracy
+    disable_shuffling early_stopping_steps plot_loss include_effective_tokens_per_second predict_with_generate
+    upcast_layernorm pure_bf16 use_swanlab simpo_gamma ld_alpha dpo_label_smoothing module_dropout freeze_extra_modules
+    enable_torch_profiler profile_modules megatron_bridge_args device_map
 """
 _KNOWN = frozenset(_KNOWN_WORDS.split())
 #: How keys begin that change none either, or that belong to a key that is refused.

@@ -49,7 +49,7 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         {key: one for key, one in whole.data.items() if not _is_like(key, f"{_SAVES} {_ADDS} {_KNOWN}")}, whole.where
     )
     whole.unmodelled(saves=_SAVES, adds=_ADDS)
-    theirs.matters, theirs.saves = whole.matters, whole.saves
+    theirs.matters, theirs.saves, theirs.of_no_matter = whole.matters, whole.saves, table.of_no_matter
     reading = arguments_read(TranslatedTable(theirs, _INSTEAD, _made(whole)), folder)
     if table.count("max_length") is not None:
         reading.number("seq_len", "max_length")

@@ -144,7 +144,8 @@ _EFFECTS = {
 }
 
 
-#: Keys of every program that change no memory of a training step: data, learning rates, evaluation, what is logged and saved.
+#: Keys of programs with hundreds, most of which change no memory of a training step: data, learning rates, evaluation, what is
+#: logged and saved. A misspelt key that looks like one of these is not named.
 _OF_NO_MATTER_WORDS = """
     *dataset* *data_files* *train_file *validation_file *tokenizer* *seed* *shuffl* *lr lr_* *_lr *_lr_* *learning_rate*
     *warmup* *weight_decay* *decay_* *momentum *beta1 *beta2 *beta3 *betas *eps *eps2 *epsilon* *epochs *max_steps *_steps
@@ -169,8 +170,11 @@ class Table:
         self.data, self.where, self.prefix = data, where, prefix
         self.read: set[str] = set()
         self.matters: dict[str, str] = {}
-        self.saves: set[str] = set()
         """Keys that change memory in a way that is not modelled, and a note on each."""
+        self.saves: set[str] = set()
+        """Those among them that can only save memory."""
+        self.of_no_matter: tuple[str, ...] = ()
+        """Patterns of keys of which an unknown one is not named."""
         self.left_out: frozenset[str] = frozenset()
         """Keys whose value is the program's default, not the file's."""
 
@@ -263,7 +267,7 @@ class Table:
     def unknown(self) -> Iterator[str]:
         """A note on every key that nobody has read and that may matter."""
         for key in sorted(self.data.keys() - self.read, key=str):
-            if not any(fnmatchcase(str(key), one) for one in _OF_NO_MATTER):
+            if not any(fnmatchcase(str(key), one) for one in self.of_no_matter):
                 yield f"{shown(self.name(str(key)))} is not known here and left out"
 
 
@@ -277,6 +281,7 @@ class TranslatedTable(Table):
         kept = {key: value for key, value in theirs.data.items() if key not in instead.values()}
         super().__init__({**kept, **made}, theirs.where)
         self.instead, self.read, self.matters, self.saves = instead, theirs.read, theirs.matters, theirs.saves
+        self.of_no_matter = theirs.of_no_matter
         self.left_out = frozenset(key for key, own in instead.items() if theirs.data.get(own) is None)
 
     def name(self, key: str) -> str:
@@ -297,6 +302,7 @@ class FlatTable(Table):
 
     def __init__(self, data: Mapping[str, object], where: str) -> None:
         super().__init__(dict(_flat(data)), where)
+        self.of_no_matter = _OF_NO_MATTER
         for key, value in self.data.items():
             if isinstance(value, str) and value.startswith("${") and value.endswith("}"):
                 other = self.data.get(value[2:-1])
@@ -309,7 +315,7 @@ class FlatTable(Table):
     def unknown(self) -> Iterator[str]:
         """One note on all keys that nobody has read and that are not null."""
         unread = [key for key, value in self.data.items() if key not in self.read and value is not None]
-        left = [shown(key) for key in unread if not any(fnmatchcase(key, one) for one in _OF_NO_MATTER)]
+        left = [shown(key) for key in unread if not any(fnmatchcase(key, one) for one in self.of_no_matter)]
         if left:
             yield f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} not known here and left out"
 

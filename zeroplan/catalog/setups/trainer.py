@@ -50,14 +50,30 @@ _HARMLESS = {"half_precision_backend": ("auto", "cpu_amp", "cuda_amp")}
 
 #: What changes no memory of a training step.
 _KNOWN_WORDS = """
-    optim_args average_tokens_across_devices tf32 gradient_checkpointing_kwargs activation_checkpointing_kwargs
-    liger_kernel_config include_num_input_tokens_seen disable_tqdm prediction_loss_only include_tokens_per_second
-    enable_jit_checkpoint load_best_model_at_end greater_is_better ignore_data_skip restore_callback_states_from_checkpoint
-    full_determinism label_names train_sampling_strategy group_by_length ddp_broadcast_buffers do_train do_predict
-    local_rank fp16_opt_level tpu_num_cores past_index fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params
-    deepspeed_plugin distributed_state validation_split_percentage low_cpu_mem_usage keep_linebreaks packing
-    packing_strategy completion_only_loss assistant_only_loss use_rslora bnb_4bit_quant_storage bnb_4bit_compute_dtype
-    model_init_kwargs
+    output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
+    warmup_steps warmup_ratio optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon average_tokens_across_devices
+    max_grad_norm tf32 gradient_checkpointing_kwargs activation_checkpointing_kwargs liger_kernel_config use_cache
+    torch_empty_cache_steps logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter
+    include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id
+    trackio_bucket_id trackio_static_space_id eval_strategy evaluation_strategy eval_steps eval_delay
+    per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches eval_use_gather_object
+    eval_accumulation_steps include_for_metrics include_inputs_for_metrics include_tokens_per_second batch_eval_metrics
+    save_only_model save_strategy save_steps save_on_each_node save_total_limit save_safetensors enable_jit_checkpoint
+    push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end
+    metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint full_determinism seed
+    data_seed dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+    dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names
+    train_sampling_strategy group_by_length length_column_name ddp_broadcast_buffers ddp_backend ddp_timeout debug
+    skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank logging_dir fp16_opt_level fp16_backend
+    tpu_num_cores tpu_metrics_debug past_index jit_mode_eval ray_scope push_to_hub_model_id push_to_hub_organization
+    push_to_hub_token fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params deepspeed_plugin distributed_state
+    per_gpu_eval_batch_size _n_gpu dataset_name dataset_config dataset_config_name dataset_train_split dataset_test_split
+    dataset_text_field dataset_num_proc dataset_kwargs dataset_streaming train_file validation_file
+    validation_split_percentage max_train_samples max_eval_samples preprocessing_num_workers overwrite_cache streaming
+    tokenizer_name tokenizer_name_or_path cache_dir token use_auth_token model_revision trust_remote_code use_fast_tokenizer
+    low_cpu_mem_usage keep_linebreaks packing packing_strategy eval_packing eos_token pad_token chat_template_path
+    completion_only_loss assistant_only_loss lora_alpha lora_task_type use_rslora bnb_4bit_quant_storage
+    bnb_4bit_compute_dtype model_init_kwargs
 """
 _KNOWN = frozenset(_KNOWN_WORDS.split())
 _FSDP_WORDS = """
