@@ -106,3 +106,12 @@ def test_images_are_asked_for_by_number_and_size() -> None:
         job(model=MODELS["qwen2.5"], image_size="448", seq_len=512)
     with pytest.raises(SpecError, match="no vision tower"):
         job(model="gpt2", images=1)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp", "deepspeed"])
+def test_images_of_a_tower_without_formulas_move_nothing(engine: str) -> None:
+    other = VisionSpec(tower="other", other_parameters=1000)
+    model = ModelSpec(family="llama", **TEXT, vision=other)
+    seen = replace(model, vision=replace(other, images=2))
+    without, with_images = (estimate(job(model=one, gpus=4, seq_len=128, engine=engine)).peak_bytes for one in (model, seen))
+    assert with_images == without

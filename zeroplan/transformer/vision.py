@@ -163,23 +163,23 @@ def tower_block(model: ModelSpec, vision: VisionSpec, compute: Compute, batch: B
 def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool) -> HeadPass:
     """Return what is outside the blocks with what images take beside the tower's blocks. ``recomputed``: blocks are."""
     vision = model.vision
-    if vision is None or not vision.images:
+    if vision is None or not vision.images or not vision.has_blocks:
         return text
     element, every = compute.element_bytes, vision.merge_size**2
-    patches: Int = batch.micro_batch_size * vision.images * vision.patches
-    tokens: Int = batch.micro_batch_size * batch.seq_len
+    patches = vision.images * vision.patches
+    sizes: dict[str, Int] = {"b": batch.micro_batch_size, "T": batch.micro_batch_size * batch.seq_len}
     residual = _FP32 if compute.autocast and model.adapter is None else element
     frozen = _frozen(vision, model.adapter is not None)
 
-    def lines(n_bytes: Int, reason: str, *, there: bool = True) -> tuple[Line, ...]:
-        return (Line(Kind.ACTIVATIONS, n_bytes, reason, "", _FORWARD),) if there else ()
+    def lines(each: int, reason: str, *, of: str = "b", there: bool = True) -> tuple[Line, ...]:
+        return (Line(Kind.ACTIVATIONS, each * sizes[of], reason, f"{each}·{of}", _FORWARD),) if there else ()
 
     copied = () if element == _FP32 else pixels(model, batch, element, "pixels in the compute dtype")
     of_head = 2 * _FP32 * (vision.hidden_size // vision.num_attention_heads)
     tables = lines(of_head * patches, "vision tower: rotary cos and sin, fp32", there=vision.turns_text)
     joining = _saved_by_the_projector(vision, element, residual) * patches
     kept = (
-        *lines(tokens * vision.out_hidden_size, "which elements are of images, booleans"),
+        *lines(vision.out_hidden_size, "which elements are of images, booleans", of="T"),
         *(() if frozen[0] else copied),
         *(() if frozen[0] and not recomputed else tables),
         *lines(joining, "saved by what joins the images to the text", there=recomputed or not all(frozen)),
@@ -189,12 +189,12 @@ def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch
     named = (
         *lines(vision.hidden_size * residual * patches, "vision tower: its output, held by name"),
         *lines(features, "features of the images, held by name"),
-        *lines(3 * 8 * tokens, "position ids in three dimensions, int64", there=vision.turns_text),
+        *lines(3 * 8, "position ids in three dimensions, int64", of="T", there=vision.turns_text),
         *(tables if frozen[0] and not recomputed else ()),
     )
     return text._replace(
         shared=(*kept, *text.shared), forward=(*text.forward, *named, *arguments), loss_forward=arguments,
-        tower_bytes=patches * vision.hidden_size * residual,
+        tower_bytes=patches * sizes["b"] * vision.hidden_size * residual,
     )  # fmt: skip
 
 
@@ -205,8 +205,8 @@ def pixels(
     vision = model.vision
     if vision is None or not vision.images:
         return ()
-    n_bytes = element * vision.patch_numbers * batch.micro_batch_size * vision.images * vision.patches
-    return (Line(Kind.ACTIVATIONS, n_bytes, reason, "", _FORWARD),)
+    each = element * vision.patch_numbers * vision.images * vision.patches
+    return (Line(Kind.ACTIVATIONS, each * batch.micro_batch_size, reason, f"{each}·b", _FORWARD),)
 
 
 def _saved_by_the_projector(vision: VisionSpec, element: int, residual: int) -> int:
