@@ -55,8 +55,10 @@ def _with_images(vision: VisionSpec, request: "Request") -> VisionSpec:
     if request.image_size is not None:
         width, height = _size(request.image_size)
         vision = replace(vision, image_width=width, image_height=height)
-    images = request.images if request.images is not None else vision.images or 1
-    return replace(vision, images=images)
+    if request.images is not None:
+        return replace(vision, images=request.images)
+    is_said = vision.images or isinstance(request.model, ModelSpec)  # a complete job may have none
+    return vision if is_said else replace(vision, images=1)
 
 
 def _size(words: str) -> tuple[int, int]:
