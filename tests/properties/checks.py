@@ -136,6 +136,8 @@ def is_explained(job: JobSpec, _: Random) -> None:
     profile = job.model.profile
     if profile is not None and any(one.counted_by > 1 for each in profile.variants for one in (each.one, each.more)):
         raise Refused("lengths of this trace count as the next multiple, for which formulas have no symbol")
+    if job.model.vision is not None and job.model.vision.has_blocks:
+        raise Refused("blocks of a vision tower have no formulas, whose symbols would be the text's")
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)
 
