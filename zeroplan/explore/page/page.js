@@ -599,6 +599,7 @@ function stages(series, speeds, own) {
   const wide = room * 0.56;
   series.columns.forEach((one, at) => column(svg, one, [...engines[at], rate(speeds[at], room)], { x: left + room * at + (room - wide) / 2, wide, room }, y, height - bottom, one.stage === own));
   if (series.capacity_bytes) capacityLine(svg, `the GPU has ${short(series.capacity_bytes)}`, y(series.capacity_bytes), left, width - 8, series.columns.map((one) => y(one.needed_bytes)));
+  svg.append(...svg.querySelectorAll("text.total"));
   of("stages").replaceChildren(svg);
   legend("stages-legend", new Set(series.columns.flatMap((one) => one.parts.map((part) => part.what))));
 }
@@ -616,7 +617,7 @@ function column(svg, one, below, { x, wide, room }, y, floor, chosen) {
   if (chosen) svg.append(drawn("rect", { x: x - 3, y: y(bottom) - 2, width: wide + 6, height: floor - y(bottom) + 2, class: "peak" }));
   const middle = x + wide / 2;
   const total = one.refusal ? "not offered" : room < 80 ? gib(one.needed_bytes) : `${gib(one.needed_bytes)} GiB`;
-  svg.append(drawn("text", { x: middle, y: y(bottom) - 6, "text-anchor": "middle" }, total));
+  svg.append(drawn("text", { x: middle, y: y(bottom) - 6, "text-anchor": "middle", class: "total" }, total));
   svg.append(drawn("text", { x: middle, y: floor + 17, "text-anchor": "middle" }, `stage ${one.stage}`));
   below.forEach((line, at) => svg.append(drawn("text", { x: middle, y: floor + 31 + 12 * at, "text-anchor": "middle", class: "faint" }, line)));
   const stage = of(`c-stage-${one.stage}`);
