@@ -25,7 +25,7 @@ CASES_BY_DAY: dict[str, dict[str, list[str]]] = _TABLE["by_day"]
 CASES_AT_NIGHT: dict[str, dict[str, list[str]]] = _TABLE["at_night"]
 """By file and test, the cases that others stand for."""
 ONE_IN: dict[str, dict[str, int]] = _TABLE["one_in"]
-"""By file and test, how many cases one stands for by day: the first of as many, in the order of the file."""
+"""By file and test: of how many cases in a row only the first runs by day."""
 RUN_BY_DAY: dict[str, list[str]] = _TABLE["run_by_day"]
 """By file, the runs of the day, where tests share what one process runs."""
 CASES_WITHOUT_A_TEST = pytest.StashKey[list[str]]()

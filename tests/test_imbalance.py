@@ -1,6 +1,6 @@
-"""Experts that are visited unevenly: what is said of their loads, and what the fullest rank takes.
+"""Routers that send more tokens to some experts: how ``--imbalance`` reads loads, and how much memory the fullest rank needs.
 
-The engine's own code is asked in ``tests/verify/training/test_experts_simulated.py``, with jobs of ``tests/expert_jobs.py``.
+``tests/verify/training/test_experts_simulated.py`` compares jobs of ``tests/expert_jobs.py`` with the engine's own code.
 """
 
 from dataclasses import replace

@@ -14,7 +14,7 @@ from tests.combined import every_case
 from zeroplan import Estimate, JobSpec, SpecError, estimate, job
 from zeroplan.cli.app import main
 from zeroplan.engines.deepspeed import coordinator, order
-from zeroplan.remedies import Remedy, _needs_of, remedies, single_changes
+from zeroplan.remedies import Remedy, _Candidate, _flags_of, _needs_of, remedies, single_changes
 
 MODELS = ("gpt2-xl", "llama-3.2-3b", "llama-3.1-8b", "qwen2.5-14b", "yi-34b", "llama-3.1-70b", "mixtral-8x7b", "qwen3-30b-a3b",
           "deepseek-v3", "gpt-oss-20b", "opt-30b")  # fmt: skip
@@ -150,6 +150,12 @@ def test_what_fits_or_names_no_gpu_needs_no_remedy():
 def test_suggestions_come_at_once(asked: dict[str, object]):
     """Function calls are counted, since seconds depend on what else the machine does. A million calls take about half a second."""
     assert _calls(estimate(job(**asked))) < 1_000_000
+
+
+def test_of_a_flag_that_two_changes_set_the_later_value_is_told():
+    shard, away = (_Candidate("", flags, lambda job: job) for flags in ("--stage 3 --engine fsdp2", "--engine deepspeed"))
+    options = _Candidate("", "--set ddp.a=1 --set ddp.b=2", lambda job: job)
+    assert _flags_of([shard, options, away]) == "--stage 3 --engine deepspeed --set ddp.a=1 --set ddp.b=2"
 
 
 def _calls(answer: Estimate) -> int:

@@ -264,9 +264,10 @@ class Estimate:
 
         A job whose replay runs out of memory with either setting of the allocator does not fit, whatever its peak.
         """
-        if not any(self.goes_through(settings) for settings in SETTINGS):
-            return "does not fit"
-        return verdict(self.least_bytes, self.comfortable_bytes, self.capacity_bytes)
+        found = verdict(self.least_bytes, self.comfortable_bytes, self.capacity_bytes)
+        if found == "does not fit" or any(self.goes_through(settings) for settings in SETTINGS):
+            return found
+        return "does not fit"
 
     def goes_through(self, settings: AllocatorSettings) -> bool:
         """Whether the replayed step does not run out of memory on the GPU; true without a replay or a GPU."""

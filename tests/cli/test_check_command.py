@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.cli.command import Run
+from zeroplan import Estimate
 
 ROOT = Path(__file__).parents[2]
 FITS, TOO_LARGE, NO_JOB = "fits.toml", "large.toml", "none.toml"
@@ -72,3 +73,42 @@ def test_a_file_name_cannot_write_a_command_of_its_own(run: Run, tmp_path: Path)
 def test_the_hook_for_pre_commit_calls_it():
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
     assert (hook["id"], hook["entry"], hook["language"]) == ("zeroplan-check", "zeroplan check", "python")
+
+
+#: Its peak leaves 64 MiB; replayed, it runs out of memory with either setting of the allocator.
+RUNS_OUT = ("--model", "llama-3.1-8b", "--gpus", "8", "--gpu", "a100-40gb", "--seq-len", "8192", "--stage", "2",
+            "--recompute", "full", "--offload-activations")  # fmt: skip
+
+
+def test_a_job_whose_replay_runs_out_of_memory_fails_everywhere(run: Run):
+    code, out, _ = run("check", *RUNS_OUT)
+    assert (code, out.startswith("FAIL  the job: It does not fit")) == (1, True)
+    assert "though the peak leaves" in out
+    assert "With expandable segments it runs out, too." in out
+    code, out, _ = run("estimate", *RUNS_OUT, "--check", "--json")
+    assert (code, json.loads(out)["verdict"], json.loads(out)["fits"]) == (1, "does not fit", False)
+    before = tuple(one for one in RUNS_OUT if one != "--offload-activations")
+    changes = [one["flags"] for one in json.loads(run("estimate", *before, "--json")[1])["changes"]]
+    assert changes
+    assert "--offload-activations" not in changes
+
+
+def test_a_job_that_needs_expandable_segments_passes_where_they_are_set(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Estimate, "goes_through", lambda _, settings: settings == "expandable_segments")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert run("check", FITS, *GPU)[0] == run("estimate", FITS, *GPU, "--check")[0] == 1
+    assert json.loads(run("check", FITS, *GPU, "--format", "json")[1])["checks"][0]["outcome"] == "needs expandable segments"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert run("check", FITS, *GPU)[0] == run("estimate", FITS, *GPU, "--check")[0] == 0
+
+
+@pytest.mark.parametrize(("key", "word"), [("use_liger_kernel", "ok "), ("neftune_noise_alpha", "ok?")])
+def test_keys_that_may_take_memory_and_are_not_counted_are_doubtful(run: Run, key: str, word: str):
+    said = {"per_device_train_batch_size": 1, "bf16": True, key: 5 if key == "neftune_noise_alpha" else True}
+    Path("args.json").write_text(json.dumps(said))
+    flags = ("args.json", "--model", "gpt2", "--gpus", "1", "--seq-len", "128", *GPU)
+    code, out, _ = run("check", *flags)
+    assert (code, out[:3]) == (0, word)
+    assert f"not counted: {key}." in out
+    assert run("check", *flags, "--careful")[0] == (1 if word == "ok?" else 0)

@@ -257,3 +257,25 @@ def test_where_no_number_of_gpus_has_a_layout_the_reason_is_that_of_the_most():
     said = "its micro-batches are fewer than the pipeline's ranks, or no multiple of them"
     with pytest.raises(SpecError, match=f"^no layout can be tried: {said}$"):
         ask(asked, Question(objective="cost", global_batch=4))
+
+
+def test_the_fewest_gpus_are_without_offload_and_a_note_says_what_offload_would_do():
+    asked = Request(model="llama-3.1-8b", gpu="h100", seq_len=1024, engine="fsdp2", stage=3, recompute="full")
+    answer = ask(asked, Question(min_gpus=True))
+    assert answer.best is not None
+    assert not answer.best.layout.job.recipe.offloads_states
+    assert answer.base.mesh.world_size > 1
+    assert any(note.startswith("with offload to host memory it fits on 1, ") for note in answer.notes)
+    assert any(note.startswith("numbers of GPUs that were tried: ") for note in answer.notes)
+
+
+def test_the_longest_sequence_that_fits_tightly_is_longer_and_named():
+    asked = Request(model="llama-3.1-8b", gpu="h100", gpus=8, engine="fsdp2", stage=3, recompute="full", context_parallel=1,
+                    tensor_parallel=1, pipeline_parallel=1)  # fmt: skip
+    (note,) = (one for one in ask(asked, Question(max_seq=True)).notes if "longest sequence" in one)
+    found = re.fullmatch(
+        r"the longest sequence that fits with 5% of the GPU free: ([\d,]+) tokens \(a multiple of 128\)(?:; with offload[^;]*)?"
+        r"; tightly: ([\d,]+)", note,
+    )  # fmt: skip
+    assert found is not None, note
+    assert int(found[1].replace(",", "")) < int(found[2].replace(",", ""))

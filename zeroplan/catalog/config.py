@@ -34,7 +34,8 @@ _LARGEST = 10**7
 def model_from_config(config: Mapping[str, object], *, name: str = "", treat_as: str | None = None) -> ModelSpec:
     """Return the shape of the model that a ``config.json`` describes.
 
-    For a multimodal config this is the text part, with the vision tower where that is known; else the name says so.
+    For a multimodal config it is the text part, with the vision tower if zeroplan knows its weights. Otherwise the name says
+    "text part".
     ``treat_as``: the family whose formulas to use whatever ``model_type`` is. :func:`config_with_notes` also returns notes on what
     is not counted. Multi-token-prediction layers need no note, since transformers does not build them.
 

@@ -56,6 +56,8 @@ def fewest_gpus(
     if {fixed.offload_optimizer, fixed.offload_param} != {None} or base.recipe.offloads:
         return fewest(fixed), (tried,)
     alone = fewest(replace(fixed, offload_optimizer="none", offload_param="none"))
+    if alone.best is not None and alone.base.mesh.world_size == 1:
+        return alone, (tried,)
     away = fewest(fixed)
     if alone.best is None or away.best is None:
         return away, (tried,)

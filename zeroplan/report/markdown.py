@@ -11,6 +11,7 @@ from zeroplan.report.words import (
     cells,
     every_note,
     headline,
+    is_data_parallel,
     job_lines,
     kinds_by_size,
     paragraphs,
@@ -94,10 +95,9 @@ def _verdict(answer: Estimate, changes: Sequence[Remedy] | None) -> Iterator[str
 
 def _communication(answer: Estimate) -> Iterator[str]:
     traffic = answer.traffic
-    yield (
-        f"Each GPU sends {format_size(int(traffic.total_bytes))} per step: {traffic.relative_to_ddp:.2f}x the elements and "
-        f"{traffic.relative_bytes_to_ddp:.2f}x the bytes of plain data parallelism."
-    )
+    sends = f"Each GPU sends {format_size(int(traffic.total_bytes))} per step"
+    beside = f"{traffic.relative_to_ddp:.2f}x the elements and {traffic.relative_bytes_to_ddp:.2f}x the bytes"
+    yield f"{sends}: {beside} of plain data parallelism." if is_data_parallel(answer) else f"{sends}."
     sent = [call for call in traffic.collectives if call.sent_bytes]
     if sent:
         yield ""

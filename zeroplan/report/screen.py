@@ -16,6 +16,7 @@ from zeroplan.report.words import (
     every_note,
     filled,
     headline,
+    is_data_parallel,
     job_lines,
     kinds_by_size,
     plural,
@@ -106,7 +107,7 @@ def _sent(answer: Estimate, unit: Unit) -> str:
     if not traffic.total_bytes:
         return "Nothing is sent: there is one rank."
     told = f"Each GPU sends {unit.size(int(traffic.total_bytes))} per step"
-    if answer.job.mesh.model_ranks > 1:  # which also send activations, and have a part of the gradients
+    if not is_data_parallel(answer):
         return f"{told}."
     elements, sent = traffic.relative_to_ddp, traffic.relative_bytes_to_ddp
     return f"{told}: {elements:.2f}x DDP's elements, {sent:.2f}x its bytes."

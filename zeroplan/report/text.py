@@ -15,6 +15,7 @@ from zeroplan.report.words import (
     WIDTH,
     every_note,
     headline,
+    is_data_parallel,
     job_lines,
     kinds_by_size,
     notes_part,
@@ -161,10 +162,11 @@ def _communication(answer: Estimate, unit: Unit, *, explain: bool) -> Iterator[s
         yield "Nothing is sent: there is one rank."
         return
     yield f"Each GPU sends {unit.size(int(traffic.total_bytes))} per step,"
-    yield (
-        f"{traffic.relative_to_ddp:.2f}x the elements and {traffic.relative_bytes_to_ddp:.2f}x the bytes of "
-        "plain data parallelism (one all-reduce of the gradients)"
-    )
+    if is_data_parallel(answer):
+        yield (
+            f"{traffic.relative_to_ddp:.2f}x the elements and {traffic.relative_bytes_to_ddp:.2f}x the bytes of "
+            "plain data parallelism (one all-reduce of the gradients)"
+        )
     time = wire_time(answer.bytes_on_slowest_link, answer.job.cluster, gpus=answer.job.mesh.world_size)
     if time is not None:
         yield f"at least {time.seconds:.3g} s on {time.link}, at its full rate and with nothing overlapped"

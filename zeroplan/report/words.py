@@ -285,6 +285,11 @@ def verdict_sentence(answer: Estimate, unit: Unit | None = None, *, name_a_gpu: 
     return f"It fits {name} ({capacity}){tightly}, with {room} of room beside the peak.{pressed and ' ' + pressed}{way_out}"
 
 
+def is_data_parallel(answer: Estimate) -> bool:
+    """Whether what is sent compares with DDP: ranks that split a model also send activations, and have a part of the gradients."""
+    return answer.job.mesh.model_ranks == 1
+
+
 def replay_sentence(answer: Estimate, unit: Unit, *, briefly: bool = False) -> str:
     """Return what the allocator reserves in a replay of the step's requests; empty without a replay.
 

@@ -159,7 +159,7 @@ def test_lightning_and_litgpt(read: Callable[..., Resolved]):
 
 
 def test_ms_swift_as_yaml_and_as_a_command(read: Callable[..., Resolved]):
-    """`zero2` stands for a file of ms-swift's own (swift/config/zero2.json)."""
+    """`zero2` names a file that ms-swift ships (swift/config/zero2.json)."""
     job = read(SWIFT, gpus=2).job
     assert job.model.adapter is not None
     assert (job.model.name, job.model.adapter.rank, job.recipe.engine, job.recipe.zero_stage) == (

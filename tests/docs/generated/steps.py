@@ -54,7 +54,7 @@ def optimizer_symbols() -> str:
     return table(("symbol", "what"), [(code(name), meaning) for name, meaning in found.items()])
 
 
-#: What is said on the page on lower precision, and with which engine: options of a job beside the example's.
+#: Options of the jobs in the page's table on lower precision, added to the example's.
 _LESS: tuple[dict[str, str], ...] = (
     {},
     {"optimizer": "torchao-adamw-8bit"},

@@ -1,8 +1,9 @@
 """What do Megatron-LM's arguments say of a job?
 
-They are in a launcher script, in a YAML file of Megatron-LM's tests (``MODEL_ARGS``), in ms-swift's ``megatron sft`` and, as fields
-of the same names, in Megatron-Bridge's and verl's configurations. Defaults are those of Megatron-LM 2026-08
-(megatron/training/arguments.py). The shape of the model is in the arguments, too, unless a checkpoint has it.
+They are in a launcher script, in a YAML file of Megatron-LM's tests (``MODEL_ARGS``), in ms-swift's ``megatron sft`` and, as
+fields of the same names, in Megatron-Bridge's and verl's configurations. Defaults of arguments that are left out
+(megatron/training/arguments.py) were not checked against its code. The shape of the model is in the arguments, too, unless a
+checkpoint has it.
 """
 
 from dataclasses import fields
@@ -74,7 +75,7 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
     least = lcm(split, ep * etp * pp) if ep > 1 else split
     note = "" if gpus else f"the file does not say how many GPUs: {least}, the least that its degrees need, are counted"
     if gpus and gpus % least:
-        note = f"{gpus} GPUs are said, which its degrees do not divide: {-(-gpus // least) * least} are counted"
+        note = f"{gpus} GPUs are given, but the degrees need a multiple of {least}: {-(-gpus // least) * least} are counted"
     gpus = -(-(gpus or least) // least) * least
     reading.tell("gpus", "world size", gpus, filled=True, note=note)
     if table.switch(f"{before}use_torch_fsdp2"):

@@ -1,7 +1,7 @@
 """What do ms-swift's arguments say of a job: YAML, JSON, or the command line of ``swift sft``?
 
-Its own keys are those of ms-swift 4.6 (arguments/), with its defaults; it runs on transformers' Trainer, and its other keys are
-read as TrainingArguments. ``megatron sft`` has Megatron-LM's arguments.
+Its own keys and defaults are those of its code at the commit that docs/from-a-file.md lists (arguments/); it runs on
+transformers' Trainer, and its other keys are read as TrainingArguments. ``megatron sft`` has Megatron-LM's arguments.
 """
 
 from fnmatch import fnmatchcase
@@ -105,7 +105,7 @@ def _number(value: object, otherwise: float) -> float:
 
 
 def _deepspeed(said: object, secondary: int | None) -> object:
-    """``zero2_offload`` stands for a file of ms-swift's own; anything else is a path, or a configuration."""
+    """``zero2_offload`` names a file that ms-swift ships; anything else is a path, or a configuration."""
     if not isinstance(said, str) or not said.startswith("zero") or not said[4:5].isdigit():
         return said
     stage, offloads = int(said[4]), said.endswith("_offload")

@@ -1,7 +1,8 @@
 """What do OpenRLHF's arguments say of a job?
 
-Those of 0.10 (openrlhf/cli/), and the flat names of releases before it; with its defaults where one is left out. Of PPO the actor's
-update is told. OpenRLHF hands DeepSpeed a configuration of its own (utils/deepspeed/deepspeed_utils.py).
+Those of the commit that docs/from-a-file.md lists (openrlhf/cli/), and the flat names of releases before it; with its
+defaults where one is left out. Of PPO the actor's update is told. OpenRLHF hands DeepSpeed a configuration of its own
+(utils/deepspeed/deepspeed_utils.py).
 """
 
 from pathlib import Path

@@ -1,6 +1,7 @@
 """What do YAML recipes of torchtune, NeMo AutoModel, nanotron and Lightning say of a job?
 
-Keys are those of torchtune 0.7, NeMo AutoModel 0.6, nanotron 0.6, litgpt 0.5 and Lightning 2.6, with their defaults.
+Keys are those that the programs' own examples use, at the commits that docs/from-a-file.md lists. Defaults of keys that a file
+leaves out were read in AutoModel's code in part. The other programs' defaults were not checked against their code.
 """
 
 import re
@@ -50,6 +51,17 @@ def _sharded(reading: Reading, engine: str, gpus: int | None, *, key: str, ways:
     reading.tell("stage", key, 0 if alone else stage, filled=alone)
 
 
+_DEGREES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
+
+
+def _degrees(reading: Reading, before: str, *keys: str) -> tuple[int, ...]:
+    """Say the degrees of tensor, context, pipeline and expert parallelism by their keys, in this order."""
+    return tuple(reading.degree(flag, f"{before}{key}") for flag, key in zip(_DEGREES, keys, strict=True))
+
+
+_NOT_THEIR_MODULES = "{}'s own modules are not modelled: transformers' of the same shape are counted"
+
+
 # torchtune
 
 _TUNE_KNOWN = """
@@ -97,6 +109,7 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     chunked = table.last("loss._component_") in ("LinearCrossEntropyLoss", "SFTLoss")
     reading.tell("loss", "loss._component_", "chunked" if chunked else "full", filled=True)
     _tune_adapter(reading, component)
+    reading.notes.append(_NOT_THEIR_MODULES.format("torchtune"))
     reading.unmodelled(saves="compile optimizer_in_bwd *ac_mode", adds=_TUNE_ADDS)
     table.like(_TUNE_KNOWN)
     return reading.setup("torchtune")
@@ -176,6 +189,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         table.saves.add("loss_fn")
         table.matters["loss_fn"] = "loss_fn is fused with the head, which may save memory: the answer is the most it takes"
     _auto_adapter(reading)
+    reading.notes.append(_NOT_THEIR_MODULES.format("AutoModel"))
     reading.unmodelled(saves=_AUTO_SAVES, adds=_AUTO_ADDS, either="fp8.enabled model.backend.te_fp8.recipe")
     table.like(_AUTO_KNOWN)
     return reading.setup("automodel")
@@ -184,12 +198,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
 def _auto_degrees(reading: Reading, gpus: int | None) -> int:
     """Say degrees, GPUs and engine; returns the ranks that take sequences of their own."""
     table = _flat(reading)
-    tp, cp, pp, ep = (
-        reading.degree(flag, f"distributed.{key}") for flag, key in (
-            ("tensor_parallel", "tp_size"), ("context_parallel", "cp_size"), ("pipeline_parallel", "pp_size"),
-            ("expert_parallel", "ep_size"),
-        )
-    )  # fmt: skip
+    tp, cp, pp, ep = _degrees(reading, "distributed.", "tp_size", "cp_size", "pp_size", "ep_size")
     replicas = reading.degree("replicas", "distributed.dp_replicate_size")
     split, dp = tp * cp * pp, table.data.get("distributed.dp_size")
     said = dp * split if isinstance(dp, int) and not isinstance(dp, bool) and dp > 0 else None
@@ -236,12 +245,7 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
 
     reading = _begun(whole, folder)
     table = _flat(reading)
-    tp, pp, cp, _ = (
-        reading.degree(flag, f"parallelism.{key}") for flag, key in (
-            ("tensor_parallel", "tp"), ("pipeline_parallel", "pp"), ("context_parallel", "context_parallel_size"),
-            ("expert_parallel", "expert_parallel_size"),
-        )
-    )  # fmt: skip
+    tp, cp, pp, _ = _degrees(reading, "parallelism.", "tp", "context_parallel_size", "pp", "expert_parallel_size")
     reading.tell("gpus", "parallelism", (table.count("parallelism.dp") or 1) * tp * pp * cp)
     reading.tell("engine", "parallelism", "megatron")
     reading.tell("stage", "optimizer.zero_stage", 1 if table.count("optimizer.zero_stage", least=0) else 0)
@@ -317,6 +321,7 @@ def lightning_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         raise table.refused(f"{before}precision", f"use one of {', '.join(kinds)}")
     reading.tell("precision", f"{before}precision", kinds[word])
     if is_lit:
+        reading.notes.append(_NOT_THEIR_MODULES.format("litgpt"))
         _lit(reading, gpus or 1)
     else:
         _lightning_batch(reading)

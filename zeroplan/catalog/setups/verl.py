@@ -1,6 +1,7 @@
 """What does a verl configuration say of a job: its YAML, or the ``key=value`` of a command?
 
-Keys are those of verl 0.7 (trainer/config/), with its defaults where one is left out. Of PPO and GRPO the actor's update is told.
+Keys are those of the commit that docs/from-a-file.md lists (trainer/config/), with its defaults where one is left out. Of PPO
+and GRPO the actor's update is told.
 """
 
 from pathlib import Path

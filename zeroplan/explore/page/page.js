@@ -291,7 +291,7 @@ function show(told) {
   state.step = undefined;
   of("timeline").setAttribute("aria-busy", "true");
   ledger(told.estimate);
-  sent(told.estimate.communication);
+  sent(told.estimate.communication, told.estimate.job.mesh);
   files(told.configurations);
   of("command").textContent = told.command;
   of("notes").replaceChildren(...told.estimate.notes.map((note) => node("li", {}, worded(note))));
@@ -834,8 +834,10 @@ const lineRow = (line, formulas) => node("tr", {}, node("td", {}, swatch(line.ki
 
 of("ledger-rest").addEventListener("click", () => { state.unfolded = !state.unfolded; state.refold(); });
 
-function sent(communication) {
-  of("sent-sum").textContent = communication.total_bytes ? `${size(communication.total_bytes)}: ${communication.relative_to_ddp.toFixed(2)}x DDP's elements, ${communication.relative_bytes_to_ddp.toFixed(2)}x its bytes` : "Nothing is sent: there is one rank.";
+function sent(communication, mesh) {
+  const split = mesh.tp * mesh.cp * mesh.pp > 1; // such ranks also send activations, which DDP does not
+  const beside = split ? "" : `: ${communication.relative_to_ddp.toFixed(2)}x DDP's elements, ${communication.relative_bytes_to_ddp.toFixed(2)}x its bytes`;
+  of("sent-sum").textContent = communication.total_bytes ? `${size(communication.total_bytes)}${beside}` : "Nothing is sent: there is one rank.";
   const body = communication.collectives.map((one) => node("tr", {}, node("td", {}, one.operation), number(one.calls.toLocaleString("en")), number(gib(one.sent_bytes)), number(gb(one.sent_bytes)), node("td", {}, `${one.what}, ${one.when}`)));
   of("sent").replaceChildren(...(body.length ? [heading(["collective", "calls", "GiB", "GB", "of what, when"], [1, 2, 3]), node("tbody", {}, ...body)] : []));
 }
