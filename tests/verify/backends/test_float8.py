@@ -8,6 +8,7 @@ import pytest
 
 from tests.simulated import simulate
 from zeroplan import ModelSpec, estimate, job
+from zeroplan.spec.float8 import _FAMILIES
 
 torchao = pytest.importorskip("torchao")
 pytestmark = pytest.mark.torch
@@ -19,14 +20,22 @@ TINY = ModelSpec(
 )  # fmt: skip
 
 
+WINDOWED = ("gemma2", "gemma3_text", "olmo3")
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
 @pytest.mark.parametrize(("recipe", "recompute"), [("tensorwise", "full"), ("rowwise", "none")])
-def test_the_peak_is_that_of_torchaos_own_layers(recipe: str, recompute: str) -> None:
+def test_the_peak_is_that_of_torchaos_own_layers(family: str, recipe: str, recompute: str) -> None:
+    if (family, recompute) == ("gemma2", "full"):
+        pytest.skip("recomputed layers with masks of two kinds count both, in float8 or not (docs/limits.md)")
+    model = replace(TINY, family=family, sliding_window=128 if family in WINDOWED else None)
     asked = job(
-        model=TINY, gpus=2, stage=3, engine="fsdp2", seq_len=256, micro_batch=2, recompute=recompute, float8_recipe=recipe
+        model=model, gpus=2, stage=3, engine="fsdp2", seq_len=256, micro_batch=2, recompute=recompute, float8_recipe=recipe
     )
     plain = replace(asked, recipe=replace(asked.recipe, float8_recipe=None))
     found, measured = estimate(asked), simulate(asked)
     # one number per scale and product, 4 or 8 bytes each, is beside what is counted
     requested = found.peak_bytes - sum(int(line.n_bytes) for line in found.workspaces)
     assert 0 <= measured.steady.peak.peak_bytes - requested <= 0.0005 * requested
-    assert found.peak_bytes > estimate(plain).peak_bytes
+    if family != "gemma2":  # whose peak is a softmax, which has no linear layer
+        assert found.peak_bytes > estimate(plain).peak_bytes
