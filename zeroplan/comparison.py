@@ -9,7 +9,7 @@ from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Band, Kind, Line, Moment, OffGpu, Phase, Tag, bytes_by_kind, total_bytes
 from zeroplan.measurement import AllocatorMeasured, AllocatorSettings, Measurement, OnCardMeasured, StepMeasured, Tensors
 from zeroplan.spec.recipe import Kernels, Loss
-from zeroplan.timeline import reserved, sizes_of
+from zeroplan.timeline import Sizes, reserved, sizes_of
 from zeroplan.transformer.blocks import Compute
 
 #: Library workspaces exist with CUDA's kernels only.
@@ -118,18 +118,18 @@ def compare(answer: Estimate, measured: Measurement, *, has_scratch: bool = Fals
     """
     steady = measured.steady
     as_run = moments_as_run(answer, measured, has_scratch=has_scratch)
-    totals = {moment: int(moment.total_bytes) for moment in as_run if moment.phase is not Phase.INIT}
-    highest = max(totals, key=lambda moment: totals[moment])
+    totals = [(moment, int(moment.total_bytes)) for moment in as_run if moment.phase is not Phase.INIT]
+    highest, highest_bytes = max(totals, key=lambda pair: pair[1])
     return Comparison(
-        peak=Compared("peak allocated", totals[highest], steady.peak.peak_bytes),
+        peak=Compared("peak allocated", highest_bytes, steady.peak.peak_bytes),
         phases=tuple(_phases(totals, steady, loss=answer.job.recipe.loss)),
         held=Compared("held between steps", _held_bytes(answer, highest), steady.held_bytes),
         kinds=tuple(_by_kind(highest.lines, steady.peak.kinds)),
         collectives=tuple(_collectives(answer, measured)),
-        allocator=tuple(_allocator(measured, highest=totals[highest])),
+        allocator=tuple(_allocator(measured, highest=highest_bytes)),
         host=None if steady.host_bytes is None else Compared("host memory", answer.host_bytes, steady.host_bytes),
         nvme=None if measured.nvme_bytes is None else Compared("NVMe", answer.nvme_bytes, measured.nvme_bytes),
-        reserved=tuple(_reserved(answer, as_run, shown) for shown in measured.allocator),
+        reserved=tuple(_reserved(answer, as_run, measured)),
         contradicted=answer.verdict == "fits" and any(_ran_out(shown) for shown in measured.allocator),
     )
 
@@ -220,10 +220,10 @@ class _AsRun(NamedTuple):
         return n_bytes
 
 
-def _phases(totals: dict[Moment, int], steady: StepMeasured, *, loss: Loss) -> list[Compared]:
+def _phases(totals: list[tuple[Moment, int]], steady: StepMeasured, *, loss: Loss) -> list[Compared]:
     rows = []
     for phase in steady.phases:
-        predicted = [n_bytes for moment, n_bytes in totals.items() if phase_as_run(moment, loss).value == phase.phase]
+        predicted = [n_bytes for moment, n_bytes in totals if phase_as_run(moment, loss).value == phase.phase]
         if predicted:
             rows.append(Compared(phase.phase, max(predicted), phase.peak_bytes))
     return rows
@@ -269,13 +269,17 @@ def _allocator(measured: Measurement, *, highest: int) -> Iterator[Compared]:
         yield Compared(f"allocated, {where}", highest + beside, shown.allocated_bytes)
 
 
-def _reserved(answer: Estimate, as_run: tuple[Moment, ...], shown: AllocatorMeasured) -> Reserved:
+def _reserved(answer: Estimate, as_run: tuple[Moment, ...], measured: Measurement) -> Iterator[Reserved]:
     recipe = answer.job.recipe
-    if shown.modelled:
-        band = reserved(sizes_of(moments_in_replay(as_run, shown), recipe), recipe, shown.settings)
-    else:
-        band = answer.reserved_with(shown.settings)
-    return Reserved(shown.settings, band, shown.reserved_bytes, shown.card)
+    sizes: dict[int, Sizes] = {}  # by the replay's workspaces, which are most often those of its other settings
+    for shown in measured.allocator:
+        if not shown.modelled:
+            yield Reserved(shown.settings, answer.reserved_with(shown.settings), shown.reserved_bytes, shown.card)
+            continue
+        if shown.workspace_bytes not in sizes:
+            sizes[shown.workspace_bytes] = sizes_of(moments_in_replay(as_run, shown), recipe)
+        band = reserved(sizes[shown.workspace_bytes], recipe, shown.settings)
+        yield Reserved(shown.settings, band, shown.reserved_bytes, shown.card)
 
 
 def moments_in_replay(as_run: tuple[Moment, ...], shown: AllocatorMeasured) -> tuple[Moment, ...]:

@@ -1,27 +1,17 @@
-"""Run DeepSpeed for real on the CPU, as rank 0 of a fake process group, and report the bytes alive in one training step.
+"""Runs DeepSpeed for real on the CPU, as rank 0 of a fake process group, and reports the bytes alive in one training step.
 
-A process of its own, since DeepSpeed replaces functions of torch for good: reads one case per line from standard input, each
-run in a fork that has torch and DeepSpeed already imported, and prints one measurement per line.
+Only in a process of its own, since DeepSpeed replaces functions of torch for good (``tests/deepspeed_process.py``).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
 
 import torch
 
 from tests.causal_models import causal_model
-from tests.deepspeed_forks import serve
 from zeroplan.export.deepspeed import configuration
-from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.blocks import Compute
 from zeroplan.verify.watching.allocations import Timeline, mark, recorded
@@ -87,9 +77,8 @@ def train(engine: DeepSpeedEngine, recipe: RecipeSpec, ids: torch.Tensor, steps:
             mark(f"end {step}.{micro}")
 
 
-def measure(case: dict[str, object]) -> dict[str, object]:
-    """Bytes alive: after construction, and at the peaks of the last training step."""
-    job = read(JobSpec, case["job"], where="case")
+def measure(job: JobSpec, *, top: int = 0) -> dict[str, object]:
+    """Bytes alive: after construction, and at the peaks of the last training step, with the ``top`` largest allocations there."""
     join_fake_group(job.mesh.world_size)
     recipe, batch, accumulate = job.recipe, job.batch, job.batch.grad_accum_steps
     torch.manual_seed(0)
@@ -99,7 +88,7 @@ def measure(case: dict[str, object]) -> dict[str, object]:
         engine = engine_of(job)
         mark("init end")
         train(engine, recipe, ids, STEPS, accumulate)
-    return summary(timeline, accumulate, top=int(case.get("top", 0)))
+    return summary(timeline, accumulate, top=top)
 
 
 def summary(timeline: Timeline, accumulate: int, *, top: int) -> dict[str, object]:
@@ -146,12 +135,3 @@ def live_at_peak(timeline: Timeline, start: str, end: str, *, top: int) -> list[
     ordered = sorted(groups.items(), key=lambda item: -item[0][0] * item[1])[:top]
     rows = [f"{size * count:>12,} = {count} x {size:,}  {path}" for (size, path), count in ordered]
     return [f"peak {peak.live_bytes:,} at {' > '.join(peak.operators[-3:])}", *rows]
-
-
-def main() -> None:
-    torch.backends.mkldnn.enabled = False
-    serve(lambda line: json.dumps(measure(json.loads(line))), where_it_fails='{"error": "the run failed; see standard error"}')
-
-
-if __name__ == "__main__":
-    main()

@@ -7,20 +7,14 @@ no temporaries either, stands in its place. Everything else is compared as it is
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests import stale_lock
 from tests.causal_models import tiny_spec
 from tests.combined import of_the_day
+from tests.deepspeed_process import asked
 from zeroplan.comparison import cpu_bytes
 from zeroplan.engines.account import Account
 from zeroplan.engines.deepspeed import account
@@ -180,34 +174,12 @@ TODAY = of_the_day(__file__, CASES)
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, dict[str, Any]]:
-    """Every case, measured by two workers side by side."""
-    pytest.importorskip("torch")
-    pytest.importorskip("deepspeed")
-    names = list(TODAY)
-    halves = names[::2], names[1::2]
-    with ThreadPoolExecutor(2) as workers:
-        answers = [answer for half in workers.map(_measure, halves) for answer in half]
-    return dict(zip([name for half in halves for name in half], answers, strict=True))
-
-
-def _measure(names: list[str]) -> list[dict[str, Any]]:
-    questions = "".join(json.dumps(_question(CASES[name])) + "\n" for name in names)
-    worker = Path(__file__).with_name("deepspeed_worker.py")
-    with TemporaryDirectory() as extensions:
-        done = subprocess.run(
-            [sys.executable, worker],
-            input=questions,
-            capture_output=True,
-            text=True,
-            check=True,
-            env=stale_lock.environment(Path(extensions)),
-        )
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return dict(zip(TODAY, asked([_question(case) for case in TODAY.values()]), strict=True))
 
 
 def _question(case: Case) -> dict[str, Any]:
     job = JobSpec(model=case.model, recipe=case.recipe, mesh=MeshSpec(dp_shard=case.n_ranks), batch=case.batch)
-    return {"job": asdict(job)}
+    return {"ask": "measured", "rank": 0, "job": asdict(job)}
 
 
 def _bytes(lines: tuple[Line, ...]) -> int:

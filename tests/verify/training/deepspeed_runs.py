@@ -2,7 +2,7 @@
 
 Each job runs in a fork that has torch and DeepSpeed imported. Of a job asked for as ``exact`` the answer is what the profiler
 saw on real tensors, what the tracker saw there, and what it saw on fake ones; of ``simulated``, the record; of ``fails``, the
-error.
+error; of ``measured``, the bytes alive in a step of rank 0.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
 import torch
 
 from tests.deepspeed_forks import serve
+from tests.engines.deepspeed_worker import measure
 from tests.verify.watching.unwatched import Peaks, tracked_peaks, unwatched_peaks, watched
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
@@ -83,7 +84,14 @@ def fails(job: JobSpec, rank: int) -> dict[str, object]:
     return {"error": ""}
 
 
-QUESTIONS = {"exact": exact, "simulated": simulated, "fails": fails}
+def measured(job: JobSpec, rank: int) -> dict[str, object]:
+    """The bytes alive in a training step of rank 0, as the profiler saw them."""
+    assert rank == 0
+    torch.backends.mkldnn.enabled = False
+    return measure(job)
+
+
+QUESTIONS = {"exact": exact, "simulated": simulated, "fails": fails, "measured": measured}
 
 
 def answered(line: str) -> str:

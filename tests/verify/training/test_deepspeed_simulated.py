@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import pytest
 
-from tests import stale_lock
 from tests.combined import of_the_day
+from tests.deepspeed_process import asked
 from tests.engines.test_deepspeed_measured import CASES
 from tests.measured.errors import different_kinds
 from zeroplan.catalog.model import model
@@ -116,26 +111,9 @@ TODAY = of_the_day(__file__, EXACT | LARGE | REFUSED)
 
 
 def answers(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
-    """Every run's answer, by a process that runs one after the other; importing DeepSpeed takes as long as several runs."""
-    pytest.importorskip("torch")
-    pytest.importorskip("deepspeed")
-    with TemporaryDirectory() as folder:
-        return dict(zip(runs, _asked(list(runs.values()), extensions=Path(folder)), strict=True))
-
-
-def _asked(runs: list[Run], *, extensions: Path) -> list[dict[str, Any]]:
-    questions = "".join(json.dumps({"ask": run.ask, "rank": run.rank, "job": asdict(run.job)}) + "\n" for run in runs)
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("deepspeed_runs.py")],
-        input=questions,
-        capture_output=True,
-        text=True,
-        check=True,
-        env=stale_lock.environment(extensions),
-    )
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert all(told), done.stderr
-    return told
+    """Every run's answer."""
+    questions = [{"ask": run.ask, "rank": run.rank, "job": asdict(run.job)} for run in runs.values()]
+    return dict(zip(runs, asked(questions), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +151,8 @@ def test_all_layers_are_run_where_elements_are_counted(name: str, told: dict[str
 
 
 def test_stage_3_with_selective_recomputation_fails_in_deepspeed_and_is_refused(told: dict[str, dict[str, Any]]):
-    ((name, asked),) = REFUSED.items()
+    ((name, refused),) = REFUSED.items()
     assert "RuntimeError" in told[name]["error"]
     assert "size of tensor a (0)" in told[name]["error"]
     with pytest.raises(SpecError, match="releases a weight"):
-        estimate(asked.job)
+        estimate(refused.job)
