@@ -13,7 +13,7 @@ from zeroplan.estimator import Estimate, account_of, estimate, replayed_if_tight
 from zeroplan.remedies import Change, single_changes
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import SMALL_BUCKET
-from zeroplan.steptime import step_time
+from zeroplan.steptime import StepTime, step_time
 
 #: What frees less than this share of the peak is none, and what slows by less costs nothing: neither is known any better.
 _LEAST_FREED, _FREE = 0.002, 0.005
@@ -96,14 +96,19 @@ def _rank(one: Advice, before: Estimate) -> tuple[object, ...]:
     return (unfit, bool(one.other_cost), slower > _FREE, -one.freed_bytes / max(slower, _FREE))
 
 
-def _tokens_per_s(job: JobSpec) -> float | None:
+def time_of(job: JobSpec) -> StepTime | None:
+    """The step's time; None where no GPU is named, or its time is not known, as of a traced module."""
     if job.cluster.gpu is None:
         return None
     try:
-        account = account_of(job, job.batch)
-        return float(step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster).tokens_per_s)
-    except SpecError:  # a module that was traced, or a dtype that the GPU has no rate of
+        return step_time(account_of(job, job.batch), job.model, job.recipe, job.mesh, job.batch, job.cluster)
+    except SpecError:
         return None
+
+
+def _tokens_per_s(job: JobSpec) -> float | None:
+    time = time_of(job)
+    return None if time is None else float(time.tokens_per_s)
 
 
 _Other = Iterator[tuple[str, str, JobSpec]]

@@ -120,7 +120,22 @@ def test_the_json_has_the_keys_that_scripts_rely_on(run: Run):
     }  # fmt: skip
     assert payload["peak"]["change_bytes"] == sum(row["change_bytes"] for row in payload["changes"])
     assert payload["changes"][0].keys() == {"kind", "what", "happened", "before_bytes", "after_bytes", "change_bytes"}
-    assert payload["before"].keys() == {"name", "is_a", "verdict", "moment", "phase", "allocated_bytes"}
+    assert payload["before"].keys() == {
+        "name", "is_a", "verdict", "step_s", "tokens_per_s", "moment", "phase", "allocated_bytes",
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("here")
+def test_where_a_gpu_is_named_the_times_of_both_are_those_of_the_time_command(run: Run):
+    changed = ("--recompute", "full")
+    before, after = (
+        json.loads(run("time", "job.toml", "--gpu", "h100", "--json", *also)[1])["step_s"] for also in ((), changed)
+    )
+    out = run("diff", "job.toml", "--gpu", "h100", "--", *changed)[1]
+    assert f"A step takes {before:.3g} s -> {after:.3g} s ({100 * (after / before - 1):+.1f} %)" in out
+    payload = json.loads(run("diff", "job.toml", "--gpu", "h100", "--json", "--", *changed)[1])
+    assert [payload[side]["step_s"] for side in ("before", "after")] == [before, after]
+    assert "A step takes" not in run("diff", "job.toml", "--", *changed)[1]
 
 
 @pytest.mark.usefixtures("here")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import cast
 
+from zeroplan.advice import time_of
 from zeroplan.comparison import phase_as_run
 from zeroplan.differences.settings import settings_of
 from zeroplan.differences.side import At, Held, Sent, Side
@@ -36,7 +37,14 @@ def of_estimate(answer: Estimate, name: str = "") -> Side:
         job=answer.job,
         verdict=answer.verdict,
         tensors="cuda",
+        **_pace(answer.job),
     )
+
+
+def _pace(job: JobSpec) -> dict[str, float]:
+    """The time of a step and what it trains, as fields of a side; empty where they are not known."""
+    time = time_of(job)
+    return {} if time is None else {"step_s": float(time.seconds), "tokens_per_s": float(time.tokens_per_s)}
 
 
 def _totals(answer: Estimate) -> dict[str, int]:

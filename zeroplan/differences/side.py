@@ -64,6 +64,10 @@ class Side(NamedTuple):
     tensors: str = ""
     """Whose memory it counts: ``cuda``, ``cpu`` or ``fake`` tensors; empty where that is not known."""
     notes: tuple[str, ...] = ()
+    step_s: float | None = None
+    """The estimated time of a step, where a GPU is named and its time is known. [s]"""
+    tokens_per_s: float | None = None
+    """The tokens that one GPU then trains per second."""
 
 
 def with_remainder(lines: Iterable[Held], n_bytes: int) -> tuple[Held, ...]:

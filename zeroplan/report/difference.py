@@ -80,6 +80,7 @@ def _screen(found: Difference, table: _Table, limit: float | None) -> str:
     top = [*_filled(_verdict(found, table.unit)), *_filled(_above(found, limit)), *_sides(found, table, most=1)]
     if found.equal:
         return "\n".join(top)
+    top += _filled(_step_line(found))
     top += _at_most(_filled(_settings_line(_main_settings(found))), _MOST_OF_SETTINGS)
     rows = found.kinds if found.of_two_engines else found.changes
     totals = [table.total(row, "  ") for row in found.totals if row.change_bytes or row.kind == "held between steps"]
@@ -121,7 +122,7 @@ def _whole(found: Difference, table: _Table, limit: float | None) -> str:
     return paragraphs(
         [
             [*_filled(_verdict(found, table.unit), WIDTH), *_filled(_above(found, limit), WIDTH)],
-            list(_sides(found, table, most=9)),
+            [*_sides(found, table, most=9), *_filled(_step_line(found), WIDTH)],
             _settings_part(found.settings),
             _kinds(found, table),
             [*peaks, *(table.total(row, "  ") for row in found.totals if row.before_bytes or row.after_bytes)],
@@ -176,6 +177,18 @@ def _called(side: Side) -> str:
     """What a side is: its name, what sort of file, and of which job."""
     name = side.name if side.is_a == "estimate" else f"{side.name} ({side.is_a})"
     return ": ".join(part for part in (name, "" if side.job is None else headline_of(side.job)) if part)
+
+
+def _step_line(found: Difference) -> str:
+    """The estimated time of a step on both sides, and what it trains; empty where a side has none."""
+    sides = (found.before, found.after)
+    (before, rate), (after, later_rate) = ((side.step_s or 0.0, side.tokens_per_s or 0.0) for side in sides)
+    if not before or not after:
+        return ""
+    if (before, rate) == (after, later_rate):
+        return f"A step takes {before:.3g} s in both, by estimate."
+    times = f"{before:.3g} s -> {after:.3g} s ({100 * (after / before - 1):+.1f} %)"
+    return f"A step takes {times}; {rate:,.0f} -> {later_rate:,.0f} tokens/s per GPU."
 
 
 def _main_settings(found: Difference) -> tuple[Setting, ...]:
@@ -295,7 +308,7 @@ def difference_markdown(found: Difference, *, limit: float | None = None) -> str
     return paragraphs(
         [
             [f"**{_verdict(found, unit)}** {_above(found, limit)}".rstrip()],
-            list(_sides_markdown(found, unit)),
+            [*_sides_markdown(found, unit), *(f"- {line}" for line in [_step_line(found)] if line)],
             list(_settings_markdown(found.settings)),
             list(_table_markdown(_title(found, found.grain).lower(), (*found.changes, found.peak, *found.totals), unit)),
             _filled(_moments_sentence(found, unit), 10**6),
@@ -349,7 +362,14 @@ def difference_payload(found: Difference, *, limit: float | None = None) -> dict
 
 
 def _side_payload(side: Side) -> dict[str, object]:
-    return {"name": side.name, "is_a": side.is_a, "verdict": side.verdict or None, **_at_payload(side.peak)}
+    return {
+        "name": side.name,
+        "is_a": side.is_a,
+        "verdict": side.verdict or None,
+        "step_s": side.step_s,
+        "tokens_per_s": side.tokens_per_s,
+        **_at_payload(side.peak),
+    }
 
 
 def _at_payload(at: At) -> dict[str, object]:
