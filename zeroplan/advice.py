@@ -22,6 +22,7 @@ OTHER_COSTS = {
     "shorter_sequences": "another training: shorter sequences",
     "more_gpus": "more GPUs to pay for",
     "smaller_state": "the optimizer's state is rounded to 8 bits",
+    "weights_in_four_bits": "frozen weights are rounded to 4 bits",
 }
 #: Kinds of which there is always a stronger one.
 _ENDLESS = ("shorter_sequences", "more_gpus")

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate, step_implementation
+from zeroplan.spec.adapter import AdapterSpec, Quantize
 from zeroplan.spec.job import JobSpec, engine_at
 from zeroplan.spec.recipe import ADAM, DdpOptions, RecipeSpec, Stage
 from zeroplan.units import TIB
@@ -377,21 +378,37 @@ def _smaller_state(job: JobSpec) -> Iterator[_Candidate]:
         yield _with_recipe("keep the optimizer state in 8 bits", flags, optimizer="adamw-8bit", optimizer_impl=impl)
 
 
+def _weights_in_four_bits(job: JobSpec) -> Iterator[_Candidate]:
+    """Frozen weights beside adapters, as QLoRA has them (Dettmers et al., arXiv 2305.14314, section 3)."""
+    adapter = job.model.adapter
+    if adapter is not None and adapter.quantize == "none":
+        choices: tuple[tuple[Quantize, str], ...] = (("nf4", ""), ("nf4-double", ", and their scales in 8"))
+        for quantize, scales in choices:
+            yield _quantised(f"keep frozen weights in 4 bits{scales} (QLoRA)", replace(adapter, quantize=quantize))
+    elif adapter is not None and adapter.quantize == "nf4":
+        yield _quantised("keep the scales of the 4-bit weights in 8 bits", replace(adapter, quantize="nf4-double"))
+
+
+def _quantised(change: str, adapter: AdapterSpec) -> _Candidate:
+    flags = f"--quantize {adapter.quantize}"
+    return _Candidate(change, flags, lambda job: replace(job, model=replace(job.model, adapter=adapter)))
+
+
 #: From what costs nothing to what changes the training or the bill.
 _KINDS: tuple[_Kind, ...] = (
     _lighter_step, _lighter_loss, _recompute, _higher_stage, _fewer_replicas, _even_shards, _offloaded_activations,
-    _fewer_sequences, _offloaded_states, _shorter_sequences, _more_gpus, _smaller_state,
+    _fewer_sequences, _weights_in_four_bits, _offloaded_states, _shorter_sequences, _more_gpus, _smaller_state,
 )  # fmt: skip
 #: What is slow, takes other GPUs, or trains another way.
-_DEAR: frozenset[_Kind] = frozenset((_offloaded_states, _shorter_sequences, _more_gpus, _smaller_state))
+_DEAR: frozenset[_Kind] = frozenset((_weights_in_four_bits, _offloaded_states, _shorter_sequences, _more_gpus, _smaller_state))
 #: In this order they are heaped up: sharding is free on the GPUs there are, shorter sequences train another model. With more
 #: GPUs experts may cease to divide, so that is asked again.
 _HEAPED: tuple[_Kind, ...] = (
     _lighter_step, _higher_stage, _fewer_replicas, _lighter_loss, _recompute, _fewer_sequences, _even_shards, _more_gpus,
     _even_shards, _shorter_sequences,
 )  # fmt: skip
-#: The same without more GPUs and without another training: offload is slow, and is taken back first where it is not needed.
+#: The same without more GPUs and without shorter sequences: offload is slow, and is taken back first where it is not needed.
 _ON_THESE_GPUS: tuple[_Kind, ...] = (
     _lighter_step, _higher_stage, _fewer_replicas, _lighter_loss, _recompute, _fewer_sequences, _even_shards,
-    _offloaded_states, _offloaded_activations,
+    _weights_in_four_bits, _offloaded_states, _offloaded_activations,
 )  # fmt: skip

@@ -21,12 +21,20 @@ def test_the_answer_fits_one_screen(run: Run):
     code, out, err = run(*ASKED, "--tokens", "1e9", "--price-per-gpu-hour", "2")
     assert (code, err) == (0, "")
     for said in ("Best for throughput:", "zeroplan estimate --model llama-3.2-1b", "GiB at the peak", "s for a step",
-                 "tokens/s per GPU", "MFU", "days and cost", "Limited by", "One more GiB would buy", "why they are not the best",
+                 "tokens/s per GPU", "MFU", "days and cost", "Limited by", "Three rankings", "why they are not the best",
                  "--verbose"):  # fmt: skip
         assert said in out, said
     assert len(out.splitlines()) <= 40
     rankings = out.partition("Three rankings")[2].partition("\n\n")[0].splitlines()[1:]
     assert [line.split(":")[0].split(",")[0].strip() for line in rankings] == ["fastest", "most careful", "cheapest"]
+
+
+def test_a_tight_layout_leaves_no_memory_and_the_same_layout_is_named_once(run: Run):
+    tight = run("plan", "--model", "gpt2-xl", "--gpu", "l4", "--gpus", "1", "--seq-len", "1024", "--stage", "0", "--engine", "ddp",
+                "--optimizer", "adamw-8bit", "--loss", "full", "--recompute", "full", "--micro-batch", "12")[1]  # fmt: skip
+    assert "\ntight: the cache and the margin do not fit beside it" in tight
+    assert re.search(r"fastest: ddp stage 0.* tight +[\d,]+\n  most careful: the fastest, too\n", tight), tight
+    assert " -" not in tight.partition("Three rankings")[2].partition("\n\n")[0]
 
 
 def test_verbose_has_every_part(run: Run):

@@ -128,9 +128,9 @@ def _best(answers: _Field) -> Best:
     """Return the first layout that fits, estimated once more as a single job."""
     layout = answers.layout(answers.order[answers.kept[answers.order]][0])
     time = time_of(layout.job, mfu=answers.mfu)
-    tight, limit = layout.comfortable_bytes > answers.easy_bytes, binding(time, _nearest_gain(answers, layout))
+    tight, further = layout.comfortable_bytes > answers.easy_bytes, _nearest_gain(answers, layout)
     one_more, margin = (_gain(answers, layout, more) for more in (GIB, answers.room_bytes - answers.easy_bytes))
-    return Best(layout, estimate(layout.job), time, tight, limit, one_more, margin)
+    return Best(layout, estimate(layout.job), time, tight, binding(time, further), further, one_more, margin)
 
 
 def _rankings(answers: _Field) -> Iterator[Ranked]:

@@ -64,6 +64,8 @@ class Best(NamedTuple):
     time: StepTime
     tight: bool
     binding: str
+    further: More | None
+    """The layout that clearly more memory would gain, with the least of it; None where no amount would gain any."""
     one_more_gib: More | None
     margin: More | None
     """What the memory that the plan keeps free would gain."""

@@ -142,11 +142,10 @@ def _budget(best: Layout, beside: Beside) -> Iterator[str]:
 
 def _why(best: Best) -> Iterator[str]:
     yield f"Limited by {best.binding}"
-    more = best.one_more_gib
-    if more is None:
-        yield "One more GiB would buy nothing."
-    else:
+    if (more := best.one_more_gib) is not None:
         yield from textwrap.wrap(f"One more GiB would buy {more.gain:.1%}: {layout_words(more.layout.job)}", WIDTH)
+    elif best.further is None:
+        yield "More memory would not make it faster."
     if (kept := best.margin) is not None:
         said = f"{kept.missing_bytes / GIB:,.2f} GiB of the margin (--margin) would buy {kept.gain:.1%}"
         yield from textwrap.wrap(f"{said}: {layout_words(kept.layout.job)}", WIDTH)
@@ -165,14 +164,21 @@ def _rankings(plan: Plan) -> Iterator[str]:
     if not plan.rankings:
         return
     yield f"{'Three rankings, and the memory that each leaves free':<58}{'GiB free':>8}{'tokens/s per GPU':>20}"
-    for one in plan.rankings:
-        yield _of_table(f"{one.ranking}: {layout_code(one.layout.job)}", one.free_bytes, one.layout.tokens_per_s)
+    first, *others = plan.rankings
+    for one in (first, *(one for one in others if one.layout.job != first.layout.job)):
+        yield from _of_table(f"{one.ranking}: {layout_code(one.layout.job)}", one.free_bytes, one.layout.tokens_per_s)
+    yield from (f"  {one.ranking}: the {first.ranking}, too" for one in others if one.layout.job == first.layout.job)
     if len(plan.rankings) < 3:
         yield "  cheapest: the fastest, since fewer GPUs would not be clearly cheaper"
 
 
-def _of_table(words: str, n_bytes: int, rate: float) -> str:
-    return f"  {words:<{_OF_A_ROW + 1}}{n_bytes / GIB:>8,.1f}{rate:>20,.0f}"
+def _of_table(words: str, n_bytes: int, rate: float) -> Iterator[str]:
+    """A row, its figures below words that are too long; of memory below zero, which the allocator's cache needs too, ``tight``."""
+    memory = f"{n_bytes / GIB:,.1f}" if n_bytes >= 0 else "tight"
+    if len(words) > _OF_A_ROW:
+        yield f"  {words}"
+        words = ""
+    yield f"  {words:<{_OF_A_ROW + 1}}{memory:>8}{rate:>20,.0f}"
 
 
 def _front(plan: Plan) -> Iterator[str]:
@@ -180,7 +186,7 @@ def _front(plan: Plan) -> Iterator[str]:
         return
     yield f"{'Time against memory: nothing is both faster and smaller':<58}{'GiB':>8}{'tokens/s per GPU':>20}"
     for one in spread(plan.front, _MOST_OF_FRONT):
-        yield _of_table(layout_code(one.job), one.least_bytes, one.tokens_per_s)
+        yield from _of_table(layout_code(one.job), one.least_bytes, one.tokens_per_s)
 
 
 def _nothing(plan: Plan) -> Iterator[str]:
