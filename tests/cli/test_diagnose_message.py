@@ -37,6 +37,44 @@ def test_a_job_names_the_request_its_moment_and_the_way_out(run: Run, tmp_path: 
     assert "None of this job's requests asks the driver for 3.91 GiB" in another
 
 
+def _message(tried: str, allocated: str) -> str:
+    return (
+        f"CUDA out of memory. Tried to allocate {tried}. GPU 0 has a total capacity of 79.18 GiB of which 1.02 GiB is free. "
+        f"Including non-PyTorch memory, this process has 78.15 GiB memory in use. Of the allocated memory {allocated} is allocated "
+        "by PyTorch, and 1.50 GiB is reserved by PyTorch but unallocated."
+    )
+
+
+def test_the_setting_that_differs_from_the_run_is_found(run: Run):
+    """The message is of a micro-batch of 2, the job that is described has 1; and it is the argument itself."""
+    job = ("--model", "llama-3.1-8b", "--gpus", "8", "--recompute", "full", "--seq-len", "4096")
+    ran = json.loads(run("diagnose", _message("3.91 GiB", "30.00 GiB"), *job, "--micro-batch", "2", "--json")[1])
+    said = _message("3.91 GiB", f"{ran['request']['live_bytes'] / 2**30:.2f} GiB")
+    assert json.loads(run("diagnose", said, *job, "--micro-batch", "2", "--json")[1])["jobs_that_agree"] == []
+    found = json.loads(run("diagnose", said, *job, "--json")[1])["jobs_that_agree"]
+    assert "--micro-batch 2" in [one["flags"] for one in found]
+    assert {one["flags"] for one in found} <= {"--micro-batch 2", "--seq-len 8192", "--precision bf16", "--keep-logits fp32"}
+    out = run("diagnose", said, *job)[1]
+    assert "With one of these settings the job would fail at such a request" in out
+    assert "\n  --micro-batch 2: " in out
+
+
+def test_without_a_gpu_the_changes_are_for_as_much_memory(run: Run):
+    out = run(
+        "diagnose",
+        _message("3.91 GiB", "75.33 GiB"),
+        "--model",
+        "llama-3.1-8b",
+        "--gpus",
+        "8",
+        "--stage",
+        "2",
+        "--seq-len",
+        "8192",
+    )[1]
+    assert "What would make it fit a GPU with 79.18 GiB\n  --loss" in out or "\n  --recompute selective: " in out
+
+
 def test_a_text_without_a_message_is_refused_in_one_line(run: Run, tmp_path: Path):
     path = tmp_path / "log.txt"
     path.write_text("all went well")

@@ -26,7 +26,11 @@ def test_the_answer_fits_one_screen(run: Run):
         assert said in out, said
     assert len(out.splitlines()) <= 40
     rankings = out.partition("Three rankings")[2].partition("\n\n")[0].splitlines()[1:]
-    assert [line.split(":")[0].split(",")[0].strip() for line in rankings if ":" in line] == ["fastest", "most careful", "cheapest"]
+    assert [line.split(":")[0].split(",")[0].strip() for line in rankings if ":" in line] == [
+        "fastest",
+        "most careful",
+        "cheapest",
+    ]
 
 
 def test_a_tight_layout_leaves_no_memory_and_the_same_layout_is_named_once(run: Run):

@@ -1,6 +1,7 @@
 """``zeroplan diagnose``: what held the memory? Reads a snapshot of torch's allocator, or torch's message. Needs no torch."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from zeroplan.units import parse_count
 if TYPE_CHECKING:
     from zeroplan.comparison import Compared
     from zeroplan.snapshots.diagnosis import Diagnosis
+    from zeroplan.spec.job import JobSpec
 
 _PICKLE = b"\x80"
 """How a snapshot begins."""
@@ -28,7 +30,7 @@ def _diagnose(
         typer.Argument(
             metavar="FILE",
             help="What torch.cuda.memory._dump_snapshot wrote, or a text with torch's message 'CUDA out of memory …'; - reads it "
-            "from standard input.",
+            "from standard input. The message itself, in quotes, will do.",
         ),
     ],
     resolved: Resolved | None,
@@ -57,9 +59,11 @@ diagnose_command = takes_a_job(_diagnose, or_none=True)
 
 
 def _text(name: str) -> str | None:
-    """Return a text file's end, or what comes on standard input; None for a snapshot, which is a pickle."""
+    """Return a text file's end, what comes on standard input, or the message itself; None for a snapshot, which is a pickle."""
     if name == "-":
         return sys.stdin.read()
+    if "out of memory" in name.lower():
+        return name
     path = Path(name)
     if not path.is_file():
         return None
@@ -75,17 +79,34 @@ def _of_message(text: str, where: str, resolved: Resolved | None, *, as_json: bo
     from zeroplan.report.out_of_memory import message_payload, message_text  # noqa: PLC0415  only a message pays for it
     from zeroplan.snapshots.message import read_message  # noqa: PLC0415  the same
 
-    said = read_message(text, where="standard input" if where == "-" else f"{where!r}")
+    said = read_message(text, where="standard input" if where == "-" else f"{where[:40]!r}")
     if resolved is None:
         return json_text(message_payload(said)) if as_json else message_text(said)
     from zeroplan.estimator import estimate  # noqa: PLC0415
     from zeroplan.remedies import remedies  # noqa: PLC0415
+    from zeroplan.snapshots.jobs_of_message import agrees, other_jobs  # noqa: PLC0415
     from zeroplan.snapshots.request_of_message import request_of  # noqa: PLC0415
 
     answer = estimate(resolved.job)
+    found = request_of(said, answer)
+    others = () if found is not None and agrees(found, said) else other_jobs(said, answer.job)
     shown = message_payload if as_json else message_text
-    told = shown(said, answer=answer, found=request_of(said, answer), changes=remedies(answer))
+    told = shown(
+        said, answer=answer, found=found, others=others, changes=remedies(estimate(_on_a_card(answer.job, said.capacity_bytes)))
+    )
     return json_text(told) if isinstance(told, dict) else told
+
+
+def _on_a_card(job: "JobSpec", capacity_bytes: int) -> "JobSpec":
+    """Return the job on its GPU; where it names none, on one of the catalogue that has the message's memory, to 1 %."""
+    from zeroplan.catalog.gpu import gpu, gpu_names  # noqa: PLC0415
+
+    if job.cluster.gpu is not None:
+        return job
+    nearest = min(map(gpu, gpu_names()), key=lambda one: abs(int(one.memory_bytes.value) - capacity_bytes))
+    if abs(int(nearest.memory_bytes.value) - capacity_bytes) > 0.01 * capacity_bytes:
+        return job
+    return replace(job, cluster=replace(job.cluster, gpu=nearest))
 
 
 def _device(text: str | None) -> int | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from zeroplan.estimator import Estimate
 from zeroplan.remedies import Remedy
 from zeroplan.report.words import EXPANDABLE, headline, paragraphs
+from zeroplan.snapshots.jobs_of_message import Other, agrees
 from zeroplan.snapshots.message import Message
 from zeroplan.snapshots.request_of_message import Found
 from zeroplan.units import GIB, GIBIBYTES
@@ -13,22 +14,33 @@ SCHEMA_VERSION = 1
 _WIDTH = 26
 _MUCH = GIB // 2
 """Of another process's memory: less is a desktop's or a driver's. [bytes]"""
-_FAR = 0.02
-"""By which part of the card prediction and message may differ before the job is doubted."""
 
 
 def message_text(
-    said: Message, *, answer: Estimate | None = None, found: Found | None = None, changes: Sequence[Remedy] = ()
+    said: Message,
+    *,
+    answer: Estimate | None = None,
+    found: Found | None = None,
+    others: Sequence[Other] = (),
+    changes: Sequence[Remedy] = (),
 ) -> str:
-    """Return what the message says and what follows; with a job also its request, and changes that would make it fit."""
+    """Return what the message says and what follows; with a job also its request, and changes that would make it fit.
+
+    ``others``: the jobs that agree with the message where this one does not.
+    """
     parts = [_head(said), _card(said), _advice(said)]
     if answer is not None:
-        parts += [_of_job(said, answer, found), _changes(changes)]
+        parts += [_of_job(said, answer, found), _other_jobs(others), _changes(said, answer, changes)]
     return paragraphs([lines for part in parts if (lines := list(part))])
 
 
 def message_payload(
-    said: Message, *, answer: Estimate | None = None, found: Found | None = None, changes: Sequence[Remedy] = ()
+    said: Message,
+    *,
+    answer: Estimate | None = None,
+    found: Found | None = None,
+    others: Sequence[Other] = (),
+    changes: Sequence[Remedy] = (),
 ) -> dict[str, object]:
     """Return the same as plain data for JSON. [bytes]"""
     return {
@@ -41,6 +53,7 @@ def message_payload(
         "advice": list(_advice(said)),
         "request": None if found is None else found._asdict(),
         "predicted_peak_bytes": None if answer is None else answer.peak_bytes,
+        "jobs_that_agree": [{"flags": one.flags, "request": one.found._asdict()} for one in others],
         "changes": [change._asdict() for change in changes],
     }
 
@@ -92,7 +105,7 @@ def _of_job(said: Message, answer: Estimate, found: Found | None) -> Iterator[st
     yield f"predicted in tensors before it: {_size(found.live_bytes)}; the message says {_size(said.allocated_bytes)}"
     if found.replayed:
         yield "A replay of this job's requests on a GPU with as much memory fails at the same request."
-    if abs(found.live_bytes - said.allocated_bytes) > _FAR * said.capacity_bytes:
+    if not agrees(found, said):
         more = "more" if said.allocated_bytes > found.live_bytes else "less"
         yield (
             f"The run had {_size(abs(said.allocated_bytes - found.live_bytes))} {more} in tensors than this job: your program "
@@ -104,10 +117,19 @@ def _which_step(step: int) -> str:
     return " of the first step" if step == 0 else " before the first step" if step < 0 else f" of step {step + 1} and later"
 
 
-def _changes(changes: Sequence[Remedy]) -> Iterator[str]:
+def _other_jobs(others: Sequence[Other]) -> Iterator[str]:
+    """Yield the jobs that agree with the message, where the one that was described does not."""
+    if others:
+        yield "With one of these settings the job would fail at such a request with as much in tensors. Was it the run's?"
+        for one in others:
+            yield f"  {one.flags}: {_size(one.found.live_bytes)} in tensors before {one.found.reason}"
+
+
+def _changes(said: Message, answer: Estimate, changes: Sequence[Remedy]) -> Iterator[str]:
     """Yield what would make the job fit."""
     if changes:
-        yield "What would make it fit"
+        gpu = answer.job.cluster.gpu
+        yield f"What would make it fit {f'a GPU with {_size(said.capacity_bytes)}' if gpu is None else gpu.full_name}"
         yield from (f"  {one.flags}: {one.change}; needs {_size(one.needed_bytes)}{one.how}" for one in changes)
 
 

@@ -164,10 +164,12 @@ def _rankings(plan: Plan) -> Iterator[str]:
     if not plan.rankings:
         return
     yield f"{'Three rankings, and the memory that each leaves free':<58}{'GiB free':>8}{'tokens/s per GPU':>20}"
-    first, *others = plan.rankings
-    for one in (first, *(one for one in others if one.layout.job != first.layout.job)):
-        yield from _of_table(f"{one.ranking}: {layout_code(one.layout.job)}", one.free_bytes, one.layout.tokens_per_s)
-    yield from (f"  {one.ranking}: the {first.ranking}, too" for one in others if one.layout.job == first.layout.job)
+    first = plan.rankings[0]
+    for one in plan.rankings:
+        if one is not first and one.layout.job == first.layout.job:
+            yield f"  {one.ranking}: the {first.ranking}, too"
+        else:
+            yield from _of_table(f"{one.ranking}: {layout_code(one.layout.job)}", one.free_bytes, one.layout.tokens_per_s)
     if len(plan.rankings) < 3:
         yield "  cheapest: the fastest, since fewer GPUs would not be clearly cheaper"
 

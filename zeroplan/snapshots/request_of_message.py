@@ -38,15 +38,28 @@ def request_of(message: Message, answer: Estimate) -> Found | None:
     """Return the request that failed; None where none has the message's size, or the requests of this job are not known."""
     if not_written(answer.job):
         return None
-    replay = StepReplay(answer.job, pipeline_rank=answer.pipeline[0].rank if answer.pipeline else None)
-    alive = _alive(replay.log, beside=int(bytes_by_kind(answer.peak.lines).get(Kind.WORKSPACE, 0)))
+    replay = _replay_of(answer)
     if full := _replayed(message, replay):
-        return _found(replay.log, full.at, alive[full.at], replayed=True)
-    alike = [at for at, deed in enumerate(replay.log.deeds) if deed >= 0 and _printed(replay.log, at) == message.tried_text]
+        return _found(replay.log, full.at, _alive(replay.log, answer)[full.at], replayed=True)
+    return _nearest(message, replay.log, answer)
+
+
+def nearest_request(message: Message, answer: Estimate) -> Found | None:
+    """Return the request of the message's size before which most nearly as much is allocated, without a replay; or None."""
+    return None if not_written(answer.job) else _nearest(message, _replay_of(answer).log, answer)
+
+
+def _replay_of(answer: Estimate) -> StepReplay:
+    return StepReplay(answer.job, pipeline_rank=answer.pipeline[0].rank if answer.pipeline else None)
+
+
+def _nearest(message: Message, log: Log, answer: Estimate) -> Found | None:
+    alike = [at for at, deed in enumerate(log.deeds) if deed >= 0 and _printed(log, at) == message.tried_text]
     if not alike:
         return None
+    alive = _alive(log, answer)
     nearest = min(alike, key=lambda at: abs(alive[at] - message.allocated_bytes))
-    return _found(replay.log, nearest, alive[nearest], replayed=False)
+    return _found(log, nearest, alive[nearest], replayed=False)
 
 
 def _replayed(message: Message, replay: StepReplay) -> Full | None:
@@ -74,8 +87,9 @@ def _is_as_full(full: Full, message: Message) -> bool:
     )
 
 
-def _alive(log: Log, beside: int) -> list[int]:
-    """Return the bytes alive before each deed."""
+def _alive(log: Log, answer: Estimate) -> list[int]:
+    """Return the bytes alive before each deed, workspaces included."""
+    beside = int(bytes_by_kind(answer.peak.lines).get(Kind.WORKSPACE, 0))
     sizes = [one.n_bytes for one in log.requests]
     changes = (sizes[deed] if deed >= 0 else -sizes[-1 - deed] for deed in log.deeds)
     return list(accumulate(changes, initial=beside))
