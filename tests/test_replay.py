@@ -66,6 +66,8 @@ _JOBS = (
     {"engine": "fsdp2", "stage": 3},
     {"engine": "fsdp2", "stage": 2, "recompute": "full", "grad_accum": 3},
     {"engine": "fsdp2", "stage": 3, "loss": "chunked"},
+    {"engine": "fsdp2", "stage": 3, "loss": "log-probs", "micro_batch": 3},
+    {"engine": "deepspeed", "stage": 2, "loss": "log-probs"},
     {"engine": "fsdp2", "stage": 3, "model": "llama-3.1-8b", "fsdp2": Fsdp2Options(modules="torchtitan"), "grad_accum": 2},
     {"engine": "fsdp2", "stage": 3, "model": "llama-2-7b", "fsdp2": Fsdp2Options(ends_apart=True), "recompute": "selective"},
     {"engine": "fsdp2", "stage": 3, **_LLAMA, "lora_rank": 8},

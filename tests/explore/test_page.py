@@ -230,6 +230,17 @@ def test_a_configuration_is_handed_out_as_emit_writes_it(page: Page):
     assert "its engine is deepspeed" in (page.text_content("#files") or "")
 
 
+def test_a_picture_and_a_report_are_saved_of_the_job_that_is_shown(page: Page):
+    moved(page, model="llama-3.2-1b", gpus="4")
+    for name, begins in (("save-stages", b"<?xml"), ("save-timeline", b"<?xml"), ("save-report", b"<!doctype html>")):
+        with page.expect_download() as coming:
+            page.click(f"#{name}")
+        content = Path(coming.value.path()).read_bytes()
+        assert content.startswith(begins)
+        assert b"llama-3.2-1b" in content
+        assert coming.value.suggested_filename == page.get_attribute(f"#{name}", "download")
+
+
 def test_a_report_hands_out_too_moves_its_stage_and_plans_nothing(browser: Any, tmp_path: Path):
     from zeroplan.explore.report import report_html
     from zeroplan.resolve import Request, resolve
@@ -239,6 +250,7 @@ def test_a_report_hands_out_too_moves_its_stage_and_plans_nothing(browser: Any, 
     page.goto(path.as_uri())
     page.wait_for_selector(ANSWERED)
     assert page.is_hidden("#plan")
+    assert page.is_hidden("#save-report")
     with page.expect_download() as coming:
         page.get_by_role("button", name="Download fsdp2-zeroplan.py").click()
     compile(Path(coming.value.path()).read_text(), "fsdp2-zeroplan.py", "exec")

@@ -12,7 +12,8 @@ CHECKS = [getattr(schemathesis.checks, name) for name in (
     "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_headers_conformance",
 )]  # fmt: skip
 A_JOB = {"model": "gpt2", "seq_len": "128", "gpus": "4", "gpu": "l4-24gb", "lora_rank": ""}
-QUESTIONS = ("/api/controls", "/api/answer", "/api/step", "/api/changes", "/api/plan")
+PICTURE = {"/api/picture": {"picture": "stages"}}
+QUESTIONS = ("/api/controls", "/api/answer", "/api/step", "/api/changes", "/api/plan", "/api/report", "/api/picture")
 FILES = "/api/opened"
 
 
@@ -32,13 +33,13 @@ def test_no_question_is_too_odd(port: int, path: str):
     described = schemathesis.openapi.from_url(f"http://127.0.0.1:{port}/openapi.json")
     asked: list[int] = []
 
-    examples = 20 if path == "/api/plan" else 40
+    examples = {"/api/plan": 20, "/api/report": 10, "/api/picture": 10}.get(path, 40)
 
     @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(described[path]["GET"].as_strategy())
     def ask(case: Any) -> None:
         if path != "/api/controls" and len(asked) % 2:  # what it makes up is rarely a model's name
-            case.query = {**dict(list((case.query or {}).items())[:1]), **A_JOB}
+            case.query = {**dict(list((case.query or {}).items())[:1]), **A_JOB, **PICTURE.get(path, {})}
         asked.append(case.call_and_validate(checks=CHECKS).status_code)
 
     ask()

@@ -8,6 +8,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+from tests.cli.command import running
 from zeroplan.explore.opened import LARGEST_BYTES
 from zeroplan.explore.server import LONGEST_QUERY, Guarded, Planning, explore_app
 
@@ -38,6 +40,7 @@ def ask(port: int, path: str, method: str = "GET", body: bytes | None = None, he
     ("/", b"<!doctype html>"), ("/page.js", b'"use strict"'), ("/page.css", b":root"), ("/api/controls", b'{"schema_version"'),
     ("/api/answer?model=gpt2&gpus=4", b'{"schema_version"'), ("/api/changes?model=gpt2", b'{"schema_version"'),
     ("/api/plan?model=gpt2&gpu=l4-24gb&gpus=2&seq_len=256", b'{"schema_version"'), ("/openapi.json", b"{"),
+    ("/api/report?model=gpt2", b"<!doctype html>"), ("/api/picture?picture=stages&model=gpt2", b"<?xml"),
 ])  # fmt: skip
 def test_what_there_is(port: int, path: str, begins: bytes):
     status, body, headers = ask(port, path)
@@ -53,12 +56,27 @@ def test_what_there_is(port: int, path: str, begins: bytes):
     ("/api/answer?model=" + "x" * LONGEST_QUERY, {}, 414), ("/nothing", {}, 404), ("/../../etc/passwd", {}, 404),
     ("/api/answer?model=nobody", {}, 422), ("/api/plan?model=nobody&gpu=l4-24gb", {}, 422), ("/api/plan?model=gpt2", {}, 422),
     ("/api/plan?model=gpt2&gpu=l4-24gb&objective=cost", {}, 422), ("/api/plan?model=gpt2&colour=red", {}, 422),
-    ("/api/answer?model=" + "x" * 300, {}, 422),
+    ("/api/answer?model=" + "x" * 300, {}, 422), ("/api/picture?model=gpt2", {}, 422), ("/api/report?model=nobody", {}, 422),
 ])  # fmt: skip
 def test_what_there_is_not_and_for_whom(port: int, path: str, headers: dict[str, str], status: int):
     found, body, _ = ask(port, path, headers=headers)
     assert found == status
     assert isinstance(json.loads(body), dict)
+
+
+def test_what_is_saved_is_what_the_command_line_writes(port: int, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    run = running(capsys)
+    job = ("--model", "gpt2", "--gpus", "2", "--seq-len", "128", "--gpu", "l4-24gb")
+    query = "model=gpt2&gpus=2&seq_len=128&gpu=l4-24gb"
+    report = ask(port, f"/api/report?{query}").body.decode()
+    told = json.loads(report.partition('id="told">')[2].partition("</script>")[0])
+    assert told["answers"]["3"]["answer"]["command"] == "zeroplan estimate --model gpt2 --gpu l4-24gb --gpus 2 --seq-len 128"
+    for picture in ("stages", "timeline"):
+        assert run("plot", picture, *job, "-o", str(tmp_path / f"{picture}.svg"))[0] == 0
+        status, body, headers = ask(port, f"/api/picture?picture={picture}&{query}")
+        assert (status, headers["content-type"]) == (200, "image/svg+xml")
+        assert headers["content-disposition"].startswith("attachment;")
+        assert body == (tmp_path / f"{picture}.svg").read_bytes()
 
 
 def test_nothing_can_be_sent(port: int):

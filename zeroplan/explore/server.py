@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse
 from zeroplan.errors import ZeroplanError
 from zeroplan.explore.answers import answer_payload, changes_payload, controls_payload, step_payload, text_of
 from zeroplan.explore.controls import controls
+from zeroplan.explore.handed_out import PICTURES, picture_of, report_of
 from zeroplan.explore.opened import LARGEST_BYTES, Opening
 from zeroplan.explore.planning import ASKED, planned_payload
 
@@ -60,6 +61,12 @@ def explore_app(run: bytes | None = None) -> _App:
         app.add_api_route(
             f"/api/{name}", question, methods=["GET"], name=name, responses=_REFUSED, openapi_extra=_said_of(name)
         )
+    for name, (handed_out, media_type) in {"report": (_report, "text/html"), "picture": (_picture, "image/svg+xml")}.items():
+        file: dict[int | str, dict[str, object]] = {200: {"content": {media_type: {"schema": {"type": "string"}}}}}
+        app.add_api_route(
+            f"/api/{name}", handed_out, methods=["GET"], name=name, response_class=Response, responses={**_REFUSED, **file},
+            openapi_extra=_said_of(name),
+        )  # fmt: skip
     app.add_api_route(
         _FILES, Opening().__call__, methods=["POST"], name="opened", responses=_REFUSED, openapi_extra=_of_a_file()
     )
@@ -85,6 +92,7 @@ def _said_of(question: str) -> dict[str, object]:
     said = [(control.name, control.label, control.choices) for control in controls() if control.name not in ("model", "set")]
     said += [("model", "Model", ()), ("set", "Options of the engine", ())]
     said += [(name, label, ()) for name, (label, _) in ASKED.items()] if question == "plan" else []
+    said += [("picture", "Which picture", PICTURES)] if question == "picture" else []
     return {"parameters": [_parameter(*one) for one in said]}
 
 
@@ -125,6 +133,23 @@ async def _step(request: Request) -> Response:
 
 async def _changes(request: Request) -> Response:
     return _answered("changes", request)
+
+
+async def _report(request: Request) -> Response:
+    return await _handed_out(request, report_of, "text/html", "zeroplan-report.html")
+
+
+async def _picture(request: Request) -> Response:
+    return await _handed_out(request, picture_of, "image/svg+xml", f"zeroplan-{request.query_params.get('picture')}.svg")
+
+
+async def _handed_out(request: Request, make: Callable[[Mapping[str, str]], bytes], media_type: str, name: str) -> Response:
+    """Return a file to save, made beside other answers, since it takes a second."""
+    try:
+        content = await run_in_threadpool(make, dict(request.query_params))
+    except ZeroplanError as error:
+        return JSONResponse({"error": str(error)}, status_code=422)
+    return Response(content, media_type=media_type, headers={"content-disposition": f'attachment; filename="{name}"'})
 
 
 class Planning:

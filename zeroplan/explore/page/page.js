@@ -206,8 +206,15 @@ async function ask(query = said()) {
   if (mine !== state.asked) return;
   if (told.error) { refuse(told.error); return; }
   show(told);
+  toSave(query);
   clearTimeout(state.calm);
   state.calm = setTimeout(() => details(query, mine), state.before ? CALM_MS : 0);
+}
+
+/** Where the files of this job are to be had. */
+function toSave(query) {
+  of("save-report").href = `/api/report?${query}`;
+  for (const picture of ["stages", "timeline"]) of(`save-${picture}`).href = `/api/picture?picture=${picture}&${query}`;
 }
 
 /** What takes longer than the answer, and is asked for where no next move follows within a moment. */

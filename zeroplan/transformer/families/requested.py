@@ -124,7 +124,8 @@ def ending_requests(model: ModelSpec, compute: Compute, batch: Batch, loss: Loss
     """Return the actions of final norm, head and loss. Context-parallel ranks get shifted labels."""
     x = widths(model, compute, batch)
     made = _of_an_ending(ending_of(model, compute, x, loss), marking=marking)
-    return _sized(made if compute.cp == 1 else _without_labels(made), values_of(model, x, compute.tp))
+    values = {**values_of(model, x, compute.tp), "i": compute.prompt_len}
+    return _sized(made if compute.cp == 1 else _without_labels(made), values)
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,42 @@
+"""What a reader takes along from the page: the report, and pictures of the charts, each as one file."""
+
+import threading
+from collections.abc import Mapping
+
+from zeroplan.errors import SpecError
+from zeroplan.estimator import estimate
+from zeroplan.explore.answers import command, resolved_of
+from zeroplan.explore.report import report_html
+from zeroplan.report.series.run import RunSeries, run_of_step
+from zeroplan.report.series.stages import stages
+from zeroplan.report.series.step import step
+from zeroplan.report.series.timeline import TimelineSeries, timeline
+from zeroplan.spec.job import JobSpec
+
+PICTURES = ("stages", "timeline")
+#: matplotlib's settings are those of the process: pictures are drawn one after the other.
+_ONE = threading.Lock()
+
+
+def report_of(said: Mapping[str, str]) -> bytes:
+    """Return the job of the controls as one HTML file, as ``zeroplan report`` writes it."""
+    return report_html(resolved_of(said), command(said)).encode()
+
+
+def picture_of(said: Mapping[str, str]) -> bytes:
+    """Return a picture of the controls' job as SVG, as ``zeroplan plot`` draws it; ``picture`` says which."""
+    from zeroplan.report.plots.inline import svg  # noqa: PLC0415  the page starts without matplotlib
+
+    kind = said.get("picture", "")
+    if kind not in PICTURES:
+        raise SpecError(f"the page has no picture {kind!r}; it has {' and '.join(PICTURES)}")
+    job = resolved_of({name: text for name, text in said.items() if name != "picture"}).job
+    with _ONE:
+        return svg(stages(job) if kind == "stages" else _timeline(job))
+
+
+def _timeline(job: JobSpec) -> RunSeries | TimelineSeries:
+    """The step request by request; where its requests are not known, moment by moment."""
+    moments = timeline(job)
+    found = step(estimate(job), moments)
+    return run_of_step(found) if found.requests else moments
