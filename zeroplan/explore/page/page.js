@@ -521,7 +521,7 @@ function ring(one, cx, cy) {
 const TARGETS = { deepspeed: "DeepSpeed", accelerate: "Accelerate", fsdp2: "FSDP2 script", torchtitan: "torchtitan", megatron: "Megatron" };
 
 function files(found) {
-  of("files").replaceChildren(...found.map((one) => node("div", {}, node("h3", {}, TARGETS[one.target] || one.target), ...(one.refusal ? [node("p", { class: "note" }, worded(one.refusal))] : handedOut(one)))));
+  of("files").replaceChildren(...found.map((one) => node("div", {}, node("h3", {}, TARGETS[one.target] || one.target), ...(one.refusal ? [node("p", { class: "note" }, `Not for this job: ${worded(one.refusal)}`)] : handedOut(one)))));
 }
 
 function handedOut(one) {
@@ -604,7 +604,8 @@ function stages(series, speeds, own) {
   const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Needed by one GPU. ${said}` });
   axis(svg, tall, y, left, width - 8);
   const wide = room * 0.56;
-  series.columns.forEach((one, at) => column(svg, one, [...engines[at], rate(speeds[at], room)], { x: left + room * at + (room - wide) / 2, wide, room }, y, height - bottom, one.stage === own));
+  const line = series.capacity_bytes ? y(series.capacity_bytes) : -Infinity;
+  series.columns.forEach((one, at) => column(svg, one, [...engines[at], rate(speeds[at], room)], { x: left + room * at + (room - wide) / 2, wide, room, line }, y, height - bottom, one.stage === own));
   if (series.capacity_bytes) capacityLine(svg, `the GPU has ${short(series.capacity_bytes)}`, y(series.capacity_bytes), left, width - 8, series.columns.map((one) => y(one.needed_bytes)));
   svg.append(...svg.querySelectorAll("text.total"));
   of("stages").replaceChildren(svg);
@@ -614,7 +615,7 @@ function stages(series, speeds, own) {
 /** Tokens per second and GPU, as a label below a column. */
 const rate = (speed, room) => (speed.refusal ? "" : `${Math.round(speed.tokens_per_s_per_gpu).toLocaleString("en")}${room < 110 ? " tok/s" : " tokens/s per GPU"}`);
 
-function column(svg, one, below, { x, wide, room }, y, floor, chosen) {
+function column(svg, one, below, { x, wide, room, line }, y, floor, chosen) {
   let bottom = 0;
   for (const part of one.parts) {
     const [from, to] = [y(bottom), y(bottom + part.n_bytes)];
@@ -624,7 +625,8 @@ function column(svg, one, below, { x, wide, room }, y, floor, chosen) {
   if (chosen) svg.append(drawn("rect", { x: x - 3, y: y(bottom) - 2, width: wide + 6, height: floor - y(bottom) + 2, class: "peak" }));
   const middle = x + wide / 2;
   const total = one.refusal ? "not offered" : room < 80 ? gib(one.needed_bytes) : `${gib(one.needed_bytes)} GiB`;
-  svg.append(drawn("text", { x: middle, y: y(bottom) - 6, "text-anchor": "middle", class: "total" }, total));
+  const crosses = y(bottom) - 20 < line && line < y(bottom); // the capacity's line would go through the words
+  svg.append(drawn("text", { x: middle, y: (crosses ? line : y(bottom)) - 6, "text-anchor": "middle", class: "total" }, total));
   svg.append(drawn("text", { x: middle, y: floor + 17, "text-anchor": "middle" }, `stage ${one.stage}`));
   below.forEach((line, at) => svg.append(drawn("text", { x: middle, y: floor + 31 + 12 * at, "text-anchor": "middle", class: "faint" }, line)));
   const stage = of(`c-stage-${one.stage}`);
