@@ -16,12 +16,7 @@ from zeroplan.engines.rows import Placed, Row, Sizes, handed_on, is_leaf, made_a
 class Flush(NamedTuple):
     """One bucket that is reduced, and where the backward stands then."""
 
-    low: int
-    high: int
-    """The elements of the row of parameters between which its own lie."""
     fill: int
-    single: bool
-    """It is one gradient."""
     alone: bool
     """It is one gradient too large for the bucket, reduced where it is."""
     arriving: int
@@ -31,6 +26,8 @@ class Flush(NamedTuple):
     """The block that runs and the elements of its gradients made, the arriving one included."""
     sizes: Sizes
     """Elements of its gradients, each on its own."""
+    inside: tuple[Placed, ...]
+    """Its gradients, in the order in which they came."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -41,6 +38,8 @@ class Schedule:
     size: int
     leaves: bool
     flushes: tuple[Flush, ...]
+    fills: dict[int, list[tuple[int, int]]]
+    """Of each block, and the embedding (-1) and the head, the elements made and those in the bucket after each operator."""
 
 
 @lru_cache(maxsize=256)
@@ -58,21 +57,25 @@ def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
     >>> [flush.fill for flush in schedule(row(tiny), 10**9).flushes], len(schedule(row(tiny), 500).flushes)
     ([1352], 3)
     """
-    flushes, inside = list[Flush](), list[Placed]()
-    fill, made, block = 0, 0, whole.n_blocks
-    for together in made_at_once(whole, leaves=leaves):
-        waiting = sum(numel(each) for each in together)
-        made = waiting + (made if together[0].block == block else 0)
-        block = together[0].block
-        for each in together:
-            if fill and fill + numel(each) > size:
-                flushes.append(_flush(inside, fill, size, waiting)._replace(block=block, made=made))
-                inside, fill = [], 0
-            inside.append(each)
-            fill += numel(each)
-            waiting -= numel(each)
-    flushes.append(_flush(inside, fill, size, 0)._replace(made=made))
-    return Schedule(whole, size, leaves, tuple(reversed(flushes)))
+    flushes, inside, fill, made = list[Flush](), list[Placed](), 0, 0
+    fills: dict[int, list[tuple[int, int]]] = {}
+    arriving = groupby(made_at_once(whole, leaves=leaves), key=lambda group: group[0].block)
+    of_block = {block: list(groups) for block, groups in arriving}
+    for block in range(whole.n_blocks, -2, -1):
+        fills[block] = [(0, fill)]
+        for together in of_block.get(block, ()):
+            waiting = sum(map(numel, together))
+            made = waiting + fills[block][-1][0]
+            for each in together:
+                if fill and fill + numel(each) > size:
+                    flushes.append(_flush(inside, size, waiting, block, made))
+                    inside, fill = [], 0
+                inside.append(each)
+                fill += numel(each)
+                waiting -= numel(each)
+            fills[block].append((made, fill))
+    flushes.append(_flush(inside, size, 0, -1, made))
+    return Schedule(whole, size, leaves, tuple(reversed(flushes)), fills)
 
 
 @lru_cache(maxsize=4096)
@@ -81,10 +84,9 @@ def leaf_elements(whole: Row, block: int) -> int:
     return sum(numel(each) for each in whole.placed if each.block == block and is_leaf(whole, each))
 
 
-def _flush(inside: list[Placed], fill: int, size: int, arriving: int) -> Flush:
-    low, high = min(each.start for each in inside), max(each.end for each in inside)
-    sizes = tuple(Counter(map(numel, inside)).items())
-    return Flush(low, high, fill, len(inside) == 1, fill > size, arriving, -1, 0, sizes)
+def _flush(inside: list[Placed], size: int, arriving: int, block: int, made: int) -> Flush:
+    fill, sizes = sum(map(numel, inside)), tuple(Counter(map(numel, inside)).items())
+    return Flush(fill, fill > size, arriving, block, made, sizes, tuple(inside))
 
 
 @lru_cache(maxsize=4096)
@@ -118,25 +120,7 @@ def unreduced_elements(buckets: Schedule, block: int, gradients: int, current: i
     Those of the bucket that fills, and of this block what has not arrived there, the ``current`` ones included.
     """
     made, fill = 0, 0
-    for made_then, filled in _fills(buckets)[block]:
+    for made_then, filled in buckets.fills[block]:
         if made_then <= gradients - current:
             made, fill = made_then, filled
     return fill + gradients - made
-
-
-@lru_cache(maxsize=256)
-def _fills(buckets: Schedule) -> dict[int, tuple[tuple[int, int], ...]]:
-    """Of each block, and the embedding (-1) and the head, the elements made and those in the bucket after each operator."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    whole, fill = buckets.whole, 0
-    arriving = groupby(made_at_once(whole, leaves=buckets.leaves), key=lambda group: group[0].block)
-    of_block = {block: list(groups) for block, groups in arriving}
-    for block in range(whole.n_blocks, -2, -1):
-        made = 0
-        found[block] = [(0, fill)]
-        for group in of_block.get(block, []):
-            for each in group:
-                fill = numel(each) + (fill if fill + numel(each) <= buckets.size else 0)
-                made += numel(each)
-            found[block].append((made, fill))
-    return {block: tuple(after) for block, after in found.items()}

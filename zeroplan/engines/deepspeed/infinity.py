@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule
-from zeroplan.engines.deepspeed.offload import members
 from zeroplan.engines.deepspeed.sources import FLAT_ON_HOST, FP64, NORM_PIECE, STAGE3
 from zeroplan.engines.formulas import times
 from zeroplan.engines.pinned import taken_bytes
@@ -135,7 +134,10 @@ def _swapped(whole: Row, options: DeepSpeedOptions, widths: _Widths, n_ranks: in
 
 
 def sub_groups(whole: Row, size: int, n_ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield this rank's shares of the parameters of each sub-group: it is closed by the share that reaches ``size``."""
+    """Yield this rank's shares of the parameters of each sub-group: it is closed by the share that reaches ``size``.
+
+    Source: DeepSpeed 0.19.8, ``stage3.py``, ``_create_fp16_sub_groups``.
+    """
     inside, filled = list[int](), 0
     for each in whole.placed:
         inside.append(-((each.start - each.end) // n_ranks))  # rounded up
@@ -280,18 +282,12 @@ def refuse_few_pipelined(recipe: RecipeSpec, n_groups: Int) -> None:
 # --- what is on the GPU --------------------------------------------------------------------------------------------------
 
 
-def casts_on_the_way(buckets: Schedule, flush: Flush, n_ranks: Int, *, kept: int, master: int) -> tuple[Line, ...]:
+def casts_on_the_way(flush: Flush, n_ranks: Int, *, kept: int, master: int) -> tuple[Line, ...]:
     """Return what takes a bucket's gradients to NVMe: the casts of all, held until the last is made, and a norm in fp64. [bytes]"""
-    index = buckets.flushes.index(flush)
-    n_bytes = for_each_value(lambda ranks: _casts(buckets, ranks, kept, master)[index], n_ranks)
+    n_bytes = for_each_value(lambda ranks: max(_highest(flush.inside, ranks, kept, master)), n_ranks)
     formula = f"1·{n_bytes}" if isinstance(n_bytes, int) else ""
     reason = "shares of a bucket's gradients as the optimizer takes them, and one in fp64 for its norm"
     return (Line(Kind.REDUCE, n_bytes, reason, formula, f"{STAGE3}, partition_grads"),)
-
-
-@lru_cache(maxsize=256)
-def _casts(buckets: Schedule, n_ranks: int, kept: int, master: int) -> tuple[int, ...]:
-    return tuple(max(_highest(inside, n_ranks, kept, master)) for inside in members(buckets))
 
 
 def _highest(inside: tuple[Placed, ...], n_ranks: int, kept: int, master: int) -> Iterator[int]:
@@ -312,8 +308,8 @@ def beside_swapped(buckets: Schedule, element: int, kept: int, master: int) -> t
 
 def _with_staying(buckets: Schedule, n_ranks: int, kept: int, master: int) -> Iterator[int]:
     stayed = reversed(_stayed(buckets, n_ranks, master)[:-1])
-    for n_bytes, elements in zip(_casts(buckets, n_ranks, kept, master), stayed, strict=True):
-        yield n_bytes + master * elements
+    for flush, elements in zip(buckets.flushes, stayed, strict=True):
+        yield max(_highest(flush.inside, n_ranks, kept, master)) + master * elements
 
 
 def staying(buckets: Schedule, at: tuple[int, int], n_ranks: Int, master: int) -> tuple[Line, ...]:
@@ -340,8 +336,8 @@ def staying_of(buckets: Schedule, reduced: int, n_ranks: Int, master: int) -> tu
 def _stayed(buckets: Schedule, n_ranks: int, master: int) -> tuple[int, ...]:
     """Elements that stay, of no bucket, of the first that is reduced, of the first two and so on."""
     totals = [0]
-    for inside in reversed(members(buckets)):
-        stay = (share for each in inside if _stays(share := ceil_div(each.end - each.start, n_ranks), master))
+    for flush in reversed(buckets.flushes):
+        stay = (share for each in flush.inside if _stays(share := ceil_div(each.end - each.start, n_ranks), master))
         totals.append(totals[-1] + sum(stay))
     return tuple(totals)
 

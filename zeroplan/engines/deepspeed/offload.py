@@ -1,9 +1,5 @@
 """What does DeepSpeed's offload take away from the GPU, and what can it not offload?"""
 
-from functools import lru_cache
-
-from zeroplan.engines.deepspeed.buckets import Schedule
-from zeroplan.engines.rows import Placed, handed_on
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Line
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
@@ -62,19 +58,3 @@ def note(recipe: RecipeSpec) -> tuple[str, ...]:
         if offloaded
     ]
     return ("; ".join(away),) if away else ()
-
-
-@lru_cache(maxsize=256)
-def members(buckets: Schedule) -> tuple[tuple[Placed, ...], ...]:
-    """Return the parameters whose gradients are in each bucket, in the order of its ``flushes``."""
-    found: list[list[Placed]] = [[]]
-    fill = 0
-    for together in handed_on(buckets.whole, leaves=buckets.leaves):
-        for each in together:
-            numel = each.end - each.start
-            if fill and fill + numel > buckets.size:
-                found.append([])
-                fill = 0
-            found[-1].append(each)
-            fill += numel
-    return tuple(tuple(inside) for inside in reversed(found))

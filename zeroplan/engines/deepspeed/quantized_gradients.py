@@ -10,8 +10,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed.buckets import Schedule
-from zeroplan.engines.deepspeed.offload import members
+from zeroplan.engines.deepspeed.buckets import Flush, Schedule
 from zeroplan.engines.rows import Row, row
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Collective, Kind, Line
@@ -148,17 +147,14 @@ def quantized(memory: Memory, shape: Shape, split: Split) -> None:
     memory.hold(-share)
 
 
-@lru_cache(maxsize=256)
-def _shapes(buckets: Schedule) -> tuple[tuple[Shape, ...], ...]:
-    """Of each bucket the shapes of its gradients, in the order of the parameters."""
-    return tuple(
-        tuple(each.parameter.shape for each in sorted(inside, key=lambda each: each.start)) for inside in members(buckets)
-    )
+def _shapes(flush: Flush) -> tuple[Shape, ...]:
+    """The shapes of its gradients, in the order of the parameters."""
+    return tuple(each.parameter.shape for each in sorted(flush.inside, key=lambda each: each.start))
 
 
-def quantized_line(recipe: RecipeSpec, buckets: Schedule, index: int, n_ranks: Int, *, element: int, kept: int) -> Line:
+def quantized_line(recipe: RecipeSpec, flush: Flush, n_ranks: Int, *, element: int, kept: int) -> Line:
     """What reducing a bucket takes where its gradients are quantized. [bytes]"""
-    shapes, local = _shapes(buckets)[index], recipe.deepspeed.gpus_per_node
+    shapes, local = _shapes(flush), recipe.deepspeed.gpus_per_node
 
     def of(ranks: int) -> int:
         return reduction_bytes(shapes, Split(ranks, local, element, kept)) if ranks > local else 0
@@ -171,10 +167,7 @@ def quantized_line(recipe: RecipeSpec, buckets: Schedule, index: int, n_ranks: I
 @lru_cache(maxsize=256)
 def beside_quantized(buckets: Schedule, split: Split) -> tuple[tuple[int, ...], ...]:
     """Of each bucket, what reducing it takes beyond a copy of it, in elements of a weight."""
-    return tuple(
-        (reduction_bytes(shapes, split) // split.element - flush.fill,)
-        for shapes, flush in zip(_shapes(buckets), buckets.flushes, strict=True)
-    )
+    return tuple((reduction_bytes(_shapes(flush), split) // split.element - flush.fill,) for flush in buckets.flushes)
 
 
 def sent_bytes(shape: Shape, split: Split) -> tuple[int, int]:

@@ -19,10 +19,11 @@ from zeroplan.engines.deepspeed.infinity import (
     swaps_parameters,
     weights_in_host,
 )
-from zeroplan.engines.deepspeed.offload import members, offloads_optimizer, offloads_parameters, on_host
+from zeroplan.engines.deepspeed.offload import offloads_optimizer, offloads_parameters, on_host
 from zeroplan.engines.deepspeed.sources import FLAT_ON_HOST, FP64, NORM_PIECE, STAGE3
 from zeroplan.engines.formulas import times
 from zeroplan.engines.pinned import beyond, beyond_symbol
+from zeroplan.engines.rows import numel
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.recipe import RecipeSpec
@@ -39,15 +40,7 @@ def states_on_gpu(recipe: RecipeSpec, states: tuple[Line, ...]) -> tuple[Line, .
     )
 
 
-@lru_cache(maxsize=256)
-def _largest(buckets: Schedule) -> tuple[int, ...]:
-    """Of each bucket, the elements of the largest parameter."""
-    return tuple(max(each.end - each.start for each in inside) for inside in members(buckets))
-
-
-def on_the_way(
-    recipe: RecipeSpec, buckets: Schedule, flush: Flush, n_ranks: Int, *, kept: int, master: int
-) -> tuple[Line, ...]:
+def on_the_way(recipe: RecipeSpec, flush: Flush, n_ranks: Int, *, kept: int, master: int) -> tuple[Line, ...]:
     """Return what takes the largest gradient of a bucket to the host: its share, back from there, and its norm in fp64. [bytes]
 
     ``kept`` and ``master`` are the bytes of an element of the gradient as it is summed up, and as the optimizer takes it.
@@ -55,8 +48,8 @@ def on_the_way(
     if not offloads_optimizer(recipe):
         return ()
     if swaps_optimizer(recipe):
-        return casts_on_the_way(buckets, flush, n_ranks, kept=kept, master=master)
-    share = ceil_div(_largest(buckets)[buckets.flushes.index(flush)], n_ranks)
+        return casts_on_the_way(flush, n_ranks, kept=kept, master=master)
+    share = ceil_div(max(map(numel, flush.inside)), n_ranks)
     cast = master * share if kept != master else 0
     n_bytes = kept * share + maximum(FP64 * minimum(share, NORM_PIECE), cast)
     formula = f"1·{n_bytes}" if isinstance(n_bytes, int) else ""
@@ -69,9 +62,8 @@ def beside_flushes(buckets: Schedule, element: int) -> tuple[tuple[int, ...], ..
 
     Which bucket takes most depends on the number of ranks.
     """
-    return tuple(
-        (0, *(ceil_div(largest, ranks) * (element + FP64) // element for ranks in (8, 1))) for largest in _largest(buckets)
-    )
+    every = (max(map(numel, flush.inside)) for flush in buckets.flushes)
+    return tuple((0, *(ceil_div(largest, ranks) * (element + FP64) // element for ranks in (8, 1))) for largest in every)
 
 
 def host_lines(recipe: RecipeSpec, shares: Shares, states: tuple[Line, ...], temporary: tuple[Line, ...]) -> tuple[Line, ...]:

@@ -80,7 +80,7 @@ def reduce_lines(job: Job, flush: Flush) -> tuple[Line, ...]:
     options = job.recipe.deepspeed
     held = flush.fill if flush.alone or not options.contiguous_gradients else 0
     share = shares(flush.sizes, job.n_ranks)
-    copied = where(flush.fill % job.n_ranks == 0, 0, share * job.n_ranks) if flush.single else share * job.n_ranks
+    copied = where(flush.fill % job.n_ranks == 0, 0, share * job.n_ranks) if len(flush.inside) == 1 else share * job.n_ranks
     copy_formula, cast_formula = _reduce_formulas(job.element, job.kept, flush.sizes)
     cast = job.kept * share if job.kept != job.element else 0
     if is_all_reduced(options, flush):
@@ -96,14 +96,9 @@ def reduce_lines(job: Job, flush: Flush) -> tuple[Line, ...]:
         Line(Kind.REDUCE, job.element * copied, "copy of the bucket that is reduce-scattered",
              unless_zero(copied, copy_formula), _SCATTER),
         Line(kind, cast, "reduced gradients cast to fp32", unless_zero(cast, cast_formula), _CAST),
-        *((_quantized(job, flush),) if quantized else ()),
-        *on_the_way(job.recipe, job.buckets, flush, job.n_ranks, kept=job.kept, master=job.master),
+        *((quantized_line(job.recipe, flush, job.n_ranks, element=job.element, kept=job.kept),) if quantized else ()),
+        *on_the_way(job.recipe, flush, job.n_ranks, kept=job.kept, master=job.master),
     )  # fmt: skip
-
-
-def _quantized(job: Job, flush: Flush) -> Line:
-    at = job.buckets.flushes.index(flush)
-    return quantized_line(job.recipe, job.buckets, at, job.n_ranks, element=job.element, kept=job.kept)
 
 
 @lru_cache(maxsize=4096)

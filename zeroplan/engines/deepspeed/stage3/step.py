@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
+from zeroplan.engines.deepspeed.infinity import sub_groups
 from zeroplan.engines.deepspeed.sources import FP64, STAGE3
 from zeroplan.engines.deepspeed.stage3.job import Job, staying_lines
 from zeroplan.engines.deepspeed.stage3.states import persistent_line
@@ -49,18 +50,8 @@ def group_count(job: Job) -> Int:
 
 @lru_cache(maxsize=4096)
 def groups_of(whole: Row, size: int, n_ranks: int) -> tuple[Group, ...]:
-    """Return this rank's shares in each sub-group.
-
-    A group takes whole parameters, in their order, and is closed by the one whose share reaches ``size``. Source: DeepSpeed
-    0.19.8, ``stage3.py``, ``_create_fp16_sub_groups``.
-    """
-    filled, groups = Group(0, 0), list[Group]()
-    for each in whole.placed:
-        filled = Group(filled.elements - (each.start - each.end) // n_ranks, filled.parameters + 1)
-        if filled.elements >= size:
-            groups.append(filled)
-            filled = Group(0, 0)
-    return (*groups, filled) if filled.elements else tuple(groups)
+    """Return this rank's shares in each sub-group."""
+    return tuple([Group(sum(shares), len(shares)) for shares in sub_groups(whole, size, n_ranks)])
 
 
 def step_temporaries(job: Job, impl: OptimizerImpl) -> tuple[Line, ...]:
