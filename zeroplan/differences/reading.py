@@ -40,7 +40,7 @@ def opened(path: Path) -> Opened:
     if is_snapshot(path, head):
         return _snapshot(path)
     if is_run_or_trace(head):
-        return _large(path)
+        return _of_data(large_data(path), path, f"file {str(path)!r}")
     if path.suffix == ".jsonl":
         raise SpecError(f"file {str(path)!r} has the results of many cases; give one record, as `zeroplan verify` writes it")
     return _small(path)
@@ -79,10 +79,6 @@ def _snapshot(path: Path) -> Opened:
     from zeroplan.snapshots.reading import read_snapshot  # noqa: PLC0415
 
     return Opened(path.name, of_snapshot(read_snapshot(path), path.name), what="snapshot")
-
-
-def _large(path: Path) -> Opened:
-    return _of_data(large_data(path), path, f"file {str(path)!r}")
 
 
 def large_data(path: Path) -> object:

@@ -43,7 +43,12 @@ def answer(
         )
     seen = _Seen.of(task, tracker, target)
     run = DryRun(
-        **_what_ran(task, loop),
+        command=(task.target, *task.arguments),
+        gpus=task.gpus,
+        rank=task.rank,
+        gpu=gpu_named(task.gpu).name,
+        environment=environment(),
+        ended=loop.ended,
         **_by_kind_and_place(seen, tracker),
         **_of_the_allocator(seen, task),
         **_assumed(task, stand_ins),
@@ -75,13 +80,6 @@ class _Seen(NamedTuple):
         return cls(
             timeline, replays, workspace_bytes, rows, trace_of(timeline, tracker.lines, target=target, operators=operators)
         )
-
-
-def _what_ran(task: DryRunTask, loop: Loop) -> dict[str, Any]:
-    return {
-        "command": (task.target, *task.arguments), "gpus": task.gpus, "rank": task.rank, "gpu": gpu_named(task.gpu).name,
-        "environment": environment(), "ended": loop.ended,
-    }  # fmt: skip
 
 
 def _by_kind_and_place(seen: _Seen, tracker: ScriptTracker) -> dict[str, Any]:

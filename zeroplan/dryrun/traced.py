@@ -41,7 +41,12 @@ def trace_of(
         lines=tuple(where.known),
         sources=_sources(tuple(where.known), target),
         spans=tuple(SpanRecorded(step=span.step, phase=span.phase.value, start=span.start) for span in recording.spans),
-        collectives=_collectives(recording),
+        collectives=tuple(
+            CollectiveRecorded(
+                operation=call.operation, dtype=call.dtype, group=call.group, n_bytes=call.n_bytes, moment=call.moment
+            )
+            for call in recording.calls
+        ),
         blocks=blocks,
         operators=operators,
         emptied=recording.emptied,
@@ -90,15 +95,6 @@ class _Names:
 
     def numbered(self, names: Sequence[str]) -> tuple[int, ...]:
         return tuple(self.known.setdefault(name, len(self.known)) for name in names)
-
-
-def _collectives(recording: Recording) -> tuple[CollectiveRecorded, ...]:
-    return tuple(
-        CollectiveRecorded(
-            operation=call.operation, dtype=call.dtype, group=call.group, n_bytes=call.n_bytes, moment=call.moment
-        )
-        for call in recording.calls
-    )
 
 
 def _sources(lines: Sequence[str], target: str) -> tuple[str, ...]:

@@ -29,7 +29,6 @@ from zeroplan.transformer.families.megatron import CROSS, ENCODED
 from zeroplan.transformer.megatron import (
     UNGATED,
     Cost,
-    Layer,
     Layers,
     drops_hidden,
     element_of,
@@ -138,11 +137,6 @@ def _aware(recipe: RecipeSpec) -> Bytes:
     widened = 0 if moments == ("bf16", "bf16") else sum(dtype != "fp32" for dtype in moments)
     widened += options.main_params_dtype != "fp32"
     return plain._replace(gradient=2 if narrow else 4, master=2 if halved else 4, at_step=4 * widened)
-
-
-def _moments_of(recipe: RecipeSpec) -> int:
-    """Adam's two. [bytes per parameter]"""
-    return _WIDTHS[recipe.megatron.exp_avg_dtype] + _WIDTHS[recipe.megatron.exp_avg_sq_dtype]
 
 
 class Rank(NamedTuple):
@@ -444,7 +438,7 @@ def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
     if width.master:
         reason = "fp32 copy of the weights" if width.master == 4 else "main weights in 16 bits, or what they have beyond bf16"
         yield Line(Kind.OPTIMIZER_STATE, width.master * share, reason, f"{width.master}·{shared}", OPTIMIZER)
-    both = _moments_of(recipe)
+    both = _WIDTHS[recipe.megatron.exp_avg_dtype] + _WIDTHS[recipe.megatron.exp_avg_sq_dtype]
     yield Line(Kind.OPTIMIZER_STATE, both * share, "momentum and variance", f"{both}·{shared}", OPTIMIZER)
 
 
@@ -674,7 +668,10 @@ def _in_layers(
         if kind == "decoder":
             yield from _encoded(layers, model, recipe)
         several = f"({formula} - {over})" if over else formula
-        for letter, lines, what in _kept_by(layers.kinds[kind]):
+        for letter, lines, what in (
+            ("S", layers.kinds[kind].kept, "keep"),
+            ("Z", layers.kinds[kind].statistics, "keep of statistics"),
+        ):
             if lines:
                 reason = f"what {flying.words[number]} {what}, of every chunk in flight"
                 n_bytes = maximum(0, count - over) * total_bytes(lines)
@@ -687,10 +684,6 @@ def _encoded(layers: Layers, model: ModelSpec, recipe: RecipeSpec) -> Iterator[L
     yield Line(Kind.ACTIVATIONS, e * tokens * model.hidden_size, ENCODED, "e·T_e·h", CROSS)
     norm = (e * model.hidden_size + 8) * tokens
     yield Line(Kind.ACTIVATIONS, norm, "input and statistics of the encoder's final norm", "(e·h + 8)·T_e", T5)
-
-
-def _kept_by(layer: Layer) -> tuple[tuple[str, tuple[Line, ...], str], ...]:
-    return ("S", layer.kept, "keep"), ("Z", layer.statistics, "keep of statistics")
 
 
 def _embedded(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:

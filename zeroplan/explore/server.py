@@ -120,7 +120,7 @@ def _file(name: str, media_type: str) -> Callable[[], Response]:
 
 
 async def _controls() -> Response:
-    return _json(controls_payload())
+    return Response(text_of(controls_payload()), media_type=_JSON)
 
 
 async def _answer(request: Request) -> Response:
@@ -200,10 +200,6 @@ def _said(what: str, said: tuple[tuple[str, str], ...]) -> bytes:
 
 _ANSWERS = {"answer": answer_payload, "step": step_payload, "changes": changes_payload}
 _JSON = "application/json"
-
-
-def _json(data: dict[str, object]) -> Response:
-    return Response(text_of(data), media_type=_JSON)
 
 
 class Guarded:

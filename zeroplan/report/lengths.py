@@ -12,7 +12,10 @@ _FLASH = "Sequences that are joined or packed also need --attention flash."
 
 def lengths_lines(found: Lengths, unit: Unit) -> tuple[str, ...]:
     """Return the lengths in a sentence, and a row for each way of batching."""
-    rows = [(f"A step's peak, {unit.name}", _HEADS), *((_name(one), _figures(one, unit)) for one in (found.own, *found.others))]
+    rows = [
+        (f"A step's peak, {unit.name}", _HEADS),
+        *((one.flags or f"{one.batching.way}, as asked", _figures(one, unit)) for one in (found.own, *found.others)),
+    ]
     table = [f"{name:<{_NAME}}" + "".join(map(str.rjust, figures, _WIDTHS)) for name, figures in rows]
     return (*filled(_sentence(found)), *table, *([_FLASH] if found.needs_flash else []))
 
@@ -25,10 +28,6 @@ def lengths_payload(found: Lengths) -> dict[str, object]:
         "longest_tokens": max(tokens), "drawn": found.varying.drawn,
         "batchings": [{**one._asdict(), "batching": one.batching._asdict()} for one in (found.own, *found.others)],
     }  # fmt: skip
-
-
-def _name(one: Peaks) -> str:
-    return one.flags or f"{one.batching.way}, as asked"
 
 
 def _figures(one: Peaks, unit: Unit) -> tuple[str, ...]:

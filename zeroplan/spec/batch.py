@@ -42,6 +42,15 @@ class Columns(NamedTuple):
     grad_accum_steps: Int
 
 
+def of_a_rank(batch: Batch, ranks: int) -> Batch:
+    """Return one rank's share of the batch, where so many ranks share every sequence.
+
+    >>> of_a_rank(BatchSpec(seq_len=8192), 4).seq_len
+    2048
+    """
+    return batch if ranks == 1 else Columns(batch.micro_batch_size, batch.seq_len // ranks, batch.grad_accum_steps)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec(Spec):
     """The batch of one job."""

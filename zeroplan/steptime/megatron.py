@@ -207,13 +207,12 @@ def _column_share(model: ModelSpec) -> float:
         run.layers * parameter.numel
         for run in whole.runs
         for parameter in run.parameters
-        if len(parameter.shape) > 1 and is_split(parameter.name) and not is_expert(parameter) and not _is_row(parameter.name)
+        if len(parameter.shape) > 1
+        and is_split(parameter.name)
+        and not is_expert(parameter)
+        and parameter.name.rpartition(".")[0].rpartition(".")[2] not in BY_ROWS
     )
     return split / block_matrices(whole)
-
-
-def _is_row(name: str) -> bool:
-    return name.rpartition(".")[0].rpartition(".")[2] in BY_ROWS
 
 
 def _slowest(ranks: tuple[_RankTime, ...]) -> tuple[Part, ...]:

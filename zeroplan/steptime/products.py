@@ -128,7 +128,7 @@ def of_block(
         if len(one.shape) < 2 or min(one.shape[-2:]) == 1:
             continue
         expert = one.active_share != (1, 1)
-        module = _module(one.name, expert=expert)
+        module = one.name.rpartition(".")[2] if expert else one.name.rpartition(".")[0].rpartition(".")[2]
         if module == "gate_proj" and not gated:
             continue
         product = _expert(one, layers, ep, etp, gated=gated) if expert else _linear(one, module, layers, tp)
@@ -138,10 +138,6 @@ def of_block(
         before = found.get(name)
         found[name] = product if before is None else before._replace(columns=before.columns + product.columns)
     return tuple(found.values())
-
-
-def _module(name: str, *, expert: bool) -> str:
-    return name.rpartition(".")[2] if expert else name.rpartition(".")[0].rpartition(".")[2]
 
 
 def _linear(one: Parameter, module: str, layers: float, tp: int) -> Product:

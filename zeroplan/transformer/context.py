@@ -1,31 +1,10 @@
 """What context parallelism changes outside the blocks: a rank's share of the batch, and labels that arrive shifted."""
 
-from typing import NamedTuple
-
 from zeroplan.ledger import Kind, Line, Role
-from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.transformer.blocks import HeadPass
 
 BUFFERS = "torch 2.13, torch/distributed/tensor/experimental/_context_parallel/_attention.py, context_parallel"
-
-
-class LocalBatch(NamedTuple):
-    """One rank's batch: a share of every sequence."""
-
-    micro_batch_size: Int
-    seq_len: Int
-    grad_accum_steps: Int
-
-
-def local_batch(batch: Batch, ranks: int) -> LocalBatch:
-    """Return one rank's share of the batch's sequences.
-
-    >>> from zeroplan.spec.batch import BatchSpec
-    >>> local_batch(BatchSpec(seq_len=8192), 4).seq_len
-    2048
-    """
-    return LocalBatch(batch.micro_batch_size, batch.seq_len // ranks, batch.grad_accum_steps)
 
 
 def whole_sequences(batch: Batch, ranks: int, reason: str = "ids, labels and positions of whole sequences") -> Line:

@@ -17,6 +17,7 @@ from zeroplan.engines.activations_away import with_activations_away
 from zeroplan.engines.ddp.reducer import levels_of, plan_of
 from zeroplan.engines.ddp.step import Casts, Training
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
+from zeroplan.engines.formulas import times
 from zeroplan.engines.frozen import ROUTED, frozen_lines, frozen_symbols
 from zeroplan.engines.micro_batch import Lines
 from zeroplan.engines.optimizers import (
@@ -173,12 +174,7 @@ def _of_each(letter: str, kinds: tuple[str, ...], numbers: tuple[int, ...], mean
 
 
 def _whole(kind: Kind, element_bytes: int, elements: Int, reason: str, source: str) -> Line:
-    return Line(kind, element_bytes * elements, reason, _psi(element_bytes), source)
-
-
-def _psi(element_bytes: int) -> str:
-    """An element's bytes for every parameter."""
-    return "4·Ψ" if element_bytes == 4 else "2·Ψ"
+    return Line(kind, element_bytes * elements, reason, times(element_bytes, "Ψ"), source)
 
 
 def _gradient_states(recipe: RecipeSpec, element_bytes: int, total: int, ranks: Int) -> tuple[Line, Lines]:

@@ -22,7 +22,7 @@ from zeroplan.engines.optimizers import counted, step_temporary_lines
 from zeroplan.engines.pinned import beyond, beyond_symbol
 from zeroplan.ledger import Line
 from zeroplan.numeric import ceil_div
-from zeroplan.spec.batch import Batch
+from zeroplan.spec.batch import Batch, of_a_rank
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -36,10 +36,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
     Source: the files named in each line; verified against real runs on CPU tensors with a fake process group.
     """
-    if mesh.cp != 1:
-        from zeroplan.transformer.context import local_batch  # noqa: PLC0415  keeps start-up fast
-
-        batch = local_batch(batch, int(mesh.cp))
+    batch = of_a_rank(batch, int(mesh.cp))
     plan = make_plan(model, recipe, mesh, batch)
     states = (*plan.persistent, plan.gradient_shards(plan.every_layer, "after backward", plan.trained_outside))
     temporaries = step_temporary_lines(

@@ -28,7 +28,7 @@ from zeroplan.engines.precisions import compute_of
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, Moment, Phase, Role, Tag
 from zeroplan.numeric import Int
-from zeroplan.spec.batch import Batch
+from zeroplan.spec.batch import Batch, of_a_rank
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import SPLIT, PipelineSchedule, Stage, cut, indices_of_rank, stages_per_rank
@@ -63,7 +63,7 @@ def accounts_of(
 ) -> tuple[Account, ...]:  # fmt: skip
     """The same of some ranks alone. [bytes]"""
     here = arranged(model, recipe, mesh)
-    batch = here.local(batch)
+    batch = of_a_rank(batch, here.cp)
     indices = [here.indices(rank) for rank in ranks]
     every = tuple(here.stages[at] for mine in indices for at in mine)
     plans = iter(stage_plans(here.model, here.recipe, mesh, batch, every))
@@ -99,14 +99,6 @@ class Arranged(NamedTuple):
     def place(self, rank: int, micro_batches: int) -> Place:
         """Where in the pipeline a rank stands."""
         return Place(self.schedule, rank, self.pp, self.chunks, micro_batches)
-
-    def local(self, batch: Batch) -> Batch:
-        """What of a batch goes through one rank."""
-        if self.cp == 1:
-            return batch
-        from zeroplan.transformer.context import local_batch  # noqa: PLC0415  keeps start-up fast
-
-        return local_batch(batch, self.cp)
 
 
 def arranged(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Arranged:

@@ -22,7 +22,7 @@ from zeroplan.engines.pipeline.waiting import Rank, highest_of_alike, sizes_of, 
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Kind, Line
 from zeroplan.memo import recalled
-from zeroplan.spec.batch import Batch, Numbers
+from zeroplan.spec.batch import Batch, Numbers, of_a_rank
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import SPLIT, Stage
@@ -111,7 +111,7 @@ class Weigher:
         fewer, part = layers_of(here.model, stage, tp=mesh.tp, ep=mesh.ep)
         own, split = recipe_of(here.recipe, stage), here.recipe.pipeline_schedule in SPLIT
         again = own.recompute, own.recompute_layers
-        local = here.local(batch)
+        local = of_a_rank(batch, here.cp)
 
         def key() -> Hashable:
             several = min(batch.grad_accum_steps, 3)  # all that a plan knows of them
@@ -135,7 +135,7 @@ class WeighedRank:
         here = of.here
         self.number, self.whole_batch = number, batch
         self.of, self.place = of, here.place(number, batch.grad_accum_steps)
-        self.batch: Batch = here.local(batch)
+        self.batch: Batch = of_a_rank(batch, here.cp)
         self.stages = tuple([here.stages[at] for at in here.indices(number)])
         self.worked = tuple([of.worked(stage, batch) for stage in self.stages])
         self.plans = tuple([one.stage._replace(stage=stage) for one, stage in zip(self.worked, self.stages, strict=True)])

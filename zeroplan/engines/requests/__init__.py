@@ -15,7 +15,6 @@ from zeroplan.engines.requests.log import Log, Starts
 from zeroplan.engines.requests.model import ModelPass
 from zeroplan.errors import SpecError
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.spec.releases import release_of
 from zeroplan.transformer.families.definition import definition_of
@@ -83,7 +82,7 @@ def not_written(job: JobSpec) -> str:
         (model.vision is not None, "a vision tower"),
         *(_of_pipelines(job) if mesh.pp > 1 else ()),
         (
-            recipe.loss == "chunked" and recipe.engine != "fsdp2" and _has_tied_head(model),
+            recipe.loss == "chunked" and recipe.engine != "fsdp2" and trained_layout(model).tied_head is not None,
             "a loss in chunks whose head is the embedding",
         ),
         (
@@ -135,8 +134,3 @@ def _of_stage_3(job: JobSpec) -> tuple[tuple[bool, str], ...]:
         ("nvme" in (options.offload_optimizer, options.offload_param), "DeepSpeed's offload to NVMe"),
         (job.model.linear is not None, "DeepSpeed stage 3 with linear attention"),
     )
-
-
-def _has_tied_head(model: ModelSpec) -> bool:
-    """Whether the embedding gets a gradient of the head."""
-    return trained_layout(model).tied_head is not None

@@ -22,7 +22,7 @@ from zeroplan.engines.requests.model import ENDING, ModelPass
 from zeroplan.engines.requests.optimizer import Update
 from zeroplan.ledger import Among, Kind
 from zeroplan.numeric import Int, ceil_div
-from zeroplan.spec.batch import Batch
+from zeroplan.spec.batch import Batch, of_a_rank
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -432,15 +432,7 @@ class Step(Runtime, ModelPass):
                 log.release(one)
 
 
-def _rank_batch(job: JobSpec) -> Batch:
-    if job.mesh.cp == 1:
-        return job.batch
-    from zeroplan.transformer.context import local_batch  # noqa: PLC0415  keeps start-up fast
-
-    return local_batch(job.batch, job.mesh.cp)
-
-
 def step_of(job: JobSpec, log: Log) -> Step:
     """A rank's micro-batches and steps."""
-    batch = _rank_batch(job)
+    batch = of_a_rank(job.batch, job.mesh.cp)
     return Step(job.model, job.mesh, make_plan(job.model, job.recipe, job.mesh, batch), batch, log)

@@ -20,7 +20,7 @@ from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.model import ENDING
 from zeroplan.engines.requests.optimizer import Update
 from zeroplan.ledger import Among, Kind, Phase
-from zeroplan.spec.batch import Batch
+from zeroplan.spec.batch import Batch, of_a_rank
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -342,7 +342,7 @@ class RankStep:
     def __init__(self, job: JobSpec, rank: int, log: Log) -> None:
         """Cut the model, and take the rank's stages."""
         here = arranged(job.model, job.recipe, job.mesh)
-        batch = here.local(job.batch)
+        batch = of_a_rank(job.batch, here.cp)
         mine = tuple(here.stages[at] for at in here.indices(rank))
         self.plans = stage_plans(here.model, here.recipe, job.mesh, batch, mine)
         models = [layers_of(here.model, stage, tp=int(job.mesh.tp), ep=int(job.mesh.ep))[0] for stage in mine]

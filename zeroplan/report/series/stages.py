@@ -104,13 +104,9 @@ def _column(job: JobSpec, stage: Stage, own: Estimate) -> StageColumn:
     return StageColumn(
         stage=stage,
         engine=engine_words(there),
-        parts=parts(answer.peak.lines, outside_bytes=_outside(answer)),
+        parts=parts(answer.peak.lines, outside_bytes=int(answer.outside_band.expected_bytes)),
         moment=answer.peak.name,
         needed_bytes=answer.least_bytes,
         comfortable_bytes=max(answer.comfortable_bytes, answer.least_bytes),
         verdict=answer.verdict,
     )
-
-
-def _outside(answer: Estimate) -> int:
-    return int(answer.outside_band.expected_bytes)

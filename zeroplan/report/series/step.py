@@ -131,17 +131,12 @@ def _shown(log: Log) -> list[int]:
     """Return which deeds of the last step are drawn: of neighbours that share a column, the one after which most is alive."""
     sizes = [one.n_bytes for one in log.requests]
     live = list(accumulate(sizes[deed] if deed >= 0 else -sizes[-1 - deed] for deed in log.deeds))
-    first = _first(log)
+    first = min(one.start for one in log.spans if one.step == log.spans[-1].step)
     return [
         max(range(begin, end), key=live.__getitem__)
         for stretch in _stretches(log, first)
         for begin, end in pairwise(_ends(stretch, len(live) - first))
     ]
-
-
-def _first(log: Log) -> int:
-    """Return the first deed of the last step."""
-    return min(one.start for one in log.spans if one.step == log.spans[-1].step)
 
 
 def _stretches(log: Log, first: int) -> Iterator[tuple[range, bool]]:
