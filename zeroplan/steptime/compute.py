@@ -15,7 +15,7 @@ from zeroplan.steptime.efficiency import Efficiency, matrices_share
 from zeroplan.steptime.launches import SOURCE as LAUNCHES
 from zeroplan.steptime.launches import Launched, launching
 from zeroplan.steptime.parts import Part
-from zeroplan.steptime.pointwise import Traffic
+from zeroplan.steptime.pointwise import Moved
 from zeroplan.steptime.products import Machine, Passes, Product, casts, seconds
 from zeroplan.steptime.tables import CUDNN_BACKWARD_SHARE, attention_share, cudnn_forward, table_of
 from zeroplan.steptime.tables import SOURCE as TABLES
@@ -370,7 +370,7 @@ def _core_seconds(asked: Work, rates: Rates) -> Passes:
     return Passes(forward, backward / ATTENTION_BACKWARD_SHARE)
 
 
-def _moved(traffic: Traffic, rates: Rates) -> Passes:
+def _moved(traffic: Moved, rates: Rates) -> Passes:
     return Passes(traffic.forward / rates.bandwidth, traffic.backward / rates.bandwidth)
 
 

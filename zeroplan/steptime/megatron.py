@@ -43,7 +43,7 @@ from zeroplan.steptime.compute import (
 from zeroplan.steptime.links import SOURCE, Group, Links, neighbours, seconds, strided
 from zeroplan.steptime.parts import Does, Part, StepTime
 from zeroplan.steptime.pipeline import BUBBLE, Bubble
-from zeroplan.steptime.pointwise import Split, Traffic
+from zeroplan.steptime.pointwise import Moved, Split
 from zeroplan.steptime.products import Product, of_block, of_head
 from zeroplan.steptime.sending import slowed
 from zeroplan.steptime.stepping import stepping
@@ -146,18 +146,18 @@ def _work(rank: Rank, case: _Case, kernels: StepKernels, one: BatchSpec) -> Work
     tokens = 1.0 * one.micro_batch_size * one.seq_len / cp
     split = Split(tokens, tp, recipe.sequence_parallel, ep)
     products: tuple[Product, ...] = ()
-    moved = Traffic()
+    moved = Moved()
     etp = recipe.megatron.expert_tensor_parallel_size
     for run, layers in zip(layout(model).runs, rank.counts, strict=True):
         linear = of_block(run.parameters, layers, tp=tp, ep=ep, etp=etp, at_once=True, gated=gated, sharing=tp)
         each = pointwise.of_block(model, kernels, split, experts=run.kind == "moe", gated=gated).and_of(multiplying(linear))
-        products, moved = products + linear, moved.and_of(Traffic(*(layers * part for part in each)))
+        products, moved = products + linear, moved.and_of(Moved(*(layers * part for part in each)))
     fused = kernels if recipe.megatron.cross_entropy_fusion_impl is None else "fused"
     ends = pointwise.of_ends(model, fused if fused == "fused" and kernels == "fused" else "eager", split)
     head = of_head(float(padded_vocabulary(model, recipe, mesh)), model.hidden_size, tp=tp) if rank.has_head else ()
     return Work(
         tokens, products, head, core_of(model, recipe, one, Ranks(tp, cp), rank.layers), moved,
-        ends.and_of(multiplying(head)) if rank.has_head else Traffic(), layers=rank.layers,
+        ends.and_of(multiplying(head)) if rank.has_head else Moved(), layers=rank.layers,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from zeroplan.steptime.efficiency import LINK_SOURCE
 from zeroplan.steptime.links import Links, seconds, strided
 from zeroplan.steptime.parts import Does, Part
 from zeroplan.steptime.played import Costs, played
-from zeroplan.steptime.pointwise import Traffic
+from zeroplan.steptime.pointwise import Moved
 from zeroplan.steptime.sending import group_of, joining
 from zeroplan.steptime.work import Core, Work, combined, of_one, without_head, work
 
@@ -118,7 +118,7 @@ def _costs(
 ) -> Costs:  # fmt: skip
     """Return the time of one micro-batch on one stage: weight gradients take as long as the forward's matrix products."""
     whole = _computing(asked, model, recipe, batch, rates, mfu)
-    matrices = asked._replace(core=Core(), moved=Traffic(), ends_moved=Traffic())
+    matrices = asked._replace(core=Core(), moved=Moved(), ends_moved=Moved())
     weights = _computing(matrices, model, recipe, batch, rates, mfu).forward_s
     steps = batch.grad_accum_steps
     return Costs(whole.forward_s / steps, (whole.backward_s - weights) / steps, weights / steps)

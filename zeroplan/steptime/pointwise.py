@@ -30,16 +30,23 @@ _WRITTEN_OUT = ("gelu_new", "gelu_fast")
 
 
 class Moved(NamedTuple):
-    """Bytes per element of a forward and a backward, and how many kernels they are."""
+    """Bytes of a forward and a backward, and their kernels: of a rank's micro-batch, or of an operator, per element."""
 
-    forward: float
-    backward: float
-    kernels: float = 1.0
-    backward_kernels: float = 2.0
+    forward: float = 0.0
+    backward: float = 0.0
+    kernels: float = 0.0
+    backward_kernels: float = 0.0
 
-    def times(self, width: float) -> "Moved":
-        """Return the bytes of ``width`` elements."""
-        return self._replace(forward=width * self.forward, backward=width * self.backward)
+    def plus(self, one: "Moved", width: float, times: float = 1.0) -> "Moved":
+        """Return the sum with ``times`` operators on ``width`` elements."""
+        return Moved(
+            self.forward + times * width * one.forward, self.backward + times * width * one.backward,
+            self.kernels + times * one.kernels, self.backward_kernels + times * one.backward_kernels,
+        )  # fmt: skip
+
+    def and_of(self, other: "Moved") -> "Moved":
+        """Return the sum of two."""
+        return Moved(*(one + two for one, two in zip(self, other, strict=True)))
 
 
 #: Operators by kernels.
@@ -63,26 +70,6 @@ _LAYOUT: dict[StepKernels, Moved] = {"eager": Moved(4, 4, 1, 1), "fused": Moved(
 
 #: The embedding; its kernels are also those of tables of positions and of the mask.
 _EMBEDDING = Moved(4, 4, 22, 2)
-
-
-class Traffic(NamedTuple):
-    """Bytes of one micro-batch's forward and backward on a rank, and kernels."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    kernels: float = 0.0
-    backward_kernels: float = 0.0
-
-    def plus(self, one: Moved, width: float, times: float = 1.0) -> "Traffic":
-        """Return the sum with ``times`` operators on ``width`` elements."""
-        return Traffic(
-            self.forward + times * width * one.forward, self.backward + times * width * one.backward,
-            self.kernels + times * one.kernels, self.backward_kernels + times * one.backward_kernels,
-        )  # fmt: skip
-
-    def and_of(self, other: "Traffic") -> "Traffic":
-        """Return the sum of two."""
-        return Traffic(*(one + two for one, two in zip(self, other, strict=True)))
 
 
 class Split(NamedTuple):
@@ -112,14 +99,14 @@ def of_block(
     experts: bool,
     gated: bool | None = None,
     fused: tuple[str, ...] = (),
-) -> Traffic:
+) -> Moved:
     """Return what one block moves beside its matrices and attention; ``fused``: its parts with a kernel of their own."""
     tokens, tp = split.tokens, split.tp
     hidden = tokens * model.hidden_size / (tp if split.sequence else 1)
     norm = _norm(model, kernels, fused)
     queries = tokens * model.num_attention_heads * model.head_dim / tp
     keys = tokens * model.num_key_value_heads * model.head_dim / tp
-    total = Traffic().plus(norm, hidden, 4 if model.family in _FOUR_NORMS else 2).plus(_RESIDUAL[kernels], hidden, 2)
+    total = Moved().plus(norm, hidden, 4 if model.family in _FOUR_NORMS else 2).plus(_RESIDUAL[kernels], hidden, 2)
     total = total.plus(_LAYOUT[kernels], queries)
     if model.head_norms:
         total = total.plus(norm, queries).plus(norm, keys)
@@ -132,7 +119,7 @@ def of_block(
     return total.and_of(_mlp(model, kernels, split, experts=experts, gated=gated))
 
 
-def _mlp(model: ModelSpec, kernels: StepKernels, split: Split, *, experts: bool, gated: bool | None) -> Traffic:
+def _mlp(model: ModelSpec, kernels: StepKernels, split: Split, *, experts: bool, gated: bool | None) -> Moved:
     moe = model.moe if experts else None
     if gated is None:
         gated = model.family not in _PLAIN_MLP
@@ -140,11 +127,11 @@ def _mlp(model: ModelSpec, kernels: StepKernels, split: Split, *, experts: bool,
     if moe is None:
         width = split.tokens * model.intermediate_size / split.tp
         biases = _BIAS_BACKWARD * (width + split.tokens * model.hidden_size) if model.mlp_bias else 0.0
-        found = Traffic().plus(act, width)
+        found = Moved().plus(act, width)
         return found._replace(backward=found.backward + biases)
     routed = split.tokens * moe.num_experts_per_tok / (split.tp if split.sequence else 1)
     shared = split.tokens * moe.num_shared_experts / split.tp
-    found = Traffic().plus(act, (routed + shared) * moe.moe_intermediate_size)
+    found = Moved().plus(act, (routed + shared) * moe.moe_intermediate_size)
     return found.plus(_ROUTED, routed * model.hidden_size)
 
 
@@ -174,9 +161,9 @@ _UNPACKED = {"nf4": Moved(2.57, 2.57, 5, 8), "nf4-double": Moved(2.7, 2.7, 7, 10
 _WIDE_RESIDUAL, _WIDE_INPUT = Moved(12, 12, 0, 0), Moved(30, 30, 5, 5)
 
 
-def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: float, *, autocast: bool) -> Traffic:
+def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: float, *, autocast: bool) -> Moved:
     """Return what the adapters of one block move, and its weights in four bits."""
-    adapter, total = model.adapter, Traffic()
+    adapter, total = model.adapter, Moved()
     if adapter is None:
         return total
     how = "fp32" if adapter.compute == "fp32" else "autocast" if autocast else "plain"
@@ -194,8 +181,8 @@ def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: float
     return total
 
 
-def of_ends(model: ModelSpec, kernels: StepKernels, split: Split, fused: tuple[str, ...] = ()) -> Traffic:
+def of_ends(model: ModelSpec, kernels: StepKernels, split: Split, fused: tuple[str, ...] = ()) -> Moved:
     """Return what the last norm, the loss and the embedding move."""
     hidden = split.tokens * model.hidden_size / (split.tp if split.sequence else 1)
     logits, loss = split.tokens * model.vocab_size / split.tp, LOGITS[_of_part(kernels, "cross-entropy", fused)]
-    return Traffic().plus(_norm(model, kernels, fused), hidden).plus(loss, logits).plus(_EMBEDDING, hidden)
+    return Moved().plus(_norm(model, kernels, fused), hidden).plus(loss, logits).plus(_EMBEDDING, hidden)

@@ -9,7 +9,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec, StepKernels
 from zeroplan.steptime import pointwise
-from zeroplan.steptime.pointwise import Split, Traffic
+from zeroplan.steptime.pointwise import Moved, Split
 from zeroplan.steptime.products import Product, of_block, of_head
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.flops import attention_layers, attention_widths, linear_attention_flops
@@ -33,7 +33,7 @@ class Core(NamedTuple):
     """Of one head."""
     tokens: float = 1.0
     """Of the keys that one kernel reads."""
-    moved: Traffic = Traffic()
+    moved: Moved = Moved()
     """Scores that are written out."""
 
 
@@ -45,9 +45,9 @@ class Work(NamedTuple):
     """Linear layers of the blocks."""
     head: tuple[Product, ...]
     core: Core
-    moved: Traffic
+    moved: Moved
     """By operators of the blocks beside matrices and attention."""
-    ends_moved: Traffic
+    ends_moved: Moved
     """By the embedding, the last norm and the loss."""
     other_flops: float = 0.0
     """Operations in the blocks without a shape: linear attention, a traced module. [FLOPs]"""
@@ -83,7 +83,7 @@ class Work(NamedTuple):
 
 
 #: Launches of a block's casts under autocast (DDP), whose bytes :func:`copies_of` has: counted in Llama, transformers 5.23.
-_CASTS = Traffic(0.0, 0.0, 10.0, 16.0)
+_CASTS = Moved(0.0, 0.0, 10.0, 16.0)
 
 
 class Ranks(NamedTuple):
@@ -109,7 +109,7 @@ def work(
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len / cp
     split = Split(tokens, tp, sequence=tp > 1, ep=expert_ranks)
     products: tuple[Product, ...] = ()
-    moved = Traffic()
+    moved = Moved()
     for run in whole.runs:
         linear = of_block(run.parameters, run.layers, tp=tp, ep=expert_ranks, sharing=tp)
         one = pointwise.of_block(model, kernels, split, experts=run.kind == "moe", fused=recipe.fused_parts)
@@ -117,7 +117,7 @@ def work(
         if recipe.engine == "ddp" and model.adapter is None and widths(recipe.precision).name != "fp32":
             one = one.and_of(_CASTS)
         one = one.and_of(pointwise.of_adapters(model, run.parameters, tokens, autocast=_autocasts_adapters(model, recipe)))
-        products, moved = products + linear, moved.and_of(Traffic(*(run.layers * each for each in one)))
+        products, moved = products + linear, moved.and_of(Moved(*(run.layers * each for each in one)))
     head = of_head(model.vocab_size, model.hidden_size, tp=tp, frozen=model.adapter is not None)
     fused_loss = ("cross-entropy",) if recipe.loss == "fused" else ()
     return Work(
@@ -133,10 +133,10 @@ def _autocasts_adapters(model: ModelSpec, recipe: RecipeSpec) -> bool:
     return mixed and (recipe.engine == "ddp" or (recipe.engine == "fsdp1" and not model.is_quantised))
 
 
-def multiplying(products: tuple[Product, ...]) -> Traffic:
+def multiplying(products: tuple[Product, ...]) -> Moved:
     """Return the kernels of linear layers, one for a layer's experts together, and of attention between them."""
     core = float(len(products) > 1)
-    return Traffic(0.0, 0.0, core + len(products), core + sum(2.0 - one.frozen for one in products))
+    return Moved(0.0, 0.0, core + len(products), core + sum(2.0 - one.frozen for one in products))
 
 
 def core_of(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, ranks: Ranks, layers: float) -> Core:
@@ -148,15 +148,15 @@ def core_of(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, ranks: Ranks
     heads = batch.micro_batch_size * model.num_attention_heads / ranks.tp
     written = heads * seq_len * seq_len / ranks.cp if eager else 0.0
     fused = recipe.engine == "megatron" and recipe.megatron.masked_softmax_fusion
-    moved = Traffic().plus(_SCORES if fused else _SCORES_APART, written) if eager else Traffic()
-    return Core(layers * scores, heads, model.head_dim, seq_len / ranks.cp, Traffic(*(layers * each for each in moved)))
+    moved = Moved().plus(_SCORES if fused else _SCORES_APART, written) if eager else Moved()
+    return Core(layers * scores, heads, model.head_dim, seq_len / ranks.cp, Moved(*(layers * each for each in moved)))
 
 
 #: Scores in eager attention with a fused softmax and dropout: written by their product, read and written by each, read by the next
 #: product; the backward of each likewise, with a mask of one byte.
-_SCORES = pointwise.Moved(13, 17, 2, 2)
+_SCORES = Moved(13, 17, 2, 2)
 #: The same with masking and a softmax in fp32 as operators of their own.
-_SCORES_APART = pointwise.Moved(34, 40, 7, 8)
+_SCORES_APART = Moved(34, 40, 7, 8)
 
 
 def _tensors(whole: Layout) -> tuple[float, float]:
@@ -211,7 +211,7 @@ def _profiled(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> Work:
     outside = float(total_bytes((*ends.saved, *ends.loss_forward)))
     return Work(
         1.0 * batch.micro_batch_size * batch.seq_len, (), (), Core(float(done.attention), 64.0, 128, 1.0 * batch.seq_len),
-        Traffic(_SAVED_FORWARD * saved, _SAVED_BACKWARD * saved), Traffic(_SAVED_FORWARD * outside, _SAVED_BACKWARD * outside),
+        Moved(_SAVED_FORWARD * saved, _SAVED_BACKWARD * saved), Moved(_SAVED_FORWARD * outside, _SAVED_BACKWARD * outside),
         other_flops=float(done.blocks), other_head_flops=float(done.outside),
     )  # fmt: skip
 
@@ -243,7 +243,7 @@ def combined(several: tuple[Work, ...]) -> Work:
 
 def without_head(whole: Work) -> Work:
     """Return the work of a stage that has no head and no loss."""
-    return whole._replace(head=(), ends_moved=Traffic(), other_head_flops=0.0)
+    return whole._replace(head=(), ends_moved=Moved(), other_head_flops=0.0)
 
 
 def _multiplied(model: ModelSpec) -> ModelSpec:
