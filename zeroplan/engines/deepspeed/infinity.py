@@ -9,7 +9,7 @@ The section ``aio`` is taken as DeepSpeed's default: blocks of 1 MiB, one thread
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule
@@ -21,6 +21,9 @@ from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, for_each_value, round_up
 from zeroplan.spec.recipe import ADAM, DeepSpeedOptions, RecipeSpec
+
+if TYPE_CHECKING:
+    from zeroplan.engines.deepspeed.stage3.job import Job
 
 _SWAP = "DeepSpeed 0.19.8, runtime/swap_tensor"
 _BUFFERS = f"{_SWAP}/utils.py, SwapBufferManager"
@@ -64,17 +67,6 @@ def note_on_nvme(recipe: RecipeSpec) -> tuple[str, ...]:
     if not swaps_optimizer(recipe) and not swaps_parameters(recipe):
         return ()
     return ("NVMe was read, not run: against DeepSpeed's own swapping, but with no disk and no asynchronous reads and writes",)
-
-
-class Shares(NamedTuple):
-    """This rank's share of all parameters, and the bytes of an element: of a weight, of one that is updated, of a gradient."""
-
-    whole: Row
-    n_ranks: Int
-    elements: Int
-    element: int
-    master: int
-    kept: int
 
 
 class _Swapped(NamedTuple):
@@ -282,9 +274,9 @@ def refuse_few_pipelined(recipe: RecipeSpec, n_groups: Int) -> None:
 # --- what is on the GPU --------------------------------------------------------------------------------------------------
 
 
-def casts_on_the_way(flush: Flush, n_ranks: Int, *, kept: int, master: int) -> tuple[Line, ...]:
+def casts_on_the_way(job: "Job", flush: Flush) -> tuple[Line, ...]:
     """Return what takes a bucket's gradients to NVMe: the casts of all, held until the last is made, and a norm in fp64. [bytes]"""
-    n_bytes = for_each_value(lambda ranks: max(_highest(flush.inside, ranks, kept, master)), n_ranks)
+    n_bytes = for_each_value(lambda ranks: max(_highest(flush.inside, ranks, job.kept, job.master)), job.n_ranks)
     formula = f"1·{n_bytes}" if isinstance(n_bytes, int) else ""
     reason = "shares of a bucket's gradients as the optimizer takes them, and one in fp64 for its norm"
     return (Line(Kind.REDUCE, n_bytes, reason, formula, f"{STAGE3}, partition_grads"),)
@@ -345,87 +337,85 @@ def _stayed(buckets: Schedule, n_ranks: int, master: int) -> tuple[int, ...]:
 # --- what is in host memory and on NVMe ----------------------------------------------------------------------------------
 
 
-def _field(recipe: RecipeSpec, mine: Shares, name: str) -> Int:
-    widths = _Widths(mine.element, mine.master, mine.kept)
-    return for_each_value(lambda ranks: int(getattr(_swapped(mine.whole, recipe.deepspeed, widths, ranks), name)), mine.n_ranks)
+def _field(job: "Job", name: str) -> Int:
+    widths = _Widths(job.element, job.master, job.kept)
+    return for_each_value(
+        lambda ranks: int(getattr(_swapped(job.whole, job.recipe.deepspeed, widths, ranks), name)), job.n_ranks
+    )
 
 
-def pinned_beyond(recipe: RecipeSpec, mine: Shares) -> Int:
+def pinned_beyond(job: "Job") -> Int:
     """What torch's pinned memory takes beyond the tensors in it. [bytes]"""
-    return _field(recipe, mine, "pinned")
+    return _field(job, "pinned")
 
 
-def weights_in_host(recipe: RecipeSpec, mine: Shares) -> tuple[Line, ...]:
+def weights_in_host(job: "Job") -> tuple[Line, ...]:
     """Return what of the weights is in host memory, and the buffers through which the rest is read and written. [bytes]"""
-    options, width = recipe.deepspeed, mine.element
+    options, width = job.recipe.deepspeed, job.element
     buffers = options.offload_param_buffer_count * aligned(options.offload_param_buffer_size, width)
     rows = (
-        (Kind.PARAMETERS, _field(recipe, mine, "in_host"), "weights in host memory, up to max_in_cpu, filled or not", "G_host",
+        (Kind.PARAMETERS, _field(job, "in_host"), "weights in host memory, up to max_in_cpu, filled or not", "G_host",
          FLAT_ON_HOST),
-        (Kind.PARAMETERS, _field(recipe, mine, "alone"), "shares of weights too small for NVMe", "G_alone", _PARAMETERS),
+        (Kind.PARAMETERS, _field(job, "alone"), "shares of weights too small for NVMe", "G_alone", _PARAMETERS),
         (Kind.GATHER, buffers, "buffers for weights from NVMe: buffer_count of buffer_size", "G_read", _PARAMETERS),
-        (Kind.OPTIMIZER_TEMPORARY, _field(recipe, mine, "written"),
+        (Kind.OPTIMIZER_TEMPORARY, _field(job, "written"),
          "buffer for updated weights on their way to NVMe, as large as they are on all ranks together", "G_write",
          f"{_PARAMETERS}.reserve_partitioned_swap_space"),
     )  # fmt: skip
     return tuple(Line(kind, width * n, reason, times(width, symbol), source) for kind, n, reason, symbol, source in rows)
 
 
-def optimizer_in_host(recipe: RecipeSpec, mine: Shares) -> tuple[Line, ...]:
+def optimizer_in_host(job: "Job") -> tuple[Line, ...]:
     """Return the optimizer's buffers, what is too small for NVMe, and the sum of the gradients. [bytes]"""
-    count, width = recipe.deepspeed.offload_optimizer_buffer_count, mine.master
-    resident = _field(recipe, mine, "resident")
+    count, width = job.recipe.deepspeed.offload_optimizer_buffer_count, job.master
+    resident = _field(job, "resident")
     return (
-        Line(Kind.OPTIMIZER_STATE, count * width * _field(recipe, mine, "buffer"),
+        Line(Kind.OPTIMIZER_STATE, count * width * _field(job, "buffer"),
              "buffers for sub-groups of the optimizer: buffer_count of the largest", f"{count}·{times(width, 'G_buf')}", _BUFFERS),
         Line(Kind.OPTIMIZER_STATE, _WITH_GRADIENT * width * resident,
              "sub-groups too small for NVMe: weights, gradients and states", f"{_WITH_GRADIENT}·{times(width, 'G_few')}", _STATES),
-        Line(Kind.GRADIENTS, mine.kept * mine.elements, "this rank's share of the gradients, summed up", times(mine.kept, "G_r"),
+        Line(Kind.GRADIENTS, job.kept * job.partition, "this rank's share of the gradients, summed up", times(job.kept, "G_r"),
              f"{STAGE3}, grad_partitions_flat_buffer"),
     )  # fmt: skip
 
 
-def nvme_lines(recipe: RecipeSpec, mine: Shares) -> tuple[Line, ...]:
+def nvme_lines(job: "Job") -> tuple[Line, ...]:
     """Return what is on NVMe. [bytes]"""
     lines = list[Line]()
-    if swaps_parameters(recipe):
-        lines.append(Line(Kind.PARAMETERS, mine.element * _field(recipe, mine, "weights"), "shares of weights, a file each",
-                          times(mine.element, "G_file"), f"{_PARAMETERS}._swap_out"))  # fmt: skip
-    if swaps_optimizer(recipe):
+    if swaps_parameters(job.recipe):
+        lines.append(Line(Kind.PARAMETERS, job.element * _field(job, "weights"), "shares of weights, a file each",
+                          times(job.element, "G_file"), f"{_PARAMETERS}._swap_out"))  # fmt: skip
+    if swaps_optimizer(job.recipe):
         lines += [
-            Line(Kind.OPTIMIZER_STATE, _STATES_OF_ADAM * mine.master * _field(recipe, mine, "states"),
+            Line(Kind.OPTIMIZER_STATE, _STATES_OF_ADAM * job.master * _field(job, "states"),
                  "weights that are updated, momentum and variance, a file for each sub-group",
-                 f"{_STATES_OF_ADAM}·{times(mine.master, 'G_swap')}", _STATES),
-            Line(Kind.GRADIENTS, mine.master * _field(recipe, mine, "gradients"),
-                 "gradients of shares of 1 MiB or more, a file each", times(mine.master, "G_grad"),
+                 f"{_STATES_OF_ADAM}·{times(job.master, 'G_swap')}", _STATES),
+            Line(Kind.GRADIENTS, job.master * _field(job, "gradients"),
+                 "gradients of shares of 1 MiB or more, a file each", times(job.master, "G_grad"),
                  f"{_STATES}._swap_out_gradients"),
         ]  # fmt: skip
     return tuple(lines)
 
 
-def swapping_symbols(recipe: RecipeSpec, mine: Shares) -> tuple[Symbol, ...]:
+def swapping_symbols(job: "Job") -> tuple[Symbol, ...]:
     """Return what the formulas of these lines count."""
-    options = recipe.deepspeed
-    buffers = options.offload_param_buffer_count * aligned(options.offload_param_buffer_size, mine.element)
+    options = job.recipe.deepspeed
+    buffers = options.offload_param_buffer_count * aligned(options.offload_param_buffer_size, job.element)
     weights = (
-        Symbol("G_host", _field(recipe, mine, "in_host"), "elements of weights in host memory: max_in_cpu, or the whole share"),
+        Symbol("G_host", _field(job, "in_host"), "elements of weights in host memory: max_in_cpu, or the whole share"),
         Symbol(
             "G_alone",
-            _field(recipe, mine, "alone"),
+            _field(job, "alone"),
             "elements of shares under 1 MiB whose sub-group has no room in host memory",
         ),
         Symbol("G_read", buffers, "elements of the buffers for weights: buffer_count of buffer_size"),
-        Symbol(
-            "G_write", _field(recipe, mine, "written"), "elements of the largest sub-group's parameters, on all ranks together"
-        ),
-        Symbol("G_file", _field(recipe, mine, "weights"), "elements of shares of 1 MiB or more, each rounded up to 1 KiB"),
+        Symbol("G_write", _field(job, "written"), "elements of the largest sub-group's parameters, on all ranks together"),
+        Symbol("G_file", _field(job, "weights"), "elements of shares of 1 MiB or more, each rounded up to 1 KiB"),
     )
     optimizer = (
-        Symbol("G_buf", _field(recipe, mine, "buffer"), "elements of the largest sub-group, rounded up to 1 KiB"),
-        Symbol("G_few", _field(recipe, mine, "resident"), "elements of sub-groups under 1 MiB"),
-        Symbol("G_swap", _field(recipe, mine, "states"), "elements of sub-groups of 1 MiB or more, each rounded up to 1 KiB"),
-        Symbol(
-            "G_grad", _field(recipe, mine, "gradients"), "elements of gradients of 1 MiB or more, each rounded down to 1 KiB"
-        ),
+        Symbol("G_buf", _field(job, "buffer"), "elements of the largest sub-group, rounded up to 1 KiB"),
+        Symbol("G_few", _field(job, "resident"), "elements of sub-groups under 1 MiB"),
+        Symbol("G_swap", _field(job, "states"), "elements of sub-groups of 1 MiB or more, each rounded up to 1 KiB"),
+        Symbol("G_grad", _field(job, "gradients"), "elements of gradients of 1 MiB or more, each rounded down to 1 KiB"),
     )
-    return (*(weights if swaps_parameters(recipe) else ()), *(optimizer if swaps_optimizer(recipe) else ()))
+    return (*(weights if swaps_parameters(job.recipe) else ()), *(optimizer if swaps_optimizer(job.recipe) else ()))

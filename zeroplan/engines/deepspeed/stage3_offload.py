@@ -10,7 +10,6 @@ from functools import lru_cache
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule
 from zeroplan.engines.deepspeed.infinity import (
-    Shares,
     casts_on_the_way,
     optimizer_in_host,
     pinned_beyond,
@@ -21,6 +20,7 @@ from zeroplan.engines.deepspeed.infinity import (
 )
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, offloads_parameters, on_host
 from zeroplan.engines.deepspeed.sources import FLAT_ON_HOST, FP64, NORM_PIECE, STAGE3
+from zeroplan.engines.deepspeed.stage3.job import Job
 from zeroplan.engines.formulas import times
 from zeroplan.engines.pinned import beyond, beyond_symbol
 from zeroplan.engines.rows import numel
@@ -40,18 +40,15 @@ def states_on_gpu(recipe: RecipeSpec, states: tuple[Line, ...]) -> tuple[Line, .
     )
 
 
-def on_the_way(recipe: RecipeSpec, flush: Flush, n_ranks: Int, *, kept: int, master: int) -> tuple[Line, ...]:
-    """Return what takes the largest gradient of a bucket to the host: its share, back from there, and its norm in fp64. [bytes]
-
-    ``kept`` and ``master`` are the bytes of an element of the gradient as it is summed up, and as the optimizer takes it.
-    """
-    if not offloads_optimizer(recipe):
+def on_the_way(job: Job, flush: Flush) -> tuple[Line, ...]:
+    """Return what takes the largest gradient of a bucket to the host: its share, back from there, and its norm in fp64. [bytes]"""
+    if not offloads_optimizer(job.recipe):
         return ()
-    if swaps_optimizer(recipe):
-        return casts_on_the_way(flush, n_ranks, kept=kept, master=master)
-    share = ceil_div(max(map(numel, flush.inside)), n_ranks)
-    cast = master * share if kept != master else 0
-    n_bytes = kept * share + maximum(FP64 * minimum(share, NORM_PIECE), cast)
+    if swaps_optimizer(job.recipe):
+        return casts_on_the_way(job, flush)
+    share = ceil_div(max(map(numel, flush.inside)), job.n_ranks)
+    cast = job.master * share if job.kept != job.master else 0
+    n_bytes = job.kept * share + maximum(FP64 * minimum(share, NORM_PIECE), cast)
     formula = f"1·{n_bytes}" if isinstance(n_bytes, int) else ""
     return (Line(Kind.REDUCE, n_bytes, "share of a gradient, back from the host, and in fp64 for its norm", formula, _NORM),)
 
@@ -66,38 +63,39 @@ def beside_flushes(buckets: Schedule, element: int) -> tuple[tuple[int, ...], ..
     return tuple((0, *(ceil_div(largest, ranks) * (element + FP64) // element for ranks in (8, 1))) for largest in every)
 
 
-def host_lines(recipe: RecipeSpec, shares: Shares, states: tuple[Line, ...], temporary: tuple[Line, ...]) -> tuple[Line, ...]:
+def host_lines(job: Job, states: tuple[Line, ...], temporary: tuple[Line, ...]) -> tuple[Line, ...]:
     """Return what is in host memory from the second step on, with what the step takes there. [bytes]
 
     ``states`` are the lines of a GPU that offloads nothing: weights, weights that are updated, gradients, optimizer's states;
     ``temporary`` what a step of the optimizer takes.
     """
     weights, master, gradients, *optimizer = states
+    recipe = job.recipe
     lines: list[Line] = []
     if swaps_parameters(recipe):
-        lines += weights_in_host(recipe, shares)
+        lines += weights_in_host(job)
     elif offloads_parameters(recipe):
         lines.append(weights._replace(source=FLAT_ON_HOST))
     if swaps_optimizer(recipe):
-        lines += [*optimizer_in_host(recipe, shares), *temporary]
+        lines += [*optimizer_in_host(job), *temporary]
     elif offloads_optimizer(recipe):
         reason = "gradients of this rank's share, as the optimizer takes them"
-        formula, source = times(shares.master, "G_r"), f"{STAGE3}, initialize_optimizer_states"
-        taken = Line(Kind.GRADIENTS, shares.master * shares.elements, reason, formula, source)
+        formula, source = times(job.master, "G_r"), f"{STAGE3}, initialize_optimizer_states"
+        taken = Line(Kind.GRADIENTS, job.master * job.partition, reason, formula, source)
         lines += [master, *optimizer, gradients, taken, *temporary]
-    pins = _beyond(recipe, shares)
+    pins = _beyond(job)
     return (*lines, beyond(pins)) if lines and pins is not None else tuple(lines)
 
 
-def host_symbols(recipe: RecipeSpec, shares: Shares) -> tuple[Symbol, ...]:
+def host_symbols(job: Job) -> tuple[Symbol, ...]:
     """Return what the formulas of :func:`host_lines` count."""
-    pins = _beyond(recipe, shares)
-    return (*swapping_symbols(recipe, shares), *(() if pins is None else (beyond_symbol(pins),)))
+    pins = _beyond(job)
+    return (*swapping_symbols(job), *(() if pins is None else (beyond_symbol(pins),)))
 
 
-def _beyond(recipe: RecipeSpec, shares: Shares) -> Int | None:
+def _beyond(job: Job) -> Int | None:
     """Bytes that pinned memory takes beyond its tensors; None where nothing is pinned."""
-    options = recipe.deepspeed
+    recipe, options = job.recipe, job.recipe.deepspeed
     if not offloads_parameters(recipe) and not (offloads_optimizer(recipe) and options.offload_optimizer_pin_memory):
         return None
-    return pinned_beyond(recipe, shares)
+    return pinned_beyond(job)

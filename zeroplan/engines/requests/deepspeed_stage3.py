@@ -1,6 +1,5 @@
 """DeepSpeed's training step at stage 3, request by request. Methods have the names of 0.19.8's (runtime/zero/stage3.py)."""
 
-from collections import defaultdict
 from collections.abc import Hashable
 
 from zeroplan.engines.deepspeed import optimizer_impl
@@ -14,8 +13,8 @@ from zeroplan.engines.deepspeed.stage3.job import make_job, numels, pass_of
 from zeroplan.engines.deepspeed.stage3.step import groups_of
 from zeroplan.engines.requests.coordinator import Gathers, ends_of, gathered, saved_key
 from zeroplan.engines.requests.log import Log
-from zeroplan.engines.requests.model import ENDING, ModelPass
 from zeroplan.engines.requests.optimizer import Update
+from zeroplan.engines.requests.whole import OneByOne
 from zeroplan.engines.rows import Placed, numel
 from zeroplan.ledger import Kind, Phase
 from zeroplan.numeric import ceil_div, round_up
@@ -28,16 +27,15 @@ _FP64 = 8
 _IN_4_BITS = "gradients in 4 bits, their scales, and what comes of them"
 
 
-class Step(ModelPass):
+class Step(OneByOne):
     """A rank's micro-batches and steps."""
 
     marks_modules = True
 
     def __init__(self, job: JobSpec, log: Log) -> None:
         """Take the job."""
-        super().__init__(job.model, job.recipe, job.batch, log)
-        self.job = make_job(job.model, job.recipe, job.mesh)
-        self.ranks, self.options = int(job.mesh.dp_shard), job.recipe.deepspeed
+        self.job, self.options = make_job(job.model, job.recipe, job.mesh), job.recipe.deepspeed
+        super().__init__(job, log, self.job.whole)
         self.overlaps = self.options.overlap_comm is not False  # the default of stage 3
         self.offloads = offloads_optimizer(job.recipe)
         self.one = pass_of(self.job.every, job.recipe, self.ranks)
@@ -54,11 +52,7 @@ class Step(ModelPass):
         """Modules whose forward, or second forward in a backward, runs: places in the program, and steps."""
         self.returning: list[tuple[int, int]] = []
         """The same of those whose backward does."""
-        self.of_block: dict[int, list[Placed]] = defaultdict(list)
-        for each in reversed(self.job.whole.executed):
-            self.of_block[each.block].append(each)
         self.places = {(each.block, each.parameter.name): index for index, each in enumerate(self.job.every.placed)}
-        self.waiting: dict[int, list[Placed]] = {}
         self.made: dict[Placed, Hashable] = {}
         """Gradients outside the bucket."""
         self.inside: list[Placed] = []
@@ -107,7 +101,7 @@ class Step(ModelPass):
         self.gathers = self._new_pass()
         if self.micro == 1:
             self.second = self.gathers.second
-        self.waiting = {block: list(placed) for block, placed in self.of_block.items()}
+        super().before_forward()
         self._run_on(-1)
 
     def _run_on(self, block: int) -> None:
@@ -122,11 +116,6 @@ class Step(ModelPass):
     def in_backward(self) -> bool:
         """Whether the backward has begun."""
         return self.log.spans[-1].phase is Phase.BACKWARD
-
-    @property
-    def block(self) -> int:
-        """The block that runs, as the coordinator's steps have it."""
-        return len(self.order) if self.log.layer == ENDING else self.log.layer
 
     def _begin(self) -> int:
         self.gathers.begin(self.at)
@@ -190,7 +179,7 @@ class Step(ModelPass):
     def arrived(self, gradients: list[Hashable]) -> None:
         """``reduce_partition_and_remove_grads``."""
         for one in gradients:
-            placed = self._whose(self.log.bytes_of(one) // self.gradient_width)
+            placed = self.whose(one)
             self.log.release(saved_key(self.places[placed.block, placed.parameter.name]))
             self.handed.append((placed, one))
         if not any(self.gathers.steps[at].leaf for _, at in self.returning):
@@ -202,10 +191,6 @@ class Step(ModelPass):
         handed, self.handed = self.handed, []
         for placed, gradient in sorted(handed, key=lambda each: each[0].start) if leaf else handed:
             self.reduce_independent(placed, gradient)
-
-    def _whose(self, elements: int) -> Placed:
-        waiting = self.waiting[self.block]
-        return waiting.pop(next(at for at, each in enumerate(waiting) if numel(each) == elements))
 
     @property
     def fill(self) -> int:

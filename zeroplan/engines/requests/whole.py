@@ -1,39 +1,55 @@
-"""Micro-batches of an engine whose parameters are whole on every rank: gradients come to their parameters one by one."""
+"""Micro-batches of an engine to which gradients come one by one, each to its parameter."""
 
 from collections import defaultdict
 from collections.abc import Hashable
 
 from zeroplan.engines.collecting import GradientPlan
 from zeroplan.engines.requests.log import Log
-from zeroplan.engines.requests.model import ENDING, ModelPass, is_final_norm
-from zeroplan.engines.rows import Placed, numel
+from zeroplan.engines.requests.model import ENDING, ModelPass
+from zeroplan.engines.rows import Placed, Row, numel
 from zeroplan.spec.job import JobSpec
 
 
-class WholePass(ModelPass):
-    """A rank's micro-batches; the engine's program (:mod:`zeroplan.engines.collecting`) says what becomes of gradients."""
+class OneByOne(ModelPass):
+    """A rank's micro-batches, in which it matters to which parameter of a row each gradient comes."""
 
-    def __init__(self, job: JobSpec, log: Log, plan: GradientPlan) -> None:
-        """Take the job, and what the engine does with gradients."""
+    def __init__(self, job: JobSpec, log: Log, whole: Row) -> None:
+        """Take the job, and the parameters that get gradients."""
         super().__init__(job.model, job.recipe, job.batch, log)
-        self.ranks, self.whole = int(job.mesh.dp_shard), plan.whole
-        self.gradients = plan.program(log, self.ranks)
+        self.ranks, self.whole = int(job.mesh.dp_shard), whole
         self.of_block: dict[int, list[Placed]] = defaultdict(list)
-        for each in reversed(self.whole.executed):
-            self.of_block[len(self.order) if each.block < 0 and is_final_norm(each.parameter) else each.block].append(each)
+        for each in reversed(whole.executed):
+            self.of_block[each.block].append(each)
         self.waiting: dict[int, list[Placed]] = {}
 
     def before_forward(self) -> None:
         """No gradient has come yet."""
         self.waiting = {block: list(placed) for block, placed in self.of_block.items()}
 
+    @property
+    def block(self) -> int:
+        """The block that runs, as the row has it."""
+        return len(self.order) if self.log.layer == ENDING else self.log.layer
+
+    def whose(self, gradient: Hashable) -> Placed:
+        """The parameter of a gradient that comes."""
+        elements, waiting = self.log.bytes_of(gradient) // self.gradient_width, self.waiting[self.block]
+        return waiting.pop(next(at for at, each in enumerate(waiting) if numel(each) == elements))
+
+
+class WholePass(OneByOne):
+    """The same where parameters are whole on every rank.
+
+    The engine's program (:mod:`zeroplan.engines.collecting`) says what becomes of gradients.
+    """
+
+    def __init__(self, job: JobSpec, log: Log, plan: GradientPlan) -> None:
+        """Take the job, and what the engine does with gradients."""
+        super().__init__(job, log, plan.whole)
+        self.gradients = plan.program(log, self.ranks)
+
     def arrived(self, gradients: list[Hashable]) -> None:
         """Each gradient comes to its parameter."""
         self.gradients.last = self.last
         for one in gradients:
-            self.gradients.arrived(self._whose(self.log.bytes_of(one) // self.gradient_width), one)
-
-    def _whose(self, elements: int) -> Placed:
-        layer = self.log.layer
-        waiting = self.waiting[len(self.order) if layer == ENDING else layer]
-        return waiting.pop(next(at for at, each in enumerate(waiting) if numel(each) == elements))
+            self.gradients.arrived(self.whose(one), one)

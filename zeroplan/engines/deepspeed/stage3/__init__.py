@@ -6,7 +6,7 @@ it runs. Gradients go through one bucket that is reduce-scattered in a copy of i
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.abandoned import abandoned_states, beside
-from zeroplan.engines.deepspeed.infinity import Shares, note_on_nvme, nvme_lines, refuse_few_pipelined
+from zeroplan.engines.deepspeed.infinity import note_on_nvme, nvme_lines, refuse_few_pipelined
 from zeroplan.engines.deepspeed.offload import note, offloads_optimizer
 from zeroplan.engines.deepspeed.secondary import second_partition
 from zeroplan.engines.deepspeed.stage3.job import Job, by_micro_batches, make_job, numels
@@ -64,20 +64,19 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     step += tuple(moment.beside((*states, bucket_line(job))) for moment in steps[-1:])
     training = (*trace.finished(), *map(entry_of, step))
     start = beside(construction_moments(job, states), (*left, *beside_shards))
-    mine = Shares(job.whole, job.n_ranks, job.partition, job.element, job.master, job.kept)
     return Account(
         (*states, bucket_line(job), persistent_line(job)),
         Moments((*map(entry_of, start), *training)),
         collectives(job, batch),
-        host=host_lines(recipe, mine, everything, taken),
-        symbols=(*_symbols(job, impl), *host_symbols(recipe, mine), *kept_symbols(these), *counted(*everything, *taken)),
+        host=host_lines(job, everything, taken),
+        symbols=(*_symbols(job, impl), *host_symbols(job), *kept_symbols(these), *counted(*everything, *taken)),
         notes=(
             *note(recipe),
             *note_on_nvme(recipe),
             *((_PACKED_STAY,) if model.is_quantised else ()),
             *_bound(model, these, training),
         ),
-        nvme=nvme_lines(recipe, mine),
+        nvme=nvme_lines(job),
         kept=kept_in_a_block(these),
     )
 

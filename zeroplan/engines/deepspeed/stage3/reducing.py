@@ -97,7 +97,7 @@ def reduce_lines(job: Job, flush: Flush) -> tuple[Line, ...]:
              unless_zero(copied, copy_formula), _SCATTER),
         Line(kind, cast, "reduced gradients cast to fp32", unless_zero(cast, cast_formula), _CAST),
         *((quantized_line(job.recipe, flush, job.n_ranks, element=job.element, kept=job.kept),) if quantized else ()),
-        *on_the_way(job.recipe, flush, job.n_ranks, kept=job.kept, master=job.master),
+        *on_the_way(job, flush),
     )  # fmt: skip
 
 
