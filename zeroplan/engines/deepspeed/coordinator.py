@@ -109,12 +109,7 @@ class Replay:
         last_forward: bool = False,
     ) -> None:
         whole, options = one.whole, one.options
-        steps = trace(whole, recomputed=one.recomputed, linears_of_torch=not options.memory_efficient_linear)
-        if last_forward:  # and autograd saves nothing
-            steps = tuple(
-                step._replace(in_graph=(), frees=tuple(freed._replace(saved=()) for freed in step.frees))
-                for step in takewhile(lambda step: step.direction == FORWARD, steps)
-            )
+        steps = _forward_alone(one) if last_forward else _steps(one)
         self.numel = [each.end - each.start for each in whole.placed]
         self.frozen = [each.parameter.frozen for each in whole.placed]
         self.profiled = whole.model.profile is not None
@@ -406,6 +401,18 @@ class _FirstPass(Replay):
 
     def _prefetch(self, direction: str) -> None:
         pass
+
+
+def _steps(one: Pass) -> tuple[Step, ...]:
+    return trace(one.whole, recomputed=one.recomputed, linears_of_torch=not one.options.memory_efficient_linear)
+
+
+def _forward_alone(one: Pass) -> tuple[Step, ...]:
+    """The steps of a forward that no backward follows, in which autograd saves nothing."""
+    return tuple(
+        step._replace(in_graph=(), frees=tuple(freed._replace(saved=()) for freed in step.frees))
+        for step in takewhile(lambda step: step.direction == FORWARD, _steps(one))
+    )
 
 
 def _uses(steps: tuple[Step, ...]) -> dict[int, list[int]]:
