@@ -74,6 +74,7 @@ IMPLEMENTATIONS: dict[Optimizer, tuple[OptimizerImpl, ...]] = {
     "lion-8bit": ("fused",), "paged-lion-32bit": ("fused",), "paged-lion-8bit": ("fused",), "torchao-adamw-8bit": ("forloop",),
     "torchao-adamw-4bit": ("forloop",), "torchao-adamw-fp8": ("forloop",), "torchao-adamw": ("forloop",),
     "schedule-free-adamw": ("foreach", "forloop"), "adam-mini": ("forloop",), "apollo": ("forloop",),
+    "galore": ("forloop",), "soap": ("forloop",),
 }  # fmt: skip
 
 #: States with one element per parameter, in the parameter's dtype, by the field's names.
@@ -131,6 +132,7 @@ _COUNTS: dict[str, str] = {
     "U_w": "rows of the matrices and elements of the vectors that this rank updates",
     "U_r": "elements of one projected moment of all matrices",
     "U_j": "elements of the projections of all matrices",
+    "U_g": "elements of the squares of the sides that SOAP preconditions",
     "U_f": "rows and columns of the matrices that this rank updates",
     "U_v": "elements of the vectors that this rank updates",
     "U_m": "elements of the matrices that Muon updates",
@@ -365,8 +367,9 @@ def _published_lines(
     lines: list[Line] = []
     for held in one.paged if paged else one.states:
         units: Int = 0
+        count = held.narrow if held.narrow is not None and element_bytes == 2 else held.units
         for tensor in tensors:
-            units = units + tensor.repeat * held.units(tensor)
+            units = units + tensor.repeat * count(tensor)
         width = held.width or held.alike * element_bytes
         named = symbol if held.symbol == "U" else held.symbol
         lines.append(Line(Kind.OPTIMIZER_STATE, width * units, held.what, times(width, named), one.source))
@@ -444,7 +447,7 @@ def _published_temporary(optimizer: Optimizer, tensors: Sequence[LocalTensor], e
         return ()
     matrices = [tensor for tensor in tensors if updated_by_muon(tensor)]
     others = [tensor for tensor in tensors if not updated_by_muon(tensor)]
-    for group in (others, matrices) if optimizer == "apollo" else (tensors,):  # transformers gives APOLLO two groups
+    for group in (others, matrices) if optimizer in ("apollo", "galore") else (tensors,):  # the Trainer gives both two groups
         for before, tensor in _in_turn(group):
             largest = maximum(largest, one.scratch(tensor, before, element_bytes))
     return (Line(Kind.OPTIMIZER_TEMPORARY, largest, "step of one tensor in turn", "1·U_z", one.scratch_source),)

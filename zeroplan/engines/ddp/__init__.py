@@ -29,7 +29,7 @@ from zeroplan.engines.optimizers import (
 )
 from zeroplan.engines.passes import Passes, kept_in_a_block, kept_symbols, passes
 from zeroplan.engines.precisions import compute_of, widths
-from zeroplan.engines.published_optimizers import PUBLISHED
+from zeroplan.engines.published_optimizers import notes_of
 from zeroplan.engines.rows import Row, trained_row
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
@@ -87,13 +87,11 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         Moments((*trace.finished(), *map(entry_of, others))),
         _collectives(recipe, model, batch.grad_accum_steps, mesh.dp_shard),
         symbols=symbols,
-        notes=tuple(_notes(model, recipe, mesh.dp_shard)),
+        notes=(*_notes(model, recipe, mesh.dp_shard), *notes_of(recipe.optimizer)),
         kept=kept_in_a_block(these),
     )
     if managed := managed_lines(recipe.optimizer, whole_tensors(trained_layout(model))):
-        answer = answer._replace(
-            host=managed, symbols=(*symbols, *counted(*managed)), notes=(*answer.notes, PUBLISHED[recipe.optimizer].note)
-        )
+        answer = answer._replace(host=managed, symbols=(*symbols, *counted(*managed)))
     if not recipe.offload_activations:
         return answer
     return with_activations_away(answer, recipe.recompute, ((run.kind, run.block, run.n_blocks) for run in these.runs))
