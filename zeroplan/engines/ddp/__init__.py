@@ -73,6 +73,8 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     buckets, gradients = _gradient_states(recipe, element_bytes, whole.n_elements, mesh.dp_shard)
     tables = tables_in_layers(model, recipe, width)
     base = (parameters, *frozen, buckets, *held, *_scaler(recipe), *layout(model).buffers, *tables, *pixels(model, batch))
+    if recipe.ddp.step_in_backward:
+        gradients, temporary = (), ()
     states, copied = (*base, *gradients), _copied(model, recipe, these)
     at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
     others = (at_step, *_buckets_rebuilt(recipe, whole, batch.grad_accum_steps, (parameters, *frozen)))
