@@ -140,7 +140,9 @@ def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
         yield ROUTED
     stored, trained = widths(recipe.precision).stored, trained_count(model)
     notable = trained * _NOTABLE_BUCKETS >= parameter_count(model)
-    if isinstance(ranks, int) and ranks == 1 and not recipe.wraps_one_rank and notable:
+    if recipe.ddp.step_in_backward:
+        yield "each weight's optimizer steps as soon as its gradient is there, which is then freed"
+    elif isinstance(ranks, int) and ranks == 1 and not recipe.wraps_one_rank and notable:
         more = stored * trained / GIB
         yield f"one GPU runs a plain loop; DDP adds {more:,.2f} GiB (ddp.wrap_one_rank)"
     if recipe.zero_stage == 0 or not isinstance(ranks, int) or ranks == 1:

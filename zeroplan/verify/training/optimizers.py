@@ -113,7 +113,7 @@ def stepping_in_backward(parameters: Iterator[nn.Parameter], recipe: RecipeSpec)
 
     for parameter, optimizer in each.items():
         optimizer.state = first.state
-        parameter.register_post_accumulate_grad_hook(step)
+        parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
     return first
 
 
