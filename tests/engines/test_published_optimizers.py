@@ -119,6 +119,8 @@ _IN_ORDER = (_AROUND[0], *_BLOCK, *_AROUND[1:])
         ("schedule-free-adamw", (1_094_144, 547_072), (0, 0)),
         ("adam-mini", (551_268, 397_056), (4 * 63, 256)),
         ("apollo", (1_028_608, 787_472 - 4 * 256 - 16), (0, 0)),
+        ("galore", (1_126_912, 883_524 - 15_172), (0, 0)),  # without LAPACK's workspace
+        ("soap", (4_238_080, 2_691_076 - 102_404), (0, 0)),  # without that, estimates of eigenvalues, and their order
     ],
 )  # fmt: skip
 def test_states_and_scratch_of_packages_that_ran_once(

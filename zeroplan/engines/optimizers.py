@@ -11,12 +11,14 @@ What is a sum over tensors that no symbol of the model expresses is written with
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from zeroplan.engines import muon
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.formulas import times
+from zeroplan.engines.muon import updated_by_muon
 from zeroplan.engines.published_optimizers import PUBLISHED, Published
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, maximum, minimum, where
+from zeroplan.numeric import Int, maximum, where
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
 from zeroplan.transformer.parameters import Layout
 
@@ -34,6 +36,10 @@ class LocalTensor(NamedTuple):
     in_block: bool = True
     may_be_empty: bool = False
     """Without an element on this rank it has no gradient, and so no state (FSDP1's views of original parameters)."""
+    ranks: Int = 1
+    """Ranks that share its rows as torch's DTensor does."""
+    rows: Int | None = None
+    """Rows of all of them together."""
 
     @property
     def numel(self) -> Int:
@@ -68,6 +74,7 @@ IMPLEMENTATIONS: dict[Optimizer, tuple[OptimizerImpl, ...]] = {
     "lion-8bit": ("fused",), "paged-lion-32bit": ("fused",), "paged-lion-8bit": ("fused",), "torchao-adamw-8bit": ("forloop",),
     "torchao-adamw-4bit": ("forloop",), "torchao-adamw-fp8": ("forloop",), "torchao-adamw": ("forloop",),
     "schedule-free-adamw": ("foreach", "forloop"), "adam-mini": ("forloop",), "apollo": ("forloop",),
+    "galore": ("forloop",), "soap": ("forloop",),
 }  # fmt: skip
 
 #: States with one element per parameter, in the parameter's dtype, by the field's names.
@@ -125,6 +132,7 @@ _COUNTS: dict[str, str] = {
     "U_w": "rows of the matrices and elements of the vectors that this rank updates",
     "U_r": "elements of one projected moment of all matrices",
     "U_j": "elements of the projections of all matrices",
+    "U_g": "elements of the squares of the sides that SOAP preconditions",
     "U_f": "rows and columns of the matrices that this rank updates",
     "U_v": "elements of the vectors that this rank updates",
     "U_m": "elements of the matrices that Muon updates",
@@ -283,7 +291,9 @@ def state_lines(
     if optimizer == "adafactor":
         return _adafactor_lines(tensors, element_bytes)
     if optimizer == "muon":
-        return _muon_lines(tensors, element_bytes)
+        theirs = [tensor for tensor in tensors if updated_by_muon(tensor)]
+        matrices = total_elements(theirs)
+        return muon.state_lines(matrices, total_elements(tensors) - matrices, element_bytes)
     n_bytes = element_bytes * total_elements(tensors)
     formula = times(element_bytes, symbol)
     lines = tuple(Line(Kind.OPTIMIZER_STATE, n_bytes, state, formula, _SOURCE) for state in _ELEMENTWISE_STATES[optimizer])
@@ -357,8 +367,9 @@ def _published_lines(
     lines: list[Line] = []
     for held in one.paged if paged else one.states:
         units: Int = 0
+        count = held.narrow if held.narrow is not None and element_bytes == 2 else held.units
         for tensor in tensors:
-            units = units + tensor.repeat * held.units(tensor)
+            units = units + tensor.repeat * count(tensor)
         width = held.width or held.alike * element_bytes
         named = symbol if held.symbol == "U" else held.symbol
         lines.append(Line(Kind.OPTIMIZER_STATE, width * units, held.what, times(width, named), one.source))
@@ -408,27 +419,6 @@ def _adafactor_lines(tensors: Sequence[LocalTensor], element_bytes: int) -> tupl
     )
 
 
-def updated_by_muon(tensor: LocalTensor) -> bool:
-    """Whether Muon takes the tensor: a matrix of a block. All others go to AdamW."""
-    return tensor.in_block and len(tensor.shape) == 2
-
-
-def _muon_lines(tensors: Sequence[LocalTensor], element_bytes: int) -> tuple[Line, ...]:
-    momentum = element_bytes * total_elements([tensor for tensor in tensors if updated_by_muon(tensor)])
-    others = 2 * element_bytes * total_elements([tensor for tensor in tensors if not updated_by_muon(tensor)])
-    source = "torch 2.13, torch/optim/_muon.py, _init_group"
-    return (
-        Line(Kind.OPTIMIZER_STATE, momentum, "Muon's momentum of the blocks' matrices", times(element_bytes, "U_m"), source),
-        Line(
-            Kind.OPTIMIZER_STATE,
-            others,
-            "AdamW's momentum and variance of all other tensors",
-            times(2 * element_bytes, "U_o"),
-            _SOURCE,
-        ),
-    )
-
-
 def foreach_copies(optimizer: Optimizer, impl: OptimizerImpl) -> int:
     """How many lists of temporaries a step over all tensors at once makes, one temporary for each tensor; 0 of other steps."""
     return _FOREACH_COPIES[optimizer][0] if impl == "foreach" else 0
@@ -457,7 +447,7 @@ def _published_temporary(optimizer: Optimizer, tensors: Sequence[LocalTensor], e
         return ()
     matrices = [tensor for tensor in tensors if updated_by_muon(tensor)]
     others = [tensor for tensor in tensors if not updated_by_muon(tensor)]
-    for group in (others, matrices) if optimizer == "apollo" else (tensors,):  # transformers gives APOLLO two groups
+    for group in (others, matrices) if optimizer in ("apollo", "galore") else (tensors,):  # the Trainer gives both two groups
         for before, tensor in _in_turn(group):
             largest = maximum(largest, one.scratch(tensor, before, element_bytes))
     return (Line(Kind.OPTIMIZER_TEMPORARY, largest, "step of one tensor in turn", "1·U_z", one.scratch_source),)
@@ -507,23 +497,10 @@ def _adafactor_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> 
     return Line(Kind.OPTIMIZER_TEMPORARY, element_bytes * largest, reason, times(element_bytes, "U_t"), source)
 
 
-def muon_temporaries(tensor: LocalTensor, element_bytes: int) -> tuple[Int, ...]:
-    """What Muon's step makes of one matrix: its update, two iterates and two Gram matrices in bf16. [bytes]"""
-    smaller = minimum(*tensor.shape)
-    return element_bytes * tensor.numel, *(2 * (2 * tensor.numel,)), *(2 * (2 * smaller * smaller,))
-
-
 def _muon_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> Line:
-    """Larger of Muon's step (one matrix at a time) and AdamW's foreach step on all other tensors.
-
-    A matrix r x c with m = min(r, c): the Nesterov update in the parameter's dtype, two bf16 iterates of its size, two bf16
-    Gram matrices m x m.
-    """
+    """Larger of Muon's step (one matrix at a time) and AdamW's foreach step on all other tensors."""
     largest = element_bytes * total_elements([tensor for tensor in tensors if not updated_by_muon(tensor)])
-    for tensor in tensors:
-        if updated_by_muon(tensor):
-            update, *others = muon_temporaries(tensor, element_bytes)
-            largest = maximum(largest, update + sum(others))
+    for tensor in filter(updated_by_muon, tensors):
+        largest = maximum(largest, muon.for_ranks(tensor, element_bytes, muon.highest))
     reason = "step: Newton-Schulz iterates of one matrix, or AdamW's denominators"
-    source = "torch 2.13, torch/optim/_muon.py, _zeropower_via_newtonschulz"
-    return Line(Kind.OPTIMIZER_TEMPORARY, largest, reason, "1·U_z", source)
+    return Line(Kind.OPTIMIZER_TEMPORARY, largest, reason, "1·U_z", muon.SOURCE)

@@ -5,6 +5,7 @@ the tensor's dtype; the others keep the tensor's dtype where they do not quantis
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, where
@@ -26,6 +27,8 @@ class Held(NamedTuple):
     """Bytes of a unit, all that are alike together. 0: as wide as the tensor's elements, times ``alike``."""
     alike: int = 1
     """Allocations of this kind for each tensor: momentum and variance are two."""
+    narrow: Counting | None = None
+    """How many units a tensor of 16 bits has, if they are others."""
 
 
 class Published(NamedTuple):
@@ -199,6 +202,11 @@ def _projector(tensor: "LocalTensor") -> Int:
     return _RANK * minimum(*tensor.shape) if _matrix(tensor) else 0
 
 
+def _smaller_factor(tensor: "LocalTensor") -> Int:
+    """The smaller factor of a matrix's decomposition, of which GaLore's projection is a view where it needs no cast."""
+    return minimum(*tensor.shape) * minimum(*tensor.shape) if _matrix(tensor) else 0
+
+
 def _not_projected(tensor: "LocalTensor") -> Int:
     return 0 if _matrix(tensor) else tensor.numel
 
@@ -222,6 +230,54 @@ _APOLLO = (
     Held("momentum and variance of all other tensors", "U_o", _not_projected, 0, 2),
 )
 
+
+def _of_galore(tensor: "LocalTensor", before: Int, width: int) -> Int:
+    """Of a projected matrix: its projected gradient, denominators, quotients, and these projected back, once more scaled.
+
+    Every 200 steps the gradient is decomposed in fp32: a copy, and both factors, beside what is left of the matrix before.
+    """
+    if not _matrix(tensor):
+        return width * maximum(2 * before + tensor.numel, before + 2 * tensor.numel)
+    factors = 4 * ((2 if width == 4 else 3) * tensor.numel + _smaller_factor(tensor))
+    stepping = width * (3 * _projected(tensor) + maximum(2 * tensor.numel, before))
+    return maximum(stepping, factors + width * (before + _projected(tensor)))
+
+
+_GALORE = (
+    _APOLLO[0],
+    Held("projections of the blocks' matrices: in fp32 the whole smaller factor", "U_j", _smaller_factor, narrow=_projector),
+    _APOLLO[2],
+)
+_SOAP_SIDE = 10_000  # max_precondition_dim
+
+
+def _sides(tensor: "LocalTensor") -> list[Int]:
+    """Elements of the square that belongs to each side of a matrix, unless the side is longer."""
+    if len(tensor.shape) == 1:
+        return [0]
+    return [where(side <= _SOAP_SIDE, side * side, 0) for side in tensor.shape]
+
+
+def _squares(tensor: "LocalTensor") -> Int:
+    return sum(_sides(tensor))
+
+
+def _of_soap(tensor: "LocalTensor", before: Int, width: int) -> Int:
+    """The gradient, the momentum and the update in the eigenbases, denominators, and the products of two sides.
+
+    Every 10 steps a QR decomposition in fp32 renews the bases, one side after the other: products, powers and both factors, which
+    are named until the next side has its own.
+    """
+    n, sides, last = tensor.numel, _sides(tensor), _sides(tensor)[-1]
+    cast: Int = 0 if width == 4 else 4
+    highest: Int = width * maximum(4 * before + 2 * n, before + 6 * n, *(4 * n + a + b for a, b in pairwise([0, *sides])))
+    for index, side in enumerate(sides):
+        named = width * (5 * n + last + sum(sides[:index])) + 4 * sum(sides[:index][-1:])
+        following = (3 * width + 4) * side + width * sum(sides[index + 1 : index + 2])
+        highest = maximum(highest, named + (2 * width + 2 * 4 + cast) * side, named + following)
+    return highest
+
+
 _ADAM_STATES = ("momentum", "variance")
 _ON_DTENSORS_TOO = ("paper", "ddp", "fsdp2")
 _ALONE = ("paper", "ddp")
@@ -229,6 +285,9 @@ _TWO_STATES = "{dtype}: {w} + {w}"
 _SCHEDULE_FREE = "schedulefree 1.4.1, adamw_schedulefree.py, AdamWScheduleFree.step"
 _ADAM_MINI = "Adam-mini 1.1.1, adam_mini.py, Adam_mini.step"
 _APOLLO_SOURCE = "APOLLO 1.0.3, apollo_torch/apollo.py, AdamW.step"
+_GALORE_SOURCE = "galore-torch 1.0, galore_torch/adamw.py, AdamW.step"
+_SOAP = "pytorch-optimizer 4.1.0, optimizer/soap.py, SOAP.step"
+_DECOMPOSED = "the workspace of cuSOLVER's decompositions is left out: the step ran on a CPU, not on a GPU"
 _MEANS = "means of squares, at most one per row of a matrix and element of a vector"
 
 PUBLISHED: dict[Optimizer, Published] = {
@@ -270,4 +329,35 @@ PUBLISHED: dict[Optimizer, Published] = {
         _APOLLO_SOURCE,
         engines=_ALONE,
     ),
+    "galore": Published(
+        _GALORE,
+        _GALORE_SOURCE,
+        f"momentum and variance in {_TWO_STATES}, of the blocks' matrices in rank {_RANK}",
+        _of_galore,
+        _GALORE_SOURCE,
+        engines=_ALONE,
+        note=_DECOMPOSED,
+    ),
+    "soap": Published(
+        (
+            Held("momentum and variance", "U", _elements, 0, 2),
+            Held("products of the sides up to 10,000 of matrices, and their eigenbases", "U_g", _squares, 0, 2),
+        ),
+        _SOAP,
+        f"momentum and variance in {_TWO_STATES}, and twice the square of a matrix's rows and of its columns",
+        _of_soap,
+        _SOAP,
+        engines=_ALONE,
+        note=_DECOMPOSED,
+    ),
 }
+
+
+def notes_of(optimizer: Optimizer) -> tuple[str, ...]:
+    """What a reader should know of the optimizer, in a sentence, if there is anything.
+
+    >>> notes_of("apollo")
+    ()
+    """
+    note = PUBLISHED[optimizer].note if optimizer in PUBLISHED else ""
+    return (note,) if note else ()

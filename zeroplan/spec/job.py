@@ -16,7 +16,7 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.offloaded import check_offloaded
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
-from zeroplan.spec.recipe import ON_PAPER, Engine, RecipeSpec, Stage, ways_of_resharding
+from zeroplan.spec.recipe import ON_PAPER, STEPS_ALONE, Engine, RecipeSpec, Stage, ways_of_resharding
 from zeroplan.spec.releases import check_release
 from zeroplan.spec.split import (
     check_context_parallel,
@@ -139,6 +139,7 @@ class JobSpec(Spec):
         check_fsdp1(self.model, self.recipe, self.mesh)
         check_float8(self.model, self.recipe, self.mesh, self.cluster.gpu)
         self._check_ends_apart()
+        self._check_step_in_backward()
         if self.model.adapter is not None:
             self._check_adapter(self.model.adapter)
         if self.model.frozen is not None:
@@ -167,6 +168,24 @@ class JobSpec(Spec):
         ):
             if asked:
                 raise SpecError(f"fsdp2.ends_apart with {asked} is not modelled; use {instead}, or leave ends_apart out")
+
+    def _check_step_in_backward(self) -> None:
+        """Raise SpecError where the optimizer's step inside the backward is not modelled."""
+        recipe = self.recipe
+        if not recipe.ddp.step_in_backward:
+            return
+        for asked, instead in (
+            (recipe.engine != "ddp" and f"engine {recipe.engine!r}", "engine 'ddp'"),
+            ((self.mesh.world_size > 1 or recipe.wraps_one_rank) and "ranks in DDP", "one GPU in a plain loop"),
+            (recipe.zero_stage != 0 and "ZeroRedundancyOptimizer", "stage 0"),
+            (self.batch.grad_accum_steps > 1 and "gradient accumulation", "one micro-batch"),
+            (recipe.precision == "fp16-mixed" and "a gradient scaler", "precision 'bf16-mixed'"),
+            (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
+            (self.model.profile is not None and "a profile", "a model of a known family"),
+            (recipe.optimizer not in STEPS_ALONE and f"optimizer {recipe.optimizer!r}", f"one of {', '.join(STEPS_ALONE)}"),
+        ):
+            if asked:
+                raise SpecError(f"ddp.step_in_backward with {asked} is not modelled; use {instead}, or leave it out")
 
     def _check_fused_loss(self) -> None:
         """Raise SpecError where Liger has no fused loss (transformers/monkey_patch.py, ``apply_liger_kernel_to_granite``)."""

@@ -19,9 +19,12 @@ Optimizer = Literal[
     "adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "adamw-8bit", "paged-adamw-8bit",
     "paged-adamw-32bit", "lion-32bit", "lion-8bit", "paged-lion-32bit", "paged-lion-8bit", "torchao-adamw-8bit",
     "torchao-adamw-4bit", "torchao-adamw-fp8", "torchao-adamw", "schedule-free-adamw", "adam-mini", "apollo",
+    "galore", "soap",
 ]  # fmt: skip
 #: Both forms of Adam, which step alike.
 ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
+#: Optimizers whose step over one tensor depends on its elements alone.
+STEPS_ALONE: tuple[Optimizer, ...] = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "lion")
 Float8Recipe = Literal["tensorwise", "rowwise"]
 OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
@@ -50,6 +53,9 @@ class DdpOptions(Spec):
     wrap_one_rank: bool = False
     """A single rank is wrapped in DDP too, as it is for ``gradient_as_bucket_view``. Otherwise one rank runs a plain loop, as
     accelerate and transformers' Trainer do."""
+    step_in_backward: bool = False
+    """In a plain loop on one GPU: each weight has an optimizer of its own, which steps and frees the gradient as soon as that is
+    there (``register_post_accumulate_grad_hook``; torchtune's ``optimizer_in_bwd``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

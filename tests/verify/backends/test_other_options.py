@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.measured.matrix import fullest_rank
-from zeroplan import BatchSpec, JobSpec, MeshSpec, RecipeSpec, estimate
+from zeroplan import BatchSpec, JobSpec, MeshSpec, RecipeSpec, SpecError, estimate
 from zeroplan.catalog.model import model
 from zeroplan.comparison import compare_with_estimate
+from zeroplan.ledger import Kind
 from zeroplan.spec.recipe import DdpOptions, Fsdp2Options
 from zeroplan.verify.release import installed
 
@@ -36,6 +37,7 @@ def ddp(name: str = "smollm2-135m", layers: int = 2, *, stage: int = 0, **said: 
     return job(name, layers, **{"engine": "ddp", "zero_stage": stage, "optimizer_impl": "fused", **said})
 
 
+STEPS = DdpOptions(step_in_backward=True)
 JOBS = {
     # With one rank nothing names the root group's last gradient any more when it is reduced.
     "fsdp2, one rank": job("pythia-160m", 2, ranks=1),
@@ -56,6 +58,9 @@ JOBS = {
     ),
     "plain loop": ddp(ranks=1),
     "ddp around one rank": ddp(ranks=1, ddp=DdpOptions(wrap_one_rank=True)),
+    # Each weight's step comes with its gradient: under autocast when the 16-bit one is gone, of a tied head with both summed up.
+    "plain loop, step in the backward": ddp("llama-3.1-8b", 2, ranks=1, optimizer="adamw", optimizer_impl="foreach", ddp=STEPS),
+    "plain loop, step in the backward, tied": ddp("gpt2", ranks=1, optimizer="adam", optimizer_impl="foreach", ddp=STEPS),
     "ddp, stage 1 of one rank": ddp(ranks=1, stage=1),
     "ddp, unused parameters looked for": ddp(precision="fp32", tokens=1024, ddp=DdpOptions(find_unused_parameters=True)),
     "ddp, unused parameters looked for, logits kept": ddp(
@@ -89,6 +94,34 @@ def test_without_the_wrapper_one_rank_has_no_buckets():
     (note,) = [note for note in plain.notes if "plain loop" in note]
     assert f"DDP adds {4 * plain.parameters / 2**30:.2f} GiB" in note
     assert not any("plain loop" in note for note in wrapped.notes)
+
+
+def test_a_step_in_the_backward_needs_no_more_than_one_gradient_at_a_time():
+    plain = estimate(replace_ddp("plain loop", DdpOptions())).peak_bytes
+    stepping = estimate(replace_ddp("plain loop", STEPS))
+    assert stepping.peak_bytes < plain
+    assert not any(line.kind is Kind.GRADIENTS for line in stepping.states)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"mesh": MeshSpec(dp_shard=2)}, "ranks in DDP is not modelled; use one GPU"),
+        ({"batch": BatchSpec(seq_len=64, grad_accum_steps=2)}, "gradient accumulation is not modelled; use one micro-batch"),
+        ({"recipe": RecipeSpec(engine="fsdp2", ddp=STEPS)}, "engine 'fsdp2' is not modelled; use engine 'ddp'"),
+        (
+            {"recipe": RecipeSpec(engine="ddp", zero_stage=0, optimizer="muon", ddp=STEPS)},
+            "'muon' is not modelled; use one of",
+        ),
+    ],
+)
+def test_where_a_step_in_the_backward_is_not_modelled(changed: dict[str, object], said: str):
+    with pytest.raises(SpecError, match=f"ddp.step_in_backward with .*{said}"):
+        replace(JOBS["plain loop, step in the backward"], **changed)
+
+
+def replace_ddp(name: str, options: DdpOptions) -> JobSpec:
+    return replace(JOBS[name], recipe=replace(JOBS[name].recipe, ddp=options))
 
 
 def test_the_rank_that_the_figures_are_of_is_named():

@@ -37,6 +37,31 @@ def test_the_step_takes_what_is_estimated(engine: str, optimizer: str):
     assert abs(found.held.difference) < 1024
 
 
+_WIDE, _FLAT = {"hidden_size": 4096, "intermediate_size": 11008}, {"hidden_size": 1024, "intermediate_size": 3072}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "sends"),
+    [  # torch's DTensor chooses by sizes and ranks: to gather, to exchange rows for columns at once, for some matrices, never
+        (2, _FLAT, {"all_gather", "all_reduce"}),
+        (3, _FLAT, {"all_gather", "all_reduce", "reduce_scatter", "all_to_all"}),
+        (4, _WIDE, {"all_gather", "all_reduce", "reduce_scatter", "all_to_all"}),
+        (64, _WIDE, {"all_gather", "all_reduce", "reduce_scatter", "all_to_all"}),
+    ],
+)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16"])
+def test_muon_holds_and_sends_what_dtensor_chooses(ranks: int, sizes: dict[str, int], sends: set[str], precision: str):
+    from tests.simulated import simulate
+
+    shape = replace(model("llama-2-7b"), num_hidden_layers=1, vocab_size=512, **sizes)
+    recipe = RecipeSpec(engine="fsdp2", optimizer="muon", precision=precision)  # type: ignore[arg-type]
+    asked = JobSpec(model=shape, recipe=recipe, mesh=MeshSpec(dp_shard=ranks), batch=BatchSpec(seq_len=8))
+    found = compare_with_estimate(simulate(asked))
+    assert all(abs(row.difference) < 1024 for row in found.phases)
+    assert {row.what for row in found.collectives if row.measured} == sends | {"reduce_scatter"}
+    assert all(row.difference == 0 for row in found.collectives)
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_8_bit_adamw_is_bitsandbytes_own_and_takes_what_is_estimated(stage: int):
     from tests.simulated import simulate

@@ -30,7 +30,7 @@ from zeroplan.engines.optimizers import (
 )
 from zeroplan.engines.passes import Passes, kept_in_a_block, kept_symbols, passes
 from zeroplan.engines.precisions import compute_of, widths
-from zeroplan.engines.published_optimizers import PUBLISHED
+from zeroplan.engines.published_optimizers import notes_of
 from zeroplan.engines.rows import Row, trained_row
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
@@ -74,6 +74,8 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     buckets, gradients = _gradient_states(recipe, element_bytes, whole.n_elements, mesh.dp_shard)
     tables = tables_in_layers(model, recipe, width)
     base = (parameters, *frozen, buckets, *held, *_scaler(recipe), *layout(model).buffers, *tables, *pixels(model, batch))
+    if recipe.ddp.step_in_backward:
+        gradients, temporary = (), ()
     states, copied = (*base, *gradients), _copied(model, recipe, these)
     at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
     others = (at_step, *_buckets_rebuilt(recipe, whole, batch.grad_accum_steps, (parameters, *frozen)))
@@ -88,13 +90,11 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         Moments((*trace.finished(), *map(entry_of, others))),
         _collectives(recipe, model, batch.grad_accum_steps, mesh.dp_shard),
         symbols=symbols,
-        notes=tuple(_notes(model, recipe, mesh.dp_shard)),
+        notes=(*_notes(model, recipe, mesh.dp_shard), *notes_of(recipe.optimizer)),
         kept=kept_in_a_block(these),
     )
     if managed := managed_lines(recipe.optimizer, whole_tensors(trained_layout(model))):
-        answer = answer._replace(
-            host=managed, symbols=(*symbols, *counted(*managed)), notes=(*answer.notes, PUBLISHED[recipe.optimizer].note)
-        )
+        answer = answer._replace(host=managed, symbols=(*symbols, *counted(*managed)))
     if not recipe.offload_activations:
         return answer
     return with_activations_away(answer, recipe.recompute, ((run.kind, run.block, run.n_blocks) for run in these.runs))
@@ -141,7 +141,9 @@ def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
         yield ROUTED
     stored, trained = widths(recipe.precision).stored, trained_count(model)
     notable = trained * _NOTABLE_BUCKETS >= parameter_count(model)
-    if isinstance(ranks, int) and ranks == 1 and not recipe.wraps_one_rank and notable:
+    if recipe.ddp.step_in_backward:
+        yield "each weight's optimizer steps as soon as its gradient is there, which is then freed"
+    elif isinstance(ranks, int) and ranks == 1 and not recipe.wraps_one_rank and notable:
         more = stored * trained / GIB
         yield f"one GPU runs a plain loop; DDP adds {more:,.2f} GiB (ddp.wrap_one_rank)"
     if recipe.zero_stage == 0 or not isinstance(ranks, int) or ranks == 1:

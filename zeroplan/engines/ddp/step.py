@@ -12,7 +12,9 @@ from zeroplan.engines.collecting import operators_below
 from zeroplan.engines.ddp.reducer import Levels, made_above
 from zeroplan.engines.formulas import blocks_sum, product, times
 from zeroplan.engines.micro_batch import Lines, MicroBatch
+from zeroplan.engines.optimizers import LocalTensor, implementation_of, step_temporary_lines
 from zeroplan.engines.passes import Passes, RunPass
+from zeroplan.engines.rows import embedding_elements, has_tied_head
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.numeric import Int
@@ -47,6 +49,8 @@ class Training(MicroBatch):
         super().__init__(trace, recipe, these, levels.plan.whole)
         self.levels, self.width, self.copied, self.wrapped = levels, levels.plan.element, copied, wrapped
         self.above = made_above(self.whole)
+        experts = any(len(each.parameter.shape) > 2 for each in self.whole.executed)
+        self.casts_go = bool(copied.in_forward) and not experts
         self._known = dict[tuple[int, bool], tuple[int, str]]()
         if recipe.ddp.gradient_as_bucket_view:
             self.kind, self.reason = Kind.UNSHARDED_GRADIENTS, "gradients not in their buckets"
@@ -62,9 +66,25 @@ class Training(MicroBatch):
         """What earlier micro-batches have left."""
         return (self._gradients(self.these.n_blocks, 0),)
 
+    def _made(self, block: int, made: int, current: int = 0, *, summed: bool = False) -> Lines:
+        """Gradients beside the buckets, and in the optimizer's step the temporaries of those made just now.
+
+        By then a line of the point is gone: the 16-bit gradient of autocast, or one of the two gradients that are ``summed``. With
+        experts a run has as much there all the same.
+        """
+        gradients = self._gradients(block, made, current)
+        if not self.recipe.ddp.step_in_backward or not current:
+            return (gradients,)
+        optimizer, impl, tensor = self.recipe.optimizer, implementation_of(self.recipe), (LocalTensor((current,)),)
+        stepping = step_temporary_lines(optimizer, impl, tensor, self.width)
+        gone = self.width * current if summed else 2 * current * self.casts_go
+        left = [line._replace(n_bytes=max(line.n_bytes - gone, 0)) for line in stepping]
+        return (gradients, *[line._replace(formula=product(1, int(line.n_bytes))) for line in left])
+
     def _gradients(self, block: int, made: int, current: int = 0) -> Line:
         """Gradients beside the buckets when a block has ``made`` so many elements, the ``current`` ones just now."""
-        n_bytes = self.levels.at(self.above[block] + made - current) + self.width * current
+        before = 0 if self.recipe.ddp.step_in_backward else self.levels.at(self.above[block] + made - current)
+        n_bytes = before + self.width * current
         elements = n_bytes // self.width
         return Line(self.kind, n_bytes, self.reason, product(self.width, elements), ACCUMULATE)
 
@@ -88,7 +108,7 @@ class Training(MicroBatch):
                 apart = (self.gradient(point.gradients, "gradient of the head, still the loss's"),)
             in_context = self.recipe.loss == "chunked" and point.place.at is not At.FINAL_NORM
             casts = self._casts(self.these.n_blocks, point.live_casts, in_context=in_context)
-            yield (self._gradients(self.these.n_blocks, *made), *apart, *casts)
+            yield (*self._made(self.these.n_blocks, *made), *apart, *casts)
 
     def sums_by_itself(self, point: BackwardPoint) -> bool:
         """A fused loss does; one in chunks goes backward to the head's weight with every chunk."""
@@ -105,8 +125,8 @@ class Training(MicroBatch):
     def _in_block(self, run: RunPass, block: int) -> Iterator[Lines]:
         others = (*self.tied_head(), *self._run_again(run))
         for point in run.block.points:
-            made = self._gradients(block, point.gradients, point.current_gradient)
-            yield (made, *others, *self._casts(block, point.live_casts))
+            made = self._made(block, point.gradients, point.current_gradient)
+            yield (*made, *others, *self._casts(block, point.live_casts))
 
     def _run_again(self, run: RunPass) -> Lines:
         """What a reentrant checkpoint has returned again and holds until its block has gone backward."""
@@ -122,7 +142,8 @@ class Training(MicroBatch):
         found, made = list[tuple[str, Lines]](), 0
         for name, elements in operators_below(self.whole):
             made += elements
-            found.append((name, (self._gradients(-1, made, elements), *self.tied_head())))
+            summed = has_tied_head(self.whole) and elements == embedding_elements(self.whole)
+            found.append((name, (*self._made(-1, made, elements, summed=summed), *self.tied_head())))
         return found
 
     def forward(self) -> None:

@@ -9,7 +9,8 @@ from heapq import heapify, heappop, heappush
 from itertools import zip_longest
 from typing import NamedTuple
 
-from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines, updated_by_muon
+from zeroplan.engines.muon import updated_by_muon
+from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
 from zeroplan.ledger import Line, total_bytes
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl

@@ -176,7 +176,10 @@ def notes_of(recipe: RecipeSpec) -> Iterator[str]:
             "parameters are gathered in the compute dtype"
         )
     if recipe.optimizer == "muon":
-        yield "Muon multiplies whole matrices: what DTensor holds of them in the optimizer step is left out"
+        yield (
+            "torch's DTensor chooses what Muon gathers, exchanges and sums up, here as on nodes of 8 GPUs; with replicas it may "
+            "choose otherwise"
+        )
     if recipe.fsdp2.cpu_offload:
         yield "shards of parameters and gradients and the optimizer's state are in pinned host memory, and the CPU takes the step"
 

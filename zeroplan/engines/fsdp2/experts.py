@@ -67,7 +67,7 @@ def chunk(parameter: Parameter, repeat: int, *, n: Int, tp: int, ep: int, in_blo
     """
     rows, *rest = parameter.shape
     if not _is_expert(parameter):
-        return LocalTensor((ceil_div(rows, n), *rest), repeat, in_block)
+        return LocalTensor((ceil_div(rows, n), *rest), repeat, in_block, ranks=n, rows=rows)
     narrow, ranks = _is_narrow(rows, n * tp, ep), n * tp // ep
     split = where(narrow, rest[0] // ranks, rest[0])
     return LocalTensor((where(narrow, rows, ceil_div(rows, ranks)), split, *rest[1:]), repeat, in_block)

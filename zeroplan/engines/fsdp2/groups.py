@@ -228,7 +228,8 @@ def local_tensors(tree: Layout, n: Int, tp: int, ep: int) -> tuple[LocalTensor, 
 
 
 def _chunk(parameter: Parameter, repeat: int, *, n: Int, in_block: bool) -> LocalTensor:
-    return LocalTensor((ceil_div(parameter.shape[0], n), *parameter.shape[1:]), repeat, in_block)
+    rows, *others = parameter.shape
+    return LocalTensor((ceil_div(rows, n), *others), repeat, in_block, ranks=n, rows=rows)
 
 
 def parameter_lines(cut: Cut, width: Widths, *, frozen: int) -> tuple[tuple[Line, ...], str]:

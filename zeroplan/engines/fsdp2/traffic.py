@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from zeroplan.engines.fsdp2.buffers import GATHER
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
+from zeroplan.engines.muon import SOURCE, for_ranks, sent_by, updated_by_muon
+from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.ledger import Among, Collective, Phase
-from zeroplan.numeric import Int, ceil_div, where
+from zeroplan.numeric import Int, ceil_div, maximum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -15,10 +17,9 @@ from zeroplan.spec.model import ModelSpec
 ROOT, REPLICAS, EXPERTS = "the root group", "gradient shards", "experts of"
 #: What those of ranks that share a sequence are.
 KEYS = "keys and values"
-MUON = "torch 2.13, torch/optim/_muon.py, _zeropower_via_newtonschulz"
 _BF16 = 2
-#: Of Newton-Schulz, for each matrix (``ns_steps``).
-_ITERATIONS = 5
+_BY_MUON = {"all_gather": 1, "all_reduce": 2, "reduce_scatter": 1, "all_to_all": 1}
+"""The collectives that DTensor may choose, and how often a ring passes on what each moves."""
 
 
 def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple[Collective, ...]:
@@ -55,35 +56,28 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
 
 
 def of_muon(plan: Plan) -> Iterator[Collective]:
-    """What DTensor sends while Muon takes each matrix of a block, whose rows are sharded, through five Newton-Schulz iterations.
+    """What DTensor sends while Muon takes each matrix of a block, whose rows are sharded."""
+    matrices = [tensor for tensor in plan.local_tensors if updated_by_muon(tensor)]
+    for operation, times in _BY_MUON.items():
+        calls, n_bytes = _of_matrices(matrices, plan.width.stored, operation)
+        sent = where(plan.n > 1, times * (n_bytes * (plan.n - 1) // plan.n), 0)
+        volume = where(plan.n > 1, times * n_bytes // _BF16, 0)
+        if isinstance(calls, int) and not calls:
+            continue
+        yield Collective(
+            operation, "matrices that Muon multiplies", "optimizer step", plan.n, calls, n_bytes // maximum(calls, 1), sent,
+            volume, SOURCE, of_all=n_bytes, phase=Phase.STEP,
+        )  # fmt: skip
 
-    Each iteration multiplies the matrix by its transpose, the product by itself, and that by the matrix, and each time DTensor
-    gathers one factor. Of a matrix with more rows than columns the transpose is taken, whose product with its own transpose is a
-    sum over ranks; two operators read it, and each has it summed up for itself. Before, the norm is summed up.
-    """
-    norms, gathers, sums = 0, list[tuple[Int, Int]](), list[tuple[Int, Int]]()
-    for run in plan.runs:
-        for one in (one for one in run.parameters if len(one.shape) == 2 and not one.frozen):
-            rows, columns = one.shape
-            norms += run.layers
-            if rows > columns:
-                sums.append((2 * _ITERATIONS * run.layers, columns * columns))
-                continue
-            padded = ceil_div(rows, plan.n) * plan.n
-            gathers += [(2 * _ITERATIONS * run.layers, padded * columns), (_ITERATIONS * run.layers, padded * rows)]
-    kinds = ("all_gather", gathers, 1), ("all_reduce", [(norms, 1), *sums], 2)
-    for operation, each, times in kinds:
-        calls = sum(count for count, _ in each)
-        elements: Int = 0
-        for count, size in each:
-            elements = elements + count * size
-        sent = times * (_BF16 * elements * (plan.n - 1) // plan.n)
-        volume = where(plan.n > 1, times * elements, 0)
-        if calls:
-            yield Collective(
-                operation, "matrices that Muon multiplies", "optimizer step", plan.n, calls, _BF16 * elements // calls, sent,
-                volume, MUON, of_all=_BF16 * elements, phase=Phase.STEP,
-            )  # fmt: skip
+
+def _of_matrices(matrices: list[LocalTensor], width: int, operation: str) -> tuple[Int, Int]:
+    """How many of one collective there are in a step, and the bytes of all."""
+    calls: Int = 0
+    n_bytes: Int = 0
+    for one in matrices:
+        calls = calls + one.repeat * for_ranks(one, width, lambda deeds: len(sent_by(deeds, operation)))
+        n_bytes = n_bytes + one.repeat * for_ranks(one, width, lambda deeds: sum(sent_by(deeds, operation)))
+    return calls, n_bytes
 
 
 def _outside(plan: Plan, mesh: Mesh, passes: Int, reductions: Int) -> Iterator[Collective]:

@@ -73,7 +73,7 @@ def not_written(job: JobSpec) -> str:
             (has_frozen(model), "adapters or frozen parameters under FSDP1"),
             (recipe.fsdp1.checkpoints_units, "checkpoints that call units of FSDP1"),
         ),
-        "ddp": (),
+        "ddp": ((recipe.ddp.step_in_backward, "the optimizer's step inside the backward"),),
         "deepspeed": _of_stage_3(job) if recipe.zero_stage == 3 else (),
     }.get(recipe.engine, ((True, f"engine {recipe.engine!r}"),))
     for is_so, what in (

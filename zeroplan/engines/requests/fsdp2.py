@@ -14,7 +14,6 @@ from zeroplan.engines.fsdp2.groups import ParamGroup
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.fsdp2.runtime import Runtime, Unit, Units
 from zeroplan.engines.fsdp2.split import summed
-from zeroplan.engines.fsdp2.traffic import of_muon
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.requests.log import Log
@@ -136,7 +135,6 @@ class Step(Runtime, ModelPass):
     def update(self) -> None:
         """The optimizer steps; then ``zero_grad``."""
         self.optimizer.step(self.log, self.tensors)
-        self.log.call_all(of_muon(self.plan) if self.recipe.optimizer == "muon" else ())
         self.log.release("ids", *self.shards)
 
     @property
@@ -160,7 +158,8 @@ class Step(Runtime, ModelPass):
             self.log.put("sequences", *(line for line in self.plan.persistent if line.kind is Kind.ACTIVATIONS))
         inside = {id(one) for run in self.tree.runs for one in run.parameters}
         updated = [one for one in self.parameters if not one.frozen and not self.plan.offloaded]
-        return [LocalTensor(self.cutting.chunk(one), in_block=id(one) in inside) for one in updated]
+        chunk, n = self.cutting.chunk, self.plan.n
+        return [LocalTensor(chunk(one), in_block=id(one) in inside, ranks=n, rows=one.shape[0]) for one in updated]
 
     # --- parameters ---------------------------------------------------------------------------------------------------------
 

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 
+from zeroplan.engines.muon import step_of, updated_by_muon
 from zeroplan.engines.optimizers import (
     LocalTensor,
     foreach_copies,
-    muon_temporaries,
     state_lines,
     states_from_the_start,
     step_temporary_lines,
-    updated_by_muon,
 )
 from zeroplan.engines.published_optimizers import PUBLISHED
 from zeroplan.engines.requests.log import Log
@@ -64,9 +63,13 @@ class Update:
         """Muon takes one matrix after the other, then AdamW all other tensors at once."""
         kind = Kind.OPTIMIZER_TEMPORARY
         for tensor in filter(updated_by_muon, tensors):
-            for n_bytes in muon_temporaries(tensor, self.width):
-                log.request("temporaries", int(n_bytes), kind, "step: Newton-Schulz iterates of a matrix")
-            log.release("temporaries")
+            for one in step_of(tensor, self.width):
+                if one.sends:
+                    log.call(one.name, one.n_bytes, tensor.ranks)
+                else:
+                    log.request(one.name, one.n_bytes, kind, "step: Newton-Schulz iterates of a matrix")
+                    log.release(*(() if one.n_bytes else (one.name,)))
+        log.release("result")
         for tensor in tensors:
             if not updated_by_muon(tensor):
                 log.request("temporaries", self.width * int(tensor.numel), kind, "step: AdamW's denominators")

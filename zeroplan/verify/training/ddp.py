@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import DdpOptions, RecipeSpec
 from zeroplan.verify.training.engine import COMPUTE, Engine, labelled
-from zeroplan.verify.training.optimizers import make_optimizer, trained, zero_redundancy
+from zeroplan.verify.training.optimizers import make_optimizer, stepping_in_backward, trained, zero_redundancy
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
 
@@ -31,7 +31,10 @@ class Ddp(Engine):
         self.handed_on = Kind.UNSHARDED_GRADIENTS if recipe.ddp.gradient_as_bucket_view else Kind.GRADIENTS
         parameters = trained(work.module)
         sharded = recipe.zero_stage == 1
-        self.optimizer = zero_redundancy(parameters, recipe) if sharded else make_optimizer(parameters, recipe, work.blocks)
+        if recipe.ddp.step_in_backward:
+            self.optimizer = stepping_in_backward(parameters, recipe)
+        else:
+            self.optimizer = zero_redundancy(parameters, recipe) if sharded else make_optimizer(parameters, recipe, work.blocks)
 
     def reduce_by_hook(self) -> None:
         """Reduce buckets by a hook, since the reducer's C++ cannot read a fake process group's result."""

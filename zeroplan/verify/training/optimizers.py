@@ -98,6 +98,25 @@ def make_optimizer(
     return cls(parameters, **arguments, **how)  # type: ignore[arg-type]  # each class has its own
 
 
+def stepping_in_backward(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:
+    """An optimizer for each parameter, which steps as soon as its gradient is there; that of the first has all their states.
+
+    Its own step finds no gradients. Source: PyTorch's tutorial on the optimizer's step inside the backward.
+    """
+    each = {one: make_optimizer(iter((one,)), recipe) for one in parameters}
+    first = next(iter(each.values()))
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizer = each[parameter]  # type: ignore[index]  # hooks are called with the parameters they are of
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for parameter, optimizer in each.items():
+        optimizer.state = first.state
+        parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+    return first
+
+
 def zero_redundancy(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:
     """The same inside ``ZeroRedundancyOptimizer``, which gives each rank some of the parameters."""
     cls, arguments = _optimizer_class(recipe)

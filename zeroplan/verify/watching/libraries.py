@@ -6,7 +6,10 @@ No formula gives these to the byte, and the library chooses the kernel. Records 
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._ops import OpOverload
+from torch.distributed import ProcessGroup
 
 from zeroplan.measurement import AttentionMeasured
 from zeroplan.verify.watching.allocations import Allocation, Timeline
@@ -55,5 +58,21 @@ def kept_by_products(alive: Iterable[Allocation], owned: frozenset[int]) -> int:
     )
 
 
-INSIDE: dict[OpOverload, Callable[..., object]] = {}
+def _to_another_dimension(given: torch.Tensor, gathered: int, sharded: int, group: object) -> torch.Tensor:
+    """What DTensor's exchange allocates in C++, which its shape function does not: what is sent, what comes, and the result.
+
+    Source: torch 2.13, torch/csrc/distributed/c10d/Functional.cpp, ``shard_dim_alltoall``.
+    """
+    ranks = (group if isinstance(group, ProcessGroup) else _resolve_process_group(group)).size()  # type: ignore[arg-type]
+    sizes = list(given.shape)
+    cut = [*sizes[:sharded], ranks, sizes[sharded] // ranks, *sizes[sharded + 1 :]]
+    sent = given.view(cut).movedim(sharded, 0).contiguous()
+    received = torch.ops._c10d_functional.all_to_all_single(sent, [1] * ranks, [1] * ranks, group)
+    sizes[sharded] //= ranks
+    sizes[gathered] *= ranks
+    made: torch.Tensor = received.movedim(0, gathered).contiguous().view(sizes)
+    return made
+
+
+INSIDE: dict[OpOverload, Callable[..., object]] = {torch.ops._dtensor.shard_dim_alltoall.default: _to_another_dimension}
 """For each operator, the function that makes its GPU allocations with torch's operators."""

@@ -1,0 +1,239 @@
+"""Muon's step over one matrix, deed by deed: Newton-Schulz iterations, with what DTensor sends where ranks share the rows.
+
+Torch's DTensor chooses for every product which factor is gathered, exchanged or summed up, by what it takes the time of each to
+be; the choice decides what a step holds and sends. Source: torch 2.13, ``torch/optim/_muon.py``,
+``_zeropower_via_newtonschulz``; ``torch/distributed/tensor/_ops/_matrix_ops.py``, ``_collective_utils.py`` (``redistribute_cost``)
+and ``placement_types.py``.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from zeroplan.engines.formulas import times
+from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import Int, for_each_value
+
+if TYPE_CHECKING:
+    from zeroplan.engines.optimizers import LocalTensor
+
+SOURCE = "torch 2.13, torch/optim/_muon.py, _zeropower_via_newtonschulz"
+_ITERATIONS = 5  # ns_steps
+_BF16 = 2
+_GPUS_PER_NODE = 8
+"""DTensor asks torch how many GPUs the host has. The engines do not know it, and the choices seldom depend on it."""
+
+
+class Deed(NamedTuple):
+    """Memory requested under a name, or released if it has no bytes; or a collective with its largest buffer. [bytes]"""
+
+    name: str
+    n_bytes: int = 0
+    sends: bool = False
+
+
+def updated_by_muon(tensor: "LocalTensor") -> bool:
+    """Whether Muon takes the tensor: a matrix of a block. All others go to AdamW."""
+    return tensor.in_block and len(tensor.shape) == 2
+
+
+def state_lines(momentum: Int, others: Int, element_bytes: int) -> tuple[Line, Line]:
+    """Return Muon's momentum of so many elements, and AdamW's states of the others. [bytes]"""
+    source = "torch 2.13, torch/optim/_muon.py, _init_group"
+    what, rest = "Muon's momentum of the blocks' matrices", "AdamW's momentum and variance of all other tensors"
+    adamw, both = "torch 2.13, torch/optim", 2 * element_bytes
+    return (
+        Line(Kind.OPTIMIZER_STATE, element_bytes * momentum, what, times(element_bytes, "U_m"), source),
+        Line(Kind.OPTIMIZER_STATE, both * others, rest, times(both, "U_o"), adamw),
+    )
+
+
+def for_ranks(tensor: "LocalTensor", width: int, measure: Callable[[tuple[Deed, ...]], int]) -> Int:
+    """Return what a function says of the step of one matrix, for every number of ranks that share it, and every size."""
+    rows, columns = tensor.shape[0] if tensor.rows is None else tensor.rows, tensor.shape[1]
+
+    def at(rows: int, columns: int, ranks: int) -> int:
+        return measure(newton_schulz(int(rows), int(columns), int(ranks), width))
+
+    if isinstance(rows, int) and isinstance(columns, int):
+        return for_each_value(partial(at, rows, columns), tensor.ranks)
+    import numpy as np  # noqa: PLC0415  keeps start-up fast
+
+    return cast("Int", np.vectorize(at, otypes=[np.int64])(rows, columns, tensor.ranks))
+
+
+def step_of(tensor: "LocalTensor", width: int) -> tuple[Deed, ...]:
+    """Return the deeds of one matrix's step, whose elements are so wide."""
+    rows = tensor.shape[0] if tensor.rows is None else tensor.rows
+    return newton_schulz(int(rows), int(tensor.shape[1]), int(tensor.ranks), width)
+
+
+def sent_by(deeds: tuple[Deed, ...], operation: str) -> list[int]:
+    """Return the largest buffer of every call of one collective. [bytes]"""
+    return [one.n_bytes for one in deeds if one.sends and one.name == operation]
+
+
+def highest(deeds: tuple[Deed, ...]) -> int:
+    """Return the most that these deeds hold at once. [bytes]
+
+    >>> highest(newton_schulz(4, 8, ranks=1, width=4))  # update, two iterates, two Gram matrices
+    320
+    """
+    most, held = 0, dict[str, int]()
+    for one in deeds:
+        if one.sends:
+            continue
+        if not one.n_bytes:
+            held.pop(one.name, None)
+        else:
+            held[one.name] = one.n_bytes
+            most = max(most, sum(held.values()))
+    return most
+
+
+@lru_cache(maxsize=4096)
+def newton_schulz(rows: int, columns: int, ranks: int, width: int) -> tuple[Deed, ...]:
+    """Return what Muon requests, sends and releases for one matrix, whose elements are so wide, on the first of so many ranks."""
+    return tuple(_Matrix(rows, columns, ranks).step(width))
+
+
+class _Matrix(NamedTuple):
+    """A matrix whose rows are sharded. The iterate begins with as many rows as the matrix has, or as it has columns if fewer."""
+
+    rows: int
+    columns: int
+    ranks: int
+
+    @property
+    def here(self) -> int:
+        """Rows of this rank."""
+        return -(-self.rows // self.ranks)
+
+    @property
+    def share(self) -> int:
+        """This rank's part of an iterate. [bytes]"""
+        return _BF16 * self.here * self.columns
+
+    @property
+    def order(self) -> int:
+        """Rows and columns of the Gram matrix."""
+        return min(self.rows, self.columns)
+
+    @property
+    def gram(self) -> int:
+        """The whole Gram matrix. [bytes]"""
+        return _BF16 * self.order**2
+
+    def step(self, width: int) -> Iterator[Deed]:
+        """The update, and the iterations from the update in bf16 on. Names live on until they are bound again."""
+        yield Deed("update", width * self.here * self.columns)
+        yield Deed("result")
+        yield Deed("iterate -1", 0 if width == _BF16 else self.share)
+        if self.ranks > 1:
+            yield Deed("all_reduce", _BF16, sends=True)
+        by_rows = self.rows <= self.columns and self.ranks > 1
+        for number in range(_ITERATIONS):
+            exchanges = by_rows and self._exchanges
+            summed = not by_rows or exchanges
+            yield from self._gram(number, by_rows=by_rows, exchanges=exchanges)
+            yield from self._polynomial(number, summed=summed)
+            by_columns = by_rows and self._leaves_rows(summed=summed)
+            yield from self._iterate(number, by_rows=by_rows, to_columns=by_columns, summed=summed)
+            by_rows = by_rows and not by_columns
+        last = _ITERATIONS - 1
+        yield from (Deed(f"gram {last}"), Deed(f"polynomial {last}"), Deed("update"), Deed("result", self.share))
+        yield Deed(f"iterate {last}")
+        if self.rows <= self.columns and self.ranks > 1 and not by_rows:  # the weight takes it by rows
+            yield from (*self._to_rows(), Deed("other"))
+
+    def _gram(self, number: int, *, by_rows: bool, exchanges: bool) -> Iterator[Deed]:
+        """The product with the transpose: DTensor gathers the transpose, or exchanges rows for columns of both factors."""
+        padded = self.ranks * self.share
+        if exchanges:
+            yield from self._to_columns("columns")
+            yield from (Deed("turned", self.share), *self._to_rows(), Deed("turned"))
+        elif by_rows:
+            yield from (Deed("turned", self.share), Deed("all_gather", padded, sends=True), Deed("gathered", padded))
+            yield from (Deed("columns", padded), Deed("gathered"))
+            if self.rows % self.ranks:
+                yield from (Deed("other", _BF16 * self.rows * self.columns), Deed("columns"))
+            yield Deed("turned")
+        sharded = by_rows and not exchanges
+        yield Deed(f"gram {number}", _BF16 * self.here * self.order if sharded else self.gram)
+        yield from (Deed("other"), Deed("columns"), Deed(f"gram {number - 1}"))
+
+    def _polynomial(self, number: int, *, summed: bool) -> Iterator[Deed]:
+        """The product of the Gram matrix with itself, of which one factor is summed up or gathered."""
+        if self.ranks > 1:
+            yield from self._whole_gram(summed=summed)
+        yield Deed(f"polynomial {number}", self.gram if summed else _BF16 * self.here * self.order)
+        yield from (Deed("whole"), Deed(f"polynomial {number - 1}"))
+
+    def _whole_gram(self, *, summed: bool) -> Iterator[Deed]:
+        n_bytes = self.gram if summed else _BF16 * self.ranks * self.here * self.order
+        yield from (Deed("all_reduce" if summed else "all_gather", n_bytes, sends=True), Deed("whole", n_bytes))
+
+    def _iterate(self, number: int, *, by_rows: bool, to_columns: bool, summed: bool) -> Iterator[Deed]:
+        """The product of the polynomial with the iterate, which stays sharded by rows or by columns, or changes to columns."""
+        if to_columns:
+            yield from self._to_columns("columns")
+        if by_rows and not to_columns:
+            if summed:
+                part = _BF16 * self.here * self.order
+                if self.rows % self.ranks:
+                    yield Deed("sent", self.ranks * part)
+                yield from (Deed("reduce_scatter", self.ranks * part, sends=True), Deed("columns", part), Deed("sent"))
+            padded = self.ranks * self.share
+            yield from (Deed("all_gather", padded, sends=True), Deed("whole", padded))
+        elif self.ranks > 1:
+            yield from self._whole_gram(summed=summed)
+        if to_columns:
+            yield from self._to_columns("other")
+        yield Deed(f"iterate {number}", self.share)
+        yield from (Deed("other"), Deed("whole"), Deed("columns"), Deed(f"iterate {number - 1}"))
+
+    def _to_columns(self, name: str) -> Iterator[Deed]:
+        """Exchange this rank's rows for columns."""
+        n_bytes = self._padded_share
+        if n_bytes > self.share:
+            yield Deed("padded", n_bytes)
+        yield from (Deed("sent", n_bytes), Deed("all_to_all", n_bytes, sends=True), Deed(name, n_bytes))
+        yield from (Deed("sent"), Deed("padded"))
+
+    def _to_rows(self) -> Iterator[Deed]:
+        """Exchange this rank's columns for rows."""
+        n_bytes = self._padded_share
+        yield from (Deed("all_to_all", n_bytes, sends=True), Deed("received", n_bytes), Deed("other", n_bytes))
+        yield Deed("received")
+
+    @property
+    def _padded_share(self) -> int:
+        """This rank's rows, with as many columns as ranks divide. [bytes]"""
+        return _BF16 * self.here * self.ranks * -(-self.columns // self.ranks)
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether two exchanges are taken to be faster than gathering the transpose. Fewer rows than ranks are never gathered."""
+        gathered = self._time(self.ranks * self.share)
+        return self.columns >= self.ranks and (self.rows < self.ranks or 2 * self._exchange < gathered)
+
+    def _leaves_rows(self, *, summed: bool) -> bool:
+        """Whether the next iterate is taken to be there earlier if it is sharded by columns."""
+        iterate, once = self._time(self._bytes), self._time(self.gram)
+        stays = iterate + once * summed
+        leaves = 2 * self._exchange + self._time(self.gram, passes=1 + summed)
+        return self.columns >= self.ranks and (self.rows < self.ranks or leaves < stays)
+
+    @property
+    def _bytes(self) -> int:
+        return _BF16 * self.rows * self.columns
+
+    @property
+    def _exchange(self) -> float:
+        return self._time(self._bytes / self.ranks) + 1
+
+    def _time(self, n_bytes: float, passes: int = 1) -> float:
+        """What DTensor takes a collective in a ring to last. [µs]"""
+        bandwidth, latency = (87.7, 0.6) if self.ranks <= _GPUS_PER_NODE else (87.7 * 0.22, 2.7)
+        hops = passes * (self.ranks - 1)
+        return 6.6 + hops * latency + n_bytes / 2**30 * hops / self.ranks / bandwidth * 1e6
