@@ -547,4 +547,4 @@ def test_a_replay_says_what_was_free_and_of_no_use(run: Run):
 def test_force_without_a_file_is_refused(run: Run):
     code, out, err = run(*REPLAYED, "--force")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "no file is to be written; add --trace FILE or --snapshot FILE" in err
+    assert "no flag writes one; add --trace FILE or --snapshot FILE" in err

@@ -121,7 +121,7 @@ def test_a_terminal_without_signs_gets_letters():
     (("stages", "--text"), "a job has one model"),
     (("pareto", "--model", "gpt2", "--text"), "a plan needs a GPU to fit"),
     (("pareto", *JOB, "--objective", "beauty", "--text"), "--objective 'beauty' is none of"),
-    (("timeline", "--text"), "a timeline is of a job, of a record, or of both"),
+    (("timeline", "--text"), "a timeline needs a job, a record or both"),
     (("timeline", "--record", "absent.json", "--text"), "'absent.json' does not exist"),
     (("timeline", "--record", "", *JOB, "--text"), "record"),
     (("validation", "--text"), "Missing argument"),

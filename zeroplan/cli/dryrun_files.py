@@ -21,7 +21,7 @@ class Wanted(NamedTuple):
 
     @property
     def named(self) -> dict[str, str]:
-        """The files that are wanted, by their flags."""
+        """Return the files that the flags name."""
         flags = {"--save": self.save, "--snapshot": self.snapshot, "--trace": self.trace}
         return {flag: path for flag, path in flags.items() if path is not None}
 
