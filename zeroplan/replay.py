@@ -1,4 +1,4 @@
-"""A step that nobody ran, replayed through the model of CUDA's caching allocator: what it reserves, and what of that is no use.
+"""Replays a predicted step through the model of CUDA's caching allocator: how much is reserved, and how much of that is unusable.
 
 The engines' programs say every request in order (:mod:`zeroplan.engines.requests`). cuBLAS takes a workspace at the first product
 of matrices of the forward's thread and of autograd's: when it is called, and so after the product's output. Recorded runs on fake
@@ -44,7 +44,7 @@ class OnCard(NamedTuple):
     phase: Phase | None
     """Where it ran out of memory, if it did."""
     free_bytes: int
-    """What was reserved and in nobody's use then, which the request could not have."""
+    """Memory that was reserved but not in use then, and that the request could not use."""
 
 
 class Full(NamedTuple):

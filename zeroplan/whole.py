@@ -162,7 +162,7 @@ def reason(error: OSError | ValueError) -> str:
 
 
 def unwritten(error: OSError) -> SpecError:
-    """What a user is told of an error of this module's."""
+    """The message for a user about an error of this module."""
     if isinstance(error, FileExistsError):
         return SpecError(f"{error.filename!r} is there already; --force writes over it")
     return SpecError(f"{error.filename!r} cannot be written: {reason(error)}")

@@ -81,7 +81,7 @@ def test_nothing_fits_is_a_no_with_the_closest(run: Run):
     assert (code, err) == (1, "")
     assert "Nothing fits" in out
     assert "more than the GPU has" in out
-    assert "The rule that cut most:" in out
+    assert "The rule that rejected most:" in out
 
 
 def test_what_is_emitted_reads_back(run: Run, tmp_path: Path):

@@ -115,7 +115,7 @@ def test_a_terminal_without_signs_gets_letters():
     (("stages", *JOB, "-o", "folder.png"), "-o 'folder.png' is there and is not a file; name another"),
     (("stages", *JOB, "-o", "folder.png", "--force"), "-o 'folder.png' is there and is not a file; name another"),
     (("stages", *JOB, "-o", "folder.png/one.png/two.png"), "is in a folder that is not there; make it first"),
-    (("stages", *JOB, "--force", "--text"), "--force says how to write a file, and none is named"),
+    (("stages", *JOB, "--force", "--text"), "--force overwrites a file, but none is named"),
     (("stages", *JOB, "-o", "one.png", "--text"), "choose one"),
     (("stages", *JOB, "--theme", "blue", "--text"), "--theme 'blue' is neither light nor dark"),
     (("stages", "--text"), "a job has one model"),

@@ -102,7 +102,7 @@ def test_every_line_is_explained(name: str) -> None:
     answer = estimate(JOBS[name])
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)
-    assert any("held against 210 runs" in note for note in answer.notes)
+    assert any("compared with 210 runs" in note for note in answer.notes)
     assert any("visited evenly" in note for note in answer.notes) == (JOBS[name].model.moe is not None)
 
 

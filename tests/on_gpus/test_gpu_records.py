@@ -182,7 +182,7 @@ def test_figures_are_summed_with_their_sign_and_the_far_ones_listed():
     assert "| estimate | a source | fsdp1 | LoRA | A100 | 4 | +0.50 % | 3.00 % | 6.00 % | -6.00 % | +4.00 % |" in page
     assert "| a source | rows that have an estimate | 40 % of 10 |" in page
     assert "|  | a model of another kind | 6 |" in page
-    assert "more than 3 % off: 2, of which 1 are open" in page
+    assert "more than 3 % off: 2. Of these, 1 are *open*" in page
     assert "| far | A100 | estimate | -6.0 % | open |" in page
     assert "| explained | A100 | estimate | +4.0 % | a known one |" in page
 

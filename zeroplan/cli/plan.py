@@ -123,7 +123,7 @@ def plan_command(
 
 
 def _planned(asked: Asked, question: "Question", target: "Target | None") -> "tuple[Plan, Request, tuple[str, ...]]":
-    """The plan, what was asked by then, and what must be said of the file that is to be written."""
+    """The plan, the completed request, and notes on the file to write."""
     from zeroplan.export.accelerate import as_accelerate_has_it  # noqa: PLC0415  see plan_command
     from zeroplan.export.files import inexpressible_in  # noqa: PLC0415
     from zeroplan.planner.asking import ask, with_setup_defaults  # noqa: PLC0415
@@ -162,7 +162,7 @@ def question_of(
     global_batch: str | None, objective: str | None, mfu: str | None, *, min_gpus: bool, max_seq: bool, max_batch: bool,
     max_params: bool,
 ) -> "Question":  # fmt: skip
-    """What is asked, from the flags."""
+    """The question, from the flags."""
     from zeroplan.planner.asking import Question  # noqa: PLC0415  see plan_command
 
     batch = None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024")
@@ -171,7 +171,7 @@ def question_of(
 
 
 def shares_measured(records: list[str] | None, asked: Asked) -> "SharesSpec | None":
-    """What the steps in records reached of the rates of the GPU that is asked about."""
+    """The shares of the GPU's rates that the steps in records reached."""
     if not records:
         return None
     from zeroplan.calibration import calibrated  # noqa: PLC0415  only this flag pays for it
@@ -203,7 +203,7 @@ _RATE = "tokens-per-second"
 
 
 def _learnt(measured: str | None, path: str | None, asked: Asked, calibrate: list[str] | None) -> "Learnt | None":
-    """What a run of another job on these GPUs teaches."""
+    """The shares that a run of another job on these GPUs reached."""
     if (measured is None) != (path is None):
         raise SpecError(
             "--measured needs --measured-job, the job file of that run, and --measured-job needs --measured; give both"

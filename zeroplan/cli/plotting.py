@@ -57,7 +57,7 @@ def _where(out: str | None, theme: str, *, text: bool, force: bool) -> _Where:
     if out is not None and Path(out).suffix.lower() not in _ENDINGS:
         raise SpecError(f"-o {out!r} does not end in .png, .svg or .pdf; the ending chooses the format")
     if force and out is None:
-        raise SpecError("--force says how to write a file, and none is named; add -o FILE.png")
+        raise SpecError("--force overwrites a file, but none is named; add -o FILE.png")
     if out is not None:
         refuse_target(Path(out), "-o", force=force)
     if not text and (lacking := not_installed("matplotlib", by="drawing")):

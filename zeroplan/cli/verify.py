@@ -130,14 +130,14 @@ class _Flags(NamedTuple):
     snapshot: str | None
 
     def given(self) -> "dict[str, object]":
-        """What says which job is run, and how; None where nothing is said."""
+        """The flags that name a job and how to run it; None where a flag is not given."""
         return {"--of": self.of, "--nproc": self.nproc, "--steps": self.steps, "--workload": self.workload,
                 "--slurm": self.every or None, "--as-rank": None if self.rank == "0" else self.rank,
                 "--all-layers": self.all_layers or None, "--snapshot": self.snapshot}  # fmt: skip
 
 
 class OfSlurm(NamedTuple):
-    """What is asked of Slurm, as typed."""
+    """The options for Slurm, as typed."""
 
     partition: str | None
     account: str | None
@@ -235,7 +235,7 @@ def _run(task: "Task", folder: Path | None) -> "list[Measurement]":
 
 
 def _estimated(job: "JobSpec") -> str:
-    """What the estimate had said of a job that ran out of memory."""
+    """The estimate of a job that ran out of memory, in words."""
     from zeroplan.estimator import estimate  # noqa: PLC0415  only this failure needs it
 
     estimated = estimate(job)

@@ -141,7 +141,7 @@ def _filled(text: str, width: int = COLUMNS) -> list[str]:
 def _verdict(found: Difference, unit: Unit) -> str:
     peak, size = found.peak, unit.size(found.peak.after_bytes)
     if found.equal:
-        return f"A and B are equal in all that both tell: the peak is {size}."
+        return f"A and B are equal in everything that both contain: the peak is {size}."
     if not peak.change_bytes:
         return f"The peaks are equal, {size}."
     than = f"{unit.size(abs(peak.change_bytes))} {'higher' if peak.change_bytes > 0 else 'lower'} than A's"

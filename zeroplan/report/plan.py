@@ -52,7 +52,7 @@ def plan_text(plan: Plan, beside: Beside, *, verbose: bool = False) -> str:
         ]  # fmt: skip
     else:
         said = [*_best(plan.objective, best, beside), *_in_short(best, beside), *_why(best)]
-        more = "--verbose adds memory by kind, time by part, time against memory, and what rejected the others."
+        more = "--verbose adds memory by kind, time by part, time against memory, and why other layouts were rejected."
         answer = [said, list(_rankings(plan)), list(_others(plan)), [more]]
     return paragraphs([list(_head(plan)), *answer, notes_part([*plan.notes, *beside.notes])])
 
@@ -114,7 +114,7 @@ def _beside_the_card(best: Best) -> Iterator[str]:
         node = (best.estimate.host_bytes_per_node or 0) / GIB
         yield f"host memory: {best.estimate.host_bytes / GIB:,.2f} GiB of a rank, {node:,.2f} GiB of a node, if it has that much"
     if best.tight:
-        yield f"tight: the cache and the margin do not fit beside it; set {EXPANDABLE}"
+        yield f"tight: the cache and the margin do not fit as well; set {EXPANDABLE}"
 
 
 def _row(what: str, n_bytes: int) -> str:
@@ -192,7 +192,7 @@ def _nothing(plan: Plan) -> Iterator[str]:
         yield f"      {rival.why_not}"
     if plan.fallen:
         most = max(plan.fallen, key=lambda one: one.layouts)
-        yield f"The rule that cut most: {most.rule.value} ({plural(most.layouts, 'layout')})"
+        yield f"The rule that rejected most: {most.rule.value} ({plural(most.layouts, 'layout')})"
 
 
 def _fallen(plan: Plan) -> Iterator[str]:

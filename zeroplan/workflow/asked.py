@@ -1,4 +1,4 @@
-"""What a user says of a workflow beside its job: each option once, with the workflows that have it, as TRL or verl names it."""
+"""The options of a workflow beside its job: each declared once, with the workflows that have it, by TRL's or verl's name."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
@@ -10,7 +10,7 @@ Name = Literal["sft", "dpo", "kto", "reward", "distill", "grpo", "ppo"]
 
 
 class Workflow(NamedTuple):
-    """What tells a workflow from others."""
+    """What distinguishes a workflow from others."""
 
     says: str
     ran: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ WORKFLOWS: dict[Name, Workflow] = {
 
 
 class Option(NamedTuple):
-    """How an option is said."""
+    """How an option is written."""
 
     of: tuple[Name, ...]
     value: str

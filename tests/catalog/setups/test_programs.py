@@ -180,7 +180,7 @@ def test_a_verl_command(read: Callable[..., Resolved]):
     assert (job.model.name, job.mesh.world_size, job.batch.seq_len, job.batch.micro_batch_size) == ("qwen2.5-7b", 16, 2048, 4)
     assert (job.recipe.engine, job.recipe.fsdp1.reduce_dtype, job.recipe.recompute) == ("fsdp1", "fp32", "full")
     assert job.batch.grad_accum_steps == 256 * 5 // (4 * 16)
-    assert any("the actor's update alone is counted" in note for note in notes)
+    assert any("only the actor's update is counted" in note for note in notes)
     assert not job.recipe.offloads
     assert any("move weights and states to the GPU for the update" in note for note in notes)
     split = read(VERL.replace("$@", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"), "mine.sh").job

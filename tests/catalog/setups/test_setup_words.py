@@ -84,7 +84,7 @@ def test_what_accelerate_says_and_is_not_modelled():
     )
     refused(
         accelerate,
-        "it: use_cpu is true, and a CPU's memory is not what is told here",
+        "it: use_cpu is true, but zeroplan estimates GPU memory",
         {"use_cpu": True, "distributed_type": "NO"},
     )
     refused(

@@ -1,4 +1,4 @@
-"""A stranger's file as data: JSON, TOML or YAML by what stands in it, each key once, nothing executed, nothing expanded."""
+"""Parses an untrusted file: JSON, TOML or YAML, recognised by its content. Each key may appear once; nothing is executed."""
 
 import tomllib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What do TrainingArguments as JSON or YAML say of a job?
+"""Reads a job from TrainingArguments as JSON or YAML.
 
 Keys are those of transformers 5.23 (training_args.py) and of releases since 4.30, with 5.23's defaults where one is left out, and
 those of the scripts that come with transformers and TRL for model, sequence length and adapters. How many GPUs is not in them.
