@@ -534,7 +534,7 @@ def _held_logits(job: JobSpec, highest: Moment) -> tuple[str, ...]:
     size = format_size(int(output_bytes(job.model, compute, batch, fp32_output=how == "fp32")))
     flag = "fp32" if how == "fp32" else "yes"
     said = (
-        f"the estimate assumes that your loop keeps the logits in the backward, {size}; if it drops them, set --keep-logits no"
+        f"the estimate assumes that your loop keeps the logits in the backward ({size}); if it drops them, set --keep-logits no"
         if recipe.keep_logits
         else f"if your loop keeps the logits in the backward, as accelerate's do, it needs {size} more: set --keep-logits {flag}"
     )

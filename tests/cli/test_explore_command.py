@@ -62,7 +62,7 @@ def test_it_listens_on_the_loopback_alone_and_leaves_nothing_behind(served: int,
     listening.close()
 
 
-def test_it_closes_connections_that_nobody_uses(monkeypatch: pytest.MonkeyPatch):
+def test_it_closes_idle_connections(monkeypatch: pytest.MonkeyPatch):
     import uvicorn
 
     from zeroplan.explore.connection import TimedConnection

@@ -21,7 +21,7 @@ def test_the_answer_fits_one_screen(run: Run):
     code, out, err = run(*ASKED, "--tokens", "1e9", "--price-per-gpu-hour", "2")
     assert (code, err) == (0, "")
     for said in ("Best for throughput:", "zeroplan estimate --model llama-3.2-1b", "GiB at the peak", "s for a step",
-                 "tokens/s per GPU", "MFU", "days and cost", "Limited by", "One more GiB would buy", "why they are not the best",
+                 "tokens/s per GPU", "MFU", "days and cost", "Limited by", "One more GiB would gain", "why they are not the best",
                  "--verbose"):  # fmt: skip
         assert said in out, said
     assert len(out.splitlines()) <= 40
@@ -98,7 +98,7 @@ def test_what_is_emitted_reads_back(run: Run, tmp_path: Path):
     assert run(*ASKED, "--emit", "deepspeed", "--out", str(tmp_path), "--force")[0] == 0
 
 
-def test_logits_that_accelerate_hands_on_are_counted(run: Run, tmp_path: Path):
+def test_logits_that_accelerate_returns_are_counted(run: Run, tmp_path: Path):
     held, let_go = (
         json.loads(run(*ASKED, "--emit", "accelerate", "--out", str(tmp_path), "--force", "--json", *more)[1])
         for more in ((), ("--keep-logits", "no"))

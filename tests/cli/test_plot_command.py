@@ -53,7 +53,7 @@ def test_a_plan_is_drawn_and_no_is_no(run: Run, tmp_path: Path):
     assert (code, "nothing fits" in out) == (1, True)
 
 
-def test_a_record_stands_for_its_job_or_lies_over_it(run: Run, tmp_path: Path, record: str):
+def test_a_record_gives_its_own_job_or_is_drawn_over_another(run: Run, tmp_path: Path, record: str):
     alone, together = tmp_path / "alone.svg", tmp_path / "together.svg"
     assert run("plot", "timeline", "--record", record, "-o", str(alone))[0] == 0
     assert run("plot", "timeline", *JOB[:-2], "--record", record, "-o", str(together))[0] == 0

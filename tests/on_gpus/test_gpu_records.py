@@ -124,7 +124,7 @@ def test_muon_sends_under_fsdp2_what_a_gpu_sent():
     assert len(sent) == 2
 
 
-def test_what_is_kept_is_complete_and_private_to_nobody():
+def test_kept_records_are_complete_and_contain_nothing_private():
     assert {path.name: gpu_check.problems(path) for path in gpu_records.files()} == {
         path.name: [] for path in gpu_records.files()
     }

@@ -144,11 +144,11 @@ def _why(best: Best) -> Iterator[str]:
     yield f"Limited by {best.binding}"
     more = best.one_more_gib
     if more is None:
-        yield "One more GiB would buy nothing."
+        yield "One more GiB would gain nothing."
     else:
-        yield from textwrap.wrap(f"One more GiB would buy {more.gain:.1%}: {layout_words(more.layout.job)}", WIDTH)
+        yield from textwrap.wrap(f"One more GiB would gain {more.gain:.1%}: {layout_words(more.layout.job)}", WIDTH)
     if (kept := best.margin) is not None:
-        said = f"{kept.missing_bytes / GIB:,.2f} GiB of the margin (--margin) would buy {kept.gain:.1%}"
+        said = f"{kept.missing_bytes / GIB:,.2f} GiB of the margin (--margin) would gain {kept.gain:.1%}"
         yield from textwrap.wrap(f"{said}: {layout_words(kept.layout.job)}", WIDTH)
 
 
