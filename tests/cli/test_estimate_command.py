@@ -505,7 +505,7 @@ def test_a_replay_on_a_card_that_is_nearly_full_says_what_becomes_of_it(run: Run
     nearly = ("--seq-len", "1024", "--recompute", "full", "--micro-batch", "32")
     out = " ".join(run(*REPLAYED, *nearly, "--replay")[1].split())
     assert "with expandable segments only" in out
-    assert "it runs out of memory in the backward, with " in out
+    assert "the job runs out of memory in the backward, with " in out
     assert "With expandable segments it completes." in out
 
 

@@ -104,13 +104,13 @@ def _verify(
     of_slurm = OfSlurm(partition, account, time_limit, tuple(slurm_option or ()))
     into = _Into(None if out is None else Path(out), parse_tolerance(tolerance), as_json)
     if not slurm:
-        refuse_given(of_slurm.given(), "goes with --slurm; leave it out, or say --slurm")
+        refuse_given(of_slurm.given(), "needs --slurm; leave it out, or add --slurm")
     said = {"a job": resolved, **flags.given()}
     if matrix is not None:
-        refuse_given(said, "does not go with --matrix, whose cases say it themselves; leave it out")
+        refuse_given(said, "has no effect with --matrix, because each case sets it; leave it out")
         return _many(matrix, flags, into)
     if resume is not None:
-        refuse_given(said, "does not go with --resume, whose cases say it themselves; leave it out")
+        refuse_given(said, "has no effect with --resume, because the job already has it; leave it out")
         return _resumed(Path(resume), into)
     return _one(resolved or resolve(Request()), flags, of_slurm, into)  # which says what is missing
 

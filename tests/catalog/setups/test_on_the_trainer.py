@@ -200,7 +200,7 @@ def test_trls_yaml_is_trainers_keys(read: Callable[..., Resolved]):
         (FACTORY | {"upcast_layernorm": True}, "upcast_layernorm=True changes memory"),
         (FACTORY | {"quantization_bit": 4, "finetuning_type": "full"}, "quantization_bit=True changes|weights in four bits"),
         (FACTORY | {"model_name_or_path": "someone/else"}, "unknown model 'someone/else'.*--config takes its config.json"),
-        ({"model": "x", "model_class": "llm", "dist_config": {"name": "fsdp2"}}, "LLaMA-Factory's v1, which are not read"),
+        ({"model": "x", "model_class": "llm", "dist_config": {"name": "fsdp2"}}, "LLaMA-Factory's v1, which zeroplan does not read"),
         (AXOLOTL | {"adapter": "llama-adapter"}, "adapter='llama-adapter' changes memory"),
         (without(AXOLOTL, "lora_r"), "lora_r is left out; give a rank"),
         (AXOLOTL | {"optimizer": "muon"}, "optimizer='muon' changes memory"),

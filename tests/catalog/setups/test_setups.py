@@ -243,7 +243,7 @@ def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
         ("", {}, "holds nothing"),
         ("just text", {}, "holds 'just text', not keys and values"),
         ("[" * 100_000, {}, "nested too deep"),
-        ({"a": 1}, {}, "is no set-up that is known"),
+        ({"a": 1}, {}, "is not a configuration that zeroplan knows"),
         ({"model_type": "llama"}, {}, "is a model's config.json; give it to --config"),
         (TRAINER | {"use_cpu": True}, {}, "use_cpu=True changes memory in a way that is not modelled"),
         (TRAINER | {"fsdp": True, "fsdp_config": {"version": 1, "backward_prefetch": "soon"}}, {},

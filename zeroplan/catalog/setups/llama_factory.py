@@ -157,5 +157,5 @@ def _precision(reading: Reading, whole: Table, *, adapted: bool) -> None:
         reading.tell("precision", "pure_bf16", "bf16")
     elif adapted and not mixed:
         reading.asks["precision"] = (
-            "neither bf16 nor fp16 is on, and the frozen weights get the dtype of the model's files; say --precision"
+            "neither bf16 nor fp16 is on, and the frozen weights get the dtype of the model's files; set --precision"
         )

@@ -324,7 +324,7 @@ def ends_counted_as_one(program: str) -> str:
     """The note on a job that does not follow its program's FSDP2 units."""
     return (
         f"{program} shards the embedding, and the last norm with the head, as units of their own; they are counted as one unit, "
-        "gathered from the forward to the end of the backward, which is the most they can take"
+        "gathered from the forward to the end of the backward, which is an upper bound"
     )
 
 

@@ -230,7 +230,7 @@ def _recomputation(reading: _Reading) -> None:
     elif mode == "selective":
         which = f"{key} is left out, which to torchtitan is selective" if not table.data else f"{key} is selective"
         reading.asks["recompute"] = (
-            f"{which} by block, every {option or _DEFAULT_OPTION} of them again, and that is not modelled; say --recompute none, "
+            f"{which} by block, every {option or _DEFAULT_OPTION} of them again, and that is not modelled; set --recompute none, "
             "which keeps all and so takes more, or full"
         )
     elif mode == "memory_budget":
@@ -332,7 +332,7 @@ def _steps(table: Table, whole: int, size: int, ranks: int) -> int:
     if left or not steps:
         raise SpecError(
             f"{table.where}: global_batch_size={total} is not {size} sequences x {ranks} data-parallel ranks, some times "
-            "over; say --gpus where it stands in no degree"
+            "over; set --gpus if no degree contains it"
         )
     return steps
 
