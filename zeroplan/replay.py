@@ -32,7 +32,7 @@ class Replayed(NamedTuple):
     reserved_bytes: int
     """``max_memory_reserved`` of all."""
     unusable_bytes: int
-    """What was free when the card was asked for more last, in blocks too small for the request or of another stream."""
+    """Memory that was free when the allocator last took more from the card, in blocks too small or for another stream."""
 
 
 class OnCard(NamedTuple):
@@ -134,7 +134,7 @@ class StepReplay:
         return frozenset(self.log.products.values())
 
     def _play(self, card: CachingAllocator, *, keeps_up: bool) -> Replayed:
-        """What the card shows in the end; raises _FullAtError where it cannot give what is asked for."""
+        """The card at the end of the replay; raises _FullAtError if it runs out of memory."""
         requests, chunks = self.log.requests, dict[int, Chunk]()
         marked = frozenset[int]() if keeps_up else self.log.marked
         last = next(span.start for span in self.log.spans if span.step == self.log.spans[-1].step)

@@ -61,10 +61,10 @@ def given(records: list[str]) -> Given:
 
 
 def judged(held: tuple[Held, ...]) -> tuple[Held, ...]:
-    """Of each run, the record of the fullest rank, which the estimate is about.
+    """Return of each run the record of the fullest rank, which the estimate describes.
 
-    Ranks of one run are told by job, workload and backend. Engines that hand out whole tensors or leave the last rank short
-    do not fill ranks alike.
+    Records with the same job, workload and backend are ranks of one run. Ranks differ if an engine assigns whole tensors to them
+    or leaves the last one short.
     """
     fullest: dict[str, Held] = {}
     for one in held:

@@ -1,4 +1,4 @@
-"""``zeroplan plot``: the kinds of pictures there are. What draws them is loaded when one is asked for."""
+"""``zeroplan plot``: the kinds of pictures. The code that draws one is imported only for that kind."""
 
 from typing import Any
 

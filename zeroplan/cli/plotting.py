@@ -47,7 +47,7 @@ class _Where(NamedTuple):
 
 
 def _where(out: str | None, theme: str, *, text: bool, force: bool) -> _Where:
-    """Check what was asked for before anything is computed."""
+    """Check the flags before anything is computed."""
     if theme not in THEMES:
         raise SpecError(f"--theme {theme!r} is neither light nor dark")
     if text and out is not None:
@@ -69,7 +69,7 @@ def _where(out: str | None, theme: str, *, text: bool, force: bool) -> _Where:
 
 
 def _drawn(kind: str, series: object, where: _Where) -> None:
-    """Draw a series of this kind where it was asked for."""
+    """Draw a series of this kind into a file, on the screen or in the terminal."""
     if where.text:
         _print(kind, series)
         return

@@ -104,7 +104,7 @@ def _found(results: Results, *, cases: int, left: int, again: int) -> Iterator[s
 
 
 class _Told(NamedTuple):
-    """Who is told that a case begins and ends, and what is said meanwhile."""
+    """Reports when a case begins and ends, and the progress in between."""
 
     begin: Callable[[Case], None]
     end: Callable[[Judged], None]

@@ -210,7 +210,7 @@ def _kinds(found: Difference, table: _Table) -> list[str]:
 
 
 def _rows(rows: Sequence[Changed], table: _Table, most: int, *, sizes: bool = False) -> list[str]:
-    """The largest changes, and the others as one; with the sizes of blocks where they are asked for and known."""
+    """The largest changes, and the others as one; with the sizes of blocks, if they are wanted and known."""
     shown = rows if len(rows) <= most else rows[: most - 1]
     lines = [line for row in shown for line in (table.row(row), *(_details(row, table.unit) if sizes else ()))]
     if rest := rows[len(shown) :]:

@@ -21,7 +21,7 @@ class Workflow(NamedTuple):
     head_rows: int | None = None
     """Outputs of the head, where they are not the vocabulary's."""
     compares: bool = False
-    """A reference model is there, whatever is said."""
+    """There is always a reference model."""
     log_probs: LogProbs = "tiles"
     """``divergence``: a teacher runs forward in every step."""
     generates: bool = False

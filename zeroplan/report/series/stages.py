@@ -82,7 +82,7 @@ def _offered(options: DeepSpeedOptions, stage: Stage) -> DeepSpeedOptions:
 
 
 def left_behind(job: JobSpec) -> tuple[str, ...]:
-    """What the engines of other stages do not have, so that nobody reads it into their columns."""
+    """What the engines of other stages do not have, as notes on their columns."""
     recipe = job.recipe
     if not recipe.offloads:
         return ()
