@@ -351,7 +351,7 @@ def test_a_segment_that_stands_gives_its_free_pieces_first():
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_a_private_pool_is_used_within_itself_and_kept_until_it_is_let_go(*, expandable: bool):
+def test_a_private_pool_is_used_within_itself_and_kept_until_it_is_released(*, expandable: bool):
     page = 20 * MIB
     card = CachingAllocator(expandable_segments=expandable)
     card.release(card.request(page))

@@ -95,8 +95,8 @@ def test_what_a_loop_that_holds_logits_adds_is_said_to_the_byte(said: dict, how:
     plain = estimate(job(model="llama-3.2-1b", gpus=8, **({"stage": 3, "micro_batch": 4} | said)))
     held = estimate(replace(plain.job, recipe=replace(plain.job.recipe, keep_logits=how)))
     more = format_size(held.peak_bytes - plain.peak_bytes)
-    assert any(f"adds {more}: --keep-logits" in note for note in plain.notes), (more, plain.notes)
-    assert any(f"are counted, {more};" in note for note in held.notes)
+    assert any(f"needs {more} more: set --keep-logits" in note for note in plain.notes), (more, plain.notes)
+    assert any(f"in the backward ({more});" in note for note in held.notes)
 
 
 def test_nothing_is_said_of_logits_that_do_not_matter():

@@ -67,7 +67,7 @@ def test_adapters_are_those_of_the_model(tmp_path: Path):
 def test_what_is_not_modelled_is_said_and_the_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model = transformers.LlamaForCausalLM(CONFIG)
     assert begun(arguments(tmp_path), model, seq_len=128).predicted is None
-    assert "it cannot tell whether this job fits: there is no GPU here" in capsys.readouterr().err
+    assert "cannot check whether this job fits: there is no GPU here" in capsys.readouterr().err
     assert begun(arguments(tmp_path, optim="galore_adamw"), model, seq_len=128, gpu="l4-24gb").predicted is None
     assert "optim='galore_adamw'" in capsys.readouterr().err
 

@@ -43,7 +43,7 @@ def test_a_run_that_cannot_fit_is_stopped_or_warned_of(capsys: pytest.CaptureFix
     assert found.fits is False
     assert "does not fit" in capsys.readouterr().err
     assert check_memory(model="nobody", gpu="l4-24gb") is None
-    assert "it cannot tell whether this job fits: unknown model 'nobody'" in capsys.readouterr().err
+    assert "cannot check whether this job fits: unknown model 'nobody'" in capsys.readouterr().err
 
 
 @pytest.fixture

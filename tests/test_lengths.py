@@ -60,7 +60,7 @@ def test_the_same_lengths_give_the_same_job_and_a_note() -> None:
     asked = Request(**MODEL, micro_batch=4, lengths="lognormal(290, 0.5, 8000)")
     first, second = resolve(asked), resolve(asked)
     assert first == second
-    assert any("the longest of 2,000 micro-batches is taken" in note for note in first.notes)
+    assert any("the estimate is for the longest of 2,000 micro-batches" in note for note in first.notes)
 
 
 @pytest.mark.parametrize(("said", "why"), [

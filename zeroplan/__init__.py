@@ -74,7 +74,7 @@ _HOMES = {
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Load what is asked for, once."""
+        """Import a public name on first use."""
         from importlib import import_module  # noqa: PLC0415  so that this package's own import loads nothing
 
         home = next((home for home, names in _HOMES.items() if name in names), None)

@@ -84,7 +84,7 @@ def _profiled(
 
 
 class _Wanted(NamedTuple):
-    """Which profile is asked for: of which file, under which name, in which manner."""
+    """The profile to look for: of which file, under which name, with which settings."""
 
     file: Path
     name: str
@@ -114,7 +114,7 @@ class _Wanted(NamedTuple):
 
 
 def cache_folder() -> Path:
-    """Where profiles are kept that were made without being asked for: ``zeroplan/profiles`` in the user's cache."""
+    """The folder of automatically made profiles: ``zeroplan/profiles`` in the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "zeroplan" / "profiles"
 

@@ -135,7 +135,7 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of what the caching allocator has handed out."""
+        """The highest memory that the caching allocator has allocated."""
         return int(self.peak.total_bytes)
 
     @cached_property
@@ -348,7 +348,7 @@ def _with_longest(job: JobSpec) -> int:
 
 
 REPLAYED_MICRO_BATCHES = 4
-"""One more than after which nothing changes: tests/test_replay.py holds it against eight."""
+"""One step more than after which nothing changes; tests/test_replay.py compares it with eight."""
 
 
 def replayed_if_tight(answer: Estimate) -> Estimate:
@@ -519,7 +519,7 @@ def flattened_through_the_host(recipe: RecipeSpec) -> RecipeSpec:
 def _held_logits(job: JobSpec, highest: Moment) -> tuple[str, ...]:
     """What a loop that holds the model's output adds to a peak in or after the loss, or has added. [bytes in words]
 
-    accelerate 1.15 hands on logits in fp32 (``Accelerator.prepare_model``, ``convert_outputs_to_fp32``; not with DeepSpeed), and
+    accelerate 1.15 returns logits in fp32 (``Accelerator.prepare_model``, ``convert_outputs_to_fp32``; not with DeepSpeed), and
     the loops of its examples hold them. transformers 5.23's Trainer lets go of them, torchtitan since June 2024 (pull request 391).
     """
     recipe = job.recipe
@@ -534,9 +534,9 @@ def _held_logits(job: JobSpec, highest: Moment) -> tuple[str, ...]:
     size = format_size(int(output_bytes(job.model, compute, batch, fp32_output=how == "fp32")))
     flag = "fp32" if how == "fp32" else "yes"
     said = (
-        f"logits held through the backward are counted, {size}; --keep-logits no where your loop lets go of them"
+        f"the estimate assumes that your loop keeps the logits in the backward ({size}); if it drops them, set --keep-logits no"
         if recipe.keep_logits
-        else f"holding logits through the backward, as accelerate's loops do, adds {size}: --keep-logits {flag}"
+        else f"if your loop keeps the logits in the backward, as accelerate's do, it needs {size} more: set --keep-logits {flag}"
     )
     return (said,)
 

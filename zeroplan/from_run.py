@@ -102,7 +102,7 @@ class FromRun:
         for phase in compared.phases:
             if -phase.difference > max(_MATTERS * phase.measured, -compared.peak.difference):
                 low = format_size(-phase.difference)
-                yield f"the run's {phase.what} is {low} above this prediction; a job that peaks there is underestimated"
+                yield f"the run's {phase.what} is {low} above this prediction; if a job peaks there, its estimate is too low"
 
     def _beyond(self, job: JobSpec) -> Iterator[str]:
         """How the job goes beyond what was run or traced."""

@@ -1,8 +1,8 @@
 """What are the nearest changes that would make a job fit its GPU?
 
-Each candidate is one change a person would try, in the order of what it costs them; each is estimated in full. Where no single
-change is enough, changes are heaped up in the same order until the job fits, and every one that turns out not to be needed, or
-to be needed in a milder form only, is taken back.
+Each candidate is one change a person would try, in the order of what it costs them; each is estimated in full. Where no
+single change is enough, changes are added in the same order until the job fits. Then each one that is not needed, or needed
+only in a milder form, is removed or weakened.
 """
 
 from collections.abc import Callable, Iterator, Sequence

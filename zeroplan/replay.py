@@ -1,4 +1,4 @@
-"""A step that nobody ran, replayed through the model of CUDA's caching allocator: what it reserves, and what of that is no use.
+"""Replays a predicted step through the model of CUDA's caching allocator: how much is reserved, and how much of that is unusable.
 
 The engines' programs say every request in order (:mod:`zeroplan.engines.requests`). cuBLAS takes a workspace at the first product
 of matrices of the forward's thread and of autograd's: when it is called, and so after the product's output. Recorded runs on fake
@@ -32,7 +32,7 @@ class Replayed(NamedTuple):
     reserved_bytes: int
     """``max_memory_reserved`` of all."""
     unusable_bytes: int
-    """What was free when the card was asked for more last, in blocks too small for the request or of another stream."""
+    """Memory that was free when the allocator last took more from the card, in blocks too small or for another stream."""
 
 
 class OnCard(NamedTuple):
@@ -44,7 +44,7 @@ class OnCard(NamedTuple):
     phase: Phase | None
     """Where it ran out of memory, if it did."""
     free_bytes: int
-    """What was reserved and in nobody's use then, which the request could not have."""
+    """Memory that was reserved but not in use then, and that the request could not use."""
 
 
 class Full(NamedTuple):
@@ -134,7 +134,7 @@ class StepReplay:
         return frozenset(self.log.products.values())
 
     def _play(self, card: CachingAllocator, *, keeps_up: bool) -> Replayed:
-        """What the card shows in the end; raises _FullAtError where it cannot give what is asked for."""
+        """The card at the end of the replay; raises _FullAtError if it runs out of memory."""
         requests, chunks = self.log.requests, dict[int, Chunk]()
         marked = frozenset[int]() if keeps_up else self.log.marked
         last = next(span.start for span in self.log.spans if span.step == self.log.spans[-1].step)

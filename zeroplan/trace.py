@@ -264,7 +264,7 @@ class Trace:
         """Ignore a collective: it takes no memory of its own."""
 
     def become(self, key: Hashable, new: Hashable, line: Line) -> None:
-        """Free what a key holds but for this line, which another key holds from now on."""
+        """Free the lines of a key except this one, which moves to another key."""
         self.drop(key)
         self.hold(new, line)
 

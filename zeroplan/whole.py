@@ -1,4 +1,4 @@
-"""Files that are there complete or not at all: written under another name beside their own, which they are given when they are.
+"""Writes files completely or not at all: under a temporary name in the same folder, then renamed.
 
 Everything that zeroplan leaves for a user is written here, apart from results that are appended to. A failure, a full disk say,
 leaves what was there before as it was, and nothing else. Nothing that is there is written over unless that is asked for.
@@ -40,7 +40,7 @@ def _make(folder: Path) -> None:
 
 @contextmanager
 def _errors_of(path: Path) -> Iterator[None]:
-    """Errors of the other name, which nobody knows, as those of the file's own."""
+    """Reports errors of the temporary name under the file's own name."""
     try:
         yield
     except OSError as error:
@@ -79,7 +79,7 @@ def _meant(path: Path) -> Path:
 
 @contextmanager
 def whole(path: Path, *, force: bool) -> Iterator[Path]:
-    """A new file to be filled, which is put in its place when the block ends well. Raises as :func:`write_whole` does."""
+    """A new file to be filled, which gets its own name if the block ends without an error. Raises as :func:`write_whole` does."""
     with unfinished(path) as beside, _errors_of(path):
         yield beside
         put(beside, path, force=force)
@@ -162,7 +162,7 @@ def reason(error: OSError | ValueError) -> str:
 
 
 def unwritten(error: OSError) -> SpecError:
-    """What a user is told of an error of this module's."""
+    """The message for a user about an error of this module."""
     if isinstance(error, FileExistsError):
         return SpecError(f"{error.filename!r} is there already; --force writes over it")
     return SpecError(f"{error.filename!r} cannot be written: {reason(error)}")

@@ -331,7 +331,7 @@ def test_reads_a_file_or_the_folder_that_holds_it(tmp_path: Path):
     assert read_config(folder, name="owner/llama") == model_from_config(LLAMA, name="owner/llama")
 
 
-def test_a_key_that_stands_twice_is_refused_by_its_name(tmp_path: Path):
+def test_a_duplicate_key_is_refused_by_its_name(tmp_path: Path):
     text = json.dumps(LLAMA)[:-1] + ', "hidden_size": 64}'
     (tmp_path / "config.json").write_text(text)
     assert "has 'hidden_size' twice; keep one" in file_refusal(tmp_path)

@@ -215,7 +215,7 @@ def test_a_head_of_another_task_is_named() -> None:
     assert "of a LlamaForSequenceClassification" in notes(LLAMA | {"architectures": ["LlamaForSequenceClassification"]})
 
 
-def test_keys_that_nobody_knows_are_named() -> None:
+def test_unknown_keys_are_named() -> None:
     assert notes(LLAMA | {"torch_dtype": "bfloat16", "rope_scaling": {"factor": 8.0}, "some_new_key": None}) == ""
     assert "keys that a llama model has not, which are ignored: some_new_key, other;" in notes(
         LLAMA | {"some_new_key": 1, "other": [2]}

@@ -114,7 +114,7 @@ def test_the_command_line_asks_by_name_and_says_how(capsys: pytest.CaptureFixtur
     trainer = tmp_path / "args.json"
     trainer.write_text(json.dumps({"model_name_or_path": "mine/good", "per_device_train_batch_size": 1, "output_dir": "x"}))
     code, _, err = run("estimate", "--from", trainer, "--model", "hf:mine/good", "--gpus", "2")
-    assert (code, "stands in its place" in err) == (0, False)
+    assert (code, "replaces it" in err) == (0, False)
     assert run("estimate", "--model", tmp_path)[2].endswith("there is a file or folder of this name, which goes to --config\n")
 
 

@@ -59,7 +59,7 @@ def test_it_is_ranked_and_written_for_a_reader(run: Run, tmp_path: Path):
     code, out, _ = run(*asked)
     assert code == 0
     assert "does not fit NVIDIA H100" in out
-    assert "Single changes: those that alone make it fit, then the others" in out
+    assert "Single changes: those that make it fit on their own before the others" in out
     rows = [line for line in out.splitlines() if re.match(r" +[\d.]+ +[\d.]+   \w", line)]
     assert {row[23:33].strip() for row in rows} <= {"fits", "tight", "too much"}
     assert {row[41] for row in rows} == {"%"}

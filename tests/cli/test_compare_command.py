@@ -33,7 +33,7 @@ def test_a_record_beyond_the_tolerance_exits_with_three(run: Run, tmp_path: Path
     assert run("compare", path, "--tolerance", "4%")[0] == 0
 
 
-def test_the_largest_disagreement_stands_first(run: Run, tmp_path: Path):
+def test_the_largest_disagreement_comes_first(run: Run, tmp_path: Path):
     lines = run("compare", write_record(twin(factor=0.9), tmp_path))[1].splitlines()
     errors = [line for line in lines if line.startswith(("  peak allocated", "  held between"))]
     assert errors[0].startswith("  peak allocated")
@@ -65,7 +65,7 @@ def test_each_of_several_runs_is_shown_in_full_where_that_is_asked_for(run: Run,
     assert run("compare", "-v", files[0])[1].strip() == alone[0]
 
 
-def test_a_folder_stands_for_its_records(run: Run, tmp_path: Path):
+def test_a_folder_means_every_record_in_it(run: Run, tmp_path: Path):
     for measured in (twin(), twin(factor=0.97)):
         write_record(measured, tmp_path)
     assert run("compare", tmp_path)[1] == run("compare", *sorted(tmp_path.iterdir()))[1]
@@ -83,7 +83,7 @@ def results(path: Path, *found: Result) -> None:
             file.append(one)
 
 
-def test_a_folder_stands_for_results_of_a_matrix_too(run: Run, tmp_path: Path):
+def test_a_folder_also_means_the_results_of_a_matrix(run: Run, tmp_path: Path):
     record = write_record(twin(), tmp_path)
     failed = {"outcome": "failed", "record": None, "says": "it hung"}
     longer = [result("c" * length) for length in range(7, 33)]

@@ -14,7 +14,7 @@ def test_the_command_reads_a_file_and_standard_input(run: Run, tmp_path: Path):
     path.write_text(f"Traceback\n{NEW}\n")
     code, out, err = run("diagnose", str(path))
     assert (code, err) == (0, "")
-    assert "Out of memory: 22.78 GiB more were asked of a GPU with 31.47 GiB." in out
+    assert "Out of memory: the program requested 22.78 GiB more on a GPU with 31.47 GiB." in out
     assert "No setting of the allocator is enough: 0.70 GiB more are needed" in out
     told = json.loads(run("diagnose", str(path), "--json")[1])
     assert (told["tried_bytes"], told["fragmented"], told["request"]) == (gib(22.78), False, None)
@@ -34,7 +34,7 @@ def test_a_job_names_the_request_its_moment_and_the_way_out(run: Run, tmp_path: 
     assert "made in the backward, final norm, head and loss of the first step" in out
     assert "--recompute selective: recompute selectively" in out
     another = run("diagnose", str(path), *job_flags[:-1], "4096")[1]
-    assert "None of this job's requests asks the driver for 3.91 GiB" in another
+    assert "No request of this job needs 3.91 GiB from the driver" in another
 
 
 def _message(tried: str, allocated: str) -> str:

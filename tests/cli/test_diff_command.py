@@ -89,7 +89,7 @@ def test_what_was_measured_is_held_against_the_job_of_the_flags(run: Run):
 
 def test_an_answer_kept_as_json_takes_flags_as_its_job_does(run: Run, here: Path):
     (here / "a.json").write_text(run("estimate", "job.toml", "--json")[1])
-    assert "A and B are equal in all that both tell" in run("diff", "a.json", "job.toml")[1]
+    assert "A and B are equal in everything that both contain" in run("diff", "a.json", "job.toml")[1]
     changed = json.loads(run("diff", "a.json", "--json", "--", "--gpus", "8")[1])
     assert [one["name"] for one in changed["settings"]] == ["gpus"]
     assert json.loads(run("diff", "a.json", "other.toml", "--gpus", "8", "--json")[1])["equal"]

@@ -505,8 +505,8 @@ def test_a_replay_on_a_card_that_is_nearly_full_says_what_becomes_of_it(run: Run
     nearly = ("--seq-len", "1024", "--recompute", "full", "--micro-batch", "32")
     out = " ".join(run(*REPLAYED, *nearly, "--replay")[1].split())
     assert "with expandable segments only" in out
-    assert "it runs out of memory in the backward, with " in out
-    assert "With expandable segments it goes through." in out
+    assert "the job runs out of memory in the backward, with " in out
+    assert "With expandable segments it completes." in out
 
 
 def test_a_job_that_fits_tightly_is_replayed_unasked(run: Run):
@@ -547,4 +547,4 @@ def test_a_replay_says_what_was_free_and_of_no_use(run: Run):
 def test_force_without_a_file_is_refused(run: Run):
     code, out, err = run(*REPLAYED, "--force")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "no file is to be written; add --trace FILE or --snapshot FILE" in err
+    assert "no flag writes one; add --trace FILE or --snapshot FILE" in err

@@ -62,7 +62,7 @@ def test_it_listens_on_the_loopback_alone_and_leaves_nothing_behind(served: int,
     listening.close()
 
 
-def test_it_closes_connections_that_nobody_uses(monkeypatch: pytest.MonkeyPatch):
+def test_it_closes_idle_connections(monkeypatch: pytest.MonkeyPatch):
     import uvicorn
 
     from zeroplan.explore.connection import TimedConnection
@@ -78,4 +78,4 @@ def test_a_port_that_is_taken_is_one_line(run: Run):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, out, err = run("explore", "--port", str(taken.getsockname()[1]), "--no-browser")
     assert (code, out, len(err.splitlines())) == (4, "", 1)
-    assert "cannot be had" in err
+    assert "cannot be used" in err

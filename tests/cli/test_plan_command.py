@@ -93,7 +93,7 @@ def test_nothing_fits_is_a_no_with_the_closest(run: Run):
     assert (code, err) == (1, "")
     assert "Nothing fits" in out
     assert "more than the GPU has" in out
-    assert "The rule that cut most:" in out
+    assert "The rule that rejected most:" in out
 
 
 def test_what_is_emitted_reads_back(run: Run, tmp_path: Path):
@@ -110,7 +110,7 @@ def test_what_is_emitted_reads_back(run: Run, tmp_path: Path):
     assert run(*ASKED, "--emit", "deepspeed", "--out", str(tmp_path), "--force")[0] == 0
 
 
-def test_logits_that_accelerate_hands_on_are_counted(run: Run, tmp_path: Path):
+def test_logits_that_accelerate_returns_are_counted(run: Run, tmp_path: Path):
     held, let_go = (
         json.loads(run(*ASKED, "--emit", "accelerate", "--out", str(tmp_path), "--force", "--json", *more)[1])
         for more in ((), ("--keep-logits", "no"))

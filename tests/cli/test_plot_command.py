@@ -53,7 +53,7 @@ def test_a_plan_is_drawn_and_no_is_no(run: Run, tmp_path: Path):
     assert (code, "nothing fits" in out) == (1, True)
 
 
-def test_a_record_stands_for_its_job_or_lies_over_it(run: Run, tmp_path: Path, record: str):
+def test_a_record_gives_its_own_job_or_is_drawn_over_another(run: Run, tmp_path: Path, record: str):
     alone, together = tmp_path / "alone.svg", tmp_path / "together.svg"
     assert run("plot", "timeline", "--record", record, "-o", str(alone))[0] == 0
     assert run("plot", "timeline", *JOB[:-2], "--record", record, "-o", str(together))[0] == 0
@@ -115,13 +115,13 @@ def test_a_terminal_without_signs_gets_letters():
     (("stages", *JOB, "-o", "folder.png"), "-o 'folder.png' is there and is not a file; name another"),
     (("stages", *JOB, "-o", "folder.png", "--force"), "-o 'folder.png' is there and is not a file; name another"),
     (("stages", *JOB, "-o", "folder.png/one.png/two.png"), "is in a folder that is not there; make it first"),
-    (("stages", *JOB, "--force", "--text"), "--force says how to write a file, and none is named"),
+    (("stages", *JOB, "--force", "--text"), "--force overwrites a file, but none is named"),
     (("stages", *JOB, "-o", "one.png", "--text"), "choose one"),
     (("stages", *JOB, "--theme", "blue", "--text"), "--theme 'blue' is neither light nor dark"),
     (("stages", "--text"), "a job has one model"),
     (("pareto", "--model", "gpt2", "--text"), "a plan needs a GPU to fit"),
     (("pareto", *JOB, "--objective", "beauty", "--text"), "--objective 'beauty' is none of"),
-    (("timeline", "--text"), "a timeline is of a job, of a record, or of both"),
+    (("timeline", "--text"), "a timeline needs a job, a record or both"),
     (("timeline", "--record", "absent.json", "--text"), "'absent.json' does not exist"),
     (("timeline", "--record", "", *JOB, "--text"), "record"),
     (("validation", "--text"), "Missing argument"),

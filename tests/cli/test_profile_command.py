@@ -156,8 +156,8 @@ def test_a_length_between_multiples_counts_as_the_next_where_the_profile_says_so
 @pytest.mark.parametrize(
     ("flags", "code", "says"),
     [
-        ((), 2, "a profile is of one module"),
-        (("--workload", "a:b", "--config", "c"), 2, "a profile is of one module"),
+        ((), 2, "a profile describes one module"),
+        (("--workload", "a:b", "--config", "c"), 2, "a profile describes one module"),
         (("--workload", f"{WORKLOAD}:workload", "--precision", "fp8"), 2, "none of bf16-mixed"),
         (("--workload", f"{WORKLOAD}:workload", "--out", ""), 2, "names no file"),
     ],

@@ -20,7 +20,7 @@ JOB = ("--model", "gpt2", "--gpus", "4", "--gpu", "h100", "--seq-len", "128")
 
 def test_it_is_complete_in_itself(run: Run, tmp_path: Path):
     path = tmp_path / "report.html"
-    assert "a browser prints it as PDF" in run("report", *JOB, "--out", str(path.with_suffix(".pdf")))[2]
+    assert "a browser can print as PDF" in run("report", *JOB, "--out", str(path.with_suffix(".pdf")))[2]
     assert not path.with_suffix(".pdf").exists()
     code, out, _ = run("report", *JOB, "--out", str(path))
     assert (code, out) == (0, f"wrote {path}\n")

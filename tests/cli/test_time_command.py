@@ -108,9 +108,9 @@ def test_a_log_of_another_run_is_refused(run: Run, tmp_path: Path, log: str, say
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("--measured", "5000"), "is not a rate"),
-        (("--measured", "seconds=2"), "is not a rate"),
-        (("--measured", "tokens-per-second=5e9"), "is not a rate"),
+        (("--measured", "5000"), "is neither a rate"),
+        (("--measured", "seconds=2"), "is neither a rate"),
+        (("--measured", "tokens-per-second=5e9"), "is neither a rate"),
         (("--measured", "tokens-per-second=900000"), "quicker than the GPU's rates allow"),
         (("--measured", "tokens-per-second=5000", "--mfu", "0.4"), "use one of them"),
     ],

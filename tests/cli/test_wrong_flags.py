@@ -37,7 +37,7 @@ def test_a_wrong_flag_is_answered_with_the_right_one(run: Run, wrong: tuple[str,
     assert ("`zeroplan estimate --help`" in error) is ("option" in error.lower())
 
 
-def test_a_job_file_and_python_are_told_the_same(run: Run, tmp_path: Path):
+def test_a_job_file_and_python_get_the_same_message(run: Run, tmp_path: Path):
     (tmp_path / "job.toml").write_text('model = "gpt2"\nbatch_size = 4\n')
     assert "batch_size: no such key; here it is micro_batch" in run("estimate", str(tmp_path / "job.toml"))[2]
     with pytest.raises(TypeError, match=r"job\(\) has no parameter 'batch_size'; here it is micro_batch"):

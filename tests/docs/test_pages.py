@@ -98,7 +98,7 @@ def test_the_ci_script_finds_the_test_command():
 
 
 def test_an_answer_under_one_release_of_torch_is_held_with_that_alone(monkeypatch: pytest.MonkeyPatch):
-    page = ROOT / "docs" / "how-to" / "is-it-true.md"
+    page = ROOT / "docs" / "verify.md"
     under = [one for shown in all_commands().values() for one in shown if one.page == page]
     monkeypatch.setattr(pages, "version", lambda _name: "1.0.0")
     others = [one for shown in all_commands().values() for one in shown if one.page == page]

@@ -34,7 +34,7 @@ def test_every_page_is_in_the_navigation_once():
     assert listed == sorted(there)
 
 
-def test_every_how_to_stands_in_the_list_of_questions():
+def test_every_how_to_is_in_the_list_of_questions():
     listed = {file for file, _ in links(DOCS / "how-to" / "index.md")}
     assert {page.name for page in (DOCS / "how-to").glob("*.md")} - {"index.md"} <= listed
 

@@ -14,11 +14,11 @@ from zeroplan.cli.dryrun_flags import Flags
     ("typed", "says"),
     [
         ("--tolerance 0.02", "--tolerance 0.02 is for the comparison with a GPU; add --backend cuda, or leave it out"),
-        ("--force", "--force writes over a file, and no file is to be written; add --save FILE, or leave --force out"),
+        ("--force", "--force overwrites a file, but no flag writes one; add --save FILE, or leave --force out"),
         ("--until-end --steps 3", "--steps has no effect beside --until-end, which does not stop the script after its steps"),
         ("--show a.gz --gpus 8", "--gpus has no effect beside --show, which runs nothing; leave one of them out"),
         ("--show a.gz --imbalance 1.5", "--imbalance has no effect beside --show"),
-        ("--against a.gz -v", "--verbose has no effect beside --against, which shows what changed in place of the answer"),
+        ("--against a.gz -v", "--verbose has no effect beside --against, which prints the changes instead of the answer"),
         ("--backend cuda -v", "--verbose has no effect beside --backend cuda, which compares a dry run with a GPU"),
         ("--backend cuda --against a.gz --steps 3", "--steps has no effect beside --against"),
         ("--imbalance 0.5", "--imbalance '0.5' is not a factor from 1 on; write 1.5"),

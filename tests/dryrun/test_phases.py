@@ -113,7 +113,7 @@ def test_a_script_without_an_end_is_answered_when_its_time_is_over(tmp_path: Pat
     flags = ("--until-end", "--timeout", "12", "-q")
     run = dry_run("--", "train.py", folder=tmp_path, flags=flags)
     assert run.code == 0, run.errors
-    assert "stopped when its time was over" in run.output
+    assert "stopped at --timeout" in run.output
 
 
 _LOADS = """

@@ -152,7 +152,7 @@ def test_what_it_prints_goes_to_standard_error_and_the_answer_fits_a_screen(tmp_
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--gpu", "mi300x"), "no NVIDIA GPU"),
+        (("--gpu", "mi300x"), "not an NVIDIA GPU"),
         (("--gpus", "0"), "0"),
         (("--as-rank", "8", "--gpus", "8"), "--as-rank '8'"),
         (("--steps", "x"), "--steps 'x'"),

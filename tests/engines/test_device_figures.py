@@ -50,7 +50,7 @@ def test_a_file_that_is_none_is_refused_in_one_line(tmp_path: Path, text: str, s
     assert "\n" not in str(refused.value)
 
 
-def test_a_gpu_that_nobody_reported_has_the_general_bands():
+def test_a_gpu_without_reported_figures_has_the_general_ranges():
     assert outside(MeshSpec(dp_shard=8), T4) == GENERAL
 
 

@@ -25,7 +25,7 @@ def test_every_line_is_explained(name: str) -> None:
     answer = estimate(JOBS[name])
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)
-    assert any("evenly visited" in note or "the even share" in note for note in answer.notes)
+    assert any("even routing" in note or "the even share" in note for note in answer.notes)
 
 
 def test_a_rank_holds_its_part_of_its_experts_and_of_everything_else() -> None:

@@ -117,7 +117,7 @@ def test_a_later_prefetch_takes_one_block_less() -> None:
     assert joined[1] - joined[0] == 2 * int(block)
 
 
-def test_the_flat_gradient_stands_beside_those_that_it_is_joined_from() -> None:
+def test_the_flat_gradient_is_alive_with_those_that_it_is_joined_from() -> None:
     moment = next(
         one for one in estimate(job()).engine_moments if one.name == "backward: joining the gradients of block 6 of 6"
     )

@@ -102,8 +102,8 @@ def test_every_line_is_explained(name: str) -> None:
     answer = estimate(JOBS[name])
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)
-    assert any("held against 210 runs" in note for note in answer.notes)
-    assert any("visited evenly" in note for note in answer.notes) == (JOBS[name].model.moe is not None)
+    assert any("compared with 210 runs" in note for note in answer.notes)
+    assert any("even routing" in note for note in answer.notes) == (JOBS[name].model.moe is not None)
 
 
 def test_the_fullest_rank_is_named() -> None:

@@ -41,7 +41,7 @@ def test_more_blocks_take_less_memory(engine: Engine, stage: Stage):
 
 
 @pytest.mark.parametrize("first", [1, 7, 40, 45])
-def test_kinds_that_take_turns_do_so_on_either_side(first: int):
+def test_alternating_kinds_alternate_on_either_side(first: int):
     gemma = model("gemma-2-27b")
     runs, order = layout_by_recomputation(gemma, first).runs, order_by_recomputation(gemma, first)
     assert [order.count(at) for at in range(len(runs))] == [run.layers for run in runs]

@@ -140,7 +140,7 @@ def test_formulas_of_a_stage_with_some_of_the_experts_are_the_bytes(zero_stage: 
     for rank in (0, 1):
         answer = estimate(job, pipeline_rank=rank)
         assert_explained(answer)
-        assert "evenly visited" in " ".join(answer.notes)
+        assert "even routing" in " ".join(answer.notes)
 
 
 def test_each_rank_of_a_split_stage_sends_its_share_of_the_hidden_states() -> None:

@@ -113,7 +113,7 @@ def test_the_speed_is_the_one_that_advise_says():
 
 
 @pytest.mark.parametrize(("moved", "why"), [({"gpu": ""}, "without a GPU"), ({"gpu": "t4-16gb"}, "no bf16 rate")])
-def test_a_speed_that_nobody_knows_is_not_made_up(moved: dict[str, str], why: str):
+def test_an_unknown_speed_is_not_invented(moved: dict[str, str], why: str):
     speed = answer_payload({**SAID, **moved})["speed"]
     assert speed.keys() == {"refusal"}  # type: ignore[attr-defined]
     assert why in speed["refusal"]  # type: ignore[index]

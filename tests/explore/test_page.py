@@ -220,7 +220,7 @@ def test_layouts_for_a_file_are_loaded_with_it(page: Page):
     assert page.input_value("#c-keep_logits") == "fp32"
 
 
-def test_a_configuration_is_handed_out_as_emit_writes_it(page: Page):
+def test_a_downloaded_configuration_is_what_emit_writes(page: Page):
     moved(page, model="llama-3.2-1b", engine="deepspeed", stage="3")
     with page.expect_download() as coming:
         page.get_by_role("button", name="Download deepspeed-zeroplan.json").first.click()

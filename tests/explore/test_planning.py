@@ -83,7 +83,7 @@ def test_what_cannot_be_planned_is_one_line(said: dict[str, str], why: str):
 
 
 @pytest.mark.parametrize(("target", "engine"), [("deepspeed", "deepspeed"), ("accelerate", "fsdp2"), ("fsdp2", "fsdp2")])
-def test_what_is_handed_out_is_what_emit_writes(tmp_path: Path, target: str, engine: str):
+def test_a_downloaded_file_is_what_emit_writes(tmp_path: Path, target: str, engine: str):
     said = {"model": "llama-3.2-1b", "gpu": "h100-sxm-80gb", "gpus": "8", "seq_len": "4096", "engine": engine, "stage": "3",
             "micro_batch": "2", "grad_accum": "2"}  # fmt: skip
     option = f"{engine}.{'reduce_dtype=param' if engine == 'fsdp2' else 'contiguous_gradients=true'}"

@@ -128,7 +128,7 @@ def test_whatever_is_asked_is_answered_or_refused(query: bytes):
     assert asked(APP, query) in (200, 422)
 
 
-def test_too_many_at_once_are_told_to_wait_and_later_let_in():
+def test_too_many_requests_at_once_wait_and_are_answered_later():
     now = [0.0]
 
     async def nothing(_scope: object, _receive: object, send: Any) -> None:

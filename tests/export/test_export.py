@@ -279,7 +279,7 @@ def test_a_job_without_a_gpu_has_a_command_without_one():
     assert words[words.index("--gpus") + 1] == "16"
 
 
-def test_accelerate_hands_on_fp32_logits_of_16_bits_only():
+def test_accelerate_returns_fp32_logits_of_16_bits_only():
     whole = replace(ASKED, precision="fp32")
     assert as_accelerate_has_it(whole) == whole
     mixed = as_accelerate_has_it(ASKED)

@@ -32,9 +32,11 @@ def test_the_notes_say_what_was_found(scores: list[Scored]) -> None:
     assert f"{len(decoders)} runs of Megatron-LM's own tests ({off:.1%} off".replace("%", " %") in notes
     for kind, named in (("bert", "runs of BERT in"), ("t5", "runs in")):
         peaks = [one.peak for one in _of(scores, kind)]
-        said = f"of {len(peaks)} {named} Megatron-LM's tests the figure was from {-min(peaks):.0%} to {-max(peaks):.0%} too low"
+        said = (
+            f"for {len(peaks)} {named} Megatron-LM's tests the estimate was from {-max(peaks):.0%} to {-min(peaks):.0%} too low"
+        )
         assert said.replace("%", " %") in notes
-    assert f"of {len(experts)} runs of Megatron-LM's tests with experts" in notes
+    assert f"For {len(experts)} runs with experts of Megatron-LM's tests" in notes
     assert f"from {-min(experts):.0%} too low to {max(experts):.0%} too high".replace("%", " %") in notes
 
 

@@ -38,7 +38,7 @@ def test_no_large_group_is_off_by_a_tenth_in_the_median():
             assert middle < MISSED.get(name, 0.10), (kind, name)
 
 
-def test_of_two_layouts_the_quicker_one_is_told():
+def test_the_faster_of_two_layouts_is_named():
     """More than 5 % apart: 88 in 100; those that differ in one thing alone: 80 in 100."""
     told = pairs(found())
     for name, least in (("all", 0.88), ("tp", 0.80), ("recompute", 0.80), ("pp", 0.80), ("micro_batch", 0.80)):

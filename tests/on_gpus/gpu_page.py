@@ -227,27 +227,26 @@ def _others(published: Sequence[Source]) -> Iterator[str]:
     yield table(head, [*_summary(published)])
     yield "\n".join(f"- {one.name}: {one.where}; {one.counter}." for one in published) + "\n"
     yield (
-        "What is held between steps, where a source counts it. Without expandable segments torch's allocator does not split a\n"
-        "block of which less than a MiB would be left, and counts it whole. *With blocks that are not split* adds that to the\n"
-        "estimates of runs without the distributed optimizer: their states are placed one after another by the model of the\n"
-        "allocator (`tests/measured/megatron_blocks.py`).\n"
+        "The next table compares the memory held between steps, if a source counts it. Without expandable segments torch's\n"
+        "allocator does not split a block if less than a MiB would remain, and counts the whole block. *With blocks that are not\n"
+        "split* adds this for runs without the distributed optimizer: the model of the allocator places their states one after\n"
+        "another (`tests/measured/megatron_blocks.py`).\n"
     )
     kept = [(one.name, runs, errors) for one in published for runs, errors in one.held.items()]
     rows = [(name, runs, str(len(errors)), *_of_errors(errors)) for name, runs, errors in kept]
     yield table(("source", "runs", *head[5:]), rows)
     yield (
-        "The verdict is *fits* where a card has room for what the allocator is expected to reserve. A run whose peak was higher\n"
-        "than that could be called fitting and run out of memory:\n"
+        "The verdict is *fits* if a card has room for the expected reserved memory. If a run's measured peak is above that, the\n"
+        "verdict could be *fits* although the run runs out of memory:\n"
     )
     of_sources = [(one.name, one.room) for one in published if one.room]
     rows = [(name, str(len(room)), str(sum(one < 0 for one in room)), _signed(min(room))) for name, room in of_sources]
     yield table(("source", "rows:", "peak above it:", "least room:"), rows)
     yield (
-        "The model of CUDA's caching allocator replays three public snapshots of real GPUs. It takes what they took from the GPU\n"
-        "at each of 13,389 requests (`tests/test_allocator.py`).\n"
-        "`zeroplan diagnose` replays any snapshot. It also took what the GPU\n"
-        "took at each of 54,084 requests of 22 more: 12 of Hyperion-shuo/assignment2-systems, 10 of\n"
-        "LINYUNLinYun/CS336-assignment2-systems. These are not kept here.\n"
+        "The model of CUDA's caching allocator replays three public snapshots of real GPUs. At each of\n"
+        "13,389 requests it reserves what the GPU reserved (`tests/test_allocator.py`).\n"
+        "`zeroplan diagnose` replays any snapshot. It also agreed with the GPU at each of 54,084 requests in 22 more:\n"
+        "12 of Hyperion-shuo/assignment2-systems, 10 of LINYUNLinYun/CS336-assignment2-systems. These are not kept here.\n"
     )
 
 
@@ -272,7 +271,10 @@ def _of_errors(errors: Sequence[float]) -> Row:
 
 def _expressed(published: Sequence[Source]) -> Iterator[str]:
     yield "## What cannot be expressed\n"
-    yield "Rows of these sources that are not a job of zeroplan's, with the reason. They are in no error above.\n"
+    yield (
+        "Some rows of these sources cannot be written as a job of zeroplan. The table gives the reasons. No error above contains\n"
+        "these rows.\n"
+    )
     rows = []
     for source in published:
         if source.refused:
@@ -289,8 +291,8 @@ def _far_off(published: Sequence[Source]) -> Iterator[str]:
     opened = sum(cause_of(one, known) == OPEN for one in far)
     yield f"## Further off than {100 * FAR:.0f} %\n"
     yield (
-        f"Every figure above that is more than {100 * FAR:.0f} % off: {len(far)}, of which {opened} are open. A cause comes from\n"
-        "the source's or the engine's code, not from the size of the error.\n"
+        f"Every figure above that is more than {100 * FAR:.0f} % off: {len(far)}. Of these, {opened} are *open*: we have\n"
+        "not found the cause. A cause comes from the source's or the engine's code, not from the size of the error.\n"
     )
     yield table(("figure", "GPU", "zeroplan's figure", "error:", "cause"), [_far_row(one, known) for one in far])
 
@@ -321,8 +323,8 @@ def _own_scripts() -> Iterator[str]:
     found = {row["name"]: row for row in kept(PUBLISHED_KEPT)}
     yield "## The source's own script under `zeroplan dryrun`\n"
     yield (
-        "`zeroplan dryrun` runs what the authors ran again without a GPU ([how](dryrun.md)): the script of the repository at the\n"
-        "named commit, or the code of the page with its strategy filled in. torchtitan's script imports a name that torch has\n"
+        "`zeroplan dryrun` repeats the authors' runs without a GPU ([how](dryrun.md)). It runs the script of the repository at\n"
+        "the named commit, or the code on the page with its strategy filled in. torchtitan's script imports a name that torch has\n"
         "changed since; `tests/dryrun/scripts/with_earlier_torch.py` restores it. `python -m tests.dryrun.survey published` runs\n"
         "all scripts again.\n"
         "`tests/dryrun/published.toml` has the commands.\n"

@@ -124,7 +124,7 @@ def test_muon_sends_under_fsdp2_what_a_gpu_sent():
     assert len(sent) == 2
 
 
-def test_what_is_kept_is_complete_and_private_to_nobody():
+def test_kept_records_are_complete_and_contain_nothing_private():
     assert {path.name: gpu_check.problems(path) for path in gpu_records.files()} == {
         path.name: [] for path in gpu_records.files()
     }
@@ -182,7 +182,7 @@ def test_figures_are_summed_with_their_sign_and_the_far_ones_listed():
     assert "| estimate | a source | fsdp1 | LoRA | A100 | 4 | +0.50 % | 3.00 % | 6.00 % | -6.00 % | +4.00 % |" in page
     assert "| a source | rows that have an estimate | 40 % of 10 |" in page
     assert "|  | a model of another kind | 6 |" in page
-    assert "more than 3 % off: 2, of which 1 are open" in page
+    assert "more than 3 % off: 2. Of these, 1 are *open*" in page
     assert "| far | A100 | estimate | -6.0 % | open |" in page
     assert "| explained | A100 | estimate | +4.0 % | a known one |" in page
 

@@ -26,7 +26,7 @@ def test_they_hold(first: int):
     assert not_asked["adds-up"] <= CASES // 20, "most random jobs are answered; those that are refused ask nothing"
 
 
-def test_a_failing_case_is_told_as_a_command(monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_case_is_printed_as_a_command(monkeypatch: pytest.MonkeyPatch):
     def fails(*_: object) -> None:
         raise AssertionError("too much")
 

@@ -19,7 +19,7 @@ def test_every_kind_stage_and_engine_has_a_look():
     assert ENGINES.keys() == ENGINE_STAGES.keys()
 
 
-def test_any_two_kinds_are_told_apart_in_grey_and_in_a_terminal_without_colours():
+def test_any_two_kinds_differ_in_grey_and_in_a_terminal_without_colours():
     for (one, a), (other, b) in combinations(LOOKS.items(), 2):
         assert a.hatch != b.hatch or abs(lightness(a.colour) - lightness(b.colour)) >= _APART, (one, other)
         assert a.colour != b.colour, (one, other)
@@ -28,7 +28,7 @@ def test_any_two_kinds_are_told_apart_in_grey_and_in_a_terminal_without_colours(
 
 
 @pytest.mark.parametrize("looks", [STAGES, ENGINES])
-def test_lines_are_told_apart_by_more_than_colour(looks: dict[object, tuple[str, ...]]):
+def test_lines_differ_by_more_than_colour(looks: dict[object, tuple[str, ...]]):
     assert len({(look.mark, look.dashes) for look in looks.values()}) == len(looks)
     assert len({look.colour for look in looks.values()}) == len(looks)
 

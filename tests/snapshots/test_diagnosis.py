@@ -150,7 +150,7 @@ def test_what_is_allocated_outside_a_step_is_said_so(card: Written, tmp_path: Pa
     assert "in use, last allocated outside a step" in said
 
 
-def test_room_in_pieces_is_told_from_no_room(card: Written, tmp_path: Path):
+def test_fragmented_room_is_distinguished_from_no_room(card: Written, tmp_path: Path):
     card.fail(60_000, FORWARD, left=1_000)
     said = diagnosis_text(found(card, tmp_path, idle=(40_000, 30_000)), where="it.pickle")
     assert "69.09 KiB = 70.75 kB were reserved and not in use, but no one piece was large enough" in said

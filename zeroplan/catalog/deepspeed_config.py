@@ -143,7 +143,7 @@ class _Reader:
         """Read the precision: the Trainer's ``bf16`` and ``fp16``, which are ``--precision`` here, or else the file's own."""
         key, asked = f"{auto[0][:4]}.enabled", self._beside.precision
         if asked is None:
-            self._notes.append(f"{key} is auto and --precision not given: {auto[0]} taken")
+            self._notes.append(f"{key} is auto and --precision not given: zeroplan assumes {auto[0]}")
         fits = asked is None or asked in (*auto, "fp32")
         self._flags["precision"] = Stated(key, (asked or auto[0]) if fits else auto[0])
 
@@ -187,7 +187,7 @@ class _Reader:
             raise SpecError(f"{self._where}: aio.use_gds changes memory in a way that is not modelled; leave it out")
         for inner, default in (("block_size", 1 << 20), ("intra_op_parallelism", 1)):
             if aio.get(inner, default) != default:
-                said = f"aio.{inner}={shown(aio[inner])} is left out: {default} taken, as DeepSpeed's default"
+                said = f"aio.{inner}={shown(aio[inner])} is left out: {default} is DeepSpeed's default"
                 self._notes += [] if said in self._notes else [said]
 
     def _read_optimizer(self) -> None:
@@ -217,7 +217,7 @@ class _Reader:
             if value is not None:
                 self._flags[flag] = Stated(key, value)
             elif self._data.get(key) == _AUTO and getattr(self._beside, flag) is None and total is None:
-                self._notes.append(f"{key} is auto and --{flag.replace('_', '-')} not given: 1 taken")
+                self._notes.append(f"{key} is auto and --{flag.replace('_', '-')} not given: zeroplan assumes 1")
         if total is not None:
             self._divide(total, micro or self._beside.micro_batch, steps or self._beside.grad_accum)
 

@@ -10,14 +10,14 @@ INTERRUPTED = 130
 
 
 def json_text(payload: object) -> str:
-    """An answer as JSON: indented, and no sign of it spelled out."""
+    """Return an answer as indented JSON, without escaped characters."""
     import json  # noqa: PLC0415  only the rendering asked for is loaded
 
     return json.dumps(payload, indent=2, ensure_ascii=False)
 
 
 def say(text: str) -> None:
-    """Say something beside the answer, on standard error. Where nobody can be told, the run goes on."""
+    """Print a message on standard error. If standard error is closed, the run continues."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""``zeroplan advise``: what could be changed in this set-up, what would it free, and what would it cost?"""
+"""``zeroplan advise``: which changes of this configuration free memory, how much, and at what cost?"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ def _advise(
     calibrate: Calibrate = None,
     as_json: AsJson = False,
 ) -> int:
-    """Single changes of a set-up or a job, ranked by what they free and what they cost, in the file's own words."""
+    """Rank single changes of a job or configuration file by the memory they free and the time they cost."""
     from zeroplan.advice import advise  # noqa: PLC0415  only this command pays for it
     from zeroplan.report.advice import advice_payload, advice_text  # noqa: PLC0415
 

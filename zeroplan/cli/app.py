@@ -110,7 +110,7 @@ def _usage(error: Exception) -> str:
     message = in_our_words(error, context) or message
     while context is not None and context.parent is not None:
         names, context = [context.info_name, *names], context.parent
-    return f"{message.rstrip('.')}; `{' '.join(['zeroplan', *names, '--help'])}` says what it takes"
+    return f"{message.rstrip('.')}; `{' '.join(['zeroplan', *names, '--help'])}` lists its arguments"
 
 
 def _refuse(message: str, code: int = BAD_INPUT) -> int:

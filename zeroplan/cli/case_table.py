@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What stands in each column of :data:`_COLUMNS`."""
+        """The content of each column of :data:`_COLUMNS`."""
         measured, error = "", ""
         if self.comparison is not None:
             peak = self.comparison.peak

@@ -30,10 +30,13 @@ def _check(
     how: Annotated[str, flag("--format", "NAME", "text, json, junit or github (annotations).", shown=True)] = "text",
     careful: Annotated[
         bool,
-        switch("--careful", "Fail, too, what fits only tightly, or has keys that may take memory and are not counted."),
+        switch(
+            "--careful",
+            "Also fail a job that fits only tightly, or a file with keys that may take memory and are not modelled.",
+        ),
     ] = False,
 ) -> int:
-    """Whether the jobs of files fit their GPU: 0 all fit, 1 one does not, 2 one is no job.
+    """Check whether the jobs in files fit their GPU. Exit code 0: all fit; 1: one does not; 2: a file contains no job.
 
     zeroplan check configs/*.yaml --model llama-3.1-8b --gpu h100-sxm-80gb
     """

@@ -18,7 +18,7 @@ Records = Annotated[
     list[str],
     typer.Argument(
         metavar="RECORD...",
-        help="Records or results of a matrix that `zeroplan verify --record-dir` wrote, or folders of them.",
+        help="Records or matrix results from `zeroplan verify --record-dir`, or folders of them.",
     ),
 ]
 
@@ -27,11 +27,11 @@ def compare_command(
     records: Records,
     *,
     tolerance: Tolerance = TOLERANCE,
-    verbose: Annotated[bool, switch("--verbose", "Each run in full, where there are several.", short="-v")] = False,
+    verbose: Annotated[bool, switch("--verbose", "Print each of several runs in full.", short="-v")] = False,
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
 ) -> int:
-    """Compare records with the estimates of their jobs: one in full, several in a table; exit with 3 beyond the tolerance."""
+    """Compare records with the estimates of their jobs. Exit code 3: one differs by more than --tolerance."""
     from zeroplan.cli.comparing import as_data, given, printed_of_many, rows_of  # noqa: PLC0415  only this command
 
     limit = parse_tolerance(tolerance)

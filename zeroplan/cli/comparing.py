@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1
 
 
 class Held(NamedTuple):
-    """A measurement and what the estimate makes of its job."""
+    """A measurement and the estimate of its job."""
 
     measurement: Measurement
     comparison: Comparison
@@ -26,7 +26,7 @@ class Held(NamedTuple):
 
     @classmethod
     def of(cls, measurement: Measurement, name: str = "") -> "Held":
-        """Estimate the job of a measurement and hold the two against each other."""
+        """Estimate the job of a measurement and compare the two."""
         return cls(measurement, compare_with_estimate(measurement), name)
 
     def row(self, tolerance: float) -> Row:
@@ -42,12 +42,12 @@ class Given(NamedTuple):
 
     @property
     def measured(self) -> tuple[Held, ...]:
-        """The results that have a record, held against the estimates of their jobs."""
+        """The results that have a record, compared with the estimates of their jobs."""
         return tuple(Held.of(one.record, one.name) for one in self.results if one.record is not None)
 
 
 def given(records: list[str]) -> Given:
-    """Read every record that the paths stand for; raises :class:`~zeroplan.errors.SpecError` for the first that is none."""
+    """Read every record at the paths; raises :class:`~zeroplan.errors.SpecError` for the first that is none."""
     held: list[Held] = []
     results: list[Result] = []
     for path in (file for record in records for file in files_of(Path(record))):
@@ -61,10 +61,10 @@ def given(records: list[str]) -> Given:
 
 
 def judged(held: tuple[Held, ...]) -> tuple[Held, ...]:
-    """Of each run, the record of the fullest rank, which the estimate is about.
+    """Return of each run the record of the fullest rank, which the estimate describes.
 
-    Ranks of one run are told by job, workload and backend. Engines that hand out whole tensors or leave the last rank short
-    do not fill ranks alike.
+    Records with the same job, workload and backend are ranks of one run. Ranks differ if an engine assigns whole tensors to them
+    or leaves the last one short.
     """
     fullest: dict[str, Held] = {}
     for one in held:

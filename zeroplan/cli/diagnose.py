@@ -29,17 +29,17 @@ def _diagnose(
         str,
         typer.Argument(
             metavar="FILE",
-            help="What torch.cuda.memory._dump_snapshot wrote, or a text with torch's message 'CUDA out of memory …'; - reads it "
-            "from standard input. The message itself, in quotes, will do.",
+            help="A snapshot from torch.cuda.memory._dump_snapshot, or a text with torch's message 'CUDA out of memory …'; - "
+            "reads it from standard input. The message itself, in quotes, will do.",
         ),
     ],
     resolved: Resolved | None,
     device: Annotated[
-        str | None, typer.Option("--device", metavar="N", help="Which GPU of the snapshot. (default: the busiest)")
+        str | None, typer.Option("--device", metavar="N", help="The GPU in the snapshot. (default: the one with most requests)")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what held a GPU's memory when it was highest or ran out, and with a job what its estimate had said.
+    """Explain what was in a GPU's memory when it ran out or was highest. With a job, compare with its estimate.
 
     From a snapshot, or from the error message: zeroplan diagnose error.txt --model llama-3.1-8b --gpus 8 --stage 2
     """

@@ -1,4 +1,4 @@
-"""``zeroplan diff``: what changed between two of anything, and why is the second one's peak another? Needs no torch."""
+"""``zeroplan diff``: what changed between two jobs or files, and why do their peaks differ? Needs no torch."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,7 +31,7 @@ Words = Annotated[
 Verbose = Annotated[bool, switch("--verbose", "Every tensor, moment, collective, setting and note.", short="-v")]
 FailAbove = Annotated[
     str | None,
-    flag("--fail-above", "FRACTION", "Exit with 1 if B's peak is higher than A's by more than that, as 1%."),
+    flag("--fail-above", "FRACTION", "Exit with 1 if B's peak is higher than A's by more than this, such as 1%."),
 ]
 
 
@@ -45,7 +45,7 @@ def _diff(
     as_markdown: AsMarkdown = False,
     fail_above: FailAbove = None,
 ) -> int:
-    """What changed from A to B: tensors that came, went, grew or shrank, what is held and sent, and which settings differ.
+    """Compare the peaks of A and B tensor by tensor, what is held between steps and sent, and which settings differ.
 
     B is a second file, or A with the flags after --: zeroplan diff job.toml -- --stage 2
     """
@@ -67,7 +67,7 @@ diff_command = takes_flags_of_two(_diff)
 
 
 def _limit(text: str | None) -> float | None:
-    """By which part B's peak may be higher."""
+    """Return the fraction by which B's peak may be higher."""
     if text is None:
         return None
     value = parse_fraction(text)

@@ -8,7 +8,7 @@ from zeroplan.cli import json_text
 
 
 def doctor_command(*, as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
-    """Say what is installed, which commands and backends work here, and what is missing for the others."""
+    """List what is installed, which commands and backends work here, and what to install for the others."""
     from zeroplan.installation import abilities  # noqa: PLC0415  no other answer waits for it
     from zeroplan.report.doctor import doctor_payload, doctor_text, versions  # noqa: PLC0415
 

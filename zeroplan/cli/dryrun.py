@@ -1,4 +1,4 @@
-"""``zeroplan dryrun``: what would my own training script take? Runs it as one rank of N, without a GPU."""
+"""``zeroplan dryrun``: how much GPU memory would my training script need? Runs it as one rank of N, without a GPU."""
 
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @takes_flags
 def dryrun_command(words: list[str] | None, flags: Flags) -> int:
-    """Run your own training script as one rank of N without a GPU, and say what it takes: zeroplan dryrun --gpus 8 -- train.py
+    """Run your training script as one rank of N without a GPU, and print the GPU memory: zeroplan dryrun --gpus 8 -- train.py
 
-    It runs the code that you name, as you would run it. The script prints to standard error, the answer goes to standard output.
+    The script really runs, with all that it does beside training. Its output goes to standard error, the answer to standard output.
     """
     sizes = unit_named(flags.unit or "gib")
     flags.refuse()

@@ -21,7 +21,7 @@ class Wanted(NamedTuple):
 
     @property
     def named(self) -> dict[str, str]:
-        """The files that are wanted, by their flags."""
+        """Return the files that the flags name."""
         flags = {"--save": self.save, "--snapshot": self.snapshot, "--trace": self.trace}
         return {flag: path for flag, path in flags.items() if path is not None}
 
@@ -59,7 +59,7 @@ def saved_at(path: str) -> "SavedRun":
 
 
 def printable(text: str) -> str:
-    """What a terminal may be given of a stranger's file: what is no visible sign is spelled out, but for line breaks."""
+    """Return the text of an untrusted file for a terminal: invisible characters except line breaks are escaped."""
     return "".join(
         sign if sign.isprintable() or sign == "\n" else sign.encode("unicode_escape").decode("ascii") for sign in text
     )

@@ -17,9 +17,9 @@ CUDA = "cuda"
 
 
 class Flags(NamedTuple):
-    """What was typed: None for a flag that was not. A field is named like its flag; only ``--json`` is ``as_json``."""
+    """The typed values; None for a flag that was not typed. A field has the name of its flag; only ``--json`` is ``as_json``."""
 
-    gpus: Annotated[str | None, _flag("--gpus", "N", "Ranks in all. (default: what the launcher says, else 1)")] = None
+    gpus: Annotated[str | None, _flag("--gpus", "N", "Number of ranks. (default: the launcher's, otherwise 1)")] = None
     gpu: Annotated[
         str | None,
         _flag("--gpu", "NAME", f"The GPU, from the catalogue (`zeroplan gpus`). (default: {ANY_GPU})"),
@@ -27,43 +27,47 @@ class Flags(NamedTuple):
     gpus_per_node: Annotated[
         str | None, _flag("--gpus-per-node", "N", "Ranks on a node. (default: the GPU's usual server)")
     ] = None
-    as_rank: Annotated[str | None, _flag("--as-rank", "R", "Which rank to be. (default: 0)", short="--rank")] = None
-    steps: Annotated[str | None, _flag("--steps", "N", "Optimizer steps; then the script is stopped. (default: 2)")] = None
+    as_rank: Annotated[str | None, _flag("--as-rank", "R", "The rank to run as. (default: 0)", short="--rank")] = None
+    steps: Annotated[str | None, _flag("--steps", "N", "Stop the script after this many optimizer steps. (default: 2)")] = None
     until_end: Annotated[
         bool,
-        _switch("--until-end", "Do not stop: run to the script's own end or to --timeout, evaluation and saving too."),
+        _switch(
+            "--until-end", "Do not stop after --steps: run to the script's end or to --timeout, with evaluation and saving."
+        ),
     ] = False
-    eager: Annotated[bool, _switch("--eager", "Leave torch.compile out.")] = False
+    eager: Annotated[bool, _switch("--eager", "Turn torch.compile off.")] = False
     imbalance: Annotated[
         str | None,
         _flag("--imbalance", "X", "This rank's experts receive X times the even share of tokens. (default: 1)"),
     ] = None
-    timeout: Annotated[str | None, _flag("--timeout", "SECONDS", "How long the script may run. (default: 600)")] = None
+    timeout: Annotated[str | None, _flag("--timeout", "SECONDS", "Stop the script after this time. (default: 600)")] = None
     backend: Annotated[
         str | None,
         _flag(
             "--backend",
             "fake|cuda",
-            "cuda: run the script on this machine's GPUs too, and compare the dry run with what they count. (default: fake)",
+            "cuda: also run the script on this machine's GPUs, and compare the dry run with what they report. (default: fake)",
         ),
     ] = None
     tolerance: Annotated[
         str | None,
         _flag(
-            "--tolerance", "FRACTION", f"With --backend cuda: how far the two may be apart; 3 beyond it. (default: {TOLERANCE})"
+            "--tolerance",
+            "FRACTION",
+            f"With --backend cuda: exit with 3 if the two differ by more than this. (default: {TOLERANCE})",
         ),
     ] = None
     verbose: Annotated[bool, switch("--verbose", "Every module, line, step, collective and note.", short="-v")] = False
-    quiet: Annotated[bool, switch("--quiet", "Leave out what the script prints.", short="-q")] = False
-    show: Annotated[str | None, flag("--show", "FILE", "Show a saved run again, and run nothing.")] = None
-    save: Annotated[str | None, flag("--save", "FILE", "Keep the run with every block of memory; .gz compresses it.")] = None
+    quiet: Annotated[bool, switch("--quiet", "Do not print the script's output.", short="-q")] = False
+    show: Annotated[str | None, flag("--show", "FILE", "Print the answer of a saved run; run nothing.")] = None
+    save: Annotated[str | None, flag("--save", "FILE", "Save the run with every block of memory; .gz compresses it.")] = None
     profile: Annotated[
         str | None,
         flag(
             "--profile",
             "own|all",
-            "Save a profile of the model, too, for --from-run of estimate, advise and plan: as the script "
-            "executes it, or for other engines and recomputation as well.",
+            "With --save: also save a profile of the model for --from-run of estimate, advise and plan. own: for the script's "
+            "engine and recomputation; all: for others as well.",
         ),
     ] = None
     against: Annotated[
@@ -71,11 +75,13 @@ class Flags(NamedTuple):
         flag(
             "--against",
             "FILE",
-            "Say what changed since a saved run, in place of the answer. With --backend cuda: the dry run to compare with.",
+            "Print what changed since a saved run, instead of the answer. With --backend cuda: the dry run to compare with.",
         ),
     ] = None
-    snapshot: Annotated[str | None, flag("--snapshot", "FILE", "A memory snapshot, for pytorch.org/memory_viz.")] = None
-    trace: Annotated[str | None, flag("--trace", "FILE", "Memory by kind, phases and collectives, for ui.perfetto.dev.")] = None
+    snapshot: Annotated[str | None, flag("--snapshot", "FILE", "Write a memory snapshot for pytorch.org/memory_viz.")] = None
+    trace: Annotated[
+        str | None, flag("--trace", "FILE", "Write memory by kind, phases and collectives for ui.perfetto.dev.")
+    ] = None
     force: Force = False
     unit: Annotated[str | None, flag("--unit", "gib|gb", "Unit of sizes as text. (default: gib)")] = None
     as_json: AsJson = False
@@ -98,7 +104,7 @@ class Flags(NamedTuple):
 
     @property
     def times(self) -> float:
-        """By how much the rank's experts receive more than their even share."""
+        """The multiple of the even share of tokens that the rank's experts receive."""
         return number(self.imbalance or "1", "--imbalance", 1, 1e6, "a factor from 1 on; write 1.5")
 
     @property
@@ -118,7 +124,7 @@ class Flags(NamedTuple):
                 f"--tolerance {self.tolerance} is for the comparison with a GPU; add --backend cuda, or leave it out"
             )
         if self.force and not self.wanted.named:
-            raise SpecError("--force writes over a file, and no file is to be written; add --save FILE, or leave --force out")
+            raise SpecError("--force overwrites a file, but no flag writes one; add --save FILE, or leave --force out")
 
     def _refuse_profile(self) -> None:
         if self.profile not in (None, "own", "all"):
@@ -169,7 +175,7 @@ _SHOW = _Rule(
     "which runs nothing",
 )  # fmt: skip
 _UNTIL_END = _Rule("--until-end", ("--steps", "--profile"), "which does not stop the script after its steps")
-_AGAINST = _Rule("--against", ("--verbose",), "which shows what changed in place of the answer")
+_AGAINST = _Rule("--against", ("--verbose",), "which prints the changes instead of the answer")
 
 
 def takes_flags(command: Callable[[list[str] | None, Flags], int]) -> Callable[..., int]:

@@ -85,7 +85,7 @@ def _for_card(task: DryRunTask, asked: Asked, card: "CardHere") -> DryRunTask:
         return replace(task, gpu=gpu_named(card.name).name)
     except SpecError:
         raise SpecError(
-            f"this GPU calls itself {card.name!r}, which the catalogue does not have; name one that is like it with --gpu"
+            f"this GPU reports the name {card.name!r}, which is not in the catalogue; name a similar GPU with --gpu"
         ) from None
 
 

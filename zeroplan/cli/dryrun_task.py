@@ -32,7 +32,7 @@ class Ranks(NamedTuple):
 
         kind = gpu_named(self.gpu or ANY_GPU)
         if kind.vendor != "nvidia":
-            raise SpecError(f"--gpu {self.gpu!r} is no NVIDIA GPU; a dry run knows CUDA alone")
+            raise SpecError(f"--gpu {self.gpu!r} is not an NVIDIA GPU; a dry run supports only CUDA")
         per_node = self.per_node or str(found.gpus_per_node or kind.gpus_per_node)
         ranks = parse_count(self.gpus, what="--gpus") if self.gpus is not None else found.gpus or 1
         if not 1 <= ranks <= _MOST_GPUS:

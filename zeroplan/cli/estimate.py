@@ -14,10 +14,16 @@ from zeroplan.remedies import Remedy, remedies
 from zeroplan.resolve import Resolved
 from zeroplan.units import Unit, unit_named
 
-Verbose = Annotated[bool, switch("--verbose", "Also every kind, pipeline rank, collective and note.", short="-v")]
-Explain = Annotated[bool, switch("--explain", "Every line with its formula, numbers and source.")]
+Verbose = Annotated[bool, switch("--verbose", "Also print every kind, pipeline rank, collective and note.", short="-v")]
+Explain = Annotated[bool, switch("--explain", "Print every line with its formula, numbers and source.")]
 Check = Annotated[bool, switch("--check", "Exit with 1 if the job does not fit its GPU.")]
-Replay = Annotated[bool, switch("--replay", "Replay the step's requests as CUDA's allocator: what is reserved, as a figure.")]
+Replay = Annotated[
+    bool,
+    switch(
+        "--replay",
+        "Replay the step's requests through a model of CUDA's allocator: one figure for reserved memory, not a range.",
+    ),
+]
 TraceFile = Annotated[str | None, flag("--trace", "FILE", "Write the step for Perfetto (ui.perfetto.dev).")]
 SnapshotFile = Annotated[str | None, flag("--snapshot", "FILE", "Write the step for torch's memory_viz, as a pickle.")]
 
@@ -37,13 +43,13 @@ def estimate_command(
     snapshot: SnapshotFile = None,
     force: Force = False,
 ) -> int:
-    """Per-GPU memory of a training job: states, activations, buffers, the peak and its moment, and what is sent."""
+    """Estimate the memory of each GPU: does the job fit, when is the peak, and what is alive then?"""
     files = _Files(trace, snapshot, force)
     how = _How(verbose, explain, unit_named(unit), as_json, as_markdown)
     refuse_two_renderings(as_json=as_json, as_markdown=as_markdown)
     files.refuse()
     if check and resolved.job.cluster.gpu is None:
-        raise SpecError("--check asks whether the job fits, but no GPU is named; add --gpu NAME (`zeroplan gpus` lists them)")
+        raise SpecError("--check needs a GPU to compare with; add --gpu NAME (`zeroplan gpus` lists them)")
     answer = replayed_if_tight(estimate(resolved.job, replay=replay or files.wanted))
     files.write(answer)
     how.show(answer, resolved, remedies(answer))
@@ -72,7 +78,7 @@ class _Files(NamedTuple):
         """Refuse to overwrite where nothing is written; SpecError."""
         if self.force and not self.wanted:
             raise SpecError(
-                "--force writes over a file, and no file is to be written; add --trace FILE or --snapshot FILE, or leave it out"
+                "--force overwrites a file, but no flag writes one; add --trace FILE or --snapshot FILE, or leave --force out"
             )
 
     def write(self, answer: Estimate) -> None:

@@ -1,4 +1,4 @@
-"""``zeroplan explore``: a local page to move a job's numbers and watch."""
+"""``zeroplan explore``: a local page on which you change a job and see its memory."""
 
 import os
 from typing import TYPE_CHECKING, Annotated
@@ -17,15 +17,15 @@ HOST, PORT = "127.0.0.1", 8642
 
 def explore_command(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A run that `zeroplan dryrun --save` wrote: its own page comes first.")
+        str | None, typer.Argument(metavar="[RUN]", help="A saved run (`zeroplan dryrun --save`) to open first.")
     ] = None,
     *,
     port: Annotated[
-        str, typer.Option("--port", metavar="N", help="Where to listen; 0 takes a free one.", show_default=True)
+        str, typer.Option("--port", metavar="N", help="The port of the page; 0 chooses a free one.", show_default=True)
     ] = str(PORT),
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
 ) -> None:
-    """Serve a page on this machine: move a job's numbers and see its memory stage by stage, moment by moment."""
+    """Open a page in your browser: change the job, and see its memory by ZeRO stage and over a step."""
     if lacking := not_installed("fastapi", "uvicorn", by="the page"):
         raise MeasurementError(lacking)
     page = None if run is None else _page_of(run)
@@ -67,7 +67,7 @@ def _listening(port: int) -> "socket.socket":
         listening.listen()  # from now on whoever asks waits, as a browser does that is quicker than the server
     except OSError as error:
         listening.close()
-        raise MeasurementError(f"port {port} cannot be had: {error.strerror}; --port 0 takes a free one") from None
+        raise MeasurementError(f"port {port} cannot be used: {error.strerror}; --port 0 chooses a free one") from None
     return listening
 
 

@@ -33,7 +33,7 @@ def switch(name: str, says: str, *, short: str = "", panel: str = OUTPUT) -> typ
 UnitName = Annotated[str, flag("--unit", None, "Unit of sizes as text: gib or gb.", shown=True)]
 AsJson = Annotated[bool, switch("--json", "Versioned JSON.")]
 AsMarkdown = Annotated[bool, switch("--markdown", "Markdown.")]
-Force = Annotated[bool, switch("--force", "Overwrite files that are there.")]
+Force = Annotated[bool, switch("--force", "Overwrite existing files.")]
 Catalog: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -56,7 +56,7 @@ def folder(catalog: str | None) -> Path | None:
 def refuse_two_renderings(*, as_json: bool, as_markdown: bool) -> None:
     """Refuse two renderings; SpecError."""
     if as_json and as_markdown:
-        raise SpecError("--json and --markdown are two renderings; choose one")
+        raise SpecError("--json and --markdown are two formats; choose one")
 
 
 def refuse_given(others: Mapping[str, object], why: str) -> None:
@@ -78,7 +78,7 @@ def number(text: str, what: str, low: float, high: float, otherwise: str) -> flo
 
 TOLERANCE = "0.02"
 Tolerance = Annotated[
-    str, flag("--tolerance", "FRACTION", "How far peak, held bytes and collectives may be apart.", shown=True)
+    str, flag("--tolerance", "FRACTION", "Allowed difference of peak, held memory and collectives.", shown=True)
 ]
 
 

@@ -15,7 +15,7 @@ from zeroplan.resolve import own_folder
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.units import MB, parse_size
 
-gpus_app = typer.Typer(help="The accelerators zeroplan knows.", invoke_without_command=True, no_args_is_help=False)
+gpus_app = typer.Typer(help="List the GPUs in the catalogue.", invoke_without_command=True, no_args_is_help=False)
 
 
 @gpus_app.callback()
@@ -23,9 +23,11 @@ def list_gpus(
     context: typer.Context,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Every figure with its source, as JSON.")] = False,
-    vendor: Annotated[str | None, typer.Option(metavar="nvidia|amd", help="Of this vendor only.")] = None,
-    min_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="With at least this memory, as 80GB or 75GiB.")] = None,
-    matching: Annotated[str | None, typer.Option(metavar="TEXT", help="With this text in the name.")] = None,
+    vendor: Annotated[str | None, typer.Option(metavar="nvidia|amd", help="Only this vendor's.")] = None,
+    min_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="At least this much memory, such as 80GB or 75GiB.")
+    ] = None,
+    matching: Annotated[str | None, typer.Option(metavar="TEXT", help="Names that contain this text.")] = None,
     catalog: Catalog = None,
 ) -> None:
     """List accelerators: memory as torch reports it, peak rates, bandwidth, links."""
@@ -42,7 +44,7 @@ def show_gpu(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     catalog: Catalog = None,
 ) -> None:
-    """Show one accelerator: every figure, its source, and what it follows from."""
+    """Show one GPU: every figure with its source and derivation."""
     found = gpu(name, extra=own_folder(folder(catalog), "gpus"))
     typer.echo(json_text(asdict(found)) if as_json else gpu_text(found))
 

@@ -42,11 +42,11 @@ _RARELY_NEEDED = frozenset({"--from-run", "--set", "--catalog", *(one.flag for o
 def takes_a_job(
     command: Callable[..., int | None], *, or_none: bool = False, gpus_as: str = "", traces: bool = True
 ) -> Callable[..., int | None]:
-    """Give a command ``f(resolved, **own)`` the job's flags beside its own, and hand it the resolved job.
+    """Give a command ``f(resolved, **own)`` the job's flags beside its own, and pass it the resolved job.
 
-    ``or_none`` hands it None where nothing is said of a job. Arguments of its own without a default come before the job file.
-    ``gpus_as`` is a flag of the command's own that says how many GPUs, too. ``traces`` says whether a model without formulas is
-    traced.
+    ``or_none`` passes None if no flag of a job is given. Arguments of its own without a default come before the job file.
+    ``gpus_as`` is a flag of the command's own that also sets the number of GPUs. ``traces`` says whether a model without
+    formulas is traced.
     """
 
     def resolved(given: dict[str, object], mine: dict[str, object]) -> Resolved | None:
@@ -61,15 +61,15 @@ _ReadFile = Callable[[Path], Request]
 
 
 def takes_a_request(command: Callable[..., int | None], *, read_file: _ReadFile | None = None) -> Callable[..., int | None]:
-    """Give a command ``f(asked, **own)`` the job's flags beside its own, and hand it what was said, not yet completed.
+    """Give a command ``f(asked, **own)`` the job's flags beside its own, and pass it the request, before it is resolved.
 
-    ``read_file`` reads its argument where that may be something else than a job file.
+    ``read_file`` reads its argument if that may be another file than a job file.
     """
     return _with_flags(command, "asked", lambda given, _: _traced(_asked(given, read_file), every=True))
 
 
 class Shared(NamedTuple):
-    """Flags of a job that are said of two, neither of which is resolved yet."""
+    """Flags that apply to two jobs, neither of which is resolved yet."""
 
     given: dict[str, object]
 
@@ -102,7 +102,7 @@ class Shared(NamedTuple):
 
 
 def takes_flags_of_two(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Give a command ``f(shared, **own)`` the job's flags beside its own, and hand it what was said: of both of two jobs."""
+    """Give a command ``f(shared, **own)`` the job's flags beside its own, and pass it the flags that apply to both jobs."""
     return _with_flags(command, "shared", lambda given, _: Shared(given), with_file=False)
 
 
@@ -192,7 +192,7 @@ def _set_parameter() -> inspect.Parameter:
 
 
 class Asked(NamedTuple):
-    """What was said of a job: flags over a job file or a run, the user's own catalogue, the engine's options set one by one."""
+    """The request of a job: flags over a job file or a run, the user's own catalogue, and the options of `--set`."""
 
     request: Request
     extra: Path | None
@@ -201,7 +201,7 @@ class Asked(NamedTuple):
     said: Request = Request()
     """The flags alone."""
     notes: tuple[str, ...] = ()
-    """What was done to answer, which the answer must say."""
+    """What was done to answer, for the answer's notes."""
 
     def to_search(self, looked_for: Collection[str]) -> Request:
         """The request for a plan, which decides what of a run's settings no flag says, and looks for some."""
@@ -254,7 +254,7 @@ def _run(path: str, said: dict[str, object], job_file: object) -> "FromRun":
     other = next((name for name in (*WAYS_TO_NAME, "from_file", "deepspeed_config") if name in said), None)
     if other is not None or job_file is not None:
         flag = f"--{other.removesuffix('_file').replace('_', '-')}" if other else f"job file {str(job_file)!r}"
-        raise SpecError(f"--from-run {path!r} and {flag} both say what is trained; leave one of them out")
+        raise SpecError(f"--from-run {path!r} and {flag} both name what is trained; leave one of them out")
     from zeroplan.from_run import FromRun  # noqa: PLC0415  only this flag pays for it
     from zeroplan.saved_runs.files import read_saved  # noqa: PLC0415
 
@@ -283,7 +283,7 @@ def _value(flag: Declared, text: object) -> object:
     if flag.field == "keep_logits":
         return _kept(str(text))
     if flag.field in ("gpus", "gpu") and (both := _NUMBER_AND_NAME.fullmatch(str(text))):
-        raise SpecError(f"--{flag.field} {text!r} says two things; write --gpus {both[1]} --gpu {both[2]}")
+        raise SpecError(f"--{flag.field} {text!r} contains two values; write --gpus {both[1]} --gpu {both[2]}")
     if flag.field == "seq_len":
         return parse_tokens(str(text), what="--seq-len", most=_most(flag))
     if flag.is_number:

@@ -11,7 +11,8 @@ from zeroplan.installation import not_installed
 def mcp_command(
     *,
     skill: Annotated[
-        bool, typer.Option("--skill", help="Print a skill file that tells an agent when to ask what, and exit.")
+        bool,
+        typer.Option("--skill", help="Print a skill file that tells an agent which command answers which question, and exit."),
     ] = False,
 ) -> None:
     """Serve read-only tools for agents on standard input and output: estimate, check, explain, plan, compare, models, gpus."""

@@ -15,7 +15,7 @@ from zeroplan.spec.family import FAMILIES
 from zeroplan.transformer.params import active_parameter_count, parameter_count
 from zeroplan.units import MB, parse_count
 
-models_app = typer.Typer(help="The models zeroplan knows.", invoke_without_command=True, no_args_is_help=False)
+models_app = typer.Typer(help="List the models in the catalogue.", invoke_without_command=True, no_args_is_help=False)
 
 
 @models_app.callback()
@@ -23,13 +23,13 @@ def list_models(
     context: typer.Context,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Every shape with its source, as JSON.")] = False,
-    family: Annotated[str | None, typer.Option(metavar="FAMILY", help="Of this architecture only.")] = None,
+    family: Annotated[str | None, typer.Option(metavar="FAMILY", help="Only this architecture's.")] = None,
     moe: Annotated[
-        bool | None, typer.Option("--moe/--dense", help="Only mixtures of experts, or none.", show_default=False)
+        bool | None, typer.Option("--moe/--dense", help="Only mixtures of experts, or only dense models.", show_default=False)
     ] = None,
-    min_params: Annotated[str | None, typer.Option(metavar="COUNT", help="With at least this many parameters, as 7b.")] = None,
-    max_params: Annotated[str | None, typer.Option(metavar="COUNT", help="With at most this many parameters.")] = None,
-    matching: Annotated[str | None, typer.Option(metavar="TEXT", help="With this text in the name.")] = None,
+    min_params: Annotated[str | None, typer.Option(metavar="COUNT", help="At least this many parameters, such as 7b.")] = None,
+    max_params: Annotated[str | None, typer.Option(metavar="COUNT", help="At most this many parameters.")] = None,
+    matching: Annotated[str | None, typer.Option(metavar="TEXT", help="Names that contain this text.")] = None,
     catalog: Catalog = None,
 ) -> None:
     """List models by size: parameters, active parameters, shape."""

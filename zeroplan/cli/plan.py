@@ -1,4 +1,4 @@
-"""``zeroplan plan``: what should be run on these GPUs, how quick is it, and the file that runs it?"""
+"""``zeroplan plan``: which layout should run on these GPUs, how fast is it, and which file runs it?"""
 
 from dataclasses import replace
 from functools import partial
@@ -27,34 +27,43 @@ if TYPE_CHECKING:
 
 _flag, _switch = partial(flag, panel="Plan"), partial(switch, panel="Plan")
 _HELD = (
-    "accelerate hands on logits in fp32, and a loop holds them while it goes backward: they are counted; --keep-logits no, where "
-    "yours lets go of them"
+    "accelerate returns logits in fp32, and a training loop usually keeps them during the backward, so they are counted; if "
+    "your loop drops them, set --keep-logits no"
 )
 
 
-GlobalBatch = Annotated[str | None, _flag("", "N", "Sequences of all GPUs per step; micro-batch and accumulation follow.")]
+GlobalBatch = Annotated[
+    str | None, _flag("", "N", "Sequences of all GPUs per step; the search chooses micro-batch and accumulation.")
+]
 ObjectiveName = Annotated[
-    str | None, _flag("", "NAME", "throughput, headroom, or cost, on --gpus or fewer. (default: throughput)")
+    str | None,
+    _flag(
+        "",
+        "NAME",
+        "throughput, headroom (least memory) or cost (most tokens per GPU, on --gpus or fewer). (default: throughput)",
+    ),
 ]
 MinGpus = Annotated[bool, _switch("--min-gpus", "Find the fewest GPUs that fit.")]
 MaxSeq = Annotated[bool, _switch("--max-seq", "Find the longest sequence that fits.")]
 MaxBatch = Annotated[bool, _switch("--max-batch", "Find the largest micro-batch that fits.")]
-MaxParams = Annotated[bool, _switch("--max-params", "Find the largest model that fits, of a shape as --params takes it.")]
+MaxParams = Annotated[bool, _switch("--max-params", "Find the largest model that fits, with a shape as for --params.")]
 SearchOptimizer = Annotated[
     bool,
-    _switch("--search-optimizer", "Try Adam's states in 8 bits, and weights and states in bf16, too: they train otherwise."),
+    _switch(
+        "--search-optimizer", "Also try Adam with 8-bit states, and with weights and states in bf16. Both change the training."
+    ),
 ]
-Mfu = Annotated[str | None, _flag("", "SHARE", "Share of the dense peak at which a GPU computes, instead of the fitted ones.")]
+Mfu = Annotated[str | None, _flag("", "SHARE", "The share of its dense peak that a GPU reaches, instead of the fitted shares.")]
 Margin = Annotated[
-    str | None, _flag("", "SHARE", "Share of the GPU's memory that stays free, beside the allocator's cache. (default: 5%)")
+    str | None, _flag("", "SHARE", "Share of the GPU's memory to keep free beyond the allocator's cache. (default: 5%)")
 ]
 Calibrate = Annotated[
     list[str] | None,
     _flag(
         "",
         "FILE",
-        "A record of a step on this GPU (`zeroplan verify --backend cuda`), whose rates stand for the fitted; repeatable: of "
-        "several the median.",
+        "A record of a step on this GPU (`zeroplan verify --backend cuda`), whose rates replace the fitted ones; repeatable: "
+        "the median of several counts.",
     ),
 ]
 Measured = Annotated[
@@ -62,20 +71,18 @@ Measured = Annotated[
     _flag(
         "",
         "RATE|FILE",
-        "What a run reached on these GPUs, as tokens-per-second=10682 (per GPU), or its log (torchtitan, Megatron-LM, Trainer): "
-        "its rates stand for the fitted.",
+        "The speed of a run on these GPUs, such as tokens-per-second=10682 (per GPU), or its log (torchtitan, Megatron-LM, "
+        "Trainer). Its rates replace the fitted ones.",
     ),
 ]
-MeasuredJob = Annotated[
-    str | None, _flag("", "FILE", "The job file of the run that --measured is of (`zeroplan estimate JOB`).")
-]
-Tokens = Annotated[str | None, _flag("", "COUNT", "A token budget, as 15T: how many days it takes.")]
-PricePerGpuHour = Annotated[str | None, _flag("", "AMOUNT", "What a GPU costs per hour: what the budget costs.")]
+MeasuredJob = Annotated[str | None, _flag("", "FILE", "The job file of the run that --measured describes.")]
+Tokens = Annotated[str | None, _flag("", "COUNT", "Tokens to train on, such as 15T: also print how many days that takes.")]
+PricePerGpuHour = Annotated[str | None, _flag("", "AMOUNT", "Price of a GPU per hour: also print what the tokens cost.")]
 Emit = Annotated[
-    str | None, flag("", "TARGET", "Write what runs the layout: deepspeed, accelerate, fsdp2, torchtitan or megatron.")
+    str | None, flag("", "TARGET", "Write the files that run the layout: deepspeed, accelerate, fsdp2, torchtitan or megatron.")
 ]
-Out = Annotated[str | None, flag("", "FOLDER", "The folder to write into. (default: the current one)")]
-Verbose = Annotated[bool, switch("--verbose", "Memory by kind, time by part, rejected layouts.", short="-v")]
+Out = Annotated[str | None, flag("", "FOLDER", "The folder for --emit. (default: the current one)")]
+Verbose = Annotated[bool, switch("--verbose", "Also print memory by kind, time by part and rejected layouts.", short="-v")]
 
 
 @takes_a_request
@@ -87,7 +94,7 @@ def plan_command(
     emit: Emit = None, out: Out = None, force: Force = False, verbose: Verbose = False, as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
 ) -> int:  # fmt: skip
-    """The best layout that fits, its step time, why it is the best, and the configuration that runs it."""
+    """Find the best layout that fits, with its memory, step time, reasons and the configuration that runs it."""
     from zeroplan.report.plan import Beside  # noqa: PLC0415  no other command pays for the planner and NumPy
     from zeroplan.report.step import learnt_words  # noqa: PLC0415
 
@@ -116,7 +123,7 @@ def plan_command(
 
 
 def _planned(asked: Asked, question: "Question", target: "Target | None") -> "tuple[Plan, Request, tuple[str, ...]]":
-    """The plan, what was asked by then, and what must be said of the file that is to be written."""
+    """The plan, the completed request, and notes on the file to write."""
     from zeroplan.export.accelerate import as_accelerate_has_it  # noqa: PLC0415  see plan_command
     from zeroplan.export.files import inexpressible_in  # noqa: PLC0415
     from zeroplan.planner.asking import ask, with_setup_defaults  # noqa: PLC0415
@@ -155,7 +162,7 @@ def question_of(
     global_batch: str | None, objective: str | None, mfu: str | None, *, min_gpus: bool, max_seq: bool, max_batch: bool,
     max_params: bool,
 ) -> "Question":  # fmt: skip
-    """What is asked, from the flags."""
+    """The question, from the flags."""
     from zeroplan.planner.asking import Question  # noqa: PLC0415  see plan_command
 
     batch = None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024")
@@ -164,7 +171,7 @@ def question_of(
 
 
 def shares_measured(records: list[str] | None, asked: Asked) -> "SharesSpec | None":
-    """What the steps in records reached of the rates of the GPU that is asked about."""
+    """The shares of the GPU's rates that the steps in records reached."""
     if not records:
         return None
     from zeroplan.calibration import calibrated  # noqa: PLC0415  only this flag pays for it
@@ -187,7 +194,7 @@ def measured_rate(text: str, job: "JobSpec") -> float:
     name, _, number = text.partition("=")
     if name != _RATE or not number.replace(".", "", 1).isdigit() or not float(number):
         raise SpecError(
-            f"--measured {text!r} is not a rate and no file; write {_RATE}=10682, the tokens of one GPU per second, or name a log"
+            f"--measured {text!r} is neither a rate nor a file; write {_RATE}=10682 (tokens per second and GPU), or name a log"
         )
     return float(number)
 
@@ -196,7 +203,7 @@ _RATE = "tokens-per-second"
 
 
 def _learnt(measured: str | None, path: str | None, asked: Asked, calibrate: list[str] | None) -> "Learnt | None":
-    """What a run of another job on these GPUs teaches."""
+    """The shares that a run of another job on these GPUs reached."""
     if (measured is None) != (path is None):
         raise SpecError(
             "--measured needs --measured-job, the job file of that run, and --measured-job needs --measured; give both"
@@ -211,7 +218,7 @@ def _learnt(measured: str | None, path: str | None, asked: Asked, calibrate: lis
 
     job, here = resolve(read_job_file(Path(path)), extra=asked.extra).job, cluster_of(asked.request, asked.extra)
     if job.cluster.gpu is None or here.gpu is None or job.cluster.gpu.name != here.gpu.name:
-        raise SpecError(f"--measured-job {path!r} is of another GPU than --gpu; use one GPU")
+        raise SpecError(f"--measured-job {path!r} describes another GPU than --gpu; use the same")
     return learnt_from(job, measured_rate(measured, job))
 
 

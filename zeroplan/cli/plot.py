@@ -1,4 +1,4 @@
-"""``zeroplan plot``: the kinds of pictures there are. What draws them is loaded when one is asked for."""
+"""``zeroplan plot``: the kinds of pictures. The code that draws one is imported only for that kind."""
 
 from typing import Any
 
@@ -16,5 +16,5 @@ def _command(name: str) -> Any:  # noqa: ANN401  click's command
 
 
 plot_app = group_of(
-    "kind of plot", KINDS, _command, "Pictures of the answers: PNG, SVG, PDF, on the screen, or as bars in the terminal."
+    "kind of plot", KINDS, _command, "Draw the answer as PNG, SVG or PDF, on the screen, or as bars in the terminal."
 )

@@ -29,9 +29,12 @@ if TYPE_CHECKING:
 kinds_app = typer.Typer()
 _ENDINGS = (".png", ".svg", ".pdf")
 
-_Out = Annotated[str | None, flag("-o", "FILE", "Where to: a .png, .svg or .pdf. (default: the screen)", short="--out")]
-_Theme = Annotated[str, flag("--theme", "light|dark", "Dark on light, or light on dark.", shown=True)]
-_Text = Annotated[bool, switch("--text", "Bars of text, in the terminal.")]
+_Out = Annotated[
+    str | None,
+    flag("-o", "FILE", "The picture to write: a .png, .svg or .pdf. (default: show it on the screen)", short="--out"),
+]
+_Theme = Annotated[str, flag("--theme", "light|dark", "Colours for a light or a dark page.", shown=True)]
+_Text = Annotated[bool, switch("--text", "Draw bars of text in the terminal.")]
 
 
 class _Where(NamedTuple):
@@ -44,7 +47,7 @@ class _Where(NamedTuple):
 
 
 def _where(out: str | None, theme: str, *, text: bool, force: bool) -> _Where:
-    """Check what was asked for before anything is computed."""
+    """Check the flags before anything is computed."""
     if theme not in THEMES:
         raise SpecError(f"--theme {theme!r} is neither light nor dark")
     if text and out is not None:
@@ -54,7 +57,7 @@ def _where(out: str | None, theme: str, *, text: bool, force: bool) -> _Where:
     if out is not None and Path(out).suffix.lower() not in _ENDINGS:
         raise SpecError(f"-o {out!r} does not end in .png, .svg or .pdf; the ending chooses the format")
     if force and out is None:
-        raise SpecError("--force says how to write a file, and none is named; add -o FILE.png")
+        raise SpecError("--force overwrites a file, but none is named; add -o FILE.png")
     if out is not None:
         refuse_target(Path(out), "-o", force=force)
     if not text and (lacking := not_installed("matplotlib", by="drawing")):
@@ -66,14 +69,14 @@ def _where(out: str | None, theme: str, *, text: bool, force: bool) -> _Where:
 
 
 def _drawn(kind: str, series: object, where: _Where) -> None:
-    """Draw a series of this kind where it was asked for."""
+    """Draw a series of this kind into a file, on the screen or in the terminal."""
     if where.text:
         _print(kind, series)
         return
     try:
         from zeroplan.report.plots import frame  # noqa: PLC0415  only a picture pays for matplotlib
     except (ImportError, ValueError) as error:  # an installation that is broken, or settings that matplotlib refuses
-        raise MeasurementError(f"matplotlib cannot be loaded: {error}; mend that, or use --text") from error
+        raise MeasurementError(f"matplotlib cannot be loaded: {error}; fix that, or use --text") from error
     draw: Callable[..., None] = getattr(import_module(f"zeroplan.report.plots.{kind}"), f"draw_{kind}")
     theme = THEMES[where.theme]
     with frame.style(theme):
@@ -114,9 +117,9 @@ def _job_picture(kind: str) -> Callable[..., int | None]:
 
 
 _HELP = {
-    "stages": "One GPU's memory at its peak under ZeRO stages 0 to 3, band by band, and the GPU's capacity.",
-    "scaling": "One GPU's memory against the number of GPUs under stages 0 to 3, and from how many on it fits.",
-    "heat": "One GPU's memory by micro-batch and sequence length: what fits, and what does not.",
+    "stages": "One GPU's memory at its peak under ZeRO stages 0 to 3, by kind, and the GPU's capacity.",
+    "scaling": "One GPU's memory by number of GPUs under stages 0 to 3, and the smallest number that fits.",
+    "heat": "One GPU's memory by micro-batch and sequence length, and which of them fit.",
 }
 
 for _kind in _HELP:
@@ -128,7 +131,7 @@ def _pareto(
     max_seq: MaxSeq = False, max_batch: MaxBatch = False, max_params: MaxParams = False, mfu: Mfu = None, out: _Out = None,
     theme: _Theme = "light", text: _Text = False, force: Force = False,
 ) -> int:  # fmt: skip
-    """Every layout that `zeroplan plan` computes, by memory and speed: the front, and the best one. Exit code 1: nothing fits."""
+    """Every layout that `zeroplan plan` computes, by memory and speed, with the best one marked. Exit code 1: nothing fits."""
     from zeroplan.planner.asking import ask  # noqa: PLC0415  only this kind pays for the planner
     from zeroplan.report.series.pareto import pareto  # noqa: PLC0415
 
@@ -146,17 +149,17 @@ kinds_app.command("pareto", cls=QuickCommand)(takes_a_request(_pareto))
 
 _Record = Annotated[
     str | None,
-    typer.Option("--record", metavar="FILE", help="A record of `zeroplan verify --out`, laid over the estimate; without a job's "
-                 "flags its own job is drawn.", show_default=False),
+    typer.Option("--record", metavar="FILE", help="A record of `zeroplan verify --record-dir`, drawn over the estimate. Without "
+                 "flags of a job, its own job is drawn.", show_default=False),
 ]  # fmt: skip
 
 
 _Run = Annotated[
     str | None,
-    typer.Option("--run", metavar="FILE", help="A run that `zeroplan dryrun --save` wrote: its last step, block by block.",
+    typer.Option("--run", metavar="FILE", help="A saved run (`zeroplan dryrun --save`): draw its last step, block by block.",
                  show_default=False),
 ]  # fmt: skip
-_Whole = Annotated[bool, typer.Option("--whole", help="Of a saved run everything from its start, not the last step alone.")]
+_Whole = Annotated[bool, typer.Option("--whole", help="With --run: draw everything from the start, not only the last step.")]
 
 
 def _timeline(
@@ -170,7 +173,7 @@ def _timeline(
     text: _Text = False,
     force: Force = False,
 ) -> None:
-    """Memory over one step, band by band, with collectives and the peak marked; with a record, what the engine took."""
+    """Memory over one step by kind, with collectives and the peak. With --record, also what the engine allocated."""
     from zeroplan.records import read_record  # noqa: PLC0415  only this kind needs them
     from zeroplan.report.series.timeline import timeline  # noqa: PLC0415
 
@@ -187,7 +190,7 @@ def _timeline(
     elif measured is not None:
         made = timeline(measured.job, measured)
     else:
-        raise SpecError("a timeline is of a job, of a record, or of both; give flags as --model NAME, or --record FILE")
+        raise SpecError("a timeline needs a job, a record or both; add flags of a job such as --model NAME, or --record FILE")
     _drawn("timeline", made, where)
 
 
@@ -210,7 +213,7 @@ def _draw_run(run: str | None, where: _Where, *, whole: bool, other: bool) -> No
     from zeroplan.saved_runs.files import read_saved  # noqa: PLC0415
 
     if run is None:
-        raise SpecError("--whole is of a saved run; add --run FILE")
+        raise SpecError("--whole applies to a saved run; add --run FILE")
     if other:
         raise SpecError(f"--run {run!r} has a job of its own; leave out --record and the flags of a job")
     saved = read_saved(Path(run))
@@ -233,7 +236,7 @@ def _validation(
     text: _Text = False,
     force: Force = False,
 ) -> None:
-    """Predicted peaks against measured ones, and how large the errors are, over the records of `zeroplan verify`."""
+    """Predicted and measured peaks of the records of `zeroplan verify`, and the errors."""
     from zeroplan.cli.comparing import given, judged  # noqa: PLC0415  only this kind needs them
     from zeroplan.report.series.validation import validation  # noqa: PLC0415
 

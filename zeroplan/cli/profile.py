@@ -1,4 +1,4 @@
-"""``zeroplan profile``: what does a module cost that no formula knows? Traces it and writes the file that ``--profile`` reads."""
+"""``zeroplan profile``: how much memory does a module without formulas need? Traces it and writes a file for ``--profile``."""
 
 import os
 import sys
@@ -33,22 +33,26 @@ _Workload = Annotated[
     str | None,
     flag("--workload", "PACKAGE.MODULE:FUNCTION", "Your own module, example batch and loss, as `zeroplan verify` takes it."),
 ]
-_Config = Annotated[str | None, flag("--config", "PATH", "A config.json of transformers, or a folder that holds one.")]
+_Config = Annotated[str | None, flag("--config", "PATH", "A config.json of transformers, or a folder that contains one.")]
 _Attention = Annotated[
-    str, flag("--attention", "|".join(_ATTENTION), "How the class of a config.json computes it.", shown=True)
+    str, flag("--attention", "|".join(_ATTENTION), "The attention that the module of a config.json uses.", shown=True)
 ]
-_Engine = Annotated[str | None, flag("--engine", "|".join(_ENGINES), "For this engine only. (default: for all)")]
-_Precision = Annotated[str | None, flag("--precision", "|".join(_PRECISIONS), "In this precision only. (default: in all)")]
+_Engine = Annotated[str | None, flag("--engine", "|".join(_ENGINES), "Trace for this engine only. (default: for all)")]
+_Precision = Annotated[
+    str | None, flag("--precision", "|".join(_PRECISIONS), "Trace in this precision only. (default: in all)")
+]
 _Recompute = Annotated[
-    str | None, flag("--recompute", "|".join(_RECOMPUTE), "With this recomputation only. (default: with each)")
+    str | None, flag("--recompute", "|".join(_RECOMPUTE), "Trace with this recomputation only. (default: with each)")
 ]
 _SeqLen = Annotated[
     str | None,
-    flag("--seq-len", "TOKENS", "For sequences this long and longer only, where a module computes short ones otherwise."),
+    flag(
+        "--seq-len", "TOKENS", "Profile sequences of this length and longer only, for modules that run short ones differently."
+    ),
 ]
 _FallbackSeqLen = Annotated[
     str | None,
-    flag("--fallback-seq-len", "TOKENS", "As --seq-len, but only where one profile for all lengths is not possible."),
+    flag("--fallback-seq-len", "TOKENS", "The same as --seq-len, but only if one profile for all lengths is impossible."),
 ]
 _Out = Annotated[str, flag("--out", "FILE", "Where to write the profile.", shown=True)]
 
@@ -66,9 +70,9 @@ def profile_command(
     out: _Out = "profile.json",
     force: Force = False,
 ) -> None:
-    """Trace a module's blocks on fake tensors and write what they keep and use, for any batch, as a file for --profile."""
+    """Trace a module once on fake tensors and write a file for --profile, which estimates it for any batch."""
     if (workload is None) == (config is None):
-        raise SpecError("a profile is of one module; use one of --workload PACKAGE.MODULE:FUNCTION, --config PATH")
+        raise SpecError("a profile describes one module; use either --workload PACKAGE.MODULE:FUNCTION or --config PATH")
     if not out:
         raise SpecError("--out '' names no file; give the path of the profile to write")
     said = (_one_of("--engine", engine, _ENGINES), _one_of("--precision", precision, _PRECISIONS),
@@ -78,7 +82,7 @@ def profile_command(
         raise MeasurementError(lacking)
     lengths = (_tokens("--seq-len", seq_len), _tokens("--fallback-seq-len", fallback_seq_len))
     if None not in lengths:
-        raise SpecError("--seq-len is of that length anyhow, and --fallback-seq-len is for where none is said; leave one out")
+        raise SpecError("--fallback-seq-len has no effect beside --seq-len; leave one out")
     found = _traced(workload, config, *said, lengths=lengths)
     _write(found, Path(out), force=force)
     _summarise(found, out)

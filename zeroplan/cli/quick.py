@@ -1,4 +1,4 @@
-"""A command that answers in the time it takes to compute.
+"""Commands that start fast, because typer builds no pydantic adapters for their parameters.
 
 Every parameter of ours is a text, a switch or a list of texts, and the specs check what they say. Recent releases of typer
 build a pydantic adapter per parameter before a command runs, which takes as long as everything else together; such a

@@ -1,4 +1,4 @@
-"""``zeroplan report``: one answer as a file to hand on."""
+"""``zeroplan report``: one answer as an HTML file."""
 
 import shlex
 import sys
@@ -21,12 +21,12 @@ def report_command(
     out: Annotated[str, flag("--out", "FILE", "Where to write it.", short="-o", shown=True)] = "report.html",
     force: Force = False,
 ) -> None:
-    """Write the answer as one HTML file, with charts, ledger and command line, that loads nothing from anywhere."""
+    """Write the answer as one HTML file with charts, ledger and command line. The file loads nothing."""
     from zeroplan.explore.report import report_html  # noqa: PLC0415  start-up is part of every command's time
 
     path = Path(out)
     if path.suffix.lower() not in (".html", ".htm"):
-        raise SpecError(f"--out {out!r} does not end in .html, which is what is written; a browser prints it as PDF")
+        raise SpecError(f"--out {out!r} does not end in .html; write an .html file, which a browser can print as PDF")
     refuse_target(path, "--out", force=force)
     try:
         write_whole(path, report_html(resolved, _command()), force=force)

@@ -14,7 +14,7 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate, replayed_if_tight
 from zeroplan.resolve import Resolved
 
-Explain = Annotated[bool, switch("--explain", "How each part is computed, and its source.")]
+Explain = Annotated[bool, switch("--explain", "Print how each part is computed, and its source.")]
 
 
 @takes_a_job
@@ -22,7 +22,7 @@ def time_command(
     *, resolved: Resolved, mfu: Mfu = None, measured: Measured = None, calibrate: Calibrate = None, explain: Explain = False,
     as_json: AsJson = False,
 ) -> int:  # fmt: skip
-    """The time of one step, part by part: what computes, what is sent, what waits, and what overlaps."""
+    """Estimate the time of one step, part by part: computing, sending, waiting, and what overlaps."""
     from zeroplan.calibration import calibrated, learnt_from  # noqa: PLC0415  only this command pays for the clock
     from zeroplan.planner import time_of  # noqa: PLC0415
     from zeroplan.records import read_record  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""``zeroplan verify``: is the estimate true? Runs the real engine and holds what it took against what was predicted."""
+"""``zeroplan verify``: is the estimate right? Runs the real engine and compares its memory with the estimate."""
 
 from functools import partial
 from pathlib import Path
@@ -31,46 +31,48 @@ first follows the trace of the first."""
 
 _Backend = Annotated[
     str,
-    _flag("--backend", "simulate|cpu|cuda", "Fake tensors, real ones on the CPU, or real GPUs.", shown=True),
+    _flag("--backend", "simulate|cpu|cuda", "Run on fake tensors, on real tensors on the CPU, or on real GPUs.", shown=True),
 ]
 _Nproc = Annotated[
     str | None,
-    _flag("--nproc", "N", "Real processes, one per GPU of the job: cpu over gloo, cuda over NCCL. (default: one, fake group)"),
+    _flag(
+        "--nproc",
+        "N",
+        "Start one process per GPU of the job: cpu over gloo, cuda over NCCL. (default: one process, fake group)",
+    ),
 ]
 _Rank = Annotated[
     str,
-    _flag(
-        "--as-rank", "R", "Which rank to be, where one process stands for all; --rank for short.", short="--rank", shown=True
-    ),
+    _flag("--as-rank", "R", "The rank that a single process runs as.", short="--rank", shown=True),
 ]
-_Of = Annotated[str | None, _flag("--of", "N", "Of how many: the same as --gpus.")]
+_Of = Annotated[str | None, _flag("--of", "N", "The number of ranks: the same as --gpus.")]
 _Steps = Annotated[
     str | None,
     _flag("--steps", "N", "Optimizer steps; the last counts. (default: 3; FSDP2 simulated: 2)"),
 ]
-_AllLayers = Annotated[bool, _switch("--all-layers", "simulate: run every layer instead of extending a few.")]
+_AllLayers = Annotated[bool, _switch("--all-layers", "With simulate: run every layer, instead of deriving all from a few.")]
 _Workload = Annotated[
     str | None,
     _flag("--workload", "PACKAGE.MODULE:FUNCTION", "Your own module, example batch and loss, instead of the job's model."),
 ]
-_Timeout = Annotated[str, _flag("--timeout", "SECONDS", "How long a collective or a rank may be silent.", shown=True)]
+_Timeout = Annotated[str, _flag("--timeout", "SECONDS", "Stop if a collective or a rank is silent for this long.", shown=True)]
 _Matrix = Annotated[
     str | None,
-    _flag("--matrix", "FILE", "Many cases instead of a job: a TOML file, or one of the package's by name."),
+    _flag("--matrix", "FILE", "Run many cases instead of one job: a TOML file, or the name of one in the package."),
 ]
-_Slurm = Annotated[bool, switch("--slurm", "Run the ranks, all of them real, as a job of Slurm's.", panel=_SLURM)]
+_Slurm = Annotated[bool, switch("--slurm", "Run all ranks as a Slurm job.", panel=_SLURM)]
 _Partition = Annotated[str | None, flag("--partition", "NAME", "Slurm's partition.", panel=_SLURM)]
 _Account = Annotated[str | None, flag("--account", "NAME", "Slurm's account.", panel=_SLURM)]
-_TimeLimit = Annotated[str | None, flag("--time-limit", "MINUTES", "How long the job may take. (default: 30)", panel=_SLURM)]
+_TimeLimit = Annotated[str | None, flag("--time-limit", "MINUTES", "Time limit of the Slurm job. (default: 30)", panel=_SLURM)]
 _SlurmOption = Annotated[
     list[str] | None,
-    flag("--slurm-option", "NAME=VALUE", "Another option of sbatch's, as qos=debug; repeatable.", panel=_SLURM),
+    flag("--slurm-option", "NAME=VALUE", "Another option of sbatch, such as qos=debug; repeatable.", panel=_SLURM),
 ]
-_Resume = Annotated[str | None, flag("--resume", "DIR", "Take up a job of --slurm again, by its --record-dir.", panel=_SLURM)]
-_Out = Annotated[str | None, flag("--record-dir", "DIR", "Write the records here; --out too.", short="--out")]
+_Resume = Annotated[str | None, flag("--resume", "DIR", "Reconnect to a job of --slurm by its --record-dir.", panel=_SLURM)]
+_Out = Annotated[str | None, flag("--record-dir", "DIR", "Write the records to this folder.", short="--out")]
 _Snapshot = Annotated[
     str | None,
-    flag("--snapshot", "DIR", "cuda: write what the allocator remembers here, for `zeroplan diagnose`."),
+    flag("--snapshot", "DIR", "With cuda: write the allocator's snapshots to this folder, for `zeroplan diagnose`."),
 ]
 
 
@@ -97,18 +99,18 @@ def _verify(
     snapshot: _Snapshot = None,
     as_json: AsJson = False,
 ) -> int:
-    """Run the job's real engine, on real GPUs or without, and hold what it took against the estimate; 3 beyond the tolerance."""
+    """Run the job's real engine, with or without GPUs, and compare its memory with the estimate. Exit code 3: they differ."""
     flags = _Flags(backend, nproc, rank, of, steps, all_layers, workload, timeout, slurm, snapshot)
     of_slurm = OfSlurm(partition, account, time_limit, tuple(slurm_option or ()))
     into = _Into(None if out is None else Path(out), parse_tolerance(tolerance), as_json)
     if not slurm:
-        refuse_given(of_slurm.given(), "goes with --slurm; leave it out, or say --slurm")
+        refuse_given(of_slurm.given(), "needs --slurm; leave it out, or add --slurm")
     said = {"a job": resolved, **flags.given()}
     if matrix is not None:
-        refuse_given(said, "does not go with --matrix, whose cases say it themselves; leave it out")
+        refuse_given(said, "has no effect with --matrix, because each case sets it; leave it out")
         return _many(matrix, flags, into)
     if resume is not None:
-        refuse_given(said, "does not go with --resume, whose cases say it themselves; leave it out")
+        refuse_given(said, "has no effect with --resume, because the job already has it; leave it out")
         return _resumed(Path(resume), into)
     return _one(resolved or resolve(Request()), flags, of_slurm, into)  # which says what is missing
 
@@ -128,14 +130,14 @@ class _Flags(NamedTuple):
     snapshot: str | None
 
     def given(self) -> "dict[str, object]":
-        """What says which job is run, and how; None where nothing is said."""
+        """The flags that name a job and how to run it; None where a flag is not given."""
         return {"--of": self.of, "--nproc": self.nproc, "--steps": self.steps, "--workload": self.workload,
                 "--slurm": self.every or None, "--as-rank": None if self.rank == "0" else self.rank,
                 "--all-layers": self.all_layers or None, "--snapshot": self.snapshot}  # fmt: skip
 
 
 class OfSlurm(NamedTuple):
-    """What is asked of Slurm, as typed."""
+    """The options for Slurm, as typed."""
 
     partition: str | None
     account: str | None
@@ -233,7 +235,7 @@ def _run(task: "Task", folder: Path | None) -> "list[Measurement]":
 
 
 def _estimated(job: "JobSpec") -> str:
-    """What the estimate had said of a job that ran out of memory."""
+    """The estimate of a job that ran out of memory, in words."""
     from zeroplan.estimator import estimate  # noqa: PLC0415  only this failure needs it
 
     estimated = estimate(job)
@@ -271,9 +273,7 @@ def _snapshots(folder: str | None, backend: str) -> str:
     if folder is None:
         return ""
     if backend != "cuda" or not folder:
-        raise SpecError(
-            f"--snapshot {folder!r} names a folder for what CUDA's allocator remembers; it goes with --backend cuda"
-        )
+        raise SpecError(f"--snapshot {folder!r} writes snapshots of CUDA's allocator, which needs --backend cuda")
     return str(Path(folder).absolute())
 
 
@@ -282,7 +282,9 @@ def _refuse_what_is_no_run(task: "Task") -> None:
 
     refuse_unrunnable(task.job)
     if task.job.model.profile is not None and not task.workload:
-        raise SpecError("a profile says what a module takes, and is no module; name it with --workload PACKAGE.MODULE:FUNCTION")
+        raise SpecError(
+            "a profile describes a module but does not contain it; name the module with --workload PACKAGE.MODULE:FUNCTION"
+        )
 
 
 def require(job: "JobSpec") -> None:

@@ -96,15 +96,15 @@ def _found(results: Results, *, cases: int, left: int, again: int) -> Iterator[s
     if again:
         yield f"{again} failed or {'was' if again == 1 else 'were'} refused and {'is' if again == 1 else 'are'} tried again"
     if results.broken_off is not None:
-        yield f"the last run was ended in the middle of {results.broken_off or 'a case'}, which is run again, last"
+        yield f"the last run was killed during {results.broken_off or 'a case'}, which runs again, last"
     if results.dropped:
-        yield f"its last line was half written and is dropped ({results.dropped:,} bytes)"
+        yield f"its last line was incomplete and is deleted ({results.dropped:,} bytes)"
     if removed := remove_leftovers():
         yield removed
 
 
 class _Told(NamedTuple):
-    """Who is told that a case begins and ends, and what is said meanwhile."""
+    """Reports when a case begins and ends, and the progress in between."""
 
     begin: Callable[[Case], None]
     end: Callable[[Judged], None]

@@ -1,4 +1,4 @@
-"""``zeroplan verify --slurm`` and ``--resume``: a job's ranks as a job of Slurm's, awaited now or later."""
+"""``zeroplan verify --slurm`` and ``--resume``: run a job's ranks as a Slurm job, and wait for it now or later."""
 
 from pathlib import Path
 
@@ -24,14 +24,14 @@ def _wanted(asked: OfSlurm) -> Wanted:
 def verify_on_slurm(task: Task, asked: OfSlurm, folder: Path | None, *, tolerance: float, as_json: bool) -> int:
     """Submit a task and wait for it."""
     if folder is None:
-        raise SpecError("--slurm needs a folder that all nodes see, for its records and to be taken up again: --record-dir DIR")
+        raise SpecError("--slurm needs a folder that all nodes see, for the records and for --resume; add --record-dir DIR")
     submitted = submit(task, _wanted(asked), folder)
     say(f"Slurm job {submitted.job_id}: {task.job.mesh.world_size:,} ranks; everything of it is in {folder}")
     return _awaited(submitted, folder, tolerance=tolerance, as_json=as_json)
 
 
 def resume(folder: Path, *, tolerance: float, as_json: bool) -> int:
-    """Take up a job of Slurm's again, wherever it is by now."""
+    """Reconnect to a Slurm job, in whatever state it is."""
     return _awaited(taken_up(folder), folder, tolerance=tolerance, as_json=as_json)
 
 
@@ -40,6 +40,6 @@ def _awaited(submitted: Submitted, folder: Path, *, tolerance: float, as_json: b
         found = wait(submitted, folder, say=say)
     except KeyboardInterrupt:
         job = submitted.job_id
-        say(f"Slurm job {job} goes on: `zeroplan verify --resume {folder}` takes it up, `scancel {job}` ends it")
+        say(f"Slurm job {job} continues: `zeroplan verify --resume {folder}` reconnects, `scancel {job}` ends it")
         raise
     return answer(found, tolerance=tolerance, as_json=as_json)

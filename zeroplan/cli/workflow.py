@@ -57,7 +57,7 @@ def _answered(resolved: Resolved, asked: Asked, *, explain: bool, as_json: bool,
     from zeroplan.workflow import loop_of  # noqa: PLC0415  help does not pay for it
 
     if check and resolved.job.cluster.gpu is None:
-        raise SpecError("--check asks whether the phases fit, but no GPU is named; add --gpu NAME (`zeroplan gpus` lists them)")
+        raise SpecError("--check needs a GPU to compare with; add --gpu NAME (`zeroplan gpus` lists them)")
     loop = loop_of(resolved.job, asked)
     if as_json:
         from zeroplan.report.workflow import loop_payload  # noqa: PLC0415  only the rendering asked for is loaded
@@ -71,5 +71,5 @@ def _answered(resolved: Resolved, asked: Asked, *, explain: bool, as_json: bool,
     return NO if check and loop.verdict == "does not fit" else 0
 
 
-workflow_app = group_of("workflow", tuple(WORKFLOWS), _command, "The phases of a fine-tuning loop that share a GPU: loading, "
-                        "scoring, rollouts, training.")  # fmt: skip
+workflow_app = group_of("workflow", tuple(WORKFLOWS), _command, "Estimate each phase of a fine-tuning loop on shared GPUs: "
+                        "loading, scoring, rollouts, training.")  # fmt: skip

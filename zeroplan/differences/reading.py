@@ -1,4 +1,4 @@
-"""A file of any of the sorts that can be compared, told by what is in it. Nothing in it is run, and nothing believed unchecked."""
+"""Reads a file of any kind that can be compared, and recognises it by its content. It runs nothing in it and checks everything."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A job's settings as names and texts, in the words of its flags, so that two of them can be held against each other."""
+"""A job's settings as names and texts, in the words of its flags, so that two of them can be compared."""
 
 from collections.abc import Iterator
 from dataclasses import fields

@@ -17,7 +17,7 @@ _SAVED = "all that blocks save, each tensor as often as it is saved and views of
 
 
 def note(recompute: Recompute) -> str:
-    """What a reader is told."""
+    """The note on offloaded activations."""
     what = _SAVED if recompute == "none" else "inputs of blocks"
     return f"{what}, {'is' if recompute == 'none' else 'are'} in pinned host memory from their forward to their backward"
 

@@ -1,6 +1,6 @@
-"""Which figures of a GPU are known that only hardware can tell, and where were they seen?
+"""Figures of a GPU that only hardware shows, with the record or public report of each (``device_figures.toml``).
 
-They stand in ``device_figures.toml``, one table each, with the record or public report that shows them; nothing here is derived.
+Nothing here is derived.
 """
 
 from functools import cache

@@ -5,7 +5,7 @@ from zeroplan.ledger import Kind, Line
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.params import has_frozen, parameter_count, trained_count
 
-ROUTED = "experts are counted as if each got as many tokens as the others; public runs of Mixtral took up to 1 % more"
+ROUTED = "zeroplan assumes that all experts get equally many tokens; public runs of Mixtral took up to 1 % more"
 
 
 def frozen_lines(model: ModelSpec, element_bytes: int, other_bytes: int, words: str, source: str) -> tuple[Line, ...]:

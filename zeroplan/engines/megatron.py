@@ -3,7 +3,8 @@
 Parameters, gradients and optimizer are as its buffers have them (bf16 weights, fp32 main gradients, fp32 weights and Adam's
 moments, which the distributed optimizer shares out over data- and context-parallel ranks); layers are programs
 (``zeroplan/transformer/families/megatron.py``), of which this takes what they keep and the highest moment of their backward;
-micro-batches in flight follow its schedules. Every rank of a pipeline is worked out, and the fullest is the answer.
+micro-batches in flight follow its schedules. Every rank of a pipeline is computed, and the answer is for the one with the
+highest peak.
 
 Left out: padding of buckets (at most a multiple of 128 and of the ranks for each), what collectives take by the way, Megatron's
 FSDP, FP8, CUDA graphs.
@@ -70,30 +71,30 @@ REPORT = "Megatron-LM 2026-08, megatron/training/theoretical_memory_usage.py, co
 SCHEDULE = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches"
 VOLUME = f"{KORTHIKANTI}, section 4.2; Narayanan et al. 2021, arXiv:2104.04473, section 3"
 NOTE = (
-    "layers are programs after Megatron-Core's and Transformer Engine's code, held against 210 runs of Megatron-LM's own tests "
-    "(0.5 % off in the median, mostly too low); the band of what the allocator keeps is that of DDP and FSDP2, in which 16 small "
-    "GPTs of Megatron-Core lay"
+    "layers follow the code of Megatron-Core and Transformer Engine, compared with 210 runs of Megatron-LM's own tests "
+    "(0.5 % off in the median, mostly too low); the range of reserved memory is that of DDP and FSDP2; 16 small GPTs of "
+    "Megatron-Core lie inside it"
 )
 _EXPERTS_NOTE = (
-    "experts are taken to be visited evenly, and a rank that gets more tokens takes more; of 41 runs of Megatron-LM's tests with "
-    "experts the figure was from 10 % too low to 6 % too high"
+    "zeroplan assumes even routing; a rank that gets more tokens needs more memory. For 41 runs with experts of Megatron-LM's "
+    "tests the estimate was from 10 % too low to 6 % too high"
 )
 _UNEVEN_NOTE = (
-    "more tokens than an even share come to this rank's experts, in every layer; what they take is read from Megatron-Core's "
-    "dispatcher, not run, and step times are those of an even share"
+    "this rank's experts get more tokens than an even share in every layer; their memory is read from Megatron-Core's "
+    "dispatcher, not run, and step times assume even routing"
 )
 EMBEDDING_NORM = "BigScience's Megatron-DeepSpeed 2022, megatron/mpu/layers.py, VocabParallelEmbedding.forward"
 _ALIBI = (
     "Megatron-LM has no arguments for BLOOM's positions (ALiBi) and the norm of its embedding, which BigScience's "
-    "Megatron-DeepSpeed has; the rest of its layers is taken to be Megatron-LM's"
+    "Megatron-DeepSpeed has; all other parts are counted as Megatron-LM's"
 )
 _BERT_NOTE = (
-    "of 15 runs of BERT in Megatron-LM's tests the figure was from 22 % to 1 % too low, most of all in those of half a GiB; how "
-    "long a step takes is not modelled"
+    "for 15 runs of BERT in Megatron-LM's tests the estimate was from 1 % to 22 % too low, most in those of half a GiB; the step "
+    "time is not modelled"
 )
 _T5_NOTE = (
-    "layers and sequences are those of T5's decoder, and its encoder comes on top; of 19 runs in Megatron-LM's tests the figure "
-    "was from 8 % to 1 % too low; how long a step takes is not modelled"
+    "layers and sequence length are those of T5's decoder, and the encoder is added; for 19 runs in Megatron-LM's tests the "
+    "estimate was from 1 % to 8 % too low; the step time is not modelled"
 )
 ATTENTION_MASK = "attention mask of the data loader (--no-create-attention-mask-in-dataloader goes without)"
 
@@ -280,7 +281,7 @@ def _sums(layers: Layers) -> Iterator[Symbol]:
 
 
 def _shown(rank: Rank, moments: tuple[Moment, ...]) -> PipelineRank:
-    """The rank as a pipeline is told of."""
+    """The rank, in the form that a pipeline's answer lists."""
     totals = [moment.total_bytes for moment in moments]
     blocks = "; ".join(f"blocks {one.start + 1} to {one.stop}" for one in rank.stages if one.layers)
     named = (*(["embedding"] if rank.at == 0 else []), blocks, *(["norm and head"] if rank.has_head else []))
@@ -605,7 +606,7 @@ def _buffers(rank: Rank, layers: Layers, model: ModelSpec, recipe: RecipeSpec, m
 
 def _stand_ins(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Line:
     """What autograd is given for gradients that are in the main gradients already: a tensor for each shape of a matrix, kept."""
-    reason = "stand-ins for gradients that matrices add up themselves, one for each shape"
+    reason = "placeholders for gradients that matrices accumulate themselves, one per shape"
     return Line(Kind.WORKSPACE, element_of(recipe) * _of_each_shape(rank, model, recipe, mesh), reason, "e·M", STAND_INS)
 
 

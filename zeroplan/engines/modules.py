@@ -118,7 +118,7 @@ def executed_modules(model: ModelSpec, names: Names) -> Names:
 
 
 def rotary_calls(model: ModelSpec, kinds: int) -> int:
-    """How often positions are embedded before the first block, where ``kinds`` of layers take turns."""
+    """How often positions are embedded before the first block, if ``kinds`` of layers alternate."""
     if model.profile is None and definition_of(model.family).tables is None:
         return 0
     return kinds if model.profile is None and TRAITS[model.family].angles_of_kinds else 1

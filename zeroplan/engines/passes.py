@@ -84,12 +84,12 @@ def _run_pass(model: ModelSpec, run: BlockRun, recipe: RecipeSpec, batch: Batch)
 
 
 _FIRST, _LAST = 2, 3
-"""Stretches at either end that stand in a row of their own where kinds take turns: a turn, and the rest of one after a turn."""
+"""Runs of blocks at either end that get a row of their own if kinds of blocks alternate: one full period, and the rest after it."""
 
 
 @lru_cache(maxsize=256)
 def stretches(model: ModelSpec, recomputed: int | None = None) -> tuple[tuple[str, int], ...]:
-    """Return consecutive blocks of one kind, with how many there are; where kinds take turns, those in the middle as if sorted.
+    """Return consecutive blocks of one kind, with how many there are; if kinds alternate, those in the middle as if sorted.
 
     But not where kinds have other parameters, whose places count too.
 

@@ -74,7 +74,7 @@ def _ends(order: tuple[int, ...]) -> set[int]:
 
 
 _ONE_TURN = 3
-"""Stretches that have one of each kind among them whose neighbours are whole: two kinds take turns at the most."""
+"""Stretches that have one of each kind among them whose neighbours are whole: at most two kinds alternate."""
 
 
 def _stretches(order: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -5,8 +5,8 @@ from zeroplan.export.files import TARGETS, Target, export
 from zeroplan.spec.job import JobSpec
 
 _HELD = (
-    "accelerate returns logits in fp32, and a loop that keeps them holds them in the backward. The memory above does not count "
-    "that; --keep-logits fp32 does"
+    "accelerate returns logits in fp32, and a loop may keep them in the backward. The memory above does not count them; "
+    "--keep-logits fp32 does"
 )
 _NO_PROGRAM = "engine paper is a formula without a program; choose ddp, fsdp2 or deepspeed"
 

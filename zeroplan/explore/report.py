@@ -18,7 +18,7 @@ from zeroplan.spec.job import JobSpec
 
 _STYLE, _SCRIPT = '<link rel="stylesheet" href="/page.css">', '<script src="/page.js"></script>'
 _BODY = "<body>"
-_LINK = "The address of this page holds the job: copy it to come back, or to show somebody on this machine."
+_LINK = "The address of this page contains the job: copy it to come back, or to share it on this machine."
 
 
 def report_html(resolved: Resolved, command: str) -> str:

@@ -18,7 +18,7 @@ def run_page(saved: SavedRun) -> bytes:
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="stylesheet" href="/page.css"></head>\n'
         f'<body class="run"><main><h1>{title}</h1>\n{pictures}'
         f"<pre>{escape(dry_run_text(saved.run, verbose=True))}</pre>\n"
-        f'<p><a href="/">Move the numbers of a job</a></p></main></body></html>\n'
+        f'<p><a href="/">Change a job and see its memory</a></p></main></body></html>\n'
     ).encode()
 
 

@@ -1,4 +1,4 @@
-"""A job's change in the words of the file that it came from: the key, and its new value."""
+"""Returns which key of a configuration file to change, and its new value, for a change of the job."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping

@@ -82,7 +82,7 @@ def checked(request: Request, if_too_large: IfTooLarge, *, speaks: bool | None =
 
 
 def _unknown(error: ZeroplanError, *, speaks: bool = True) -> None:
-    say(f"it cannot tell whether this job fits: {error}", speaks=speaks)
+    say(f"cannot check whether this job fits: {error}", speaks=speaks)
 
 
 def own_gpu() -> str:

@@ -45,7 +45,7 @@ class LightningMemoryCheck(Callback):
             try:
                 request = self._request(trainer, pl_module, Path(folder))
             except ZeroplanError as error:
-                say(f"it cannot tell whether this job fits: {error}", speaks=trainer.is_global_zero)
+                say(f"cannot check whether this job fits: {error}", speaks=trainer.is_global_zero)
                 return
             self.predicted = checked(request, self.if_too_large, speaks=trainer.is_global_zero)
 

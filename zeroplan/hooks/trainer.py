@@ -46,7 +46,7 @@ class MemoryCheck(TrainerCallback):
             try:
                 request = self._request(args, there["model"], Path(folder))
             except ZeroplanError as error:
-                say(f"it cannot tell whether this job fits: {error}", speaks=args.process_index == 0)
+                say(f"cannot check whether this job fits: {error}", speaks=args.process_index == 0)
                 return
             self.predicted = checked(request, self.if_too_large, speaks=args.process_index == 0)
 

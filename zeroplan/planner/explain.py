@@ -24,7 +24,7 @@ def why_not(rival: Layout, its: StepTime, best: Layout, winner: StepTime) -> str
             return f"as fast, {than}, but with a more complex recipe"
         return f"{f'{slower:.1%} slower' if slower > _VISIBLE_SLOWDOWN else 'as fast'}, {than}"
     name, seconds = _largest_excess(its, winner)
-    return f"{slower:.1%} slower: {seconds:,.2f} s more for every {_per(its)} in {name}"
+    return f"{slower:.1%} slower, most of all in {name}: {seconds:,.2f} s more per {_per(its)}"
 
 
 def _per(time: StepTime) -> str:

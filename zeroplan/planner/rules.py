@@ -15,7 +15,7 @@ class Rule(StrEnum):
 
     DIVISIBILITY = "the micro-batch does not divide the batch of a GPU"
     PIPELINE = "its micro-batches are fewer than the pipeline's ranks, or no multiple of them"
-    BUBBLE = "a pipeline of one stage on each rank waits so little already that several on each would buy nearly nothing"
+    BUBBLE = "a pipeline of one stage on each rank waits so little already that several on each would gain nearly nothing"
     RESHARDING = "reshard_after_forward does not divide the ranks that shard, or is all of them"
     EXPERTS = "the ranks that have the same experts do not divide the widths of their weights"
     EMITTED = "the requested file cannot express it"

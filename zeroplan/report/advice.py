@@ -12,8 +12,11 @@ from zeroplan.units import GB, GIB
 _MARGIN = " " * 49
 _WORDS = {"fits": "fits", "tight": "tight", "does not fit": "too much", "unknown": ""}
 
-_ORDER = "what costs no time first, what frees most for the time it costs next, what changes the training or the bill last"
-_UNTIMED = "what frees most first, what changes the training or the bill last; what each costs in time is not known here"
+_ORDER = (
+    "first those that cost no time, then those that free most for the time they cost, last those that change the training or the "
+    "bill"
+)
+_UNTIMED = "first those that free most, last those that change the training or the bill; their cost in time is not known here"
 
 #: The change in the words of the file, or as flags without a file.
 InWords = Callable[[Advice], tuple[str, ...]]
@@ -27,7 +30,7 @@ def advice_text(advised: Advised, words: InWords, notes: tuple[str, ...]) -> str
 
 
 def _rate(advised: Advised) -> str:
-    needs = f"It takes {_size(advised.before.least_bytes)} at its peak, context and communicators included"
+    needs = f"It needs {_size(advised.before.least_bytes)} at its peak, with context and communicators"
     return f"{needs}." if advised.tokens_per_s is None else f"{needs}; {advised.tokens_per_s:,.0f} tokens/s per GPU."
 
 
@@ -39,7 +42,7 @@ def _table(advised: Advised, words: InWords) -> Iterator[str]:
     if not advised.changes:
         yield "No single change frees memory; `zeroplan plan` searches whole layouts."
         return
-    enough = "those that alone make it fit, then the others; of each " if advised.before.fits is False else ""
+    enough = "those that make it fit on their own before the others; of each " if advised.before.fits is False else ""
     yield from textwrap.wrap(f"Single changes: {enough}{_UNTIMED if advised.tokens_per_s is None else _ORDER}", WIDTH)
     yield f"{'frees GiB':>10}{'then GiB':>10}{'':>3}{'verdict':<10}{'speed':>9}{'':>7}change"
     for one in advised.changes:

@@ -53,7 +53,7 @@ def outcome_of(answer: Estimate) -> Outcome:
 
 
 def passes(answer: Estimate) -> bool:
-    """Whether a check of the job passes here: it fits its GPU, be it tightly."""
+    """Whether a check of the job passes here: it fits its GPU, comfortably or tightly."""
     return outcome_of(answer) in ("fits", "tight")
 
 

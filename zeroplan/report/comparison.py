@@ -125,7 +125,7 @@ def reserved_lines(comparison: Comparison) -> Iterator[str]:
         yield f"Reserved, {_SETTINGS[one.settings]}: {format_gb(one.measured)}, {where} the estimate's band of {band}."
     yield from map(_on_card, (one for one in comparison.reserved if one.card is not None))
     if comparison.contradicted:
-        yield "The estimate says that the job fits; in this replay it does not."
+        yield "According to the estimate the job fits, but this replay runs out of memory."
 
 
 def _on_card(one: Reserved) -> str:

@@ -99,8 +99,8 @@ def advised(found: Diagnosis) -> Iterator[str]:
         yield from _of_the_allocator(found.replayed, found.reserved_bytes)
     if not found.with_stacks:
         yield (
-            "Nobody noted who asked: torch.cuda.memory._record_memory_history() before the first step makes a snapshot that tells "
-            "kinds and places apart."
+            "The snapshot has no stacks. Call torch.cuda.memory._record_memory_history() before the first step: then the "
+            "answer tells kinds and places apart."
         )
 
 

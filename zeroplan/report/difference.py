@@ -142,7 +142,7 @@ def _filled(text: str, width: int = COLUMNS) -> list[str]:
 def _verdict(found: Difference, unit: Unit) -> str:
     peak, size = found.peak, unit.size(found.peak.after_bytes)
     if found.equal:
-        return f"A and B are equal in all that both tell: the peak is {size}."
+        return f"A and B are equal in everything that both contain: the peak is {size}."
     if not peak.change_bytes:
         return f"The peaks are equal, {size}."
     than = f"{unit.size(abs(peak.change_bytes))} {'higher' if peak.change_bytes > 0 else 'lower'} than A's"
@@ -223,7 +223,7 @@ def _kinds(found: Difference, table: _Table) -> list[str]:
 
 
 def _rows(rows: Sequence[Changed], table: _Table, most: int, *, sizes: bool = False) -> list[str]:
-    """The largest changes, and the others as one; with the sizes of blocks where they are asked for and known."""
+    """The largest changes, and the others as one; with the sizes of blocks, if they are wanted and known."""
     shown = rows if len(rows) <= most else rows[: most - 1]
     lines = [line for row in shown for line in (table.row(row), *(_details(row, table.unit) if sizes else ()))]
     if rest := rows[len(shown) :]:

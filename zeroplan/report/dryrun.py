@@ -240,9 +240,9 @@ def _assumed_values(found: DryRun, most: int | None) -> Iterator[str]:
     """Yield values that the script read and that fake tensors do not have."""
     if not found.made_up:
         return
-    yield "Made-up values: the script read these, and fake tensors have none"
+    yield "Invented values: the script read these from tensors without data"
     for one in found.made_up[:most]:
-        yield from _indented(f"{one.line or 'a library'} read {one.read} and was given {one.said} ({one.count}x)")
+        yield from _indented(f"{one.line or 'a library'} read {one.read} and got {one.said} ({one.count}x)")
     if most is not None and len(found.made_up) > most:
         yield f"  {len(found.made_up) - most} more: add -v."
 
@@ -252,7 +252,7 @@ def _replaced_code(found: DryRun, *, verbose: bool) -> Iterator[str]:
     if not found.stood_in:
         return
     if not verbose:
-        yield from filled(f"Replaced: {', '.join(one.what for one in found.stood_in)}. -v says by what.")
+        yield from filled(f"Replaced: {', '.join(one.what for one in found.stood_in)}. -v lists the replacements.")
         return
     yield "Replaced, since it needs a GPU or would write files"
     for one in found.stood_in:
@@ -263,13 +263,13 @@ def _remarks(found: DryRun, *, verbose: bool) -> Iterator[str]:
     if verbose:
         yield from (line for one in found.remarks for line in filled(f"Note: {one}."))
     if found.compiler_left_out:
-        yield from filled("Note: torch.compile was left out; every figure is of the script without it, which keeps more.")
+        yield from filled("Note: torch.compile was off. Every figure is for the script without it, which keeps more memory.")
     if found.before_capture:
         yield from filled(
             "Note: the last step ran on a stream beside the default one. If it warms up a CUDA graph, ask for more --steps, or "
             "--until-end, so that the run comes to the capture."
         )
     if found.ended == "time over":
-        yield from filled("Note: the script was stopped when its time was over; what would have come later is not known.")
+        yield from filled("Note: the script was stopped at --timeout. Nothing is known of what it would have done later.")
     elif found.ended == "script ended" and not verbose:
-        yield from filled(f"Note: the script came to its end after {plural(len(found.steps), 'optimizer step')}.")
+        yield from filled(f"Note: the script ended after {plural(len(found.steps), 'optimizer step')}.")

@@ -59,7 +59,7 @@ def message_payload(
 
 
 def _head(said: Message) -> Iterator[str]:
-    yield f"Out of memory: {said.tried_text} more were asked of a GPU with {_size(said.capacity_bytes)}."
+    yield f"Out of memory: the program requested {said.tried_text} more on a GPU with {_size(said.capacity_bytes)}."
 
 
 def _card(said: Message) -> Iterator[str]:
@@ -96,8 +96,8 @@ def _of_job(said: Message, answer: Estimate, found: Found | None) -> Iterator[st
     yield f"peak allocated {_size(answer.peak_bytes)}, at the moment: {answer.peak.name}"
     if found is None:
         yield (
-            f"None of this job's requests asks the driver for {said.tried_text}: another job ran (sequence, batch, model or "
-            "stage differ), or the request is none of the training step's."
+            f"No request of this job needs {said.tried_text} from the driver. Either another job ran (another sequence, "
+            "batch, model or stage), or the request is not part of the training step."
         )
         return
     yield f"The request: {found.reason} ({found.kind}), {_size(found.n_bytes)}"

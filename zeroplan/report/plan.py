@@ -52,7 +52,7 @@ def plan_text(plan: Plan, beside: Beside, *, verbose: bool = False) -> str:
         ]  # fmt: skip
     else:
         said = [*_best(plan.objective, best, beside), *_in_short(best, beside), *_why(best)]
-        more = "--verbose adds memory by kind, time by part, time against memory, and what rejected the others."
+        more = "--verbose adds memory by kind, time by part, time against memory, and why other layouts were rejected."
         answer = [said, list(_rankings(plan)), list(_others(plan)), [more]]
     return paragraphs([list(_head(plan)), *answer, notes_part([*plan.notes, *beside.notes])])
 
@@ -114,7 +114,7 @@ def _beside_the_card(best: Best) -> Iterator[str]:
         node = (best.estimate.host_bytes_per_node or 0) / GIB
         yield f"host memory: {best.estimate.host_bytes / GIB:,.2f} GiB of a rank, {node:,.2f} GiB of a node, if it has that much"
     if best.tight:
-        yield f"tight: the cache and the margin do not fit beside it; set {EXPANDABLE}"
+        yield f"tight: the cache and the margin do not fit as well; set {EXPANDABLE}"
 
 
 def _row(what: str, n_bytes: int) -> str:
@@ -143,11 +143,11 @@ def _budget(best: Layout, beside: Beside) -> Iterator[str]:
 def _why(best: Best) -> Iterator[str]:
     yield f"Limited by {best.binding}"
     if (more := best.one_more_gib) is not None:
-        yield from textwrap.wrap(f"One more GiB would buy {more.gain:.1%}: {layout_words(more.layout.job)}", WIDTH)
+        yield from textwrap.wrap(f"One more GiB would gain {more.gain:.1%}: {layout_words(more.layout.job)}", WIDTH)
     elif best.further is None:
         yield "More memory would not make it faster."
     if (kept := best.margin) is not None:
-        said = f"{kept.missing_bytes / GIB:,.2f} GiB of the margin (--margin) would buy {kept.gain:.1%}"
+        said = f"{kept.missing_bytes / GIB:,.2f} GiB of the margin (--margin) would gain {kept.gain:.1%}"
         yield from textwrap.wrap(f"{said}: {layout_words(kept.layout.job)}", WIDTH)
 
 
@@ -200,7 +200,7 @@ def _nothing(plan: Plan) -> Iterator[str]:
         yield f"      {rival.why_not}"
     if plan.fallen:
         most = max(plan.fallen, key=lambda one: one.layouts)
-        yield f"The rule that cut most: {most.rule.value} ({plural(most.layouts, 'layout')})"
+        yield f"The rule that rejected most: {most.rule.value} ({plural(most.layouts, 'layout')})"
 
 
 def _fallen(plan: Plan) -> Iterator[str]:

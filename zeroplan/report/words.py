@@ -279,7 +279,7 @@ def verdict_sentence(answer: Estimate, unit: Unit | None = None, *, name_a_gpu: 
     if answer.is_tight_by_length:
         longest = answer.job.batch.longest_seq_len or 0
         way_out = (
-            f" It does not with the longest sequences that there may be ({longest:,} tokens): a file of lengths would say."
+            f" It does not fit with the longest possible sequences ({longest:,} tokens); give a file of lengths to be sure."
         )
     pressed = allocator_sentence(answer, unit)
     return f"It fits {name} ({capacity}){tightly}, with {room} of room beside the peak.{pressed and ' ' + pressed}{way_out}"
@@ -311,7 +311,7 @@ def _unusable(shown: "Replayed", unit: Unit) -> str:
     if not shown.unusable_bytes:
         return ""
     free = unit.size(shown.unusable_bytes)
-    return f" When the allocator last took more from the card, {free} were free, in pieces too small or of another stream."
+    return f" When the allocator last took more from the card, {free} were free, but in pieces too small or for another stream."
 
 
 def allocator_sentence(answer: Estimate, unit: Unit | None = None) -> str:
@@ -325,20 +325,20 @@ def allocator_sentence(answer: Estimate, unit: Unit | None = None) -> str:
     may = "would" if int(band.low_bytes) > room else "may"
     span = f"{size(int(band.low_bytes))} to {size(int(band.high_bytes))}"
     return (
-        f"The allocator {may} reserve {span} where it has {size(room)}; it then frees cached blocks and tries again, which costs "
+        f"The allocator {may} reserve {span}, but has only {size(room)}. Then it frees cached blocks and tries again, which costs "
         f"time. {_with_fragmentation(answer, room, size)}"
     )
 
 
 def _on_the_card(shown: "OnCard", room: int, size: Callable[[int], str]) -> str:
     """Return the result of a replay on a card with this much room for the allocator."""
-    has = f"Replayed with the {size(room)} that the allocator has"
+    has = f"In a replay with the {size(room)} that the allocator has"
     if not shown.fits:
         where = "" if shown.phase is None else f" in the {shown.phase.value}"
-        return f"{has}, it runs out of memory{where}, with {size(shown.free_bytes)} reserved, free and of no use."
+        return f"{has}, the job runs out of memory{where}, with {size(shown.free_bytes)} reserved but unusable."
     if shown.retries:
-        return f"{has}, the step goes through, after giving cached blocks back {_times(shown.retries)}, which costs time."
-    return f"{has}, the step goes through."
+        return f"{has}, the step completes. The allocator frees cached blocks {_times(shown.retries)}, which costs time."
+    return f"{has}, the step completes."
 
 
 def _times(number: int) -> str:
@@ -349,7 +349,7 @@ def _with_expandable(answer: Estimate) -> str:
     """Whether expandable segments save a job that runs out of memory without; empty where it does not."""
     if answer.goes_through("default"):
         return ""
-    return f" With expandable segments it {'goes through' if answer.needs_expandable_segments else 'runs out, too'}."
+    return f" With expandable segments it {'completes' if answer.needs_expandable_segments else 'runs out, too'}."
 
 
 def _with_fragmentation(answer: Estimate, room: int, size: Callable[[int], str]) -> str:

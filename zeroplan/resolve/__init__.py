@@ -392,7 +392,7 @@ def _seq_len(request: Request, model: ModelSpec) -> tuple[int, str]:
     if request.seq_len is not None:
         return request.seq_len, ""
     chosen = min(_DEFAULT_SEQ_LEN, model.max_position_embeddings)
-    return chosen, f"sequence length not given: {chosen:,} tokens taken"
+    return chosen, f"sequence length not given: zeroplan assumes {chosen:,} tokens"
 
 
 def _batch(request: Request, seq_len: int) -> "tuple[BatchSpec, str, Varying | None]":

@@ -77,7 +77,7 @@ def _notes(model: ModelSpec, vision: VisionSpec, request: "Request", seq_len: in
         size = (
             f"{vision.fixed_size}x{vision.fixed_size}" if vision.fixed_size else f"{vision.image_width}x{vision.image_height}"
         )
-        yield f"images of a sequence not given: {vision.images} of {size}, {tokens:,} tokens, taken"
+        yield f"images of a sequence not given: zeroplan assumes {vision.images} of {size}, {tokens:,} tokens"
     if tokens > seq_len:
         yield f"the images of a sequence take {tokens:,} tokens, more than its {seq_len:,}; use fewer or smaller ones"
     if model.adapter is not None:

@@ -44,8 +44,8 @@ def infer_model(parameters: int) -> tuple[ModelSpec, str]:
         if before != after
     ]
     if shape.unplaced_parameters:
-        changed.append(f"{shape.unplaced_parameters:,} parameters left over in one vector")
-    return shape, f"shape inferred from {near.name}: {', '.join(changed) or 'unchanged'}, to meet {parameters:,} parameters"
+        changed.append(f"{shape.unplaced_parameters:,} parameters in one extra vector")
+    return shape, f"shape inferred from {near.name}: {', '.join(changed) or 'unchanged'}, to reach {parameters:,} parameters"
 
 
 def _distance(a: int, b: int) -> float:

@@ -144,10 +144,10 @@ def drawn_once(lengths: Lognormal | Drawn) -> Drawn:
 
 
 def note_of(longest: Longest, taken: int, *, drawn: bool) -> str:
-    """Return a line on what was taken, and on what other orders have; ``drawn``: lengths were not read from a file."""
+    """Return a note on the assumed micro-batch and on other orders; ``drawn``: lengths were not read from a file."""
     each, half = (f"{longest.sequences} x {tokens:,}" for tokens in (taken, longest.within(50)))
     return (
-        f"sequences differ in length: the longest of {longest.micro_batches:,} micro-batches is taken, {each} tokens; {CAREFUL} of "
-        f"100 orders of the sequences have none that is longer, and half have none longer than {half}"
-        + ("; these lengths are drawn, and the longest sequence of real data can be longer: a file shows it" if drawn else "")
+        f"sequences differ in length: the estimate is for the longest of {longest.micro_batches:,} micro-batches, "
+        f"{each} tokens. {CAREFUL} of 100 orders of the sequences have no longer one; half have none longer than {half}"
+        + (". These lengths are drawn; real data can have a longer sequence, so prefer a file" if drawn else "")
     )

@@ -66,16 +66,16 @@ class Request(Spec):
         control=Control("Model", OF_MODEL, "llama-3.1-8b", kind="text", listed="models"),
     )})
     params: str | int | float | None = field(default=None, metadata={"option": Option(
-        "Number of parameters, such as 7e9, 7b or 350M. zeroplan takes a published shape of that size.", MODEL, "COUNT",
+        "Number of parameters, such as 7e9, 7b or 350M. zeroplan scales a published shape to it.", MODEL, "COUNT",
     )})
     config: str | None = field(default=None, metadata={"option": Option(
-        "A Hugging Face config.json, or a folder that holds one.", MODEL, "PATH",
+        "A Hugging Face config.json, or a folder that contains one.", MODEL, "PATH",
     )})
     profile: str | None = field(default=None, metadata={"option": Option(
         "A profile of a module (`zeroplan profile`), for an architecture that zeroplan does not know.", MODEL, "FILE",
     )})
     treat_as: str | None = field(default=None, metadata={"option": Option(
-        "Read the config of an unknown architecture as this family.", MODEL, "FAMILY",
+        "Count an unknown architecture as this family.", MODEL, "FAMILY",
     )})
     lora_rank: Count | None = field(default=None, metadata={"option": Option(
         "Fine-tune with LoRA adapters of this rank, as peft builds them. All other weights are frozen.", MODEL, "N",
@@ -103,8 +103,8 @@ class Request(Spec):
         "`bf16` does if the model was loaded in 16 bits. (default: autocast)", MODEL, "NAME",
     )})
     upcast: Upcast | None = field(default=None, metadata={"option": Option(
-        "With --quantize under mixed precision: which of the weights that are not quantised are converted to fp32. all: "
-        "embedding, norms and head (peft's `prepare_model_for_kbit_training`). norms: norms alone (TRL's SFTTrainer with "
+        "With --quantize under mixed precision: which unquantised weights are converted to fp32. all: "
+        "embedding, norms and head (peft's `prepare_model_for_kbit_training`). norms: only norms (TRL's SFTTrainer with "
         "bf16 converts the others back). none. (default: all)", MODEL, "NAME",
     )})
     bitsandbytes: str | None = field(default=None, metadata={"option": Option(
@@ -114,7 +114,7 @@ class Request(Spec):
     )})
     freeze: str | None = field(default=None, metadata={"option": Option(
         "Parts outside the blocks that are not trained, separated by commas: embedding, norm (the last one) and head; of a "
-        "vision-language model tower (the vision tower) and projector (what joins it to the text). none: nothing.",
+        "vision-language model also tower and projector (the layers that join it to the text). none: nothing.",
         MODEL, "NAMES",
     )})
     freeze_layers: CountOrZero | None = field(default=None, metadata={"option": Option(
@@ -234,12 +234,12 @@ class Request(Spec):
         "recipe.pipeline_schedule", searched=True, control=Control("Pipeline schedule", OF_SPLIT, may_be_empty=True),
     )})
     pipeline_stages_per_rank: Degree | None = field(default=None, metadata={"option": Option(
-        "Stages on each pipeline rank. (default: 1, or 2 where the schedule takes several)", RECIPE, "N",
+        "Stages on each pipeline rank. (default: 1, or 2 if the schedule needs several)", RECIPE, "N",
         "recipe.pipeline_stages_per_rank", searched=True,
         control=Control("Stages per pipeline rank", OF_SPLIT, choices=("", *map(str, range(2, 33)))),
     )})
     pipeline_layers: str | None = field(default=None, metadata={"option": Option(
-        "Number of layers in each pipeline stage, such as 7,9,9,7. (default: as torchtitan cuts them)", RECIPE, "LIST",
+        "Number of layers in each pipeline stage, such as 7,9,9,7. (default: as torchtitan splits them)", RECIPE, "LIST",
         "recipe.pipeline_layers", searched=True,
     )})
     fused_kernels: str | None = field(default=None, metadata={"option": Option(
@@ -253,9 +253,9 @@ class Request(Spec):
         RECIPE, "NAME", "recipe.float8_recipe",
     )})
     kernels: StepKernels | None = field(default=None, metadata={"option": Option(
-        "How norms, rotary positions, gated products and the loss run, for the time of a step alone: eager (operator by "
-        "operator), fused (a kernel each, as of Liger or Transformer Engine) or compiled (torch.compile). (default: fused "
-        "under Megatron-Core, else eager)", RECIPE, "NAME", "recipe.step_kernels",
+        "How norms, rotary positions, gated products and the loss run: eager (operator by operator), fused (one kernel each, "
+        "as in Liger or Transformer Engine) or compiled (torch.compile). Changes only the step time. (default: fused under "
+        "Megatron-Core, otherwise eager)", RECIPE, "NAME", "recipe.step_kernels",
     )})
     keep_logits: bool | Literal["fp32"] | None = field(default=None, metadata={"option": Option(
         "Whether the training loop still holds the model's output during the backward: no, yes, or fp32 (converted to "
@@ -300,23 +300,24 @@ class Request(Spec):
         "Images of each sequence, for a vision-language model. (default: 1)", BATCH, "N",
     )})
     image_size: str | None = field(default=None, metadata={"option": Option(
-        "Width and height of an image in pixels, such as 1024x768. The model's processor makes tokens of them. (default: "
+        "Width and height of an image in pixels, such as 1024x768. The model's processor turns them into tokens. (default: "
         "768x768)", BATCH, "WxH",
     )})
     lengths: str | None = field(default=None, metadata={"option": Option(
-        "Sequences differ in length: a file with a length per line, JSON Lines (length or token ids; FILE:FIELD), or "
-        "lognormal(MEAN,SPREAD,SEQUENCES), SPREAD of the logarithm. A run's longest micro-batch is estimated, and its steps' "
-        "peaks; --seq-len cuts sequences.", BATCH, "FILE",
+        "For sequences of several lengths: a file with a length per line, JSON Lines (length or token ids; FILE:FIELD), or "
+        "lognormal(MEAN,SPREAD,SEQUENCES), SPREAD of the logarithm. Estimates the longest micro-batch of a run, and the peaks "
+        "of its steps. --seq-len cuts sequences.", BATCH, "FILE",
     )})
     padding_free: bool | None = field(default=None, metadata={"option": Option(
-        "With --lengths: sequences of a micro-batch are joined instead of padded to the longest (attention flash).", SWITCHES,
+        "With --lengths: join the sequences of a micro-batch instead of padding them (needs --attention flash).", SWITCHES,
     )})
     packing: bool | None = field(default=None, metadata={"option": Option(
-        "With --lengths: packs of --seq-len tokens, as TRL's bfd; --micro-batch counts these (flash).", SWITCHES,
+        "With --lengths: pack sequences into --seq-len tokens, as TRL's bfd. --micro-batch counts packs (needs "
+        "--attention flash).", SWITCHES,
     )})
     token_budget: Count | None = field(default=None, metadata={"option": Option(
-        "With --lengths: at most so many tokens in a micro-batch, as verl's `max_token_len_per_gpu`; a rank's step has "
-        "--micro-batch x --grad-accum sequences (attention flash).", BATCH, "TOKENS",
+        "With --lengths: at most this many tokens in a micro-batch, as verl's `max_token_len_per_gpu`. A rank's step has "
+        "--micro-batch x --grad-accum sequences (needs --attention flash).", BATCH, "TOKENS",
     )})
     micro_batch: Count | None = field(default=None, metadata={"option": Option(
         "Sequences in one forward pass of a data-parallel rank. Ranks that split a model or a sequence count as one. "
@@ -329,12 +330,12 @@ class Request(Spec):
         control=Control("Micro-batches per step", OF_BATCH, "1", kind="number", most=256),
     )})
     imbalance: float | str | None = field(default=None, metadata={"option": Option(
-        "With --expert-parallel: tokens of the fullest rank, beside the mean; each expert's load in a file; lognormal(SPREAD). "
-        "(default: 1)", BATCH, "X", "recipe.imbalance",
+        "With --expert-parallel: tokens of the fullest rank as a multiple of the mean, or a file with each expert's load, or "
+        "lognormal(SPREAD). (default: 1)", BATCH, "X", "recipe.imbalance",
     )})
     # fmt: on
     device_kernels: Kernels | None = field(default=None, metadata={"option": Option(sets="recipe.kernels")})
-    """Whose kernels compute, as a complete job says it; no flag."""
+    """The kernels that compute, in a complete job; no flag."""
     longest_seq_len: Count | None = field(default=None, metadata={"option": Option(sets="batch.longest_seq_len")})
     """The longest sequence where lengths were drawn, likewise."""
     shares: SharesSpec | None = field(default=None, metadata={"option": Option(sets="cluster.shares")})

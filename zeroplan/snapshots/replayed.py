@@ -79,7 +79,7 @@ def _initial_state(snapshot: Snapshot, lives: Lives) -> tuple[CachingAllocator, 
 def _older_blocks(snapshot: Snapshot, lives: Lives, segments: list[int]) -> list[tuple[int, int]]:
     """Address and size of the blocks in use at the history's beginning, in the order of addresses.
 
-    A snapshot tells what such a block was asked for, not how large it is: the allocator may not have split off a rest of up to a
+    A snapshot contains the requested size of such a block, not its own size: the allocator may not have split off a rest of up to a
     MiB. A request is placed at the start of a free chunk. So if the first request behind a block in use leaves such a rest, it is
     the block's.
     """

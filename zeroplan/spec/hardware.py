@@ -101,7 +101,7 @@ _OfMeasured = Annotated[float, Range(0.001, 1.5)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharesSpec(Spec):
-    """Shares of the rates that a measured step reached, in place of the usual shares, and the run."""
+    """Shares of the rates that a measured step reached, which replace the usual shares, and the run."""
 
     matrices: _OfMeasured
     """What its matrix products reached of the rate that products of their shape have alone."""

@@ -1,4 +1,4 @@
-"""What one layer of Megatron-Core takes on one rank: what it keeps, and what its forward and backward have by the way.
+"""The memory of one layer of Megatron-Core on one rank: what it keeps, and the temporaries of its forward and backward.
 
 The layer's program (``families/megatron.py``) runs once per structure; its sizes have values for every batch. With four times the
 hidden width, no gate, as many key heads as query heads, dropout and 16 bits what it keeps beside statistics is the

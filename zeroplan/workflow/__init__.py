@@ -1,6 +1,6 @@
-"""What does each phase of a fine-tuning loop take of a GPU, and which phase is the one that breaks?
+"""How much GPU memory does each phase of a fine-tuning loop need, and which phase needs most?
 
-A loop is phases that take turns on the same GPU: training is an ordinary job, and a reference model or a rollout engine stays
+The phases of a loop run one after another on the same GPU. Training is an ordinary job; a reference model or a rollout engine stays
 beside it or works alone. The words and defaults are those of TRL 1.16.
 """
 

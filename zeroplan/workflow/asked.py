@@ -1,4 +1,4 @@
-"""What a user says of a workflow beside its job: each option once, with the workflows that have it, as TRL or verl names it."""
+"""The options of a workflow beside its job: each declared once, with the workflows that have it, by TRL's or verl's name."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
@@ -10,7 +10,7 @@ Name = Literal["sft", "dpo", "kto", "reward", "distill", "grpo", "ppo"]
 
 
 class Workflow(NamedTuple):
-    """What tells a workflow from others."""
+    """What distinguishes a workflow from others."""
 
     says: str
     ran: tuple[str, ...] = ()
@@ -21,7 +21,7 @@ class Workflow(NamedTuple):
     head_rows: int | None = None
     """Outputs of the head, where they are not the vocabulary's."""
     compares: bool = False
-    """A reference model is there, whatever is said."""
+    """There is always a reference model."""
     log_probs: LogProbs = "tiles"
     """``divergence``: a teacher runs forward in every step."""
     generates: bool = False
@@ -30,23 +30,23 @@ class Workflow(NamedTuple):
 
 # fmt: off
 WORKFLOWS: dict[Name, Workflow] = {
-    "sft": Workflow("SFTTrainer: one model, its labels' log-probabilities.", ("one GPU", "fsdp2 3")),
-    "dpo": Workflow("DPOTrainer: chosen and rejected completions in one batch, beside a reference model.",
+    "sft": Workflow("TRL's SFTTrainer: one model; the loss is the log-probabilities of the labels.", ("one GPU", "fsdp2 3")),
+    "dpo": Workflow("TRL's DPOTrainer: chosen and rejected completions in one batch, and a reference model.",
                     ("one GPU", "fsdp1 3", "fsdp2 3", "deepspeed 2", "deepspeed 3"), sequences=2, compares=True),
-    "kto": Workflow("KTOTrainer: completions beside a reference model.", ("one GPU",), compares=True),
-    "reward": Workflow("RewardTrainer: a model that scores, on chosen and rejected completions.",
+    "kto": Workflow("TRL's KTOTrainer: completions, and a reference model.", ("one GPU",), compares=True),
+    "reward": Workflow("TRL's RewardTrainer: a model that scores chosen and rejected completions.",
                        ("one GPU", "fsdp2 3", "deepspeed 3"), sequences=2, loss="full", head_rows=1),
-    "distill": Workflow("DistillationTrainer: completions of the student, compared with a teacher's distribution.",
+    "distill": Workflow("TRL's DistillationTrainer: the student's completions, compared with a teacher's distribution.",
                         ("one GPU", "deepspeed 3"), log_probs="divergence", generates=True),
-    "grpo": Workflow("GRPOTrainer: rollouts of vLLM, then training on them.", ("one GPU",), generates=True),
-    "ppo": Workflow("verl's PPO: actor, critic, reference model and vLLM take turns. --micro-batch is that of both."),
+    "grpo": Workflow("TRL's GRPOTrainer: vLLM generates completions, then the model trains on them.", ("one GPU",), generates=True),
+    "ppo": Workflow("verl's PPO: actor, critic, reference model and vLLM share the GPUs. Actor and critic both use --micro-batch."),
 }
 # fmt: on
 """The workflows that are modelled: trainers of TRL 1.16, and the FSDP workers of verl 0.9.1."""
 
 
 class Option(NamedTuple):
-    """How an option is said."""
+    """How an option is written."""
 
     of: tuple[Name, ...]
     value: str
@@ -71,38 +71,38 @@ class Asked:
     """A workflow and its options; ``None`` is the trainer's default."""
 
     workflow: Name
-    teacher_model: str | None = _said(("distill",), "NAME", "The teacher, of the catalogue (`zeroplan models`).")
+    teacher_model: str | None = _said(("distill",), "NAME", "The teacher model, from the catalogue (`zeroplan models`).")
     precompute_ref_log_probs: bool | None = _said(
-        ("dpo", "kto"), "", "Score the data before training, without a reference model then.")
-    beta: float | None = _said(("grpo",), "X", "Weight of the KL term; above 0 a reference model is there. (default: 0)")
+        ("dpo", "kto"), "", "Score the data once before training. Training then has no reference model.")
+    beta: float | None = _said(("grpo",), "X", "Weight of the KL term. Above 0 there is a reference model. (default: 0)")
     max_completion_length: int | None = _said(
         ("sft", "dpo", "kto", "distill", "grpo"), "N",
-        "Tokens of --seq-len that are scored; the rest is the prompt. (default: all but one, 512 where generated)")
-    num_generations: int | None = _said(("grpo",), "N", "Completions of a prompt. (default: 8)")
-    steps_per_generation: int | None = _said(("grpo",), "N", "Micro-batches of one rollout. (default: as many as are accumulated)")
+        "Tokens of --seq-len that are scored; the rest is the prompt. (default: all but one; 512 if vLLM generates them)")
+    num_generations: int | None = _said(("grpo",), "N", "Completions per prompt. (default: 8)")
+    steps_per_generation: int | None = _said(("grpo",), "N", "Micro-batches per rollout. (default: --grad-accum)")
     vllm_mode: Literal["colocate", "server"] | None = _said(
-        _VLLM, "colocate|server", "vLLM on the training GPUs, or on others. (default: colocate)")
+        _VLLM, "colocate|server", "Where vLLM runs: on the training GPUs, or on other GPUs. (default: colocate)")
     vllm_gpu_memory_utilization: float | None = _said(
         (*_VLLM, *_PPO), "X", "vLLM's share of a GPU's memory. (default: 0.3, ppo: 0.5)", in_verl="--gpu-memory-utilization")
     vllm_tensor_parallel_size: int | None = _said(
         (*_VLLM, *_PPO), "N", "GPUs that share vLLM's weights. (default: 1, ppo: 2)", in_verl="--tensor-model-parallel-size")
     vllm_enable_sleep_mode: bool | None = _said(_VLLM, "", "vLLM sleeps while the model trains.")
     vllm_sleep_level: int | None = _said(
-        _VLLM, "N", "2, as TRL sleeps (weights are dropped), or 1 (they go to the host). (default: 2)")
+        _VLLM, "N", "What sleeping vLLM does with its weights: 2 drops them, 1 moves them to host memory. (default: 2)")
     free_cache_engine: Literal["true", "false"] | None = _said(
         _PPO, "true|false", "vLLM sleeps while models train. (default: true)")
     adv_estimator: Literal["gae", "grpo"] | None = _said(_PPO, "gae|grpo", "gae has a critic, grpo has none. (default: gae)")
-    use_kl_loss: bool | None = _said(_PPO, "", "A reference model scores every rollout. It is in host memory.")
-    param_offload: bool | None = _said(_PPO, "", "Actor and critic leave the GPU while others work.")
-    optimizer_offload: bool | None = _said(_PPO, "", "Their optimizers do.")
+    use_kl_loss: bool | None = _said(_PPO, "", "A reference model, kept in host memory, scores every rollout.")
+    param_offload: bool | None = _said(_PPO, "", "Move actor and critic to host memory outside their own phases.")
+    optimizer_offload: bool | None = _said(_PPO, "", "Move their optimizers to host memory outside their own phases.")
     ppo_max_token_len_per_gpu: int | None = _said(
-        _PPO, "N", "Tokens of a micro-batch (use_dynamic_bsz), in place of --micro-batch and --seq-len.")
+        _PPO, "N", "Tokens of a micro-batch (use_dynamic_bsz), instead of --micro-batch and --seq-len.")
     log_prob_micro_batch_size_per_gpu: int | None = _said(
-        _PPO, "N", "Sequences of a forward that scores. (default: --micro-batch)")
-    entropy_from_logits_with_chunking: bool | None = _said(_PPO, "", "2,048 tokens at a time.")
-    update_weights_bucket_megabytes: int | None = _said(_PPO, "N", "Buffer in which new weights go to vLLM. (default: 2048)")
-    fsdp_cpu_ram_efficient_loading: bool | None = _said(_EVERY, "", "One process of a node loads the weights for all of it.")
-    full_state_dict: bool | None = _said(_EVERY, "", "A checkpoint is one full state dict, gathered, rather than shards.")
+        _PPO, "N", "Sequences per scoring forward. (default: --micro-batch)")
+    entropy_from_logits_with_chunking: bool | None = _said(_PPO, "", "Compute the entropy 2,048 tokens at a time.")
+    update_weights_bucket_megabytes: int | None = _said(_PPO, "N", "Buffer that sends new weights to vLLM. (default: 2048)")
+    fsdp_cpu_ram_efficient_loading: bool | None = _said(_EVERY, "", "One process per node loads the weights for all its processes.")
+    full_state_dict: bool | None = _said(_EVERY, "", "Save a gathered full state dict instead of shards.")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -139,12 +139,12 @@ class Asked:
             (not 0 < self.share <= 1, f"{flag} {self.share:g} is a share of the GPU's memory; use one above 0, at most 1"),
             (level not in (None, 1, 2), f"--vllm-sleep-level {level} is none of vLLM's; use 1 or 2"),
             (level is not None and not self.sleeps,
-             "--vllm-sleep-level says how vLLM sleeps, which it does not; add --vllm-enable-sleep-mode"),
+             "--vllm-sleep-level has no effect unless vLLM sleeps; add --vllm-enable-sleep-mode"),
             (self.beta is not None and self.beta < 0, f"--beta {self.beta} is a weight of the KL term; use 0 or more"),
             (self.num_generations is not None and self.num_generations < 2,
              f"--num-generations {self.num_generations} is too few: GRPO compares completions; use 2 or more"),
             (self.vllm_mode == "server" and self.vllm_gpu_memory_utilization is not None,
-             f"{flag} is a share of a training GPU, and a server has its own; leave it out"),
+             f"{flag} is a share of a training GPU, but --vllm-mode server runs on other GPUs; leave it out"),
         ):  # fmt: skip
             if wrong:
                 raise SpecError(why)

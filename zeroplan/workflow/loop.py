@@ -141,7 +141,7 @@ def _buffered(job: JobSpec, asked: Asked, *, compares: bool) -> Line:
 def _notes(parts: _Parts, asked: Asked) -> Iterator[str]:
     yield "TRL 1.16 on accelerate 1.15."
     if parts.answer.job.recipe.prompt_len == 1:
-        yield "All tokens but the first are scored. Give --max-completion-length where prompts are not."
+        yield "zeroplan assumes that all tokens but the first are scored. If prompts are not, set --max-completion-length."
     if widths(parts.answer.job.recipe.precision).stored == 2:
         yield "A checkpoint in 16 bits is mapped: all processes of a node share its pages until they write to them."
     if parts.teacher is not None and parts.answer.job.recipe.engine != "deepspeed":

@@ -74,7 +74,7 @@ class Loop(NamedTuple):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether every phase fits. What torch's allocator caches beyond the peak is not asked for."""
+        """Whether every phase fits. The allocator's cache beyond the peak need not fit."""
         return verdict(self.least_bytes, self.least_bytes, self.answer.capacity_bytes)
 
     def fits(self, phase: LoopPhase) -> bool | None:

@@ -39,7 +39,7 @@ def as_scorer(model: ModelSpec, rows: int | None) -> ModelSpec:
 
 
 def prompt_len(job: JobSpec, asked: Asked) -> int:
-    """Return the tokens of a sequence that are not scored. Where nobody gives a length, all but the first are. [tokens]"""
+    """Return the tokens of a sequence that are not scored. If no length is given, all but the first are scored. [tokens]"""
     completion = asked.max_completion_length or (COMPLETION if WORKFLOWS[asked.workflow].generates else job.batch.seq_len - 1)
     if completion >= job.batch.seq_len:
         raise SpecError(

@@ -1,4 +1,4 @@
-"""verl's PPO: actor, critic, reference model and rollout engine take turns on the same GPUs. Its code was read, not run.
+"""verl's PPO: actor, critic, reference model and rollout engine share the same GPUs, one after another. Its code was read, not run.
 
 Source: verl 0.9.1, workers/engine_workers.py, ActorRolloutRefWorker, and workers/engine/fsdp/transformer_impl.py, FSDPEngine.
 Logits of all tokens are made at once, and flash-attn's cross-entropy writes their gradient over them. The reference model is in

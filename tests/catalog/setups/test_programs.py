@@ -180,7 +180,7 @@ def test_a_verl_command(read: Callable[..., Resolved]):
     assert (job.model.name, job.mesh.world_size, job.batch.seq_len, job.batch.micro_batch_size) == ("qwen2.5-7b", 16, 2048, 4)
     assert (job.recipe.engine, job.recipe.fsdp1.reduce_dtype, job.recipe.recompute) == ("fsdp1", "fp32", "full")
     assert job.batch.grad_accum_steps == 256 * 5 // (4 * 16)
-    assert any("the actor's update alone is counted" in note for note in notes)
+    assert any("only the actor's update is counted" in note for note in notes)
     assert not job.recipe.offloads
     assert any("move weights and states to the GPU for the update" in note for note in notes)
     split = read(VERL.replace("$@", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"), "mine.sh").job
@@ -235,7 +235,7 @@ def test_a_command_over_a_file_and_beside_accelerates(read: Callable[..., Resolv
     assert (trained.recipe.engine, trained.batch.micro_batch_size) == ("fsdp2", 2)
     with pytest.raises(SpecError, match=r"trains with 'gone\.yaml', which is not here; give that file"):
         read("axolotl train gone.yaml --batch 3\n", "mine.sh")
-    with pytest.raises(SpecError, match="launches no training that is known"):
+    with pytest.raises(SpecError, match="launches no training that zeroplan knows"):
         read("swift infer --model x\n", "mine.sh")
 
 
@@ -316,7 +316,8 @@ def test_another_owners_model_is_not_taken_for_a_mirror():
 _EXAMPLES = os.environ.get("ZEROPLAN_EXAMPLES")
 #: What is no configuration of a training, by what its refusal says.
 _NO_TRAINING = re.compile(
-    r"no set-up that is known|launches no training|trains nothing|nothing is trained|keys and values|holds nothing"
+    r"not a configuration that zeroplan knows|launches no training|trains nothing|nothing is trained|keys and values"
+    r"|contains nothing|holds nothing"
     r"|is a model's config|neither JSON nor TOML|is not JSON|twice; keep one|LLaMA-Factory's v1"
 )
 

@@ -84,7 +84,7 @@ def test_what_accelerate_says_and_is_not_modelled():
     )
     refused(
         accelerate,
-        "it: use_cpu is true, and a CPU's memory is not what is told here",
+        "it: use_cpu is true, but zeroplan estimates GPU memory",
         {"use_cpu": True, "distributed_type": "NO"},
     )
     refused(
@@ -164,8 +164,8 @@ def test_the_trainers_optimizer_keeps_what_its_arguments_ask_for(args: str, opti
 def test_the_trainers_notes():
     found = trainer({"auto_find_batch_size": True, "torch_dtype": "bfloat16", "bf16": True, "accelerator_config": "mine.json"})
     loaded = (
-        "weights are loaded as 'bfloat16'; they are counted in fp32, as training with bf16 or fp16 wants them; say "
-        "--precision bf16 where they stay in 16 bits"
+        "weights are loaded as 'bfloat16'; they are counted in fp32, as training with bf16 or fp16 needs them; set "
+        "--precision bf16 if they stay in 16 bits"
     )
     assert found.notes == (
         loaded,
@@ -201,7 +201,8 @@ def test_the_trainers_degrees_and_adapters():
          "attn_implementation='flex_attention' {changes} use one of flash_attention_2, flash_attention_3, sdpa, eager"),
         ({"load_in_4bit": True}, "load_in_4bit=True {changes} weights in four bits are modelled under adapters: add use_peft"),
         ({"lora_r": 8, "lora_target_modules": {"q_proj": 1}}, "lora_target_modules={{'q_proj': 1}} is not a list of names"),
-        ({"lora_r": 8}, "lora_target_modules is left out, and peft's choice is the model's; name the layers, or say all-linear"),
+        ({"lora_r": 8},
+         "lora_target_modules is left out, and peft's default depends on the model; name the layers, or write all-linear"),
         ({"lora_r": 8, "lora_target_modules": "q_proj", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
          "bnb_4bit_quant_type='fp4' {changes} use nf4"),
     ],

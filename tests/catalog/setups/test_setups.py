@@ -165,7 +165,7 @@ def test_the_trainers_scripts_name_model_length_and_adapters(read: Callable[...,
     script = {"model_name_or_path": "gpt2", "block_size": 512, "attn_implementation": "eager"}
     job = read(TRAINER | script, model=None).job
     assert (job.model.name, job.batch.seq_len, job.recipe.attention) == ("gpt2", 512, "eager")
-    assert any("stands in its place" in note for note in read(TRAINER | script).notes)
+    assert any("replaces it" in note for note in read(TRAINER | script).notes)
     adapted = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"], "load_in_4bit": True}
     adapter = read(TRAINER | adapted).job.model.adapter
     assert adapter is not None
@@ -243,7 +243,7 @@ def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
         ("", {}, "holds nothing"),
         ("just text", {}, "holds 'just text', not keys and values"),
         ("[" * 100_000, {}, "nested too deep"),
-        ({"a": 1}, {}, "is no set-up that is known"),
+        ({"a": 1}, {}, "is not a configuration that zeroplan knows"),
         ({"model_type": "llama"}, {}, "is a model's config.json; give it to --config"),
         (TRAINER | {"use_cpu": True}, {}, "use_cpu=True changes memory in a way that is not modelled"),
         (TRAINER | {"fsdp": True, "fsdp_config": {"version": 1, "backward_prefetch": "soon"}}, {},
@@ -283,9 +283,9 @@ def test_fsdp1_is_what_version_1_asks_for(read: Callable[..., Resolved]):
 def test_what_is_not_modelled_is_answered_where_a_flag_says_how(read: Callable[..., Resolved]):
     one = read(FSDP.replace("fsdp_version: 2", "fsdp_version: 1"), engine="fsdp2")
     assert (one.job.recipe.engine, one.job.recipe.zero_stage) == ("fsdp2", 3)
-    assert any("fsdp_version makes the engine fsdp1: --engine fsdp2 is answered instead" in note for note in one.notes)
+    assert any("fsdp_version makes the engine fsdp1; the answer is for --engine fsdp2 instead" in note for note in one.notes)
     kept = read(TITAN.replace('"full"', '"selective"'), model=None, gpus=8, recompute="none")
-    assert any("--recompute none is answered instead" in note for note in kept.notes)
+    assert any("the answer is for --recompute none instead" in note for note in kept.notes)
 
 
 def test_what_an_accelerate_loop_holds(read: Callable[..., Resolved]):

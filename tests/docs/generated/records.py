@@ -118,7 +118,7 @@ def card_times() -> str:
     heads = ("job", "fastest, s:", "median, s:", "predicted, s:", "error:", "")
     return table(heads, [
         (one.name, f"{one.quickest:.3f}", f"{one.middle:.3f}", f"{one.predicted:.3f}", f"{one.error:+.0%}",
-         "gave a constant" if one.gave else "")
+         "gave a launch time" if one.gave else "")
         for one in timed()
     ])  # fmt: skip
 

@@ -124,7 +124,7 @@ def test_what_was_held_at_the_unwatched_peak_is_told_from_the_step_before(measur
     assert any("unwatched" in remark for remark in measured.remarks)
 
 
-def test_a_step_that_peaks_elsewhere_when_nobody_watches_is_told(measured: Measurement):
+def test_a_step_that_peaks_elsewhere_without_a_watcher_is_reported(measured: Measurement):
     assert "the unwatched step peaked +5,000 bytes from the one before it" in measured.remarks
 
 

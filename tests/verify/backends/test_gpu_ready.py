@@ -86,7 +86,7 @@ def test_who_has_just_ended_is_given_a_moment_to_leave(card: pytest.MonkeyPatch)
     assert ready(TASK)[1] == 80 * GB
 
 
-def test_a_driver_that_is_too_old_is_told_though_nvml_counted_gpus(card: pytest.MonkeyPatch):
+def test_a_driver_that_is_too_old_is_reported_although_nvml_counts_gpus(card: pytest.MonkeyPatch):
     def set_device(_: int) -> None:
         raise RuntimeError(TOO_OLD)
 
@@ -98,7 +98,7 @@ def test_a_driver_that_is_too_old_is_told_though_nvml_counted_gpus(card: pytest.
         ready(TASK)
 
 
-def test_a_card_that_fails_is_told_in_its_drivers_words(card: pytest.MonkeyPatch):
+def test_a_failing_card_is_reported_in_its_drivers_words(card: pytest.MonkeyPatch):
     def set_device(_: int) -> None:
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be reported later")
 
@@ -154,7 +154,7 @@ def test_a_gpus_rank_is_measured_by_the_module_for_it(card: pytest.MonkeyPatch):
     }  # fmt: skip
 
 
-def test_running_out_of_memory_is_told_from_other_failures():
+def test_running_out_of_memory_is_distinguished_from_other_failures():
     on_a_card = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nGPU 0 has 139.80 GiB")
     assert cause_of(on_a_card) == "memory"
     assert text_of(on_a_card) == "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has 139.80 GiB"

@@ -279,7 +279,7 @@ def _as_estimated() -> Any:
 # Running them
 
 
-def test_a_copy_that_cannot_use_the_card_is_started_anew_and_so_are_all_after_it():
+def test_a_copy_that_cannot_use_the_card_is_restarted_and_so_are_all_after_it():
     copied: list[bool] = []
     nobody_can = False
 

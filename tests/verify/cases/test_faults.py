@@ -145,8 +145,8 @@ def test_a_run_that_is_killed_loses_its_case_and_the_next_says_which_and_runs_it
     assert said[0].split("; ") == [
         "results: kept/some-simulate.jsonl",
         "1 of 3 cases have a result already",
-        f"the last run was ended in the middle of {NAME.format(256)}, which is run again, last",
-        "its last line was half written and is dropped (23 bytes)",
+        f"the last run was killed during {NAME.format(256)}, which runs again, last",
+        "its last line was incomplete and is deleted (23 bytes)",
         f"2 folders of killed runs removed from {place.folder / 'tmp'}",
     ]
     assert (code, place.outcomes()) == (0, [(128, "measured"), (384, "measured"), (256, "measured")])

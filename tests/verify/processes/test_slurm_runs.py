@@ -93,7 +93,7 @@ def test_a_job_is_submitted_left_and_taken_up_again(here: Path, run: Run, capfd:
     waits.send_signal(signal.SIGINT)
     _, err = waits.communicate(timeout=20)
     assert waits.returncode == 130
-    assert "goes on: `zeroplan verify --resume kept` takes it up" in err
+    assert "continues: `zeroplan verify --resume kept` reconnects" in err
     code, out, err = run("--resume", "kept")
     assert code == 0, err
     assert "It agrees within 2 %" in out

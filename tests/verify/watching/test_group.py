@@ -28,7 +28,7 @@ def test_after_a_collective_every_release_is_this_threads_own():
     assert sum(event.n_bytes > 0 for event in seen) == sum(event.n_bytes < 0 for event in seen) == calls
 
 
-def test_a_collective_ends_when_the_last_thread_has_let_go_of_the_tensors_object():
+def test_a_collective_ends_when_the_last_thread_has_dropped_the_tensors_object():
     """Gloo's thread counts as no holder of the tensor any more when it still waits for Python's lock to give up the object."""
     from zeroplan.verify.watching.group import WatchedGroup, _ended
     from zeroplan.verify.watching.log import Log

@@ -12,7 +12,7 @@ from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
 _PRECISION = {"no": "fp32", "fp16": "fp16-mixed", "bf16": "bf16-mixed"}
-_KEPT = "accelerate hands on logits in fp32, and the loops of its examples hold them: they are counted"
+_KEPT = "accelerate returns logits in fp32, and the loops of its examples keep them, so they are counted"
 _NAMED = "the loops of accelerate's examples hold the model's output: its logits are counted"
 
 _KNOWN = (
@@ -41,7 +41,7 @@ def accelerate_setup(table: Table, folder: Path, _: int | None = None) -> Setup:
     if table.text("compute_environment") not in (None, "LOCAL_MACHINE"):
         raise SpecError(f"{table.where}: compute_environment={shown(table.data['compute_environment'])} is not modelled")
     if table.switch("use_cpu"):
-        raise SpecError(f"{table.where}: use_cpu is true, and a CPU's memory is not what is told here")
+        raise SpecError(f"{table.where}: use_cpu is true, but zeroplan estimates GPU memory")
     kind = table.get("distributed_type")
     readers = {"FSDP": _fsdp, "DEEPSPEED": _deepspeed, "MULTI_GPU": _ddp, "NO": _ddp, False: _ddp, None: _ddp}
     if isinstance(kind, (list, dict)) or kind not in readers:

@@ -37,7 +37,7 @@ _EITHER = """
     pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
 """
 _PAIRS = "pairs are counted as two sequences; the reference model is not counted (`zeroplan workflow dpo`)"
-_ONE_EACH = "what is trained on preferences or rewards is counted as fine-tuning: reference and value heads are not counted"
+_ONE_EACH = "training on preferences or rewards is counted as fine-tuning: reference models and value heads are not counted"
 
 #: What changes no memory of a training step.
 _KNOWN_WORDS = """
@@ -157,5 +157,5 @@ def _precision(reading: Reading, whole: Table, *, adapted: bool) -> None:
         reading.tell("precision", "pure_bf16", "bf16")
     elif adapted and not mixed:
         reading.asks["precision"] = (
-            "neither bf16 nor fp16 is on, and the frozen weights get the dtype of the model's files; say --precision"
+            "neither bf16 nor fp16 is on, and the frozen weights get the dtype of the model's files; set --precision"
         )

@@ -1,4 +1,4 @@
-"""What do OpenRLHF's arguments say of a job?
+"""Reads a job from OpenRLHF's arguments.
 
 Those of the commit that docs/from-a-file.md lists (openrlhf/cli/), and the flat names of releases before it; with its
 defaults where one is left out. Of PPO the actor's update is told. OpenRLHF hands DeepSpeed a configuration of its own
@@ -22,7 +22,7 @@ _KNOWN = """
     *.lr_* lr* min_lr* max_norm ds.enable_sleep ds.attn_implementation actor.num_* ds.ring_attn_head_stride local_rank
     use_ms optim model.*_mode* model.beta *reentrant *.model_name_or_path ds.value_head_prefix
 """
-_UPDATE = "the actor's update alone is counted: `zeroplan workflow ppo` has the other models and the engine beside it"
+_UPDATE = "only the actor's update is counted: `zeroplan workflow ppo` also has the other models and the rollout engine"
 _PAIRS = "pairs are counted as two sequences; the reference model is not counted (`zeroplan workflow dpo`)"
 _ADDS = "actor.entropy_coef train.enable_ema ds.deepcompile ds.grad_accum_dtype muon.* ds.tensor_parallel_size"
 

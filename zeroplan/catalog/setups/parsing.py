@@ -1,4 +1,4 @@
-"""A stranger's file as data: JSON, TOML or YAML by what stands in it, each key once, nothing executed, nothing expanded."""
+"""Parses an untrusted file: JSON, TOML or YAML, recognised by its content. Each key may appear once; nothing is executed."""
 
 import tomllib
 from pathlib import Path
@@ -16,7 +16,7 @@ def parsed(text: str, path: Path, where: str) -> dict[str, object]:
     if path.suffix.lower() == ".py":
         raise SpecError(
             f"{where} is a program, which is not run; give the JSON that torchtitan saves its configuration in "
-            "(debug.save_config_file), or say the job as flags"
+            "(debug.save_config_file), or give the job as flags"
         )
     try:
         data = _data(text, path.suffix.lower(), where)

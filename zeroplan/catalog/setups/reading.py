@@ -52,8 +52,11 @@ _FOREIGN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("is a record or an answer of zeroplan's, not a set-up", ("schema_version",)),
     ("is a job file of zeroplan's; give it as the first argument", _OF_A_JOB),
     ("is a model's config.json; give it to --config", ("model_type", "architectures", "num_hidden_layers")),
-    ("is an adapter's configuration; say --lora-rank and --lora-targets", ("peft_type",)),
-    ("holds arguments of LLaMA-Factory's v1, which are not read; say them as flags", ("model_class", "dist_config")),
+    ("is an adapter's configuration; set --lora-rank and --lora-targets instead", ("peft_type",)),
+    (
+        "contains arguments of LLaMA-Factory's v1, which zeroplan does not read; give them as flags",
+        ("model_class", "dist_config"),
+    ),
 )
 
 
@@ -147,7 +150,8 @@ def _launched_setup(text: str, path: Path, gpus: int | None) -> Setup:
         except _NoTrainingError as error:
             reasons.append(str(error))
     raise SpecError(
-        f"script {str(path)!r} launches no training that is known{f': {reasons[0]}' if reasons else ''}; say the job as flags"
+        f"script {str(path)!r} launches no training that zeroplan knows{f': {reasons[0]}' if reasons else ''}; "
+        "give the job as flags"
     )
 
 
@@ -234,7 +238,9 @@ def _kind(data: Mapping[str, object], what: str) -> Kind:
         if any(mark in data for mark in marks):
             return kind
     raise SpecError(
-        f"{what} is no set-up that is known: {', '.join(list(_NAMES.values())[:-1])} or {_NAMES['lightning']}; say the job as flags"
+        f"{what} is not a configuration that zeroplan knows: "
+        f"{', '.join(list(_NAMES.values())[:-1])} or {_NAMES['lightning']}; "
+        "give the job as flags"
     )
 
 

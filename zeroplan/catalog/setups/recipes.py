@@ -1,4 +1,4 @@
-"""What do YAML recipes of torchtune, NeMo AutoModel, nanotron and Lightning say of a job?
+"""Reads a job from YAML recipes of torchtune, NeMo AutoModel, nanotron and Lightning.
 
 Keys are those that the programs' own examples use, at the commits that docs/from-a-file.md lists. Defaults of keys that a file
 leaves out were read in AutoModel's code in part. The other programs' defaults were not checked against their code.

@@ -1,4 +1,4 @@
-"""What a file says of a job, key by key, and how that meets what is said beside it."""
+"""Reads the settings of a job from a configuration file, key by key, and combines them with the flags."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -36,7 +36,7 @@ class DeepSpeedPart(NamedTuple):
 
 
 class OwnModules(NamedTuple):
-    """Whose modules the program of a file trains, where they are modelled, and what is said where others are counted instead."""
+    """The modules that the file's program trains, if they are modelled, and the note if others are counted instead."""
 
     name: Literal["torchtitan"]
     instead: tuple[str, ...]
@@ -64,7 +64,7 @@ class Setup(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a request gets from a file: what it says itself, and what holds only where nothing else is said."""
+    """What a request gets from a file: the settings in it, and defaults that apply if no flag is given."""
 
     flags: dict[str, object]
     filled: dict[str, object]
@@ -76,7 +76,7 @@ _TOGETHER = ("engine", "stage")
 
 
 def taken(setup: Setup, said: Mapping[str, object], where: str) -> Taken:
-    """What the file adds to what is said; raises SpecError where both say something else, or a flag has to decide."""
+    """What the file adds to the flags; raises SpecError if both contradict each other, or if a flag has to decide."""
     notes = [*setup.notes, *_asked(setup, said, where)]
     flags: dict[str, object] = {}
     filled: dict[str, object] = {}
@@ -91,7 +91,7 @@ def taken(setup: Setup, said: Mapping[str, object], where: str) -> Taken:
         elif not told.filled and said[name] not in (told.value, *told.also):
             raise SpecError(_contradiction(f"--{name.replace('_', '-')} {said[name]}", where, told))
         elif name == "engine" and not told.filled and said[name] != told.value:
-            notes.append(f"{told.key} makes the engine {told.value}: --engine {said[name]} is answered instead")
+            notes.append(f"{told.key} makes the engine {told.value}; the answer is for --engine {said[name]} instead")
     return Taken(flags, filled, tuple(notes))
 
 
@@ -99,7 +99,7 @@ def _asked(setup: Setup, said: Mapping[str, object], where: str) -> Iterator[str
     for name, why in setup.asks.items():
         if name not in said:
             raise SpecError(f"{where}: {why}")
-        yield f"{why.partition(';')[0]}: --{name.replace('_', '-')} {said[name]} is answered instead"
+        yield f"{why.partition(';')[0]}: the answer is for --{name.replace('_', '-')} {said[name]} instead"
 
 
 def _model(name: str, told: Told, said: Mapping[str, object], flags: dict[str, object]) -> Iterator[str]:
@@ -109,7 +109,7 @@ def _model(name: str, told: Told, said: Mapping[str, object], flags: dict[str, o
         flags[name] = told.value
         yield from [told.note] if told.note else []
     elif said[mine] != told.value:
-        yield f"{told.key} is {shown(told.value)}, but --{mine} stands in its place"
+        yield f"{told.key} is {shown(told.value)}, but --{mine} replaces it"
 
 
 def _contradiction(mine: str, where: str, told: Told) -> str:
@@ -120,13 +120,13 @@ def _contradiction(mine: str, where: str, told: Told) -> str:
 def own_tensor_parallelism(key: str, ways: int) -> str:
     """What asks for a flag where transformers splits a model by its own plan."""
     return (
-        f"{key} is {ways}, transformers' own tensor parallelism, which is not modelled; say --tensor-parallel {ways} to be told "
-        "that of torchtitan's plan, with sequence parallelism"
+        f"{key} is {ways}, transformers' own tensor parallelism, which is not modelled; --tensor-parallel {ways} uses "
+        "torchtitan's plan instead, with sequence parallelism"
     )
 
 
 def option_taken(name: str, told: Told, mine: object, default: object, where: str, *, chosen: bool) -> object:
-    """The value of an engine's option: what the file says, unless something else is asked for, visibly or one by one."""
+    """The value of an engine's option: the file's, unless a flag or `--set` gives another."""
     if mine == default and not chosen:
         return told.value
     if mine != told.value and not told.filled:
@@ -164,7 +164,7 @@ _OF_NO_MATTER = tuple(_OF_NO_MATTER_WORDS.split())
 
 
 class Table:
-    """One table of a file: values by key, with their types checked, and which keys nobody has asked for."""
+    """One table of a file: values by key, with their types checked, and which keys no reader has used."""
 
     def __init__(self, data: Mapping[str, object], where: str, prefix: str = "") -> None:
         self.data, self.where, self.prefix = data, where, prefix
@@ -179,7 +179,7 @@ class Table:
         """Keys whose value is the program's default, not the file's."""
 
     def name(self, key: str) -> str:
-        """The key with the tables it stands in."""
+        """The key, preceded by the names of its tables."""
         return f"{self.prefix}{key}"
 
     def get(self, key: str) -> object:
@@ -265,7 +265,7 @@ class Table:
                     self.saves.update([key] * (effect == "saves"))
 
     def unknown(self) -> Iterator[str]:
-        """A note on every key that nobody has read and that may matter."""
+        """A note on every key that no reader used and that may change memory."""
         for key in sorted(self.data.keys() - self.read, key=str):
             if not any(fnmatchcase(str(key), one) for one in self.of_no_matter):
                 yield f"{shown(self.name(str(key)))} is not known here and left out"
@@ -313,7 +313,7 @@ class FlatTable(Table):
         return str(self.get(key) or "").rpartition(".")[2]
 
     def unknown(self) -> Iterator[str]:
-        """One note on all keys that nobody has read and that are not null."""
+        """One note on all keys that no reader used and that are not null."""
         unread = [key for key, value in self.data.items() if key not in self.read and value is not None]
         left = [shown(key) for key in unread if not any(fnmatchcase(key, one) for one in self.of_no_matter)]
         if left:
@@ -324,7 +324,7 @@ def ends_counted_as_one(program: str) -> str:
     """The note on a job that does not follow its program's FSDP2 units."""
     return (
         f"{program} shards the embedding, and the last norm with the head, as units of their own; they are counted as one unit, "
-        "gathered from the forward to the end of the backward, which is the most they can take"
+        "gathered from the forward to the end of the backward, which is an upper bound"
     )
 
 
@@ -337,7 +337,7 @@ def ends_counted_apart(program: str) -> str:
 
 
 class Reading:
-    """One file, read once: what it has told so far. ``folder`` is where files that it names are looked for."""
+    """One file, read once, and what was read so far. ``folder`` is where to look for files that it names."""
 
     def __init__(self, table: Table, folder: Path = Path()) -> None:
         self.table, self.folder = table, folder
@@ -398,7 +398,7 @@ class Reading:
         self.table.unmodelled(saves=saves, adds=adds, either=either)
 
     def setup(self, kind: Kind) -> Setup:
-        """All that was told, and a note on every key that nobody has read."""
+        """Everything that was read, and a note on every key that no reader used."""
         matters = self.table.matters
         notes = (*matters.values(), *self.notes, *self.table.unknown())
         return Setup(

@@ -1,4 +1,4 @@
-"""What does a torchtitan configuration say of a job?
+"""Reads a job from a torchtitan configuration.
 
 Up to 0.2 it is a TOML file (config/job_config.py); since 0.3 a Python function, whose outcome torchtitan writes as JSON where
 ``debug.save_config_file`` is set (trainer.py, ``Trainer.Config.to_dict``), as 0.2 does with ``job.save_config_file``. Both are
@@ -127,7 +127,7 @@ def _float8(reading: _Reading) -> None:
     if recipe not in ("tensorwise", "rowwise"):
         raise table.refused("recipe_name", "use tensorwise or rowwise")
     reading.tell("float8_recipe", "model.converters", recipe)
-    reading.notes.append("float8 is counted for the blocks' linear layers, whatever filter_fqns says")
+    reading.notes.append("float8 is counted for all linear layers of the blocks; filter_fqns is ignored")
     if table.switch("enable_fsdp_float8_all_gather"):
         reading.notes.append("enable_fsdp_float8_all_gather is not modelled: parameters are gathered in bf16, which takes more")
 
@@ -230,7 +230,7 @@ def _recomputation(reading: _Reading) -> None:
     elif mode == "selective":
         which = f"{key} is left out, which to torchtitan is selective" if not table.data else f"{key} is selective"
         reading.asks["recompute"] = (
-            f"{which} by block, every {option or _DEFAULT_OPTION} of them again, and that is not modelled; say --recompute none, "
+            f"{which} by block, every {option or _DEFAULT_OPTION} of them again, and that is not modelled; set --recompute none, "
             "which keeps all and so takes more, or full"
         )
     elif mode == "memory_budget":
@@ -332,7 +332,7 @@ def _steps(table: Table, whole: int, size: int, ranks: int) -> int:
     if left or not steps:
         raise SpecError(
             f"{table.where}: global_batch_size={total} is not {size} sequences x {ranks} data-parallel ranks, some times "
-            "over; say --gpus where it stands in no degree"
+            "over; set --gpus if no degree contains it"
         )
     return steps
 

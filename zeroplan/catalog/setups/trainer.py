@@ -1,4 +1,4 @@
-"""What do TrainingArguments as JSON or YAML say of a job?
+"""Reads a job from TrainingArguments as JSON or YAML.
 
 Keys are those of transformers 5.23 (training_args.py) and of releases since 4.30, with 5.23's defaults where one is left out, and
 those of the scripts that come with transformers and TRL for model, sequence length and adapters. How many GPUs is not in them.
@@ -157,7 +157,7 @@ def _fsdp(reading: Reading, config: Table, items: list[str]) -> None:
         reading.tell("engine", "fsdp", "fsdp2")
     if version is None:
         reading.notes.append(
-            "fsdp_config has no version: FSDP2 is taken, as transformers 5 does; earlier ones take FSDP1 (--engine fsdp1)"
+            "fsdp_config has no version: zeroplan assumes FSDP2, as in transformers 5; earlier releases use FSDP1 (--engine fsdp1)"
         )
     _fsdp_stage(reading, config, words)
     if config.switch("cpu_offload") or "offload" in items:
@@ -215,8 +215,8 @@ def _precision(reading: Reading) -> None:
         on and "engine" in reading.flags and reading.flags["engine"].value == "fsdp2"
     ):
         reading.notes.append(
-            f"weights are loaded as {shown(dtype)}; they are counted in fp32, as training with bf16 or fp16 wants them; say "
-            "--precision bf16 where they stay in 16 bits"
+            f"weights are loaded as {shown(dtype)}; they are counted in fp32, as training with bf16 or fp16 needs them; set "
+            "--precision bf16 if they stay in 16 bits"
         )
 
 
@@ -340,7 +340,8 @@ def _adapter(reading: Reading) -> None:
         reading.tell("lora_targets", "lora_target_modules", ",".join(names))
     else:
         raise SpecError(
-            f"{table.where}: lora_target_modules is left out, and peft's choice is the model's; name the layers, or say all-linear"
+            f"{table.where}: lora_target_modules is left out, and peft's default depends on the model; "
+            "name the layers, or write all-linear"
         )
     dropout = table.get("lora_dropout")
     if not (dropout is None or (isinstance(dropout, int | float) and not isinstance(dropout, bool))):

@@ -1,4 +1,4 @@
-"""What does a verl configuration say of a job: its YAML, or the ``key=value`` of a command?
+"""Reads a job from a verl configuration: its YAML, or the ``key=value`` arguments of a command.
 
 Keys are those of the commit that docs/from-a-file.md lists (trainer/config/), with its defaults where one is left out. Of PPO
 and GRPO the actor's update is told.
@@ -11,7 +11,7 @@ from zeroplan.catalog.setups.told import FlatTable, Reading, Setup, Table, Told
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _UPDATE = (
-    "the actor's update alone is counted: reference, critic, reward model and the engine that generates may hold memory beside it "
+    "only the actor's update is counted: reference, critic, reward model and rollout engine may take memory, too "
     "(`zeroplan workflow grpo`, `zeroplan workflow ppo`)"
 )
 _MOVED = "param_offload and optimizer_offload move weights and states to the GPU for the update, so that they are counted there"

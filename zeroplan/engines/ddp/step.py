@@ -27,7 +27,7 @@ _AUTOCAST = "torch 2.13, aten/src/ATen/autocast_mode.cpp, cached_cast"
 _SINK = "torch 2.13, torch/nn/parallel/distributed.py, _DDPSink"
 _REENTRANT = "torch 2.13, torch/utils/checkpoint.py, CheckpointFunction.backward"
 _ENDS = 3
-"""Runs at either end among which a peak lies where kinds of layers take turns: one turn, and its neighbour."""
+"""Runs at either end among which a peak lies if kinds of layers alternate: one period, and its neighbour."""
 
 
 class Casts(NamedTuple):
@@ -183,7 +183,7 @@ class Training(MicroBatch):
         return found
 
     def runs_backward(self) -> Sequence[tuple[int, RunPass]]:
-        """Where kinds take turns, those at both ends."""
+        """If kinds alternate, those at both ends."""
         runs = list(enumerate(self.these.runs))
         return runs if len(runs) <= 2 * _ENDS + 1 else (*runs[:_ENDS], *runs[-_ENDS:])
 

@@ -4,7 +4,7 @@ DeepSpeed writes a tensor to a file of its own where it is at least 1 MiB; small
 optimizer are read into page-locked buffers, updated there and written back. Shares of weights are read into buffers before they
 are gathered; of those whose sub-group has room among ``max_in_cpu`` elements only the file stays behind. Source: Rajbhandari et
 al. 2021 (arXiv:2104.07857), sections 5.1 and 6; DeepSpeed 0.19.8, ``runtime/swap_tensor`` and ``runtime/zero/stage3.py``.
-The section ``aio`` is taken as DeepSpeed's default: blocks of 1 MiB, one thread per request.
+The section ``aio`` has DeepSpeed's defaults: blocks of 1 MiB, one thread per request.
 """
 
 from collections.abc import Iterator

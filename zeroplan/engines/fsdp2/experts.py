@@ -23,19 +23,15 @@ from zeroplan.spec.recipe import EVEN, RecipeSpec
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 
 EXCHANGE = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP"
-NOTE = (
-    "experts are taken to be evenly visited, each rank's as often as any other's; a rank whose experts are visited more often "
-    "holds and computes more"
-)
+NOTE = "zeroplan assumes even routing; a rank whose experts get more tokens needs more memory and time"
 
 
 def note_of(recipe: RecipeSpec) -> str:
-    """Return how experts are taken to be visited."""
+    """Return the assumption about routing."""
     if recipe.imbalance == 1:
         return NOTE
     return (
-        f"in every block, {recipe.imbalance:g} times the even share of tokens come to this rank's experts; step times are those of "
-        "an even share"
+        f"this rank's experts get {recipe.imbalance:g} times the even share of tokens in every block; times assume even routing"
     )
 
 

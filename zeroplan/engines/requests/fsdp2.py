@@ -1,7 +1,7 @@
 """FSDP2's training step, request by request.
 
-What it does with a unit is in :mod:`zeroplan.engines.fsdp2.runtime`, whence the moments of an estimate come, too. Here are the
-sizes of single tensors, and what the model's forward and backward call when. Methods have the names of torch 2.13's
+What it does with a unit is in :mod:`zeroplan.engines.fsdp2.runtime`, which the moments of an estimate use, too. This module
+adds the sizes of single tensors, and when the model's forward and backward call it. Methods have the names of torch 2.13's
 (torch/distributed/fsdp/_fully_shard).
 """
 

@@ -1,4 +1,4 @@
-"""A model's forward and backward, request by request, around which an engine does what it does."""
+"""A model's forward and backward, request by request, with hooks for what an engine does around them."""
 
 from collections.abc import Hashable, Iterable, Iterator
 

@@ -23,7 +23,7 @@ _FINE = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """A layout, or several that cannot be told apart in a picture: what a GPU needs, and how quick it is. [bytes, tokens/s]"""
+    """A layout, or several at the same place of the picture: the memory that a GPU needs, and the speed. [bytes, tokens/s]"""
 
     engine: Engine
     needed_bytes: int

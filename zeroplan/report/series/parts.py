@@ -40,7 +40,7 @@ def kinds_of(stacks: tuple[tuple[Part, ...], ...]) -> tuple[str, ...]:
 
 
 def caption(answer: Estimate, title: str, *more: str, batch: bool = True) -> Caption:
-    """The job below a picture; what is not exact for it stands there, too."""
+    """The caption below a picture: the job, and what is not exact for it."""
     return Caption(title=title, lines=tuple(_about(answer, more, batch=batch)))
 
 

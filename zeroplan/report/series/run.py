@@ -179,7 +179,7 @@ def _stretches(trace: Trace, moments: range, starts: NDArray[np.int64]) -> list[
 
 
 def _where(trace: Trace, moment: int) -> str:
-    """The phase of a moment, and the line that asked for memory then."""
+    """The phase of a moment, and the line of code that requested memory then."""
     span = max((at for at, one in enumerate(trace.spans) if one.start < moment), default=0)
     block = next((at for at, born in enumerate(trace.blocks.born) if born == moment), None)
     line = "" if block is None else trace.lines[trace.blocks.line[block]]

@@ -12,7 +12,7 @@ from zeroplan.spec.job import ENGINE_STAGES, JobSpec, engine_at
 from zeroplan.spec.recipe import Stage
 
 _LEAST_SPAN = 1024
-"""So many GPUs at least are drawn: below, ZeRO's stages are still being told apart."""
+"""The axis reaches at least this many GPUs, so that ZeRO's stages can be told apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,12 +82,12 @@ def _offered(options: DeepSpeedOptions, stage: Stage) -> DeepSpeedOptions:
 
 
 def left_behind(job: JobSpec) -> tuple[str, ...]:
-    """What the engines of other stages do not have, so that nobody reads it into their columns."""
+    """What the engines of other stages do not have, as notes on their columns."""
     recipe = job.recipe
     if not recipe.offloads:
         return ()
     if recipe.engine != "deepspeed":
-        return ("DDP, which stands in for stages 0 and 1, has no offload: all of it is on the GPU there",)
+        return ("stages 0 and 1 are DDP, which has no offload: everything is on the GPU there",)
     asked = (recipe.deepspeed.offload_optimizer != "none", recipe.deepspeed.offload_param != "none")
     to_nvme = ", to NVMe at stage 3 only," if recipe.deepspeed.offload_optimizer == "nvme" else ""
     only = (f"the optimizer from stage 1 on{to_nvme}", "parameters at stage 3 only")

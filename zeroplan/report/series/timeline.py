@@ -121,7 +121,7 @@ def _ordered(moments: tuple[Moment, ...], loss: Loss) -> list[Moment]:
 
 
 _NO_ORDER = (
-    "DeepSpeed's moments stand for all blocks, each where it is highest, and within a phase are not in the order of time"
+    "each of DeepSpeed's moments is shown at the block where it is highest, so within a phase they are not in the order of time"
 )
 
 
@@ -150,7 +150,7 @@ def _how(record: Measurement) -> str:
     each = "of each block, and of what is before and after the blocks" if told else "of each phase"
     return (
         f"measured with backend {record.backend} ({record.tensors} tensors), the last of {plural(len(record.steps), 'step')}, "
-        f"the highest {each}; what only CUDA takes is left out of both" if record.tensors != "cuda" else
+        f"the highest {each}; memory that only CUDA allocates is left out of both" if record.tensors != "cuda" else
         f"measured on the GPU, the last of {plural(len(record.steps), 'step')}, the highest {each}"
     )  # fmt: skip
 

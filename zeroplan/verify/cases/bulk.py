@@ -130,7 +130,7 @@ class Runner:
         except OSError:
             self._stop()
             raise MeasurementError(
-                "the process that runs the cases died before this one; run the command again to go on"
+                "the process that runs the cases died before this one; run the command again to continue"
             ) from None
 
     def _reap(self, started: Started) -> None:

@@ -1,4 +1,4 @@
-"""Installs the fake GPU in this process, for good."""
+"""Installs the fake GPU in this process, until the process ends."""
 
 from contextlib import suppress
 from functools import cache

@@ -83,13 +83,13 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
 
 _UPPER_BOUND = (
     "The peak is in the forward of a layer with experts. It is an upper bound there, up to 4.3 % above what was measured: "
-    "DeepSpeed waits for the gathers of a layer's experts in an order that differs from run to run, and the costliest is taken"
+    "DeepSpeed waits for the gathers of a layer's experts in an order that differs from run to run; zeroplan assumes the costliest"
 )
 
 
 _PACKED_STAY = (
-    "Every rank has all weights in four bits gathered from the forward until the loss is gone: bitsandbytes keeps what DeepSpeed "
-    "has let go of"
+    "Every rank has all weights in four bits gathered from the forward until the loss is freed: bitsandbytes keeps the weights "
+    "that DeepSpeed releases"
 )
 _FROZEN_BOUND = (
     "The peak is in the forward, where frozen blocks keep nothing. It is an upper bound there: the most that is gathered in a "

@@ -1,4 +1,4 @@
-"""What a rank holds for good under ZeRO-3, and how it comes to that at construction."""
+"""What a rank holds from step to step under ZeRO-3, and what its construction allocates."""
 
 from zeroplan.engines.deepspeed.offload import kept_as, offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.sources import STAGE3
