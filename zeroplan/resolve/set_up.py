@@ -28,7 +28,18 @@ def read_beside(request: Request, path: Path, chosen: Sequence[str]) -> SetupRea
     keys = {name: told.key for name, told in setup.flags.items()}
     own = setup.own and setup.own._replace(instead=tuple(f"{shown(path.name)}: {note}" for note in setup.own.instead))
     return SetupRead(
-        request, found.filled, notes, setup.deepspeed, setup.kind, keys, own, setup.own_units, setup.matters, setup.saves
+        request,
+        found.filled,
+        notes,
+        setup.deepspeed,
+        setup.kind,
+        keys,
+        own,
+        setup.own_units,
+        setup.matters,
+        setup.saves,
+        setup.head_rows,
+        setup.pairs and "micro_batch" not in said,
     )
 
 

@@ -175,6 +175,21 @@ def test_ms_swift_as_yaml_and_as_a_command(read: Callable[..., Resolved]):
     assert any("rlhf_type='dpo' takes memory that is not counted" in note for note in rlhf)
 
 
+@pytest.mark.parametrize(
+    ("more", "seq_len", "micro_batch", "head_rows"),
+    [("sft", 2048, 1, None), ("rlhf --rlhf_type dpo", 2048, 2, None), ("rlhf --rlhf_type grpo --num_generations 8", 2560, 1, None),
+     ("rlhf --rlhf_type grpo --max_completion_length 1024", 3072, 1, None), ("rlhf --rlhf_type rm", 2048, 2, 1),
+     ("sft --task_type seq_cls --num_labels 3", 2048, 1, 3)],
+)  # fmt: skip
+def test_what_ms_swift_trains(
+    read: Callable[..., Resolved], more: str, seq_len: int, micro_batch: int, head_rows: int | None
+) -> None:
+    """arguments/rlhf_args.py: completions follow a prompt of max_length; of a pair both sequences are in a batch."""
+    words = " ".join(f"--{key} {value}" for key, value in SWIFT.items() if key != "gradient_accumulation_steps")
+    job = read(f"NPROC_PER_NODE=2 swift {more} {words} --padding_free true\n", "mine.sh").job
+    assert (job.batch.seq_len, job.batch.micro_batch_size, job.model.head_rows) == (seq_len, micro_batch, head_rows)
+
+
 def test_a_verl_command(read: Callable[..., Resolved]):
     job, notes, _ = read(VERL, "mine.sh")
     assert (job.model.name, job.mesh.world_size, job.batch.seq_len, job.batch.micro_batch_size) == ("qwen2.5-7b", 16, 2048, 4)

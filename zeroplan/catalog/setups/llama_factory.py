@@ -71,8 +71,7 @@ def llama_factory_setup(whole: Table, folder: Path, _: int | None = None) -> Set
     reading = arguments_read(table, folder)
     _precision(reading, whole, adapted=adapted)
     if (stage := whole.text("stage")) in ("dpo", "rm"):
-        size = reading.flags["micro_batch"]
-        reading.flags["micro_batch"] = size._replace(value=2 * int(str(size.value)))
+        reading.tell_pairs()
     if stage in ("dpo", "rm", "kto"):
         reading.table.matters["stage"] = _PAIRS if stage == "dpo" else _ONE_EACH
     _tower(reading, whole)

@@ -110,8 +110,10 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     chunked = table.last("loss._component_") in ("LinearCrossEntropyLoss", "SFTLoss")
     reading.tell("loss", "loss._component_", "chunked" if chunked else "full", filled=True)
     _tune_adapter(reading, component)
+    if table.switch("compile"):
+        reading.tell_compiled(table, "compile")
     reading.notes.append(_NOT_THEIR_MODULES.format("torchtune"))
-    reading.unmodelled(saves="compile optimizer_in_bwd *ac_mode", adds=_TUNE_ADDS)
+    reading.unmodelled(saves="optimizer_in_bwd *ac_mode", adds=_TUNE_ADDS)
     table.like(_TUNE_KNOWN)
     return reading.setup("torchtune")
 
@@ -147,13 +149,14 @@ _AUTO_KNOWN = """
     model.text_config* model.num_labels distributed_config.*
 """
 _AUTO_ADDS = """
-    quantization.load_in_8bit *num_nextn_predict_layers peft.moe_rank_scaling
+    quantization.load_in_8bit *num_nextn_predict_layers
     peft.use_dora qat.* neftune.* teacher_model.* kd_ratio optimizer.master_weights distributed.autocast_dtype longalign.*
     model.sparse* embedding_row_repair.* model.lm_head* distributed.mp_policy.reduce_dtype
 """
-_AUTO_SAVES = (
-    "compile.enabled distributed.offload_policy* freeze_config.* peft.use_memory_efficient_lora model.backend.compile_attn"
-)
+_AUTO_SAVES = """
+    peft.moe_rank_scaling distributed.offload_policy* freeze_config.* peft.use_memory_efficient_lora
+    model.backend.compile_attn
+"""
 
 
 def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
@@ -187,11 +190,12 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
     _optimizer(reading, "optimizer._target_")
     if table.last("loss_fn._target_") == "FusedLinearCrossEntropy":
-        table.saves.add("loss_fn")
-        table.matters["loss_fn"] = "loss_fn is fused with the head, which may save memory: the answer is the most it takes"
+        reading.tell_cut_loss("loss_fn._target_")
     _auto_adapter(reading)
     reading.notes.append(_NOT_THEIR_MODULES.format("AutoModel"))
     reading.unmodelled(saves=_AUTO_SAVES, adds=_AUTO_ADDS, either="fp8.enabled model.backend.te_fp8.recipe")
+    if table.switch("compile.enabled"):
+        reading.tell_compiled(table, "compile.enabled")
     table.like(_AUTO_KNOWN)
     return reading.setup("automodel")
 

@@ -61,6 +61,10 @@ class Setup(NamedTuple):
     """Keys that change memory in a way that is not modelled, and the note that names each."""
     saves: frozenset[str] = frozenset()
     """Those among them that can only save memory."""
+    head_rows: int | None = None
+    """Outputs of the head, where the file trains a model that classifies."""
+    pairs: bool = False
+    """Its micro-batch is in pairs, each of which is two sequences here."""
 
 
 class Taken(NamedTuple):
@@ -336,6 +340,13 @@ def ends_counted_apart(program: str) -> str:
     )
 
 
+COMPILED = (
+    "the step is counted without torch.compile; in the runs that were compared a compiled one took no more "
+    "(`zeroplan dryrun` follows the compiler)"
+)
+_CUT = "which takes as much, and a piece of the logits beside it"
+
+
 class Reading:
     """One file, read once: what it has told so far. ``folder`` is where files that it names are looked for."""
 
@@ -347,6 +358,8 @@ class Reading:
         self.notes: list[str] = []
         self.deepspeed: DeepSpeedPart | None = None
         self.own_units = ""
+        self.head_rows: int | None = None
+        self.pairs = False
 
     def tell(
         self, flag: str, key: str, value: object, *, filled: bool = False, also: tuple[object, ...] = (), note: str = ""
@@ -367,6 +380,24 @@ class Reading:
         if value is not None:
             self.tell(flag, key, value * times, filled=said is None)
         return value
+
+    def tell_pairs(self) -> None:
+        """Say twice as many sequences: a chosen and a rejected one in a pair."""
+        self.pairs = True
+        size = self.flags["micro_batch"]
+        self.flags["micro_batch"] = size._replace(value=2 * int(str(size.value)))
+
+    def tell_compiled(self, table: Table, key: str) -> None:
+        """Say that the step is compiled, which is counted without a compiler."""
+        self.table.matters[table.name(key)] = f"{table.name(key)}={shown(table.data[key])}: {COMPILED}"
+        self.table.saves.add(table.name(key))
+
+    def tell_cut_loss(self, key: str) -> None:
+        """Say that logits are never whole (cut_cross_entropy 25.1, cce.py).
+
+        It keeps one number of each token and makes both gradients in the backward, which Liger's holds from the forward on.
+        """
+        self.tell("loss", key, "fused", filled=True, note=f"{self.table.name(key)} is counted as Liger's fused loss, {_CUT}")
 
     def degree(self, flag: str, *keys: str) -> int:
         """Say a degree of parallelism above 1; returns it. 0 and -1 are 1 to some programs."""
@@ -403,7 +434,7 @@ class Reading:
         notes = (*matters.values(), *self.notes, *self.table.unknown())
         return Setup(
             kind, self.flags, self.options, self.asks, notes, self.deepspeed, own_units=self.own_units, matters=matters,
-            saves=frozenset(self.table.saves),
+            saves=frozenset(self.table.saves), head_rows=self.head_rows, pairs=self.pairs,
         )  # fmt: skip
 
 
