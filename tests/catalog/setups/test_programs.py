@@ -314,6 +314,38 @@ def test_a_command_over_a_file_and_beside_accelerates(read: Callable[..., Resolv
         read("swift infer --model x\n", "mine.sh")
 
 
+@pytest.mark.parametrize(
+    ("data", "known", "misspelt"),
+    [
+        (TUNE, "optimizer.weight_decay", "optimizer.weigth_decay"), (AUTO, "optimizer.betas", "optimizer.bettas"),
+        (NANO, "tokens.train_steps", "tokens.trian_steps"), (LIT, "train.lr_warmup_steps", "train.lr_warmup_stepz"),
+        (SWIFT, "metric_for_best_model", "metric_for_bets_model"), (VERL, "trainer.save_freq", "trainer.save_frq"),
+        (MEGATRON, "lr_warmup_iters", "lr_warmup_itres"), (RLHF, "train.max_epochs", "train.max_epoch"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_key_is_named(tmp_path: Path, data: dict[str, Any] | str, known: str, misspelt: str):
+    """Every key of a program's own code is known by its last word (known_keys.py)."""
+
+    def notes(key: str) -> list[str]:
+        first, _, rest = key.partition(".")
+        file = tmp_path / ("mine.sh" if isinstance(data, str) else "mine.yaml")
+        if isinstance(data, str):
+            sign = f" {key}=1 " if data is VERL else f" --{key} 1 "
+            at = (
+                data.rindex("$@")
+                if data is VERL
+                else data.index(" --", data.index("openrlhf") if data is RLHF else data.index("py "))
+            )
+            file.write_text(f"{data[:at]}{sign}{data[at:]}")
+        else:
+            inner = data.get(first)
+            file.write_text(yaml.safe_dump(data | ({first: inner | {rest: 1}} if isinstance(inner, dict) else {key: 1})))
+        return [note for note in read_setup(file, gpus=8).notes if "not known here" in note]
+
+    assert notes(known) == []
+    assert [misspelt in note for note in notes(misspelt)] == [True]
+
+
 def test_overrides_go_into_tables():
     assert overridden({"a": {"b": 1, "c": 2}}, {"a.b": 3, "d.e": 4}) == {"a": {"b": 3, "c": 2}, "d": {"e": 4}}
 

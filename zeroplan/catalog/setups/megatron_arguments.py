@@ -14,6 +14,7 @@ from typing import cast
 
 from zeroplan.catalog.setups.told import FlatTable, Reading, Setup, Table, Told
 from zeroplan.catalog.text import shown
+from zeroplan.errors import SpecError
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import MegatronOptions
 
@@ -28,7 +29,9 @@ _ADDS = """
     *mtp_num_layers *teacher_model *rlhf_type *mcore_ref_model *perform_rl_step
     *export_kd_* *enable_cuda_graph *cuda_graph_impl *moe_z_loss_coeff *modules_to_save *use_mup *moe_expert_capacity_factor
     *experimental_attention_variant *linear_attention_freq *first_last_layers_bf16 *optimizer_offload_fraction
+    peft.dim kd_config.*
 """
+_GENERATES = ("incoming_requests_per_sec", "incoming_requests_per_step", "num_tokens_to_generate")
 #: Which attention Transformer Engine runs (AttnBackend), where that is said; "auto" is left to the GPU.
 _BACKENDS = {"flash": "flash", "fused": "sdpa", "unfused": "eager", "local": "eager"}
 #: Megatron-Core's linear layers, by transformers' names.
@@ -47,7 +50,7 @@ _SAVES = """
 
 
 def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
-    """Read the arguments"""
+    """Read the arguments; raises SpecError where they train nothing."""
     data = whole.data.get("MODEL_ARGS", whole.data)
     flat = FlatTable(data if isinstance(data, dict) else {}, whole.where)
     # Megatron-Bridge has the same names one table further in; dashes and underscores are the same
@@ -55,6 +58,9 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         key.removeprefix("model.").removeprefix("train.").lstrip("-").replace("-", "_"): one for key, one in flat.data.items()
     }
     table = FlatTable({key: one for key, one in plain.items() if one != ""}, whole.where)
+    table.like("ENV.*")
+    if any(key in table.data for key in _GENERATES):
+        raise SpecError(f"{whole.where}: the arguments are those of a server that generates text, which trains nothing")
     reading = Reading(table, folder)
     if gpus is None:
         gpus = table.count("launched_gpus")
@@ -70,8 +76,7 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _optimizer(table)
     _model(reading)
     reading.unmodelled(saves=_SAVES, adds=_ADDS, either="*fp8_format *fp8_param_gather *fp4_format")
-    table.leave(table.data)  # what is left changes the data, the schedule or what is written
-    return reading.setup("megatron")
+    return reading.setup("ms-swift" if _is_swift(table) else "megatron")
 
 
 def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:

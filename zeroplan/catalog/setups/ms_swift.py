@@ -50,13 +50,13 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     if "tensor_model_parallel_size" in whole.data or "micro_batch_size" in whole.data:
         from zeroplan.catalog.setups.megatron_arguments import megatron_setup  # noqa: PLC0415  only `megatron sft` pays for it
 
-        return megatron_setup(whole, folder, gpus)._replace(kind="ms-swift")
+        return megatron_setup(whole, folder, gpus)
     table = FlatTable(whole.data, whole.where)
     theirs = Table(
         {key: one for key, one in whole.data.items() if not _is_like(key, f"{_SAVES} {_ADDS} {_KNOWN}")}, whole.where
     )
     whole.unmodelled(saves=_SAVES, adds=_ADDS)
-    theirs.matters, theirs.saves, theirs.of_no_matter = whole.matters, whole.saves, table.of_no_matter
+    theirs.matters, theirs.saves = whole.matters, whole.saves
     reading = arguments_read(TranslatedTable(theirs, _INSTEAD, _made(whole)), folder)
     _task(reading, whole)
     if (launched := table.count("launched_gpus")) is not None:
@@ -66,7 +66,7 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.tell(
             "grad_accum", "gradient_accumulation_steps", max(1, -(-16 // (each * (launched or gpus or 1)))), filled=True
         )
-    reading.table.leave((*_INSTEAD, *_INSTEAD.values()))
+    reading.table.leave((*_INSTEAD, *_INSTEAD.values(), "launched_gpus"))
     return reading.setup("ms-swift")
 
 

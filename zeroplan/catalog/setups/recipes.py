@@ -64,13 +64,6 @@ _NOT_THEIR_MODULES = "{}'s own modules are not modelled: transformers' of the sa
 
 # torchtune
 
-_TUNE_KNOWN = """
-    quantizer.* model.*_trainable teacher_* kd_* forward_batch_size ref_* grpo_* *_model.* value_* ppo_* kl_* gamma lmbda
-    penalise* min_* stop_token* whiten* tensor_parallel_plan fsdp.* run_val* batch_size_val max_steps_per_epoch loss.*
-    model.max_seq_len model.attn_dropout collate_fn limit tasks custom_sharded_layers low_cpu_ram tensor_parallel_plan.*
-    model._component_ base_model_path memory_efficient_fsdp_wrap max_new_tokens use_distributed_state_dict
-    keep_last_n_checkpoints num_output_layers
-"""
 _TUNE_ADDS = """
     teacher_model._component_ ref_checkpointer._component_ ref_policy_checkpointer._component_
     reward_and_value_model._component_ model.use_dora model.apply_lora_to_output quantizer._component_
@@ -114,7 +107,6 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.tell_compiled(table, "compile")
     reading.notes.append(_NOT_THEIR_MODULES.format("torchtune"))
     reading.unmodelled(saves="optimizer_in_bwd *ac_mode", adds=_TUNE_ADDS)
-    table.like(_TUNE_KNOWN)
     return reading.setup("torchtune")
 
 
@@ -139,15 +131,6 @@ def _tune_adapter(reading: Reading, component: str) -> None:
 
 # NeMo AutoModel
 
-_AUTO_KNOWN = """
-    fp8.* model.mtp_* distributed.mp_policy.* longalign model.use_sdpa* model.kda_mode qat.* neftune.* step_scheduler.*
-    validation* nvtx loss_fn.* model.backend.* model.config.* distributed.strategy distributed.dp_size
-    distributed.pipeline.* distributed.moe.* distributed.sequence_parallel distributed.defer_fsdp_grad_sync
-    distributed.enable_* distributed.patch_* peft.use_triton peft.exclude_modules peft.match_all_linear quantization.bnb*
-    autopipeline.* packed_sequence.* model.force_hf model.load_base_model model.output_hidden_states model.use_liger*
-    parallelizer.* peft.dropout_position peft.lora_A_init model.attn_implementation peft.lora_dtype prewarm.*
-    model.text_config* model.num_labels distributed_config.*
-"""
 _AUTO_ADDS = """
     quantization.load_in_8bit *num_nextn_predict_layers
     peft.use_dora qat.* neftune.* teacher_model.* kd_ratio optimizer.master_weights distributed.autocast_dtype longalign.*
@@ -155,7 +138,7 @@ _AUTO_ADDS = """
 """
 _AUTO_SAVES = """
     peft.moe_rank_scaling distributed.offload_policy* freeze_config.* peft.use_memory_efficient_lora
-    model.backend.compile_attn
+    model.backend.compile_attn optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype
 """
 
 
@@ -196,7 +179,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     reading.unmodelled(saves=_AUTO_SAVES, adds=_AUTO_ADDS, either="fp8.enabled model.backend.te_fp8.recipe")
     if table.switch("compile.enabled"):
         reading.tell_compiled(table, "compile.enabled")
-    table.like(_AUTO_KNOWN)
+    table.like("ci.* benchmark.* _*")
     return reading.setup("automodel")
 
 
@@ -238,9 +221,6 @@ def _auto_adapter(reading: Reading) -> None:
 
 # nanotron
 
-_NANO_KNOWN = """
-    data_stages model.init_method.* model.ddp_bucket_cap_mb model.make_vocab* tokens.* parallelism.* s3_upload* doremi*
-"""
 _OWN_LAYERS = "nanotron's own layers are not modelled: Megatron-Core's, with the same degrees and fp32 gradients, are counted"
 
 
@@ -277,7 +257,6 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
     config = _nanotron_config(whole.table("model").table("model_config").data)
     reading.tell("model", "model.model_config", model_from_config(config, name="nanotron's model_config"))
     table.like("model.model_config.* optimizer.optimizer_factory.name")
-    table.like(_NANO_KNOWN)
     return reading.setup("nanotron")
 
 
@@ -300,9 +279,6 @@ def _nanotron_config(said: Mapping[str, object]) -> dict[str, object]:
 
 # Lightning: litgpt's own keys, and those of LightningCLI's Trainer
 
-_LIT_KNOWN = """
-    data* optimizer* model.* num_nodes devices precision model_config* log* ops
-"""
 #: Lightning's defaults of DeepSpeed's keys.
 _GIVEN = {
     "sub_group_size": 10**12, "contiguous_gradients": True, "overlap_comm": True, "reduce_scatter": True,
@@ -359,7 +335,7 @@ def lightning_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     else:
         _lightning_batch(reading)
     reading.unmodelled(adds="lora_head")
-    table.like(_LIT_KNOWN)
+    table.like("model.* data.* model_config* slurm*")
     return reading.setup("lightning")
 
 

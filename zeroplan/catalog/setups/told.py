@@ -1,6 +1,6 @@
 """What a file says of a job, key by key, and how that meets what is said beside it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -148,23 +148,14 @@ _EFFECTS = {
 }
 
 
-#: Keys of programs with hundreds, most of which change no memory of a training step: data, learning rates, evaluation, what is
-#: logged and saved. A misspelt key that looks like one of these is not named.
-_OF_NO_MATTER_WORDS = """
-    *dataset* *data_files* *train_file *validation_file *tokenizer* *seed* *shuffl* *lr lr_* *_lr *_lr_* *learning_rate*
-    *warmup* *weight_decay* *decay_* *momentum *beta1 *beta2 *beta3 *betas *eps *eps2 *epsilon* *epochs *max_steps *_steps
-    *_step *interval *save* *resume* log_* *.log_* *logging* *logger* *report_to *run_name *wandb* *swanlab* *mlflow*
-    *comet* *trackio* *tensorboard* *hub* *push_to* *token *output_dir* *out_dir *cache* *eval* *test* *metric* *early_stop*
-    *dataloader* *num_workers* *num_proc* *prefetch_factor *pin_memory *drop_last *timeout* *_backend *port *debug* *profil*
-    *trust_remote_code *revision *template* *prompt* *system *special_tokens *temperature *top_k *top_p *reward* *generat*
-    *vllm* *sglang* *rollout* *ray_* *clip* *grad_norm *name *_type *alpha *coef* *coeff *loss_scale* *ratio *image* *video*
-    *audio* *processor* *streaming* *column* *samples* *strict* *verbos* *project* *version *_target_ *_id *callbacks *ckpt*
-    *checkpoint_dir *hostfile *messages* checkpoint.* *.checkpoint.* checkpoints.* *checkpointer.* data.* ci.* general.*
-    launched_gpus device *rng* dist_env.* benchmark.* trainer.* optim.* *.optim.* lr_scheduler.* optimizer.* compile.*
-    recipe recipe.* hydra.* _* algo.* algorithm.* critic.* ref.* *.ref.* train.* adam.* *.adam.* kto* dpo.* rm.* reward.*
-    actor_rollout_ref.ref.* slurm* skypilot*
-"""
-_OF_NO_MATTER = tuple(_OF_NO_MATTER_WORDS.split())
+#: Keys that other programs' own code knows, by their last word: a line for each kind (tests/catalog/setups/known_keys.py).
+KNOWN_KEYS = Path(__file__).with_name("known_keys.txt")
+
+
+def known_keys(kind: Kind) -> frozenset[str]:
+    """Return the last words of the keys that a program knows; none of a program whose reader knows all that it has."""
+    lines = (line.partition(": ") for line in KNOWN_KEYS.read_text(encoding="utf-8").splitlines())
+    return next((frozenset(words.split()) for name, _, words in lines if name == kind), frozenset())
 
 
 class Table:
@@ -177,8 +168,6 @@ class Table:
         """Keys that change memory in a way that is not modelled, and a note on each."""
         self.saves: set[str] = set()
         """Those among them that can only save memory."""
-        self.of_no_matter: tuple[str, ...] = ()
-        """Patterns of keys of which an unknown one is not named."""
         self.left_out: frozenset[str] = frozenset()
         """Keys whose value is the program's default, not the file's."""
 
@@ -268,10 +257,10 @@ class Table:
                     self.matters[key] = f"{self.name(key)}={shown(value)} {_EFFECTS[effect]}"
                     self.saves.update([key] * (effect == "saves"))
 
-    def unknown(self) -> Iterator[str]:
-        """A note on every key that nobody has read and that may matter."""
+    def unknown(self, known: Collection[str] = ()) -> Iterator[str]:
+        """A note on every key that nobody has read, that may matter, and that the program does not know itself."""
         for key in sorted(self.data.keys() - self.read, key=str):
-            if not any(fnmatchcase(str(key), one) for one in self.of_no_matter):
+            if key not in known:
                 yield f"{shown(self.name(str(key)))} is not known here and left out"
 
 
@@ -285,7 +274,6 @@ class TranslatedTable(Table):
         kept = {key: value for key, value in theirs.data.items() if key not in instead.values()}
         super().__init__({**kept, **made}, theirs.where)
         self.instead, self.read, self.matters, self.saves = instead, theirs.read, theirs.matters, theirs.saves
-        self.of_no_matter = theirs.of_no_matter
         self.left_out = frozenset(key for key, own in instead.items() if theirs.data.get(own) is None)
 
     def name(self, key: str) -> str:
@@ -306,7 +294,7 @@ class FlatTable(Table):
 
     def __init__(self, data: Mapping[str, object], where: str) -> None:
         super().__init__(dict(_flat(data)), where)
-        self.of_no_matter = _OF_NO_MATTER
+        self.leave(("launched_gpus",))
         for key, value in self.data.items():
             if isinstance(value, str) and value.startswith("${") and value.endswith("}"):
                 other = self.data.get(value[2:-1])
@@ -316,10 +304,13 @@ class FlatTable(Table):
         """The last word of a dotted name, such as a class's; empty where it is left out."""
         return str(self.get(key) or "").rpartition(".")[2]
 
-    def unknown(self) -> Iterator[str]:
-        """One note on all keys that nobody has read and that are not null."""
+    def unknown(self, known: Collection[str] = ()) -> Iterator[str]:
+        """One note on all keys that nobody has read, that are not null, and that the program does not know itself."""
         unread = [key for key, value in self.data.items() if key not in self.read and value is not None]
-        left = [shown(key) for key in unread if not any(fnmatchcase(key, one) for one in self.of_no_matter)]
+        lasts = {key: key.rpartition(".")[2] for key in unread}
+        left = [
+            shown(key) for key, last in lasts.items() if last[:1] != "_" and not {last, last.removeprefix("no_")} & set(known)
+        ]
         if left:
             yield f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} not known here and left out"
 
@@ -431,7 +422,7 @@ class Reading:
     def setup(self, kind: Kind) -> Setup:
         """All that was told, and a note on every key that nobody has read."""
         matters = self.table.matters
-        notes = (*matters.values(), *self.notes, *self.table.unknown())
+        notes = (*matters.values(), *self.notes, *self.table.unknown(known_keys(kind)))
         return Setup(
             kind, self.flags, self.options, self.asks, notes, self.deepspeed, own_units=self.own_units, matters=matters,
             saves=frozenset(self.table.saves), head_rows=self.head_rows, pairs=self.pairs,

@@ -75,7 +75,8 @@ _KNOWN_WORDS = """
     validation_split_percentage max_train_samples max_eval_samples preprocessing_num_workers overwrite_cache streaming
     tokenizer_name tokenizer_name_or_path cache_dir token use_auth_token model_revision trust_remote_code use_fast_tokenizer
     low_cpu_mem_usage keep_linebreaks packing packing_strategy eval_packing eos_token pad_token chat_template_path
-    max_prompt_length completion_only_loss assistant_only_loss lora_alpha lora_task_type use_rslora bnb_4bit_quant_storage
+    max_prompt_length dataset_mixture dataset_mixer dataset_splits chat_template loss_type hub_model_revision
+    completion_only_loss assistant_only_loss lora_alpha lora_task_type use_rslora bnb_4bit_quant_storage
     bnb_4bit_compute_dtype model_init_kwargs
 """
 _KNOWN = frozenset(_KNOWN_WORDS.split())
