@@ -117,6 +117,15 @@ def test_a_torchtune_recipe(read: Callable[..., Resolved]):
         read({key: value for key, value in TUNE.items() if key != "optimizer"})
 
 
+def test_the_notes_say_which_keys_are_used_and_what_is_taken_for_granted(read: Callable[..., Resolved]):
+    notes = read({key: value for key, value in TUNE.items() if key != "gradient_accumulation_steps"}, gpus=4).notes
+    used = next(note for note in notes if "its keys that say something of the job" in note)
+    assert "'optimizer._component_'" in used
+    assert "optimizer.lr" not in used
+    assert "gradient_accumulation_steps" not in used
+    assert any("taken for granted, as its program does" in note and "grad_accum 1" in note for note in notes)
+
+
 def test_an_automodel_recipe(read: Callable[..., Resolved]):
     job, notes, _ = read(AUTO)
     assert (job.mesh.dp_shard, job.mesh.tp, job.batch.grad_accum_steps) == (4, 2, 8)

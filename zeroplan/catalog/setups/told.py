@@ -65,6 +65,8 @@ class Setup(NamedTuple):
     """Outputs of the head, where the file trains a model that classifies."""
     pairs: bool = False
     """Its micro-batch is in pairs, each of which is two sequences here."""
+    used: tuple[str, ...] = ()
+    """Its keys that say something of the job."""
 
 
 class Taken(NamedTuple):
@@ -168,6 +170,8 @@ class Table:
         """Keys that change memory in a way that is not modelled, and a note on each."""
         self.saves: set[str] = set()
         """Those among them that can only save memory."""
+        self.said: Mapping[str, object] = data
+        """The file's own keys."""
         self.left_out: frozenset[str] = frozenset()
         """Keys whose value is the program's default, not the file's."""
 
@@ -274,6 +278,7 @@ class TranslatedTable(Table):
         kept = {key: value for key, value in theirs.data.items() if key not in instead.values()}
         super().__init__({**kept, **made}, theirs.where)
         self.instead, self.read, self.matters, self.saves = instead, theirs.read, theirs.matters, theirs.saves
+        self.said = theirs.said
         self.left_out = frozenset(key for key, own in instead.items() if theirs.data.get(own) is None)
 
     def name(self, key: str) -> str:
@@ -419,6 +424,15 @@ class Reading:
         """Note the keys that change memory and are not modelled; see Table's."""
         self.table.unmodelled(saves=saves, adds=adds, either=either)
 
+    def _says(self, key: str) -> bool:
+        """Whether the file has this key, with the tables that it is in."""
+        data: object = self.table.said
+        if key in self.table.data or key in self.table.said:
+            return True
+        for part in key.split("."):
+            data = data.get(part) if isinstance(data, dict) else None
+        return data is not None
+
     def setup(self, kind: Kind) -> Setup:
         """All that was told, and a note on every key that nobody has read."""
         matters = self.table.matters
@@ -426,6 +440,7 @@ class Reading:
         return Setup(
             kind, self.flags, self.options, self.asks, notes, self.deepspeed, own_units=self.own_units, matters=matters,
             saves=frozenset(self.table.saves), head_rows=self.head_rows, pairs=self.pairs,
+            used=tuple(dict.fromkeys(one.key for one in (*self.flags.values(), *self.options.values()) if self._says(one.key))),
         )  # fmt: skip
 
 
