@@ -296,7 +296,9 @@ def test_any_value_of_any_key_is_read_or_refused(value: object):
     """Lists in place of names, tables in place of numbers: never another error than SpecError."""
     for data, setup, module in ((FACTORY, llama_factory.llama_factory_setup, llama_factory),
                                 (AXOLOTL, axolotl.axolotl_setup, axolotl)):  # fmt: skip
-        for key in {*data, *module._REFUSED, *module._KNOWN, *module._INSTEAD.values(), "plugins", "fsdp_version"}:
+        asked = Table(dict(data), "it")
+        setup(asked, Path())
+        for key in {*data, *module._REFUSED, *asked.read, *module._INSTEAD.values(), "plugins", "fsdp_version"}:
             with suppress(SpecError):
                 setup(Table(data | {key: value}, "it"), Path())
 

@@ -26,6 +26,9 @@ _LEGACY_ATTENTION = {
     "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager",
     "xformers_attention": "xformers", "flex_attention": "flex_attention", "sage_attention": "sage",
 }  # fmt: skip
+#: Names of keys in other releases, and beside a field's own name, that change no memory.
+_OLDER = ("model_type", "model_config", "gptq_groupsize", "gptq_model_v1", "eta_min", "adam_eps", "base_model_ignore_patterns",
+          "full_finetune", "sample_packing_seq_len_multiplier")  # fmt: skip
 #: Plugins that change no memory, or that have keys of their own.
 _PLUGINS = ("SwanLabPlugin", "LigerPlugin", "CutCrossEntropyPlugin")
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
@@ -78,35 +81,6 @@ _HARMLESS = {
 _POLICIES = {"dpo": 2, "ipo": 2, "orpo": 2, "simpo": 2, "kto": 1, "gdpo": 1, "grpo": 1}
 _RL = "preferences and rewards are counted as {} of the batch; reference model and generation are not counted (`zeroplan workflow`)"
 
-#: What changes no memory of a training step.
-_KNOWN_WORDS = """
-    base_model_config base_model_ignore_patterns revision_of_model model_type strict experimental_skip_move_to_device
-    resize_token_embeddings_to_32x mean_resizing_embeddings embeddings_skip_upcast reinit_weights datasets test_datasets
-    shuffle_merged_datasets shuffle_before_merging_datasets skip_prepare_dataset num_dataset_shards_to_save
-    push_dataset_to_hub hf_use_auth_token device device_map world_size ddp do_causal_lm_eval do_bench_eval gc_steps
-    gc_collect_steps excess_length_strategy min_sample_len max_prompt_len pad_to_sequence_len pad_to_multiple_of
-    curriculum_sampling multipack_real_batches use_pose max_packed_sequence_len heads_k_stride ring_attn_func
-    fsdp_final_state_dict_type val_set_size special_tokens tokens added_tokens_overrides num_epochs adam_epsilon2 adam_beta3
-    adam_eps eta_min embedding_lr embedding_lr_scale torchdistx_path evals_per_epoch saves_per_epoch save_first_step
-    use_tensorboard include_tkps train_on_inputs max_memory gpu_memory_limit eot_tokens default_system_message
-    fix_untrained_tokens preprocess_iterable total_num_tokens total_supervised_tokens axolotl_config_path use_ray use_swanlab
-    auto_resume_from_checkpoints lora_fan_in_fan_out lora_alpha_pattern peft_use_rslora peft_init_lora_weights
-    peft_ensure_weight_tying center_rewards_coefficient use_otel_metrics full_finetune lora_target_linear sample_packing
-    bfloat16 float32 torch_dtype fsdp_version dp_shard_size dp_replicate_size tensor_parallel_size batch_size
-    qlora_sharded_model_loading project_name flex_attn_compile_kwargs model_config generate_samples num_generation_samples
-    dynamic_checkpoint rope_scaling orpo_alpha simpo_gamma cpo_alpha rpo_alpha rl_beta use_comet use_mlflow use_trackio
-    type_of_model resources_per_worker torch_compile_options model_quantization_config_kwargs fp32_norm_classes
-"""
-_KNOWN = frozenset(_KNOWN_WORDS.split())
-#: How keys begin that change none either, or that belong to a key that is refused.
-_KNOWN_STARTS = (
-    "wandb_", "swanlab_", "mlflow_", "comet_", "trackio_", "gradio_", "generation_", "tokenizer_", "dataset_", "jagged_",
-    "otel_", "sample_packing_", "loss_watchdog_", "pose_", "eval_", "gptq_", "streaming_", "is_", "lr_", "cosine_", "dion_",
-    "qgalore_", "relora_", "dpo_", "kto_", "tiled_mlp_", "lisa_", "ray_", "profiler_", "early_", "bench_", "processor_",
-    "chat_template", "image_", "eaft_", "scaling_softmax_", "chunked_cross_entropy_", "loraplus_", "pretrain", "use_wandb",
-    "merge_",
-)  # fmt: skip
-
 
 def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     """Read the file's keys; raises SpecError where it says what is not modelled."""
@@ -145,7 +119,7 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     if method:
         reading.tell_pairs() if _POLICIES[method] > 1 else None
         whole.matters["rl"] = f"rl={method}: {_RL.format('sequences twice' if _POLICIES[method] > 1 else 'the sequences')}"
-    reading.table.leave((*_KNOWN, *_LEGACY_ATTENTION, *_KERNELS, *(key for key in whole.data if key.startswith(_KNOWN_STARTS))))
+    reading.table.leave((*_LEGACY_ATTENTION, *_KERNELS, *_OLDER))
     return reading.setup("axolotl")
 
 
