@@ -63,10 +63,13 @@ def meant(value: str, choices: list[str]) -> str:
     ['adamw', 'adamw', 'adamw-8bit', 'adamw-8bit', '']
     >>> meant("zero3", ["0", "1", "2", "3"]), meant("flash_attention_2", ["sdpa", "flash", "eager"])
     ('3', 'flash')
+    >>> meant("4bit", ["none", "nf4", "nf4-double", "gptq"])
+    'nf4'
     """
     import difflib  # noqa: PLC0415  only an error pays for it
 
     folded = value.lower().replace("_", "-")
+    folded = {"4bit": "nf4", "4-bit": "nf4", "int4": "nf4", "qlora": "nf4"}.get(folded, folded)
     words = [one for one in choices if f"{folded}-".startswith(f"{one}-") or f"-{folded}".endswith(f"-{one}")]
     near = [max(words, key=len)] if words else difflib.get_close_matches(folded, choices, n=1, cutoff=0.6)
     return next(iter(near or [choice for choice in choices if folded.endswith(choice)]), "")

@@ -181,6 +181,11 @@ def test_aliases_are_normal_unique_and_no_entrys_name() -> None:
         ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090-24gb"),
         ("AMD Instinct MI300X", "mi300x-192gb"),
+        ("a100-40", "a100-sxm-40gb"),
+        ("NVIDIA A100 40GB", "a100-sxm-40gb"),
+        ("a100-80g", "a100-sxm-80gb"),
+        ("gpu:h100:4", "h100-sxm-80gb"),  # as Slurm asks for four
+        ("a100:8", "a100-sxm-80gb"),
     ],
 )
 def test_people_and_torch_may_write_it_their_way(said: str, meant: str) -> None:

@@ -10,6 +10,8 @@ import pytest
 from zeroplan.workflow.asked import OPTIONS, WORKFLOWS, flag_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.cli.command import Run
 
 ASKED = (
@@ -63,3 +65,22 @@ def test_wrong_words_end_in_a_line(run: Run):
     for words in (("--vllm-mode", "none"), ("--beta", "much"), ("--num-generations", "-1")):
         code, text, err = run(*ASKED, *words)
         assert (code, text, err.count("\n")) == (2, "", 1)
+
+
+def test_a_workflow_makes_sequences_of_a_files_pairs_once(run: Run, tmp_path: Path):
+    """`workflow dpo` doubles pairs itself; the same file is two sequences of a pair to `estimate`."""
+    data = {
+        "model_name_or_path": "Qwen/Qwen2.5-0.5B",
+        "per_device_train_batch_size": 3,
+        "beta": 0.1,
+        "max_length": 64,
+        "bf16": True,
+    }
+    (tmp_path / "dpo.json").write_text(json.dumps(data))
+    flags = ["--model", "Qwen/Qwen2.5-0.5B", "--micro-batch", 3, "--seq-len", 64, "--precision", "bf16-mixed", "--engine", "ddp",
+             "--stage", "0", "--optimizer-impl", "fused", "--set", "ddp.find_unused_parameters=true"]  # fmt: skip
+    of_file, of_flags = (
+        json.loads(run("workflow", "dpo", *said, "--json")[1])["phases"]
+        for said in (["--from", str(tmp_path / "dpo.json")], flags)
+    )
+    assert of_file == of_flags

@@ -244,7 +244,10 @@ class _Reader:
             if value == _AUTO:
                 self._options[name] = Stated(key_shown, self._auto(name), auto=True)
                 continue
-            self._set_option(name, key_shown, int(value) if isinstance(value, float) and value.is_integer() else value)  # 5e8
+            whole = int(value) if isinstance(value, float) and value.is_integer() else value  # 5e8
+            if name == "sub_group_size" and whole == 0 and not isinstance(whole, bool):
+                whole = 1  # a parameter fills a group either way (runtime/zero/stage3.py, _create_fp16_sub_groups)
+            self._set_option(name, key_shown, whole)
 
     def _auto(self, name: str) -> object:
         """Return the Trainer's value for ``"auto"`` (``trainer_config_finalize``), or DeepSpeed's default."""

@@ -4,12 +4,13 @@
 sources.
 """
 
+import re
 from functools import cache
 from pathlib import Path
 
 from zeroplan.catalog.entry import read_toml
 from zeroplan.catalog.lookup import Shelf, files, find, normal
-from zeroplan.errors import SpecError
+from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.spec.base import read
 from zeroplan.spec.hardware import ByteFigure, Figure, GpuSpec
 
@@ -25,7 +26,26 @@ def gpu(name: str, *, extra: Path | None = None) -> GpuSpec:
     >>> gpu("H100").name, gpu("rtx4090").name, gpu("NVIDIA A100-SXM4-80GB").name
     ('h100-sxm-80gb', 'rtx-4090-24gb', 'a100-sxm-80gb')
     """
-    return _entry(find(_SHELF, name, extra=extra))
+    try:
+        return _entry(find(_SHELF, name, extra=extra))
+    except UnknownNameError:
+        plain = _plain(name)
+        if plain == normal(name):
+            raise
+    try:
+        return _entry(find(_SHELF, plain, extra=extra))
+    except UnknownNameError:
+        return _entry(find(_SHELF, name, extra=extra))  # raises with the name as it was given
+
+
+def _plain(name: str) -> str:
+    """Return a name as the catalogue spells it: without Slurm's count and a maker, and with the unit of its memory.
+
+    >>> _plain("gpu:a100:8"), _plain("NVIDIA A100 40G"), _plain("a100-40"), _plain("rtx-4090")
+    ('a100', 'a100-40gb', 'a100-40gb', 'rtx-4090')
+    """
+    text = re.sub(r"^(?:gres/)?gpu[:=]|:\d+$", "", normal(name))
+    return re.sub(r"-(\d{2,3})(?:g|gib|-gb)?$", r"-\1gb", re.sub(r"^(?:nvidia|tesla|amd)-", "", text))
 
 
 def gpu_names(*, extra: Path | None = None) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ def _command(name: Any) -> Any:  # noqa: ANN401  a Name, and click's command
     parameters = [keyword(field, *said) for field, said in flags.items()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
     command.__doc__ = WORKFLOWS[name].says
-    return as_command(name, takes_a_job(command))
+    return as_command(name, takes_a_job(command, in_pairs=WORKFLOWS[name].sequences > 1))
 
 
 def _flag(called: str, one: Option) -> Any:  # noqa: ANN401  an annotation

@@ -26,7 +26,7 @@ from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import ModelSpec, as_scorer
 from zeroplan.spec.recipe import DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
 from zeroplan.spec.vision import VISION_PARTS
 from zeroplan.units import parse_count
@@ -105,7 +105,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     own_folder(extra, "models")  # raises for an invalid catalogue even if no name is looked up
     read = with_setup(request, chosen)
     model, model_notes = _model(read.request, extra)
-    model = _partly_frozen(_fine_tuned(model, read.complete), read.request)
+    model = as_scorer(_partly_frozen(_fine_tuned(model, read.complete), read.request), read.head_rows)
     freezes = read.kind == "llama-factory"
     model, image_notes = with_images(model, read.request, _seq_len(read.request, model)[0], freezes=freezes)
     request, config_notes = _with_deepspeed_config(read, model, chosen)

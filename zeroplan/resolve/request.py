@@ -388,6 +388,10 @@ class SetupRead(NamedTuple):
     """Keys of the file that change memory in a way that is not modelled, and a note on each."""
     saves: frozenset[str] = frozenset()
     """Those among them that can only save memory."""
+    head_rows: int | None = None
+    """Outputs of the head, where the file trains a model that classifies."""
+    pairs: bool = False
+    """The micro-batch is the file's, in pairs, each of which is two sequences here."""
 
     @property
     def complete(self) -> Request:

@@ -1,9 +1,10 @@
 """Reads another program's set-up into a request, and checks that it agrees with other flags."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.setups.reading import name_of, read_setup
 from zeroplan.catalog.setups.told import Setup, ends_counted_apart, ends_counted_as_one, option_taken, taken
 from zeroplan.catalog.text import shown
@@ -24,12 +25,35 @@ def read_beside(request: Request, path: Path, chosen: Sequence[str]) -> SetupRea
     found = taken(setup, said, where)
     request = replace(request, from_file=None, **found.flags)  # type: ignore[arg-type]  # Request checks every field
     request = replace(request, **_engine_options(request, setup, where, chosen))  # type: ignore[arg-type]
-    notes = tuple(f"{shown(path.name)}: {note}" for note in found.notes)
+    notes = tuple(f"{shown(path.name)}: {note}" for note in (*found.notes, *_keys_of(setup, found.filled)))
     keys = {name: told.key for name, told in setup.flags.items()}
     own = setup.own and setup.own._replace(instead=tuple(f"{shown(path.name)}: {note}" for note in setup.own.instead))
     return SetupRead(
-        request, found.filled, notes, setup.deepspeed, setup.kind, keys, own, setup.own_units, setup.matters, setup.saves
+        request,
+        found.filled,
+        notes,
+        setup.deepspeed,
+        setup.kind,
+        keys,
+        own,
+        setup.own_units,
+        setup.matters,
+        setup.saves,
+        setup.head_rows,
+        setup.pairs and "micro_batch" not in said,
     )
+
+
+def _keys_of(setup: Setup, filled: Mapping[str, object]) -> Iterator[str]:
+    """Yield which keys of the file say something of the job, and what it leaves to its program."""
+    if setup.used:
+        yield f"its keys that say something of the job: {', '.join(map(shown, setup.used))}"
+    left_out = {
+        name: told.value for name, told in setup.flags.items() if name not in WAYS_TO_NAME and told.key not in setup.used
+    }
+    granted = [f"{name} {shown(value)}" for name, value in (left_out | {**filled}).items()]
+    if granted:  # what the program's code says where the file does not
+        yield f"taken for granted, as its program does: {', '.join(granted)}"
 
 
 def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:

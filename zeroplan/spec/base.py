@@ -112,6 +112,8 @@ def _suggestion(value: object, admissible: tuple[Check, ...]) -> str:
     from zeroplan.synonyms import meant  # noqa: PLC0415  only an error pays for it
 
     choices = [str(choice) for check in admissible for choice in check.choices]
+    if value == "all" and choices:
+        return "; `zeroplan plan` compares them"
     near = meant(value, choices) if isinstance(value, str) else ""
     return f"; nearest: {near}" if near else ""
 

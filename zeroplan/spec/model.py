@@ -1,6 +1,6 @@
 """The model: its shape, in the words of a Hugging Face ``config.json``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Protocol
 
 from zeroplan.errors import NoFormulasError, SpecError
@@ -108,6 +108,11 @@ class _Handler(Protocol):
     def __call__(self, source: object, /) -> object: ...
 
     def generate_schema(self, source: object, /) -> object: ...
+
+
+def as_scorer(model: "ModelSpec", rows: int | None) -> "ModelSpec":
+    """Return the model with so many outputs of its head, which no embedding shares; itself for None."""
+    return model if rows is None else replace(model, head_rows=rows, tie_word_embeddings=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import as_scorer
 from zeroplan.workflow.asked import WORKFLOWS, Asked
 from zeroplan.workflow.forward import held_after_forward
 from zeroplan.workflow.phases import DRY_RUN, LoopPhase
@@ -31,11 +31,6 @@ def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
         recipe = replace(recipe, fsdp2=replace(recipe.fsdp2, ends_apart=apart, reduce_dtype="param"))
     batch = replace(job.batch, micro_batch_size=kind.sequences * job.batch.micro_batch_size)
     return replace(job, model=model, recipe=recipe, batch=batch)
-
-
-def as_scorer(model: ModelSpec, rows: int | None) -> ModelSpec:
-    """Return the model with so many outputs of its head, which no embedding shares; itself for None."""
-    return model if rows is None else replace(model, head_rows=rows, tie_word_embeddings=False)
 
 
 def prompt_len(job: JobSpec, asked: Asked) -> int:

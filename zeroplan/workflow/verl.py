@@ -14,10 +14,11 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.model import as_scorer
 from zeroplan.workflow.asked import Asked
 from zeroplan.workflow.forward import without_gradients
 from zeroplan.workflow.phases import HostUse, LoopPhase, renamed
-from zeroplan.workflow.preference import as_scorer, training
+from zeroplan.workflow.preference import training
 from zeroplan.workflow.rollout import Rollout, synchronisation
 
 ENTROPY = "verl 0.9.1, utils/torch_functional.py, entropy_from_logits"

@@ -169,9 +169,35 @@ def test_axolotls_losses(read: Callable[..., Resolved]):
     liger = {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True}
     assert read(without(AXOLOTL, "adapter", "load_in_4bit") | liger).job.recipe.loss == "fused"
     cut = AXOLOTL | {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}
-    assert any("cut_cross_entropy never writes all logits" in note for note in read(cut).notes)
+    job, notes, _ = read(without(cut, "adapter", "load_in_4bit"))
+    assert job.recipe.loss == "fused"
+    assert any("cut_cross_entropy is counted as Liger's fused loss" in note for note in notes)
     assert read(cut, loss="full").job.recipe.loss == "full"
     assert read(cut | {"cut_cross_entropy": False}).job.recipe.loss == "full"
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "offloads"),
+    [("zero1", 1, ("none", "none")), ("zero2", 2, ("cpu", "none")), ("zero3_bf16", 3, ("none", "none")),
+     ("zero3_bf16_cpuoffload_params", 3, ("none", "cpu")), ("zero3_bf16_cpuoffload_all", 3, ("cpu", "cpu"))],
+)  # fmt: skip
+def test_axolotls_own_deepspeed_files(read: Callable[..., Resolved], name: str, stage: int, offloads: tuple[str, str]):
+    """`axolotl fetch deepspeed_configs` brings them; a file of that name that is here goes before."""
+    data = without(AXOLOTL, "adapter", "load_in_4bit", "fsdp", "fsdp_config", "fsdp_version")
+    recipe = read(data | {"deepspeed": f"deepspeed_configs/{name}.json"}, gpus=8).job.recipe
+    own = recipe.deepspeed
+    assert (recipe.engine, recipe.zero_stage, (own.offload_optimizer, own.offload_param)) == ("deepspeed", stage, offloads)
+    if stage == 3:  # 0 to DeepSpeed, to which a parameter then fills a group
+        assert (own.sub_group_size, own.stage3_max_live_parameters) == (1, 0)
+
+
+def test_a_model_that_scores_has_a_head_of_its_outputs(read: Callable[..., Resolved]):
+    """Axolotl and ms-swift load AutoModelForSequenceClassification; pairs are two sequences each."""
+    plain = read(without(AXOLOTL, "adapter", "load_in_4bit")).job
+    scores = read(without(AXOLOTL, "adapter", "load_in_4bit") | {"reward_model": True}).job
+    assert (scores.model.head_rows, scores.batch.micro_batch_size) == (1, 2 * plain.batch.micro_batch_size)
+    kernel = read(without(AXOLOTL, "flash_attention") | {"attn_implementation": "kernels-community/vllm-flash-attn3"})
+    assert kernel.job.recipe.attention == "flash"
 
 
 def test_trls_yaml_is_trainers_keys(read: Callable[..., Resolved]):
@@ -184,6 +210,9 @@ def test_trls_yaml_is_trainers_keys(read: Callable[..., Resolved]):
     assert (job.model.adapter.rank, job.batch.seq_len, job.recipe.reentrant) == (8, 1024, False)
     assert not any("not known" in note for note in notes)
     assert any("num_generations=8 takes memory that is not counted" in one for one in read(data | {"num_generations": 8}).notes)
+    pairs, why, _ = read(data | {"beta": 0.1})
+    assert pairs.batch.micro_batch_size == 8
+    assert any("pairs are counted as two sequences, a reference model is not" in note for note in why)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +297,9 @@ def test_any_value_of_any_key_is_read_or_refused(value: object):
     """Lists in place of names, tables in place of numbers: never another error than SpecError."""
     for data, setup, module in ((FACTORY, llama_factory.llama_factory_setup, llama_factory),
                                 (AXOLOTL, axolotl.axolotl_setup, axolotl)):  # fmt: skip
-        for key in {*data, *module._REFUSED, *module._KNOWN, *module._INSTEAD.values(), "plugins", "fsdp_version"}:
+        asked = Table(dict(data), "it")
+        setup(asked, Path())
+        for key in {*data, *module._REFUSED, *asked.read, *module._INSTEAD.values(), "plugins", "fsdp_version"}:
             with suppress(SpecError):
                 setup(Table(data | {key: value}, "it"), Path())
 

@@ -117,6 +117,15 @@ def test_a_torchtune_recipe(read: Callable[..., Resolved]):
         read({key: value for key, value in TUNE.items() if key != "optimizer"})
 
 
+def test_the_notes_say_which_keys_are_used_and_what_is_taken_for_granted(read: Callable[..., Resolved]):
+    notes = read({key: value for key, value in TUNE.items() if key != "gradient_accumulation_steps"}, gpus=4).notes
+    used = next(note for note in notes if "its keys that say something of the job" in note)
+    assert "'optimizer._component_'" in used
+    assert "optimizer.lr" not in used
+    assert "gradient_accumulation_steps" not in used
+    assert any("taken for granted, as its program does" in note and "grad_accum 1" in note for note in notes)
+
+
 def test_an_automodel_recipe(read: Callable[..., Resolved]):
     job, notes, _ = read(AUTO)
     assert (job.mesh.dp_shard, job.mesh.tp, job.batch.grad_accum_steps) == (4, 2, 8)
@@ -175,6 +184,21 @@ def test_ms_swift_as_yaml_and_as_a_command(read: Callable[..., Resolved]):
     assert any("rlhf_type='dpo' takes memory that is not counted" in note for note in rlhf)
 
 
+@pytest.mark.parametrize(
+    ("more", "seq_len", "micro_batch", "head_rows"),
+    [("sft", 2048, 1, None), ("rlhf --rlhf_type dpo", 2048, 2, None), ("rlhf --rlhf_type grpo --num_generations 8", 2560, 1, None),
+     ("rlhf --rlhf_type grpo --max_completion_length 1024", 3072, 1, None), ("rlhf --rlhf_type rm", 2048, 2, 1),
+     ("sft --task_type seq_cls --num_labels 3", 2048, 1, 3)],
+)  # fmt: skip
+def test_what_ms_swift_trains(
+    read: Callable[..., Resolved], more: str, seq_len: int, micro_batch: int, head_rows: int | None
+) -> None:
+    """arguments/rlhf_args.py: completions follow a prompt of max_length; of a pair both sequences are in a batch."""
+    words = " ".join(f"--{key} {value}" for key, value in SWIFT.items() if key != "gradient_accumulation_steps")
+    job = read(f"NPROC_PER_NODE=2 swift {more} {words} --padding_free true\n", "mine.sh").job
+    assert (job.batch.seq_len, job.batch.micro_batch_size, job.model.head_rows) == (seq_len, micro_batch, head_rows)
+
+
 def test_a_verl_command(read: Callable[..., Resolved]):
     job, notes, _ = read(VERL, "mine.sh")
     assert (job.model.name, job.mesh.world_size, job.batch.seq_len, job.batch.micro_batch_size) == ("qwen2.5-7b", 16, 2048, 4)
@@ -216,6 +240,66 @@ def test_megatrons_arguments_and_what_we_write_of_them(read: Callable[..., Resol
     assert any("the file does not say how many GPUs: 2" in note for note in why)
 
 
+def _of_script(more: str) -> str:
+    return MEGATRON.replace("--attention-dropout 0.0", f"{more} --attention-dropout 0.0")
+
+
+@pytest.mark.parametrize(
+    ("more", "attention"),
+    [("", "sdpa"), ("--attention-backend unfused", "eager"), ("--attention-backend flash", "flash"),
+     ("--attention-backend AttnBackend.fused", "sdpa"), ("--transformer-impl local", "eager")],
+)  # fmt: skip
+def test_megatrons_attention_is_the_one_that_its_arguments_ask_for(read: Callable[..., Resolved], more: str, attention: str):
+    """core/transformer/enums.py, AttnBackend: unfused attention keeps scores of all pairs of tokens."""
+    assert read(_of_script(more), "mine.sh").job.recipe.attention == attention
+
+
+def test_megatrons_defaults_are_its_codes(read: Callable[..., Resolved], tmp_path: Path):
+    """core/transformer/transformer_config.py: allgather, and the width of MLPs for experts; ms-swift has defaults of its own."""
+    experts = "--num-experts 8 --disable-bias-linear"
+    options = read(_of_script(experts), "mine.sh").job.recipe.megatron
+    assert options.moe_token_dispatcher_type == "allgather"  # noqa: S105  tokens of text
+    flex = read(_of_script(f"{experts} --moe-token-dispatcher-type flex"), "mine.sh").notes
+    assert any("dispatcher 'flex' is not modelled" in note for note in flex)
+    muon = read(_of_script("--optimizer muon"), "mine.sh").notes
+    assert any("Adam is counted in its place" in note for note in muon)
+    swift = "megatron sft --model Qwen/Qwen2.5-7B-Instruct --micro_batch_size 1 --tensor_model_parallel_size 2 --max_length 512"
+    job = read(f"NPROC_PER_NODE=8 {swift}", "swift.sh").job
+    assert (job.recipe.recompute, job.recipe.attention, job.batch.grad_accum_steps) == ("selective", "flash", 4)
+    assert (job.recipe.zero_stage, job.recipe.megatron.cross_entropy_fusion_impl) == (1, "native")
+    (tmp_path / "lora.sh").write_text(f"{swift} --tuner_type lora --lora_rank 4 --target_modules linear_qkv")
+    assert read_setup(tmp_path / "lora.sh", gpus=8).flags["lora_targets"].value == "q_proj,k_proj,v_proj"
+    with pytest.raises(SpecError, match="with LoRA is not modelled"):
+        read(f"{swift} --tuner_type lora", "swift.sh")
+
+
+def test_a_recipe_without_a_precision_has_its_programs(read: Callable[..., Resolved]):
+    """torchtune: training/precision.py, get_dtype. litgpt: utils.py. nanotron: config/config.py, ModelArgs."""
+    assert read({key: value for key, value in TUNE.items() if key != "dtype"}).job.recipe.precision == "fp32"
+    assert read({key: value for key, value in LIT.items() if key != "precision"}).job.recipe.precision == "bf16-mixed"
+    model = {key: value for key, value in NANO["model"].items() if key != "dtype"}
+    assert read(NANO | {"model": model}).job.recipe.precision == "bf16-mixed"
+    assert read(NANO | {"parallelism": NANO["parallelism"] | {"tp_mode": "reduce_scatter"}}).job.recipe.sequence_parallel
+    with pytest.raises(SpecError, match="schedule 'gpipe'"):  # all forwards first, where nothing is said
+        read(NANO | {"parallelism": NANO["parallelism"] | {"pp": 2}})
+
+
+def test_how_litgpt_and_lightning_shard(read: Callable[..., Resolved]):
+    """litgpt: finetune/lora.py shards with FSDP2, pretrain.py within a node. Lightning: strategies/deepspeed.py and fsdp.py."""
+    lora = {"lora_r": 8, "lora_query": True, "lora_value": True}
+    assert read(LIT | lora).job.recipe.engine == "fsdp2"
+    assert read(LIT | {"num_nodes": 2}).job.mesh.dp_replicate == 1
+    pretrained = {key: value for key, value in LIT.items() if key != "checkpoint_dir"} | {"model_name": "Llama-3.1-8B"}
+    mesh = read(pretrained | {"num_nodes": 2}).job.mesh
+    assert (mesh.dp_replicate, mesh.dp_shard) == (2, 4)
+    trainer = {"devices": 2, "precision": "bf16-mixed"}
+    model = {"class_path": "x", "init_args": {"model_name": "gpt2"}}
+    deepspeed = read({"trainer": trainer | {"strategy": "deepspeed_stage_3_offload"}, "model": model}).job.recipe.deepspeed
+    assert (deepspeed.offload_optimizer, deepspeed.offload_param, deepspeed.reduce_bucket_size) == ("cpu", "cpu", 200_000_000)
+    whole = read({"trainer": trainer | {"strategy": "fsdp"}, "model": model}).notes
+    assert any("is one unit, gathered as a whole" in note for note in whole)
+
+
 def test_openrlhfs_command(read: Callable[..., Resolved]):
     job, notes, _ = read(RLHF, "mine.sh")
     assert (job.recipe.engine, job.recipe.zero_stage, job.recipe.precision) == ("deepspeed", 3, "bf16-mixed")
@@ -237,6 +321,38 @@ def test_a_command_over_a_file_and_beside_accelerates(read: Callable[..., Resolv
         read("axolotl train gone.yaml --batch 3\n", "mine.sh")
     with pytest.raises(SpecError, match="launches no training that zeroplan knows"):
         read("swift infer --model x\n", "mine.sh")
+
+
+@pytest.mark.parametrize(
+    ("data", "known", "misspelt"),
+    [
+        (TUNE, "optimizer.weight_decay", "optimizer.weigth_decay"), (AUTO, "optimizer.betas", "optimizer.bettas"),
+        (NANO, "tokens.train_steps", "tokens.trian_steps"), (LIT, "train.lr_warmup_steps", "train.lr_warmup_stepz"),
+        (SWIFT, "metric_for_best_model", "metric_for_bets_model"), (VERL, "trainer.save_freq", "trainer.save_frq"),
+        (MEGATRON, "lr_warmup_iters", "lr_warmup_itres"), (RLHF, "train.max_epochs", "train.max_epoch"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_key_is_named(tmp_path: Path, data: dict[str, Any] | str, known: str, misspelt: str):
+    """Every key of a program's own code is known by its last word (known_keys.py)."""
+
+    def notes(key: str) -> list[str]:
+        first, _, rest = key.partition(".")
+        file = tmp_path / ("mine.sh" if isinstance(data, str) else "mine.yaml")
+        if isinstance(data, str):
+            sign = f" {key}=1 " if data is VERL else f" --{key} 1 "
+            at = (
+                data.rindex("$@")
+                if data is VERL
+                else data.index(" --", data.index("openrlhf") if data is RLHF else data.index("py "))
+            )
+            file.write_text(f"{data[:at]}{sign}{data[at:]}")
+        else:
+            inner = data.get(first)
+            file.write_text(yaml.safe_dump(data | ({first: inner | {rest: 1}} if isinstance(inner, dict) else {key: 1})))
+        return [note for note in read_setup(file, gpus=8).notes if "not known here" in note]
+
+    assert notes(known) == []
+    assert [misspelt in note for note in notes(misspelt)] == [True]
 
 
 def test_overrides_go_into_tables():

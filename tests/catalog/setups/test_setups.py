@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from zeroplan.catalog.setups import trainer
+from zeroplan.catalog.setups.reading import read_setup
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request, Resolved, resolve
@@ -105,7 +106,10 @@ def test_the_trainers_arguments(read: Callable[..., Resolved]):
     assert not job.recipe.sync_every_micro_batch  # the Trainer reduces after the last one
     assert read({"output_dir": "x", "optim": "adamw_torch"}).job.batch.micro_batch_size == 8
     assert any("is 8 to transformers" in note for note in read({"output_dir": "x"}).notes)
-    assert not notes[1:]
+    assert [note.partition(": ")[2].partition(":")[0] for note in notes[1:]] == [
+        "its keys that say something of the job",
+        "taken for granted, as its program does",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -217,6 +221,30 @@ def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
 
 
 @pytest.mark.parametrize(
+    ("text", "key"),
+    [(FSDP + "dynamo_config:\n  dynamo_backend: INDUCTOR\n", "dynamo_config.dynamo_backend"),
+     (FSDP + "dynamo_backend: INDUCTOR\n", "dynamo_backend"), (TITAN + "[compile]\nenable = true\n", "compile.enable")],
+)  # fmt: skip
+def test_a_compiled_step_is_counted_without_the_compiler(read: Callable[..., Resolved], tmp_path: Path, text: str, key: str):
+    """docs/how-to/compile-and-evaluate.md: in the runs that were compared it took no more."""
+    plain = text.partition("dynamo")[0].partition("[compile]")[0]
+    job, notes, _ = read(text, gpus=8 if "[" in text else None)
+    assert job == read(plain, gpus=8 if "[" in text else None).job
+    assert any(note.partition(": ")[2].startswith(key) and "counted without torch.compile" in note for note in notes)
+    (tmp_path / "mine").write_text(text)
+    setup = read_setup(tmp_path / "mine", gpus=8)
+    assert setup.matters.keys() == setup.saves == {key}
+
+
+def test_yaml_may_name_a_value_once(read: Callable[..., Resolved]):
+    """An alias is the value that it names; ``<<`` fills in keys that are not there."""
+    again = FSDP.replace(
+        "fsdp_config:\n", "one: &one\n  fsdp_version: 1\n  fsdp_offload_params: false\nfsdp_config:\n  <<: *one\n"
+    )
+    assert read(again).job == read(FSDP).job
+
+
+@pytest.mark.parametrize(
     ("text", "said", "expected"),
     [
         (FSDP, {"stage": 2}, "--stage 2 contradicts accelerate configuration"),
@@ -225,7 +253,6 @@ def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
          "use BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH"),
         (FSDP.replace("TRANSFORMER_BASED_WRAP", "NO_WRAP"), {}, "does not shard block by block"),
         (FSDP.replace("FSDP\n", "MEGATRON_LM\n"), {}, "distributed_type='MEGATRON_LM' is not modelled"),
-        (FSDP + "dynamo_config:\n  dynamo_backend: INDUCTOR\n", {}, "torch.compile is not modelled"),
         (FSDP.replace("bf16", "fp8"), {}, "mixed_precision='fp8' changes memory"),
         (FSDP + "parallelism_config:\n  parallelism_config_tp_size: 4\n", {}, "own tensor parallelism, which is not modelled"),
         (FSDP + "parallelism_config:\n  parallelism_config_cp_size: 2\n  parallelism_config_cp_comm_strategy: alltoall\n", {},
@@ -234,7 +261,7 @@ def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
                        "[parallelism]\ncontext_parallel_degree = 2\ncontext_parallel_rotate_method = 'alltoall'\n"),
          {"gpus": 16}, "rotate_method='alltoall' changes memory"),
         (FSDP + "num_processes: 8\n", {}, "has 'num_processes' twice"),
-        ("a: &x [1]\nb: *x\n", {}, "has aliases"),
+        ("a: &x [*x]\n", {}, "has aliases"),
         ("distributed_type: !!python/object/apply:os.getcwd []\n", {}, "is neither JSON nor TOML nor YAML"),
         ("1: 2\n", {}, "has the key 1, which is no text"),
         ('{"optim": "sgd", "optim": "sgd"}', {}, "has 'optim' twice; keep one"),
@@ -258,7 +285,6 @@ def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
         (TITAN.replace('"full"', '"selective"'), {"gpus": 8, "model": None}, "selective by block, every 2 of them again"),
         (TITAN.replace('[activation_checkpoint]\nmode = "full"\n', ""), {"gpus": 8, "model": None}, "is left out, which"),
         (TITAN.replace("= 64", "= 66"), {"gpus": 16, "model": None}, "global_batch_size=66 is not 2 sequences x 16"),
-        (TITAN + "[compile]\nenable = true\n", {"gpus": 8}, "torch.compile is not modelled"),
         (TITAN + "[parallelism]\n", {"gpus": 8}, "TOML|YAML"),
     ],
 )  # fmt: skip

@@ -219,12 +219,12 @@ def _inline(reading: Reading, table: Table) -> DeepSpeedPart:
 def _others(reading: Reading) -> None:
     table = reading.table
     dynamo = table.table("dynamo_config")
-    backend = dynamo.get("dynamo_backend")
-    if backend not in (None, False, "NO", "no"):
-        raise dynamo.refused("dynamo_backend", "torch.compile is not modelled; use NO")
+    for one in (dynamo, table):
+        if str(one.get("dynamo_backend") or "no").lower() != "no":
+            reading.tell_compiled(one, "dynamo_backend")
     dynamo.leave(("dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation"))
     reading.notes += dynamo.unknown()
-    table.refuse({"fp8_config": (), "megatron_lm_config": (), "dynamo_backend": ("NO", "no")})
+    table.refuse({"fp8_config": (), "megatron_lm_config": ()})
     for section in ("fsdp_config", "deepspeed_config", "parallelism_config"):
         if table.data.get(section) in (None, {}):
             table.leave((section,))

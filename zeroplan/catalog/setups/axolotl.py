@@ -4,8 +4,10 @@ Keys are those of Axolotl 0.17 (utils/schemas/), with its defaults where one is 
 its keys become those of TrainingArguments, and are read as such.
 """
 
+import re
 from pathlib import Path
 
+from zeroplan.catalog.setups.reading import named_file
 from zeroplan.catalog.setups.told import Reading, Setup, Table, TranslatedTable, own_tensor_parallelism
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
@@ -24,6 +26,9 @@ _LEGACY_ATTENTION = {
     "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager",
     "xformers_attention": "xformers", "flex_attention": "flex_attention", "sage_attention": "sage",
 }  # fmt: skip
+#: Names of keys in other releases, and beside a field's own name, that change no memory.
+_OLDER = ("model_type", "model_config", "gptq_groupsize", "gptq_model_v1", "eta_min", "adam_eps", "base_model_ignore_patterns",
+          "full_finetune", "sample_packing_seq_len_multiplier")  # fmt: skip
 #: Plugins that change no memory, or that have keys of their own.
 _PLUGINS = ("SwanLabPlugin", "LigerPlugin", "CutCrossEntropyPlugin")
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
@@ -34,7 +39,17 @@ _OWN_KERNELS = (
     "adapters run in Axolotl's own kernels (lora_mlp_kernel, lora_qkv_kernel, lora_o_kernel) unless all are false; these are not "
     "modelled, and peft's layers are counted in their place"
 )
-_CUT = "cut_cross_entropy never writes all logits, which is not counted: the answer is the most; --loss fused may be nearer"
+#: Files that Axolotl brings with it (`axolotl fetch deepspeed_configs`), by the number in their name.
+_SHIPPED: dict[str, dict[str, object]] = {
+    "1": {"stage": 1, "overlap_comm": True},
+    "2": {"stage": 2, "overlap_comm": True, "contiguous_gradients": True, "offload_optimizer": {"device": "cpu"}},
+    "3": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 0, "max_live_parameters": 0,
+          "max_reuse_distance": 0, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+          "stage3_param_persistence_threshold": "auto"},
+}  # fmt: skip
+_IS_SHIPPED = re.compile(
+    r"(?:\.?/)?deepspeed_configs/zero(?P<stage>[123])(?P<bf16>_bf16)?(?:_cpuoffload_(?P<off>all|params))?\.json"
+)
 
 #: What is no training as it is modelled.
 _REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(
@@ -49,7 +64,7 @@ _SAVES = """
     model_quantization_config peft_layers_to_transform peft_layers_pattern s2_attention large_head_attention load_in_8bit
 """
 _ADDS = """
-    reward_model qat trl vllm relora peft_use_dora lora_target_parameters peft_layer_replication lora_rank_pattern
+    qat trl vllm relora peft_use_dora lora_target_parameters peft_layer_replication lora_rank_pattern
     peft_trainable_token_indices use_eaft fp32_norms scaling_softmax noisy_embedding_alpha num_labels
 """
 _EITHER = """
@@ -66,35 +81,6 @@ _HARMLESS = {
 _POLICIES = {"dpo": 2, "ipo": 2, "orpo": 2, "simpo": 2, "kto": 1, "gdpo": 1, "grpo": 1}
 _RL = "preferences and rewards are counted as {} of the batch; reference model and generation are not counted (`zeroplan workflow`)"
 
-#: What changes no memory of a training step.
-_KNOWN_WORDS = """
-    base_model_config base_model_ignore_patterns revision_of_model model_type strict experimental_skip_move_to_device
-    resize_token_embeddings_to_32x mean_resizing_embeddings embeddings_skip_upcast reinit_weights datasets test_datasets
-    shuffle_merged_datasets shuffle_before_merging_datasets skip_prepare_dataset num_dataset_shards_to_save
-    push_dataset_to_hub hf_use_auth_token device device_map world_size ddp do_causal_lm_eval do_bench_eval gc_steps
-    gc_collect_steps excess_length_strategy min_sample_len max_prompt_len pad_to_sequence_len pad_to_multiple_of
-    curriculum_sampling multipack_real_batches use_pose max_packed_sequence_len heads_k_stride ring_attn_func
-    fsdp_final_state_dict_type val_set_size special_tokens tokens added_tokens_overrides num_epochs adam_epsilon2 adam_beta3
-    adam_eps eta_min embedding_lr embedding_lr_scale torchdistx_path evals_per_epoch saves_per_epoch save_first_step
-    use_tensorboard include_tkps train_on_inputs max_memory gpu_memory_limit eot_tokens default_system_message
-    fix_untrained_tokens preprocess_iterable total_num_tokens total_supervised_tokens axolotl_config_path use_ray use_swanlab
-    auto_resume_from_checkpoints lora_fan_in_fan_out lora_alpha_pattern peft_use_rslora peft_init_lora_weights
-    peft_ensure_weight_tying center_rewards_coefficient use_otel_metrics full_finetune lora_target_linear sample_packing
-    bfloat16 float32 torch_dtype fsdp_version dp_shard_size dp_replicate_size tensor_parallel_size batch_size
-    qlora_sharded_model_loading project_name flex_attn_compile_kwargs model_config generate_samples num_generation_samples
-    dynamic_checkpoint rope_scaling orpo_alpha simpo_gamma cpo_alpha rpo_alpha rl_beta use_comet use_mlflow use_trackio
-    type_of_model resources_per_worker torch_compile_options model_quantization_config_kwargs fp32_norm_classes
-"""
-_KNOWN = frozenset(_KNOWN_WORDS.split())
-#: How keys begin that change none either, or that belong to a key that is refused.
-_KNOWN_STARTS = (
-    "wandb_", "swanlab_", "mlflow_", "comet_", "trackio_", "gradio_", "generation_", "tokenizer_", "dataset_", "jagged_",
-    "otel_", "sample_packing_", "loss_watchdog_", "pose_", "eval_", "gptq_", "streaming_", "is_", "lr_", "cosine_", "dion_",
-    "qgalore_", "relora_", "dpo_", "kto_", "tiled_mlp_", "lisa_", "ray_", "profiler_", "early_", "bench_", "processor_",
-    "chat_template", "image_", "eaft_", "scaling_softmax_", "chunked_cross_entropy_", "loraplus_", "pretrain", "use_wandb",
-    "merge_",
-)  # fmt: skip
-
 
 def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     """Read the file's keys; raises SpecError where it says what is not modelled."""
@@ -106,7 +92,8 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
         raise whole.refused("peft_autocast_adapter_dtype", "peft's fp32 adapters are modelled")
     sharded = any(whole.get(key) not in (None, "", [], {}) for key in ("fsdp", "fsdp_config"))
     made: dict[str, object] = {
-        "model_name_or_path": whole.get("base_model"), "optim": whole.get("optimizer"), "deepspeed": whole.get("deepspeed"),
+        "model_name_or_path": whole.get("base_model"), "optim": whole.get("optimizer"),
+        "deepspeed": _deepspeed(whole.get("deepspeed"), folder),
         **_batch(whole), **_attention(whole), **_precision(whole, sharded=sharded), **_recomputation(whole), **_adapter(whole),
         **_fsdp(whole, sharded=sharded),
     }  # fmt: skip
@@ -126,12 +113,25 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     if made["use_peft"] and not all(whole.switch(key) is False for key in _KERNELS[:3]):
         reading.notes.append(_OWN_KERNELS)
     _loss(reading, whole)
+    if whole.switch("reward_model"):
+        reading.tell_pairs()
+        reading.head_rows = 1
     if method:
-        size = reading.flags["micro_batch"]
-        reading.flags["micro_batch"] = size._replace(value=_POLICIES[method] * int(str(size.value)))
+        reading.tell_pairs() if _POLICIES[method] > 1 else None
         whole.matters["rl"] = f"rl={method}: {_RL.format('sequences twice' if _POLICIES[method] > 1 else 'the sequences')}"
-    reading.table.leave((*_KNOWN, *_LEGACY_ATTENTION, *_KERNELS, *(key for key in whole.data if key.startswith(_KNOWN_STARTS))))
+    reading.table.leave((*_LEGACY_ATTENTION, *_KERNELS, *_OLDER))
     return reading.setup("axolotl")
+
+
+def _deepspeed(named: object, folder: Path) -> object:
+    """A file of Axolotl's own, where it is not here; anything else as it is."""
+    found = _IS_SHIPPED.fullmatch(named) if isinstance(named, str) else None
+    if found is None or named_file(str(named), folder, "it").exists():
+        return named
+    away = {"device": "cpu", "pin_memory": True}
+    offloads = {"all": {"offload_optimizer": away, "offload_param": away}, "params": {"offload_param": away}}
+    half = {"bf16": {"enabled": True}} if found["bf16"] else {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    return {"zero_optimization": _SHIPPED[found["stage"]] | offloads.get(found["off"] or "", {}), **half}
 
 
 def _batch(whole: Table) -> dict[str, object]:
@@ -145,6 +145,8 @@ def _batch(whole: Table) -> dict[str, object]:
 def _attention(whole: Table) -> dict[str, object]:
     older = [name for key, name in _LEGACY_ATTENTION.items() if whole.switch(key)]
     word = whole.text("attn_implementation") or (older[0] if older else None)
+    if word and "/" in word and "flash" in word:  # a kernel from the Hub
+        word = "flash_attention_2"
     if whole.switch("sample_packing") and not str(word).startswith("flash_attention"):
         whole.matters["sample_packing"] = _MASK
     if word in ("xformers", "flex_attention", "sage"):
@@ -213,7 +215,6 @@ def _loss(reading: Reading, whole: Table) -> None:
             whole.matters[f"plugins: {last}"] = f"what the plugin {shown(last)} does to memory is not modelled, and left out"
     cut = whole.switch("cut_cross_entropy")
     if cut or (cut is None and any("CutCrossEntropy" in str(name) for name in names)):
-        whole.saves.add("cut_cross_entropy")
-        whole.matters["cut_cross_entropy"] = _CUT
+        reading.tell_cut_loss("cut_cross_entropy")
     if whole.switch("liger_fused_linear_cross_entropy"):
         reading.tell("loss", "liger_fused_linear_cross_entropy", "fused")

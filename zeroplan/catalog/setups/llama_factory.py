@@ -39,26 +39,6 @@ _EITHER = """
 _PAIRS = "pairs are counted as two sequences; the reference model is not counted (`zeroplan workflow dpo`)"
 _ONE_EACH = "training on preferences or rewards is counted as fine-tuning: reference models and value heads are not counted"
 
-#: What changes no memory of a training step.
-_KNOWN_WORDS = """
-    stage finetuning_type do_train template dataset dataset_dir media_dir train_on_prompt mask_history buffer_size
-    mix_strategy interleave_probs max_samples ignore_pad_token_for_loss val_size tool_format default_system enable_thinking
-    preserve_thinking tokenized_path data_shared_file_system adapter_folder split_special_tokens init_special_tokens
-    rope_scaling train_from_scratch infer_backend offload_folder use_kv_cache infer_dtype hf_hub_token ms_hub_token
-    om_hub_token print_param_status quantization_method quantization_device_map crop_to_patches use_audio_in_video
-    create_new_adapter asft_alpha eaft_alpha fp8_backend freeze_vision_tower freeze_multi_modal_projector compute_accuracy
-    disable_shuffling early_stopping_steps plot_loss include_effective_tokens_per_second predict_with_generate
-    upcast_layernorm pure_bf16 use_swanlab simpo_gamma ld_alpha dpo_label_smoothing module_dropout freeze_extra_modules
-    enable_torch_profiler profile_modules megatron_bridge_args device_map
-"""
-_KNOWN = frozenset(_KNOWN_WORDS.split())
-#: How keys begin that change none either, or that belong to a key that is refused.
-_KNOWN_STARTS = (
-    "swanlab_", "image_", "video_", "audio_", "galore_", "apollo_", "badam_", "ppo_", "kto_", "pref_", "ref_model",
-    "reward_model", "oft_", "freeze_trainable_", "kt_", "profiler_", "ray_", "export_", "vllm_", "sglang_", "generation_",
-    "eval_", "hyper_parallel_", "pissa_", "loraplus_", "master_", "preprocessing_",
-)  # fmt: skip
-
 
 def llama_factory_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     """Read the file's keys; raises SpecError where it trains nothing, or says what is not modelled."""
@@ -71,8 +51,7 @@ def llama_factory_setup(whole: Table, folder: Path, _: int | None = None) -> Set
     reading = arguments_read(table, folder)
     _precision(reading, whole, adapted=adapted)
     if (stage := whole.text("stage")) in ("dpo", "rm"):
-        size = reading.flags["micro_batch"]
-        reading.flags["micro_batch"] = size._replace(value=2 * int(str(size.value)))
+        reading.tell_pairs()
     if stage in ("dpo", "rm", "kto"):
         reading.table.matters["stage"] = _PAIRS if stage == "dpo" else _ONE_EACH
     _tower(reading, whole)
@@ -81,7 +60,6 @@ def llama_factory_setup(whole: Table, folder: Path, _: int | None = None) -> Set
         reading.tell("upcast", "upcast_layernorm", upcast, filled=upcast == "none")
     if (workers := whole.count("ray_num_workers")) is not None and workers > 1:
         reading.tell("gpus", "ray_num_workers", workers, filled=True)
-    table.leave((*_KNOWN, *(key for key in whole.data if key.startswith(_KNOWN_STARTS))))
     return reading.setup("llama-factory")
 
 

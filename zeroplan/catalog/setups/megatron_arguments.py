@@ -1,9 +1,10 @@
 """What do Megatron-LM's arguments say of a job?
 
 They are in a launcher script, in a YAML file of Megatron-LM's tests (``MODEL_ARGS``), in ms-swift's ``megatron sft`` and, as
-fields of the same names, in Megatron-Bridge's and verl's configurations. Defaults of arguments that are left out
-(megatron/training/arguments.py) were not checked against its code. The shape of the model is in the arguments, too, unless a
-checkpoint has it.
+fields of the same names, in Megatron-Bridge's and verl's configurations. Defaults of arguments that are left out are those of
+Megatron-LM (megatron/training/arguments.py, core/transformer/transformer_config.py) and of ms-swift
+(megatron/arguments/megatron_args.py) at the commits that docs/from-a-file.md lists. The shape of the model is in the arguments,
+too, unless a checkpoint has it.
 """
 
 from dataclasses import fields
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from zeroplan.catalog.setups.told import FlatTable, Reading, Setup, Table, Told
+from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import MegatronOptions
@@ -19,7 +21,7 @@ from zeroplan.spec.recipe import MegatronOptions
 _CHOICES = ("p2p", "a2a", "transformer_engine", "local", "fp32", "fp16", "bf16", "fp8", "alltoall", "allgather")
 _FLOATS = ("hidden_dropout", "attention_dropout")
 _OTHERS = ("pretrains", "swiglu", "qk_layernorm", "transformer_engine_release", "recompute_modules", "moe_aux_loss",
-           "cross_entropy_fusion_impl", "expert_tensor_parallel_size")  # fmt: skip
+           "cross_entropy_fusion_impl", "expert_tensor_parallel_size", "moe_token_dispatcher_type")  # fmt: skip
 #: Vocabularies of tokenizers, where ``--vocab-size`` is left out.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256, "TikTokenizer": 131072,
                  "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}  # fmt: skip
@@ -27,7 +29,19 @@ _ADDS = """
     *mtp_num_layers *teacher_model *rlhf_type *mcore_ref_model *perform_rl_step
     *export_kd_* *enable_cuda_graph *cuda_graph_impl *moe_z_loss_coeff *modules_to_save *use_mup *moe_expert_capacity_factor
     *experimental_attention_variant *linear_attention_freq *first_last_layers_bf16 *optimizer_offload_fraction
+    peft.dim kd_config.*
 """
+_GENERATES = ("incoming_requests_per_sec", "incoming_requests_per_step", "num_tokens_to_generate")
+#: Which attention Transformer Engine runs (AttnBackend), where that is said; "auto" is left to the GPU.
+_BACKENDS = {"flash": "flash", "fused": "sdpa", "unfused": "eager", "local": "eager"}
+#: Megatron-Core's linear layers, by transformers' names.
+_LAYERS = {
+    "linear_qkv": "q_proj,k_proj,v_proj",
+    "linear_proj": "o_proj",
+    "linear_fc1": "gate_proj,up_proj",
+    "linear_fc2": "down_proj",
+}
+_NO_ADAPTERS = "adapters under Megatron-Core are not modelled; --engine fsdp2 answers the job with FSDP2 instead"
 _SAVES = """
     *use_megatron_fsdp *fine_grained_activation_offloading *optimizer_cpu_offload *num_layers_in_first_pipeline_stage
     *cpu_offloading *num_layers_in_last_pipeline_stage *decoder_first_pipeline_num_layers *decoder_last_pipeline_num_layers
@@ -36,7 +50,7 @@ _SAVES = """
 
 
 def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
-    """Read the arguments; raises SpecError where they say what is not modelled."""
+    """Read the arguments; raises SpecError where they train nothing."""
     data = whole.data.get("MODEL_ARGS", whole.data)
     flat = FlatTable(data if isinstance(data, dict) else {}, whole.where)
     # Megatron-Bridge has the same names one table further in; dashes and underscores are the same
@@ -44,20 +58,25 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         key.removeprefix("model.").removeprefix("train.").lstrip("-").replace("-", "_"): one for key, one in flat.data.items()
     }
     table = FlatTable({key: one for key, one in plain.items() if one != ""}, whole.where)
+    table.like("ENV.*")
+    if any(key in table.data for key in _GENERATES):
+        raise SpecError(f"{whole.where}: the arguments are those of a server that generates text, which trains nothing")
     reading = Reading(table, folder)
-    if str(table.data.get("tuner_type") or table.data.get("train_type") or "full") != "full":
-        raise SpecError(f"{whole.where}: adapters under Megatron-Core are not modelled; use tuner_type full")
     if gpus is None:
         gpus = table.count("launched_gpus")
     ranks = tell_megatron(reading, gpus, "")
     seq = next((key for key in ("seq_length", "max_length", "dataset.seq_length") if table.data.get(key)), "seq_length")
     reading.number("seq_len", seq)
     each = reading.number("micro_batch", "micro_batch_size", default=1) or 1
-    reading.tell_steps("global_batch_size", table.count("global_batch_size"), each * ranks)
+    reading.tell_steps(
+        "global_batch_size", table.count("global_batch_size") or (16 if _is_swift(table) else None), each * ranks
+    )
+    _adapter(reading)
+    _attention(reading)
+    _optimizer(table)
     _model(reading)
     reading.unmodelled(saves=_SAVES, adds=_ADDS, either="*fp8_format *fp8_param_gather *fp4_format")
-    table.leave(table.data)  # what is left changes the data, the schedule or what is written
-    return reading.setup("megatron")
+    return reading.setup("ms-swift" if _is_swift(table) else "megatron")
 
 
 def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
@@ -101,7 +120,8 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
 
 def _recomputation(reading: Reading, before: str) -> None:
     table = reading.table
-    word = table.text(f"{before}recompute_granularity") or ("selective" if table.switch("recompute_activations") else None)
+    said = table.text(f"{before}recompute_granularity")
+    word = said or ("selective" if table.switch("recompute_activations") or (not before and _is_swift(table)) else None)
     reading.tell("recompute", f"{before}recompute_granularity", word or "none")
     if table.text(f"{before}recompute_method") == "block" and (layers := table.count(f"{before}recompute_num_layers")):
         reading.tell("recompute_layers", f"{before}recompute_num_layers", layers)
@@ -131,16 +151,59 @@ def _options(reading: Reading, before: str, etp: int) -> None:
             options[field.name] = _option(table, before, field.name, field.default)
     if table.count("num_experts") or "expert_parallel" in reading.flags:
         options["expert_tensor_parallel_size"] = etp
+        options["moe_token_dispatcher_type"] = _dispatcher(table, before)
     if table.switch(f"{before}apply_query_key_layer_scaling"):
         options["attention_softmax_in_fp32"] = True
     if str(table.get(f"{before}moe_aux_loss_coeff") or "0").strip("0.e-") != "":
         options["moe_aux_loss"] = True
-    if table.switch(f"{before}cross_entropy_loss_fusion"):
-        other = "te" if "model" in table.data else "native"
-        options["cross_entropy_fusion_impl"] = table.text(f"{before}cross_entropy_fusion_impl") or other
+    fuses = table.switch(f"{before}cross_entropy_loss_fusion")
+    if fuses or (fuses is None and not before and _is_swift(table)):
+        options["cross_entropy_fusion_impl"] = table.text(f"{before}cross_entropy_fusion_impl") or "native"
     reading.options |= {f"megatron.{name}": Told(name, one) for name, one in options.items() if one is not None}
-    if table.data.get("transformer_impl") == "local":
-        reading.tell("attention", "transformer_impl", "eager")
+
+
+def _dispatcher(table: Table, before: str) -> str:
+    """Megatron-LM's default is allgather, and that of ms-swift and verl alltoall."""
+    word = table.text(f"{before}moe_token_dispatcher_type") or ("alltoall" if before or _is_swift(table) else "allgather")
+    if word in ("alltoall", "allgather"):
+        return word
+    table.matters["moe_token_dispatcher_type"] = f"dispatcher {shown(word)} is not modelled: alltoall is counted in its place"
+    return "alltoall"
+
+
+def _attention(reading: Reading) -> None:
+    """The layers' attention; ``local`` layers have eager alone."""
+    table = reading.table
+    word = str(table.get("attention_backend") or ("flash" if _is_swift(table) else "auto")).rpartition(".")[2]
+    kind = "eager" if table.data.get("transformer_impl") == "local" else _BACKENDS.get(word.partition("_")[0])
+    if kind:
+        reading.tell(
+            "attention", "attention_backend", kind, filled=table.data.get("attention_backend") is None and kind != "eager"
+        )
+
+
+def _optimizer(table: Table) -> None:
+    word = str(table.get("optimizer") or "adam")
+    if word not in ("adam", "adamw", "True"):
+        table.matters["optimizer"] = f"optimizer={shown(word)} is not modelled with Megatron-Core: Adam is counted in its place"
+
+
+def _is_swift(table: Table) -> bool:
+    """Whether the arguments are those of ``megatron sft``, with its own defaults."""
+    return "model" in table.data or "tuner_type" in table.data
+
+
+def _adapter(reading: Reading) -> None:
+    """Adapters of ms-swift's ``megatron sft``; the job that has them is refused, unless another engine is asked for."""
+    table = reading.table
+    if str(table.data.get("tuner_type") or table.data.get("train_type") or "full") == "full":
+        return
+    targets = table.get("target_modules") or "all-linear"
+    names = map(str, targets) if isinstance(targets, list) else str(targets).replace(",", " ").split()
+    reading.number("lora_rank", "lora_rank", default=8)
+    reading.tell("lora_targets", "target_modules", ",".join(_LAYERS.get(one, one) for one in names))
+    reading.notes.append(_NO_ADAPTERS)
+    reading.flags |= {name: reading.flags[name]._replace(also=("fsdp2", 2, 3)) for name in ("engine", "stage")}
 
 
 def _option(table: Table, before: str, name: str, default: object) -> object:
@@ -191,11 +254,11 @@ def _config(reading: Reading) -> dict[str, object]:
         "vocab_size": _vocabulary(reading), "max_position_embeddings": table.count("max_position_embeddings") or 4096,
         "tie_word_embeddings": not table.switch("untie_embeddings_and_output_weights"),
     }  # fmt: skip
-    groups = table.count("num_query_groups") if table.switch("group_query_attention") else None
+    groups = table.count("num_query_groups") or 1 if table.switch("group_query_attention") else None
     head = table.count("kv_channels") or hidden // heads
     shape |= {"num_key_value_heads": groups or heads, "head_dim": head}
     if table.switch("multi_latent_attention"):
-        return {**shape, **_latent(table, experts)}
+        return {**shape, **_latent(table, experts, width)}
     if experts:
         inner = table.count("moe_ffn_hidden_size") or width
         picks = table.count("moe_router_topk") or 2
@@ -220,12 +283,12 @@ def _config(reading: Reading) -> dict[str, object]:
     return {**shape, "model_type": "llama", "attention_bias": biased, "mlp_bias": biased}
 
 
-def _latent(table: Table, experts: int | None) -> dict[str, object]:
+def _latent(table: Table, experts: int | None, dense_width: int) -> dict[str, object]:
     """DeepSeek V3's attention, and the experts beside it."""
     sizes = {theirs: table.count(own) or default for own, theirs, default in (
         ("q_lora_rank", "q_lora_rank", None), ("kv_lora_rank", "kv_lora_rank", 32), ("qk_head_dim", "qk_nope_head_dim", 128),
         ("qk_pos_emb_head_dim", "qk_rope_head_dim", 64), ("v_head_dim", "v_head_dim", 128))}  # fmt: skip
-    width = table.count("moe_ffn_hidden_size") or 1
+    width = table.count("moe_ffn_hidden_size") or dense_width
     shared = (table.count("moe_shared_expert_intermediate_size") or 0) // width
     frequency = str(table.get("moe_layer_freq") or "1")
     dense = frequency.partition("*")[2].strip().partition("+")[0].partition(")")[0] if "[0]" in frequency else "0"

@@ -7,7 +7,7 @@ transformers' Trainer, and its other keys are read as TrainingArguments. ``megat
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from zeroplan.catalog.setups.told import FlatTable, Setup, Table, TranslatedTable
+from zeroplan.catalog.setups.told import FlatTable, Reading, Setup, Table, TranslatedTable
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.errors import SpecError
 
@@ -22,14 +22,21 @@ _SAVES = """
     sequence_parallel_size
 """
 _ADDS = """
-    rlhf_type teacher_model reward_model num_labels modules_to_save use_dora enable_dft_loss neftune_noise_alpha
+    rlhf_type teacher_model reward_model modules_to_save use_dora enable_dft_loss neftune_noise_alpha
     new_special_tokens label_smoothing_factor llamapro_num_new_blocks log_entropy top_entropy_quantile target_regex
-    lora_bias optim_target_modules torch_compile fp8 padding_free activation_cpu_offload router_aux_loss_coef task_type
+    lora_bias optim_target_modules torch_compile fp8 activation_cpu_offload router_aux_loss_coef
 """
+#: What trains on pairs, and what on completions that follow the prompt (arguments/rlhf_args.py).
+_PAIRED, _COMPLETED = ("dpo", "orpo", "simpo", "cpo", "rm"), ("grpo", "ppo", "gkd")
+_TASK = (
+    "{} has a loss of its own on several sequences of an example: as many sequences as examples, and all logits, are counted"
+)
+_PADDING = "padding_free puts a batch into one row: as many full sequences are counted"
 _KNOWN = """
     model_author enable_thinking add_non_thinking_prefix packing* max_completion_length* beta lmbda sleep_level
     offload_model offload_optimizer offload_bridge move_model_batches overlong_filter external_plugins multi_turn_*
     max_turns num_iterations importance_* dynamic_sample *gym* soft_* freeze_vit freeze_aligner vit_* aligner_* max_pixels
+    padding_free task_type num_labels response_length
     truncation_strategy lazy_tokenize quant_method bnb_4bit_* adapters* load_args load_data_args create_checkpoint_symlink
     *_weight max_length init_weights lora_ga_* to_* check_model safe_serialization max_shard_size ref_* teacher_*
     write_batch_size max_new_tokens response_prefix stop_words deepspeed* repetition_penalty merge_lora experts_impl use_hf
@@ -43,16 +50,15 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     if "tensor_model_parallel_size" in whole.data or "micro_batch_size" in whole.data:
         from zeroplan.catalog.setups.megatron_arguments import megatron_setup  # noqa: PLC0415  only `megatron sft` pays for it
 
-        return megatron_setup(whole, folder, gpus)._replace(kind="ms-swift")
+        return megatron_setup(whole, folder, gpus)
     table = FlatTable(whole.data, whole.where)
     theirs = Table(
         {key: one for key, one in whole.data.items() if not _is_like(key, f"{_SAVES} {_ADDS} {_KNOWN}")}, whole.where
     )
     whole.unmodelled(saves=_SAVES, adds=_ADDS)
-    theirs.matters, theirs.saves, theirs.of_no_matter = whole.matters, whole.saves, table.of_no_matter
+    theirs.matters, theirs.saves = whole.matters, whole.saves
     reading = arguments_read(TranslatedTable(theirs, _INSTEAD, _made(whole)), folder)
-    if table.count("max_length") is not None:
-        reading.number("seq_len", "max_length")
+    _task(reading, whole)
     if (launched := table.count("launched_gpus")) is not None:
         reading.tell("gpus", "NPROC_PER_NODE", launched)
     if table.count("gradient_accumulation_steps") is None:
@@ -60,8 +66,27 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.tell(
             "grad_accum", "gradient_accumulation_steps", max(1, -(-16 // (each * (launched or gpus or 1)))), filled=True
         )
-    reading.table.leave((*_INSTEAD, *_INSTEAD.values()))
+    reading.table.leave((*_INSTEAD, *_INSTEAD.values(), "launched_gpus"))
     return reading.setup("ms-swift")
+
+
+def _task(reading: Reading, whole: Table) -> None:
+    """What is trained: length and number of sequences, and the head."""
+    kind, task, length = whole.text("rlhf_type"), whole.text("task_type"), whole.count("max_length")
+    if kind in _COMPLETED and length is not None:
+        completion = next((found for key in ("response_length", "max_new_tokens", "max_completion_length")
+                           if (found := whole.count(key))), 512)  # fmt: skip
+        reading.tell("seq_len", "max_length and max_completion_length", length + completion)
+    elif length is not None:
+        reading.tell("seq_len", "max_length", length)
+    if kind in _PAIRED:
+        reading.tell_pairs()
+    if kind == "rm" or task == "seq_cls":
+        reading.head_rows = 1 if kind == "rm" else whole.count("num_labels") or 2
+    elif task not in (None, "causal_lm"):
+        whole.matters["task_type"] = _TASK.format(f"task_type={task}")
+    if whole.switch("padding_free"):
+        reading.notes.append(_PADDING)
 
 
 def _is_like(key: str, patterns: str) -> bool:

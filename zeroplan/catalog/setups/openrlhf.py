@@ -18,10 +18,6 @@ _OLDER = {
     "actor_num_gpus_per_node": "actor.num_gpus_per_node", "packing_samples": "ds.packing_samples",
     "ring_attn_size": "ds.ring_attn_size", "use_liger_kernel": "ds.use_liger_kernel",
 }  # fmt: skip
-_KNOWN = """
-    *.lr_* lr* min_lr* max_norm ds.enable_sleep ds.attn_implementation actor.num_* ds.ring_attn_head_stride local_rank
-    use_ms optim model.*_mode* model.beta *reentrant *.model_name_or_path ds.value_head_prefix
-"""
 _UPDATE = "only the actor's update is counted: `zeroplan workflow ppo` also has the other models and the rollout engine"
 _PAIRS = "pairs are counted as two sequences; the reference model is not counted (`zeroplan workflow dpo`)"
 _ADDS = "actor.entropy_coef train.enable_ema ds.deepcompile ds.grad_accum_dtype muon.* ds.tensor_parallel_size"
@@ -51,7 +47,6 @@ def openrlhf_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     _adapter(reading)
     reading.deepspeed = DeepSpeedPart(_deepspeed(table), f"{table.where}: ds.")
     reading.unmodelled(saves="ds.use_liger_kernel", adds=_ADDS)
-    table.like(_KNOWN)
     return reading.setup("openrlhf")
 
 

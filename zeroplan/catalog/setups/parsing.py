@@ -9,6 +9,8 @@ from zeroplan.errors import SpecError
 
 #: Python's reader of YAML takes a second per MB, and no set-up comes near it. [characters]
 _LONGEST_YAML = 1 << 20
+#: Values of a YAML file with its aliases written out.
+_MOST_VALUES = 100_000
 
 
 def parsed(text: str, path: Path, where: str) -> dict[str, object]:
@@ -46,17 +48,15 @@ def _yaml(text: str, where: str) -> object:
         raise SpecError(f"{where} is longer than a million characters; that is no configuration")
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-        """PyYAML's safe reader, without aliases, which a small file can blow up with, and with each key once."""
+        """PyYAML's safe reader, with few aliases, since a small file can blow up with them, and with each key once."""
 
-        def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401  PyYAML's own types
-            if self.check_event(yaml.AliasEvent):
-                raise SpecError(f"{where} has aliases (*name), which no configuration of accelerate's has; write values out")
-            return super().compose_node(parent, index)
+        def construct_document(self, node: Any) -> Any:  # noqa: ANN401  PyYAML's own types
+            _size(node, {}, where)
+            return super().construct_document(node)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:  # noqa: ANN401, FBT001, FBT002
+            each_key_once(((str(key.value), None) for key, _ in node.value if not key.tag.endswith(":merge")), where)
             made: dict[Any, Any] = super().construct_mapping(node, deep=deep)
-            if len(made) < len(node.value):
-                each_key_once(((key.value, None) for key, _ in node.value), where)
             return made
 
     try:
@@ -65,6 +65,18 @@ def _yaml(text: str, where: str) -> object:
         raise SpecError(f"{where} is neither JSON nor TOML nor YAML: {one_line(str(error))}") from None
     except ValueError as error:  # a date that is none
         raise SpecError(f"{where} cannot be read as YAML: {one_line(str(error))}") from None
+
+
+def _size(node: Any, known: dict[int, int], where: str) -> int:  # noqa: ANN401  a node of PyYAML's
+    """Return how many values a node has where each alias is written out; raises SpecError for too many, or endless ones."""
+    if id(node) not in known:
+        known[id(node)] = _MOST_VALUES  # what it holds itself
+        inner = node.value if isinstance(node.value, list) else []
+        parts = [part for one in inner for part in (one if isinstance(one, tuple) else (one,))]
+        known[id(node)] = 1 + sum(_size(part, known, where) for part in parts)
+    if known[id(node)] >= _MOST_VALUES:
+        raise SpecError(f"{where} has aliases (*name) that stand for more than {_MOST_VALUES:,} values; write them out")
+    return known[id(node)]
 
 
 def _refuse_keys_that_are_no_text(data: object, where: str) -> None:

@@ -99,7 +99,8 @@ def _own_words(data: Mapping[str, object]) -> Kind | None:
         ("nanotron", "tokens" in data and "parallelism" in data),
         ("automodel", "step_scheduler" in data),
         ("torchtune", inner("model", "_component_") or inner("tokenizer", "_component_") or inner("checkpointer", "_component_")),
-        ("lightning", (inner("train", "micro_batch_size") and "precision" in data) or inner("trainer", "devices")
+        ("lightning", inner("trainer", "devices")
+         or (inner("train", "micro_batch_size") and bool({"precision", "checkpoint_dir", "model_name"} & data.keys()))
          or inner("trainer", "accelerator")),
         ("llama-factory", "finetuning_type" in data or data.get("stage") in _STAGES
          or ("template" in data and "model_name_or_path" in data)),

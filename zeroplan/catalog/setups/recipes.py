@@ -1,14 +1,14 @@
 """Reads a job from YAML recipes of torchtune, NeMo AutoModel, nanotron and Lightning.
 
-Keys are those that the programs' own examples use, at the commits that docs/from-a-file.md lists. Defaults of keys that a file
-leaves out were read in AutoModel's code in part. The other programs' defaults were not checked against their code.
+Keys and defaults are those of the programs' code at the commits that docs/from-a-file.md lists: torchtune's recipes/ and
+training/precision.py, AutoModel's components (in part), nanotron's config/, and litgpt's finetune/ and pretrain.py.
 """
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from zeroplan.catalog.setups.told import FlatTable, Reading, Setup, Table
+from zeroplan.catalog.setups.told import DeepSpeedPart, FlatTable, Reading, Setup, Table
 from zeroplan.errors import SpecError
 
 _ONE_GPU = "the file does not say how many GPUs: one is counted; add --gpus N"
@@ -64,13 +64,6 @@ _NOT_THEIR_MODULES = "{}'s own modules are not modelled: transformers' of the sa
 
 # torchtune
 
-_TUNE_KNOWN = """
-    quantizer.* model.*_trainable teacher_* kd_* forward_batch_size ref_* grpo_* *_model.* value_* ppo_* kl_* gamma lmbda
-    penalise* min_* stop_token* whiten* tensor_parallel_plan fsdp.* run_val* batch_size_val max_steps_per_epoch loss.*
-    model.max_seq_len model.attn_dropout collate_fn limit tasks custom_sharded_layers low_cpu_ram tensor_parallel_plan.*
-    model._component_ base_model_path memory_efficient_fsdp_wrap max_new_tokens use_distributed_state_dict
-    keep_last_n_checkpoints num_output_layers
-"""
 _TUNE_ADDS = """
     teacher_model._component_ ref_checkpointer._component_ ref_policy_checkpointer._component_
     reward_and_value_model._component_ model.use_dora model.apply_lora_to_output quantizer._component_
@@ -96,7 +89,8 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _sharded(reading, "fsdp2", gpus, key="nproc_per_node", ways=ways * replicas, stage=2 if keeps else 3)
     if (table.switch("fsdp_cpu_offload") or table.switch("fsdp.cpu_offload")) and reading.flags["engine"].value == "fsdp2":
         reading.tell_offload("fsdp_cpu_offload")
-    reading.tell("precision", "dtype", "fp32" if table.text("dtype") == "fp32" else "bf16")
+    # training/precision.py, get_dtype: float32 where it is left out
+    reading.tell("precision", "dtype", "fp32" if table.text("dtype") in (None, "fp32", "float32") else "bf16")
     reading.number("micro_batch", "batch_size")
     reading.number("grad_accum", "gradient_accumulation_steps", default=1)
     if reading.number("seq_len", "tokenizer.max_seq_len") is None:
@@ -109,9 +103,10 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     chunked = table.last("loss._component_") in ("LinearCrossEntropyLoss", "SFTLoss")
     reading.tell("loss", "loss._component_", "chunked" if chunked else "full", filled=True)
     _tune_adapter(reading, component)
+    if table.switch("compile"):
+        reading.tell_compiled(table, "compile")
     reading.notes.append(_NOT_THEIR_MODULES.format("torchtune"))
-    reading.unmodelled(saves="compile optimizer_in_bwd *ac_mode", adds=_TUNE_ADDS)
-    table.like(_TUNE_KNOWN)
+    reading.unmodelled(saves="optimizer_in_bwd *ac_mode", adds=_TUNE_ADDS)
     return reading.setup("torchtune")
 
 
@@ -136,23 +131,15 @@ def _tune_adapter(reading: Reading, component: str) -> None:
 
 # NeMo AutoModel
 
-_AUTO_KNOWN = """
-    fp8.* model.mtp_* distributed.mp_policy.* longalign model.use_sdpa* model.kda_mode qat.* neftune.* step_scheduler.*
-    validation* nvtx loss_fn.* model.backend.* model.config.* distributed.strategy distributed.dp_size
-    distributed.pipeline.* distributed.moe.* distributed.sequence_parallel distributed.defer_fsdp_grad_sync
-    distributed.enable_* distributed.patch_* peft.use_triton peft.exclude_modules peft.match_all_linear quantization.bnb*
-    autopipeline.* packed_sequence.* model.force_hf model.load_base_model model.output_hidden_states model.use_liger*
-    parallelizer.* peft.dropout_position peft.lora_A_init model.attn_implementation peft.lora_dtype prewarm.*
-    model.text_config* model.num_labels distributed_config.*
-"""
 _AUTO_ADDS = """
-    quantization.load_in_8bit *num_nextn_predict_layers peft.moe_rank_scaling
+    quantization.load_in_8bit *num_nextn_predict_layers
     peft.use_dora qat.* neftune.* teacher_model.* kd_ratio optimizer.master_weights distributed.autocast_dtype longalign.*
     model.sparse* embedding_row_repair.* model.lm_head* distributed.mp_policy.reduce_dtype
 """
-_AUTO_SAVES = (
-    "compile.enabled distributed.offload_policy* freeze_config.* peft.use_memory_efficient_lora model.backend.compile_attn"
-)
+_AUTO_SAVES = """
+    peft.moe_rank_scaling distributed.offload_policy* freeze_config.* peft.use_memory_efficient_lora
+    model.backend.compile_attn optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype
+"""
 
 
 def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
@@ -186,12 +173,13 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
     _optimizer(reading, "optimizer._target_")
     if table.last("loss_fn._target_") == "FusedLinearCrossEntropy":
-        table.saves.add("loss_fn")
-        table.matters["loss_fn"] = "loss_fn is fused with the head, which may save memory: the answer is the most it takes"
+        reading.tell_cut_loss("loss_fn._target_")
     _auto_adapter(reading)
     reading.notes.append(_NOT_THEIR_MODULES.format("AutoModel"))
     reading.unmodelled(saves=_AUTO_SAVES, adds=_AUTO_ADDS, either="fp8.enabled model.backend.te_fp8.recipe")
-    table.like(_AUTO_KNOWN)
+    if table.switch("compile.enabled"):
+        reading.tell_compiled(table, "compile.enabled")
+    table.like("ci.* benchmark.* _*")
     return reading.setup("automodel")
 
 
@@ -233,9 +221,6 @@ def _auto_adapter(reading: Reading) -> None:
 
 # nanotron
 
-_NANO_KNOWN = """
-    data_stages model.init_method.* model.ddp_bucket_cap_mb model.make_vocab* tokens.* parallelism.* s3_upload* doremi*
-"""
 _OWN_LAYERS = "nanotron's own layers are not modelled: Megatron-Core's, with the same degrees and fp32 gradients, are counted"
 
 
@@ -249,10 +234,18 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
     reading.tell("gpus", "parallelism", (table.count("parallelism.dp") or 1) * tp * pp * cp)
     reading.tell("engine", "parallelism", "megatron")
     reading.tell("stage", "optimizer.zero_stage", 1 if table.count("optimizer.zero_stage", least=0) else 0)
-    reading.tell("precision", "model.dtype", "bf16-mixed" if table.text("model.dtype") == "bfloat16" else "fp32")
+    word = table.text("model.dtype") or "bfloat16"
+    reading.tell("precision", "model.dtype", "bf16-mixed" if word == "bfloat16" else "fp32")
     if table.switch("optimizer.accumulate_grad_in_fp32") is False:
         reading.notes.append("accumulate_grad_in_fp32 is false: gradients are counted in fp32, which is the most they take")
-    reading.tell("sequence_parallel", "parallelism.tp_mode", tp > 1 and table.text("parallelism.tp_mode") == "REDUCE_SCATTER")
+    mode, schedule = (str(table.get(f"parallelism.{key}") or "") for key in ("tp_mode", "pp_engine"))
+    reading.tell("sequence_parallel", "parallelism.tp_mode", tp > 1 and mode.upper() == "REDUCE_SCATTER")
+    if pp > 1 and schedule != "1f1b":  # config/parallelism_config.py: all forwards before all backwards
+        reading.tell("pipeline_schedule", "parallelism.pp_engine", "gpipe", filled=not schedule)
+    if table.switch("parallelism.tp_recompute_allgather") is False:
+        table.matters["tp_recompute_allgather"] = (
+            "inputs gathered for tensor parallelism are kept, which is not counted: the answer is too low"
+        )
     reading.tell("recompute", "parallelism.recompute_layer", "full" if table.switch("parallelism.recompute_layer") else "none")
     for flag, key in (
         ("micro_batch", "micro_batch_size"),
@@ -264,7 +257,6 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
     config = _nanotron_config(whole.table("model").table("model_config").data)
     reading.tell("model", "model.model_config", model_from_config(config, name="nanotron's model_config"))
     table.like("model.model_config.* optimizer.optimizer_factory.name")
-    table.like(_NANO_KNOWN)
     return reading.setup("nanotron")
 
 
@@ -287,9 +279,18 @@ def _nanotron_config(said: Mapping[str, object]) -> dict[str, object]:
 
 # Lightning: litgpt's own keys, and those of LightningCLI's Trainer
 
-_LIT_KNOWN = """
-    data* optimizer* model.* num_nodes devices precision model_config* log* ops
-"""
+#: Lightning's defaults of DeepSpeed's keys.
+_GIVEN = {
+    "sub_group_size": 10**12, "contiguous_gradients": True, "overlap_comm": True, "reduce_scatter": True,
+    "allgather_bucket_size": 200_000_000, "reduce_bucket_size": 200_000_000,
+}  # fmt: skip
+_WHOLE = (
+    "strategy fsdp has no auto_wrap_policy: blocks are counted as units, but a module that does not wrap them itself is one unit, "
+    "gathered as a whole: the answer may be too low"
+)
+_IN_FP32 = (
+    "FSDP2 gathers fp32 weights under autocast, and they are counted in 16 bits: the answer is too low by up to two blocks"
+)
 _STRATEGIES = {
     "fsdp": ("fsdp1", 3),
     "FSDPStrategy": ("fsdp1", 3),
@@ -307,27 +308,64 @@ def lightning_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     devices = table.data.get(f"{before}devices")
     each = len(devices) if isinstance(devices, list) else devices if isinstance(devices, int) and devices > 0 else None
     gpus = each * (table.count(f"{before}num_nodes") or 1) if each else gpus
-    strategy = table.last(f"{before}strategy") or table.last(f"{before}strategy.class_path") or ("fsdp" if is_lit else "ddp")
+    strategy = (
+        table.last(f"{before}strategy")
+        or table.last(f"{before}strategy.class_path")
+        or (_lit_strategy(table) if is_lit else "ddp")
+    )
     engine, stage = _STRATEGIES.get(strategy, ("fsdp1" if "fsdp" in strategy else "ddp", 3 if "fsdp" in strategy else 0))
     if strategy.lower().startswith("deepspeed"):
-        found = re.search(r"stage_(\d)", strategy)
-        said = table.count(f"{before}strategy.init_args.stage", least=0)
-        engine, stage = "deepspeed", int(found[1]) if found else 2 if said is None else said
+        engine, stage = "deepspeed", _lightning_deepspeed(reading, strategy, f"{before}strategy.init_args.")
+    elif "fsdp" in strategy.lower() and not is_lit:
+        _lightning_fsdp(reading, strategy, f"{before}strategy.init_args.")
     _sharded(reading, engine, gpus, key=f"{before}strategy", stage=stage)
-    word = str(table.get(f"{before}precision") or "32-true")
+    # litgpt trains in mixed precision where nothing is said: litgpt/utils.py
+    word = str(table.get(f"{before}precision") or ("bf16-mixed" if is_lit else "32-true"))
     kinds = {"bf16-mixed": "bf16-mixed", "bf16": "bf16-mixed", "bf16-true": "bf16", "16-mixed": "fp16-mixed", "16": "fp16-mixed",
              "32": "fp32", "32-true": "fp32"}  # fmt: skip
     if word not in kinds:
         raise table.refused(f"{before}precision", f"use one of {', '.join(kinds)}")
-    reading.tell("precision", f"{before}precision", kinds[word])
+    kind = "bf16-mixed" if engine == "deepspeed" and word == "bf16-true" else kinds[word]  # DeepSpeed's bf16 has fp32 copies
+    reading.tell("precision", f"{before}precision", kind, filled=table.data.get(f"{before}precision") is None)
+    if engine == "fsdp2" and kinds[word].endswith("mixed"):
+        table.matters["precision"] = _IN_FP32
     if is_lit:
         reading.notes.append(_NOT_THEIR_MODULES.format("litgpt"))
         _lit(reading, gpus or 1)
     else:
         _lightning_batch(reading)
-    reading.unmodelled(saves="optimizer.class_path.galore*", adds="lora_head trainer.strategy.init_args.cpu_offload")
-    table.like(_LIT_KNOWN)
+    reading.unmodelled(adds="lora_head")
+    table.like("model.* data.* model_config* slurm*")
     return reading.setup("lightning")
+
+
+def _lightning_fsdp(reading: Reading, strategy: str, before: str) -> None:
+    """Lightning leaves a model whole that neither it nor a policy wraps (pytorch/strategies/fsdp.py)."""
+    table = reading.table
+    if strategy == "fsdp_cpu_offload" or table.get(f"{before}cpu_offload") is True:
+        reading.tell_offload(f"{before}cpu_offload")
+    if not table.like(f"{before}auto_wrap_policy*"):
+        table.matters["auto_wrap_policy"] = _WHOLE
+    if table.like(f"{before}activation_checkpointing_policy*"):
+        reading.tell("recompute", f"{before}activation_checkpointing_policy", "full")
+
+
+def _lightning_deepspeed(reading: Reading, strategy: str, before: str) -> int:
+    """Say what Lightning gives to DeepSpeed (pytorch/strategies/deepspeed.py, _create_default_config); returns the stage."""
+    table = reading.table
+    found, said = re.search(r"stage_(\d)", strategy), table.count(f"{before}stage", least=0)
+    stage = int(found[1]) if found else 2 if said is None else said
+    zero: dict[str, object] = {"stage": stage}
+    for key, default in _GIVEN.items():
+        value = table.get(f"{before}{key}")
+        zero[key] = default if value is None else value
+    device = "nvme" if strategy.endswith("nvme") else "cpu"
+    for key, section in (("offload_optimizer", "offload_optimizer"), ("offload_parameters", "offload_param")):
+        if table.switch(f"{before}{key}") or ("_offload" in strategy and (stage == 3 or key == "offload_optimizer")):
+            zero[section] = {"device": device, "pin_memory": bool(table.switch(f"{before}pin_memory"))}
+    auto = {"enabled": "auto"}
+    reading.deepspeed = DeepSpeedPart({"zero_optimization": zero, "bf16": auto, "fp16": auto}, f"{table.where}: {before}")
+    return stage
 
 
 def _lightning_batch(reading: Reading) -> None:
@@ -344,6 +382,14 @@ def _lightning_batch(reading: Reading) -> None:
         reading.tell_model(named, str(table.data[named]))
 
 
+_HYBRID = "litgpt shards within a node (FSDP1's HYBRID_SHARD): FSDP2's replicas of the same layout are counted"
+
+
+def _lit_strategy(table: FlatTable) -> str:
+    """FSDP1, and FSDP2 for adapters (finetune/lora.py)."""
+    return "fsdp" if table.data.get("lora_r") is None else "ModelParallelStrategy"
+
+
 def _lit(reading: Reading, gpus: int) -> None:
     """Say what litgpt's scripts read (finetune/, pretrain.py); under FSDP they recompute every block in fine-tuning."""
     table = reading.table
@@ -351,7 +397,12 @@ def _lit(reading: Reading, gpus: int) -> None:
     if named is not None:
         reading.tell_model(named, str(table.data[named]).removeprefix("checkpoints/"))
     size = reading.number("micro_batch", "train.micro_batch_size") or 1
-    reading.tell_steps("train.global_batch_size", table.count("train.global_batch_size"), size * gpus)
+    total = table.count("train.global_batch_size") or (16 if named == "checkpoint_dir" else 512)
+    reading.tell_steps("train.global_batch_size", total, size * gpus)
+    nodes = table.count("num_nodes") or 1
+    if named == "model_name" and nodes > 1 and gpus % nodes == 0:  # pretrain.py: HYBRID_SHARD, whole within a node
+        reading.tell("replicas", "num_nodes", nodes)
+        reading.tell("engine", "num_nodes", "fsdp2", also=("fsdp1",), note=_HYBRID)
     if reading.number("seq_len", "train.max_seq_length") is None:
         reading.notes.append(_NO_LENGTH)
     reading.tell("recompute", "FSDPStrategy", "full" if gpus > 1 and named == "checkpoint_dir" else "none", filled=True)

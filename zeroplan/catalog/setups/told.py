@@ -1,6 +1,6 @@
 """Reads the settings of a job from a configuration file, key by key, and combines them with the flags."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -61,6 +61,12 @@ class Setup(NamedTuple):
     """Keys that change memory in a way that is not modelled, and the note that names each."""
     saves: frozenset[str] = frozenset()
     """Those among them that can only save memory."""
+    head_rows: int | None = None
+    """Outputs of the head, where the file trains a model that classifies."""
+    pairs: bool = False
+    """Its micro-batch is in pairs, each of which is two sequences here."""
+    used: tuple[str, ...] = ()
+    """Its keys that say something of the job."""
 
 
 class Taken(NamedTuple):
@@ -144,23 +150,14 @@ _EFFECTS = {
 }
 
 
-#: Keys of programs with hundreds, most of which change no memory of a training step: data, learning rates, evaluation, what is
-#: logged and saved. A misspelt key that looks like one of these is not named.
-_OF_NO_MATTER_WORDS = """
-    *dataset* *data_files* *train_file *validation_file *tokenizer* *seed* *shuffl* *lr lr_* *_lr *_lr_* *learning_rate*
-    *warmup* *weight_decay* *decay_* *momentum *beta1 *beta2 *beta3 *betas *eps *eps2 *epsilon* *epochs *max_steps *_steps
-    *_step *interval *save* *resume* log_* *.log_* *logging* *logger* *report_to *run_name *wandb* *swanlab* *mlflow*
-    *comet* *trackio* *tensorboard* *hub* *push_to* *token *output_dir* *out_dir *cache* *eval* *test* *metric* *early_stop*
-    *dataloader* *num_workers* *num_proc* *prefetch_factor *pin_memory *drop_last *timeout* *_backend *port *debug* *profil*
-    *trust_remote_code *revision *template* *prompt* *system *special_tokens *temperature *top_k *top_p *reward* *generat*
-    *vllm* *sglang* *rollout* *ray_* *clip* *grad_norm *name *_type *alpha *coef* *coeff *loss_scale* *ratio *image* *video*
-    *audio* *processor* *streaming* *column* *samples* *strict* *verbos* *project* *version *_target_ *_id *callbacks *ckpt*
-    *checkpoint_dir *hostfile *messages* checkpoint.* *.checkpoint.* checkpoints.* *checkpointer.* data.* ci.* general.*
-    launched_gpus device *rng* dist_env.* benchmark.* trainer.* optim.* *.optim.* lr_scheduler.* optimizer.* compile.*
-    recipe recipe.* hydra.* _* algo.* algorithm.* critic.* ref.* *.ref.* train.* adam.* *.adam.* kto* dpo.* rm.* reward.*
-    actor_rollout_ref.ref.* slurm* skypilot*
-"""
-_OF_NO_MATTER = tuple(_OF_NO_MATTER_WORDS.split())
+#: Keys that other programs' own code knows, by their last word: a line for each kind (tests/catalog/setups/known_keys.py).
+KNOWN_KEYS = Path(__file__).with_name("known_keys.txt")
+
+
+def known_keys(kind: Kind) -> frozenset[str]:
+    """Return the last words of the keys that a program knows; none of a program whose reader knows all that it has."""
+    lines = (line.partition(": ") for line in KNOWN_KEYS.read_text(encoding="utf-8").splitlines())
+    return next((frozenset(words.split()) for name, _, words in lines if name == kind), frozenset())
 
 
 class Table:
@@ -173,8 +170,8 @@ class Table:
         """Keys that change memory in a way that is not modelled, and a note on each."""
         self.saves: set[str] = set()
         """Those among them that can only save memory."""
-        self.of_no_matter: tuple[str, ...] = ()
-        """Patterns of keys of which an unknown one is not named."""
+        self.said: Mapping[str, object] = data
+        """The file's own keys."""
         self.left_out: frozenset[str] = frozenset()
         """Keys whose value is the program's default, not the file's."""
 
@@ -264,10 +261,10 @@ class Table:
                     self.matters[key] = f"{self.name(key)}={shown(value)} {_EFFECTS[effect]}"
                     self.saves.update([key] * (effect == "saves"))
 
-    def unknown(self) -> Iterator[str]:
-        """A note on every key that no reader used and that may change memory."""
+    def unknown(self, known: Collection[str] = ()) -> Iterator[str]:
+        """A note on every key that no reader used, that may change memory, and that the program does not know itself."""
         for key in sorted(self.data.keys() - self.read, key=str):
-            if not any(fnmatchcase(str(key), one) for one in self.of_no_matter):
+            if key not in known:
                 yield f"{shown(self.name(str(key)))} is not known here and left out"
 
 
@@ -281,7 +278,7 @@ class TranslatedTable(Table):
         kept = {key: value for key, value in theirs.data.items() if key not in instead.values()}
         super().__init__({**kept, **made}, theirs.where)
         self.instead, self.read, self.matters, self.saves = instead, theirs.read, theirs.matters, theirs.saves
-        self.of_no_matter = theirs.of_no_matter
+        self.said = theirs.said
         self.left_out = frozenset(key for key, own in instead.items() if theirs.data.get(own) is None)
 
     def name(self, key: str) -> str:
@@ -302,7 +299,7 @@ class FlatTable(Table):
 
     def __init__(self, data: Mapping[str, object], where: str) -> None:
         super().__init__(dict(_flat(data)), where)
-        self.of_no_matter = _OF_NO_MATTER
+        self.leave(("launched_gpus",))
         for key, value in self.data.items():
             if isinstance(value, str) and value.startswith("${") and value.endswith("}"):
                 other = self.data.get(value[2:-1])
@@ -312,10 +309,13 @@ class FlatTable(Table):
         """The last word of a dotted name, such as a class's; empty where it is left out."""
         return str(self.get(key) or "").rpartition(".")[2]
 
-    def unknown(self) -> Iterator[str]:
-        """One note on all keys that no reader used and that are not null."""
+    def unknown(self, known: Collection[str] = ()) -> Iterator[str]:
+        """One note on all keys that no reader used, that are not null, and that the program does not know itself."""
         unread = [key for key, value in self.data.items() if key not in self.read and value is not None]
-        left = [shown(key) for key in unread if not any(fnmatchcase(key, one) for one in self.of_no_matter)]
+        lasts = {key: key.rpartition(".")[2] for key in unread}
+        left = [
+            shown(key) for key, last in lasts.items() if last[:1] != "_" and not {last, last.removeprefix("no_")} & set(known)
+        ]
         if left:
             yield f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} not known here and left out"
 
@@ -336,6 +336,13 @@ def ends_counted_apart(program: str) -> str:
     )
 
 
+COMPILED = (
+    "the step is counted without torch.compile; in the runs that were compared a compiled one took no more "
+    "(`zeroplan dryrun` follows the compiler)"
+)
+_CUT = "which takes as much, and a piece of the logits beside it"
+
+
 class Reading:
     """One file, read once, and what was read so far. ``folder`` is where to look for files that it names."""
 
@@ -347,6 +354,8 @@ class Reading:
         self.notes: list[str] = []
         self.deepspeed: DeepSpeedPart | None = None
         self.own_units = ""
+        self.head_rows: int | None = None
+        self.pairs = False
 
     def tell(
         self, flag: str, key: str, value: object, *, filled: bool = False, also: tuple[object, ...] = (), note: str = ""
@@ -367,6 +376,24 @@ class Reading:
         if value is not None:
             self.tell(flag, key, value * times, filled=said is None)
         return value
+
+    def tell_pairs(self) -> None:
+        """Say twice as many sequences: a chosen and a rejected one in a pair."""
+        self.pairs = True
+        size = self.flags["micro_batch"]
+        self.flags["micro_batch"] = size._replace(value=2 * int(str(size.value)))
+
+    def tell_compiled(self, table: Table, key: str) -> None:
+        """Say that the step is compiled, which is counted without a compiler."""
+        self.table.matters[table.name(key)] = f"{table.name(key)}={shown(table.data[key])}: {COMPILED}"
+        self.table.saves.add(table.name(key))
+
+    def tell_cut_loss(self, key: str) -> None:
+        """Say that logits are never whole (cut_cross_entropy 25.1, cce.py).
+
+        It keeps one number of each token and makes both gradients in the backward, which Liger's holds from the forward on.
+        """
+        self.tell("loss", key, "fused", filled=True, note=f"{self.table.name(key)} is counted as Liger's fused loss, {_CUT}")
 
     def degree(self, flag: str, *keys: str) -> int:
         """Say a degree of parallelism above 1; returns it. 0 and -1 are 1 to some programs."""
@@ -397,13 +424,23 @@ class Reading:
         """Note the keys that change memory and are not modelled; see Table's."""
         self.table.unmodelled(saves=saves, adds=adds, either=either)
 
+    def _says(self, key: str) -> bool:
+        """Whether the file has this key, with the tables that it is in."""
+        data: object = self.table.said
+        if key in self.table.data or key in self.table.said:
+            return True
+        for part in key.split("."):
+            data = data.get(part) if isinstance(data, dict) else None
+        return data is not None
+
     def setup(self, kind: Kind) -> Setup:
         """Everything that was read, and a note on every key that no reader used."""
         matters = self.table.matters
-        notes = (*matters.values(), *self.notes, *self.table.unknown())
+        notes = (*matters.values(), *self.notes, *self.table.unknown(known_keys(kind)))
         return Setup(
             kind, self.flags, self.options, self.asks, notes, self.deepspeed, own_units=self.own_units, matters=matters,
-            saves=frozenset(self.table.saves),
+            saves=frozenset(self.table.saves), head_rows=self.head_rows, pairs=self.pairs,
+            used=tuple(dict.fromkeys(one.key for one in (*self.flags.values(), *self.options.values()) if self._says(one.key))),
         )  # fmt: skip
 
 

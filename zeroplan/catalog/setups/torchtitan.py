@@ -102,7 +102,7 @@ def _refuse(reading: _Reading) -> None:
     """What changes memory and has no words in a job."""
     whole = reading.table
     if reading.tables["compile"].switch("enable"):
-        raise reading.tables["compile"].refused("enable", "torch.compile is not modelled; use false")
+        reading.tell_compiled(reading.tables["compile"], "enable")
     _float8(reading)
     reading.tables["optimizer"].refuse({"early_step_in_backward": ()})
     reading.tables["parallelism"].refuse({"enable_fsdp_symm_mem": ()})

@@ -41,8 +41,11 @@ _REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(
 _SAVES = "use_liger_kernel optim_target_modules load_in_8bit activation_offloading precompute_ref_log_probs padding_free"
 _ADDS = """
     neftune_noise_alpha label_smoothing_factor use_dora modules_to_save lora_modules_to_save beta num_generations
-    max_completion_length max_prompt_length
+    max_completion_length
 """
+_PAIRS = (
+    "beta={} is that of preferences: pairs are counted as two sequences, a reference model is not (`zeroplan workflow dpo`)"
+)
 _EITHER = (
     "torch_compile torch_compile_backend torch_compile_mode torchdynamo half_precision_backend bf16_full_eval fp16_full_eval"
 )
@@ -72,6 +75,7 @@ _KNOWN_WORDS = """
     validation_split_percentage max_train_samples max_eval_samples preprocessing_num_workers overwrite_cache streaming
     tokenizer_name tokenizer_name_or_path cache_dir token use_auth_token model_revision trust_remote_code use_fast_tokenizer
     low_cpu_mem_usage keep_linebreaks packing packing_strategy eval_packing eos_token pad_token chat_template_path
+    max_prompt_length dataset_mixture dataset_mixer dataset_splits chat_template loss_type hub_model_revision
     completion_only_loss assistant_only_loss lora_alpha lora_task_type use_rslora bnb_4bit_quant_storage
     bnb_4bit_compute_dtype model_init_kwargs
 """
@@ -98,6 +102,9 @@ def arguments_read(table: Table, folder: Path) -> Reading:
     table.unmodelled(saves=_SAVES, adds=_ADDS, either=_EITHER, harmless=_HARMLESS)
     for read in (_deepspeed, _engine, _precision, _batch, _recomputation, _ddp, _optimizer, _model, _adapter, _accelerators):
         read(reading)
+    if table.matters.keys() & {"beta", "num_generations"} == {"beta"}:
+        reading.tell_pairs()
+        table.matters["beta"] = _PAIRS.format(shown(table.data["beta"]))
     table.leave(_KNOWN)
     return reading
 

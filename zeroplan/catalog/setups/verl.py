@@ -18,15 +18,6 @@ _MOVED = "param_offload and optimizer_offload move weights and states to the GPU
 _ULYSSES = "Ulysses' ranks split a sequence outside of attention and its heads inside: a rank's share of its tokens is counted"
 _FILLED = "dynamic batches hold up to {} tokens: as many whole sequences are counted"
 
-_KNOWN = """
-    *.override_transformer_config.* use_remove_padding *.lora.* *.torch_dtype *.calculate_sum* engine optim
-    *.override_config *.loss_* *.use_shm *.external_lib *.lora_A_init_method *.dropout_position *.type *.use_remove_padding
-    *.wrap_policy.* *.param_offload *.optimizer_offload *.grad_offload *.use_dist_checkpointing *.dist_checkpointing_path
-    *.use_mbridge *.vanilla_mbridge *.forward_prefetch *.use_torch_compile *.buffer_dtype *.hybrid_engine *.hf_config_path
-    *.freeze_vision_tower *.use_prefix_grouper *.override_config.* *.use_orig_params defaults config_path
-    *.fused_kernel_options.* *.full_determinism *.forward_only *.model_config.* engine.* transfer_queue.* async_training.*
-    *.router_replay.* *.lora_adapter_path *.exclude_modules *.entropy_checkpointing *.entropy_from_logits_with_chunking
-"""
 _SAVES = "*.use_liger *.use_fused_kernels *.enable_activation_offload *.tiled_mlp.enabled *.offload_policy *.cpu_offload"
 _ADDS = "*.entropy_coeff *.calculate_entropy *.mtp.enable_train *.mtp.enable"
 
@@ -44,7 +35,7 @@ def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     _policy(reading, gpus) if trains_a_policy else _supervised(reading, gpus)
     reading.tell("attention", "attn_implementation", "flash", filled=True)
     reading.unmodelled(saves=_SAVES, adds=_ADDS)
-    table.like(_KNOWN)
+    table.like("*_kwargs.* hydra.* config_path")
     return reading.setup("verl")
 
 
