@@ -19,6 +19,7 @@ _LARGEST = 10**18
 
 def of_estimate(answer: Estimate, name: str = "") -> Side:
     """An estimate, tensor by tensor."""
+    time = time_of(answer.job)
     sent = tuple(
         Sent(call.operation, f"{call.what}, {call.when}", int(call.payload_bytes), int(call.sent_bytes))
         for call in answer.traffic.collectives
@@ -37,14 +38,9 @@ def of_estimate(answer: Estimate, name: str = "") -> Side:
         job=answer.job,
         verdict=answer.verdict,
         tensors="cuda",
-        **_pace(answer.job),
+        step_s=None if time is None else float(time.seconds),
+        tokens_per_s=None if time is None else float(time.tokens_per_s),
     )
-
-
-def _pace(job: JobSpec) -> dict[str, float]:
-    """The time of a step and what it trains, as fields of a side; empty where they are not known."""
-    time = time_of(job)
-    return {} if time is None else {"step_s": float(time.seconds), "tokens_per_s": float(time.tokens_per_s)}
 
 
 def _totals(answer: Estimate) -> dict[str, int]:
