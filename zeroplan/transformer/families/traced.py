@@ -15,7 +15,7 @@ from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line, Module, OffGpu, Tag
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Bool, Int, maximum, where
-from zeroplan.spec.family import TRAITS
+from zeroplan.spec.family import LATENT_FAMILIES, TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import EVEN, Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place
@@ -263,6 +263,7 @@ def structure_of(
         model.moe.num_experts if model.moe is not None and model.adapter is not None else 0,
         model.head_norms,
         kind == "global" and TRAITS[model.family].unturned,
+        x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
     )
 
 
@@ -342,7 +343,7 @@ def _with_lines(point: BackwardPoint, made_of: Callable[[tuple[Line, ...]], tupl
 def plan_of(structure: Block, *, run_again: bool) -> Plan:
     """Run a structure's program. ``run_again``: a checkpoint's backward runs the forward again, and may peak there."""
     index, source = Index(), program_of(structure.family).source
-    dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family == "deepseek_v3"}
+    dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family in LATENT_FAMILIES}
     tape, given, output = run_forward(structure, saving=True, recomputed=run_again)
     kept = (given.store, *tape.history.input_copies) if structure.offloaded else tape.saved
     forward, casts, cached = index.forward(tape, kept, dtypes), index.elements(tape.casts), index.elements(tape.cached)
