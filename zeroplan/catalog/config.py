@@ -230,7 +230,8 @@ def _refuse_other_architectures(source: _Source) -> None:
                 raise NoFormulasError(f"{key}={shown(config[key])} in config.json: {family} has no experts; {_moe_way_out()}")
     if family not in LATENT_FAMILIES and config.get("kv_lora_rank") is not None:
         raise NoFormulasError(
-            f"kv_lora_rank={shown(config['kv_lora_rank'])} in config.json: only {' and '.join(LATENT_FAMILIES)} have latent attention"
+            f"kv_lora_rank={shown(config['kv_lora_rank'])} in config.json: only {' and '.join(LATENT_FAMILIES)} have "
+            "latent attention"
         )
     if family == "minimax_m2" and 2 * source.integer("rotary_dim") != source.integer("head_dim"):
         raise NoFormulasError(

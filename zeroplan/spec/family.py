@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple, get_args
 
 #: Families by their ``model_type``.
 Family = Literal[
-    "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2", "gemma3_text", "phi3",
-    "olmo2", "olmo3", "exaone4", "granite", "glm", "glm4", "cohere", "cohere2", "starcoder2", "gpt2", "gpt_neox", "opt", "bloom",
-    "mixtral", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
-    "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
+    "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2",
+    "gemma3_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "glm", "glm4", "cohere", "cohere2", "starcoder2", "gpt2",
+    "gpt_neox", "opt", "bloom", "mixtral", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text",
+    "qwen3_5_moe_text", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
 Activation = Literal[

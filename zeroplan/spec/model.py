@@ -9,10 +9,10 @@ from zeroplan.spec.base import Count, Dimension, Range, Spec
 from zeroplan.spec.family import (
     DENSE_LAYERS,
     FREE_ACTIVATION,
-    HEAD_NORMS,
-    LEARNED_POSITIONS,
     GATED_SHARED_EXPERTS,
+    HEAD_NORMS,
     LATENT_FAMILIES,
+    LEARNED_POSITIONS,
     LINEAR_FAMILIES,
     MOE_FAMILIES,
     ONE_WIDTH_FAMILIES,

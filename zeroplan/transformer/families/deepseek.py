@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and GLM-4 MoE Lite (GLM-4.7-Flash): latent attention; a gated MLP in the first layers, routed and shared experts in the others."""
+"""DeepSeek-V3 and GLM-4 MoE Lite (GLM-4.7-Flash): latent attention; first a gated MLP, then routed and shared experts."""
 
 from functools import partial
 

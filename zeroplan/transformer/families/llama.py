@@ -1,4 +1,4 @@
-"""Llama, Mistral, Ministral 3, Qwen2, Qwen3, Seed-OSS, SmolLM3, Hunyuan and Granite: a block, its parameters, its keys of ``config.json``.
+"""Llama, Mistral, Ministral 3, Qwen2, Qwen3, Seed-OSS, SmolLM3, Hunyuan, Granite: a block, parameters, keys of ``config.json``.
 
 ``decoder.py`` has the layer, the attention and the MLP as programs. A trained block keeps, in the order of its forward: its input
 (in fp32) and the result of the first norm; what each of the q, k and v projections read, which is one tensor; for attention's
@@ -11,8 +11,8 @@ branch's output by a constant. The families' classes differ in biases, too.
 from functools import partial
 
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, Rotated, gated_mlp, layer, rotated
 from zeroplan.transformer.families.definition import (
     Around,
@@ -74,7 +74,7 @@ MINISTRAL = "transformers 5.23, models/ministral3/modeling_ministral3.py"
 
 
 def _rotated_and_scaled(tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
-    """Return queries and keys with rotary positions. Each token's queries are multiplied by a number, which grows with its place."""
+    """Return queries and keys with rotary positions. A number that grows with its place multiplies each token's queries."""
     source = f"{MINISTRAL}, Ministral3Attention.forward"
     turned, key = rotated(tape, query, key, block, source=source)
     scale = tape.make(op.TENSOR, "scale of each token's queries", turned.dtype * s, source)
