@@ -54,7 +54,7 @@ RANDOM_STATE = 24
 """Seed and offset that CUDA's attention kernels save, of 8 bytes, or 16 and 8; the estimate leaves them out."""
 BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
-    "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
+    "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
     "cohere2",
 )  # fmt: skip
 BY_KINDS = ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2")

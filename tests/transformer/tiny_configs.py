@@ -64,6 +64,8 @@ TINY: dict[str, dict[str, object]] = {
     },
     "granite": _LLAMA,
     "granite, biases, tied": _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "ernie4_5": _LLAMA | {"head_dim": 16},
+    "ernie4_5, untied, narrow heads": _LLAMA | {"head_dim": 8, "tie_word_embeddings": False},
     "glm": _LLAMA | {"head_dim": 16},
     "cohere": _LLAMA,
     "cohere, untied, biases": _LLAMA | {"tie_word_embeddings": False, "attention_bias": True},
@@ -92,6 +94,10 @@ TINY: dict[str, dict[str, object]] = {
     "bloom": _GPT | {"hidden_size": 32, "n_layer": 3, "n_head": 4},
     "bloom, untied": _GPT | {"hidden_size": 32, "n_layer": 3, "n_head": 4, "tie_word_embeddings": False},
     "mixtral": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe, biases, tied": _LLAMA | {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "tie_word_embeddings": True,
+    },
     "olmoe": _LLAMA | {"num_experts": 4, "num_experts_per_tok": 2},
     "olmoe, biases, tied": _LLAMA | {
         "num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "tie_word_embeddings": True,

@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple, get_args
 #: Families by their ``model_type``.
 Family = Literal[
     "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2",
-    "gemma3_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "glm", "glm4", "cohere", "cohere2", "starcoder2", "gpt2",
-    "gpt_neox", "opt", "bloom", "mixtral", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text",
-    "qwen3_5_moe_text", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
+    "gemma3_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere", "cohere2", "starcoder2",
+    "gpt2", "gpt_neox", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next",
+    "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
 Activation = Literal[
@@ -87,6 +87,7 @@ TRAITS: Mapping[str, Traits] = {
     "olmo3": Traits("olmo2", window=True, global_every=4, angles_of_kinds=True),
     "exaone4": Traits("olmo2", window=True, global_every=4, unturned=True, head_norms=True),
     "granite": Traits("llama", divides_logits=True),
+    "ernie4_5": Traits("ernie4_5"),
     "glm": Traits("glm4", turned=2, biased_output=False),
     "glm4": Traits("glm4", turned=2, biased_output=False),
     "cohere": Traits("cohere", divides_logits=True, head_norms=None),
@@ -99,6 +100,7 @@ TRAITS: Mapping[str, Traits] = {
     "mixtral": Traits(
         "mixtral", other_activations=False, window=True, experts="dispatched", one_width=True, routes_in_32_bits=True
     ),
+    "granitemoe": Traits("granitemoe", other_activations=False, experts="on this rank", one_width=True, divides_logits=True),
     "olmoe": Traits("mixtral", other_activations=False, experts="dispatched", one_width=True),
     "minimax_m2": Traits(
         "mixtral", other_activations=False, experts="dispatched", one_width=True, routes_in_32_bits=True, turned=2

@@ -319,7 +319,8 @@ _QWEN2 = _CONFIG._replace(
     keys={**_CONFIG.keys, "attention_bias": ("qkv_bias",)},
     only={"mlp_only_layers": ([],), "norm_topk_prob": (False,), "use_sliding_window": (False,)},
     counted_as={"output_router_logits": ROUTER_LOGITS},
-    harmless={**ROUTER_LOSS, "read where there is a window": ("sliding_window", "max_window_layers")},
+    optional_window=True,
+    harmless=ROUTER_LOSS,
 )
 _OF_3_5 = ConfigKeys(
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "head_dim": 256, "linear_conv_kernel_dim": 4},
