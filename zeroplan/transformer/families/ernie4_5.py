@@ -65,5 +65,7 @@ _CONFIG = ConfigKeys(
     dropout={},
     only={"use_bias": (False,)},
 )
-_TABLES = Tables(8 * s * d, "rotary cos and sin, fp32", f"{ERNIE}, Ernie4_5RotaryEmbedding.forward", in_32_bits=True)
+_TABLES = Tables(
+    8 * s * d, "rotary cos and sin, fp32", f"{ERNIE}, Ernie4_5RotaryEmbedding.forward", in_32_bits=True, copied=True
+)
 FAMILIES = {"ernie4_5": Definition(layer(_LAYER), _tensors, _CONFIG, tables=_TABLES)}

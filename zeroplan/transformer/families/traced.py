@@ -348,7 +348,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     kept = (given.store, *tape.history.input_copies) if structure.offloaded else tape.saved
     forward, casts, cached = index.forward(tape, kept, dtypes), index.elements(tape.casts), index.elements(tape.cached)
     tape.release(output, given)
-    tape.drop(*(tape.history.input_copies if structure.offloaded else ()))
+    tape.drop(*(one for one in tape.history.input_copies if structure.offloaded or one not in tape.saved))
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
     whole, until_saved = tape.moments.copy(), tape.moments_until_last_saved()
     tape.run_backward(output, incoming)
@@ -440,7 +440,7 @@ def _above_the_backward(
     beside = [
         one._replace(
             stores=(
-                *(store for store in one.stores if store is not given or given in tape.saved),
+                *(store for store in one.stores if store not in (given, *tape.history.input_copies) or store in tape.saved),
                 *tape.history.waiting_at_rerun,
             )
         )
