@@ -27,6 +27,8 @@ from zeroplan.spec.family import (
     DISPATCHED_FAMILIES,
     FAMILIES,
     FREE_ACTIVATION,
+    GATED_SHARED_EXPERTS,
+    LATENT_FAMILIES,
     LINEAR_FAMILIES,
     MOE_FAMILIES,
     ONE_WIDTH_FAMILIES,
@@ -57,7 +59,7 @@ _SPLIT_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop
 PLACED_ELSEWHERE = ("llama",)
 _FIXED_BIASES = {
     "mistral": (False, False), "phi3": (False, False), "mixtral": (False, False), "gpt2": (True, True), "opt": (True, True),
-    "bloom": (True, True), "starcoder2": (True, True),
+    "bloom": (True, True), "starcoder2": (True, True), "ministral3": (False, False), "ernie4_5": (False, False),
 }  # fmt: skip
 
 
@@ -88,7 +90,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     positions = draw.choice((64, 1024, 2048)) if family in ("gpt2", "opt") else draw.choice((4096, 2**20))
     attention_bias, mlp_bias = _biases(draw, family)
     n_layers = layers * _about(draw, 1, max(1, 96 // layers))
-    mla = _latent(draw) if family == "deepseek_v3" else None
+    mla = _latent(draw) if family in LATENT_FAMILIES else None
     return ModelSpec(
         name=_mostly(draw, "", "mine"),
         family=family, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=n_layers, num_attention_heads=heads,
@@ -109,7 +111,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
 
 def _heads(draw: Random, family: str, ranks: int) -> tuple[int, int, int]:
     kv_heads = ranks * _about(draw, 1, max(1, 32 // ranks))
-    groups = 1 if family in (*_PLAIN_HEADS, "deepseek_v3") else draw.randint(1, 8)
+    groups = 1 if family in (*_PLAIN_HEADS, *LATENT_FAMILIES) else draw.randint(1, 8)
     return groups * kv_heads, kv_heads, 2 * TRAITS[family].turned * _about(draw, 2, 32)
 
 
@@ -127,7 +129,7 @@ def _experts(draw: Random, family: str, ffn: int, layers: int) -> MoeSpec:
         num_experts=experts,
         num_experts_per_tok=draw.randint(1, min(8, experts)),
         moe_intermediate_size=ffn if family in ONE_WIDTH_FAMILIES else 8 * _about(draw, 1, 512),
-        num_shared_experts=draw.randint(TRAITS[family].linear, 2) if family in SHARED_EXPERTS else 0,
+        num_shared_experts=draw.randint(family in GATED_SHARED_EXPERTS, 2) if family in SHARED_EXPERTS else 0,
         num_dense_layers=_mostly(draw, 0, draw.randint(0, layers)) if family in DENSE_LAYERS else 0,
     )
 

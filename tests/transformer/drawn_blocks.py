@@ -20,6 +20,7 @@ from zeroplan.spec.family import (
     FAMILIES,
     FREE_ACTIVATION,
     GLOBAL_LAYERS,
+    LATENT_FAMILIES,
     LINEAR_FAMILIES,
     MOE_FAMILIES,
     ONE_WIDTH_FAMILIES,
@@ -53,7 +54,7 @@ RANDOM_STATE = 24
 """Seed and offset that CUDA's attention kernels save, of 8 bytes, or 16 and 8; the estimate leaves them out."""
 BIASED_AT_WILL = (
     "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
-    "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "dots1", "glm", "gemma", "cohere",
+    "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
     "cohere2",
 )  # fmt: skip
 BY_KINDS = ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2")
@@ -97,7 +98,7 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     hidden = heads * head_dim if square else max(8 * heads, int(part * heads * head_dim) // (8 * heads) * 8 * heads)
     wide = max(hidden, heads * head_dim)
     ffn = 4 * hidden if family == "bloom" else int(wide * draw.choice((1, 1.5, 2, 2.6875, 3.5, 5))) // 8 * 8
-    mla = _latent(draw) if family == "deepseek_v3" else None
+    mla = _latent(draw) if family in LATENT_FAMILIES else None
     every = GLOBAL_LAYERS.get(family)
     own_tables = family in LINEAR_FAMILIES or TRAITS[family].angles_of_kinds  # which go with the first layer that reads them
     block = 1 if every is None else draw.choice((1, 2 * every - 1 if own_tables else every - 1))
@@ -128,7 +129,7 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
 def _biases(draw: Random, family: str) -> dict[str, bool]:
     always = family in (*PLAIN_HEADS, "qwen2", "gpt_oss", "starcoder2")
     free = family in BIASED_AT_WILL and bool(draw.randint(0, 1))
-    attention = free if family == "gpt_neox" else always or free
+    attention = free if family in ("gpt_neox", "qwen2_moe") else always or free
     mlp = family in (*PLAIN_HEADS, "starcoder2") or (family in ("llama", "granite", "smollm3") and draw.randint(0, 3) == 0)
     return {"attention_bias": attention, "mlp_bias": mlp}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroplan.spec.family import LINEAR_FAMILIES, ONE_WIDTH_FAMILIES, SHARED_EXPERTS
+from zeroplan.spec.family import LATENT_FAMILIES, LINEAR_FAMILIES, ONE_WIDTH_FAMILIES, SHARED_EXPERTS
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 
 #: Width of an expert's MLP.
@@ -13,7 +13,7 @@ LINEAR = LinearSpec(num_key_heads=3, num_value_heads=6, key_head_dim=10, value_h
 def moe_spec(family: str, shape: tuple[int, ...], *, latent_queries: bool = True) -> ModelSpec:
     """Describe a two-layer model of a shape of ``test_activations``; DeepSeek-V3 gets two shared experts and no dense layer."""
     _, _, heads, kv_heads, head_dim, ffn, vocab, hidden = shape
-    deepseek = family == "deepseek_v3"
+    deepseek = family in LATENT_FAMILIES
     mla = MlaSpec(
         q_lora_rank=48 if latent_queries else None,
         kv_lora_rank=40,

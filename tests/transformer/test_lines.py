@@ -14,6 +14,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import (
     DENSE_LAYERS,
     FAMILIES,
+    LATENT_FAMILIES,
     LINEAR_FAMILIES,
     MOE_FAMILIES,
     ONE_WIDTH_FAMILIES,
@@ -53,7 +54,7 @@ def spec(family: str) -> ModelSpec:
         intermediate_size=4 * 96 if family == "bloom" else 160,
         num_hidden_layers=3,
         num_attention_heads=6,
-        num_key_value_heads=6 if gpt2 or family == "deepseek_v3" else 2,
+        num_key_value_heads=6 if gpt2 or family in LATENT_FAMILIES else 2,
         head_dim=16,
         vocab_size=211,
         positions=64 if gpt2 else 0,
@@ -68,7 +69,7 @@ def spec(family: str) -> ModelSpec:
         if moe
         else None,
         mla=MlaSpec(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12)
-        if family == "deepseek_v3"
+        if family in LATENT_FAMILIES
         else None,
         linear=LinearSpec(num_key_heads=2, num_value_heads=6, key_head_dim=10, value_head_dim=14)
         if family in LINEAR_FAMILIES

@@ -28,7 +28,6 @@ from zeroplan.transformer.blocks import Compute
 
 pytestmark = pytest.mark.torch
 
-TOO_LOW = {("qwen3_5_moe_text", 6)}
 WRITTEN_OUT = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "granite", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3")
 
 
@@ -60,8 +59,6 @@ def assert_runs_as_is_said(
 @pytest.mark.parametrize("number", range(10 if every_case() else 2))
 def test_blocks_drawn_of_every_family(family: str, number: int) -> None:
     """In 16 and 32 bits and under autocast, with every kernel of attention and every kind of recomputation."""
-    if (family, number) in TOO_LOW:
-        pytest.xfail("in fp32 torch copies one expert's weight, which is left out and shows in a sequence of 16 tokens")
     case = drawn_block(Random(f"{family} {number}"), family)  # noqa: S311  draws tests
     assert on_the_fake_gpu(differences, case) == (), case
 
@@ -123,6 +120,17 @@ def test_latent_attention_whose_values_are_as_wide_as_its_queries(*, recompute: 
     assert spec.mla is not None
     mla = replace(spec.mla, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24)
     spec = replace(spec, mla=mla, head_dim=24)
+    assert_runs_as_is_said(spec, Compute(2, autocast=False, attention="sdpa"), size, recompute=recompute)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_heads_that_the_flash_kernel_fills_up(family: str, *, recompute: bool) -> None:
+    """Their elements are no multiple of 8, as OpenLLaMA 3B's hundred."""
+    draw = Random(f"{family}, filled up")  # noqa: S311  draws tests
+    spec, size = drawn(draw, family)
+    mla = None if spec.mla is None else replace(spec.mla, qk_nope_head_dim=16, qk_rope_head_dim=4, v_head_dim=20)
+    spec = replace(spec, mla=mla, head_dim=20)
     assert_runs_as_is_said(spec, Compute(2, autocast=False, attention="sdpa"), size, recompute=recompute)
 
 

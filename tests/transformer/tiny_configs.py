@@ -23,6 +23,10 @@ _DENSE_NEXT = {key: value for key, value in _NEXT.items() if "expert" not in key
 _GLM = _LLAMA | {
     "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
 }  # fmt: skip
+_QWEN2_MOE = _LLAMA | {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48,
+}  # fmt: skip
+_FLASH = {key: value for key, value in _DEEPSEEK.items() if key not in ("first_k_dense_replace", "n_group", "topk_group")}
 
 TINY: dict[str, dict[str, object]] = {
     "llama": _LLAMA,
@@ -30,6 +34,8 @@ TINY: dict[str, dict[str, object]] = {
     "llama, tied, wide heads": _LLAMA | {"tie_word_embeddings": True, "head_dim": 16},
     "mistral": _LLAMA,
     "mistral, wide heads": _LLAMA | {"head_dim": 16},
+    "ministral3": _LLAMA | {"head_dim": 16},
+    "ministral3, a window, tied": _LLAMA | {"head_dim": 8, "sliding_window": 16, "tie_word_embeddings": True},
     "qwen2": _LLAMA,
     "qwen2, tied": _LLAMA | {"tie_word_embeddings": True},
     "qwen3": _LLAMA | {"head_dim": 16},
@@ -58,6 +64,8 @@ TINY: dict[str, dict[str, object]] = {
     },
     "granite": _LLAMA,
     "granite, biases, tied": _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "ernie4_5": _LLAMA | {"head_dim": 16},
+    "ernie4_5, untied, narrow heads": _LLAMA | {"head_dim": 8, "tie_word_embeddings": False},
     "glm": _LLAMA | {"head_dim": 16},
     "cohere": _LLAMA,
     "cohere, untied, biases": _LLAMA | {"tie_word_embeddings": False, "attention_bias": True},
@@ -86,11 +94,17 @@ TINY: dict[str, dict[str, object]] = {
     "bloom": _GPT | {"hidden_size": 32, "n_layer": 3, "n_head": 4},
     "bloom, untied": _GPT | {"hidden_size": 32, "n_layer": 3, "n_head": 4, "tie_word_embeddings": False},
     "mixtral": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe, biases, tied": _LLAMA | {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "tie_word_embeddings": True,
+    },
     "olmoe": _LLAMA | {"num_experts": 4, "num_experts_per_tok": 2},
     "olmoe, biases, tied": _LLAMA | {
         "num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "tie_word_embeddings": True,
     },
     "minimax_m2": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    "qwen2_moe": _QWEN2_MOE,
+    "qwen2_moe, no biases, tied": _QWEN2_MOE | {"qkv_bias": False, "tie_word_embeddings": True},
     "qwen3_moe": _LLAMA | {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16, "mlp_only_layers": [0],
     },
@@ -107,6 +121,8 @@ TINY: dict[str, dict[str, object]] = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v3, whole queries, biases": _DEEPSEEK | {"q_lora_rank": None, "attention_bias": True},
     "deepseek_v3, biases, no dense layer": _DEEPSEEK | {"attention_bias": True, "first_k_dense_replace": 0},
+    "glm4_moe_lite": _FLASH,
+    "glm4_moe_lite, whole queries, biases": _FLASH | {"q_lora_rank": None, "attention_bias": True},
     "glm4_moe": _GLM | {"head_dim": 16},
     "glm4_moe, biases, norms of heads": _GLM | {"attention_bias": True, "use_qk_norm": True, "head_dim": 8},
     "dots1": _GLM | {"norm_topk_prob": True},

@@ -23,7 +23,16 @@ from zeroplan.catalog.config_rest import (
 )
 from zeroplan.catalog.text import one_line, read_text, shown, strict_json
 from zeroplan.errors import NoFormulasError, SpecError, unknown_name
-from zeroplan.spec.family import FAMILIES, LINEAR_FAMILIES, MOE_FAMILIES, ONE_WIDTH_FAMILIES, PLAIN_HEADS, TRAITS
+from zeroplan.spec.family import (
+    FAMILIES,
+    GATED_SHARED_EXPERTS,
+    LATENT_FAMILIES,
+    LINEAR_FAMILIES,
+    MOE_FAMILIES,
+    ONE_WIDTH_FAMILIES,
+    PLAIN_HEADS,
+    TRAITS,
+)
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 
 Config: TypeAlias = Mapping[str, object]
@@ -219,9 +228,10 @@ def _refuse_other_architectures(source: _Source) -> None:
         for key in ("num_experts", "num_local_experts", "n_routed_experts"):
             if config.get(key) not in (None, 0, 1):
                 raise NoFormulasError(f"{key}={shown(config[key])} in config.json: {family} has no experts; {_moe_way_out()}")
-    if family != "deepseek_v3" and config.get("kv_lora_rank") is not None:
+    if family not in LATENT_FAMILIES and config.get("kv_lora_rank") is not None:
         raise NoFormulasError(
-            f"kv_lora_rank={shown(config['kv_lora_rank'])} in config.json: only deepseek_v3 has latent attention"
+            f"kv_lora_rank={shown(config['kv_lora_rank'])} in config.json: only {' and '.join(LATENT_FAMILIES)} have "
+            "latent attention"
         )
     if family == "minimax_m2" and 2 * source.integer("rotary_dim") != source.integer("head_dim"):
         raise NoFormulasError(
@@ -294,7 +304,7 @@ def _intermediate_size(source: _Source, hidden: int) -> int:
 def _key_value_heads(source: _Source, heads: int) -> int:
     key_value_heads = source.integer("num_key_value_heads", heads)
     origin = "in config.json" if source.states("num_key_value_heads") else "(the default, config.json states none)"
-    if source.family in (*PLAIN_HEADS, "deepseek_v3") and key_value_heads != heads:
+    if source.family in (*PLAIN_HEADS, *LATENT_FAMILIES) and key_value_heads != heads:
         raise NoFormulasError(
             f"num_key_value_heads={key_value_heads} {origin} has no formula: "
             f"{source.family} has as many as attention heads, {heads}"
@@ -307,7 +317,7 @@ def _key_value_heads(source: _Source, heads: int) -> int:
 
 
 def _head_dim(source: _Source, hidden: int, heads: int) -> int:
-    if source.family == "deepseek_v3":
+    if source.family in LATENT_FAMILIES:
         return source.integer("qk_nope_head_dim") + source.integer("qk_rope_head_dim")
     stated = source.optional_integer("head_dim")
     if stated is not None and (source.family not in PLAIN_HEADS or stated * heads == hidden):
@@ -367,7 +377,7 @@ def _moe(source: _Source) -> MoeSpec | None:
 
 def _shared_experts(source: _Source) -> int:
     """Return the number of shared experts; for one shared expert of any width, as many as have that width together."""
-    if source.family not in LINEAR_FAMILIES:
+    if source.family not in GATED_SHARED_EXPERTS:
         return source.integer("num_shared_experts", 0)
     shared, width = source.integer("shared_expert_intermediate_size"), source.integer("moe_intermediate_size")
     if shared % width:
@@ -386,6 +396,8 @@ def _linear(source: _Source) -> LinearSpec | None:
 
 def _dense_layers(source: _Source) -> int:
     """Return the number of layers with a dense MLP before those with experts."""
+    if source.family == "glm4_moe_lite":
+        return _dense_kinds(source)
     if source.family != "qwen3_moe":
         return source.integer("num_dense_layers", 0, least=0)
     layers = source.config.get("mlp_only_layers")
@@ -398,8 +410,21 @@ def _dense_layers(source: _Source) -> int:
     return len(layers)
 
 
+def _dense_kinds(source: _Source) -> int:
+    """Return the same of a list of each layer's kind; without one, the class makes the first layer dense."""
+    layers = source.config.get("mlp_layer_types")
+    if layers is None:
+        return 1
+    number = layers.count("dense") if isinstance(layers, list | tuple) else 0
+    if layers != ["dense"] * number + ["sparse"] * (source.integer("num_hidden_layers") - number):
+        raise NoFormulasError(
+            f"mlp_layer_types={shown(layers)} in config.json has no formula; dense layers must come first, then sparse ones"
+        )
+    return number
+
+
 def _mla(source: _Source) -> MlaSpec | None:
-    if source.family != "deepseek_v3":
+    if source.family not in LATENT_FAMILIES:
         return None
     return MlaSpec(
         q_lora_rank=source.optional_integer("q_lora_rank"),

@@ -13,6 +13,7 @@ from zeroplan.errors import NoFormulasError, SpecError
 from zeroplan.spec.family import (
     FREE_ACTIVATION,
     GLOBAL_LAYERS,
+    LATENT_FAMILIES,
     LINEAR_FAMILIES,
     MOE_FAMILIES,
     SAVES_ITS_INPUT,
@@ -82,7 +83,7 @@ def known_keys(family: str) -> frozenset[str]:
     fields = (
         *_FIELDS,
         *(_EXPERT_FIELDS if family in MOE_FAMILIES else ()),
-        *(_LATENT_FIELDS if family == "deepseek_v3" else ()),
+        *(_LATENT_FIELDS if family in LATENT_FAMILIES else ()),
         *((f"linear_{field}" for field in LINEAR_FIELDS) if family in LINEAR_FAMILIES else ()),
     )
     own = config_keys(family)

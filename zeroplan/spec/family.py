@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple, get_args
 
 #: Families by their ``model_type``.
 Family = Literal[
-    "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2", "gemma3_text", "phi3",
-    "olmo2", "olmo3", "exaone4", "granite", "glm", "glm4", "cohere", "cohere2", "starcoder2", "gpt2", "gpt_neox", "opt", "bloom",
-    "mixtral", "olmoe", "minimax_m2", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
-    "deepseek_v3", "glm4_moe", "dots1", "gpt_oss",
+    "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2",
+    "gemma3_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere", "cohere2", "starcoder2",
+    "gpt2", "gpt_neox", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next",
+    "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
 Activation = Literal[
@@ -64,6 +64,8 @@ class Traits(NamedTuple):
     """Layers with a window have tables of positions of their own."""
     turned: int = 1
     """Rotary positions rotate 1/``turned`` of each head."""
+    latent: bool = False
+    """It has multi-head latent attention."""
     sdpa: bool = True
     """It runs ``scaled_dot_product_attention`` (``_supports_sdpa``), else eager attention."""
 
@@ -71,6 +73,7 @@ class Traits(NamedTuple):
 TRAITS: Mapping[str, Traits] = {
     "llama": Traits("llama"),
     "mistral": Traits("llama", window=True),
+    "ministral3": Traits("llama", window=True),
     "qwen2": Traits("llama", biased_output=False),
     "qwen3": Traits("llama", head_norms=True),
     "seed_oss": Traits("llama", biased_output=False),
@@ -84,6 +87,7 @@ TRAITS: Mapping[str, Traits] = {
     "olmo3": Traits("olmo2", window=True, global_every=4, angles_of_kinds=True),
     "exaone4": Traits("olmo2", window=True, global_every=4, unturned=True, head_norms=True),
     "granite": Traits("llama", divides_logits=True),
+    "ernie4_5": Traits("ernie4_5"),
     "glm": Traits("glm4", turned=2, biased_output=False),
     "glm4": Traits("glm4", turned=2, biased_output=False),
     "cohere": Traits("cohere", divides_logits=True, head_norms=None),
@@ -96,9 +100,13 @@ TRAITS: Mapping[str, Traits] = {
     "mixtral": Traits(
         "mixtral", other_activations=False, window=True, experts="dispatched", one_width=True, routes_in_32_bits=True
     ),
+    "granitemoe": Traits("granitemoe", other_activations=False, experts="on this rank", one_width=True, divides_logits=True),
     "olmoe": Traits("mixtral", other_activations=False, experts="dispatched", one_width=True),
     "minimax_m2": Traits(
         "mixtral", other_activations=False, experts="dispatched", one_width=True, routes_in_32_bits=True, turned=2
+    ),
+    "qwen2_moe": Traits(
+        "qwen3_next", other_activations=False, experts="on this rank", shared_experts=True, biased_output=False
     ),
     "qwen3_moe": Traits(
         "mixtral", other_activations=False, window=True, experts="dispatched", head_norms=True, dense_layers=True
@@ -112,7 +120,10 @@ TRAITS: Mapping[str, Traits] = {
         one_width=True,
     ),
     "deepseek_v3": Traits(
-        "deepseek", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True
+        "deepseek", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, latent=True
+    ),
+    "glm4_moe_lite": Traits(
+        "deepseek", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, latent=True
     ),
     "glm4_moe": Traits(
         "glm4_moe", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, head_norms=None,
@@ -142,7 +153,10 @@ LEARNED_POSITIONS = families(lambda one: one.learned_positions)
 #: Positions that are no rotation of queries and keys: learned, or a slope over the scores.
 UNROTATED = (*LEARNED_POSITIONS, "bloom")
 LINEAR_FAMILIES = families(lambda one: one.linear)
+LATENT_FAMILIES = families(lambda one: one.latent)
 SHARED_EXPERTS = families(lambda one: one.shared_experts)
+#: Their shared expert has a gate of its own, and a width.
+GATED_SHARED_EXPERTS = families(lambda one: one.file == "qwen3_next" and one.shared_experts)
 ONE_WIDTH_FAMILIES = families(lambda one: one.one_width)
 MOE_FAMILIES = families(lambda one: one.experts != "none")
 DISPATCHED_FAMILIES = families(lambda one: one.experts == "dispatched")

@@ -9,7 +9,9 @@ from zeroplan.spec.base import Count, Dimension, Range, Spec
 from zeroplan.spec.family import (
     DENSE_LAYERS,
     FREE_ACTIVATION,
+    GATED_SHARED_EXPERTS,
     HEAD_NORMS,
+    LATENT_FAMILIES,
     LEARNED_POSITIONS,
     LINEAR_FAMILIES,
     MOE_FAMILIES,
@@ -241,7 +243,7 @@ class ModelSpec(Spec):
 
     def _check_family(self) -> None:
         for part, families in (
-            ("moe", MOE_FAMILIES), ("mla", ("deepseek_v3",)), ("linear", LINEAR_FAMILIES), ("profile", ("profile",)),
+            ("moe", MOE_FAMILIES), ("mla", LATENT_FAMILIES), ("linear", LINEAR_FAMILIES), ("profile", ("profile",)),
         ):  # fmt: skip
             if (getattr(self, part) is not None) != (self.family in families):
                 word = "needs" if self.family in families else "has no"
@@ -277,7 +279,7 @@ class ModelSpec(Spec):
             raise SpecError(
                 f"head_dim={self.head_dim} of a {self.family} model has no formula: its heads are as wide as hidden_size together"
             )
-        if self.moe is not None and self.linear is not None and not self.moe.num_shared_experts:
+        if self.moe is not None and self.family in GATED_SHARED_EXPERTS and not self.moe.num_shared_experts:
             raise SpecError(f"num_shared_experts=0: a {self.family} model has an expert that every token visits; write 1")
         if self.moe is not None and self.moe.num_shared_experts and self.family not in SHARED_EXPERTS:
             raise SpecError(f"family={self.family!r} has no shared experts; only {' and '.join(SHARED_EXPERTS)} have")

@@ -17,7 +17,7 @@ from zeroplan.transformer.params import layout
 from zeroplan.transformer.vision import VISION, tower_buffers
 
 #: Families whose routers add a bias, a buffer, to the scores that experts are chosen by.
-BIASED_ROUTERS = ("deepseek_v3", "glm4_moe", "dots1", "minimax_m2")
+BIASED_ROUTERS = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2")
 _FP32 = 4
 _FREQUENCIES_TWICE = 2 * _FP32
 """``inv_freq`` and ``original_inv_freq``, in fp32 whatever the model's dtype."""
@@ -54,7 +54,7 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
 
         return profile_of(model).buffer_bytes
     scale = element_bytes if model.family in ("gemma", "gemma2", "gemma3_text") else 0
-    of_bias = _FP32 if model.family == "glm4_moe" else element_bytes
+    of_bias = _FP32 if model.family in ("glm4_moe", "glm4_moe_lite") else element_bytes
     return _frequencies(model) + tower_buffers(model) + scale + _routing_biases(model) * of_bias
 
 

@@ -18,14 +18,17 @@ def alike(model: ModelSpec, block: Parameters) -> Layout:
     return _around(model, (BlockRun("dense", model.num_hidden_layers, block),))
 
 
-def with_experts(model: ModelSpec, attention: Parameters, routed: Callable[[MoeSpec], Parameters]) -> Layout:
-    """Return a model of dense blocks, if any, followed by blocks with experts."""
+def with_experts(
+    model: ModelSpec, attention: Parameters, routed: Callable[[MoeSpec], Parameters], *, norms_first: bool = False
+) -> Layout:  # fmt: skip
+    """Return a model of dense blocks, if any, followed by blocks with experts. ``norms_first``: norms come before the experts."""
     assert model.moe is not None  # noqa: S101  these families always have it
     n_dense, norms = model.moe.num_dense_layers, two_norms(model)
     dense = (*attention, *gated("mlp", model, model.intermediate_size), *norms)
+    after = (*norms, *routed(model.moe)) if norms_first else (*routed(model.moe), *norms)
     runs = (
         BlockRun("dense", n_dense, dense),
-        BlockRun("moe", model.num_hidden_layers - n_dense, (*attention, *routed(model.moe), *norms)),
+        BlockRun("moe", model.num_hidden_layers - n_dense, (*attention, *after)),
     )
     return _around(model, tuple([run for run in runs if run.layers]))
 
@@ -89,12 +92,12 @@ def gated(name: str, model: ModelSpec, width: int, *, bias: bool = False) -> Par
     )
 
 
-def fused_experts(model: ModelSpec, moe: MoeSpec) -> Parameters:
+def fused_experts(model: ModelSpec, moe: MoeSpec, module: str = "mlp") -> Parameters:
     """Return all experts of a layer in two tensors, each (experts, out, in), as transformers 5 fuses them."""
     hidden, width = model.hidden_size, moe.moe_intermediate_size
     return (
-        of_experts("mlp.experts.gate_up_proj", moe, 2 * width, hidden),
-        of_experts("mlp.experts.down_proj", moe, hidden, width),
+        of_experts(f"{module}.experts.gate_up_proj", moe, 2 * width, hidden),
+        of_experts(f"{module}.experts.down_proj", moe, hidden, width),
     )
 
 

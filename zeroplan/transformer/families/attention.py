@@ -15,7 +15,7 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.operators import TEMPORARY, TENSOR, Factor, cast, factors, makes, run, tensor
 from zeroplan.transformer.families.tags import CUDA_ALONE, FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH, TWICE_ON_CPU
 from zeroplan.transformer.families.tape import Arriving, Beside, Saved, Site, Store, Tape, Value, Width
-from zeroplan.transformer.symbols import T, a, b, c, c_a, d, e, q, r, s, y
+from zeroplan.transformer.symbols import T, a, b, c, c_a, d, e, k_d, q, r, s, y
 
 SDPA = "transformers 5.23, integrations/sdpa_attention.py, sdpa_attention_forward"
 FLASH_2 = "transformers 4.45.2, models/mistral/modeling_mistral.py, MistralFlashAttention2.forward"
@@ -23,6 +23,7 @@ EAGER = "transformers 5.23, models/llama/modeling_llama.py, eager_attention_forw
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, eager_attention_forward"
 SINKS = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, eager_attention_forward"
 CHOICE = "torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, can_use_mem_efficient_attention"
+FILLED = "torch 2.13, aten/src/ATen/native/transformers/attention.cpp, pad_last_dim"
 MATH = "torch 2.13, aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math"
 EFFICIENT_BACKWARD = "torch 2.13, aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h, workspace_size"
 
@@ -75,6 +76,24 @@ def flash(tape: Tape, heads: Heads, *, size: HeadSize = "small") -> Attended:
     scratch = (FLASH_SCRATCH, flash_scratch(size, grouped=heads.grouped, copied=copied), FLASH_BACKWARD)
     made = _kernel(tape, heads, operands, scratch, copied=heads.joined)
     return Attended(in_order_of_tokens(tape, made, "attention output in the order of tokens") if heads.joined else made)
+
+
+def flash_of_filled(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
+    """Run the flash kernel on copies whose heads are filled up to a multiple of 8 elements, and cut its output to their size."""
+    bare, head = _cast_heads(tape, heads.query, heads.key, heads.value), 8 * ceil(d, 8)
+    rows = (("queries", a), ("keys", k_d), ("values", k_d))
+    filled = [
+        op.run(
+            tape, one, f"{name}, heads filled up", Site(f"{name}, filled up", FILLED), shape=T * number * head,
+            gradient=f"gradient of the {name}",
+        )
+        for one, (name, number) in zip(bare, rows, strict=True)
+    ]  # fmt: skip
+    scratch = (FLASH_SCRATCH, flash_scratch(size, grouped=heads.grouped, copied=True, width=a * head), FLASH_BACKWARD)
+    operands = (filled[0], filled[1], filled[2])
+    made = _kernel(tape, heads._replace(joined=True), operands, scratch, copied=True, width=a * head)
+    tape.release(*bare)
+    return Attended(in_order_of_tokens(tape, made, "attention output, cut", of="gradient of the output, filled up"))
 
 
 def efficient(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
@@ -157,10 +176,11 @@ def _kernel(
     padded: bool = False,
     copied: bool = False,
     twice: bool = False,
+    width: Size = c,
 ) -> Value:
     """Run one kernel. It saves its operands, its output and a log-sum-exp per row; some kernels pad these to rows of 32."""
     reason = "attention output" if copied else "attention output, input of the output projection"
-    made = tensor(tape, f"{reason}, twice on a CPU" if twice else reason, e, T * c, SDPA, TWICE_ON_CPU if twice else PLAIN)
+    made = tensor(tape, f"{reason}, twice on a CPU" if twice else reason, e, T * width, SDPA, TWICE_ON_CPU if twice else PLAIN)
     filled = 128 * a * b * ceil(s, 32)
     in_one = filled if padded and tape.offloading else 4 * T * a
     sums = [tape.make(TENSOR, "log-sum-exp of the scores, fp32", in_one, SDPA)]
@@ -209,7 +229,7 @@ def efficient_scratch(size: HeadSize, *, half: bool) -> Size:
     return before + at_least(0, sums + workspace - before)
 
 
-def flash_scratch(size: HeadSize, *, grouped: bool, copied: bool = False) -> Size:
+def flash_scratch(size: HeadSize, *, grouped: bool, copied: bool = False, width: Size = q) -> Size:
     """Return the workspace inside the flash kernel's backward on CUDA. [bytes]
 
     It holds the queries' gradients in fp32 and a sum per row; the kernel pads heads to a multiple of 32, those beyond 128 to one of
@@ -219,8 +239,8 @@ def flash_scratch(size: HeadSize, *, grouped: bool, copied: bool = False) -> Siz
     filled = 64 if size == "large" else 32
     taken = 512 * a * b * ceil(s, 128) * (filled * ceil(d, filled) + 1)
     if grouped:
-        taken = taken + 2 * e * T * q
-    return taken + e * T * c if copied else taken
+        taken = taken + 2 * e * T * width
+    return taken + e * T * (c if width is q else width) if copied else taken
 
 
 def _cast_heads(tape: Tape, query: Value, key: Value, value: Value) -> tuple[Value, Value, Value]:
@@ -231,9 +251,12 @@ def _cast_heads(tape: Tape, query: Value, key: Value, value: Value) -> tuple[Val
     )
 
 
-def in_order_of_tokens(tape: Tape, value: Value, reason: str) -> Value:
-    """``transpose(1, 2).contiguous()`` where that copies, which releases ``value``. The gradient is a view."""
-    made = run(tape, value, f"{reason}, input of the output projection", Site("order of tokens", SDPA))
+def in_order_of_tokens(tape: Tape, value: Value, reason: str, *, of: str = "") -> Value:
+    """``transpose(1, 2).contiguous()`` where that copies, which releases ``value``. The gradient is a view, else called ``of``."""
+    shape = T * c if of else None
+    made = run(
+        tape, value, f"{reason}, input of the output projection", Site("order of tokens", SDPA), shape=shape, gradient=of
+    )
     tape.release(value)
     return made
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention; a gated MLP in the first layers, routed and shared experts in the others."""
+"""DeepSeek-V3 and GLM-4 MoE Lite (GLM-4.7-Flash): latent attention; first a gated MLP, then routed and shared experts."""
 
 from functools import partial
 
@@ -266,10 +266,16 @@ _LATENT = (
     "self_attn.kv_a_layernorm", "self_attn.kv_b_proj", "self_attn.o_proj",
 )  # fmt: skip
 EXPERT_MODULES = ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn", *gated_modules("mlp.shared_experts"))
-FAMILIES = {
-    "deepseek_v3": Definition(
-        layer(Layer(LLAMA_NORM, _attention, mlp, f"{DEEPSEEK}, DeepseekV3DecoderLayer.forward")), _tensors, CONFIG,
-        before_and_after(_LATENT, gated_modules("mlp")), before_and_after(_LATENT, EXPERT_MODULES),
-        Tables(2 * r * s * o),
-    )
-}  # fmt: skip
+_DEEPSEEK = Definition(
+    layer(Layer(LLAMA_NORM, _attention, mlp, f"{DEEPSEEK}, DeepseekV3DecoderLayer.forward")), _tensors, CONFIG,
+    before_and_after(_LATENT, gated_modules("mlp")), before_and_after(_LATENT, EXPERT_MODULES),
+    Tables(2 * r * s * o),
+)  # fmt: skip
+#: GLM's classes are those of DeepSeek-V3 with other names; a list says which layers are dense.
+_GLM = CONFIG._replace(
+    defaults={"max_position_embeddings": 202752, "num_key_value_heads": 20},
+    required=tuple(name for name in CONFIG.required if name != "num_dense_layers"),
+    only={**CONFIG.only, "first_k_dense_replace": (1,), "partial_rotary_factor": (1.0,)},
+    read=("mlp_layer_types",),
+)
+FAMILIES = {"deepseek_v3": _DEEPSEEK, "glm4_moe_lite": _DEEPSEEK._replace(config=_GLM)}

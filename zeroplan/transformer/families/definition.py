@@ -136,6 +136,8 @@ class Block(NamedTuple):
     """The block normalises queries and keys over each head."""
     unturned: bool = False
     """Attention has no rotary positions."""
+    filled: bool = False
+    """The flash kernel fills up heads, whose elements are no multiple of 8."""
 
     @property
     def attend(self) -> Attend:
@@ -148,7 +150,7 @@ class Block(NamedTuple):
             return kernels_of.EAGER_OF.get(self.family, kernels_of.eager)
         if self.attention == "flash":
             repeats = self.grouped and self.family in self.release.flash_repeats
-            return partial(kernels_of.flash_of_repeated if repeats else kernels_of.flash, size=self.head_size)
+            return partial(kernels_of.flash_of_repeated, size=self.head_size) if repeats else self._flash
         if self.masked:
             kernel: Attend = partial(kernels_of.with_mask, size=self.head_size)
         else:
@@ -158,7 +160,11 @@ class Block(NamedTuple):
     def _kernel(self, *, grouped: bool) -> Attend:
         if self.wide and self.kernels == "cuda":
             return kernels_of.in_32_bits if grouped else partial(kernels_of.efficient, size=self.head_size)
-        return partial(kernels_of.flash, size=self.head_size)
+        return self._flash
+
+    @property
+    def _flash(self) -> Attend:
+        return partial(kernels_of.flash_of_filled if self.filled else kernels_of.flash, size=self.head_size)
 
 
 # --- names of a block's modules, in the order in which they run --------------------------------------------------------------

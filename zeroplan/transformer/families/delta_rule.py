@@ -356,12 +356,20 @@ def _iteration(tape: Tape, scan: _Scan, done: _Iteration, *, times: Times, after
     tape.release(both)
     following = state
     if last:
-        size = 12 * STATE + scan.copied  # an upper bound: with copied keys not all of it is alive at once
-        tape.drop(tape.make(op.TEMPORARY, "the last state, which nothing reads, and keys in order", size, RULE))
+        tape.drop(
+            tape.make(op.TEMPORARY, "the last state, which nothing reads, and its factors", _last_state(tape, scan), RULE)
+        )
     else:
         following = _next_state(tape, scan, state, new, (times, after))
     tape.release(state)
     return _Iteration(core, following, (new,), (before,))
+
+
+def _last_state(tape: Tape, scan: _Scan) -> Size:
+    """Return the bytes of the decayed state, what the chunk adds, their sum, and the product's factors: cast, or keys in order."""
+    if tape.autocast:
+        return (8 + e) * STATE + e * (KEY_ROWS + VALUE_ROWS)
+    return 12 * STATE + scan.copied  # an upper bound: with copied keys not all of it is alive at once
 
 
 def _rows(reason: str, times: Times) -> tuple[str, Size]:

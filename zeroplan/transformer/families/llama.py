@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2, Qwen3, Seed-OSS, SmolLM3, Hunyuan and Granite: a block, its parameters, its keys of ``config.json``.
+"""Llama, Mistral, Ministral 3, Qwen2, Qwen3, Seed-OSS, SmolLM3, Hunyuan, Granite: a block, parameters, keys of ``config.json``.
 
 ``decoder.py`` has the layer, the attention and the MLP as programs. A trained block keeps, in the order of its forward: its input
 (in fp32) and the result of the first norm; what each of the q, k and v projections read, which is one tensor; for attention's
@@ -11,8 +11,9 @@ branch's output by a constant. The families' classes differ in biases, too.
 from functools import partial
 
 from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended
-from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, gated_mlp, layer
+from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, Rotated, gated_mlp, layer, rotated
 from zeroplan.transformer.families.definition import (
     Around,
     Block,
@@ -23,9 +24,10 @@ from zeroplan.transformer.families.definition import (
     gated_modules,
 )
 from zeroplan.transformer.families.operators import Norm
-from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, two_norms
+from zeroplan.transformer.symbols import s
 
 LLAMA = "transformers 5.23, models/llama/modeling_llama.py"
 GRANITE = "transformers 5.23, models/granite/modeling_granite.py"
@@ -68,6 +70,31 @@ _GRANITE_LAYER = layer(
     )
 )
 
+MINISTRAL = "transformers 5.23, models/ministral3/modeling_ministral3.py"
+
+
+def _rotated_and_scaled(tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
+    """Return queries and keys with rotary positions. A number that grows with its place multiplies each token's queries."""
+    source = f"{MINISTRAL}, Ministral3Attention.forward"
+    turned, key = rotated(tape, query, key, block, source=source)
+    scale = tape.make(op.TENSOR, "scale of each token's queries", turned.dtype * s, source)
+    made = op.run(
+        tape, turned, "queries, scaled", Site("queries, scaled", source), saved=(scale,), gradient="gradient of the queries"
+    )  # fmt: skip
+    tape.drop(scale)
+    tape.release(turned)
+    return made, key
+
+
+_MINISTRAL_LAYER = layer(
+    Layer(
+        LLAMA_NORM,
+        Attention(f"{MINISTRAL}, Ministral3Attention.forward", rotated=_rotated_and_scaled).run,
+        partial(gated_mlp, source=f"{MINISTRAL}, Ministral3MLP.forward"),
+        f"{MINISTRAL}, Ministral3DecoderLayer.forward",
+    )
+)
+
 # --- parameters --------------------------------------------------------------------------------------------------------------
 
 
@@ -99,6 +126,9 @@ _MISTRAL = ConfigKeys(
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     fixed={"attention_bias": False, "mlp_bias": False},
 )
+_MINISTRAL = _MISTRAL._replace(
+    defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128}
+)  # fmt: skip
 _QWEN2 = ConfigKeys(
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
     fixed={"attention_bias": True, "mlp_bias": False},
@@ -147,6 +177,7 @@ _NORMS_AT_THE_END: Names = (
 FAMILIES = {
     "llama": Definition(_LAYER, _llama, _LLAMA),
     "mistral": Definition(_LAYER, _mistral, _MISTRAL),
+    "ministral3": Definition(_MINISTRAL_LAYER, _mistral, _MINISTRAL),
     "qwen2": Definition(_LAYER, _qwen2, _QWEN2),
     "qwen3": Definition(_LAYER, _qwen3, _QWEN3, before_and_after(WITH_NORMS, gated_modules("mlp"))),
     "seed_oss": Definition(_LAYER, _qwen2, _SEED_OSS),

@@ -1,8 +1,12 @@
 """Qwen3-Next and Qwen3.5: three blocks of linear attention to each of gated full attention; routed experts and a gated shared one.
 
+Qwen2-MoE has the same experts behind Qwen2's attention.
+
 Qwen3.5 has a matrix for each input of linear attention, and models with a plain MLP.
 ``delta_rule.py`` has the recurrence of the linear attention.
 """
+
+from functools import partial
 
 from zeroplan.expr import NOTHING
 from zeroplan.ledger import Module
@@ -10,8 +14,9 @@ from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads
-from zeroplan.transformer.families.decoder import Layer, gated_mlp, rotated
+from zeroplan.transformer.families.decoder import LLAMA_NORM, Layer, gated_mlp, layer, rotated
 from zeroplan.transformer.families.definition import (
+    ATTENTION_MODULES,
     ROUTER_LOGITS,
     ROUTER_LOSS,
     SIZES,
@@ -20,14 +25,26 @@ from zeroplan.transformer.families.definition import (
     Definition,
     Program,
     Tables,
+    before_and_after,
     gated_modules,
 )
 from zeroplan.transformer.families.delta_rule import Given, gated_delta_rule
 from zeroplan.transformer.families.experts import experts_here, router
+from zeroplan.transformer.families.llama import attention
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import KINDS_IN_TURN, Layout, Parameter
-from zeroplan.transformer.params_gated import alternating, fused_experts, gated, head_norms, key_width, query_width, two_norms
+from zeroplan.transformer.params_gated import (
+    alternating,
+    attention_of,
+    fused_experts,
+    gated,
+    head_norms,
+    key_width,
+    query_width,
+    two_norms,
+    with_experts,
+)
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
 from zeroplan.transformer.symbols import A, D, I, J, T, a, c, d, d_4, e, h, k, k_4, k_d, l, m, n, q, q_4, r, s, v
 
@@ -39,6 +56,7 @@ MOE = f"{QWEN3_NEXT}, Qwen3NextSparseMoeBlock.forward"
 QWEN3_5 = "transformers 5.23, models/qwen3_5/modeling_qwen3_5.py"
 LINEAR_3_5 = f"{QWEN3_5}, Qwen3_5GatedDeltaNet.forward"
 MLP = f"{QWEN3_5}, Qwen3_5MLP.forward"
+QWEN2_MOE = "transformers 5.23, models/qwen2_moe/modeling_qwen2_moe.py"
 ROTARY = f"{QWEN3_NEXT}, Qwen3NextRotaryEmbedding.forward"
 NORM = Norm("one plus weight", f"{QWEN3_NEXT}, Qwen3NextRMSNorm.forward")
 GATED_NORM = Norm("cast, then weighted", f"{QWEN3_NEXT}, Qwen3NextRMSNormGated.forward")
@@ -197,7 +215,7 @@ def _moe(tape: Tape, normal: Value, block: Block) -> Value:
         return gated_mlp(tape, normal, block, MLP)
     flat = op.view(tape, normal, Site("experts: their input", MOE))
     shared = gated_mlp(tape, flat, block, MOE, width=n * m, prefix="shared expert: ")
-    routing = router(tape, flat, narrowed=True)
+    routing = router(tape, flat, narrowed=True, divided=block.family != "qwen2_moe")
     with tape.inside(Module.EXPERTS), tape.owning():
         routed = experts_here(tape, flat, routing.weights)
     bare = op.linear(tape, flat, _ONE, Site("gate of the shared expert", MOE))
@@ -226,6 +244,11 @@ def _tensors(model: ModelSpec) -> Layout:
     mlp = gated("mlp", model, model.intermediate_size) if model.moe is None else _with_shared_expert(model, model.moe)
     after = (*mlp, *two_norms(model))
     return alternating(model, KINDS_IN_TURN[1], (*_of_linear(model), *after), (*_of_full(model), *after))
+
+
+def _of_qwen2(model: ModelSpec) -> Layout:
+    attention = attention_of(model, bias=model.attention_bias, output_bias=False)
+    return with_experts(model, attention, partial(_with_shared_expert, model))
 
 
 def _with_shared_expert(model: ModelSpec, moe: MoeSpec) -> Parameters:
@@ -290,6 +313,15 @@ _CONFIG = ConfigKeys(
     read=("shared_expert_intermediate_size",),
     harmless=ROUTER_LOSS,
 )  # fmt: skip
+_QWEN2 = _CONFIG._replace(
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 16, "attention_bias": True},
+    required=tuple(name for name in _CONFIG.required if name not in _LINEAR_SIZES),
+    keys={**_CONFIG.keys, "attention_bias": ("qkv_bias",)},
+    only={"mlp_only_layers": ([],), "norm_topk_prob": (False,), "use_sliding_window": (False,)},
+    counted_as={"output_router_logits": ROUTER_LOGITS},
+    optional_window=True,
+    harmless=ROUTER_LOSS,
+)
 _OF_3_5 = ConfigKeys(
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "head_dim": 256, "linear_conv_kernel_dim": 4},
     fixed={"mlp_bias": False},
@@ -332,6 +364,10 @@ _EXPERTS = (
 _PROGRAM = Program(_layer, LAYER, NORM)
 _AFTER = "post_attention_layernorm"
 FAMILIES = {
+    "qwen2_moe": Definition(
+        layer(Layer(LLAMA_NORM, attention, _moe, f"{QWEN2_MOE}, Qwen2MoeDecoderLayer.forward")), _of_qwen2, _QWEN2,
+        expert_modules=before_and_after(ATTENTION_MODULES, _EXPERTS),
+    ),
     "qwen3_next": Definition(
         _PROGRAM, _tensors, _CONFIG, expert_modules=("input_layernorm", *_MODULES, _AFTER, *_EXPERTS), tables=_TABLES
     ),

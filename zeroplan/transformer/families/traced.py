@@ -15,7 +15,7 @@ from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line, Module, OffGpu, Tag
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Bool, Int, maximum, where
-from zeroplan.spec.family import TRAITS
+from zeroplan.spec.family import LATENT_FAMILIES, TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import EVEN, Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place
@@ -263,6 +263,7 @@ def structure_of(
         model.moe.num_experts if model.moe is not None and model.adapter is not None else 0,
         model.head_norms,
         kind == "global" and TRAITS[model.family].unturned,
+        x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
     )
 
 
@@ -342,12 +343,12 @@ def _with_lines(point: BackwardPoint, made_of: Callable[[tuple[Line, ...]], tupl
 def plan_of(structure: Block, *, run_again: bool) -> Plan:
     """Run a structure's program. ``run_again``: a checkpoint's backward runs the forward again, and may peak there."""
     index, source = Index(), program_of(structure.family).source
-    dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family == "deepseek_v3"}
+    dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family in LATENT_FAMILIES}
     tape, given, output = run_forward(structure, saving=True, recomputed=run_again)
     kept = (given.store, *tape.history.input_copies) if structure.offloaded else tape.saved
     forward, casts, cached = index.forward(tape, kept, dtypes), index.elements(tape.casts), index.elements(tape.cached)
     tape.release(output, given)
-    tape.drop(*(tape.history.input_copies if structure.offloaded else ()))
+    tape.drop(*(one for one in tape.history.input_copies if structure.offloaded or one not in tape.saved))
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
     whole, until_saved = tape.moments.copy(), tape.moments_until_last_saved()
     tape.run_backward(output, incoming)
@@ -439,7 +440,7 @@ def _above_the_backward(
     beside = [
         one._replace(
             stores=(
-                *(store for store in one.stores if store is not given or given in tape.saved),
+                *(store for store in one.stores if store not in (given, *tape.history.input_copies) or store in tape.saved),
                 *tape.history.waiting_at_rerun,
             )
         )

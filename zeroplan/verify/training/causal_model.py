@@ -12,7 +12,15 @@ from torch import nn
 
 from zeroplan.catalog.config_rest import LINEAR_FIELDS, config_keys
 from zeroplan.errors import MeasurementError
-from zeroplan.spec.family import DENSE_LAYERS, FREE_ACTIVATION, ONE_WIDTH_FAMILIES, PLAIN_HEADS, TRAITS, WINDOWED_FAMILIES
+from zeroplan.spec.family import (
+    DENSE_LAYERS,
+    FREE_ACTIVATION,
+    GATED_SHARED_EXPERTS,
+    ONE_WIDTH_FAMILIES,
+    PLAIN_HEADS,
+    TRAITS,
+    WINDOWED_FAMILIES,
+)
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Attention, RecipeSpec
@@ -79,6 +87,9 @@ def _of_one_family(spec: ModelSpec) -> dict[str, object]:
         made["rotary_dim"] = spec.head_dim // 2
     if spec.family == "opt":
         made["word_embed_proj_dim"] = spec.hidden_size
+    if spec.family == "glm4_moe_lite" and spec.moe is not None:
+        dense = spec.moe.num_dense_layers
+        made["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (spec.num_hidden_layers - dense)
     if TRAITS[spec.family].head_norms is None:
         made["use_qk_norm"] = spec.use_qk_norm
     return made
@@ -86,10 +97,8 @@ def _of_one_family(spec: ModelSpec) -> dict[str, object]:
 
 def _linear(spec: ModelSpec) -> dict[str, object]:
     """Linear attention, and the shared expert that every token visits."""
-    if spec.linear is None:
-        return {}
-    own = {f"linear_{field}": getattr(spec.linear, field) for field in LINEAR_FIELDS}
-    if spec.moe is None:
+    own = {} if spec.linear is None else {f"linear_{field}": getattr(spec.linear, field) for field in LINEAR_FIELDS}
+    if spec.moe is None or spec.family not in GATED_SHARED_EXPERTS:
         return own
     return {**own, "shared_expert_intermediate_size": spec.moe.num_shared_experts * spec.moe.moe_intermediate_size}
 

@@ -1,0 +1,89 @@
+"""Granite MoE (Granite 3's 1B-A400M and 3B-A800M): Granite's attention and multipliers, and a softmax over the chosen experts."""
+
+from zeroplan.ledger import Module
+from zeroplan.spec.model import ModelSpec, MoeSpec
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.decoder import Attention, Layer, layer
+from zeroplan.transformer.families.definition import (
+    ATTENTION_MODULES,
+    ROUTER_LOGITS,
+    ROUTER_LOSS,
+    SIZES,
+    Around,
+    Block,
+    ConfigKeys,
+    Definition,
+    before_and_after,
+)
+from zeroplan.transformer.families.experts import Routing, experts_here, picked
+from zeroplan.transformer.families.operators import Norm
+from zeroplan.transformer.families.tape import Site, Tape, Value
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params_gated import attention_of, fused_experts, with_experts
+from zeroplan.transformer.params_modules import Parameters, linear
+from zeroplan.transformer.symbols import E, T, t
+
+GRANITE = "transformers 5.23, models/granitemoe/modeling_granitemoe.py"
+ROUTER = f"{GRANITE}, GraniteMoeTopKRouter.forward"
+
+
+def _moe(tape: Tape, normal: Value, _block: Block) -> Value:
+    """Run router and experts. The router's logits live to the end of the module."""
+    flat = op.view(tape, normal, Site("experts: their input", f"{GRANITE}, GraniteMoeMoE.forward"))
+    routing = _router(tape, flat)
+    with tape.inside(Module.EXPERTS), tape.owning():
+        made = experts_here(tape, flat, routing.weights)
+    tape.drop(routing.indices)
+    tape.release(flat, routing.weights, routing.logits)
+    return made
+
+
+def _router(tape: Tape, flat: Value) -> Routing:
+    """Choose experts by the logits in fp32; the weights are the softmax of the chosen ones."""
+    with tape.owning(leaf=True):
+        bare = op.linear(tape, flat, E, Site("router", ROUTER))
+    logits = op.cast(tape, bare, 4, Site("router: logits", ROUTER))
+    tape.release(bare)
+    indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
+    chosen = picked(tape, logits, ("router: top-k logits", T * t), indices, ROUTER)
+    shares = op.pointwise(tape, chosen, "router: weights in fp32", Site("router: softmax", ROUTER), saves_result=True)
+    weights = op.cast(tape, shares, flat.dtype, Site("router: weights", ROUTER))
+    tape.release(chosen, shares)
+    return Routing(logits, weights, indices)
+
+
+def _tensors(model: ModelSpec) -> Layout:
+    def routed(moe: MoeSpec) -> Parameters:
+        name = "block_sparse_moe"
+        return (*linear(f"{name}.router", model.hidden_size, moe.num_experts), *fused_experts(model, moe, name))
+
+    return with_experts(model, attention_of(model, bias=model.attention_bias), routed, norms_first=True)
+
+
+_LAYER = Layer(
+    Norm("cast, then weighted", f"{GRANITE}, GraniteMoeRMSNorm.forward"),
+    Attention(f"{GRANITE}, GraniteMoeAttention.forward").run,
+    _moe,
+    f"{GRANITE}, GraniteMoeDecoderLayer.forward",
+    multiplied=True,
+)
+_CONFIG = ConfigKeys(
+    defaults={"max_position_embeddings": 2048},
+    fixed={"mlp_bias": False},
+    required=(*SIZES, "num_experts", "num_experts_per_tok"),
+    keys={"num_experts": ("num_local_experts", "num_experts")},
+    counted_as={"output_router_logits": ROUTER_LOGITS},
+    harmless={
+        **ROUTER_LOSS,
+        "numbers in a formula, which change no tensor": (
+            "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling",
+        ),
+    },
+)  # fmt: skip
+_MODULES = tuple(f"block_sparse_moe{name}" for name in ("", ".router", ".experts", ".experts.act_fn"))
+FAMILIES = {
+    "granitemoe": Definition(
+        layer(_LAYER), _tensors, _CONFIG, expert_modules=before_and_after(ATTENTION_MODULES, _MODULES),
+        around=Around(scales_embeddings=True),
+    )
+}  # fmt: skip
