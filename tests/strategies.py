@@ -449,7 +449,17 @@ def _whole(draw: Random, engines: Sequence[str]) -> JobSpec:
         batch=batch(draw, one),
         cluster=_of_nodes(cluster(draw), told),
     )
-    return _all_away(made) if draw.randint(0, 2) == 2 else made
+    made = _all_away(made) if draw.randint(0, 2) == 2 else made
+    return (
+        _stepping_in_backward(made) if made.batch.seq_len % 2 else made
+    )  # no draw of its own, so that others stay as they are
+
+
+def _stepping_in_backward(made: JobSpec) -> JobSpec:
+    """The same with an optimizer that steps inside the backward, where that is modelled."""
+    with suppress(SpecError):
+        return replace(made, recipe=replace(made.recipe, ddp=replace(made.recipe.ddp, step_in_backward=True)))
+    return made
 
 
 def _all_away(made: JobSpec) -> JobSpec:

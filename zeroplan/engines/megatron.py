@@ -17,11 +17,12 @@ from typing import NamedTuple
 from zeroplan.engines.account import Account, PipelineRank, Symbol
 from zeroplan.engines.megatron_chunks import Counts, Schedule, chunks_per_rank, counts_of, fullest, runs_of, stages_of
 from zeroplan.engines.megatron_schedule import INPUT, Left, Stage, left_lines, left_of
+from zeroplan.errors import SpecError
 from zeroplan.ledger import Among, Collective, Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, round_up, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import LEARNED_POSITIONS
-from zeroplan.spec.megatron import chunks_of, cut_flags
+from zeroplan.spec.megatron import PRECISIONS, chunks_of, cut_flags
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import Stage as Chunk
@@ -123,7 +124,11 @@ _WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 def _bytes_of(recipe: RecipeSpec) -> Bytes:
+    """Raises SpecError for a precision without a line: a search asks before it builds jobs, which refuse it themselves."""
     options = recipe.megatron
+    if recipe.precision not in _BYTES:
+        said = ", ".join(PRECISIONS)
+        raise SpecError(f"engine 'megatron' with precision {recipe.precision!r} is not modelled; use one of {said}")
     if options.use_precision_aware_optimizer:
         return _aware(recipe)
     return _NARROW if recipe.precision == "bf16-mixed" and options.grad_reduce_in_bf16 else _BYTES[recipe.precision]
