@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import shutil
 import tempfile
@@ -10,18 +11,18 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.docs.pages import ROOT, commands, printed
+from tests.docs.pages import PAGES, ROOT, commands, furnish, printed, text_of
 from tests.measured import stored
 from zeroplan.verify.record import write_record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from zeroplan.measurement import Measurement
 
 SAVED_RUN = Path(__file__).with_name("run.gz")
 """`zeroplan dryrun --gpus 8 --save run.gz -- train.py 4 512 512`; the script is ``tests/dryrun/scripts/fsdp2.py``."""
-FIGURES, PAGE = ROOT / "docs" / "figures", ROOT / "docs" / "plot.md"
+FIGURES = ROOT / "docs" / "figures"
+_SHOWN = re.compile(r"\]\((?:\.\./)*(?:docs/)?figures/([\w-]+\.png)[#)]")
+THEMES = ("light", "dark")
 
 
 @cache
@@ -43,16 +44,36 @@ def drawn_by(command: str) -> str | None:
 
 
 def refresh() -> None:
-    """Draw every picture of the page."""
+    """Draw every picture of the pages in both themes."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        place_records(Path(folder))
-        for command, name in _pictures():
-            printed(shlex.split(command)[1:])
-            _make_small(Path(name), FIGURES / name)
+        furnish(Path(folder))
+        for command in pictured():
+            for theme in THEMES:
+                name = draw(command, theme)
+                if _is_shown(name):
+                    _make_small(Path(name), FIGURES / name)
 
 
-def _pictures() -> Iterator[tuple[str, str]]:
-    return ((command, name) for command in commands(PAGE) if (name := drawn_by(command)) is not None)
+def pictured() -> list[str]:
+    """The commands whose picture a page shows, once each."""
+    drawing = {command: name for page in PAGES for command in commands(page) if (name := drawn_by(command)) is not None}
+    return [command for command, name in drawing.items() if _is_shown(name)]
+
+
+def _is_shown(name: str) -> bool:
+    return any(name in _SHOWN.findall(text_of(page)) for page in PAGES)
+
+
+def draw(command: str, theme: str) -> str:
+    """Draw the picture of a command in this folder, and return its name, which says so if it is dark."""
+    name = str(drawn_by(command))
+    words = shlex.split(command)[1:]
+    if theme == "light":
+        printed(words)
+        return name
+    dark = name.replace(".png", "-dark.png")
+    printed([dark if word == name else word for word in words] + ["--theme", "dark"])
+    return dark
 
 
 def _make_small(drawn: Path, kept: Path) -> None:
@@ -71,8 +92,6 @@ def assert_as_kept(drawn: Path) -> None:
     """Demand that a picture, where a page shows it, is what the command draws, made as small."""
     from matplotlib.testing.compare import compare_images
 
-    if not (FIGURES / drawn.name).exists():  # a command without its picture; a link to one that is not there is found elsewhere
-        return
     _make_small(drawn, drawn)
     difference = compare_images(str(FIGURES / drawn.name), str(drawn), tol=_EDGES)
     assert difference is None, f"{difference}; `python -m tests.docs.pictures` draws it anew"

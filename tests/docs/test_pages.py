@@ -25,11 +25,14 @@ from tests.docs.pages import (
     text_of,
     with_tables,
 )
-from tests.docs.pictures import assert_as_kept, drawn_by
+from tests.docs.pictures import THEMES, assert_as_kept, draw, pictured
 from tests.simulated import command_there
 from zeroplan.cli.app import main
 
-COMMANDS = [pytest.param(command, shown, id=command) for command, shown in all_commands().items()]
+PICTURED = pictured()
+COMMANDS = [
+    pytest.param(command, shown, id=command) for command, shown in all_commands().items() if command not in PICTURED or shown
+]
 SNIPPETS = [
     pytest.param(block, id=f"{name_of(page)} {at}") for page in PAGES for at, block in enumerate(blocks(page, "python"))
 ]
@@ -58,8 +61,14 @@ def test_every_command_on_a_page_answers_as_is_shown(command: str, shown: list[S
     assert code in (0, 1), said
     for one in shown:
         assert excerpt(answer, one.sections) == one.text, f"{name_of(one.page)}; {AGAIN}"
-    if (picture := drawn_by(command)) is not None:
-        assert_as_kept(Path(picture))
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("command", PICTURED)
+@pytest.mark.usefixtures("a_users_folder")
+def test_every_picture_of_a_page_is_what_its_command_draws(command: str, theme: str):
+    drawn = draw(command, theme)
+    assert_as_kept(Path(drawn))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "<!-- generated: " in text_of(page)], ids=name_of)
