@@ -184,8 +184,7 @@ def test_aliases_are_normal_unique_and_no_entrys_name() -> None:
         ("a100-40", "a100-sxm-40gb"),
         ("NVIDIA A100 40GB", "a100-sxm-40gb"),
         ("a100-80g", "a100-sxm-80gb"),
-        ("gpu:h100:4", "h100-sxm-80gb"),  # as Slurm asks for four
-        ("a100:8", "a100-sxm-80gb"),
+        ("gpu:h100", "h100-sxm-80gb"),  # as Slurm asks for one
     ],
 )
 def test_people_and_torch_may_write_it_their_way(said: str, meant: str) -> None:
@@ -339,3 +338,9 @@ def test_a_folder_named_like_an_entry_is_refused(own: Path) -> None:
     (own / "dir.toml").mkdir()
     with pytest.raises(SpecError, match="is not a file"):
         gpu("dir", extra=own)
+
+
+@pytest.mark.parametrize("name", ["gpu:h100:4", "gres/gpu:h100:4", "h100:4"])
+def test_a_name_with_a_number_of_gpus_is_refused_with_the_two_flags(name: str):
+    with pytest.raises(SpecError, match="contains two values; write --gpu h100 --gpus 4"):
+        gpu(name)

@@ -21,11 +21,15 @@ _FOLDER = Path(__file__).parent / "gpus"
 def gpu(name: str, *, extra: Path | None = None) -> GpuSpec:
     """Return the accelerator called ``name``: a canonical name, an alias or torch's name of the device.
 
-    Ignores case, blanks and underscores. ``extra``: a folder of entries that override the shipped ones.
+    Ignores case, blanks and underscores. A name with a number of GPUs, as Slurm has it, is refused: the number would be lost.
+    ``extra``: a folder of entries that override the shipped ones.
 
     >>> gpu("H100").name, gpu("rtx4090").name, gpu("NVIDIA A100-SXM4-80GB").name
     ('h100-sxm-80gb', 'rtx-4090-24gb', 'a100-sxm-80gb')
     """
+    if counted := re.fullmatch(r"((?:gres/)?gpu[:=].+|[\w-]+):(\d+)", name.strip()):
+        only = re.sub(r"^(?:gres/)?gpu[:=]", "", counted[1])
+        raise SpecError(f"GPU {name!r} contains two values; write --gpu {only} --gpus {counted[2]}")
     try:
         return _entry(find(_SHELF, name, extra=extra))
     except UnknownNameError:
@@ -39,12 +43,12 @@ def gpu(name: str, *, extra: Path | None = None) -> GpuSpec:
 
 
 def _plain(name: str) -> str:
-    """Return a name as the catalogue spells it: without Slurm's count and a maker, and with the unit of its memory.
+    """Return a name as the catalogue spells it: without Slurm's word and a maker, and with the unit of its memory.
 
-    >>> _plain("gpu:a100:8"), _plain("NVIDIA A100 40G"), _plain("a100-40"), _plain("rtx-4090")
+    >>> _plain("gpu:a100"), _plain("NVIDIA A100 40G"), _plain("a100-40"), _plain("rtx-4090")
     ('a100', 'a100-40gb', 'a100-40gb', 'rtx-4090')
     """
-    text = re.sub(r"^(?:gres/)?gpu[:=]|:\d+$", "", normal(name))
+    text = re.sub(r"^(?:gres/)?gpu[:=]", "", normal(name))
     return re.sub(r"-(\d{2,3})(?:g|gib|-gb)?$", r"-\1gb", re.sub(r"^(?:nvidia|tesla|amd)-", "", text))
 
 

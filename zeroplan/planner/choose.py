@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroplan.estimator import account_of_job, estimate
+from zeroplan.estimator import account_of_job, estimate, replayed_if_tight
 from zeroplan.memo import remembering
 from zeroplan.planner.bounds import NEARLY
 from zeroplan.planner.degrees import degrees
@@ -108,8 +108,8 @@ def plan(
     tally.cut(Rule.TIGHT, int((fits & ~easy).sum()) if easy.any() else 0)
     kept = easy if easy.any() else fits if fits.any() else np.ones_like(fits)
     order = ordered(layouts, objective, float(layouts.tokens_per_s[kept].max()))
-    answers = _Field(base, found, layouts, order, fits, easy, room, free, mfu)
-    best = _best(answers) if fits.any() else None
+    answers = _that_go_through(_Field(base, found, layouts, order, fits, easy, room, free, mfu))
+    best = _best(answers) if answers.fits.any() else None
     return Plan(
         base=base,
         objective=objective,
@@ -122,6 +122,30 @@ def plan(
         fallen=tally.fallen,
         cloud=Cloud(tuple(one.recipe for one in found), layouts),
     )
+
+
+def _that_go_through(answers: _Field) -> _Field:
+    """Drop tight layouts whose replayed step runs out of memory, as :class:`~zeroplan.Estimate` judges them, until one is left.
+
+    Only where all layouts are tight. After a few that run out, the smallest decides: if it runs out too, nothing fits.
+    """
+    fits = answers.fits.copy()
+    for tried in range(_REPLAYED):
+        if answers.easy.any() or not fits.any():
+            break
+        at = answers.order[fits[answers.order]][0]
+        if tried == _REPLAYED - 1:
+            smallest = np.where(fits, answers.layouts.comfortable_bytes, np.iinfo(np.int64).max).argmin()
+            fits, at = np.zeros_like(fits), smallest
+            fits[at] = True
+        if replayed_if_tight(estimate(answers.layout(at).job)).fits:
+            break
+        fits[at] = False
+    return answers._replace(fits=fits)
+
+
+#: Each replay takes tenths of a second.
+_REPLAYED = 6
 
 
 def _best(answers: _Field) -> Best:
@@ -204,6 +228,8 @@ def _closest(answers: _Field) -> tuple[Rival, ...]:
 
 
 def _too_much(n_bytes: int) -> str:
+    if n_bytes <= 0:
+        return "its peak fits, but in a replay of its requests it runs out of memory"
     return f"needs {n_bytes / GIB:,.2f} GiB more than the GPU has"
 
 

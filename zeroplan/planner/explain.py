@@ -45,7 +45,8 @@ def binding(time: StepTime, further: More | None) -> str:
     largest = max(time.parts, key=lambda part: float(part.seconds))
     share = float(largest.seconds) / float(time.seconds)
     if further is not None:
-        return f"memory: with {further.missing_bytes / GIB:,.2f} GiB more a layout that is {further.gain:.1%} faster would fit"
+        missing = max(further.missing_bytes / GIB, 0.01)
+        return f"memory: with {missing:,.2f} GiB more a layout that is {further.gain:.1%} faster would fit"
     if largest.does in _WAITING:
         return f"the links: {largest.name} takes {share:.0%} of the step"
     return f"the GPU's speed: {largest.name} takes {share:.0%} of the step"

@@ -243,7 +243,8 @@ _STAGES: Mapping[Engine, tuple[Stage, ...]] = {"megatron": (1,)}
 
 def _of_stage(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iterator[RecipeSpec]:
     recipe = base.recipe
-    losses: tuple[Loss, ...] = ("full", "chunked") if engine == "fsdp2" and not recipe.keep_logits else ("full",)
+    chunks = (engine == "fsdp2" or (engine == "ddp" and base.mesh.world_size == 1)) and not recipe.keep_logits
+    losses: tuple[Loss, ...] = ("full", "chunked") if chunks else ("full",)
     # Adam's fused kernel makes no temporaries and reads and writes less, so that lists of tensors (foreach) never win.
     step: OptimizerImpl | None = "fused" if recipe.optimizer in ADAM and engine not in _OWN_STEP else None
     again = _RECOMPUTE if fixed.recompute_layers is None else _RECOMPUTE[1:]

@@ -92,6 +92,9 @@ def _advice(said: Message) -> Iterator[str]:
 
 def _of_job(said: Message, answer: Estimate, found: Found | None) -> Iterator[str]:
     """Yield the request in the job's step, and how prediction and message go together."""
+    gpu = answer.job.cluster.gpu
+    if gpu is not None and abs(int(gpu.memory_bytes.value) - said.capacity_bytes) > 0.03 * said.capacity_bytes:
+        yield f"The message is of a GPU with {_size(said.capacity_bytes)}, which is not {gpu.full_name}: check --gpu."
     yield f"Predicted: {headline(answer)}"
     yield f"peak allocated {_size(answer.peak_bytes)}, at the moment: {answer.peak.name}"
     if found is None:
@@ -105,11 +108,25 @@ def _of_job(said: Message, answer: Estimate, found: Found | None) -> Iterator[st
     yield f"predicted in tensors before it: {_size(found.live_bytes)}; the message says {_size(said.allocated_bytes)}"
     if found.replayed:
         yield "A replay of this job's requests on a GPU with as much memory fails at the same request."
-    if not agrees(found, said):
-        more = "more" if said.allocated_bytes > found.live_bytes else "less"
+    yield from _judged(said, found)
+
+
+def _judged(said: Message, found: Found) -> Iterator[str]:
+    """Yield whether the job and the message go together."""
+    apart = said.allocated_bytes - found.live_bytes
+    if agrees(found, said):
+        yield "The message is what this job would say: it ran out as described."
+    elif found.live_bytes > said.capacity_bytes:
         yield (
-            f"The run had {_size(abs(said.allocated_bytes - found.live_bytes))} {more} in tensors than this job: your program "
-            "keeps something else, or the job differs from what ran. `zeroplan dryrun -- your_script.py` runs your own script."
+            f"This job would have run out earlier: before this request it needs {_size(found.live_bytes)} in tensors. The run had "
+            f"{_size(-apart)} less, so another job ran."
+        )
+    elif apart < 0:
+        yield f"The run had {_size(-apart)} less in tensors than this job at this request: the job differs from what ran."
+    else:
+        yield (
+            f"The run had {_size(apart)} more in tensors than this job: your program keeps something else, or the job differs from "
+            "what ran. `zeroplan dryrun -- your_script.py` runs your own script."
         )
 
 

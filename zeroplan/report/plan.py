@@ -171,7 +171,7 @@ def _rankings(plan: Plan) -> Iterator[str]:
         else:
             yield from _of_table(f"{one.ranking}: {layout_code(one.layout.job)}", one.free_bytes, one.layout.tokens_per_s)
     if len(plan.rankings) < 3:
-        yield "  cheapest: the fastest, since fewer GPUs would not be clearly cheaper"
+        yield "  cheapest: the fastest; fewer GPUs without offload would not be clearly cheaper"
 
 
 def _of_table(words: str, n_bytes: int, rate: float) -> Iterator[str]:

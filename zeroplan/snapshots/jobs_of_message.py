@@ -14,13 +14,15 @@ from zeroplan.estimator import estimate
 from zeroplan.snapshots.message import Message
 from zeroplan.snapshots.request_of_message import Found, nearest_request
 from zeroplan.spec.job import JobSpec, engine_at
-from zeroplan.spec.recipe import Precision, Recompute, Stage
+from zeroplan.spec.recipe import Attention, Optimizer, Precision, RecipeSpec, Recompute, Stage
 
 NEAR = 0.02
 """By which part of the card prediction and message may differ."""
 _STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 _RECOMPUTATIONS: tuple[Recompute, ...] = ("none", "selective", "full")
 _PRECISIONS: tuple[Precision, ...] = ("bf16-mixed", "bf16", "fp32")
+_OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "adamw-8bit", "sgd")
+_ATTENTIONS: tuple[Attention, ...] = ("sdpa", "eager")
 _TIMES = (2, 4, 8)
 
 
@@ -57,23 +59,39 @@ def _others(message: Message, job: JobSpec) -> Iterator[Other]:
 
 def _settings(job: JobSpec) -> Iterator[tuple[str, dict[str, object]]]:
     """Every setting that is changed alone: its flags, and the parts of the job that it makes."""
-    recipe, batch = job.recipe, job.batch
-    for stage in _STAGES:
-        if stage != recipe.zero_stage:
-            engine = engine_at(stage, recipe.engine)
-            flags = f"--stage {stage}" + f" --engine {engine}" * (engine != recipe.engine)
-            yield flags, {"recipe": replace(recipe, zero_stage=stage, engine=engine)}
+    yield from _other_gpus(job)
     for times in _TIMES:
-        sequences, tokens = batch.micro_batch_size * times, batch.seq_len * times
-        yield f"--micro-batch {sequences}", {"batch": replace(batch, micro_batch_size=sequences)}
-        yield f"--seq-len {tokens}", {"batch": replace(batch, seq_len=tokens)}
+        sequences, tokens = job.batch.micro_batch_size * times, job.batch.seq_len * times
+        yield f"--micro-batch {sequences}", {"batch": replace(job.batch, micro_batch_size=sequences)}
+        yield f"--seq-len {tokens}", {"batch": replace(job.batch, seq_len=tokens)}
+    for flags, recipe in _other_recipes(job.recipe):
+        if recipe != job.recipe:
+            yield flags, {"recipe": recipe}
+    if job.model.adapter is not None:
+        yield "no --lora-rank", {"model": replace(job.model, adapter=None)}
+
+
+def _other_recipes(recipe: RecipeSpec) -> Iterator[tuple[str, RecipeSpec]]:
+    for stage in _STAGES:
+        engine = engine_at(stage, recipe.engine)
+        flags = f"--stage {stage}" + f" --engine {engine}" * (engine != recipe.engine)
+        yield flags, replace(recipe, zero_stage=stage, engine=engine)
     for recompute in _RECOMPUTATIONS:
-        if recompute != recipe.recompute:
-            yield f"--recompute {recompute}", {"recipe": replace(recipe, recompute=recompute)}
+        yield f"--recompute {recompute}", replace(recipe, recompute=recompute)
     for precision in _PRECISIONS:
-        if precision != recipe.precision:
-            yield f"--precision {precision}", {"recipe": replace(recipe, precision=precision)}
-    if recipe.attention != "eager":
-        yield "--attention eager", {"recipe": replace(recipe, attention="eager")}
+        yield f"--precision {precision}", replace(recipe, precision=precision)
+    for optimizer in _OPTIMIZERS:
+        if optimizer != recipe.optimizer:
+            yield f"--optimizer {optimizer}", replace(recipe, optimizer=optimizer, optimizer_impl=None)
+    for attention in _ATTENTIONS:
+        yield f"--attention {attention}", replace(recipe, attention=attention)
     if not recipe.keep_logits:
-        yield "--keep-logits fp32", {"recipe": replace(recipe, keep_logits="fp32")}
+        yield "--keep-logits fp32", replace(recipe, keep_logits="fp32")
+
+
+def _other_gpus(job: JobSpec) -> Iterator[tuple[str, dict[str, object]]]:
+    mesh, gpus = job.mesh, job.mesh.world_size
+    for times in _TIMES:
+        yield f"--gpus {gpus * times}", {"mesh": replace(mesh, dp_shard=mesh.dp_shard * times)}
+        if mesh.dp_shard % times == 0 and mesh.dp_shard > times:
+            yield f"--gpus {gpus // times}", {"mesh": replace(mesh, dp_shard=mesh.dp_shard // times)}

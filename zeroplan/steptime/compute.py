@@ -88,7 +88,8 @@ def peak_flops_per_s(gpu: GpuSpec, recipe: RecipeSpec, operands: Dtype | None = 
     name = operands or widths(recipe.precision).name
     figure = gpu.dense_flops_per_s.get(name)  # type: ignore[call-overload]  # the names of two tables
     if figure is None:
-        raise SpecError(f"GPU {gpu.name!r} has no {name} rate in its entry, so no time can be given; use another --precision")
+        there = ", ".join(one for one in ("bf16", "fp16", "fp32") if gpu.dense_flops_per_s.get(one))
+        raise SpecError(f"GPU {gpu.name!r} does not multiply in {name}, but in {there}: use another --precision")
     return float(figure.value)
 
 
