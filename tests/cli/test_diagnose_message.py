@@ -47,16 +47,27 @@ def _message(tried: str, allocated: str) -> str:
 
 def test_the_setting_that_differs_from_the_run_is_found(run: Run):
     """The message is of a micro-batch of 2, the job that is described has 1; and it is the argument itself."""
-    job = ("--model", "llama-3.1-8b", "--gpus", "8", "--recompute", "full", "--seq-len", "4096")
-    ran = json.loads(run("diagnose", _message("3.91 GiB", "30.00 GiB"), *job, "--micro-batch", "2", "--json")[1])
+    job = ("--model", "llama-3.2-1b", "--gpus", "8", "--recompute", "full", "--seq-len", "4096")
+    ran = json.loads(run("diagnose", _message("3.91 GiB", "11.00 GiB"), *job, "--micro-batch", "2", "--json")[1])
     said = _message("3.91 GiB", f"{ran['request']['live_bytes'] / 2**30:.2f} GiB")
-    assert json.loads(run("diagnose", said, *job, "--micro-batch", "2", "--json")[1])["jobs_that_agree"] == []
-    found = json.loads(run("diagnose", said, *job, "--json")[1])["jobs_that_agree"]
-    assert "--micro-batch 2" in [one["flags"] for one in found]
-    assert {one["flags"] for one in found} <= {"--micro-batch 2", "--seq-len 8192", "--precision bf16", "--keep-logits fp32"}
     out = run("diagnose", said, *job)[1]
     assert "With one of these settings the job would fail at such a request" in out
     assert "\n  --micro-batch 2: " in out
+
+
+def test_settings_that_exclude_each_other_are_passed_over(run: Run):
+    job = ("--model", "llama-3.2-1b", "--gpus", "8", "--loss", "fused", "--recompute", "full", "--seq-len", "4096")
+    code, out, err = run("diagnose", _message("3.91 GiB", "6.00 GiB"), *job)
+    assert (code, err) == (0, ""), out
+
+
+def test_a_message_of_another_card_or_of_a_job_that_dies_earlier_is_told(run: Run):
+    job = ("--model", "llama-3.1-8b", "--gpus", "8", "--stage", "2", "--seq-len", "8192")
+    assert "is not NVIDIA A10: check --gpu." in run("diagnose", _message("3.91 GiB", "75.33 GiB"), *job, "--gpu", "a10")[1]
+    out = run("diagnose", _message("3.91 GiB", "75.87 GiB"), *job)[1]
+    assert "The message is what this job would say" in out
+    longer = run("diagnose", _message("7.83 GiB", "70.00 GiB"), *job[:-1], "16384")[1]
+    assert "This job would have run out earlier" in longer
 
 
 def test_without_a_gpu_the_changes_are_for_as_much_memory(run: Run):

@@ -112,7 +112,7 @@ def test_the_speed_is_the_one_that_advise_says():
     assert shown["speed"]["step_s"] == pytest.approx(4096 / told["before"]["tokens_per_s_per_gpu"])  # type: ignore[index]
 
 
-@pytest.mark.parametrize(("moved", "why"), [({"gpu": ""}, "without a GPU"), ({"gpu": "t4-16gb"}, "no bf16 rate")])
+@pytest.mark.parametrize(("moved", "why"), [({"gpu": ""}, "without a GPU"), ({"gpu": "t4-16gb"}, "does not multiply in bf16")])
 def test_an_unknown_speed_is_not_invented(moved: dict[str, str], why: str):
     speed = answer_payload({**SAID, **moved})["speed"]
     assert speed.keys() == {"refusal"}  # type: ignore[attr-defined]

@@ -266,7 +266,9 @@ def test_a_step_without_a_gpu_has_no_time():
         timed(job(model="gpt2"))
     with pytest.raises(SpecError, match="profile of by hand does not contain the number of operations of its module"):
         timed(replace(job(model="gpt2", gpu="h100", precision="bf16"), model=model_of(by_hand())))
-    with pytest.raises(SpecError, match="GPU 'v100-sxm2-32gb' has no bf16 rate in its entry, so no time can be given"):
+    with pytest.raises(
+        SpecError, match="GPU 'v100-sxm2-32gb' does not multiply in bf16, but in fp16, fp32: use another --precision"
+    ):
         timed(job(model="gpt2", gpu="v100-sxm2-32gb", precision="bf16-mixed"))
 
 
