@@ -25,7 +25,7 @@ from tests.docs.pages import (
     text_of,
     with_tables,
 )
-from tests.docs.pictures import THEMES, assert_as_kept, draw, pictured
+from tests.docs.pictures import THEMES, assert_as_kept, draw, drawn_by, pictured
 from tests.simulated import command_there
 from zeroplan.cli.app import main
 
@@ -61,6 +61,11 @@ def test_every_command_on_a_page_answers_as_is_shown(command: str, shown: list[S
     assert code in (0, 1), said
     for one in shown:
         assert excerpt(answer, one.sections) == one.text, f"{name_of(one.page)}; {AGAIN}"
+
+
+def test_a_picture_has_one_command():
+    names = [drawn_by(command) for command in PICTURED]
+    assert sorted(set(names)) == sorted(names)
 
 
 @pytest.mark.parametrize("theme", THEMES)
