@@ -62,7 +62,7 @@ def _text(name: str) -> str | None:
     """Return a text file's end, what comes on standard input, or the message itself; None for a snapshot, which is a pickle."""
     if name == "-":
         return sys.stdin.read()
-    if "out of memory" in name.lower():
+    if "tried to allocate" in name.lower():  # torch's words, which no file is called
         return name
     path = Path(name)
     if not path.is_file():
