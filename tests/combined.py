@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 T = TypeVar("T")
+_ROOT = Path(__file__).parents[1]
 _TABLE = tomllib.loads((Path(__file__).parent / "by_day.toml").read_text(encoding="utf-8"))
 CASES_BY_DAY: dict[str, dict[str, list[str]]] = _TABLE["by_day"]
 """By file and test, the cases that stand for the others by day."""
@@ -26,6 +27,8 @@ CASES_AT_NIGHT: dict[str, dict[str, list[str]]] = _TABLE["at_night"]
 """By file and test, the cases that others stand for."""
 ONE_IN: dict[str, dict[str, int]] = _TABLE["one_in"]
 """By file and test: of how many cases in a row only the first runs by day."""
+FILES_AT_NIGHT: list[str] = _TABLE["files_at_night"]
+"""Files of which no test runs by day, unless they are named."""
 RUN_BY_DAY: dict[str, list[str]] = _TABLE["run_by_day"]
 """By file, the runs of the day, where tests share what one process runs."""
 CASES_WITHOUT_A_TEST = pytest.StashKey[list[str]]()
@@ -43,9 +46,15 @@ BY_NIGHT = pytest.mark.skipif(not every_case(), reason="run at night, with EVERY
 """The mark of a case whose like runs by day."""
 
 
-def leave_to_the_night(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases that others stand for by day."""
+def waits_whole(path: Path) -> bool:
+    """Whether a file waits for the night as a whole, and need not even be read by day."""
+    return not every_case() and path.is_relative_to(_ROOT) and path.relative_to(_ROOT).as_posix() in FILES_AT_NIGHT
+
+
+def leave_to_the_night(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Mark the cases that others stand for by day, and return them."""
     counted: Counter[tuple[str, str]] = Counter()
+    waiting_items: list[pytest.Item] = []
     for item in items:
         file, _, test = item.nodeid.partition("::")
         name, _, case = test.partition("[")
@@ -54,12 +63,14 @@ def leave_to_the_night(items: Iterable[pytest.Item]) -> None:
         stands_for = ONE_IN.get(file, {}).get(name, 1)
         if (cases is not None and case not in cases) or case in waiting or counted[file, name] % stands_for:
             item.add_marker(BY_NIGHT)
+            waiting_items.append(item)
         counted[file, name] += 1
+    return waiting_items
 
 
 def of_the_day(file: str, runs: Mapping[str, T]) -> dict[str, T]:
     """Return the runs of a file that are made: by day those that the table names, at night all."""
-    name = Path(file).relative_to(Path(__file__).parents[1]).as_posix()
+    name = Path(file).relative_to(_ROOT).as_posix()
     chosen = list(runs) if every_case() else RUN_BY_DAY[name]
     return {one: runs[one] for one in chosen}
 

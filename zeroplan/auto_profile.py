@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from zeroplan.catalog.config import named_after, read_config
+from zeroplan.catalog.config import is_content, named_after, read_config
 from zeroplan.catalog.profile import read_profile
 from zeroplan.current_folder import environment
 from zeroplan.errors import MeasurementError, NoFormulasError, SpecError
@@ -53,7 +53,7 @@ def with_own_profile(
     traced, and SpecError for what is no configuration.
     """
     source = request.config or request.fetched
-    if not source or request.treat_as is not None:
+    if not source or is_content(source) or request.treat_as is not None:
         return Traced(request)
     try:
         read_config(Path(source))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from zeroplan.catalog.config import is_content
 from zeroplan.catalog.text import each_key_once, one_line, read_text, shown, strict_json
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request, request_of
@@ -52,7 +53,7 @@ def _request(path: Path) -> Request:
     request = request_of_keys(_keys_of_flags(data), where=where)
     return replace(
         request,
-        config=_beside(path, request.config),
+        config=request.config if is_content(request.config or "") else _beside(path, request.config),
         profile=_beside(path, request.profile),
         deepspeed_config=_beside(path, request.deepspeed_config),
         from_file=_beside(path, request.from_file),

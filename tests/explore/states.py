@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from hypothesis import strategies as st
 
 from zeroplan.explore.controls import Control, controls
@@ -15,10 +17,18 @@ OPTIONS = (
 )
 SMALL = ("gpt2", "llama-3.2-1b", "qwen3-0.6b", "mixtral-8x7b", "7e9")
 
+OWN = {
+    "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 8192, "vocab_size": 128256, "max_position_embeddings": 131072,
+}  # fmt: skip
+"""The config.json of a model that the catalogue does not have."""
+
 
 def _values(control: Control) -> st.SearchStrategy[str]:
     if control.name == "model":
         return st.sampled_from(SMALL)
+    if control.name == "config":
+        return st.sampled_from(("", "", "", json.dumps(OWN)))
     if control.kind == "choice":
         return st.sampled_from(control.choices)
     if control.name == "set":

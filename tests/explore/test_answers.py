@@ -10,7 +10,8 @@ import shlex
 import pytest
 from hypothesis import assume, given, settings
 
-from tests.explore.states import jobs, states
+from tests.combined import every_case
+from tests.explore.states import OWN, jobs, states
 from zeroplan.cli.app import main
 from zeroplan.errors import SpecError, ZeroplanError
 from zeroplan.explore.answers import (
@@ -20,9 +21,11 @@ from zeroplan.explore.answers import (
     command,
     controls_payload,
     resolved_of,
+    scaling_payload,
     step_payload,
 )
 from zeroplan.explore.controls import controls
+from zeroplan.report.series.scaling import scaling
 
 SAID = {"model": "llama-3.1-8b", "gpu": "h100-sxm-80gb", "gpus": "8", "stage": "3", "seq_len": "4096"}
 
@@ -35,7 +38,7 @@ def printed(command: str) -> dict[str, object]:
     return told
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=100 if every_case() else 10, deadline=None)
 @given(jobs())
 def test_the_command_that_is_shown_prints_what_the_page_shows(said: dict[str, str]):
     try:
@@ -122,3 +125,24 @@ def test_an_unknown_speed_is_not_invented(moved: dict[str, str], why: str):
 def test_the_page_names_its_control_where_no_gpu_is_chosen_and_a_report_the_flag():
     assert str(answer_payload({**SAID, "gpu": ""})["verdict"]).endswith("Choose yours under GPU.")
     assert "Check: --gpu NAME." in str(answer_of(resolved_of({**SAID, "gpu": ""}), "")["verdict"])
+
+
+def test_the_content_of_a_config_json_is_a_model_and_the_command_has_it():
+    said = {**SAID, "config": json.dumps(OWN)}  # and a name, which it takes the place of
+    shown = answer_payload(said)
+    assert shown["estimate"]["job"]["model"]["hidden_size"] == 2048  # type: ignore[index]
+    told = printed(str(shown["command"]))
+    assert told["peak"] == shown["estimate"]["peak"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("content", ["/etc/passwd", "config.json", "[1]", "{", "{}", '{"model_type": 1}'])
+def test_the_page_reads_no_file_for_a_model(content: str):
+    with pytest.raises(SpecError, match=r"config\.json") as refused:
+        answer_payload({**SAID, "config": content})
+    assert "\n" not in str(refused.value)
+
+
+def test_more_gpus_are_those_of_the_picture():
+    told, drawn = scaling_payload(SAID), scaling(resolved_of(SAID).job)
+    assert [line["fits"] for line in told["lines"]] == [line.fits_words for line in drawn.lines]  # type: ignore[attr-defined,index]
+    assert told["own"]["needed_bytes"] == drawn.own.needed_bytes  # type: ignore[index]

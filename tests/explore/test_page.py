@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.combined import every_case
+from tests.explore.states import OWN
 from tests.explore.test_answers import printed
 from zeroplan import __version__
 from zeroplan.report.series.opened import opened
@@ -371,6 +372,27 @@ def test_a_file_is_opened_scrubbed_and_closed(page: Page, trace: Path):
     page.wait_for_selector("#bar")
     assert page.inner_text("#timeline-title") == "Over one step"
     assert page.inner_text("#ledger-title") == "What is alive at the peak"
+
+
+def test_a_config_json_is_the_model_until_another_is_named(page: Page, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({**OWN, "id2label": {"0": "a" * 9000}}))
+    page.set_input_files("#file", tmp_path / "config.json")
+    page.locator("#headline", has_text="config.json on").wait_for()
+    assert page.input_value("#c-model") == ""
+    assert json.loads(page.input_value("#c-config")) == OWN
+    page.fill("#c-model", "llama-3.2-1b")
+    page.locator("#headline", has_text="llama-3.2-1b on").wait_for()
+    assert page.input_value("#c-config") == ""
+
+
+def test_a_point_on_more_gpus_loads_its_job(page: Page):
+    page.wait_for_selector("#scaling .spot")
+    last = page.locator("#scaling .spot").last
+    told = last.locator("title").text_content()
+    last.dispatch_event("click")
+    page.locator("#headline", has_text="1,024 x").wait_for()
+    assert (told or "").startswith("stage 3 on 1,024 GPUs: ")
+    assert page.input_value("#c-gpus") == "1024"
 
 
 def test_a_file_is_dropped_and_what_is_none_leaves_the_job(page: Page):

@@ -13,7 +13,7 @@ CHECKS = [getattr(schemathesis.checks, name) for name in (
 )]  # fmt: skip
 A_JOB = {"model": "gpt2", "seq_len": "128", "gpus": "4", "gpu": "l4-24gb", "lora_rank": ""}
 PICTURE = {"/api/picture": {"picture": "stages"}}
-QUESTIONS = ("/api/controls", "/api/answer", "/api/step", "/api/changes", "/api/plan", "/api/report", "/api/picture")
+QUESTIONS = tuple(f"/api/{name}" for name in ("controls", "answer", "step", "changes", "scaling", "plan", "report", "picture"))
 FILES = "/api/opened"
 
 
@@ -33,7 +33,7 @@ def test_no_question_is_too_odd(port: int, path: str):
     described = schemathesis.openapi.from_url(f"http://127.0.0.1:{port}/openapi.json")
     asked: list[int] = []
 
-    examples = {"/api/plan": 20, "/api/report": 10, "/api/picture": 10}.get(path, 40)
+    examples = {"/api/plan": 20, "/api/scaling": 10, "/api/report": 10, "/api/picture": 10}.get(path, 40)
 
     @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(described[path]["GET"].as_strategy())

@@ -103,6 +103,23 @@ def read_config_with_notes(path: Path, *, treat_as: str | None = None, name: str
     return config_with_notes(config, name=name or named_after(path, file), treat_as=treat_as)  # type: ignore[arg-type]  # it refuses what is no object
 
 
+def is_content(said: str) -> bool:
+    """Whether ``--config`` has the content of a config.json itself, a JSON object, and no path.
+
+    >>> is_content('{"model_type": "gpt2"}'), is_content("gpt2/config.json")
+    (True, False)
+    """
+    return said.lstrip().startswith("{")
+
+
+def config_said(said: str, *, treat_as: str | None = None) -> ConfigRead:
+    """Return the same of what ``--config`` says: a path, or the content itself."""
+    if not is_content(said):
+        return read_config_with_notes(Path(said), treat_as=treat_as)
+    content = strict_json(said, "the config.json given as text")
+    return config_with_notes(content, name="config.json", treat_as=treat_as)  # type: ignore[arg-type]  # it refuses what is no object
+
+
 def named_after(path: Path, file: Path) -> str:
     """Return a name for the model of a configuration file: the folder's, or folder and file if ``path`` is the file."""
     folder = file.resolve().parent.name

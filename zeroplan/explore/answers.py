@@ -7,6 +7,7 @@ from dataclasses import fields
 from functools import cache, lru_cache
 from typing import cast
 
+from zeroplan.catalog.config import is_content
 from zeroplan.errors import SpecError, ZeroplanError, unknown_name
 from zeroplan.estimator import Estimate, replayed_if_tight
 from zeroplan.estimator import estimate as estimate_anew
@@ -16,7 +17,9 @@ from zeroplan.memo import remembering
 from zeroplan.planner.choose import time_of
 from zeroplan.remedies import Remedy, remedies
 from zeroplan.report.palette import ENGINES, LOOKS
+from zeroplan.report.palette import STAGES as STAGE_LOOKS
 from zeroplan.report.payload import estimate_payload
+from zeroplan.report.series.scaling import scaling
 from zeroplan.report.series.stages import STAGES, at_stage, stages
 from zeroplan.report.series.step import step
 from zeroplan.report.series.timeline import timeline
@@ -31,7 +34,7 @@ from zeroplan.units import GIBIBYTES, parse_count, parse_tokens
 SCHEMA_VERSION = 1
 
 #: The controls that describe the job to the planner; its search decides the others.
-DESCRIBE = ("model", "lora_rank", "quantize", "gpu", "gpus", "precision", "optimizer", "attention", "seq_len")
+DESCRIBE = ("model", "config", "lora_rank", "quantize", "gpu", "gpus", "precision", "optimizer", "attention", "seq_len")
 
 
 @lru_cache(maxsize=32)
@@ -58,6 +61,7 @@ def controls_payload() -> dict[str, object]:
         "colours": {what: look.colour for what, look in LOOKS.items()},
         "engines": {engine: look.colour for engine, look in ENGINES.items()},
         "hatches": {what: look.hatch for what, look in LOOKS.items()},
+        "stages": {stage: look.colour for stage, look in STAGE_LOOKS.items()},
     }
 
 
@@ -119,6 +123,14 @@ def step_of(resolved: Resolved) -> dict[str, object]:
     """Return the same for a complete job."""
     answer = estimate(resolved.job)
     return {"schema_version": SCHEMA_VERSION, "step": plain(step(answer, timeline(resolved.job, own=answer)))}
+
+
+def scaling_payload(said: Mapping[str, str]) -> dict[str, object]:
+    """Return what a GPU needs on 1, 2, 4 and more GPUs under each ZeRO stage, as ``zeroplan plot scaling`` draws it."""
+    with remembering():
+        found = scaling(resolved_of(said).job)
+    lines = [{**cast("dict[str, object]", plain(line)), "fits": line.fits_words} for line in found.lines]
+    return {"schema_version": SCHEMA_VERSION, "capacity_bytes": found.capacity_bytes, "own": plain(found.own), "lines": lines}
 
 
 def changes_payload(said: Mapping[str, str]) -> dict[str, object]:
@@ -203,10 +215,22 @@ def request_of(said: Mapping[str, str]) -> Request:
     values = {
         name: _value(_controls()[name], text.strip()) for name, text in said.items() if text.strip() and name != _SETTINGS
     }
+    if "config" in values:
+        return _with_settings(Request(**_of_content(values)), said)  # type: ignore[arg-type]  # Request checks every field
     if "model" not in values:
         raise SpecError(f"{_label('model')} is empty; choose one from its list, or write a number of parameters, such as 7e9")
     name = str(values.pop("model"))
-    request = Request(**{_model_key(name): name}, **values)  # type: ignore[arg-type]  # Request checks every field
+    return _with_settings(Request(**{_model_key(name): name}, **values), said)  # type: ignore[arg-type]  # Request checks every field
+
+
+def _of_content(values: dict[str, object]) -> dict[str, object]:
+    """Return the values with the content of a config.json in place of a model's name. The page reads no file of this machine."""
+    if not is_content(str(values["config"])):
+        raise SpecError(f"{_label('config')} is not the content of a config.json, which begins with {{")
+    return {name: value for name, value in values.items() if name != "model"}
+
+
+def _with_settings(request: Request, said: Mapping[str, str]) -> Request:
     for setting in said.get(_SETTINGS, "").split():
         request = with_setting(request, setting)
     return request
@@ -228,6 +252,8 @@ def flags(said: Mapping[str, str]) -> Iterator[str]:
     """Yield the command line's flags for the controls, without default values."""
     for name, control in _controls().items():
         text = said.get(name, "").strip()
+        if name == "model" and said.get("config", "").strip():
+            continue
         if text and not _is_default(control, text):
             key = _model_key(text) if name == "model" else name
             if control.choices == SWITCH:

@@ -1,19 +1,23 @@
 """What a reader takes along from the page: the report, and pictures of the charts, each as one file."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate
 from zeroplan.explore.answers import command, resolved_of
 from zeroplan.explore.report import report_html
-from zeroplan.report.series.run import RunSeries, run_of_step
+from zeroplan.report.series.run import run_of_step
+from zeroplan.report.series.scaling import scaling
 from zeroplan.report.series.stages import stages
 from zeroplan.report.series.step import step
-from zeroplan.report.series.timeline import TimelineSeries, timeline
+from zeroplan.report.series.timeline import timeline
 from zeroplan.spec.job import JobSpec
 
-PICTURES = ("stages", "timeline")
+if TYPE_CHECKING:
+    from zeroplan.report.plots.inline import Series
+
 #: matplotlib's settings are those of the process: pictures are drawn one after the other.
 _ONE = threading.Lock()
 
@@ -29,14 +33,18 @@ def picture_of(said: Mapping[str, str]) -> bytes:
 
     kind = said.get("picture", "")
     if kind not in PICTURES:
-        raise SpecError(f"the page has no picture {kind!r}; it has {' and '.join(PICTURES)}")
+        raise SpecError(f"the page has no picture {kind!r}; it has {', '.join(PICTURES)}")
     job = resolved_of({name: text for name, text in said.items() if name != "picture"}).job
     with _ONE:
-        return svg(stages(job) if kind == "stages" else _timeline(job))
+        return svg(PICTURES[kind](job))
 
 
-def _timeline(job: JobSpec) -> RunSeries | TimelineSeries:
+def _timeline(job: JobSpec) -> "Series":
     """The step request by request; where its requests are not known, moment by moment."""
     moments = timeline(job)
     found = step(estimate(job), moments)
     return run_of_step(found) if found.requests else moments
+
+
+#: The page's charts that are handed out as pictures, by name.
+PICTURES: "dict[str, Callable[[JobSpec], Series]]" = {"stages": stages, "timeline": _timeline, "scaling": scaling}

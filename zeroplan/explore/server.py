@@ -15,7 +15,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from zeroplan.errors import ZeroplanError
-from zeroplan.explore.answers import answer_payload, changes_payload, controls_payload, step_payload, text_of
+from zeroplan.explore.answers import answer_payload, changes_payload, controls_payload, scaling_payload, step_payload, text_of
 from zeroplan.explore.controls import controls
 from zeroplan.explore.handed_out import PICTURES, picture_of, report_of
 from zeroplan.explore.opened import LARGEST_BYTES, Opening
@@ -27,8 +27,8 @@ _Send = Callable[[MutableMapping[str, object]], Awaitable[None]]
 _Question = Callable[[Request], Awaitable[Response]]
 _App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
-LONGEST_QUERY = 2000
-"""The largest size of an address after the question mark. [bytes]"""
+LONGEST_QUERY = 8000
+"""The largest size of an address after the question mark, which may have the content of a config.json. [bytes]"""
 _LONGEST_HEADERS = 8000
 _PER_SECOND, _AT_ONCE = 1000.0, 2000.0
 _PLANS_PER_SECOND, _PLANS_AT_ONCE, _TURN_S = 2.0, 20.0, 10.0
@@ -56,7 +56,7 @@ def explore_app(run: bytes | None = None) -> _App:
     plan = Planning(
         planned_payload
     ).__call__  # a method, since older releases do not see that an object is awaitable when called
-    questions: dict[str, _Question] = {"answer": _answer, "step": _step, "changes": _changes, "plan": plan}
+    questions: dict[str, _Question] = {"answer": _answer, "step": _step, "changes": _changes, "scaling": _scaling, "plan": plan}
     for name, question in questions.items():
         app.add_api_route(
             f"/api/{name}", question, methods=["GET"], name=name, responses=_REFUSED, openapi_extra=_said_of(name)
@@ -92,7 +92,7 @@ def _said_of(question: str) -> dict[str, object]:
     said = [(control.name, control.label, control.choices) for control in controls() if control.name not in ("model", "set")]
     said += [("model", "Model", ()), ("set", "Options of the engine", ())]
     said += [(name, label, ()) for name, (label, _) in ASKED.items()] if question == "plan" else []
-    said += [("picture", "Which picture", PICTURES)] if question == "picture" else []
+    said += [("picture", "Which picture", tuple(PICTURES))] if question == "picture" else []
     return {"parameters": [_parameter(*one) for one in said]}
 
 
@@ -133,6 +133,10 @@ async def _step(request: Request) -> Response:
 
 async def _changes(request: Request) -> Response:
     return _answered("changes", request)
+
+
+async def _scaling(request: Request) -> Response:
+    return await run_in_threadpool(_answered, "scaling", request)  # half a second of estimates, beside other answers
 
 
 async def _report(request: Request) -> Response:
@@ -198,7 +202,7 @@ def _said(what: str, said: tuple[tuple[str, str], ...]) -> bytes:
     return text_of(_ANSWERS[what](dict(said)))
 
 
-_ANSWERS = {"answer": answer_payload, "step": step_payload, "changes": changes_payload}
+_ANSWERS = {"answer": answer_payload, "step": step_payload, "changes": changes_payload, "scaling": scaling_payload}
 _JSON = "application/json"
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from zeroplan.catalog.config import read_config_with_notes
+from zeroplan.catalog.config import config_said, read_config_with_notes
 from zeroplan.catalog.gpu import gpu as find_gpu
 from zeroplan.catalog.hub_names import is_repository, repository_of, way_to_the_hub
 from zeroplan.catalog.model import WAYS_TO_NAME, tower_left_out
@@ -244,7 +244,7 @@ def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, tuple[str, 
             f"--config {request.config!r} is an address, and none is fetched; name the model with --model hf:OWNER/NAME"
         )
     if request.config is not None:
-        return read_config_with_notes(Path(request.config), treat_as=request.treat_as)
+        return config_said(request.config, treat_as=request.treat_as)
     if isinstance(request.model, ModelSpec):
         return request.model, ()
     if request.fetched is not None and request.model is not None:

@@ -69,7 +69,10 @@ class Request(Spec):
         "Number of parameters, such as 7e9, 7b or 350M. zeroplan scales a published shape to it.", MODEL, "COUNT",
     )})
     config: str | None = field(default=None, metadata={"option": Option(
-        "A Hugging Face config.json, or a folder that contains one.", MODEL, "PATH",
+        "A Hugging Face config.json, or a folder that contains one; or the content itself, which begins with a brace.",
+        MODEL, "PATH",
+        control=Control("config.json", OF_MODEL, kind="text",
+                        hint="the content of a model's config.json: paste it, or drop the file on the page"),
     )})
     profile: str | None = field(default=None, metadata={"option": Option(
         "A profile of a module (`zeroplan profile`), for an architecture that zeroplan does not know.", MODEL, "FILE",

@@ -1,7 +1,7 @@
 "use strict";
 // Draws what the server answers. Every number on the page is one of the answer's; nothing is computed here but where to put it.
 
-const GB = 1e9, GIB = 2 ** 30, TYPING_MS = 60, WAIT_MS = 60, CALM_MS = 120;
+const GB = 1e9, GIB = 2 ** 30, TYPING_MS = 60, WAIT_MS = 60, CALM_MS = 120, LONG_CALM_MS = 500;
 const SVG = "http://www.w3.org/2000/svg";
 const of = (id) => document.getElementById(id);
 const state = { colours: {}, controls: [], asked: 0, timer: 0, settled: true, pushing: false };
@@ -96,7 +96,7 @@ function place(control, count, slide) {
 const PINNED = ["stage", "gpus", "seq_len", "model", "gpu"];
 
 function build(told) {
-  Object.assign(state, { colours: told.colours, hatches: told.hatches, engines: told.engines, controls: told.controls, describe: told.describe });
+  Object.assign(state, { colours: told.colours, hatches: told.hatches, engines: told.engines, controls: told.controls, describe: told.describe, stageColours: told.stages });
   const pinned = node("fieldset", {}, node("legend", {}, "The job")), groups = new Map();
   const byName = new Map(told.controls.map((one) => [one.name, one]));
   pinned.append(...PINNED.map((name) => fieldOf(byName.get(name))));
@@ -126,6 +126,7 @@ function moved(event) {
   if (state.settled) Object.assign(state, { settled: false, pushing: true });
   clearTimeout(state.timer);
   if (event.target.type !== "text") { soon(); return; }
+  if (event.target.name === "model") of("controls").elements.config.value = ""; // a model that is named takes the place of a config.json
   state.asked++; // an answer that is still on its way is to what stood there before
   state.timer = setTimeout(ask, TYPING_MS);
 }
@@ -146,7 +147,8 @@ const inAddress = () => new URLSearchParams(namesAPlace() ? "" : location.hash.s
 function restore() {
   const said = inAddress();
   for (const control of state.controls) {
-    const value = said.has(control.name) ? said.get(control.name) : said.size && control.default && control.choices.includes("") ? "" : control.default;
+    const left = said.size && control.default && (control.choices.includes("") || (control.name === "model" && said.has("config")));
+    const value = said.has(control.name) ? said.get(control.name) : left ? "" : control.default;
     const found = of("controls").elements[control.name];
     found.value = value;
     if (control.kind === "number") place(control, found, of(`c-${control.name}-slide`));
@@ -208,13 +210,15 @@ async function ask(query = said()) {
   show(told);
   toSave(query);
   clearTimeout(state.calm);
+  clearTimeout(state.longCalm);
   state.calm = setTimeout(() => details(query, mine), state.before ? CALM_MS : 0);
+  state.longCalm = setTimeout(() => moreGpus(query, mine), state.before ? LONG_CALM_MS : 0);
 }
 
 /** Where the files of this job are to be had. */
 function toSave(query) {
   of("save-report").href = `/api/report?${query}`;
-  for (const picture of ["stages", "timeline"]) of(`save-${picture}`).href = `/api/picture?picture=${picture}&${query}`;
+  for (const picture of ["stages", "timeline", "scaling"]) of(`save-${picture}`).href = `/api/picture?picture=${picture}&${query}`;
 }
 
 /** What takes longer than the answer, and is asked for where no next move follows within a moment. */
@@ -222,6 +226,14 @@ function details(query, mine) {
   if (mine !== state.asked) return;
   step(query, mine);
   if (["does not fit", "tight"].includes(state.told.estimate.verdict)) changes(query, mine);
+}
+
+/** The job on other numbers of GPUs, which takes half a second. */
+async function moreGpus(query, mine) {
+  if (mine !== state.asked) return;
+  const told = await fetched(`/api/scaling?${query}`);
+  if (mine !== state.asked || told.error) return;
+  scaling(told);
 }
 
 /** The step, request by request. */
@@ -587,11 +599,11 @@ function axis(svg, top, y, left, right) {
   svg.append(drawn("text", { x: left - 6, y: 12, "text-anchor": "end", class: "faint" }, "GiB"));
 }
 
-/** The line of what there is, and its words where `taken`, the heights at the left and at the right, leaves them room. */
-function capacityLine(svg, words, at, left, right, taken = []) {
+/** The line of what there is, and its words `off` it, where `taken`, the heights at the left and at the right, leaves them room. */
+function capacityLine(svg, words, at, left, right, taken = [], off = -5) {
   svg.append(drawn("line", { x1: left, x2: right, y1: at, y2: at, class: "limit" }));
   const near = (height) => Math.abs(height - 6 - at) < 16, first = near(taken.at(-1) ?? -99) && !near(taken[0]);
-  svg.append(drawn("text", { x: first ? left + 2 : right - 2, y: at - 5, "text-anchor": first ? "start" : "end", class: "limit-text" }, words));
+  svg.append(drawn("text", { x: first ? left + 2 : right - 2, y: at + off, "text-anchor": first ? "start" : "end", class: "limit-text" }, words));
 }
 
 function stages(series, speeds, own) {
@@ -647,6 +659,61 @@ function words(text, most) {
     lines[lines.length - 1] += word;
   }
   return lines.map((line) => line.trim());
+}
+
+// --- more GPUs ----------------------------------------------------------------------------------------------------------------
+
+const DASHES = { 0: "", 1: "6 3", 2: "2 3", 3: "8 3 2 3" };
+
+/** What a GPU needs against the number of GPUs, a line for each stage, both in doublings. */
+function scaling(series) {
+  state.scaled = series;
+  const found = series.lines.filter((one) => one.points.length), every = found.flatMap((one) => one.points);
+  of("scaling-part").hidden = every.length < 2;
+  if (every.length < 2) return;
+  const width = wideAs("scaling"), height = 300, left = 52, right = 66, bottom = 40, head = 22;
+  const sizes = [...every.map((one) => one.needed_bytes), ...(series.capacity_bytes ? [series.capacity_bytes] : [])];
+  const [low, high] = [Math.log2(Math.min(...sizes)) - 0.3, Math.log2(Math.max(...sizes)) + 0.3], [few, many] = [Math.log2(Math.min(...every.map((one) => one.gpus))), Math.log2(Math.max(...every.map((one) => one.gpus)))];
+  const x = (gpus) => left + ((Math.log2(gpus) - few) / (many - few || 1)) * (width - left - right), y = (bytes) => height - bottom - ((Math.log2(bytes) - low) / (high - low)) * (height - bottom - head);
+  const fits = series.lines.map((one) => `stage ${one.stage}: ${one.refusal && !one.points.length ? "not offered" : one.fits}`);
+  const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Needed by one GPU against the number of GPUs. ${series.capacity_bytes ? fits.join("; ") : ""}` });
+  doublings(svg, { low, high, few, many, width: width - right, left, floor: height - bottom }, x, y);
+  if (series.capacity_bytes) {
+    const line = y(series.capacity_bytes), above = every.some((one) => x(one.gpus) > width - right - 150 && line - 22 < y(one.needed_bytes) && y(one.needed_bytes) < line);
+    capacityLine(svg, `the GPU has ${short(series.capacity_bytes)}`, line, left, width - right, [], above ? 15 : -5);
+  }
+  const ends = apart(found.map((one) => y(one.points.at(-1).needed_bytes)));
+  found.forEach((one, at) => stageLine(svg, one, ends[at], x, y, width - right));
+  svg.append(drawn("circle", { cx: x(series.own.gpus).toFixed(1), cy: y(series.own.needed_bytes).toFixed(1), r: 7, class: "own" }, drawn("title", {}, `this job: ${size(series.own.needed_bytes)} on ${series.own.gpus.toLocaleString("en")} GPUs`)));
+  of("scaling").replaceChildren(svg);
+  of("scaling-legend").replaceChildren(...series.lines.map((one, at) => node("li", {}, drawn("svg", { viewBox: "0 0 22 10", class: "dash", "aria-hidden": "true" }, drawn("line", { x1: 0, x2: 22, y1: 5, y2: 5, stroke: state.stageColours[one.stage], "stroke-width": 3, "stroke-dasharray": DASHES[one.stage] })), series.capacity_bytes ? fits[at] : `stage ${one.stage}`)));
+}
+
+/** Lines and figures at powers of two. */
+function doublings(svg, { low, high, few, many, width, left, floor }, x, y) {
+  const by = Math.ceil((high - low) / 6) || 1, every = Math.ceil(((many - few) * 42) / (width - left)) || 1; // a figure is up to 42 px wide
+  for (let power = Math.ceil((low - 30) / by) * by; power + 30 <= high; power += by) svg.append(drawn("line", { x1: left, x2: width, y1: y(2 ** (power + 30)), y2: y(2 ** (power + 30)), class: "rule" }), drawn("text", { x: left - 6, y: y(2 ** (power + 30)) + 4, "text-anchor": "end", class: "faint" }, (2 ** power).toLocaleString("en", { maximumSignificantDigits: 3 })));
+  for (let power = few; power <= many + 0.01; power += every) svg.append(drawn("text", { x: x(2 ** power), y: floor + 16, "text-anchor": "middle", class: "faint" }, Math.round(2 ** power).toLocaleString("en")));
+  svg.append(drawn("text", { x: (left + width) / 2, y: floor + 34, "text-anchor": "middle", class: "faint" }, "GPUs"), drawn("text", { x: left - 6, y: 12, "text-anchor": "end", class: "faint" }, "GiB"));
+}
+
+/** One stage: its line, its name where it ends, and a point for each number of GPUs. */
+function stageLine(svg, one, end, x, y, right) {
+  const colour = state.stageColours[one.stage], at = (point) => `${x(point.gpus).toFixed(1)} ${y(point.needed_bytes).toFixed(1)}`;
+  svg.append(drawn("path", { d: `M ${one.points.map(at).join(" L ")}`, fill: "none", stroke: colour, "stroke-width": 2.5, "stroke-dasharray": DASHES[one.stage] }), drawn("text", { x: right + 8, y: end + 4 }, `stage ${one.stage}`));
+  for (const point of one.points) {
+    const fits = ["fits", "tight"].includes(point.verdict);
+    const spot = drawn("circle", { cx: x(point.gpus).toFixed(1), cy: y(point.needed_bytes).toFixed(1), r: 4.5, fill: fits ? colour : "var(--paper)", stroke: colour, class: "spot" }, drawn("title", {}, `stage ${one.stage} on ${point.gpus.toLocaleString("en")} GPUs: ${size(point.needed_bytes)}${point.verdict === "unknown" ? "" : `, ${point.verdict}`}`));
+    spot.addEventListener("click", () => { const there = said(); there.set("stage", one.stage); there.set("gpus", point.gpus); loaded(there); });
+    svg.append(spot);
+  }
+}
+
+/** Heights of labels that do not lie upon each other. [px] */
+function apart(heights) {
+  const order = heights.map((_, at) => at).sort((one, other) => heights[one] - heights[other]), moved = [...heights];
+  order.forEach((at, place) => { if (place) moved[at] = Math.max(moved[at], moved[order[place - 1]] + 14); });
+  return moved;
 }
 
 // --- the step -----------------------------------------------------------------------------------------------------------------
@@ -773,6 +840,8 @@ const opened = () => main.classList.contains("opened");
 async function openFile(file) {
   if (!file) return;
   clearTimeout(state.calm);
+  const config = await configOf(file);
+  if (config) { const there = said(); there.delete("model"); there.set("config", config); of("file").value = ""; loaded(there); return; }
   const mine = ++state.asked, headed = of("headline").textContent;
   of("headline").textContent = `Reading ${file.name}…`;
   const told = await fetched(`/api/opened?name=${encodeURIComponent(file.name)}`, { method: "POST", body: file });
@@ -786,6 +855,20 @@ async function openFile(file) {
   of("headline").textContent = "A file of your own";
   judge([`${told.headline}.`, ...told.advice].join(" "), null);
   showStep(told.step);
+}
+
+const LONGEST_CONFIG = 2 ** 16, NAMES_ALONE = ["id2label", "label2id", "auto_map", "task_specific_params"];
+
+/** The content of a config.json, without lists of names, for the address; empty for any other file. */
+async function configOf(file) {
+  if (file.size > LONGEST_CONFIG) return "";
+  try {
+    const found = JSON.parse(await file.text());
+    if (!found?.model_type) return "";
+    return JSON.stringify(found, (key, value) => (NAMES_ALONE.includes(key) ? undefined : value));
+  } catch {
+    return ""; // no JSON: the server says what it is
+  }
 }
 
 function closeFile() {
@@ -876,6 +959,7 @@ function redraw() {
   if (!state.told) return;
   stages(state.told.stages, state.told.speeds, state.told.estimate.job.recipe.zero_stage);
   if (state.step) drawStep();
+  if (state.scaled && !of("scaling-part").hidden) scaling(state.scaled);
   if (state.scattered && !of("scatter").hidden) scatter(state.scattered);
 }
 addEventListener("resize", () => { clearTimeout(state.resized); state.resized = setTimeout(redraw, WAIT_MS); });
