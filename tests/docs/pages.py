@@ -143,6 +143,11 @@ for _ in range(9):
     optimizer.step()
     optimizer.zero_grad()
 """
+OUT_OF_MEMORY = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.91 GiB. GPU 0 has a total capacity of 79.18 GiB of which "
+    "1.20 GiB is free. Including non-PyTorch memory, this process has 77.97 GiB memory in use. Of the allocated memory 75.87 GiB "
+    "is allocated by PyTorch, and 310.42 MiB is reserved by PyTorch but unallocated.\n"
+)
 DEEPSPEED_CONFIG = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
 
 
@@ -160,6 +165,7 @@ def furnish(folder: Path) -> None:
     (folder / "job.toml").write_text('model = "gpt2"\ngpu = "h100"\n')
     (folder / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
     (folder / "train.py").write_text(TRAIN)
+    (folder / "error.txt").write_text(OUT_OF_MEMORY)
     as_chats = NormalDist(5.9, 0.9)
     (folder / "lengths.txt").write_text("".join(f"{math.exp(as_chats.inv_cdf((at + 0.5) / 4000)):.0f}\n" for at in range(4000)))
     for name, text in SETUPS.items():

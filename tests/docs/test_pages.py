@@ -63,6 +63,11 @@ def test_every_command_on_a_page_answers_as_is_shown(command: str, shown: list[S
         assert excerpt(answer, one.sections) == one.text, f"{name_of(one.page)}; {AGAIN}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_answer_is_empty(page: Path):
+    assert "```text\n```" not in text_of(page)
+
+
 def test_a_picture_has_one_command():
     names = [drawn_by(command) for command in PICTURED]
     assert sorted(set(names)) == sorted(names)

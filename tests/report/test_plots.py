@@ -19,6 +19,7 @@ from zeroplan.report.palette import LOOKS, THEMES
 from zeroplan.report.series.heat import heat
 from zeroplan.report.series.pareto import pareto
 from zeroplan.report.series.parts import caption
+from zeroplan.report.series.run import Stretch
 from zeroplan.report.series.scaling import scaling
 from zeroplan.report.series.stacks import StacksSeries, stack_of, stack_of_kinds
 from zeroplan.report.series.stages import stages
@@ -35,6 +36,7 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.text import Text  # noqa: E402
 
 from zeroplan.report.plots import frame  # noqa: E402
+from zeroplan.report.plots.run import _phase_names  # noqa: E402
 from zeroplan.report.plots.timeline import draw_timeline  # noqa: E402
 
 LLAMA = job(model="llama-3.1-8b", gpus=8, gpu="h100", seq_len=8192)
@@ -293,3 +295,12 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path):
     with pytest.raises(SpecError, match="does not end in"):
         frame.written(drawn("scaling"), tmp_path / "one.jpg", force=False)
     assert not list(tmp_path.iterdir())
+
+
+def test_names_of_phases_do_not_lie_upon_each_other():
+    lasts = [10, 13, 14, 17, 18, 21, 22, 60, 62]
+    names = ["forward", *("backward", "forward") * 3, "backward", "optimizer step"]
+    crowded = [Stretch(name=name, first=last, last=end) for name, last, end in zip(names, [0, *lasts], lasts, strict=False)]
+    assert [name for name, _ in _phase_names(crowded, 0.6, 5)] == ["forward", *"BFBFBF", "backward", "optimizer step"]
+    assert {level for _, level in _phase_names(crowded, 0.6, 5)} == {0}
+    assert [name for name, _ in _phase_names(crowded, 0.05, 5)] == names

@@ -1,5 +1,7 @@
 """A step or a run from left to right: bands of memory by kind, the phases above, the peak marked, and collectives below."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -7,7 +9,7 @@ from matplotlib.patheffects import withStroke
 
 from zeroplan.report.palette import LOOKS, Theme, on
 from zeroplan.report.plots.frame import SMALL, framed, kind_entries, legend
-from zeroplan.report.series.run import RunSeries
+from zeroplan.report.series.run import RunSeries, Stretch
 from zeroplan.units import GIB, MIB
 
 _NEAR = 1.6
@@ -18,6 +20,8 @@ _LANES = 16
 """The height of the memory's axes, in those of an operation's row."""
 _NARROW = 12
 """Where a phase has less than such a part of the axis the names stand on two levels."""
+_LETTER = 0.0085
+"""How wide a letter of a phase's name is, as a part of the axis."""
 
 
 def draw_run(figure: Figure, series: RunSeries, theme: Theme) -> None:
@@ -79,17 +83,29 @@ def _bands(axes: Axes, series: RunSeries, theme: Theme, unit: int) -> None:
 
 
 def _phases(axes: Axes, series: RunSeries, theme: Theme) -> None:
-    """Name the phases above, with a line where one begins; the names of short ones on two levels."""
+    """Name the phases above, with a line where one begins."""
     whole = max(series.n_bytes.shape[1] - 1, 1)
-    levels = 2 if any(one.last - one.first < whole / _NARROW for one in series.stretches) else 1
-    for at, one in enumerate(series.stretches):
-        lifted = 11 * (at % levels)
+    for one, (name, level) in zip(
+        series.stretches, _phase_names(series.stretches, _LETTER * whole, whole / _NARROW), strict=True
+    ):
         axes.annotate(
-            one.name, ((one.first + one.last) / 2, 1.0), (0, 3 + lifted), xycoords=("data", "axes fraction"),
+            name, ((one.first + one.last) / 2, 1.0), (0, 3 + 11 * level), xycoords=("data", "axes fraction"),
             textcoords="offset points", ha="center", fontsize=SMALL, color=theme.ink, annotation_clip=False,
         )  # fmt: skip
         if one.first:
             axes.axvline(one.first, color=theme.faint, linewidth=0.8, linestyle=":", zorder=3)
+
+
+def _phase_names(stretches: Sequence[Stretch], letter: float, narrow: float) -> list[tuple[str, int]]:
+    """Return the name and level of each phase: on two levels if some are short; F and B, as in schedules, if they still collide."""
+    levels = 2 if any(one.last - one.first < narrow for one in stretches) else 1
+    reach = [((one.first + one.last) / 2, len(one.name) * letter / 2) for one in stretches]
+    neighbours = zip(reach, reach[levels:], strict=False)
+    if all(middle + half <= after - half_after for (middle, half), (after, half_after) in neighbours):
+        return [(one.name, at % levels) for at, one in enumerate(stretches)]
+    last = len(stretches) - 1  # it may reach beyond the axis
+    has_room = [at == last or one.last - one.first >= len(one.name) * letter for at, one in enumerate(stretches)]
+    return [(one.name if room else one.name[0].upper(), 0) for one, room in zip(stretches, has_room, strict=True)]
 
 
 def _peak(axes: Axes, series: RunSeries, theme: Theme, unit: int, name: str) -> None:
