@@ -108,7 +108,7 @@ class Scored(NamedTuple):
     peak: float
     held: float
     reserved: int
-    """What the allocator is expected to reserve. [bytes]"""
+    """What the allocator must have room for by the verdict ``fits``. [bytes]"""
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------------
@@ -356,9 +356,9 @@ def scored(run: Run) -> Scored:
                 return found
     job = job_of(run)
     answer = estimate(job, pipeline_rank=job.mesh.pp - 1) if job.mesh.pp > 1 else estimate(job)
-    more = _cublas(run)
+    more = more_than_default(run)
     held = next(moment.total_bytes for moment in answer.moments if moment.phase is Phase.STEP)
-    reserved = int(answer.reserved.expected_bytes) + more
+    reserved = answer.comfortable_bytes - int(answer.outside_band.expected_bytes) + more
     return Scored(run, answer, (_peak(answer, run) + more) / run.peak - 1, (held + more) / run.held - 1, reserved)
 
 
@@ -380,7 +380,7 @@ def _with_ranks(run: Run, dp: int) -> Scored | None:
         return None
 
 
-def _cublas(run: Run) -> int:
+def more_than_default(run: Run) -> int:
     """What ``CUBLAS_WORKSPACE_CONFIG`` gives two handles more than torch's default. [bytes]"""
     asked = run.environment.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
     return 2 * (32 * MIB - workspace(gpu(GPUS[run.gpu]))[0]) if asked else 0

@@ -7,12 +7,14 @@ than a MiB is left over, which is most of what they are too low by.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from statistics import median
 
 import pytest
 
 from tests.measured.megatron_blocks import beyond, placed
-from tests.measured.megatron_golden import Scored, job_of, kept, score
+from tests.measured.megatron_golden import Scored, job_of, kept, more_than_default, score
+from zeroplan.engines.reserved_shares import missed_by
 from zeroplan.estimator import estimate
 from zeroplan.units import KIB, MIB
 
@@ -101,6 +103,16 @@ def test_predictions_layouts_and_mamba_are_within_three_percent(scores: list[Sco
     assert all(one.run.features["layout"] for one in predicting)
     assert all(-0.024 < one.peak < 0 and abs(one.held) < 0.009 for one in predicting)
     assert all(-0.010 < one.peak < 0 for one in hybrid)
+
+
+def test_verdicts_leave_the_room_that_these_runs_took(scores: list[Scored]) -> None:
+    """Of BERT, T5 and experts as much as the furthest of them; dense models stay within what is expected to be reserved."""
+    for kinds in (("bert",), ("t5",), ("moe", "mla-moe")):
+        ones = [one for kind in kinds for one in _of(scores, kind)]
+        missed = missed_by(ones[0].answer.job.model, ones[0].answer.job.recipe)
+        took = ((one.run.peak - more_than_default(one.run)) / one.answer.peak_bytes for one in ones)
+        assert missed == ceil(1000 * (max(took) - 1))
+    assert all(one.run.peak <= one.reserved for one in scores)
 
 
 def test_nine_in_ten_configurations_have_an_estimate(scores: list[Scored]) -> None:

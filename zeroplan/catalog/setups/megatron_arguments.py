@@ -58,6 +58,9 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     plain = {
         key.removeprefix("model.").removeprefix("train.").lstrip("-").replace("-", "_"): one for key, one in flat.data.items()
     }
+    pattern, _, predicting = str(plain.pop("hybrid_layer_pattern", "")).partition("/")
+    if pattern:
+        plain["num_layers"] = len(pattern.replace("|", ""))
     table = FlatTable({key: one for key, one in plain.items() if one != ""}, whole.where)
     table.like("ENV.*")
     if any(key in table.data for key in _GENERATES):
@@ -74,8 +77,12 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     )
     _adapter(reading)
     _attention(reading)
-    _optimizer(table)
+    _optimizer(reading)
     _model(reading)
+    if pattern:
+        _hybrid(reading, pattern.split("|"), ranks_of_pipeline=table.count("pipeline_model_parallel_size") or 1)
+    if predicting:
+        table.matters["hybrid_layer_pattern"] = "multi-token prediction of a hybrid pattern is left out"
     reading.unmodelled(saves=_SAVES, adds=_ADDS, either="*fp8_format *fp8_param_gather *fp4_format")
     return reading.setup("ms-swift" if _is_swift(table) else "megatron")
 
@@ -197,9 +204,24 @@ def _attention(reading: Reading) -> None:
         )
 
 
-def _optimizer(table: Table) -> None:
+def _hybrid(reading: Reading, chunks: list[str], *, ranks_of_pipeline: int) -> None:
+    """Letters of a hybrid model's layers, by chunks of its pipeline."""
+    heads = reading.table.count("mamba_num_heads")
+    said = {"hybrid_layer_pattern": "".join(chunks), **({"mamba_num_heads": heads} if heads else {})}
+    reading.options |= {f"megatron.{name}": Told(name, one) for name, one in said.items()}
+    if len(chunks) > 1:
+        reading.tell("pipeline_layers", "hybrid_layer_pattern", ",".join(str(len(chunk)) for chunk in chunks))
+    if (each := len(chunks) // ranks_of_pipeline) > 1:
+        reading.tell("pipeline_schedule", "hybrid_layer_pattern", "interleaved-1f1b")
+        reading.tell("pipeline_stages_per_rank", "hybrid_layer_pattern", each)
+
+
+def _optimizer(reading: Reading) -> None:
+    table = reading.table
     word = str(table.get("optimizer") or "adam")
-    if word not in ("adam", "adamw", "True"):
+    if word in ("muon", "dist_muon") and "engine" in reading.flags:
+        reading.tell("optimizer", "optimizer", "muon")
+    elif word not in ("adam", "adamw", "True"):
         table.matters["optimizer"] = f"optimizer={shown(word)} is not modelled with Megatron-Core: Adam is counted in its place"
 
 
