@@ -2,8 +2,10 @@
 
 Kept in ``tests/golden`` is what those tests expect of a GPU (github.com/NVIDIA/Megatron-LM at commit d98e8a64dd, 2026-08-22,
 tests/functional_tests/test_cases, ``golden_values_*.json`` beside ``model_config.yaml``): the newest run of each configuration and
-kind of GPU. ``--from FILE`` scores another such collection, ``--keep`` keeps it. Every configuration becomes a job, of which the
-last rank is asked for: it alone writes the counter (megatron/training/global_vars.py, _set_tensorboard_writer).
+kind of GPU. ``--from FILE`` scores another such collection, ``--keep`` keeps it. With ``--repository``, a clone of Megatron-LM, the
+image of a run is that of the oldest commit with the same memory figures: commits rewrite files without measuring anew. Every
+configuration becomes a job, of which the last rank is asked for: it alone writes the counter (megatron/training/global_vars.py,
+_set_tensorboard_writer).
 
 ``peak`` is torch's ``allocated_bytes.all.peak`` since the process began, ``held`` its ``allocated_bytes.all.current`` after a step,
 before gradients are set to zero (megatron/training/training.py, training_log). Both went through fp32.
@@ -14,7 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -72,6 +76,10 @@ _ARGUMENTS = (
     "decoder-seq-length", "vocab-extra-ids", "no-use-layer-wise-param-layout",
 )  # fmt: skip
 _FITS = 0.03
+_CASES = "tests/functional_tests/test_cases"
+#: Where Megatron-LM says what the containers of its environments are built on, or both, the older one first.
+_STAGES = (".gitlab/stages/01.build.yml", ".gitlab/stages/01.test.yml")
+_MANIFESTS = {name: (f"docker/.ngc_version.{name}", *_STAGES) for name in ("dev", "lts")}
 _NOTHING: dict[str, Any] = {"features": {}, "arguments": {}, "environment": {}}
 
 Features = dict[str, Any]
@@ -125,13 +133,47 @@ def keep(runs: Sequence[Run]) -> None:
     KEPT.write_text("".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in bare), encoding="utf-8")
 
 
-def runs_of(path: Path) -> list[Run]:
+def runs_of(path: Path, repository: Path | None = None) -> list[Run]:
     """Read one run for each configuration and kind of GPU: the newest, since others are repeats on other clusters."""
     found = json.loads(path.read_text(encoding="utf-8"))
     newest: dict[tuple[str, str], dict[str, Any]] = {}
     for row in sorted(found["rows"], key=lambda row: str(row["golden_date"])):
         newest[row["config"], row["gpu"]] = row
+    images = _images({row["file"]: row["environment"] for row in newest.values()}, repository) if repository else {}
+    for row in newest.values():
+        row["image"] = images.get(row["file"]) or row.get("image", "")
     return [_run(found["configs"][name], row) for (name, _), row in sorted(newest.items())]
+
+
+def _images(files: dict[str, str], repository: Path) -> dict[str, str]:
+    """The image that the container of each file's environment was built on, when the file first had its memory figures."""
+
+    @cache
+    def git(*asked: str) -> str:
+        return subprocess.run(["git", "-C", str(repository), *asked], capture_output=True, text=True, check=False).stdout
+
+    def figures(blob: str) -> tuple[object, ...]:
+        counters = json.loads(git("cat-file", "-p", blob))
+        found = (counters.get(f"mem-{name}allocated-bytes", {}).get("values", {}) for name in ("", "max-"))
+        return tuple({step: value for step, value in one.items() if value != "nan"} for one in found)
+
+    since, path_of, commit = dict[str, tuple[str, str]](), {f"{_CASES}/{file}": file for file in files}, ""
+    for line in git("log", "--raw", "-M", "--no-abbrev", "--format=commit %H", "HEAD", "--", _CASES).splitlines():
+        if line.startswith("commit "):
+            commit = line.removeprefix("commit ")
+        elif (names := line.split("\t"))[-1] in path_of:
+            file, blob = path_of[names[-1]], names[0].split()[3]
+            if file in since and figures(blob) != figures(since[file][1]):
+                del path_of[names[-1]]
+                continue
+            since[file] = commit, blob
+            if len(names) > 2:
+                path_of[names[1]] = path_of.pop(names[-1])
+    found = dict[str, str]()
+    for file, (first, _) in since.items():
+        images = (re.findall(r"pytorch:[\d.]+-py3", git("show", f"{first}:{place}")) for place in _MANIFESTS[files[file]])
+        found[file] = next((one[-1 if files[file] == "dev" else 0] for one in images if one), "")
+    return found
 
 
 def _run(config: dict[str, Any], row: dict[str, Any]) -> Run:
@@ -381,9 +423,14 @@ def _with_ranks(run: Run, dp: int) -> Scored | None:
 
 
 def more_than_default(run: Run) -> int:
-    """What ``CUBLAS_WORKSPACE_CONFIG`` gives two handles more than torch's default. [bytes]"""
-    asked = run.environment.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
-    return 2 * (32 * MIB - workspace(gpu(GPUS[run.gpu]))[0]) if asked else 0
+    """What ``CUBLAS_WORKSPACE_CONFIG``, or an older torch, gives two handles more than torch's default of today. [bytes]
+
+    Torch gave Blackwell as much as Ampere until February 2026 (pytorch pull request 175344), and so do images up to 26.02.
+    """
+    if run.environment.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8":
+        return 2 * (32 * MIB - workspace(gpu(GPUS[run.gpu]))[0])
+    before = run.gpu == "GB200" and run.image <= "26.02"
+    return 2 * (workspace(gpu(GPUS["A100"]))[0] - workspace(gpu(GPUS[run.gpu]))[0]) if before else 0
 
 
 def score(runs: Sequence[Run]) -> tuple[list[Scored], Counter[str]]:
@@ -417,8 +464,9 @@ def main() -> None:
     parser.add_argument("--from", dest="file", type=Path, help="golden values and configurations, JSON; without it those kept")
     parser.add_argument("--keep", action="store_true", help="keep what was read from there")
     parser.add_argument("--every", action="store_true", help="print every run, the lowest first")
+    parser.add_argument("--repository", type=Path, help="a clone of Megatron-LM, which says when a run was measured")
     asked = parser.parse_args()
-    runs = kept() if asked.file is None else runs_of(asked.file)
+    runs = kept() if asked.file is None else runs_of(asked.file, asked.repository)
     if asked.keep:
         keep(runs)
     held, refused = score(runs)
