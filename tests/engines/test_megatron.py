@@ -127,6 +127,28 @@ def test_a_layer_of_mamba_keeps_what_its_scan_reads_and_makes() -> None:
     assert kept == 2 * 256 * 2 * (2 * hidden + 2 * inner + factors + heads + 3 * inner)
 
 
+def test_each_layer_of_a_hybrid_pattern_has_one_pair_of_matrices_to_sum_up() -> None:
+    """On the first of two pipeline ranks five layers, of 16 micro-batches; experts are sent tokens by their own layers alone."""
+    one = JOBS["llama whose layers are a hybrid pattern"]
+    sums = [
+        call.calls
+        for call in estimate(one, pipeline_rank=0).traffic.collectives
+        if call.operation == "all_reduce" and call.near
+    ]
+    assert sums == [5 * 16, 5 * 16]
+    pattern = MegatronOptions(hybrid_layer_pattern="ME*EME*E", moe_shared_expert_intermediate_size=128)
+    experts = asked(model=replace(MIXTRAL, num_hidden_layers=8), mesh={"dp_shard": 8, "ep": 8}, megatron=pattern)
+    sent = [call.calls for call in estimate(experts).traffic.collectives if call.operation == "all_to_all"]
+    assert sent == [2 * 4 * 16, 2 * 4 * 16]
+    none = replace(pattern, moe_shared_expert_intermediate_size=None)
+    without = estimate(replace(experts, recipe=replace(experts.recipe, megatron=none)))
+    held = [
+        next(line.n_bytes for line in answer.moments[-1].lines if line.kind is Kind.PARAMETERS)
+        for answer in (estimate(experts), without)
+    ]
+    assert held[0] - held[1] == 2 * 4 * 3 * 128 * 4096
+
+
 def test_muon_keeps_one_moment_of_matrices_and_steps_the_largest_alone() -> None:
     """Of two ranks' halves of the layers, a fourth each; vectors, embedding and head have two moments."""
     last = estimate(JOBS["llama by Muon, shared out"], pipeline_rank=1)

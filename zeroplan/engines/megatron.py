@@ -38,7 +38,7 @@ from zeroplan.spec.pipeline import Stage as Chunk
 from zeroplan.spec.recipe import Precision, RecipeSpec
 from zeroplan.transformer.families.megatron import CROSS, ENCODED, PREDICTED
 from zeroplan.transformer.megatron import (
-    PREDICTS,
+    ROUTED,
     UNGATED,
     Cost,
     Layers,
@@ -382,7 +382,7 @@ def _elements(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, counts: tuple[in
 
 def _of_shared_expert(kind: str, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Int:
     """Parameters of a rank's part of the expert that every token visits."""
-    width = recipe.megatron.moe_shared_expert_intermediate_size if kind in ("moe", PREDICTS) else None
+    width = recipe.megatron.moe_shared_expert_intermediate_size if kind in ROUTED else None
     matrices = 3 if is_gated(model, recipe) else 2
     return 0 if width is None else ceil_div(matrices * width * model.hidden_size, mesh.tp)
 
@@ -956,8 +956,9 @@ def _within_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
     forwards = 2 if recipe.recompute == "full" else 1
     tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
     hidden = 2 * tokens * model.hidden_size
+    pairs = calls * (2 if recipe.megatron.hybrid_layer_pattern is None else 1)  # of a column-parallel matrix and one by rows
     for phase, passes in ((Phase.FORWARD, 1), (Phase.BACKWARD, forwards)):
-        yield from _between_tensor_ranks(recipe, mesh, phase, 2 * passes * calls, calls, hidden)
+        yield from _between_tensor_ranks(recipe, mesh, phase, passes * pairs, pairs, hidden)
     if recipe.megatron.pretrains == "t5":
         yield from _within_t5(calls, model, recipe, mesh, batch)
     yield from _around_rings(model, mesh, calls, forwards, tokens)
@@ -976,13 +977,13 @@ def _within_t5(calls: Int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
 
 
 def _between_tensor_ranks(
-    recipe: RecipeSpec, mesh: Mesh, phase: Phase, sums: Int, calls: Int, hidden: Int
+    recipe: RecipeSpec, mesh: Mesh, phase: Phase, sums: Int, pairs: Int, hidden: Int
 ) -> Iterator[Collective]:  # fmt: skip
     what = "hidden states", phase, Among.TENSOR, mesh.tp
     if not recipe.sequence_parallel:
         yield _call("all_reduce", *what, sums, hidden, passes=2, near=True)
         return
-    inputs = 2 * calls if phase is Phase.BACKWARD else 0
+    inputs = pairs if phase is Phase.BACKWARD else 0
     yield _call("all_gather", *what, sums + inputs, hidden, near=True)
     yield _call("reduce_scatter", *what, sums, hidden, near=True)
 
@@ -1003,7 +1004,7 @@ def _to_experts(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, ba
     tokens = own_part(batch.micro_batch_size * batch.seq_len, recipe, mesh)
     payload = 2 * tokens * model.moe.num_experts_per_tok * model.hidden_size
     counts = zip(runs_of(model, recipe), rank.counts, strict=True)
-    calls = batch.grad_accum_steps * sum(layers for run, layers in counts if run.kind == "moe")
+    calls = batch.grad_accum_steps * sum(layers for run, layers in counts if run.kind in ROUTED)
     yield _call("all_to_all", "tokens", Phase.FORWARD, Among.EXPERTS, mesh.ep, 2 * calls, payload)
     yield _call("all_to_all", "tokens", Phase.BACKWARD, Among.EXPERTS, mesh.ep, 2 * forwards * calls, payload)
 

@@ -28,6 +28,8 @@ WITH_DROPOUT = ("gpt2",)
 UNGATED = ("gpt2", "bloom")
 #: The kind of a layer of multi-token prediction.
 PREDICTS = "mtp"
+#: Kinds of layers whose MLPs are experts, where the model has any.
+ROUTED = ("moe", "experts", PREDICTS)
 #: Kinds of layers of a hybrid pattern, by their letter.
 HYBRID = {"*": "attention", "-": "mlp", "E": "experts", "M": "mamba"}
 _PARTS: dict[str, Literal["attention", "mlp", "mamba"]] = {
@@ -248,7 +250,8 @@ def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Lay
     wide, options = recipe.precision == "fp32", recipe.megatron
     modules = tuple(sorted(options.recompute_modules.split(","))) if recipe.recompute == "selective" else ()
     routing = None
-    if kind in ("moe", "experts") or (kind == PREDICTS and model.moe is not None):
+    dense = 0 if model.moe is None else model.moe.num_dense_layers
+    if kind in ROUTED and model.moe is not None and dense < model.num_hidden_layers:
         routing = program.Routing(
             options.moe_token_dispatcher_type, options.moe_grouped_gemm, options.moe_router_dtype == "fp32" and not wide,
             shared_width(model, recipe) > 0, model.family in SIGMOIDS, options.moe_aux_loss, is_gated(model, recipe),
