@@ -2,9 +2,9 @@
 
 Kept in ``tests/golden`` is what those tests expect of a GPU (github.com/NVIDIA/Megatron-LM at commit d98e8a64dd, 2026-08-22,
 tests/functional_tests/test_cases, ``golden_values_*.json`` beside ``model_config.yaml``): the newest run of each configuration and
-kind of GPU. ``--from FILE`` scores another such collection, ``--keep`` keeps it. With ``--repository``, a clone of Megatron-LM, the
-image of a run is that of the oldest commit with the same memory figures: commits rewrite files without measuring anew. Every
-configuration becomes a job, of which the last rank is asked for: it alone writes the counter (megatron/training/global_vars.py,
+kind of GPU. ``--from FILE`` scores another such collection, ``--keep`` keeps it. With ``--repository``, a clone of Megatron-LM,
+image and day of a run are those of the oldest commit with the same memory figures: commits rewrite files without measuring anew.
+Every configuration becomes a job, of which the last rank is asked for: it alone writes the counter (megatron/training/global_vars.py,
 _set_tensorboard_writer).
 
 ``peak`` is torch's ``allocated_bytes.all.peak`` since the process began, ``held`` its ``allocated_bytes.all.current`` after a step,
@@ -106,6 +106,8 @@ class Run(NamedTuple):
     held: int
     steps: int
     """The last step that was logged; the first has no optimizer states in its backward."""
+    day: str = ""
+    """When the figures were first published."""
 
 
 class Scored(NamedTuple):
@@ -139,14 +141,12 @@ def runs_of(path: Path, repository: Path | None = None) -> list[Run]:
     newest: dict[tuple[str, str], dict[str, Any]] = {}
     for row in sorted(found["rows"], key=lambda row: str(row["golden_date"])):
         newest[row["config"], row["gpu"]] = row
-    images = _images({row["file"]: row["environment"] for row in newest.values()}, repository) if repository else {}
-    for row in newest.values():
-        row["image"] = images.get(row["file"]) or row.get("image", "")
-    return [_run(found["configs"][name], row) for (name, _), row in sorted(newest.items())]
+    firsts = _first({row["file"]: row["environment"] for row in newest.values()}, repository) if repository else {}
+    return [_run(found["configs"][name], row | firsts.get(row["file"], {})) for (name, _), row in sorted(newest.items())]
 
 
-def _images(files: dict[str, str], repository: Path) -> dict[str, str]:
-    """The image that the container of each file's environment was built on, when the file first had its memory figures."""
+def _first(files: dict[str, str], repository: Path) -> dict[str, dict[str, str]]:
+    """When each file first had its memory figures: the image that its environment was built on, and the day."""
 
     @cache
     def git(*asked: str) -> str:
@@ -169,10 +169,11 @@ def _images(files: dict[str, str], repository: Path) -> dict[str, str]:
             since[file] = commit, blob
             if len(names) > 2:
                 path_of[names[1]] = path_of.pop(names[-1])
-    found = dict[str, str]()
+    found = dict[str, dict[str, str]]()
     for file, (first, _) in since.items():
         images = (re.findall(r"pytorch:[\d.]+-py3", git("show", f"{first}:{place}")) for place in _MANIFESTS[files[file]])
-        found[file] = next((one[-1 if files[file] == "dev" else 0] for one in images if one), "")
+        image = next(({"image": one[-1 if files[file] == "dev" else 0]} for one in images if one), {})
+        found[file] = {"golden_date": git("log", "-1", "--format=%cs", first).strip(), **image}
     return found
 
 
@@ -189,7 +190,7 @@ def _run(config: dict[str, Any], row: dict[str, Any]) -> Run:
     return Run(
         row["config"], kind, features, arguments, environment,
         row["gpu"], image, row.get("dp"), row.get("micro_batches"), row["max_last"], row["alloc_median"],
-        row["steps"][1],
+        row["steps"][1], str(row["golden_date"])[:10],
     )  # fmt: skip
 
 
@@ -337,6 +338,14 @@ def _release(run: Run) -> str:
     return "2.2" if run.image < "25.05" else "2.17" if run.image < "26.06" else "2.18"
 
 
+def _core_release(run: Run) -> str:
+    """Routing weights came between the matrices on 9 April 2025 (2659630721), and into a release with 0.13.
+
+    Release tests of April 2025 are of 0.12 (4b63750ae8).
+    """
+    return "0.12" if run.day < ("2025-05" if run.name.endswith("_release") else "2025-04-09") else "0.13"
+
+
 def _is_local(run: Run) -> bool:
     return bool(run.features["impl"] == "local" or run.arguments.get("spec") == "local")
 
@@ -348,6 +357,7 @@ def _options(run: Run) -> MegatronOptions:
         bert_binary_head="bert-no-binary-head" not in run.arguments,
         encoder_num_layers=run.arguments.get("encoder-num-layers"), encoder_seq_length=run.arguments.get("encoder-seq-length"),
         transformer_impl="local" if _is_local(run) else "transformer_engine", transformer_engine_release=_release(run),
+        core_release=_core_release(run),
         mtp_num_layers=said.get("mtp") or 0, hybrid_layer_pattern=_pattern(run) or None,
         hidden_dropout=bool(said.get("hidden_dropout")), attention_dropout=bool(said.get("attention_dropout")),
         overlap_grad_reduce=bool(said.get("overlap_grad_reduce")), overlap_param_gather=bool(said.get("overlap_param_gather")),

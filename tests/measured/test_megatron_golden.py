@@ -66,8 +66,8 @@ def test_peaks_under_expandable_segments_are_exact(scores: list[Scored]) -> None
     assert (len(exact), len(expandable)) == (12, 26)
 
 
-def test_peaks_with_experts_are_within_six_percent(scores: list[Scored]) -> None:
-    """The highest are of March 2025, when routing weights were applied behind the experts.
+def test_peaks_with_experts_are_within_two_and_a_half_percent(scores: list[Scored]) -> None:
+    """Routing weights came before the experts' second matrix on 9 April 2025.
 
     The lowest is of November 2025, before Megatron-LM let go of what an overlapped micro-batch had (a56a0b001d, 5da641cf5f). The
     seven Mixtrals of 64 to 128 GPUs learn from real text, whose routing is uneven: one grew by 1,644 MiB after its fifth step.
@@ -78,8 +78,8 @@ def test_peaks_with_experts_are_within_six_percent(scores: list[Scored]) -> None
     assert (len(experts), len(real)) == (38, 7)
     assert abs(median(one.peak for one in experts)) < 0.005
     assert median(abs(one.peak) for one in experts) < 0.009
-    assert experts[0].peak > -0.019
-    assert experts[-1].peak < 0.057
+    assert experts[0].peak > -0.023
+    assert experts[-1].peak < 0.021
     assert all(-0.088 < one.peak < 0 and abs(one.held) < 0.005 for one in real)
 
 

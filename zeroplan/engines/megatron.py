@@ -91,7 +91,7 @@ NOTE = (
 )
 _EXPERTS_NOTE = (
     "zeroplan assumes even routing; a rank that gets more tokens needs more memory. For 46 runs with experts of Megatron-LM's "
-    "tests the estimate was from 10 % too low to 6 % too high; the verdict leaves that room"
+    "tests the estimate was from 10 % too low to 2 % too high; the verdict leaves that room"
 )
 _UNEVEN_NOTE = (
     "this rank's experts get more tokens than an even share in every layer; their memory is read from Megatron-Core's "

@@ -107,6 +107,8 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     yield schedule == "interleaved-1f1b" and each == 1 and "one stage per rank and an interleaved schedule", "1f1b"
     if recipe.megatron.overlap_moe_expert_parallel_comm:
         yield from _not_overlapped(model, recipe, mesh)
+    flex = recipe.megatron.moe_token_dispatcher_type == "flex"  # noqa: S105  tokens of text
+    yield flex and recipe.megatron.core_release == "0.12" and "moe_token_dispatcher_type 'flex' and core_release 0.12", "'0.13'"
     predicts = recipe.megatron.mtp_num_layers > 0
     yield predicts and model.positions > 0 and "mtp_num_layers and learned positions", "a model with rotary positions"
     yield predicts and recipe.megatron.pretrains != "gpt" and "mtp_num_layers and BERT or T5", "pretrains 'gpt'"

@@ -227,6 +227,9 @@ class MegatronOptions(Spec):
     """``--overlap-moe-expert-parallel-comm``: the next micro-batch goes forward, layer by layer, beside the backward of one."""
     moe_aux_loss: bool = False
     """Whether ``--moe-aux-loss-coeff`` is above 0: scores of all experts are kept for it."""
+    core_release: Literal["0.12", "0.13"] = "0.13"
+    """``0.12``: Megatron-Core 0.12 or older multiplies the experts' outputs with the routing weights, and keeps them for that;
+    since 0.13 what is between the experts' matrices is multiplied."""
     mtp_num_layers: CountOrZero = 0
     """``--mtp-num-layers``: modules for multi-token prediction on the last pipeline rank, each with a layer like the model's last
     one and a loss of its own."""

@@ -255,7 +255,7 @@ def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Lay
         routing = program.Routing(
             options.moe_token_dispatcher_type, options.moe_grouped_gemm, options.moe_router_dtype == "fp32" and not wide,
             shared_width(model, recipe) > 0, model.family in SIGMOIDS, options.moe_aux_loss, is_gated(model, recipe),
-            options.deterministic_mode,
+            options.deterministic_mode, options.core_release == "0.12",
         )  # fmt: skip
     of_t5: Literal["no", "encoder", "decoder"] = "no"
     if options.pretrains == "t5":

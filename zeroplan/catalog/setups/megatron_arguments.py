@@ -21,7 +21,7 @@ from zeroplan.spec.recipe import MegatronOptions
 
 _CHOICES = ("p2p", "a2a", "transformer_engine", "local", "fp32", "fp16", "bf16", "fp8", "alltoall", "allgather")
 _FLOATS = ("hidden_dropout", "attention_dropout")
-_OTHERS = ("pretrains", "swiglu", "qk_layernorm", "transformer_engine_release", "recompute_modules", "moe_aux_loss",
+_OTHERS = ("pretrains", "swiglu", "qk_layernorm", "transformer_engine_release", "core_release", "recompute_modules", "moe_aux_loss",
            "cross_entropy_fusion_impl", "expert_tensor_parallel_size", "moe_token_dispatcher_type")  # fmt: skip
 #: Vocabularies of tokenizers, where ``--vocab-size`` is left out.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256, "TikTokenizer": 131072,

@@ -98,6 +98,8 @@ class Routing(NamedTuple):
     """Gate, activation and routing weight are one operator."""
     deterministic: bool
     """Outputs are put to their tokens by ``index_add_``, which keeps what it adds; ``scatter_add_`` keeps places alone."""
+    late: bool = False
+    """Outputs are multiplied with the routing weights, not what is between the experts' matrices."""
 
 
 class Layer(NamedTuple):
@@ -595,9 +597,9 @@ def _experts(tape: Tape, normal: Value, routing: Routing) -> Value:
     tokens, chosen = there(tape, normal, weights)
     tape.release(weights)
     outputs = _grouped(tape, tokens, chosen, routing)
-    tape.release(tokens, chosen)
-    made = back(tape, outputs, routing)
-    tape.release(outputs)
+    tape.release(tokens)
+    made = back(tape, outputs, chosen, routing)
+    tape.release(outputs, chosen)
     if shared is None:
         return made
     both = op.add(tape, made, shared, "experts: sum with the shared expert", Site("sum with the shared expert", SHARED))
@@ -680,11 +682,12 @@ def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
 
 
 def _grouped(tape: Tape, tokens: Value, chosen: Value, routing: Routing) -> Value:
-    """Experts' MLPs: the routing weight is applied between their matrices."""
+    """Experts' MLPs: the routing weight is applied between their matrices, or later."""
     source = EXPERTS if routing.grouped else SEQUENTIAL
     wide = _product(tape, tokens, g * m_r, h, "experts: the first matrix", source)
     wide.store.reason = "experts: output of the first matrix"
-    active = (_weighted_at_once if routing.fused else _weighted)(tape, wide, chosen, routing, source)
+    make = _active if routing.late else _weighted_at_once if routing.fused else _weighted
+    active = make(tape, wide, chosen, routing, source)
     active.store.reason = "experts: input of the second matrix"
     tape.release(wide)
     made = _product(tape, active, h, m_r, "experts: the second matrix", source)
@@ -716,22 +719,32 @@ def _weighted_at_once(tape: Tape, wide: Value, chosen: Value, _routing: Routing,
     return made
 
 
-def _weighted(tape: Tape, wide: Value, chosen: Value, routing: Routing, source: str) -> Value:
-    """Activation, its product with the routing weights in their dtype, and a cast back where that is wider."""
+def _active(tape: Tape, wide: Value, _chosen: Value, _routing: Routing, source: str) -> Value:
     active = op.tensor(tape, "experts: output of the activation", e, X_r * m_r, source)
     backward = op.makes("experts: gradient of the first matrix's output", source, wide)
     tape.add("experts: activation", (active,), (wide.store,), backward, of=(wide,))
-    dtype: Width = 4 if routing.wide else e
-    product = op.tensor(tape, "experts: product with routing weights", dtype, X_r * m_r, source)
+    return active
 
-    def weighed(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("experts: product of gradient and output", dtype * X_r * m_r, source)
-        tape.temporary("experts: gradient before its cast", 4 * X_r * m_r if routing.wide else NOTHING, source)
-        gradient = op.gradient(tape, active, "experts: gradient of the activation's output", source)
-        return [(active, gradient), (chosen, op.gradient(tape, chosen, "gradient of the routing weights", source))]
 
-    tape.add("experts: routing weights", (product,), (active.store, chosen.store), weighed, of=(active, chosen))
+def _weighted(tape: Tape, wide: Value, chosen: Value, routing: Routing, source: str) -> Value:
+    active = _active(tape, wide, chosen, routing, source)
+    made = _times_weights(tape, active, chosen, routing, source)
     tape.release(active)
+    return made
+
+
+def _times_weights(tape: Tape, value: Value, chosen: Value, routing: Routing, source: str) -> Value:
+    """A product with the routing weights in their dtype, and a cast back where that is wider."""
+    dtype: Width = 4 if routing.wide else e
+    product = op.tensor(tape, "experts: product with routing weights", dtype, value.shape, source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("experts: product of gradient and output", dtype * value.shape, source)
+        tape.temporary("experts: gradient before its cast", 4 * value.shape if routing.wide else NOTHING, source)
+        gradient = op.gradient(tape, value, "experts: gradient of what is weighed", source)
+        return [(value, gradient), (chosen, op.gradient(tape, chosen, "gradient of the routing weights", source))]
+
+    tape.add("experts: routing weights", (product,), (value.store, chosen.store), backward, of=(value, chosen))
     if not routing.wide:
         return product
     made = op.cast(tape, product, e, Site("experts: weighted output", source))
@@ -739,8 +752,13 @@ def _weighted(tape: Tape, wide: Value, chosen: Value, routing: Routing, source: 
     return made
 
 
-def _scattered(tape: Tape, outputs: Value, routing: Routing) -> Value:
+def _scattered(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> Value:
     """Outputs at the places of all ranks' tokens, which ranks add up, in the routing weights' dtype."""
+    if routing.late:
+        weighed = _times_weights(tape, outputs, chosen, routing, ALL_GATHER)
+        made = _scattered(tape, weighed, chosen, routing._replace(late=False, deterministic=False))
+        tape.release(weighed)
+        return made
     whole = tape.make(op.TEMPORARY, "experts: outputs at their places", e * T_g * h, UNPERMUTE)
     cast = tape.make(
         op.TEMPORARY, "experts: the same in the weights' dtype", w_p * T_g * h if routing.wide else NOTHING, ALL_GATHER
@@ -756,21 +774,31 @@ def _scattered(tape: Tape, outputs: Value, routing: Routing) -> Value:
     return made
 
 
-def _returned(tape: Tape, outputs: Value, routing: Routing) -> Value:
+def _returned(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> Value:
     """Outputs sorted by rank, added up over expert tensor ranks, sent back, and put to their tokens."""
     ordered = tape.make(op.TEMPORARY, "experts: outputs, sorted by rank", e * X_2 * h, SORT)
     cast = tape.make(
         op.TEMPORARY, "experts: the same in the weights' dtype", w_p * X_2 * h if routing.wide else NOTHING, ALL_TO_ALL
     )
     tape.drop(cast)
-    back = tape.make(op.TEMPORARY, "experts: outputs that came back", e * X_1 * h, ALL_TO_ALL)
-    tape.drop(ordered)
-    made = op.tensor(tape, "experts: output", e, T_n * h, UNPERMUTE)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.temporary("gradient of the outputs on their way", e * (X_1 + X_2) * h, ALL_TO_ALL)
         return [(outputs, op.gradient(tape, outputs, "gradient of the experts' outputs", SORT))]
 
+    if routing.late:
+        came = op.tensor(tape, "experts: outputs that came back", e, X_s * h, ALL_TO_ALL)
+        tape.drop(ordered)
+        tape.add("return", (came,), (), backward, of=(outputs,))
+        weighed = _times_weights(tape, came, chosen, routing, UNPERMUTE)
+        tape.release(came)
+        made = op.tensor(tape, "experts: output", e, T_n * h, UNPERMUTE)
+        tape.add("combination", (made,), (), op.makes("gradient of weighed outputs", UNPERMUTE, weighed), of=(weighed,))
+        tape.release(weighed)
+        return made
+    back = tape.make(op.TEMPORARY, "experts: outputs that came back", e * X_1 * h, ALL_TO_ALL)
+    tape.drop(ordered)
+    made = op.tensor(tape, "experts: output", e, T_n * h, UNPERMUTE)
     tape.add("combination", (made,), (back,) if routing.deterministic else (), backward, of=(outputs,))
     tape.drop(back)
     return made
@@ -785,7 +813,7 @@ def _sent_by_hybrid_ep(tape: Tape, normal: Value, weights: Value) -> Dispatched:
     return tokens, chosen
 
 
-def _returned_by_hybrid_ep(tape: Tape, outputs: Value, _routing: Routing) -> Value:
+def _returned_by_hybrid_ep(tape: Tape, outputs: Value, _chosen: Value, _routing: Routing) -> Value:
     made = op.tensor(tape, "experts: output", e, T_n * h, HYBRID_EP)
     tape.add("combination", (made,), (), op.makes("gradient of the experts' outputs", HYBRID_EP, outputs), of=(outputs,))
     return made
@@ -793,7 +821,7 @@ def _returned_by_hybrid_ep(tape: Tape, outputs: Value, _routing: Routing) -> Val
 
 #: How tokens come to their experts, and their outputs back.
 _WAYS: dict[
-    Dispatcher, tuple[Callable[[Tape, Value, Value], Dispatched], Callable[[Tape, Value, Routing], Value]]
+    Dispatcher, tuple[Callable[[Tape, Value, Value], Dispatched], Callable[[Tape, Value, Value, Routing], Value]]
 ] = {
     "alltoall": (_sent, _returned), "allgather": (_gathered, _scattered), "flex": (_sent_by_hybrid_ep, _returned_by_hybrid_ep)
 }  # fmt: skip
