@@ -275,7 +275,8 @@ def _megatron_options(draw: Random, attention: str) -> MegatronOptions:
     apart = Random(str(options))  # noqa: S311  so that other draws stay as they are
     release = _mostly(apart, options.transformer_engine_release, "2.2")
     dispatcher = _mostly(apart, options.moe_token_dispatcher_type, "flex")
-    return replace(options, transformer_engine_release=release, moe_token_dispatcher_type=dispatcher)
+    core = "0.13" if dispatcher == "flex" else _mostly(apart, "0.13", "0.12")
+    return replace(options, transformer_engine_release=release, moe_token_dispatcher_type=dispatcher, core_release=core)
 
 
 def _optimizer(draw: Random, engine: str, manner: str) -> dict[str, Any]:

@@ -439,11 +439,33 @@ def test_layers_in_flight_are_those_of_the_schedule_at_its_fullest(rank: int, st
         ({"mesh": {}, "pipeline_schedule": "1f1b"}, "layers and pp=1"),
         ({"mesh": {"pp": 2}, "pipeline_stages_per_rank": 2}, "several stages per rank"),
         ({"mesh": {"pp": 4}, "pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 4}, "8 layers cut into 16"),
+        ({"mesh": {}, "megatron": MegatronOptions(mtp_num_layers=1)}, "mtp_num_layers and learned positions"),
+        ({"mesh": {}, "megatron": MegatronOptions(hybrid_layer_pattern="MX")}, "hybrid_layer_pattern 'MX'"),
+        ({"mesh": {}, "megatron": MegatronOptions(hybrid_layer_pattern="M-")}, "2 letters for 8 layers"),
+        ({"mesh": {}, "megatron": MegatronOptions(hybrid_layer_pattern="ME" * 4)}, "no experts"),
+        (
+            {"mesh": {"tp": 8}, "megatron": MegatronOptions(hybrid_layer_pattern="M-" * 4, mamba_num_groups=4)},
+            "4 groups of Mamba",
+        ),
+        ({"mesh": {}, "recompute": "full", "megatron": MegatronOptions(hybrid_layer_pattern="M-" * 4)}, "recompute 'full'"),
+        ({"mesh": {}, "optimizer": "muon", "precision": "fp16-mixed"}, "optimizer 'muon' and precision"),
+        ({"mesh": {}, "optimizer": "muon", "megatron": MegatronOptions(hybrid_layer_pattern="M-" * 4)}, "'muon' and hybrid"),
+        ({"mesh": {}, "megatron": MegatronOptions(moe_token_dispatcher_type="flex", core_release="0.12")}, "core_release 0.12"),  # noqa: S106
     ],
 )
 def test_what_is_not_modelled_is_refused(changed: dict[str, object], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         asked(**changed)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_experts_before_core_0_13_keep_what_they_return(dispatcher: str) -> None:
+    """Of each pair of a token and its expert, 16 bits of the hidden width; the weight itself stays in both."""
+    options = MegatronOptions(moe_token_dispatcher_type=dispatcher, moe_aux_loss=False)
+    now = asked(model=MIXTRAL, mesh={"dp_shard": 8, "ep": 8}, megatron=options)
+    before = replace(now, recipe=replace(now.recipe, megatron=replace(options, core_release="0.12")))
+    kept = [total_bytes(layer_lines(one.model, "moe", one.recipe, one.mesh, one.batch)) for one in (before, now)]
+    assert kept[0] - kept[1] == 2 * 2 * 256 * 2 * 4096
 
 
 def test_overlapped_micro_batches_have_one_more_layer_in_a_backward() -> None:

@@ -1,11 +1,11 @@
 """Score engine megatron on what Megatron-LM's functional tests measured: ``python -m tests.measured.megatron_golden``.
 
 Kept in ``tests/golden`` is what those tests expect of a GPU (github.com/NVIDIA/Megatron-LM at commit d98e8a64dd, 2026-08-22,
-tests/functional_tests/test_cases, ``golden_values_*.json`` beside ``model_config.yaml``): the newest run of each configuration and
-kind of GPU. ``--from FILE`` scores another such collection, ``--keep`` keeps it. With ``--repository``, a clone of Megatron-LM,
-image and day of a run are those of the oldest commit with the same memory figures: commits rewrite files without measuring anew.
-Every configuration becomes a job, of which the last rank is asked for: it alone writes the counter (megatron/training/global_vars.py,
-_set_tensorboard_writer).
+tests/functional_tests/test_cases, ``golden_values_*.json`` beside ``model_config.yaml``): the newest run of each configuration
+and kind of GPU. ``--from FILE`` scores another such collection, ``--keep`` keeps it. With ``--repository``, a clone of
+Megatron-LM, image and day of a run are those of the oldest commit with the same memory figures: commits rewrite files without
+measuring anew. Every configuration becomes a job, of which the last rank is asked for: it alone writes the counter
+(megatron/training/global_vars.py, _set_tensorboard_writer).
 
 ``peak`` is torch's ``allocated_bytes.all.peak`` since the process began, ``held`` its ``allocated_bytes.all.current`` after a step,
 before gradients are set to zero (megatron/training/training.py, training_log). Both went through fp32.
