@@ -256,7 +256,7 @@ def _of_megatron(draw: Random) -> dict[str, Any]:
 
 def _megatron_options(draw: Random, attention: str) -> MegatronOptions:
     reduced = draw.choice((True, False))
-    return MegatronOptions(
+    options = MegatronOptions(
         overlap_grad_reduce=reduced, overlap_param_gather=reduced and draw.choice((True, False)),
         overlap_p2p_comm=_mostly(draw, True, False),
         transformer_impl=draw.choice(("transformer_engine", "local")) if attention == "eager" else "transformer_engine",
@@ -272,6 +272,11 @@ def _megatron_options(draw: Random, attention: str) -> MegatronOptions:
         moe_token_dispatcher_type=_mostly(draw, "alltoall", "allgather"), moe_router_dtype=_mostly(draw, None, "fp32"),
         moe_shared_expert_intermediate_size=_mostly(draw, None, 64), moe_aux_loss=_mostly(draw, False, True),
     )  # fmt: skip
+    apart = Random(str(options))  # noqa: S311  so that other draws stay as they are
+    release = _mostly(apart, options.transformer_engine_release, "2.2")
+    dispatcher = _mostly(apart, options.moe_token_dispatcher_type, "flex")
+    core = "0.13" if dispatcher == "flex" else _mostly(apart, "0.13", "0.12")
+    return replace(options, transformer_engine_release=release, moe_token_dispatcher_type=dispatcher, core_release=core)
 
 
 def _optimizer(draw: Random, engine: str, manner: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from zeroplan.engines.account import Account, PipelineRank, Symbol
 from zeroplan.engines.device import Outside, allocator_room, outside, reserved_as_seen, total_band, workspace_lines
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.precisions import compute_of, widths
+from zeroplan.engines.reserved_shares import missed_by
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, Role, bytes_by_kind, total_bytes
 from zeroplan.measurement import SETTINGS, AllocatorSettings
 from zeroplan.memo import recalled
@@ -244,13 +245,15 @@ class Estimate:
     def comfortable_bytes(self) -> int:
         """What fits without the allocator having to give back cached blocks: expected reserved plus what is outside.
 
-        Where lengths of sequences were drawn, that of the longest that they may have.
+        Where lengths of sequences were drawn, that of the longest that they may have. Where runs of such jobs went beyond their
+        estimates, at least as much as the furthest of them.
         """
         return max(self._own_comfortable_bytes, self.longest_bytes)
 
     @property
     def _own_comfortable_bytes(self) -> int:
-        return int(self.reserved.expected_bytes) + int(self.outside_band.expected_bytes)
+        reserved = int(_with_missed(self.reserved.expected_bytes, self.peak_bytes, self.job))
+        return reserved + int(self.outside_band.expected_bytes)
 
     @property
     def is_tight_by_length(self) -> bool:
@@ -418,7 +421,14 @@ def needed_by(account: Account, job: JobSpec) -> Needed:
     highest: Int = 0
     for moment in moments:
         highest = maximum(highest, moment.total_bytes)
-    return Needed(highest + beside, _reserved(sizes_of(moments, job.recipe), job).expected_bytes + beside)
+    comfortable = _with_missed(_reserved(sizes_of(moments, job.recipe), job).expected_bytes, highest, job)
+    return Needed(highest + beside, comfortable + beside)
+
+
+def _with_missed(reserved_bytes: Int, peak_bytes: Int, job: JobSpec) -> Int:
+    """What is expected to be reserved, or what the estimate may miss if that is more. [bytes]"""
+    missed = missed_by(job.model, job.recipe)
+    return maximum(reserved_bytes, peak_bytes * (1000 + missed) // 1000) if missed else reserved_bytes
 
 
 def _of_each_rank(job: JobSpec, batch: Batch) -> tuple[Account, ...]:

@@ -91,6 +91,19 @@ JOBS = {
         pipeline_stages_per_rank=2,
         megatron=MegatronOptions(recompute_num_layers=3),
     ),
+    "mixtral that predicts two tokens more, by HybridEP": asked(
+        model=MIXTRAL,
+        mesh={"dp_shard": 4, "tp": 2, "pp": 2, "ep": 8},
+        sequence_parallel=True,
+        megatron=MegatronOptions(mtp_num_layers=2, moe_token_dispatcher_type="flex", cross_entropy_fusion_impl="native"),  # noqa: S106  tokens of text
+    ),
+    "llama by Muon, shared out": asked(model=LLAMA, mesh={"dp_shard": 4, "tp": 2, "pp": 2}, optimizer="muon"),
+    "llama whose layers are a hybrid pattern": asked(
+        model=replace(LLAMA, num_hidden_layers=8),
+        mesh={"dp_shard": 2, "tp": 2, "pp": 2},
+        pipeline_layers="5,3",
+        megatron=MegatronOptions(hybrid_layer_pattern="M-M*-M-M"),
+    ),
     "llama, fullest at its end": asked(
         model=replace(LLAMA, num_hidden_layers=2), batch=replace(BATCH, grad_accum_steps=1), mesh={"pp": 2}
     ),
@@ -102,8 +115,68 @@ def test_every_line_is_explained(name: str) -> None:
     answer = estimate(JOBS[name])
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)
-    assert any("compared with 210 runs" in note for note in answer.notes)
+    assert any("compared with 226 runs" in note for note in answer.notes)
     assert any("even routing" in note for note in answer.notes) == (JOBS[name].model.moe is not None)
+
+
+def test_a_layer_of_mamba_keeps_what_its_scan_reads_and_makes() -> None:
+    """Per token, in 16 bits: input and output of the norm, the first matrix's output, and three of the inner width."""
+    one = JOBS["llama whose layers are a hybrid pattern"]
+    inner, factors, heads, hidden = 2 * 4096 // 2, 2 * 8 * 128 // 2, 128 // 2, 4096
+    kept = total_bytes(layer_lines(one.model, "mamba", one.recipe, one.mesh, one.batch))
+    assert kept == 2 * 256 * 2 * (2 * hidden + 2 * inner + factors + heads + 3 * inner)
+
+
+def test_each_layer_of_a_hybrid_pattern_has_one_pair_of_matrices_to_sum_up() -> None:
+    """On the first of two pipeline ranks five layers, of 16 micro-batches; experts are sent tokens by their own layers alone."""
+    one = JOBS["llama whose layers are a hybrid pattern"]
+    sums = [
+        call.calls
+        for call in estimate(one, pipeline_rank=0).traffic.collectives
+        if call.operation == "all_reduce" and call.near
+    ]
+    assert sums == [5 * 16, 5 * 16]
+    pattern = MegatronOptions(hybrid_layer_pattern="ME*EME*E", moe_shared_expert_intermediate_size=128)
+    experts = asked(model=replace(MIXTRAL, num_hidden_layers=8), mesh={"dp_shard": 8, "ep": 8}, megatron=pattern)
+    sent = [call.calls for call in estimate(experts).traffic.collectives if call.operation == "all_to_all"]
+    assert sent == [2 * 4 * 16, 2 * 4 * 16]
+    none = replace(pattern, moe_shared_expert_intermediate_size=None)
+    without = estimate(replace(experts, recipe=replace(experts.recipe, megatron=none)))
+    held = [
+        next(line.n_bytes for line in answer.moments[-1].lines if line.kind is Kind.PARAMETERS)
+        for answer in (estimate(experts), without)
+    ]
+    assert held[0] - held[1] == 2 * 4 * 3 * 128 * 4096
+
+
+def test_muon_keeps_one_moment_of_matrices_and_steps_the_largest_alone() -> None:
+    """Of two ranks' halves of the layers, a fourth each; vectors, embedding and head have two moments."""
+    last = estimate(JOBS["llama by Muon, shared out"], pipeline_rank=1)
+    matrices = 16 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336) // 2
+    others = 16 * 2 * 4096 + 4096 + 128256 * 4096 // 2
+    step = last.moments[-1].lines
+    assert sum(line.n_bytes for line in step if line.kind is Kind.OPTIMIZER_STATE) == 8 * matrices // 4 + 12 * others // 4
+    whole, product = 2 * 14336 * 4096, 4096**2
+    assert [line.n_bytes for line in step if line.kind is Kind.OPTIMIZER_TEMPORARY] == [
+        4 * whole // 2 + 8 * whole + max(6 * whole, 4 * whole + 4 * product)
+    ]
+
+
+def test_a_module_that_predicts_has_the_embedding_and_a_loss_of_its_own() -> None:
+    """Beside a layer: three norms, and a matrix of two widths to one; its logits stay in fp32 until the model's loss is over."""
+    two = JOBS["mixtral that predicts two tokens more, by HybridEP"]
+    none = replace(two, recipe=replace(two.recipe, megatron=replace(two.recipe.megatron, mtp_num_layers=0)))
+    held = [
+        next(line.n_bytes for line in estimate(one, pipeline_rank=1).moments[-1].lines if line.kind is Kind.PARAMETERS)
+        for one in (two, none)
+    ]
+    layer = (4096 * (4096 + 2 * 1024) + 4096 * 4096) // 2 + 3 * 14336 * 4096 + 8 * 4096 + 2 * 4096
+    joined = 2 * 4096 * 4096 // 2 + 3 * 4096
+    assert held[0] - held[1] == 2 * (2 * (layer + joined) + 32000 * 4096 // 2)
+    logits = [
+        line for line in estimate(two, pipeline_rank=1).peak.lines if line.reason.startswith("of multi-token prediction, l")
+    ]
+    assert [line.n_bytes for line in logits] == [2 * 4 * 2 * 256 * 32000 // 2]
 
 
 def test_the_fullest_rank_is_named() -> None:
@@ -366,11 +439,33 @@ def test_layers_in_flight_are_those_of_the_schedule_at_its_fullest(rank: int, st
         ({"mesh": {}, "pipeline_schedule": "1f1b"}, "layers and pp=1"),
         ({"mesh": {"pp": 2}, "pipeline_stages_per_rank": 2}, "several stages per rank"),
         ({"mesh": {"pp": 4}, "pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 4}, "8 layers cut into 16"),
+        ({"mesh": {}, "megatron": MegatronOptions(mtp_num_layers=1)}, "mtp_num_layers and learned positions"),
+        ({"mesh": {}, "megatron": MegatronOptions(hybrid_layer_pattern="MX")}, "hybrid_layer_pattern 'MX'"),
+        ({"mesh": {}, "megatron": MegatronOptions(hybrid_layer_pattern="M-")}, "2 letters for 8 layers"),
+        ({"mesh": {}, "megatron": MegatronOptions(hybrid_layer_pattern="ME" * 4)}, "no experts"),
+        (
+            {"mesh": {"tp": 8}, "megatron": MegatronOptions(hybrid_layer_pattern="M-" * 4, mamba_num_groups=4)},
+            "4 groups of Mamba",
+        ),
+        ({"mesh": {}, "recompute": "full", "megatron": MegatronOptions(hybrid_layer_pattern="M-" * 4)}, "recompute 'full'"),
+        ({"mesh": {}, "optimizer": "muon", "precision": "fp16-mixed"}, "optimizer 'muon' and precision"),
+        ({"mesh": {}, "optimizer": "muon", "megatron": MegatronOptions(hybrid_layer_pattern="M-" * 4)}, "'muon' and hybrid"),
+        ({"mesh": {}, "megatron": MegatronOptions(moe_token_dispatcher_type="flex", core_release="0.12")}, "core_release 0.12"),  # noqa: S106
     ],
 )
 def test_what_is_not_modelled_is_refused(changed: dict[str, object], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         asked(**changed)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_experts_before_core_0_13_keep_what_they_return(dispatcher: str) -> None:
+    """Of each pair of a token and its expert, 16 bits of the hidden width; the weight itself stays in both."""
+    options = MegatronOptions(moe_token_dispatcher_type=dispatcher, moe_aux_loss=False)
+    now = asked(model=MIXTRAL, mesh={"dp_shard": 8, "ep": 8}, megatron=options)
+    before = replace(now, recipe=replace(now.recipe, megatron=replace(options, core_release="0.12")))
+    kept = [total_bytes(layer_lines(one.model, "moe", one.recipe, one.mesh, one.batch)) for one in (before, now)]
+    assert kept[0] - kept[1] == 2 * 2 * 256 * 2 * 4096
 
 
 def test_overlapped_micro_batches_have_one_more_layer_in_a_backward() -> None:

@@ -1,9 +1,11 @@
 """Score engine megatron on what Megatron-LM's functional tests measured: ``python -m tests.measured.megatron_golden``.
 
 Kept in ``tests/golden`` is what those tests expect of a GPU (github.com/NVIDIA/Megatron-LM at commit d98e8a64dd, 2026-08-22,
-tests/functional_tests/test_cases, ``golden_values_*.json`` beside ``model_config.yaml``): the newest run of each configuration and
-kind of GPU. ``--from FILE`` scores another such collection, ``--keep`` keeps it. Every configuration becomes a job, of which the
-last rank is asked for: it alone writes the counter (megatron/training/global_vars.py, _set_tensorboard_writer).
+tests/functional_tests/test_cases, ``golden_values_*.json`` beside ``model_config.yaml``): the newest run of each configuration
+and kind of GPU. ``--from FILE`` scores another such collection, ``--keep`` keeps it. With ``--repository``, a clone of
+Megatron-LM, image and day of a run are those of the oldest commit with the same memory figures: commits rewrite files without
+measuring anew. Every configuration becomes a job, of which the last rank is asked for: it alone writes the counter
+(megatron/training/global_vars.py, _set_tensorboard_writer).
 
 ``peak`` is torch's ``allocated_bytes.all.peak`` since the process began, ``held`` its ``allocated_bytes.all.current`` after a step,
 before gradients are set to zero (megatron/training/training.py, training_log). Both went through fp32.
@@ -14,7 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,10 +27,11 @@ from zeroplan.catalog.gpu import gpu
 from zeroplan.engines.device import workspace
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate
-from zeroplan.ledger import Phase
+from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.megatron import layers_of_layout
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import MegatronOptions, RecipeSpec
@@ -40,23 +45,21 @@ if TYPE_CHECKING:
 GPUS = {"A100": "a100-sxm-80gb", "H100": "h100-sxm-80gb", "GB200": "gb200-186gb"}
 #: Tokens of each tokenizer, where the configuration says no ``--vocab-size``.
 _TOKENS = {
-    "GPT2BPETokenizer": 50257, "BertWordPieceCase": 28998, "Llama2Tokenizer": 32000, "GPTSentencePieceTokenizer": 32000,
+    "GPT2BPETokenizer": 50257, "BertWordPieceCase": 28998, "Llama2Tokenizer": 32000, "GPTSentencePieceTokenizer": 256000,
 }  # fmt: skip
 KEPT = Path(__file__).parents[1] / "golden" / "megatron_runs.jsonl"
 #: Classes whose models are decoders of one kind of layer; the others are counted by their class.
 CLASSES = {
     "dense-gpt": "dense", "moe": "experts", "mla": "latent attention", "mla-moe": "latent attention",
-    "bert": "BERT", "t5": "T5",
+    "bert": "BERT", "t5": "T5", "hybrid": "Mamba",
 }  # fmt: skip
 #: The other classes, in words.
 OTHERS = {
-    "multimodal": "a multimodal model", "rl": "reinforcement learning", "hybrid": "Mamba layers",
-    "hybrid-moe": "Mamba layers and experts",
+    "multimodal": "a multimodal model", "rl": "reinforcement learning", "hybrid-moe": "Mamba layers and experts",
 }  # fmt: skip
 #: Features that no option expresses, in words.
 _UNSAID = {
     "fsdp": "Megatron-FSDP", "fp8": "FP8", "fp4": "FP4", "cuda_graph": "CUDA graphs",
-    "layout": "a pipeline laid out by hand (--pipeline-model-parallel-layout)", "mtp": "multi-token prediction",
 }  # fmt: skip
 #: The same, by the arguments' own names.
 _UNSAID_ARGUMENTS = (
@@ -70,9 +73,13 @@ _ARGUMENTS = (
     "apply-query-key-layer-scaling", "defer-embedding-wgrad-compute", "wgrad-deferral-limit", "moe-router-dtype",
     "moe-aux-loss-coeff", "use-precision-aware-optimizer", *_LATENT, "microbatch-group-size-per-virtual-pipeline-stage",
     "bert-no-binary-head", "overlap-moe-expert-parallel-comm", "spec", "encoder-num-layers", "encoder-seq-length",
-    "decoder-seq-length", "vocab-extra-ids",
+    "decoder-seq-length", "vocab-extra-ids", "no-use-layer-wise-param-layout",
 )  # fmt: skip
 _FITS = 0.03
+_CASES = "tests/functional_tests/test_cases"
+#: Where Megatron-LM says what the containers of its environments are built on, or both, the older one first.
+_STAGES = (".gitlab/stages/01.build.yml", ".gitlab/stages/01.test.yml")
+_MANIFESTS = {name: (f"docker/.ngc_version.{name}", *_STAGES) for name in ("dev", "lts")}
 _NOTHING: dict[str, Any] = {"features": {}, "arguments": {}, "environment": {}}
 
 Features = dict[str, Any]
@@ -99,6 +106,8 @@ class Run(NamedTuple):
     held: int
     steps: int
     """The last step that was logged; the first has no optimizer states in its backward."""
+    day: str = ""
+    """When the figures were first published."""
 
 
 class Scored(NamedTuple):
@@ -109,7 +118,7 @@ class Scored(NamedTuple):
     peak: float
     held: float
     reserved: int
-    """What the allocator is expected to reserve. [bytes]"""
+    """What the allocator must have room for by the verdict ``fits``. [bytes]"""
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------------
@@ -126,24 +135,62 @@ def keep(runs: Sequence[Run]) -> None:
     KEPT.write_text("".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in bare), encoding="utf-8")
 
 
-def runs_of(path: Path) -> list[Run]:
+def runs_of(path: Path, repository: Path | None = None) -> list[Run]:
     """Read one run for each configuration and kind of GPU: the newest, since others are repeats on other clusters."""
     found = json.loads(path.read_text(encoding="utf-8"))
     newest: dict[tuple[str, str], dict[str, Any]] = {}
     for row in sorted(found["rows"], key=lambda row: str(row["golden_date"])):
         newest[row["config"], row["gpu"]] = row
-    return [_run(found["configs"][name], row) for (name, _), row in sorted(newest.items())]
+    firsts = _first({row["file"]: row["environment"] for row in newest.values()}, repository) if repository else {}
+    return [_run(found["configs"][name], row | firsts.get(row["file"], {})) for (name, _), row in sorted(newest.items())]
+
+
+def _first(files: dict[str, str], repository: Path) -> dict[str, dict[str, str]]:
+    """When each file first had its memory figures: the image that its environment was built on, and the day."""
+
+    @cache
+    def git(*asked: str) -> str:
+        return subprocess.run(["git", "-C", str(repository), *asked], capture_output=True, text=True, check=False).stdout
+
+    def figures(blob: str) -> tuple[object, ...]:
+        counters = json.loads(git("cat-file", "-p", blob))
+        found = (counters.get(f"mem-{name}allocated-bytes", {}).get("values", {}) for name in ("", "max-"))
+        return tuple({step: value for step, value in one.items() if value != "nan"} for one in found)
+
+    since, path_of, commit = dict[str, tuple[str, str]](), {f"{_CASES}/{file}": file for file in files}, ""
+    for line in git("log", "--raw", "-M", "--no-abbrev", "--format=commit %H", "HEAD", "--", _CASES).splitlines():
+        if line.startswith("commit "):
+            commit = line.removeprefix("commit ")
+        elif (names := line.split("\t"))[-1] in path_of:
+            file, blob = path_of[names[-1]], names[0].split()[3]
+            if file in since and figures(blob) != figures(since[file][1]):
+                del path_of[names[-1]]
+                continue
+            since[file] = commit, blob
+            if len(names) > 2:
+                path_of[names[1]] = path_of.pop(names[-1])
+    found = dict[str, dict[str, str]]()
+    for file, (first, _) in since.items():
+        images = (re.findall(r"pytorch:[\d.]+-py3", git("show", f"{first}:{place}")) for place in _MANIFESTS[files[file]])
+        image = next(({"image": one[-1 if files[file] == "dev" else 0]} for one in images if one), {})
+        found[file] = {"golden_date": git("log", "-1", "--format=%cs", first).strip(), **image}
+    return found
 
 
 def _run(config: dict[str, Any], row: dict[str, Any]) -> Run:
     features = {**config["features"], **row.get("features_then", {})}
+    kind = config["cls"] if config["mode"] == "pretraining" else config["mode"]
+    if kind == "hybrid" and features.get("layer_pattern") is None:  # of a GPT, before the test became one of Mamba
+        kind = "dense-gpt"
     image = str(row.get("image", "")).rpartition(":")[2].removesuffix("-py3")
-    arguments = {name: value for name, value in config["args"].items() if name in _ARGUMENTS}
+    changed = row.get("config_changed_since", {})
+    said = {name: changed[name][0] if name in changed else config["args"].get(name) for name in _ARGUMENTS}
+    arguments = {name: value for name, value in said.items() if value is not None}
     environment = {name: value for name, value in config.get("env", {}).items() if name == "CUBLAS_WORKSPACE_CONFIG"}
     return Run(
-        row["config"], config["cls"] if config["mode"] == "pretraining" else config["mode"], features, arguments, environment,
+        row["config"], kind, features, arguments, environment,
         row["gpu"], image, row.get("dp"), row.get("micro_batches"), row["max_last"], row["alloc_median"],
-        row["steps"][1],
+        row["steps"][1], str(row["golden_date"])[:10],
     )  # fmt: skip
 
 
@@ -175,10 +222,10 @@ def _refuse(run: Run) -> None:
             raise RefusedError(f"--{name}")
     if run.dp is None:
         raise RefusedError("no number of GPUs stated, and none fits what is held")
-    if run.steps < 2:
-        raise RefusedError("a single step")
     _refuse_values(run)
-    if not said["optimizer"].startswith("adam"):
+    if said["optimizer"] == "muon" and "no-use-layer-wise-param-layout" in run.arguments:
+        raise RefusedError("Muon whose states are shared out by tensors, not by a layout")
+    if not said["optimizer"].startswith(("adam", "muon")):
         raise RefusedError(f"optimizer {said['optimizer']}")
 
 
@@ -187,7 +234,7 @@ def _refuse_values(run: Run) -> None:
     said = run.features
     dispatcher = str(said.get("dispatcher", "alltoall")).partition(" ")[0]
     for what, found, known in (
-        ("activation", said["act"], ("gelu", "swiglu")), ("dispatcher", dispatcher, ("alltoall", "allgather")),
+        ("activation", said["act"], ("gelu", "swiglu")), ("dispatcher", dispatcher, ("alltoall", "allgather", "flex")),
         ("router dtype", run.arguments.get("moe-router-dtype"), (None, "fp32")), ("GPU", run.gpu, tuple(GPUS)),
     ):  # fmt: skip
         if found not in known:
@@ -199,20 +246,33 @@ def _model(run: Run) -> ModelSpec:
     positions = said["max_positions"] if said["position"] == "learned_absolute" else 0
     mla = _mla(run) if said.get("mla") else None
     family = "deepseek_v3" if mla else "mixtral" if moe is not None else "gpt2" if said["act"] == "gelu" else "llama"
+    pattern = _pattern(run)
+    if pattern:  # GPT-2's layers have as many keys as queries
+        family = "llama"
     return ModelSpec(
         family=family, hidden_size=said["hidden"], intermediate_size=said["moe_ffn"] if family == "mixtral" else said["ffn"],
-        num_hidden_layers=said["layers"], num_attention_heads=said["heads"], num_key_value_heads=said["kv_groups"],
+        num_hidden_layers=len(pattern) or said["layers"], num_attention_heads=said["heads"], num_key_value_heads=said["kv_groups"],
         head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else said["head_dim"], vocab_size=tokens_of(run),
         positions=positions or (1 if family == "gpt2" else 0), max_position_embeddings=said["max_positions"],
         tie_word_embeddings=bool(said.get("tied")), moe=moe, mla=mla,
+        attention_bias=bool(pattern and said.get("linear_bias")), mlp_bias=bool(pattern and said.get("linear_bias")),
     )  # fmt: skip
+
+
+def _pattern(run: Run) -> str:
+    """Letters of a hybrid model's layers."""
+    return (run.features.get("layer_pattern") or "").replace("|", "")
 
 
 def _moe(run: Run) -> MoeSpec | None:
     """Experts; a model of latent attention without any has dense layers alone."""
     said = run.features
     if said.get("experts"):
-        return MoeSpec(num_experts=said["experts"], num_experts_per_tok=said["topk"], moe_intermediate_size=said["moe_ffn"])
+        dense = re.match(r"\(\[0\]\*(\d+)\+", said.get("moe_layers", ""))
+        return MoeSpec(
+            num_experts=said["experts"], num_experts_per_tok=said["topk"], moe_intermediate_size=said["moe_ffn"],
+            num_dense_layers=int(dense[1]) if dense else 0,
+        )  # fmt: skip
     if not said.get("mla"):
         return None
     return MoeSpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=said["ffn"], num_dense_layers=said["layers"])
@@ -240,12 +300,19 @@ def tokens_of(run: Run) -> int:
 
 def _recipe(run: Run) -> RecipeSpec:
     said = run.features
-    chunks = said.get("vpp")
+    layout, pattern = said.get("layout", "").replace("\\", ""), said.get("layer_pattern") or ""
+    by_hand = layers_of_layout(layout) if layout else None
+    if "|" in pattern:
+        by_hand = tuple(map(len, pattern.split("|")))
+    each = len(by_hand) // said["pp"] if by_hand else said.get("vpp")
+    chunks = each if each and each > 1 else None
     return RecipeSpec(
-        engine="megatron", zero_stage=1 if said.get("dist_opt") else 0, attention=attention_of(run),
+        engine="megatron", optimizer="muon" if said["optimizer"] == "muon" else "adamw",
+        zero_stage=1 if said.get("dist_opt") else 0, attention=attention_of(run),
         precision={"bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp32": "fp32"}[said["precision"]],
         sequence_parallel=bool(said.get("sp")) and said["tp"] > 1, recompute=said.get("recompute", "none"),
         pipeline_schedule="interleaved-1f1b" if chunks else None, pipeline_stages_per_rank=chunks, megatron=_options(run),
+        pipeline_layers=",".join(map(str, by_hand)) if by_hand else None,
     )  # fmt: skip
 
 
@@ -266,6 +333,19 @@ def attention_of(run: Run) -> str:
     return "flash" if run.gpu == "A100" or on_blackwell else "sdpa"
 
 
+def _release(run: Run) -> str:
+    """Transformer Engine by the image: 25.03 came with one of March 2025, 26.04 with one of May 2026 (Dockerfile, pyproject)."""
+    return "2.2" if run.image < "25.05" else "2.17" if run.image < "26.06" else "2.18"
+
+
+def _core_release(run: Run) -> str:
+    """Routing weights came between the matrices on 9 April 2025 (2659630721), and into a release with 0.13.
+
+    Release tests of April 2025 are of 0.12 (4b63750ae8).
+    """
+    return "0.12" if run.day < ("2025-05" if run.name.endswith("_release") else "2025-04-09") else "0.13"
+
+
 def _is_local(run: Run) -> bool:
     return bool(run.features["impl"] == "local" or run.arguments.get("spec") == "local")
 
@@ -276,7 +356,9 @@ def _options(run: Run) -> MegatronOptions:
         pretrains="gpt" if run.kind not in ("bert", "t5") else run.kind,
         bert_binary_head="bert-no-binary-head" not in run.arguments,
         encoder_num_layers=run.arguments.get("encoder-num-layers"), encoder_seq_length=run.arguments.get("encoder-seq-length"),
-        transformer_impl="local" if _is_local(run) else "transformer_engine",
+        transformer_impl="local" if _is_local(run) else "transformer_engine", transformer_engine_release=_release(run),
+        core_release=_core_release(run),
+        mtp_num_layers=said.get("mtp") or 0, hybrid_layer_pattern=_pattern(run) or None,
         hidden_dropout=bool(said.get("hidden_dropout")), attention_dropout=bool(said.get("attention_dropout")),
         overlap_grad_reduce=bool(said.get("overlap_grad_reduce")), overlap_param_gather=bool(said.get("overlap_param_gather")),
         cross_entropy_fusion_impl=said.get("ce_fusion"),
@@ -326,10 +408,20 @@ def scored(run: Run) -> Scored:
                 return found
     job = job_of(run)
     answer = estimate(job, pipeline_rank=job.mesh.pp - 1) if job.mesh.pp > 1 else estimate(job)
-    more = _cublas(run)
+    more = more_than_default(run)
     held = next(moment.total_bytes for moment in answer.moments if moment.phase is Phase.STEP)
-    reserved = int(answer.reserved.expected_bytes) + more
-    return Scored(run, answer, (answer.peak_bytes + more) / run.peak - 1, (held + more) / run.held - 1, reserved)
+    reserved = answer.comfortable_bytes - int(answer.outside_band.expected_bytes) + more
+    return Scored(run, answer, (_peak(answer, run) + more) / run.peak - 1, (held + more) / run.held - 1, reserved)
+
+
+def _peak(answer: Estimate, run: Run) -> int:
+    """The peak; a single step's backward has no Adam's states yet, which are 8 of the optimizer's 12 bytes of bf16 weights."""
+    if run.steps > 1:
+        return answer.peak_bytes
+    assert run.features["precision"] == "bf16"
+    states = next(moment for moment in answer.moments if moment.phase is Phase.STEP)
+    adam = sum(line.n_bytes for line in states.lines if line.kind is Kind.OPTIMIZER_STATE) * 2 // 3
+    return max(moment.total_bytes - adam * (moment.phase is not Phase.STEP) for moment in answer.moments)
 
 
 def _with_ranks(run: Run, dp: int) -> Scored | None:
@@ -340,10 +432,15 @@ def _with_ranks(run: Run, dp: int) -> Scored | None:
         return None
 
 
-def _cublas(run: Run) -> int:
-    """What ``CUBLAS_WORKSPACE_CONFIG`` gives two handles more than torch's default. [bytes]"""
-    asked = run.environment.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
-    return 2 * (32 * MIB - workspace(gpu(GPUS[run.gpu]))[0]) if asked else 0
+def more_than_default(run: Run) -> int:
+    """What ``CUBLAS_WORKSPACE_CONFIG``, or an older torch, gives two handles more than torch's default of today. [bytes]
+
+    Torch gave Blackwell as much as Ampere until February 2026 (pytorch pull request 175344), and so do images up to 26.02.
+    """
+    if run.environment.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8":
+        return 2 * (32 * MIB - workspace(gpu(GPUS[run.gpu]))[0])
+    before = run.gpu == "GB200" and run.image <= "26.02"
+    return 2 * (workspace(gpu(GPUS["A100"]))[0] - workspace(gpu(GPUS[run.gpu]))[0]) if before else 0
 
 
 def score(runs: Sequence[Run]) -> tuple[list[Scored], Counter[str]]:
@@ -377,8 +474,9 @@ def main() -> None:
     parser.add_argument("--from", dest="file", type=Path, help="golden values and configurations, JSON; without it those kept")
     parser.add_argument("--keep", action="store_true", help="keep what was read from there")
     parser.add_argument("--every", action="store_true", help="print every run, the lowest first")
+    parser.add_argument("--repository", type=Path, help="a clone of Megatron-LM, which says when a run was measured")
     asked = parser.parse_args()
-    runs = kept() if asked.file is None else runs_of(asked.file)
+    runs = kept() if asked.file is None else runs_of(asked.file, asked.repository)
     if asked.keep:
         keep(runs)
     held, refused = score(runs)

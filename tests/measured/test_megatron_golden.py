@@ -7,14 +7,16 @@ than a MiB is left over, which is most of what they are too low by.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from statistics import median
 
 import pytest
 
 from tests.measured.megatron_blocks import beyond, placed
-from tests.measured.megatron_golden import Scored, job_of, kept, score
+from tests.measured.megatron_golden import Scored, job_of, kept, more_than_default, score
+from zeroplan.engines.reserved_shares import missed_by
 from zeroplan.estimator import estimate
-from zeroplan.units import KIB, MIB
+from zeroplan.units import KIB
 
 RUNS = kept()
 
@@ -48,26 +50,13 @@ def _of(scores: list[Scored], kind: str) -> list[Scored]:
     return [one for one in scores if one.run.kind == kind]
 
 
-#: What two cuBLAS workspaces of torch before February 2026 lack on Blackwell (pytorch pull request 175344). [bytes]
-SMALLER = 2 * (32 * MIB - (2 * 4096 + 8 * 16) * KIB)
-
-
-def _had_small_workspaces(one: Scored) -> bool:
-    """Whether a run on Blackwell holds less by nearly as much as small workspaces would explain."""
-    asked = "CUBLAS_WORKSPACE_CONFIG" in one.run.environment
-    return one.run.gpu == "GB200" and not asked and one.held * one.run.held > 0.7 * SMALLER
-
-
-def test_dense_peaks_are_within_two_percent(scores: list[Scored]) -> None:
-    """Those on Blackwell under an older torch would be, too, with its smaller workspaces."""
+def test_dense_peaks_are_within_two_and_a_half_percent(scores: list[Scored]) -> None:
+    """Nearly all are too low by what the allocator does not split of blocks."""
     dense = sorted(_of(scores, "dense-gpt"), key=lambda one: one.peak)
-    assert len(dense) > 150
-    assert median(abs(one.peak) for one in dense) < 0.0045
+    assert len(dense) > 160
+    assert median(abs(one.peak) for one in dense) < 0.0035
     assert dense[0].peak > -0.023
-    small = [one for one in dense if _had_small_workspaces(one)]
-    assert len(small) == 15
-    assert all(-0.018 < one.peak - SMALLER / one.run.peak < 0 for one in small)
-    assert max(one.peak for one in dense if one not in small) < 0.01
+    assert dense[-1].peak < 0.004
 
 
 def test_peaks_under_expandable_segments_are_exact(scores: list[Scored]) -> None:
@@ -77,22 +66,49 @@ def test_peaks_under_expandable_segments_are_exact(scores: list[Scored]) -> None
     assert (len(exact), len(expandable)) == (12, 26)
 
 
-def test_peaks_with_experts_are_within_five_percent(scores: list[Scored]) -> None:
-    """The highest are of March 2025, when routing weights were applied behind the experts; four are Mixtrals of 64 to 128 GPUs.
+def test_peaks_with_experts_are_within_two_and_a_half_percent(scores: list[Scored]) -> None:
+    """Routing weights came before the experts' second matrix on 9 April 2025.
 
-    The lowest is of November 2025, before Megatron-LM let go of what an overlapped micro-batch had (a56a0b001d, 5da641cf5f).
+    The lowest is of November 2025, before Megatron-LM let go of what an overlapped micro-batch had (a56a0b001d, 5da641cf5f). The
+    seven Mixtrals of 64 to 128 GPUs learn from real text, whose routing is uneven: one grew by 1,644 MiB after its fifth step.
     """
-    lowest, *experts = sorted(_of(scores, "moe"), key=lambda one: one.peak)
+    real = [one for one in _of(scores, "moe") if one.run.name.startswith("mixtral/")]
+    lowest, *experts = sorted((one for one in _of(scores, "moe") if one not in real), key=lambda one: one.peak)
     assert "a2a_ovlp" in lowest.run.name
-    assert len(experts) == 40
+    assert (len(experts), len(real)) == (38, 7)
     assert abs(median(one.peak for one in experts)) < 0.005
     assert median(abs(one.peak) for one in experts) < 0.009
-    assert experts[0].peak > -0.036
-    assert experts[-1].peak < 0.057
+    assert experts[0].peak > -0.023
+    assert experts[-1].peak < 0.021
+    assert all(-0.088 < one.peak < 0 and abs(one.held) < 0.005 for one in real)
+
+
+def test_predictions_layouts_and_mamba_are_within_three_percent(scores: list[Scored]) -> None:
+    """Pipelines laid out by hand with multi-token prediction, on 8 to 128 GPUs, and hybrid patterns."""
+    predicting, hybrid = _of(scores, "mla-moe"), _of(scores, "hybrid")
+    assert (len(predicting), len(hybrid)) == (5, 4)
+    assert all(one.run.features["layout"] for one in predicting)
+    assert all(-0.024 < one.peak < 0 and abs(one.held) < 0.009 for one in predicting)
+    assert all(-0.010 < one.peak < 0 for one in hybrid)
+
+
+def test_verdicts_leave_the_room_that_these_runs_took(scores: list[Scored]) -> None:
+    """Of BERT, T5 and experts as much as the furthest of them; dense models stay within what is expected to be reserved."""
+    for kinds in (("bert",), ("t5",), ("moe", "mla-moe")):
+        ones = [one for kind in kinds for one in _of(scores, kind)]
+        missed = missed_by(ones[0].answer.job.model, ones[0].answer.job.recipe)
+        took = ((one.run.peak - more_than_default(one.run)) / one.answer.peak_bytes for one in ones)
+        assert missed == ceil(1000 * (max(took) - 1))
+    assert all(one.run.peak <= one.reserved for one in scores)
+
+
+def test_nine_in_ten_configurations_have_an_estimate(scores: list[Scored]) -> None:
+    """The rest has models, optimizers or precisions that no option says."""
+    assert len(scores) / len(RUNS) > 0.9
 
 
 def test_what_is_held_is_within_a_few_percent(scores: list[Scored]) -> None:
-    """Too low where a pipeline's blocks are counted whole; too high where Blackwell had the smaller workspace.
+    """Too low where a pipeline's blocks are counted whole.
 
     Where micro-batches are overlapped, a layer's schedule still refers to something of the last one; what that is, is not known.
     """
@@ -102,7 +118,7 @@ def test_what_is_held_is_within_a_few_percent(scores: list[Scored]) -> None:
     assert max(overlapped) < -0.035
     assert median(map(abs, held)) < 0.0055
     assert min(held) > -0.034
-    assert max(held) < 0.143
+    assert max(held) < 0.005
 
 
 def test_bert_s_and_t5_s_peaks_are_within_three_percent(scores: list[Scored]) -> None:
@@ -120,9 +136,7 @@ def test_bert_s_and_t5_s_peaks_are_within_three_percent(scores: list[Scored]) ->
 
 def test_what_is_missing_between_steps_is_in_blocks_that_the_allocator_does_not_split(scores: list[Scored]) -> None:
     """Placing the states alone explains most of it; where blocks lie that the first step left is not known."""
-    plain = [
-        one for one in scores if placed(one.run) and one.run.features["precision"] == "bf16" and not _had_small_workspaces(one)
-    ]
+    plain = [one for one in scores if placed(one.run) and one.run.features["precision"] == "bf16"]
     assert len(plain) > 110
     assert median(one.held for one in plain) < -0.006
     assert median(abs(one.held + beyond(one.run) / one.run.held) for one in plain) < 0.003

@@ -237,7 +237,8 @@ def _others(published: Sequence[Source]) -> Iterator[str]:
     yield table(("source", "runs", *head[5:]), rows)
     yield (
         "The verdict is *fits* if a card has room for the expected reserved memory. If a run's measured peak is above that, the\n"
-        "verdict could be *fits* although the run runs out of memory:\n"
+        "verdict could be *fits* although the run runs out of memory. For BERT, T5 and experts under Megatron-Core the verdict\n"
+        "asks for as much room as the furthest of these runs was above its estimate, so none of these can be above it:\n"
     )
     of_sources = [(one.name, one.room) for one in published if one.room]
     rows = [(name, str(len(room)), str(sum(one < 0 for one in room)), _signed(min(room))) for name, room in of_sources]

@@ -15,12 +15,15 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import Stage as Chunk
 from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.transformer.parameters import BlockRun
+from zeroplan.transformer.megatron import HYBRID, PREDICTS, mamba_heads
+from zeroplan.transformer.parameters import BlockRun, Parameter
 from zeroplan.transformer.params import layout
 from zeroplan.transformer.params_modules import layer_norm, linear
 
 #: Layers of each kind, in the order of the model's runs.
 Counts = tuple[int, ...]
+#: The letter of each kind in a hybrid pattern.
+LETTERS = {kind: letter for letter, kind in HYBRID.items()}
 
 
 def chunks_per_rank(recipe: RecipeSpec, mesh: Mesh) -> int:
@@ -36,8 +39,16 @@ def stages_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tupl
 
 @lru_cache(maxsize=256)
 def runs_of(model: ModelSpec, recipe: RecipeSpec) -> tuple[BlockRun, ...]:
-    """The model's layers by kind; T5 has an encoder before them, and its decoder's attend to that as well."""
+    """The model's layers by kind, with those of multi-token prediction; T5 has an encoder before them, to which they attend."""
     runs, hidden, own = layout(model).runs, model.hidden_size, recipe.megatron
+    if own.hybrid_layer_pattern is not None:
+        return tuple(_hybrid_runs(model, recipe))
+    if own.mtp_num_layers:
+        joining = Parameter("mtp.eh_proj.weight", (2 * hidden, hidden))
+        norms = tuple(Parameter(f"mtp.{name}norm.weight", (hidden,)) for name in ("e", "h", "final_layer"))
+        return *runs, runs[-1]._replace(
+            kind=PREDICTS, layers=own.mtp_num_layers, parameters=(*runs[-1].parameters, joining, *norms)
+        )
     if own.pretrains != "t5":
         return runs
     width = model.num_attention_heads * model.head_dim
@@ -49,13 +60,37 @@ def runs_of(model: ModelSpec, recipe: RecipeSpec) -> tuple[BlockRun, ...]:
     return encoder, runs[0]._replace(kind="decoder", parameters=(*runs[0].parameters, *crossed))
 
 
+def _hybrid_runs(model: ModelSpec, recipe: RecipeSpec) -> Iterator[BlockRun]:
+    """Layers of a hybrid pattern by kind: parts of the model's own, and Mamba-2."""
+    own, whole = recipe.megatron, layout(model).runs[-1]
+    attends = tuple(one for one in whole.parameters if "attn" in one.name or one.name.startswith(("input_layernorm", "ln_1")))
+    rest = tuple(one for one in whole.parameters if one not in attends)
+    heads, hidden = mamba_heads(model, recipe), model.hidden_size
+    inner, factors = heads * own.mamba_head_dim, 2 * own.mamba_num_groups * own.mamba_state_dim
+    mamba = (
+        Parameter("norm.weight", (hidden,)), Parameter("mixer.in_proj.weight", (2 * inner + factors + heads, hidden)),
+        Parameter("mixer.conv1d.weight", (inner + factors, 4)), Parameter("mixer.conv1d.bias", (inner + factors,)),
+        Parameter("mixer.of_heads.bias", (3 * heads,)), Parameter("mixer.scale.bias", (inner,)),
+        Parameter("mixer.out_proj.weight", (hidden, inner)),
+    )  # fmt: skip
+    for letter, kind in HYBRID.items():
+        if layers := (own.hybrid_layer_pattern or "").count(letter):
+            yield BlockRun(kind, layers, {"attention": attends, "mamba": mamba}.get(kind, rest))
+
+
 def counts_of(chunk: Chunk, model: ModelSpec, recipe: RecipeSpec) -> Counts:
     """How many layers of each kind a chunk has. T5's are all on one rank."""
     runs = runs_of(model, recipe)
     if recipe.megatron.pretrains == "t5":
         return tuple(run.layers for run in runs)
+    pattern = recipe.megatron.hybrid_layer_pattern
+    if pattern is not None:
+        return tuple(pattern[chunk.start : chunk.stop].count(LETTERS[run.kind]) for run in runs)
     counts, start = [], 0
     for run in runs:
+        if run.kind == PREDICTS:
+            counts.append(run.layers if chunk.is_last else 0)
+            continue
         counts.append(max(0, min(chunk.stop, start + run.layers) - max(chunk.start, start)))
         start += run.layers
     return tuple(counts)

@@ -86,6 +86,7 @@ def _refuse(job: JobSpec) -> None:
     model = job.model
     biased = model.mlp_bias or (model.attention_bias and model.family != "qwen2")
     partly = model.adapter is not None or model.frozen is not None or model.unplaced_parameters
+    partly = partly or job.recipe.megatron.hybrid_layer_pattern is not None
     if model.family not in _GATED or biased or partly:
         raise SpecError(
             f"--emit megatron: the shape of {model.name or model.family} is not written; published models of {', '.join(_GATED)}, "
@@ -154,7 +155,9 @@ def _chunks(job: JobSpec) -> Iterator[str]:
     each = stages_per_rank(schedule or "1f1b", job.recipe.pipeline_stages_per_rank) if pp > 1 else 1
     if each > 1:
         yield f"--num-virtual-stages-per-pipeline-rank {each}"
-    yield from cut_flags(chunks_of(job.model.num_hidden_layers, pp * each, job.recipe.layers_by_hand))
+    yield from cut_flags(
+        chunks_of(job.model.num_hidden_layers, pp * each, job.recipe.layers_by_hand), job.recipe.megatron.mtp_num_layers
+    )
 
 
 def _overlaps(options: MegatronOptions) -> Iterator[str]:
@@ -215,6 +218,8 @@ def _implementation(options: MegatronOptions) -> Iterator[str]:
         yield f"--exp-avg-sq-dtype {options.exp_avg_sq_dtype}"
     if options.defer_embedding_wgrad_compute:
         yield from ("--defer-embedding-wgrad-compute", f"--wgrad-deferral-limit {options.wgrad_deferral_limit}")
+    if options.mtp_num_layers:
+        yield f"--mtp-num-layers {options.mtp_num_layers}"
     group = options.microbatch_group_size_per_virtual_pipeline_stage
     if group is not None:
         yield f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
@@ -226,6 +231,8 @@ def _experts(job: JobSpec) -> Iterator[str]:
     if job.model.moe is None:
         return
     yield f"--moe-token-dispatcher-type {options.moe_token_dispatcher_type}"
+    if options.moe_token_dispatcher_type == "flex":  # noqa: S105  tokens of text
+        yield "--moe-flex-dispatcher-backend hybridep"
     if options.moe_grouped_gemm:
         yield "--moe-grouped-gemm"
     if options.moe_router_dtype is not None:

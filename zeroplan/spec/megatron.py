@@ -1,5 +1,6 @@
 """What the closed form of Megatron-Core takes, and what it refuses: with Megatron-LM's own rules where that refuses it too."""
 
+import re
 from collections.abc import Iterator
 
 from zeroplan.errors import SpecError
@@ -29,8 +30,25 @@ def chunks_of(layers: int, parts: int, by_hand: tuple[int, ...] | None = None) -
     return cut(layers, parts, by_hand or even, fewest=0)
 
 
-def cut_flags(chunks: tuple[Stage, ...]) -> tuple[str, ...]:
-    """Return Megatron-LM's arguments for this cut; none where it is even.
+def layers_of_layout(text: str) -> tuple[int, ...]:
+    """Return the layers of each chunk of a ``--pipeline-model-parallel-layout``.
+
+    Raises SpecError if the embedding is not in the first chunk, or the loss and multi-token prediction are not in the last one.
+    Source: Megatron-LM 2026-08, megatron/core/transformer/pipeline_parallel_layer_layout.py, parse_str_to_list.
+
+    >>> layers_of_layout("Et*3|(tt|)*2,tmL")
+    (3, 2, 2, 1)
+    """
+    plain = text.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        plain = re.sub(repeated, lambda found: found[1] * int(found[2]), plain)
+    if not re.fullmatch(r"Et*(\|t*)*m*L", plain):
+        raise SpecError(f"layout {text!r} is not modelled; use E in the first stage, m and L in the last, and t between")
+    return tuple(chunk.count("t") for chunk in plain.split("|"))
+
+
+def cut_flags(chunks: tuple[Stage, ...], predictions: int = 0) -> tuple[str, ...]:
+    """Return Megatron-LM's arguments for this cut, with so many modules for multi-token prediction; none where it is even.
 
     >>> cut_flags(chunks_of(6, 2)), cut_flags(chunks_of(5, 2)), cut_flags(chunks_of(14, 4))[0]
     ((), ('--pipeline-model-parallel-layout Ettt|ttL',), '--account-for-embedding-in-pipeline-split')
@@ -41,7 +59,9 @@ def cut_flags(chunks: tuple[Stage, ...]) -> tuple[str, ...]:
     whole = {one + (at in (0, len(each) - 1)) for at, one in enumerate(each)}
     if len(whole) == 1 and len(each) > 2:
         return "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
-    written = "|".join("E" * chunk.is_first + "t" * chunk.layers + "L" * chunk.is_last for chunk in chunks)
+    written = "|".join(
+        "E" * chunk.is_first + "t" * chunk.layers + ("m" * predictions + "L") * chunk.is_last for chunk in chunks
+    )
     return (f"--pipeline-model-parallel-layout {written}",)
 
 
@@ -61,8 +81,11 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     yield model.vision is not None and "a vision tower", "engine 'fsdp2'"
     yield model.frozen is not None and "frozen parameters", "engine 'fsdp2'"
     yield recipe.precision not in PRECISIONS and f"precision {recipe.precision!r}", f"one of {', '.join(PRECISIONS)}"
-    yield recipe.optimizer not in ADAM and f"optimizer {recipe.optimizer!r}", "adamw or adam"
-    yield recipe.optimizer_impl not in (None, "fused") and f"optimizer_impl {recipe.optimizer_impl!r}", "fused, its own"
+    yield recipe.optimizer not in (*ADAM, "muon") and f"optimizer {recipe.optimizer!r}", "adamw, adam or muon"
+    if recipe.optimizer == "muon":
+        yield from _not_by_muon(recipe)
+    else:
+        yield recipe.optimizer_impl not in (None, "fused") and f"optimizer_impl {recipe.optimizer_impl!r}", "fused, its own"
     yield recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"
     yield bool(recipe.keep_logits) and "keep_logits", "no keep_logits"
     yield recipe.offload_activations and "offload_activations", "recompute 'full'"
@@ -84,9 +107,47 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     yield schedule == "interleaved-1f1b" and each == 1 and "one stage per rank and an interleaved schedule", "1f1b"
     if recipe.megatron.overlap_moe_expert_parallel_comm:
         yield from _not_overlapped(model, recipe, mesh)
+    flex = recipe.megatron.moe_token_dispatcher_type == "flex"  # noqa: S105  tokens of text
+    yield flex and recipe.megatron.core_release == "0.12" and "moe_token_dispatcher_type 'flex' and core_release 0.12", "'0.13'"
+    predicts = recipe.megatron.mtp_num_layers > 0
+    yield predicts and model.positions > 0 and "mtp_num_layers and learned positions", "a model with rotary positions"
+    yield predicts and recipe.megatron.pretrains != "gpt" and "mtp_num_layers and BERT or T5", "pretrains 'gpt'"
+    if recipe.megatron.hybrid_layer_pattern is not None:
+        yield from _not_hybrid(model, recipe, mesh)
     local = recipe.megatron.transformer_impl == "local"
     yield local and recipe.attention != "eager" and f"transformer_impl 'local' and attention {recipe.attention!r}", "'eager'"
     yield mesh.cp > 1 and recipe.attention == "eager" and "attention 'eager' on context-parallel ranks", "attention 'sdpa'"
+
+
+def _not_by_muon(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    """Refuse what Megatron-LM's Muon does not take (megatron/core/optimizer/__init__.py), and Mamba-2's matrices."""
+    own, what = recipe.megatron, "optimizer 'muon' and "
+    yield recipe.precision != "bf16-mixed" and f"{what}precision {recipe.precision!r}", "'bf16-mixed'"
+    yield own.grad_reduce_in_bf16 and f"{what}grad_reduce_in_bf16", "main gradients in fp32"
+    yield own.use_precision_aware_optimizer and f"{what}use_precision_aware_optimizer", "fp32 states"
+    yield own.num_distributed_optimizer_instances > 1 and f"{what}several instances of it", "one"
+    yield own.hybrid_layer_pattern is not None and f"{what}hybrid_layer_pattern", "layers of one kind"
+
+
+def _not_hybrid(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
+    """Refuse what is not modelled of layers in a hybrid pattern."""
+    own, what = recipe.megatron, "hybrid_layer_pattern and "
+    pattern = own.hybrid_layer_pattern or ""
+    yield not set(pattern) <= set("M*-E") and f"hybrid_layer_pattern {pattern!r}", "letters M, *, - and E"
+    yield (
+        len(pattern) != model.num_hidden_layers and f"{len(pattern)} letters for {model.num_hidden_layers} layers",
+        "one a layer",
+    )
+    yield "E" in pattern and model.moe is None and f"{what}no experts", "a model with experts for E"
+    yield "-" in pattern and model.moe is not None and f"{what}both MLPs and experts", "one of them"
+    heads = own.mamba_num_heads or 2 * model.hidden_size // own.mamba_head_dim
+    for name, count in (("heads", heads), ("groups", own.mamba_num_groups)):
+        yield count % mesh.tp > 0 and f"{what}{count} {name} of Mamba on tp={mesh.tp} ranks", f"a factor of the {name}"
+    yield mesh.cp > 1 and f"{what}cp={mesh.cp}", "cp=1"
+    yield recipe.recompute != "none" and f"{what}recompute {recipe.recompute!r}", "'none'"
+    yield own.transformer_impl == "local" and f"{what}transformer_impl 'local'", "'transformer_engine'"
+    yield own.pretrains != "gpt" and f"{what}BERT or T5", "pretrains 'gpt'"
+    yield (own.mtp_num_layers > 0 or own.overlap_moe_expert_parallel_comm) and f"{what}mtp_num_layers or overlap", "neither"
 
 
 def _not_overlapped(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
@@ -97,6 +158,7 @@ def _not_overlapped(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Ite
     yield gathers and f"{what}moe_token_dispatcher_type 'allgather'", "'alltoall'"
     yield recipe.recompute != "none" and f"{what}recompute {recipe.recompute!r}", "'none'"
     yield mesh.pp > 1 and f"{what}pp={mesh.pp}", "pp=1"
+    yield own.mtp_num_layers > 0 and f"{what}mtp_num_layers", "no mtp_num_layers"
     dense = 0 if model.moe is None else model.moe.num_dense_layers
     yield dense > 0 and f"{what}dense layers before those with experts", "layers of one kind"
 

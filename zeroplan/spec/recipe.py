@@ -160,9 +160,10 @@ class MegatronOptions(Spec):
     cross_entropy_fusion_impl: Literal["native", "te"] | None = None
     """``--cross-entropy-loss-fusion`` with this ``--cross-entropy-fusion-impl``: ``native`` makes a further fp32 copy of the
     logits. ``None``: not fused."""
-    transformer_engine_release: Literal["2.17", "2.18"] = "2.18"
-    """``2.17``: Transformer Engine 2.17 or older. Its fused loss (``cross_entropy_fusion_impl`` ``te``) writes the gradient over
-    the 16-bit logits; since 2.18 the gradient is a tensor of its own in fp32."""
+    transformer_engine_release: Literal["2.2", "2.17", "2.18"] = "2.18"
+    """``2.17``: Transformer Engine 2.3 to 2.17. Its fused loss (``cross_entropy_fusion_impl`` ``te``) writes the gradient over
+    the 16-bit logits; since 2.18 the gradient is a tensor of its own in fp32. ``2.2``: 2.2 or older, which makes a placeholder of
+    a weight's gradient for a moment, where later ones keep one for all weights of a shape."""
     cp_comm_type: Literal["p2p", "a2a"] = "p2p"
     """``--cp-comm-type``: how context-parallel ranks attend to each other's tokens. ``a2a`` exchanges heads, and keeps attention's
     result before and after the exchange."""
@@ -213,8 +214,9 @@ class MegatronOptions(Spec):
     """``--qk-layernorm``: queries and keys are normalised over each head. ``None``: as the model's family has it."""
     expert_tensor_parallel_size: Degree = 1
     """``--expert-tensor-parallel-size``: ranks that split every expert (Megatron-LM: as many as tensor-parallel ranks)."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"  # noqa: S105  tokens of text
-    """How tokens come to their experts (Megatron-LM: ``allgather``, which few jobs keep)."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"  # noqa: S105  tokens of text
+    """How tokens come to their experts (Megatron-LM: ``allgather``, which few jobs keep). ``flex``: by HybridEP, whose buffers lie
+    outside torch's allocator."""
     moe_grouped_gemm: bool = True
     """``--moe-grouped-gemm``: one product for all experts of a rank (Megatron-LM: one expert after the other)."""
     moe_router_dtype: Literal["fp32"] | None = None
@@ -225,6 +227,23 @@ class MegatronOptions(Spec):
     """``--overlap-moe-expert-parallel-comm``: the next micro-batch goes forward, layer by layer, beside the backward of one."""
     moe_aux_loss: bool = False
     """Whether ``--moe-aux-loss-coeff`` is above 0: scores of all experts are kept for it."""
+    core_release: Literal["0.12", "0.13"] = "0.13"
+    """``0.12``: Megatron-Core 0.12 or older multiplies the experts' outputs with the routing weights, and keeps them for that;
+    since 0.13 what is between the experts' matrices is multiplied."""
+    mtp_num_layers: CountOrZero = 0
+    """``--mtp-num-layers``: modules for multi-token prediction on the last pipeline rank, each with a layer like the model's last
+    one and a loss of its own."""
+    hybrid_layer_pattern: str | None = None
+    """``--hybrid-layer-pattern`` without its ``|``, which ``pipeline_layers`` says: a letter for each of the model's layers, ``M``
+    for Mamba-2, ``*`` for attention, ``-`` for an MLP and ``E`` for experts. ``None``: each layer has attention and an MLP."""
+    mamba_state_dim: Count = 128
+    """``--mamba-state-dim``, of Mamba-2 layers."""
+    mamba_head_dim: Count = 64
+    """``--mamba-head-dim``."""
+    mamba_num_groups: Count = 8
+    """``--mamba-num-groups``: groups of heads that share two of the states' factors."""
+    mamba_num_heads: Count | None = None
+    """``--mamba-num-heads``. ``None``: as many as make twice the hidden width."""
 
     def check_rules(self) -> None:
         """Raise SpecError where Megatron-LM does (megatron/training/arguments.py, validate_args)."""

@@ -26,6 +26,17 @@ from zeroplan.transformer.published import KORTHIKANTI
 WITH_DROPOUT = ("gpt2",)
 #: Families whose MLP has no gate, and whose norms keep a mean beside the deviation.
 UNGATED = ("gpt2", "bloom")
+#: The kind of a layer of multi-token prediction.
+PREDICTS = "mtp"
+#: Kinds of layers whose MLPs are experts, where the model has any.
+ROUTED = ("moe", "experts", PREDICTS)
+#: Kinds of layers of a hybrid pattern, by their letter.
+HYBRID = {"*": "attention", "-": "mlp", "E": "experts", "M": "mamba"}
+_PARTS: dict[str, Literal["attention", "mlp", "mamba"]] = {
+    "attention": "attention", "mlp": "mlp", "experts": "mlp", "mamba": "mamba"
+}  # fmt: skip
+#: Tokens of a chunk of the scan, for which Mamba-2 keeps a state.
+_CHUNK = 128
 #: Families whose router takes sigmoids of all experts.
 SIGMOIDS = ("deepseek_v3",)
 
@@ -123,6 +134,16 @@ def own_part_formula(whole: str, recipe: RecipeSpec) -> str:
     return f"ceil({whole}/({'C·p' if recipe.sequence_parallel else 'C'}))"
 
 
+def keeps_placeholders(recipe: RecipeSpec) -> bool:
+    """Whether autograd gets kept placeholders for weights' gradients; else a tensor as large as the weight is made for a moment.
+
+    Without Transformer Engine, and with its releases before 2.3, that is so even where main gradients are added to at once.
+    """
+    options = recipe.megatron
+    kept = options.transformer_impl == "transformer_engine" and options.transformer_engine_release != "2.2"
+    return kept and options.gradient_accumulation_fusion
+
+
 def drops_hidden(model: ModelSpec, recipe: RecipeSpec) -> bool:
     """Whether the embedding's and the blocks' outputs pass dropout, whose masks have one byte per element."""
     said = recipe.megatron.hidden_dropout
@@ -197,7 +218,8 @@ def layers_of(
     found: dict[str, Layer] = {}
     for kind in kinds:
         cost = _of_kind(model, kind, recipe, symbols, received=received)
-        kept = (_given(model, recipe, mesh, batch),) if recipe.recompute == "full" else cost.kept
+        given = (_given(model, recipe, mesh, batch),) * (1 + (kind == PREDICTS))  # and the next token's embedding
+        kept = given if recipe.recompute == "full" else cost.kept
         found[kind] = Layer(kept, () if recipe.recompute == "full" else cost.statistics, cost)
     return Layers(symbols, found)
 
@@ -217,7 +239,7 @@ def _of_kind(
         values |= {"E": model.moe.num_experts, "t": model.moe.num_experts_per_tok}
     if model.mla is not None:
         values |= {"u": model.mla.q_lora_rank or 0, "w": model.mla.kv_lora_rank, "o": model.mla.qk_rope_head_dim}
-    fused = recipe.megatron.gradient_accumulation_fusion and recipe.megatron.transformer_impl == "transformer_engine"
+    fused = keeps_placeholders(recipe)
     if not all(isinstance(value, int) for value in values.values()):
         return _cost(structure, values, fused=fused)
     return _cost_of(structure, tuple(values), tuple(map(int, values.values())), fused=fused)
@@ -228,11 +250,12 @@ def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Lay
     wide, options = recipe.precision == "fp32", recipe.megatron
     modules = tuple(sorted(options.recompute_modules.split(","))) if recipe.recompute == "selective" else ()
     routing = None
-    if kind == "moe":
+    dense = 0 if model.moe is None else model.moe.num_dense_layers
+    if kind in ROUTED and model.moe is not None and dense < model.num_hidden_layers:
         routing = program.Routing(
             options.moe_token_dispatcher_type, options.moe_grouped_gemm, options.moe_router_dtype == "fp32" and not wide,
             shared_width(model, recipe) > 0, model.family in SIGMOIDS, options.moe_aux_loss, is_gated(model, recipe),
-            options.deterministic_mode,
+            options.deterministic_mode, options.core_release == "0.12",
         )  # fmt: skip
     of_t5: Literal["no", "encoder", "decoder"] = "no"
     if options.pretrains == "t5":
@@ -242,7 +265,8 @@ def structure_of(model: ModelSpec, kind: str, recipe: RecipeSpec) -> program.Lay
         not (model.positions or model.family in UNROTATED), norms_heads(model, recipe), "core_attn" in modules,
         again_too=modules, latent=_latent(model),
         masks_in_place=_masks_in_place(recipe), wide_softmax=_softens_in_fp32(recipe), routing=routing,
-        exchanged=options.cp_comm_type == "a2a", of_t5=of_t5,
+        exchanged=options.cp_comm_type == "a2a", of_t5=of_t5, predicts=kind == PREDICTS,
+        part=_PARTS.get(kind, "whole"),
         padded=options.transformer_impl == "transformer_engine" and (options.pretrains == "bert" or of_t5 == "encoder"),
     )  # fmt: skip
 
@@ -293,11 +317,32 @@ def symbols_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -
         Symbolic("S_r", ceil_div(scores, mesh.tp), "numbers in a rank's attention scores"),
         Symbolic("g", 2 if is_gated(model, recipe) else 1, "matrices that make an MLP's width: 2 with a gate"),
     )
+    if recipe.megatron.mtp_num_layers:
+        dense = (*dense, Symbolic("h_r", ceil_div(model.hidden_size, mesh.tp), "a rank's part of the hidden width"))
+    if "M" in (recipe.megatron.hybrid_layer_pattern or ""):
+        dense = (*dense, *_symbols_of_mamba(model, recipe, mesh, read))
     if recipe.megatron.pretrains != "gpt":
         dense = (*dense, Symbolic("P_m", tokens * batch.seq_len, "pairs of tokens"))
     if recipe.megatron.pretrains == "t5":
         return (*dense, *_symbols_of_t5(model, recipe, mesh, batch))
     return dense if model.moe is None else (*dense, *_symbols_of_experts(model, recipe, mesh, between))
+
+
+def mamba_heads(model: ModelSpec, recipe: RecipeSpec) -> int:
+    """Heads of a Mamba-2 layer."""
+    return recipe.megatron.mamba_num_heads or 2 * model.hidden_size // recipe.megatron.mamba_head_dim
+
+
+def _symbols_of_mamba(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, tokens: Int) -> tuple[Symbolic, ...]:
+    options, heads = recipe.megatron, ceil_div(mamba_heads(model, recipe), mesh.tp)
+    inner, groups = heads * options.mamba_head_dim, ceil_div(options.mamba_num_groups, mesh.tp)
+    return (
+        Symbolic("i_r", inner, "a rank's inner width of Mamba"),
+        Symbolic("B_r", 2 * groups * options.mamba_state_dim, "width of a rank's factors of Mamba's states"),
+        Symbolic("Z_r", heads, "a rank's heads of Mamba"),
+        Symbolic("N_r", ceil_div(tokens, _CHUNK) * inner * options.mamba_state_dim, "numbers in the states of all chunks"),
+        Symbolic("Q_r", tokens * groups * _CHUNK, "numbers in the products of the factors within chunks"),
+    )
 
 
 def encoder_length(recipe: RecipeSpec, batch: Batch) -> Int:

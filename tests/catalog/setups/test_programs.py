@@ -240,6 +240,26 @@ def test_megatrons_arguments_and_what_we_write_of_them(read: Callable[..., Resol
     assert any("the file does not say how many GPUs: 2" in note for note in why)
 
 
+def test_megatrons_layouts_patterns_and_muon_are_read(read: Callable[..., Resolved]):
+    """Three of Megatron-LM's functional tests, shortened."""
+    shape = {"--hidden-size": 1024, "--num-attention-heads": 16, "--seq-length": 1024, "--bf16": True, "--swiglu": True,
+             "--position-embedding-type": "rope", "--micro-batch-size": 4, "--global-batch-size": 32}  # fmt: skip
+    laid_out = {"--num-layers": 16, "--pipeline-model-parallel-size": 2, "--mtp-num-layers": 1, "--num-experts": 32,
+                "--pipeline-model-parallel-layout": "Et*3|(tt|)*6tmL", "--moe-token-dispatcher-type": "flex",
+                "--moe-flex-dispatcher-backend": "hybridep"}  # fmt: skip
+    recipe = read({"MODEL_ARGS": {**shape, **laid_out}}).job.recipe
+    assert (recipe.layers_by_hand, recipe.pipeline_stages_per_rank) == ((3, 2, 2, 2, 2, 2, 2, 1), 4)
+    assert (recipe.megatron.mtp_num_layers, recipe.megatron.moe_token_dispatcher_type) == (1, "flex")
+    hybrid = {"--hybrid-layer-pattern": "M-M*-|M-M-M|M-*|M-", "--pipeline-model-parallel-size": 2, "--mamba-num-heads": 8}
+    job = read({"MODEL_ARGS": {**shape, **hybrid}}).job
+    assert (job.model.num_hidden_layers, job.recipe.layers_by_hand) == (15, (5, 5, 3, 2))
+    assert (job.recipe.megatron.hybrid_layer_pattern, job.recipe.megatron.mamba_num_heads) == ("M-M*-M-M-MM-*M-", 8)
+    assert job.recipe.pipeline_stages_per_rank == 2
+    assert read({"MODEL_ARGS": {**shape, "--num-layers": 12, "--optimizer": "dist_muon"}}).job.recipe.optimizer == "muon"
+    elsewhere = {**laid_out, "--pipeline-model-parallel-layout": "Et*8|t*8m|L|", "--pipeline-model-parallel-size": 4}
+    assert any("is not modelled" in note for note in read({"MODEL_ARGS": {**shape, **elsewhere}}).notes)
+
+
 def _of_script(more: str) -> str:
     return MEGATRON.replace("--attention-dropout 0.0", f"{more} --attention-dropout 0.0")
 
@@ -261,8 +281,8 @@ def test_megatrons_defaults_are_its_codes(read: Callable[..., Resolved], tmp_pat
     assert options.moe_token_dispatcher_type == "allgather"  # noqa: S105  tokens of text
     flex = read(_of_script(f"{experts} --moe-token-dispatcher-type flex"), "mine.sh").notes
     assert any("dispatcher 'flex' is not modelled" in note for note in flex)
-    muon = read(_of_script("--optimizer muon"), "mine.sh").notes
-    assert any("Adam is counted in its place" in note for note in muon)
+    lion = read(_of_script("--optimizer lion"), "mine.sh").notes
+    assert any("Adam is counted in its place" in note for note in lion)
     swift = "megatron sft --model Qwen/Qwen2.5-7B-Instruct --micro_batch_size 1 --tensor_model_parallel_size 2 --max_length 512"
     job = read(f"NPROC_PER_NODE=8 {swift}", "swift.sh").job
     assert (job.recipe.recompute, job.recipe.attention, job.batch.grad_accum_steps) == ("selective", "flash", 4)

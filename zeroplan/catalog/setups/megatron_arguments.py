@@ -15,18 +15,19 @@ from typing import cast
 from zeroplan.catalog.setups.told import FlatTable, Reading, Setup, Table, Told
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
+from zeroplan.spec.megatron import layers_of_layout
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import MegatronOptions
 
 _CHOICES = ("p2p", "a2a", "transformer_engine", "local", "fp32", "fp16", "bf16", "fp8", "alltoall", "allgather")
 _FLOATS = ("hidden_dropout", "attention_dropout")
-_OTHERS = ("pretrains", "swiglu", "qk_layernorm", "transformer_engine_release", "recompute_modules", "moe_aux_loss",
+_OTHERS = ("pretrains", "swiglu", "qk_layernorm", "transformer_engine_release", "core_release", "recompute_modules", "moe_aux_loss",
            "cross_entropy_fusion_impl", "expert_tensor_parallel_size", "moe_token_dispatcher_type")  # fmt: skip
 #: Vocabularies of tokenizers, where ``--vocab-size`` is left out.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256, "TikTokenizer": 131072,
                  "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}  # fmt: skip
 _ADDS = """
-    *mtp_num_layers *teacher_model *rlhf_type *mcore_ref_model *perform_rl_step
+    *teacher_model *rlhf_type *mcore_ref_model *perform_rl_step
     *export_kd_* *enable_cuda_graph *cuda_graph_impl *moe_z_loss_coeff *modules_to_save *use_mup *moe_expert_capacity_factor
     *experimental_attention_variant *linear_attention_freq *first_last_layers_bf16 *optimizer_offload_fraction
     peft.dim kd_config.*
@@ -45,7 +46,7 @@ _NO_ADAPTERS = "adapters under Megatron-Core are not modelled; --engine fsdp2 an
 _SAVES = """
     *use_megatron_fsdp *fine_grained_activation_offloading *optimizer_cpu_offload *num_layers_in_first_pipeline_stage
     *cpu_offloading *num_layers_in_last_pipeline_stage *decoder_first_pipeline_num_layers *decoder_last_pipeline_num_layers
-    *pipeline_model_parallel_layout *account_for_*_in_pipeline_split
+    *account_for_*_in_pipeline_split
 """
 
 
@@ -57,6 +58,9 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     plain = {
         key.removeprefix("model.").removeprefix("train.").lstrip("-").replace("-", "_"): one for key, one in flat.data.items()
     }
+    pattern, _, predicting = str(plain.pop("hybrid_layer_pattern", "")).partition("/")
+    if pattern:
+        plain["num_layers"] = len(pattern.replace("|", ""))
     table = FlatTable({key: one for key, one in plain.items() if one != ""}, whole.where)
     table.like("ENV.*")
     if any(key in table.data for key in _GENERATES):
@@ -73,8 +77,12 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     )
     _adapter(reading)
     _attention(reading)
-    _optimizer(table)
+    _optimizer(reading)
     _model(reading)
+    if pattern:
+        _hybrid(reading, pattern.split("|"), ranks_of_pipeline=table.count("pipeline_model_parallel_size") or 1)
+    if predicting:
+        table.matters["hybrid_layer_pattern"] = "multi-token prediction of a hybrid pattern is left out"
     reading.unmodelled(saves=_SAVES, adds=_ADDS, either="*fp8_format *fp8_param_gather *fp4_format")
     return reading.setup("ms-swift" if _is_swift(table) else "megatron")
 
@@ -138,9 +146,22 @@ def _schedule(reading: Reading, before: str, pp: int) -> None:
     each = table.count(f"{before}virtual_pipeline_model_parallel_size") or table.count("num_virtual_stages_per_pipeline_rank")
     if each is None and layers and (share := table.count("num_layers_per_virtual_pipeline_stage")):
         each = layers // pp // share
+    if layout := table.text(f"{before}pipeline_model_parallel_layout"):
+        each = _laid_out(reading, layout) // pp
     if pp > 1 and (each or 1) > 1:
         reading.tell("pipeline_schedule", "virtual stages", "interleaved-1f1b")
         reading.tell("pipeline_stages_per_rank", "virtual stages", each)
+
+
+def _laid_out(reading: Reading, layout: str) -> int:
+    """Say the chunks of a pipeline that is laid out by hand; returns how many there are."""
+    try:
+        chunks = layers_of_layout(layout)
+    except SpecError as error:
+        reading.table.matters["pipeline_model_parallel_layout"] = str(error)
+        return 0
+    reading.tell("pipeline_layers", "pipeline_model_parallel_layout", ",".join(map(str, chunks)))
+    return len(chunks)
 
 
 def _options(reading: Reading, before: str, etp: int) -> None:
@@ -165,7 +186,8 @@ def _options(reading: Reading, before: str, etp: int) -> None:
 def _dispatcher(table: Table, before: str) -> str:
     """Megatron-LM's default is allgather, and that of ms-swift and verl alltoall."""
     word = table.text(f"{before}moe_token_dispatcher_type") or ("alltoall" if before or _is_swift(table) else "allgather")
-    if word in ("alltoall", "allgather"):
+    hybrid = word == "flex" and table.text(f"{before}moe_flex_dispatcher_backend") == "hybridep"
+    if hybrid or word in ("alltoall", "allgather"):
         return word
     table.matters["moe_token_dispatcher_type"] = f"dispatcher {shown(word)} is not modelled: alltoall is counted in its place"
     return "alltoall"
@@ -182,9 +204,24 @@ def _attention(reading: Reading) -> None:
         )
 
 
-def _optimizer(table: Table) -> None:
+def _hybrid(reading: Reading, chunks: list[str], *, ranks_of_pipeline: int) -> None:
+    """Letters of a hybrid model's layers, by chunks of its pipeline."""
+    heads = reading.table.count("mamba_num_heads")
+    said = {"hybrid_layer_pattern": "".join(chunks), **({"mamba_num_heads": heads} if heads else {})}
+    reading.options |= {f"megatron.{name}": Told(name, one) for name, one in said.items()}
+    if len(chunks) > 1:
+        reading.tell("pipeline_layers", "hybrid_layer_pattern", ",".join(str(len(chunk)) for chunk in chunks))
+    if (each := len(chunks) // ranks_of_pipeline) > 1:
+        reading.tell("pipeline_schedule", "hybrid_layer_pattern", "interleaved-1f1b")
+        reading.tell("pipeline_stages_per_rank", "hybrid_layer_pattern", each)
+
+
+def _optimizer(reading: Reading) -> None:
+    table = reading.table
     word = str(table.get("optimizer") or "adam")
-    if word not in ("adam", "adamw", "True"):
+    if word in ("muon", "dist_muon") and "engine" in reading.flags:
+        reading.tell("optimizer", "optimizer", "muon")
+    elif word not in ("adam", "adamw", "True"):
         table.matters["optimizer"] = f"optimizer={shown(word)} is not modelled with Megatron-Core: Adam is counted in its place"
 
 

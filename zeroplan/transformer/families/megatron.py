@@ -6,6 +6,7 @@ Tokens between matrices are a rank's own (sequence parallelism splits them), tho
 implementations save the same tensors where nothing else is said. Experts are visited evenly.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from zeroplan.expr import NOTHING, Size, symbols
@@ -31,6 +32,10 @@ T_e, S_e, S_c = symbols("T_e S_e S_c")
 P_m, P_e, P_c = symbols("P_m P_e P_c")
 #: Of a gated MLP two, else one.
 (g,) = symbols("g")
+#: A rank's part of the hidden width.
+(h_r,) = symbols("h_r")
+#: Mamba-2: a rank's inner width, width of both factors, heads; numbers in the states of all chunks, and in their factors' products.
+i_r, B_r, Z_r, N_r, Q_r = symbols("i_r B_r Z_r N_r Q_r")
 #: Experts: tokens gathered for them, pairs that come to this rank, pairs that it sends; of these those that are copied once more on
 #: their way (0: none); experts of this rank, and those whose gradients are made at once; bytes of a routing weight.
 T_g, X_r, X_s, X_1, X_2, E_r, E_g, w_p = symbols("T_g X_r X_s X_1 X_2 E_r E_g w_p")
@@ -65,8 +70,14 @@ ALL_GATHER = f"{CORE}/transformer/moe/token_dispatcher.py, MoEAllGatherTokenDisp
 EXPERTS = f"{CORE}/transformer/moe/experts.py, TEGroupedMLP.forward"
 SEQUENTIAL = f"{CORE}/transformer/moe/experts.py, SequentialMLP.forward"
 SHARED = f"{CORE}/transformer/moe/shared_experts.py, SharedExpertMLP.forward"
+HYBRID_EP = f"{CORE}/transformer/moe/fused_a2a.py, HybridEPDispatch and HybridEPCombine"
+MIXER = f"{CORE}/ssm/mamba_mixer.py, MambaMixer._ssm_training"
+SCAN = "mamba 2026-07, mamba_ssm/ops/triton/ssd_combined.py, MambaSplitConv1dScanCombinedFn"
+STATES = "mamba 2026-07, mamba_ssm/ops/triton/ssd_combined.py, _mamba_chunk_scan_combined_fwd"
+SCAN_BACK = "mamba 2026-07, mamba_ssm/ops/triton/ssd_combined.py, _mamba_chunk_scan_combined_bwd"
+PREDICTED = f"{CORE}/transformer/multi_token_prediction.py, MultiTokenPredictionLayer"
 
-Dispatcher = Literal["alltoall", "allgather"]
+Dispatcher = Literal["alltoall", "allgather", "flex"]
 
 
 class Routing(NamedTuple):
@@ -87,6 +98,8 @@ class Routing(NamedTuple):
     """Gate, activation and routing weight are one operator."""
     deterministic: bool
     """Outputs are put to their tokens by ``index_add_``, which keeps what it adds; ``scatter_add_`` keeps places alone."""
+    late: bool = False
+    """Outputs are multiplied with the routing weights, not what is between the experts' matrices."""
 
 
 class Layer(NamedTuple):
@@ -120,6 +133,10 @@ class Layer(NamedTuple):
     of_t5: Literal["no", "encoder", "decoder"] = "no"
     padded: bool = False
     """Attention reads a mask of padding, which Transformer Engine's unfused attention keeps."""
+    predicts: bool = False
+    """It belongs to a module for multi-token prediction, which joins hidden states and the next token before it."""
+    part: Literal["whole", "attention", "mlp", "mamba"] = "whole"
+    """What a layer of a hybrid pattern has of the whole."""
 
 
 _INPUT = Tag(Role.BLOCK_INPUT)
@@ -132,7 +149,33 @@ def run(structure: Layer) -> tuple[Tape, Value, Value]:
     """Run a layer forward: the tape, what the layer is given, and what it returns."""
     tape = Tape(wide=structure.wide, autocast=False, saving=True)
     given = Value(tape.make(op.TENSOR, "input of attention's norm", e * T_n * h, LAYER, _INPUT), e, T_n * h)
-    return tape, given, layer(tape, given, structure)
+    if not structure.predicts:
+        return tape, given, layer(tape, given, structure)
+    joined = _predicted(tape, given)
+    made = layer(tape, joined, structure)
+    tape.release(joined)
+    return tape, given, made
+
+
+def _predicted(tape: Tape, hidden: Value) -> Value:
+    """A matrix joins hidden states and the embedding of the next token, each behind a norm; ranks gather its output."""
+    embedded = op.tensor(tape, "embedding of the next token", e, T_n * h, PREDICTED)
+    pair = _norm(tape, embedded, "the next token's norm"), _norm(tape, hidden, "the hidden states' norm")
+    tape.release(embedded)
+    both = op.tensor(tape, "next token and hidden states, joined", e, 2 * T_n * h, PREDICTED)
+    tape.add("joined", (both,), (), op.passes(*pair), of=pair)
+    tape.release(*pair)
+    apart = _column(tape, both, h_r, "the joining matrix", reads=2 * h)
+    tape.release(both)
+    made = op.tensor(tape, "input of attention's norm", e, T_n * h, PREDICTED)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("gathered gradient of the joining matrix's output", e * T_w * h, PREDICTED)
+        return [(apart, op.gradient(tape, apart, "gradient of this rank's part of it", PREDICTED))]
+
+    tape.add("gathered", (made,), (), backward, of=(apart,))
+    tape.release(apart)
+    return made
 
 
 def own_size(store: Store, structure: Layer) -> Size:
@@ -143,12 +186,20 @@ def own_size(store: Store, structure: Layer) -> Size:
 
 
 def layer(tape: Tape, given: Value, structure: Layer) -> Value:
-    """``TransformerLayer.forward``: attention and MLP, each behind a norm, before dropout and the residual stream."""
-    normal = _norm(tape, given, "attention's norm")
-    attended = _attention(tape, normal, structure)
-    tape.release(normal)
-    middle = _added(tape, attended, given, "input of the MLP's norm", structure)
-    tape.release(attended)
+    """``TransformerLayer.forward``: attention and MLP, each behind a norm, before dropout and the residual stream.
+
+    A layer of a hybrid pattern has one of them, or Mamba-2 in place of attention.
+    """
+    if structure.part == "mlp":
+        middle = Value(tape.hold(given.store), given.dtype, given.shape)
+    else:
+        normal = _norm(tape, given, "attention's norm")
+        attended = (_mixed if structure.part == "mamba" else _attention)(tape, normal, structure)
+        tape.release(normal)
+        middle = _added(tape, attended, given, "input of the MLP's norm", structure)
+        tape.release(attended)
+    if structure.part in ("attention", "mamba"):
+        return middle
     if structure.of_t5 == "decoder":
         middle = _crossed(tape, middle, structure)
     normal = _norm(tape, middle, "the MLP's norm")
@@ -469,6 +520,60 @@ def _of_core(structure: Layer) -> tuple[Size, Size]:
     return ((soft + e + 1) * S_r if structure.attention_dropout else soft * S_r), soft * S_r
 
 
+# --- Mamba-2 ----------------------------------------------------------------------------------------------------------------
+
+
+def _mixed(tape: Tape, normal: Value, _structure: Layer) -> Value:
+    """``MambaMixer.forward``: a matrix, convolution and scan in one operator, a norm, and a matrix."""
+    first = _column(tape, normal, 2 * i_r + B_r + Z_r, "Mamba's first matrix")
+    read = op.tensor(tape, "gates, inputs, factors and steps of the scan", e, first.shape, MIXER)
+    backward = op.makes("gradient of the first matrix's output, tokens first", MIXER, first)
+    tape.add("order of the scan's input", (read,), (), backward, of=(first,))
+    tape.release(first)
+    scanned = _scanned(tape, read)
+    tape.release(read)
+    ordered = op.tensor(tape, "the scan's result, input of its norm", e, T_m * i_r, MIXER)
+    tape.add("order of the scan's result", (ordered,), (), op.passes(scanned), of=(scanned,))
+    tape.release(scanned)
+    ready = _norm(tape, ordered, "the scan's norm", shape=T_m * i_r, rows=T_m)
+    tape.release(ordered)
+    made = _row(tape, ready, i_r, "Mamba's second matrix")
+    tape.release(ready)
+    return made
+
+
+def _scanned(tape: Tape, read: Value) -> Value:
+    """The scan over chunks of tokens: it keeps its input and its result before the gate, and makes all else again."""
+    passing = tape.make(op.TEMPORARY, "convolved inputs and factors", e * T_m * (i_r + B_r), SCAN)
+    steps = tape.make(op.TEMPORARY, "steps and their sums, fp32", 8 * T_m * Z_r, STATES)
+    wide = tape.make(op.TEMPORARY, "states of each chunk, fp32", 4 * N_r, STATES)
+    states = tape.make(op.TEMPORARY, "states of each chunk", e * N_r, STATES)
+    tape.drop(wide)
+    factors = tape.make(op.TEMPORARY, "products of the factors within chunks, fp32", 4 * Q_r, STATES)
+    made = op.tensor(tape, "the scan's result", e, T_m * i_r, STATES)
+    plain = tape.make(op.TENSOR, "the scan's result before the gate", e * T_m * i_r, STATES)
+    tape.drop(passing, steps, states, factors)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        gradient = op.gradient(tape, read, "gradient of the scan's input", SCAN)
+        for reason, size in (
+            ("inputs and factors, convolved again, and their gradient", 2 * e * T_m * (i_r + B_r)),
+            ("gradient of the scan's result before the gate", e * T_m * i_r),
+            ("steps and their sums, fp32, and the steps' gradient", (12 + e) * T_m * Z_r),
+            ("products of the factors within chunks, fp32", 4 * Q_r),
+        ):
+            tape.temporary(reason, size, SCAN_BACK)
+        wide = tape.make(op.TEMPORARY, "states and their gradients, fp32, and in 16 bits", (8 + 2 * e) * N_r, SCAN_BACK)
+        tape.drop(wide)
+        tape.temporary("states and their gradients", 2 * e * N_r, SCAN_BACK)
+        tape.temporary("gradients of the factors, fp32, and of their products, twice", 4 * T_m * B_r + 8 * Q_r, SCAN_BACK)
+        return [(read, gradient)]
+
+    tape.add("scan", (made,), (read.store, plain), backward, of=None)
+    tape.drop(plain)
+    return made
+
+
 # --- MLP and experts --------------------------------------------------------------------------------------------------------
 
 
@@ -488,12 +593,13 @@ def _experts(tape: Tape, normal: Value, routing: Routing) -> Value:
     """``MoELayer.forward``: shared expert, router, dispatch, experts, and the way back."""
     shared = _mlp(tape, normal, f_s, "shared expert") if routing.shared else None
     weights = _routed(tape, normal, routing)
-    tokens, chosen = (_gathered if routing.dispatcher == "allgather" else _sent)(tape, normal, weights)
+    there, back = _WAYS[routing.dispatcher]
+    tokens, chosen = there(tape, normal, weights)
     tape.release(weights)
     outputs = _grouped(tape, tokens, chosen, routing)
-    tape.release(tokens, chosen)
-    made = (_scattered if routing.dispatcher == "allgather" else _returned)(tape, outputs, routing)
-    tape.release(outputs)
+    tape.release(tokens)
+    made = back(tape, outputs, chosen, routing)
+    tape.release(outputs, chosen)
     if shared is None:
         return made
     both = op.add(tape, made, shared, "experts: sum with the shared expert", Site("sum with the shared expert", SHARED))
@@ -576,11 +682,12 @@ def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
 
 
 def _grouped(tape: Tape, tokens: Value, chosen: Value, routing: Routing) -> Value:
-    """Experts' MLPs: the routing weight is applied between their matrices."""
+    """Experts' MLPs: the routing weight is applied between their matrices, or later."""
     source = EXPERTS if routing.grouped else SEQUENTIAL
     wide = _product(tape, tokens, g * m_r, h, "experts: the first matrix", source)
     wide.store.reason = "experts: output of the first matrix"
-    active = (_weighted_at_once if routing.fused else _weighted)(tape, wide, chosen, routing, source)
+    make = _active if routing.late else _weighted_at_once if routing.fused else _weighted
+    active = make(tape, wide, chosen, routing, source)
     active.store.reason = "experts: input of the second matrix"
     tape.release(wide)
     made = _product(tape, active, h, m_r, "experts: the second matrix", source)
@@ -612,22 +719,32 @@ def _weighted_at_once(tape: Tape, wide: Value, chosen: Value, _routing: Routing,
     return made
 
 
-def _weighted(tape: Tape, wide: Value, chosen: Value, routing: Routing, source: str) -> Value:
-    """Activation, its product with the routing weights in their dtype, and a cast back where that is wider."""
+def _active(tape: Tape, wide: Value, _chosen: Value, _routing: Routing, source: str) -> Value:
     active = op.tensor(tape, "experts: output of the activation", e, X_r * m_r, source)
     backward = op.makes("experts: gradient of the first matrix's output", source, wide)
     tape.add("experts: activation", (active,), (wide.store,), backward, of=(wide,))
-    dtype: Width = 4 if routing.wide else e
-    product = op.tensor(tape, "experts: product with routing weights", dtype, X_r * m_r, source)
+    return active
 
-    def weighed(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("experts: product of gradient and output", dtype * X_r * m_r, source)
-        tape.temporary("experts: gradient before its cast", 4 * X_r * m_r if routing.wide else NOTHING, source)
-        gradient = op.gradient(tape, active, "experts: gradient of the activation's output", source)
-        return [(active, gradient), (chosen, op.gradient(tape, chosen, "gradient of the routing weights", source))]
 
-    tape.add("experts: routing weights", (product,), (active.store, chosen.store), weighed, of=(active, chosen))
+def _weighted(tape: Tape, wide: Value, chosen: Value, routing: Routing, source: str) -> Value:
+    active = _active(tape, wide, chosen, routing, source)
+    made = _times_weights(tape, active, chosen, routing, source)
     tape.release(active)
+    return made
+
+
+def _times_weights(tape: Tape, value: Value, chosen: Value, routing: Routing, source: str) -> Value:
+    """A product with the routing weights in their dtype, and a cast back where that is wider."""
+    dtype: Width = 4 if routing.wide else e
+    product = op.tensor(tape, "experts: product with routing weights", dtype, value.shape, source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("experts: product of gradient and output", dtype * value.shape, source)
+        tape.temporary("experts: gradient before its cast", 4 * value.shape if routing.wide else NOTHING, source)
+        gradient = op.gradient(tape, value, "experts: gradient of what is weighed", source)
+        return [(value, gradient), (chosen, op.gradient(tape, chosen, "gradient of the routing weights", source))]
+
+    tape.add("experts: routing weights", (product,), (value.store, chosen.store), backward, of=(value, chosen))
     if not routing.wide:
         return product
     made = op.cast(tape, product, e, Site("experts: weighted output", source))
@@ -635,8 +752,13 @@ def _weighted(tape: Tape, wide: Value, chosen: Value, routing: Routing, source: 
     return made
 
 
-def _scattered(tape: Tape, outputs: Value, routing: Routing) -> Value:
+def _scattered(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> Value:
     """Outputs at the places of all ranks' tokens, which ranks add up, in the routing weights' dtype."""
+    if routing.late:
+        weighed = _times_weights(tape, outputs, chosen, routing, ALL_GATHER)
+        made = _scattered(tape, weighed, chosen, routing._replace(late=False, deterministic=False))
+        tape.release(weighed)
+        return made
     whole = tape.make(op.TEMPORARY, "experts: outputs at their places", e * T_g * h, UNPERMUTE)
     cast = tape.make(
         op.TEMPORARY, "experts: the same in the weights' dtype", w_p * T_g * h if routing.wide else NOTHING, ALL_GATHER
@@ -652,21 +774,54 @@ def _scattered(tape: Tape, outputs: Value, routing: Routing) -> Value:
     return made
 
 
-def _returned(tape: Tape, outputs: Value, routing: Routing) -> Value:
+def _returned(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> Value:
     """Outputs sorted by rank, added up over expert tensor ranks, sent back, and put to their tokens."""
     ordered = tape.make(op.TEMPORARY, "experts: outputs, sorted by rank", e * X_2 * h, SORT)
     cast = tape.make(
         op.TEMPORARY, "experts: the same in the weights' dtype", w_p * X_2 * h if routing.wide else NOTHING, ALL_TO_ALL
     )
     tape.drop(cast)
-    back = tape.make(op.TEMPORARY, "experts: outputs that came back", e * X_1 * h, ALL_TO_ALL)
-    tape.drop(ordered)
-    made = op.tensor(tape, "experts: output", e, T_n * h, UNPERMUTE)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.temporary("gradient of the outputs on their way", e * (X_1 + X_2) * h, ALL_TO_ALL)
         return [(outputs, op.gradient(tape, outputs, "gradient of the experts' outputs", SORT))]
 
+    if routing.late:
+        came = op.tensor(tape, "experts: outputs that came back", e, X_s * h, ALL_TO_ALL)
+        tape.drop(ordered)
+        tape.add("return", (came,), (), backward, of=(outputs,))
+        weighed = _times_weights(tape, came, chosen, routing, UNPERMUTE)
+        tape.release(came)
+        made = op.tensor(tape, "experts: output", e, T_n * h, UNPERMUTE)
+        tape.add("combination", (made,), (), op.makes("gradient of weighed outputs", UNPERMUTE, weighed), of=(weighed,))
+        tape.release(weighed)
+        return made
+    back = tape.make(op.TEMPORARY, "experts: outputs that came back", e * X_1 * h, ALL_TO_ALL)
+    tape.drop(ordered)
+    made = op.tensor(tape, "experts: output", e, T_n * h, UNPERMUTE)
     tape.add("combination", (made,), (back,) if routing.deterministic else (), backward, of=(outputs,))
     tape.drop(back)
     return made
+
+
+def _sent_by_hybrid_ep(tape: Tape, normal: Value, weights: Value) -> Dispatched:
+    """One kernel permutes, sends and sorts tokens, through buffers of its own."""
+    tokens = op.tensor(tape, "experts: tokens that came", e, X_r * h, HYBRID_EP)
+    chosen = op.tensor(tape, "experts: weight of each token", w_p, X_r, HYBRID_EP)
+    backward = op.makes("gradient of this rank's tokens, or of the routing weights", HYBRID_EP, normal, weights)
+    tape.add("dispatch", (tokens, chosen), (), backward, of=(normal, weights))
+    return tokens, chosen
+
+
+def _returned_by_hybrid_ep(tape: Tape, outputs: Value, _chosen: Value, _routing: Routing) -> Value:
+    made = op.tensor(tape, "experts: output", e, T_n * h, HYBRID_EP)
+    tape.add("combination", (made,), (), op.makes("gradient of the experts' outputs", HYBRID_EP, outputs), of=(outputs,))
+    return made
+
+
+#: How tokens come to their experts, and their outputs back.
+_WAYS: dict[
+    Dispatcher, tuple[Callable[[Tape, Value, Value], Dispatched], Callable[[Tape, Value, Value, Routing], Value]]
+] = {
+    "alltoall": (_sent, _returned), "allgather": (_gathered, _scattered), "flex": (_sent_by_hybrid_ep, _returned_by_hybrid_ep)
+}  # fmt: skip
