@@ -112,7 +112,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     freezes = read.kind == "llama-factory"
     model, image_notes = with_images(model, read.request, _seq_len(read.request, model)[0], freezes=freezes)
     request, config_notes = _with_deepspeed_config(read, model, chosen)
-    request, liger_note = _liger(request, model)
+    request, liger_note = (request, "") if read.kind is None else _liger(request, model)
     request, imbalance_note = _with_imbalance(request, model)
     gpus = request.gpus or 1
     stage = _default_stage(request.engine, gpus) if request.stage is None else request.stage
@@ -398,7 +398,7 @@ def _ignored_options(recipe: RecipeSpec) -> Iterator[str]:
 
 
 def _liger(request: Request, model: ModelSpec) -> tuple[Request, str]:
-    """Return a request without Liger's kernels where Liger has none for the family, or they were not compared; and a note."""
+    """Return a file's request without Liger's kernels where Liger has none for the family, or they were not compared; a note."""
     if "liger-" not in (request.fused_kernels or "") or (model.profile is None and model.family in LIGER_FAMILIES):
         return request, ""
     note = f"Liger's kernels are not modelled with family {model.family!r}: transformers' own operators are counted"
