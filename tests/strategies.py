@@ -540,7 +540,7 @@ def _by_kernels(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
     if told.engine not in ("ddp", "fsdp1", "fsdp2") or told.kernels != "cuda" or draw.randint(0, 3) < 3:
         return told
     adapter = one.adapter
-    there = ["rms-norm", "rope", *(["cross-entropy"] if told.loss == "full" else [])]
+    there = ["rms-norm", "rope", "liger-rms-norm", "liger-swiglu", *(["cross-entropy"] if told.loss == "full" else [])]
     if adapter is not None and told.engine != "fsdp2" and adapter.quantize in ("nf4-double", "gptq"):
         there += ["lora"] if set(adapter.layers) <= set(ATTENTION) else []
     return replace(told, fused_kernels=",".join(draw.sample(there, draw.randint(1, len(there)))))

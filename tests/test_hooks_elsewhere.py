@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -97,3 +98,15 @@ def test_a_hook_takes_no_third_of_a_second(tmp_path: Path):
     begun = time.process_time()
     check_memory(**said, if_too_large="warn")
     assert time.process_time() - begun < 0.3
+
+
+def test_a_loop_that_cannot_fit_is_stopped_though_its_training_step_fits(tmp_path: Path):
+    """The step of a 1B model fits 22 GiB, and not with a reference model beside it."""
+    data = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "per_device_train_batch_size": 1, "max_length": 64, "bf16": True,
+            "gradient_checkpointing": True}  # fmt: skip
+    said: dict[str, Any] = {"from_file": str(tmp_path / "mine.json"), "gpu": "l4-24gb", "gpus": 1}
+    (tmp_path / "mine.json").write_text(json.dumps(data))
+    assert check_memory(**said) is not None
+    (tmp_path / "mine.json").write_text(json.dumps(data | {"beta": 0.1}))
+    with pytest.raises(WillNotFitError, match=r"With all phases of its loop \(dpo\): It does not fit"):
+        check_memory(**said)

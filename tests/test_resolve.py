@@ -118,3 +118,28 @@ def test_a_file_that_cannot_be_read_is_not_blamed_on_the_answer(
         main(["estimate", "--model", "gpt2"])
     said = "zeroplan: 'their/config.json' cannot be read or written: Permission denied; check the path and its permissions\n"
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("said", "is_noted"),
+    [({"gpu": "t4"}, True), ({"gpu": "v100", "precision": "bf16"}, True), ({"gpu": "t4", "precision": "fp16-mixed"}, False),
+     ({"gpu": "a100"}, False), ({}, False)],
+)  # fmt: skip
+def test_bf16_on_a_gpu_without_matrix_units_for_it_is_noted(said: dict[str, str], is_noted: bool):
+    notes = resolve(Request(model="gpt2", **said)).notes  # type: ignore[arg-type]  # words of options
+    assert any("no tensor cores for bf16" in note for note in notes) is is_noted
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"per_device_train_batch_size": 1, "bf16": true}', "base_model: gpt2\nmicro_batch_size: 1\nsequence_len: 64",
+     '[training]\nseq_len = 64\n[activation_checkpoint]\nmode = "full"'],
+)  # fmt: skip
+def test_a_file_without_a_number_of_gpus_counts_one_and_says_so(text: str, tmp_path: Path):
+    (tmp_path / "mine").write_text(text)
+    said = {} if "base_model" in text else {"model": "gpt2"}
+    alone = resolve(Request(from_file=str(tmp_path / "mine"), **said))  # type: ignore[arg-type]  # words of options
+    assert any("does not say how many GPUs: zeroplan counts one" in note for note in alone.notes)
+    assert not any("have no effect" in note for note in alone.notes)
+    four = resolve(Request(from_file=str(tmp_path / "mine"), gpus=4, **said))  # type: ignore[arg-type]  # the same
+    assert not any("how many GPUs" in note for note in four.notes)

@@ -185,6 +185,9 @@ def test_aliases_are_normal_unique_and_no_entrys_name() -> None:
         ("NVIDIA A100 40GB", "a100-sxm-40gb"),
         ("a100-80g", "a100-sxm-80gb"),
         ("gpu:h100", "h100-sxm-80gb"),  # as Slurm asks for one
+        ("6000 ada", "rtx-6000-ada-48gb"),
+        ("RTX 6000 Ada Generation", "rtx-6000-ada-48gb"),
+        ("pro 6000", "rtx-pro-6000-blackwell-96gb"),
     ],
 )
 def test_people_and_torch_may_write_it_their_way(said: str, meant: str) -> None:
@@ -192,7 +195,8 @@ def test_people_and_torch_may_write_it_their_way(said: str, meant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "nearest"), [("h1000", "h100-sxm-80gb"), ("a100-sxm-90gb", "a100-sxm-80gb"), ("mi300", "mi300x-192gb")]
+    ("said", "nearest"),
+    [("h1000", "h100-sxm-80gb"), ("a100-sxm-90gb", "a100-sxm-80gb"), ("mi300", "mi300x-192gb"), ("6000", "rtx-6000-ada-48gb")],
 )
 def test_an_unknown_name_gives_the_nearest(said: str, nearest: str) -> None:
     with pytest.raises(UnknownNameError, match=f"unknown GPU '{said}'.*{nearest}.*zeroplan gpus"):

@@ -103,7 +103,7 @@ def test_a_job_that_needs_expandable_segments_passes_where_they_are_set(run: Run
     assert run("check", FITS, *GPU)[0] == run("estimate", FITS, *GPU, "--check")[0] == 0
 
 
-@pytest.mark.parametrize(("key", "word"), [("use_liger_kernel", "ok "), ("neftune_noise_alpha", "ok?")])
+@pytest.mark.parametrize(("key", "word"), [("padding_free", "ok "), ("neftune_noise_alpha", "ok?")])
 def test_keys_that_may_take_memory_and_are_not_counted_are_doubtful(run: Run, key: str, word: str):
     said = {"per_device_train_batch_size": 1, "bf16": True, key: 5 if key == "neftune_noise_alpha" else True}
     Path("args.json").write_text(json.dumps(said))
@@ -112,3 +112,23 @@ def test_keys_that_may_take_memory_and_are_not_counted_are_doubtful(run: Run, ke
     assert (code, out[:3]) == (0, word)
     assert f"not counted: {key}." in out
     assert run("check", *flags, "--careful")[0] == (1 if word == "ok?" else 0)
+
+
+def test_a_loop_is_judged_with_all_its_phases(run: Run):
+    """A training step that fits does not fit beside a reference model; `estimate` and `workflow` say the same."""
+    said = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "per_device_train_batch_size": 1, "max_length": 64, "bf16": True,
+            "gradient_checkpointing": True, "beta": 0.1}  # fmt: skip
+    Path("dpo.json").write_text(json.dumps(said))
+    where = ("--gpu", "l4-24gb", "--gpus", "1")
+    code, out, _ = run("check", "dpo.json", *where)
+    assert (code, out[:4]) == (1, "FAIL")
+    assert "It fits NVIDIA L4" in out
+    assert "With all phases of its loop (dpo): It does not fit" in out
+    assert (
+        run("estimate", "--from", "dpo.json", *where, "--check")[0]
+        == run("workflow", "dpo", "--from", "dpo.json", *where, "--check")[0]
+        == 1
+    )
+    row = json.loads(run("check", "dpo.json", *where, "--format", "json")[1])["checks"][0]
+    assert row["outcome"] == "does not fit"
+    assert row["needed_bytes"] > row["capacity_bytes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ def test_as_json(run: Run, snapshot: str):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    ((), "FILE"), (("nowhere.pickle",), "does not exist"), (("snapshot.pickle", "--device", "3"), "has no device 3"),
+    (("nowhere.pickle",), "does not exist"), (("snapshot.pickle", "--device", "3"), "has no device 3"),
     (("snapshot.pickle", "--device", "x"), "--device"), (("snapshot.pickle", "--model", "nobody"), "unknown model"),
     (("job.toml",), "is no snapshot, and has no line"),
 ])  # fmt: skip
@@ -63,3 +64,15 @@ def test_wrong_input_is_one_line_and_two(
     assert said in err
     assert len(err.splitlines()) == 1
     assert snapshot.endswith("snapshot.pickle")
+
+
+def test_a_message_may_be_piped_in(run: Run, monkeypatch: pytest.MonkeyPatch):
+    said = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 79.10 GiB"
+    monkeypatch.setattr("sys.stdin", io.StringIO(said))
+    assert run("diagnose")[:2] == run("diagnose", said)[:2]
+    person = io.StringIO()
+    monkeypatch.setattr(person, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", person)
+    code, out, err = run("diagnose")
+    assert (code, out) == (2, "")
+    assert "no file is named; give a snapshot" in err

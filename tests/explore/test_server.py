@@ -122,6 +122,12 @@ def asked(app: Any, query: bytes) -> int:
 APP = explore_app()
 
 
+def test_a_field_that_is_there_twice_is_refused_in_one_line(port: int):
+    for path in ("answer", "step", "changes", "plan", "report", "picture"):
+        status, body, _ = ask(port, f"/api/{path}?model=gpt2&gpus=2&model=gpt2-xl")
+        assert (status, json.loads(body)) == (422, {"error": "'model' is there twice; keep one"})
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=60) | st.text("modelgpus=&%0123456789e+-. ", max_size=60).map(str.encode))
 def test_whatever_is_asked_is_answered_or_refused(query: bytes):

@@ -46,7 +46,7 @@ EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
         ),
         ({"lora_rank": 8, "fused_kernels": "lora", "engine": "fsdp1"}, "fused kernels of adapters and such weights"),
         ({"fused_kernels": "softmax"}, "fused_kernels has no 'softmax'; there are cross-entropy, rms-norm, rope, lora"),
-        ({"fused_kernels": "rope", "engine": "deepspeed"}, "fused_kernels with engine 'deepspeed' is not modelled"),
+        ({"fused_kernels": "rms-norm", "engine": "deepspeed"}, "fused_kernels with engine 'deepspeed' is not modelled"),
         ({"fused_kernels": "cross-entropy", "loss": "fused"}, "has nothing to replace"),
         ({"lora_rank": 8, "model": "mixtral-8x7b"}, "LoRA in a mixtral model is modelled with --transformers 4.39 to 4.48"),
         (

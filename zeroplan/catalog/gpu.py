@@ -24,8 +24,8 @@ def gpu(name: str, *, extra: Path | None = None) -> GpuSpec:
     Ignores case, blanks and underscores. A name with a number of GPUs, as Slurm has it, is refused: the number would be lost.
     ``extra``: a folder of entries that override the shipped ones.
 
-    >>> gpu("H100").name, gpu("rtx4090").name, gpu("NVIDIA A100-SXM4-80GB").name
-    ('h100-sxm-80gb', 'rtx-4090-24gb', 'a100-sxm-80gb')
+    >>> gpu("H100").name, gpu("rtx4090").name, gpu("NVIDIA A100-SXM4-80GB").name, gpu("6000 ada").name
+    ('h100-sxm-80gb', 'rtx-4090-24gb', 'a100-sxm-80gb', 'rtx-6000-ada-48gb')
     """
     if counted := re.fullmatch(r"((?:gres/)?gpu[:=].+|[\w-]+):(\d+)", name.strip()):
         only = re.sub(r"^(?:gres/)?gpu[:=]", "", counted[1])
@@ -34,10 +34,8 @@ def gpu(name: str, *, extra: Path | None = None) -> GpuSpec:
         return _entry(find(_SHELF, name, extra=extra))
     except UnknownNameError:
         plain = _plain(name)
-        if plain == normal(name):
-            raise
     try:
-        return _entry(find(_SHELF, plain, extra=extra))
+        return _entry(find(_SHELF, _by_words(plain) or plain, extra=extra))
     except UnknownNameError:
         return _entry(find(_SHELF, name, extra=extra))  # raises with the name as it was given
 
@@ -50,6 +48,18 @@ def _plain(name: str) -> str:
     """
     text = re.sub(r"^(?:gres/)?gpu[:=]", "", normal(name))
     return re.sub(r"-(\d{2,3})(?:g|gib|-gb)?$", r"-\1gb", re.sub(r"^(?:nvidia|tesla|amd)-", "", text))
+
+
+def _by_words(plain: str) -> str | None:
+    """Return the one shipped entry that has all words of a name in its own name or in an alias; None for a single word.
+
+    >>> _by_words("6000-ada"), _by_words("rtx-pro-6000"), _by_words("a100-80gb")
+    ('rtx-6000-ada-48gb', 'rtx-pro-6000-blackwell-96gb', None)
+    """
+    asked = set(plain.split("-"))
+    found = [file for file in files(_SHELF, extra=None).values() if any(
+        asked <= set(called.split("-")) for called in (file.stem, *_aliases(file)))]  # fmt: skip
+    return found[0].stem if len(found) == 1 and len(asked) > 1 else None
 
 
 def gpu_names(*, extra: Path | None = None) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ def _advise(
     from zeroplan.advice import advise  # noqa: PLC0415  only this command pays for it
     from zeroplan.report.advice import advice_payload, advice_text  # noqa: PLC0415
 
-    job, notes, _ = resolve(asked.request, extra=asked.extra, chosen=asked.chosen)
+    job, notes, *_ = resolve(asked.request, extra=asked.extra, chosen=asked.chosen)
     shares = shares_measured(calibrate, asked)
     job, found = replace(job, cluster=replace(job.cluster, shares=shares)), _setup(asked)
     job = _as_its_program_would(job, found)

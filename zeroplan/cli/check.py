@@ -9,7 +9,7 @@ from zeroplan.cli import BAD_INPUT, NO, say
 from zeroplan.cli.flags import flag, switch
 from zeroplan.cli.job_flags import Shared, takes_flags_of_two
 from zeroplan.errors import SpecError, ZeroplanError
-from zeroplan.report.checks import FORMATS, Checked, Format, Outcome, checked, refused, shown, summary
+from zeroplan.report.checks import FORMATS, Checked, Format, Outcome, checked, loop_beside, refused, shown, summary
 
 if TYPE_CHECKING:
     from zeroplan.resolve import Request
@@ -72,7 +72,8 @@ def _checked(name: str, shared: Shared) -> Checked:
         if resolved.job.cluster.gpu is None:
             raise SpecError("no GPU is named; add --gpu NAME (`zeroplan gpus` lists them)")
         matters, too_low = _not_counted(request)
-        return checked(name or "the job", replayed_if_tight(estimate(resolved.job)), matters, may_be_too_low=too_low)
+        answer, loop = replayed_if_tight(estimate(resolved.job)), loop_beside(resolved.job, resolved.loop)
+        return checked(name or "the job", answer, matters, may_be_too_low=too_low, loop=loop)
     except ZeroplanError as error:
         return refused(name or "the job", str(error))
 

@@ -10,6 +10,7 @@ import typer
 from zeroplan.cli import json_text
 from zeroplan.cli.flags import AsJson
 from zeroplan.cli.job_flags import takes_a_job
+from zeroplan.errors import SpecError
 from zeroplan.resolve import Resolved
 from zeroplan.snapshots.message import LONGEST_BYTES
 from zeroplan.units import parse_count
@@ -26,13 +27,14 @@ _PICKLE = b"\x80"
 def _diagnose(
     *,
     snapshot: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="FILE",
+            metavar="[FILE]",
             help="A snapshot from torch.cuda.memory._dump_snapshot, or a text with torch's message 'CUDA out of memory …'; - "
-            "reads it from standard input. The message itself, in quotes, will do.",
+            "or nothing reads it from standard input. The message itself, in quotes, will do.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     resolved: Resolved | None,
     device: Annotated[
         str | None, typer.Option("--device", metavar="N", help="The GPU in the snapshot. (default: the one with most requests)")
@@ -43,6 +45,7 @@ def _diagnose(
 
     From a snapshot, or from the error message: zeroplan diagnose error.txt --model llama-3.1-8b --gpus 8 --stage 2
     """
+    snapshot = snapshot or _piped()
     text = _text(snapshot)
     if text is not None:
         typer.echo(_of_message(text, snapshot, resolved, as_json=as_json))
@@ -56,6 +59,13 @@ def _diagnose(
 
 
 diagnose_command = takes_a_job(_diagnose, or_none=True)
+
+
+def _piped() -> str:
+    """Return the name of standard input; raises SpecError where a person sits at it."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise SpecError("no file is named; give a snapshot or a text with torch's message, or pipe the message in")
+    return "-"
 
 
 def _text(name: str) -> str | None:

@@ -1,11 +1,11 @@
 """``zeroplan estimate``: how much memory does one GPU need for this job, when, and why?"""
 
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from zeroplan.cli import NO, json_text
+from zeroplan.cli import NO, json_text, say
 from zeroplan.cli.flags import AsJson, AsMarkdown, Force, UnitName, flag, refuse_two_renderings, switch
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.errors import SpecError
@@ -13,6 +13,9 @@ from zeroplan.estimator import Estimate, estimate, replayed_if_tight
 from zeroplan.remedies import Remedy, remedies
 from zeroplan.resolve import Resolved
 from zeroplan.units import Unit, unit_named
+
+if TYPE_CHECKING:
+    from zeroplan.report.checks import Beside
 
 Verbose = Annotated[bool, switch("--verbose", "Also print every kind, pipeline rank, collective and note.", short="-v")]
 Explain = Annotated[bool, switch("--explain", "Print every line with its formula, numbers and source.")]
@@ -52,14 +55,29 @@ def estimate_command(
         raise SpecError("--check needs a GPU to compare with; add --gpu NAME (`zeroplan gpus` lists them)")
     answer = replayed_if_tight(estimate(resolved.job, replay=replay or files.wanted))
     files.write(answer)
+    loop = _loop(resolved)
+    in_short = not (verbose or explain or as_json or as_markdown)
+    if loop is not None and not in_short:
+        resolved = resolved._replace(notes=(loop.says, *resolved.notes))
     how.show(answer, resolved, remedies(answer))
-    return NO if check and not _passes(answer) else 0
+    if loop is not None and in_short:
+        say(loop.says)
+    return NO if check and not (_passes(answer) and (loop is None or loop.fits)) else 0
 
 
 def _passes(answer: Estimate) -> bool:
     from zeroplan.report.checks import passes  # noqa: PLC0415  only a check pays for it
 
     return passes(answer)
+
+
+def _loop(resolved: Resolved) -> "Beside | None":
+    """What comes of the loop that a file makes the job a part of."""
+    if not resolved.loop:
+        return None
+    from zeroplan.report.checks import loop_beside  # noqa: PLC0415  few files have a loop
+
+    return loop_beside(resolved.job, resolved.loop)
 
 
 class _Files(NamedTuple):

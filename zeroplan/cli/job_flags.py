@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
+from typer.models import ArgumentInfo
 
 from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.model import model as find_model
@@ -45,7 +46,7 @@ def takes_a_job(
 ) -> Callable[..., int | None]:
     """Give a command ``f(resolved, **own)`` the job's flags beside its own, and pass it the resolved job.
 
-    ``or_none`` passes None if no flag of a job is given. Arguments of its own without a default come before the job file.
+    ``or_none`` passes None if no flag of a job is given. Arguments of its own come before the job file.
     ``gpus_as`` is a flag of the command's own that also sets the number of GPUs. ``traces`` says whether a model without
     formulas is traced. ``in_pairs``: the command makes two sequences of each pair itself, so that a file's pairs stay
     pairs.
@@ -119,7 +120,7 @@ def _with_flags(
     command: Callable[..., int | None], name_of_job: str, read: _Read, *, with_file: bool = True
 ) -> Callable[..., int | None]:
     own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != name_of_job]
-    first = [parameter for parameter in own if parameter.default is inspect.Parameter.empty]
+    first = [one for one in own if any(isinstance(said, ArgumentInfo) for said in getattr(one.annotation, "__metadata__", ()))]
 
     def run(*, help_all: bool = False, **given: object) -> int | None:  # noqa: ARG001  its callback has ended the program
         mine = {parameter.name: given.pop(parameter.name) for parameter in own}

@@ -26,7 +26,9 @@ def _command(name: Any) -> Any:  # noqa: ANN401  a Name, and click's command
     own = {field: one for field, one in OPTIONS.items() if name in one.of}
 
     def command(*, resolved: Resolved, explain: bool, as_json: bool, check: bool, **said: str | bool | None) -> int:
+        of_file = resolved.loop if resolved.loop.get("workflow") == name else {}
         values = {field: _value(field, flag_of(field, name), said[field]) for field in own}
+        values = {field: of_file.get(field) if value is None else value for field, value in values.items()}
         return _answered(resolved, Asked(workflow=name, **values), explain=explain, as_json=as_json, check=check)
 
     flags = {field: (_flag(flag_of(field, name), one), None if one.value else False) for field, one in own.items()}

@@ -9,12 +9,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from functools import lru_cache
 from importlib.resources import files
+from itertools import pairwise
 
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
-from zeroplan.errors import ZeroplanError
+from zeroplan.catalog.text import shown
+from zeroplan.errors import SpecError, ZeroplanError
 from zeroplan.explore.answers import answer_payload, changes_payload, controls_payload, scaling_payload, step_payload, text_of
 from zeroplan.explore.controls import controls
 from zeroplan.explore.handed_out import PICTURES, picture_of, report_of
@@ -150,7 +152,7 @@ async def _picture(request: Request) -> Response:
 async def _handed_out(request: Request, make: Callable[[Mapping[str, str]], bytes], media_type: str, name: str) -> Response:
     """Return a file to save, made beside other answers, since it takes a second."""
     try:
-        content = await run_in_threadpool(make, dict(request.query_params))
+        content = await run_in_threadpool(make, dict(_asked(request)))
     except ZeroplanError as error:
         return JSONResponse({"error": str(error)}, status_code=422)
     return Response(content, media_type=media_type, headers={"content-disposition": f'attachment; filename="{name}"'})
@@ -172,9 +174,8 @@ class Planning:
         """Answer one question."""
         if not self._bucket.gives():
             return JSONResponse({"error": "too many plans at once; wait a moment"}, status_code=429)
-        said = tuple(sorted(request.query_params.items()))
         try:
-            return Response(await run_in_threadpool(self._in_turn, said), media_type=_JSON)
+            return Response(await run_in_threadpool(self._in_turn, _asked(request)), media_type=_JSON)
         except ZeroplanError as error:
             return JSONResponse({"error": str(error)}, status_code=422)
         except TimeoutError:
@@ -189,9 +190,18 @@ class Planning:
             self._one.release()
 
 
+def _asked(request: Request) -> tuple[tuple[str, str], ...]:
+    """Return the fields of a question, sorted; raises SpecError for one that is there twice."""
+    said = sorted(request.query_params.multi_items())
+    twice = next((name for (name, _), (other, _) in pairwise(said) if name == other), None)
+    if twice is not None:
+        raise SpecError(f"{shown(twice)} is there twice; keep one")
+    return tuple(said)
+
+
 def _answered(what: str, request: Request) -> Response:
     try:
-        return Response(_said(what, tuple(sorted(request.query_params.items()))), media_type=_JSON)
+        return Response(_said(what, _asked(request)), media_type=_JSON)
     except ZeroplanError as error:
         return JSONResponse({"error": str(error)}, status_code=422)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from zeroplan.errors import SpecError, ZeroplanError
 from zeroplan.estimator import Estimate, estimate, replayed_if_tight
-from zeroplan.report.checks import passes
+from zeroplan.report.checks import loop_beside, passes
 from zeroplan.report.words import verdict_sentence
 from zeroplan.resolve import Request, resolve, with_setup
 from zeroplan.units import GIBIBYTES
@@ -68,12 +68,13 @@ def checked(request: Request, if_too_large: IfTooLarge, *, speaks: bool | None =
     """Return the estimate of a request; says its verdict, and raises :class:`WillNotFitError`."""
     speaks = os.environ.get("RANK", "0") == "0" if speaks is None else speaks
     try:
-        predicted = replayed_if_tight(estimate(resolve(request).job))
+        found = resolve(request)
+        predicted, loop = replayed_if_tight(estimate(found.job)), loop_beside(found.job, found.loop)
     except ZeroplanError as error:
         _unknown(error, speaks=speaks)
         return None
-    verdict = verdict_sentence(predicted, GIBIBYTES)
-    if not passes(predicted) and if_too_large == "stop":
+    verdict = f"{verdict_sentence(predicted, GIBIBYTES)}{'' if loop is None else f' {loop.says}'}"
+    if not (passes(predicted) and (loop is None or loop.fits is not False)) and if_too_large == "stop":
         raise WillNotFitError(f"zeroplan: {verdict} With if_too_large='warn' it trains all the same.")
     say(verdict, speaks=speaks)
     for note in with_setup(request).matters.values():

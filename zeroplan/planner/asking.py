@@ -77,7 +77,7 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, inex
     fixed = _fixed(request, question)
     if question.max_params:
         request = _with_the_largest_model(request, fixed, extra, inexpressible)
-    base, notes, _ = _base(replace(request, seq_len=SEQUENCE_STEP) if question.max_seq else request, extra)
+    base, notes, *_ = _base(replace(request, seq_len=SEQUENCE_STEP) if question.max_seq else request, extra)
     if request.pipeline_layers is not None:
         raise SpecError("--pipeline-layers has nothing to do in a search, which cuts stages evenly; leave it out")
     if (request.recompute_layers or 0) > base.model.num_hidden_layers:
@@ -126,7 +126,7 @@ def _training_notes(answer: Plan) -> Iterator[str]:
 
 def _base(request: Request, extra: Path | None) -> Resolved:
     """Return the job around which the planner searches, without the fields that the search decides."""
-    base, notes, _ = resolve(replace(request, **dict.fromkeys((*SEARCHED, *_OPTIONS))), extra=extra)
+    base, notes, *_ = resolve(replace(request, **dict.fromkeys((*SEARCHED, *_OPTIONS))), extra=extra)
     options = {name: said for name in _OPTIONS if (said := getattr(request, name)) is not None}
     gpu_of(base)  # raises SpecError without a GPU
     return Resolved(replace(base, recipe=replace(base.recipe, **options)), notes)

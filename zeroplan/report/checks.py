@@ -1,13 +1,15 @@
 """Whether the jobs of several files fit, for a person and for the programs that run checks."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 from xml.etree import ElementTree  # noqa: ICN001  a full name; written, never read
 
 from zeroplan.allocator import expandable_segments_are_set
+from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate
 from zeroplan.report.words import headline, verdict_sentence
+from zeroplan.spec.job import JobSpec
 from zeroplan.units import GIBIBYTES
 
 SCHEMA_VERSION = 1
@@ -29,18 +31,46 @@ class Checked(NamedTuple):
 
 
 def checked(
-    file: str, answer: Estimate, not_counted: Sequence[str] = (), *, may_be_too_low: bool = False
+    file: str, answer: Estimate, not_counted: Sequence[str] = (), *, may_be_too_low: bool = False, loop: "Beside | None" = None
 ) -> Checked:  # fmt: skip
     """Return the verdict on a file's job, which must name a GPU.
 
-    ``not_counted``: keys that matter and are not modelled; ``may_be_too_low``: some of them may take memory.
+    ``not_counted``: keys that matter and are not modelled; ``may_be_too_low``: some of them may take memory. ``loop``: the
+    phases that the file's training step is one of.
     """
     says = verdict_sentence(answer, GIBIBYTES)
+    says += f" {loop.says}" if loop is not None else ""
     says += f" What these keys do to memory is not counted: {', '.join(not_counted)}." if not_counted else ""
     outcome = outcome_of(answer)
-    if may_be_too_low and outcome in ("fits", "tight"):
+    if outcome in ("fits", "tight", "needs expandable segments") and loop is not None and loop.fits is False:
+        outcome = "does not fit"
+    elif outcome in ("fits", "tight") and (may_be_too_low or (loop is not None and loop.fits is None)):
         outcome = "not all counted"
-    return Checked(file, outcome, says, headline(answer), answer.least_bytes, answer.capacity_bytes)
+    needed = max(answer.least_bytes, 0 if loop is None else loop.least_bytes)
+    return Checked(file, outcome, says, headline(answer), needed, answer.capacity_bytes)
+
+
+class Beside(NamedTuple):
+    """What the phases of a loop come to: whether all fit (None where that is not known), in one line, and what must fit. [bytes]"""
+
+    fits: bool | None
+    says: str
+    least_bytes: int = 0
+
+
+def loop_beside(job: JobSpec, loop: Mapping[str, object]) -> Beside | None:
+    """Return what comes of the loop that a file makes a job a part of; None where it is a job of its own."""
+    if not loop:
+        return None
+    from zeroplan.report.workflow import verdict_of  # noqa: PLC0415  few files have a loop
+    from zeroplan.workflow import loop_of_file  # noqa: PLC0415
+
+    try:
+        found = loop_of_file(job, loop)
+    except SpecError as error:
+        return Beside(None, f"Its training step alone is counted, not its loop ({loop['workflow']}): {error}.")
+    fits = None if found.answer.capacity_bytes is None else found.verdict != "does not fit"
+    return Beside(fits, f"With all phases of its loop ({found.workflow}): {verdict_of(found)}", found.least_bytes)
 
 
 def outcome_of(answer: Estimate) -> Outcome:

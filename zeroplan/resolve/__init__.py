@@ -5,7 +5,7 @@ a shape if only a parameter count is known, and fills in the defaults of a PyTor
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,7 +27,7 @@ from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec, as_scorer
-from zeroplan.spec.recipe import DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
+from zeroplan.spec.recipe import LIGER_FAMILIES, DeepSpeedOptions, Engine, Fsdp2Options, RecipeSpec, Stage
 from zeroplan.spec.vision import VISION_PARTS
 from zeroplan.units import parse_count
 
@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 _DEFAULT_SEQ_LEN = 4096
+_ONE_GPU = "the file does not say how many GPUs: zeroplan counts one; add --gpus N"
 
 
 class Resolved(NamedTuple):
@@ -61,6 +62,8 @@ class Resolved(NamedTuple):
     notes: tuple[str, ...]
     varying: "Varying | None" = None
     """Sequences of several lengths, of which the job has the longest micro-batch of a run."""
+    loop: Mapping[str, object] = {}
+    """The fine-tuning loop that a file makes the job a part of: ``workflow``, its options, and whether it has ``pairs``."""
 
 
 def job(**said: object) -> JobSpec:
@@ -109,6 +112,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     freezes = read.kind == "llama-factory"
     model, image_notes = with_images(model, read.request, _seq_len(read.request, model)[0], freezes=freezes)
     request, config_notes = _with_deepspeed_config(read, model, chosen)
+    request, liger_note = (request, "") if read.kind is None else _liger(request, model)
     request, imbalance_note = _with_imbalance(request, model)
     gpus = request.gpus or 1
     stage = _default_stage(request.engine, gpus) if request.stage is None else request.stage
@@ -122,6 +126,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         mesh=mesh_of(request, gpus),
         batch=batch,
     )
+    ignored = tuple(_ignored_options(complete.recipe))  # of the options that a flag or a file gives
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
     notes = (
         *model_notes,
@@ -129,13 +134,17 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         seq_note,
         lengths_note,
         imbalance_note,
+        liger_note,
         *read.notes,
         *program_notes,
         *config_notes,
         "" if varying is not None and varying.batching.way != "padded" else beyond_positions(complete),
-        *_ignored_options(complete.recipe),
+        *ignored,
+        _ONE_GPU if read.kind and request.gpus is None else "",
+        _without_bf16(complete),
     )
-    return Resolved(complete, tuple(note for note in notes if note), varying)
+    loop = {**read.loop, "pairs": read.pairs} if read.loop else {}
+    return Resolved(complete, tuple(note for note in notes if note), varying, loop)
 
 
 def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
@@ -386,6 +395,25 @@ def _ignored_options(recipe: RecipeSpec) -> Iterator[str]:
     for group in ("ddp", "fsdp1", "fsdp2", "deepspeed"):
         if group != recipe.engine and getattr(recipe, group) != getattr(defaults, group):
             yield f"the {group} options have no effect: the engine is {recipe.engine}"
+
+
+def _liger(request: Request, model: ModelSpec) -> tuple[Request, str]:
+    """Return a file's request without Liger's kernels where Liger has none for the family, or they were not compared; a note."""
+    if "liger-" not in (request.fused_kernels or "") or (model.profile is None and model.family in LIGER_FAMILIES):
+        return request, ""
+    note = f"Liger's kernels are not modelled with family {model.family!r}: transformers' own operators are counted"
+    return replace(request, fused_kernels=None), note
+
+
+def _without_bf16(job: JobSpec) -> str:
+    """Return a note on a GPU that has no matrix units for the job's bf16."""
+    gpu = job.cluster.gpu
+    if gpu is None or "bf16" not in job.recipe.precision or "bf16" in gpu.dense_flops_per_s:
+        return ""
+    return (
+        f"{gpu.full_name} has no tensor cores for bf16: steps are slow, and torch's fused attention does not run in bf16 there; "
+        "its scores are not counted, so that the answer is too low unless it is eager; use --precision fp16-mixed"
+    )
 
 
 def _seq_len(request: Request, model: ModelSpec) -> tuple[int, str]:

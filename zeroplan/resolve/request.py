@@ -247,8 +247,8 @@ class Request(Spec):
     )})
     fused_kernels: str | None = field(default=None, metadata={"option": Option(
         "Parts of the model that run in Unsloth's Triton kernels, as fms-acceleration installs them, separated by commas:"
-        " cross-entropy (writes the gradient over the logits), rms-norm, rope, lora (attention's projections with QLoRA)."
-        " (default: none)", RECIPE, "NAMES",
+        " cross-entropy (writes the gradient over the logits), rms-norm, rope, lora (attention's projections with QLoRA);"
+        " Liger's are rope, liger-rms-norm and liger-swiglu. (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",
     )})
     float8_recipe: Float8Recipe | None = field(default=None, metadata={"option": Option(
@@ -395,6 +395,8 @@ class SetupRead(NamedTuple):
     """Outputs of the head, where the file trains a model that classifies."""
     pairs: bool = False
     """The micro-batch is the file's, in pairs, each of which is two sequences here."""
+    loop: Mapping[str, object] = {}
+    """The file's fine-tuning loop, as :class:`~zeroplan.catalog.setups.told.Setup` has it."""
 
     @property
     def complete(self) -> Request:

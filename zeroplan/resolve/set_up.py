@@ -41,6 +41,7 @@ def read_beside(request: Request, path: Path, chosen: Sequence[str]) -> SetupRea
         setup.saves,
         setup.head_rows,
         setup.pairs and "micro_batch" not in said,
+        setup.loop,
     )
 
 

@@ -32,7 +32,13 @@ Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused", "log-probs"]
 LogProbs = Literal["tiles", "divergence", "in place"]
 #: What ``fused_kernels`` may name.
-FUSED = ("cross-entropy", "rms-norm", "rope", "lora")
+FUSED = ("cross-entropy", "rms-norm", "rope", "lora", "liger-rms-norm", "liger-swiglu")
+#: Those of them that Liger has.
+OF_LIGER = frozenset({"rope", "liger-rms-norm", "liger-swiglu"})
+#: Families with Liger's kernels (liger_kernel 0.8.5, transformers/monkey_patch.py) that were compared, or whose own operators stay.
+LIGER_FAMILIES = frozenset({
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "smollm3", "gemma", "gemma2", "gemma3", "olmo2",
+})  # fmt: skip
 ActivationModel = Literal["module", "megatron"]
 OffloadDevice = Literal["none", "cpu", "nvme"]
 WhoseModules = Literal["transformers", "torchtitan"]
@@ -428,7 +434,8 @@ class RecipeSpec(Spec):
     transformers makes them, reentrant before 5.0."""
     fused_kernels: str | None = None
     """Operators that Unsloth's Triton kernels replace, as fms-acceleration installs them, separated by commas: ``cross-entropy``
-    writes the gradient over the logits, ``rms-norm``, ``rope``, and ``lora``, the attention projections of QLoRA."""
+    writes the gradient over the logits, ``rms-norm``, ``rope``, and ``lora``, the attention projections of QLoRA. Liger's are
+    ``rope``, which both write alike, ``liger-rms-norm`` and ``liger-swiglu``; families without such operators keep theirs."""
     float8_recipe: Float8Recipe | None = None
     """torchao's float8 for all linear layers of the blocks, and how it scales: one number per tensor, or per row."""
     transformers: str | None = None
@@ -520,7 +527,7 @@ class RecipeSpec(Spec):
         parts = self.fused_parts
         if not parts:
             return
-        if self.engine not in ("ddp", "fsdp1", "fsdp2"):
+        if self.engine not in ("ddp", "fsdp1", "fsdp2") and not (self.engine == "deepspeed" and set(parts) <= OF_LIGER):
             raise SpecError(f"fused_kernels with engine {self.engine!r} is not modelled; use engine 'ddp', 'fsdp1' or 'fsdp2'")
         if "cross-entropy" in parts and self.loss != "full":
             raise SpecError(f"fused_kernels 'cross-entropy' with loss {self.loss!r} has nothing to replace; use loss 'full'")

@@ -88,7 +88,10 @@ def _of_part(kernels: StepKernels, part: str, fused: tuple[str, ...]) -> StepKer
 
 
 def _norm(model: ModelSpec, kernels: StepKernels, fused: tuple[str, ...]) -> Moved:
-    return LAYER_NORM_MOVED if model.family in LAYER_NORM else RMS_NORM[_of_part(kernels, "rms-norm", fused)]
+    if model.family in LAYER_NORM:
+        return LAYER_NORM_MOVED
+    part = "liger-rms-norm" if "liger-rms-norm" in fused else "rms-norm"
+    return RMS_NORM[_of_part(kernels, part, fused)]
 
 
 def of_block(
@@ -116,7 +119,7 @@ def of_block(
         total = total.plus(_RESIDUAL[kernels], queries, 2)  # heads are put together of parts
     if model.attention_bias or model.family in LEARNED_POSITIONS:
         total = total._replace(backward=total.backward + _BIAS_BACKWARD * (queries + 2 * keys + hidden))
-    return total.and_of(_mlp(model, kernels, split, experts=experts, gated=gated))
+    return total.and_of(_mlp(model, _of_part(kernels, "liger-swiglu", fused), split, experts=experts, gated=gated))
 
 
 def _mlp(model: ModelSpec, kernels: StepKernels, split: Split, *, experts: bool, gated: bool | None) -> Moved:

@@ -8,7 +8,7 @@ from zeroplan.errors import SpecError
 from zeroplan.measurement import Tensors
 from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.recipe import ON_PAPER
+from zeroplan.spec.recipe import OF_LIGER, ON_PAPER
 from zeroplan.spec.releases import release_of
 
 Transport = Literal["gloo", "nccl", "fake"]
@@ -64,7 +64,7 @@ def _not_run(job: JobSpec) -> tuple[tuple[object, str], ...]:
     """What of a fine-tuning job no installed code runs."""
     adapter = job.model.adapter
     return (
-        (job.recipe.fused_parts, "fused_kernels"),
+        (set(job.recipe.fused_parts) - OF_LIGER, "fused_kernels"),
         (job.recipe.reentrant, "reentrant=True"),
         (adapter is not None and adapter.quantize == "gptq", "quantize='gptq'"),
         (adapter is not None and adapter.compute == "fp32", "lora_compute='fp32'"),

@@ -5,7 +5,7 @@ beside it or works alone. The words and defaults are those of TRL 1.16.
 """
 
 from zeroplan.workflow.asked import WORKFLOWS, Asked
-from zeroplan.workflow.loop import loop_of
+from zeroplan.workflow.loop import loop_of, loop_of_file
 from zeroplan.workflow.phases import Loop, LoopPhase
 
-__all__ = ["WORKFLOWS", "Asked", "Loop", "LoopPhase", "loop_of"]
+__all__ = ["WORKFLOWS", "Asked", "Loop", "LoopPhase", "loop_of", "loop_of_file"]

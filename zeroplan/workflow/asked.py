@@ -75,6 +75,9 @@ class Asked:
     precompute_ref_log_probs: bool | None = _said(
         ("dpo", "kto"), "", "Score the data once before training. Training then has no reference model.")
     beta: float | None = _said(("grpo",), "X", "Weight of the KL term. Above 0 there is a reference model. (default: 0)")
+    full_logits: bool | None = _said(
+        ("dpo", "kto", "grpo"), "",
+        "The trainer makes the logits of all tokens at once, as ms-swift's and LLaMA-Factory's do; counted as cross-entropy's.")
     max_completion_length: int | None = _said(
         ("sft", "dpo", "kto", "distill", "grpo"), "N",
         "Tokens of --seq-len that are scored; the rest is the prompt. (default: all but one; 512 if vLLM generates them)")

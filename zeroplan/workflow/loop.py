@@ -1,6 +1,7 @@
 """Which phases does a workflow have, and what stays on the GPU between them?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from zeroplan.engines.precisions import widths
@@ -45,7 +46,7 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
     kind = WORKFLOWS[asked.workflow]
     compares = kind.compares or bool(asked.beta)
     teacher = teacher_of(answer.job, asked.teacher_model) if kind.log_probs == "divergence" else None
-    reference = reference_of(answer.job) if compares else teacher and teacher.model
+    reference = reference_of(answer.job, all_logits=bool(asked.full_logits)) if compares else teacher and teacher.model
     rollout = rollout_of(job, asked, answer.parameters) if kind.generates and asked.vllm_mode != "server" else None
     parts = _Parts(answer, reference, rollout, teacher)
     resident = _resident(parts, asked)
@@ -63,6 +64,18 @@ def loop_of(job: JobSpec, asked: Asked) -> Loop:
     away = () if rollout is None else asleep(rollout, answer.ranks_per_node or job.mesh.world_size)
     memory = (*host(answer, beside=beside, efficient=efficient, full=full), *away)
     return Loop(asked.workflow, answer, phases, resident, memory, tuple(_notes(parts, asked)))
+
+
+def loop_of_file(job: JobSpec, said: Mapping[str, object]) -> Loop:
+    """Return the loop that another program's file makes a job a part of. [bytes]
+
+    ``said``: as :attr:`zeroplan.resolve.Resolved.loop` has it. The job's micro-batch is in sequences, and a workflow's in pairs.
+    Raises what :func:`loop_of` raises.
+    """
+    asked = Asked(**{name: value for name, value in said.items() if name != "pairs"})  # type: ignore[arg-type]  # checked there
+    pairs = said.get("pairs") and WORKFLOWS[asked.workflow].sequences == 2
+    size = job.batch.micro_batch_size
+    return loop_of(replace(job, batch=replace(job.batch, micro_batch_size=size // 2)) if pairs else job, asked)
 
 
 def _of_verl(job: JobSpec, asked: Asked) -> Loop:

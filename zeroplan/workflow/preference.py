@@ -20,7 +20,8 @@ COMPLETION = 512
 def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
     """Return the training step: with TRL's head, and the sequences that a batch of this workflow has."""
     kind = WORKFLOWS[asked.workflow]
-    recipe, model = replace(job.recipe, loss=kind.loss, prompt_len=prompt_len(job, asked), log_probs=kind.log_probs), job.model
+    model, loss = job.model, "full" if asked.full_logits else kind.loss
+    recipe = replace(job.recipe, loss=loss, prompt_len=prompt_len(job, asked), log_probs=kind.log_probs)
     if (
         kind.log_probs == "divergence" and recipe.engine == "ddp" and recipe.precision != "bf16"
     ):  # the redirected forward is not under autocast

@@ -17,6 +17,7 @@ from zeroplan.workflow.forward import Forward, without_gradients
 from zeroplan.workflow.phases import renamed
 
 DPO = "trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__"
+ALL_LOGITS = "accelerate 1.15, utils/operations.py, ConvertOutputsToFp32; trl 1.16, trainer/utils.py, selective_log_softmax"
 WHOLE_UNIT = "trl 1.16, models/utils.py, prepare_fsdp: fully_shard of the root alone"
 
 
@@ -28,18 +29,19 @@ class Reference(NamedTuple):
     forward: Forward
 
 
-def reference_of(job: JobSpec, whose: str = "reference model", *, head: bool = True) -> Reference:
+def reference_of(job: JobSpec, whose: str = "reference model", *, head: bool = True, all_logits: bool = False) -> Reference:
     """Return the reference model of a job: a copy, or with adapters the trained model without them. [bytes]
 
-    ``whose``: what lines call it; without a ``head`` it ends with the last norm.
+    ``whose``: what lines call it; without a ``head`` it ends with the last norm; ``all_logits``: it makes those of all tokens.
     """
+    at_head = (_logits(job),) if all_logits else ()
     if job.model.adapter is not None:
-        forward = without_gradients(job)
+        forward = without_gradients(job, at_head=at_head)
         kept = tuple(line for line in forward.lines if line.kind is not Kind.WEIGHT_CASTS or job.model.upcasts_norms)
         return Reference((), forward._replace(lines=renamed(kept, "without adapters")))  # adapters alone are cast
-    forward = without_gradients(replace(job, recipe=replace(job.recipe, forward_only=True)), head=head)
+    forward = without_gradients(replace(job, recipe=replace(job.recipe, forward_only=True)), head=head, at_head=at_head)
     if job.recipe.engine == "fsdp2" and job.mesh.dp_shard > 1:
-        forward = _gathered_whole(job)
+        forward = _gathered_whole(job, at_head)
     copy = estimate(job).states
     resident = tuple(line._replace(reason=f"{whose}: {line.reason}") for line in copy if line.kind is Kind.PARAMETERS)
     stays = _root_left_gathered(job, forward)
@@ -56,7 +58,15 @@ def _root_left_gathered(job: JobSpec, forward: Forward) -> tuple[Line, ...]:
     return tuple(line for line in forward.lines if line.kind is Kind.UNSHARDED_PARAMETERS and line.n_bytes == root)[:1]
 
 
-def _gathered_whole(job: JobSpec) -> Forward:
+def _logits(job: JobSpec) -> Line:
+    """Logits as the model makes them, their copy in fp32, and where that is gone a sequence's shifted by their maximum."""
+    width, length = widths(job.recipe.precision).compute, job.batch.seq_len
+    tokens = job.batch.micro_batch_size * length
+    n_bytes = 4 * tokens + max(width * tokens, 4 * length)
+    return Line(Kind.LOGITS, n_bytes * job.model.vocab_size, "logits of all tokens, for log-probabilities", "", ALL_LOGITS)
+
+
+def _gathered_whole(job: JobSpec, at_head: tuple[Line, ...]) -> Forward:
     """FSDP2's forward of a model that is one unit: the all-gather's output stays beside the parameters until the forward ends."""
     width = widths(job.recipe.precision).compute
     whole, formula = width * estimate(job).parameters, f"{width}·Ψ"
@@ -64,4 +74,4 @@ def _gathered_whole(job: JobSpec) -> Forward:
         Line(Kind.GATHER, whole, "output of the all-gather of the whole model", formula, WHOLE_UNIT),
         Line(Kind.UNSHARDED_PARAMETERS, whole, "the whole model, gathered", formula, WHOLE_UNIT),
     )
-    return without_gradients(job, gathered)
+    return without_gradients(job, gathered, at_head=at_head)

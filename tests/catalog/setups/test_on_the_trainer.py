@@ -28,6 +28,10 @@ FACTORY: dict[str, Any] = {
     "lora_target": "q_proj,v_proj", "template": "llama3", "cutoff_len": 1024, "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 4, "bf16": True, "flash_attn": "fa2", "plot_loss": True,
 }  # fmt: skip
+V1 = {
+    "model": "Qwen/Qwen3-0.6B", "model_class": "llm", "dist_config": {"name": "fsdp2", "dcp_path": None}, "train_dataset": "x.yaml",
+    "micro_batch_size": 2, "global_batch_size": 16, "cutoff_len": 1024, "learning_rate": 1e-4,
+}  # fmt: skip
 AXOLOTL: dict[str, Any] = {
     "base_model": "meta-llama/Llama-3.2-1B", "sequence_len": 1024, "sample_packing": True, "micro_batch_size": 2,
     "gradient_accumulation_steps": 4, "optimizer": "adamw_torch", "bf16": "auto", "flash_attention": True, "adapter": "qlora",
@@ -50,7 +54,7 @@ def read(tmp_path: Path) -> Callable[..., Resolved]:
 
 
 def test_llama_factory_with_adapters(read: Callable[..., Resolved]):
-    job, notes, _ = read(FACTORY, gpus=4)
+    job, notes, *_ = read(FACTORY, gpus=4)
     assert job.model.adapter is not None
     assert (job.model.name, job.model.adapter.rank, job.model.adapter.layers) == ("llama-3.2-1b", 16, ("q_proj", "v_proj"))
     assert not job.model.adapter.dropout
@@ -106,13 +110,32 @@ def test_llama_factory_beside_deepspeed_and_ray(read: Callable[..., Resolved], t
     (tmp_path / "ds.json").write_text(json.dumps({
         "zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto"}))  # fmt: skip
-    job, notes, _ = read(FACTORY | {"deepspeed": "ds.json", "ray_num_workers": 4, "finetuning_type": "full"})
+    job, notes, *_ = read(FACTORY | {"deepspeed": "ds.json", "ray_num_workers": 4, "finetuning_type": "full"})
     assert (job.recipe.engine, job.recipe.zero_stage, job.mesh.world_size) == ("deepspeed", 3, 4)
     assert any("use_reentrant is on" in note for note in notes)
 
 
+def test_llama_factorys_version_1(read: Callable[..., Resolved]):
+    job = read(V1, gpus=4).job
+    assert (job.recipe.engine, job.recipe.precision, job.recipe.recompute, job.recipe.keep_logits) == (
+        "fsdp2", "bf16-mixed", "full", "fp32",
+    )  # fmt: skip
+    assert (job.model.name, job.batch.seq_len, job.batch.micro_batch_size, job.batch.grad_accum_steps) == (
+        "qwen3-0.6b",
+        1024,
+        2,
+        2,
+    )
+    adapted = read(V1 | {"cp_size": 2, "peft_config": {"name": "lora", "r": 16, "target_modules": "all"}}, gpus=4).job
+    assert adapted.model.adapter is not None
+    assert (adapted.model.adapter.rank, adapted.model.adapter.dropout, adapted.batch.seq_len) == (16, True, 512)
+    assert read(V1 | {"kernel_config": {"name": "liger_kernel"}}).job.recipe.fused_kernels is not None
+    plain = read({key: value for key, value in V1.items() if key != "dist_config"}).job.recipe
+    assert (plain.engine, plain.precision) == ("ddp", "fp32")
+
+
 def test_axolotl_with_qlora(read: Callable[..., Resolved]):
-    job, notes, _ = read(AXOLOTL, gpus=2)
+    job, notes, *_ = read(AXOLOTL, gpus=2)
     adapter = job.model.adapter
     assert adapter is not None
     assert (adapter.rank, adapter.targets, adapter.quantize, adapter.upcast) == (16, "all-linear", "nf4-double", "none")
@@ -169,7 +192,7 @@ def test_axolotls_losses(read: Callable[..., Resolved]):
     liger = {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True}
     assert read(without(AXOLOTL, "adapter", "load_in_4bit") | liger).job.recipe.loss == "fused"
     cut = AXOLOTL | {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}
-    job, notes, _ = read(without(cut, "adapter", "load_in_4bit"))
+    job, notes, *_ = read(without(cut, "adapter", "load_in_4bit"))
     assert job.recipe.loss == "fused"
     assert any("cut_cross_entropy is counted as Liger's fused loss" in note for note in notes)
     assert read(cut, loss="full").job.recipe.loss == "full"
@@ -205,14 +228,14 @@ def test_trls_yaml_is_trainers_keys(read: Callable[..., Resolved]):
     data = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "max_length": 1024, "use_peft": True, "lora_r": 8,
             "lora_target_modules": ["q_proj", "v_proj"], "bf16": True, "gradient_checkpointing": True, "packing": True,
             "per_device_train_batch_size": 4, "gradient_checkpointing_kwargs": {"use_reentrant": False}}  # fmt: skip
-    job, notes, _ = read(data, gpus=2)
+    job, notes, *_ = read(data, gpus=2)
     assert job.model.adapter is not None
     assert (job.model.adapter.rank, job.batch.seq_len, job.recipe.reentrant) == (8, 1024, False)
     assert not any("not known" in note for note in notes)
     assert any("num_generations=8 takes memory that is not counted" in one for one in read(data | {"num_generations": 8}).notes)
-    pairs, why, _ = read(data | {"beta": 0.1})
+    pairs, why, *_ = read(data | {"beta": 0.1})
     assert pairs.batch.micro_batch_size == 8
-    assert any("pairs are counted as two sequences, a reference model is not" in note for note in why)
+    assert any("beta makes the training step a part of a loop" in note for note in why)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +252,10 @@ def test_trls_yaml_is_trainers_keys(read: Callable[..., Resolved]):
         (FACTORY | {"upcast_layernorm": True}, "upcast_layernorm=True changes memory"),
         (FACTORY | {"quantization_bit": 4, "finetuning_type": "full"}, "quantization_bit=True changes|weights in four bits"),
         (FACTORY | {"model_name_or_path": "someone/else"}, "unknown model 'someone/else'.*--config takes its config.json"),
-        ({"model": "x", "model_class": "llm", "dist_config": {"name": "fsdp2"}},
-         "LLaMA-Factory's v1, which zeroplan does not read"),
+        ({"model": "x", "model_class": "llm", "dist_config": {"name": "fsdp2"}}, "it has no train_dataset"),
+        (V1 | {"dist_config": {"name": "fsdpturbo"}}, "dist_config.name='fsdpturbo' changes memory"),
+        (V1 | {"optim_config": {"name": "muon"}}, "optim_config=.* changes memory"),
+        (V1 | {"peft_config": {"name": "freeze"}}, "peft_config.name='freeze' changes memory"),
         (AXOLOTL | {"adapter": "llama-adapter"}, "adapter='llama-adapter' changes memory"),
         (without(AXOLOTL, "lora_r"), "lora_r is left out; give a rank"),
         (AXOLOTL | {"optimizer": "muon"}, "optimizer='muon' changes memory"),
@@ -251,15 +276,19 @@ def test_what_is_not_modelled_is_refused_in_one_line(read: Callable[..., Resolve
     [
         (FACTORY | {"use_galore": True}, "use_galore", "use_galore=True may save memory, .* the answer is the most it takes"),
         (FACTORY | {"additional_target": "embed_tokens"}, "additional_target", "takes memory that is not counted: .* too low"),
-        (FACTORY | {"torch_compile": True}, "torch_compile", "changes memory in a way that is not modelled: .* may be too low"),
-        (FACTORY | {"stage": "dpo"}, "stage", "pairs are counted as two sequences; the reference model is not counted"),
-        (AXOLOTL | {"rl": "dpo"}, "rl", "rl=dpo: .* reference model and generation are not counted"),
+        (FACTORY | {"torch_compile": True}, "torch_compile", "the step is counted without torch.compile"),
+        (FACTORY | {"torch_compile_mode": "reduce-overhead"}, "torch_compile_mode", "takes memory that is not counted"),
+        (FACTORY | {"stage": "dpo", "pref_loss": "orpo"}, "stage", "pref_loss=orpo reads the logits a second time"),
+        (FACTORY | {"stage": "rm"}, "stage", "without its value head"),
+        (AXOLOTL | {"rl": "orpo"}, "rl", "rl=orpo: .* reference model and generation are not counted"),
         (AXOLOTL | {"gradient_checkpointing": "offload"}, "gradient_checkpointing", "counted on the GPU, which is the most"),
         (without(AXOLOTL, "flash_attention"), "sample_packing", "a mask of all pairs of tokens, .* too low by that"),
         (AXOLOTL | {"flash_attention": False, "xformers_attention": True, "sample_packing": False}, "attn_implementation",
          "attention with xformers is not modelled: FlashAttention is counted"),
         (AXOLOTL | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins: KDPlugin", "the plugin 'KDPlugin' does to memory"),
-        (AXOLOTL | {"liger_rms_norm": True}, "liger_rms_norm", "liger_rms_norm=True may save memory"),
+        (FACTORY | {"load_in_8bit": True}, "load_in_8bit", "load_in_8bit=True may save memory"),
+        (FACTORY | {"load_in_8bit": True, "disable_gradient_checkpointing": True}, "load_in_8bit", "may be too low"),
+        (AXOLOTL | {"liger_rms_norm_gated": True}, "liger_rms_norm_gated", "liger_rms_norm_gated=True may save memory"),
     ],
 )  # fmt: skip
 def test_a_key_that_matters_and_is_not_modelled_is_named(
@@ -268,6 +297,43 @@ def test_a_key_that_matters_and_is_not_modelled_is_named(
     """The answer is without it, and says whether it is too low by that."""
     assert any(re.search(expected, note) for note in read(data, gpus=4).notes)
     assert key in read_setup(tmp_path / "mine.yaml", gpus=4).matters
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (FACTORY | {"stage": "dpo"}, {"workflow": "dpo", "full_logits": True, "pairs": True}),
+        (FACTORY | {"stage": "kto"}, {"workflow": "kto", "full_logits": True, "pairs": False}),
+        (AXOLOTL | {"rl": "ipo"}, {"workflow": "dpo", "full_logits": True, "pairs": True}),
+        (AXOLOTL, {}),
+    ],
+)
+def test_a_preference_is_a_loop_of_phases(read: Callable[..., Resolved], data: dict, said: dict, tmp_path: Path):
+    assert read(data, gpus=4).loop == said
+    assert not {"stage", "rl"} & read_setup(tmp_path / "mine.yaml", gpus=4).matters.keys()
+
+
+@pytest.mark.parametrize(
+    ("data", "fused", "loss"),
+    [
+        (FACTORY | {"enable_liger_kernel": True}, "rope,liger-rms-norm,liger-swiglu", "fused"),
+        (FACTORY | {"enable_liger_kernel": True, "stage": "kto"}, "rope,liger-rms-norm,liger-swiglu", "full"),
+        (AXOLOTL | {"liger_rms_norm": True, "liger_glu_activation": True}, "liger-rms-norm,liger-swiglu", "full"),
+        ({"model_name_or_path": "Qwen/Qwen3-8B", "per_device_train_batch_size": 1, "use_liger_kernel": True,
+          "liger_kernel_config": {"rope": False}}, "liger-rms-norm,liger-swiglu", "fused"),
+    ],
+)  # fmt: skip
+def test_ligers_kernels_are_counted(read: Callable[..., Resolved], data: dict, fused: str, loss: str):
+    recipe = read(data, gpus=1).job.recipe
+    assert (recipe.fused_kernels, recipe.loss) == (fused, loss)
+
+
+def test_a_family_without_ligers_kernels_is_counted_without_them(read: Callable[..., Resolved]):
+    found = read({"model_name_or_path": "allenai/OLMo-2-1124-7B", "per_device_train_batch_size": 1, "use_liger_kernel": True})
+    assert found.job.recipe.fused_kernels is not None
+    other = read({"model_name_or_path": "openai/gpt-oss-20b", "per_device_train_batch_size": 1, "use_liger_kernel": True})
+    assert other.job.recipe.fused_kernels is None
+    assert any("Liger's kernels are not modelled with family 'gpt_oss'" in note for note in other.notes)
 
 
 def test_a_preference_takes_two_sequences(read: Callable[..., Resolved]):

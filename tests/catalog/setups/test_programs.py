@@ -102,7 +102,7 @@ def read(tmp_path: Path) -> Callable[..., Resolved]:
 
 
 def test_a_torchtune_recipe(read: Callable[..., Resolved]):
-    job, notes, _ = read(TUNE, gpus=4)
+    job, notes, *_ = read(TUNE, gpus=4)
     assert job.model.adapter is not None
     assert (job.model.name, job.model.adapter.rank) == ("llama-3.1-8b", 16)
     assert job.model.adapter.layers == ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -110,9 +110,9 @@ def test_a_torchtune_recipe(read: Callable[..., Resolved]):
     recipe = job.recipe
     assert (recipe.engine, recipe.precision, recipe.recompute, recipe.loss) == ("fsdp2", "bf16", "full", "chunked")
     assert not any("not known" in note for note in notes)
-    alone, why, _ = read(TUNE)
+    alone, why, *_ = read(TUNE)
     assert (alone.recipe.engine, alone.mesh.world_size) == ("ddp", 1)
-    assert any("does not say how many GPUs: one is counted" in note for note in why)
+    assert any("does not say how many GPUs: zeroplan counts one" in note for note in why)
     with pytest.raises(SpecError, match="trains nothing"):
         read({key: value for key, value in TUNE.items() if key != "optimizer"})
 
@@ -127,7 +127,7 @@ def test_the_notes_say_which_keys_are_used_and_what_is_taken_for_granted(read: C
 
 
 def test_an_automodel_recipe(read: Callable[..., Resolved]):
-    job, notes, _ = read(AUTO)
+    job, notes, *_ = read(AUTO)
     assert (job.mesh.dp_shard, job.mesh.tp, job.batch.grad_accum_steps) == (4, 2, 8)
     assert (job.recipe.engine, job.recipe.precision, job.recipe.optimizer, job.recipe.recompute) == (
         "fsdp2",
@@ -144,7 +144,7 @@ def test_an_automodel_recipe(read: Callable[..., Resolved]):
 
 
 def test_a_nanotron_configuration_is_answered_with_megatrons_engine(read: Callable[..., Resolved]):
-    job, notes, _ = read(NANO)
+    job, notes, *_ = read(NANO)
     assert (job.recipe.engine, job.recipe.zero_stage, job.mesh.tp, job.mesh.dp_shard) == ("megatron", 1, 2, 2)
     assert (job.model.hidden_size, job.batch.micro_batch_size, job.batch.grad_accum_steps) == (2048, 3, 2)
     assert any("nanotron's own layers are not modelled" in note for note in notes)
@@ -180,8 +180,20 @@ def test_ms_swift_as_yaml_and_as_a_command(read: Callable[..., Resolved]):
     assert job.recipe.deepspeed.reduce_bucket_size == 200_000_000
     words = " ".join(f"--{key} {value}" for key, value in SWIFT.items())
     assert read(f"NPROC_PER_NODE=2 \\\nCUDA_VISIBLE_DEVICES=0,1 swift sft {words}\n", "mine.sh").job == job
-    rlhf = read(f"swift rlhf --rlhf_type dpo {words}", "mine.sh").notes
-    assert any("rlhf_type='dpo' takes memory that is not counted" in note for note in rlhf)
+    assert read(f"swift rlhf --rlhf_type dpo {words}", "mine.sh").loop == {
+        "workflow": "dpo",
+        "full_logits": True,
+        "pairs": True,
+    }
+    grpo = read(f"swift rlhf --rlhf_type grpo --use_vllm true --sleep_level 1 --num_generations 4 {words}", "mine.sh").loop
+    assert grpo == {
+        "workflow": "grpo", "full_logits": True, "beta": 0.04, "num_generations": 4, "vllm_gpu_memory_utilization": 0.9,
+        "vllm_enable_sleep_mode": True, "vllm_sleep_level": 1, "pairs": False,
+    }  # fmt: skip
+    notes = read(f"swift rlhf --rlhf_type gkd {words}", "mine.sh").notes
+    assert any("rlhf_type='gkd' takes memory that is not counted" in note for note in notes)
+    older = read({key: one for key, one in SWIFT.items() if key != "tuner_type"} | {"train_type": "full"}).notes
+    assert not any("train_type" in note and "not known" in note for note in older)
 
 
 @pytest.mark.parametrize(
@@ -200,13 +212,13 @@ def test_what_ms_swift_trains(
 
 
 def test_a_verl_command(read: Callable[..., Resolved]):
-    job, notes, _ = read(VERL, "mine.sh")
+    job, notes, *_ = read(VERL, "mine.sh")
     assert (job.model.name, job.mesh.world_size, job.batch.seq_len, job.batch.micro_batch_size) == ("qwen2.5-7b", 16, 2048, 4)
     assert (job.recipe.engine, job.recipe.fsdp1.reduce_dtype, job.recipe.recompute) == ("fsdp1", "fp32", "full")
     assert job.batch.grad_accum_steps == 256 * 5 // (4 * 16)
-    assert any("only the actor's update is counted" in note for note in notes)
+    assert any("makes the training step a part of a loop" in note for note in notes)
     assert not job.recipe.offloads
-    assert any("move weights and states to the GPU for the update" in note for note in notes)
+    assert any("returns to the GPU for the update" in note for note in notes)
     split = read(VERL.replace("$@", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"), "mine.sh").job
     assert split.batch.seq_len == 512
     dynamic = "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=5000"
@@ -217,7 +229,7 @@ def test_a_verl_command(read: Callable[..., Resolved]):
 
 def test_megatrons_arguments_and_what_we_write_of_them(read: Callable[..., Resolved]):
     """What ``plan`` writes of such a job is read back as the same job."""
-    job, notes, _ = read(MEGATRON, "mine.sh")
+    job, notes, *_ = read(MEGATRON, "mine.sh")
     recipe = job.recipe
     assert (recipe.engine, recipe.zero_stage, recipe.sequence_parallel, job.mesh.tp, job.mesh.dp_shard) == (
         "megatron",
@@ -235,7 +247,7 @@ def test_megatrons_arguments_and_what_we_write_of_them(read: Callable[..., Resol
     as_yaml = {"MODEL_ARGS": {"--num-layers": 12, "--hidden-size": 512, "--num-attention-heads": 8, "--micro-batch-size": 4,
                               "--seq-length": 1024, "--max-position-embeddings": 1024, "--pipeline-model-parallel-size": 2,
                               "--bf16": True}}  # fmt: skip
-    small, why, _ = read(as_yaml)
+    small, why, *_ = read(as_yaml)
     assert (small.model.family, small.mesh.world_size, small.model.vocab_size) == ("gpt2", 2, 50257)
     assert any("the file does not say how many GPUs: 2" in note for note in why)
 
@@ -321,7 +333,7 @@ def test_how_litgpt_and_lightning_shard(read: Callable[..., Resolved]):
 
 
 def test_openrlhfs_command(read: Callable[..., Resolved]):
-    job, notes, _ = read(RLHF, "mine.sh")
+    job, notes, *_ = read(RLHF, "mine.sh")
     assert (job.recipe.engine, job.recipe.zero_stage, job.recipe.precision) == ("deepspeed", 3, "bf16-mixed")
     assert (job.mesh.world_size, job.batch.micro_batch_size, job.batch.seq_len) == (8, 4, 2048)
     assert any("the reference model is not counted" in note for note in notes)

@@ -67,7 +67,7 @@ def read(tmp_path: Path) -> Callable[..., Resolved]:
 
 
 def test_accelerate_with_fsdp2(read: Callable[..., Resolved]):
-    job, notes, _ = read(FSDP)
+    job, notes, *_ = read(FSDP)
     recipe = job.recipe
     assert (recipe.engine, recipe.zero_stage, recipe.precision, recipe.recompute) == ("fsdp2", 3, "bf16-mixed", "full")
     assert (recipe.fsdp2.reduce_dtype, recipe.keep_logits) == ("param", "fp32")
@@ -100,7 +100,7 @@ def test_accelerates_replicas_and_deepspeed(read: Callable[..., Resolved], tmp_p
 
 
 def test_the_trainers_arguments(read: Callable[..., Resolved]):
-    job, notes, _ = read(TRAINER, gpus=4)
+    job, notes, *_ = read(TRAINER, gpus=4)
     assert (job.recipe.engine, job.recipe.recompute, job.recipe.optimizer_impl) == ("ddp", "full", "fused")
     assert (job.batch.micro_batch_size, job.batch.grad_accum_steps) == (2, 4)
     assert not job.recipe.sync_every_micro_batch  # the Trainer reduces after the last one
@@ -228,7 +228,7 @@ def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
 def test_a_compiled_step_is_counted_without_the_compiler(read: Callable[..., Resolved], tmp_path: Path, text: str, key: str):
     """docs/how-to/compile-and-evaluate.md: in the runs that were compared it took no more."""
     plain = text.partition("dynamo")[0].partition("[compile]")[0]
-    job, notes, _ = read(text, gpus=8 if "[" in text else None)
+    job, notes, *_ = read(text, gpus=8 if "[" in text else None)
     assert job == read(plain, gpus=8 if "[" in text else None).job
     assert any(note.partition(": ")[2].startswith(key) and "counted without torch.compile" in note for note in notes)
     (tmp_path / "mine").write_text(text)

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import named_file
-from zeroplan.catalog.setups.told import Reading, Setup, Table, TranslatedTable, own_tensor_parallelism
+from zeroplan.catalog.setups.told import LIGER, Reading, Setup, Table, TranslatedTable, own_tensor_parallelism
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
@@ -59,9 +59,10 @@ _REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(
 _SAVES = """
     layer_offloading activation_offloading selective_checkpointing tiled_mlp lisa_n_layers lisa_step_interval
     quantize_moe_experts lora_on_cpu chunked_cross_entropy unfrozen_parameters freeze_mm_modules flash_attn_cross_entropy
-    flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv deepcompile shrink_embeddings spectrum_top_fraction liger_*
+    flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv deepcompile shrink_embeddings spectrum_top_fraction
+    liger_rms_norm_gated liger_cross_entropy
     train_attn train_mlp train_unembed context_parallel_size sequence_parallel_degree expert_parallel_size
-    model_quantization_config peft_layers_to_transform peft_layers_pattern s2_attention large_head_attention load_in_8bit
+    peft_layers_to_transform peft_layers_pattern s2_attention large_head_attention
 """
 _ADDS = """
     qat trl vllm relora peft_use_dora lora_target_parameters peft_layer_replication lora_rank_pattern
@@ -70,13 +71,13 @@ _ADDS = """
 _EITHER = """
     quantization use_kernels use_scattermoe use_sonicmoe fp8 fp8_enable_fsdp_float8_all_gather batch_flattening
     llama4_linearized_experts use_onebitllms flash_optimum fused_attn_kernel float16 lora_model_dir pretrain_multipack_attn
-    sdpa_varlen cls_model_config overrides_of_model_config torch_compile use_dsv4_kernels use_glm_dsa_kernels
+    sdpa_varlen cls_model_config overrides_of_model_config use_dsv4_kernels use_glm_dsa_kernels
     flash_attn_d512 gemma4_hybrid_attn_impl overrides_of_model_kwargs experts_implementation bnb_config_kwargs
 """
 _HARMLESS = {
     "num_labels": (1,), "context_parallel_size": (1,), "sequence_parallel_degree": (1,), "expert_parallel_size": (1,),
     "experts_implementation": ("eager",), "bnb_config_kwargs": ({"bnb_4bit_use_double_quant": True},),
-    "liger_fused_linear_cross_entropy": (True,), "torch_compile": ("auto",),
+    "liger_fused_linear_cross_entropy": (True,),
 }  # fmt: skip
 _POLICIES = {"dpo": 2, "ipo": 2, "orpo": 2, "simpo": 2, "kto": 1, "gdpo": 1, "grpo": 1}
 _RL = "preferences and rewards are counted as {} of the batch; reference model and generation are not counted (`zeroplan workflow`)"
@@ -113,14 +114,24 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     if made["use_peft"] and not all(whole.switch(key) is False for key in _KERNELS[:3]):
         reading.notes.append(_OWN_KERNELS)
     _loss(reading, whole)
+    _goal(reading, whole)
+    reading.table.leave((*_LEGACY_ATTENTION, *_KERNELS, *_OLDER))
+    return reading.setup("axolotl")
+
+
+def _goal(reading: Reading, whole: Table) -> None:
+    """Rewards and preferences; and weights that are stored in fewer bits, unless they are made 16 bits for training."""
+    if not whole.table("model_quantization_config_kwargs").switch("dequantize"):
+        whole.unmodelled(saves="model_quantization_config")
     if whole.switch("reward_model"):
         reading.tell_pairs()
         reading.head_rows = 1
-    if method:
+    if method := whole.text("rl"):
         reading.tell_pairs() if _POLICIES[method] > 1 else None
-        whole.matters["rl"] = f"rl={method}: {_RL.format('sequences twice' if _POLICIES[method] > 1 else 'the sequences')}"
-    reading.table.leave((*_LEGACY_ATTENTION, *_KERNELS, *_OLDER))
-    return reading.setup("axolotl")
+        if method in ("dpo", "ipo", "kto"):
+            reading.tell_loop("rl", "kto" if method == "kto" else "dpo", full_logits=True)
+        else:
+            whole.matters["rl"] = f"rl={method}: {_RL.format('sequences twice' if _POLICIES[method] > 1 else 'the sequences')}"
 
 
 def _deepspeed(named: object, folder: Path) -> object:
@@ -147,9 +158,11 @@ def _attention(whole: Table) -> dict[str, object]:
     word = whole.text("attn_implementation") or (older[0] if older else None)
     if word and "/" in word and "flash" in word:  # a kernel from the Hub
         word = "flash_attention_2"
-    if whole.switch("sample_packing") and not str(word).startswith("flash_attention"):
+    if whole.switch("sample_packing") and not str(word).startswith(("flash_attention", "flex_attention", "xformers")):
         whole.matters["sample_packing"] = _MASK
-    if word in ("xformers", "flex_attention", "sage"):
+    if word == "flex_attention":  # its mask has a few bytes for 128 x 128 pairs
+        return {"attn_implementation": "flash_attention_2"}
+    if word in ("xformers", "sage"):
         whole.matters["attn_implementation"] = f"attention with {word} is not modelled: FlashAttention is counted in its place"
         word = "flash_attention_2"
     return {"attn_implementation": word}
@@ -218,3 +231,8 @@ def _loss(reading: Reading, whole: Table) -> None:
         reading.tell_cut_loss("cut_cross_entropy")
     if whole.switch("liger_fused_linear_cross_entropy"):
         reading.tell("loss", "liger_fused_linear_cross_entropy", "fused")
+    gated = "liger_glu_activation" if "liger_glu_activation" in whole.data else "liger_swiglu"
+    keys = dict(zip(LIGER, ("liger_rope", "liger_rms_norm", gated), strict=True))
+    if parts := [part for part, key in keys.items() if whole.switch(key)]:
+        reading.tell_liger(*parts, key=keys[parts[0]], loss=False)
+    whole.leave(("liger_layer_norm", "liger_use_token_scaling"))  # of towers, which take as much; numbers alone

@@ -1,12 +1,13 @@
 """What does LLaMA-Factory's YAML say of a job?
 
 Its own keys are those of LLaMA-Factory 0.9.5 (hparams/), with its defaults; all others are those of TrainingArguments, and are
-read as such.
+read as such. Its version 1 has a trainer of its own.
 """
 
 from pathlib import Path
 
-from zeroplan.catalog.setups.told import Reading, Setup, Table, TranslatedTable
+from zeroplan.catalog.setups.reading import deepspeed_beside
+from zeroplan.catalog.setups.told import LIGER, ULYSSES, Reading, Setup, Table, TranslatedTable, number_of
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.errors import SpecError
 
@@ -25,7 +26,7 @@ _ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_a
 _REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(("use_kt", "use_mca", "use_megatron_bridge", "use_hyper_parallel"), ())
 #: What changes memory and has no words in a job.
 _SAVES = """
-    use_unsloth use_unsloth_gc enable_liger_kernel shift_attn use_galore use_apollo use_badam use_adam_mini use_muon
+    use_unsloth use_unsloth_gc shift_attn use_galore use_apollo use_badam use_adam_mini use_muon
     freeze_language_model neat_packing
 """
 _ADDS = """
@@ -36,12 +37,16 @@ _EITHER = """
     fp8 fp8_enable_fsdp_float8_all_gather use_v1_kernels block_diag_attn tensor_model_parallel_size
     pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
 """
-_PAIRS = "pairs are counted as two sequences; the reference model is not counted (`zeroplan workflow dpo`)"
-_ONE_EACH = "training on preferences or rewards is counted as fine-tuning: reference models and value heads are not counted"
+_TWICE = "pref_loss={} reads the logits a second time, which is not counted: the answer is too low by that"
+_VALUES = (
+    "a reward model is counted without its value head (trl's, beside the head of the vocabulary): the answer is too low by that"
+)
 
 
-def llama_factory_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
+def llama_factory_setup(whole: Table, folder: Path, gpus: int | None = None) -> Setup:
     """Read the file's keys; raises SpecError where it trains nothing, or says what is not modelled."""
+    if {"model_class", "dist_config"} & whole.data.keys():
+        return _v1_setup(whole, folder, gpus)
     _refuse(whole)
     adapted = _has_adapters(whole)
     made = {**_recomputation(whole), **_attention(whole), **_adapter(whole, adapted=adapted)}
@@ -52,9 +57,16 @@ def llama_factory_setup(whole: Table, folder: Path, _: int | None = None) -> Set
     _precision(reading, whole, adapted=adapted)
     if (stage := whole.text("stage")) in ("dpo", "rm"):
         reading.tell_pairs()
-    if stage in ("dpo", "rm", "kto"):
-        reading.table.matters["stage"] = _PAIRS if stage == "dpo" else _ONE_EACH
+    loses = str(whole.get("pref_loss") or "sigmoid")
+    if stage == "kto" or (stage == "dpo" and loses not in ("orpo", "simpo")):
+        reading.tell_loop("stage", stage, full_logits=True)
+    elif stage in ("dpo", "rm"):
+        reading.table.matters["stage"] = _TWICE.format(loses) if stage == "dpo" else _VALUES
+    if whole.get("ref_model") is not None:
+        whole.matters["ref_model"] = "ref_model: a reference model of the trained model's own size is counted"
     _tower(reading, whole)
+    if whole.switch("enable_liger_kernel"):  # model/model_utils/liger_kernel.py: other losses need logits
+        reading.tell_liger(*LIGER, key="enable_liger_kernel", loss=stage in (None, "pt", "sft"))
     if adapted and "quantize" in reading.flags:  # model/model_utils/checkpointing.py; peft's preparation is not called
         upcast = "norms" if whole.switch("upcast_layernorm") else "none"
         reading.tell("upcast", "upcast_layernorm", upcast, filled=upcast == "none")
@@ -137,3 +149,83 @@ def _precision(reading: Reading, whole: Table, *, adapted: bool) -> None:
         reading.asks["precision"] = (
             "neither bf16 nor fp16 is on, and the frozen weights get the dtype of the model's files; set --precision"
         )
+
+
+# Version 1
+
+_V1_KNOWN = """
+    custom_chat_template trust_remote_code model_class init_config train_dataset output_dir learning_rate num_train_epochs max_steps
+    max_grad_norm batching_workers batching_strategy cp_mode dist_timeout lr_scheduler_config seed full_determinism
+    resume_from_checkpoint save_steps save_epochs save_ckpt_as_hf save_total_limit logging_steps eval_dataset eval_steps report_to
+    sample_backend max_new_tokens mp_replicate_size mp_shard_size dp_size
+"""
+_COPIED = "v1's loss holds fp32 logits beside their shifted copy (core/base_trainer.py, compute_log_probs): --keep-logits fp32"
+_IN_16_BITS = "bf16 is false: {} are computed in fp32, and what is frozen keeps the dtype of the model's files; set --precision"
+
+
+def _v1_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
+    """Read v1's arguments (v1/config/); raises SpecError where they train nothing, or say what is not modelled."""
+    if whole.get("train_dataset") is None:
+        raise SpecError(f"{whole.where}: it has no train_dataset, so that nothing is trained; give the file that trains")
+    reading = Reading(whole, folder)
+    reading.tell_model("model", whole.text("model") or "Qwen/Qwen3-4B-Instruct-2507")
+    engine = _v1_engine(reading)
+    adapted = _v1_adapter(reading)
+    mixed = whole.switch("bf16") is not False
+    if engine != "deepspeed":  # full tuning is in fp32, and FSDP2 alone computes in 16 bits (core/model_engine.py)
+        reading.tell("precision", "bf16", "bf16-mixed" if mixed and engine == "fsdp2" else "fp32", filled=engine == "ddp")
+    if adapted and not (mixed and engine == "fsdp2"):
+        reading.asks["precision"] = _IN_16_BITS.format("adapters")
+    ways = whole.count("cp_size") or 1
+    each = reading.number("micro_batch", "micro_batch_size", default=1) or 1
+    length = whole.count("cutoff_len") or _DEFAULT_LENGTH
+    reading.tell("seq_len", "cutoff_len", -(-length // ways), note=ULYSSES if ways > 1 else "")
+    reading.tell_steps("global_batch_size", whole.count("global_batch_size"), each * max(1, (gpus or 1) // ways))
+    again = whole.switch("enable_activation_checkpointing") is not False
+    reading.tell("recompute", "enable_activation_checkpointing", "full" if again else "none")
+    reading.tell("attention", "flash_attn", {"flash_attention_2": "flash"}.get(str(whole.get("flash_attn")), "sdpa"))
+    reading.tell("keep_logits", "loss", "fp32", filled=True, note=_COPIED)
+    reading.tell("optimizer", "optim_config", "adamw", filled=True)
+    if whole.table("optim_config").text("name") not in (None, "adamw"):
+        raise whole.refused("optim_config", "leave it out, which is AdamW")
+    if whole.table("kernel_config").text("name") == "liger_kernel":
+        reading.tell_liger(*LIGER, key="kernel_config", loss=False)
+    whole.leave(_V1_KNOWN.split())
+    return reading.setup("llama-factory")
+
+
+def _v1_engine(reading: Reading) -> str:
+    """FSDP2, DeepSpeed with a file of its own, or else DDP (v1/plugins/trainer_plugins/distributed/)."""
+    dist = reading.table.table("dist_config")
+    name = dist.text("name")
+    if name == "deepspeed":
+        reading.deepspeed = deepspeed_beside(dist.text("config_file") or "", reading.folder, reading.table.where)
+        return "deepspeed"
+    if name not in (None, "fsdp2"):
+        raise dist.refused("name", "use fsdp2 or deepspeed")
+    reading.tell("engine", "dist_config.name", name or "ddp", filled=name is None)
+    keeps = dist.switch("reshard_after_forward") is False
+    reading.tell("stage", "dist_config.name", 0 if name is None else 2 if keeps else 3, filled=name is None)
+    if dist.switch("offload_params"):
+        reading.tell_offload("dist_config.offload_params")
+    return name or "ddp"
+
+
+def _v1_adapter(reading: Reading) -> bool:
+    """LoRA, also on weights in four bits (v1/plugins/model_plugins/peft.py, quantization.py); whether there are adapters."""
+    peft, quant = reading.table.table("peft_config"), reading.table.table("quant_config")
+    if (kind := peft.text("name")) is None:
+        return False
+    if kind != "lora":
+        raise peft.refused("name", "lora is modelled")
+    targets = peft.get("target_modules") or "all"
+    names = ",".join(map(str, targets)) if isinstance(targets, list) else str(targets)
+    reading.tell("lora_rank", "peft_config.r", peft.count("r") or _DEFAULT_RANK)
+    reading.tell("lora_targets", "peft_config.target_modules", "all-linear" if names == "all" else names)
+    reading.tell("lora_dropout", "peft_config.lora_dropout", number_of(peft.get("lora_dropout"), 0.05) > 0)
+    if quant.text("name") is not None:
+        if quant.count("quantization_bit") not in (None, 4):
+            raise quant.refused("quantization_bit", "four bits are modelled")
+        double = quant.switch("double_quantization") is not False
+        reading.tell("quantize", "quant_config", "nf4-double" if double else "nf4")
+    return True

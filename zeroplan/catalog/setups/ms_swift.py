@@ -7,7 +7,7 @@ transformers' Trainer, and its other keys are read as TrainingArguments. ``megat
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from zeroplan.catalog.setups.told import FlatTable, Reading, Setup, Table, TranslatedTable
+from zeroplan.catalog.setups.told import ULYSSES, FlatTable, Reading, Setup, Table, TranslatedTable, number_of
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.errors import SpecError
 
@@ -18,8 +18,7 @@ _INSTEAD = {
 #: ms-swift's own DeepSpeed files (config/zero2.json), as far as they change memory.
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
 _SAVES = """
-    use_liger_kernel freeze_llm freeze_parameters* use_logits_to_keep use_galore use_muon lisa_activated_layers
-    sequence_parallel_size
+    freeze_llm freeze_parameters* use_logits_to_keep use_galore use_muon lisa_activated_layers
 """
 _ADDS = """
     rlhf_type teacher_model reward_model modules_to_save use_dora enable_dft_loss neftune_noise_alpha
@@ -35,13 +34,14 @@ _PADDING = "padding_free puts a batch into one row: as many full sequences are c
 _KNOWN = """
     model_author enable_thinking add_non_thinking_prefix packing* max_completion_length* beta lmbda sleep_level
     offload_model offload_optimizer offload_bridge move_model_batches overlong_filter external_plugins multi_turn_*
-    max_turns num_iterations importance_* dynamic_sample *gym* soft_* freeze_vit freeze_aligner vit_* aligner_* max_pixels
-    padding_free task_type num_labels response_length
-    truncation_strategy lazy_tokenize quant_method bnb_4bit_* adapters* load_args load_data_args create_checkpoint_symlink
-    *_weight max_length init_weights lora_ga_* to_* check_model safe_serialization max_shard_size ref_* teacher_*
-    write_batch_size max_new_tokens response_prefix stop_words deepspeed* repetition_penalty merge_lora experts_impl use_hf
-    tau_* fipo_* advantage_estimator *_logprobs off_policy_* cosine_* gkd_* seq_kd offload_teacher_model use_ray label_names
-    gradient_checkpointing_kwargs galore_* norm_bbox reft_* model_kwargs custom_* include interleave_prob
+    max_turns num_iterations use_vllm vllm_* steps_per_generation importance_* dynamic_sample *gym* soft_* freeze_vit
+    freeze_aligner vit_* aligner_* max_pixels padding_free task_type num_labels response_length truncation_strategy
+    lazy_tokenize quant_method bnb_4bit_* adapters* load_args load_data_args create_checkpoint_symlink *_weight
+    max_length init_weights lora_ga_* to_* check_model safe_serialization max_shard_size ref_* teacher_*
+    write_batch_size max_new_tokens response_prefix stop_words deepspeed* repetition_penalty merge_lora experts_impl
+    use_hf tau_* fipo_* advantage_estimator *_logprobs off_policy_* cosine_* gkd_* seq_kd offload_teacher_model use_ray
+    label_names sequence_parallel_size gradient_checkpointing_kwargs galore_* norm_bbox reft_* model_kwargs custom_*
+    include interleave_prob
 """
 
 
@@ -59,14 +59,14 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     theirs.matters, theirs.saves = whole.matters, whole.saves
     reading = arguments_read(TranslatedTable(theirs, _INSTEAD, _made(whole)), folder)
     _task(reading, whole)
+    _loop(reading, whole)
     if (launched := table.count("launched_gpus")) is not None:
         reading.tell("gpus", "NPROC_PER_NODE", launched)
     if table.count("gradient_accumulation_steps") is None:
         each = table.count("per_device_train_batch_size") or 1
-        reading.tell(
-            "grad_accum", "gradient_accumulation_steps", max(1, -(-16 // (each * (launched or gpus or 1)))), filled=True
-        )
-    reading.table.leave((*_INSTEAD, *_INSTEAD.values(), "launched_gpus"))
+        steps = 1 if whole.data.get("rlhf_type") == "grpo" else max(1, -(-16 // (each * (launched or gpus or 1))))
+        reading.tell("grad_accum", "gradient_accumulation_steps", steps, filled=True)
+    reading.table.leave((*_INSTEAD, *_INSTEAD.values(), "launched_gpus", "train_type"))
     return reading.setup("ms-swift")
 
 
@@ -79,6 +79,9 @@ def _task(reading: Reading, whole: Table) -> None:
         reading.tell("seq_len", "max_length and max_completion_length", length + completion)
     elif length is not None:
         reading.tell("seq_len", "max_length", length)
+    if (ways := whole.count("sequence_parallel_size") or 1) > 1 and "seq_len" in reading.flags:
+        told = reading.flags["seq_len"]
+        reading.flags["seq_len"] = told._replace(value=-(-int(str(told.value)) // ways), note=ULYSSES)
     if kind in _PAIRED:
         reading.tell_pairs()
     if kind == "rm" or task == "seq_cls":
@@ -87,6 +90,33 @@ def _task(reading: Reading, whole: Table) -> None:
         whole.matters["task_type"] = _TASK.format(f"task_type={task}")
     if whole.switch("padding_free"):
         reading.notes.append(_PADDING)
+
+
+def _loop(reading: Reading, whole: Table) -> None:
+    """The loop of a preference, or of GRPO with vLLM (rlhf_trainers/, arguments/rlhf_args.py); a reward model has none."""
+    kind, reference = whole.text("rlhf_type"), whole.text("ref_model")
+    if kind in ("dpo", "kto"):
+        reading.tell_loop("rlhf_type", kind, full_logits=True)
+    elif kind == "grpo" and whole.switch("use_vllm"):
+        level, beta, memory = (whole.get(key) for key in ("sleep_level", "beta", "vllm_gpu_memory_utilization"))
+        here = whole.text("vllm_mode") != "server"
+        sleeps = here and str(level or 0) in ("1", "2")
+        reading.tell_loop(
+            "rlhf_type", "grpo", full_logits=True, beta=number_of(beta, 0.04), num_generations=whole.count("num_generations"),
+            max_completion_length=whole.count("max_completion_length"), steps_per_generation=whole.count("steps_per_generation"),
+            vllm_mode=whole.text("vllm_mode"), vllm_gpu_memory_utilization=number_of(memory, 0.9) if here else None,
+            vllm_tensor_parallel_size=whole.count("vllm_tensor_parallel_size"), vllm_enable_sleep_mode=sleeps or None,
+            vllm_sleep_level=int(str(level)) if sleeps else None,
+        )  # fmt: skip
+    if kind is not None and "fused_kernels" in reading.flags:  # a loss of Liger's own
+        for flag in ("fused_kernels", "loss"):
+            reading.flags.pop(flag, None)
+        whole.unmodelled(saves="use_liger_kernel")
+    if reading.loop or kind == "rm":
+        for key in ("rlhf_type", "num_generations"):
+            whole.matters.pop(key, None)
+    if reference not in (None, whole.data.get("model")):
+        whole.matters["ref_model"] = f"ref_model={reference}: a reference model of the trained model's own size is counted"
 
 
 def _is_like(key: str, patterns: str) -> bool:
@@ -109,7 +139,7 @@ def _made(whole: Table) -> dict[str, object]:
     adapters = {
         "use_peft": True, "lora_r": whole.count("lora_rank") or 8, "load_in_4bit": bits == 4,
         "lora_target_modules": "all-linear" if targets in ("all-linear", ["all-linear"]) else targets,
-        "lora_dropout": _number(whole.get("lora_dropout"), 0.05),
+        "lora_dropout": number_of(whole.get("lora_dropout"), 0.05),
     }  # fmt: skip
     mixed = whole.switch("bf16") is not False and word == "bfloat16"
     return {
@@ -120,13 +150,6 @@ def _made(whole: Table) -> dict[str, object]:
         "deepspeed": _deepspeed(whole.get("deepspeed"), whole.count("zero_hpz_partition_size")),
         "optim": whole.text("optim"), **(adapters if tuner == "lora" else {"use_peft": False}),
     }  # fmt: skip
-
-
-def _number(value: object, otherwise: float) -> float:
-    try:
-        return otherwise if value is None else float(str(value))
-    except ValueError:
-        return otherwise
 
 
 def _deepspeed(said: object, secondary: int | None) -> object:

@@ -53,10 +53,6 @@ _FOREIGN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("is a job file of zeroplan's; give it as the first argument", _OF_A_JOB),
     ("is a model's config.json; give it to --config", ("model_type", "architectures", "num_hidden_layers")),
     ("is an adapter's configuration; set --lora-rank and --lora-targets instead", ("peft_type",)),
-    (
-        "contains arguments of LLaMA-Factory's v1, which zeroplan does not read; give them as flags",
-        ("model_class", "dist_config"),
-    ),
 )
 
 
@@ -102,7 +98,7 @@ def _own_words(data: Mapping[str, object]) -> Kind | None:
         ("lightning", inner("trainer", "devices")
          or (inner("train", "micro_batch_size") and bool({"precision", "checkpoint_dir", "model_name"} & data.keys()))
          or inner("trainer", "accelerator")),
-        ("llama-factory", "finetuning_type" in data or data.get("stage") in _STAGES
+        ("llama-factory", {"model_class", "dist_config"} & data.keys() or "finetuning_type" in data or data.get("stage") in _STAGES
          or ("template" in data and "model_name_or_path" in data)),
         ("axolotl", isinstance(data.get("base_model"), str)),
     ):  # fmt: skip

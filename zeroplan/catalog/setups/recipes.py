@@ -8,10 +8,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from zeroplan.catalog.setups.told import DeepSpeedPart, FlatTable, Reading, Setup, Table
+from zeroplan.catalog.setups.told import NO_GPUS, DeepSpeedPart, FlatTable, Reading, Setup, Table, Told
 from zeroplan.errors import SpecError
 
-_ONE_GPU = "the file does not say how many GPUs: one is counted; add --gpus N"
 _NO_LENGTH = "sequences are as long as the data's: the length is that of --seq-len, or its default"
 _OPTIMIZERS = {
     "AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "AdamW8bit": "adamw-8bit", "PagedAdamW8bit": "adamw-8bit",
@@ -43,9 +42,7 @@ def _sharded(reading: Reading, engine: str, gpus: int | None, *, key: str, ways:
     if gpus is not None:
         reading.tell("gpus", key, gpus)
     elif ways > 1:
-        reading.tell("gpus", key, ways, filled=True, note=_ONE_GPU.replace("one is", f"{ways}, as its degrees need, are"))
-    else:
-        reading.notes.append(_ONE_GPU)
+        reading.tell("gpus", key, ways, filled=True, note=NO_GPUS.format(ways))
     alone = (gpus or ways) == 1
     reading.tell("engine", key, "ddp" if alone else engine, filled=alone)
     reading.tell("stage", key, 0 if alone else stage, filled=alone)
@@ -106,8 +103,27 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     if table.switch("compile"):
         reading.tell_compiled(table, "compile")
     reading.notes.append(_NOT_THEIR_MODULES.format("torchtune"))
-    reading.unmodelled(saves="optimizer_in_bwd *ac_mode", adds=_TUNE_ADDS)
+    _tune_step(reading)
+    reading.unmodelled(saves="*ac_mode", adds=_TUNE_ADDS)
+    if table.last("loss._component_") == "DPOLoss":  # recipes/*_dpo_*.py: chosen and rejected in one batch
+        reading.tell_pairs()
+        reading.tell_loop("loss._component_", "dpo", full_logits=True)
+        table.matters.pop("ref_checkpointer._component_", None)
     return reading.setup("torchtune")
+
+
+def _tune_step(reading: Reading) -> None:
+    """Steps inside the backward (training/memory.py, OptimizerInBackwardWrapper) are modelled for AdamW on one GPU alone."""
+    table, flags = reading.table, reading.flags
+    is_modelled = flags["engine"].value == "ddp" and flags["optimizer"].value == "adamw" and flags["grad_accum"].value == 1
+    if is_modelled and table.switch("optimizer_in_bwd"):
+        reading.options["ddp.step_in_backward"] = Told("optimizer_in_bwd", value=True)
+        if flags["loss"].value == "chunked":
+            reading.tell("loss", "loss._component_", "full", filled=True)
+            table.matters["loss._component_"] = "the loss is counted with all logits at once, which takes more than in chunks"
+            table.saves.add("loss._component_")
+    else:
+        reading.unmodelled(saves="optimizer_in_bwd")
 
 
 def _tune_adapter(reading: Reading, component: str) -> None:

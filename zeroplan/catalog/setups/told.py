@@ -67,6 +67,8 @@ class Setup(NamedTuple):
     """Its micro-batch is in pairs, each of which is two sequences here."""
     used: tuple[str, ...] = ()
     """Its keys that say something of the job."""
+    loop: Mapping[str, object] = {}
+    """The fine-tuning loop whose training step this is: its ``workflow``, and options by their names in zeroplan.workflow."""
 
 
 class Taken(NamedTuple):
@@ -320,6 +322,14 @@ class FlatTable(Table):
             yield f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} not known here and left out"
 
 
+def number_of(value: object, otherwise: float) -> float:
+    """Return a number, also from a text; of anything else ``otherwise``."""
+    try:
+        return otherwise if value is None else float(str(value))
+    except ValueError:
+        return otherwise
+
+
 def ends_counted_as_one(program: str) -> str:
     """The note on a job that does not follow its program's FSDP2 units."""
     return (
@@ -336,9 +346,17 @@ def ends_counted_apart(program: str) -> str:
     )
 
 
+NO_GPUS = "the file does not say how many GPUs: zeroplan counts {}, as its degrees need; add --gpus N"
 COMPILED = (
     "the step is counted without torch.compile; in the runs that were compared a compiled one took no more "
     "(`zeroplan dryrun` follows the compiler)"
+)
+ULYSSES = "Ulysses' ranks split a sequence outside of attention and its heads inside: a rank's share of its tokens is counted"
+LIGER = ("rope", "liger-rms-norm", "liger-swiglu")
+_LIGER = "operators other than RMSNorm, rotary positions and SiLU's product are counted as without Liger, which takes no less"
+_LOOP = (
+    "{} makes the training step a part of a loop: `zeroplan check` judges all of its phases, `zeroplan workflow {} --from FILE` "
+    "lists them"
 )
 _CUT = "which takes as much, and a piece of the logits beside it"
 
@@ -356,6 +374,7 @@ class Reading:
         self.own_units = ""
         self.head_rows: int | None = None
         self.pairs = False
+        self.loop: dict[str, object] = {}
 
     def tell(
         self, flag: str, key: str, value: object, *, filled: bool = False, also: tuple[object, ...] = (), note: str = ""
@@ -382,6 +401,18 @@ class Reading:
         self.pairs = True
         size = self.flags["micro_batch"]
         self.flags["micro_batch"] = size._replace(value=2 * int(str(size.value)))
+
+    def tell_liger(self, *parts: str, key: str, loss: bool) -> None:
+        """Say the parts that run in Liger's kernels, as RecipeSpec names them, and whether head and loss do."""
+        if parts:
+            self.tell("fused_kernels", key, ",".join(parts), note=f"{self.table.name(key)}: {_LIGER}")
+        if loss:
+            self.tell("loss", key, "fused", filled=True)
+
+    def tell_loop(self, key: str, workflow: str, **options: object) -> None:
+        """Say the loop that the training step is a part of; an option that is None is its trainer's default."""
+        self.loop = {"workflow": workflow, **{name: one for name, one in options.items() if one is not None}}
+        self.notes.append(_LOOP.format(self.table.name(key), workflow))
 
     def tell_compiled(self, table: Table, key: str) -> None:
         """Say that the step is compiled, which is counted without a compiler."""
@@ -439,7 +470,7 @@ class Reading:
         notes = (*matters.values(), *self.notes, *self.table.unknown(known_keys(kind)))
         return Setup(
             kind, self.flags, self.options, self.asks, notes, self.deepspeed, own_units=self.own_units, matters=matters,
-            saves=frozenset(self.table.saves), head_rows=self.head_rows, pairs=self.pairs,
+            saves=frozenset(self.table.saves), head_rows=self.head_rows, pairs=self.pairs, loop=self.loop,
             used=tuple(dict.fromkeys(one.key for one in (*self.flags.values(), *self.options.values()) if self._says(one.key))),
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ counted as transformers' are.
 
 from pathlib import Path
 
-from zeroplan.catalog.setups.told import OwnModules, Reading, Setup, Table
+from zeroplan.catalog.setups.told import NO_GPUS, OwnModules, Reading, Setup, Table
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
@@ -142,9 +142,12 @@ def _degrees(reading: _Reading) -> int:
     replicas = table.count("data_parallel_replicate_degree") or 1
     shards = table.count("data_parallel_shard_degree", least=-1)
     others = replicas * names["tensor"] * names["context"] * names["pipeline"]
-    shards = _left_over(reading, others) if shards in (None, -1) else shards or 1
-    key = "parallelism.data_parallel_shard_degree"
-    reading.tell("gpus", key, others * shards)
+    is_left, key = shards in (None, -1), "parallelism.data_parallel_shard_degree"
+    shards = _left_over(reading, others) if is_left else shards or 1
+    if not is_left or reading.gpus is not None:
+        reading.tell("gpus", key, others * shards)
+    elif others > 1:
+        reading.tell("gpus", key, others, filled=True, note=NO_GPUS.format(others))
     sharded = shards * names["context"] > 1
     _engine(reading, replicas, sharded=sharded, pipelined=names["pipeline"] > 1)
     if names["context"] > 1:

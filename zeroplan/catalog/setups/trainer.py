@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.parsing import parsed
 from zeroplan.catalog.setups.reading import deepspeed_beside, named_file
-from zeroplan.catalog.setups.told import DeepSpeedPart, Reading, Setup, Table, Told, own_tensor_parallelism
+from zeroplan.catalog.setups.told import LIGER, DeepSpeedPart, Reading, Setup, Table, Told, own_tensor_parallelism
 from zeroplan.catalog.text import read_text, shown
 from zeroplan.errors import SpecError
 
@@ -38,24 +38,19 @@ _REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(
     ("use_cpu", "no_cuda", "mp_parameters", "sharded_ddp", "apex", "use_ipex", "use_mps_device"), ()
 )
 #: What changes memory and has no words in a job.
-_SAVES = "use_liger_kernel optim_target_modules load_in_8bit activation_offloading precompute_ref_log_probs padding_free"
+_SAVES = "optim_target_modules activation_offloading precompute_ref_log_probs padding_free"
 _ADDS = """
     neftune_noise_alpha label_smoothing_factor use_dora modules_to_save lora_modules_to_save beta num_generations
     max_completion_length
 """
-_PAIRS = (
-    "beta={} is that of preferences: pairs are counted as two sequences, a reference model is not (`zeroplan workflow dpo`)"
-)
-_EITHER = (
-    "torch_compile torch_compile_backend torch_compile_mode torchdynamo half_precision_backend bf16_full_eval fp16_full_eval"
-)
+_EITHER = "torchdynamo half_precision_backend bf16_full_eval fp16_full_eval"
 _HARMLESS = {"half_precision_backend": ("auto", "cpu_amp", "cuda_amp")}
 
 #: What changes no memory of a training step.
 _KNOWN_WORDS = """
     output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
     warmup_steps warmup_ratio optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon average_tokens_across_devices
-    max_grad_norm tf32 gradient_checkpointing_kwargs activation_checkpointing_kwargs liger_kernel_config use_cache
+    max_grad_norm tf32 gradient_checkpointing_kwargs activation_checkpointing_kwargs  use_cache
     torch_empty_cache_steps logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter
     include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id
     trackio_bucket_id trackio_static_space_id eval_strategy evaluation_strategy eval_steps eval_delay
@@ -104,9 +99,45 @@ def arguments_read(table: Table, folder: Path) -> Reading:
         read(reading)
     if table.matters.keys() & {"beta", "num_generations"} == {"beta"}:
         reading.tell_pairs()
-        table.matters["beta"] = _PAIRS.format(shown(table.data["beta"]))
+        once = table.switch("precompute_ref_log_probs")
+        reading.tell_loop("beta", "dpo", precompute_ref_log_probs=once or None)
+        for key in ("beta", "precompute_ref_log_probs"):
+            table.matters.pop(key, None)
+    _liger(reading)
+    _compiled(table, reading)
+    # A layer in 8 bits keeps its input (bitsandbytes 0.50, MatMul8bitLt), which can be more than its weight saves.
+    keeps = reading.flags["recompute"].value == "none"
+    table.unmodelled(either="load_in_8bit" if keeps else "", saves="" if keeps else "load_in_8bit")
     table.leave(_KNOWN)
     return reading
+
+
+def _compiled(table: Table, reading: Reading) -> None:
+    """Each of the three switches it on (training_args.py, __post_init__); some modes of torch's capture CUDA graphs."""
+    keys = ("torch_compile", "torch_compile_mode", "torch_compile_backend")
+    said = {key: value for key in keys if (value := table.get(key)) and str(value).lower() not in ("auto", "false")}
+    if not said:
+        return
+    key, mode, backend = next(iter(said)), said.get("torch_compile_mode"), said.get("torch_compile_backend")
+    if mode in ("reduce-overhead", "max-autotune") or backend == "cudagraphs":
+        table.unmodelled(adds="torch_compile_mode torch_compile_backend")
+    else:
+        reading.tell_compiled(table, key)
+
+
+def _liger(reading: Reading) -> None:
+    """Transformers 5.23, integrations/liger.py: by default all kernels but plain cross-entropy's."""
+    table = reading.table
+    said = table.get("liger_kernel_config")
+    if not table.switch("use_liger_kernel"):
+        return
+    if reading.loop or table.data.get("num_generations") is not None:  # TRL's trainers give it another meaning
+        table.unmodelled(saves="use_liger_kernel")
+        return
+    config = said if isinstance(said, dict) else {}
+    names = {"rope": "rope", "liger-rms-norm": "rms_norm", "liger-swiglu": "swiglu"}
+    parts = [part for part in LIGER if config.get(names[part], True)]
+    reading.tell_liger(*parts, key="use_liger_kernel", loss=bool(config.get("fused_linear_cross_entropy", True)))
 
 
 def _deepspeed(reading: Reading) -> None:

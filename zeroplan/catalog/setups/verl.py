@@ -7,15 +7,16 @@ and GRPO the actor's update is told.
 from pathlib import Path
 
 from zeroplan.catalog.setups.megatron_arguments import tell_megatron
-from zeroplan.catalog.setups.told import FlatTable, Reading, Setup, Table, Told
+from zeroplan.catalog.setups.told import ULYSSES, FlatTable, Reading, Setup, Table, Told, number_of
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _UPDATE = (
     "only the actor's update is counted: reference, critic, reward model and rollout engine may take memory, too "
     "(`zeroplan workflow grpo`, `zeroplan workflow ppo`)"
 )
-_MOVED = "param_offload and optimizer_offload move weights and states to the GPU for the update, so that they are counted there"
-_ULYSSES = "Ulysses' ranks split a sequence outside of attention and its heads inside: a rank's share of its tokens is counted"
+_MOVED = (
+    "what param_offload and optimizer_offload keep on the host returns to the GPU for the update, so that it is counted there"
+)
 _FILLED = "dynamic batches hold up to {} tokens: as many whole sequences are counted"
 
 _SAVES = "*.use_liger *.use_fused_kernels *.enable_activation_offload *.tiled_mlp.enabled *.offload_policy *.cpu_offload"
@@ -41,7 +42,6 @@ def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
 
 def _policy(reading: Reading, gpus: int) -> None:
     table = reading.table
-    reading.notes.append(_UPDATE)
     length = (table.count("data.max_prompt_length") or 512) + (table.count("data.max_response_length") or 512)
     ways = table.count(f"{_ACTOR}ulysses_sequence_parallel_size") or 1
     uses_megatron = table.text(f"{_ACTOR}strategy") == "megatron" or "megatron" in str(table.get("config_name")) or any(
@@ -57,10 +57,37 @@ def _policy(reading: Reading, gpus: int) -> None:
     each = _micro_batch(reading, length, ways, ranks)
     total = (table.count(f"{_ACTOR}ppo_mini_batch_size") or 256) * (table.count("actor_rollout_ref.rollout.n") or 1)
     reading.tell_steps(f"{_ACTOR}ppo_mini_batch_size", total, each * max(1, ranks))
-    if any(
-        table.data.get(f"{_ACTOR}{part}_offload") in (True, "True", "true") for part in ("fsdp_config.param", "megatron.param")
-    ):
+    if not (uses_megatron or ways > 1 or gpus == 1):
+        _loop(reading)
+    if not reading.loop:
+        reading.notes.append(_UPDATE)
+    parts = [f"{of}.{part}_offload" for of in ("fsdp_config", "megatron") for part in ("param", "optimizer", "grad")]
+    if any(table.switch(f"{_ACTOR}{part}") for part in parts):
         reading.notes.append(_MOVED)
+
+
+_ROLLOUT = "actor_rollout_ref.rollout."
+
+
+def _loop(reading: Reading) -> None:
+    """Its phases with vLLM beside the actor (trainer/config/rollout/rollout.yaml); without ``gae`` there is no critic."""
+    table = reading.table
+    if table.text(f"{_ROLLOUT}name") not in (None, "vllm"):
+        return
+    names = ("actor.fsdp_config.param_offload", "actor.fsdp_config.optimizer_offload", "actor.use_kl_loss",
+             "actor.entropy_from_logits_with_chunking")  # fmt: skip
+    params, states, kl_loss, chunked = (table.switch(f"actor_rollout_ref.{name}") or None for name in names)
+    frees, budget = table.switch(f"{_ROLLOUT}free_cache_engine"), table.count(f"{_ACTOR}ppo_max_token_len_per_gpu") or 16384
+    estimator = str(table.get("algorithm.adv_estimator") or "gae").rpartition(".")[2].lower()
+    reading.tell_loop(
+        "algorithm.adv_estimator", "ppo", adv_estimator="gae" if estimator == "gae" else "grpo",
+        vllm_gpu_memory_utilization=number_of(table.get(f"{_ROLLOUT}gpu_memory_utilization"), 0.5),
+        vllm_tensor_parallel_size=table.count(f"{_ROLLOUT}tensor_model_parallel_size"),
+        free_cache_engine="false" if frees is False else None, param_offload=params, optimizer_offload=states,
+        use_kl_loss=kl_loss or table.switch("algorithm.use_kl_in_reward") or None, entropy_from_logits_with_chunking=chunked,
+        log_prob_micro_batch_size_per_gpu=table.count(f"{_ROLLOUT}log_prob_micro_batch_size_per_gpu"),
+        ppo_max_token_len_per_gpu=budget if table.switch(f"{_ACTOR}use_dynamic_bsz") else None,
+    )  # fmt: skip
 
 
 def _micro_batch(reading: Reading, length: int, ways: int, ranks: int) -> int:
@@ -87,7 +114,7 @@ def _supervised(reading: Reading, gpus: int) -> None:
 
 
 def _length(reading: Reading, key: str, length: int, ways: int) -> None:
-    reading.tell("seq_len", key, -(-length // ways), note=_ULYSSES if ways > 1 else "")
+    reading.tell("seq_len", key, -(-length // ways), note=ULYSSES if ways > 1 else "")
 
 
 def _fsdp(reading: Reading, before: str, strategy: str, gpus: int) -> None:

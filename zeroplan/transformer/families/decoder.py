@@ -201,6 +201,8 @@ def gated_mlp(tape: Tape, normal: Value, block: Block, source: str, *, width: Si
     """
     bias, modules = block.mlp_bias, (Module.NONE,) * 3 if prefix else (Module.GATE, Module.UP, Module.DOWN)
     gate = op.linear(tape, normal, width, Site(f"{prefix}gate projection", source, modules[0]), bias=bias)
+    if tape.mode.fused_gates and block.activation == "silu":
+        return _gated_by_liger(tape, normal, gate, block, source, width=width, prefix=prefix)
     active = activated(tape, gate, block.activation, f"{prefix}{block.activation} of the gate", source)
     tape.release(gate)
     up = op.linear(tape, normal, width, Site(f"{prefix}up projection", source, modules[1]), bias=bias)
@@ -208,6 +210,20 @@ def gated_mlp(tape: Tape, normal: Value, block: Block, source: str, *, width: Si
     inner = op.product(tape, active, up, reason, Site(f"{prefix}gated product", source))
     tape.release(active, up)
     made = op.linear(tape, inner, h, Site(f"{prefix}down projection", source, modules[2]), reads=width, bias=bias)
+    tape.release(inner)
+    return made
+
+
+def _gated_by_liger(
+    tape: Tape, normal: Value, gate: Value, block: Block, source: str, *, width: Size, prefix: str
+) -> Value:  # fmt: skip
+    """The rest of a gated MLP where one kernel makes the product."""
+    modules = (Module.NONE,) * 2 if prefix else (Module.UP, Module.DOWN)
+    up = op.linear(tape, normal, width, Site(f"{prefix}up projection", source, modules[0]), bias=block.mlp_bias)
+    reason = f"{prefix}gated product, input of the down projection"
+    inner = op.gated_by_liger(tape, gate, up, reason, f"{prefix}gated product")
+    tape.release(gate, up)
+    made = op.linear(tape, inner, h, Site(f"{prefix}down projection", source, modules[1]), reads=width, bias=block.mlp_bias)
     tape.release(inner)
     return made
 

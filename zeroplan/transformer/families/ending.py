@@ -195,7 +195,7 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Endin
     return Ending(
         model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1, release.wide_logits,
         release.shifts_logits, model.upcasts_norms and not model.upcasts_ends and x.residual != x.element,
-        tuple(one for one in compute.fused if one in ("cross-entropy", "rms-norm")),
+        tuple(one for one in compute.fused if one in ("cross-entropy", "rms-norm", "liger-rms-norm")),
     )  # fmt: skip
 
 
@@ -266,7 +266,7 @@ def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
 
         training = Training("frozen", tracked=True, keeps_inputs=ending.keeps_inputs, narrow=ending.narrow_head)
         tape.mode = tape.mode._replace(linear=partial(linear, training=training))
-    tape.mode = tape.mode._replace(fused_norms="rms-norm" in ending.fused)
+    tape.mode = tape.mode._replace(fused_norms="rms-norm" in ending.fused, liger_norms="liger-rms-norm" in ending.fused)
     return tape
 
 

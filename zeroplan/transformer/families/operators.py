@@ -25,6 +25,10 @@ from zeroplan.transformer.families.tape import (
 )
 from zeroplan.transformer.symbols import T, b, d, e, h, r, s
 
+LIGER_NORM = "liger_kernel 0.8.5, ops/rms_norm.py, LigerRMSNormFunction"
+LIGER_GATE = "liger_kernel 0.8.5, ops/swiglu.py, LigerSiLUMulFunction"
+PROCESSORS = 132
+"""Multiprocessors of an H100. An A100 has 108 and a B200 148, which is a quarter of a MB of a norm's weight gradient."""
 FUSED_NORM = "fms-acceleration 876e2ed, fms_acceleration_foak/kernels/unsloth/rms_layernorm.py, Fast_RMS_Layernorm"
 
 TENSOR, GRADIENT, TEMPORARY = Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS, Kind.TEMPORARY
@@ -479,6 +483,8 @@ def norm(
     with tape.owning():
         if tape.mode.fused_norms and kind.kind == "cast, then weighted":
             return _norm_by_unsloth(tape, value, rows, site)
+        if tape.mode.liger_norms and kind.kind == "cast, then weighted":
+            return _norm_by_liger(tape, value, weight, rows, site)
         if kind.kind in ("layer", "fused"):
             return _norm_in_one_operator(tape, value, site, is_layer=kind.kind == "layer")
         if kind.kind == "layer, written out":
@@ -522,6 +528,34 @@ def _norm_by_unsloth(tape: Tape, value: Value, rows: Size, site: Site) -> Value:
     root = tape.make(TENSOR, f"{site.name}: reciprocal root mean square", 4 * rows, FUSED_NORM)
     tape.add(site.name, (made,), (value, root), passes(value), of=(value,), place=site.place)
     tape.drop(root)
+    return made
+
+
+def _norm_by_liger(tape: Tape, value: Value, weight: Size, rows: Size, site: Site) -> Value:
+    """As Unsloth's, and each multiprocessor sums a gradient of the weight, in fp32; also of a frozen one."""
+    made = tensor(tape, f"output of the {site.name}", value.dtype, value.shape, LIGER_NORM)
+    root = tape.make(TENSOR, f"{site.name}: reciprocal root mean square", 4 * rows, LIGER_NORM)
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        tape.temporary(f"{site.name}: gradients of its weight by multiprocessor", 4 * PROCESSORS * weight, LIGER_NORM)
+        if not tape.mode.norms_frozen:
+            tape.weight_gradient(weight)
+        return [through(value, taken[0])] if tape.follows(value) else []
+
+    followed = (value,) if tape.mode.norms_frozen else None
+    tape.add(site.name, (made,), (value, root), backward, of=followed, place=site.place)
+    tape.drop(root)
+    return made
+
+
+def gated_by_liger(tape: Tape, gate: Value, up: Value, reason: str, name: str) -> Value:
+    """``silu(gate) * up`` in one kernel. It saves both, and its backward writes their gradients over them."""
+    made = tensor(tape, reason, gate.dtype, gate.shape, LIGER_GATE)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [through(one, one.store) for one in (gate, up) if tape.follows(one)]
+
+    tape.add(name, (made,), (gate, up), backward, of=(gate, up))
     return made
 
 

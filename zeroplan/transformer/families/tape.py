@@ -95,7 +95,11 @@ class Mode(NamedTuple):
     projections: "Callable[[Tape, Value], tuple[Value, ...]] | None" = None
     """One function runs the projections of queries, keys and values."""
     fused_norms: bool = False
-    """One kernel runs a whole norm."""
+    """One kernel of Unsloth's runs a whole norm, and makes no gradient of its weight."""
+    liger_norms: bool = False
+    """One kernel of Liger's runs a whole norm."""
+    fused_gates: bool = False
+    """One kernel makes a gated product of SiLU, and writes both gradients over what it has saved."""
     uneven: bool = False
     """More pairs of a token and an expert come to this rank than it sends."""
     fused_rotary: bool = False

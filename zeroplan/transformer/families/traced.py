@@ -489,7 +489,10 @@ def run_forward(
         tape.mode = mode_of(recipes[0])
     tape.mode = tape.mode._replace(uneven=structure.uneven)
     if structure.fused:
-        tape.mode = tape.mode._replace(fused_norms="rms-norm" in structure.fused, fused_rotary="rope" in structure.fused)
+        tape.mode = tape.mode._replace(
+            fused_norms="rms-norm" in structure.fused, liger_norms="liger-rms-norm" in structure.fused,
+            fused_rotary="rope" in structure.fused, fused_gates="liger-swiglu" in structure.fused,
+        )  # fmt: skip
     return tape, value, program.block(tape, value, structure)
 
 

@@ -7,17 +7,20 @@ Source: torchtitan, 2026-08, ``components/loss.py``, ``ChunkedLossWrapper``, ``G
 FSDP2 unit; here it belongs to the root, as in transformers.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from zeroplan.errors import MeasurementError
 from zeroplan.transformer.families.ending import CHUNKS
 from zeroplan.verify.failures import NotHereError
+from zeroplan.verify.replaced import replaced
 
 
 def chunked_loss(module: nn.Module, labels: torch.Tensor) -> Callable[[object], torch.Tensor]:
@@ -32,15 +35,56 @@ def fuse_loss(module: nn.Module) -> None:
 
     Raises NotHereError without liger-kernel, and MeasurementError for a family that it does not know.
     """
+    _by_liger(module, {"fused_linear_cross_entropy"})
+
+
+#: Liger's switches, by our names of its kernels.
+_OF_LIGER = {"liger-rms-norm": "rms_norm", "liger-swiglu": "swiglu"}
+
+
+def fuse_kernels(module: nn.Module, parts: Sequence[str]) -> None:
+    """Let a model run in Liger's kernels, whose launches do nothing to fake tensors: their results' memory is torch's.
+
+    Raises what :func:`fuse_loss` raises.
+    """
+    _by_liger(module, {_OF_LIGER[part] for part in parts if part != "rope"})
+    for one in module.modules() if "rope" in parts else ():
+        if type(one).__name__.endswith("Attention"):
+            one.forward = _rotated_by_liger(one)
+    if any(isinstance(one, FakeTensor) for one in module.parameters()):
+        from triton.runtime import jit  # noqa: PLC0415  Liger has imported it
+
+        jit.JITFunction.run = lambda *_, **__: None
+
+
+def _rotated_by_liger(attention: nn.Module) -> Callable[..., object]:
+    """Return the forward with Liger's rotary positions, which Liger itself puts in their place for the whole process."""
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb  # noqa: PLC0415  it needs triton
+
+    own, modeling = attention.forward, sys.modules[type(attention).__module__]
+
+    def forward(*args: object, **kwargs: object) -> object:
+        with replaced(modeling, "apply_rotary_pos_emb", liger_rotary_pos_emb):
+            return own(*args, **kwargs)
+
+    return forward
+
+
+def _by_liger(module: nn.Module, switches: Collection[str]) -> None:
     try:
         from liger_kernel.transformers import monkey_patch  # noqa: PLC0415  it needs triton
     except ImportError:
-        raise NotHereError("loss 'fused' is Liger's kernel; install liger-kernel 0.8 or later") from None
+        raise NotHereError("loss and kernels of Liger's need it; install liger-kernel 0.8 or later") from None
+    module = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]  # peft's
     family = module.config.model_type  # type: ignore[union-attr]  # a transformers model
     if family not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise MeasurementError(f"Liger has no fused loss for {family}; use full or chunked")
-    others = dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu", "layer_norm", "cross_entropy"), False)
-    monkey_patch._apply_liger_kernel_to_instance(module, fused_linear_cross_entropy=True, **others)
+        raise MeasurementError(f"Liger has no kernels for {family}; use others")
+    every = ("rope", "rms_norm", "swiglu", "geglu", "layer_norm", "cross_entropy", "fused_linear_cross_entropy")
+    said = {name: name in switches for name in every}
+    names = vars(sys.modules[type(module).__module__])
+    before = dict(names)
+    monkey_patch._apply_liger_kernel_to_instance(module, **said)
+    names.update(before)  # Liger also replaces classes, which other models of this process would get
 
 
 def loss_of_hidden(module: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

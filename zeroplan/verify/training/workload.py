@@ -15,7 +15,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.training.activations_away import offload_blocks
 from zeroplan.verify.training.causal_model import causal_module
-from zeroplan.verify.training.losses import chunked_loss, fuse_loss
+from zeroplan.verify.training.losses import chunked_loss, fuse_kernels, fuse_loss
 from zeroplan.verify.training.modules import find_blocks
 
 
@@ -48,6 +48,8 @@ def workload(
     module = causal_module(job.model, job.recipe, dtype, device)
     if job.recipe.loss == "fused":
         fuse_loss(module)
+    if job.recipe.fused_parts:
+        fuse_kernels(module, job.recipe.fused_parts)
     if job.recipe.offload_activations:
         offload_blocks(module, find_blocks(module))
     shape = (job.batch.micro_batch_size, job.batch.seq_len)
