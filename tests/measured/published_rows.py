@@ -45,9 +45,10 @@ _VALUES = (
 )  # fmt: skip
 _ONE_PER_CHUNK = "1F1B-I"
 
-#: What NVIDIA's recipes set for DeepSeek-V3 in MXFP8, by release and GPU: modules that are recomputed, and whether exchanges of tokens
-#: overlap (github.com/NVIDIA-NeMo/Megatron-Bridge, v0.3.0, v0.4.0, v0.4.2 and v0.5.0, scripts/performance/configs/deepseek/
-#: deepseek_workload_base_configs.py, DEEPSEEK_V3_PRETRAIN_CONFIG_..._FP8_MX_V2). Others recompute ``mla_up_proj`` and overlap nothing.
+#: What NVIDIA's recipes set for DeepSeek-V3 in MXFP8, by release and GPU: modules that are recomputed, and whether exchanges of
+#: tokens overlap (github.com/NVIDIA-NeMo/Megatron-Bridge, v0.3.0, v0.4.0, v0.4.2 and v0.5.0, scripts/performance/configs/deepseek/
+#: deepseek_workload_base_configs.py, DEEPSEEK_V3_PRETRAIN_CONFIG_..._FP8_MX_V2). Others recompute ``mla_up_proj`` and overlap
+#: nothing.
 _DEEPSEEK = {
     ("26.04", "GB200"): ("mlp", False), ("26.04.01", "GB200"): ("mlp", False), ("26.04.01", "B200"): ("mla_up_proj,mlp", True),
     **{(release, "GB200"): ("mla_up_proj", True) for release in ("26.06", "26.06.01", "26.08")},
@@ -398,6 +399,7 @@ def _of_megatron(said: RecipeSpec, row: Row) -> RecipeSpec:
         gradient_accumulation_fusion=kind not in ("mlm21", "ptdz3", "mtnlg", "bloom", "aleph"),
         masked_softmax_fusion=row["flash"] != "torch", cross_entropy_fusion_impl="te" if kind in _NVIDIAS else None,
         hidden_dropout=False if kind in _NVIDIAS else None, attention_dropout=False if kind in _NVIDIAS else None,
+        expert_tensor_parallel_size=None if row["moe"] is None else 1,  # as NVIDIA's recipes and SimuMax's script have it
         recompute_modules=(_deepseek(row)[0] if _of_deepseek(row) else "") or "core_attn",
     )  # fmt: skip
     return replace(said, sequence_parallel=sequence, megatron=options)

@@ -211,8 +211,8 @@ class MegatronOptions(Spec):
     """``--swiglu``: MLPs and experts have a gate. ``None``: as the model's family has it."""
     qk_layernorm: bool | None = None
     """``--qk-layernorm``: queries and keys are normalised over each head. ``None``: as the model's family has it."""
-    expert_tensor_parallel_size: Degree = 1
-    """``--expert-tensor-parallel-size``: ranks that split every expert (Megatron-LM: as many as tensor-parallel ranks)."""
+    expert_tensor_parallel_size: Degree | None = None
+    """``--expert-tensor-parallel-size``: ranks that split every expert. ``None``: as many as tensor-parallel ranks."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"  # noqa: S105  tokens of text
     """How tokens come to their experts (Megatron-LM: ``allgather``, which few jobs keep)."""
     moe_grouped_gemm: bool = True
@@ -225,6 +225,10 @@ class MegatronOptions(Spec):
     """``--overlap-moe-expert-parallel-comm``: the next micro-batch goes forward, layer by layer, beside the backward of one."""
     moe_aux_loss: bool = False
     """Whether ``--moe-aux-loss-coeff`` is above 0: scores of all experts are kept for it."""
+
+    def expert_ways(self, tp: int) -> int:
+        """Return how many ranks split every expert, of so many tensor-parallel ranks (Megatron-LM, arguments.py, validate_args)."""
+        return self.expert_tensor_parallel_size or tp
 
     def check_rules(self) -> None:
         """Raise SpecError where Megatron-LM does (megatron/training/arguments.py, validate_args)."""

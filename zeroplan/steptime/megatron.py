@@ -153,7 +153,7 @@ def _work(rank: Rank, case: _Case, kernels: StepKernels, one: BatchSpec) -> Work
     products: tuple[Product, ...] = ()
     again: tuple[Product, ...] = ()
     moved = again_moved = Moved()
-    etp, modules = recipe.megatron.expert_tensor_parallel_size, recomputed_modules(recipe)
+    etp, modules = recipe.megatron.expert_ways(tp), recomputed_modules(recipe)
     for run, layers in zip(layout(model).runs, rank.counts, strict=True):
         experts = run.kind == "moe"
 

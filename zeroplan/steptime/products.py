@@ -12,9 +12,9 @@ from typing import NamedTuple
 from zeroplan.steptime.tables import COLUMNS, ROWS, product_share
 from zeroplan.transformer.parameters import Parameter
 
-#: What an accumulating weight gradient (NT, into fp32) reads of each element of its result, after its multiplications. A product of
-#: few tokens is slowed by half: 38 of 40 grouped products of experts on A100 and B200, and 15 of up to 4,095 tokens, take within 7 %
-#: of it in the median, 272 of more tokens 2 to 8 % less. Input gradients (NN) reach as much as the forward
+#: What an accumulating weight gradient (NT, into fp32) reads of each element of its result, after its multiplications. Without it
+#: 32 grouped products of experts on a B200 would be 22 % too quick in the median; with it those are 6 % too slow, products of
+#: 4,096 tokens and more 8 % on B200 and 2 % on A100. Input gradients (NN) reach as much as the forward
 #: (github.com/MooreThreads/SimuMax at 4dcaae51, configs/system). [bytes]
 _ACCUMULATOR = 4.0
 #: What a product reaches whose columns or depth are no multiple of 64 elements (128 bytes), by the largest power of two in them.
