@@ -56,9 +56,12 @@ JOBS = {
     "gpt in fp16, no distributed optimizer": asked(mesh={"dp_shard": 2}, precision="fp16-mixed", zero_stage=0),
     "llama on everything": asked(model=LLAMA, mesh={"dp_shard": 2, "tp": 2, "cp": 4, "pp": 2}, sequence_parallel=True),
     "mixtral, experts on ranks of two kinds": asked(
-        model=MIXTRAL, mesh={"dp_shard": 4, "tp": 2, "ep": 8}, sequence_parallel=True, recompute="selective",
+        model=MIXTRAL,
+        mesh={"dp_shard": 4, "tp": 2, "ep": 8},
+        sequence_parallel=True,
+        recompute="selective",
         megatron=MegatronOptions(expert_tensor_parallel_size=1),
-    ),  # fmt: skip
+    ),
     "gpt in fp32, its own layers": asked(
         mesh={"dp_shard": 2, "tp": 2},
         precision="fp32",
