@@ -102,14 +102,13 @@ def plan(
     Raises :class:`~zeroplan.errors.SpecError` for a contradiction, and its subclass
     :class:`~zeroplan.planner.rules.NoLayoutError` where no layout can be tried on this number of GPUs.
     """
-    gpu = gpu_of(base)
-    _check(base, fixed)
+    room, free = _rooms(base, fixed)
     found, tally = search(base, fixed, mfu=mfu, inexpressible=inexpressible, slow_too=objective == "headroom")
     if not found:
         raise NoLayoutError(_nothing_starts(tally.fallen))
     if objective != "headroom":  # more blocks never reduce them
         found = (*found, *partly_recomputed(base, found, fixed, mfu=mfu, inexpressible=inexpressible))
-    layouts, room, free = field(found), int(gpu.memory_bytes.value), easy_room_of(base, fixed)
+    layouts = field(found)
     fits, easy = layouts.least_bytes <= room, layouts.comfortable_bytes <= free
     considered = layouts.layouts + sum(one.layouts for one in tally.fallen)
     tally.cut(Rule.MEMORY, int((~fits).sum()))
@@ -132,8 +131,9 @@ def plan(
     )
 
 
-def _check(base: JobSpec, fixed: Fixed) -> None:
-    """Raise SpecError where no layout can be tried, or a profile does not count its operations."""
+def _rooms(base: JobSpec, fixed: Fixed) -> tuple[int, int]:
+    """Return the GPU's memory with and without the margin; raises SpecError where no layout can be tried. [bytes]"""
+    room = int(gpu_of(base).memory_bytes.value)
     if base.model.profile is not None:
         from zeroplan.transformer.profiled import check_operations, profile_of  # noqa: PLC0415  keeps start-up fast
 
@@ -142,6 +142,7 @@ def _check(base: JobSpec, fixed: Fixed) -> None:
     if not splits:
         raise NoLayoutError(f"the requested degrees do not divide {base.mesh.world_size:,} GPUs; use others, or more GPUs")
     check_batch(base, fixed, splits)
+    return room, easy_room_of(base, fixed)
 
 
 def _that_go_through(answers: _Field) -> _Field:
