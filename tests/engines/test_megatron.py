@@ -56,7 +56,11 @@ JOBS = {
     "gpt in fp16, no distributed optimizer": asked(mesh={"dp_shard": 2}, precision="fp16-mixed", zero_stage=0),
     "llama on everything": asked(model=LLAMA, mesh={"dp_shard": 2, "tp": 2, "cp": 4, "pp": 2}, sequence_parallel=True),
     "mixtral, experts on ranks of two kinds": asked(
-        model=MIXTRAL, mesh={"dp_shard": 4, "tp": 2, "ep": 8}, sequence_parallel=True, recompute="selective"
+        model=MIXTRAL,
+        mesh={"dp_shard": 4, "tp": 2, "ep": 8},
+        sequence_parallel=True,
+        recompute="selective",
+        megatron=MegatronOptions(expert_tensor_parallel_size=1),
     ),
     "gpt in fp32, its own layers": asked(
         mesh={"dp_shard": 2, "tp": 2},
@@ -342,12 +346,26 @@ def test_its_fused_optimizer_may_be_named() -> None:
 
 def test_experts_are_shared_out_among_those_that_have_the_same() -> None:
     """Eight ranks of tp 2 x dp 4 have one expert each, whose optimizer nobody else shares."""
+    alone = MegatronOptions(expert_tensor_parallel_size=1)
     split, whole = (
-        estimate(asked(model=MIXTRAL, mesh={"dp_shard": 4, "tp": 2, "ep": ep}, sequence_parallel=True)) for ep in (8, 1)
+        estimate(asked(model=MIXTRAL, mesh={"dp_shard": 4, "tp": 2, "ep": ep}, sequence_parallel=True, megatron=alone))
+        for ep in (8, 1)
     )
     experts = 32 * 8 * 3 * 4096 * 14336
     assert whole.states_by_kind[Kind.PARAMETERS] - split.states_by_kind[Kind.PARAMETERS] == 2 * experts * 7 // 8
     assert whole.states_by_kind[Kind.OPTIMIZER_STATE] == split.states_by_kind[Kind.OPTIMIZER_STATE]
+
+
+def test_tensor_parallel_ranks_split_experts_unless_told_otherwise() -> None:
+    """As Megatron-LM does; eight experts in halves on eight ranks of tp 2 do not go."""
+    said = {"model": MIXTRAL, "sequence_parallel": True}
+    for etp in (None, 2):
+        one = asked(**said, mesh={"dp_shard": 4, "tp": 2}, megatron=MegatronOptions(expert_tensor_parallel_size=etp))
+        experts = 32 * 8 * 3 * 4096 * 14336
+        rest = estimate(one).states_by_kind[Kind.PARAMETERS] - 2 * experts // 2
+        assert 0 < rest < 2 * experts // 8
+    with pytest.raises(SpecError, match="ep=8 x expert_tensor_parallel_size=2 on 8 ranks"):
+        asked(**said, mesh={"dp_shard": 4, "tp": 2, "ep": 8})
 
 
 def test_a_column_of_ranks_and_batches_is_its_points() -> None:
@@ -473,7 +491,7 @@ def test_overlapped_micro_batches_have_one_more_layer_in_a_backward() -> None:
     said = {"model": MIXTRAL, "mesh": {"dp_shard": 4, "tp": 2, "ep": 8}, "sequence_parallel": True}
     for steps, layers in ((1, 0), (2, 1)):
         batch = replace(BATCH, grad_accum_steps=steps)
-        plain = asked(**said, batch=batch)
+        plain = asked(**said, batch=batch, megatron=MegatronOptions(expert_tensor_parallel_size=1))
         options = replace(plain.recipe.megatron, overlap_moe_expert_parallel_comm=True)
         both = estimate(plain), estimate(replace(plain, recipe=replace(plain.recipe, megatron=options)))
         less, more = ({moment.name: moment.total_bytes for moment in one.moments} for one in both)

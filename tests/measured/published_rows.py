@@ -45,6 +45,15 @@ _VALUES = (
 )  # fmt: skip
 _ONE_PER_CHUNK = "1F1B-I"
 
+#: What NVIDIA's recipes set for DeepSeek-V3 in MXFP8, by release and GPU: modules that are recomputed, and whether exchanges of
+#: tokens overlap (github.com/NVIDIA-NeMo/Megatron-Bridge, v0.3.0, v0.4.0, v0.4.2 and v0.5.0, scripts/performance/configs/deepseek/
+#: deepseek_workload_base_configs.py, DEEPSEEK_V3_PRETRAIN_CONFIG_..._FP8_MX_V2). Others recompute ``mla_up_proj`` and overlap
+#: nothing.
+_DEEPSEEK = {
+    ("26.04", "GB200"): ("mlp", False), ("26.04.01", "GB200"): ("mlp", False), ("26.04.01", "B200"): ("mla_up_proj,mlp", True),
+    **{(release, "GB200"): ("mla_up_proj", True) for release in ("26.06", "26.06.01", "26.08")},
+    **{(release, "GB300"): ("", True) for release in ("26.06", "26.06.01", "26.08")},
+}  # fmt: skip
 #: GPUs by how their names begin; the first that fits.
 _GPUS = {
     "A100-40GB": "a100-sxm-40gb", "A100": "a100-sxm-80gb", "H100-9": "h100-sxm-96gb", "H100": "h100-sxm-80gb",
@@ -105,7 +114,7 @@ def rows_of(path: Path) -> list[Row]:
 def kept() -> list[Row]:
     """Return the rows that are kept in the repository; the first line has their sources."""
     first, *lines = KEPT.read_text(encoding="utf-8").splitlines()
-    sources, none = json.loads(first), dict.fromkeys((*_FIELDS, "duplicate_of"))
+    sources, none = json.loads(first), dict.fromkeys((*_FIELDS, "duplicate_of", "software_date"))
     rows = [none | json.loads(line) for line in lines]
     return [row | {"source": sources[row["source"]], "gpus_per_node": row["gpus_per_node"] or 8} for row in rows]
 
@@ -118,6 +127,8 @@ def keep(rows: Sequence[Row]) -> None:
         facts = {key: row[key] for key in _FIELDS if row.get(key) is not None}
         facts["values"] = next({key: row["values"][key]} for key in _VALUES if key in row["values"])
         facts["notes"] = _ONE_PER_CHUNK if _schedule(row) == _ONE_PER_CHUNK else ""
+        if _of_deepseek(row):
+            facts["software_date"] = row["software_date"]
         if facts["gpus_per_node"] == 8:
             del facts["gpus_per_node"]
         lines.append(json.dumps(facts | {"source": sources.index(row["source"])}, ensure_ascii=False))
@@ -168,7 +179,18 @@ def running_of_row(row: Row, job: JobSpec) -> Running:
     torchs = job.recipe.engine != "megatron" and not transformer_engine and program(row) != "kempner"
     generation = 1 if "v1" in flash or program(row) == "mpt" else 2 if torchs or "flash_attention2" in flash else usual.flash
     operands = next((name for word, name in _OPERANDS.items() if word in str(row["precision"])), None)
-    return Running(kernels, generation, operands, _tensor_overlap(row))
+    overlap = _of_deepseek(row) and _deepseek(row)[1]
+    scaled = "MX" in str(row["precision"])
+    return Running(kernels, generation, operands, _tensor_overlap(row), block_scaled=scaled, expert_overlap=overlap)
+
+
+def _of_deepseek(row: Row) -> bool:
+    """Whether a row is one of Megatron-Bridge's own DeepSeek-V3, whose recipes are public."""
+    return program(row) == "mbridge" and row["model"] == "DeepSeekV3" and row["precision"] == "MXFP8"
+
+
+def _deepseek(row: Row) -> tuple[str, bool]:
+    return _DEEPSEEK.get((row["software_date"], row["gpu"]), ("mla_up_proj", False))
 
 
 def _tensor_overlap(row: Row) -> Literal["none", "backward", "all"]:
@@ -237,7 +259,7 @@ def _engine(row: Row) -> str | None:
 def _left_out(row: Row) -> Iterator[tuple[int, int]]:
     """Yield micro-batches and chunks per rank: those of the row, or those that are tried."""
     sizes = (row["micro_batch"],) if row["micro_batch"] else _MICRO_BATCHES
-    unsaid = (*_NVIDIAS, "mlm21", "ptdz3")
+    unsaid = (*(one for one in _NVIDIAS if one != "mbridge"), "mlm21", "ptdz3")  # mbridge's recipes say None for one
     tries = program(row) in unsaid and (row["pp"] or 1) > 1 and row.get("vpp") is None
     if _schedule(row) == _ONE_PER_CHUNK:
         chunks = ((row["layers"] + 2) // row["pp"],)
@@ -377,6 +399,8 @@ def _of_megatron(said: RecipeSpec, row: Row) -> RecipeSpec:
         gradient_accumulation_fusion=kind not in ("mlm21", "ptdz3", "mtnlg", "bloom", "aleph"),
         masked_softmax_fusion=row["flash"] != "torch", cross_entropy_fusion_impl="te" if kind in _NVIDIAS else None,
         hidden_dropout=False if kind in _NVIDIAS else None, attention_dropout=False if kind in _NVIDIAS else None,
+        expert_tensor_parallel_size=None if row["moe"] is None else 1,  # as NVIDIA's recipes and SimuMax's script have it
+        recompute_modules=(_deepseek(row)[0] if _of_deepseek(row) else "") or "core_attn",
     )  # fmt: skip
     return replace(said, sequence_parallel=sequence, megatron=options)
 
@@ -391,6 +415,8 @@ def _stage(row: Row, engine: str) -> int:
 
 def _recomputation(row: Row) -> dict[str, Any]:
     """Return what is recomputed; a source that says nothing of it recomputes nothing."""
+    if _of_deepseek(row):
+        return {"recompute": "selective" if _deepseek(row)[0] else "none"}
     words = str(row["recompute"])
     if words == "selective layer":  # every second layer
         return {"recompute": "full", "recompute_layers": row["layers"] // 2}

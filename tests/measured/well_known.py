@@ -77,7 +77,8 @@ def _split(
 ) -> dict[str, Any]:
     chunked = {"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": chunks} if chunks > 1 else {}
     degrees = {"tensor_parallel": tp, "pipeline_parallel": pp, "context_parallel": cp, "expert_parallel": ep}
-    return {**_MEGATRON, **degrees, "recompute": recompute, **chunked, **more}
+    whole = {"megatron": MegatronOptions(expert_tensor_parallel_size=1)} if ep > 1 else {}
+    return {**_MEGATRON, **degrees, "recompute": recompute, **chunked, **whole, **more}
 
 
 CASES = (

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from zeroplan import JobSpec, MeshSpec, SpecError, estimate, job
+from zeroplan import Estimate, JobSpec, MeshSpec, SpecError, estimate, job
 from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan, time_of
 from zeroplan.planner.asking import Question, ask
 from zeroplan.planner.bounds import NEARLY, Bounds
@@ -18,10 +19,13 @@ from zeroplan.planner.questions import cheaper
 from zeroplan.planner.rules import Rule
 from zeroplan.planner.search import job_at, search
 from zeroplan.planner.space import structures
+from zeroplan.report.layout import layout_code
 from zeroplan.resolve import Request
 from zeroplan.spec.recipe import Engine, RecipeSpec
 
 SMALL = {"model": "llama-3.2-1b", "gpu": "a10-24gb", "gpus": 8, "seq_len": 2048}
+#: A plan of GPUs on PCIe also tries offload, which the questions leave out.
+ON_THE_GPU = {"offload_optimizer": "none", "offload_param": "none"}
 
 
 def best_job(answer: Plan) -> JobSpec:
@@ -139,7 +143,7 @@ def test_the_most_careful_is_the_smallest_of_those_nearly_as_quick():
 
 def test_fewer_gpus_are_cheaper_where_each_does_more():
     """As a plan on each number finds; a single GPU waits for no other."""
-    base, fixed = job(**SMALL), Fixed(global_batch_size=64, engine="fsdp2", zero_stage=2)
+    base, fixed = job(**SMALL), Fixed(global_batch_size=64, engine="fsdp2", zero_stage=2, **ON_THE_GPU)
     answer = plan(base, fixed)
     rates = {gpus: plan(replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed).best.layout.tokens_per_s for gpus in (4, 2)}
     found = cheaper(answer, fixed, mfu=None)
@@ -233,7 +237,7 @@ def test_the_cheapest_does_most_per_gpu():
 
 @pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(engine: str):
-    base, fixed = job(**SMALL), Fixed(engine=engine)
+    base, fixed = job(**SMALL), Fixed(engine=engine, **ON_THE_GPU)
     longest = longest_sequence(base, fixed)
     assert longest % 128 == 0 < longest
 
@@ -396,3 +400,34 @@ def test_what_an_expert_would_try_first_is_compared():
     plain = named["plain FSDP"].layout.job
     assert (plain.recipe.engine, plain.recipe.zero_stage, plain.mesh.model_ranks) == ("fsdp2", 3, 1)
     assert all(one.why_not for one in answer.rivals)
+
+
+def test_gpus_on_pcie_also_try_offload_where_it_is_faster():
+    """Eight RTX 4090 would wait for their collectives; the best layout on the GPUs alone is named beside it."""
+    answer = plan(job(model="llama-3.1-8b", gpu="rtx-4090", gpus=8, seq_len=2048), Fixed(engine="fsdp2", cp=1, pp=1))
+    assert best_job(answer).recipe.offloads
+    assert any("slower" in one.why_not for one in answer.rivals if not one.layout.job.recipe.offloads)
+
+
+def test_layouts_of_a_plan_have_different_names():
+    """Apart from a step's kernel, which is the same in all of them."""
+    answer = plan(job(**SMALL), Fixed(engine="deepspeed"))
+    names = [layout_code(one.job) for one in answer.front]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("tried", [1, 7])
+def test_tight_layouts_are_replayed_until_one_goes_through(monkeypatch: pytest.MonkeyPatch, tried: int):
+    """The first five in the order of their rates, then the smallest: a seventh that goes through is the answer."""
+    seen = []
+
+    def replayed(one: Estimate) -> SimpleNamespace:
+        seen.append(one.job)
+        return SimpleNamespace(fits=len(seen) == tried)
+
+    monkeypatch.setattr("zeroplan.planner.choose.replayed_if_tight", replayed)
+    answer = plan(job(**SMALL), Fixed(engine="fsdp2", margin=0.88, **ON_THE_GPU))
+    assert answer.best is not None
+    assert answer.best.tight
+    assert len(seen) == tried
+    assert answer.best.layout.job == seen[-1]

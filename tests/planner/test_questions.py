@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests.profiles import by_hand
 from zeroplan import JobSpec, MeshSpec, RecipeSpec, SpecError, estimate, job
 from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan, time_of
-from zeroplan.planner.asking import Question, ask
+from zeroplan.planner.asking import Question, _that_goes_through, ask
 from zeroplan.planner.explain import binding
 from zeroplan.planner.objectives import OBJECTIVES
 from zeroplan.planner.search import weights_alone_are_too_large
@@ -275,7 +276,20 @@ def test_the_longest_sequence_that_fits_tightly_is_longer_and_named():
     (note,) = (one for one in ask(asked, Question(max_seq=True)).notes if "longest sequence" in one)
     found = re.fullmatch(
         r"the longest sequence that fits with 5% of the GPU free: ([\d,]+) tokens \(a multiple of 128\)(?:; with offload[^;]*)?"
-        r"; tightly: ([\d,]+)", note,
+        r"; tightly, at most: ([\d,]+)", note,
     )  # fmt: skip
     assert found is not None, note
     assert int(found[1].replace(",", "")) < int(found[2].replace(",", ""))
+
+
+@pytest.mark.parametrize(("most", "goes"), [(60, 60), (60, 37), (60, 1), (60, 0), (128 * 40, 128 * 17)])
+def test_the_largest_number_that_goes_through_is_found(most: int, goes: int):
+    """Of what fits tightly by its peak, where a replay goes through up to some number alone."""
+    asked = []
+
+    def answer(number: int) -> SimpleNamespace:
+        asked.append(number)
+        return SimpleNamespace(best=number if number <= goes else None)
+
+    assert _that_goes_through(most, answer) == goes
+    assert len(asked) <= 9

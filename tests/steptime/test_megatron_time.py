@@ -32,9 +32,11 @@ def product_s(rows: int, columns: int, depth: int) -> float:
 
 
 def linear_s(tokens: int, columns: int, depth: int) -> tuple[float, float]:
-    """Forward and backward of a layer: a weight's gradient reaches 96 % of the share."""
+    """Forward and backward of a layer: a weight's gradient reads the four bytes that it adds to."""
     forward = product_s(tokens, columns, depth)
-    return forward, product_s(tokens, depth, columns) + product_s(columns, depth, tokens) / 0.96
+    return forward, product_s(tokens, depth, columns) + product_s(columns, depth, tokens) + 4 * columns * depth / (
+        0.8 * 2.039e12
+    )
 
 
 def test_a_tensor_parallel_step_by_hand() -> None:
@@ -136,3 +138,31 @@ def test_tensor_parallel_ranks_share_the_tokens_of_experts() -> None:
         seconds(time_of(job(**said, tensor_parallel=tp, sequence_parallel=tp > 1)), "matrix multiplications") for tp in (1, 4)
     )
     assert 0.2 < four / alone < 0.3
+
+
+MIXTRAL = {"model": "mixtral-8x7b", "gpu": "h100-sxm-80gb", "gpus": 8, "engine": "megatron", "stage": 1, "expert_parallel": 8,
+           "seq_len": 4096, "grad_accum": 4}  # fmt: skip
+
+
+def test_exchanges_of_experts_run_beside_another_micro_batch():
+    """All but the first micro-batch's, which slow what computes beside them by 16 of 132 SMs."""
+    plain, beside = (
+        time_of(job(**MIXTRAL, megatron=MegatronOptions(overlap_moe_expert_parallel_comm=one))) for one in (False, True)
+    )
+    alone, waits = (seconds(one, "waiting for tokens") for one in (plain, beside))
+    assert waits == pytest.approx(alone / 4 + 3 / 4 * alone * 16 / 132)
+    assert seconds(beside, "matrix") == seconds(plain, "matrix")
+
+
+@pytest.mark.parametrize(("modules", "least", "most"), [("core_attn", 0.2, 0.3), ("moe", 0.25, 0.33), ("moe_act", 0.01, 0.05)])
+def test_modules_that_are_recomputed_cost_their_own_forward(modules: str, least: float, most: float):
+    """As shares of what they take in all: attention one of about four forwards, experts one of three products."""
+    one = time_of(job(**MIXTRAL, recompute="selective", megatron=MegatronOptions(recompute_modules=modules)))
+    whole = seconds(one, "attention" if modules == "core_attn" else "matrix")
+    assert least < seconds(one, "recomputation") / whole < most
+
+
+def test_norms_that_are_recomputed_by_hand():
+    """Two of each of 32 layers, four bytes of 4,096 x 4,096 elements, four micro-batches, at 80 % of 3.35 TB/s."""
+    one = time_of(job(**MIXTRAL, recompute="selective", megatron=MegatronOptions(recompute_modules="layernorm")))
+    assert seconds(one, "recomputation") == pytest.approx(2 * 32 * 4 * 4096 * 4096 * 4 / (0.8 * 3.35e12), rel=1e-3)

@@ -51,6 +51,13 @@ def test_a_product_split_over_ranks_takes_more_than_its_share() -> None:
     assert split.backward > 1.1 * whole.backward / 8
 
 
+def test_any_number_of_tokens_is_aligned():
+    """The three products of a layer read memory along its features, never along tokens."""
+    odd, even = (seconds((Product(4096.0, 4096.0, 1.0),), tokens, A100, accumulates=True) for tokens in (8191.0, 8192.0))
+    assert odd.backward == pytest.approx(even.backward, rel=1e-3)
+    assert seconds((Product(4100.0, 4096.0, 1.0),), 8192.0, A100, accumulates=True).backward > 1.5 * even.backward
+
+
 def test_few_tokens_per_expert_and_odd_sizes_are_slow() -> None:
     many = seconds((Product(4096.0, 4096.0, 8.0),), 2048.0, A100, accumulates=False)
     few = seconds((Product(4096.0, 4096.0, 64.0, rows=1 / 8),), 2048.0, A100, accumulates=False)

@@ -391,7 +391,7 @@ def _of_one_rank(parameter: Parameter, model: ModelSpec, recipe: RecipeSpec, mes
     """Experts are split over expert-parallel ranks, matrices over tensor-parallel ones; norms and routers are whole."""
     elements = _as_said(parameter, model, recipe)
     if is_expert(parameter):
-        return ceil_div(elements, mesh.ep * recipe.megatron.expert_tensor_parallel_size)
+        return ceil_div(elements, mesh.ep * recipe.megatron.expert_ways(int(mesh.tp)))
     return ceil_div(elements, mesh.tp) if is_split(parameter.name) else elements
 
 
@@ -472,7 +472,7 @@ def _instances(recipe: RecipeSpec) -> int:
 
 def same_experts(recipe: RecipeSpec, mesh: Mesh) -> Int:
     """Ranks of a pipeline stage that have the same part of the same experts."""
-    return mesh.dp_shard * mesh.cp * mesh.tp // (mesh.ep * recipe.megatron.expert_tensor_parallel_size)
+    return mesh.dp_shard * mesh.cp * mesh.tp // (mesh.ep * recipe.megatron.expert_ways(int(mesh.tp)))
 
 
 def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:

@@ -136,7 +136,8 @@ def _degrees(job: JobSpec) -> Iterator[str]:
         yield f"--cp-comm-type {job.recipe.megatron.cp_comm_type}"
     if job.model.moe is not None:
         yield f"--expert-model-parallel-size {mesh.ep}"
-        yield f"--expert-tensor-parallel-size {job.recipe.megatron.expert_tensor_parallel_size}"
+        ways = job.recipe.megatron.expert_ways(mesh.tp) if job.recipe.engine == "megatron" else 1
+        yield f"--expert-tensor-parallel-size {ways}"
     if job.recipe.engine == "fsdp2":
         yield "--use-torch-fsdp2"
         if not reshards(job.recipe):

@@ -201,37 +201,79 @@ def _extreme(
     """Return the job with the longest sequence or the largest micro-batch that fits; unchanged if neither is requested."""
     one_each = replace(fixed, micro_batch_size=1)
     if question.max_seq:
-        longest, how, more = _first(longest_sequence, base, fixed, inexpressible)
+        longest, how, more = _first(longest_sequence, base, one_each, inexpressible, _with_tokens)
         if not longest:
             return base, one_each, (f"not even {SEQUENCE_STEP} tokens fit",)
         said = f"the longest sequence that fits{how}: {longest:,} tokens (a multiple of {SEQUENCE_STEP}){more}"
         window = base.model.sliding_window
         if window is not None and longest < window <= longest + SEQUENCE_STEP and (fixed.tp or 1) * (fixed.cp or 1) > 1:
             said += f"; longer ones, beyond the window of {window:,}, are not modelled on ranks that split the model"
-        found = replace(base, batch=replace(base.batch, seq_len=longest))
+        found, _ = _with_tokens(base, one_each, longest)
         return found, one_each, tuple(note for note in (said, beyond_positions(found)) if note)
     if question.max_batch:
-        largest, how, more = _first(largest_batch, base, fixed, inexpressible)
+        largest, how, more = _first(largest_batch, base, fixed, inexpressible, _with_sequences)
         if not largest:
             return base, one_each, ("not even one sequence fits",)
         said = f"the largest micro-batch that fits{how}: {largest:,} sequences per data-parallel rank{more}"
-        return base, replace(fixed, micro_batch_size=largest), (said,)
+        return *_with_sequences(base, fixed, largest), (said,)
     return base, fixed, ()
 
 
+def _with_tokens(base: JobSpec, fixed: Fixed, tokens: int) -> tuple[JobSpec, Fixed]:
+    return replace(base, batch=replace(base.batch, seq_len=tokens)), fixed
+
+
+def _with_sequences(base: JobSpec, fixed: Fixed, sequences: int) -> tuple[JobSpec, Fixed]:
+    return base, replace(fixed, micro_batch_size=sequences)
+
+
 _Largest = Callable[[JobSpec, Fixed, Inexpressible | None, Room], int]
+_At = Callable[[JobSpec, Fixed, int], tuple[JobSpec, Fixed]]
 _WORTH_SAYING = 1.25
 """How much more must fit with offload than without for the answer to name it."""
 
 
-def _first(largest: _Largest, base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None) -> tuple[int, str, str]:
+def _first(
+    largest: _Largest, base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None, at: _At
+) -> tuple[int, str, str]:  # fmt: skip
     """Return the largest number in the first kind of room in which anything fits, that room, and how many others would fit.
 
-    0 if nothing fits.
+    0 if nothing fits. What fits tightly is replayed if it is the answer; beside another answer it is a bound.
     """
-    for at, room in enumerate(ROOMS):
-        if found := largest(base, fixed, inexpressible, room):
+    for place, room in enumerate(ROOMS):
+        found = largest(base, fixed, inexpressible, room)
+        if found and room.tight:
+            found = _that_goes_through(found, lambda number: plan(*at(base, fixed, number), inexpressible=inexpressible))
+        if found:
             how = room.words or (f"with {fixed.margin:.0%} of the GPU free" if fixed.margin else "comfortably")
-            others = ((largest(base, fixed, inexpressible, other), other.words) for other in ROOMS[1:] if not at)
-            return found, f" {how}", "".join(f"; {words}: {more:,}" for more, words in others if more >= _WORTH_SAYING * found)
+            others = ((largest(base, fixed, inexpressible, other), other) for other in ROOMS[1:] if not place)
+            said = (
+                f"; {other.words}{', at most' * other.tight}: {more:,}"
+                for more, other in others
+                if more >= _worth(other, found)
+            )
+            return found, f" {how}", "".join(said)
     return 0, "", ""
+
+
+def _worth(room: Room, found: int) -> float:
+    """How much must fit in another kind of room for the answer to name it."""
+    return found + 1 if room.tight else _WORTH_SAYING * found
+
+
+def _that_goes_through(most: int, answer: Callable[[int], Plan]) -> int:
+    """Return the largest of a few numbers up to the most with which a layout goes through a replay of its requests; 0 if none."""
+    if answer(most).best is not None:
+        return most
+    step = SEQUENCE_STEP if most % SEQUENCE_STEP == 0 else 1
+    low, high = 0, most // step
+    for _ in range(_REPLAYED):
+        middle = (low + high) // 2
+        if middle == low:
+            break
+        low, high = (middle, high) if answer(middle * step).best is not None else (low, middle)
+    return low * step
+
+
+#: Each takes a plan.
+_REPLAYED = 8

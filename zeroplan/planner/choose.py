@@ -1,6 +1,6 @@
 """Chooses the answer from all evaluated layouts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ from zeroplan.estimator import account_of_job, estimate, replayed_if_tight
 from zeroplan.memo import remembering
 from zeroplan.planner.bounds import NEARLY
 from zeroplan.planner.degrees import degrees
-from zeroplan.planner.explain import binding, why_not
+from zeroplan.planner.explain import binding, largest_part, why_larger, why_not
 from zeroplan.planner.objectives import Field, Objective, field, ordered, pareto
 from zeroplan.planner.partly import partly_recomputed
 from zeroplan.planner.result import Best, Cloud, Layout, More, Plan, Ranked, Rival
@@ -47,6 +47,7 @@ class _Field(NamedTuple):
     easy_bytes: int
     """The same without the margin."""
     mfu: float | None
+    objective: Objective
 
     @property
     def kept(self) -> NDArray[np.bool_]:
@@ -63,6 +64,20 @@ class _Field(NamedTuple):
         alike = [(one.recipe.optimizer, one.recipe.precision) == asked for one in self.found]
         among = order[np.array(alike)[self.layouts.structure[order]]]
         return tuple(among[:1].tolist())
+
+    def on_the_gpu(self, order: Column) -> tuple[int, ...]:
+        """Return the first layout in this order without offload."""
+        stays = np.array([not one.recipe.offloads for one in self.found])
+        return tuple(order[stays[self.layouts.structure[order]]][:1].tolist())
+
+    def each_once(self, chosen: Iterable[int]) -> tuple[int, ...]:
+        """Return layouts without those that are the same to the byte and the second, as DeepSpeed's stages on one GPU are."""
+        alike: dict[tuple[object, ...], int] = {}
+        for at in chosen:
+            recipe = self.found[int(self.layouts.structure[at])].recipe
+            figures = self.layouts.least_bytes[at], self.layouts.comfortable_bytes[at], self.layouts.seconds[at]
+            alike.setdefault((recipe.engine, recipe.loss, *figures), at)
+        return tuple(alike.values())
 
     def firsts(self, order: Column) -> tuple[np.int64, ...]:
         """Return the first layout of each engine and stage, in this order."""
@@ -87,28 +102,20 @@ def plan(
     Raises :class:`~zeroplan.errors.SpecError` for a contradiction, and its subclass
     :class:`~zeroplan.planner.rules.NoLayoutError` where no layout can be tried on this number of GPUs.
     """
-    gpu = gpu_of(base)
-    if base.model.profile is not None:
-        from zeroplan.transformer.profiled import check_operations, profile_of  # noqa: PLC0415  keeps start-up fast
-
-        check_operations(profile_of(base.model))
-    splits = tuple(degrees(base, fixed))
-    if not splits:
-        raise NoLayoutError(f"the requested degrees do not divide {base.mesh.world_size:,} GPUs; use others, or more GPUs")
-    check_batch(base, fixed, splits)
+    room, free = _rooms(base, fixed)
     found, tally = search(base, fixed, mfu=mfu, inexpressible=inexpressible, slow_too=objective == "headroom")
     if not found:
         raise NoLayoutError(_nothing_starts(tally.fallen))
     if objective != "headroom":  # more blocks never reduce them
         found = (*found, *partly_recomputed(base, found, fixed, mfu=mfu, inexpressible=inexpressible))
-    layouts, room, free = field(found), int(gpu.memory_bytes.value), easy_room_of(base, fixed)
+    layouts = field(found)
     fits, easy = layouts.least_bytes <= room, layouts.comfortable_bytes <= free
     considered = layouts.layouts + sum(one.layouts for one in tally.fallen)
     tally.cut(Rule.MEMORY, int((~fits).sum()))
     tally.cut(Rule.TIGHT, int((fits & ~easy).sum()) if easy.any() else 0)
     kept = easy if easy.any() else fits if fits.any() else np.ones_like(fits)
     order = ordered(layouts, objective, float(layouts.tokens_per_s[kept].max()))
-    answers = _that_go_through(_Field(base, found, layouts, order, fits, easy, room, free, mfu))
+    answers = _that_go_through(_Field(base, found, layouts, order, fits, easy, room, free, mfu, objective))
     best = _best(answers) if answers.fits.any() else None
     return Plan(
         base=base,
@@ -124,28 +131,45 @@ def plan(
     )
 
 
+def _rooms(base: JobSpec, fixed: Fixed) -> tuple[int, int]:
+    """Return the GPU's memory with and without the margin; raises SpecError where no layout can be tried. [bytes]"""
+    room = int(gpu_of(base).memory_bytes.value)
+    if base.model.profile is not None:
+        from zeroplan.transformer.profiled import check_operations, profile_of  # noqa: PLC0415  keeps start-up fast
+
+        check_operations(profile_of(base.model))
+    splits = tuple(degrees(base, fixed))
+    if not splits:
+        raise NoLayoutError(f"the requested degrees do not divide {base.mesh.world_size:,} GPUs; use others, or more GPUs")
+    check_batch(base, fixed, splits)
+    return room, easy_room_of(base, fixed)
+
+
 def _that_go_through(answers: _Field) -> _Field:
     """Drop tight layouts whose replayed step runs out of memory, as :class:`~zeroplan.Estimate` judges them, until one is left.
 
-    Only where all layouts are tight. After a few that run out, the smallest decides: if it runs out too, nothing fits.
+    Only where all layouts are tight. After a few that run out, those that need least come first.
     """
-    fits = answers.fits.copy()
-    for tried in range(_REPLAYED):
-        if answers.easy.any() or not fits.any():
-            break
-        at = answers.order[fits[answers.order]][0]
-        if tried == _REPLAYED - 1:
-            smallest = np.where(fits, answers.layouts.comfortable_bytes, np.iinfo(np.int64).max).argmin()
-            fits, at = np.zeros_like(fits), smallest
-            fits[at] = True
+    if answers.easy.any():
+        return answers
+    fits = answers.fits
+    smallest = np.argsort(answers.layouts.comfortable_bytes, kind="stable")
+    in_turn = (*answers.order[fits[answers.order]][:_QUICKEST].tolist(), *smallest[fits[smallest]].tolist())
+    ran_out: list[int] = []
+    for at in tuple(dict.fromkeys(in_turn))[:_REPLAYED]:
         if replayed_if_tight(estimate(answers.layout(at).job)).fits:
+            left = fits if len(ran_out) < _QUICKEST else np.arange(len(fits)) == at  # quicker ones were not replayed
             break
-        fits[at] = False
-    return answers._replace(fits=fits)
+        ran_out.append(at)
+    else:
+        left = np.zeros_like(fits)
+    left = left.copy()
+    left[ran_out] = False
+    return answers._replace(fits=left)
 
 
-#: Each replay takes tenths of a second.
-_REPLAYED = 6
+#: So many tight layouts are replayed in the order of their rates, and in all. Each replay takes tenths of a second.
+_QUICKEST, _REPLAYED = 5, 40
 
 
 def _best(answers: _Field) -> Best:
@@ -154,7 +178,9 @@ def _best(answers: _Field) -> Best:
     time = time_of(layout.job, mfu=answers.mfu)
     tight, further = layout.comfortable_bytes > answers.easy_bytes, _nearest_gain(answers, layout)
     one_more, margin = (_gain(answers, layout, more) for more in (GIB, answers.room_bytes - answers.easy_bytes))
-    return Best(layout, estimate(layout.job), time, tight, binding(time, further), further, one_more, margin)
+    found = estimate(layout.job)
+    limits = largest_part(found) if answers.objective == "headroom" else binding(time, further)
+    return Best(layout, found, time, tight, limits, further, one_more, margin)
 
 
 def _rankings(answers: _Field) -> Iterator[Ranked]:
@@ -188,9 +214,10 @@ def _nothing_starts(fallen: Sequence[Fallen]) -> str:
 def _rivals(answers: _Field, best: Best) -> tuple[Rival, ...]:
     """Return what an expert would try first, the second best layout, the best one that trains as requested, and other engines'."""
     fitting = answers.order[answers.kept[answers.order]]
-    chosen = dict.fromkeys((*fitting[1:2].tolist(), *answers.as_asked(fitting), *(int(at) for at in answers.firsts(fitting))))
+    others = *answers.on_the_gpu(fitting), *(int(at) for at in answers.firsts(fitting))
+    chosen = dict.fromkeys((*fitting[1:2].tolist(), *answers.as_asked(fitting), *others))
     usual: dict[int, str] = {} if answers.base.model.profile is not None else dict(_usual(answers))
-    named = {at: usual.get(at, "") for at in (*usual, *chosen) if at != int(fitting[0])}
+    named = {at: usual.get(at, "") for at in answers.each_once((int(fitting[0]), *usual, *chosen))[1:]}
     rivals = ((answers.layout(np.int64(at)), name) for at, name in list(named.items())[:_MOST_RIVALS])
     return tuple(Rival(one, _why_not(one, best, answers), name) for one, name in rivals)
 
@@ -200,6 +227,8 @@ def _why_not(one: Layout, best: Best, answers: _Field) -> str:
         return f"does not fit: it {_too_much(one.least_bytes - answers.room_bytes)}"
     if one.comfortable_bytes > answers.easy_bytes and not best.tight:
         return f"leaves too little free: it needs {(one.comfortable_bytes - answers.easy_bytes) / GIB:,.2f} GiB more"
+    if answers.objective == "headroom":
+        return why_larger(one, best.layout)
     return why_not(one, time_of(one.job, mfu=answers.mfu), best.layout, best.time)
 
 
@@ -216,7 +245,9 @@ def _usual(answers: _Field) -> Iterator[tuple[int, str]]:
 
 _USUAL: dict[str, Callable[[RecipeSpec, Degrees], bool]] = {
     "Megatron's tensor x pipeline x data parallelism": lambda recipe, split: recipe.engine == "megatron" and split.cp == 1,
-    "plain FSDP": lambda recipe, split: (recipe.engine, recipe.zero_stage) == ("fsdp2", 3) and split == WHOLE,
+    "plain FSDP": lambda recipe, split: (
+        (recipe.engine, recipe.zero_stage) == ("fsdp2", 3) and split == WHOLE and not recipe.offloads
+    ),
 }
 
 

@@ -1,5 +1,7 @@
 """Explains why the best layout is the best, and what limits it."""
 
+from zeroplan.estimator import Estimate
+from zeroplan.ledger import bytes_by_kind
 from zeroplan.planner.objectives import TIE, complexity_of
 from zeroplan.planner.result import Layout, More
 from zeroplan.steptime import StepTime
@@ -25,6 +27,20 @@ def why_not(rival: Layout, its: StepTime, best: Layout, winner: StepTime) -> str
         return f"{f'{slower:.1%} slower' if slower > _VISIBLE_SLOWDOWN else 'as fast'}, {than}"
     name, seconds = _largest_excess(its, winner)
     return f"{slower:.1%} slower, most of all in {name}: {seconds:,.2f} s more per {_per(its)}"
+
+
+def why_larger(rival: Layout, best: Layout) -> str:
+    """Return a sentence: how much more memory the rival needs than the smallest layout, and how fast it is."""
+    more, faster = rival.least_bytes - best.least_bytes, rival.tokens_per_s / best.tokens_per_s - 1
+    speed = "as fast" if abs(faster) < TIE else f"{abs(faster):.1%} {'faster' if faster > 0 else 'slower'}"
+    return f"needs {more / GIB:,.2f} GiB more; {speed}" if more > _SMALL else f"as small; {speed}, with a more complex recipe"
+
+
+def largest_part(found: Estimate) -> str:
+    """Return what limits the smallest layout: the largest part of its memory."""
+    kinds = bytes_by_kind(found.peak.lines)
+    kind = max(kinds, key=lambda one: kinds[one])
+    return f"the memory that it needs: {kind.value} is {kinds[kind] / sum(kinds.values()):.0%} of it"
 
 
 def _per(time: StepTime) -> str:

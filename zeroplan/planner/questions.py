@@ -1,6 +1,7 @@
 """Finds the smallest or largest number with which some layout fits: GPUs, tokens, sequences, or parameters."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -8,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from zeroplan.errors import SpecError
+from zeroplan.estimator import account_of_job
+from zeroplan.ledger import Kind, bytes_by_kind
 from zeroplan.memo import remembering
 from zeroplan.planner.choose import layout_of, plan, ranked
 from zeroplan.planner.degrees import degrees, degrees_of, with_split_sequences
@@ -46,51 +49,94 @@ def fewest_gpus(
     Offload to host memory is left out where the job leaves it open and anything fits without.
     """
 
-    def fewest(fixed: Fixed) -> Plan:
+    def fewest(fixed: Fixed, most: int = _MOST_GPUS) -> Plan:
         def on(gpus: int) -> Plan | NoLayoutError:
             return _on(gpus, base, fixed, objective=objective, mfu=mfu, inexpressible=inexpressible)
 
-        return _fewest_of(base, fixed, on)
+        return _fewest_of(base, fixed, on, most, inexpressible)
 
     tried = f"numbers of GPUs that were tried: powers of two up to a node of {gpus_per_node(base)}, then whole nodes"
-    if {fixed.offload_optimizer, fixed.offload_param} != {None} or base.recipe.offloads:
+    without = _without_offload(base, fixed)
+    if without is fixed:
         return fewest(fixed), (tried,)
-    alone = fewest(replace(fixed, offload_optimizer="none", offload_param="none"))
+    alone = fewest(without)
     if alone.best is not None and alone.base.mesh.world_size == 1:
         return alone, (tried,)
-    away = fewest(fixed)
-    if alone.best is None or away.best is None:
-        return away, (tried,)
+    if alone.best is None:
+        return fewest(fixed), (tried,)
+    away = fewest(replace(fixed, offload_optimizer="cpu"), alone.base.mesh.world_size)
     fewer = away.base.mesh.world_size
-    if fewer == alone.base.mesh.world_size:
+    if away.best is None or fewer == alone.base.mesh.world_size:
         return alone, (tried,)
     host = GIBIBYTES.size(away.best.estimate.host_bytes_per_node or 0)
     return alone, (tried, f"with offload to host memory it fits on {fewer:,}, with {host} of a node: --offload-optimizer cpu")
 
 
-def _fewest_of(base: JobSpec, fixed: Fixed, on: Callable[[int], Plan | NoLayoutError]) -> Plan:
-    """Return the plan on the fewest GPUs.
+def _without_offload(base: JobSpec, fixed: Fixed) -> Fixed:
+    """Return what is fixed without offload to host memory, where the job leaves that open."""
+    if {fixed.offload_optimizer, fixed.offload_param} != {None} or base.recipe.offloads:
+        return fixed
+    return replace(fixed, offload_optimizer="none", offload_param="none")
 
-    It doubles the number until something fits, then bisects: with more GPUs no GPU needs more memory.
+
+def _fewest_of(
+    base: JobSpec, fixed: Fixed, on: Callable[[int], Plan | NoLayoutError], most: int, inexpressible: Inexpressible | None
+) -> Plan:  # fmt: skip
+    """Return the plan on the fewest GPUs, up to the most.
+
+    It doubles the number until something fits, then bisects: with more GPUs no GPU needs more memory. Numbers on which not even the
+    states fit are left out.
     """
     per_node = gpus_per_node(base)
-    nodes = range(per_node, _MOST_GPUS + 1, per_node)
-    counts = [gpus for gpus in (*_parts_of_a_node(per_node), *nodes) if _divides(gpus, base, fixed)]
+    every = (*_parts_of_a_node(per_node), *range(per_node, _MOST_GPUS + 1, per_node))
+    counts = [gpus for gpus in every if gpus <= most and _divides(gpus, base, fixed)]
+    counts = counts[
+        min(bisect_left(counts, True, key=lambda gpus: not _states_are_too_large(gpus, base, fixed)), len(counts) - 1) :
+    ]
     if not counts:
         raise SpecError(
             f"model and batch divide no number of GPUs that is tried (whole nodes of {per_node}, up to {_MOST_GPUS:,}); "
             "use other degrees, or another batch"
         )
+
+    def tried(gpus: int) -> Plan | NoLayoutError | None:
+        return on(gpus) if gpus == counts[-1] or _may_fit(gpus, base, fixed, inexpressible) else None
+
     answers: list[Plan | NoLayoutError] = []
     below = 0
     for gpus in _doubling(counts):
-        answer = on(gpus)
-        if isinstance(answer, Plan):
-            if answer.best is not None:
-                return _fewest(on, [one for one in counts if below < one < gpus]) or answer
-            below = gpus
-        answers.append(answer)
+        answer = tried(gpus)
+        if isinstance(answer, Plan) and answer.best is not None:
+            return _fewest(tried, [one for one in counts if below < one < gpus]) or answer
+        below = below if isinstance(answer, NoLayoutError) else gpus
+        answers += [] if answer is None else [answer]
     return _plans(answers)[-1]
+
+
+def _states_are_too_large(gpus: int, base: JobSpec, fixed: Fixed) -> bool:
+    """Whether parameters and optimizer states do not fit so many GPUs that share all of them, which no layout holds less of.
+
+    FSDP2 shares them out by rows, so that its largest share is up to 2 % above an equal one.
+    """
+    open_ = fixed.search_optimizer or fixed.search_precision or _without_offload(base, fixed) is not fixed
+    if open_ or base.recipe.offloads or {fixed.offload_optimizer, fixed.offload_param} - {None, "none"}:
+        return False
+    shared = replace(base.recipe, engine="fsdp2", zero_stage=3, recompute="full")
+    try:
+        account = account_of_job(replace(base, recipe=shared, mesh=MeshSpec(dp_shard=gpus)))
+    except SpecError:
+        return False
+    kinds = bytes_by_kind(account.states)
+    held = int(kinds.get(Kind.PARAMETERS, 0)) + int(kinds.get(Kind.OPTIMIZER_STATE, 0))
+    return held * 0.98 > room_of(base)
+
+
+def _may_fit(gpus: int, base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None) -> bool:
+    """Whether the smallest layouts fit so many GPUs to the last byte. Unlike a plan, this computes no times."""
+    there, offload = replace(base, mesh=MeshSpec(dp_shard=gpus)), _without_offload(base, fixed) is not fixed
+    rooms = (Room(tight=True), Room(offload=True, tight=True)) if offload else (Room(tight=True),)
+    with remembering():
+        return any(_fits(there, fixed, inexpressible, room, wide=True) for room in rooms)
 
 
 def _on(
@@ -148,13 +194,18 @@ def _parts_of_a_node(per_node: int) -> list[int]:
 def cheapest(base: JobSpec, fixed: Fixed, *, mfu: float | None, inexpressible: Inexpressible | None = None) -> Plan:
     """Return the plan with the most tokens per GPU and second, on at most the given GPUs; of equal ones that with most GPUs.
 
-    It skips numbers of GPUs on which no layout can be tried; raises the refusal of the largest if that is all of them.
+    Offload to host memory is left out where the job leaves it open and anything fits without. It skips numbers of GPUs on
+    which no layout can be tried; raises the refusal of the largest if that is all of them.
     """
     most = base.mesh.world_size
-    fewer = (gpus for gpus in reversed(_counts(gpus_per_node(base), most - 1)) if _divides(gpus, base, fixed))
-    answers = _plans(
-        [_on(gpus, base, fixed, objective="cost", mfu=mfu, inexpressible=inexpressible) for gpus in (most, *fewer)]
-    )
+    fewer = [gpus for gpus in reversed(_counts(gpus_per_node(base), most - 1)) if _divides(gpus, base, fixed)]
+
+    def on_each(fixed: Fixed) -> list[Plan | NoLayoutError]:
+        return [_on(gpus, base, fixed, objective="cost", mfu=mfu, inexpressible=inexpressible) for gpus in (most, *fewer)]
+
+    alone = on_each(_without_offload(base, fixed))
+    some = any(isinstance(one, Plan) and one.best is not None for one in alone)
+    answers = _plans(alone if some else on_each(fixed))
     fitting = [answer for answer in answers if answer.best is not None and not answer.best.tight] or answers
     rates = [0.0 if answer.best is None else answer.best.layout.tokens_per_s for answer in fitting]
     return next(answer for answer, rate in zip(fitting, rates, strict=True) if rate * math.exp(TIE) >= max(rates))
@@ -186,7 +237,7 @@ def cheaper(answer: Plan, fixed: Fixed, *, mfu: float | None, inexpressible: Ine
     return None if best is None else ranked(f"cheapest, on {best.job.mesh.world_size:,} GPUs", best, room_of(base))
 
 
-def _fewest(on: Callable[[int], Plan | NoLayoutError], counts: list[int]) -> Plan | None:
+def _fewest(on: Callable[[int], Plan | NoLayoutError | None], counts: list[int]) -> Plan | None:
     """Return the plan on the smallest of rising counts on which anything fits, by bisection; None if nothing fits."""
     answer = None
     while counts:
@@ -194,7 +245,7 @@ def _fewest(on: Callable[[int], Plan | NoLayoutError], counts: list[int]) -> Pla
         found = on(counts[middle])
         if isinstance(found, NoLayoutError):
             counts = counts[:middle] + counts[middle + 1 :]
-        elif found.best is None:
+        elif found is None or found.best is None:
             counts = counts[middle + 1 :]
         else:
             answer, counts = found, counts[:middle]
@@ -266,14 +317,16 @@ def _two_digits(most: int) -> list[int]:
 
 
 @remembering()
-def _fits(base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None) -> bool:
-    """Whether some structure fits comfortably, with the requested micro-batch or one sequence."""
+def _fits(
+    base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None, room: Room = ROOMS[0], *, wide: bool = False
+) -> bool:  # fmt: skip
+    """Whether some structure fits in this room, with the requested micro-batch or one sequence."""
     size = np.full(1, fixed.micro_batch_size or 1, dtype=np.int64)
-    for recipe, split in _smallest_structures(base, fixed, inexpressible):
+    for recipe, split in _smallest_structures(base, fixed, inexpressible, offload=room.offload, wide=wide):
         sharing = base.mesh.world_size // split.model_ranks
         steps = fixed.grad_accum_steps or max(1, (fixed.global_batch_size or sharing) // (sharing * int(size[0])))
         is_small = not weights_alone_are_too_large(base, recipe, split)
-        if is_small and _fitting(base, fixed, recipe, split, size, steps=steps).size:
+        if is_small and _fitting(base, fixed, recipe, split, size, steps=steps, tight=room.tight).size:
             return True
     return False
 
@@ -303,16 +356,19 @@ def _fitting(
 
 
 def _smallest_structures(
-    base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None, *, offload: bool = False
+    base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None, *, offload: bool = False, wide: bool = False
 ) -> Iterator[tuple[RecipeSpec, Degrees]]:
-    """Yield the structures with the least memory: no smaller shards between forward and backward, no unrequested offload."""
+    """Yield the structures with the least memory: no smaller shards between forward and backward, no unrequested offload.
+
+    ``wide``: also Megatron's at unusual degrees.
+    """
     for recipe in structures(base, fixed, offload=offload, wide=True):
         if recipe.engine == "fsdp2" and ways_of_resharding(recipe.fsdp2) is not None:
             continue
         megatron = recipe.engine == "megatron"
         if megatron and fixed.recompute is None and recipe.recompute != "full":
             continue
-        for split in degrees_of(recipe, base, fixed, wide=not megatron):
+        for split in degrees_of(recipe, base, fixed, wide=wide or not megatron):
             if inexpressible is None or not inexpressible(recipe, split):
                 yield with_split_sequences(recipe, split), split
 

@@ -1,8 +1,8 @@
 """Memory and step time of every layout: one pass of the same formulas per structure, over columns."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -79,8 +79,8 @@ def search(
     """Return every layout that some engine can start, evaluated. ``base`` has the model, the GPUs and the sequence length.
 
     If nothing fits with the margin, the search tries unusual degrees and smaller buckets too. Offload costs time, so that the
-    search tries it only if nothing fits without it, or on request. ``slow_too``: also pipelines that cannot be nearly as fast as a
-    layout that fits.
+    search tries it only if nothing fits without it, on request, or where GPUs are joined by PCIe alone. ``slow_too``: also
+    pipelines that cannot be nearly as fast as a layout that fits.
     """
     with remembering(), _without_garbage_collection():
         return _search(_Space(base, fixed, Tally(), mfu, inexpressible, bounds=None if slow_too else Bounds(base, mfu)))
@@ -113,12 +113,33 @@ def _search(space: "_Space") -> Searched:
     if not any(one.quickest(base, fixed) for one in found):
         tally = Tally()  # the wider search counts the layouts of the first again
         found = list(_searched(space._replace(tally=tally, wide=True), offload=False))
-    if not any(one.fits(base) for one in found):
+    if (space.bounds is not None and _joined_by_pcie(base)) or not any(one.fits(base) for one in found):
         found += _searched(space._replace(tally=tally), offload=True)
+    found += _with_whole_sequences(space, found)
     if not found and any(one.rule is Rule.WEIGHTS for one in tally.fallen):  # then find the closest ones
         tally = Tally()
         found += _searched(space._replace(tally=tally, wide=True, whatever_weighs=True), offload=False)
     return Searched(tuple(found), tally)
+
+
+def _with_whole_sequences(space: "_Space", found: Sequence[Found]) -> list[Found]:
+    """Return Megatron's structures that are nearly the fastest, once more with whole sequences on every tensor-parallel rank.
+
+    That takes more memory, and fewer collectives: nothing is gathered again in the backward. Experts refuse it.
+    """
+    quickest, made = max((one.quickest(space.base, space.fixed) for one in found), default=0.0), list[Found]()
+    for one in found:
+        if one.recipe.sequence_parallel and NEARLY * one.quickest(space.base, space.fixed) >= quickest > 0:
+            whole = replace(one.recipe, sequence_parallel=False)
+            with suppress(SpecError):
+                made.append(evaluated(space.base, whole, one.grid, mfu=space.mfu, reach=True))
+    return [one for one in made if one.grid.layouts]
+
+
+def _joined_by_pcie(base: JobSpec) -> bool:
+    """Whether ranks exchange what they shard over the links by which they could offload it instead, which may then be faster."""
+    gpu = base.cluster.gpu
+    return gpu is not None and gpu.node_link.startswith("PCIe") and base.mesh.world_size > 1
 
 
 def _programs(base: JobSpec, grid: Grid) -> Iterator[Grid]:

@@ -20,6 +20,7 @@ from zeroplan.spec.batch import BatchSpec, Numbers
 from zeroplan.spec.hardware import GpuSpec, node_size
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import PipelineSchedule
 from zeroplan.spec.recipe import (
     ADAM,
@@ -274,7 +275,7 @@ def _options(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Itera
             yield from ({"ddp": DdpOptions(gradient_as_bucket_view=view)} for view in views)
     elif engine == "megatron":
         if set(asked) <= {None, "none"}:
-            yield {"megatron": recipe.megatron if fixed.megatron is not None else _overlapped(stage)}
+            yield {"megatron": recipe.megatron if fixed.megatron is not None else _overlapped(base.model, stage)}
     elif engine == "fsdp1":
         if set(asked) <= {None, "none"}:
             yield {"fsdp1": recipe.fsdp1}
@@ -284,9 +285,10 @@ def _options(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Itera
         yield from ({"deepspeed": options} for options in _deepspeed(base, fixed, stage))
 
 
-def _overlapped(stage: Stage) -> MegatronOptions:
-    """Return Megatron's overlaps, which cost no memory."""
-    return MegatronOptions(overlap_grad_reduce=True, overlap_param_gather=stage > 0)
+def _overlapped(model: ModelSpec, stage: Stage) -> MegatronOptions:
+    """Return Megatron's overlaps, which cost no memory, and whole experts: narrow ones are slower."""
+    whole = None if model.moe is None else 1
+    return MegatronOptions(overlap_grad_reduce=True, overlap_param_gather=stage > 0, expert_tensor_parallel_size=whole)
 
 
 def _fsdp2(options: Fsdp2Options, fixed: Fixed, stage: Stage) -> Iterator[Fsdp2Options]:

@@ -14,6 +14,7 @@ def layout_words(job: JobSpec) -> str:
     words += [f"{job.mesh.dp_replicate} replicas of {job.mesh.dp_shard} shards"] if job.mesh.dp_replicate > 1 else []
     degrees = (("tensor", job.mesh.tp), ("context", job.mesh.cp), ("pipeline", job.mesh.pp), ("expert", job.mesh.ep))
     words += [f"{number}-way {name} parallelism" for name, number in degrees if number > 1]
+    words += ["whole sequences"] if _has_whole_sequences(job) else []
     words += [f"schedule {recipe.pipeline_schedule}"] if recipe.pipeline_schedule is not None else []
     ways = recipe.fsdp2.reshard_after_forward
     words += [f"resharded to {ways} after forward"] if recipe.engine == "fsdp2" and type(ways) is int else []
@@ -37,9 +38,40 @@ def layout_code(job: JobSpec) -> str:
     words = [recipe.engine, f"stage {recipe.zero_stage}", *degrees]
     if recipe.pipeline_schedule == "interleaved-1f1b":
         words.append(f"v{recipe.pipeline_stages_per_rank or 2}")
-    again = "" if recipe.recompute == "none" else f", {recompute_words(recipe)}"
-    extra = ", offload" if recipe.offloads else ""
-    return f"{' '.join(words)}{again}{extra}, {batch.micro_batch_size} x {batch.grad_accum_steps}"
+    elif recipe.pipeline_schedule not in (None, "1f1b"):
+        words.append(recipe.pipeline_schedule)
+    again = [] if recipe.recompute == "none" else [recompute_words(recipe)]
+    return ", ".join([" ".join(words), *again, *_set_apart(job), f"{batch.micro_batch_size} x {batch.grad_accum_steps}"])
+
+
+def _has_whole_sequences(job: JobSpec) -> bool:
+    """Whether Megatron's tensor-parallel ranks do not split sequences, as they usually do."""
+    return job.recipe.engine == "megatron" and job.mesh.tp > 1 and not job.recipe.sequence_parallel
+
+
+def _set_apart(job: JobSpec) -> Iterator[str]:
+    """Yield in what else two layouts of a plan may differ, so that no two have the same name."""
+    recipe, mesh = job.recipe, job.mesh
+    ways = recipe.fsdp2.reshard_after_forward
+    if mesh.dp_replicate > 1:
+        yield f"{mesh.dp_replicate} replicas"
+    if _has_whole_sequences(job):
+        yield "whole sequences"
+    if recipe.engine == "fsdp2" and type(ways) is int:
+        yield f"resharded to {ways}"
+    if recipe.loss != "full":
+        yield f"{recipe.loss} loss"
+    if recipe.optimizer == "adamw-8bit":
+        yield recipe.optimizer
+    if recipe.precision == "bf16":
+        yield "states in bf16"
+    if recipe.engine == "deepspeed":
+        yield from _deepspeed_words(recipe.deepspeed)
+    if recipe.engine == "ddp" and recipe.ddp.gradient_as_bucket_view:
+        yield "bucket views"
+    if recipe.offloads:
+        offloads = recipe.deepspeed.offload_param == "none" and recipe.engine == "deepspeed"
+        yield "offload of the optimizer" if offloads else "offload"
 
 
 def _deepspeed_words(options: DeepSpeedOptions) -> Iterator[str]:

@@ -201,7 +201,8 @@ def _not_split(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: Batc
     yield batch.seq_len % cut > 0 and f"seq_len={batch.seq_len:,} on cp={mesh.cp} ranks", f"a multiple of {cut}"
     yield mesh.ep > 1 and not experts and f"ep={mesh.ep} and no experts", "ep=1"
     yield experts % mesh.ep > 0 and f"{experts} experts on ep={mesh.ep} ranks", "a factor of the experts"
-    etp, sharing = recipe.megatron.expert_tensor_parallel_size, mesh.dp_shard * mesh.cp * mesh.tp
+    own, sharing = recipe.megatron, mesh.dp_shard * mesh.cp * mesh.tp
+    etp = own.expert_ways(mesh.tp) if experts else own.expert_tensor_parallel_size or 1
     yield etp > 1 and not experts and f"expert_tensor_parallel_size={etp} and no experts", "1 for it"
     over = f"ep={mesh.ep} x expert_tensor_parallel_size={etp} on {sharing:,} ranks of a pipeline stage"
     yield sharing % (mesh.ep * etp) > 0 and over, "a factor of the ranks"

@@ -218,8 +218,8 @@ class MegatronOptions(Spec):
     """``--swiglu``: MLPs and experts have a gate. ``None``: as the model's family has it."""
     qk_layernorm: bool | None = None
     """``--qk-layernorm``: queries and keys are normalised over each head. ``None``: as the model's family has it."""
-    expert_tensor_parallel_size: Degree = 1
-    """``--expert-tensor-parallel-size``: ranks that split every expert (Megatron-LM: as many as tensor-parallel ranks)."""
+    expert_tensor_parallel_size: Degree | None = None
+    """``--expert-tensor-parallel-size``: ranks that split every expert. ``None``: as many as tensor-parallel ranks."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"  # noqa: S105  tokens of text
     """How tokens come to their experts (Megatron-LM: ``allgather``, which few jobs keep). ``flex``: by HybridEP, whose buffers lie
     outside torch's allocator."""
@@ -250,6 +250,10 @@ class MegatronOptions(Spec):
     """``--mamba-num-groups``: groups of heads that share two of the states' factors."""
     mamba_num_heads: Count | None = None
     """``--mamba-num-heads``. ``None``: as many as make twice the hidden width."""
+
+    def expert_ways(self, tp: int) -> int:
+        """Return how many ranks split every expert, of so many tensor-parallel ranks (Megatron-LM, arguments.py, validate_args)."""
+        return self.expert_tensor_parallel_size or tp
 
     def check_rules(self) -> None:
         """Raise SpecError where Megatron-LM does (megatron/training/arguments.py, validate_args)."""

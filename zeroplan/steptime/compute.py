@@ -47,6 +47,10 @@ class Running(NamedTuple):
     tensor_overlap: Literal["none", "backward", "all"] = "backward"
     """Which of Megatron's tensor-parallel collectives run beside products: those of column-parallel inputs in the backward (since
     2022), all (``--tp-comm-overlap``), or none."""
+    block_scaled: bool = False
+    """Products in fp8 are MXFP8's, with a scale for every 32 elements."""
+    expert_overlap: bool = False
+    """Exchanges of tokens run beside another micro-batch's passes, as with ``--overlap-moe-expert-parallel-comm``."""
 
 
 def running_of(recipe: RecipeSpec, architecture: str) -> Running:
@@ -106,7 +110,8 @@ class Rates(NamedTuple):
         narrow = widths(self.recipe.precision).name != "fp32"
         dtype = operands or ("bf16" if narrow else "fp32")
         peak = peak_flops_per_s(self.gpu, self.recipe, operands)
-        reached = matrices_share(self.share, self.gpu.architecture, operands)
+        scaled = "mxfp8" if operands == "fp8" and self.running.block_scaled else operands
+        reached = matrices_share(self.share, self.gpu.architecture, scaled)
         return Machine(self.table, dtype, peak, self.bandwidth, reached)
 
     @property
@@ -141,6 +146,8 @@ class Pieces(NamedTuple):
     """Those that get a gradient."""
     flops: float
     """Operations of the forward. [FLOPs]"""
+    again: float = 0.0
+    """The forwards of modules that alone are recomputed."""
     layers: float = 0.0
     launched: float = 0.0
     """Kernels of the blocks' forward; likewise of the others."""
@@ -255,13 +262,20 @@ class _Recomputation(NamedTuple):
     multiplies: bool
     """It recomputes matrix products and attention too."""
     reason: str
-    core: bool = False
-    """It recomputes all of attention, and nothing else."""
+    modules: tuple[str, ...] = ()
+    """It recomputes these modules of all blocks, and nothing else."""
+
+
+def recomputed_modules(recipe: RecipeSpec) -> tuple[str, ...]:
+    """Return the modules that Megatron's selective recomputation runs once more; empty for other kinds."""
+    selective = recipe.engine == "megatron" and recipe.recompute == "selective"
+    return tuple(recipe.megatron.recompute_modules.split(",")) if selective else ()
 
 
 def _recomputation(model: ModelSpec, recipe: RecipeSpec) -> _Recomputation:
-    if recipe.engine == "megatron" and recipe.recompute == "selective":
-        return _Recomputation(0.0, multiplies=False, reason="attention once more", core=True)
+    if modules := recomputed_modules(recipe):
+        named = "attention" if modules == ("core_attn",) else ", ".join(modules)
+        return _Recomputation(0.0, multiplies=False, reason=f"{named} once more", modules=modules)
     said, layers, of = _WHAT_AGAIN[recipe.recompute], recipe.recompute_layers, model.num_hidden_layers
     multiplies = recipe.recompute == "full"
     if layers is None or layers >= of:
@@ -298,6 +312,7 @@ def _pieces(asked: Work, rates: Rates, mfu: float | None) -> Pieces:
         blocks.backward + MATRIX_BACKWARD * other + cast[1] / rates.bandwidth,
         last.forward, head.forward + rest, head.backward + MATRIX_BACKWARD * rest, core.forward, core.backward, moved.forward,
         moved.backward, ends.forward, ends.backward, asked.elements, asked.trained, asked.flops,
+        seconds(asked.again, asked.tokens, on, accumulates=False).forward + _moved(asked.again_moved, rates).forward,
         asked.layers, *asked.moved[2:], *asked.ends_moved[2:], *asked.tensors,
     )  # fmt: skip
 
@@ -319,8 +334,8 @@ def _times(one: Pieces, recipe: RecipeSpec, rates: Rates, again: _Recomputation,
     repeated: Float = again.blocks * one.moved
     if again.multiplies:
         repeated = repeated + again.blocks * (one.blocks + one.attention - _stops_early(recipe) * one.last)
-    if again.core:
-        repeated = one.attention
+    if again.modules:
+        repeated = one.again + ("core_attn" in again.modules) * one.attention
     copied = Copies() if mfu is not None else copies_of(recipe)
     launched = Launched(one.layers, *one[-6:])
     cpu = launching(launched, recipe, rates.running.kernels, rates.share.launching, again=again.blocks)

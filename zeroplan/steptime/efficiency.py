@@ -2,8 +2,8 @@
 
 Matrix products and attention take their time from products and kernels that were measured alone, by shape
 (:mod:`zeroplan.steptime.tables`). Those ran with nothing beside them and cool; a training step draws more power for longer, so that
-clocks fall. The share of a step's products is measured (Blackwell, bf16) or fitted to the open half of published runs
-(``tests/measured/throughput.py``; docs/plan.md has the errors of both halves).
+clocks fall. The share of a step's products is fitted to the open half of published runs (``tests/measured/throughput.py``;
+docs/plan.md has the errors of both halves).
 """
 
 from typing import NamedTuple
@@ -12,10 +12,6 @@ from zeroplan.spec.hardware import ClusterSpec
 
 _FITTED = "fitted to the open half of the published runs in tests/golden/published_throughput.jsonl"
 _NOT_FITTED = "Hopper's, for want of published runs on this architecture"
-_TRAINED = (
-    "github.com/MooreThreads/SimuMax at 4dcaae51 (2026-05-11), configs/system: 514 products of training on B200, at 0.70 of the "
-    "rate of those in the table"
-)
 
 
 class Efficiency(NamedTuple):
@@ -42,13 +38,19 @@ class Efficiency(NamedTuple):
         return Efficiency(matrices, attention, bandwidth, self.source, stepped, factor * self.launching)
 
 
-_AMPERE = Efficiency(0.90, 1.0, 0.8, _FITTED)
+_AMPERE = Efficiency(0.89, 1.0, 0.8, _FITTED)
 _HOPPER = Efficiency(0.80, 1.0, 0.8, _FITTED)
-_BLACKWELL = Efficiency(0.70, 1.0, 0.8, _TRAINED)
+#: Between steps of B200 (0.64), which may draw 1,000 W, and of GB200 (0.69), which may draw 1,200. Training's products alone reach
+#: 0.71 on a B200 (github.com/MooreThreads/SimuMax at 4dcaae51, configs/system).
+_BLACKWELL = Efficiency(0.66, 1.0, 0.8, _FITTED)
 #: No step is so much quicker than operators alone.
 MOST = 1.5
-#: The same of products in one byte and in half a byte, which draw less power: fitted likewise.
-_NARROW = {("Blackwell", "fp8"): 0.84, ("Blackwell", "fp4"): 1.0}
+#: The same of products in one byte and in half a byte, which draw less power: fitted likewise. MXFP8 has a scale for every 32
+#: elements. Blackwell Ultra may draw 1,400 W, Blackwell 1,000 or 1,200.
+_NARROW = {
+    ("Hopper", "fp8"): 0.88, ("Blackwell", "fp8"): 0.88, ("Blackwell", "mxfp8"): 0.83, ("Blackwell", "fp4"): 1.0,
+    ("Blackwell Ultra", "fp8"): 0.93, ("Blackwell Ultra", "mxfp8"): 0.89, ("Blackwell Ultra", "fp4"): 1.12,
+}  # fmt: skip
 _EFFICIENCIES = {"Ampere": _AMPERE, "Hopper": _HOPPER, "Blackwell": _BLACKWELL, "Blackwell Ultra": _BLACKWELL}
 
 #: The share of its links that a ring reaches: all-gather and reduce-scatter on eight H200, 361.4 and 362.9 of 450 GB/s;
@@ -75,7 +77,7 @@ HOST_SOURCE = (
 def matrices_share(share: Efficiency, architecture: str, operands: str | None) -> float:
     """Return the share of products in some dtype."""
     usual = _EFFICIENCIES.get(architecture)
-    narrow = _NARROW.get((architecture.partition(" ")[0], operands or ""))
+    narrow = _NARROW.get((architecture, operands or ""))
     return share.matrices if narrow is None or usual is None else share.matrices * narrow / usual.matrices
 
 

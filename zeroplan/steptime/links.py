@@ -88,9 +88,13 @@ def _taken(gpu: GpuSpec) -> float:
 
 
 def _table(gpu: GpuSpec) -> str:
-    """Return the GPU whose collectives are read: over PCIe those of a server of L40S, else those of the nearest with NVLink."""
+    """Return the GPU whose collectives are read: over PCIe those of RTX PRO 6000 or L40S, else those of the nearest with NVLink.
+
+    The server of eight L40S sends at 4 to 7 % of PCIe's rate. GeForce cards without peer-to-peer reach six times as much: eight RTX
+    5090 all-reduce at 28 of 63 GB/s, and RTX 4090 at nearly as much (github.com/NVIDIA/nccl/issues/1639).
+    """
     if gpu.node_link.startswith("PCIe"):
-        return "l40s-48gb"
+        return "rtx-pro-6000-blackwell-96gb" if gpu.name.startswith("rtx") else "l40s-48gb"
     found = table_of(gpu.name, gpu.architecture)
     return found if found in LINK_GPUS else _BEFORE.get(found, "h100-sxm-80gb")
 

@@ -8,6 +8,7 @@ Leaves out the tied embedding's sum, the maxima and sums of a vocabulary-paralle
 Transformer Engine fuses, and the slowdown of collectives and matrix products beside each other.
 """
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ from zeroplan.steptime.compute import (
     Rates,
     computing,
     peak_flops_per_s,
+    recomputed_modules,
 )
 from zeroplan.steptime.links import SOURCE, Group, Links, neighbours, seconds, strided
 from zeroplan.steptime.parts import Does, Part, StepTime
@@ -50,6 +52,7 @@ from zeroplan.steptime.stepping import stepping
 from zeroplan.steptime.work import Ranks, Work, core_of, multiplying
 from zeroplan.transformer.flops import attention_widths, block_matrices
 from zeroplan.transformer.megatron import is_gated
+from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import layout
 
 _BESIDE = (
@@ -58,6 +61,8 @@ _BESIDE = (
 _ADDED = "Megatron-LM 2026-08, megatron/core/tensor_parallel/layers.py, _wgrad_gemm (main_grad)"
 _SENDS = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, and arguments.py (overlap_p2p_comm)"
 _AFTER = "Megatron-LM 2026-08, megatron/core/distributed/distributed_data_parallel_config.py"
+_BESIDE_EXPERTS = "Megatron-LM 2026-08, megatron/core/models/common/model_chunk_schedule_plan.py"
+_EXCHANGES = "waiting for tokens of experts"
 #: Collectives of a layer's two column-parallel matrices in the backward that overlap with a matrix product.
 _BESIDE_PER_LAYER = 2
 
@@ -149,19 +154,36 @@ def _work(rank: Rank, case: _Case, kernels: StepKernels, one: BatchSpec) -> Work
     tokens = 1.0 * one.micro_batch_size * one.seq_len / cp
     split = Split(tokens, tp, recipe.sequence_parallel, ep)
     products: tuple[Product, ...] = ()
-    moved = Moved()
-    etp = recipe.megatron.expert_tensor_parallel_size
+    again: tuple[Product, ...] = ()
+    moved = again_moved = Moved()
+    etp, modules = recipe.megatron.expert_ways(tp), recomputed_modules(recipe)
     for run, layers in zip(layout(model).runs, rank.counts, strict=True):
-        linear = of_block(run.parameters, layers, tp=tp, ep=ep, etp=etp, at_once=True, gated=gated, sharing=tp)
-        each = pointwise.of_block(model, kernels, split, experts=run.kind == "moe", gated=gated).and_of(multiplying(linear))
+        experts = run.kind == "moe"
+
+        def linear_of(parameters: Iterable[Parameter], layers: float = layers) -> tuple[Product, ...]:
+            return of_block(parameters, layers, tp=tp, ep=ep, etp=etp, at_once=True, gated=gated, sharing=tp)
+
+        linear = linear_of(run.parameters)
+        each = pointwise.of_block(model, kernels, split, experts=experts, gated=gated).and_of(multiplying(linear))
         products, moved = products + linear, moved.and_of(Moved(*(layers * part for part in each)))
+        again += linear_of(one for one in run.parameters if _is_of(one.name, modules, experts=experts))
+        each = pointwise.of_modules(model, kernels, split, modules, experts=experts, gated=gated)
+        again_moved = again_moved.and_of(Moved(*(layers * part for part in each)))
     fused = kernels if recipe.megatron.cross_entropy_fusion_impl is None else "fused"
     ends = pointwise.of_ends(model, fused if fused == "fused" and kernels == "fused" else "eager", split)
     head = of_head(float(padded_vocabulary(model, recipe, mesh)), model.hidden_size, tp=tp) if rank.has_head else ()
     return Work(
         tokens, products, head, core_of(model, recipe, one, Ranks(tp, cp), rank.layers), moved,
-        ends.and_of(multiplying(head)) if rank.has_head else Moved(), layers=rank.layers,
+        ends.and_of(multiplying(head)) if rank.has_head else Moved(), layers=rank.layers, again=again, again_moved=again_moved,
     )  # fmt: skip
+
+
+def _is_of(name: str, modules: tuple[str, ...], *, experts: bool) -> bool:
+    """Whether a matrix is multiplied in one of these modules (megatron/core/transformer, ``recompute_modules``)."""
+    return ("mla_up_proj" in modules and (".q_b_proj" in name or ".kv_b_proj" in name)) or (
+        name.startswith("mlp.")
+        and (("moe" if experts else "mlp") in modules or ("shared_experts" in modules and "shared_expert" in name))
+    )
 
 
 def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
@@ -171,7 +193,7 @@ def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
     degrees = int(case.mesh.tp), int(case.mesh.cp), int(case.mesh.ep)
     key = (
         case.model, recipe.precision, recipe.attention, recipe.sequence_parallel, recipe.megatron, degrees,
-        as_key(case.batch.seq_len), rank.counts, rank.has_head, rates.share, rates.running,
+        as_key(case.batch.seq_len), rank.counts, rank.has_head, rates.share, rates.running, recomputed_modules(recipe),
     )  # fmt: skip
     busy = computing(lambda one: _work(rank, case, kernels, one), case.model, recipe, case.batch, rates, machine.mfu, key=key)
     calls = tuple(collectives_of(rank, case.model, recipe, case.mesh, case.batch))
@@ -184,7 +206,7 @@ def _busy(rank: Rank, case: _Case, machine: _Machine) -> _RankTime:
     if int(case.mesh.cp) > 1:
         parts = (*parts, _ring_attention(calls, case, machine, attention))
     if case.model.moe is not None and int(case.mesh.ep) > 1:
-        parts = (*parts, _to_experts(calls, machine))
+        parts = (*parts, _to_experts(calls, case, machine, passes))
     if int(case.mesh.pp) == 1:
         return _RankTime(parts, passes, 0.0)
     sends = _sends(calls, case, machine)
@@ -291,10 +313,17 @@ def _ring_attention(calls: tuple[Collective, ...], case: _Case, machine: _Machin
     return Part("waiting for the context ring", waits, takes - waits, "sent on while attention computes", SOURCE, Does.SENDING)
 
 
-def _to_experts(calls: tuple[Collective, ...], machine: _Machine) -> Part:
+def _to_experts(calls: tuple[Collective, ...], case: _Case, machine: _Machine, passes: _Passes) -> Part:
+    """Return waits for exchanges of tokens. With the overlap they run beside another micro-batch's passes, but for the first's."""
     exchanges = (call for call in calls if call.operation == "all_to_all")
     takes = together(seconds(call, neighbours(call.group, machine.here.per_node), machine.here) for call in exchanges)
-    return Part("waiting for tokens of experts", takes, 0.0 * takes, "experts wait for their tokens", SOURCE, Does.SENDING)
+    if not (case.recipe.megatron.overlap_moe_expert_parallel_comm or machine.rates.running.expert_overlap):
+        return Part(_EXCHANGES, takes, 0.0 * takes, "experts wait for their tokens", SOURCE, Does.SENDING)
+    beside = (passes.forward_s + passes.backward_s) / (1.0 - machine.here.taken)
+    waits = longest(takes - beside, takes / case.batch.grad_accum_steps)
+    slower = slowed(takes - waits, machine.here).seconds
+    reason = "sent beside the passes of another micro-batch, which NCCL slows"
+    return Part(_EXCHANGES, waits + slower, takes - waits, reason, f"{_BESIDE_EXPERTS}; {SOURCE}", Does.SENDING)
 
 
 def _sends(calls: tuple[Collective, ...], case: _Case, machine: _Machine) -> Float:

@@ -64,6 +64,9 @@ LOGITS: dict[StepKernels, Moved] = {"eager": Moved(23, 24, 3, 4), "fused": Moved
 _BIAS_BACKWARD = 2.0
 #: Experts' tokens are gathered and put back, each read and written.
 _ROUTED = Moved(8, 8, 6, 6)
+#: Where several ranks have experts, tokens that arrived are sorted by expert, and results back (Megatron-LM 2026-08,
+#: megatron/core/transformer/moe/token_dispatcher.py, ``sort_chunks_by_idxs`` for several experts on a rank).
+_SORTED = Moved(8, 8, 2, 2)
 #: Heads are moved between layouts.
 _LAYOUT: dict[StepKernels, Moved] = {"eager": Moved(4, 4, 1, 1), "fused": Moved(0, 0, 0, 0), "compiled": Moved(0, 0, 0, 0)}
 
@@ -135,7 +138,23 @@ def _mlp(model: ModelSpec, kernels: StepKernels, split: Split, *, experts: bool,
     routed = split.tokens * moe.num_experts_per_tok / (split.tp if split.sequence else 1)
     shared = split.tokens * moe.num_shared_experts / split.tp
     found = Moved().plus(act, (routed + shared) * moe.moe_intermediate_size)
-    return found.plus(_ROUTED, routed * model.hidden_size)
+    found = found.plus(_ROUTED, routed * model.hidden_size)
+    return found.plus(_SORTED, routed * model.hidden_size) if 1 < split.ep < moe.num_experts else found
+
+
+def of_modules(
+    model: ModelSpec, kernels: StepKernels, split: Split, modules: tuple[str, ...], *, experts: bool, gated: bool
+) -> Moved:  # fmt: skip
+    """Return what these modules of Megatron's selective recomputation move in one block beside products and attention."""
+    total = Moved()
+    if "layernorm" in modules:
+        total = total.plus(_norm(model, kernels, ()), split.tokens * model.hidden_size / (split.tp if split.sequence else 1), 2)
+    if ("moe" if experts else "mlp") in modules:
+        return total.and_of(_mlp(model, kernels, split, experts=experts, gated=gated))
+    if model.moe is not None and experts and "moe_act" in modules:
+        routed = split.tokens * model.moe.num_experts_per_tok / (split.tp if split.sequence else 1)
+        total = total.plus(GATED[kernels] if gated else ACTIVATION, routed * model.moe.moe_intermediate_size)
+    return total
 
 
 class Adapting(NamedTuple):

@@ -12,9 +12,11 @@ from typing import NamedTuple
 from zeroplan.steptime.tables import COLUMNS, ROWS, product_share
 from zeroplan.transformer.parameters import Parameter
 
-#: What an accumulating weight gradient (NT, into fp32) reaches of a forward of the same shape, in the median of 205 products on
-#: A100 and B200; input gradients (NN) reach as much as the forward (github.com/MooreThreads/SimuMax at 4dcaae51, configs/system).
-WEIGHT_GRADIENT_SHARE = 0.96
+#: What an accumulating weight gradient (NT, into fp32) reads of each element of its result, after its multiplications. Without it
+#: 32 grouped products of experts on a B200 would be 22 % too quick in the median; with it those are 6 % too slow, products of
+#: 4,096 tokens and more 8 % on B200 and 2 % on A100. Input gradients (NN) reach as much as the forward
+#: (github.com/MooreThreads/SimuMax at 4dcaae51, configs/system). [bytes]
+_ACCUMULATOR = 4.0
 #: What a product reaches whose columns or depth are no multiple of 64 elements (128 bytes), by the largest power of two in them.
 #: Tensor cores are full at multiples of 64 on A100 and later (NVIDIA, Matrix Multiplication Background User's Guide, table 1).
 #: The value at 8 is that of BigScience's runs with a hidden size of 14,400 on eight tensor-parallel ranks.
@@ -72,23 +74,26 @@ def seconds(products: Iterable[Product], tokens: float, on: Machine, *, accumula
     """Return the time of the forwards and backwards of linear layers. [s]"""
     forward = backward = 0.0
     for one in products:
-        rows = one.rows * tokens
-        forward += one.times * _one(on, rows, one.columns, one.depth)
-        back = _one(on, rows, one.depth, one.columns)
+        rows, aligned = one.rows * tokens, min(_alignment(one.columns), _alignment(one.depth))
+        forward += one.times * _one(on, rows, one.columns, one.depth, aligned)
+        back = _one(on, rows, one.depth, one.columns, aligned)
         if not one.frozen:
-            again = _one(on, one.columns, one.depth, rows)
-            back += again / WEIGHT_GRADIENT_SHARE if accumulates else again
+            back += _one(on, one.columns, one.depth, rows, aligned)
+            back += _ACCUMULATOR * one.columns * one.depth / on.bandwidth if accumulates else 0.0
         backward += one.times * back
     return Passes(forward, backward)
 
 
 @lru_cache(maxsize=65536)
-def _one(on: Machine, rows: float, columns: float, depth: float) -> float:
-    """Return the time of one product; at least that of reading and writing its matrices. [s]"""
+def _one(on: Machine, rows: float, columns: float, depth: float, aligned: float) -> float:
+    """Return the time of one product; at least that of reading and writing its matrices. [s]
+
+    ``aligned``: what it reaches for its features, along which all three products of a layer read memory.
+    """
     share = product_share(on.table, on.dtype, max(rows, ROWS[0]), max(columns, COLUMNS[0]), max(depth, COLUMNS[0]))
     for size, least in ((rows, ROWS[0]), (columns, COLUMNS[0]), (depth, COLUMNS[0])):
         share *= min(1.0, size / least) ** _FEW
-    share *= min(_alignment(columns), _alignment(depth))
+    share *= aligned
     width = {"fp8": 1.0, "fp4": 0.5}.get(on.dtype, 2.0)
     moved = width * (rows * depth + columns * depth) + 2.0 * rows * columns
     return max(2.0 * rows * columns * depth / (on.share * share * on.peak), moved / on.bandwidth)

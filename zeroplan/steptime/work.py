@@ -55,6 +55,9 @@ class Work(NamedTuple):
     layers: float = 0.0
     tensors: tuple[float, float] = (0.0, 0.0)
     """Parameter tensors of the blocks, and those of them that get a gradient."""
+    again: tuple[Product, ...] = ()
+    """Products of modules that alone are recomputed, and what their other operators move."""
+    again_moved: Moved = Moved()
 
     @property
     def elements(self) -> float:

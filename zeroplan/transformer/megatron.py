@@ -384,7 +384,7 @@ def _widths_of_values(model: ModelSpec, mesh: Mesh) -> tuple[Symbolic, ...]:
 def _symbols_of_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, own: Int) -> tuple[Symbolic, ...]:
     assert model.moe is not None  # noqa: S101  asked of models with experts only
     moe, options = model.moe, recipe.megatron
-    etp, local = options.expert_tensor_parallel_size, ceil_div(moe.num_experts, mesh.ep)
+    etp, local = options.expert_ways(int(mesh.tp)), ceil_div(moe.num_experts, mesh.ep)
     sent = own * moe.num_experts_per_tok
     evenly = "" if recipe.imbalance > 1 else " when experts are visited evenly"
     come = sent * etp if mesh.ep == 1 else ceil_div(sent * etp * recipe.imbalance_in_thousandths, EVEN)
