@@ -99,7 +99,12 @@ JOBS = {
         model=MIXTRAL,
         mesh={"dp_shard": 4, "tp": 2, "pp": 2, "ep": 8},
         sequence_parallel=True,
-        megatron=MegatronOptions(mtp_num_layers=2, moe_token_dispatcher_type="flex", cross_entropy_fusion_impl="native"),  # noqa: S106  tokens of text
+        megatron=MegatronOptions(
+            mtp_num_layers=2,
+            moe_token_dispatcher_type="flex",
+            cross_entropy_fusion_impl="native",
+            expert_tensor_parallel_size=1,  # noqa: S106  tokens of text
+        ),
     ),
     "llama by Muon, shared out": asked(model=LLAMA, mesh={"dp_shard": 4, "tp": 2, "pp": 2}, optimizer="muon"),
     "llama whose layers are a hybrid pattern": asked(

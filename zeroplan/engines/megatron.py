@@ -528,7 +528,7 @@ def _largest_matrices(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Itera
     if model.moe is None or model.moe.num_dense_layers:
         yield (gates * model.intermediate_size, hidden), mesh.tp
     if model.moe is not None:
-        yield (gates * model.moe.moe_intermediate_size, hidden), recipe.megatron.expert_tensor_parallel_size
+        yield (gates * model.moe.moe_intermediate_size, hidden), recipe.megatron.expert_ways(int(mesh.tp))
 
 
 def _shared(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> tuple[Int, str]:
