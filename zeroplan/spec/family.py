@@ -175,8 +175,6 @@ LATENT_FAMILIES = families(lambda one: one.latent)
 SHARED_EXPERTS = families(lambda one: one.shared_experts)
 #: Their shared expert has a width of its own.
 WIDE_SHARED_EXPERTS = families(lambda one: one.shared_experts and (one.file == "qwen3_next" or one.one_module))
-#: And a gate of its own.
-GATED_SHARED_EXPERTS = families(lambda one: one.file == "qwen3_next" and one.shared_experts)
 MAY_BE_DENSE = families(lambda one: one.may_be_dense)
 ONE_WIDTH_FAMILIES = families(lambda one: one.one_width)
 MOE_FAMILIES = families(lambda one: one.experts != "none")

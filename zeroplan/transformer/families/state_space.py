@@ -16,7 +16,7 @@ from zeroplan.transformer.families.definition import Block
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
-from zeroplan.transformer.symbols import A, C, D, I, J, L, T, b, e, h, l, r
+from zeroplan.transformer.symbols import A, D, I, J, Q, T, Z, b, e, h, l, r
 
 GRANITE = "transformers 5.23, models/granitemoehybrid/modeling_granitemoehybrid.py"
 MIXER = f"{GRANITE}, GraniteMoeHybridMambaLayer.forward"
@@ -25,8 +25,8 @@ SUM = f"{GRANITE}, segment_sum"
 NORM = LLAMA_NORM._replace(source=f"{GRANITE}, GraniteMoeHybridRMSNormGated.forward")
 
 #: Tokens of all sequences, filled up to whole chunks; rows as wide as all heads of x, and as B and C of every head; states.
-FILLED = L * b * C
-VALUES, KEYS, STATES = FILLED * A * I, FILLED * A * D, b * C * A * D * I
+FILLED = Q * b * Z
+VALUES, KEYS, STATES = FILLED * A * I, FILLED * A * D, b * Z * A * D * I
 #: 1 where there are several sequences, else 0.
 SEQUENCES = at_most(1, b - 1)
 
@@ -250,9 +250,9 @@ def _inside(tape: Tape, given: _Chunked, block: Block) -> tuple[Value, ...]:
         tape, given.decay, "decay, summed up within chunks", Site("decay, summed up", SCAN), gradient="gradient of the decay",
         beside=("decay's gradient, turned round and summed up", 8 * FILLED * A),
     )  # fmt: skip
-    decays = _segment_sum(tape, given.decay, L, "decay between tokens")
+    decays = _segment_sum(tape, given.decay, Q, "decay between tokens")
     copied = (not single, not single, False)
-    scores = _einsum(tape, given.queries, given.keys, "scores of tokens", FILLED * L * A, copied)
+    scores = _einsum(tape, given.queries, given.keys, "scores of tokens", FILLED * Q * A, copied)
     attention = op.product(tape, scores, decays, "scores, decayed", Site("decay of the scores", SCAN))
     made = _einsum(tape, attention, given.x, "output within chunks", VALUES, (False, several, not single))
     return made, summed, decays, scores, attention
@@ -277,13 +277,13 @@ def _from_earlier_chunks(tape: Tape, given: _Chunked, summed: Value, block: Bloc
 
 def _states_before(tape: Tape, own: Value, summed: Value, block: Block) -> tuple[Value, ...]:
     """Return each chunk's first state, and what variables keep. It releases ``own``."""
-    chunks, of_a_chunk = C + 1, A * D * I
+    chunks, of_a_chunk = Z + 1, A * D * I
     first = Value(
         tape.make(op.TENSOR, "state before the first chunk", own.dtype * b * of_a_chunk, SCAN), own.dtype, b * of_a_chunk
     )
     states = op.joined(tape, (own,), "states of chunks, after a first one", b * chunks * of_a_chunk, Site("all states", SCAN))
     tape.release(own)
-    (last,) = op.slices(tape, summed, (b * A * C,), Site("decay of whole chunks", SCAN))
+    (last,) = op.slices(tape, summed, (b * A * Z,), Site("decay of whole chunks", SCAN))
     filled = op.run(
         tape, last, "decay of whole chunks, after a first one", Site("decay of whole chunks", SCAN), shape=b * A * chunks,
         gradient="gradient of the decay of whole chunks",

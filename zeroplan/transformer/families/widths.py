@@ -165,14 +165,14 @@ def ranks(mla: MlaSpec) -> dict[str, int]:
 def of_linear_attention(linear: LinearSpec | None) -> dict[str, int]:
     """Return the values of the symbols of linear attention, 0 in models without it."""
     if linear is None:
-        return dict.fromkeys("AJDIlL", 0)
+        return dict.fromkeys("AJDIlQ", 0)
     return {
         "A": linear.num_value_heads,
         "J": linear.num_key_heads,
         "D": linear.key_head_dim,
         "I": linear.value_head_dim,
         "l": linear.conv_kernel_dim,
-        "L": linear.chunk_size,
+        "Q": linear.chunk_size,
     }
 
 
@@ -204,7 +204,7 @@ def quantities(
         "k/d": x.key // x.head_dim,
         "c/a": x.context // x.heads,
         **latent,
-        **({} if linear is None else {**of_linear_attention(linear), "C": ceil_div(x.seq_len, linear.chunk_size)}),
+        **({} if linear is None else {**of_linear_attention(linear), "Z": ceil_div(x.seq_len, linear.chunk_size)}),
     }
 
 
