@@ -27,13 +27,14 @@ from zeroplan.spec.family import (
     DISPATCHED_FAMILIES,
     FAMILIES,
     FREE_ACTIVATION,
-    GATED_SHARED_EXPERTS,
     LATENT_FAMILIES,
     LINEAR_FAMILIES,
     MOE_FAMILIES,
     ONE_WIDTH_FAMILIES,
+    PATTERNED,
     SHARED_EXPERTS,
     TRAITS,
+    WIDE_SHARED_EXPERTS,
     WINDOWED_FAMILIES,
     Activation,
 )
@@ -60,6 +61,7 @@ PLACED_ELSEWHERE = ("llama",)
 _FIXED_BIASES = {
     "mistral": (False, False), "phi3": (False, False), "mixtral": (False, False), "gpt2": (True, True), "opt": (True, True),
     "bloom": (True, True), "starcoder2": (True, True), "ministral3": (False, False), "ernie4_5": (False, False),
+    "nemotron_h": (False, False),
 }  # fmt: skip
 
 
@@ -91,6 +93,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     attention_bias, mlp_bias = _biases(draw, family)
     n_layers = layers * _about(draw, 1, max(1, 96 // layers))
     mla = _latent(draw) if family in LATENT_FAMILIES else None
+    pattern = draw.choice(("M-*", "ME*") if TRAITS[family].one_module else ("M", "MM*", "*")) if family in PATTERNED else ""
     return ModelSpec(
         name=_mostly(draw, "", "mine"),
         family=family, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=n_layers, num_attention_heads=heads,
@@ -98,13 +101,13 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         vocab_size=_up(_about(draw, 16, 260_000), ranks), max_position_embeddings=positions,
         unplaced_parameters=_mostly(draw, 0, _about(draw, 1, 10**9)) if family in PLACED_ELSEWHERE else 0,
         positions={"gpt2": positions, "opt": positions + 2}.get(family, 0),
-        tie_word_embeddings=draw.choice((False, True)), attention_bias=attention_bias, mlp_bias=mlp_bias,
+        tie_word_embeddings=draw.choice((False, True)) and family != "nemotron_h", attention_bias=attention_bias, mlp_bias=mlp_bias,
         sliding_window=_mostly(draw, None, _about(draw, 1, 8192)) if family in WINDOWED_FAMILIES else None,
         hidden_act=_mostly(draw, None, *get_args(Activation)) if family in FREE_ACTIVATION else None,
         parallel_residual=family != "gpt_neox" or _mostly(draw, True, False),
-        moe=_experts(draw, family, ffn, n_layers) if family in MOE_FAMILIES else None,
-        mla=mla,
-        linear=_linear(draw) if family in LINEAR_FAMILIES else None,
+        moe=_experts(draw, family, ffn, n_layers) if family in MOE_FAMILIES and "-" not in pattern else None,
+        mla=mla, layer_pattern=pattern, turned=not pattern or (not TRAITS[family].one_module and draw.choice((False, True))),
+        linear=_state_space(draw, hidden) if pattern else _linear(draw) if family in LINEAR_FAMILIES else None,
         use_qk_norm=TRAITS[family].head_norms is None and draw.choice((False, True)),
     )  # fmt: skip
 
@@ -129,7 +132,7 @@ def _experts(draw: Random, family: str, ffn: int, layers: int) -> MoeSpec:
         num_experts=experts,
         num_experts_per_tok=draw.randint(1, min(8, experts)),
         moe_intermediate_size=ffn if family in ONE_WIDTH_FAMILIES else 8 * _about(draw, 1, 512),
-        num_shared_experts=draw.randint(family in GATED_SHARED_EXPERTS, 2) if family in SHARED_EXPERTS else 0,
+        num_shared_experts=draw.randint(family in WIDE_SHARED_EXPERTS, 2) if family in SHARED_EXPERTS else 0,
         num_dense_layers=_mostly(draw, 0, draw.randint(0, layers)) if family in DENSE_LAYERS else 0,
     )
 
@@ -138,6 +141,15 @@ def _latent(draw: Random) -> MlaSpec:
     return MlaSpec(
         q_lora_rank=draw.choice((None, 8 * _about(draw, 1, 200))), kv_lora_rank=8 * _about(draw, 1, 64),
         qk_nope_head_dim=2 * _about(draw, 4, 64), qk_rope_head_dim=2 * _about(draw, 2, 32), v_head_dim=2 * _about(draw, 4, 64),
+    )  # fmt: skip
+
+
+def _state_space(draw: Random, hidden: int) -> LinearSpec:
+    heads = next(number for number in (8, 4, 2, 1) if hidden % number == 0)
+    return LinearSpec(
+        num_key_heads=draw.choice([number for number in (1, 2) if heads % number == 0]), num_value_heads=heads,
+        key_head_dim=8 * _about(draw, 1, 32), value_head_dim=draw.choice((1, 2)) * hidden // heads,
+        conv_kernel_dim=draw.choice((2, 4)), chunk_size=draw.choice((64, 128, 256)),
     )  # fmt: skip
 
 

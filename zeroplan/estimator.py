@@ -564,8 +564,9 @@ def _partly_recomputed(job: JobSpec) -> tuple[str, ...]:
 def _linear_attention(job: JobSpec) -> tuple[str, ...]:
     if job.model.linear is None:
         return ()
-    kernels = "flash-linear-attention and causal-conv1d"
-    return (f"linear attention is counted as transformers' own PyTorch code runs it; with {kernels} installed it keeps less",)
+    kernels = "mamba_ssm and causal-conv1d" if job.model.layer_pattern else "flash-linear-attention and causal-conv1d"
+    what = "Mamba-2" if job.model.layer_pattern else "linear attention"
+    return (f"{what} is counted as transformers' own PyTorch code runs it; with {kernels} installed it keeps less",)
 
 
 def _traffic(job: JobSpec, account: Account, parameters: int) -> Traffic:

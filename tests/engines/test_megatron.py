@@ -103,7 +103,7 @@ JOBS = {
             mtp_num_layers=2,
             moe_token_dispatcher_type="flex",
             cross_entropy_fusion_impl="native",
-            expert_tensor_parallel_size=1,  # noqa: S106  tokens of text
+            expert_tensor_parallel_size=1,
         ),
     ),
     "llama by Muon, shared out": asked(model=LLAMA, mesh={"dp_shard": 4, "tp": 2, "pp": 2}, optimizer="muon"),

@@ -24,6 +24,7 @@ from zeroplan.spec.family import (
     LINEAR_FAMILIES,
     MOE_FAMILIES,
     ONE_WIDTH_FAMILIES,
+    PATTERNED,
     PLAIN_HEADS,
     SHARED_EXPERTS,
     TRAITS,
@@ -99,9 +100,13 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
     wide = max(hidden, heads * head_dim)
     ffn = 4 * hidden if family == "bloom" else int(wide * draw.choice((1, 1.5, 2, 2.6875, 3.5, 5))) // 8 * 8
     mla = _latent(draw) if family in LATENT_FAMILIES else None
-    every = GLOBAL_LAYERS.get(family)
+    every, patterned = GLOBAL_LAYERS.get(family), family in PATTERNED
     own_tables = family in LINEAR_FAMILIES or TRAITS[family].angles_of_kinds  # which go with the first layer that reads them
     block = 1 if every is None else draw.choice((1, 2 * every - 1 if own_tables else every - 1))
+    state_space = _state_space(draw, hidden) if patterned else None
+    of_one_module = TRAITS[family].one_module
+    pattern = draw.choice(("*M*", "*-M", "M*M", "-EM") if of_one_module else ("*M*", "*MM", "M*M")) if patterned else ""
+    routed = "E" in pattern if of_one_module else family in MOE_FAMILIES and not (patterned and draw.randint(0, 1))
     spec = ModelSpec(
         family=family,
         hidden_size=hidden,
@@ -115,9 +120,11 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
         positions={"gpt2": 512, "opt": 514}.get(family, 0),
         tie_word_embeddings=family == "gpt2",
         sliding_window=_window(draw, family),
-        moe=_experts(draw, family, ffn) if family in MOE_FAMILIES else None,
+        moe=_experts(draw, family, ffn) if routed else None,
         mla=mla,
-        linear=_linear(draw) if family in LINEAR_FAMILIES else None,
+        linear=state_space or (_linear(draw) if family in LINEAR_FAMILIES else None),
+        layer_pattern=pattern,
+        turned=not patterned or (not of_one_module and bool(draw.randint(0, 1))),
         hidden_act=draw.choice(get_args(Activation)) if family in FREE_ACTIVATION and draw.randint(0, 2) == 0 else None,
         parallel_residual=family != "gpt_neox" or bool(draw.randint(0, 1)),
         use_qk_norm=TRAITS[family].head_norms is None and bool(draw.randint(0, 1)),
@@ -168,6 +175,19 @@ def _linear(draw: Random) -> LinearSpec:
         key_head_dim=draw.choice((8, 10, 24, 32)),
         value_head_dim=draw.choice((8, 14, 32)),
         conv_kernel_dim=draw.choice((2, 4)),
+    )
+
+
+def _state_space(draw: Random, hidden: int) -> LinearSpec:
+    groups, times = draw.choice((1, 2)), draw.choice((1, 2))
+    heads = next(number for number in (6 * groups, 8 * groups, 4 * groups) if times * hidden % number == 0)
+    return LinearSpec(
+        num_key_heads=groups,
+        num_value_heads=heads,
+        key_head_dim=draw.choice((8, 16, 64)),
+        value_head_dim=times * hidden // heads,
+        conv_kernel_dim=draw.choice((2, 4)),
+        chunk_size=draw.choice((32, 64, 128, 256)),
     )
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from zeroplan.spec.family import LATENT_FAMILIES, LINEAR_FAMILIES, ONE_WIDTH_FAMILIES, SHARED_EXPERTS
+from dataclasses import replace
+
+from zeroplan.spec.family import LATENT_FAMILIES, LINEAR_FAMILIES, ONE_WIDTH_FAMILIES, PATTERNED, SHARED_EXPERTS
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 
 #: Width of an expert's MLP.
 WIDTH = 56
 LINEAR = LinearSpec(num_key_heads=3, num_value_heads=6, key_head_dim=10, value_head_dim=14)
+
+
+def linear_of(family: str, hidden: int) -> LinearSpec | None:
+    """Describe linear attention; heads of a state space are twice as wide together as the residual stream."""
+    if family in PATTERNED:
+        return replace(LINEAR, num_key_heads=2, num_value_heads=4, value_head_dim=hidden // 2, chunk_size=32)
+    return LINEAR if family in LINEAR_FAMILIES else None
 
 
 def moe_spec(family: str, shape: tuple[int, ...], *, latent_queries: bool = True) -> ModelSpec:
@@ -39,5 +48,7 @@ def moe_spec(family: str, shape: tuple[int, ...], *, latent_queries: bool = True
             num_shared_experts=2 if family in SHARED_EXPERTS else 0,
         ),
         mla=mla if deepseek else None,
-        linear=LINEAR if family in LINEAR_FAMILIES else None,
+        linear=linear_of(family, hidden),
+        layer_pattern=("ME" if family == "nemotron_h" else "MM") if family in PATTERNED else "",
+        turned=family != "nemotron_h",
     )

@@ -19,6 +19,17 @@ _NEXT = _LLAMA | {
     "linear_value_head_dim": 14,
 }  # fmt: skip
 
+_MAMBA = {
+    "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_conv": 3, "mamba_expand": 2, "mamba_chunk_size": 32,
+}  # fmt: skip
+_GRANITE_4 = _LLAMA | _MAMBA | {
+    "num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24,
+    "layer_types": ["mamba", "attention", "mamba", "mamba", "attention"],
+}  # fmt: skip
+_NEMOTRON = _LLAMA | {
+    "num_hidden_layers": 5, "hybrid_override_pattern": "M-*-M", "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 12,
+    "n_groups": 2, "ssm_state_size": 10, "conv_kernel": 3, "chunk_size": 32,
+}  # fmt: skip
 _DENSE_NEXT = {key: value for key, value in _NEXT.items() if "expert" not in key and key != "moe_intermediate_size"}
 _GLM = _LLAMA | {
     "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
@@ -118,6 +129,15 @@ TINY: dict[str, dict[str, object]] = {
         "attention_bias": True, "tie_word_embeddings": True,
     },
     "qwen3_5_moe_text": {key: value for key, value in _NEXT.items() if key != "intermediate_size"},
+    "granitemoehybrid": _GRANITE_4,
+    "granitemoehybrid, no experts, positions, tied": _GRANITE_4 | {
+        "num_local_experts": 0, "position_embedding_type": "rope", "layer_types": ["attention"] * 5, "tie_word_embeddings": True,
+    },
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h, experts": _NEMOTRON | {
+        "hybrid_override_pattern": "ME*EM", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 48,
+    },
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v3, whole queries, biases": _DEEPSEEK | {"q_lora_rank": None, "attention_bias": True},
     "deepseek_v3, biases, no dense layer": _DEEPSEEK | {"attention_bias": True, "first_k_dense_replace": 0},

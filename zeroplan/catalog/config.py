@@ -25,17 +25,21 @@ from zeroplan.catalog.text import one_line, read_text, shown, strict_json
 from zeroplan.errors import NoFormulasError, SpecError, unknown_name
 from zeroplan.spec.family import (
     FAMILIES,
-    GATED_SHARED_EXPERTS,
     LATENT_FAMILIES,
     LINEAR_FAMILIES,
+    MAY_BE_DENSE,
     MOE_FAMILIES,
     ONE_WIDTH_FAMILIES,
+    PATTERNED,
     PLAIN_HEADS,
     TRAITS,
+    WIDE_SHARED_EXPERTS,
 )
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 
 Config: TypeAlias = Mapping[str, object]
+#: Kinds of layers in a config, by its own names and those of transformers 5, and their letters in a pattern.
+LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 _LARGEST = 10**7
 """More than every width, vocabulary and context in use."""
 
@@ -266,6 +270,8 @@ def _moe_way_out() -> str:
 
 def _demand_required(source: _Source) -> None:
     fields = config_keys(source.family).required
+    if TRAITS[source.family].one_module and "E" in _letters(source):
+        fields = (*fields, "moe_intermediate_size", "shared_expert_intermediate_size")
     nullable = ("q_lora_rank",)
     missing = [
         source.keys(field)[0]
@@ -289,7 +295,7 @@ def _shape(source: _Source) -> dict[str, object]:
     return {
         "hidden_size": hidden,
         "intermediate_size": _intermediate_size(source, hidden),
-        "num_hidden_layers": source.integer("num_hidden_layers"),
+        "num_hidden_layers": source.integer("num_hidden_layers", 1 if source.family in PATTERNED else None),
         "num_attention_heads": heads,
         "num_key_value_heads": _key_value_heads(source, heads),
         "head_dim": head_dim,
@@ -306,6 +312,7 @@ def _shape(source: _Source) -> dict[str, object]:
         "moe": _moe(source),
         "mla": _mla(source),
         "linear": _linear(source),
+        **_of_layers(source),
     }
 
 
@@ -380,7 +387,7 @@ def _some_layers_have_it(source: _Source) -> bool:
 
 
 def _moe(source: _Source) -> MoeSpec | None:
-    if source.family not in MOE_FAMILIES:
+    if source.family not in MOE_FAMILIES or (source.family in MAY_BE_DENSE and not _some_layers_have_experts(source)):
         return None
     width = "intermediate_size" if source.family in ONE_WIDTH_FAMILIES else "moe_intermediate_size"
     return MoeSpec(
@@ -392,9 +399,13 @@ def _moe(source: _Source) -> MoeSpec | None:
     )
 
 
+def _some_layers_have_experts(source: _Source) -> bool:
+    return "E" in _letters(source) if TRAITS[source.family].one_module else source.value("num_experts") != 0
+
+
 def _shared_experts(source: _Source) -> int:
     """Return the number of shared experts; for one shared expert of any width, as many as have that width together."""
-    if source.family not in GATED_SHARED_EXPERTS:
+    if source.family not in WIDE_SHARED_EXPERTS:
         return source.integer("num_shared_experts", 0)
     shared, width = source.integer("shared_expert_intermediate_size"), source.integer("moe_intermediate_size")
     if shared % width:
@@ -408,7 +419,48 @@ def _shared_experts(source: _Source) -> int:
 def _linear(source: _Source) -> LinearSpec | None:
     if source.family not in LINEAR_FAMILIES:
         return None
-    return LinearSpec(**{field: source.integer(f"linear_{field}") for field in LINEAR_FIELDS})
+    sizes = {field: source.integer(f"linear_{field}") for field in LINEAR_FIELDS if field != "value_head_dim"}
+    if source.family not in PATTERNED:
+        return LinearSpec(value_head_dim=source.integer("linear_value_head_dim"), **sizes)
+    chunk, heads = source.integer("linear_chunk_size"), sizes["num_value_heads"]
+    if TRAITS[source.family].one_module:
+        return LinearSpec(value_head_dim=source.integer("linear_value_head_dim"), chunk_size=chunk, **sizes)
+    inner, said = source.integer("mamba_expand", 2) * source.integer("hidden_size"), source.value("linear_value_head_dim")
+    width = inner // heads if said in (None, "auto") else source.integer("linear_value_head_dim")
+    if width * heads != inner:
+        raise SpecError(
+            f"mamba_n_heads={heads} does not divide mamba_expand·hidden_size={inner} into heads of mamba_d_head={width} in "
+            "config.json; correct them"
+        )
+    return LinearSpec(value_head_dim=width, chunk_size=chunk, **sizes)
+
+
+def _of_layers(source: _Source) -> dict[str, object]:
+    """Return each layer's kind as a letter, and whether attention has rotary positions, in families whose configs say so."""
+    if source.family not in PATTERNED:
+        return {}
+    letters, traits = _letters(source), TRAITS[source.family]
+    turned = not traits.unturned_models or source.config.get("position_embedding_type") == "rope"
+    layers = len(letters) if traits.one_module else source.integer("num_hidden_layers")
+    if len(letters) < layers:
+        raise SpecError(f"layer_types in config.json names {len(letters)} of {layers} layers; correct one")
+    return {"layer_pattern": letters[:layers], "turned": turned, "num_hidden_layers": layers}
+
+
+def _letters(source: _Source) -> str:
+    said, layers = source.value("layer_pattern"), source.optional_integer("num_hidden_layers") or 0
+    if said is None:
+        return "M" * layers
+    if not isinstance(said, str | list | tuple):
+        raise SpecError(f"{source.key('layer_pattern')}={shown(said)} in config.json is not a list of names; correct it")
+    letters = [kind if kind in LETTERS.values() else LETTERS.get(str(kind)) for kind in said]
+    for letter, kind in zip(letters, said, strict=True):
+        if letter is None or (letter in "-E" and not TRAITS[source.family].one_module):
+            raise NoFormulasError(
+                f"{source.key('layer_pattern')} in config.json has {shown(kind)}, which has no formula in a {source.family}; "
+                "`zeroplan profile --config` traces the model itself"
+            )
+    return "".join(map(str, letters))
 
 
 def _dense_layers(source: _Source) -> int:

@@ -16,6 +16,7 @@ from zeroplan.spec.family import (
     LATENT_FAMILIES,
     LINEAR_FAMILIES,
     MOE_FAMILIES,
+    PATTERNED,
     SAVES_ITS_INPUT,
     USUAL_ACTIVATION,
     Activation,
@@ -84,7 +85,7 @@ def known_keys(family: str) -> frozenset[str]:
         *_FIELDS,
         *(_EXPERT_FIELDS if family in MOE_FAMILIES else ()),
         *(_LATENT_FIELDS if family in LATENT_FAMILIES else ()),
-        *((f"linear_{field}" for field in LINEAR_FIELDS) if family in LINEAR_FAMILIES else ()),
+        *((f"linear_{field}" for field in (*LINEAR_FIELDS, "chunk_size")) if family in LINEAR_FAMILIES else ()),
     )
     own = config_keys(family)
     read = (key for field in fields for key in own.keys.get(field, (field,)))
@@ -140,7 +141,7 @@ def _values(config: Config, key: str) -> Iterator[object]:
 def _refuse_layer_types(config: Config, family: str) -> None:
     """Raise SpecError for kinds of attention in another order than the family's class derives from its other keys."""
     said = config.get("layer_types")
-    if said is None:
+    if said is None or family in PATTERNED:
         return
     if not isinstance(said, list | tuple) or not all(isinstance(kind, str) for kind in said):
         raise SpecError(f"layer_types={shown(said)} in config.json is not a list of names; correct it, or leave it out")

@@ -12,12 +12,13 @@ Family = Literal[
     "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2",
     "gemma3_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere", "cohere2", "starcoder2",
     "gpt2", "gpt_neox", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next",
-    "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
+    "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "deepseek_v3", "glm4_moe_lite", "glm4_moe",
+    "dots1", "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
 Activation = Literal[
     "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "quick_gelu", "mish", "hardswish", "leaky_relu",
-    "relu", "relu6", "sigmoid", "tanh",
+    "relu", "relu6", "relu2", "sigmoid", "tanh",
 ]  # fmt: skip
 #: Those in one operator that saves its input, as SiLU does.
 SAVES_ITS_INPUT: tuple[str, ...] = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "mish", "hardswish", "leaky_relu", "relu6")
@@ -38,6 +39,14 @@ class Traits(NamedTuple):
     """The period of alternating layers: one has full attention, the others a window or linear attention."""
     linear: bool = False
     """Those others have linear attention."""
+    pattern: bool = False
+    """A config gives the kind of each layer: a state space (Mamba-2), attention, or more."""
+    one_module: bool = False
+    """Each block is one module behind a norm: a state space, attention, an MLP, or experts."""
+    may_be_dense: bool = False
+    """A model of the family may have no experts."""
+    unturned_models: bool = False
+    """A model of the family may have no rotary positions."""
     unturned: bool = False
     """That one has no rotary positions."""
     experts: Literal["none", "on this rank", "dispatched"] = "none"
@@ -119,6 +128,14 @@ TRAITS: Mapping[str, Traits] = {
         "qwen3_next", other_activations=False, global_every=4, linear=True, experts="on this rank", shared_experts=True, turned=4,
         one_width=True,
     ),
+    "granitemoehybrid": Traits(
+        "granitemoehybrid", other_activations=False, linear=True, pattern=True, experts="on this rank", may_be_dense=True,
+        unturned_models=True, divides_logits=True,
+    ),
+    "nemotron_h": Traits(
+        "nemotron_h", "relu2", other_activations=False, linear=True, pattern=True, experts="on this rank", shared_experts=True,
+        may_be_dense=True, unturned_models=True, one_module=True, biased_output=False,
+    ),
     "deepseek_v3": Traits(
         "deepseek", other_activations=False, experts="on this rank", shared_experts=True, dense_layers=True, latent=True
     ),
@@ -153,10 +170,12 @@ LEARNED_POSITIONS = families(lambda one: one.learned_positions)
 #: Positions that are no rotation of queries and keys: learned, or a slope over the scores.
 UNROTATED = (*LEARNED_POSITIONS, "bloom")
 LINEAR_FAMILIES = families(lambda one: one.linear)
+PATTERNED = families(lambda one: one.pattern)
 LATENT_FAMILIES = families(lambda one: one.latent)
 SHARED_EXPERTS = families(lambda one: one.shared_experts)
-#: Their shared expert has a gate of its own, and a width.
-GATED_SHARED_EXPERTS = families(lambda one: one.file == "qwen3_next" and one.shared_experts)
+#: Their shared expert has a width of its own.
+WIDE_SHARED_EXPERTS = families(lambda one: one.shared_experts and (one.file == "qwen3_next" or one.one_module))
+MAY_BE_DENSE = families(lambda one: one.may_be_dense)
 ONE_WIDTH_FAMILIES = families(lambda one: one.one_width)
 MOE_FAMILIES = families(lambda one: one.experts != "none")
 DISPATCHED_FAMILIES = families(lambda one: one.experts == "dispatched")

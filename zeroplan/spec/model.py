@@ -9,16 +9,18 @@ from zeroplan.spec.base import Count, Dimension, Range, Spec
 from zeroplan.spec.family import (
     DENSE_LAYERS,
     FREE_ACTIVATION,
-    GATED_SHARED_EXPERTS,
     HEAD_NORMS,
     LATENT_FAMILIES,
     LEARNED_POSITIONS,
     LINEAR_FAMILIES,
+    MAY_BE_DENSE,
     MOE_FAMILIES,
     ONE_WIDTH_FAMILIES,
+    PATTERNED,
     SHARED_EXPERTS,
     TRAITS,
     USUAL_ACTIVATION,
+    WIDE_SHARED_EXPERTS,
     WINDOWED_FAMILIES,
     Activation,
     Family,
@@ -69,7 +71,10 @@ class MlaSpec(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearSpec(Spec):
-    """Linear attention, a gated delta rule behind a short convolution (Qwen3-Next)."""
+    """Linear attention behind a short convolution: a gated delta rule (Qwen3-Next), or a state space (Mamba-2).
+
+    A state space's C and B are its queries and keys, a group is a head of them, and a state is as wide as a key.
+    """
 
     num_key_heads: Annotated[int, Range(1, 10**5)]
     """Heads of its queries and keys."""
@@ -81,6 +86,8 @@ class LinearSpec(Spec):
     """Width of one head of values."""
     conv_kernel_dim: Annotated[int, Range(1, 10**3)] = 4
     """Tokens that the convolution covers."""
+    chunk_size: Annotated[int, Range(1, 10**5)] = 64
+    """Tokens of a chunk; 64 for a gated delta rule."""
 
     def check_rules(self) -> None:
         """Raise SpecError for contradictions."""
@@ -165,6 +172,10 @@ class ModelSpec(Spec):
     """Latent attention, in families with it."""
     linear: LinearSpec | None = None
     """Linear attention, in families with it."""
+    layer_pattern: str = ""
+    """A letter for each layer, repeated as needed: M Mamba-2, * attention; in Nemotron-H also - an MLP, E experts."""
+    turned: bool = True
+    """Attention has rotary positions."""
     unplaced_parameters: Annotated[int, Range(0, 10**15)] = 0
     """Parameters that an inferred shape does not cover: one vector beside the embeddings."""
     profile: Profiled | None = None
@@ -190,6 +201,12 @@ class ModelSpec(Spec):
     def head_norms(self) -> bool:
         """Whether queries and keys are normalised over each head."""
         return self.use_qk_norm or self.family in HEAD_NORMS
+
+    @property
+    def letters(self) -> str:
+        """The letters of all layers."""
+        repeated = self.layer_pattern * -(-self.num_hidden_layers // max(1, len(self.layer_pattern)))
+        return repeated[: self.num_hidden_layers]
 
     @property
     def has_experts(self) -> bool:
@@ -245,10 +262,13 @@ class ModelSpec(Spec):
         for part, families in (
             ("moe", MOE_FAMILIES), ("mla", LATENT_FAMILIES), ("linear", LINEAR_FAMILIES), ("profile", ("profile",)),
         ):  # fmt: skip
+            if part == "moe" and self.family in MAY_BE_DENSE:
+                continue
             if (getattr(self, part) is not None) != (self.family in families):
                 word = "needs" if self.family in families else "has no"
                 raise SpecError(f"family={self.family!r} {word} `{part}`, the part of {', '.join(families)}")
         self._check_activation()
+        self._check_pattern()
         if self.family != "gpt_neox" and not self.parallel_residual:
             raise SpecError(f"family={self.family!r} has no parallel_residual of its own; only gpt_neox has")
         if self.use_qk_norm and TRAITS[self.family].head_norms is not None:
@@ -269,6 +289,17 @@ class ModelSpec(Spec):
             )
         self._check_experts()
 
+    def _check_pattern(self) -> None:
+        of_one_module = self.family in TRAITS and TRAITS[self.family].one_module
+        known = "M*-E" if of_one_module else "M*"
+        if bool(self.layer_pattern) != (self.family in PATTERNED) or not set(self.layer_pattern) <= set(known):
+            wanted = f"write a letter for each layer, one of {known}" if self.family in PATTERNED else "leave it out"
+            raise SpecError(f"layer_pattern={self.layer_pattern!r} of a {self.family} model: {wanted}")
+        if of_one_module and (self.moe is None) == ("E" in self.layer_pattern):
+            raise SpecError(f"layer_pattern={self.layer_pattern!r}: a model with E has experts (`moe`), and no other")
+        if not self.turned and self.family in TRAITS and not TRAITS[self.family].unturned_models:
+            raise SpecError(f"turned=False: attention of a {self.family} model has rotary positions")
+
     def _check_activation(self) -> None:
         if self.hidden_act is not None and self.family not in FREE_ACTIVATION:
             usual = USUAL_ACTIVATION.get(self.family, "silu")
@@ -279,7 +310,7 @@ class ModelSpec(Spec):
             raise SpecError(
                 f"head_dim={self.head_dim} of a {self.family} model has no formula: its heads are as wide as hidden_size together"
             )
-        if self.moe is not None and self.family in GATED_SHARED_EXPERTS and not self.moe.num_shared_experts:
+        if self.moe is not None and self.family in WIDE_SHARED_EXPERTS and not self.moe.num_shared_experts:
             raise SpecError(f"num_shared_experts=0: a {self.family} model has an expert that every token visits; write 1")
         if self.moe is not None and self.moe.num_shared_experts and self.family not in SHARED_EXPERTS:
             raise SpecError(f"family={self.family!r} has no shared experts; only {' and '.join(SHARED_EXPERTS)} have")

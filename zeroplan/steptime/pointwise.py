@@ -22,7 +22,7 @@ from zeroplan.transformer.parameters import Parameter
 #: Families whose norms are LayerNorm, one operator of torch.
 LAYER_NORM = ("gpt2", "gpt_neox", "opt", "bloom", "starcoder2")
 #: Families whose MLP has no gate.
-_PLAIN_MLP = ("gpt2", "gpt_neox", "opt", "bloom", "starcoder2")
+_PLAIN_MLP = ("gpt2", "gpt_neox", "opt", "bloom", "starcoder2", "nemotron_h")
 #: Families with norms after attention and MLP as well.
 _FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
 #: Activation functions that transformers writes out in Python.

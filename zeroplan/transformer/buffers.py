@@ -17,7 +17,7 @@ from zeroplan.transformer.params import layout
 from zeroplan.transformer.vision import VISION, tower_buffers
 
 #: Families whose routers add a bias, a buffer, to the scores that experts are chosen by.
-BIASED_ROUTERS = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2")
+BIASED_ROUTERS = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "minimax_m2", "nemotron_h")
 _FP32 = 4
 _FREQUENCIES_TWICE = 2 * _FP32
 """``inv_freq`` and ``original_inv_freq``, in fp32 whatever the model's dtype."""
@@ -54,12 +54,12 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
 
         return profile_of(model).buffer_bytes
     scale = element_bytes if model.family in ("gemma", "gemma2", "gemma3_text") else 0
-    of_bias = _FP32 if model.family in ("glm4_moe", "glm4_moe_lite") else element_bytes
+    of_bias = _FP32 if model.family in ("glm4_moe", "glm4_moe_lite", "nemotron_h") else element_bytes
     return _frequencies(model) + tower_buffers(model) + scale + _routing_biases(model) * of_bias
 
 
 def _frequencies(model: ModelSpec) -> int:
-    if definition_of(model.family).tables is None:
+    if definition_of(model.family).tables_of(model) is None:
         return 0
     width = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
     rotated = width // TRAITS[model.family].turned
@@ -70,4 +70,5 @@ def _frequencies(model: ModelSpec) -> int:
 def _routing_biases(model: ModelSpec) -> int:
     if model.moe is None or model.family not in BIASED_ROUTERS:
         return 0
-    return (model.num_hidden_layers - model.moe.num_dense_layers) * model.moe.num_experts
+    routers = model.letters.count("E") or model.num_hidden_layers - model.moe.num_dense_layers
+    return routers * model.moe.num_experts

@@ -23,6 +23,8 @@ def attention_widths(model: ModelSpec) -> int:
 
 def attention_layers(model: ModelSpec) -> int:
     """Return the number of layers that score each token against earlier ones: all except those of linear attention."""
+    if model.layer_pattern:
+        return model.letters.count("*")
     return model.num_hidden_layers // GLOBAL_LAYERS[model.family] if model.linear is not None else model.num_hidden_layers
 
 
@@ -32,9 +34,16 @@ def linear_attention_flops(model: ModelSpec) -> int:
     For each head and chunk of C tokens: two products of keys and queries, 4·C²·D; two triangular systems, C²·(D+I); attention
     within the chunk, 2·C²·I; the state read twice and written once, 6·C·D·I. Source: transformers 5.23,
     ``models/qwen3_next/modeling_qwen3_next.py``, ``torch_chunk_gated_delta_rule``; ``fla``'s kernel multiplies as much.
+
+    Mamba-2: scores, 2·C·D; output within the chunk, 2·C·I; the state written and read, 4·D·I. Source: transformers 5.23,
+    ``models/granitemoehybrid/modeling_granitemoehybrid.py``, ``mamba2_chunk_scan``.
     """
     if model.linear is None:
         return 0
+    if model.layer_pattern:
+        own = model.linear
+        each = 2 * own.chunk_size * (own.key_head_dim + own.value_head_dim) + 4 * own.key_head_dim * own.value_head_dim
+        return model.letters.count("M") * own.num_value_heads * each
     heads, key, value = model.linear.num_value_heads, model.linear.key_head_dim, model.linear.value_head_dim
     of_a_head = CHUNK * (5 * key + 3 * value) + 6 * key * value
     return (model.num_hidden_layers - attention_layers(model)) * heads * of_a_head

@@ -1,6 +1,6 @@
 """The meaning of the symbols in the formulas of ``zeroplan.transformer``, and their values for one job."""
 
-from zeroplan.numeric import Int
+from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
@@ -26,6 +26,8 @@ SYMBOLS: dict[str, str] = {
     "D": "width of one of its queries or keys",
     "I": "width of one of its values",
     "l": "tokens that its convolution sees",
+    "Q": "tokens of one of its chunks",
+    "Z": "its chunks of a sequence",
     "f": "width of a dense MLP",
     "m": "width of an expert's MLP",
     "E": "experts",
@@ -50,6 +52,7 @@ def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> 
         **symbols(x, model.intermediate_size, model.moe),
         **({"u": 0, "w": 0, "o": 0} if model.mla is None else ranks(model.mla)),
         **of_linear_attention(model.linear),
+        "Z": 0 if model.linear is None else ceil_div(x.seq_len, model.linear.chunk_size),
         "V": model.head_rows or model.vocab_size,
         "i": compute.prompt_len,
         "p": tp,

@@ -49,6 +49,8 @@ def operator_of(name: str) -> str:
 
 #: Kinds of layers that alternate, the last one of each period second: with windows, and with linear attention.
 KINDS_IN_TURN = (("local", "global"), ("linear", "full"))
+#: Kinds of layers by the letters of a pattern.
+KINDS_OF_LETTERS = {"M": "linear", "*": "full", "-": "mlp", "E": "moe"}
 
 
 class BlockRun(NamedTuple):

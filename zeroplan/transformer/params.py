@@ -11,7 +11,7 @@ from functools import lru_cache
 from zeroplan.spec.family import GLOBAL_LAYERS, LINEAR_FAMILIES
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.definition import definition_of
-from zeroplan.transformer.parameters import KINDS_IN_TURN, Layout, Parameter
+from zeroplan.transformer.parameters import KINDS_IN_TURN, KINDS_OF_LETTERS, Layout, Parameter
 from zeroplan.transformer.params_adapted import adapted_layout, only_trained, partly_frozen_layout
 from zeroplan.transformer.vision import VISION, with_tower
 
@@ -86,6 +86,8 @@ def runs_in_order(model: ModelSpec) -> tuple[int, ...]:
     """
     runs = layout(model).runs
     at = {run.kind: index for index, run in enumerate(runs)}
+    if model.layer_pattern:
+        return tuple(at[KINDS_OF_LETTERS[letter]] for letter in model.letters)
     often, rare = KINDS_IN_TURN[model.family in LINEAR_FAMILIES]
     if not at.keys() >= {often, rare}:
         return tuple(index for index, run in enumerate(runs) for _ in range(run.layers))

@@ -1,11 +1,14 @@
 """Parameters that Llama and its descendants share: RMSNorm, attention of three projections, a gated MLP or experts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from zeroplan.spec.family import GLOBAL_LAYERS
 from zeroplan.spec.model import ModelSpec, MoeSpec
-from zeroplan.transformer.parameters import KINDS_IN_TURN, BlockRun, Layout, Parameter
+from zeroplan.transformer.parameters import KINDS_IN_TURN, KINDS_OF_LETTERS, BlockRun, Layout, Parameter
 from zeroplan.transformer.params_modules import Parameters, embedding, linear, rms_norm, whole
+
+#: Names of the embedding and of the final norm.
+_NAMES = "model.embed_tokens", "model.norm"
 
 
 def alike(model: ModelSpec, block: Parameters) -> Layout:
@@ -33,13 +36,21 @@ def with_experts(
     return _around(model, tuple([run for run in runs if run.layers]))
 
 
-def _around(model: ModelSpec, runs: tuple[BlockRun, ...]) -> Layout:
-    embed = "model.embed_tokens"
+def patterned(model: ModelSpec, of_kinds: Mapping[str, Parameters], names: tuple[str, str] = _NAMES) -> Layout:
+    """Return a model whose pattern gives the kind of each layer, one run per kind; the kind of the last layer comes last."""
+    pattern = model.letters
+    letters = sorted(set(pattern), key=pattern.rindex)
+    kinds = [(KINDS_OF_LETTERS[letter], pattern.count(letter)) for letter in letters]
+    return _around(model, tuple([BlockRun(kind, layers, of_kinds[kind]) for kind, layers in kinds]), names)
+
+
+def _around(model: ModelSpec, runs: tuple[BlockRun, ...], names: tuple[str, str] = _NAMES) -> Layout:
+    embed, norm = names
     return whole(
         model,
         embeddings=embedding(embed, model.vocab_size, model.hidden_size),
         runs=runs,
-        norm=rms_norm("model.norm", model.hidden_size),
+        norm=rms_norm(norm, model.hidden_size),
         tied_to=f"{embed}.weight",
     )
 

@@ -6,6 +6,7 @@ b, s, T, h, a, d, q, k, v, c, f = symbols("b s T h a d q k v c f")
 m, E, n, t, x, y, z = symbols("m E n t x y z")
 u, w, o, V = symbols("u w o V")
 A, J, D, I, l = symbols("A J D I l")  # noqa: E741  as the legend has them
+Q, Z = symbols("Q Z")
 e, r, i = symbols("e r i")
 
 #: Half of a rank's tokens; a tensor-parallel rank's share of tokens and of the vocabulary; key/value heads; a quarter of each head,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from zeroplan.ledger import Module
 from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Backward, Site, Store, Tape, Value
 
 ACTIVATIONS = "transformers 5.23, activations.py"
 #: Their derivative is a function of their result.
@@ -64,13 +64,7 @@ def _small_cube(tape: Tape, value: Value) -> Value:
     """``0.045·x³``. ``pow`` saves its base, of which CUDA's autocast makes an fp32 copy."""
     base = op.cast(tape, value, CAST_BY_CUDA, _site("gelu: x, base of pow"))
     cube = op.tensor(tape, "gelu: x³", base.dtype, base.shape, ACTIVATIONS)
-
-    def power(tape: Tape, _taken: list[Store]) -> Arriving:
-        for factor in ("x²", "3·x²"):
-            tape.temporary(f"gelu: derivative of pow, {factor}", base.dtype * base.shape, ACTIVATIONS)
-        return [(base, op.gradient(tape, base, "gradient of the base of pow", ACTIVATIONS))]
-
-    tape.add("gelu: x³", (cube,), (base,), power, of=(base,), place=_site("").place)
+    tape.add("gelu: x³", (cube,), (base,), _power(base, ("x²", "3·x²")), of=(base,), place=_site("").place)
     tape.release(base)
     return op.scaled(tape, cube, "gelu: 0.045·x³", _site("gelu: 0.045·x³"))
 
@@ -85,6 +79,27 @@ def _quick_gelu(tape: Tape, value: Value, reason: str) -> Value:
     return made
 
 
+def _relu2(tape: Tape, value: Value, reason: str) -> Value:
+    """``square(relu(x))``. ``pow`` saves its base, of which CUDA's autocast makes an fp32 copy."""
+    bent = op.pointwise(tape, value, "relu2: relu", _site("relu2: relu"), saves_result=True)
+    base = op.cast(tape, bent, CAST_BY_CUDA, _site("relu2: relu, base of pow"))
+    made = op.tensor(tape, reason, base.dtype, base.shape, ACTIVATIONS)
+    tape.add("relu2: square", (made,), (base,), _power(base, ("x", "2·x")), of=(base,), place=_site("").place)
+    tape.release(base, bent)
+    return made
+
+
+def _power(base: Value, factors: tuple[str, ...]) -> Backward:
+    """Return the backward of ``pow``, which makes ``factors`` before the gradient."""
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        for factor in factors:
+            tape.temporary(f"derivative of pow, {factor}", base.dtype * base.shape, ACTIVATIONS)
+        return [(base, op.gradient(tape, base, "gradient of the base of pow", ACTIVATIONS))]
+
+    return backward
+
+
 def _times_constant(tape: Tape, value: Value, name: str) -> Value:
     return op.multiplied(tape, value, f"gelu: {name}", _site(f"gelu: {name}"))
 
@@ -97,4 +112,5 @@ _IN_SINGLE_OPERATORS: dict[str, Callable[[Tape, Value, str], Value]] = {
     "gelu_new": _gelu_new,
     "gelu_fast": _gelu_fast,
     "quick_gelu": _quick_gelu,
+    "relu2": _relu2,
 }

@@ -31,7 +31,7 @@ class Layer(NamedTuple):
 
     norm: Norm
     attention: Callable[[Tape, Value, Block], Attended]
-    mlp: Callable[[Tape, Value, Block], Value]
+    mlp: Callable[[Tape, Value, Block], Value | Attended]
     source: str
     multiplied: bool = False
     """The layer multiplies a branch's output by a constant before the addition (Granite)."""
@@ -46,10 +46,9 @@ class Layer(NamedTuple):
         """Run the layer on ``given``; return its output. The attention weights, where there are any, live to the end."""
         attended, weights = self._attention_branch(tape, given, block)
         middle = self._added(tape, given, attended, "residual stream between attention and MLP")
-        made = self._added(tape, middle, self._mlp_branch(tape, middle, block), "block output")
-        tape.release(middle)
-        if weights is not None:
-            tape.release(weights)
+        branch, beside = self._mlp_branch(tape, middle, block)
+        made = self._added(tape, middle, branch, "block output")
+        tape.release(middle, *(one for one in (weights, beside) if one is not None))
         return made
 
     def _attention_branch(self, tape: Tape, given: Value, block: Block) -> Attended:
@@ -59,14 +58,15 @@ class Layer(NamedTuple):
         tape.release(whole, normal)
         return Attended(self._norm_after(tape, attended, "norm after attention", 0), weights)
 
-    def _mlp_branch(self, tape: Tape, middle: Value, block: Block) -> Value:
+    def _mlp_branch(self, tape: Tape, middle: Value, block: Block) -> Attended:
+        """Return the MLP's output, and what the layer keeps to its end beside it."""
         normal = self._norm_before(tape, middle, "norm before the MLP", 1)
         if self.mlp_frees_input:
-            return self.mlp(tape, normal, block)
+            return _with_kept(self.mlp(tape, normal, block))
         whole = gathered(tape, normal, "input of the MLP", alike=block.routed)
-        branch = self.mlp(tape, whole, block)
+        branch, beside = _with_kept(self.mlp(tape, whole, block))
         tape.release(whole, normal)
-        return self._norm_after(tape, branch, "norm after the MLP", 1)
+        return Attended(self._norm_after(tape, branch, "norm after the MLP", 1), beside)
 
     def _norm_before(self, tape: Tape, given: Value, name: str, branch: int) -> Value:
         if self.before is None:
@@ -88,6 +88,10 @@ class Layer(NamedTuple):
         made = op.add(tape, given, term, reason, Site("residual addition", self.source))
         tape.release(*((term, branch) if self.multiplied else (branch,)))
         return made
+
+
+def _with_kept(made: Value | Attended) -> Attended:
+    return made if isinstance(made, Attended) else Attended(made)
 
 
 def layer(parts: Layer) -> Program:

@@ -146,7 +146,7 @@ def mlp(tape: Tape, normal: Value, block: Block) -> Value:
     """Run the gated MLP of the first layers, or routed and shared experts. The routing tensors live to the module's end."""
     if not block.routed:
         return gated_mlp(tape, normal, block, MLP)
-    routing = _router(tape, normal, block)
+    routing = router(tape, normal, block)
     flat = op.view(tape, normal, Site("experts: their input", MOE))
     with tape.inside(Module.EXPERTS), tape.owning():
         routed = experts_here(tape, flat, routing.weights)
@@ -158,7 +158,7 @@ def mlp(tape: Tape, normal: Value, block: Block) -> Value:
     return made
 
 
-def _router(tape: Tape, normal: Value, block: Block) -> Routing:
+def router(tape: Tape, normal: Value, block: Block) -> Routing:
     """Run the router. Its scores are sigmoids in fp32; autocast runs its matrix product in 16 bits all the same."""
     flat = op.view(tape, normal, Site("router: its input", ROUTER))
     in_32_bits = not (block.wide or block.autocast)

@@ -27,8 +27,11 @@ SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 
 # --- the structure of a block ------------------------------------------------------------------------------------------------
 
-Chunks = Literal["none", "one", "several"]
-"""Into how many chunks linear attention cuts a sequence; none where the block has no linear attention."""
+Chunks = Literal["none", "one", "single", "several"]
+"""Into how many chunks linear attention cuts a sequence; none where the block has no linear attention.
+
+``single``: one chunk of a single sequence, where that makes a difference.
+"""
 
 
 class Program(NamedTuple):
@@ -138,6 +141,8 @@ class Block(NamedTuple):
     """Attention has no rotary positions."""
     filled: bool = False
     """The flash kernel fills up heads, whose elements are no multiple of 8."""
+    is_mlp: bool = False
+    """The whole block is an MLP."""
 
     @property
     def attend(self) -> Attend:
@@ -284,7 +289,7 @@ class Definition(NamedTuple):
     """The modules of a dense block in the order in which they run; a module comes before those inside it."""
     expert_modules: Names = ()
     """The modules of a block with experts, in the same order."""
-    tables: Tables | Callable[[ModelSpec], Tables] | None = Tables()
+    tables: Tables | Callable[[ModelSpec], Tables | None] | None = Tables()
     """Its tables of rotary positions, or a function of the model; None in families without them."""
     around: Around = Around()
     """What its forward holds outside the blocks."""

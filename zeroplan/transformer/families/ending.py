@@ -193,7 +193,8 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Endin
     is_wide, keeps = x.element == 4, frozen_head and compute.keeps_inputs
     release, loss = compute.release, f"{loss}, {compute.log_probs}" if loss == "log-probs" else loss
     return Ending(
-        model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1, release.wide_logits,
+        model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1,
+        release.wide_logits or model.family == "nemotron_h",
         release.shifts_logits, model.upcasts_norms and not model.upcasts_ends and x.residual != x.element,
         tuple(one for one in compute.fused if one in ("cross-entropy", "rms-norm", "liger-rms-norm")),
     )  # fmt: skip

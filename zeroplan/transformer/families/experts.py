@@ -95,6 +95,8 @@ class Computing(NamedTuple):
     """From the first product's output to the second's input. It releases its argument."""
     biases: bool = False
     """Both products add a bias."""
+    gated: bool = True
+    """The first product makes a gate beside the input of the second."""
 
 
 def silu_gate(tape: Tape, both: Value) -> Value:
@@ -130,7 +132,8 @@ def _products(
     first = _bias(tape, "gate and up", (m + m), sorting, experts) if computing.biases else None
     if sorting.beyond is not None:
         given = _zeroed(tape, given, sorting.beyond, "input of the experts", in_place=True)
-    both = _grouped(tape, given, first, ("experts: gate and up projections", h, (m + m)), sorting, experts)
+    name, width = ("experts: gate and up projections", m + m) if computing.gated else ("experts: up projection", m)
+    both = _grouped(tape, given, first, (name, h, width), sorting, experts)
     gated = computing.gate(tape, both)
     second = _bias(tape, "down", h, sorting, experts) if computing.biases else None
     if first is not None:

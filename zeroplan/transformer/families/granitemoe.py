@@ -1,5 +1,7 @@
 """Granite MoE (Granite 3's 1B-A400M and 3B-A800M): Granite's attention and multipliers, and a softmax over the chosen experts."""
 
+from functools import partial
+
 from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.families import operators as op
@@ -27,7 +29,7 @@ GRANITE = "transformers 5.23, models/granitemoe/modeling_granitemoe.py"
 ROUTER = f"{GRANITE}, GraniteMoeTopKRouter.forward"
 
 
-def _moe(tape: Tape, normal: Value, _block: Block) -> Value:
+def moe(tape: Tape, normal: Value, _block: Block) -> Value:
     """Run router and experts. The router's logits live to the end of the module."""
     flat = op.view(tape, normal, Site("experts: their input", f"{GRANITE}, GraniteMoeMoE.forward"))
     routing = _router(tape, flat)
@@ -52,22 +54,24 @@ def _router(tape: Tape, flat: Value) -> Routing:
     return Routing(logits, weights, indices)
 
 
-def _tensors(model: ModelSpec) -> Layout:
-    def routed(moe: MoeSpec) -> Parameters:
-        name = "block_sparse_moe"
-        return (*linear(f"{name}.router", model.hidden_size, moe.num_experts), *fused_experts(model, moe, name))
+def of_moe(model: ModelSpec, experts: MoeSpec) -> Parameters:
+    """Return the parameters of router and experts."""
+    name = "block_sparse_moe"
+    return (*linear(f"{name}.router", model.hidden_size, experts.num_experts), *fused_experts(model, experts, name))
 
-    return with_experts(model, attention_of(model, bias=model.attention_bias), routed, norms_first=True)
+
+def _tensors(model: ModelSpec) -> Layout:
+    return with_experts(model, attention_of(model, bias=model.attention_bias), partial(of_moe, model), norms_first=True)
 
 
 _LAYER = Layer(
     Norm("cast, then weighted", f"{GRANITE}, GraniteMoeRMSNorm.forward"),
     Attention(f"{GRANITE}, GraniteMoeAttention.forward").run,
-    _moe,
+    moe,
     f"{GRANITE}, GraniteMoeDecoderLayer.forward",
     multiplied=True,
 )
-_CONFIG = ConfigKeys(
+CONFIG = ConfigKeys(
     defaults={"max_position_embeddings": 2048},
     fixed={"mlp_bias": False},
     required=(*SIZES, "num_experts", "num_experts_per_tok"),
@@ -80,10 +84,10 @@ _CONFIG = ConfigKeys(
         ),
     },
 )  # fmt: skip
-_MODULES = tuple(f"block_sparse_moe{name}" for name in ("", ".router", ".experts", ".experts.act_fn"))
+MODULES = tuple(f"block_sparse_moe{name}" for name in ("", ".router", ".experts", ".experts.act_fn"))
 FAMILIES = {
     "granitemoe": Definition(
-        layer(_LAYER), _tensors, _CONFIG, expert_modules=before_and_after(ATTENTION_MODULES, _MODULES),
+        layer(_LAYER), _tensors, CONFIG, expert_modules=before_and_after(ATTENTION_MODULES, MODULES),
         around=Around(scales_embeddings=True),
     )
 }  # fmt: skip

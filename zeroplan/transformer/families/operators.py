@@ -292,13 +292,14 @@ def _weight(tape: Tape, elements: Size, site: Site, *, tracked: bool, of: str) -
     return made
 
 
-def convolution(tape: Tape, value: Value, width: Size, taps: Size, site: Site) -> Value:
+def convolution(tape: Tape, value: Value, width: Size, taps: Size, site: Site, *, bias: bool = False) -> Value:
     """Depthwise ``F.conv1d`` of ``width`` channels over ``taps`` tokens, padded at both ends and cut to the sequence.
 
     The module casts its input to the weight's dtype; autocast then makes a copy of its own.
     """
     elements = width * taps
     wide = cast(tape, value, r, Site(f"input of the {site.name}, in its weight's dtype", site.source))
+    biases = [_weight(tape, width, site, tracked=False, of="bias")] if tape.autocast and bias else []
     weight = _weight(tape, elements, site, tracked=True, of="weight") if tape.autocast else None
     given = cast(tape, wide, e, Site(f"input of the {site.name}", site.source))
     made = tensor(tape, f"output of the {site.name}", e, (T + b * (taps - 1)) * width, site.source)
@@ -308,9 +309,11 @@ def convolution(tape: Tape, value: Value, width: Size, taps: Size, site: Site) -
         arriving = [(given, gradient(tape, given, f"gradient through the {site.name}", site.source))]
         if weight is None:
             tape.weight_gradient(elements)
+            for _ in range(bias):
+                tape.weight_gradient(width)
             return arriving
         reason = f"gradient of the {site.name}'s weight, not yet cast"
-        return [*arriving, (weight, tape.make(TEMPORARY, reason, e * elements, site.source))]
+        return [*arriving, *((one, tape.make(TEMPORARY, reason, e * one.shape, site.source)) for one in (weight, *biases))]
 
     cast_of = None if weight is None else elements
     tape.add(site.name, (made,), (given.store,), backward, of=None, cast=cast_of, place=site.place)
@@ -467,10 +470,14 @@ class Norm(NamedTuple):
 
     ``layer``: ``nn.LayerNorm``. ``fused``: ``torch.nn.RMSNorm``. The others are RMSNorm in single operators, in fp32: Llama's
     casts its result back and then multiplies by the weight, gpt-oss multiplies and then casts, Gemma multiplies by 1 + weight.
-    ``layer, written out``: Cohere's LayerNorm, in single operators too.
+    ``copied weight, then cast``: Nemotron-H's multiplies by its weight in fp32. ``layer, written out``: Cohere's LayerNorm, in
+    single operators too.
     """
 
-    kind: Literal["layer", "fused", "cast, then weighted", "weighted, then cast", "one plus weight", "layer, written out"]
+    kind: Literal[
+        "layer", "fused", "cast, then weighted", "weighted, then cast", "copied weight, then cast", "one plus weight",
+        "layer, written out",
+    ]  # fmt: skip
     source: str
 
 
@@ -590,24 +597,29 @@ def _rms_norm(tape: Tape, value: Value, kind: Norm, weight: Size, rows: Size, si
         made = _weighted(tape, narrow, () if tape.mode.norms_frozen else (narrow,), weight, site)
         tape.release(narrow, normal)  # the fp32 one has a variable until the norm returns
     else:
-        made = _weighted_in_32_bits(tape, normal, value.dtype, weight, site, one_plus=kind.kind == "one plus weight")
+        copied = not tape.is_wide(r) if kind.kind == "copied weight, then cast" else None
+        made = _weighted_in_32_bits(
+            tape, normal, value.dtype, weight, site, one_plus=kind.kind == "one plus weight", copied=copied, named=True
+        )
     tape.drop(*named)
     return made
 
 
 def _weighted_in_32_bits(
-    tape: Tape, normal: Value, dtype: Width, weight: Size, site: Site, *, one_plus: bool = False, copied: bool | None = None
+    tape: Tape, normal: Value, dtype: Width, weight: Size, site: Site, *, one_plus: bool = False, copied: bool | None = None,
+    named: bool = False,
 ) -> Value:  # fmt: skip
     """Multiply by the weight, or by 1 + weight, then cast to ``dtype``. 1 + weight is a tensor, which the product saves.
 
-    ``copied``: so is a cast copy of the weight, where there is one; None: the weight multiplies in its own dtype.
+    ``copied``: so is a cast copy of the weight, where there is one; None: the weight multiplies in its own dtype. ``named``: a
+    variable of the normalised input lives to the end, which 1 + weight has not.
     """
     name = site.name
     words = f"{name}: one plus its weight, fp32" if one_plus else f"{name}: its weight in fp32"
     plus = (tape.make(TENSOR, words, 4 * weight, site.source),) if one_plus or copied else ()
     scaled = _weighted(tape, normal, plus if tape.mode.norms_frozen else (normal, *plus), weight, site, plus=bool(plus))
     tape.drop(*plus)
-    one_plus = one_plus or copied is not None
+    one_plus = one_plus or (copied is not None and not named)
     if one_plus:
         tape.release(normal)  # its variable holds the product from here on
     made = cast(tape, scaled, dtype, site._replace(name=f"output of the {name}"))

@@ -90,8 +90,9 @@ def block_requests(
     autograd adds nothing to it in place.
     """
     x = widths(model, compute, batch)
-    masked = _one(in_one_chunk(x) if kind == "linear" else kind != "global" and makes_a_mask(model, x))
-    structure = structure_of(model, kind, compute, x, masked=masked)
+    masked = _one(in_one_chunk(model, x) if kind == "linear" else kind != "global" and makes_a_mask(model, x))
+    single = kind == "linear" and masked and bool(model.layer_pattern) and _one(x.micro_batch == 1)
+    structure = structure_of(model, kind, compute, x, masked=masked, single=single)
     made = _of_a_block(structure, recompute, offloaded=compute.offloaded, marking=marking, received=received)
     return _sized(made, values_of(model, x, compute.tp if structure.sharded else 1))
 

@@ -174,7 +174,16 @@ def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recom
     """
     if compute.tp > 1 or compute.cp > 1:
         _refuse_a_window(model, compute, x)
-    is_masked = in_one_chunk(x) if kind == "linear" else (kind != "global" or masks_images(model)) and makes_a_mask(model, x)
+    if kind == "linear":
+        alone = x.micro_batch == 1  # Mamba-2 copies less of a single sequence of one chunk
+        return by_mask(
+            in_one_chunk(model, x),
+            lambda one: by_mask(
+                alone if one and model.layer_pattern else False,
+                lambda single: _of(model, kind, compute, x, recompute, masked=one, single=single),
+            ),
+        )
+    is_masked = (kind != "global" or masks_images(model)) and makes_a_mask(model, x)
     made = by_mask(is_masked, lambda masked: _of(model, kind, compute, x, recompute, masked=masked))
     if kind == "frozen" and compute.recompute == "none":
         return BlockPass((), (), (), made.forward, made.forward, (), 0)
@@ -211,8 +220,10 @@ def saves_its_input(model: ModelSpec, kind: str, compute: Compute, x: Widths) ->
 _DENSE_LAYERS = {"qwen3_moe": "qwen3"}
 
 
-def _of(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute, *, masked: bool) -> BlockPass:
-    structure = structure_of(model, kind, compute, x, masked=masked)
+def _of(
+    model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute, *, masked: bool, single: bool = False
+) -> BlockPass:
+    structure = structure_of(model, kind, compute, x, masked=masked, single=single)
     values = values_of(model, x, compute.tp if structure.sharded else 1)
     again = recompute if structure.recompute == "none" else structure.recompute
     plan = plan_of(structure, run_again=again != "none")
@@ -223,10 +234,11 @@ def _of(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Rec
 
 
 def structure_of(
-    model: ModelSpec, kind: str, compute: Compute, x: Widths, *, masked: bool
+    model: ModelSpec, kind: str, compute: Compute, x: Widths, *, masked: bool, single: bool = False
 ) -> Block:  # fmt: skip
-    """Return the structure of a model's block of this kind."""
-    dense, training = model.moe is None or kind == "dense", _training(model, kind, compute)
+    """Return the structure of a model's block of this kind. ``single``: the batch is one sequence, of one chunk."""
+    no_experts = kind == "dense" or (TRAITS[model.family].one_module and kind != "moe")
+    dense, training = model.moe is None or no_experts, _training(model, kind, compute)
     sharded = compute.tp > 1
     apart = training is not None or sharded or (dense and compute.cp > 1)
     return Block(
@@ -255,15 +267,16 @@ def structure_of(
         training,
         sharded,
         compute.recompute if apart else "none",
-        _chunks(kind, one=masked),
+        "single" if single else _chunks(kind, one=masked),
         compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
         compute.fused_softmax,
         tuple(one for one in compute.fused if one != "cross-entropy"),
         compute.offloaded and compute.recompute == "none",
         model.moe.num_experts if model.moe is not None and model.adapter is not None else 0,
         model.head_norms,
-        kind == "global" and TRAITS[model.family].unturned,
+        not model.turned or (kind == "global" and TRAITS[model.family].unturned),
         x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
+        kind == "mlp",
     )
 
 

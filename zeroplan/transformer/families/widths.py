@@ -119,9 +119,9 @@ def masks_images(model: ModelSpec) -> bool:
     return model.vision is not None and model.vision.masks_text
 
 
-def in_one_chunk(x: Widths) -> Bool:
+def in_one_chunk(model: ModelSpec, x: Widths) -> Bool:
     """Whether linear attention takes the sequence as one chunk. One bool for a column of sequences that agree."""
-    short = x.seq_len <= CHUNK
+    short = x.seq_len <= (CHUNK if model.linear is None else model.linear.chunk_size)
     return short if isinstance(short, bool) or (short.any() and not short.all()) else bool(short.all())
 
 
@@ -165,9 +165,15 @@ def ranks(mla: MlaSpec) -> dict[str, int]:
 def of_linear_attention(linear: LinearSpec | None) -> dict[str, int]:
     """Return the values of the symbols of linear attention, 0 in models without it."""
     if linear is None:
-        return dict.fromkeys("AJDIl", 0)
-    values = linear.num_value_heads, linear.num_key_heads, linear.key_head_dim, linear.value_head_dim, linear.conv_kernel_dim
-    return dict(zip("AJDIl", values, strict=True))
+        return dict.fromkeys("AJDIlQ", 0)
+    return {
+        "A": linear.num_value_heads,
+        "J": linear.num_key_heads,
+        "D": linear.key_head_dim,
+        "I": linear.value_head_dim,
+        "l": linear.conv_kernel_dim,
+        "Q": linear.chunk_size,
+    }
 
 
 def key_parts(x: Widths) -> Int:
@@ -198,7 +204,7 @@ def quantities(
         "k/d": x.key // x.head_dim,
         "c/a": x.context // x.heads,
         **latent,
-        **({} if linear is None else of_linear_attention(linear)),
+        **({} if linear is None else {**of_linear_attention(linear), "Z": ceil_div(x.seq_len, linear.chunk_size)}),
     }
 
 

@@ -15,10 +15,10 @@ from zeroplan.errors import MeasurementError
 from zeroplan.spec.family import (
     DENSE_LAYERS,
     FREE_ACTIVATION,
-    GATED_SHARED_EXPERTS,
     ONE_WIDTH_FAMILIES,
     PLAIN_HEADS,
     TRAITS,
+    WIDE_SHARED_EXPERTS,
     WINDOWED_FAMILIES,
 )
 from zeroplan.spec.frozen import FrozenSpec
@@ -68,13 +68,13 @@ def _peculiar(spec: ModelSpec) -> dict[str, object]:
     if config_keys(spec.family).optional_window:
         made["use_sliding_window"] = spec.sliding_window is not None
     if spec.moe is not None and spec.family not in ONE_WIDTH_FAMILIES:
-        made["moe_intermediate_size"] = spec.moe.moe_intermediate_size
+        made[config_keys(spec.family).keys.get("moe_intermediate_size", _OF_EXPERTS)[0]] = spec.moe.moe_intermediate_size
     if spec.moe is not None and spec.family == "qwen3_moe":
         made["mlp_only_layers"] = list(range(spec.moe.num_dense_layers))
         made["norm_topk_prob"] = True  # as in every published model; the class defaults to False
     if spec.family in FREE_ACTIVATION:
         made[config_keys(spec.family).activation] = spec.activation
-    return made | _of_one_family(spec) | _latent(spec) | _linear(spec)
+    return made | _of_one_family(spec) | _latent(spec) | _linear(spec) | _hybrid(spec)
 
 
 def _of_one_family(spec: ModelSpec) -> dict[str, object]:
@@ -97,10 +97,26 @@ def _of_one_family(spec: ModelSpec) -> dict[str, object]:
 
 def _linear(spec: ModelSpec) -> dict[str, object]:
     """Linear attention, and the shared expert that every token visits."""
-    own = {} if spec.linear is None else {f"linear_{field}": getattr(spec.linear, field) for field in LINEAR_FIELDS}
-    if spec.moe is None or spec.family not in GATED_SHARED_EXPERTS:
+    keys = config_keys(spec.family).keys
+    fields = () if spec.linear is None else (*LINEAR_FIELDS, *(("chunk_size",) if spec.layer_pattern else ()))
+    named = {field: keys.get(f"linear_{field}", (f"linear_{field}",))[0] for field in fields}
+    own = {name: getattr(spec.linear, field) for field, name in named.items()}
+    if spec.moe is None or spec.family not in WIDE_SHARED_EXPERTS:
         return own
-    return {**own, "shared_expert_intermediate_size": spec.moe.num_shared_experts * spec.moe.moe_intermediate_size}
+    (name,) = keys.get("shared_expert_intermediate_size", ("shared_expert_intermediate_size",))
+    return {**own, name: spec.moe.num_shared_experts * spec.moe.moe_intermediate_size}
+
+
+def _hybrid(spec: ModelSpec) -> dict[str, object]:
+    """The kind of each layer, in families that list them."""
+    if spec.linear is None or not spec.layer_pattern:
+        return {}
+    kinds = [_KINDS[letter] for letter in spec.letters]
+    if spec.family == "nemotron_h":
+        return {"layers_block_type": kinds}
+    expand = {"mamba_expand": spec.linear.num_value_heads * spec.linear.value_head_dim // spec.hidden_size}
+    dense = {"num_local_experts": 0} if spec.moe is None else {}
+    return {**expand, **dense, "layer_types": kinds, "position_embedding_type": "rope" if spec.turned else None}
 
 
 def _latent(spec: ModelSpec) -> dict[str, object]:
@@ -196,6 +212,9 @@ _SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings",
     "tie_word_embeddings",
 )  # fmt: skip
+#: Kinds of layers by the letters of a pattern.
+_KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_OF_EXPERTS = ("moe_intermediate_size",)
 _HEAD_PARTS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _PLAIN: dict[str, object] = {"use_cache": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 #: Settings that switch dropout off, for families that train with it.

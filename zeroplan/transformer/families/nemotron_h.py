@@ -1,0 +1,160 @@
+"""Nemotron-H and Nemotron 3: each block is one norm and one module: Mamba-2, attention without positions, an MLP, or experts.
+
+``state_space.py`` has Mamba-2. The MLPs have no gate, and square their ReLU. DeepSeek-V3's router chooses the experts.
+"""
+
+from zeroplan.expr import Size
+from zeroplan.ledger import Module
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.activation import activated
+from zeroplan.transformer.families.attention import Attended
+from zeroplan.transformer.families.decoder import Attention
+from zeroplan.transformer.families.deepseek import router
+from zeroplan.transformer.families.definition import SIZES, Block, ConfigKeys, Definition, Program
+from zeroplan.transformer.families.experts import Computing, experts_here
+from zeroplan.transformer.families.operators import Norm
+from zeroplan.transformer.families.state_space import mixer, of_mixer
+from zeroplan.transformer.families.tags import AT_ATTENTION_NORM
+from zeroplan.transformer.families.tape import Site, Tape, Value
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params_gated import attention_of, of_experts, patterned
+from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
+from zeroplan.transformer.symbols import f, h, m, n
+
+NEMOTRON = "transformers 5.23, models/nemotron_h/modeling_nemotron_h.py"
+LAYER = f"{NEMOTRON}, NemotronHBlock.forward"
+MLP = f"{NEMOTRON}, NemotronHMLP.forward"
+MOE = f"{NEMOTRON}, NemotronHMoE.forward"
+NORM = Norm("copied weight, then cast", f"{NEMOTRON}, NemotronHRMSNorm.forward")
+_ATTENTION = Attention(f"{NEMOTRON}, NemotronHAttention.forward")
+
+
+def _layer(tape: Tape, given: Value, block: Block) -> Value:
+    normal = op.norm(tape, given, "norm before the block's module", NORM, place=AT_ATTENTION_NORM)
+    made, weights = _module(tape, normal, block)
+    tape.release(normal)
+    out = op.add(tape, given, made, "block output", Site("residual addition", LAYER))
+    tape.release(made, *(() if weights is None else (weights,)))
+    return out
+
+
+def _module(tape: Tape, normal: Value, block: Block) -> Attended:
+    if block.chunks != "none":
+        return Attended(mixer(tape, normal, block))
+    if block.routed:
+        return Attended(_moe(tape, normal, block))
+    if block.is_mlp:
+        return Attended(_mlp(tape, normal, f, "", MLP))
+    return _ATTENTION.run(tape, normal, block._replace(unturned=True))
+
+
+def _mlp(tape: Tape, normal: Value, width: Size, prefix: str, source: str) -> Value:
+    inner = op.linear(tape, normal, width, Site(f"{prefix}up projection", source, Module.NONE if prefix else Module.UP))
+    active = activated(tape, inner, "relu2", f"{prefix}square of the relu, input of the down projection", source)
+    tape.release(inner)
+    site = Site(f"{prefix}down projection", source, Module.NONE if prefix else Module.DOWN)
+    made = op.linear(tape, active, h, site, reads=width)
+    tape.release(active)
+    return made
+
+
+def _moe(tape: Tape, normal: Value, block: Block) -> Value:
+    """Run routed experts, then the shared one. The routing tensors live to the module's end."""
+    routing = router(tape, normal, block)
+    flat = op.view(tape, normal, Site("experts: their input", MOE))
+    with tape.inside(Module.EXPERTS), tape.owning():
+        routed = experts_here(tape, flat, routing.weights, _COMPUTING)
+    tape.release(flat)
+    shared = _mlp(tape, normal, n * m, "shared expert: ", MOE)
+    made = op.add(tape, routed, shared, "output of routed and shared experts", Site("sum of routed and shared experts", MOE))
+    tape.drop(routing.indices)
+    tape.release(routed, shared, routing.weights, routing.logits)
+    return made
+
+
+def _squared(tape: Tape, both: Value) -> Value:
+    made = activated(tape, both, "relu2", "experts: square of the relu, input of the down projection", MOE)
+    tape.release(both)
+    return made
+
+
+_COMPUTING = Computing(_squared, gated=False)
+
+
+def _tensors(model: ModelSpec) -> Layout:
+    norm = rms_norm("norm", model.hidden_size)
+    attention = tuple([one._replace(name=one.name.replace("self_attn", "mixer")) for one in attention_of(model)])
+    kinds = {"linear": of_mixer(model, "mixer"), "full": attention, "mlp": _of_mlp("mixer", model, model.intermediate_size)}
+    kinds |= {} if model.moe is None else {"moe": _of_experts(model)}
+    return patterned(model, {kind: (*norm, *own) for kind, own in kinds.items()}, ("model.embeddings", "model.norm_f"))
+
+
+def _of_mlp(name: str, model: ModelSpec, width: int) -> Parameters:
+    return (*linear(f"{name}.up_proj", model.hidden_size, width), *linear(f"{name}.down_proj", width, model.hidden_size))
+
+
+def _of_experts(model: ModelSpec) -> Parameters:
+    assert model.moe is not None  # noqa: S101  the caller has looked
+    moe, hidden, width = model.moe, model.hidden_size, model.moe.moe_intermediate_size
+    return (
+        of_experts("mixer.experts.up_proj", moe, width, hidden),
+        of_experts("mixer.experts.down_proj", moe, hidden, width),
+        *linear("mixer.gate", hidden, moe.num_experts),
+        *_of_mlp("mixer.shared_experts", model, moe.num_shared_experts * width),
+    )
+
+
+_CONFIG = ConfigKeys(
+    defaults={
+        "max_position_embeddings": 4096, "num_key_value_heads": 8, "head_dim": 128, "linear_num_value_heads": 128,
+        "linear_num_key_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
+        "linear_chunk_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688,
+        "shared_expert_intermediate_size": 7688,
+    },
+    fixed={"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
+    required=("layer_pattern", *(size for size in SIZES if size != "num_hidden_layers")),
+    keys={
+        "linear_num_value_heads": ("mamba_num_heads",), "linear_num_key_heads": ("n_groups", "mamba_n_groups"),
+        "linear_key_head_dim": ("ssm_state_size",), "linear_value_head_dim": ("mamba_head_dim",),
+        "linear_conv_kernel_dim": ("conv_kernel", "mamba_d_conv"), "linear_chunk_size": ("chunk_size", "mamba_chunk_size"),
+        "num_experts": ("n_routed_experts", "num_local_experts"),
+        "layer_pattern": ("layers_block_type", "layer_types", "hybrid_override_pattern"),
+        "shared_expert_intermediate_size": ("moe_shared_expert_intermediate_size",),
+        "head_dim": ("head_dim", "attention_head_dim"),
+    },
+    activation="mlp_hidden_act",
+    only={
+        "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",), "use_bias": (False,), "use_conv_bias": (True,),
+        "mamba_proj_bias": (False,), "moe_latent_size": (), "norm_topk_prob": (True,), "sliding_window": (),
+    },
+    dropout={"attention_dropout": 0.0},
+    counted_as={"output_router_logits": (False, "the router's logits take some bytes per token and expert more")},
+    read=("layers_block_type", "hybrid_override_pattern", "moe_shared_expert_intermediate_size", "expand", "mamba_expand"),
+    harmless={
+        "numbers in a formula, initial values and limits, which change no tensor": (
+            "routed_scaling_factor", "time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "mamba_dt_limit",
+            "mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor", "rescale_prenorm_residual", "n_shared_experts",
+        ),
+        "groups of experts, which mask scores of some bytes per token": ("n_group", "topk_group"),
+        "read by no code of the class": (
+            "residual_in_fp32", "hidden_dropout", "use_mamba_kernels", "moe_shared_expert_overlap", "partial_rotary_factor",
+        ),
+        "multi-token prediction, which transformers does not build": (
+            "num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern",
+        ),
+        "for generating text": ("num_logits_to_keep", "mamba_ssm_cache_dtype"),
+    },
+)  # fmt: skip
+_MODULES = ("norm", "mixer", *(f"mixer.{name}" for name in (
+    "in_proj", "norm", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "act_fn", "down_proj",
+)))  # fmt: skip
+_EXPERTS = tuple(f"mixer.{name}" for name in (
+    "gate", "experts", "experts.act_fn", "shared_experts", "shared_experts.up_proj", "shared_experts.act_fn",
+    "shared_experts.down_proj",
+))  # fmt: skip
+FAMILIES = {
+    "nemotron_h": Definition(
+        Program(_layer, LAYER, NORM), _tensors, _CONFIG, _MODULES, (*_MODULES, *_EXPERTS), tables=None,
+    )
+}  # fmt: skip

@@ -1,0 +1,325 @@
+"""Mamba-2 (a state space) in the torch operators that transformers runs without ``mamba_ssm`` and ``causal-conv1d``.
+
+Tokens are cut into chunks. Within a chunk it is attention with a decay, of which each head has a matrix over all pairs of tokens.
+From chunk to chunk a state carries the rest. All chunks run at once. Everything is in fp32, except products under autocast.
+
+Symbols are those of linear attention: the scan's C, B and x are its queries, keys and values, and a group is a head of B and C.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+from zeroplan.expr import Size, at_most
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.decoder import LLAMA_NORM
+from zeroplan.transformer.families.definition import Block
+from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
+from zeroplan.transformer.parameters import Parameter
+from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
+from zeroplan.transformer.symbols import A, D, I, J, Q, T, Z, b, e, h, l, r
+
+GRANITE = "transformers 5.23, models/granitemoehybrid/modeling_granitemoehybrid.py"
+MIXER = f"{GRANITE}, GraniteMoeHybridMambaLayer.forward"
+SCAN = f"{GRANITE}, mamba2_chunk_scan"
+SUM = f"{GRANITE}, segment_sum"
+NORM = LLAMA_NORM._replace(source=f"{GRANITE}, GraniteMoeHybridRMSNormGated.forward")
+
+#: Tokens of all sequences, filled up to whole chunks; rows as wide as all heads of x, and as B and C of every head; states.
+FILLED = Q * b * Z
+VALUES, KEYS, STATES = FILLED * A * I, FILLED * A * D, b * Z * A * D * I
+#: 1 where there are several sequences, else 0.
+SEQUENCES = at_most(1, b - 1)
+
+
+def mixer(tape: Tape, normal: Value, block: Block) -> Value:
+    """Run the whole mixer. Its variables keep what its convolution and its first projection made to its end."""
+    inner, side = A * I, J * D
+    joint = op.linear(tape, normal, inner + inner + 2 * side + A, Site("joint projection of gate, x, B, C and dt", MIXER))
+    gate, bare, rates = op.chunk(tape, joint, (T * inner, T * (inner + 2 * side), T * A), Site("gate, x, B, C and dt", MIXER))
+    out = op.convolution(tape, bare, inner + 2 * side, l, Site("convolution", MIXER), bias=True)
+    active = op.pointwise(tape, out, "silu of the convolution", Site("convolution: silu", MIXER))
+    tape.release(out)
+    x, keys, queries = op.chunk(tape, active, (T * inner, T * side, T * side), Site("parts x, B and C", MIXER))
+    decay = tape.make(op.TENSOR, "rates of decay", 4 * A, MIXER), tape.make(op.TENSOR, "rates of decay, negative", 4 * A, MIXER)
+    scanned = _scan(tape, (x, keys, queries, rates), decay, block)
+    normed = _gated_norm(tape, scanned, gate)
+    tape.release(scanned)
+    narrow = op.cast(tape, normed, r, Site("input of the output projection", MIXER))
+    tape.release(normed)
+    made = op.linear(tape, narrow, h, Site("output projection", MIXER), reads=inner)
+    tape.release(narrow, x, keys, queries, active, gate, bare, rates, joint)
+    tape.drop(decay[1])
+    return made
+
+
+def _gated_norm(tape: Tape, value: Value, gate: Value) -> Value:
+    """Multiply by SiLU of the gate in fp32, and normalise each group."""
+    wide = op.cast(tape, gate, 4, Site("gate of the norm", MIXER))
+    active = op.pointwise(tape, wide, "silu of the gate", Site("gate: silu", MIXER))
+    gated = op.product(tape, value, active, "scan's output times its gate", Site("gating of the scan", MIXER))
+    tape.release(wide, active)
+    made = op.norm(tape, gated, "norm of the scan's output", NORM, weight=A * I, rows=T * J)
+    tape.release(gated)
+    return made
+
+
+# --- before the chunks -----------------------------------------------------------------------------------------------------
+
+
+class _Chunked(NamedTuple):
+    """Tensors in chunks, for every head: x times dt, A times dt, B and C."""
+
+    x: Value
+    decay: Value
+    keys: Value
+    queries: Value
+
+
+def _scan(tape: Tape, given: tuple[Value, ...], decay: tuple[Store, Store], block: Block) -> Value:
+    """Run ``mamba2_chunk_scan`` of x, B, C, dt and A. Its variables keep most of its tensors to its end.
+
+    ``decay``: the exponential of A's logarithm, and its negative, which is A.
+    """
+    step = _step(tape, given[3])
+    wide = op.cast(tape, given[0], 4, Site("x", SCAN))
+    keys, queries = (_for_each_head(tape, one, name) for one, name in zip(given[1:3], "BC", strict=True))
+    skipped = _skipped(tape, wide)
+    chunked = _in_chunks(tape, _Chunked(*_times_step(tape, wide, step, decay), keys, queries), block)
+    inside, summed, *held = _inside(tape, chunked, block)
+    earlier, *also_held = _from_earlier_chunks(tape, chunked, summed, block)
+    added = op.add(tape, inside, earlier, "output of the scan", Site("sum of a chunk's and earlier chunks' output", SCAN))
+    whole = op.run(tape, added, "output of the scan, in order", Site("output in order", SCAN))
+    tape.release(added)
+    made = op.add(tape, whole, skipped, "output of the scan, and x", Site("sum of scan and x", SCAN))
+    tape.release(whole)
+    (cut,) = op.slices(tape, made, (T * A * I,), Site("output, cut", SCAN))
+    tape.release(made, skipped, step, summed, inside, earlier, *chunked, *held, *also_held)
+    return cut
+
+
+def _step(tape: Tape, bare: Value) -> Value:
+    """Return dt: its bias added, softplus, clamped. Autocast runs softplus in fp32."""
+    raised = op.tensor(tape, "dt and its bias", e, T * A, SCAN)
+
+    def biased(tape: Tape, taken: list[Store]) -> Arriving:
+        tape.weight_gradient(A)
+        return [op.through(bare, taken[0])]
+
+    tape.add("dt: bias", (raised,), (), biased, of=None)
+    wide = op.cast(tape, raised, 4 if tape.autocast else e, Site("dt", SCAN))
+    tape.release(raised)
+    soft = op.pointwise(tape, wide, "softplus of dt", Site("dt: softplus", SCAN))
+    tape.release(wide)
+    beside = ("where no limit of dt was met", 2 * soft.shape)
+    made = op.run(tape, soft, "dt", Site("dt: clamp", SCAN), saved=(soft,), gradient="gradient of the softplus", beside=beside)
+    tape.release(soft)
+    return made
+
+
+def _for_each_head(tape: Tape, value: Value, name: str) -> Value:
+    """Return a copy for every head of the group."""
+    wide = op.cast(tape, value, 4, Site(f"{name} in fp32", SCAN))
+    made = op.run(
+        tape, wide, f"{name}, repeated for each head", Site(f"{name}, repeated", SCAN), shape=T * A * D,
+        gradient=f"gradient of {name}",
+    )  # fmt: skip
+    tape.release(wide)
+    return made
+
+
+def _skipped(tape: Tape, x: Value) -> Value:
+    """``D * x``, filled up to whole chunks."""
+    filled = _filled_up(tape, x, "x beside the scan", VALUES)
+    made = op.tensor(tape, "x beside the scan, times its weight", 4, VALUES, SCAN)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        passed = op.gradient(tape, filled, "gradient of x beside the scan", SCAN)
+        tape.weight_gradient(A, unsummed=("gradient of its weight, not yet summed", 4 * VALUES, SCAN))
+        return [(filled, passed)]
+
+    tape.add("x beside the scan: weight", (made,), (filled,), backward, of=None)
+    tape.release(filled)
+    return made
+
+
+def _times_step(tape: Tape, x: Value, step: Value, decay: tuple[Store, Store]) -> tuple[Value, Value]:
+    """``x * dt`` and ``A * dt``. It releases ``x``, and the rates without their sign, which their exponential saved."""
+    once, again = (op.cast(tape, step, 4, Site(f"dt in fp32, for {name}", SCAN)) for name in ("x", "the decay"))
+    stepped = op.times_per_row(tape, x, once, "x times dt", 4, SCAN)
+    made = op.tensor(tape, "logarithms of decay", 4, T * A, SCAN)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        passed = op.gradient(tape, again, "gradient of dt", SCAN)
+        tape.weight_gradient(A, unsummed=("gradient of the rates of decay, not yet summed", 4 * T * A, SCAN))
+        return [(again, passed)]
+
+    tape.add("decay", (made,), (again.store, *decay), backward, of=None)
+    tape.release(x, once, again)
+    tape.drop(decay[0])
+    return stepped, made
+
+
+def _filled_up(tape: Tape, value: Value, name: str, shape: Size) -> Value:
+    """``F.pad``, which copies even where it pads nothing."""
+    site = Site(f"{name}, filled up", SCAN)
+    return op.run(tape, value, f"{name}, filled up to whole chunks", site, shape=shape, gradient=f"gradient of {name}")
+
+
+def _in_chunks(tape: Tape, bare: _Chunked, block: Block) -> _Chunked:
+    """Fill all four up; what comes in is released afterwards. Gradients of several chunks are copied into the order of tokens."""
+    names = ("x times dt", VALUES), ("logarithms of decay", FILLED * A), ("B", KEYS), ("C", KEYS)
+    made = list[Value]()
+    for value, (name, shape) in zip(bare, names, strict=True):
+        filled = _filled_up(tape, value, name, shape)
+        is_copied = block.chunks == "several" and value is not bare.decay
+        made.append(_with_gradient_in_order(tape, filled, f"{name}, in chunks") if is_copied else filled)
+    tape.release(*bare)
+    return _Chunked(*made)
+
+
+def _with_gradient_in_order(tape: Tape, value: Value, name: str) -> Value:
+    """Return a view whose gradient lies otherwise in memory and is copied. It takes the place of ``value``."""
+    (made,) = op.slices(tape, value, (value.shape,), Site(name, SCAN))
+    made.strided = False
+    tape.release(value)
+    return made
+
+
+# --- products ----------------------------------------------------------------------------------------------------------------
+
+
+#: Which factors of an ``einsum`` are copied into the order in which ``bmm`` reads them, and whether its gradient is.
+_Copied: TypeAlias = tuple[bool, bool, bool]
+
+
+def _einsum(tape: Tape, first: Value, second: Value, reason: str, shape: Size, copied: _Copied) -> Value:
+    dtype = e if tape.autocast else 4
+    narrow = [
+        op.cast(tape, one, dtype, Site(f"{which} factor of the {reason}", SCAN))
+        for one, which in ((first, "first"), (second, "second"))
+    ]
+    ready = [
+        _ordered(tape, one, f"factor of the {reason}") if is_copied else one
+        for one, is_copied in zip(narrow, copied, strict=False)
+    ]
+    made = op.matmul(tape, ready[0], ready[1], (reason, shape), Site(f"product of the {reason}", SCAN))
+    tape.release(*ready)
+    return _with_gradient_in_order(tape, made, reason) if copied[2] else made
+
+
+def _ordered(tape: Tape, value: Value, name: str) -> Value:
+    """Copy a factor, and release it."""
+    made = op.run(tape, value, f"{name}, in order", Site(f"{name}, in order", SCAN))
+    tape.release(value)
+    return made
+
+
+def _segment_sum(tape: Tape, value: Value, n: Size, name: str) -> Value:
+    """``exp(segment_sum(x))`` over rows of ``n``: the decay between each pair. Both masks are saved."""
+    pairs, site = value.shape * n, Site(f"{name}: sums", SUM)
+    masks = [tape.make(op.TENSOR, f"{name}: mask, booleans", n * n, SUM) for _ in range(2)]
+    spread = Value(tape.hold(value.store), 4, pairs)
+
+    def summed_up(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(value, op.gradient(tape, value, f"gradient of the {name}, summed", SUM))]
+
+    tape.add(f"{name}: rows", (spread,), (), summed_up, of=(value,))
+    of = f"gradient of the {name}"
+    below = op.run(tape, spread, f"{name}: terms", site, shape=pairs, saved=(masks[0],), gradient=of)
+    tape.release(spread)
+    total = op.run(tape, below, f"{name}: sums", site, gradient=of, beside=("gradient turned round and summed up", 8 * pairs))
+    masked = op.run(tape, total, f"{name}: logarithms", site, saved=(masks[1],), gradient=of)
+    tape.drop(*masks)
+    tape.release(below, total)
+    made = _exponential(tape, masked, name)
+    tape.release(masked)
+    return made
+
+
+def _exponential(tape: Tape, value: Value, name: str) -> Value:
+    return op.pointwise(tape, value, name, Site(f"exponential: {name}", SCAN), saves_result=True)
+
+
+# --- inside every chunk, and from chunk to chunk -----------------------------------------------------------------------------
+
+
+def _inside(tape: Tape, given: _Chunked, block: Block) -> tuple[Value, ...]:
+    """Return attention within each chunk, the decay summed up, and other tensors that variables keep."""
+    several, single = block.chunks == "several", block.chunks == "single"
+    summed = op.run(
+        tape, given.decay, "decay, summed up within chunks", Site("decay, summed up", SCAN), gradient="gradient of the decay",
+        beside=("decay's gradient, turned round and summed up", 8 * FILLED * A),
+    )  # fmt: skip
+    decays = _segment_sum(tape, given.decay, Q, "decay between tokens")
+    copied = (not single, not single, False)
+    scores = _einsum(tape, given.queries, given.keys, "scores of tokens", FILLED * Q * A, copied)
+    attention = op.product(tape, scores, decays, "scores, decayed", Site("decay of the scores", SCAN))
+    made = _einsum(tape, attention, given.x, "output within chunks", VALUES, (False, several, not single))
+    return made, summed, decays, scores, attention
+
+
+def _from_earlier_chunks(tape: Tape, given: _Chunked, summed: Value, block: Block) -> tuple[Value, ...]:
+    """Return what earlier chunks add to each token, and other tensors that variables keep."""
+    several, single = block.chunks == "several", block.chunks == "single"
+    site = Site("decay to a chunk's end", SCAN)
+    rest = op.run(tape, summed, "logarithms of decay to a chunk's end", site, gradient="gradient of the decay to a chunk's end")
+    shrinking = _exponential(tape, rest, "decay to a chunk's end")
+    tape.release(rest)
+    decayed = op.times_per_row(tape, given.keys, shrinking, "B, decayed to a chunk's end", 4, SCAN)
+    own = _einsum(tape, given.x, decayed, "states of chunks", STATES, (several, not single, several))
+    before, *held = _states_before(tape, own, summed, block)
+    growing = _exponential(tape, summed, "decay since a chunk's beginning")
+    copied = (not single, several, not single)
+    read = _einsum(tape, given.queries, before, "output of earlier chunks, not decayed", VALUES, copied)
+    made = op.times_per_row(tape, read, growing, "output of earlier chunks", 4, SCAN)
+    return made, shrinking, decayed, growing, read, before, *held
+
+
+def _states_before(tape: Tape, own: Value, summed: Value, block: Block) -> tuple[Value, ...]:
+    """Return each chunk's first state, and what variables keep. It releases ``own``."""
+    chunks, of_a_chunk = Z + 1, A * D * I
+    first = Value(
+        tape.make(op.TENSOR, "state before the first chunk", own.dtype * b * of_a_chunk, SCAN), own.dtype, b * of_a_chunk
+    )
+    states = op.joined(tape, (own,), "states of chunks, after a first one", b * chunks * of_a_chunk, Site("all states", SCAN))
+    tape.release(own)
+    (last,) = op.slices(tape, summed, (b * A * Z,), Site("decay of whole chunks", SCAN))
+    filled = op.run(
+        tape, last, "decay of whole chunks, after a first one", Site("decay of whole chunks", SCAN), shape=b * A * chunks,
+        gradient="gradient of the decay of whole chunks",
+    )  # fmt: skip
+    tape.release(last)
+    decays = _segment_sum(tape, filled, chunks, "decay between chunks")
+    tape.release(filled)
+    is_copied = block.chunks != "single"
+    carried = _einsum(
+        tape,
+        decays,
+        states,
+        "states after chunks",
+        b * chunks * of_a_chunk,
+        (False, is_copied, is_copied),
+    )
+    tape.release(states)
+    (before,) = op.slices(tape, carried, (STATES,), Site("states before chunks", SCAN))
+    tape.release(carried)
+    return before, first, decays
+
+
+# --- parameters ----------------------------------------------------------------------------------------------------------------
+
+
+def of_mixer(model: ModelSpec, name: str) -> Parameters:
+    """Return the parameters of the mixer ``name``."""
+    assert model.linear is not None  # noqa: S101  these families always have it
+    own, hidden = model.linear, model.hidden_size
+    inner = own.num_value_heads * own.value_head_dim
+    through = inner + 2 * own.num_key_heads * own.key_head_dim
+    return (
+        *(Parameter(f"{name}.{one}", (own.num_value_heads,)) for one in ("dt_bias", "A_log", "D")),
+        Parameter(f"{name}.conv1d.weight", (through, 1, own.conv_kernel_dim), autocast=True),
+        Parameter(f"{name}.conv1d.bias", (through,), autocast=True),
+        *linear(f"{name}.in_proj", hidden, inner + through + own.num_value_heads),
+        *rms_norm(f"{name}.norm", inner),
+        *linear(f"{name}.out_proj", inner, hidden),
+    )
