@@ -29,7 +29,7 @@ _ENDLESS = ("shorter_sequences", "more_gpus")
 
 
 class Advice(NamedTuple):
-    """One change and what comes of it."""
+    """One change and the result of it."""
 
     change: Change
     after: Estimate
@@ -38,7 +38,7 @@ class Advice(NamedTuple):
     tokens_per_s: float | None
     """Of one GPU after the change; None where no GPU is named, or its time is not known."""
     slower: float | None
-    """Share of tokens/s per GPU that the change costs; below 0 where it is quicker."""
+    """Share of tokens/s per GPU that the change costs; below 0 where it is faster."""
 
     @property
     def other_cost(self) -> str:

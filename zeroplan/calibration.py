@@ -82,7 +82,7 @@ class Learnt(NamedTuple):
 
 
 def learnt_from(job: JobSpec, tokens_per_s: float) -> Learnt:
-    """Return what a run of this job at so many tokens per second and GPU teaches.
+    """Return what a run of this job at this many tokens per second and GPU teaches.
 
     Raises :class:`~zeroplan.errors.SpecError` where no share of the GPU's rates explains the rate.
     """

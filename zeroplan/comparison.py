@@ -114,7 +114,7 @@ def compare(answer: Estimate, measured: Measurement, *, has_scratch: bool = Fals
 
     On other tensors than CUDA's, the prediction leaves out what only CUDA's kernels allocate (workspaces, scratch of
     attention). If a CPU's kernels ran, it counts tensors in their dtypes. ``has_scratch``: memory inside kernels was counted
-    all the same, as in a dry run. Kinds are compared at each side's own peak.
+    anyway, as in a dry run. Kinds are compared at each side's own peak.
     """
     steady = measured.steady
     as_run = moments_as_run(answer, measured, has_scratch=has_scratch)

@@ -50,7 +50,7 @@ def engine_module(engine: Engine) -> EngineModule:
 
 
 def step_implementation(recipe: RecipeSpec) -> OptimizerImpl | None:
-    """How the optimizer steps under this recipe: what was asked for, or the engine's default; None on paper.
+    """How the optimizer steps under this recipe: what was requested, or the engine's default; None on paper.
 
     >>> step_implementation(RecipeSpec()), step_implementation(RecipeSpec(engine="paper"))
     ('foreach', None)
@@ -101,7 +101,7 @@ class Estimate:
     pipeline: tuple[PipelineRank, ...] = ()
     """Every rank of a pipeline, the one that this estimate is of first."""
     replay: "StepReplay | None" = None
-    """The first steps request by request, where they were asked for; what is reserved then follows from them."""
+    """The first steps request by request, where they were requested; what is reserved then follows from them."""
     longest_bytes: int = 0
     """What is comfortable with the longest sequences that there may be, where lengths were drawn; else 0. [bytes]"""
 
@@ -182,7 +182,7 @@ class Estimate:
     def held(self) -> tuple[Line, ...]:
         """What the engine holds from step to step: the lines that are there when a step ends and at every moment until the next.
 
-        During the optimizer's step DeepSpeed's stage 3 lets go of small parameters, and gathers them again at its end.
+        During the optimizer's step DeepSpeed's stage 3 releases small parameters, and gathers them again at its end.
         """
         last = [moment.lines for moment in self.engine_moments if moment.phase is Phase.STEP][-1]
         until = [moment.lines for moment in self.engine_moments if moment.phase not in (Phase.INIT, Phase.STEP)]
@@ -530,7 +530,7 @@ def _held_logits(job: JobSpec, highest: Moment) -> tuple[str, ...]:
     """What a loop that holds the model's output adds to a peak in or after the loss, or has added. [bytes in words]
 
     accelerate 1.15 returns logits in fp32 (``Accelerator.prepare_model``, ``convert_outputs_to_fp32``; not with DeepSpeed), and
-    the loops of its examples hold them. transformers 5.23's Trainer lets go of them, torchtitan since June 2024 (pull request 391).
+    the loops of its examples hold them. transformers 5.23's Trainer releases them, torchtitan since June 2024 (pull request 391).
     """
     recipe = job.recipe
     late = highest.phase in (Phase.LOSS, Phase.BACKWARD)

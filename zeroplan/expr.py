@@ -119,7 +119,7 @@ class Size:
         return any(factor.has(symbol) if isinstance(factor, Size) else factor == name for factor in factors)
 
     def replacing(self, others: "Mapping[str, Size | int]") -> "Size":
-        """Return the size with other sizes in place of symbols. It does not replace symbols in arguments of functions."""
+        """Return the size with other sizes instead of symbols. It does not replace symbols in arguments of functions."""
         return Size(tuple(tuple(part for factor in term for part in _replaced(factor, others)) for term in self.terms))
 
     def multiplied_out(self, widths: Mapping[str, int]) -> Mapping[Monomial, int]:

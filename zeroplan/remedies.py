@@ -106,7 +106,7 @@ def single_changes(job: JobSpec) -> Iterator[Change]:
 def _mildest(job: JobSpec, kind: _Kind) -> Remedy | None:
     """The mildest change of a kind that is enough. Where the strongest is known not to be, none is.
 
-    But for experts under FSDP2, which fills their first dimension up to its ranks: more GPUs may take more memory.
+    Except for experts under FSDP2, which fills their first dimension up to its ranks: more GPUs may take more memory.
     """
     options = tuple(kind(job))
     fills_up = job.recipe.engine == "fsdp2" and job.model.moe is not None
@@ -303,7 +303,7 @@ def _at_stage(recipe: RecipeSpec, stage: Stage) -> _Candidate:
 
 
 def _arranged(job: JobSpec, *, gpus: int, replicas: int) -> JobSpec:
-    """The job on so many GPUs, a multiple of what it has, in so many replicas, a factor of those it has."""
+    """The job on this many GPUs, a multiple of what it has, in this many replicas, a factor of those it has."""
     return replace(job, mesh=replace(job.mesh, dp_replicate=replicas, dp_shard=gpus // (replicas * job.mesh.model_ranks)))
 
 

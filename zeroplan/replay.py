@@ -36,7 +36,7 @@ class Replayed(NamedTuple):
 
 
 class OnCard(NamedTuple):
-    """What comes of the steps on a card that has so much for the allocator."""
+    """The result of the steps on a card that has so much for the allocator."""
 
     fits: bool
     retries: int
@@ -100,7 +100,7 @@ class StepReplay:
         return Band(min(least, reserved), reserved, reserved * high // 1000)
 
     def on_card(self, room_bytes: int, settings: AllocatorSettings = "default") -> OnCard:
-        """What comes of it where the allocator may take so much."""
+        """The result of it where the allocator may take so much."""
         key = room_bytes, settings
         if key not in self._cards:
             self._cards[key] = self._outcome(*key)

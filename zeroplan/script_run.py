@@ -94,7 +94,7 @@ class OutsideBuffer(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving(Spec):
-    """A change that would lower the last step's peak by at most so many bytes; ``of`` names modules or lines with most of it."""
+    """A change that would lower the last step's peak by at most this many bytes; ``of`` names modules or lines with most of it."""
 
     change: str
     of: tuple[str, ...]

@@ -125,7 +125,7 @@ def _job_of(job: JobSpec, varying: Varying, tokens: int) -> JobSpec:
 
 
 def _needed(job: JobSpec, sequences: int, tokens: Column) -> Column:
-    """Return what a GPU needs with micro-batches of so many tokens or fewer. [bytes]
+    """Return what a GPU needs with micro-batches of this many tokens or fewer. [bytes]
 
     Of some models a somewhat longer sequence needs less (Phi-3 where its window ends), hence "or fewer". More than 1,024 distinct
     shapes are rounded up to as many.
@@ -180,7 +180,7 @@ def of_the_longest(values: Column, per_step: int) -> tuple[Column, Shares]:
 
 
 def _none_above(counts: Column, drawn: int) -> Shares:
-    """Return the chance that none of so many drawn values is above each distinct one: C(up to it, drawn) / C(all, drawn)."""
+    """Return the chance that none of this many drawn values is above each distinct one: C(up to it, drawn) / C(all, drawn)."""
     up_to, drawn = np.cumsum(counts), min(drawn, int(counts.sum()))
     log = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, up_to[-1] + 1)))))
     chance = np.exp(log[up_to] - log[np.maximum(up_to - drawn, 0)] - log[up_to[-1]] + log[up_to[-1] - drawn])
@@ -193,7 +193,7 @@ def _are_few(values: Column) -> bool:
 
 
 def _orders(values: Column, most: int) -> Iterator[Column]:
-    """Yield all orders of few values, else some of them, with so many values together."""
+    """Yield all orders of few values, else some of them, with this many values together."""
     if _are_few(values):
         yield from (np.array(order) for order in permutations(values.tolist()))
         return

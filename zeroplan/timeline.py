@@ -107,7 +107,7 @@ def reserved(sizes: Sizes, recipe: RecipeSpec, settings: AllocatorSettings = "de
     """What ``torch.cuda.max_memory_reserved`` will say on a card that never runs out. [bytes]
 
     Never less than the peak. More by what the allocator cannot use again, for three reasons: a freed block is used by its own
-    stream alone; a freed block of one size is in pieces, or too small, when a larger one is asked for (buffers of collectives,
+    stream alone; a freed block of one size is in pieces, or too small, when a larger one is requested (buffers of collectives,
     whole gradients, logits, in the order in which they grow); and segments come in whole 2 or 20 MiB. The first follows from the
     moments (``Sizes.streams``), the others depend on the order of all requests, which the moments do not have. How far they went
     was measured: requests of real engines, replayed through a model of the allocator
@@ -131,7 +131,7 @@ def band_of(sizes: Sizes, recipe: RecipeSpec, shares: Shares) -> Band:
 
 
 def expected_bytes(peak_bytes: Int, streams_bytes: Int, shares: Shares | None) -> Int:
-    """What is expected to be reserved: so many thousandths of the streams' sum, as in the middle of the measured jobs. [bytes]"""
+    """What is expected to be reserved: this many thousandths of the streams' sum, as in the middle of the measured jobs. [bytes]"""
     thousandths = 1000 if shares is None else shares.expected
     return maximum(peak_bytes, streams_bytes * thousandths // 1000)
 
@@ -140,7 +140,7 @@ def measured_from(sizes: Sizes, recipe: RecipeSpec) -> tuple[Int, Int]:
     """Where the band is measured from, and in which measure: the bytes of what comes and goes in large blocks.
 
     Flat buffers of collectives, gradients of whole weights and logits come in blocks of many sizes, and what different kinds
-    take after each other (the kinds apart less the streams' sum) is used again in part. A tenth of the streams' sum stands for
+    take after each other (the kinds apart less the streams' sum) is used again in part. A tenth of the streams' sum represents
     all smaller blocks and for whole segments. DeepSpeed's stages 0 to 2 lay weights and gradients flat, and what is used again
     varies more: there it is measured from the middle between both sums, and in the streams' sum itself.
     """

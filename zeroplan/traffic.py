@@ -54,7 +54,7 @@ class WireTime(NamedTuple):
 def wire_time(sent_bytes: int, cluster: ClusterSpec, *, gpus: int) -> WireTime | None:
     """Time to send the step's bytes at the full rate of the slowest link a ring crosses. [s]
 
-    Between nodes a ring is as quick as the network cards of all GPUs of a node together, one a GPU, since it is cut into as many
+    Between nodes a ring is as fast as the network cards of all GPUs of a node together, one a GPU, since it is cut into as many
     rings. A lower bound for rings: no latency, no protocol overhead, nothing else on the wire. ``None`` without a GPU, or where no
     rate between nodes is known.
     """

@@ -1,7 +1,7 @@
 """Writes files completely or not at all: under a temporary name in the same folder, then renamed.
 
 Everything that zeroplan leaves for a user is written here, apart from results that are appended to. A failure, a full disk say,
-leaves what was there before as it was, and nothing else. Nothing that is there is written over unless that is asked for.
+leaves what was there before as it was, and nothing else. Nothing that is there is written over unless that is requested.
 """
 
 import errno

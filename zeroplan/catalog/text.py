@@ -21,7 +21,7 @@ Key = TypeVar("Key")
 
 
 def read_text(path: Path, *, what: str, most: int = LARGEST_FILE_BYTES) -> str:
-    """Return the text of a regular UTF-8 file of at most so many bytes; raises an error of one line."""
+    """Return the text of a regular UTF-8 file of at most this many bytes; raises an error of one line."""
     try:
         fault = _fault(path, what, most)
         if fault:

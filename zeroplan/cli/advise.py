@@ -46,7 +46,7 @@ def _advise(
 
 
 def _setup(asked: Asked) -> SetupRead:
-    """The set-up again, for its words; a DeepSpeed configuration by its flag is one, too."""
+    """The configuration again, for its words; a DeepSpeed configuration by its flag is one, too."""
     request = asked.request
     if request.from_file is None and request.deepspeed_config is not None:
         return SetupRead(request, kind="deepspeed")
@@ -70,7 +70,7 @@ def _words(found: SetupRead, job: "JobSpec", one: "Advice") -> tuple[str, ...]:
 
 
 def _job_or_setup(path: Path) -> Request:
-    """The argument is a set-up, or a job file."""
+    """The argument is a configuration, or a job file."""
     from zeroplan.catalog.setups.reading import is_setup  # noqa: PLC0415  only this command takes both
     from zeroplan.job_file import read_job_file  # noqa: PLC0415
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Row(NamedTuple):
     """One case beside its prediction. [bytes]
 
-    ``fits`` is the estimate's verdict in words, empty where no card is known; ``outcome`` is what came of the run and ``why`` its
+    ``fits`` is the estimate's verdict in words, empty where no card is known; ``outcome`` is the result of the run and ``why`` its
     reason; ``agrees`` is None where there is nothing to judge.
     """
 

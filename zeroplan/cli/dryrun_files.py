@@ -45,7 +45,7 @@ class Wanted(NamedTuple):
 
 
 def show_saved(path: str, command: list[str] | None) -> "SavedRun":
-    """The saved run at a path, in place of running a script; SpecError where both are wanted."""
+    """The saved run at a path, instead of running a script; SpecError where both are wanted."""
     if command:
         raise SpecError(f"--show {path!r} runs nothing; leave out the script behind --")
     return saved_at(path)

@@ -72,7 +72,7 @@ def _passes(answer: Estimate) -> bool:
 
 
 def _loop(resolved: Resolved) -> "Beside | None":
-    """What comes of the loop that a file makes the job a part of."""
+    """The result of the loop that a file makes the job a part of."""
     if not resolved.loop:
         return None
     from zeroplan.report.checks import loop_beside  # noqa: PLC0415  few files have a loop

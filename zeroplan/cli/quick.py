@@ -2,9 +2,9 @@
 
 Every parameter of ours is a text, a switch or a list of texts, and the specs check what they say. Recent releases of typer
 build a pydantic adapter per parameter before a command runs, which takes as long as everything else together; such a
-parameter is told to hand on what was typed. Older releases have no such step and are left as they are.
+parameter is told to pass on what was typed. Older releases have no such step and are left as they are.
 
-Nor is a command read before it is asked for: the flags of all of them together take longer than most answers.
+Nor is a command read before it is requested: the flags of all of them together take longer than most answers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,12 +21,12 @@ class _AsTyped:
     """Stands where typer keeps a parameter's conversion: what was typed is the value."""
 
     def coerce(self, value: object, **_: object) -> object:
-        """Hand on the value."""
+        """Pass on the value."""
         return tuple(value) if isinstance(value, list) else value
 
 
 class QuickCommand(TyperCommand):
-    """A typer command whose texts stay texts. Its help leaves out flags that few people need, until all are asked for."""
+    """A typer command whose texts stay texts. Its help leaves out flags that few people need, until all are requested."""
 
     rarely_needed: frozenset[str] = frozenset()
     """Flags that only ``--help-all`` explains; ``--help`` names them."""
@@ -88,7 +88,7 @@ class QuickGroup(TyperGroup):
 
 
 def group_of(what: str, names: Sequence[str], command_of: Callable[[str], Any], says: str) -> typer.Typer:
-    """Return a program with a command per name, made when it is asked for: the job's flags of all would slow down the start."""
+    """Return a program with a command per name, made when it is requested: the job's flags of all would slow down the start."""
 
     class Group(QuickGroup):
         def list_commands(self, ctx: Any) -> list[str]:  # noqa: ANN401, ARG002  click's context, whose home has moved

@@ -20,7 +20,7 @@ _TO_COPY = ("zeroplan ", "--", "accelerate ", "torchrun ", "deepspeed ", "= ", "
 
 
 def show(text: str, columns: int = WIDTH) -> None:
-    """Print an answer written for so many columns, folded where it goes to a terminal that is narrower."""
+    """Print an answer written for this many columns, folded where it goes to a terminal that is narrower."""
     typer.echo(fitted(text, shutil.get_terminal_size().columns, columns) if sys.stdout.isatty() else text)
 
 

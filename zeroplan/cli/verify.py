@@ -185,7 +185,7 @@ def _one(resolved: Resolved, flags: _Flags, of_slurm: OfSlurm, into: _Into) -> i
 
 
 def _refuse_folders(task: "Task", records: Path | None) -> None:
-    """Find out before the run whether what comes of it can be written."""
+    """Find out before the run whether the result of it can be written."""
     if records is not None:
         refuse_folder(records, "--record-dir")
     if task.snapshots:
@@ -243,7 +243,7 @@ def _estimated(job: "JobSpec") -> str:
 
 
 def _task(job: "JobSpec", flags: _Flags) -> "Task":
-    """What is asked for, where it can be run at all."""
+    """What is requested, where it can be run at all."""
     from zeroplan.verify.release import as_installed  # noqa: PLC0415  only a run pays for it
     from zeroplan.verify.task import Task  # noqa: PLC0415
 

@@ -30,7 +30,7 @@ Comparable = Estimate | JobSpec | str | PathLike[str]
 def diff(before: Comparable, after: Comparable) -> Difference:
     """What changed from one thing to another: tensors that came, went, grew or shrank; the bytes add up to the peaks' difference.
 
-    Each is a job, an estimate, or the path of a file: a job, a set-up, an answer's JSON, a record, a saved dry run, a snapshot of
+    Each is a job, an estimate, or the path of a file: a job, a configuration, an answer's JSON, a record, a dry run, a snapshot of
     torch's allocator, a trace. Raises :class:`~zeroplan.errors.SpecError`, in one line, for a file that is none of these.
 
     >>> from zeroplan import job

@@ -35,7 +35,7 @@ class Changed(NamedTuple):
 
     @property
     def happened(self) -> Happened:
-        """What became of it.
+        """What happened to it.
 
         >>> Changed("gradients", "", 0, 5).happened, Changed("gradients", "", 5, 3).happened
         ('came', 'shrank')

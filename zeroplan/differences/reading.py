@@ -31,7 +31,7 @@ class Opened(NamedTuple):
 
 
 def opened(path: Path) -> Opened:
-    """Read a file to compare: a job, a set-up, an answer, a record, a dry run, a snapshot, a trace.
+    """Read a file to compare: a job, a configuration, an answer, a record, a dry run, a snapshot, a trace.
 
     Raises :class:`~zeroplan.errors.SpecError`, in one line, for everything else, and for what asks for more memory than a file of
     its size may.
@@ -110,7 +110,7 @@ def _small(path: Path) -> Opened:
 
 @contextmanager
 def _limited(n_bytes: int, where: str) -> Iterator[None]:
-    """Take no more memory than a file of so many bytes may need; SpecError beyond."""
+    """Take no more memory than a file of this many bytes may need; SpecError beyond."""
     try:
         with no_more_memory_than(_AT_LEAST_BYTES + _TIMES * n_bytes):
             yield
@@ -161,7 +161,7 @@ def _answer(data: Mapping[str, object], name: str, where: str) -> Opened:
 
 
 def _job(path: Path) -> Opened:
-    """A job file, or a set-up of another program's."""
+    """A job file, or a configuration of another program's."""
     from zeroplan.catalog.setups.reading import is_setup  # noqa: PLC0415  see above
     from zeroplan.job_file import read_job_file  # noqa: PLC0415
 

@@ -8,7 +8,7 @@ from zeroplan.numeric import Int
 
 
 class Symbol(NamedTuple):
-    """A symbol that the formulas of an account use: what it stands for, and its number in this job."""
+    """A symbol that the formulas of an account use: what it represents, and its number in this job."""
 
     name: str
     value: Int

@@ -35,7 +35,7 @@ NOTHING = Away((), 0)
 
 
 def away(recompute: Recompute, blocks: Iterable[tuple[str, BlockPass, int]]) -> Away:
-    """What so many layers of each kind have in host memory when the forward ends; each tensor is pinned by itself."""
+    """What this many layers of each kind have in host memory when the forward ends; each tensor is pinned by itself."""
     n_bytes: Int = 0
     rounded: Int = 0
     layers_of, each, formula = dict[str, int](), dict[str, Int](), ""

@@ -1,4 +1,4 @@
-"""What becomes of gradients where parameters are whole: what every engine's program of them has, and what it requests memory of.
+"""What happens to gradients where parameters are whole: what every engine's program of them has, and what it requests memory of.
 
 An engine's program receives gradients in the order of the backward. It requests memory of a course, which notes the most at each
 place (:mod:`zeroplan.engines.deepspeed.course`), or of a log of requests (:mod:`zeroplan.engines.requests`).
@@ -25,7 +25,7 @@ Memory: TypeAlias = Union["Log", "Counts"]
 
 
 class GradientPlan(Protocol):
-    """What becomes of gradients depends on this alone."""
+    """What happens to gradients depends on this alone."""
 
     @property
     def whole(self) -> Row:

@@ -148,7 +148,7 @@ def communicators(mesh: Mesh) -> Int:
 
 @cache
 def outside_beside(groups: int, gpu: str) -> tuple[Outside, ...]:
-    """The same for so many process groups, on a GPU of this name. [bytes]"""
+    """The same for this many process groups, on a GPU of this name. [bytes]"""
     context, communicator = _context(gpu), _communicator(gpu)
     if not groups:
         return (context,)

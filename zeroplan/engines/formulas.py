@@ -12,7 +12,7 @@ from zeroplan.numeric import Int
 
 @lru_cache(maxsize=8192)
 def blocks_sum(letter: str, layers: tuple[int, ...], kinds: tuple[str, ...], outside: str = "") -> str:
-    """Add up what so many blocks of each kind have, and what is ``outside`` them.
+    """Add up what this many blocks of each kind have, and what is ``outside`` them.
 
     >>> blocks_sum("S", (3, 28), ("dense", "moe")), blocks_sum("P", (31,), ("dense",), "P_root"), blocks_sum("S", (0,), ("moe",))
     ('3·S_dense + 28·S_moe', '31·P_dense + P_root', '0')
@@ -23,7 +23,7 @@ def blocks_sum(letter: str, layers: tuple[int, ...], kinds: tuple[str, ...], out
 
 @lru_cache(maxsize=8192)
 def kept_by(layers: tuple[int, ...], kinds: tuple[str, ...]) -> tuple[str, Tag]:
-    """Return the formula and the tag of what so many blocks of each kind keep for their backward.
+    """Return the formula and the tag of what this many blocks of each kind keep for their backward.
 
     >>> formula, tag = kept_by((3, 28), ("dense", "moe"))
     >>> formula, tag.blocks
@@ -53,7 +53,7 @@ def total_formula(formulas: tuple[str, ...]) -> str:
 
 
 def product(width: int, elements: Int) -> str:
-    """Write bytes of an element times a count that no symbol stands for.
+    """Write bytes of an element times a count that no symbol represents.
 
     >>> product(2, 4096), product(4, 0)
     ('2·4096', '0')
@@ -67,7 +67,7 @@ def _product(width: int, elements: int) -> str:
 
 
 def several(*terms: tuple[Int, Int]) -> str:
-    """Write so many of this size, and so many of that; nothing where one is a column.
+    """Write this many of this size, and this many of that; nothing where one is a column.
 
     >>> several((3, 4096), (0, 10), (1, 512)), several((0, 8))
     ('3·4096 + 1·512', '0')

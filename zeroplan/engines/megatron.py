@@ -366,7 +366,7 @@ def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Ba
 
 
 def _elements(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, counts: tuple[int, ...]) -> tuple[Int, Int, Int]:
-    """Parameters of the layers of one pipeline rank, so many of each kind: beside experts, in them, and beside them in matrices."""
+    """Parameters of one pipeline rank's layers, this many of each kind: beside experts, in them, and beside them in matrices."""
     beside: Int = 0
     experts: Int = 0
     matrices: Int = 0

@@ -32,14 +32,14 @@ class MicroBatch(ABC):
 
     @abstractmethod
     def gradient(self, elements: int, reason: str, symbol: str = "") -> Line:
-        """A whole gradient, which ``symbol`` stands for if given."""
+        """A whole gradient, which ``symbol`` represents if given."""
 
     @abstractmethod
     def in_forward(self) -> Lines:
         """What is there in the whole forward."""
 
     def copied_in_forward(self, blocks: int) -> Lines:  # noqa: ARG002  an engine's own answer needs it
-        """What so many blocks have left when the last of them runs forward; with one more than there are, in the loss."""
+        """What this many blocks have left when the last of them runs forward; with one more than there are, in the loss."""
         return ()
 
     @abstractmethod
@@ -168,6 +168,6 @@ class MicroBatch(ABC):
     def sums_by_itself(self, point: BackwardPoint) -> bool:
         """Whether the loss has the head's gradient, and passes it on when its backward is over.
 
-        A loss in chunks adds it up itself, and a fused loss makes it in the forward.
+        A chunked loss adds it up itself, and a fused loss makes it in the forward.
         """
         return self.recipe.loss in ("chunked", "fused") and point.place.at is not At.FINAL_NORM

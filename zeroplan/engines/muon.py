@@ -38,7 +38,7 @@ def updated_by_muon(tensor: "LocalTensor") -> bool:
 
 
 def state_lines(momentum: Int, others: Int, element_bytes: int) -> tuple[Line, Line]:
-    """Return Muon's momentum of so many elements, and AdamW's states of the others. [bytes]"""
+    """Return Muon's momentum of this many elements, and AdamW's states of the others. [bytes]"""
     source = "torch 2.13, torch/optim/_muon.py, _init_group"
     what, rest = "Muon's momentum of the blocks' matrices", "AdamW's momentum and variance of all other tensors"
     adamw, both = "torch 2.13, torch/optim", 2 * element_bytes
@@ -93,7 +93,7 @@ def highest(deeds: tuple[Deed, ...]) -> int:
 
 @lru_cache(maxsize=4096)
 def newton_schulz(rows: int, columns: int, ranks: int, width: int) -> tuple[Deed, ...]:
-    """Return what Muon requests, sends and releases for one matrix, whose elements are so wide, on the first of so many ranks."""
+    """Return what Muon requests, sends and releases for one matrix, whose elements are so wide, on the first of this many ranks."""
     return tuple(_Matrix(rows, columns, ranks).step(width))
 
 

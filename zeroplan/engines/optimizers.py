@@ -157,7 +157,7 @@ def counted(*lines: Line) -> tuple[Symbol, ...]:
 
 
 def implementation(optimizer: Optimizer, impl: OptimizerImpl | None, *, on_host: bool = False) -> OptimizerImpl:
-    """How the step is carried out: what was asked for, or torch's default on CUDA; on the host it goes tensor by tensor.
+    """How the step is carried out: what was requested, or torch's default on CUDA; on the host it goes tensor by tensor.
 
     Raises SpecError where the optimizer has no such implementation. Source: torch 2.13, ``_default_to_fused_or_foreach`` and
     each optimizer's functional entry point.
@@ -204,7 +204,7 @@ def check_on_dtensors(optimizer: Optimizer, impl: OptimizerImpl) -> None:
 
 
 def implementation_of(recipe: RecipeSpec) -> OptimizerImpl:
-    """How the optimizer steps under this recipe: what was asked for, or the engine's default.
+    """How the optimizer steps under this recipe: what was requested, or the engine's default.
 
     Raises SpecError where the engine cannot run it.
 
@@ -350,7 +350,7 @@ def _updated(tensors: Sequence[LocalTensor]) -> Int:
 
 
 def step_counters(optimizer: Optimizer, impl: OptimizerImpl, count: Int) -> tuple[Line, ...]:
-    """Return what counts the steps of so many tensors, where that is on the GPU. [bytes]
+    """Return what counts the steps of this many tensors, where that is on the GPU. [bytes]
 
     >>> [line.n_bytes for line in step_counters("adamw", "fused", 3)], step_counters("adamw", "foreach", 3)
     ([12], ())

@@ -130,7 +130,7 @@ def _last_of_each_kind(model: ModelSpec) -> tuple[tuple[int, tuple[int, ...]], .
 
 
 def _activations(recipe: RecipeSpec, kept: tuple[tuple[BlockRun, Lines], ...], layers: tuple[int, ...] | None = None) -> Line:
-    """What blocks keep, so many of each run, or all."""
+    """What blocks keep, this many of each run, or all."""
     layers = layers or tuple(run.layers for run, _ in kept)
     n_bytes: Int = 0
     for count, (_, lines) in zip(layers, kept, strict=True):

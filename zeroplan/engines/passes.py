@@ -186,7 +186,7 @@ def checkpoint_beside(run: RunPass) -> tuple[Line, ...]:
 
 
 def shared_at(these: Passes, block: Int) -> tuple[Line, ...]:
-    """Return what blocks share, in the backward of a block, or of the embedding (-1), where lines of nothing stand for tables."""
+    """Return what blocks share, in the backward of a block, or of the embedding (-1), where lines of nothing represent tables."""
     if isinstance(block, int):
         gone = (line._replace(n_bytes=0, formula="0") for line in these.head.with_blocks)
         return these.head.shared if block >= 0 else (*these.head.at_embedding, *gone)

@@ -51,11 +51,11 @@ def taken_bytes(freed: Iterable[int], asked: Iterable[int]) -> int:
 
 
 def beyond(n_bytes: Int) -> Line:
-    """Return what pinned tensors take beyond their own sizes, which the caller's symbol ``H_p`` stands for. [bytes]"""
+    """Return what pinned tensors take beyond their own sizes, which the caller's symbol ``H_p`` represents. [bytes]"""
     reason = "pinned memory beyond the tensors in it: rounded up to powers of two, and blocks kept for reuse"
     return Line(Kind.WORKSPACE, n_bytes, reason, "1·H_p", PINNED)
 
 
 def beyond_symbol(n_bytes: Int) -> Symbol:
-    """Return what the formula of :func:`beyond` stands for."""
+    """Return what the formula of :func:`beyond` represents."""
     return Symbol("H_p", n_bytes, "bytes that torch's allocator of pinned memory takes beyond the tensors in it")

@@ -31,7 +31,7 @@ class Position(NamedTuple):
 
 @lru_cache(maxsize=256)
 def walk(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Position, ...]:
-    """Return the corners and their neighbours, first to last: what a program runs through in place of all layers.
+    """Return the corners and their neighbours, first to last: what a program runs through instead of all layers.
 
     A layer meets what the layer before it left, so a program runs the neighbours too, without looking for a maximum there.
 
@@ -52,7 +52,7 @@ def walk(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Positio
 def corners(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Position, ...]:
     """Return the layers at which a quantity that is linear between them can be largest, first to last.
 
-    Where only the first so many blocks are recomputed, those and the others have corners of their own.
+    Where only the first this many blocks are recomputed, those and the others have corners of their own.
 
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=9, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)

@@ -1,6 +1,6 @@
 """Optimizers of other packages: what each keeps of a tensor, and what its step takes.
 
-A state is so many bytes for each of what a tensor has: elements, rows, blocks of 256. bitsandbytes keeps fp32 or 8 bits whatever
+A state is this many bytes for each of what a tensor has: elements, rows, blocks of 256. bitsandbytes keeps fp32 or 8 bits whatever
 the tensor's dtype; the others keep the tensor's dtype where they do not quantise.
 """
 
@@ -37,9 +37,9 @@ class Published(NamedTuple):
     states: tuple[Held, ...]
     source: str
     words: str
-    """What one parameter costs in state, for a reader, where ``dtype`` of so many bytes ``w`` is that of the parameter."""
+    """What one parameter costs in state, for a reader, where ``dtype`` of this many bytes ``w`` is that of the parameter."""
     scratch: Callable[["LocalTensor", Int, int], Int] | None = None
-    """What the step of one tensor takes, whose elements are so wide, after one of so many elements. [bytes]"""
+    """What the step of one tensor takes, whose elements are so wide, after one of this many elements. [bytes]"""
     scratch_source: str = ""
     tables: int = 0
     """Tables that are there once where anything is quantised. [bytes]"""
@@ -130,7 +130,7 @@ _PAGES = (
 
 
 def _quantised(block: int, *, unit: int = 1, otherwise: bool = False) -> Counting:
-    """Elements of a tensor that torchao quantises, in units of so many; or of one that it does not."""
+    """Elements of a tensor that torchao quantises, in units of this many; or of one that it does not."""
 
     def counted(tensor: "LocalTensor") -> Int:
         is_quantised = (tensor.numel >= _SMALLEST) & (tensor.numel % block == 0)
@@ -214,7 +214,7 @@ def _not_projected(tensor: "LocalTensor") -> Int:
 def _of_apollo(tensor: "LocalTensor", before: Int, width: int) -> Int:
     """Of a projected matrix: the scaled gradient twice, and its projection, denominators and quotients.
 
-    Every 200 steps the projection is made anew, in fp32, from a copy of the gradient in fp32. Tensors that are not projected have
+    Every 200 steps the projection is made again, in fp32, from a copy of the gradient in fp32. Tensors that are not projected have
     denominators and quotients, of the one before, too.
     """
     if not _matrix(tensor):

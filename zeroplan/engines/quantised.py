@@ -131,7 +131,7 @@ def _packed(parameters: tuple[Parameter, ...], element_bytes: int, group_size: i
 
 
 def _groups(one: Parameter, size: int) -> int:
-    """Groups of a weight in GPTQ's four bits: of so many inputs for each output."""
+    """Groups of a weight in GPTQ's four bits: of this many inputs for each output."""
     outputs, inputs = one.shape
     return outputs * (1 if size == -1 else ceil_div(inputs, size))
 

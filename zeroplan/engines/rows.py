@@ -178,7 +178,7 @@ def _as_registered(model: ModelSpec, flat: list[tuple[int, Parameter]]) -> list[
 
 
 def _as_handed_on(model: ModelSpec, placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
-    """The reverse of the order in which gradients are handed on, as its trace saw it."""
+    """The reverse of the order in which gradients are passed on, as its trace saw it."""
     from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
 
     profile = profile_of(model)

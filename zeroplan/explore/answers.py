@@ -224,7 +224,7 @@ def request_of(said: Mapping[str, str]) -> Request:
 
 
 def _of_content(values: dict[str, object]) -> dict[str, object]:
-    """Return the values with the content of a config.json in place of a model's name. The page reads no file of this machine."""
+    """Return the values with the content of a config.json instead of a model's name. The page reads no file of this machine."""
     if not is_content(str(values["config"])):
         raise SpecError(f"{_label('config')} is not the content of a config.json, which begins with {{")
     return {name: value for name, value in values.items() if name != "model"}

@@ -69,7 +69,7 @@ def _answers(resolved: Resolved, command: str) -> dict[int, object]:
 
 
 def _command_at(command: str, job: JobSpec) -> str:
-    """Return a command with this job's stage and engine in place of its own.
+    """Return a command with this job's stage and engine instead of its own.
 
     >>> from zeroplan import job
     >>> _command_at("zeroplan estimate --model gpt2 --stage 3 --gpus 2", job(model="gpt2", gpus=2, stage=0))

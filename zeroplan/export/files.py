@@ -168,7 +168,7 @@ def _fsdp2(job: JobSpec) -> Export:
 
 
 def _torchtitan(job: JobSpec) -> Export:
-    """Return torchtitan's files in both forms; only 0.3 has a loss in chunks."""
+    """Return torchtitan's files in both forms; only 0.3 has a chunked loss."""
     launch = f"torchrun {_ranks(job)}-m torchtitan.train --module {TORCHTITAN_MODULE} --config planned"
     files = [File(f"{TORCHTITAN_MODULE}.py", torchtitan.torchtitan_function(job, launch))]
     notes = ["torchtitan's own modules, with FlexAttention, save a little more or less than transformers', which are counted"]

@@ -1,7 +1,7 @@
 """Finds the best layout that fits, and why it is the best.
 
 The search covers what the memory model covers: engines and stages, replicas, tensor, context, pipeline and expert parallelism,
-recomputation, micro-batches, optimizer implementations, the loss in chunks, offload.
+recomputation, micro-batches, optimizer implementations, the chunked loss, offload.
 """
 
 from zeroplan.planner.choose import plan, time_of

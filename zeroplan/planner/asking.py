@@ -55,7 +55,7 @@ class Question(NamedTuple):
 
 
 def with_setup_defaults(request: Request) -> tuple[Request, tuple[str, ...]]:
-    """Return the request with the values of the set-up that it names, and notes about these. The search decides defaults."""
+    """Return the request with the values of the configuration that it names, and notes about these. The search decides defaults."""
     found = with_setup(request)
     if found.deepspeed is not None:
         raise SpecError(

@@ -184,7 +184,7 @@ def _best(answers: _Field) -> Best:
 
 
 def _rankings(answers: _Field) -> Iterator[Ranked]:
-    """Yield the quickest layout that is kept, and of those nearly as quick the one that needs the least memory."""
+    """Yield the fastest layout that is kept, and of those nearly as fast the one that needs the least memory."""
     layouts, kept = answers.layouts, answers.kept
     rates = np.where(kept, layouts.tokens_per_s, 0.0)
     order = ordered(layouts, "throughput", float(rates.max()))

@@ -114,7 +114,7 @@ def _fewest_of(
 
 
 def _states_are_too_large(gpus: int, base: JobSpec, fixed: Fixed) -> bool:
-    """Whether parameters and optimizer states do not fit so many GPUs that share all of them, which no layout holds less of.
+    """Whether parameters and optimizer states do not fit this many GPUs that share all of them, which no layout holds less of.
 
     FSDP2 shares them out by rows, so that its largest share is up to 2 % above an equal one.
     """
@@ -132,7 +132,7 @@ def _states_are_too_large(gpus: int, base: JobSpec, fixed: Fixed) -> bool:
 
 
 def _may_fit(gpus: int, base: JobSpec, fixed: Fixed, inexpressible: Inexpressible | None) -> bool:
-    """Whether the smallest layouts fit so many GPUs to the last byte. Unlike a plan, this computes no times."""
+    """Whether the smallest layouts fit this many GPUs to the last byte. Unlike a plan, this computes no times."""
     there, offload = replace(base, mesh=MeshSpec(dp_shard=gpus)), _without_offload(base, fixed) is not fixed
     rooms = (Room(tight=True), Room(offload=True, tight=True)) if offload else (Room(tight=True),)
     with remembering():

@@ -20,7 +20,7 @@ FORMATS: tuple[Format, ...] = ("text", "json", "junit", "github")
 
 
 class Checked(NamedTuple):
-    """One file: what came of its job, in one line, and its figures where there is a job. [bytes]"""
+    """One file: the result of its job, in one line, and its figures where there is a job. [bytes]"""
 
     file: str
     outcome: Outcome
@@ -59,7 +59,7 @@ class Beside(NamedTuple):
 
 
 def loop_beside(job: JobSpec, loop: Mapping[str, object]) -> Beside | None:
-    """Return what comes of the loop that a file makes a job a part of; None where it is a job of its own."""
+    """Return the result of the loop that a file makes a job a part of; None where it is a job of its own."""
     if not loop:
         return None
     from zeroplan.report.workflow import verdict_of  # noqa: PLC0415  few files have a loop

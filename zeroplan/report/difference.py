@@ -45,7 +45,7 @@ def named(row: Changed) -> str:
 
 
 def _shortened(row: Changed, room: int) -> str:
-    """A row's name for so many columns: where kind and tensor are too long, the tensor, and of that the beginning."""
+    """A row's name for this many columns: where kind and tensor are too long, the tensor, and of that the beginning."""
     name = named(row) if len(named(row)) < room else row.what or row.kind
     return _cut(name, room - 1)
 
@@ -103,7 +103,7 @@ def _spaced(parts: Sequence[Sequence[str]], gaps: int) -> str:
 
 
 def _at_most(lines: list[str], most: int) -> list[str]:
-    """The lines, the last of so many with the sign that there is more."""
+    """The lines, the last of this many with the sign that there is more."""
     return lines if len(lines) <= most else [*lines[: most - 1], f"{lines[most - 1][: COLUMNS - 2]} …"]
 
 

@@ -248,7 +248,7 @@ def _assumed_values(found: DryRun, most: int | None) -> Iterator[str]:
 
 
 def _replaced_code(found: DryRun, *, verbose: bool) -> Iterator[str]:
-    """Yield library code that a replacement stood in for: the names, or with the replacement."""
+    """Yield library code that a replacement replaced: the names, or with the replacement."""
     if not found.stood_in:
         return
     if not verbose:

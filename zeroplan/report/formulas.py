@@ -1,4 +1,4 @@
-"""A line's formula with the job's numbers in place of its symbols."""
+"""A line's formula with the job's numbers instead of its symbols."""
 
 import re
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ def symbols_of(formulas: Iterable[str]) -> set[str]:
 
 
 def with_numbers(formula: str, answer: Estimate) -> str:
-    """Return a formula with numbers in place of symbols: ``4·P/N`` becomes ``4·6738415616/8``."""
+    """Return a formula with numbers instead of symbols: ``4·P/N`` becomes ``4·6738415616/8``."""
     values = answer.legend
 
     def number(match: re.Match[str]) -> str:

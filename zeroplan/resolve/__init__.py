@@ -148,7 +148,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
 
 
 def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
-    """Return the request with the values of the set-up file that it names. Values beside the file must be the same.
+    """Return the request with the values of the configuration file that it names. Values beside the file must be the same.
 
     Raises SpecError in one line for an invalid file, for what is not modelled, or for a flag that contradicts it.
     """
@@ -162,7 +162,7 @@ def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
 
 
 def _with_program_of_setup(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
-    """Return the job with the modules and units of a set-up's own program, if they are modelled, and notes."""
+    """Return the job with the modules and units of a configuration's own program, if they are modelled, and notes."""
     if read.own is None and not read.own_units:
         return complete, ()
     from zeroplan.resolve.set_up import by_its_own_modules, by_its_own_units  # noqa: PLC0415  only a set-up pays for it
@@ -184,7 +184,7 @@ def _with_deepspeed_config(found: SetupRead, model: ModelSpec, chosen: Sequence[
 
 
 def recipe_of(request: Request, *, chosen: Sequence[str] = ()) -> RecipeSpec:
-    """Return the recipe of a request with its set-up and DeepSpeed configuration, for any model.
+    """Return the recipe of a request with its configuration and DeepSpeed configuration, for any model.
 
     Sizes that DeepSpeed's ``auto`` takes from the model are those of another model. Raises what :func:`resolve` raises.
     """

@@ -116,7 +116,7 @@ class _Parts:
 
 
 def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Return the sequences of each of so many parts of about the same work, by Karmarkar and Karp's differencing.
+    """Return the sequences of each of this many parts of about the same work, by Karmarkar and Karp's differencing.
 
     Source: verl 0.9.1, utils/seqlen_balancing.py, ``karmarkar_karp`` of ``calculate_workload``.
     """

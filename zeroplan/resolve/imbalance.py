@@ -18,7 +18,7 @@ _CAPACITY: Final = 1.25
 
 
 def imbalance_of(said: str | float, *, experts: int, ranks: int) -> tuple[float, str]:
-    """Return what comes to the fullest of so many ranks, beside the mean, and a note; raises SpecError for what is no load.
+    """Return what comes to the fullest of this many ranks, beside the mean, and a note; raises SpecError for what is no load.
 
     A file has a number for each expert, in one line per layer, or one per line for all layers.
 

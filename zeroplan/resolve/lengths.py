@@ -50,7 +50,7 @@ class Longest(NamedTuple):
     """Sequences of a padded micro-batch; 1 without padding."""
 
     def within(self, percent: int) -> int:
-        """Tokens of one sequence of the micro-batch that the longest is within, in so many of a hundred orders."""
+        """Tokens of one sequence of the micro-batch that the longest is within, in this many of a hundred orders."""
         return self.found[min(len(self.found) - 1, percent * len(self.found) // 100)] // self.sequences
 
 
@@ -115,7 +115,7 @@ def _no_length(record: dict[str, object], field: str) -> str:
 
 
 def longest_of(lengths: Lognormal | Drawn, *, cut: int, micro_batch: int, padding_free: bool) -> Longest:
-    """Return the longest micro-batch of each order drawn; sequences are cut at so many tokens. A last, smaller one counts too.
+    """Return the longest micro-batch of each order drawn; sequences are cut at this many tokens. A last, smaller one counts too.
 
     Padding makes all sequences of a micro-batch as long as its longest; without it they are joined.
     """

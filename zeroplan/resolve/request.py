@@ -347,7 +347,7 @@ class Request(Spec):
     """The config.json fetched for ``model``; the command line and :func:`zeroplan.job` fill it in."""
 
     def overridden_by(self, other: "Request") -> "Request":
-        """Return this request with the values of ``other`` in place of its own; another model replaces the whole model."""
+        """Return this request with the values of ``other`` instead of its own; another model replaces the whole model."""
         said = {field.name: value for field in fields(other) if (value := getattr(other, field.name)) is not None}
         own = replace(self, longest_seq_len=None) if "seq_len" in said else self  # every sequence has this length then
         base = replace(own, **dict.fromkeys((*WAYS_TO_NAME, "treat_as", "fetched"))) if said.keys() & set(WAYS_TO_NAME) else own
@@ -371,9 +371,9 @@ def request_of(complete: JobSpec) -> Request:
 
 
 class SetupRead(NamedTuple):
-    """A request with the values of a set-up.
+    """A request with the values of a configuration.
 
-    ``filled`` holds unless DeepSpeed's own configuration, which the set-up may name, contains another value.
+    ``filled`` holds unless DeepSpeed's own configuration, which the configuration may name, contains another value.
     """
 
     request: Request

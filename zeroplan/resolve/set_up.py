@@ -1,4 +1,4 @@
-"""Reads another program's set-up into a request, and checks that it agrees with other flags."""
+"""Reads another program's configuration into a request, and checks that it agrees with other flags."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace

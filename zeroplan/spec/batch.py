@@ -43,7 +43,7 @@ class Columns(NamedTuple):
 
 
 def of_a_rank(batch: Batch, ranks: int) -> Batch:
-    """Return one rank's share of the batch, where so many ranks share every sequence.
+    """Return one rank's share of the batch, where this many ranks share every sequence.
 
     >>> of_a_rank(BatchSpec(seq_len=8192), 4).seq_len
     2048

@@ -1,4 +1,4 @@
-"""What the closed form of Megatron-Core takes, and what it refuses: with Megatron-LM's own rules where that refuses it too."""
+"""What the closed formula of Megatron-Core takes, and what it refuses: with Megatron-LM's own rules where that refuses it too."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SCHEDULES = (None, "1f1b", "interleaved-1f1b")
 
 
 def chunks_of(layers: int, parts: int, by_hand: tuple[int, ...] | None = None) -> tuple[Stage, ...]:
-    """Cut so many layers into chunks: by hand, or evenly, or else with embedding and loss as a layer each, the first ones larger.
+    """Cut this many layers into chunks: by hand, or evenly, or else with embedding and loss as a layer each, the first ones larger.
 
     Source: Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, get_num_layers_to_build; its layouts
     (``--pipeline-model-parallel-layout``) can say every cut, and a chunk without a layer.
@@ -48,7 +48,7 @@ def layers_of_layout(text: str) -> tuple[int, ...]:
 
 
 def cut_flags(chunks: tuple[Stage, ...], predictions: int = 0) -> tuple[str, ...]:
-    """Return Megatron-LM's arguments for this cut, with so many modules for multi-token prediction; none where it is even.
+    """Return Megatron-LM's arguments for this cut, with this many modules for multi-token prediction; none where it is even.
 
     >>> cut_flags(chunks_of(6, 2)), cut_flags(chunks_of(5, 2)), cut_flags(chunks_of(14, 4))[0]
     ((), ('--pipeline-model-parallel-layout Ettt|ttL',), '--account-for-embedding-in-pipeline-split')

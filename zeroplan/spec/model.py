@@ -120,7 +120,7 @@ class _Handler(Protocol):
 
 
 def as_scorer(model: "ModelSpec", rows: int | None) -> "ModelSpec":
-    """Return the model with so many outputs of its head, which no embedding shares; itself for None."""
+    """Return the model with this many outputs of its head, which no embedding shares; itself for None."""
     return model if rows is None else replace(model, head_rows=rows, tie_word_embeddings=False)
 
 
@@ -179,7 +179,7 @@ class ModelSpec(Spec):
     unplaced_parameters: Annotated[int, Range(0, 10**15)] = 0
     """Parameters that an inferred shape does not cover: one vector beside the embeddings."""
     profile: Profiled | None = None
-    """A traced module in place of a family's formulas; the other sizes are then unused."""
+    """A traced module instead of a family's formulas; the other sizes are then unused."""
     adapter: AdapterSpec | None = None
     """Trained low-rank adapters beside frozen weights; None: no adapters."""
     frozen: FrozenSpec | None = None

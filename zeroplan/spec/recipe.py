@@ -211,7 +211,7 @@ class MegatronOptions(Spec):
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
     """``--exp-avg-sq-dtype`` of that optimizer."""
     num_distributed_optimizer_instances: Degree = 1
-    """``--num-distributed-optimizer-instances``: so many groups of data-parallel ranks each share out the optimizer."""
+    """``--num-distributed-optimizer-instances``: this many groups of data-parallel ranks each share out the optimizer."""
     make_vocab_size_divisible_by: Count = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel ranks."""
     swiglu: bool | None = None
@@ -252,7 +252,7 @@ class MegatronOptions(Spec):
     """``--mamba-num-heads``. ``None``: as many as make twice the hidden width."""
 
     def expert_ways(self, tp: int) -> int:
-        """Return how many ranks split every expert, of so many tensor-parallel ranks (Megatron-LM, arguments.py, validate_args)."""
+        """Return how many of ``tp`` ranks split every expert (Megatron-LM, arguments.py, validate_args)."""
         return self.expert_tensor_parallel_size or tp
 
     def check_rules(self) -> None:
@@ -434,7 +434,7 @@ class RecipeSpec(Spec):
     megatron: MegatronOptions = MegatronOptions()
     """Megatron-LM's own options."""
     reentrant: bool | None = None
-    """Checkpoints are reentrant: each holds its block's output while the block goes backward (engine ddp). ``None``: as
+    """Checkpoints are reentrant: each holds its block's output while the block runs its backward (engine ddp). ``None``: as
     transformers makes them, reentrant before 5.0."""
     fused_kernels: str | None = None
     """Operators that Unsloth's Triton kernels replace, as fms-acceleration installs them, separated by commas: ``cross-entropy``

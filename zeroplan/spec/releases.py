@@ -23,7 +23,7 @@ class Release(NamedTuple):
     """
 
     wide_logits: bool = False
-    """The model returns its logits in fp32, and lets go of those in 16 bits (before 4.46)."""
+    """The model returns its logits in fp32, and releases those in 16 bits (before 4.46)."""
     shifts_logits: bool = False
     """The loss copies the logits without the last token of each sequence (before 4.49); later ones shift the labels alone."""
     repeats_keys: bool = False
@@ -39,7 +39,7 @@ class Release(NamedTuple):
     loops_over_experts: bool = False
     """Mixtral's experts are layers of their own, which run one after the other (read up to 4.48)."""
     reentrant: bool = False
-    """``gradient_checkpointing_enable`` makes reentrant checkpoints, which hold a block's output while it goes backward
+    """``gradient_checkpointing_enable`` makes reentrant checkpoints, which hold a block's output while it runs its backward
     (before 5.0, modeling_utils.py)."""
     masks_all: bool = False
     """It gets a mask wherever the model gets none and caches no keys (4.54 to 4.57), so that a kernel that takes masks runs.

@@ -26,9 +26,9 @@ class Efficiency(NamedTuple):
     source: str
     stepping: float | None = None
     """Share of the memory's bandwidth in the optimizer's step, at most all of it, if measured apart; the CPU's launches there
-    are as much quicker."""
+    are as much faster."""
     launching: float = 1.0
-    """How much quicker the CPU launches than the one that was measured."""
+    """How much faster the CPU launches than the one that was measured."""
 
     def scaled(self, factor: float, *, stepping: float) -> "Efficiency":
         """Return the shares times a factor, and the optimizer's share times another; no bandwidth beyond the data sheet."""

@@ -1,7 +1,7 @@
 """How long the CPU needs to launch the kernels of a micro-batch: a step of small kernels waits for it.
 
 The CPU runs ahead of the GPU, so a pass takes as long as the slower of the two. The times are those of one host, whose CPU takes
-7.2 us for the plainest launch (tests/on_gpus/records/h100-operators.csv); another CPU may be twice as quick. Leaves out DTensor's
+7.2 us for the plainest launch (tests/on_gpus/records/h100-operators.csv); another CPU may be twice as fast. Leaves out DTensor's
 own work under tensor parallelism, CUDA graphs, and the optimizer's step.
 """
 
@@ -51,7 +51,7 @@ class Launching(NamedTuple):
 def launching(one: Launched, recipe: RecipeSpec, kernels: StepKernels, quicker: float, *, again: float) -> Launching:
     """Return the CPU's time of a micro-batch. [s]
 
-    ``again``: the share of blocks that are recomputed; ``quicker``: by how much the CPU is quicker than the one that was measured.
+    ``again``: the share of blocks that are recomputed; ``quicker``: by how much the CPU is faster than the one that was measured.
     """
     per_kernel, seen = _KERNEL_S[kernels], _SEEN_S if recipe.recompute == "selective" and recipe.engine != "megatron" else 0.0
     sharded = recipe.engine != "deepspeed" or recipe.zero_stage == 3

@@ -47,7 +47,7 @@ class Links(NamedTuple):
     """Each pair of a node's GPUs has links of its own, which no other can use."""
 
     def bytes_per_s_among(self, ranks: Int) -> Float:
-        """Return the rate of one of so many ranks of a node to the others. [bytes/s]"""
+        """Return the rate of one of this many ranks of a node to the others. [bytes/s]"""
         if not self.in_pairs:
             return self.node_bytes_per_s
         return self.node_bytes_per_s * maximum(1, minimum(ranks, self.per_node) - 1) / (self.per_node - 1)

@@ -314,7 +314,7 @@ def _ring_attention(calls: tuple[Collective, ...], case: _Case, machine: _Machin
 
 
 def _to_experts(calls: tuple[Collective, ...], case: _Case, machine: _Machine, passes: _Passes) -> Part:
-    """Return waits for exchanges of tokens. With the overlap they run beside another micro-batch's passes, but for the first's."""
+    """Return waits for exchanges of tokens. With the overlap they run beside another micro-batch's passes, except the first's."""
     exchanges = (call for call in calls if call.operation == "all_to_all")
     takes = together(seconds(call, neighbours(call.group, machine.here.per_node), machine.here) for call in exchanges)
     if not (case.recipe.megatron.overlap_moe_expert_parallel_comm or machine.rates.running.expert_overlap):

@@ -123,7 +123,7 @@ def group_of(call: Collective, recipe: RecipeSpec, mesh: Mesh, here: Links) -> G
 
 
 def _time(call: Collective, group: Group, model: ModelSpec, recipe: RecipeSpec, here: Links) -> Float:
-    """Return the time of a collective. DDP's one line stands for all buckets, each of which is a call."""
+    """Return the time of a collective. DDP's one line represents all buckets, each of which is a call."""
     if recipe.engine == "ddp" and call.operation == "all_reduce":
         buckets = len(_buckets(model, recipe))
         return seconds(call._replace(calls=buckets * call.calls, n_bytes=call.n_bytes // buckets), group, here)

@@ -152,7 +152,7 @@ def cudnn_forward(tokens: float) -> float:
 
 
 def link_share(table: str, operation: str, ranks: int, call_bytes: Int) -> Float:
-    """Return the share of a node's links that a collective of so many ranks reaches, from the bytes that one GPU sends in a ring.
+    """Return the share of a node's links that a collective of this many ranks reaches, from the bytes that one GPU sends in a ring.
 
     NVSwitch's sums (NVLS) are in it where the source's NCCL used them: all-reduces on eight H100 or B200 send less than a ring.
 

@@ -143,7 +143,7 @@ def multiplying(products: tuple[Product, ...]) -> Moved:
 
 
 def core_of(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, ranks: Ranks, layers: float) -> Core:
-    """Return the attention of so many layers on one rank."""
+    """Return the attention of this many layers on one rank."""
     eager, seq_len = recipe.attention == "eager", 1.0 * batch.seq_len
     tokens = batch.micro_batch_size * seq_len / ranks.cp
     keys = seq_len if eager else (seq_len + 1) / 2.0

@@ -135,7 +135,7 @@ class BlockPass(NamedTuple):
       ``checkpoint`` of blocks 0..i-1, plus ``checkpoint_in_backward``, plus ``p.lines``. The recomputation itself is never
       higher than the highest point. ``checkpoint_in_backward`` is the block's input, or nothing where the first norm saves
       that tensor itself, so that ``p.lines`` contains it;
-    - under selective recomputation, as under full with ``selective`` in place of ``checkpoint`` and of blocks 0..i-1 only.
+    - under selective recomputation, as under full with ``selective`` instead of ``checkpoint`` and of blocks 0..i-1 only.
 
     A backward adds the weight gradients that p counts, and under autocast ``p.live_casts`` and the ``cast_elements`` of blocks
     0..i-1, at 2 bytes. A forward adds the ``cast_elements`` of blocks 0..i, also under recomputation: autocast drops its copies

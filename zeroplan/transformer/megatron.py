@@ -51,7 +51,7 @@ Places = tuple[int, ...]
 
 
 class Symbolic(NamedTuple):
-    """What a name in a layer's formulas stands for, and its number."""
+    """What a name in a layer's formulas represents, and its number."""
 
     name: str
     value: Int
@@ -78,7 +78,7 @@ class _Moment(NamedTuple):
 
 
 class _Again(NamedTuple):
-    """Tensors that selective recomputation lets go of, and the operators at whose backward it has made them again."""
+    """Tensors that selective recomputation releases, and the operators at whose backward it has made them again."""
 
     tensors: tuple[str, ...]
     """How their reasons begin."""
@@ -203,7 +203,7 @@ class Layers(NamedTuple):
     kinds: dict[str, Layer]
 
     def value(self, name: str) -> Int:
-        """The number that a symbol stands for."""
+        """The number that a symbol represents."""
         return next(one.value for one in self.symbols if one.name == name)
 
 
@@ -493,7 +493,7 @@ def _formula(sizes: tuple[Size, ...]) -> str:
 
 
 class _Sizes:
-    """What sizes come to, each worked out once."""
+    """What sizes come to, each computed once."""
 
     def __init__(self, values: Values) -> None:
         """Take the value of every symbol."""

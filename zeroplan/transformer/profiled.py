@@ -1,4 +1,4 @@
-"""Parameters, blocks and head of a traced module, from its profile in place of a family's formulas."""
+"""Parameters, blocks and head of a traced module, from its profile instead of a family's formulas."""
 
 from functools import lru_cache
 from itertools import groupby

@@ -1,4 +1,4 @@
-"""A published closed form of activations: Korthikanti et al. 2022.
+"""A published closed formula of activations: Korthikanti et al. 2022.
 
 Independent of the tensor-by-tensor account in ``activations``: 16-bit activations, one-byte dropout masks, scores kept,
 an ungated MLP of four times the hidden width, and embeddings, final norm and logits left out.
@@ -17,7 +17,7 @@ KORTHIKANTI = "Korthikanti et al. 2022, arXiv:2205.05198"
 def megatron_layer_lines(
     model: ModelSpec, mesh: Mesh, batch: Batch, *, sequence_parallel: bool, recompute: Recompute
 ) -> tuple[Line, ...]:
-    """Return what one layer of ``model`` keeps on one rank by Korthikanti's closed form. [bytes]
+    """Return what one layer of ``model`` keeps on one rank by Korthikanti's closed formula. [bytes]
 
     The form is that of a GPT-3 layer: it ignores the model's own MLP width, grouped heads and gating. Each line is rounded up, so
     that their sum can be a byte or two above the form where ``tp`` does not divide.

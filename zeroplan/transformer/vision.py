@@ -137,7 +137,7 @@ def _block(vision: VisionSpec) -> Parameters:
 def tower_block(model: ModelSpec, vision: VisionSpec, compute: Compute, batch: Batch) -> BlockPass:
     """Return the memory of one block of the tower in a pass over the images of a micro-batch.
 
-    Where blocks are recomputed, the output of the patch embedding gets a gradient, so that a frozen tower goes backward, too:
+    Where blocks are recomputed, the output of the patch embedding gets a gradient, so that a frozen tower runs its backward, too:
     transformers 5.23, modeling_utils.py, ``enable_input_require_grads``.
     """
     from zeroplan.transformer.families.vision import tower_pass  # noqa: PLC0415  only models with a tower need it

@@ -70,7 +70,7 @@ def _of_the_head(answer: Estimate, beside: tuple[Line, ...]) -> Moment:
 def held_after_forward(answer: Estimate) -> tuple[Line, ...]:
     """What is alive between the forward and the backward of a training step: states, and what is saved. [bytes]
 
-    It is there at the loss's moment of the forward, and again when the loss goes backward, of whose moments one shares most.
+    It is there at the loss's moment of the forward, and again when the loss runs its backward, of whose moments one shares most.
     """
     moments = answer.engine_moments
     at = next(at for at, one in enumerate(moments) if one.of_forward and one.phase is Phase.LOSS)

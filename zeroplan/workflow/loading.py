@@ -87,7 +87,7 @@ def saving(answer: Estimate, resident: tuple[Line, ...], *, full: bool) -> LoopP
 
 
 def host(answer: Estimate, *, beside: int, efficient: bool, full: bool) -> Iterator[HostUse]:
-    """Yield what a node's host memory holds while a model and so many parameters ``beside`` it are loaded, and at a checkpoint.
+    """Yield what a node's host memory holds while a model and this many parameters ``beside`` it are loaded, and at a checkpoint.
 
     [bytes]
     """

@@ -1,1 +1,1 @@
-"""Others' set-ups as files: which kind a file is, and what it says of a job."""
+"""Others' configurations as files: which kind a file is, and what it says of a job."""

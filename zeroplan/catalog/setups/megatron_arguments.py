@@ -231,7 +231,7 @@ def _is_swift(table: Table) -> bool:
 
 
 def _adapter(reading: Reading) -> None:
-    """Adapters of ms-swift's ``megatron sft``; the job that has them is refused, unless another engine is asked for."""
+    """Adapters of ms-swift's ``megatron sft``; the job that has them is refused, unless another engine is requested."""
     table = reading.table
     if str(table.data.get("tuner_type") or table.data.get("train_type") or "full") == "full":
         return

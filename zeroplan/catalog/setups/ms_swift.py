@@ -124,7 +124,7 @@ def _is_like(key: str, patterns: str) -> bool:
 
 
 def _made(whole: Table) -> dict[str, object]:
-    """TrainingArguments in the place of its own keys."""
+    """TrainingArguments instead of its own keys."""
     tuner = whole.text("tuner_type") or whole.text("train_type") or "lora"
     if tuner not in ("full", "lora"):
         raise whole.refused("tuner_type" if "tuner_type" in whole.data else "train_type", "lora and full are modelled")

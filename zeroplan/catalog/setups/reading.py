@@ -1,4 +1,4 @@
-"""Which kind of set-up is a file, and what does it say of a job?"""
+"""Which kind of configuration is a file, and what does it say of a job?"""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -62,7 +62,7 @@ def name_of(kind: Kind) -> str:
 
 
 def is_setup(path: Path) -> bool:
-    """Whether a file is a set-up of another program's rather than a job file; one that cannot be read is refused."""
+    """Whether a file is a configuration of another program's rather than a job file; one that cannot be read is refused."""
     what = f"file {str(path)!r}"
     text = read_text(path, what="file")
     if is_script(text, path):
@@ -108,9 +108,9 @@ def _own_words(data: Mapping[str, object]) -> Kind | None:
 
 
 def read_setup(path: Path, *, gpus: int | None) -> Setup:
-    """Read a set-up; raises SpecError in one line for what is none, or is not modelled.
+    """Read a configuration; raises SpecError in one line for what is none, or is not modelled.
 
-    ``gpus`` is how many GPUs are asked for beside it: some files do not say.
+    ``gpus`` is how many GPUs are requested beside it: some files do not say.
     """
     what = f"set-up {str(path)!r}"
     text = read_text(path, what="set-up")
@@ -213,7 +213,7 @@ def overridden(data: Mapping[str, object], over: Mapping[str, object]) -> dict[s
 
 
 def _beside_accelerate(setup: Setup, file: Path, gpus: int | None) -> Setup:
-    """Return the set-up of a script that accelerate launches with a file of its own, which says engine, stage and GPUs."""
+    """Return the configuration of a script that accelerate launches with a file of its own, which says engine, stage and GPUs."""
     other = read_setup(file, gpus=gpus)
     engine = {
         key: told for key, told in other.flags.items() if key in setup.flags and (setup.flags[key].filled or not told.filled)
@@ -242,7 +242,7 @@ def _kind(data: Mapping[str, object], what: str) -> Kind:
 
 
 def named_file(named: str, folder: Path, where: str) -> Path:
-    """A file that a set-up names: from where one stands, as its program looks, or beside the set-up."""
+    """A file that a configuration names: from where one stands, as its program looks, or beside the configuration."""
     path = Path(named)
     try:
         above = [*([folder] if path.is_absolute() else []), folder, *list(folder.resolve().parents)[:6]]
@@ -256,7 +256,7 @@ def named_file(named: str, folder: Path, where: str) -> Path:
 
 
 def deepspeed_beside(named: str, folder: Path, where: str) -> DeepSpeedPart:
-    """The DeepSpeed configuration that a set-up names."""
+    """The DeepSpeed configuration that a configuration names."""
     from zeroplan.catalog.deepspeed_config import parsed_config  # noqa: PLC0415  only a set-up that names one pays for it
 
     return DeepSpeedPart(*parsed_config(named_file(named, folder, where)))

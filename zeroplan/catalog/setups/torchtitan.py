@@ -65,18 +65,18 @@ _CUT: dict[str, tuple[object, ...]] = {
 
 
 class _Reading(Reading):
-    """One file, table by table, and how many GPUs are asked for beside it."""
+    """One file, table by table, and how many GPUs are requested beside it."""
 
     def __init__(self, whole: Table, gpus: int | None) -> None:
         super().__init__(whole)
         self.gpus = gpus
         self.tables = {name: whole.table(name) for name in _KNOWN if name != "activation_checkpoint"}
         self.instead = [_OWN_MODULES]
-        """What is said where transformers' modules are counted in the place of torchtitan's."""
+        """What is said where transformers' modules are counted instead of torchtitan's."""
 
 
 def torchtitan_setup(whole: Table, _: Path, gpus: int | None) -> Setup:
-    """Read the file's tables; raises SpecError where it says what is not modelled. ``gpus`` are asked for beside it."""
+    """Read the file's tables; raises SpecError where it says what is not modelled. ``gpus`` are requested beside it."""
     reading = _Reading(whole, gpus)
     _refuse(reading)
     data_parallel = _degrees(reading)
@@ -170,7 +170,7 @@ def _pipeline(reading: _Reading, *, pipelined: bool) -> None:
 
 
 def _left_over(reading: _Reading, others: int) -> int:
-    """What a degree of -1 stands for."""
+    """What a degree of -1 represents."""
     if reading.gpus is None:
         return 1
     if reading.gpus % others:
@@ -276,7 +276,7 @@ def _optimizer(reading: _Reading) -> None:
 
 
 def _loss(reading: _Reading) -> None:
-    """Since 0.3 the loss may be taken in chunks (components/loss.py, ChunkedLossWrapper); torchtitan lets go of its logits."""
+    """Since 0.3 the loss may be taken in chunks (components/loss.py, ChunkedLossWrapper); torchtitan releases its logits."""
     table = reading.table.table("loss")
     chunked = "loss_fn" in table.data
     reading.tell("loss", "loss", "chunked" if chunked else "full", filled=not table.data)

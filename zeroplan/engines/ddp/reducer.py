@@ -13,7 +13,7 @@ from zeroplan.spec.recipe import RecipeSpec
 
 
 class Plan(NamedTuple):
-    """What becomes of gradients depends on this alone."""
+    """What happens to gradients depends on this alone."""
 
     whole: Row
     element: int
@@ -69,7 +69,7 @@ class Levels(NamedTuple):
     micro_batches: Int
 
     def at(self, made: int) -> Int:
-        """What they take when so many elements have come to their parameters. [bytes]"""
+        """What they take when this many elements have come to their parameters. [bytes]"""
         if len(self.of_each) == 1:
             return max([begin + slope * made for begin, slope in self.of_each[0]])
         each = [max([begin + slope * made for begin, slope in one]) for one in self.of_each]
@@ -108,7 +108,7 @@ def _levels(plan: Plan, micro_batches: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=256)
 def made_above(whole: Row) -> dict[int, int]:
-    """Elements of gradients that are made before each block goes backward (-1: the embedding; the number of blocks: the head)."""
+    """Elements of gradients that are made before a block's backward (-1: the embedding; the number of blocks: the head)."""
     made, above = dict.fromkeys(range(whole.n_blocks, -2, -1), 0), 0
     for each in whole.placed:
         made[each.block] += numel(each)

@@ -58,7 +58,7 @@ class Training(MicroBatch):
             self.kind, self.reason = Kind.GRADIENTS, "gradients made so far"
 
     def gradient(self, elements: int, reason: str, symbol: str = "") -> Line:
-        """A whole gradient, which ``symbol`` stands for if given."""
+        """A whole gradient, which ``symbol`` represents if given."""
         formula = times(self.width, symbol) if symbol else product(self.width, elements)
         return Line(self.kind, self.width * elements, reason, formula, ACCUMULATE)
 
@@ -70,7 +70,7 @@ class Training(MicroBatch):
         """Gradients beside the buckets, and in the optimizer's step the temporaries of those made just now.
 
         By then a line of the point is gone: the 16-bit gradient of autocast, or one of the two gradients that are ``summed``. With
-        experts a run has as much there all the same.
+        experts a run has as much there anyway.
         """
         gradients = self._gradients(block, made, current)
         if not self.recipe.ddp.step_in_backward or not current:
@@ -82,7 +82,7 @@ class Training(MicroBatch):
         return (gradients, *[line._replace(formula=product(1, int(line.n_bytes))) for line in left])
 
     def _gradients(self, block: int, made: int, current: int = 0) -> Line:
-        """Gradients beside the buckets when a block has ``made`` so many elements, the ``current`` ones just now."""
+        """Gradients beside the buckets when a block has ``made`` this many elements, the ``current`` ones just now."""
         before = 0 if self.recipe.ddp.step_in_backward else self.levels.at(self.above[block] + made - current)
         n_bytes = before + self.width * current
         elements = n_bytes // self.width
@@ -99,7 +99,7 @@ class Training(MicroBatch):
         return self.these.head.below_blocks
 
     def at_head(self) -> Iterator[Lines]:
-        """Gradients, that of a tied head among them, and copies, all of which a loss in chunks has."""
+        """Gradients, that of a tied head among them, and copies, all of which a chunked loss has."""
         for point in self.these.head.points:
             sums = self.sums_by_itself(point)
             made = (0, 0) if sums else self.of_head(point)
@@ -111,7 +111,7 @@ class Training(MicroBatch):
             yield (*self._made(self.these.n_blocks, *made), *apart, *casts)
 
     def sums_by_itself(self, point: BackwardPoint) -> bool:
-        """A fused loss does; one in chunks goes backward to the head's weight with every chunk."""
+        """A fused loss does; a chunked one runs its backward to the head's weight with every chunk."""
         return self.recipe.loss == "fused" and super().sums_by_itself(point)
 
     def in_last_block(self, index: int, run: RunPass) -> Iterator[Lines]:  # noqa: ARG002  another engine's answer needs it
@@ -166,7 +166,7 @@ class Training(MicroBatch):
         return self._casts(blocks, beside, in_context=True)
 
     def _casts(self, blocks: int, beside: int, *, in_context: bool = False) -> Lines:
-        """The copies that so many blocks have made in autocast's context or, after it, that autograd keeps, and some ``beside``."""
+        """The copies that this many blocks have made in autocast's context or that autograd keeps after it, and some ``beside``."""
         if not self.copied.in_forward:
             return ()
         elements, formula = self._casts_of(blocks, in_context)

@@ -1,4 +1,4 @@
-"""Which module goes backward at which point of a block with low-rank adapters, and what is gathered then?
+"""Which module runs its backward at which point of a block with low-rank adapters, and what is gathered then?
 
 Most modules of such a block make no gradient, so that the number of gradients made does not tell where its backward is; the
 point's place does.

@@ -46,7 +46,7 @@ class Schedule:
 def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
     """Fill and reduce buckets of ``size`` elements as the backward pass goes.
 
-    With ``leaves``, gradients of a module that is gathered as one are handed on together (:func:`handed_on`).
+    With ``leaves``, gradients of a module that is gathered as one are passed on together (:func:`handed_on`).
 
     Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``reduce_independent_p_g_buckets_and_remove_grads``.
 
@@ -105,7 +105,7 @@ def waiting_elements(buckets: Schedule, block: int, made: int) -> tuple[int, int
 
 @lru_cache(maxsize=4096)
 def _waiting_after(buckets: Schedule, latest: Placed) -> int:
-    """Elements that wait once the ``latest`` gradient is made and, where its module is done, handed on."""
+    """Elements that wait once the ``latest`` gradient is made and, where its module is done, passed on."""
     together = next(group for group in handed_on(buckets.whole, leaves=buckets.leaves) if latest in group)
     order = [each for each in reversed(buckets.whole.executed) if each in together]
     if latest is not order[-1]:
@@ -115,7 +115,7 @@ def _waiting_after(buckets: Schedule, latest: Placed) -> int:
 
 
 def unreduced_elements(buckets: Schedule, block: int, gradients: int, current: int) -> int:
-    """Elements that wait to be reduced where there is no contiguous bucket, when a block has made so many. [elements]
+    """Elements that wait to be reduced where there is no contiguous bucket, when a block has made this many. [elements]
 
     Those of the bucket that fills, and of this block what has not arrived there, the ``current`` ones included.
     """

@@ -140,7 +140,7 @@ class Notes(Counts):
         self._note(("forward",))
 
     def enter(self, block: int | None) -> None:
-        """Another block goes backward, or none any more."""
+        """Another block runs its backward, or none any more."""
         self.block, self.made = block, 0
         if block is not None:
             firsts = (*self.plan.firsts, self.plan.whole.n_blocks)
@@ -148,7 +148,7 @@ class Notes(Counts):
             self.is_last = not 0 <= block < firsts[-1] or block == firsts[self.run + 1] - 1
 
     def between(self, count: int) -> None:
-        """Note what is there when so many groups of a block's gradients have been received."""
+        """Note what is there when this many groups of a block's gradients have been received."""
         self._note(("between" if self.is_last else "before", self.run, count))
 
     def note(self, event: Event, copy: int = 0, cast: int = 0) -> None:

@@ -22,7 +22,7 @@ _REDUCES = 1
 
 
 class Plan(NamedTuple):
-    """What becomes of gradients depends on this alone."""
+    """What happens to gradients depends on this alone."""
 
     whole: Row
     firsts: tuple[int, ...]
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
         return range(max(0, last - 1) if has_less else last, last + 1)
 
     def of(self, partition: int, micro_batches: int) -> "Plan":
-        """The same for another share, and so many micro-batches."""
+        """The same for another share, and this many micro-batches."""
         return self._replace(partition=partition, micro_batches=micro_batches)
 
     def program(self, memory: Memory, ranks: int = 1) -> Collecting:
@@ -94,7 +94,7 @@ def collects(recipe: RecipeSpec) -> bool:
 
 
 def plan_of(recipe: RecipeSpec, whole: Row, firsts: tuple[int, ...] = (), partition: int = 1) -> Plan:
-    """What a recipe has DeepSpeed do with the gradients of these parameters, for a share of so many elements."""
+    """What a recipe has DeepSpeed do with the gradients of these parameters, for a share of this many elements."""
     options, gathers = recipe.deepspeed, collects(recipe)
     return Plan(
         whole=whole,
@@ -234,7 +234,7 @@ class Partitioned(Collecting):
                 self.memory.release(self.made.pop(each.start))
 
     def end(self) -> None:
-        """``independent_gradient_partition_epilogue``: reduce what is left, and let go of buckets and gradients."""
+        """``independent_gradient_partition_epilogue``: reduce what is left, and release buckets and gradients."""
         plan, memory = self.plan, self.memory
         if plan.stage == 1 and not self.last:
             return

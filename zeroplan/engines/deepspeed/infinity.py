@@ -113,7 +113,7 @@ class _Widths(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _swapped(whole: Row, options: DeepSpeedOptions, widths: _Widths, n_ranks: int) -> _Swapped:
-    """Follow DeepSpeed's construction on one rank of so many."""
+    """Follow DeepSpeed's construction on one rank of this many."""
     groups = tuple(sub_groups(whole, options.sub_group_size, n_ranks))
     found = _Swapped()
     if options.offload_optimizer == "nvme":
@@ -184,7 +184,7 @@ def _written(whole: Row, groups: tuple[tuple[int, ...], ...], element: int) -> i
 
 
 def _fitting(groups: tuple[tuple[int, ...], ...], options: DeepSpeedOptions) -> Iterator[bool]:
-    """Whether each sub-group has room in host memory: one that has none takes its place all the same."""
+    """Whether each sub-group has room in host memory: one that has none takes its place anyway."""
     room, end = min(options.offload_param_max_in_cpu, sum(map(sum, groups))), 0
     for group in groups:
         end += sum(group)
@@ -314,7 +314,7 @@ def staying(buckets: Schedule, at: tuple[int, int], n_ranks: Int, master: int) -
 
 
 def staying_of(buckets: Schedule, reduced: int, n_ranks: Int, master: int) -> tuple[Line, ...]:
-    """Return the gradients that stay on the GPU, of so many buckets that were reduced first. [bytes]
+    """Return the gradients that stay on the GPU, of this many buckets that were reduced first. [bytes]
 
     Counted as if every sub-group were on NVMe.
     """

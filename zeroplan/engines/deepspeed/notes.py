@@ -22,11 +22,11 @@ class Note(NamedTuple):
     during: int
     after: int
     handing: int
-    """When its gradients are handed on, and autograd has let go of what its operators saved."""
+    """When its gradients are passed on, and autograd has release what its operators saved."""
 
 
 class Sent(NamedTuple):
-    """What is all-gathered in one direction of a pass, in so many calls; with scales, of all ranks, where it is in 8 bits."""
+    """What is all-gathered in one direction of a pass, in this many calls; with scales, of all ranks, where it is in 8 bits."""
 
     sizes: Sizes
     calls: int
@@ -75,7 +75,7 @@ class Gathered:
     """Elements of a gradient among those that waits for the embedding's; of a profile."""
 
     def is_like(self, other: "Gathered") -> bool:
-        """Whether every note is the same; equality is identity, which makes these quick to look up."""
+        """Whether every note is the same; equality is identity, which makes these fast to look up."""
         return all(getattr(self, field.name) == getattr(other, field.name) for field in fields(self))
 
 
@@ -155,7 +155,7 @@ def per_module(notes: Iterable[Noted]) -> tuple[tuple[str, Note], ...]:
 
 
 def rising(first: int, n_blocks: int, held: Callable[[int], int]) -> tuple[tuple[int, int], ...]:
-    """The last of so many blocks, and earlier ones at which more is gathered than at all after them; with the elements gathered.
+    """The last of this many blocks, and earlier ones at which more is gathered than at all after them; with the elements gathered.
 
     >>> rising(1, 3, lambda block: {1: 7, 2: 4, 3: 5}[block])
     ((3, 5), (1, 7))

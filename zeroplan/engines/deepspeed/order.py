@@ -134,7 +134,7 @@ def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tup
 
 
 def _lowest_backward(whole: Row, recomputed: int) -> int:
-    """The lowest block that goes backward: the first with something to train, unless autograd follows the embedding's output (-1).
+    """The lowest block with a backward: the first with something to train, unless autograd follows the embedding's output (-1).
 
     Where blocks are recomputed it does: transformers 5.23, modeling_utils.py, ``_activation_checkpointing_enable``.
     """
@@ -425,7 +425,7 @@ class _Constants(NamedTuple):
 
 
 def _constants(whole: Row, modules: tuple[_Module, ...]) -> _Constants:
-    """In the first block that goes backward, whose input has no gradient, nothing that comes before all adapters does.
+    """In the first block that runs its backward, whose input has no gradient, nothing that comes before all adapters does.
 
     Without adapters all of it is trained, and nobody notices the end of a module that reads the block's input.
     """

@@ -1,6 +1,6 @@
 """What do ZeRO++'s quantized gradients (qgZ) take and send at stage 3 of DeepSpeed?
 
-In place of one reduce-scatter each gradient goes through two all-to-alls in 4 bits, within a node and then across nodes. Vectors,
+Instead of one reduce-scatter each gradient goes through two all-to-alls in 4 bits, within a node and then across nodes. Vectors,
 and what the ranks do not divide, are reduce-scattered one by one. Source: Wang et al. 2023 (arXiv:2306.10209), section 3.3;
 DeepSpeed 0.19.8, ``runtime/comm/coalesced_collectives.py``, ``all_to_all_quant_reduce``.
 """
@@ -177,7 +177,7 @@ def sent_bytes(shape: Shape, split: Split) -> tuple[int, int]:
 
 
 class _Sent(NamedTuple):
-    """What one pass sends: bytes within a node and across nodes, in so many calls, and elements that are reduced as they are."""
+    """What one pass sends: bytes within a node and across nodes, in this many calls, and elements that are reduced as they are."""
 
     within: int
     across: int
@@ -204,7 +204,7 @@ def _sent(whole: Row, ranks: int, local: int) -> _Sent:
 def quantized_collectives(
     recipe: RecipeSpec, whole: Row, plain: Collective, micro: Int, *, element: int
 ) -> Iterator[Collective]:  # fmt: skip
-    """In place of the reduce-scatters, ``plain``: all-to-alls within nodes and across, and what is reduced as it is."""
+    """Instead of the reduce-scatters, ``plain``: all-to-alls within nodes and across, and what is reduced as it is."""
     if not recipe.deepspeed.zero_quantized_gradients or (quantized := applies(recipe, plain.group)) is False:
         yield plain
         return

@@ -1,4 +1,4 @@
-"""What of activations is alive in the backward when so many gradients exist, in the block that runs or beyond the blocks?"""
+"""What of activations is alive in the backward when this many gradients exist, in the block that runs or beyond the blocks?"""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -79,9 +79,9 @@ def points_of_kinds(run: RunPass) -> Iterator[tuple[BackwardPoint, ...]]:
 
 
 def _alive_now(these: Passes, block: int, made: int) -> tuple[Line, ...]:
-    """Return what is alive of the block that runs when so many elements of its weights' gradients exist.
+    """Return what is alive of the block that runs when this many elements of its weights' gradients exist.
 
-    These tensors are alive when autograd hands on the last of those gradients; there are none if everything below is frozen.
+    These tensors are alive when autograd passes on the last of those gradients; there are none if everything below is frozen.
     Outside the blocks only a profile knows them.
     """
     head = these.head
@@ -96,7 +96,7 @@ def _alive_now(these: Passes, block: int, made: int) -> tuple[Line, ...]:
 
 
 def _left_of_head(these: Passes, *, with_norm: bool) -> tuple[Line, ...]:
-    """Return what is still saved beyond the blocks when the head's gradient is handed on, or the final norm's (``with_norm``).
+    """Return what is still saved beyond the blocks when the head's gradient is passed on, or the final norm's (``with_norm``).
 
     The head's input is gone, and then what the norm multiplied with its weight. A LayerNorm is one operator, which leaves nothing.
     """
@@ -107,11 +107,11 @@ def _left_of_head(these: Passes, *, with_norm: bool) -> tuple[Line, ...]:
 
 
 GradientCounts = tuple[tuple[int, tuple[int, ...]], ...]
-"""Of each run the block after its last, and the elements of a block's gradients made as autograd hands on those of each weight."""
+"""Of each run the block after its last, and the elements of a block's gradients made as autograd passes on those of each weight."""
 
 
 def gradient_counts(these: Passes) -> GradientCounts:
-    """Return what says which gradients of a block come next when so many are made."""
+    """Return what says which gradients of a block come next when this many are made."""
     return tuple((run.first + run.n_blocks, tuple([one.gradients for one in run.block.handed])) for run in these.runs)
 
 
@@ -141,7 +141,7 @@ def _kinds(gradients: tuple[int, ...]) -> tuple[range, ...]:
 
 
 class _Handed:
-    """What is alive when gradients are handed on, in their order."""
+    """What is alive when gradients are passed on, in their order."""
 
     def __init__(self, of: tuple[HandedOn, ...]) -> None:
         """Take what says so, which stays as long as this does."""
@@ -158,7 +158,7 @@ class _Handed:
 
 
 def _handed_when(handed: tuple[HandedOn, ...], made: Int) -> Running:
-    """What is alive when the last of so many gradients is handed on, for columns: by the first that has made as many."""
+    """What is alive when the last of this many gradients is passed on, for columns: by the first that has made as many."""
     found = recalled(lambda: (_handed_when, id(handed)), lambda: _Handed(handed))
     last = len(handed) - 1
     if isinstance(made, int):

@@ -41,7 +41,7 @@ def second_partition(recipe: RecipeSpec, element: int, share: Int, n_ranks: Int)
 
 
 def within_group(recipe: RecipeSpec, call: Collective, micro: Int, *, forward: bool) -> tuple[Collective, ...]:
-    """Return a pass's gathers: in the group, but for the first forward of a step, whose parameters are those of all ranks.
+    """Return a pass's gathers: in the group, except for the first forward of a step, whose parameters are those of all ranks.
 
     Leaves out that the first forward of a step finds less still gathered, or more, than the later ones: all are taken as equal.
     """

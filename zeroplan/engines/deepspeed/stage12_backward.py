@@ -49,7 +49,7 @@ _COPIES: dict[Event, tuple[str, str]] = {
     ),
 }
 _FEW = 6
-"""Up to so many runs are all gone through."""
+"""Up to this many runs are all gone through."""
 _COPY = ("copy of the bucket that is all-reduced", f"{STAGE12}, allreduce_bucket")
 
 
@@ -90,7 +90,7 @@ class Training(MicroBatch):
         self._after()
 
     def gradient(self, elements: int, reason: str, symbol: str = "") -> Line:
-        """A whole gradient, which ``symbol`` stands for if given."""
+        """A whole gradient, which ``symbol`` represents if given."""
         return gradient_line(self.job, elements, reason, symbol)
 
     def in_forward(self) -> Lines:
@@ -118,7 +118,7 @@ class Training(MicroBatch):
         return (*held_lines(self.job, held), made, *(self.tied_head() if waits else ()))
 
     def runs_backward(self) -> Sequence[tuple[int, RunPass]]:
-        """All runs; where kinds take turns, of each kind those that are the highest one at some point of their backward.
+        """All runs; where kinds alternate, of each kind those that are the highest one at some point of their backward.
 
         At a point, runs of a kind differ by what blocks before them keep and by the gradients in buckets. Those at both ends stay,
         too: one has most of the activations, the other most of the gradients, which the band of the reserve asks for. Columns keep
@@ -155,7 +155,7 @@ class Training(MicroBatch):
         return self._kept[block]
 
     def _seen_before(self, index: int, count: int) -> Seen:
-        """Where most is alive in the blocks of a run before its last, when so many of their gradients have come."""
+        """Where most is alive in the blocks of a run before its last, when this many of their gradients have come."""
         return highest(self.courses, ("before", index, count), lambda seen: self.kept(seen.block))
 
     def in_last_block(self, index: int, run: RunPass) -> Iterator[Lines]:

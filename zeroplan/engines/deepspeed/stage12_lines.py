@@ -99,7 +99,7 @@ def own_gradients(job: Job) -> Line:
 
 
 def gradient_line(job: Job, elements: Int, reason: str, symbol: str = "") -> Line:
-    """Return whole gradients of ``elements`` elements, which ``symbol`` stands for if given. [bytes]"""
+    """Return whole gradients of ``elements`` elements, which ``symbol`` represents if given. [bytes]"""
     formula = times(job.element, symbol) if symbol else product(job.element, elements)
     return Line(whole_gradients(job), job.element * elements, reason, formula, STAGE12)
 

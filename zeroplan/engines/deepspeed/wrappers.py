@@ -167,7 +167,7 @@ def takes_flat_wrapper(recipe: RecipeSpec, impl: OptimizerImpl) -> bool:
 
 
 def all_of(job: Job, kind: Kind, width: int, reason: str, source: str) -> Line:
-    """Return so many bytes for every element that is trained. [bytes]"""
+    """Return this many bytes for every element that is trained. [bytes]"""
     return Line(kind, width * job.whole.n_elements, reason, times(width, "Ψ"), source)
 
 

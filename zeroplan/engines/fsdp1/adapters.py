@@ -95,7 +95,7 @@ class AdaptedMicroBatch(FlatMicroBatch):
 
 
 def _hooked(plan: FlatPlan, blocks: int) -> tuple[Line, ...]:
-    """Inputs of frozen units above, and their gradients but for the one that flows: a hook on each holds both to the end."""
+    """Inputs of frozen units above, and their gradients except for the one that flows: a hook on each holds both to the end."""
     each, formula = plan.head.hidden_bytes, plan.head.hidden_formula
     reason = "inputs of the frozen units above and their gradients, which hooks hold until the backward ends"
     count = 2 * blocks - min(1, blocks)

@@ -22,7 +22,7 @@ REDUCE = "torch 2.13, torch/distributed/fsdp/_runtime_utils.py, _reduce_grad"
 
 
 class FlatRuntime(Runtime):
-    """The flat parameters of one rank, and what becomes of their gradients."""
+    """The flat parameters of one rank, and what happens to their gradients."""
 
     def __init__(
         self, plan: FlatPlan, memory: Trace, made: dict[object, tuple[Line, ...]], following: Mapping[str | int, Unit]

@@ -60,7 +60,7 @@ class FlatMicroBatch(MicroBatch):
         return self.plan.reshard is not False and self.flat.backward_prefetch != "no_prefetch"
 
     def _gather_last_block(self, point: BackwardPoint) -> None:
-        """The root's hook prefetches the last block, before the loss goes backward."""
+        """The root's hook prefetches the last block, before the loss runs its backward."""
         self.trace.hold("entering", *point.before)
         super()._gather_last_block(point)
         self.trace.drop("entering")
@@ -95,7 +95,7 @@ class FlatMicroBatch(MicroBatch):
         return (line._replace(kind=Kind.ACTIVATIONS, source=_REENTRANT),)
 
     def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
-        """The moments of a block's backward, made anew."""
+        """The moments of a block's backward, made again."""
         for name, parts in super().made_inside(position):
             yield name, (*parts, self.run_again())
 
@@ -145,7 +145,7 @@ class FlatMicroBatch(MicroBatch):
 
 
 def _with_one(layers: tuple[int, ...], run: int) -> tuple[int, ...]:
-    """So many layers of each run, and one more of one."""
+    """This many layers of each run, and one more of one."""
     return tuple(count + (at == run) for at, count in enumerate(layers))
 
 

@@ -92,7 +92,7 @@ def root_gradients(plan: Plan, made: int, current: int = 0, *, waiting: int = 0)
 def cast_early(plan: Plan, *, normed: bool = True) -> tuple[Line, ...]:
     """Of the root group's gradients those in the reduction's dtype before it: what they take beyond the others'.
 
-    The head's, of a loss in chunks, which goes backward before FSDP2 hears of it; once the final norm is ``normed`` the norm's,
+    The head's, of a chunked loss, which runs its backward before FSDP2 hears of it; once the final norm is ``normed`` the norm's,
     where tensor-parallel ranks sum it up (``FSDPParam.may_reduce_grad_outside_dp``).
     """
     elements = 0

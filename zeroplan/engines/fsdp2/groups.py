@@ -191,7 +191,7 @@ def group_of(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
 def cast_one_by_one(sizes: tuple[int, ...], *, fetched: tuple[int, ...] = ()) -> int:
     """What is there of casts beside all unsharded weights, at the most: one goes when the next has been made.
 
-    What is ``fetched`` from the host, each so many times as wide, goes when it has been cast.
+    What is ``fetched`` from the host, each this many times as wide, goes when it has been cast.
 
     >>> cast_one_by_one((20, 10)), cast_one_by_one((20, 2, 10, 1))
     (20, 10)
@@ -205,7 +205,7 @@ def cast_one_by_one(sizes: tuple[int, ...], *, fetched: tuple[int, ...] = ()) ->
 
 @lru_cache(maxsize=256)
 def _widths_by_rows(parameters: tuple[Parameter, ...]) -> tuple[tuple[int, int], ...]:
-    """How many rows parameters have, which is what is cut into chunks, and how wide all of so many rows are together."""
+    """How many rows parameters have, which is what is cut into chunks, and how wide all of this many rows are together."""
     widths: dict[int, int] = {}
     for parameter in parameters:
         rows = parameter.shape[0]
@@ -298,7 +298,7 @@ class ParamGroup(NamedTuple):
     """Formulas write bytes, since stages of a pipeline are of several sizes and have no symbols."""
 
     def said(self, n_bytes: Int, formula: str) -> str:
-        """The formula of so many bytes."""
+        """The formula of this many bytes."""
         return product(1, n_bytes) if self.in_numbers else formula
 
 

@@ -52,7 +52,7 @@ def chunk_to_gather(plan: Plan, group: ParamGroup, copied: ParamGroup) -> tuple[
 def smaller_chunk_to_gather(plan: Plan, unit: Group, copied: Group) -> tuple[Line, ...]:
     """The same in the backward, where ``reshard_after_forward`` is a number. [bytes]
 
-    A smaller shard has been cast already and is on the GPU. Where dtypes are mixed, torch copies it all the same.
+    A smaller shard has been cast already and is on the GPU. Where dtypes are mixed, torch copies it anyway.
     """
     width, whole = plan.width.compute, plan.width.mixed or plan.offloaded
     of_shard: Int = width * copied.shard if whole else 0
@@ -160,7 +160,7 @@ def copied_or_reduced(plan: Plan, group: ParamGroup) -> tuple[Line]:
 def experts_copied_or_reduced(plan: Plan, group: ParamGroup, copied: Int) -> Int:
     """The same of experts, whose gradients are ``copied`` bytes wide. [bytes]
 
-    Gradients of weights that are chunked along dim 1 are joined anew first. A local of the loop over several ranks' chunks names
+    Gradients of weights that are chunked along dim 1 are joined again first. A local of the loop over several ranks' chunks names
     the last original until the reduction is done. Where no other rank has the same experts, torch 2.13 divides the sum out of
     place, by one. Torch 2.15 does none of this (``_default_reduce_scatter_input_fn``).
     """

@@ -86,7 +86,7 @@ def at_the_ending(plan: Plan, point: BackwardPoint) -> Line:
 
 
 def made_by_the_ending(plan: Plan) -> tuple[Line, ...]:
-    """What the forward of final norm and head makes: logits, or with a loss in chunks the norm's output, in fp32 before. [bytes]"""
+    """What the forward of final norm and head makes: logits, or with a chunked loss the norm's output, in fp32 before. [bytes]"""
     if plan.recipe.loss != "chunked":
         return plan.head.output
     normal = plan.head.hidden_bytes // plan.width.compute * 4
@@ -108,7 +108,7 @@ def made_before_blocks(plan: Plan) -> Line:
 
 
 def backward_of_the_projector(plan: Plan, trace: Trace) -> None:
-    """A vision tower goes backward between the text's blocks and the embedding, whose output's gradient waits.
+    """A vision tower runs its backward between the text's blocks and the embedding, whose output's gradient waits.
 
     What joins it to the text has made its gradients by then, and the patch embedding counts with it.
     """
@@ -121,7 +121,7 @@ def backward_of_the_projector(plan: Plan, trace: Trace) -> None:
 
 
 def shared_at_embedding(plan: Plan) -> tuple[Line, ...]:
-    """What of the tables for all blocks is alive when the embedding goes backward."""
+    """What of the tables for all blocks is alive when the embedding runs its backward."""
     if plan.at_embedding is not None or plan.shared_sequences:
         return plan.head.at_embedding
     return plan.head.shared if plan.head.below_blocks or plan.loss_in_loop else ()

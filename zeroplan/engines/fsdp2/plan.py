@@ -146,7 +146,7 @@ class Plan(NamedTuple):
 
     @property
     def waiting_elements(self) -> int:
-        """Of a tied head's gradient, which waits for the embedding's; not where the loss goes backward by itself, in chunks."""
+        """Of a tied head's gradient, which waits for the embedding's; not where the loss runs its backward by itself, in chunks."""
         return 0 if self.recipe.loss == "chunked" else self.tied_head_elements
 
     @property
@@ -204,7 +204,7 @@ class Plan(NamedTuple):
         return "P_trained" if self.is_partly_frozen else "P"
 
     def trained_shards(self, layers: tuple[int, ...], outside: tuple[Group, ...] = ()) -> Int:
-        """This rank's chunks of what gets gradients in so many layers of each run, and in units outside them. [elements]"""
+        """This rank's chunks of what gets gradients in this many layers of each run, and in units outside them. [elements]"""
         return _shards(outside, self.trained_blocks, layers)
 
     def gradient_shards(self, layers: tuple[int, ...], when: str, outside: tuple[Group, ...] = ()) -> Line:
@@ -388,7 +388,7 @@ def _every_parameter(tree: Layout) -> tuple[Parameter, ...]:
 
 @lru_cache(maxsize=4096)
 def shards_formula(width: int, layers: tuple[int, ...], symbols: tuple[str, ...], *, outside: str) -> str:
-    """The chunks of so many layers of each run, in symbols.
+    """The chunks of this many layers of each run, in symbols.
 
     >>> shards_formula(4, (31,), ("dense",), outside="P_root")
     '4·(31·P_dense + P_root)/N'

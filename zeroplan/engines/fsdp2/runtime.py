@@ -27,7 +27,7 @@ class Parts:
     """The parameter groups that units of one kind have, such as all blocks of a run."""
 
     def __init__(self, plan: Plan, group: Group, trained: Group, words: str = "this block's", *, last: int = 0) -> None:
-        """Take what such a unit gathers, and what of it is trained; of the ``last`` parameter so many elements."""
+        """Take what such a unit gathers, and what of it is trained; of the ``last`` parameter this many elements."""
         self.group, self.trained_group, self.last = group, trained, last
         copies_all = plan.cast_too or plan.offloaded
         self.copied = group if copies_all else trained

@@ -49,7 +49,7 @@ class MicroBatch:
 
     @property
     def below_blocks(self) -> Unit | None:
-        """The unit that is gathered ahead of its backward while the first block goes backward."""
+        """The unit that is gathered ahead of its backward while the first block runs its backward."""
         return None if self.ends is None else self.ends.embedding
 
     # --- forward --------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class MicroBatch:
         self.run.reshard(unit)
 
     def keep(self, layers: tuple[int, ...], *, every: bool = False) -> None:
-        """Hold the activations of so many layers of each run, which have run forward and not backward yet."""
+        """Hold the activations of this many layers of each run, which have run forward and not backward yet."""
         kept, *_ = buffers.kept(self.plan, layers, every=every)
         self.trace.shrink("kept", kept)
 
@@ -151,7 +151,7 @@ class MicroBatch:
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def backward_of_the_ending(self) -> None:
-        """Loss, head and final norm. A chunked loss goes backward before the model's own backward begins."""
+        """Loss, head and final norm. A chunked loss runs its backward before the model's own backward begins."""
         plan, trace = self.plan, self.trace
         trace.put("output", *buffers.output(plan))
         for point in plan.head.points:
@@ -237,7 +237,7 @@ class MicroBatch:
         return position.run
 
     def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
-        """The same, made anew."""
+        """The same, made again."""
         for point in self.plan.passes[position.run].points:
             yield point.name, (point.lines, (outside.made_in_a_block(self.plan, point),))
 

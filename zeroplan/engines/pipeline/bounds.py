@@ -1,7 +1,7 @@
-"""What a pass through a stage takes at the most: never less than its highest moment, and worked out at once.
+"""What a pass through a stage takes at the most: never less than its highest moment, and computed at once.
 
 A search compares passes and ranks, and most of them are far from the highest. A bound adds up everything of a stage that can be
-alive in a pass, in whatever order it comes and goes, so that what is below another pass all the same need not be run.
+alive in a pass, in whatever order it comes and goes, so that what is below another pass anyway need not be run.
 """
 
 from typing import NamedTuple

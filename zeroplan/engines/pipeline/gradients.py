@@ -69,7 +69,7 @@ def made_line(plan: Plan, n_bytes: Int, reason: str) -> Line:
 
 
 def in_elements(line: Line, width: int) -> Line:
-    """Write a line as so many bytes times so many elements of this rank's stages."""
+    """Write a line as this many bytes times this many elements of this rank's stages."""
     kind, n_bytes, reason, _, source, tag = line
     return Line(kind, n_bytes, reason, product(width, n_bytes // width), source, tag)
 

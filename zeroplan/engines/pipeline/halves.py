@@ -79,7 +79,7 @@ def _has_scratch(point: Point) -> bool:
 
 
 def _gradients_left(plan: Plan, position: Position, state: State, *, itself: bool) -> Iterator[Line]:
-    """Whole gradients while a block goes backward: those above it have been taken up, it and those below it not yet."""
+    """Whole gradients while a block runs its backward: those above it have been taken up, it and those below it not yet."""
     done, fresh = state.earlier[state.chunk], state.fresh[state.chunk]
     if done or fresh:
         yield accumulated(plan, plan.every_layer, plan.trained_outside) if done else accumulated(plan, position.after)
@@ -179,7 +179,7 @@ def _sums(weights: tuple[Weights, ...]) -> tuple[int, Int]:
 
 
 def _of_blocks(ways: list[tuple[int, Int]], layers: tuple[int, ...]) -> tuple[int, Int]:
-    """What so many blocks of each run come to: elements of weights, and bytes that go."""
+    """What this many blocks of each run come to: elements of weights, and bytes that go."""
     freed: Int = 0
     for count, (_, n_bytes) in zip(layers, ways, strict=True):
         freed = freed + count * n_bytes

@@ -55,7 +55,7 @@ def flowing_line(stage: StagePlan, reason: str, count: int = 1) -> Line:
 
 
 def kept_before(stage: StagePlan, layers: tuple[int, ...]) -> tuple[Line, ...]:
-    """What this micro-batch has left in so many blocks; the lowest one's input lies in a receive buffer. [bytes]"""
+    """What this micro-batch has left in this many blocks; the lowest one's input lies in a receive buffer. [bytes]"""
     return _kept_of(stage, layers, every=False)
 
 

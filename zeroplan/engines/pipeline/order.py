@@ -22,7 +22,7 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def interleaved(*, rank: int, pp: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
-    """The order of ``ScheduleInterleaved1F1B``: so many forwards first, then one forward and one backward in turn.
+    """The order of ``ScheduleInterleaved1F1B``: this many forwards first, then one forward and one backward in turn.
 
     >>> [f"{one.kind[0]}{one.chunk}.{one.micro_batch}" for one in interleaved(rank=1, pp=2, chunks=2, micro_batches=2)]
     ['f0.0', 'f0.1', 'f1.0', 'b1.0', 'f1.1', 'b1.1', 'b0.0', 'b0.1']
@@ -39,7 +39,7 @@ def interleaved(*, rank: int, pp: int, chunks: int, micro_batches: int) -> tuple
 
 
 def in_rounds(kind: Pass, every: int, in_a_round: int, chunks: int) -> Iterator[Action]:
-    """Take so many micro-batches through a stage, then through the next; backwards from the last stage to the first."""
+    """Take this many micro-batches through a stage, then through the next; backwards from the last stage to the first."""
     taken = [0] * chunks
     for step in range(every):
         at = step // in_a_round % chunks

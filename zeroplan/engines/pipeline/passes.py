@@ -153,7 +153,7 @@ class StagePass(MicroBatch):
             super().enter(unit)
 
     def keep(self, layers: tuple[int, ...], *, every: bool = False) -> None:
-        """Hold what this micro-batch has left in so many layers; the lowest one's input lies in a receive buffer."""
+        """Hold what this micro-batch has left in this many layers; the lowest one's input lies in a receive buffer."""
         kept, *_ = kept_of_all(self.stage) if every else kept_before(self.stage, layers)
         self.trace.shrink("kept", kept)
 
@@ -192,7 +192,7 @@ class StagePass(MicroBatch):
         self.trace.pass_by(*tensor.after_the_forward(plan.head.loss_forward))
 
     def _loss_in_chunks(self) -> None:
-        """The schedule asks for the loss, which goes backward through the head before the stage does; labels are there anyway."""
+        """The schedule asks for the loss, whose backward runs through the head before the stage's; labels are there anyway."""
         plan, trace = self.plan, self.trace
         labels = plan.head.loss[0].reason
         trace.at("loss in chunks, forward", Phase.FORWARD)
@@ -275,7 +275,7 @@ class StagePass(MicroBatch):
 
     @property
     def _not_ahead(self) -> int:
-        """Elements of the head's gradient where no loss in chunks has made it since the last backward."""
+        """Elements of the head's gradient where no chunked loss has made it since the last backward."""
         return self.stage.head_elements if self.stage.is_chunked and not self.state.ahead else 0
 
     @property
@@ -360,7 +360,7 @@ class StagePass(MicroBatch):
 
     @property
     def _sizes_outside(self) -> tuple[int, ...]:
-        """Elements of each gradient outside the blocks that this backward hands on."""
+        """Elements of each gradient outside the blocks that this backward passes on."""
         return root_sizes(self.plan)[:-1] if self._not_ahead else root_sizes(self.plan)
 
 

@@ -1,4 +1,4 @@
-"""A pipeline rank's step: passes through its stages in a schedule's order, and when the schedule lets go of what they make.
+"""A pipeline rank's step: passes through its stages in a schedule's order, and when the schedule releases what they make.
 
 Outputs of stages and gradients of their inputs are freed when nobody refers to them. The schedule's own variables hold the last
 ones. A send holds its tensor until it is dropped, which only ``Schedule1F1B`` does before the step ends.

@@ -38,7 +38,7 @@ class Split(NamedTuple):
     head: Halves | None
 
     def held(self, layers: tuple[int, ...]) -> Int:
-        """What so many blocks of each run hold from the first half to the second. [bytes]"""
+        """What this many blocks of each run hold from the first half to the second. [bytes]"""
         n_bytes: Int = 0
         for count, one in zip(layers, self.blocks, strict=True):
             n_bytes = n_bytes + count * one.held
@@ -87,12 +87,12 @@ class StagePlan(NamedTuple):
 
     @property
     def head_elements(self) -> int:
-        """Elements of the head's gradient, which a loss in chunks makes before the stage's backward."""
+        """Elements of the head's gradient, which a chunked loss makes before the stage's backward."""
         return max(point.gradients - point.current_gradient for point in self.ending[0])
 
     @property
     def ending(self) -> tuple[tuple[BackwardPoint, ...], tuple[BackwardPoint, ...]]:
-        """What of loss, head and final norm goes backward in the stage's forward, and what in its backward."""
+        """What of loss, head and final norm runs its backward in the stage's forward, and what in its backward."""
         points = self.plan.head.points
         if not self.is_chunked:
             return (), points
@@ -103,7 +103,7 @@ class StagePlan(NamedTuple):
     def between_bytes(self) -> Int:
         """What one micro-batch leaves in the stage from the first half of its backward to the second, where it is in two.
 
-        All that was kept but the loss's, and gradients; the one of its input is handed on and counts where it is sent.
+        All that was kept but the loss's, and gradients; the one of its input is passed on and counts where it is sent.
         """
         if self.halves is None or self.stage.number == 0:
             return 0
@@ -160,7 +160,7 @@ def stage_plans(
 
 
 def recipe_of(recipe: RecipeSpec, stage: Stage) -> RecipeSpec:
-    """A stage's own recipe: how many of its layers are recomputed, where the model's first so many are."""
+    """A stage's own recipe: how many of its layers are recomputed, where the model's first this many are."""
     if recipe.recompute_layers is None:
         return recipe
     layers = min(stage.layers, max(0, recipe.recompute_layers - stage.start))

@@ -87,7 +87,7 @@ def sizes_of(stage: StagePlan) -> Sizes:
 
 
 def waits(state: State, sizes: tuple[Sizes, ...]) -> list[Int]:
-    """The sums of what :func:`waiting_lines` lists in each pool, but for what is always there, and a head's gradient. [bytes]"""
+    """The sums of what :func:`waiting_lines` lists in each pool, except for what is always there, and a head's gradient. [bytes]"""
     computing: Int = state.sent * sizes[0].hidden
     gather: Int = 0
     reduce: Int = 0
@@ -135,7 +135,7 @@ def waiting_lines(rank: Rank, state: State) -> tuple[Line, ...]:
 
 
 def of_the_head(rank: Rank, state: State) -> tuple[Line, ...]:
-    """The head's gradient that a loss in chunks has left, until a backward of the last stage takes it up. [bytes]
+    """The head's gradient that a chunked loss has left, until a backward of the last stage takes it up. [bytes]
 
     Where it is added to that of earlier micro-batches it is no tensor of its own.
     """
@@ -148,7 +148,7 @@ def of_the_head(rank: Rank, state: State) -> tuple[Line, ...]:
 
 
 def _of_several(kind: Kind, terms: tuple[tuple[int, Int], ...], reason: str, source: str) -> Line:
-    """So many of each size."""
+    """This many of each size."""
     n_bytes: Int = 0
     for count, size in terms:
         n_bytes = n_bytes + count * size

@@ -43,7 +43,7 @@ class State(NamedTuple):
     fresh: tuple[int, ...] = ()
     """Of the same: 1 where gradients of weights are as they were made, and not taken up yet."""
     ahead: bool = False
-    """The last stage has run a micro-batch forward since its last backward: a loss in chunks has left the head's gradient."""
+    """The last stage has run a micro-batch forward since its last backward: a chunked loss has left the head's gradient."""
 
     def has_begun(self, at: int) -> bool:
         """Whether a micro-batch has been through one of the stages in this step, and is there or has left gradients."""
@@ -161,7 +161,7 @@ class Counted:
         self.whole = not self.walk.resharded
 
     def backward_of(self, micro_batch: int) -> None:
-        """It goes backward, which leaves the stage unsharded, since no gradient is reduced after it."""
+        """It runs its backward, which leaves the stage unsharded, since no gradient is reduced after it."""
         self.flying -= 1
         self.walk.note("backward", self.chunk, micro_batch)
         self.earlier, self.whole = 1, True

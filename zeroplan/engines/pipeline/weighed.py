@@ -42,7 +42,7 @@ class Pass(NamedTuple):
 
 
 class Worked:
-    """A stage, and what each kind of pass through it takes: worked out once. [bytes]"""
+    """A stage, and what each kind of pass through it takes: computed once. [bytes]"""
 
     def __init__(self, plan: StagePlan, of: object, pools: Pools) -> None:
         """Size it; ``of`` is what it is made of, which stays as long as it does."""
@@ -177,7 +177,7 @@ class WeighedRank:
         return int(max(*most, total(self._at_the_step))) if len(most) == len(self._at_most) else None
 
     def exceeds(self, n_bytes: int) -> bool:
-        """Whether its peak is above so many bytes; what waits, or a bound, says so soon."""
+        """Whether its peak is above this many bytes; what waits, or a bound, says so soon."""
         if "peak_bytes" not in self.__dict__:
             if any(total(waiting) > n_bytes for _, waiting, _ in self._at_most):
                 return True
@@ -186,7 +186,7 @@ class WeighedRank:
         return self.peak_bytes > n_bytes
 
     def _highest(self, *, pools: bool) -> Highest:
-        """The same, of the pools only where they are asked for; passes that cannot be above others are left out."""
+        """The same, of the pools only where they are requested; passes that cannot be above others are left out."""
         if not self.of.is_plain:
             return self._by_lines
         found = _highest(self._at_the_step)
@@ -230,7 +230,7 @@ class WeighedRank:
 
 
 def fullest(ranks: Iterable[WeighedRank]) -> WeighedRank:
-    """The rank whose peak is the highest, the first of equals; of the others no more is worked out than that takes."""
+    """The rank whose peak is the highest, the first of equals; of the others no more is computed than that takes."""
     every = list(ranks)
     best: WeighedRank | None = None
     for rank in sorted(every, key=lambda rank: -(rank.bound_bytes or sys.maxsize)):
@@ -251,7 +251,7 @@ def _most_first(one: tuple[State, Weight, Weight | None]) -> int:
 
 
 def _is_below(most: Weight, found: Highest, *, pools: bool) -> bool:
-    """Whether no moment is above what has been found, nor in any pool where these are asked for."""
+    """Whether no moment is above what has been found, nor in any pool where these are requested."""
     below = bool(total(most) <= found.peak_bytes)
     return below and (not pools or all(one <= held for one, held in zip(in_pools(most), found.pools, strict=True)))
 

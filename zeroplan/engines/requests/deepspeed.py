@@ -1,6 +1,6 @@
 """DeepSpeed's training step at stages 0 to 2, request by request.
 
-What becomes of gradients, and what a step does, is in :mod:`zeroplan.engines.deepspeed.gradients` and
+What happens to gradients, and what a step does, is in :mod:`zeroplan.engines.deepspeed.gradients` and
 :mod:`zeroplan.engines.deepspeed.wrappers`, whence the moments of an estimate come, too.
 """
 

@@ -217,7 +217,7 @@ class Step(ModelPass):
     def after_block_backward(self, layer: int) -> None:
         """The block's gradients are joined.
 
-        With ``forward_prefetch``, what split a unit goes backward after the block that ran meanwhile. Tables go with block 0.
+        With ``forward_prefetch``, what split a unit runs its backward after the block that ran meanwhile. Tables go with block 0.
         """
         if not layer:
             self.log.release("tables")

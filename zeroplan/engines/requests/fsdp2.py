@@ -218,7 +218,7 @@ class Step(Runtime, ModelPass):
         self.pre_forward(self.outside[0])
 
     def after_embedding(self) -> None:
-        """The embedding's own unit lets go of its parameters."""
+        """The embedding's own unit releases its parameters."""
         if self.ends_apart:
             self.leave(self.outside[0])
 
@@ -227,11 +227,11 @@ class Step(Runtime, ModelPass):
         self.pre_forward(self.units[layer])
 
     def after_block(self, layer: int) -> None:
-        """It lets go of its parameters, unless it keeps them."""
+        """It releases its parameters, unless it keeps them."""
         self.leave(self.units[layer])
 
     def leave(self, unit: Unit) -> None:
-        """``_post_forward``. Where ``reshard_after_forward`` is a number, the rank keeps one of so many shards."""
+        """``_post_forward``. Where ``reshard_after_forward`` is a number, the rank keeps one of this many shards."""
         if not isinstance(self.plan.reshard, bool):
             for index, _ in enumerate(unit.parts.groups):
                 self._keep_smaller(unit, index)
@@ -248,7 +248,7 @@ class Step(Runtime, ModelPass):
             log.release("gone")
 
     def before_ending(self) -> None:
-        """The unit of norm and head is gathered. What is worked out in the training loop comes after the model's forward."""
+        """The unit of norm and head is gathered. What is computed in the training loop comes after the model's forward."""
         if self.ends_apart:
             self.pre_forward(self.outside[-1])
         if self.recipe.loss == "chunked" or self.plan.loss_in_loop:
@@ -335,13 +335,13 @@ class Step(Runtime, ModelPass):
                 self.made.setdefault(key, []).append(one)
 
     def _unit_here(self) -> Unit:
-        """The unit of what goes backward."""
+        """The unit of what runs its backward."""
         if self.log.layer >= 0:
             return self.units[self.log.layer]
         return self.outside[-1] if self.log.layer == ENDING else self.outside[0]
 
     def holds_input(self, layer: int) -> bool:
-        """It is, but for the first block's where nothing below it is a unit that gets gradients."""
+        """It is, except for the first block's where nothing below it is a unit that gets gradients."""
         return bool(layer) or self.plan.is_partly_frozen or self.ends_apart
 
     def after_block_backward(self, layer: int) -> None:
@@ -349,7 +349,7 @@ class Step(Runtime, ModelPass):
         self.post_backward(self.units[layer])
 
     def after_backward(self) -> None:
-        """The root unit is reduced, or the embedding's, and ``finalize_backward`` lets go of what reductions read."""
+        """The root unit is reduced, or the embedding's, and ``finalize_backward`` releases what reductions read."""
         self.post_backward(self.outside[0])
         self.drop_reduce_inputs()
         self.log.release("all-reduced")
@@ -383,7 +383,7 @@ class Step(Runtime, ModelPass):
         log.release("named")
 
     def _put_in_order(self, key: Hashable, each: tuple[int, ...], width: int) -> None:
-        """Gradients of experts that are cut along dim 1 are joined anew, one after the other; the last original stays."""
+        """Gradients of experts that are cut along dim 1 are joined again, one after the other; the last original stays."""
         for elements in each:
             self.log.request("in order", width * elements, Kind.UNSHARDED_GRADIENTS, "gradient of experts, joined anew")
             self.log.release("named")

@@ -68,7 +68,7 @@ class Log:
         self.products: dict[str, int] = {}
         """When the forward and the backward first multiply matrices, where cuBLAS takes a workspace; in deeds."""
         self.held: dict[Hashable, list[int]] = {}
-        """Places of what each key holds. A program that runs in turns has one of its own while it runs."""
+        """Places of what each key holds. A program that runs alternately has one of its own while it runs."""
         self._alike: dict[tuple[int, int], list[Request]] = {}
         """A layer's requests in a stretch, which are the same in every micro-batch."""
 
@@ -171,7 +171,7 @@ class Log:
             self.held.setdefault(new, []).extend(self.held.pop(key))
 
     def part(self, key: Hashable, n_bytes: int, new: Hashable) -> None:
-        """Hold the latest part of so many bytes that a key holds under another one, if there is such a part."""
+        """Hold the latest part of this many bytes that a key holds under another one, if there is such a part."""
         places = self.held.get(key, [])
         place = next((one for one in reversed(places) if self.requests[one].n_bytes == n_bytes), None)
         if place is not None:

@@ -29,7 +29,7 @@ _OF_MODULES = frozenset({Do.ENTER, Do.LEAVE, Do.RETURN, Do.DONE})
 
 
 def is_final_norm(parameter: Parameter) -> bool:
-    """Whether a parameter that comes before the blocks is the final norm's all the same, as in OPT."""
+    """Whether a parameter that comes before the blocks is the final norm's anyway, as in OPT."""
     return "final_layer_norm" in parameter.name
 
 
@@ -117,7 +117,7 @@ class ModelPass:
         self.log.put("scales", *scales_of_each(parameters, self.quantize))
 
     def run(self, steps: int) -> Log:
-        """Run from before the first step on, so many steps."""
+        """Run from before the first step on, this many steps."""
         self.begin()
         for _ in self.micro_batches(steps):
             self.update()
@@ -336,7 +336,7 @@ class ModelPass:
         self.make_gradient(elements)
 
     def make_gradient(self, elements: int) -> None:
-        """Make the gradient of a weight of so many elements, if any."""
+        """Make the gradient of a weight of this many elements, if any."""
         if not elements:
             return
         key = "gradient", self.log.layer, len(self.log.requests)

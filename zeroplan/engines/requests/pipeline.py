@@ -73,7 +73,7 @@ class Held(dict[Hashable, list[int]]):
 
 
 class StageStep(fsdp2.Step):
-    """A stage of the rank: micro-batches go through it in turns, and its gradients are reduced when all have."""
+    """A stage of the rank: micro-batches go through it alternately, and its gradients are reduced when all have."""
 
     def __init__(self, stage: StagePlan, model: ModelSpec, mesh: Mesh, batch: Batch, log: Log) -> None:
         """Take the stage's plan, and its layers as a model."""
@@ -120,7 +120,7 @@ class StageStep(fsdp2.Step):
         self.log.release("parked")
 
     def backward_of(self, micro_batch: int) -> None:
-        """It goes backward. Its output is the schedule's, and the gradient of its input."""
+        """It runs its backward. Its output is the schedule's, and the gradient of its input."""
         self.log.held = self.flying.pop(micro_batch)
         self.log.rename("output", ("output of", micro_batch))
         self.backward()
@@ -184,7 +184,7 @@ class StageStep(fsdp2.Step):
         super().arrived([*kept])
 
     def output_of(self, micro_batch: int) -> None:
-        """The schedule lets go of an output."""
+        """The schedule releases an output."""
         self.log.held = self.of_stage
         self.log.release(("output of", micro_batch))
         if micro_batch in self.flying:
@@ -192,7 +192,7 @@ class StageStep(fsdp2.Step):
             self.log.release("output")
 
     def sent(self, micro_batch: int) -> None:
-        """A send lets go of the gradient of an input."""
+        """A send releases the gradient of an input."""
         self.log.held = self.of_stage
         self.log.release(("sent", micro_batch))
 

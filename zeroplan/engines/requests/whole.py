@@ -40,7 +40,7 @@ class OneByOne(ModelPass):
 class WholePass(OneByOne):
     """The same where parameters are whole on every rank.
 
-    The engine's program (:mod:`zeroplan.engines.collecting`) says what becomes of gradients.
+    The engine's program (:mod:`zeroplan.engines.collecting`) says what happens to gradients.
     """
 
     def __init__(self, job: JobSpec, log: Log, plan: GradientPlan) -> None:

@@ -21,7 +21,7 @@ _SHADES = "cividis_r"
 _LEVELS = tuple(float(one * 10**power) for power in range(-2, 7) for one in (1, 2, 5))
 _LIMIT, _SHADOW = VERMILLION, "#333333"
 _SPAN = 8
-"""The middle shade is the GPU's memory, or the job's; the ends are so many times less and more."""
+"""The middle shade is the GPU's memory, or the job's; the ends are this many times less and more."""
 
 _EDGE = 0.06
 """So near to an edge of the axes, in parts of them, a contour's figure would not be whole."""

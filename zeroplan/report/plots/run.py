@@ -13,7 +13,7 @@ from zeroplan.report.series.run import RunSeries, Stretch
 from zeroplan.units import GIB, MIB
 
 _NEAR = 1.6
-"""A capacity of more than so many times the peak is left out: the bands would be squeezed below it."""
+"""A capacity of more than this many times the peak is left out: the bands would be squeezed below it."""
 _WIDTH, _HEIGHT = 11.0, 4.6
 """[inches]"""
 _LANES = 16

@@ -76,7 +76,7 @@ def _column(axes: Axes, at: int, stack: Stack, scale: _Scale, theme: Theme) -> N
 
 
 def _clear_of_the_line(height: float, words: int, scale: _Scale) -> float:
-    """Where so many lines of words above a column begin: above the line of the GPU, where that would go through them."""
+    """Where this many lines of words above a column begin: above the line of the GPU, where that would go through them."""
     line = scale.capacity
     return line if line is not None and height < line < height + words * _WORDS * scale.top else height
 

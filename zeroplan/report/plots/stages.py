@@ -20,9 +20,9 @@ from zeroplan.units import GIB
 _ZIGZAG = Path([(-2.0, -0.4), (-1.0, 0.4), (0.0, -0.4), (1.0, 0.4), (2.0, -0.4)])
 _WIDTH = 0.62
 _HIGHEST = 4.0
-"""Columns are torn where one is more than so many times the capacity, or the lowest column: the others could not be read."""
+"""Columns are torn where one is more than this many times the capacity, or the lowest column: the others could not be read."""
 _WHOLE = 2.0
-"""A column of up to so many times that stays whole."""
+"""A column of up to this many times that stays whole."""
 _UNDER = 22
 """Signs that fit below a column."""
 _TEAR, _GAP = 0.64, 0.045

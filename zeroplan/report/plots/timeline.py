@@ -19,7 +19,7 @@ from zeroplan.report.words import plural
 from zeroplan.units import GIB
 
 _NEAR = 1.6
-"""A capacity of more than so many times the peak is left out: the bands would be squeezed below it."""
+"""A capacity of more than this many times the peak is left out: the bands would be squeezed below it."""
 _GAP = 2.0
 """How wide the blocks are that have no moments, in moments."""
 _PER_MOMENT, _WIDEST = 0.15, 12.0

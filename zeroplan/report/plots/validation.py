@@ -16,7 +16,7 @@ _LEAST = 1e-7
 """Smaller errors, and none, are drawn here."""
 _TWO_DECADES = 100
 _A_FEW = 16
-"""Up to so many runs are named one by one."""
+"""Up to this many runs are named one by one."""
 
 
 def draw_validation(figure: Figure, series: ValidationSeries, theme: Theme) -> None:

@@ -16,7 +16,7 @@ _SHORTEST = 512
 _MOST_SEQUENCES = 64
 _PER_DOUBLING = 4
 _WORTH_A_LOOK = 4
-"""What needs so many times the GPU's memory, or the job's, is not drawn."""
+"""What needs this many times the GPU's memory, or the job's, is not drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

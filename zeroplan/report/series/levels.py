@@ -24,7 +24,7 @@ class Level:
 _BLOCK = re.compile(r"block (\d+) of \d+")
 _ENDS = {"the first block": 0, "the block before the last": -2, "the last block": -1}
 _ALL = re.compile(r"\ba block\b|\bthe (?:first|last) \w+ block\b|during the backward")
-"""What engines say of a moment that stands for every block, or for one of a kind, which may be any."""
+"""What engines say of a moment that represents every block, or for one of a kind, which may be any."""
 _BEFORE, _AFTER, _EVERY = "before", "after", "every"
 
 

@@ -1,4 +1,4 @@
-"""Which layouts are quick, which small, and which of them would a planner take?"""
+"""Which layouts are fast, which small, and which of them would a planner take?"""
 
 import math
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from zeroplan.report.words import model_words, partly_trained, plural
 from zeroplan.spec.recipe import Engine
 
 _BEYOND = 1.3
-"""What needs more than so many times the GPU's memory, or where nothing fits the least need, is not drawn."""
+"""What needs more than this many times the GPU's memory, or where nothing fits the least need, is not drawn."""
 _MOST_KNEES = 2
-"""More than so many names would not be read."""
+"""More than this many names would not be read."""
 _FINE = 400
 """Layouts that are no further apart than this part of the picture, to both sides, are one spot."""
 
@@ -43,7 +43,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParetoSeries:
-    """All layouts, the front of those that fit (the quickest first), its knees, and the one that is best for what was asked."""
+    """All layouts, the front of those that fit (the fastest first), its knees, and the one that is best for what was requested."""
 
     caption: Caption
     objective: str

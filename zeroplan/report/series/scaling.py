@@ -17,7 +17,7 @@ _LEAST_SPAN = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What one of so many GPUs needs: the allocated peak and what is outside the allocator. [bytes]"""
+    """What one of this many GPUs needs: the allocated peak and what is outside the allocator. [bytes]"""
 
     gpus: int
     needed_bytes: int

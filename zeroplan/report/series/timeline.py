@@ -111,7 +111,7 @@ def _series(answer: Estimate, moments: tuple[Moment, ...], *more: str) -> Timeli
 
 
 def _ordered(moments: tuple[Moment, ...], loss: Loss) -> list[Moment]:
-    """Phase by phase; of moments that have one name, since they stand for several blocks, the highest."""
+    """Phase by phase; of moments that have one name, since they represent several blocks, the highest."""
     highest: dict[tuple[Phase, str], Moment] = {}
     for moment in moments:
         key = (phase_as_run(moment, loss), moment.name)

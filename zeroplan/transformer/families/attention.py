@@ -1,6 +1,6 @@
 """Attention from queries, keys and values to its output: the kernels of ``scaled_dot_product_attention``, and eager attention.
 
-With several sequences in a batch, a batched matrix product copies operands that are not contiguous. It saves the copy in place of
+With several sequences in a batch, a batched matrix product copies operands that are not contiguous. It saves the copy instead of
 the original, so that only Python variables keep the original alive.
 """
 
@@ -409,7 +409,7 @@ class Copies(NamedTuple):
     own: list[Store]
     """Copies that only the product needs."""
     in_place: list[Store]
-    """Copies that the product saves in place of an original that the tape counts as saved. They live as long as its variable."""
+    """Copies that the product saves instead of an original that the tape counts as saved. They live as long as its variable."""
 
     def used(self, tape: Tape, product: Value) -> None:
         """Free the copies that nothing needs after the product."""

@@ -159,7 +159,7 @@ def mlp(tape: Tape, normal: Value, block: Block) -> Value:
 
 
 def router(tape: Tape, normal: Value, block: Block) -> Routing:
-    """Run the router. Its scores are sigmoids in fp32; autocast runs its matrix product in 16 bits all the same."""
+    """Run the router. Its scores are sigmoids in fp32; autocast runs its matrix product in 16 bits anyway."""
     flat = op.view(tape, normal, Site("router: its input", ROUTER))
     in_32_bits = not (block.wide or block.autocast)
     with tape.owning(leaf=True):

@@ -57,7 +57,7 @@ class Training(NamedTuple):
     upcast: bool = False
     """Norms of a quantised model are fp32 under autocast."""
     narrow: bool = False
-    """Frozen weights have the compute dtype under autocast all the same; of a block, what comes into it."""
+    """Frozen weights have the compute dtype under autocast anyway; of a block, what comes into it."""
     fused: bool = False
     """One function runs attention's projections of queries, keys and values with their adapters, another its output's."""
     wide_adapters: bool = False

@@ -377,7 +377,7 @@ def _rows(reason: str, times: Times) -> tuple[str, Size]:
 
 
 def _next_state(tape: Tape, scan: _Scan, state: Value, new: Value, often: tuple[Times, Times]) -> Value:
-    """``state * decay + key.T @ new``. ``often``: how many iterations, and how many results, this stands for."""
+    """``state * decay + key.T @ new``. ``often``: how many iterations, and how many results, this represents."""
     times, after = often
     decay, key = _part(tape, scan.decay, b * A, times), _part(tape, scan.key, KEY_ROWS, times)
     decayed = _times(tape, state, decay, "state, decayed")

@@ -313,7 +313,7 @@ def _all_at_once(tape: Tape, read: Value, ending: Ending) -> _Ran:
 
 
 def _returned_wide(tape: Tape, logits: Value) -> Value:
-    """The logits in fp32, in place of those in 16 bits."""
+    """The logits in fp32, instead of those in 16 bits."""
     wide = _wide(tape, logits)
     tape.release(logits)
     return wide
@@ -392,7 +392,7 @@ def _scalar() -> Value:
 def cross_entropy(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
     """Run cross-entropy. Return the loss and what its variables hold. It saves log-softmax in fp32 and the labels.
 
-    Its backward frees the labels a moment early. The next moment is higher all the same: a row of logits is longer than a label.
+    Its backward frees the labels a moment early. The next moment is higher anyway: a row of logits is longer than a label.
     """
     wide = _wide(tape, logits)
     softmax = _logits(tape, wide, "log-softmax of the logits, fp32", FULL)

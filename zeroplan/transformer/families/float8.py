@@ -1,6 +1,6 @@
 """Linear layers that torchao runs in float8: what they allocate beside a plain layer's tensors.
 
-A layer saves the same as without float8: its input and its weight in 16 bits. Each of its three products casts both factors anew,
+A layer saves the same as without float8: its input and its weight in 16 bits. Each of its three products casts both factors again,
 so that a backward casts the output's gradient twice. A cast goes through fp32. The product of a backward wants its second factor
 column by column and copies it; scaled by rows it also multiplies its result by a matrix of scales.
 

@@ -188,7 +188,7 @@ def own_size(store: Store, structure: Layer) -> Size:
 def layer(tape: Tape, given: Value, structure: Layer) -> Value:
     """``TransformerLayer.forward``: attention and MLP, each behind a norm, before dropout and the residual stream.
 
-    A layer of a hybrid pattern has one of them, or Mamba-2 in place of attention.
+    A layer of a hybrid pattern has one of them, or Mamba-2 instead of attention.
     """
     if structure.part == "mlp":
         middle = Value(tape.hold(given.store), given.dtype, given.shape)
@@ -421,7 +421,7 @@ def _crossed(tape: Tape, given: Value, structure: Layer) -> Value:
 def _scored(
     tape: Tape, pairs: tuple[Value, ...], values: Value, numbers: Size, structure: Layer, *, masked: Size | None
 ) -> Value:  # fmt: skip
-    """Attention from queries and keys, of which there are so many scores. It releases what it is given."""
+    """Attention from queries and keys, of which there are this many scores. It releases what it is given."""
     soft, scores = _softmax(tape, pairs, numbers, structure)
     soft = soft if masked is None else _without_padding(tape, soft, masked)
     dropped = _dropped(tape, soft) if structure.attention_dropout else soft

@@ -336,7 +336,7 @@ def matmul(
 ) -> Value:  # fmt: skip
     """``first @ second`` in their dtype, or in autocast's; ``made_as``: the result's name and elements. It saves both factors.
 
-    ``copies``: contiguous copies that the kernel reads in place of its factors, and saves too.
+    ``copies``: contiguous copies that the kernel reads instead of its factors, and saves too.
     """
     reason, shape = made_as
     dtype = e if tape.autocast else first.dtype
@@ -364,7 +364,7 @@ def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result
 def softmax_in_32_bits(tape: Tape, value: Value, reason: str, cast_at: Site, site: Site) -> Value:
     """``softmax(dtype=torch.float32)``, which saves its result. ``value`` stays.
 
-    It works on a cast copy of 16 bits, but for fp16 on CUDA: there one kernel reads fp16, and its backward writes fp16.
+    It works on a cast copy of 16 bits, except for fp16 on CUDA: there one kernel reads fp16, and its backward writes fp16.
     Source: torch 2.13, aten/src/ATen/native/SoftMax.cpp, softmax.
     """
     if tape.fused_softmax and not tape.is_wide(value.dtype):

@@ -321,7 +321,7 @@ def _of_an_ending(ending: Ending, *, marking: bool) -> Requested:
 
 @lru_cache(maxsize=256)
 def _of_halves(structure: Block | Ending, order: tuple[int, ...]) -> tuple[Requested, Requested]:
-    """A backward to the input; then one through the weights in this order, which lets go of what they need one by one."""
+    """A backward to the input; then one through the weights in this order, which releases what they need one by one."""
     tape, given, output, incoming = _ran(structure)
     forward = _without(tape.history.actions, given)
     if isinstance(structure, Block):

@@ -25,7 +25,7 @@ _SUMMED_OVER_RANKS = {Module.O: "output of attention", Module.DOWN: "output of t
 
 
 def norm(tape: Tape, given: Value, name: str, kind: Norm, place: Place) -> Value:
-    """Run a norm of the residual stream. Over a share of the sequence it is a DTensor's, so that autograd sums gradients anew."""
+    """Run a norm of the residual stream. Over a share of the sequence it is a DTensor's, so that autograd sums gradients again."""
     if not tape.mode.sharded:
         return op.norm(tape, given, name, kind, place=place)
     share = Value(tape.hold(given.store), given.dtype, given.shape)

@@ -43,7 +43,7 @@ class Store:
         self.kind, self.reason, self.size, self.source, self.tag, self.holds = kind, reason, size, source, tag, 1
         self.twin: Store | None = None
         self.pieces = 1
-        """It stands for this many tensors of equal size."""
+        """It represents this many tensors of equal size."""
 
 
 class Value:
@@ -209,7 +209,7 @@ class Marks:
     owners: tuple[Owner, ...] = ()
     """Modules with weights that run forward now, an outer one before those inside it."""
     in_leaf: bool = False
-    """The innermost of them stands for all modules inside it."""
+    """The innermost of them represents all modules inside it."""
     returned: set[Owner] = field(default_factory=set)
     """Modules whose backward has begun."""
 

@@ -16,7 +16,7 @@ def decisions() -> Iterator[None]:
     """Choose attention's kernel as CUDA does, and make pinning of host memory do nothing.
 
     ``record_stream`` delays when memory is reused, not when it is free, so it does nothing here either. Backward passes run in the
-    calling thread, since a thread per device would number autograd's nodes anew.
+    calling thread, since a thread per device would number autograd's nodes again.
     """
     with (
         replaced(torch.nn.functional, "scaled_dot_product_attention", _attention),

@@ -57,7 +57,7 @@ Worst = Callable[..., torch.Tensor]
 
 
 class _Values(NamedTuple):
-    """An operator's arguments with values in place of fake tensors, and how certain those are."""
+    """An operator's arguments with values instead of fake tensors, and how certain those are."""
 
     args: Sequence[object]
     options: Options
@@ -330,7 +330,7 @@ def _is_whole(func: OpOverload, args: Sequence[object], options: Options) -> boo
 def _values(
     func: OpOverload, args: Sequence[object], options: Options, tensors: list[torch.Tensor]
 ) -> "_Values | None":  # fmt: skip
-    """The arguments with values in place of fake tensors; None if one is unknown, or if nothing needs the result."""
+    """The arguments with values instead of fake tensors; None if one is unknown, or if nothing needs the result."""
     if func.namespace != "aten" or "rand" in func._opname or func._opname in _NOT_COMPUTED_ALONG:
         return None
     for one in tensors:

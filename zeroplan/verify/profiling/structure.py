@@ -34,7 +34,7 @@ class Structure(NamedTuple):
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Parameters outside the blocks in the order of registration; an empty name stands for the blocks."""
+        """Parameters outside the blocks in the order of registration; an empty name represents the blocks."""
         inside = [any(name.startswith(prefix) for prefix in self.names) for name, _ in self.parameters]
         names = ["" if within else name for within, (name, _) in zip(inside, self.parameters, strict=True)]
         return tuple(dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""DeepSpeed with the interface of the other engines. It patches torch for good, so use a separate process."""
+"""DeepSpeed with the interface of the other engines. It patches torch permanently, so use a separate process."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -88,7 +88,7 @@ def _shard_ends(module: nn.Module, sharded: Callable[..., object], *, again: boo
     """Make separate units of the embedding, and of the last norm with the head, which stays gathered until its backward.
 
     Source: accelerate 1.15, accelerate/utils/fsdp_utils.py, ``fsdp2_prepare_model``. A tied head stays in the root's unit. A
-    stage of a pipeline has an identity in place of modules of other stages.
+    stage of a pipeline has an identity instead of modules of other stages.
     """
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
     here = [not isinstance(end, nn.Identity) for end in (embedding, head)]

@@ -25,7 +25,7 @@ class NotAlikeError(MeasurementError):
 def extended(shorter: Recording, longer: Recording, times: int) -> Recording:
     """The run that exceeds ``shorter`` by ``times`` the difference between ``longer`` and ``shorter``.
 
-    Module names have ``*`` in place of the layer's number. Raises :class:`NotAlikeError` if the two runs are not alike enough.
+    Module names have ``*`` instead of the layer's number. Raises :class:`NotAlikeError` if the two runs are not alike enough.
     """
     calls = _calls(shorter, longer, times)
     few, more = _Events(without_flattening(shorter)), _Events(without_flattening(longer))
@@ -172,7 +172,7 @@ _NOBODY = Block(0, 0, "", "", 0)
 
 
 def unnumbered(module: str) -> str:
-    """A module's name with ``*`` in place of numbers.
+    """A module's name with ``*`` instead of numbers.
 
     >>> unnumbered("model.layers.3.mlp")
     'model.layers.*.mlp'

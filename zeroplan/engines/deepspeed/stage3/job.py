@@ -159,7 +159,7 @@ def if_several(job: Job) -> str:
 
 
 def gradient_line(job: Job, elements: int, reason: str, symbol: str = "") -> Line:
-    """So many elements of gradients as autograd makes them. [bytes]"""
+    """This many elements of gradients as autograd makes them. [bytes]"""
     formula = times(job.element, symbol) if symbol else product(job.element, elements)
     return Line(Kind.UNSHARDED_GRADIENTS, job.element * elements, reason, formula, STAGE3)
 

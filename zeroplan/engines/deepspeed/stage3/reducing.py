@@ -116,7 +116,7 @@ def staying_until(job: Job, flush: Flush) -> tuple[Line, ...]:
 
 
 def running_at(job: Job, these: Passes, flush: Flush) -> tuple[Line, Line]:
-    """Return the activations of the block that runs; a leaf module hands on when all that flows out of it has been added up."""
+    """Return the activations of the block that runs; a leaf module passes on when all that flows out of it has been added up."""
     saved, flowing = running_lines(these, flush.block, flush.made)
     if flush.made != leaf_elements(job.whole, flush.block):
         return saved, flowing

@@ -36,7 +36,7 @@ from zeroplan.trace import Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
 
 _GATHERING = -1
-"""Stands, in place of the elements being made, for the moment at which the module is gathered (:func:`_held`)."""
+"""Stands, instead of the elements being made, for the moment at which the module is gathered (:func:`_held`)."""
 _NOWHERE = BackwardPoint("", (), 0, 0, 0)
 _OF_HEAD = {At.LOSS: 0, At.HEAD: 1, At.FINAL_NORM: 2}
 """Where in the trace's figures of the head a point is, where no gradients tell."""
@@ -69,7 +69,7 @@ class Training:
         self.end_of_backward()
 
     def _at(self, name: str, phase: Phase, gathered: int, lines: Lines, beside: Lines = ()) -> None:
-        """Take lines, with so many elements gathered and what is there of gradients beside them."""
+        """Take lines, with this many elements gathered and what is there of gradients beside them."""
         self.trace.at(name, phase, of_forward=phase is Phase.LOSS)
         self.trace.pass_by(*lines, gathered_line(self.job, gathered), *beside)
 
@@ -259,7 +259,7 @@ def _highest_blocks(gathered: Gathered, first: int, n_blocks: int, at: _Place) -
 
 
 def _held(notes: tuple[Note, ...], gradients: int, current: int, ahead: bool, apart: bool) -> int:  # noqa: FBT001  hashed as a tuple above
-    """Return the elements gathered at a point after so many gradients, ``current`` elements of which are being made.
+    """Return the elements gathered at a point after this many gradients, ``current`` elements of which are being made.
 
     ``ahead`` says that the module that runs has no gradient yet. While parameters are gathered, no gradient of their module is
     there, which is a moment ``apart``, or one with the point's lines. Of what the module's operators saved of its parameters, that
