@@ -1,6 +1,8 @@
 """``zeroplan record share``: nothing private is in a copy, the sizes are, and no file is written over."""
 
+import errno
 import json
+import os
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
@@ -126,6 +128,30 @@ def test_a_models_and_a_gpus_own_names_are_left_out_and_their_sizes_kept(tmp_pat
     assert record.environment.platform == "Linux-5.15.0-x86_64-glibc2.35"
     assert record.job.cluster.gpu.name == "left out"
     assert ("job.model.name", "zeus-70b-internal", "") in copy.left_out
+
+
+DRIVERS = (
+    "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA B200", "NVIDIA GH200 480GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe",
+    "NVIDIA L40S", "NVIDIA GeForce RTX 4090", "NVIDIA RTX 6000 Ada Generation", "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+    "Tesla T4", "Tesla V100-SXM2-32GB", "AMD Instinct MI300X", "NVIDIA GeForce RTX 4070 Ti SUPER", "NVIDIA H100 NVL",
+)  # fmt: skip
+
+
+def test_names_that_drivers_give_to_gpus_are_kept_and_no_others():
+    for kept in (KEPT["CardMeasured.name"], KEPT["Result.card"]):
+        assert [kept(name) for name in DRIVERS] == list(DRIVERS)
+        assert {kept(name) for name in ("NVIDIA", "zeus-a100", "NVIDIA H100 of zeus", "NVIDIA H100\nroot", "node17")} == {""}
+
+
+def test_a_full_disk_leaves_no_copy(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch):
+    def no_room(*_: object, **__: object):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("zeroplan.whole.put", no_room)
+    code, out, err = run("record", "share", written(tmp_path, "mine.json", RECORD), "--out", tmp_path / "out")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "No space left on device" in err
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_results_stay_results_without_the_names_of_their_cases(tmp_path: Path, run: Run):

@@ -16,7 +16,6 @@ from zeroplan.catalog.model import model_names
 from zeroplan.catalog.text import shown, written_json
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Beside, Kind, Phase
-from zeroplan.measurement import Measurement
 from zeroplan.records import is_results, read_record
 from zeroplan.script_card import RankOnCard
 from zeroplan.spec.base import Spec, checks_of, read
@@ -75,7 +74,7 @@ def _texts(data: object) -> Iterator[str]:
 
 
 _nothing, _same = _matching(""), _matching("(?s:.*)")
-_GPU = rf"(?:NVIDIA|AMD)(?:[ -](?:{_CARD}))+"
+_GPU = rf"(?:NVIDIA|AMD|Tesla|Quadro)(?:[ -](?:{_CARD}))+"
 _version, _gpu_name = _matching(_VERSION), _matching(_GPU)
 _release = _matching(rf"{_VERSION}(?:(?:a|b|rc|\.post|\.dev)\d{{1,8}})?(?:\+(?:cpu|cu\d{{2,3}}|rocm{_VERSION}))?")
 _operator = r"aten(?:::|\.)[a-z0-9_]+(?:\.[a-zA-Z0-9_]+)?"
@@ -130,8 +129,10 @@ def shared(path: Path) -> Shared:
     if isinstance(data, dict) and isinstance(data.get("measured"), list):
         name, found = "script-on-gpus.json", copy.of_script(data)
     else:
-        record = copy.of_record(read_record(path))
-        name, found = record_name(record), asdict(record)
+        record = read_record(path)
+        copy.begin(record.workload, record.job.model)
+        kept = copy.of(record, "")
+        name, found = record_name(kept), asdict(kept)
     return Shared(name, json.dumps(found, indent=1) + "\n", tuple(dict.fromkeys(copy.left_out)))
 
 
@@ -152,12 +153,8 @@ class _Copy:
 
     def of_result(self, result: Result, number: int) -> dict[str, object]:
         """One line of a matrix's results, without the name of its case."""
-        self._begin(result.task.workload, result.task.job.model)
+        self.begin(result.task.workload, result.task.job.model)
         return asdict(replace(self.of(result, ""), name=f"case {number}"))
-
-    def of_record(self, record: Measurement) -> Measurement:
-        self._begin(record.workload, record.job.model)
-        return self.of(record, "")
 
     def of(self, spec: S, where: str) -> S:
         """A description of which each field is kept as its rule says."""
@@ -189,7 +186,7 @@ class _Copy:
     def _module(self, text: str) -> str:
         return text if all(word in self._modules or _LAYER.fullmatch(word) for word in text.split(".")) else ""
 
-    def _begin(self, workload: str, model: ModelSpec) -> None:
+    def begin(self, workload: str, model: ModelSpec) -> None:
         """Refuse what only its owner can run, and learn the words of which the names of a model's modules consist."""
         if workload or model.profile is not None:
             own = f"the workload {shown(workload)}" if workload else "a traced profile"
