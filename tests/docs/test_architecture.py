@@ -35,3 +35,27 @@ def test_the_way_of_one_number_is_the_way_it_takes():
         assert re.search(rf"^(?:def {name}\(|{name} = )", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), (file, name)
     plan = (ROOT / "zeroplan" / "engines" / "fsdp2" / "plan.py").read_text(encoding="utf-8")
     assert "this rank's chunk of" in plan
+
+
+def test_every_path_of_the_walk_throughs_is_there():
+    walks = re.split(r"^## ", DETAILS, flags=re.MULTILINE)
+    asked = ("A model", "A GPU", "An optimizer", "An engine's release", "A record from your cluster", "A release")
+    found = {title: next(walk for walk in walks if walk.startswith(f"{title}\n")) for title in asked}
+    for title, walk in found.items():
+        named = re.findall(r"`((?:zeroplan|tests|docs|\.github|\.ci)/[\w./-]*|\w[\w.-]*\.(?:md|toml|txt))`", walk)
+        assert len(set(named)) >= 2, title
+        assert not [path for path in named if not (ROOT / path).exists()], title
+
+
+def test_every_name_of_the_walk_throughs_is_in_its_file():
+    for file, names in {
+        "zeroplan/spec/recipe.py": ("Optimizer", "STEPS_ALONE", "Fsdp2Options", "DeepSpeedOptions", "MegatronOptions"),
+        "zeroplan/engines/optimizers.py": ("IMPLEMENTATIONS", "_ELEMENTWISE_STATES", "_FOREACH_COPIES", "_FORLOOP_COPIES"),
+        "zeroplan/engines/published_optimizers.py": ("PUBLISHED",),
+        "zeroplan/engines/fsdp2/plan.py": ("of_torch_2_15",),
+        "zeroplan/spec/releases.py": ("Release",),
+    }.items():
+        written = (ROOT / file).read_text(encoding="utf-8")
+        for name in names:
+            assert f"`{name}" in DETAILS, name
+            assert re.search(rf"^ *(?:class {name}\(|def {name}\(|{name}(?:: | = ))", written, re.MULTILINE), (file, name)

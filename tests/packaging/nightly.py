@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import ZipFile
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -63,6 +64,7 @@ def rows_of(folder: Path, pythons: Sequence[str], tests: Sequence[str], *, extra
     """Every check, as it is done."""
     wheel, source = built(folder)
     yield Row("wheel and source are built", "")
+    yield Row("the source builds the same wheel", differing(wheel, source, folder / "again"))
     with tarfile.open(source) as archive:
         archive.extractall(folder / "source", filter="data")
     (unpacked,) = (folder / "source").iterdir()
@@ -99,6 +101,15 @@ def built(folder: Path) -> tuple[Path, Path]:
     must(python, "-m", "hatchling", "build", "-d", str(folder / "dist"), cwd=ROOT)
     (wheel,), (source,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
     return wheel, source
+
+
+def differing(wheel: Path, source: Path, folder: Path) -> str:
+    """What differs between a wheel and the one that pip builds from the source archive; empty for nothing."""
+    if fell := run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder), str(source)):
+        return fell
+    with ZipFile(wheel) as first, ZipFile(next(folder.glob("*.whl"))) as second:
+        names = {*first.namelist()} ^ {*second.namelist()}
+        return " ".join(sorted(names or {name for name in first.namelist() if first.read(name) != second.read(name)}))
 
 
 def checked(python: str, wheel: Path, *, what: str, pins: Sequence[str]) -> Iterator[Row]:

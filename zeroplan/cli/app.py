@@ -21,7 +21,7 @@ COMMANDS = {
         "estimate", "check", "time", "dryrun", "plan", "advise", "verify", "profile", "compare", "diff", "diagnose",
         "explore", "report", "mcp", "doctor",
     )},
-    **{name: (f"zeroplan.cli.{name}", f"{name}_app") for name in ("workflow", "plot", "models", "gpus")},
+    **{name: (f"zeroplan.cli.{name}", f"{name}_app") for name in ("workflow", "plot", "models", "gpus", "record")},
 }  # fmt: skip
 
 

@@ -11,6 +11,8 @@ from zeroplan.spec.mesh import MeshSpec
 
 _DRIVER = "libcuda.so.1"
 _OK = 0
+#: The source of a memory size that is not the catalogue's.
+OF_THE_DRIVER = "the driver of the card at hand"
 
 
 def needed_bytes(answer: Estimate, *, alone: bool) -> int:
@@ -45,5 +47,5 @@ def on_a_card_of(job: JobSpec, n_bytes: int | None) -> JobSpec:
     gpu = job.cluster.gpu
     if gpu is None or n_bytes in (None, gpu.memory_bytes.value):
         return job
-    memory = ByteFigure(value=n_bytes, source="the driver of the card at hand")
+    memory = ByteFigure(value=n_bytes, source=OF_THE_DRIVER)
     return replace(job, cluster=replace(job.cluster, gpu=replace(gpu, memory_bytes=memory)))
