@@ -541,7 +541,7 @@ def _as_trainers_do(draw: Random, one: ModelSpec, told: RecipeSpec) -> ModelSpec
         adapter = replace(adapter, quantize="gptq", group_size=draw.choice((-1, 32, 128)))
     elif adapter.quantize != "none":
         older = ("0.43.1",) if told.recompute == "full" else ()
-        adapter = replace(adapter, bitsandbytes=draw.choice((None, "0.43.2", *older)))
+        adapter = replace(adapter, bitsandbytes=draw.choice((None, "0.46.1", *older)))
     return replace(one, adapter=adapter)
 
 

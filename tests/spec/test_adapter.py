@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from zeroplan import estimate
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request, job, request_of, resolve
 from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.model import ModelSpec
 
 EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
 
@@ -92,3 +94,18 @@ def test_a_complete_job_keeps_its_adapters_and_takes_another_rank():
 
 def test_groups_stand_for_their_layers_once():
     assert AdapterSpec(rank=1, targets="mlp, up_proj,q_proj").layers == ("q_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def test_a_layer_in_four_bits_follows_its_input_before_the_release_that_keeps_the_dtype_asked_for():
+    """Its weight is then written out in fp32 beside the copies in 16 bits. Where no norm is fp32 both releases hold the same."""
+    model = ModelSpec(
+        family="llama", hidden_size=1024, intermediate_size=8192, num_hidden_layers=2, num_attention_heads=16,
+        num_key_value_heads=16, head_dim=64, vocab_size=128,
+    )  # fmt: skip
+    asked = {"model": model, "gpus": 1, "lora_rank": 1, "quantize": "nf4", "engine": "ddp", "stage": 0, "seq_len": 8}
+    peaks = {
+        (upcast, release): int(estimate(job(**asked, upcast=upcast, bitsandbytes=release)).peak_bytes)
+        for upcast in ("all", "none") for release in ("0.46.1", "0.47.0")
+    }  # fmt: skip
+    assert peaks["all", "0.46.1"] - peaks["all", "0.47.0"] == pytest.approx(4 * 1024 * 8192, rel=0.02)
+    assert peaks["none", "0.46.1"] == peaks["none", "0.47.0"]

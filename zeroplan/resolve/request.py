@@ -111,9 +111,8 @@ class Request(Spec):
         "bf16 converts the others back). none. (default: all)", MODEL, "NAME",
     )})
     bitsandbytes: str | None = field(default=None, metadata={"option": Option(
-        "The release of bitsandbytes, such as 0.43.1. Before 0.43.2, layers in 4 bits save their inputs for the backward."
-        " (default: 0.50)", MODEL,
-        "VERSION",
+        "The release of bitsandbytes, such as 0.43.1. Before 0.43.2, layers in 4 bits save their inputs for the backward; "
+        "before 0.47, they compute in fp32 after norms in fp32. (default: 0.50)", MODEL, "VERSION",
     )})
     freeze: str | None = field(default=None, metadata={"option": Option(
         "Parts outside the blocks that are not trained, separated by commas: embedding, norm (the last one) and head; of a "

@@ -54,7 +54,8 @@ class AdapterSpec(Spec):
     ``prepare_model_for_kbit_training`` makes them; norms alone, as TRL's ``peft_module_casting_to_bf16`` leaves them; or
     nothing."""
     bitsandbytes: str | None = None
-    """The release of bitsandbytes, as ``0.43.1``; before 0.43.2 a layer in four bits saves its input. ``None``: 0.50."""
+    """The release of bitsandbytes, as ``0.43.1``; before 0.43.2 a layer in four bits saves its input, and before 0.47.0 it
+    computes in fp32 after a norm in fp32. ``None``: 0.50."""
 
     def check_rules(self) -> None:
         """Raise SpecError for names of no linear layer."""
@@ -72,9 +73,18 @@ class AdapterSpec(Spec):
     @property
     def four_bits_keep_inputs(self) -> bool:
         """Whether a layer in four bits saves its input (bitsandbytes 0.43.1, autograd/_functions.py, MatMul4Bit.forward)."""
-        if self.bitsandbytes is None:
-            return False
-        return tuple(map(int, self.bitsandbytes.split("."))) < (0, 43, 2)
+        return self._before(0, 43, 2)
+
+    @property
+    def four_bits_follow_inputs(self) -> bool:
+        """Whether a layer in four bits computes in the dtype of its first input where that is fp32, whatever was asked for.
+
+        bitsandbytes before 0.47.0, nn/modules.py, ``Linear4bit.set_compute_type``; later ones keep the dtype that was asked for.
+        """
+        return self._before(0, 47)
+
+    def _before(self, *release: int) -> bool:
+        return self.bitsandbytes is not None and tuple(map(int, self.bitsandbytes.split("."))) < release
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -64,6 +64,8 @@ class Training(NamedTuple):
     """Adapters compute in fp32, without autocast."""
     four_bits_keep_inputs: bool = False
     """Layers in four bits save their inputs."""
+    four_bits_follow_inputs: bool = False
+    """Layers in four bits take fp32 inputs as they are, with their weights in fp32."""
     dropout: bool = False
     """Adapters drop elements of their inputs."""
 

@@ -21,6 +21,7 @@ from zeroplan.transformer.symbols import T, e, k, q, v, z
 
 AUTOCAST = "torch 2.13, aten/src/ATen/autocast_mode.cpp, cached_cast"
 LORA = "peft 0.21, tuners/lora/layer.py, Linear.forward"
+FOLLOWED = "bitsandbytes 0.43.3, nn/modules.py, Linear4bit.set_compute_type; autograd/_functions.py, MatMul4Bit.forward"
 LAYER_4BIT = "bitsandbytes 0.50, nn/modules.py, Linear4bit.forward"
 FORWARD = "bitsandbytes 0.50, backends/cuda/ops.py, _dequant_linear_fallback"
 BACKWARD = "bitsandbytes 0.50, autograd/_functions.py, MatMul4Bit.backward"
@@ -178,7 +179,7 @@ def _in_4_bits(
     """Run a layer in four bits. ``clone``: it has an adapter, so that peft copies the layer's output."""
     name = site.name
     given = op.cast(tape, value, e, Site(f"input of the {name}", LAYER_4BIT))
-    made = _product_of_4_bits(tape, given, site, training, width=width, reads=reads)
+    made = _product_of_4_bits(tape, given, site, training, width=width, reads=reads, read=value)
     returned = op.cast(tape, made, value.dtype, Site(f"output of the {name}", LAYER_4BIT))
     tape.release(made, given)
     return _cloned(tape, returned, name) if clone else returned
@@ -199,13 +200,15 @@ def _product_of_gptq(tape: Tape, given: Value, site: Site, *, width: Size, reads
     return made
 
 
-def _product_of_4_bits(tape: Tape, given: Value, site: Site, training: Training, *, width: Size, reads: Size) -> Value:
+def _product_of_4_bits(
+    tape: Tape, given: Value, site: Site, training: Training, *, width: Size, reads: Size, read: Value
+) -> Value:  # fmt: skip
     """Dequantise the whole weight and multiply; save nothing. Only below 1,537 tokens may a kernel do without that.
 
-    bitsandbytes before 0.43.2 saves its input, which nothing reads.
+    ``read``: the layer's input, of which ``given`` is the 16-bit copy.
     """
     name, matrix, quantize = site.name, reads * width, training.quantize
-    written = [*scales_written_out(tape, name, matrix, quantize, copies=2), dequantised(tape, name, matrix, FORWARD)]
+    written = written_for_product(tape, name, matrix, read, training)
     made = op.tensor(tape, f"output of the {name}", e, T * width, FORWARD, Tag(Role.OUTPUT, site.module))
     tape.drop(*written)
 
@@ -217,9 +220,31 @@ def _product_of_4_bits(tape: Tape, given: Value, site: Site, training: Training,
         tape.drop(*scales)
         return [(given, op.gradient(tape, given, f"gradient through the {name}", BACKWARD))]
 
-    kept = (given,) if training.four_bits_keep_inputs else ()
+    kept = kept_of_4_bits(tape, read, given, training)
     tape.add(name, (made,), kept, backward, of=(given,), place=site.place)
     return made
+
+
+def written_for_product(tape: Tape, name: str, matrix: Size, read: Value, training: Training) -> list[Store]:
+    """Write a weight out of four bits for the forward, in 16 bits; return what is alive during the product.
+
+    A layer that follows an input in fp32 makes a copy in fp32, which autocast casts again.
+    """
+    written = [*scales_written_out(tape, name, matrix, training.quantize, copies=2), dequantised(tape, name, matrix, FORWARD)]
+    if not _follows(tape, read, training):
+        return written
+    wide = tape.make(TEMPORARY, f"weight of the {name}, in fp32", 4 * matrix, FOLLOWED)
+    tape.drop(*written)
+    return [wide, tape.make(TEMPORARY, f"weight of the {name}, in fp32: cast by autocast", e * matrix, AUTOCAST)]
+
+
+def kept_of_4_bits(tape: Tape, read: Value, given: Value, training: Training) -> tuple[Value, ...]:
+    """What a layer in four bits saves though nothing reads it: before bitsandbytes 0.43.2 its input, in the compute dtype."""
+    return ((read if _follows(tape, read, training) else given),) if training.four_bits_keep_inputs else ()
+
+
+def _follows(tape: Tape, read: Value, training: Training) -> bool:
+    return training.four_bits_follow_inputs and tape.autocast and tape.is_wide(read.dtype)
 
 
 def dequantised(tape: Tape, name: str, matrix: Size, source: str) -> Store:

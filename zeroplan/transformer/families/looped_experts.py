@@ -10,7 +10,15 @@ from zeroplan.numeric import Int, ceil_div
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Training
 from zeroplan.transformer.families.experts import divided_by_their_sum, picked
-from zeroplan.transformer.families.frozen import BACKWARD, FORWARD, GPTQ, LAYER_4BIT, dequantised, scales_written_out
+from zeroplan.transformer.families.frozen import (
+    BACKWARD,
+    GPTQ,
+    LAYER_4BIT,
+    dequantised,
+    kept_of_4_bits,
+    scales_written_out,
+    written_for_product,
+)
 from zeroplan.transformer.families.operators import TEMPORARY, TENSOR
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import E, T, e, h, m, t
@@ -106,31 +114,35 @@ def _expert(
 def _layer(tape: Tape, value: Value, width: Size, reads: Size, name: str, training: Training) -> Value:
     """Run a frozen linear layer over one expert's tokens. In bitsandbytes' four bits it computes in 16 bits."""
     if training.quantize in ("none", "gptq"):
-        return _product(tape, value, width, reads, name, training)
+        return _product(tape, value, value, width, reads, name, training)
     given = op.cast(tape, value, e, Site(f"input of {name}", LAYER_4BIT))
-    made = _product(tape, given, width, reads, name, training)
+    made = _product(tape, given, value, width, reads, name, training)
     returned = op.cast(tape, made, value.dtype, Site(f"output of {name}", LAYER_4BIT))
     tape.release(made, given)
     return returned
 
 
-def _product(tape: Tape, given: Value, width: Size, reads: Size, name: str, training: Training) -> Value:
-    """Multiply by the weight, which is written out of four bits for it, in the forward and in the backward."""
+def _product(tape: Tape, given: Value, read: Value, width: Size, reads: Size, name: str, training: Training) -> Value:
+    """Multiply by the weight, which is written out of four bits for it, in the forward and in the backward.
+
+    ``read``: the layer's input, of which ``given`` is the 16-bit copy.
+    """
     matrix, quantize = reads * width, training.quantize
-    whole, sources = quantize == "none", (GPTQ, GPTQ) if quantize == "gptq" else (FORWARD, BACKWARD)
-    written = [] if whole else [
-        *scales_written_out(tape, name, matrix, quantize, copies=2), dequantised(tape, name, matrix, sources[0])
-    ]  # fmt: skip
+    whole, source = quantize == "none", GPTQ if quantize == "gptq" else BACKWARD
+    if quantize == "gptq":
+        written = [dequantised(tape, name, matrix, GPTQ)]
+    else:
+        written = [] if whole else written_for_product(tape, name, matrix, read, training)
     made = op.tensor(tape, f"output of {name}", e, N * width, MIXTRAL, Tag(Role.OUTPUT))
     tape.drop(*written)
-    kept = (given.store,) if training.four_bits_keep_inputs and not whole else ()
+    kept = () if whole else kept_of_4_bits(tape, read, given, training)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        for store in kept:
+        for store in op.stores_of(kept):
             tape.hold(store)
         scales = [] if whole else scales_written_out(tape, name, matrix, quantize, copies=1)
         if not whole:
-            tape.scratch.append(dequantised(tape, name, matrix, sources[1]))
+            tape.scratch.append(dequantised(tape, name, matrix, source))
         tape.drop(*scales)
         return [(given, op.gradient(tape, given, f"gradient through {name}", MIXTRAL))]
 

@@ -299,7 +299,8 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
         return Training(
             "adapted", tracked, compute.keeps_inputs, adapter.layers, adapter.quantize, upcast=model.upcasts_norms,
             dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
-            wide_adapters=adapter.compute == "fp32", fused="lora" in compute.fused,
+            four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",
+            fused="lora" in compute.fused,
         )  # fmt: skip
     if model.frozen is None:
         return None

@@ -1,0 +1,94 @@
+"""Hold the estimate of what the allocator reserves against what others published: ``python -m tests.measured.reserved_on_gpus``.
+
+Kept in ``tests/golden/reserved.toml`` are the figures and the settings that each source states. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zeroplan import estimate, job
+from zeroplan.errors import SpecError
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Fsdp1Options
+from zeroplan.units import GIB
+
+if TYPE_CHECKING:
+    from zeroplan.ledger import Band
+    from zeroplan.spec.job import JobSpec
+
+KEPT = Path(__file__).parents[1] / "golden" / "reserved.toml"
+
+
+class Reserved(NamedTuple):
+    """A published figure beside the bands of the estimate, without and with a replay. [bytes]
+
+    A job whose requests cannot be written out has the same band twice.
+    """
+
+    source: str
+    name: str
+    measured: float
+    bands: tuple[Band, Band]
+
+    def error(self, replayed: bool) -> float:
+        """How far the expected figure is off, as a share of what was measured."""
+        return int(self.bands[replayed].expected_bytes) / self.measured - 1
+
+    def inside(self, replayed: bool) -> bool:
+        """Whether the figure lies in the band, to the two digits that a source prints."""
+        low, _, high = self.bands[replayed]
+        return int(low) - 0.005 * GIB <= self.measured <= int(high) + 0.005 * GIB
+
+
+@cache
+def kept() -> tuple[dict[str, Any], ...]:
+    """The sources: ``name``, ``where``, ``counter``, ``row`` and ``refused``."""
+    return tuple(_file()["source"])
+
+
+@cache
+def _file() -> dict[str, Any]:
+    return tomllib.loads(KEPT.read_text(encoding="utf-8"))
+
+
+def job_of(row: dict[str, Any], common: dict[str, Any]) -> JobSpec:
+    """Say a row in zeroplan's words."""
+    asked = {**common, **row["job"]}
+    shape = _file()["models"].get(asked["model"])
+    if shape is not None:
+        asked["model"] = ModelSpec(**shape)
+    if "fsdp1" in row:
+        asked["fsdp1"] = Fsdp1Options(**row["fsdp1"])
+    return job(**asked)
+
+
+@cache
+def scored() -> tuple[Reserved, ...]:
+    """Every row of every source."""
+    return tuple(
+        _scored(source["name"], row, job_of(row, source["common"])) for source in kept() for row in source["row"]
+    )  # fmt: skip
+
+
+def _scored(source: str, row: dict[str, Any], said: JobSpec) -> Reserved:
+    band = estimate(said).reserved
+    try:
+        replayed = estimate(said, replay=True).reserved
+    except SpecError:
+        replayed = band
+    return Reserved(source, row["name"], row["gib"] * GIB, (band, replayed))
+
+
+def main() -> None:
+    """Print every row."""
+    for one in scored():
+        words = (f"{one.error(way):+.1%} {'in' if one.inside(way) else 'outside'} the band" for way in (False, True))
+        print(one.name, *words, sep=" | ")
+
+
+if __name__ == "__main__":
+    main()
