@@ -59,7 +59,7 @@ def resolved(tmp_path: Path) -> Callable[..., Resolved]:
 
 
 def test_the_trainers_own_example_becomes_the_job_it_runs(resolved: Callable[..., Resolved]):
-    job, notes, _ = resolved(TRAINERS, micro_batch=2, grad_accum=4, seq_len=4096)
+    job, notes, *_ = resolved(TRAINERS, micro_batch=2, grad_accum=4, seq_len=4096)
     assert (job.recipe.engine, job.recipe.zero_stage, job.recipe.precision) == ("deepspeed", 3, "bf16-mixed")
     assert (job.recipe.optimizer, job.recipe.optimizer_impl) == ("adamw", "fused")
     assert (job.batch.micro_batch_size, job.batch.grad_accum_steps) == (2, 4)
@@ -158,7 +158,7 @@ def test_what_is_said_twice_is_said_once(resolved: Callable[..., Resolved]):
 
 
 def test_a_flag_goes_before_what_would_be_filled_in(resolved: Callable[..., Resolved]):
-    job, notes, _ = resolved(TRAINERS, deepspeed=DeepSpeedOptions(reduce_bucket_size=7))
+    job, notes, *_ = resolved(TRAINERS, deepspeed=DeepSpeedOptions(reduce_bucket_size=7))
     assert job.recipe.deepspeed.reduce_bucket_size == 7
     assert not any("reduce_bucket_size" in note for note in notes)
 

@@ -17,7 +17,7 @@ from zeroplan.verify.cases.results import Result, opened
 from zeroplan.verify.record import write_record
 from zeroplan.verify.task import Task
 
-JOB = ("--model", "gpt2", "--gpus", "4", "--stage", "1", "--engine", "ddp", "--seq-len", "128", "--gpu", "t4")
+JOB = ("--model", "gpt2", "--gpus", "4", "--stage", "1", "--engine", "ddp", "--seq-len", "128", "--gpu", "l4")
 MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
 
