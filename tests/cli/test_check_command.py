@@ -40,7 +40,7 @@ def test_a_row_says_what_estimate_says(run: Run):
     _, out, err = run("check", FITS, TOO_LARGE, NO_JOB, *GPU)
     fits, large, none = out.splitlines()
     verdict = " ".join(run("estimate", FITS, *GPU)[1].split("\n\n", 1)[0].split())
-    assert fits == f"ok    {FITS}: {verdict}"
+    assert fits == f"ok    {FITS}: {verdict} Counted: 1 sequence of 4,096 tokens at a time."
     assert large.startswith(f"FAIL  {TOO_LARGE}: It does not fit")
     assert none.startswith(f"ERROR {NO_JOB}: job file '{NO_JOB}': colour: no such key")
     assert err.startswith("1 of 3 pass; the largest needs 888.50 GiB")

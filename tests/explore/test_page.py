@@ -385,6 +385,12 @@ def test_a_config_json_is_the_model_until_another_is_named(page: Page, tmp_path:
     assert page.input_value("#c-config") == ""
 
 
+def test_a_broken_config_json_is_refused_as_one(page: Page, tmp_path: Path):
+    (tmp_path / "config.json").write_text("{")
+    page.set_input_files("#file", tmp_path / "config.json")
+    page.locator("#error", has_text="is not JSON").wait_for()
+
+
 def test_a_point_on_more_gpus_loads_its_job(page: Page):
     page.wait_for_selector("#scaling .spot")
     last = page.locator("#scaling .spot").last

@@ -69,7 +69,10 @@ def fewest_gpus(
     if away.best is None or fewer == alone.base.mesh.world_size:
         return alone, (tried,)
     host = GIBIBYTES.size(away.best.estimate.host_bytes_per_node or 0)
-    return alone, (tried, f"with offload to host memory it fits on {fewer:,}, with {host} of a node: --offload-optimizer cpu")
+    return alone, (
+        tried,
+        f"with offload to host memory it fits on {fewer:,}, with {host} of a node: `plan` with --offload-optimizer cpu finds it",
+    )
 
 
 def _without_offload(base: JobSpec, fixed: Fixed) -> Fixed:

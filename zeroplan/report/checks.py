@@ -8,7 +8,7 @@ from xml.etree import ElementTree  # noqa: ICN001  a full name; written, never r
 from zeroplan.allocator import expandable_segments_are_set
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate
-from zeroplan.report.words import headline, verdict_sentence
+from zeroplan.report.words import headline, plural, verdict_sentence
 from zeroplan.spec.job import JobSpec
 from zeroplan.units import GIBIBYTES
 
@@ -38,7 +38,9 @@ def checked(
     ``not_counted``: keys that matter and are not modelled; ``may_be_too_low``: some of them may take memory. ``loop``: the
     phases that the file's training step is one of.
     """
+    batch = answer.job.batch
     says = verdict_sentence(answer, GIBIBYTES)
+    says += f" Counted: {plural(batch.micro_batch_size, 'sequence')} of {batch.seq_len:,} tokens at a time."
     says += f" {loop.says}" if loop is not None else ""
     says += f" What these keys do to memory is not counted: {', '.join(not_counted)}." if not_counted else ""
     outcome = outcome_of(answer)

@@ -21,7 +21,8 @@ def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
     """Return the training step: with TRL's head, and the sequences that a batch of this workflow has."""
     kind = WORKFLOWS[asked.workflow]
     model, loss = job.model, "full" if asked.full_logits else kind.loss
-    recipe = replace(job.recipe, loss=loss, prompt_len=prompt_len(job, asked), log_probs=kind.log_probs)
+    kept = job.recipe.keep_logits if loss == "full" else False  # log-probabilities are made tile by tile: no logits are left
+    recipe = replace(job.recipe, loss=loss, prompt_len=prompt_len(job, asked), log_probs=kind.log_probs, keep_logits=kept)
     if (
         kind.log_probs == "divergence" and recipe.engine == "ddp" and recipe.precision != "bf16"
     ):  # the redirected forward is not under autocast

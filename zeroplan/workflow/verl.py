@@ -58,7 +58,9 @@ def trained(job: JobSpec, asked: Asked) -> tuple[Trained, ...]:
     apart = job.recipe.engine == "fsdp2" and not (job.model.positions or job.model.family == "bloom")
     fsdp2, budget = replace(job.recipe.fsdp2, ends_apart=apart), asked.ppo_max_token_len_per_gpu
     batch = replace(job.batch, micro_batch_size=1, seq_len=budget) if budget else job.batch
-    job = replace(job, recipe=replace(job.recipe, loss="log-probs", log_probs="in place", fsdp2=fsdp2), batch=batch)
+    job = replace(
+        job, recipe=replace(job.recipe, loss="log-probs", log_probs="in place", keep_logits=False, fsdp2=fsdp2), batch=batch
+    )
     gone = [Kind.PARAMETERS, Kind.GRADIENTS] if asked.param_offload else []
     offloaded = frozenset([*gone, *([Kind.OPTIMIZER_STATE] if asked.optimizer_offload else [])])
     actor = Trained("actor", estimate(job), offloaded)

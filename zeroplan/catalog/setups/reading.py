@@ -1,6 +1,6 @@
 """Which kind of configuration is a file, and what does it say of a job?"""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -175,6 +175,8 @@ def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
     told = one.gpus
     if told is not None and kind in ("openrlhf", "ms-swift", "megatron", "torchtune", "automodel"):
         data["launched_gpus"] = told
+    if kind == "trainer" and _is_dpo(one.words):
+        data.setdefault("beta", _DPO_BETA)
     setup = _setup(data, path, gpus or told, kind)
     accelerate = one.launcher.get("config_file")
     if kind in ("trainer", "axolotl", "llama-factory") and isinstance(accelerate, str):
@@ -182,6 +184,21 @@ def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
     if told is not None and "gpus" not in setup.flags:
         setup = setup._replace(flags={**setup.flags, "gpus": Told("the launcher", told)})
     return setup
+
+
+#: TRL's default (1.16, DPOConfig.beta).
+_DPO_BETA = 0.1
+_DPO_SCRIPTS = ("dpo.py", "run_dpo.py", "dpo_vlm.py")
+
+
+def _is_dpo(words: Sequence[str]) -> bool:
+    """Whether a command runs TRL's DPO: ``trl dpo``, its module, or a script named so."""
+    last = words[-1]
+    return (
+        tuple(words[-2:]) == ("trl", "dpo")
+        or last in ("trl.scripts.dpo", "trl.scripts.dpo_vlm")
+        or Path(last).name in _DPO_SCRIPTS
+    )
 
 
 def _named_config(one: Launched, path: Path) -> Path | None:

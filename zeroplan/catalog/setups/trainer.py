@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.parsing import parsed
 from zeroplan.catalog.setups.reading import deepspeed_beside, named_file
-from zeroplan.catalog.setups.told import LIGER, DeepSpeedPart, Reading, Setup, Table, Told, own_tensor_parallelism
+from zeroplan.catalog.setups.told import LIGER, DeepSpeedPart, Reading, Setup, Table, Told, number_of, own_tensor_parallelism
 from zeroplan.catalog.text import read_text, shown
 from zeroplan.errors import SpecError
 
@@ -86,7 +86,10 @@ _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_
 
 def trainer_setup(table: Table, folder: Path, _: int | None = None) -> Setup:
     """Read the file's keys; raises SpecError where it says what is not modelled."""
-    return arguments_read(table, folder).setup("trainer")
+    reading = arguments_read(table, folder)
+    if not reading.loop:
+        _grpo(reading)
+    return reading.setup("trainer")
 
 
 def arguments_read(table: Table, folder: Path) -> Reading:
@@ -97,10 +100,10 @@ def arguments_read(table: Table, folder: Path) -> Reading:
     table.unmodelled(saves=_SAVES, adds=_ADDS, either=_EITHER, harmless=_HARMLESS)
     for read in (_deepspeed, _engine, _precision, _batch, _recomputation, _ddp, _optimizer, _model, _adapter, _accelerators):
         read(reading)
-    if table.matters.keys() & {"beta", "num_generations"} == {"beta"}:
+    if (key := _key_of_dpo(table)) is not None:
         reading.tell_pairs()
         once = table.switch("precompute_ref_log_probs")
-        reading.tell_loop("beta", "dpo", precompute_ref_log_probs=once or None)
+        reading.tell_loop(key, "dpo", precompute_ref_log_probs=once or None)
         for key in ("beta", "precompute_ref_log_probs"):
             table.matters.pop(key, None)
     _liger(reading)
@@ -110,6 +113,45 @@ def arguments_read(table: Table, folder: Path) -> Reading:
     table.unmodelled(either="load_in_8bit" if keeps else "", saves="" if keeps else "load_in_8bit")
     table.leave(_KNOWN)
     return reading
+
+
+def _grpo(reading: Reading) -> None:
+    """The loop of TRL's GRPOTrainer with vLLM (1.16, trl/trainer/grpo_config.py); without vLLM the model generates itself."""
+    table = reading.table
+    generations, completion = table.count("num_generations"), table.data.get("max_completion_length")
+    if (generations is None and completion is None) or not table.switch("use_vllm"):
+        return
+    prompt, beta, memory = (table.get(key) for key in ("max_prompt_length", "beta", "vllm_gpu_memory_utilization"))
+    here = table.text("vllm_mode") != "server"
+    reading.tell_loop(
+        "use_vllm", "grpo", beta=number_of(beta, 0.0), num_generations=generations,
+        max_completion_length=table.count("max_completion_length"), steps_per_generation=table.count("steps_per_generation"),
+        vllm_mode=table.text("vllm_mode"), vllm_gpu_memory_utilization=number_of(memory, 0.3) if here else None,
+        vllm_tensor_parallel_size=table.count("vllm_tensor_parallel_size"),
+        vllm_enable_sleep_mode=table.switch("vllm_enable_sleep_mode") or None,
+    )  # fmt: skip
+    if prompt is not None and completion is not None and "seq_len" not in reading.flags:
+        tokens = (table.count("max_prompt_length") or 0) + (table.count("max_completion_length") or 0)
+        reading.tell("seq_len", "max_prompt_length and max_completion_length", tokens, filled=True)
+    for key in ("beta", "num_generations", "max_completion_length"):
+        table.matters.pop(key, None)
+
+
+#: Keys and losses of TRL's DPOConfig that its other trainers' configurations lack (TRL 1.16, trl/trainer/dpo_config.py).
+_OF_DPO = ("precompute_ref_log_probs", "precompute_ref_batch_size", "rpo_alpha")
+_DPO_LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "aot_pair",
+    "discopop", "apo_zero", "apo_down", "sigmoid_norm",
+)  # fmt: skip
+
+
+def _key_of_dpo(table: Table) -> str | None:
+    """Return the key by which a file is one of TRL's DPOTrainer; GRPO has ``beta`` too, beside ``num_generations``."""
+    if table.data.get("num_generations") is not None:
+        return None
+    own = ("beta" if "beta" in table.matters else None, *(key for key in _OF_DPO if table.data.get(key) is not None))
+    loss = "loss_type" if table.data.get("loss_type") in _DPO_LOSSES else None
+    return next((key for key in (*own, loss) if key is not None), None)
 
 
 def _compiled(table: Table, reading: Reading) -> None:

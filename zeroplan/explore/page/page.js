@@ -684,7 +684,7 @@ function scaling(series) {
   }
   const ends = apart(found.map((one) => y(one.points.at(-1).needed_bytes)));
   found.forEach((one, at) => stageLine(svg, one, ends[at], x, y, width - right));
-  svg.append(drawn("circle", { cx: x(series.own.gpus).toFixed(1), cy: y(series.own.needed_bytes).toFixed(1), r: 7, class: "own" }, drawn("title", {}, `this job: ${size(series.own.needed_bytes)} on ${series.own.gpus.toLocaleString("en")} GPUs`)));
+  svg.append(drawn("circle", { cx: x(series.own.gpus).toFixed(1), cy: y(series.own.needed_bytes).toFixed(1), r: 7, class: "own" }, drawn("title", {}, `this job: ${size(series.own.needed_bytes)} on ${gpus(series.own.gpus)}`)));
   of("scaling").replaceChildren(svg);
   of("scaling-legend").replaceChildren(...series.lines.map((one, at) => node("li", {}, drawn("svg", { viewBox: "0 0 22 10", class: "dash", "aria-hidden": "true" }, drawn("line", { x1: 0, x2: 22, y1: 5, y2: 5, stroke: state.stageColours[one.stage], "stroke-width": 3, "stroke-dasharray": DASHES[one.stage] })), series.capacity_bytes ? fits[at] : `stage ${one.stage}`)));
 }
@@ -703,11 +703,13 @@ function stageLine(svg, one, end, x, y, right) {
   svg.append(drawn("path", { d: `M ${one.points.map(at).join(" L ")}`, fill: "none", stroke: colour, "stroke-width": 2.5, "stroke-dasharray": DASHES[one.stage] }), drawn("text", { x: right + 8, y: end + 4 }, `stage ${one.stage}`));
   for (const point of one.points) {
     const fits = ["fits", "tight"].includes(point.verdict);
-    const spot = drawn("circle", { cx: x(point.gpus).toFixed(1), cy: y(point.needed_bytes).toFixed(1), r: 4.5, fill: fits ? colour : "var(--paper)", stroke: colour, class: "spot" }, drawn("title", {}, `stage ${one.stage} on ${point.gpus.toLocaleString("en")} GPUs: ${size(point.needed_bytes)}${point.verdict === "unknown" ? "" : `, ${point.verdict}`}`));
+    const spot = drawn("circle", { cx: x(point.gpus).toFixed(1), cy: y(point.needed_bytes).toFixed(1), r: 4.5, fill: fits ? colour : "var(--paper)", stroke: colour, class: "spot" }, drawn("title", {}, `stage ${one.stage} on ${gpus(point.gpus)}: ${size(point.needed_bytes)}${point.verdict === "unknown" ? "" : `, ${point.verdict}`}`));
     spot.addEventListener("click", () => { const there = said(); there.set("stage", one.stage); there.set("gpus", point.gpus); loaded(there); });
     svg.append(spot);
   }
 }
+
+const gpus = (count) => `${count.toLocaleString("en")} GPU${count === 1 ? "" : "s"}`;
 
 /** Heights of labels that do not lie upon each other. [px] */
 function apart(heights) {
@@ -862,12 +864,12 @@ const LONGEST_CONFIG = 2 ** 16, NAMES_ALONE = ["id2label", "label2id", "auto_map
 /** The content of a config.json, without lists of names, for the address; empty for any other file. */
 async function configOf(file) {
   if (file.size > LONGEST_CONFIG) return "";
+  const text = await file.text(), named = file.name === "config.json"; // by its name it is one: the server says what is wrong with it
   try {
-    const found = JSON.parse(await file.text());
-    if (!found?.model_type) return "";
-    return JSON.stringify(found, (key, value) => (NAMES_ALONE.includes(key) ? undefined : value));
+    const found = JSON.parse(text);
+    return named || found?.model_type ? JSON.stringify(found, (key, value) => (NAMES_ALONE.includes(key) ? undefined : value)) : "";
   } catch {
-    return ""; // no JSON: the server says what it is
+    return named ? text : "";
   }
 }
 

@@ -49,7 +49,8 @@ class ScalingLine:
         if self.fits_from is None:
             return "does not fit"
         ceases = "" if self.ceases_at is None else f", but not on {self.ceases_at.gpus:,}"
-        return f"fits from {plural(self.fits_from.gpus, 'GPU')}{ceases}"
+        tightly = " tightly" if self.fits_from.verdict == "tight" else ""
+        return f"fits{tightly} from {plural(self.fits_from.gpus, 'GPU')}{ceases}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
