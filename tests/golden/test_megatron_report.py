@@ -34,7 +34,7 @@ def _model(row: dict) -> ModelSpec:
 def _answer(row: dict) -> Estimate:
     mesh = MeshSpec(dp_shard=row["dp"], tp=row["tp"], pp=row["pp"], ep=row.get("ep", 1))
     batch = BatchSpec(micro_batch_size=row["micro_batch"], seq_len=row["seq_len"], grad_accum_steps=row["micro_batches"])
-    no_mask = MegatronOptions(create_attention_mask_in_dataloader=False)
+    no_mask = MegatronOptions(create_attention_mask_in_dataloader=False, expert_tensor_parallel_size=1)  # it splits no expert
     recipe = RecipeSpec(engine="megatron", zero_stage=1, sequence_parallel=True, recompute="selective", megatron=no_mask)
     return estimate(JobSpec(model=_model(row), recipe=recipe, mesh=mesh, batch=batch))
 

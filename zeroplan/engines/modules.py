@@ -17,7 +17,7 @@ LEAF_FAMILIES = ("mixtral", "qwen3_moe")
 
 #: Modules that a family has or has not: they are there where they own parameters, or a module in them does.
 _OPTIONAL = frozenset({
-    "self_attn", "self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj", "linear_attn",
+    "mamba", "self_attn", "self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj", "linear_attn",
     "mlp.shared_experts", "self_attn.q_norm", "self_attn.k_norm",
 })  # fmt: skip
 

@@ -169,7 +169,7 @@ def test_on_a_full_disk_what_is_kept_stays_whole_and_the_next_run_goes_on(place:
 
 def test_where_a_worker_cannot_write_the_run_ends_with_one_line_and_spends_no_time_on_the_other_cases(place: Place):
     place.let(128, 256, 384)
-    room = 5_000  # for an order, not for a record
+    room = 6_500  # for an order, not for a record
     code, said = place.finish(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)))
     assert code == 4
     assert said[-1].startswith("zeroplan: the record cannot be written to '")
