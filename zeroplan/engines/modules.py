@@ -19,6 +19,10 @@ LEAF_FAMILIES = ("mixtral", "qwen3_moe")
 _OPTIONAL = frozenset({
     "mamba", "self_attn", "self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj", "linear_attn",
     "mlp.shared_experts", "self_attn.q_norm", "self_attn.k_norm",
+    *(f"mixer.{name}" for name in (
+        "in_proj", "norm", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate", "experts",
+        "shared_experts",
+    )),
 })  # fmt: skip
 
 
@@ -36,6 +40,8 @@ def block_modules(model: ModelSpec, owners: Sequence[str]) -> Names:
     sparse = any(name.endswith("experts") for name in owners)
     listed = _listed(model, sparse=sparse)
     missing = {name for name in _OPTIONAL if not any(owner == name or owner.startswith(f"{name}.") for owner in owners)}
+    if "mixer.up_proj" in missing:  # its activation owns nothing
+        missing.add("mixer.act_fn")
     names = [name for name in listed if name not in missing and _parent(name) not in missing]
     if model.adapter is not None:
         names = [inner for name in names for inner in _wrapped(name, owners)]
