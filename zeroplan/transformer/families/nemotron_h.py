@@ -150,8 +150,8 @@ _MODULES = ("norm", "mixer", *(f"mixer.{name}" for name in (
     "in_proj", "norm", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "act_fn", "down_proj",
 )))  # fmt: skip
 _EXPERTS = tuple(f"mixer.{name}" for name in (
-    "gate", "fc1_latent_proj", "experts", "experts.act_fn", "fc2_latent_proj", "shared_experts", "shared_experts.up_proj", "shared_experts.act_fn",
-    "shared_experts.down_proj",
+    "gate", "fc1_latent_proj", "experts", "experts.act_fn", "fc2_latent_proj", "shared_experts", "shared_experts.up_proj",
+    "shared_experts.act_fn", "shared_experts.down_proj",
 ))  # fmt: skip
 FAMILIES = {
     "nemotron_h": Definition(
