@@ -52,7 +52,7 @@ def waits_whole(path: Path) -> bool:
 
 
 def leave_to_the_night(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Mark the cases that others stand for by day, and return them."""
+    """Mark the cases that run only at night, and return them."""
     counted: Counter[tuple[str, str]] = Counter()
     waiting_items: list[pytest.Item] = []
     for item in items:

@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave to the night what others stand for by day, and note which of those no test has.
+    """Leave out the cases that run only at night, and note the named cases that no test has.
 
     Thousands of skipped tests take half a minute. In a run of everything they are left out; elsewhere they are skipped, with why.
     """

@@ -19,7 +19,7 @@ def test_nine_in_ten_runs_reserve_what_lies_in_the_band_and_half_of_the_replays_
 
 
 def test_another_setting_is_not_what_was_reserved():
-    """The band does not hold whatever is asked: a run's other recomputation, or its logits let go, lies outside it."""
+    """The band can fail: with another recomputation, or without kept logits, a run lies outside it."""
     common, rows = kept()[0]["common"], {row["name"].partition(",")[0]: row for row in kept()[0]["row"]}
     row = rows["2b017fdd6"]
     other = {**row, "job": {**row["job"], "keep_logits": False}}

@@ -2,7 +2,7 @@
 
 Every parameter of ours is a text, a switch or a list of texts, and the specs check what they say. Recent releases of typer
 build a pydantic adapter per parameter before a command runs, which takes as long as everything else together; such a
-parameter is told to pass on what was typed. Older releases have no such step and are left as they are.
+parameter passes on what was typed. Older releases have no such step and are left as they are.
 
 Nor is a command read before it is requested: the flags of all of them together take longer than most answers.
 """

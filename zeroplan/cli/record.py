@@ -11,7 +11,7 @@ from zeroplan.errors import SpecError
 from zeroplan.whole import reason, write_all
 
 record_app = typer.Typer(help="Prepare records of measurements for other people.", no_args_is_help=True)
-#: Texts that are listed as left out; the others are counted.
+#: How many left-out texts are listed; further ones are only counted.
 _SHOWN = 40
 
 

@@ -72,7 +72,7 @@ class _Reading(Reading):
         self.gpus = gpus
         self.tables = {name: whole.table(name) for name in _KNOWN if name != "activation_checkpoint"}
         self.instead = [_OWN_MODULES]
-        """What is said where transformers' modules are counted instead of torchtitan's."""
+        """The note if transformers' modules are counted instead of torchtitan's."""
 
 
 def torchtitan_setup(whole: Table, _: Path, gpus: int | None) -> Setup:
