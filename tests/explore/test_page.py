@@ -392,6 +392,8 @@ def test_a_broken_config_json_is_refused_as_one(page: Page, tmp_path: Path):
 
 
 def test_a_point_on_more_gpus_loads_its_job(page: Page):
+    page.wait_for_timeout(1000)
+    page.locator("#plan").scroll_into_view_if_needed()
     page.wait_for_selector("#scaling .spot")
     last = page.locator("#scaling .spot").last
     told = last.locator("title").text_content()

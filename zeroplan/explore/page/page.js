@@ -228,9 +228,15 @@ function details(query, mine) {
   if (["does not fit", "tight"].includes(state.told.estimate.verdict)) changes(query, mine);
 }
 
-/** The job on other numbers of GPUs, which takes half a second. */
+/** The job on other numbers of GPUs, which takes half a second: once its place is nearly in sight. */
 async function moreGpus(query, mine) {
+  state.later = undefined;
   if (mine !== state.asked) return;
+  if (of("plan").getBoundingClientRect().top > 2 * innerHeight) {
+    of("scaling-part").hidden = true; // it shows another job
+    state.later = [query, mine];
+    return;
+  }
   const told = await fetched(`/api/scaling?${query}`);
   if (mine !== state.asked || told.error) return;
   scaling(told);
@@ -955,6 +961,8 @@ of("copy").addEventListener("click", async () => {
   }
   setTimeout(() => { of("copy").textContent = "Copy"; }, 1500);
 });
+
+addEventListener("scroll", () => { if (state.later) moreGpus(...state.later); }, { passive: true });
 
 /** Draw the pictures anew where their place has become another. */
 function redraw() {
