@@ -16,8 +16,8 @@ from zeroplan import ClusterSpec, JobSpec, SpecError, job
 from zeroplan.calibration import Measured, Reached, calibrated, middle, reached
 from zeroplan.catalog.gpu import gpu
 from zeroplan.cli.app import main
+from zeroplan.job_time import time_of
 from zeroplan.measurement import BlocksMeasured, Environment, Measurement, PhaseMeasured, StepMeasured
-from zeroplan.planner import time_of
 from zeroplan.steptime import shares_of
 from zeroplan.steptime.parts import Does
 

@@ -9,7 +9,7 @@ import pytest
 
 from zeroplan import job
 from zeroplan.calibration import learnt_from
-from zeroplan.planner import time_of
+from zeroplan.job_time import time_of
 
 if TYPE_CHECKING:
     from pathlib import Path

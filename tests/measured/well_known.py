@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroplan import Request, estimate
 from zeroplan.errors import SpecError
-from zeroplan.planner import time_of
+from zeroplan.job_time import time_of
 from zeroplan.planner.asking import Question, ask
 from zeroplan.planner.explain import why_not
 from zeroplan.planner.result import Best, Layout

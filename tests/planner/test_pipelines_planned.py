@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from zeroplan.estimator import estimate
+from zeroplan.job_time import time_of
 from zeroplan.planner.asking import Question, ask
-from zeroplan.planner.choose import time_of
 from zeroplan.resolve import Request
 
 ASKED = Request(model="llama-3.1-8b", gpu="h200", gpus=8, seq_len=4096, pipeline_parallel=4, engine="fsdp2")

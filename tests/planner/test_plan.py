@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from zeroplan import Estimate, JobSpec, MeshSpec, SpecError, estimate, job
-from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan, time_of
+from zeroplan.job_time import time_of
+from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan
 from zeroplan.planner.asking import Question, ask
 from zeroplan.planner.bounds import NEARLY, Bounds
 from zeroplan.planner.objectives import TIE, complexity, complexity_of, field, pareto

@@ -11,7 +11,8 @@ import pytest
 
 from tests.profiles import by_hand
 from zeroplan import JobSpec, MeshSpec, RecipeSpec, SpecError, estimate, job
-from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan, time_of
+from zeroplan.job_time import time_of
+from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan
 from zeroplan.planner.asking import Question, _that_goes_through, ask
 from zeroplan.planner.explain import binding
 from zeroplan.planner.objectives import OBJECTIVES

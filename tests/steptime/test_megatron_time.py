@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from zeroplan import JobSpec, MegatronOptions, estimate, job
-from zeroplan.planner import Fixed, plan, time_of
+from zeroplan.job_time import time_of
+from zeroplan.planner import Fixed, plan
 from zeroplan.planner.objectives import TIE
 from zeroplan.planner.search import job_at, search
 from zeroplan.steptime import StepTime, efficiency

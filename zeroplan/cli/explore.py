@@ -1,11 +1,14 @@
 """``zeroplan explore``: a local page on which you change a job and see its memory."""
 
 import os
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zeroplan.cli import say
+from zeroplan.cli.flags import Force
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.installation import not_installed
 
@@ -24,8 +27,20 @@ def explore_command(
         str, typer.Option("--port", metavar="N", help="The port of the page; 0 chooses a free one.", show_default=True)
     ] = str(PORT),
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", "-o", metavar="FOLDER", help="Write the page for a web server instead; needs --pyodide."),
+    ] = None,
+    pyodide: Annotated[
+        str | None,
+        typer.Option("--pyodide", metavar="FOLDER", help="The unpacked npm package of Pyodide, which computes in the browser."),
+    ] = None,
+    force: Force = False,
 ) -> None:
     """Open a page in your browser: change the job, and see its memory by ZeRO stage and over a step."""
+    if out is not None or pyodide is not None:
+        _write(out, pyodide, run, force=force)
+        return
     if lacking := not_installed("fastapi", "uvicorn", by="the page"):
         raise MeasurementError(lacking)
     page = None if run is None else _page_of(run)
@@ -39,11 +54,18 @@ def explore_command(
     _serve(listening, page)
 
 
+def _write(out: str | None, pyodide: str | None, run: str | None, *, force: bool) -> None:
+    from zeroplan.explore.site import write_site  # noqa: PLC0415  start-up is part of every command's time
+
+    if out is None or pyodide is None or run is not None:
+        raise SpecError("--out and --pyodide belong together, without a saved run: --out site --pyodide package")
+    write_site(Path(out), Path(pyodide), force=force)
+    say(f"wrote {out}; see it with: python -m http.server --directory {shlex.quote(out)}")
+
+
 def _page_of(run: str) -> bytes:
     """The page of a saved run, made once, before anything is served."""
-    from pathlib import Path  # noqa: PLC0415  start-up is part of every command's time
-
-    from zeroplan.explore.saved_run import run_page  # noqa: PLC0415
+    from zeroplan.explore.saved_run import run_page  # noqa: PLC0415  start-up is part of every command's time
     from zeroplan.saved_runs.files import read_saved  # noqa: PLC0415
 
     return run_page(read_saved(Path(run)))

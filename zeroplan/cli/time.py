@@ -24,7 +24,7 @@ def time_command(
 ) -> int:  # fmt: skip
     """Estimate the time of one step, part by part: computing, sending, waiting, and what overlaps."""
     from zeroplan.calibration import calibrated, learnt_from  # noqa: PLC0415  only this command pays for the clock
-    from zeroplan.planner import time_of  # noqa: PLC0415
+    from zeroplan.job_time import time_of  # noqa: PLC0415
     from zeroplan.records import read_record  # noqa: PLC0415
     from zeroplan.report.step import step_payload, step_text  # noqa: PLC0415
 

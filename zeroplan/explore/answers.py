@@ -13,8 +13,8 @@ from zeroplan.estimator import Estimate, replayed_if_tight
 from zeroplan.estimator import estimate as estimate_anew
 from zeroplan.explore.configurations import configurations
 from zeroplan.explore.controls import Control, controls
+from zeroplan.job_time import time_of
 from zeroplan.memo import remembering
-from zeroplan.planner.choose import time_of
 from zeroplan.remedies import Remedy, remedies
 from zeroplan.report.palette import ENGINES, LOOKS
 from zeroplan.report.palette import STAGES as STAGE_LOOKS

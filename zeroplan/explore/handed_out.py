@@ -8,7 +8,6 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate
 from zeroplan.explore.answers import command, resolved_of
 from zeroplan.explore.report import report_html
-from zeroplan.report.series.run import run_of_step
 from zeroplan.report.series.scaling import scaling
 from zeroplan.report.series.stages import stages
 from zeroplan.report.series.step import step
@@ -41,6 +40,8 @@ def picture_of(said: Mapping[str, str]) -> bytes:
 
 def _timeline(job: JobSpec) -> "Series":
     """The step request by request; where its requests are not known, moment by moment."""
+    from zeroplan.report.series.run import run_of_step  # noqa: PLC0415  it needs NumPy, which a report does not
+
     moments = timeline(job)
     found = step(estimate(job), moments)
     return run_of_step(found) if found.requests else moments

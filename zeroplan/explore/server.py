@@ -9,19 +9,18 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from functools import lru_cache
 from importlib.resources import files
-from itertools import pairwise
 
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
-from zeroplan.catalog.text import shown
-from zeroplan.errors import SpecError, ZeroplanError
-from zeroplan.explore.answers import answer_payload, changes_payload, controls_payload, scaling_payload, step_payload, text_of
+from zeroplan.errors import ZeroplanError
+from zeroplan.explore.answers import controls_payload, text_of
 from zeroplan.explore.controls import controls
 from zeroplan.explore.handed_out import PICTURES, picture_of, report_of
 from zeroplan.explore.opened import LARGEST_BYTES, Opening
 from zeroplan.explore.planning import ASKED, planned_payload
+from zeroplan.explore.questions import Said, answered, once
 
 _Scope = MutableMapping[str, object]
 _Receive = Callable[[], Awaitable[MutableMapping[str, object]]]
@@ -181,7 +180,7 @@ class Planning:
         except TimeoutError:
             return JSONResponse({"error": "another plan is being made; wait a moment"}, status_code=429)
 
-    def _in_turn(self, said: tuple[tuple[str, str], ...]) -> bytes:
+    def _in_turn(self, said: Said) -> bytes:
         if not self._one.acquire(timeout=_TURN_S):
             raise TimeoutError
         try:
@@ -190,29 +189,16 @@ class Planning:
             self._one.release()
 
 
-def _asked(request: Request) -> tuple[tuple[str, str], ...]:
+def _asked(request: Request) -> Said:
     """Return the fields of a question, sorted; raises SpecError for one that is there twice."""
-    said = sorted(request.query_params.multi_items())
-    twice = next((name for (name, _), (other, _) in pairwise(said) if name == other), None)
-    if twice is not None:
-        raise SpecError(f"{shown(twice)} is there twice; keep one")
-    return tuple(said)
+    return once(request.query_params.multi_items())
 
 
 def _answered(what: str, request: Request) -> Response:
-    try:
-        return Response(_said(what, _asked(request)), media_type=_JSON)
-    except ZeroplanError as error:
-        return JSONResponse({"error": str(error)}, status_code=422)
+    status, content = answered(what, request.query_params.multi_items())
+    return Response(content, status_code=status, media_type=_JSON)
 
 
-@lru_cache(maxsize=128)  # a step is up to 200 kB
-def _said(what: str, said: tuple[tuple[str, str], ...]) -> bytes:
-    """Return an answer's bytes. A cache serves repeated questions, as when a slider moves back and forth."""
-    return text_of(_ANSWERS[what](dict(said)))
-
-
-_ANSWERS = {"answer": answer_payload, "step": step_payload, "changes": changes_payload, "scaling": scaling_payload}
 _JSON = "application/json"
 
 

@@ -4,7 +4,7 @@ The search covers what the memory model covers: engines and stages, replicas, te
 recomputation, micro-batches, optimizer implementations, the chunked loss, offload.
 """
 
-from zeroplan.planner.choose import plan, time_of
+from zeroplan.planner.choose import plan
 from zeroplan.planner.questions import cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence
 from zeroplan.planner.result import Best, Layout, More, Plan, Rival
 from zeroplan.planner.space import Fixed
@@ -22,5 +22,4 @@ __all__ = [
     "largest_model",
     "longest_sequence",
     "plan",
-    "time_of",
 ]

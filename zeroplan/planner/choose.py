@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroplan.estimator import account_of_job, estimate, replayed_if_tight
+from zeroplan.estimator import estimate, replayed_if_tight
+from zeroplan.job_time import time_of
 from zeroplan.memo import remembering
 from zeroplan.planner.bounds import NEARLY
 from zeroplan.planner.degrees import degrees
@@ -19,7 +20,6 @@ from zeroplan.planner.search import Found, Inexpressible, job_at, search
 from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, check_batch, easy_room_of, gpu_of
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.steptime import StepTime, step_time
 from zeroplan.units import GIB
 
 _MOST_RIVALS = 5
@@ -197,11 +197,6 @@ def _rankings(answers: _Field) -> Iterator[Ranked]:
 def ranked(name: str, layout: Layout, room: int) -> Ranked:
     """Return a layout as the first of a ranking, on a GPU with so much memory. [bytes]"""
     return Ranked(name, layout, room - layout.comfortable_bytes)
-
-
-def time_of(job: JobSpec, *, mfu: float | None = None) -> StepTime:
-    """Return the time of one job's step, part by part. [s]"""
-    return step_time(account_of_job(job), job.model, job.recipe, job.mesh, job.batch, job.cluster, mfu=mfu)
 
 
 def _nothing_starts(fallen: Sequence[Fallen]) -> str:

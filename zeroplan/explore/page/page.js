@@ -5,7 +5,10 @@ const GB = 1e9, GIB = 2 ** 30, TYPING_MS = 60, WAIT_MS = 60, CALM_MS = 120, LONG
 const SVG = "http://www.w3.org/2000/svg";
 const of = (id) => document.getElementById(id);
 const state = { colours: {}, controls: [], asked: 0, timer: 0, settled: true, pushing: false };
-const GONE = "The zeroplan server does not answer. Start `zeroplan explore` again.";
+const IN_BROWSER = document.body.classList.contains("in-browser");
+const GONE = IN_BROWSER ? "Python did not start in this browser. Reload the page, or install zeroplan." : "The zeroplan server does not answer. Start `zeroplan explore` again.";
+const STARTING = "Starting Python in your browser, some 7 MB, once…";
+const NO_FILES = "In the browser alone, zeroplan opens only a model's config.json. Install it and run `zeroplan explore` for snapshots and traces.";
 const BROKEN = "zeroplan itself failed on these settings. Please report it with the address of this page.";
 
 function node(name, attributes = {}, ...children) {
@@ -182,11 +185,34 @@ function said() {
 const main = document.querySelector("main");
 const busy = (asking) => of("answer").setAttribute("aria-busy", String(asking));
 
+/** Asks the server; on a page without one, Python in a worker of this browser. Both give a Response. */
+const send = IN_BROWSER ? toWorker() : fetch.bind(window);
+
+function toWorker() {
+  const worker = new Worker(`worker.js?version=${document.currentScript.dataset.version}`, { type: "module" }), waiting = new Map();
+  const first = fetch("first.json").then((found) => found.json()).catch(() => ({})); // answers for the page's first job, to show at once
+  let asked = 0, broken = false, started = false;
+  const settle = (id, how, what) => { started ||= how === "answer"; waiting.get(id)[how](what); waiting.delete(id); };
+  worker.addEventListener("message", ({ data: { id, failed, content, status } }) => (failed ? settle(id, "fail", failed) : settle(id, "answer", new Response(content, { status }))));
+  worker.addEventListener("error", () => { broken = true; for (const id of [...waiting.keys()]) settle(id, "fail", GONE); });
+  return async (address, { body } = {}) => {
+    if (body) return new Response(JSON.stringify({ error: NO_FILES }), { status: 422 });
+    const known = (await first)[address];
+    if (known) return new Response(known);
+    if (!started) of("headline").textContent = STARTING;
+    return new Promise((answer, fail) => {
+      if (broken) { fail(GONE); return; }
+      waiting.set(++asked, { answer, fail });
+      worker.postMessage({ id: asked, address });
+    });
+  };
+}
+
 /** The server's answer, or `error`: one line that says why there is none. */
 async function fetched(path, how = {}) {
   let response;
   try {
-    response = await fetch(path, how);
+    response = await send(path, how);
   } catch {
     return { error: GONE };
   }
@@ -220,6 +246,17 @@ function toSave(query) {
   of("save-report").href = `/api/report?${query}`;
   for (const picture of ["stages", "timeline", "scaling"]) of(`save-${picture}`).href = `/api/picture?picture=${picture}&${query}`;
 }
+
+/** Save the report that Python made in this browser, where no server hands it out. */
+async function saveReport(event) {
+  event.preventDefault();
+  const address = new URL(of("save-report").href), made = await send(address.pathname + address.search);
+  if (!made.ok) return;
+  const link = node("a", { href: URL.createObjectURL(await made.blob()), download: "zeroplan-report.html" });
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+if (IN_BROWSER) of("save-report").addEventListener("click", saveReport);
 
 /** What takes longer than the answer, and is asked for where no next move follows within a moment. */
 function details(query, mine) {
