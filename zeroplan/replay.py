@@ -67,7 +67,7 @@ class StepReplay:
     ) -> None:  # fmt: skip
         """Write the job's requests. Raises SpecError if zeroplan does not know them.
 
-        ``pipeline_rank`` defaults to the rank with the highest peak. ``starts``: where the weights are before the engine takes them.
+        ``pipeline_rank`` defaults to the rank with the highest peak. ``starts``: where the weights are before wrapping.
         """
         self.job, self.keeps_up = job, keeps_up
         self.log = requests_of(job, pipeline_rank=pipeline_rank, starts=starts)
