@@ -15,7 +15,7 @@ from zeroplan.weights import ONE_POOL, POOLS, Pools
 #: FSDP2 allocates the inputs of a reduce-scatter on the compute stream, and its outputs, the sharded gradients, on the reduce
 #: stream (torch 2.13, _fsdp_collectives.py, foreach_reduce).
 _OF_FSDP2: Pools = {Kind.GATHER: 1, Kind.GRADIENTS: 2}
-#: FSDP1 casts and all-gathers on extra streams (one pool here), and reduces on another (torch 2.13, _runtime_utils.py).
+#: FSDP1 casts and all-gathers on extra streams (one pool here), and reduces on another (2.13, _runtime_utils.py, _init_streams).
 _OF_FSDP1: Pools = {Kind.GATHER: 1, Kind.UNSHARDED_PARAMETERS: 1, Kind.REDUCE: 2, Kind.GRADIENTS: 2}
 #: DeepSpeed's stage 3 has one extra stream for all-gathers and one for reductions (0.19.8, partition_parameters.py, stage3.py).
 _OF_STAGE_3: Pools = {Kind.GATHER: 1, Kind.REDUCE: 2}
